@@ -300,9 +300,12 @@ class TrainConfig(Bounded):
     """Actors wait for every update, so that the lag is always 0: for comparison."""
     placement: str = "auto"
     """Which rank is what: 'learner=0,actor=1-3'. A rank may be both. policy=2,world=3 is an actor on two
-    devices, fitter=4 refits the world (--pace.every). auto: rank 0 learns, the others imagine; collocated:
-    all do both; disaggregated: the first half learns, the rest imagines; hybrid: all learn, the first half
-    has policies, the second their worlds."""
+    devices, fitter=4 refits the world (--pace.every). auto: rank 0 learns, the others imagine, unless a run
+    measured what keeps both busy (--balance-from); collocated: all do both; disaggregated: the first half
+    learns, the rest imagines; hybrid: all learn, the first half has policies, the second their worlds."""
+    balance_from: str = ""
+    """Run whose balance.json --placement auto chooses by: how many of the ranks learn, so that both sides are
+    busy. It had the same models and number of ranks. Empty: the run that is resumed, if it has one."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the models run. auto: cuda where there is a GPU."""
     policy: str = "tabletop"
@@ -376,12 +379,17 @@ class TrainConfig(Bounded):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("run_dir", "policy", "world", "reward", "start_states"):
+        for name in ("run_dir", "policy", "world", "reward", "start_states", "balance_from"):
             check_path(name.replace("_", "-"), getattr(self, name))
         if self.evaluate_every and self.inline:
             raise ConfigError(
                 f"--evaluate-every is {self.evaluate_every}, but it takes a process of its own, and --inline "
                 "is one process. Leave one of them out; `asyncrl evaluate RUN` measures afterwards."
+            )
+        if self.balance_from and self.placement != "auto":
+            raise ConfigError(
+                f"--balance-from is {self.balance_from}, but --placement is {self.placement}, and only auto "
+                "chooses by what a run measured. Leave one of them out."
             )
         if names_fitter(self.placement):
             self._check_fitter()

@@ -7,12 +7,15 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import AsyncRLError
 from asyncrl.observability.layout import hanging
 from asyncrl.records import ActionSpec, SlotBytes, StartState
+
+if TYPE_CHECKING:
+    from asyncrl.doctor.work import RunWork
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +72,8 @@ class Examination:
     """Where the settings come from, for people."""
     sizes: Sizes | None = None
     """Known once the models were loaded."""
+    work: RunWork | None = None
+    """What they compute; likewise, where it is known and enough to predict anything from."""
     starts: Sequence[StartState] = ()
     """Where imagined episodes begin; likewise."""
 

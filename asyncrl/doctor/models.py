@@ -13,6 +13,7 @@ from torch import Tensor
 from asyncrl.config.algorithm import LearnerSettings
 from asyncrl.config.run import TrainConfig
 from asyncrl.doctor.findings import Examination, Finding, Sizes, broken, ok, one_line
+from asyncrl.doctor.work import work_of
 from asyncrl.errors import AsyncRLError, CheckpointError
 from asyncrl.launch import build
 from asyncrl.launch.environment import EnvironmentFiles, with_world_defaults
@@ -65,7 +66,7 @@ def check_models(examination: Examination) -> Finding:
         from asyncrl.doctor.fitter import round_phases
 
         sizes = replace(sizes, rounds=round_phases(config, sizes))
-    examination.sizes = sizes
+    examination.sizes, examination.work = sizes, work_of(config, policy)
     return ok(
         "models",
         f"policy {_millions(sizes.parameters)} parameters ({_millions(sizes.trained)} trained), "

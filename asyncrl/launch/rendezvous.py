@@ -64,6 +64,8 @@ class RunInfo:
     """Address where actors that join fetch them."""
     keys: str = ""
     """Folder of the keys that the replay is used with; empty: none."""
+    placement: str = ""
+    """What --placement auto became; empty: as the settings say."""
     attempt: int = 0
     """Number of this start of the run. Its secret is read from the folder: this travels through torchrun's
     store, which others can read."""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from asyncrl.config.loading import load_file, to_json
 from asyncrl.config.run import TrainConfig, WorldDefaults
 from asyncrl.errors import ConfigError, RunError
-from asyncrl.launch import endpoints, rendezvous
+from asyncrl.launch import balance, endpoints, rendezvous
 from asyncrl.launch.children import (
     REPLAY,
     ChildProcesses,
@@ -77,7 +77,8 @@ def run(config: TrainConfig) -> int:
 
             return run_inline(config, stop)
         if rendezvous.rank() == 0:
-            return _learn(config, _placement(config), stop)
+            chosen = balance.placement_of_start(config)
+            return _learn(config, _placement(balance.with_placement(config, chosen)), chosen, stop)
         return _follow(config, stop)
 
 
@@ -98,7 +99,7 @@ def _follow(config: TrainConfig, stop: StopFlag) -> int:
     run_dir = Path(info.run_dir)
     _check_folder_is_here(run_dir)
     config = load_file(run_dir / "config.json")
-    placement = _placement(config)
+    placement = _placement(balance.with_placement(config, info.placement or config.placement))
     lock = run_lock.join(run_dir)
     if 0 in rendezvous.ranks_here():  # Elsewhere its number would be another process's.
         process_status.publish_as(run_dir, f"learner-{rank}" if placement.learns(rank) else f"rank-{rank}")
@@ -213,7 +214,7 @@ def _prepare(config: TrainConfig, placement: Placement) -> _Prepared:
     return _Prepared(config, said, start, device, transport)
 
 
-def _learn(asked: TrainConfig, placement: Placement, stop: StopFlag) -> int:
+def _learn(asked: TrainConfig, placement: Placement, chosen: str, stop: StopFlag) -> int:
     """Rank 0: check everything, start the children, learn, end them."""
     from asyncrl.launch import console, learner_ranks, run_log
     from asyncrl.weights.publisher import build_publisher
@@ -239,7 +240,7 @@ def _learn(asked: TrainConfig, placement: Placement, stop: StopFlag) -> int:
         begun = [*_again(start.version), *console.resumed(config, start.version)]
         log.banner("\n".join([*begun, hint, *console.notes(config), *start.notes]))
         worlds = _world_channel(config, start, sockets, keys)
-        info = _run_info(start, endpoint, sockets, keys, publisher, worlds)
+        info = _run_info(start, endpoint, sockets, keys, publisher, worlds, chosen)
         evaluator = EvaluatorProcess(
             config, run_dir, start.version, log.write_evaluation, rendezvous.local_rank()
         )
@@ -279,6 +280,8 @@ def _learn(asked: TrainConfig, placement: Placement, stop: StopFlag) -> int:
                 worlds.close()
             publisher.close()
             start.lock.release()
+        if said_of_both := balance.note_at_end(config, placement, run_dir, start.version):
+            log.banner(said_of_both)
         log.banner(console.final_summary(config, run_dir, learner.end_reason, start.simulator))
     run_log.compact_at_end(config, run_dir, learner.version, stop_requested=lambda: stop.set)
     return 0
@@ -313,6 +316,7 @@ def _run_info(
     keys: str,
     publisher: BroadcastPublisher,
     worlds: WorldChannel | None,
+    placement: str,
 ) -> RunInfo:
     """What the other processes have to know."""
     return RunInfo(
@@ -325,6 +329,7 @@ def _run_info(
         worlds_endpoint=worlds.endpoint if worlds else "",
         worlds_pull_endpoint=worlds.pull_endpoint if worlds else "",
         keys=keys,
+        placement=placement,
         attempt=start.identity.attempt,
     )
 

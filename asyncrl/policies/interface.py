@@ -328,6 +328,20 @@ class CountsPromptTokens(Protocol):
 
 
 @runtime_checkable
+class CountsFlops(Protocol):
+    """A policy that knows what it computes: for `asyncrl doctor`."""
+
+    def decision_flops(self) -> float:
+        """Count the FLOPs of the forward pass that sees a decision, two per multiply-add."""
+        ...
+
+    @property
+    def token_passes(self) -> int:
+        """Return the passes of acting beside that one; 0 where all tokens come at once."""
+        ...
+
+
+@runtime_checkable
 class CountsActivations(Protocol):
     """A policy that knows what its passes need beside the weights: for `asyncrl doctor`."""
 

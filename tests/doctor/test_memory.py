@@ -6,70 +6,23 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from asyncrl.config.algorithm import LoraSettings
 from asyncrl.config.loading import load_file
 from asyncrl.config.run import TrainConfig
 from asyncrl.doctor.findings import Sizes
 from asyncrl.doctor.gpus import placement_of, rank_needs
-from asyncrl.doctor.models import measure
-from asyncrl.launch.environment import EnvironmentFiles
+from asyncrl.doctor.published import published_run
 from asyncrl.launch.placement import parse_placement
-from asyncrl.launch.policies import add_adapters
-from asyncrl.policies.openvla.config import OpenVLAOFTConfig
-from asyncrl.policies.openvla.policy import new_policy
-from asyncrl.records import ActionSpec, SlotBytes
-from asyncrl.worlds.evac.conditions import EvacNetworks
-from asyncrl.worlds.evac.config import EvacConfig
-from asyncrl.worlds.evac.world import estimate_slot
-from asyncrl.worlds.opensora.autoencoder import FrameVae
-from asyncrl.worlds.opensora.autoencoder import VaeConfig as FrameVaeConfig
-from asyncrl.worlds.opensora.memory import slot_bytes as opensora_slot_bytes
-from asyncrl.worlds.opensora.stdit3 import STDiT3, STDiT3Config
-from asyncrl.worlds.wan.memory import slot_bytes
-from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
-from asyncrl.worlds.wan.vae import VaeConfig, WanVae
 from support import ROOT
 
 GIB = 2**30
 TOLERANCE = 0.1
-REWARD = 45_000_000
-
-
-def world_of(config: TrainConfig) -> tuple[int, SlotBytes]:
-    """Parameters of the published world that a recipe names, and what a slot takes in it."""
-    networks: tuple[torch.nn.Module, ...]
-    with torch.device("meta"):
-        if "OpenSora" in config.world:
-            size, frames = STDiT3Config.xl2(), FrameVaeConfig.published()
-            networks = (STDiT3(replace(size, unused_branches=False)), FrameVae(frames))
-            slot = opensora_slot_bytes(size, frames, 256, torch.bfloat16)
-        elif "evac" in config.world:
-            networks = tuple(EvacNetworks.build(EvacConfig.published()).by_name().values())
-            slot = estimate_slot(EvacConfig.published(), config.actor.max_decisions, torch.bfloat16)
-        else:
-            assert config.imagination.context == "frames"
-            vae = WanVae(VaeConfig.full())
-            networks = (ActionWanTransformer(TransformerConfig.full()), vae)
-            torch.nn.Module.to(vae, torch.bfloat16)  # diffusers' own `to` warns
-            slot = slot_bytes(vae, 256, "frames")
-    return sum(p.numel() for module in networks for p in module.parameters()), slot
 
 
 def sizes_of(config: TrainConfig) -> Sizes:
     """Sizes of a run with the published models, without their weights."""
-    with torch.device("meta"):
-        policy = new_policy(OpenVLAOFTConfig.full())
-        if config.lora.rank:
-            add_adapters(config, policy)
-    policy = policy.to(torch.bfloat16)
-    parameters, slot = world_of(config)
-    nbytes = 2 * parameters + REWARD
-    files = EnvironmentFiles(
-        folder=Path(), starts=[], image_size=256, nbytes=nbytes, action_spec=ActionSpec()
-    )
-    return measure(config, policy, files, slot)
+    return published_run(config)[0]
 
 
 @pytest.fixture(scope="module")

@@ -33,10 +33,12 @@ from asyncrl.worlds.evac.files import EvacFiles, open_evac, write_evac
 from asyncrl.worlds.evac.noise import normal_noise, normal_words, seed_words
 from asyncrl.worlds.evac.options import EvacOptions
 from asyncrl.worlds.evac.state import EvacState
+from asyncrl.worlds.evac.work import decision_work
 from asyncrl.worlds.full_batch import imagine_full
 from asyncrl.worlds.opening import open_each_once
 from asyncrl.worlds.start_states import check_beginnings
 from asyncrl.worlds.tensor_state import finite_rows
+from asyncrl.worlds.work import WorldWork
 
 CONTEXT: Final = 4
 """Frames of a start state's context, if it has one."""
@@ -117,6 +119,13 @@ class EvacWorld:
         options = EvacOptions.from_settings(settings, own)
         files = open_evac(folder)
         return estimate_slot(files.config, decisions, files.dtype, guided=options.guidance != 1)
+
+    @classmethod
+    def decision_work(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> WorldWork:
+        """Count what a slot costs. See `interface.CountsWork`."""
+        options, config = EvacOptions.from_settings(settings, own), open_evac(folder).config
+        steps = options.steps or config.schedule_steps
+        return decision_work(config, steps=steps, guided=options.guidance != 1)
 
     def modules(self) -> dict[str, nn.Module]:
         """Return the six networks by name."""

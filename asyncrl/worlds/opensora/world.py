@@ -39,6 +39,7 @@ from asyncrl.worlds.opensora.stdit3 import CONDITION, STDiT3
 from asyncrl.worlds.own_settings import refuse_own_settings
 from asyncrl.worlds.start_states import check_beginnings
 from asyncrl.worlds.tensor_state import finite_rows
+from asyncrl.worlds.work import WorldWork
 
 
 class OpenSoraWorld:
@@ -116,6 +117,12 @@ class OpenSoraWorld:
         """Estimate what a slot takes. See `interface.CountsSlots`."""
         refuse_own_settings(own, "an OpenSora world")
         return open_world(folder).slot_bytes(settings)
+
+    @classmethod
+    def decision_work(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> WorldWork:
+        """Count what a slot costs. See `interface.CountsWork`."""
+        refuse_own_settings(own, "an OpenSora world")
+        return open_world(folder).decision_work(settings)
 
     @property
     def action_spec(self) -> ActionSpec:

@@ -25,6 +25,8 @@ from asyncrl.worlds.wan.recognition import WAN_TRANSFORMER, WAN_VAE, transformer
 from asyncrl.worlds.wan.tiny_decoder import TinyDecoder, load_decoder
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae, use_channels_last
+from asyncrl.worlds.wan.work import decision_work
+from asyncrl.worlds.work import WorldWork
 
 FORMAT: Final = "asyncrl-world-1"
 TRANSFORMER: Final = "transformer.safetensors"
@@ -82,6 +84,20 @@ class WorldFiles:
         _, vae = self.build()
         nn.Module.to(vae, self.dtype)  # diffusers' own `to` warns
         return slot_bytes(vae, self.image_size, self.context(settings))
+
+    def decision_work(self, settings: ImaginationSettings) -> WorldWork:
+        """Count what a slot costs."""
+        transformer, vae = self.build()
+        return decision_work(
+            transformer,
+            vae,
+            image_size=self.image_size,
+            context=self.context(settings),
+            steps=settings.steps or self.schedule_steps,
+            tiny_decoder=self._tiny_decoder("cpu", torch.float32).to("meta")
+            if settings.decoder == "tiny"
+            else None,
+        )
 
     def build(self) -> tuple[ActionWanTransformer, WanVae]:
         """Build the modules without memory for their weights (on the meta device)."""

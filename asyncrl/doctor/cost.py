@@ -1,0 +1,223 @@
+"""Predict how long decisions and updates take, from sizes, settings and a device's rates. Pure.
+
+    seconds = FLOPs / (burst rate of the device * share of it that the network reaches)
+
+`work` says what is computed (`policies/openvla/work.py`, `worlds/work.py`), `rates` how fast. Episodes are of
+full length, every decision has a gradient, and nobody waits for anything else: neither the host nor the
+replay, the network or simulators, unless said. docs/doctor.md says how far that holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from asyncrl.actors.pipeline import split_slots
+from asyncrl.config.run import TrainConfig
+from asyncrl.doctor.findings import Sizes
+from asyncrl.doctor.gpus import rank_needs
+from asyncrl.doctor.rates import PASS_SECONDS, SHARED, SHARES, STEP_SECONDS, DeviceRate
+from asyncrl.doctor.work import RunWork
+from asyncrl.launch.placement import Placement
+from asyncrl.learner.recipe import build_recipe
+from asyncrl.worlds.work import Stage
+
+DEVICES_PER_HOST: Final = 8
+_OPTIMIZER_BYTES: Final = 32
+"""Read and written of every trained number: weight, gradient and two moments, and the gradient's norm."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActorCost:
+    """Seconds of one slot's decision, while all slots of an actor decide together."""
+
+    policy: float
+    world: float
+    """0 in a simulator."""
+    opening: float
+    """Of the episode's beginning, spread over its decisions."""
+
+    @property
+    def decision(self) -> float:
+        """All of it, one after the other."""
+        return self.policy + self.world + self.opening
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerCost:
+    """Seconds of one update, on every learner rank."""
+
+    before: float
+    """Passes over the batch before the first step."""
+    passes: float
+    """Forward and backward, with what gradient checkpointing computes again, and the reference's passes."""
+    after: float
+    """Reading how far the policy moved."""
+    steps: float
+    """Optimizer steps, and what else each of them takes."""
+    flops: float
+    """Of the model's passes that count in `time/mfu`, of all ranks."""
+
+    @property
+    def update(self) -> float:
+        """All of it."""
+        return self.before + self.passes + self.after + self.steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """How a run goes with a placement on devices of one kind."""
+
+    decisions: int
+    """Of an update."""
+    chunk: int
+    """Steps of a decision."""
+    groups: int
+    """Of an update."""
+    actor: ActorCost
+    learner: LearnerCost
+    batch: float
+    """Seconds in which the actors imagine an update's groups, were they alone on their devices."""
+    seconds: float
+    """From one update to the next."""
+    bottleneck: Literal["learner", "actors", "both, on one device", "both, in turns"]
+    learner_bytes: int
+    """Most memory of a device with a learner rank, of whatever else it has too."""
+    actor_bytes: int
+    """Most memory of another device; 0: there is none."""
+
+    @property
+    def steps_per_hour(self) -> float:
+        """Steps that are learned from."""
+        return self.decisions * self.chunk * 3600 / self.seconds
+
+    @property
+    def groups_per_minute(self) -> float:
+        """As in `time/groups_per_minute`."""
+        return 60 * self.groups / self.seconds
+
+    def fits(self, device: DeviceRate) -> bool:
+        """Whether a tenth of the device is left for contexts, libraries and memory in pieces."""
+        return max(self.learner_bytes, self.actor_bytes) < 0.9 * device.memory
+
+
+def actor_cost(config: TrainConfig, work: RunWork, device: DeviceRate) -> ActorCost:
+    """Predict the seconds of a decision of an actor with a device for itself."""
+    compiled = config.imagination.compile
+    rows = max(map(len, split_slots(config.actor.slots, config.actor.pipeline_stages)))
+    share = SHARES["policy with adapters" if config.lora.rank else "policy"].of(compiled)
+    least = PASS_SECONDS.of(compiled) / rows
+    tokens = work.token_passes * least
+    return ActorCost(
+        policy=max(work.policy / (device.products * share), least) + tokens,
+        world=_seconds(work.world.decision, device, compiled=compiled),
+        opening=_seconds(work.world.opening, device, compiled=False) / work.decisions,
+    )
+
+
+def _seconds(stages: tuple[Stage, ...], device: DeviceRate, *, compiled: bool) -> float:
+    return sum(s.calls * s.flops / (device.products * SHARES[s.name].of(compiled)) for s in stages)
+
+
+def learner_cost(
+    config: TrainConfig, work: RunWork, sizes: Sizes, device: DeviceRate, learners: int
+) -> LearnerCost:
+    """Predict the seconds of an update.
+
+    A weight that is divided over ranks is gathered while the block before it computes, so that the slower of
+    both counts. Ranks divide weights inside a host; several hosts add up their gradients once in each step.
+
+    Args:
+        config: Of the run.
+        work: Of the run.
+        sizes: Of the models.
+        device: Of every learner rank.
+        learners: Their number.
+    """
+    chosen = config.algorithm
+    recipe = build_recipe(chosen, config.correction, config.critic)
+    rows = decisions_per_update(config, work) / learners
+    episodes = chosen.groups_per_update * chosen.group_size / learners
+    steps = chosen.epochs * chosen.minibatches
+    counted = 2 if config.lora.rank else 3
+    passes = counted + config.learner.gradient_checkpointing + (chosen.kl_coef > 0)
+    forward = work.policy / (device.products * SHARES["learning"].of(config.learner.compile))
+    per_host = min(learners, DEVICES_PER_HOST)
+    spread = sizes.policy if learners > 1 and not sizes.unsharded else 0
+    gather = spread * (per_host - 1) / per_host / device.links
+    micro = min(chosen.micro_batch, rows / chosen.minibatches)
+    # Forward and backward gather bfloat16 weights, and float32 gradients go out.
+    learned = max(passes * forward * micro, 4 * gather) / micro
+    seen = max(forward * micro, gather) / micro
+    before = rows * recipe.needs_old_policy_pass + episodes * _final_values(config)
+    return LearnerCost(
+        before=before * seen,
+        passes=rows * chosen.epochs * learned,
+        after=min(chosen.micro_batch, rows) * seen,
+        steps=steps * (STEP_SECONDS + _step_seconds(sizes, device, learners)),
+        flops=counted * work.policy * rows * learners * chosen.epochs,
+    )
+
+
+def _final_values(config: TrainConfig) -> bool:
+    return config.algorithm.kind == "ppo" and config.critic.truncation == "bootstrap"
+
+
+def _step_seconds(sizes: Sizes, device: DeviceRate, learners: int) -> float:
+    """Predict what grows with the weights: AdamW, and the sum of gradients over hosts."""
+    per_host, hosts = min(learners, DEVICES_PER_HOST), -(-learners // DEVICES_PER_HOST)
+    own = sizes.trained / per_host
+    summed = 2 * 4 * own * (hosts - 1) / hosts / device.network
+    return _OPTIMIZER_BYTES * own / device.bandwidth + summed
+
+
+def decisions_per_update(config: TrainConfig, work: RunWork) -> int:
+    """Count the decisions of an update, of episodes of full length."""
+    return config.algorithm.groups_per_update * config.algorithm.group_size * work.decisions
+
+
+def predict(
+    config: TrainConfig, work: RunWork, sizes: Sizes, device: DeviceRate, placement: Placement
+) -> Prediction:
+    """Predict how a run goes.
+
+    Args:
+        config: Of the run; its --placement is not looked at.
+        work: What it computes.
+        sizes: Of its models.
+        device: Every rank has one of its own.
+        placement: Who does what; at least one actor.
+    """
+    actor = actor_cost(config, work, device)
+    learner = learner_cost(config, work, sizes, device, len(placement.learners))
+    decisions = decisions_per_update(config, work)
+    each = decisions / len(placement.actors)
+    world = actor.world + actor.opening
+    busy = dict.fromkeys(placement.actors, each * actor.decision)
+    for policy, other in placement.worlds:
+        busy[policy], busy[other] = each * actor.policy, each * world
+    pipelined = placement.worlds and config.actor.pipeline_stages > 1
+    batch = max(busy.values()) if pipelined else each * actor.decision
+    shared = [on for rank, on in busy.items() if rank in placement.learners]
+    both = max((max(learner.update, on) + SHARED * min(learner.update, on) for on in shared), default=0.0)
+    if config.synchronous:
+        seconds, bottleneck = learner.update + batch, "both, in turns"
+    elif both >= max(learner.update, batch):
+        seconds, bottleneck = both, "both, on one device"
+    else:
+        seconds = max(learner.update, batch)
+        bottleneck = "learner" if learner.update >= batch else "actors"
+    needs = {rank: rank_needs(config, sizes, placement, rank) for rank in placement.ranks}
+    others = [nbytes for rank, nbytes in needs.items() if rank not in placement.learners]
+    return Prediction(
+        decisions=decisions,
+        chunk=work.chunk,
+        groups=config.algorithm.groups_per_update,
+        actor=actor,
+        learner=learner,
+        batch=batch,
+        seconds=seconds,
+        bottleneck=bottleneck,
+        learner_bytes=max(needs[rank] for rank in placement.learners),
+        actor_bytes=max(others, default=0),
+    )

@@ -1,0 +1,80 @@
+"""What devices can do, and how much of it each network was seen to use. No torch.
+
+Every share is one of docs/measurements/performance.md, of an H200: of the rate of bfloat16 matrix products
+that the device reaches for a hundredth of a second (*burst*). Networks without a share of their own have that
+of the one they resemble, and the comment beside them says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceRate:
+    """One kind of GPU."""
+
+    name: str
+    memory: float
+    """Bytes."""
+    products: float
+    """FLOP/s of bfloat16 matrix products (8192 x 8192) in a burst."""
+    bandwidth: float
+    """Bytes per second of its memory, by data sheet."""
+    links: float
+    """Bytes per second that a broadcast inside a host reaches."""
+    network: float = 50e9
+    """Bytes per second of the device's own share of the network between hosts: 400 Gbit/s by data sheet."""
+
+
+H200: Final = DeviceRate(name="H200", memory=141e9, products=796e12, bandwidth=4.8e12, links=364e9)
+"""Burst: the mean of 793 and 799 measured. Links: 15.0 GB to three others in 41.2 ms."""
+H100: Final = DeviceRate(name="H100", memory=80e9, products=796e12, bandwidth=3.35e12, links=364e9)
+"""The same chip with less and slower memory: its rate of products is taken to be the H200's, not measured."""
+KNOWN: Final[Mapping[str, DeviceRate]] = {"NVIDIA H200": H200, "NVIDIA H100 80GB HBM3": H100}
+"""By the names that CUDA gives them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """Of a device's burst rate."""
+
+    eager: float
+    compiled: float
+
+    def of(self, compiled: bool) -> float:
+        """Return the one that holds."""
+        return self.compiled if compiled else self.eager
+
+
+SHARES: Final[Mapping[str, Share]] = {
+    "policy": Share(eager=0.60, compiled=0.768),
+    # Float32 adapters beside every layer; runs in bfloat16 have bfloat16 ones, which were not timed. Eager:
+    # slower by the same factor.
+    "policy with adapters": Share(eager=0.40, compiled=0.517),
+    "wan encode": Share(eager=0.243, compiled=0.541),
+    "wan denoise": Share(eager=0.468, compiled=0.682),
+    "wan decode": Share(eager=0.398, compiled=0.760),
+    # Not timed alone: as the encoder. It takes 1 % of a decision.
+    "wan tiny decode": Share(eager=0.243, compiled=0.541),
+    # Of the sustained rate 28 and 57 %, 26 and 62, 34 and 47; that is 0.85 of the burst.
+    "opensora denoise": Share(eager=0.24, compiled=0.48),
+    "frame decode": Share(eager=0.22, compiled=0.52),
+    "evac denoise": Share(eager=0.29, compiled=0.40),
+    # Not timed alone: as the decoder and the UNet beside them, at most a fiftieth of a decision.
+    "frame encode": Share(eager=0.22, compiled=0.52),
+    "evac conditions": Share(eager=0.29, compiled=0.29),
+    # Checkpointed passes with adapters, what is computed again counted. Compiled: 192 passes of a decision in
+    # 1.83 s. Eager: 224 of them in the 3.9 s of an update less `STEP_SECONDS`. Of all weights not timed.
+    "learning": Share(eager=0.40, compiled=0.655),
+}
+PASS_SECONDS: Final = Share(eager=0.0385, compiled=0.0115)
+"""Seconds (no shares) that a pass of the policy takes at least: those of a single row."""
+STEP_SECONDS: Final = 0.44
+"""Of an optimizer step, however many decisions it has: 2.57 s of an update of 64 decisions, compiled, less
+1.83 s for its passes and 0.30 s for the reading of how far the policy moved."""
+SHARED: Final = 0.87
+"""What the shorter of a learner's and an actor's times on one device adds to the longer one: 7.4 s where they
+take 4.0 and 3.9 alone."""

@@ -1,0 +1,329 @@
+"""Measure what both sides of a run took, say how its ranks keep both busy, and choose so the next time.
+
+    balance.json    written at the end of a run: seconds of learners and actors for one update, and waits
+    --placement auto   chooses by it where the run is resumed, or where --balance-from names the run
+
+A run's rows say how long an update took and which shares of it each side waited. What a side has to do for an
+update is shared out to its ranks, so other numbers of ranks need other times. Pure, but for the file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from asyncrl.config.run import TrainConfig
+from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.launch import rendezvous
+from asyncrl.launch.placement import Placement, checked_placement
+from asyncrl.observability import metrics_system as s
+from asyncrl.storage import run_folder
+from asyncrl.storage.atomic import read_json, write_json
+from asyncrl.storage.bounded_json import check_types, read_rows
+
+FILE: Final = "balance.json"
+SKIPPED: Final = 2
+"""First updates of a start that do not count: they compile and fill the pipeline."""
+LEAST: Final = 3
+"""Updates that have to count."""
+NOTICEABLE: Final = 1.05
+"""Times the pace from which another placement is worth a line."""
+_UPDATE: Final = s.UPDATE_SECONDS.name
+"""What only the row of an update has."""
+_POSITIVE: Final = ("ranks", "learners", "actors", "groups_per_update", "group_size", "slots", "updates")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Balance:
+    """What a run measured."""
+
+    policy: str
+    world: str
+    adapters: bool
+    """Whether only adapters are trained. All weights are divided: fewer learners may not have the memory."""
+    ranks: int
+    learners: int
+    actors: int
+    """No rank is both."""
+    learner_seconds: float
+    """Of the learners for one update, without their waiting."""
+    actor_seconds: float
+    """Of the actors for one update's groups, without their waiting."""
+    seconds: float
+    """From one update to the next."""
+    learner_waits: float
+    """Share of the time."""
+    actors_wait: float
+    groups_per_update: int
+    group_size: int
+    slots: int
+    """Of each actor."""
+    max_lag: int
+    updates: int
+    """That counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """What would keep both sides busy."""
+
+    learners: int
+    actors: int
+    slots: int
+    """Of each actor."""
+    groups_per_update: int
+    seconds: float
+    """From one update of as many groups as now to the next, with this placement."""
+
+    @property
+    def placement(self) -> str:
+        """For --placement."""
+        return f"learner={_span(0, self.learners)},actor={_span(self.learners, self.actors)}"
+
+
+def _span(first: int, count: int) -> str:
+    return str(first) if count == 1 else f"{first}-{first + count - 1}"
+
+
+def measure(config: TrainConfig, placement: Placement, rows: Iterable[Mapping[str, Any]]) -> Balance | None:
+    """Fold the rows of one start of a run.
+
+    Args:
+        config: Of the run.
+        placement: Of the run.
+        rows: What metrics.jsonl has of every update of this start, in order.
+
+    Returns:
+        None where too few updates were made, a rank both learned and imagined, an actor has two devices, or
+        others could join: then the times of the sides say nothing of other placements.
+    """
+    apart = not set(placement.learners) & set(placement.actors) and not placement.worlds
+    apart = apart and bool(placement.actors) and not config.replay.listen
+    needed = (s.GROUPS_PER_MINUTE.name, s.LEARNER_WAITING.name, s.ACTORS_WAITING.name)
+    counted = [row for row in list(rows)[SKIPPED:] if all(type(row.get(name)) is float for name in needed)]
+    if not apart or len(counted) < LEAST:
+        return None
+    pace, learner_waits, actors_wait = (statistics.median(row[name] for row in counted) for name in needed)
+    if pace <= 0:
+        return None
+    seconds = 60 * config.algorithm.groups_per_update / pace
+    return Balance(
+        policy=config.policy,
+        world=config.world,
+        adapters=config.lora.rank > 0,
+        ranks=len(placement.learners) + len(placement.actors),
+        learners=len(placement.learners),
+        actors=len(placement.actors),
+        learner_seconds=seconds * (1 - learner_waits),
+        actor_seconds=seconds * (1 - actors_wait),
+        seconds=seconds,
+        learner_waits=learner_waits,
+        actors_wait=actors_wait,
+        groups_per_update=config.algorithm.groups_per_update,
+        group_size=config.algorithm.group_size,
+        slots=config.actor.slots,
+        max_lag=config.max_lag,
+        updates=len(counted),
+    )
+
+
+def expected_seconds(found: Balance, learners: int, actors: int) -> float:
+    """Return the seconds from one update to the next with other numbers of ranks."""
+    learning = found.learner_seconds * found.learners / learners
+    imagining = found.actor_seconds * found.actors / actors
+    return max(learning, imagining) if found.max_lag else learning + imagining
+
+
+def advise(found: Balance) -> Advice:
+    """Choose the split of the ranks under which an update comes soonest, then what fits it.
+
+    Slots: as many episodes as there can be credit for, where there are more slots than that. Groups: as many
+    as share out evenly to the learner ranks.
+    """
+    least = 1 if found.adapters else found.learners
+    most = min(found.ranks - 1, found.groups_per_update)
+    current = found.learners
+    learners = min(
+        range(min(least, current), max(most, current) + 1),
+        key=lambda n: (expected_seconds(found, n, found.ranks - n), abs(n - current)),
+    )
+    actors = found.ranks - learners
+    credit = (found.max_lag + 1) * found.groups_per_update * found.group_size
+    return Advice(
+        learners=learners,
+        actors=actors,
+        slots=min(found.slots, max(1, credit // actors)),
+        groups_per_update=-(-found.groups_per_update // learners) * learners,
+        seconds=expected_seconds(found, learners, actors),
+    )
+
+
+def line(found: Balance) -> str:
+    """Say in one line what was measured and what would keep both sides busy."""
+    advice = advise(found)
+    sides = (
+        f"balance: an update takes {_count(found.learners, 'learner')} {found.learner_seconds:.3g} s and "
+        f"{_count(found.actors, 'actor')} {found.actor_seconds:.3g} s; they wait {found.learner_waits:.0%} "
+        f"and {found.actors_wait:.0%} of the time"
+    )
+    chosen = [f"--placement {advice.placement}"]
+    if advice.slots != found.slots:
+        chosen.append(f"--actor.slots {advice.slots}")
+    if advice.groups_per_update != found.groups_per_update:
+        chosen.append(f"--algorithm.groups-per-update {advice.groups_per_update}")
+    gain = found.seconds / advice.seconds
+    if advice.learners != found.learners and gain > NOTICEABLE:
+        faster = f"{gain:.2f} times the pace, and what --placement auto chooses next time"
+        return f"{sides}. {' '.join(chosen)}: {faster}"
+    if len(chosen) > 1:
+        return f"{sides}. Fits this placement: {' '.join(chosen[1:])}"
+    return f"{sides}. No other placement of {found.ranks} ranks keeps both busier"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number > 1)}"
+
+
+def write(run_dir: Path, found: Balance) -> None:
+    """Write the file of a run, with what follows from it.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    advice = advise(found)
+    content = {"measured": dataclasses.asdict(found), "advice": dataclasses.asdict(advice)}
+    content["advice"]["placement"] = advice.placement
+    write_json(run_dir / FILE, content)
+
+
+def note_at_end(config: TrainConfig, placement: Placement, run_dir: Path, version: int) -> str:
+    """Write the file of a run that ends, and return its line; empty where nothing was measured.
+
+    Args:
+        config: Of the run.
+        placement: Of the run.
+        run_dir: Its folder.
+        version: At which this start of the run began.
+    """
+    path = run_dir / "metrics.jsonl"
+    rows = [row for _, row in read_rows(path) if row is not None] if path.exists() else []
+    of_start = [
+        row for row in rows if isinstance(step := row.get("step"), int) and step > version and _UPDATE in row
+    ]
+    found = measure(config, placement, of_start)
+    if found is None:
+        return ""
+    try:
+        write(run_dir, found)
+    except OSError as error:
+        return f"{line(found)} (not kept: {error.strerror})"
+    return line(found)
+
+
+def read(run_dir: Path) -> Balance | None:
+    """Read the file of a run; None where it has none.
+
+    Raises:
+        ConfigError: It holds something else.
+    """
+    path = run_dir / FILE
+    if not path.exists():
+        return None
+    try:
+        content = read_json(path)["measured"]
+        types = {f.name: _TYPES[str(f.type)] for f in dataclasses.fields(Balance)}
+        check_types(content, types)
+        found = Balance(**{name: content[name] for name in types})
+    except (CheckpointError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{path} does not say how a run was balanced ({error}). Remove it, or name the placement."
+        ) from None
+    numbers = [getattr(found, name) for name in _POSITIVE]
+    if min(numbers) < 1 or min(found.learner_seconds, found.actor_seconds, found.max_lag) < 0:
+        raise ConfigError(f"{path} has numbers that no run measures. Remove it, or name the placement.")
+    return found
+
+
+_TYPES: Final[Mapping[str, type]] = {"str": str, "bool": bool, "int": int, "float": float}
+
+
+def differs(found: Balance, config: TrainConfig, ranks: int) -> str:
+    """Say in what the run that was measured is another one; empty: its times hold."""
+    pairs = {
+        "--policy": (found.policy, config.policy),
+        "--world": (found.world, config.world),
+        "ranks": (found.ranks, ranks),
+        "adapters (--lora.rank)": (found.adapters, config.lora.rank > 0),
+        "--algorithm.group-size": (found.group_size, config.algorithm.group_size),
+    }
+    return ", ".join(f"{name} {was} and not {now}" for name, (was, now) in pairs.items() if was != now)
+
+
+def chosen_placement(config: TrainConfig, ranks: int, resumed: Path | None) -> str:
+    """Return the placement to use: that of the settings, or for `auto` what a measured balance says.
+
+    Args:
+        config: Of the run.
+        ranks: That were started.
+        resumed: Folder of the run that goes on; None: a new run.
+
+    Raises:
+        ConfigError: --balance-from names no run that measured this, or the file cannot be read.
+    """
+    if config.placement != "auto":
+        return config.placement
+    if config.balance_from:
+        folder = Path(config.balance_from).expanduser()
+        found = read(folder)
+        if found is None:
+            raise ConfigError(
+                f"--balance-from is {folder}, but there is no {FILE}: a run writes it at its end, after at "
+                f"least {SKIPPED + LEAST} updates with learner and actors on ranks of their own. Name "
+                "another run, or leave it out."
+            )
+        if why := differs(found, config, ranks):
+            raise ConfigError(
+                f"--balance-from is {folder}, but that run had {why}, so its times say nothing of this one. "
+                "Leave it out, or name a run of the same models and ranks."
+            )
+    else:
+        found = read(resumed) if resumed is not None else None
+    if found is None or differs(found, config, ranks):
+        return "auto"
+    # Another number of groups changes both sides alike, and how many ranks can learn.
+    groups = config.algorithm.groups_per_update
+    return advise(dataclasses.replace(found, groups_per_update=groups)).placement
+
+
+def with_placement(config: TrainConfig, text: str) -> TrainConfig:
+    """Return the settings with a placement in place of `auto`."""
+    return (
+        config if text == config.placement else dataclasses.replace(config, placement=text, balance_from="")
+    )
+
+
+def placement_of_start(config: TrainConfig) -> str:
+    """Return --placement, or what a run measured in place of `auto`, where this host can do that.
+
+    Raises:
+        ConfigError: As `chosen_placement`; there is nothing to resume.
+    """
+    ranks = rendezvous.world_size()
+    if config.placement != "auto":
+        return config.placement
+    again = rendezvous.run_of_earlier_attempt()
+    resumed = again or (run_folder.locate(config) if config.resume else None)
+    chosen = chosen_placement(config, ranks, resumed)
+    if chosen == "auto":
+        return chosen
+    from asyncrl.launch import learner_ranks
+
+    try:
+        learner_ranks.check(config, checked_placement(with_placement(config, chosen), ranks))
+    except ConfigError:  # It was measured where there were more devices.
+        return config.placement
+    return chosen

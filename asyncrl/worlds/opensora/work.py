@@ -1,0 +1,48 @@
+"""Count what an OpenSora world computes, from its sizes alone."""
+
+from __future__ import annotations
+
+import torch
+
+from asyncrl.records import CHUNK
+from asyncrl.worlds.opensora.autoencoder import FrameVae
+from asyncrl.worlds.opensora.stdit3 import CONDITION, STDiT3
+from asyncrl.worlds.work import Stage, WorldWork, count_flops
+
+
+def decision_work(transformer: STDiT3, vae: FrameVae, *, image_size: int, steps: int) -> WorldWork:
+    """Count the FLOPs of one slot.
+
+    Args:
+        transformer: On the meta device.
+        vae: On the meta device.
+        image_size: Height and width of the frames in pixels.
+        steps: Network calls per decision.
+    """
+    side = image_size // vae.size.spatial
+    channels = transformer.size.channels
+
+    def latents(frames: int) -> torch.Tensor:
+        return torch.empty(1, channels, frames, side, side, device="meta")
+
+    pixels = torch.empty(CONDITION, 3, image_size, image_size, device="meta")
+    times, actions = (
+        torch.empty(1, *rest, device="meta") for rest in ((), (CHUNK, transformer.size.action_dim))
+    )
+    with torch.no_grad():
+        prefix = transformer.prefix(latents(CONDITION))
+    return WorldWork(
+        decision=(
+            Stage(name="opensora denoise", flops=count_flops(lambda: transformer.prefix(latents(CONDITION)))),
+            Stage(
+                name="opensora denoise",
+                flops=count_flops(lambda: transformer.step(latents(CHUNK), times, actions, prefix)),
+                calls=steps,
+            ),
+            Stage(
+                name="frame decode",
+                flops=count_flops(lambda: vae.decode(latents(CHUNK).transpose(1, 2).flatten(0, 1))),
+            ),
+        ),
+        opening=(Stage(name="frame encode", flops=count_flops(lambda: vae.encode(pixels))),),
+    )

@@ -1,0 +1,267 @@
+"""The cost model against what docs/measurements/performance.md measured, on an H200 and on several."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from asyncrl.config.algorithm import LoraSettings
+from asyncrl.config.loading import load_file
+from asyncrl.config.run import TrainConfig
+from asyncrl.doctor.cost import Prediction, actor_cost, learner_cost, predict
+from asyncrl.doctor.findings import Sizes
+from asyncrl.doctor.published import published_run
+from asyncrl.doctor.rates import H100, H200
+from asyncrl.doctor.work import RunWork
+from asyncrl.errors import ConfigError
+from asyncrl.launch.placement import parse_placement
+from asyncrl.policies.interface import PolicyInputs, SamplingParams
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.policy import new_policy
+from asyncrl.policies.openvla.work import forward_flops
+from support import ROOT
+
+TOLERANCE = 0.2
+PEAK = 989e12
+TFLOP = 1e12
+TWO = ("learner=0,actor=1", 2)
+FOUR = ("learner=0-1,actor=2-3", 4)
+
+
+def recipe(name: str) -> TrainConfig:
+    return load_file(ROOT / "configs" / f"{name}.toml")
+
+
+@pytest.fixture(scope="module")
+def measured_run() -> TrainConfig:
+    """The whole runs of the page: 4 groups of 8 episodes of 2 decisions, adapters, passes not compiled."""
+    config = recipe("wan_libero_spatial_grpo_openvlaoft")
+    return replace(
+        config,
+        actor=replace(config.actor, slots=16, max_decisions=2),
+        lora=LoraSettings(rank=32),
+        algorithm=replace(config.algorithm, groups_per_update=4, minibatches=1),
+        learner=replace(config.learner, compile=False),
+    )
+
+
+@pytest.fixture(scope="module")
+def models(measured_run: TrainConfig) -> tuple[Sizes, RunWork]:
+    return published_run(measured_run)
+
+
+def predicted(
+    config: TrainConfig, models: tuple[Sizes, RunWork], placement: tuple[str, int] = TWO
+) -> Prediction:
+    sizes, work = models
+    return predict(config, work, sizes, H200, parse_placement(*placement, 0))
+
+
+# Steps per hour, asynchronous and synchronous; the learner alone and the actors alone.
+WHOLE_RUNS = [
+    (("auto", 1), 248_994, 221_561, 442_038, 470_272),
+    (TWO, 457_650, 222_942, 446_021, 473_715),
+    (FOUR, 668_414, 378_705, 670_580, 1_025_215),
+]
+
+
+@pytest.mark.parametrize(("placement", "asynchronous", "synchronous", "learner", "actors"), WHOLE_RUNS)
+def test_whole_runs_take_what_is_predicted(
+    measured_run: TrainConfig,
+    models: tuple[Sizes, RunWork],
+    placement: tuple[str, int],
+    asynchronous: float,
+    synchronous: float,
+    learner: float,
+    actors: float,
+) -> None:
+    found = predicted(measured_run, models, placement)
+    in_turns = predicted(replace(measured_run, synchronous=True), models, placement)
+    steps = found.decisions * found.chunk * 3600
+    assert found.decisions == 64
+    assert found.steps_per_hour == pytest.approx(asynchronous, rel=TOLERANCE)
+    assert in_turns.steps_per_hour == pytest.approx(synchronous, rel=TOLERANCE)
+    assert steps / found.learner.update == pytest.approx(learner, rel=TOLERANCE)
+    assert steps / found.batch == pytest.approx(actors, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("placement", "seconds", "utilisation", "bottleneck"),
+    [(TWO, 3.9, 0.166, "actors"), (FOUR, 2.6, 0.122, "learner")],
+)
+def test_updates_take_what_is_predicted(
+    measured_run: TrainConfig,
+    models: tuple[Sizes, RunWork],
+    placement: tuple[str, int],
+    seconds: float,
+    utilisation: float,
+    bottleneck: str,
+) -> None:
+    found = predicted(measured_run, models, placement)
+    learners = placement[1] // 2
+    assert found.learner.update == pytest.approx(seconds, rel=TOLERANCE)
+    assert found.learner.flops / found.learner.update / learners / PEAK == pytest.approx(
+        utilisation, rel=TOLERANCE
+    )
+    assert found.bottleneck == bottleneck  # 25.5 % of the actors' time was waiting on four GPUs.
+
+
+def test_a_shared_device_stretches_an_update(
+    measured_run: TrainConfig, models: tuple[Sizes, RunWork]
+) -> None:
+    found = predicted(measured_run, models, ("auto", 1))
+    assert found.bottleneck == "both, on one device"
+    assert found.seconds == pytest.approx(7.4, rel=TOLERANCE)
+
+
+def test_a_compiled_learner_takes_what_is_predicted(
+    measured_run: TrainConfig, models: tuple[Sizes, RunWork]
+) -> None:
+    compiled = replace(measured_run, learner=replace(measured_run.learner, compile=True))
+    found = predicted(compiled, models)
+    in_turns = predicted(replace(compiled, synchronous=True), models)
+    assert found.learner.update == pytest.approx(2.57, rel=TOLERANCE)
+    assert found.learner.flops / found.learner.update / PEAK == pytest.approx(0.249, rel=TOLERANCE)
+    assert found.steps_per_hour == pytest.approx(507_641, rel=TOLERANCE)
+    assert in_turns.steps_per_hour == pytest.approx(268_896, rel=TOLERANCE)
+    # It waited 25 % of the time.
+    assert found.bottleneck == "actors"
+
+
+def test_two_stages_on_two_devices_take_what_is_predicted(
+    measured_run: TrainConfig, models: tuple[Sizes, RunWork]
+) -> None:
+    staged = replace(measured_run, actor=replace(measured_run.actor, pipeline_stages=2))
+    found = predicted(staged, models, ("hybrid", 2))
+    assert found.steps_per_hour == pytest.approx(395_577, rel=TOLERANCE)
+
+
+def stage_flops(work: RunWork) -> dict[str, float]:
+    return {s.name: s.flops * s.calls / TFLOP for s in work.world.decision}
+
+
+def test_flops_are_those_that_were_counted(models: tuple[Sizes, RunWork]) -> None:
+    _, work = models
+    assert work.policy / TFLOP == pytest.approx(4.96, abs=0.005)
+    assert stage_flops(work) == pytest.approx(
+        {"wan encode": 0.92, "wan denoise": 11.32, "wan decode": 14.47}, abs=0.006
+    )
+
+
+FRAMES = [  # recipe, frames per second of 16 slots, compiled
+    ("wan_libero_spatial_grpo_openvlaoft", 170, True),
+    ("wan_libero_spatial_grpo_openvlaoft", 99, False),
+    ("opensora_libero_spatial_grpo_openvlaoft", 70.2, True),
+    ("opensora_libero_spatial_grpo_openvlaoft", 34.2, False),
+    ("evac_libero_spatial_grpo_openvlaoft", 13.3, True),
+    ("evac_libero_spatial_grpo_openvlaoft", 9.5, False),
+]
+
+
+@pytest.mark.parametrize(("name", "frames", "compiled"), FRAMES)
+def test_worlds_draw_as_fast_as_predicted(name: str, frames: float, compiled: bool) -> None:
+    config = recipe(name)
+    config = replace(
+        config,
+        actor=replace(config.actor, slots=16),
+        imagination=replace(config.imagination, compile=compiled),
+    )
+    _, work = published_run(config)
+    cost = actor_cost(config, work, H200)
+    assert work.chunk / cost.world == pytest.approx(frames, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("slots", "adapters", "compiled", "each_second"),
+    [
+        (1, False, False, 26),
+        (8, False, False, 92),
+        (32, False, False, 96),
+        (1, False, True, 87),
+        (8, False, True, 122),
+        (32, False, True, 123),
+        (32, True, True, 83),
+    ],
+)
+def test_policies_decide_as_fast_as_predicted(
+    measured_run: TrainConfig,
+    models: tuple[Sizes, RunWork],
+    slots: int,
+    adapters: bool,
+    compiled: bool,
+    each_second: float,
+) -> None:
+    config = replace(
+        measured_run,
+        actor=replace(measured_run.actor, slots=slots),
+        lora=LoraSettings(rank=32 if adapters else 0),
+        imagination=replace(measured_run.imagination, compile=compiled),
+    )
+    assert 1 / actor_cost(config, models[1], H200).policy == pytest.approx(each_second, rel=TOLERANCE)
+
+
+def test_memory_in_latents_saves_what_is_predicted(measured_run: TrainConfig) -> None:
+    latents = replace(measured_run, imagination=replace(measured_run.imagination, context="latents"))
+    _, work = published_run(latents)
+    assert work.chunk / actor_cost(latents, work, H200).world == pytest.approx(216, rel=TOLERANCE)
+    tiny = replace(latents, imagination=replace(latents.imagination, decoder="tiny"))
+    _, work = published_run(tiny)
+    assert work.chunk / actor_cost(tiny, work, H200).world == pytest.approx(381, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("changes", [{}, {"images": 2, "proprio_dim": 8}, {"image_size": 32}])
+def test_a_policys_flops_are_those_of_a_real_pass(changes: dict[str, int]) -> None:
+    size = OpenVLAOFTConfig.tiny(**changes)
+    policy = new_policy(size).eval()
+    shape = (1, *([size.images] if size.images > 1 else []), size.image_size, size.image_size, 3)
+    seen = PolicyInputs(
+        pixels=torch.zeros(shape, dtype=torch.uint8),
+        input_ids=torch.ones(1, 35, dtype=torch.int64),
+        attention_mask=torch.ones(1, 35, dtype=torch.int64),
+        padded=False,
+        proprio=torch.zeros(1, size.proprio_dim) if size.proprio_dim else None,
+    )
+    # What a CPU fuses the counter does not know.
+    plain = sdpa_kernel(SDPBackend.MATH)
+    with torch.no_grad(), plain, FlopCounterMode(display=False) as counter:
+        policy.choose(seen, SamplingParams(temperature=1.0), None)
+    assert forward_flops(size) == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+def test_what_is_asked_of_the_learner_is_what_it_costs(
+    measured_run: TrainConfig, models: tuple[Sizes, RunWork]
+) -> None:
+    sizes, work = models
+
+    def cost(config: TrainConfig, learners: int = 1) -> float:
+        return learner_cost(config, work, sizes, H200, learners).update
+
+    plain = cost(measured_run)
+    kept = replace(measured_run, learner=replace(measured_run.learner, gradient_checkpointing=False))
+    assert 0.6 * plain < cost(kept) < 0.8 * plain  # Two passes of three, and the same besides.
+    twice = replace(measured_run, algorithm=replace(measured_run.algorithm, epochs=2))
+    assert 1.7 * plain < cost(twice) < 2 * plain
+    several = replace(measured_run, algorithm=replace(measured_run.algorithm, minibatches=4))
+    found = learner_cost(several, work, sizes, H200, 1)
+    assert found.before == pytest.approx(found.passes / 3)  # One more pass, without a gradient.
+    assert plain / 2 < cost(measured_run, 2) < plain  # Steps and the reading are not shared out.
+
+
+def test_cards_of_the_same_chip_differ_by_what_fits(
+    measured_run: TrainConfig, models: tuple[Sizes, RunWork]
+) -> None:
+    sizes, work = models
+    wide = replace(measured_run, actor=replace(measured_run.actor, slots=32))
+    small, large = (predict(wide, work, sizes, card, parse_placement(*TWO, 0)) for card in (H100, H200))
+    assert (small.fits(H100), large.fits(H200)) == (False, True)
+    assert small.seconds == pytest.approx(large.seconds, rel=0.02)
+
+
+@pytest.mark.parametrize("flag", ["policy", "world"])
+def test_models_that_nobody_published_are_refused(measured_run: TrainConfig, flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"--{flag} is models/mine"):
+        published_run(replace(measured_run, **{flag: "models/mine"}))

@@ -1,0 +1,122 @@
+"""What the doctor says of a run's pace, and what the recipes' headers say of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+from asyncrl.commands import doctor as command
+from asyncrl.config.algorithm import LoraSettings
+from asyncrl.config.loading import load_file
+from asyncrl.config.run import TrainConfig
+from asyncrl.doctor import pace
+from asyncrl.doctor.cost import predict
+from asyncrl.doctor.findings import Examination
+from asyncrl.doctor.pace import burst_rate, check_pace, expected_table, minutes
+from asyncrl.doctor.published import published_run
+from asyncrl.doctor.rates import H200
+from asyncrl.doctor.work import work_of
+from asyncrl.errors import ConfigError
+from asyncrl.launch.placement import parse_placement
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.policy import new_policy
+from support import ROOT
+
+RECIPES = sorted((ROOT / "configs").glob("*_openvla*.toml"))
+WAN = ROOT / "configs" / "wan_libero_spatial_grpo_openvlaoft.toml"
+_tables: dict[object, list[str]] = {}
+
+
+def table_of(file: Path) -> list[str]:
+    """The table of a recipe, made once for those that differ in the names of their models only."""
+    config = load_file(file)
+    policy = "maniskill" in config.policy, config.policy.endswith("openvla")
+    like = (file.stem.split("_")[0], policy, config.algorithm, config.lora, config.learner, config.actor)
+    key = repr((like, config.imagination, config.simulator.horizon, config.critic))
+    if key not in _tables:
+        _tables[key] = expected_table(config)
+    return _tables[key]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("file", RECIPES, ids=lambda path: path.stem)
+def test_headers_say_what_the_cost_model_expects(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    headers = import_module("recipe_headers")
+    assert file in headers.full_size_recipes()
+    text = file.read_text()
+    assert headers.with_expectation(text, table_of(file)) == text, "run python benchmarks/recipe_headers.py"
+    for devices in ("1 x 80", "2 x 80", "8 x 80", "141 GB"):
+        assert devices in text
+
+
+def test_a_header_is_written_once_and_then_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    put = import_module("recipe_headers").with_expectation
+    text = "# A recipe.\n#\n# Sizes.\n\nupdates = 1\n\n[actor]\nslots = 8\n"
+    first = put(text, ["Expected by the cost model: 1.", "more"])
+    assert first.startswith(
+        "# A recipe.\n#\n# Sizes.\n#\n# Expected by the cost model: 1.\n# more\n\nupdates"
+    )
+    assert first.endswith("\n\nupdates = 1\n\n[actor]\nslots = 8\n")
+    assert put(first, ["Expected by the cost model: 2."]) == first.replace(": 1.\n# more", ": 2.")
+
+
+def test_the_table_is_printed_without_the_models_files(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--costs", str(WAN)]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed == table_of(WAN)
+    config = load_file(WAN)
+    sizes, work = published_run(config)
+    found = predict(config, work, sizes, H200, parse_placement(config.placement, 8, 0))
+    row = next(line for line in printed if line.startswith("8 x"))
+    assert row.split()[-2:] == [minutes(found.seconds), found.bottleneck]
+    # All weights of 7.5 B do not fit one device, nor two with one learner: adapters do.
+    assert [", adapters" in line for line in printed[2:]] == [True, True, False]
+
+
+def test_what_fits_nowhere_says_what_it_would_need() -> None:
+    config = load_file(WAN)
+    wide = replace(config, actor=replace(config.actor, slots=64))
+    lines = expected_table(replace(wide, lora=LoraSettings(rank=32)))
+    assert any(line.startswith("1 x 80") and "does not fit: " in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [(["--costs"], "--policy is tabletop"), (["--costs", "--json", str(WAN)], "Leave --json out")],
+)
+def test_a_table_that_cannot_be_made_is_refused(arguments: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        command.main(arguments)
+
+
+def test_small_models_have_no_line() -> None:
+    policy = new_policy(OpenVLAOFTConfig.tiny())
+    assert work_of(TrainConfig(), policy) is None
+    assert check_pace(Examination(config=TrainConfig())) is None
+
+
+def test_the_line_reckons_with_eight_devices_or_with_the_ranks_that_are_named() -> None:
+    config = replace(load_file(WAN), device="cpu")
+    sizes, work = published_run(config)
+
+    def line(chosen: TrainConfig) -> str:
+        finding = check_pace(Examination(config=chosen, sizes=sizes, work=work))
+        assert finding is not None
+        return finding.seen
+
+    assert "8 x H200, none of which is here" in line(config)
+    assert "3 x H200" in line(replace(config, placement="learner=0,actor=1-2"))
+    found = predict(config, work, sizes, H200, parse_placement(config.placement, 8, 0))
+    assert f"{minutes(found.seconds)} minutes from one update to the next" in line(config)
+
+
+def test_a_rate_is_products_over_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter([10.0, 12.0])
+    monkeypatch.setattr(pace.time, "perf_counter", lambda: next(ticks))
+    assert burst_rate(torch.device("cpu"), side=16, rounds=3) == 3 * 2 * 16**3 / 2.0

@@ -1,0 +1,96 @@
+"""The simulation of many GPUs, with small numbers whose results follow from a formula."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import pytest
+
+from support import ROOT
+
+
+@pytest.fixture(scope="module", autouse=True)
+def benchmarks() -> Any:
+    patch = pytest.MonkeyPatch()
+    patch.syspath_prepend(ROOT / "benchmarks")
+    yield
+    patch.undo()
+
+
+def simulated(seed: int = 0, updates: int = 30, **changes: Any) -> Any:
+    """Two actors of 8 slots that imagine 4 groups of 4 episodes of 4 decisions; a batch takes them 4 s."""
+    module = import_module("simulated_run")
+    plain = {
+        "actors": 2, "slots": 8, "round_seconds": 1.0, "update_seconds": 2.0, "group_size": 4,
+        "groups_per_update": 4, "decisions": 4, "max_lag": 2,
+    }  # fmt: skip
+    scale = module.Scale(**(plain | changes))
+    return module.Simulation(scale, seed).run(updates, skip=10)
+
+
+@pytest.mark.parametrize("update_seconds", [1.0, 3.0, 4.0, 6.0, 20.0])
+def test_the_slower_side_sets_the_pace(update_seconds: float) -> None:
+    found = simulated(update_seconds=update_seconds)
+    assert found.seconds == pytest.approx(max(update_seconds, 4.0), rel=0.02)
+    assert found.decisions_per_second == pytest.approx(64 / found.seconds)
+    assert found.learner_waits == pytest.approx(max(0, 1 - update_seconds / 4), abs=0.03)
+    assert found.actors_wait == pytest.approx(max(0, 1 - 4 / update_seconds), abs=0.03)
+
+
+def test_without_lag_both_sides_take_turns() -> None:
+    found = simulated(max_lag=0)
+    assert found.seconds == pytest.approx(6.0, rel=0.02)
+    assert (found.lag_mean, found.lag_max) == (0, 0)
+    late = simulated(max_lag=0, weights_seconds=0.5)
+    assert late.seconds == pytest.approx(6.5, rel=0.02)
+
+
+@pytest.mark.parametrize("max_lag", [1, 2, 4])
+def test_a_slow_learner_uses_the_lag_that_it_may(max_lag: int) -> None:
+    found = simulated(max_lag=max_lag, update_seconds=20.0)
+    assert found.lag_max == max_lag
+    assert found.lag_mean == pytest.approx(max_lag, abs=0.1)
+    assert found.dropped == 0
+
+
+def test_a_slow_replay_bounds_everything() -> None:
+    found = simulated(decision_bytes=1.0, ingest=8.0)
+    assert found.decisions_per_second == pytest.approx(8.0, rel=0.05)
+    assert found.replay_busy == pytest.approx(1.0, abs=0.05)
+    handing = simulated(decision_bytes=1.0, ingest=16.0, hand_over=16.0)
+    assert handing.decisions_per_second == pytest.approx(8.0, rel=0.1)  # One thread does both.
+
+
+def test_the_same_seed_is_the_same_run_and_another_is_not() -> None:
+    uneven = {"shortest": 0.25, "decisions": 8, "update_seconds": 3.7}
+    assert simulated(seed=3, **uneven) == simulated(seed=3, **uneven)
+    assert simulated(seed=3, **uneven) != simulated(seed=4, **uneven)
+
+
+def test_the_measured_runs_are_made_again() -> None:
+    scale = import_module("scale_simulation")
+    for gpus, actors, asynchronous, synchronous, learner, imagining, _, credit in scale.MEASURED:
+        for lag, measured in ((2, asynchronous), (0, synchronous)):
+            times = scale.measured_scale(actors, learner, imagining, max_lag=lag)
+            found = import_module("simulated_run").Simulation(times, 0).run(40, skip=10)
+            assert found.decisions_per_second * 8 * 3600 == pytest.approx(measured, rel=0.1)
+            assert found.lag_max <= lag
+            if lag:
+                assert found.actors_wait == pytest.approx(credit, abs=0.1)
+        assert gpus == 2 * actors
+
+
+def test_more_devices_than_groups_leave_the_others_to_the_actors() -> None:
+    scale = import_module("scale_simulation")
+    from asyncrl.config.loading import load_file
+    from asyncrl.doctor.published import published_run
+
+    config = load_file(ROOT / "configs" / "wan_libero_spatial_grpo_openvlaoft.toml")
+    sizes, work = published_run(config)
+    few = replace(config, algorithm=replace(config.algorithm, groups_per_update=8))
+    found, expected = scale.recipe_scale(few, work, sizes, 64, scale.Settings())
+    assert found.actors == 64 - 8
+    assert found.update_seconds == pytest.approx(0.75 * expected.learner.update)
+    assert found.round_seconds == pytest.approx(config.actor.slots * expected.actor.decision)
