@@ -90,9 +90,26 @@ class SlotBytes:
     kept: int = 0
     """Of each slot, as long as it has an episode."""
     scratch: int = 0
-    """Of each slot, while its frames are drawn."""
+    """Of each slot, while its latents are drawn."""
     shared: int = 0
-    """While frames are drawn, however many slots there are."""
+    """While frames are drawn from latents, however many slots there are."""
+
+    def drawing(self, rows: int, *, graphs: bool) -> int:
+        """Add up what a decision of so many slots takes for a while.
+
+        Latents are drawn first and frames from them, so the larger of both counts; but what a CUDA graph
+        works in stays its own.
+
+        Args:
+            rows: Slots drawn together.
+            graphs: Whether the networks that draw latents are CUDA graphs (--imagination.compile).
+
+        Example:
+            >>> slot = SlotBytes(scratch=100, shared=1000)
+            >>> slot.drawing(4, graphs=False), slot.drawing(4, graphs=True)
+            (1000, 1400)
+        """
+        return rows * self.scratch + self.shared if graphs else max(rows * self.scratch, self.shared)
 
 
 @dataclass(frozen=True, kw_only=True)

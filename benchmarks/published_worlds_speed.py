@@ -271,7 +271,8 @@ def memory_reading(world: World, name: Name, how: str, peak: int, settings: Sett
     """Hold the peak of decisions against what the doctor would have said."""
     weights = sum(p.nbytes for module in world.modules().values() for p in module.parameters())
     slot = doctor_slot(world, settings)
-    estimate = weights + settings.rows * (slot.kept + slot.scratch) + slot.shared
+    drawing = slot.drawing(settings.rows, graphs=how == "compiled")
+    estimate = weights + settings.rows * slot.kept + drawing
     beside = (
         f"{estimate / GIB:.2f} by the doctor: weights {weights / GIB:.2f}, kept {slot.kept / MIB:.1f} and "
         f"scratch {slot.scratch / MIB:.0f} MiB a slot, shared {slot.shared / MIB:.0f} MiB"

@@ -51,7 +51,7 @@ def round_phases(config: TrainConfig, sizes: Sizes) -> dict[str, int]:
         Phase -> bytes.
     """
     first, slot = refits.first_world(config), sizes.slot
-    judging = sizes.environment + BATCH * (slot.kept + slot.scratch) + slot.shared
+    judging = sizes.environment + BATCH * slot.kept + slot.drawing(BATCH, graphs=False)
     found = {"playing": ROWS * sizes.acting, "judging": judging}
     if config.keyframe_share > 0 and config.pace.keyframes and config.pace.siblings:
         found["choosing key frames"] = judging + new_keyframes.ROWS * sizes.acting

@@ -183,8 +183,8 @@ def rank_needs(config: TrainConfig, sizes: Sizes, placement: Placement, rank: in
         # One complete version is kept while the next one arrives.
         needed += sizes.policy + 2 * sizes.version + rows * sizes.acting
     if "actor" in roles or "world" in roles:
-        slot = sizes.slot
-        needed += sizes.environment + config.actor.slots * slot.kept + rows * slot.scratch + slot.shared
+        drawing = sizes.slot.drawing(rows, graphs=config.imagination.compile)
+        needed += sizes.environment + config.actor.slots * sizes.slot.kept + drawing
     return needed
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.run import ActorSettings, TrainConfig
+from asyncrl.config.run import ActorSettings, ImaginationSettings, TrainConfig
 from asyncrl.doctor import gpus, models, worlds
 from asyncrl.doctor.findings import Examination, Sizes, Verdict
 from asyncrl.errors import ConfigError
@@ -127,11 +127,14 @@ def test_room_is_counted_for_as_many_decisions_as_the_run_has(tmp_path: Path) ->
     assert slot(world, 6).kept - slot(world, 3).kept == 2 * 3 * 8 * frame
 
 
-def test_what_slots_share_is_counted_once() -> None:
+@pytest.mark.parametrize(("shared", "eager"), [(100_000, 100_000), (300, 800)])
+def test_what_graphs_work_in_comes_on_top_of_what_slots_share(shared: int, eager: int) -> None:
     config = TrainConfig(actor=ActorSettings(slots=8))
+    compiled = replace(config, imagination=ImaginationSettings(compile=True))
     placement: Any = parse_placement("learner=0,actor=1", 2, 0)
-    given = replace(SIZES, slot=SlotBytes(kept=10, scratch=100, shared=100_000))
-    assert gpus.rank_needs(config, given, placement, 1) == 1000 + 8 * 10 + 8 * 100 + 100_000
+    given = replace(SIZES, slot=SlotBytes(kept=10, scratch=100, shared=shared))
+    assert gpus.rank_needs(config, given, placement, 1) == 1000 + 8 * 10 + eager
+    assert gpus.rank_needs(compiled, given, placement, 1) == 1000 + 8 * 10 + 8 * 100 + shared
     assert gpus.rank_needs(config, given, placement, 0) == 0
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from asyncrl.config.algorithm import LoraSettings
 from asyncrl.config.loading import load_file
@@ -14,6 +15,12 @@ from asyncrl.doctor.findings import Sizes
 from asyncrl.doctor.gpus import placement_of, rank_needs
 from asyncrl.doctor.published import published_run
 from asyncrl.launch.placement import parse_placement
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.worlds.evac.config import EvacConfig
+from asyncrl.worlds.evac.world import estimate_slot
+from asyncrl.worlds.opensora.autoencoder import VaeConfig
+from asyncrl.worlds.opensora.memory import slot_bytes
+from asyncrl.worlds.opensora.stdit3 import STDiT3Config
 from support import ROOT
 
 GIB = 2**30
@@ -115,3 +122,19 @@ def test_the_recipes_fit_eight_devices_of_80_gb_as_their_headers_say(file: Path)
     header = " ".join(file.read_text().replace("#", " ").split())
     assert f"a learner about {learner:.0f} GiB" in header
     assert f"an actor about {actor:.0f} GiB" in header
+
+
+@pytest.mark.parametrize(
+    ("kind", "weights", "eager", "compiled"), [("opensora", 1.85, 5.69, 8.15), ("evac", 4.24, 8.43, 13.15)]
+)
+def test_decisions_of_the_published_worlds_take_what_is_estimated(
+    kind: str, weights: float, eager: float, compiled: float
+) -> None:
+    """Of 16 slots with room for 32 decisions: GiB as `published_worlds_speed.py` measured them."""
+    if kind == "opensora":
+        slot = slot_bytes(STDiT3Config.xl2(), VaeConfig.published(), 256, torch.bfloat16)
+    else:
+        slot = estimate_slot(EvacConfig.published(), 32, torch.bfloat16)
+    for graphs, measured in ((False, eager), (True, compiled)):
+        found = weights + (16 * slot.kept + slot.drawing(16, graphs=graphs)) / GIB
+        assert found == pytest.approx(measured, rel=0.15)

@@ -44,6 +44,11 @@ CONTEXT: Final = 4
 """Frames of a start state's context, if it has one."""
 FRAMES_AT_ONCE: Final = 32
 """Frames that the autoencoder takes at a time: its memory grows with them."""
+_WORKING: Final = 6
+"""Times that the network takes what its way down leaves for its way up. This and `_DRAWING` are chosen so
+that the published sizes take what was measured (docs/measurements/performance.md): 236 MiB a slot, 4 GiB."""
+_DRAWING: Final = 8
+"""Of the decoder's largest tensors, alive at the same time."""
 
 
 class EvacWorld:
@@ -353,5 +358,5 @@ def estimate_slot(
         for i, m in enumerate(config.unet.multipliers)
     )
     largest = config.autoencoder.channels * config.image_size**2
-    scratch = dtype.itemsize * 3 * config.frames * levels * (2 if guided else 1)
-    return SlotBytes(kept=kept, scratch=scratch, shared=dtype.itemsize * 4 * FRAMES_AT_ONCE * largest)
+    scratch = dtype.itemsize * _WORKING * config.frames * levels * (2 if guided else 1)
+    return SlotBytes(kept=kept, scratch=scratch, shared=dtype.itemsize * _DRAWING * FRAMES_AT_ONCE * largest)

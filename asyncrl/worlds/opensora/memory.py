@@ -18,10 +18,11 @@ from asyncrl.worlds.opensora.stdit3 import CONDITION, STDiT3Config
 
 STATES: Final = 2
 """The state before a decision and the one after it."""
-_BLOCK: Final = 3
-"""Tensors of the model's width alive in a block beside the inner ones of the MLP."""
-_INNER: Final = 2
-"""Of the MLP: before and after the activation."""
+_BLOCK: Final = 8
+"""Tensors of the model's width alive in a block beside the inner ones of the MLP. These two are chosen so
+that a step of the published size takes what was measured: 117 MiB a slot."""
+_INNER: Final = 4
+"""Of the MLP's width: before and after the activation, and what it computes on the way."""
 _DRAWING: Final = 4
 """Of the decoder's largest tensors, alive at the same time."""
 
