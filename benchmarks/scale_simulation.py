@@ -38,9 +38,9 @@ class Settings:
 
     recipe: str = str(ROOT / "configs" / "wan_libero_spatial_grpo_openvlaoft.toml")
     gpus: tuple[int, ...] = (8, 64, 512)
-    updates: int = 12
+    updates: int = 9
     """Of each run."""
-    skip: int = 4
+    skip: int = 3
     """First updates that do not count."""
     shortest: float = 0.5
     """See `Scale`; with successes, episodes end early."""

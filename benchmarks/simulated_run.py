@@ -101,13 +101,22 @@ class _Actor:
     """When `idle` was last added to."""
 
 
+class OneUseLimiter(Limiter):
+    """The limiter, where every group is used once: then what `ahead` adds up is a number that is known."""
+
+    @property
+    def ahead(self) -> int:
+        """Groups used, open and ready."""
+        return self.used + len(self.open) + len(self.ready)
+
+
 class Simulation:
     """One run."""
 
     def __init__(self, scale: Scale, seed: int = 0) -> None:
         """Begin at version 0, with every slot free."""
         self.scale, self.now, self.random = scale, 0.0, random.Random(seed)
-        self.limiter = Limiter(
+        self.limiter = OneUseLimiter(
             ReplaySettings(max_lag=scale.max_lag),
             group_size=scale.group_size,
             groups_per_update=scale.groups_per_update,
@@ -125,7 +134,9 @@ class Simulation:
         self.replay_free = self.replay_busy = self.learner_free = self.taken = 0.0
         self.learning, self.dropped = False, 0
         self.no_credit = False
-        """Nothing that gives credit has happened since there was none: asking takes long with many groups."""
+        """Nothing that gives credit has happened since there was none, so asking again is for nothing."""
+        self.awaited = -1
+        """An open group that stands before a batch: while it is open, no batch is picked."""
         self.updates: list[_Update] = []
 
     def run(self, updates: int, *, skip: int) -> Outcome:
@@ -135,7 +146,8 @@ class Simulation:
         while len(self.updates) < updates:
             self.now, _, happen = heapq.heappop(self.events)
             happen()
-            marks.setdefault(len(self.updates), self._totals())
+            if len(self.updates) not in marks:
+                marks[len(self.updates)] = self._totals()
         spent, idle, busy, taken, dropped = (
             end - begin for end, begin in zip(self._totals(), marks[skip], strict=True)
         )
@@ -239,9 +251,10 @@ class Simulation:
     def _learn(self) -> None:
         """Begin an update when the learner is free and there is a batch."""
         needed = self.scale.groups_per_update
-        if self.learning or len(self.limiter.ready) < needed:
+        if self.learning or len(self.limiter.ready) < needed or self.awaited in self.limiter.open:
             return
         if (numbers := self.limiter.pick(needed)) is None:
+            self.awaited = min(self.limiter.open, default=-1)
             return
         self.learning, self.no_credit = True, False
         self.limiter.use(numbers)
