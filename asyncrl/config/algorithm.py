@@ -271,6 +271,9 @@ class LearnerSettings(Bounded):
     """Compute the layers' activations again in the backward pass: less memory, a third more time."""
     offload: bool = False
     """Keep weights, gradient and optimizer state in pinned host memory while the learner waits."""
+    shard: Literal["all", "host"] = "all"
+    """What learner ranks spread weights, gradient and optimizer state over: all of them, or those of their
+    host, so that every host has all of it: more memory, and only gradients travel between hosts."""
 
 
 def check_recipe(

@@ -23,7 +23,7 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch import build, console, rendezvous
 from asyncrl.launch.hosts import Hosts
-from asyncrl.launch.placement import Placement, pick_device
+from asyncrl.launch.placement import Placement, copies_of, pick_device
 from asyncrl.launch.policies import build_learning_policy
 from asyncrl.learner.distributed_ranks import (
     COLLECTIVE_DEADLINE,
@@ -125,8 +125,11 @@ def build_joined_learner(
     *,
     stop_requested: Callable[[], bool] = lambda: False,
     tell: Callable[[str], None] = lambda line: None,
+    copies: int = 1,
 ) -> Learner:
-    """Spread the policy over the group and build this rank's learner; collective. `tell` gets a line or two.
+    """Spread the policy over the group and build this rank's learner; collective.
+
+    `tell` gets a line or two; of `copies` see `placement.copies_of`.
 
     Raises:
         CheckpointError: The checkpoint does not fit the policy.
@@ -136,7 +139,7 @@ def build_joined_learner(
     if isinstance(group, SingleRank):
         make_float32_masters(policy, "fp32")
     else:
-        shard(start.policy, start.policy.device, config.learner.precision)
+        shard(start.policy, start.policy.device, config.learner.precision, copies=copies)
     return build.build_learner(
         config,
         start,
@@ -191,4 +194,12 @@ def run_follower_rank(
         checkpoint=checkpoint,
     )
     with learner_group(config, len(placement.learners), device, while_waiting=children.poll) as group:
-        build_joined_learner(config, start, NullLearnerPort(), NullPublisher(), NullLog(), group).run()
+        build_joined_learner(
+            config,
+            start,
+            NullLearnerPort(),
+            NullPublisher(),
+            NullLog(),
+            group,
+            copies=copies_of(config, placement, hosts),
+        ).run()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import ipaddress
+import os
 import re
 import socket
 import struct
@@ -73,6 +74,18 @@ def interfaces() -> dict[str, str]:
 def interface_of(address: str) -> str:
     """Return the name of the interface that has an address; empty when none has."""
     return next((name for name, own in interfaces().items() if own == address), "")
+
+
+def bind_gloo(address: str) -> None:
+    """Let gloo, unless it was told otherwise, listen where the other hosts reach this one.
+
+    By itself it takes the address of the host's name, which is often one of the loopback device.
+
+    Args:
+        address: Of this host; empty: there are no others, and nothing changes.
+    """
+    if address and (interface := interface_of(address)):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def missing_interface(environ: Mapping[str, str], names: Mapping[str, str]) -> str:

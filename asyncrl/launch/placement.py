@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -258,6 +259,25 @@ def check_hosts(placement: Placement, text: str, hosts: Hosts) -> None:
                 f"{hosts.name_of(policy)} and {hosts.name_of(world)}, and frames travel inside one host "
                 "only. Pair ranks of one host."
             )
+
+
+def copies_of(config: TrainConfig, placement: Placement, hosts: Hosts) -> int:
+    """Return in how many copies the learner ranks have the policy: one, or one on each of their hosts.
+
+    Raises:
+        ConfigError: With --learner.shard host, hosts have different numbers of learner ranks.
+    """
+    counts = Counter(hosts.of(rank) for rank in placement.learners)
+    if config.learner.shard == "all" or len(counts) == 1:
+        return 1
+    if len(set(counts.values())) > 1:
+        told = ", ".join(f"{count} on {hosts.names[number]}" for number, count in sorted(counts.items()))
+        raise ConfigError(
+            f"--learner.shard is host, but --placement names different numbers of learner ranks ({told}), "
+            "and each of a host has the same part as one of every other. Name as many on each, or use "
+            "--learner.shard all."
+        )
+    return len(counts)
 
 
 def threads_of_actor(actors: int, cores: int) -> int:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from asyncrl.config.run import TrainConfig, WorldDefaults
 from asyncrl.errors import RunError
-from asyncrl.launch import endpoints, rendezvous
+from asyncrl.launch import endpoints, networks, rendezvous
 from asyncrl.launch.children import (
     REPLAY,
     ChildProcesses,
@@ -32,7 +32,7 @@ from asyncrl.launch.followers import follow, spawn_actor, spawn_role
 from asyncrl.launch.host_facts import HostFacts, check_devices
 from asyncrl.launch.hosts import Hosts
 from asyncrl.launch.meeting import Stopped, meet
-from asyncrl.launch.placement import Placement, check_hosts, checked_placement, pick_device
+from asyncrl.launch.placement import Placement, check_hosts, checked_placement, copies_of, pick_device
 from asyncrl.launch.rendezvous import HOSTS, RunInfo
 from asyncrl.observability import descriptors, process_status
 from asyncrl.observability.console_stream import show_status, steady_console
@@ -76,6 +76,7 @@ def run(config: TrainConfig) -> int:
             hosts = meet(config, partial(_checked, config), stop_requested=lambda: stop.set)
         except Stopped:
             return 0
+        networks.bind_gloo(hosts.addresses[hosts.of(rendezvous.rank())])
         if rendezvous.rank() == 0:
             return _learn(config, hosts, stop)
         return follow(config, hosts, stop)
@@ -92,6 +93,7 @@ def _checked(config: TrainConfig, hosts: Hosts, facts: list[HostFacts]) -> Hosts
     if not hosts.several:
         return hosts
     check_devices(facts, placement.learners)
+    copies_of(config, placement, hosts)
     learners = sorted({hosts.of(rank) for rank in placement.learners})
     return endpoints.with_addresses(config, replace(hosts, learners=tuple(learners)))
 
@@ -181,6 +183,7 @@ def _learn(asked: TrainConfig, hosts: Hosts, stop: StopFlag) -> int:
                     group,
                     stop_requested=children.poll,
                     tell=log.banner,
+                    copies=copies_of(config, placement, hosts),
                 )
                 with console.failure_noted(lambda: console.after_failure(config, run_dir, learner.version)):
                     _train(learner, port, publisher, children)

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from asyncrl.config.run import ReplaySettings, TrainConfig
 from asyncrl.errors import ConfigError, RunError
