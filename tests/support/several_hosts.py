@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from types import TracebackType
 
+from support.chaos_run import ENTRY
 from support.two_hosts import no_namespaces
 from support.whole_runs import Program
 
@@ -73,7 +74,16 @@ class SeveralHosts:
         name: str = "",
         **more: str,
     ) -> Program:
-        """Start torchrun with a rendezvous of its own on a host, as its user does."""
+        """Start torchrun on a host, as its user does; what is run takes notes (see `chaos_entry`).
+
+        Args:
+            tmp_path: Has the output and the notes.
+            number: Of the host.
+            arguments: Of `asyncrl train`.
+            ranks: On this host.
+            name: Of the output; empty: the host's.
+            more: Variables of the environment, and `nnodes` and `max_restarts` of torchrun.
+        """
         options = {
             "nnodes": more.pop("nnodes", str(len(self._pids))),
             "nproc-per-node": str(ranks),
@@ -85,8 +95,14 @@ class SeveralHosts:
         }
         start = [sys.executable, "-m", "torch.distributed.run"]
         start += [text for flag, value in options.items() for text in (f"--{flag}", value)]
-        command = [*self.on(number), *start, "-m", "asyncrl", "train", *arguments]
-        return Program(tmp_path, name or f"node-{number}", command, more=more)
+        command = [*self.on(number), *start, str(ENTRY), *arguments]
+        (tmp_path / "gate").write_text("1000000000")  # Nobody holds the learner up.
+        notes = {"CHAOS_NOTES": str(tmp_path / "notes.jsonl")}
+        return Program(tmp_path, name or f"node-{number}", command, more=notes | more)
+
+    def command(self, number: int, command: list[str]) -> None:
+        """Run a short command on a host, as its root."""
+        subprocess.run([*self.on(number), *command], check=True, timeout=PATIENCE)
 
     def connect(self, number: int, *, up: bool) -> None:
         """Plug a host's cable into the switch, or pull it out."""
