@@ -16,9 +16,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from asyncrl.config.loading import load_file, to_json
 from asyncrl.config.run import TrainConfig
@@ -27,7 +28,7 @@ from asyncrl.launch import rendezvous
 from asyncrl.launch.children import ChildProcesses
 from asyncrl.launch.fitter import FitterProcess
 from asyncrl.launch.hosts import Hosts
-from asyncrl.launch.placement import checked_placement
+from asyncrl.launch.placement import Placement, checked_placement
 from asyncrl.launch.rendezvous import RunInfo
 from asyncrl.launch.supervisor import Supervisor
 from asyncrl.observability import process_status, waits
@@ -35,6 +36,9 @@ from asyncrl.observability.process_log import logged_to
 from asyncrl.observability.signals import StopFlag
 from asyncrl.observability.watchdog import Watchdog
 from asyncrl.storage import run_identity, run_lock
+
+if TYPE_CHECKING:
+    from asyncrl.launch.host_weights import HostWeights
 
 SHUTDOWN_TIMEOUT_ACTOR: Final = 8.0
 """Seconds an actor rank gives its actor to end in order, with the run or when it was asked to stop."""
@@ -60,9 +64,10 @@ def follow(config: TrainConfig, hosts: Hosts, stop: StopFlag) -> int:
         AsyncRLError: The run failed.
     """
     rank = rendezvous.rank()
-    info = rendezvous.receive(config.startup_timeout, stop_requested=lambda: stop.set)
-    if info is None:
+    told = rendezvous.receive(config.startup_timeout, stop_requested=lambda: stop.set)
+    if told is None:
         return 0
+    info = told
     run_dir = Path(info.run_dir)
     _wait_for_folder(info)
     config = load_file(run_dir / "config.json")
@@ -74,11 +79,12 @@ def follow(config: TrainConfig, hosts: Hosts, stop: StopFlag) -> int:
     children = ChildProcesses(
         stop,
         news=fitter.poll_for_rank_0,
-        report_failure=lambda why: rendezvous.report_failure(info, why=why),
+        report_failure=lambda why: rendezvous.report_failure(told, why=why),
     )
-    first_host = FirstHost(info)
+    first_host, weights = FirstHost(info), None
     try:
         with _watched(run_dir):
+            info, weights = _with_weights_of_host(config, info, placement, hosts, stop)
             if placement.imagines(rank):
                 children.spawn(partial(spawn_actor, config, info, rank))
             if placement.learns(rank):
@@ -91,11 +97,32 @@ def follow(config: TrainConfig, hosts: Hosts, stop: StopFlag) -> int:
             children.end(SHUTDOWN_TIMEOUT_ACTOR if first_host.learner_lives() else 0.0)
     finally:
         children.end(0.0)
+        if weights is not None:
+            weights.close()
         fitter.close()
         lock.release()
     if children.failure is not None and not rendezvous.failure_was_taken(info):
         raise children.failure
     return int(children.failure is not None)
+
+
+def _with_weights_of_host(
+    config: TrainConfig, info: RunInfo, placement: Placement, hosts: Hosts, stop: StopFlag
+) -> tuple[RunInfo, HostWeights | None]:
+    """Say where the actors of this host get their weights: from one of its ranks, where there are several."""
+    rank = rendezvous.rank()
+    if hosts.of(rank) == 0:
+        return info, None
+    from asyncrl.launch import host_weights
+
+    actors = host_weights.actors_here(placement, hosts, rank)
+    if rank not in actors or len(actors) == 1:
+        return replace(info, weights_endpoint=""), None
+    if rank != actors[0]:
+        endpoint = host_weights.wait_for_endpoint(info, config.startup_timeout, lambda: stop.set)
+        return replace(info, weights_endpoint=endpoint), None
+    weights = host_weights.HostWeights(config, info, hosts.name_of(rank), f"actor-{rank}")
+    return replace(info, weights_endpoint=weights.endpoint), weights
 
 
 def spawn_actor(config: TrainConfig, info: RunInfo, rank: int) -> Supervisor:

@@ -39,6 +39,7 @@ def actor_main(config_json: str, info_json: str, name: str) -> None:
 
     from asyncrl.launch import build, endpoints
     from asyncrl.launch.environment import build_environment
+    from asyncrl.launch.host_weights import TRANSPORT as HOST_TRANSPORT
     from asyncrl.launch.placement import actor_devices, parse_placement, threads_of_actor
     from asyncrl.launch.policies import build_policy
     from asyncrl.pace.rounds import newest_world
@@ -60,7 +61,8 @@ def actor_main(config_json: str, info_json: str, name: str) -> None:
     policy = build_policy(config, device)
     environment = build_environment(config, world_device)
     acting = build.build_acting(config, policy, environment)
-    transport = build.transport_of(config, placement, ranks_here())
+    here = ranks_here()
+    transport = build.transport_of(config, placement, here) if 0 in here else HOST_TRANSPORT
     receiver = _receiver(config, info, name, policy.acting_tensors(), transport, device)
     worlds, first_world = None, 0
     if info.worlds_endpoint:
@@ -104,8 +106,8 @@ def _receiver(
     transport: str,
     device: torch.device | str = "cpu",
 ) -> Receiver:
-    """Receive the learner's weights: its broadcasts on its own host; elsewhere they are fetched."""
-    if 0 in ranks_here():
+    """Receive the learner's weights: broadcasts inside the host, or fetched by one alone on another host."""
+    if info.weights_endpoint:
         from asyncrl.weights.receiver import build_receiver
 
         return build_receiver(transport, info.weights_endpoint, name, tensors, device, config.weights.timeout)

@@ -199,6 +199,14 @@ RECEIVING = _define(
     "the transport; a newer offer",
     "the actor gives this group up, goes on with the weights it has and waits for the next",
 )
+HOST_WEIGHTS = _define(
+    "host_weights",
+    "waiting for the host's weights",
+    "ranks with an actor on another host than rank 0's, but its lowest",
+    "--startup-timeout",
+    "the lowest rank of the host with an actor, at its start",
+    "the rank ends with an error",
+)
 CREDIT = _define(
     "credit",
     "waiting for credit",

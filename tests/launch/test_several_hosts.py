@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from asyncrl.errors import ReplayError
 from asyncrl.observability import process_status
-from asyncrl.replay_tools.episodes import read_rows, replay_folder
+from asyncrl.replay.files.format import GroupFile, read_group_file
+from asyncrl.replay.store import PATTERN
 from support.chaos_run import Report
 from support.several_hosts import SeveralHosts, address, no_namespaces
 from support.tiny_models import write_models
@@ -42,17 +46,25 @@ class Job:
     """A run over some hosts, or its next start."""
 
     def __init__(
-        self, tmp_path: Path, hosts: SeveralHosts, arguments: list[str], *, count: int = 2, **more: str
+        self,
+        tmp_path: Path,
+        hosts: SeveralHosts,
+        arguments: list[str],
+        *,
+        count: int = 2,
+        ranks: tuple[int, ...] = (),
+        **more: str,
     ) -> None:
         self.tmp_path, self.run, self.hosts = tmp_path, tmp_path / "run", hosts
         (tmp_path / "said").mkdir(exist_ok=True)
         start = len(list((tmp_path / "said").iterdir()))
         self.arguments = [*arguments, "--run-dir", str(self.run), "--replay.heartbeat-timeout", "5"]
-        self.more = {"nnodes": str(count)} | more
+        self.more, self.ranks = {"nnodes": str(count)} | more, ranks or (1,) * count
         self.programs = [self.start(number, f"said/{start}-{number}") for number in range(1, count + 1)]
 
     def start(self, number: int, name: str) -> Program:
-        return self.hosts.torchrun(self.tmp_path, number, self.arguments, name=name, **self.more)
+        ranks = self.ranks[number - 1]
+        return self.hosts.torchrun(self.tmp_path, number, self.arguments, ranks=ranks, name=name, **self.more)
 
     def ends(self) -> str:
         """Wait for all hosts; returns what the first one said."""
@@ -112,8 +124,8 @@ def test_actors_of_another_host_train_die_come_back_and_the_run_goes_on_with_oth
     os.kill(first, signal.SIGKILL)
     job.until(lambda: job.pid("actor-1", "hosts/1") not in (0, first), "the actor came back")
     job.reach(len(rows(job.run)) + 12)
-    actors = {row.episode.actor for row in read_rows(replay_folder(job.run))}
-    assert actors == {"actor-1", "far"}
+    assert groups_of(job.run, "actor-1")
+    assert groups_of(job.run, "far")
     assert not any("secret" in path.name for path in (job.run / "logs").iterdir())
     os.kill(job.pid("learner-0", ""), signal.SIGTERM)  # As stop_ranks of the Slurm scripts does.
     said = job.ends()
@@ -132,17 +144,25 @@ def test_actors_of_another_host_train_die_come_back_and_the_run_goes_on_with_oth
 def test_a_host_that_is_cut_off_for_a_while_goes_on_and_one_that_is_lost_is_missed(
     flags: list[str], tmp_path: Path, two: SeveralHosts
 ) -> None:
-    placement = ["--placement", "learner=0@0,actor=0@0,0@1", "--updates", "100000"]
-    job = Job(tmp_path, two, [*flags, *placement])
-    job.until(lambda: {"actor-0", "actor-1"} <= imagined(job.run), "both actors imagine")
+    placement = ["--placement", "learner=0@0,actor=0@0,0-1@1", "--updates", "100000"]
+    placement += ["--algorithm.groups-per-update", "3", "--replay.max-gigabytes", "8"]
+    job = Job(tmp_path, two, [*flags, *placement], ranks=(1, 2))
+    for actor in ("actor-0", "actor-1", "actor-2"):
+        job.until(partial(groups_of, job.run, actor), f"{actor} imagines")
+    assert "node-2 joined (1 joined actor now)" in job.programs[0].said(), "one of two fetches the weights"
+    job.reach(1)
+    begun = len(rows(job.run))
+    for actor in ("actor-1", "actor-2"):
+        newer = partial(has_groups_since, job.run, actor, begun)
+        job.until(newer, f"newer weights reach {actor}")
     two.connect(2, up=False)
     time.sleep(CUT)  # The time that it lasts is what is tried here.
     two.connect(2, up=True)
-    before = len(imagined_by(job.run, "actor-1"))
-    job.until(lambda: len(imagined_by(job.run, "actor-1")) > before + 4, "the host that was cut off goes on")
+    newer = partial(has_groups_since, job.run, "actor-1", len(rows(job.run)))
+    job.until(newer, "the host that was cut off goes on")
     two.kill(2)
     job.programs[1].process.wait(PATIENCE)
-    job.until(lambda: "actor-1 was not heard of for 5 s" in job.programs[0].said(), "it is missed")
+    job.until(lambda: "node-2 was not heard of for 5 s" in job.programs[0].said(), "it is missed")
     job.reach(len(rows(job.run)) + 6)
     os.kill(job.pid("learner-0", ""), signal.SIGTERM)
     job.until(lambda: "newest checkpoint" in job.programs[0].said(), "the run ends in order")
@@ -155,37 +175,40 @@ def test_a_host_that_is_cut_off_for_a_while_goes_on_and_one_that_is_lost_is_miss
 
 
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("shard", ["all", "host"])
 def test_learners_of_two_hosts_learn_together_and_go_on_as_one_and_as_three(
-    flags: list[str], tmp_path: Path, shard: str
+    flags: list[str], tmp_path: Path
 ) -> None:
-    arguments = [*flags, *TWO_LEARNERS, "--learner.shard", shard]
+    arguments = [*flags, *TWO_LEARNERS]
     with SeveralHosts(3) as three:
-        job = Job(tmp_path, three, [*arguments, "--updates", "4"])
+        job = Job(tmp_path, three, [*arguments, "--updates", "3", "--learner.shard", "host"])
         assert "2 learners + 2 actors" in job.ends()
-        alone = Job(tmp_path, three, ["--resume", *arguments, "--updates", "6"], count=1)
-        assert "goes on from version 4" in alone.ends()
-        more = ["--resume", *arguments, "--updates", "9", "--algorithm.groups-per-update", "3"]
+        alone = Job(tmp_path, three, ["--resume", *arguments, "--updates", "4"], count=1)
+        assert "goes on from version 3" in alone.ends()
+        more = ["--resume", *arguments, "--updates", "7", "--algorithm.groups-per-update", "3"]
+        more += ["--learner.shard", "all"]
         assert "3 learners + 3 actors" in Job(tmp_path, three, more, count=3).ends()
-    assert [row["step"] for row in rows(job.run)] == list(range(1, 10))
-    assert all(row["replay/policy_lag_max"] <= 2 for row in rows(job.run))
+    assert [row["step"] for row in rows(job.run)] == list(range(1, 8))
     job.counts()
 
 
 @pytest.mark.timeout(500)
-def test_the_run_goes_on_from_its_checkpoint_when_a_learners_host_comes_back(
+def test_a_learner_that_dies_starts_all_hosts_again_and_one_whose_host_is_lost_is_gone_on_without(
     flags: list[str], tmp_path: Path, two: SeveralHosts
 ) -> None:
     arguments = [*flags, *TWO_LEARNERS, "--updates", "100000", "--checkpoint-every", "2"]
-    job = Job(tmp_path, two, arguments, max_restarts="3")
-    job.reach(5)
+    job = Job(tmp_path, two, arguments, max_restarts="3", nnodes="1:2", rdzv_conf="last_call_timeout=10")
+    again = "torchrun started the ranks again"
+    job.reach(4)
+    os.kill(job.pid("learner-1", "hosts/1"), signal.SIGKILL)
+    job.until(lambda: job.programs[0].said().count("2 learners + 2 actors") == 2, "both hosts start again")
+    job.reach(len(rows(job.run)) + 3)
     two.kill(2)
     job.programs[1].process.wait(PATIENCE)
-    reached = len(rows(job.run))
-    job.programs[1] = job.start(2, "said/0-2-again")
-    job.until(lambda: "on from version" in job.programs[0].said(), "torchrun starts the ranks again")
-    job.until(lambda: len(rows(job.run)) > reached + 3, "the run goes on")
+    job.until(lambda: "1 learner + 1 actor" in job.programs[0].said(), "the first host starts again, alone")
+    assert again in job.programs[0].said()
+    job.reach(len(rows(job.run)) + 3)
     os.kill(job.pid("learner-0", ""), signal.SIGTERM)
+    del job.programs[1]
     job.ends()
     steps = [row["step"] for row in rows(job.run)]
     assert steps == list(range(1, len(steps) + 1))
@@ -220,7 +243,7 @@ def test_hosts_that_cannot_work_together_say_why_in_one_sentence_before_anything
     ]
     for program in programs:
         program.process.wait(PATIENCE)
-        sentences = [line for line in program.said().splitlines() if line.startswith("asyncrl: ")]
+        sentences = [line for line in program.said().splitlines() if line.startswith("asyncrl train: ")]
         assert len(sentences) == 1, program.said()
         assert why in sentences[0]
         assert "exitcode  : 2" in program.said()
@@ -229,12 +252,15 @@ def test_hosts_that_cannot_work_together_say_why_in_one_sentence_before_anything
     assert left_over(tmp_path) == []
 
 
-def imagined(run: Path) -> set[str]:
-    """Actors with episodes in the replay."""
-    return (
-        {row.episode.actor for row in read_rows(replay_folder(run))} if (run / "replay").is_dir() else set()
-    )
+def groups_of(run: Path, actor: str) -> list[GroupFile]:
+    """Those of an actor in the replay."""
+    found = []
+    for path in sorted((run / "replay").glob(PATTERN)):
+        with contextlib.suppress(ReplayError, OSError):  # The run has deleted it meanwhile.
+            found.append(read_group_file(path))
+    return [group for group in found if group.attributes["actor"] == actor]
 
 
-def imagined_by(run: Path, actor: str) -> list[str]:
-    return [row.episode.episode_id for row in read_rows(replay_folder(run)) if row.episode.actor == actor]
+def has_groups_since(run: Path, actor: str, version: int) -> bool:
+    """Whether an actor began a group with a version newer than `version`."""
+    return any(group.oldest_version > version for group in groups_of(run, actor))

@@ -82,7 +82,7 @@ class SeveralHosts:
             arguments: Of `asyncrl train`.
             ranks: On this host.
             name: Of the output; empty: the host's.
-            more: Variables of the environment, and `nnodes` and `max_restarts` of torchrun.
+            more: Variables of the environment, and `nnodes`, `max_restarts` and `rdzv_conf` of torchrun.
         """
         options = {
             "nnodes": more.pop("nnodes", str(len(self._pids))),
@@ -92,6 +92,7 @@ class SeveralHosts:
             "rdzv-id": "job",
             "local-addr": address(number),
             "max-restarts": more.pop("max_restarts", "0"),
+            "rdzv-conf": more.pop("rdzv_conf", "join_timeout=300"),
         }
         start = [sys.executable, "-m", "torch.distributed.run"]
         start += [text for flag, value in options.items() for text in (f"--{flag}", value)]
