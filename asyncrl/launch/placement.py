@@ -230,16 +230,15 @@ def check_groups(placement: Placement, groups_per_update: int) -> None:
         )
 
 
-def check_hosts(placement: Placement, text: str, hosts: Hosts) -> None:
-    """Check a placement against the hosts that torchrun started ranks on.
+def check_sizes(text: str, hosts: Hosts) -> None:
+    """Check the hosts that a placement names against those that torchrun started ranks on.
 
     Args:
-        placement: Of the run.
         text: --placement, which may name hosts (`learner=0-7@0`).
         hosts: Of the job.
 
     Raises:
-        ConfigError: It names other numbers of ranks per host, or one actor on devices of two hosts.
+        ConfigError: It cannot be read, or names other numbers of ranks per host.
     """
     if named := sizes_of_hosts(text):
         started = tuple(len(hosts.ranks(number)) for number in range(len(hosts.names)))
@@ -252,6 +251,14 @@ def check_hosts(placement: Placement, text: str, hosts: Hosts) -> None:
                     "there. Hosts are numbered from 0 in the order of their ranks: start as many with "
                     "--nproc-per-node and --nnodes, or name others."
                 )
+
+
+def check_pairs(placement: Placement, hosts: Hosts) -> None:
+    """Check that both devices of an actor are on one host.
+
+    Raises:
+        ConfigError: They are not.
+    """
     for policy, world in placement.worlds:
         if hosts.of(policy) != hosts.of(world):
             raise ConfigError(

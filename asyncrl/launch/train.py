@@ -32,7 +32,14 @@ from asyncrl.launch.followers import follow, spawn_actor, spawn_role
 from asyncrl.launch.host_facts import HostFacts, check_devices
 from asyncrl.launch.hosts import Hosts
 from asyncrl.launch.meeting import Stopped, meet
-from asyncrl.launch.placement import Placement, check_hosts, checked_placement, copies_of, pick_device
+from asyncrl.launch.placement import (
+    Placement,
+    check_pairs,
+    check_sizes,
+    checked_placement,
+    copies_of,
+    pick_device,
+)
 from asyncrl.launch.rendezvous import HOSTS, RunInfo
 from asyncrl.observability import descriptors, process_status
 from asyncrl.observability.console_stream import show_status, steady_console
@@ -88,8 +95,9 @@ def _checked(config: TrainConfig, hosts: Hosts, facts: list[HostFacts]) -> Hosts
     Raises:
         ConfigError: It cannot work.
     """
+    check_sizes(config.placement, hosts)
     placement = checked_placement(config, hosts.size)
-    check_hosts(placement, config.placement, hosts)
+    check_pairs(placement, hosts)
     if not hosts.several:
         return hosts
     check_devices(facts, placement.learners)
@@ -129,6 +137,8 @@ def _prepare(config: TrainConfig, placement: Placement, hosts: Hosts) -> _Prepar
     config, said = with_world_defaults(config)
     start = build.prepare(config, device, again)
     rendezvous.remember_run(start.run_dir)
+    while rendezvous.take_failure(start.run_dir / HOSTS):
+        pass  # Of an earlier start, whose rank 0 died before it read them.
     process_status.publish_as(start.run_dir, "learner-0")
     return _Prepared(config, said, start, device, transport)
 

@@ -10,17 +10,19 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from asyncrl.config.algorithm import LearnerSettings
 from asyncrl.config.run import ReplaySettings, TrainConfig
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.launch import endpoints, host_facts, networks, rendezvous
 from asyncrl.launch.host_facts import HostFacts, check_agree, check_devices
 from asyncrl.launch.hosts import Hosts
 from asyncrl.launch.meeting import Stopped, meet
-from asyncrl.launch.placement import check_hosts, parse_placement, ranks_named
+from asyncrl.launch.placement import check_pairs, check_sizes, copies_of, parse_placement, ranks_named
 from asyncrl.storage import run_identity
 
 TWO = Hosts(names=("a", "b"), first_ranks=(0, 2), size=5, addresses=("10.0.0.1", "10.0.0.2"), ports=(0, 0))
@@ -64,13 +66,13 @@ def test_hosts_that_cannot_be_read_are_refused(text: str, message: str) -> None:
 
 def test_a_placement_that_names_other_hosts_than_torchrun_started_is_refused() -> None:
     text = "learner=0-1@0,actor=0-2@1"
-    check_hosts(parse_placement(text, 5, 0), text, TWO)
-    check_hosts(parse_placement("auto", 5, 0), "auto", TWO)
-    other = replace(TWO, first_ranks=(0, 4))
+    check_sizes(text, TWO)
+    check_sizes("auto", TWO)
+    check_sizes("learner=0,actor=1-4", TWO)
     with pytest.raises(ConfigError, match=r"names 2 ranks on host 0 \(a\), but torchrun started 4 there"):
-        check_hosts(parse_placement(text, 5, 0), text, other)
+        check_sizes(text, replace(TWO, first_ranks=(0, 4)))
     with pytest.raises(ConfigError, match=r"names 3 ranks on host 1, but torchrun started 0 there"):
-        check_hosts(parse_placement(text, 5, 0), text, Hosts(names=("a",), size=2))
+        check_sizes(text, Hosts(names=("a",), size=2))
 
 
 def test_an_actor_on_two_devices_needs_them_on_one_host() -> None:
@@ -78,9 +80,20 @@ def test_an_actor_on_two_devices_needs_them_on_one_host() -> None:
     with pytest.raises(
         ConfigError, match="policy rank 1 and world rank 2 one actor, but they are on a and b"
     ):
-        check_hosts(parse_placement(text, 5, 0), text, TWO)
-    within = "learner=0,policy=2,world=3,actor=1,4"
-    check_hosts(parse_placement(within, 5, 0), within, TWO)
+        check_pairs(parse_placement(text, 5, 0), TWO)
+    check_pairs(parse_placement("learner=0,policy=2,world=3,actor=1,4", 5, 0), TWO)
+
+
+def test_hosts_with_a_copy_each_need_as_many_learners() -> None:
+    def copies(text: str, shard: Literal["all", "host"]) -> int:
+        config = TrainConfig(learner=LearnerSettings(shard=shard))
+        return copies_of(config, parse_placement(text, 5, 0), TWO)
+
+    assert copies("learner=0-3,actor=4", "host") == 2
+    assert copies("learner=0-3,actor=4", "all") == 1
+    assert copies("learner=0-1,actor=2-4", "host") == 1
+    with pytest.raises(ConfigError, match=r"different numbers of learner ranks \(2 on a, 1 on b\)"):
+        copies("learner=0-2,actor=3-4", "host")
 
 
 # ---- what they agree on --------------------------------------------------------------------------
