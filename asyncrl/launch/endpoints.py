@@ -100,8 +100,8 @@ class Addresses:
 
 
 def addresses(config: TrainConfig, hosts: Hosts) -> Addresses:
-    """Say where a run listens: where its settings say or, with several hosts, where these agreed on."""
-    if hosts.several:
+    """Say where a run listens: where its settings say or, with actors on other hosts, where all agreed on."""
+    if hosts.replay:
         return Addresses(replay=hosts.replay, weights=hosts.weights)
     return Addresses(replay=config.replay.listen, weights=config.weights.listen)
 

@@ -24,9 +24,9 @@ class Hosts:
     learners: tuple[int, ...] = (0,)
     """Numbers of the hosts that have learner ranks."""
     replay: str = ""
-    """Address that the replay takes for them; empty with one host."""
+    """Address that the replay takes for actors of other hosts; empty where there are none."""
     weights: str = ""
-    """Address where they fetch weights; empty with one host."""
+    """Address where these fetch weights; empty where there are none."""
 
     @property
     def several(self) -> bool:

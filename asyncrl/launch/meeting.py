@@ -310,6 +310,8 @@ def _open(hosts: Hosts, config: TrainConfig, open_ports: ExitStack) -> list[_Por
         ("--weights.listen", hosts.weights, "the learner's weights"),
     ):
         address, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+        if not endpoint:
+            continue
         try:
             open_ports.enter_context(networks.listen(address, int(port)))
         except OSError as error:

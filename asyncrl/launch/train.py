@@ -103,7 +103,10 @@ def _checked(config: TrainConfig, hosts: Hosts, facts: list[HostFacts]) -> Hosts
     check_devices(facts, placement.learners)
     copies_of(config, placement, hosts)
     learners = sorted({hosts.of(rank) for rank in placement.learners})
-    return endpoints.with_addresses(config, replace(hosts, learners=tuple(learners)))
+    hosts = replace(hosts, learners=tuple(learners))
+    # Episodes travel to learners of other hosts through rank 0, and the fitter works over the run's folder.
+    reached = any(hosts.of(rank) > 0 for rank in placement.actors)
+    return endpoints.with_addresses(config, hosts) if reached else hosts
 
 
 class _Prepared(NamedTuple):
@@ -124,7 +127,7 @@ def _prepare(config: TrainConfig, placement: Placement, hosts: Hosts) -> _Prepar
     from asyncrl.launch import build, learner_ranks, run_log
     from asyncrl.launch.environment import with_world_defaults
 
-    endpoints.check(config, placement, several_hosts=hosts.several)
+    endpoints.check(config, placement, several_hosts=bool(hosts.replay))
     if (again := rendezvous.run_of_earlier_attempt()) is None:
         run_folder.check_free(config)
     endpoints.check_free(config)
