@@ -18,6 +18,7 @@ from asyncrl.doctor.storage import existing_parent
 from asyncrl.errors import ConfigError
 from asyncrl.launch import console, endpoints, rendezvous
 from asyncrl.launch.placement import checked_placement, ranks_named
+from asyncrl.launch.placement_text import sizes_of_hosts
 from asyncrl.replay.store import read_meta
 from asyncrl.storage import run_folder
 from asyncrl.storage.folder_check import check_folder
@@ -59,7 +60,7 @@ def _refuse(config: TrainConfig) -> None:
     if not config.inline:
         ranks = rendezvous.world_size() if "RANK" in os.environ else ranks_named(config.placement)
         placement = checked_placement(config, ranks)
-        endpoints.check(config, placement)
+        endpoints.check(config, placement, several_hosts=len(sizes_of_hosts(config.placement)) > 1)
         endpoints.check_free(config)
     run_folder.check_free(config)
     folder = run_folder.locate(config)

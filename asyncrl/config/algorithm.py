@@ -276,6 +276,9 @@ class LearnerSettings(Bounded):
     1: all of them. 2: half of the extra time, for half of the memory that is saved."""
     offload: bool = False
     """Keep weights, gradient and optimizer state in pinned host memory while the learner waits."""
+    shard: Literal["all", "host"] = "all"
+    """What learner ranks spread weights, gradient and optimizer state over: all of them, or those of their
+    host, so that every host has all of it: more memory, and only gradients travel between hosts."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -19,6 +19,7 @@ from typing import Any, Final
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.launch import rendezvous
+from asyncrl.launch.hosts import Hosts
 from asyncrl.launch.placement import Placement, checked_placement
 from asyncrl.observability import metrics_system as s
 from asyncrl.storage import run_folder
@@ -306,13 +307,17 @@ def with_placement(config: TrainConfig, text: str) -> TrainConfig:
     )
 
 
-def placement_of_start(config: TrainConfig) -> str:
-    """Return --placement, or what a run measured in place of `auto`, where this host can do that.
+def placement_of_start(config: TrainConfig, hosts: Hosts) -> str:
+    """Return --placement, or what a run measured in place of `auto`, where these hosts can do that.
+
+    Args:
+        config: Of the run.
+        hosts: Whose ranks were started.
 
     Raises:
         ConfigError: As `chosen_placement`; there is nothing to resume.
     """
-    ranks = rendezvous.world_size()
+    ranks = hosts.size
     if config.placement != "auto":
         return config.placement
     again = rendezvous.run_of_earlier_attempt()
@@ -323,7 +328,7 @@ def placement_of_start(config: TrainConfig) -> str:
     from asyncrl.launch import learner_ranks
 
     try:
-        learner_ranks.check(config, checked_placement(with_placement(config, chosen), ranks))
+        learner_ranks.check(config, checked_placement(with_placement(config, chosen), ranks), hosts)
     except ConfigError:  # It was measured where there were more devices.
         return config.placement
     return chosen

@@ -139,12 +139,18 @@ class LearnerStart:
     """That has the tasks of the run; empty: none is known."""
 
 
-def transport_of(config: TrainConfig, placement: Placement) -> str:
-    """Choose what carries the weights; every rank of a host comes to the same answer."""
+def transport_of(config: TrainConfig, placement: Placement, here: range) -> str:
+    """Choose what carries the weights on rank 0's host; every rank there comes to the same answer.
+
+    Args:
+        config: Of the run.
+        placement: Of the run.
+        here: Ranks of that host. Actors of others fetch the weights over the network.
+    """
     if config.weights.transport != "auto":
         return config.weights.transport
     learner = pick_device(config.device, placement.learners[0])
-    actors = [pick_device(config.device, rank) for rank in placement.actors]
+    actors = [pick_device(config.device, rank) for rank in placement.actors if rank in here]
     if learner.type == "cpu":
         return "gloo"
     if set(actors) == {learner}:

@@ -6,12 +6,14 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
-from asyncrl.launch import rendezvous
+from asyncrl.launch import networks, rendezvous
+from asyncrl.launch.hosts import Hosts
 from asyncrl.launch.placement import Placement
 from asyncrl.messaging.curve_keys import (
     ClientKeys,
@@ -44,13 +46,13 @@ if TYPE_CHECKING:
     from asyncrl.weights.pull_server import PullSettings
 
 
-def check(config: TrainConfig, placement: Placement) -> None:
+def check(config: TrainConfig, placement: Placement, *, several_hosts: bool = False) -> None:
     """Check before anything starts that the replay may listen where it should.
 
     Raises:
         ConfigError: The address is not safe, or a key of this run's processes is missing or not admitted.
     """
-    server = check_listen(config)
+    server = check_listen(config, several_hosts=several_hosts)
     if server is None:
         return
     names = _names(placement)
@@ -70,18 +72,81 @@ def check(config: TrainConfig, placement: Placement) -> None:
         )
 
 
-def check_listen(config: TrainConfig) -> ServerKeys | None:
+def check_listen(config: TrainConfig, *, several_hosts: bool = False) -> ServerKeys | None:
     """Check the addresses alone; returns the keys that it is used with.
+
+    Args:
+        config: Of the run.
+        several_hosts: torchrun started ranks on several: without --replay.keys the run makes its own keys.
 
     Raises:
         ConfigError: The address is not safe, or the replay's own keys cannot be used.
     """
     server = server_keys(config.replay.keys)
+    own = several_hosts and server is None
     if config.replay.listen:
-        check_endpoint(config.replay.listen, server)
+        check_endpoint(config.replay.listen, server, keys_follow=own)
     if config.weights.listen:
-        check_endpoint(config.weights.listen, server, any_port=True)
+        check_endpoint(config.weights.listen, server, any_port=True, keys_follow=own)
     return server
+
+
+@dataclass(frozen=True, kw_only=True)
+class Addresses:
+    """Of the network, where a run listens; empty: on a private socket of its host."""
+
+    replay: str
+    weights: str
+
+
+def addresses(config: TrainConfig, hosts: Hosts) -> Addresses:
+    """Say where a run listens: where its settings say or, with actors on other hosts, where all agreed on."""
+    if hosts.replay:
+        return Addresses(replay=hosts.replay, weights=hosts.weights)
+    return Addresses(replay=config.replay.listen, weights=config.weights.listen)
+
+
+def with_addresses(config: TrainConfig, hosts: Hosts) -> Hosts:
+    """Choose where the first of several hosts listens for the others; what its settings say goes first.
+
+    Raises:
+        ConfigError: Its settings name an address that others cannot reach, is not this host's or is taken.
+    """
+    given = (("--replay.listen", config.replay.listen), ("--weights.listen", config.weights.listen))
+    for flag, endpoint in given:
+        if endpoint and _is_private(endpoint):
+            raise ConfigError(
+                f"{flag} is {endpoint}, which only {hosts.names[0]} itself can reach, but torchrun started "
+                f"ranks on {hosts.names[1]} too. Leave it out, or name an address that all hosts reach: "
+                "tcp://ADDRESS:PORT."
+            )
+    check_listen(config, several_hosts=True)
+    check_free(config)
+    replay, weights = (_on_first_host(flag, endpoint, hosts) for flag, endpoint in given)
+    return replace(hosts, replay=replay, weights=weights)
+
+
+def _is_private(endpoint: str) -> bool:
+    """Whether only its own host can reach an endpoint."""
+    return not endpoint.startswith("tcp://") or endpoint.startswith(("tcp://127.", "tcp://localhost"))
+
+
+def _on_first_host(flag: str, endpoint: str, hosts: Hosts) -> str:
+    """Complete an address, of which none or only the port may be missing.
+
+    Raises:
+        ConfigError: The first host cannot listen there.
+    """
+    address, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    address = address or hosts.addresses[0]
+    try:
+        with networks.listen(address, int(port or 0)) as probe:
+            return f"tcp://{address}:{probe.getsockname()[1]}"
+    except OSError as error:
+        raise ConfigError(
+            f"{hosts.names[0]} cannot listen at {address} ({error.strerror}), where {hosts.names[1]} reaches "
+            f"it. Set {flag} to an address that it has and all hosts reach: tcp://ADDRESS:PORT."
+        ) from None
 
 
 def check_free(config: TrainConfig) -> None:
@@ -109,7 +174,7 @@ def _stays_taken(endpoint: str) -> str:
     return why
 
 
-def keys_of_run(config: TrainConfig, run_dir: Path, placement: Placement) -> str:
+def keys_of_run(config: TrainConfig, run_dir: Path, placement: Placement, at: Addresses) -> str:
     """Return the folder of the keys that the replay is used with; empty where it needs none.
 
     An address of the network needs keys, also the loopback device's, which all users of the host can reach.
@@ -118,9 +183,7 @@ def keys_of_run(config: TrainConfig, run_dir: Path, placement: Placement) -> str
     Raises:
         ConfigError: They cannot be written.
     """
-    if config.replay.keys or not any(
-        x.startswith("tcp") for x in (config.replay.listen, config.weights.listen)
-    ):
+    if config.replay.keys or not any(x.startswith("tcp") for x in (at.replay, at.weights)):
         return config.replay.keys
     folder = run_dir / KEYS
     create_keys(folder, [*_names(placement), JOINED])
@@ -142,7 +205,7 @@ def client_keys(folder: str, name: str) -> ClientKeys | None:
 
 
 @contextmanager
-def opened(config: TrainConfig, run_dir: Path, identity: RunIdentity) -> Iterator[tuple[Path, str]]:
+def opened(at: Addresses, run_dir: Path, identity: RunIdentity) -> Iterator[tuple[Path, str]]:
     """Make the private folder that marks a living run, remove it at the end; yields it and the endpoint.
 
     The run's folder names it, so that the next process of the run can remove what a killed one left. The
@@ -154,7 +217,7 @@ def opened(config: TrainConfig, run_dir: Path, identity: RunIdentity) -> Iterato
     write_private(folder / IDENTITY, identity.secret)
     write_text(note, str(folder))
     try:
-        yield folder, config.replay.listen or ipc_endpoint(folder)
+        yield folder, at.replay or ipc_endpoint(folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         note.unlink(missing_ok=True)
@@ -172,12 +235,19 @@ def _remove_left_over(note: Path, identity: RunIdentity) -> None:
 
 
 def pull_settings(
-    config: TrainConfig, folder: Path, keys: str, identity: RunIdentity, *, worlds: bool = False
+    config: TrainConfig,
+    at: Addresses,
+    folder: Path,
+    keys: str,
+    identity: RunIdentity,
+    *,
+    worlds: bool = False,
 ) -> PullSettings:
     """Where actors that join fetch the weights: beside the replay, unless --weights.listen says otherwise.
 
     Args:
         config: Of the run.
+        at: Where the run listens.
         folder: The private folder of its sockets.
         keys: Folder of the keys; empty: none.
         identity: Of the run.
@@ -185,11 +255,11 @@ def pull_settings(
     """
     from asyncrl.weights.pull_server import PullSettings  # Loads torch, which the replay must not.
 
-    near = (config.weights.listen if worlds else "") or config.replay.listen
+    near = (at.weights if worlds else "") or at.replay
     own = ipc_endpoint(folder, "pull-worlds" if worlds else "pull")
     beside = f"{near.rpartition(':')[0]}:0" if near.startswith("tcp") else own
     return PullSettings(
-        listen=beside if worlds else config.weights.listen or beside,
+        listen=beside if worlds else at.weights or beside,
         security=server_keys(keys),
         silence=config.replay.heartbeat_timeout,
         identity=identity,

@@ -72,8 +72,7 @@ def fitter_main(config_json: str, run_dir_text: str, local_rank: str, niceness: 
     run_dir = Path(run_dir_text)
     lock = run_lock.join(run_dir)
     multiprocessing.current_process().daemon = False  # So that it may have workers, which end with it.
-    if 0 in rendezvous.ranks_here():  # Elsewhere its number would be another process's.
-        process_status.publish_as(run_dir, ROLE)
+    process_status.publish_as(rendezvous.status_folder(run_dir), ROLE)
     process_status.set_activity("loading models", config.startup_timeout)
     device = fitter_device(config, int(local_rank))
     if device.type == "cpu":

@@ -22,7 +22,8 @@ from asyncrl.config.loading import load_file
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch import build, console, rendezvous
-from asyncrl.launch.placement import Placement, pick_device
+from asyncrl.launch.hosts import Hosts
+from asyncrl.launch.placement import Placement, copies_of, pick_device
 from asyncrl.launch.policies import build_learning_policy
 from asyncrl.learner.distributed_ranks import (
     COLLECTIVE_DEADLINE,
@@ -51,16 +52,19 @@ if TYPE_CHECKING:
     from asyncrl.weights.interface import Publisher
 
 
-def check(config: TrainConfig, placement: Placement) -> None:
-    """Refuse more learner ranks than GPUs, before anything is started.
+def check(config: TrainConfig, placement: Placement, hosts: Hosts) -> None:
+    """Refuse more learner ranks than GPUs on the first host, before anything is started.
+
+    The others are checked when the hosts meet: `host_facts.check_devices`.
 
     Raises:
         ConfigError: NCCL takes one rank per GPU.
     """
-    devices = {pick_device(config.device, rank) for rank in placement.learners}
-    if len(devices) < len(placement.learners) and devices != {torch.device("cpu")}:
+    here = [rank for rank in placement.learners if rank in hosts.ranks(0)]
+    devices = {pick_device(config.device, rank) for rank in here}
+    if len(devices) < len(here) and devices != {torch.device("cpu")}:
         raise ConfigError(
-            f"--placement names {len(placement.learners)} learner ranks, but this host has {len(devices)} "
+            f"--placement names {len(here)} learner ranks, but this host has {len(devices)} "
             "GPU(s), and NCCL takes one rank per GPU. Name fewer learner ranks, or use --device cpu."
         )
 
@@ -121,8 +125,11 @@ def build_joined_learner(
     *,
     stop_requested: Callable[[], bool] = lambda: False,
     tell: Callable[[str], None] = lambda line: None,
+    copies: int = 1,
 ) -> Learner:
-    """Spread the policy over the group and build this rank's learner; collective. `tell` gets a line or two.
+    """Spread the policy over the group and build this rank's learner; collective.
+
+    `tell` gets a line or two; of `copies` see `placement.copies_of`.
 
     Raises:
         CheckpointError: The checkpoint does not fit the policy.
@@ -132,7 +139,7 @@ def build_joined_learner(
     if isinstance(group, SingleRank):
         make_float32_masters(policy, "fp32")
     else:
-        shard(start.policy, start.policy.device, config.learner.precision)
+        shard(start.policy, start.policy.device, config.learner.precision, copies=copies)
     return build.build_learner(
         config,
         start,
@@ -156,12 +163,15 @@ def _checkpoints(config: TrainConfig, run_dir: Path, group: LearnerRanks) -> Che
     return Checkpoints(run_dir, keep=config.keep_checkpoints, link=link, ledger=run_dir / REPLAY / LEDGER)
 
 
-def run_follower_rank(info: rendezvous.RunInfo, placement: Placement, children: ChildProcesses) -> None:
+def run_follower_rank(
+    info: rendezvous.RunInfo, placement: Placement, hosts: Hosts, children: ChildProcesses
+) -> None:
     """Learn on a rank other than 0 until rank 0 ends the run.
 
     Args:
         info: From rank 0.
         placement: Of the run.
+        hosts: Of the job.
         children: This rank's children; looked after while it waits.
 
     Raises:
@@ -184,4 +194,12 @@ def run_follower_rank(info: rendezvous.RunInfo, placement: Placement, children: 
         checkpoint=checkpoint,
     )
     with learner_group(config, len(placement.learners), device, while_waiting=children.poll) as group:
-        build_joined_learner(config, start, NullLearnerPort(), NullPublisher(), NullLog(), group).run()
+        build_joined_learner(
+            config,
+            start,
+            NullLearnerPort(),
+            NullPublisher(),
+            NullLog(),
+            group,
+            copies=copies_of(config, placement, hosts),
+        ).run()

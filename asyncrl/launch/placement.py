@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-import re
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from asyncrl.config.bounds import shown
 from asyncrl.config.run import FITTER, TrainConfig
 from asyncrl.errors import ConfigError
+from asyncrl.launch.hosts import Hosts
+from asyncrl.launch.placement_text import EXAMPLE, WORDS, read_ranks, sizes_of_hosts
 
 if TYPE_CHECKING:
     import torch
@@ -72,15 +73,6 @@ def fitter_device(config: TrainConfig, local_rank: int) -> torch.device:
         ConfigError: As `pick_device`.
     """
     return pick_device(config.device if config.pace.device == "auto" else config.pace.device, local_rank)
-
-
-ROLES = ("learner", "actor", "policy", "world", FITTER)
-WORDS = ("auto", "collocated", "disaggregated", "hybrid")
-"""Placements that fit any number of ranks; see `_by_word`."""
-_ITEM = re.compile(r"(?:(?P<role>[a-z]+)=)?(?P<first>\d+)(?:-(?P<last>\d+))?")
-MOST_RANKS = 4096
-"""Ranks of one run: eight hosts have 64."""
-_EXAMPLE = "Write for example 'learner=0,actor=1-3' or 'learner=0-1,actor=2-3', or leave --placement out."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +167,7 @@ def parse_placement(text: str, world_size: int, devices: int, *, joined: bool = 
     """
     if text in WORDS:
         return _by_word(text, world_size)
-    ranks = _read(text)
+    ranks = read_ranks(text)
     _check_roles(ranks, joined)
     _check_ranks(ranks, world_size, devices)
     if ranks["learner"] != list(range(len(ranks["learner"]))):
@@ -238,24 +230,61 @@ def check_groups(placement: Placement, groups_per_update: int) -> None:
         )
 
 
-def check_hosts(placement: Placement, world_size: int, here: range) -> None:
-    """Refuse ranks on several hosts, but for one that only has the fitter: it works over the run's folder.
+def check_sizes(text: str, hosts: Hosts) -> None:
+    """Check the hosts that a placement names against those that torchrun started ranks on.
 
     Args:
-        placement: Of the run.
-        world_size: Number of ranks that were started.
-        here: Those of this host. Ranks are numbered host by host, and the learner leads on the first one.
+        text: --placement, which may name hosts (`learner=0-7@0`).
+        hosts: Of the job.
 
     Raises:
-        ConfigError: A rank that is not on the learner's host learns or imagines.
+        ConfigError: It cannot be read, or names other numbers of ranks per host.
     """
-    apart = set(range(world_size)) - set(here) if 0 in here else set(here)
-    if not all(placement.only_refits(rank) for rank in apart):
+    if named := sizes_of_hosts(text):
+        started = tuple(len(hosts.ranks(number)) for number in range(len(hosts.names)))
+        for number in range(max(len(named), len(started))):
+            wanted, there = (x[number] if number < len(x) else 0 for x in (named, started))
+            if wanted != there:
+                where = f" ({hosts.names[number]})" if number < len(hosts.names) else ""
+                raise ConfigError(
+                    f"--placement names {wanted} ranks on host {number}{where}, but torchrun started {there} "
+                    "there. Hosts are numbered from 0 in the order of their ranks: start as many with "
+                    "--nproc-per-node and --nnodes, or name others."
+                )
+
+
+def check_pairs(placement: Placement, hosts: Hosts) -> None:
+    """Check that both devices of an actor are on one host.
+
+    Raises:
+        ConfigError: They are not.
+    """
+    for policy, world in placement.worlds:
+        if hosts.of(policy) != hosts.of(world):
+            raise ConfigError(
+                f"--placement makes policy rank {policy} and world rank {world} one actor, but they are on "
+                f"{hosts.name_of(policy)} and {hosts.name_of(world)}, and frames travel inside one host "
+                "only. Pair ranks of one host."
+            )
+
+
+def copies_of(config: TrainConfig, placement: Placement, hosts: Hosts) -> int:
+    """Return in how many copies the learner ranks have the policy: one, or one on each of their hosts.
+
+    Raises:
+        ConfigError: With --learner.shard host, hosts have different numbers of learner ranks.
+    """
+    counts = Counter(hosts.of(rank) for rank in placement.learners)
+    if config.learner.shard == "all" or len(counts) == 1:
+        return 1
+    if len(set(counts.values())) > 1:
+        told = ", ".join(f"{count} on {hosts.names[number]}" for number, count in sorted(counts.items()))
         raise ConfigError(
-            f"torchrun started {world_size} ranks, but only {len(here)} on this host, and the replay and the "
-            "weights travel inside one host only. Use one host: torchrun --standalone --nproc-per-node N. "
-            "Only a rank that has nothing but the fitter may be on another one, behind all others."
+            f"--learner.shard is host, but --placement names different numbers of learner ranks ({told}), "
+            "and each of a host has the same part as one of every other. Name as many on each, or use "
+            "--learner.shard all."
         )
+    return len(counts)
 
 
 def threads_of_actor(actors: int, cores: int) -> int:
@@ -274,42 +303,10 @@ def ranks_named(text: str) -> int:
         ConfigError: It cannot be read.
     """
     return (
-        1 if text in WORDS else 1 + max((rank for named in _read(text).values() for rank in named), default=0)
+        1
+        if text in WORDS
+        else 1 + max((rank for named in read_ranks(text).values() for rank in named), default=0)
     )
-
-
-def _read(text: str) -> dict[str, list[int]]:
-    ranks: dict[str, list[int]] = {role: [] for role in ROLES}
-    role = ""
-    for item in text.replace(" ", "").split(","):
-        match = _ITEM.fullmatch(item)
-        role = (match and match["role"]) or role
-        if match is None or not role:
-            raise ConfigError(
-                f"--placement is {text!r}, but {item!r} is not role=rank or role=first-last, nor is the text "
-                f"one of {', '.join(WORDS)}. {_EXAMPLE}"
-            )
-        if role not in ranks:
-            raise ConfigError(
-                f"--placement names the role {role!r}, but there are only {', '.join(ROLES)}. {_EXAMPLE}"
-            )
-        first, last = (_rank(match[name] or match["first"]) for name in ("first", "last"))
-        if last < first:
-            raise ConfigError(
-                f"--placement has the range {item!r}, which ends before it begins. Use {last}-{first}."
-            )
-        ranks[role] += range(first, last + 1)
-    return {role: sorted(named) for role, named in ranks.items()}
-
-
-def _rank(digits: str) -> int:
-    # Only now a number: Python reads no more than 4,300 digits, and a range of as many ranks would be a list.
-    if len(digits) > 9 or int(digits) >= MOST_RANKS:
-        raise ConfigError(
-            f"--placement names rank {shown(digits)}, but a run has at most {MOST_RANKS} ranks, counted from "
-            f"0. {_EXAMPLE}"
-        )
-    return int(digits)
 
 
 def only_learns(text: str) -> bool:
@@ -320,13 +317,13 @@ def only_learns(text: str) -> bool:
     """
     if text in WORDS:
         return False
-    ranks = _read(text)
+    ranks = read_ranks(text)
     return not (ranks["actor"] or ranks["policy"])
 
 
 def _check_roles(ranks: dict[str, list[int]], joined: bool) -> None:
     if not ranks["learner"]:
-        raise ConfigError(f"--placement names no learner, but a run needs one. {_EXAMPLE}")
+        raise ConfigError(f"--placement names no learner, but a run needs one. {EXAMPLE}")
     if len(ranks["policy"]) != len(ranks["world"]):
         raise ConfigError(
             f"--placement names {len(ranks['policy'])} policy and {len(ranks['world'])} world ranks, but the "
@@ -341,7 +338,7 @@ def _check_roles(ranks: dict[str, list[int]], joined: bool) -> None:
     if not (ranks["actor"] or ranks["policy"] or joined):
         raise ConfigError(
             "--placement names no actor, and without --replay.listen nobody knows where to join the run. Set "
-            f"--replay.listen tcp://ADDRESS:PORT and start actors with `asyncrl actor --join`. {_EXAMPLE}"
+            f"--replay.listen tcp://ADDRESS:PORT and start actors with `asyncrl actor --join`. {EXAMPLE}"
         )
 
 

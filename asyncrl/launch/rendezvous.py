@@ -36,10 +36,14 @@ POLL_INTERVAL = 0.1
 """Seconds between two looks of a rank that waits for rank 0."""
 STORE_DEADLINE = 30.0
 """Seconds that the store of another host has to answer."""
+HOSTS = "hosts"
+"""Folder of a run with a folder for each host but the first, named by the lowest rank there."""
+START = "ASYNCRL_JOB_START"
+"""Environment variable that names this start of a job on several hosts, see `meeting`."""
 _KEY, _RUN_KEY = "run_facts", "run_dir"
 _MOST_RANKS = 4096
 _FAILED = "failed-rank-"
-"""Begin of the name of a file among the run's sockets."""
+"""Begin of the name of a file among the run's sockets or, from another host, in its folder of hosts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +73,8 @@ class RunInfo:
     attempt: int = 0
     """Number of this start of the run. Its secret is read from the folder: this travels through torchrun's
     store, which others can read."""
+    mark: str = ""
+    """See `RunIdentity.mark`: by it a host knows that it sees the same folder."""
 
 
 def rank(environ: Mapping[str, str] = os.environ) -> int:
@@ -92,8 +98,8 @@ def local_rank(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def ranks_here(environ: Mapping[str, str] = os.environ) -> range:
-    """Return the ranks of this host: they are numbered host by host."""
-    first = max(0, rank(environ) - local_rank(environ))
+    """Return the ranks of this host, which are numbered host by host; all where nothing says so."""
+    first = max(0, rank(environ) - local_rank(environ)) if "LOCAL_WORLD_SIZE" in environ else 0
     return range(first, first + local_world_size(environ))
 
 
@@ -116,7 +122,7 @@ def share(info: RunInfo, deadline: float = DEADLINE, environ: Mapping[str, str] 
     until = time.monotonic() + deadline
     reader = 0
     try:
-        store = _store(deadline, environ)
+        store = job_store(deadline, environ)
         store.set(_KEY, json.dumps(dataclasses.asdict(info)))
         if not _agent_has_store(environ):
             for reader in range(1, ranks):
@@ -125,7 +131,7 @@ def share(info: RunInfo, deadline: float = DEADLINE, environ: Mapping[str, str] 
         who = f"rank {reader} did not come to read" if reader else "the job's store cannot be used"
         raise RunError(
             f"Rank 0 could not tell the other ranks about the run within {deadline:g} s at "
-            f"{_place(environ)}: {who} ({first_line(error)}). "
+            f"{place(environ)}: {who} ({first_line(error)}). "
             "Look at the output of the other ranks for the cause."
         ) from None
 
@@ -155,7 +161,7 @@ def receive(
 
     until = time.monotonic() + deadline
     try:
-        store = _store(deadline, environ)
+        store = job_store(deadline, environ)
         with waits.waiting(waits.MEETING, deadline):
             while not store.check([_KEY]):
                 if stop_requested():
@@ -167,7 +173,7 @@ def receive(
         store.set(f"{_KEY}/read/{me}", "yes")
     except dist.DistError as error:
         raise RunError(
-            f"Rank {me} waited {deadline:g} s at {_place(environ)} for rank 0 to say where the run is, in "
+            f"Rank {me} waited {deadline:g} s at {place(environ)} for rank 0 to say where the run is, in "
             f"vain ({first_line(error)}). Rank 0 has failed or cannot be reached: see its output, and on "
             "several hosts check that this address is open between them."
         ) from None
@@ -185,10 +191,10 @@ def job_watch(environ: Mapping[str, str] = os.environ) -> Callable[[], bool]:
     import torch.distributed as dist
 
     try:
-        store = _store(STORE_DEADLINE, environ)
+        store = job_store(STORE_DEADLINE, environ)
     except dist.DistError as error:
         raise RunError(
-            f"Rank {rank(environ)} could not reach the job's store at {_place(environ)} within "
+            f"Rank {rank(environ)} could not reach the job's store at {place(environ)} within "
             f"{STORE_DEADLINE:g} s ({first_line(error)}). See the output of torchrun on the first host."
         ) from None
 
@@ -202,14 +208,14 @@ def job_watch(environ: Mapping[str, str] = os.environ) -> Callable[[], bool]:
 
 
 def report_failure(info: RunInfo, environ: Mapping[str, str] = os.environ, *, why: str) -> None:
-    """Tell rank 0, on the same host, why this rank cannot go on. Rank 0 saves and ends the run."""
+    """Tell rank 0 why this rank cannot go on. Rank 0 saves and ends the run."""
     with contextlib.suppress(FileNotFoundError):  # The run has ended by itself.
-        write_text(Path(info.sockets) / f"{_FAILED}{rank(environ)}", why)
+        write_text(_notice(info, environ), why)
 
 
-def take_failure(sockets: Path) -> str:
+def take_failure(*folders: Path) -> str:
     """Rank 0: read and forget why another rank cannot go on; empty while all can."""
-    for notice in sockets.glob(f"{_FAILED}[0-9]*"):
+    for notice in (path for folder in folders for path in folder.glob(f"{_FAILED}[0-9]*")):
         if notice.suffix != ".tmp":
             why = notice.read_text(encoding="utf-8")
             notice.unlink()
@@ -219,7 +225,13 @@ def take_failure(sockets: Path) -> str:
 
 def failure_was_taken(info: RunInfo, environ: Mapping[str, str] = os.environ) -> bool:
     """Whether rank 0 has read what this rank reported, and says it itself."""
-    return not (Path(info.sockets) / f"{_FAILED}{rank(environ)}").exists()
+    return not _notice(info, environ).exists()
+
+
+def _notice(info: RunInfo, environ: Mapping[str, str]) -> Path:
+    """Only rank 0's host sees the folder of the sockets."""
+    folder = Path(info.sockets) if 0 in ranks_here(environ) else Path(info.run_dir) / HOSTS
+    return folder / f"{_FAILED}{rank(environ)}"
 
 
 def torchrun_pid(environ: Mapping[str, str] = os.environ) -> int | None:
@@ -235,15 +247,36 @@ def restart_count(environ: Mapping[str, str] = os.environ) -> int:
 def remember_run(run_dir: Path, environ: Mapping[str, str] = os.environ) -> None:
     """Leave the run folder for the rank 0 of a next attempt; does nothing where there will be none."""
     if _agent_has_store(environ):
-        _store(DEADLINE, environ, every_attempt=True).set(_RUN_KEY, str(run_dir))
+        job_store(DEADLINE, environ, every_attempt=True).set(_RUN_KEY, str(run_dir))
 
 
 def run_of_earlier_attempt(environ: Mapping[str, str] = os.environ) -> Path | None:
     """The folder of the run that torchrun started again; None in the first attempt, or when it had none."""
-    if not (restart_count(environ) and _agent_has_store(environ)):
+    # When a host comes back, torchrun starts all ranks again and counts that as no restart.
+    if not ((restart_count(environ) or environ.get(START)) and _agent_has_store(environ)):
         return None
-    store = _store(DEADLINE, environ, every_attempt=True)
+    store = job_store(DEADLINE, environ, every_attempt=True)
     return Path(store.get(_RUN_KEY).decode()) if store.check([_RUN_KEY]) else None
+
+
+def require_torchrun(environ: Mapping[str, str] = os.environ) -> None:
+    """Refuse ranks on several hosts that torchrun did not start.
+
+    Raises:
+        ConfigError: Something else did.
+    """
+    if not _agent_has_store(environ):
+        raise ConfigError(
+            f"WORLD_SIZE is {world_size(environ)} and LOCAL_WORLD_SIZE {local_world_size(environ)}, so that "
+            "ranks are on several hosts, but torchrun did not start them, and they meet in its store. Start "
+            "them with torchrun --nnodes N --rdzv-backend c10d --rdzv-endpoint HOST:PORT."
+        )
+
+
+def status_folder(run_dir: Path, environ: Mapping[str, str] = os.environ) -> Path:
+    """Return where the processes of this host say what they do: numbers of processes belong to one host."""
+    here = ranks_here(environ)
+    return run_dir if 0 in here else run_dir / HOSTS / str(here.start)
 
 
 def learners_store(deadline: float = DEADLINE, environ: Mapping[str, str] = os.environ) -> Store:
@@ -262,15 +295,27 @@ def learners_store(deadline: float = DEADLINE, environ: Mapping[str, str] = os.e
     from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
     try:
-        return PrefixStore("learners", _store(deadline, environ))
+        return PrefixStore("learners", job_store(deadline, environ))
     except dist.DistError as error:
         raise RunError(
-            f"Learner rank {rank(environ)} could not reach torchrun's store at {_place(environ)} within "
+            f"Learner rank {rank(environ)} could not reach torchrun's store at {place(environ)} within "
             f"{deadline:g} s ({first_line(error)}). See torchrun's output."
         ) from None
 
 
-def _store(deadline: float, environ: Mapping[str, str], *, every_attempt: bool = False) -> Store:
+def job_store(
+    deadline: float, environ: Mapping[str, str] = os.environ, *, every_attempt: bool = False
+) -> Store:
+    """Open the job's store, in the part of this start of the ranks.
+
+    Args:
+        deadline: Seconds that it has to answer.
+        environ: Where torchrun's variables are.
+        every_attempt: In the part that all starts of the job share.
+
+    Raises:
+        DistError: It cannot be reached.
+    """
     from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     host, port = _address(environ)
@@ -285,7 +330,7 @@ def _store(deadline: float, environ: Mapping[str, str], *, every_attempt: bool =
         wait_for_workers=False,
         master_listen_fd=listener,
     )
-    part = "job" if every_attempt else restart_count(environ)
+    part = "job" if every_attempt else environ.get(START) or restart_count(environ)
     return PrefixStore(f"asyncrl/{environ.get('TORCHELASTIC_RUN_ID', '')}/{part}", store)
 
 
@@ -331,7 +376,8 @@ def _address(environ: Mapping[str, str]) -> tuple[str, int]:
     return environ["MASTER_ADDR"], _number("MASTER_PORT", 0, environ, least=1, most=65_535)
 
 
-def _place(environ: Mapping[str, str]) -> str:
+def place(environ: Mapping[str, str] = os.environ) -> str:
+    """Return HOST:PORT of the job's store."""
     return f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
 
 

@@ -9,18 +9,25 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from asyncrl.config.loading import overlay
 from asyncrl.config.run import TrainConfig
-from asyncrl.launch.rendezvous import RunInfo, local_rank, rank, world_size
+from asyncrl.launch.rendezvous import RunInfo, local_rank, rank, ranks_here, status_folder, world_size
 from asyncrl.observability import descriptors, process_status, waits
 from asyncrl.replay.replay import Replay, open_replay
 from asyncrl.replay.run_start import NEW_RUN, RunStart
 from asyncrl.storage import run_identity, run_lock
 from asyncrl.storage.run_folder import REPLAY
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from asyncrl.weights.interface import Receiver
 
 SHUTDOWN_TIMEOUT_EPISODES = 5.0
 """Seconds an actor has to hand over its last episodes."""
@@ -32,16 +39,16 @@ def actor_main(config_json: str, info_json: str, name: str) -> None:
 
     from asyncrl.launch import build, endpoints
     from asyncrl.launch.environment import build_environment
+    from asyncrl.launch.host_weights import TRANSPORT as HOST_TRANSPORT
     from asyncrl.launch.placement import actor_devices, parse_placement, threads_of_actor
     from asyncrl.launch.policies import build_policy
     from asyncrl.pace.rounds import newest_world
     from asyncrl.replay.client import WINDOW, ZmqActorPort
-    from asyncrl.weights.receiver import build_receiver
 
     config, info = _read(config_json, info_json)
     run_dir = Path(info.run_dir)
     lock, identity = run_lock.join(run_dir), run_identity.read(run_dir)
-    process_status.publish_as(run_dir, name)
+    process_status.publish_as(status_folder(run_dir), name)
     process_status.set_activity("loading models", config.startup_timeout)
     placement = parse_placement(config.placement, world_size(), 0, joined=True)
     # One learner mostly waits for the actors; each further one has cores of its own.
@@ -54,25 +61,12 @@ def actor_main(config_json: str, info_json: str, name: str) -> None:
     policy = build_policy(config, device)
     environment = build_environment(config, world_device)
     acting = build.build_acting(config, policy, environment)
-    receiver = build_receiver(
-        build.transport_of(config, placement),
-        info.weights_endpoint,
-        name,
-        policy.acting_tensors(),
-        device,
-        config.weights.timeout,
-    )
+    here = ranks_here()
+    transport = build.transport_of(config, placement, here) if 0 in here else HOST_TRANSPORT
+    receiver = _receiver(config, info, name, policy.acting_tensors(), transport, device)
     worlds, first_world = None, 0
     if info.worlds_endpoint:
-        from asyncrl.launch.world_channel import TRANSPORT
-
-        worlds = build_receiver(
-            TRANSPORT,
-            info.worlds_endpoint,
-            name,
-            acting.refreshed_tensors(),
-            deadline=config.weights.timeout,
-        )
+        worlds = _worlds_receiver(config, info, name, acting.refreshed_tensors())
         first_world = newest_world(run_dir) or 0
     try:
         port = ZmqActorPort(
@@ -102,6 +96,45 @@ def actor_main(config_json: str, info_json: str, name: str) -> None:
         if worlds is not None:
             worlds.close()
         lock.release()
+
+
+def _receiver(
+    config: TrainConfig,
+    info: RunInfo,
+    name: str,
+    tensors: Mapping[str, Tensor],
+    transport: str,
+    device: torch.device | str = "cpu",
+) -> Receiver:
+    """Receive the learner's weights: broadcasts inside the host, or fetched by one alone on another host."""
+    if info.weights_endpoint:
+        from asyncrl.weights.receiver import build_receiver
+
+        return build_receiver(transport, info.weights_endpoint, name, tensors, device, config.weights.timeout)
+    return _fetching(config, info, info.pull_endpoint, name, tensors)
+
+
+def _worlds_receiver(
+    config: TrainConfig, info: RunInfo, name: str, tensors: Mapping[str, Tensor]
+) -> Receiver:
+    """Receive refitted worlds, as `_receiver` does weights."""
+    if 0 in ranks_here():
+        from asyncrl.launch.world_channel import TRANSPORT
+        from asyncrl.weights.receiver import build_receiver
+
+        return build_receiver(TRANSPORT, info.worlds_endpoint, name, tensors, deadline=config.weights.timeout)
+    return _fetching(config, info, info.worlds_pull_endpoint, name, tensors)
+
+
+def _fetching(
+    config: TrainConfig, info: RunInfo, endpoint: str, name: str, tensors: Mapping[str, Tensor]
+) -> Receiver:
+    from asyncrl.launch import endpoints
+    from asyncrl.weights.pull_client import build_pulled_receiver
+
+    identity = replace(run_identity.read(Path(info.run_dir)), attempt=info.attempt)
+    keys = endpoints.client_keys(info.keys, name)
+    return build_pulled_receiver(endpoint, name, tensors, keys, config.weights.timeout, identity)
 
 
 def replay_main(config_json: str, info_json: str, start_json: str = "") -> None:

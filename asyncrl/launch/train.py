@@ -1,7 +1,7 @@
 """Does one rank's part of a run: it learns, looks after an actor, or both.
 
     rank 0 ──spawns──► replay, and actor-0 when it also imagines
-    rank k ──spawns──► actor-k, unless it only learns; or the fitter, when --placement says so
+    rank k              see `followers`
 
 The end, in order: the learner tells the replay, which tells the actors; they leave; publisher and replay
 close.
@@ -9,20 +9,16 @@ close.
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import socket
 import sys
-import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from asyncrl.config.loading import load_file, to_json
 from asyncrl.config.run import TrainConfig, WorldDefaults
-from asyncrl.errors import ConfigError, RunError
-from asyncrl.launch import balance, endpoints, rendezvous
+from asyncrl.errors import RunError
+from asyncrl.launch import balance, endpoints, networks, rendezvous
 from asyncrl.launch.children import (
     REPLAY,
     ChildProcesses,
@@ -32,16 +28,26 @@ from asyncrl.launch.children import (
 )
 from asyncrl.launch.evaluator import EvaluatorProcess
 from asyncrl.launch.fitter import FitterProcess, RoundReports
-from asyncrl.launch.placement import Placement, check_hosts, checked_placement, pick_device
-from asyncrl.launch.rendezvous import RunInfo
-from asyncrl.launch.supervisor import Supervisor
+from asyncrl.launch.followers import follow, spawn_actor, spawn_role
+from asyncrl.launch.host_facts import HostFacts, check_devices
+from asyncrl.launch.hosts import Hosts
+from asyncrl.launch.meeting import Stopped, meet
+from asyncrl.launch.placement import (
+    Placement,
+    check_pairs,
+    check_sizes,
+    checked_placement,
+    copies_of,
+    pick_device,
+)
+from asyncrl.launch.rendezvous import HOSTS, RunInfo
 from asyncrl.observability import descriptors, process_status
 from asyncrl.observability.console_stream import show_status, steady_console
 from asyncrl.observability.process_log import logged_to
 from asyncrl.observability.signals import StopFlag, die_with_parent
 from asyncrl.observability.status_line import StatusLine
 from asyncrl.observability.watchdog import Watchdog
-from asyncrl.storage import run_folder, run_lock
+from asyncrl.storage import run_folder
 
 if TYPE_CHECKING:
     import torch
@@ -53,10 +59,6 @@ if TYPE_CHECKING:
     from asyncrl.weights.interface import Publisher
     from asyncrl.weights.publisher import BroadcastPublisher
 
-SHUTDOWN_TIMEOUT_ACTOR = 8.0
-"""Seconds an actor rank gives its actor to end in order, with the run or when it was asked to stop."""
-LOOK_FROM_AFAR = 1.0
-"""Seconds between two looks, of a rank on another host, whether the run is over."""
 SHUTDOWN_TIMEOUT_CHILDREN = 4.0
 """Seconds the children have to end by themselves once the run is over."""
 
@@ -76,107 +78,36 @@ def run(config: TrainConfig) -> int:
             from asyncrl.launch.inline import run_inline
 
             return run_inline(config, stop)
+        rendezvous.check_address()
+        try:
+            hosts = meet(config, partial(_checked, config), stop_requested=lambda: stop.set)
+        except Stopped:
+            return 0
+        networks.bind_gloo(hosts.addresses[hosts.of(rendezvous.rank())])
         if rendezvous.rank() == 0:
-            chosen = balance.placement_of_start(config)
-            return _learn(config, _placement(balance.with_placement(config, chosen)), chosen, stop)
-        return _follow(config, stop)
+            return _learn(config, hosts, stop)
+        return follow(config, hosts, stop)
 
 
-def _placement(config: TrainConfig) -> Placement:
-    ranks = rendezvous.world_size()
-    placement = checked_placement(config, ranks)
-    rendezvous.check_address()
-    check_hosts(placement, ranks, rendezvous.ranks_here())
-    return placement
-
-
-def _follow(config: TrainConfig, stop: StopFlag) -> int:
-    """Any rank but 0: learn with the others, keep an actor or the fitter alive, until rank 0 ends the run."""
-    rank = rendezvous.rank()
-    info = rendezvous.receive(config.startup_timeout, stop_requested=lambda: stop.set)
-    if info is None:
-        return 0
-    run_dir = Path(info.run_dir)
-    _check_folder_is_here(run_dir)
-    config = load_file(run_dir / "config.json")
-    placement = _placement(balance.with_placement(config, info.placement or config.placement))
-    lock = run_lock.join(run_dir)
-    if 0 in rendezvous.ranks_here():  # Elsewhere its number would be another process's.
-        process_status.publish_as(run_dir, f"learner-{rank}" if placement.learns(rank) else f"rank-{rank}")
-    fitter = FitterProcess(config, placement, run_dir, rank, rendezvous.local_rank())
-    children = ChildProcesses(
-        stop,
-        news=fitter.poll_for_rank_0,
-        report_failure=lambda why: rendezvous.report_failure(info, why=why),
-    )
-    try:
-        if placement.imagines(rank):
-            children.spawn(partial(_actor, config, info, rank))
-        if placement.learns(rank):
-            from asyncrl.launch import learner_ranks
-
-            with logged_to(run_dir / "logs" / f"learner-{rank}.log"):
-                learner_ranks.run_follower_rank(info, placement, children)
-        else:
-            children.run_until_done(over=_over(info))
-        children.end(SHUTDOWN_TIMEOUT_ACTOR if _learner_lives(info) else 0.0)
-    finally:
-        children.end(0.0)
-        fitter.close()
-        lock.release()
-    if children.failure is not None and not rendezvous.failure_was_taken(info):
-        raise children.failure
-    return int(children.failure is not None)
-
-
-def _check_folder_is_here(run_dir: Path) -> None:
-    """Check that this host has the run's folder, through which the fitter works.
+def _checked(config: TrainConfig, hosts: Hosts, facts: list[HostFacts]) -> Hosts:
+    """Check on rank 0, before anything is loaded, what the ranks shall do on these hosts.
 
     Raises:
-        ConfigError: It does not.
+        ConfigError: It cannot work.
     """
-    if not (run_dir / "config.json").is_file():
-        raise ConfigError(
-            f"Rank {rendezvous.rank()} on {socket.gethostname()} does not see {run_dir}, the folder of the "
-            "run, through which a fitter gets checkpoints and gives worlds. Set --run-dir to a folder that "
-            "both hosts have under one path, or give fitter= a rank of the learner's host."
-        )
-
-
-def _over(info: RunInfo) -> Callable[[], bool]:
-    """Return what tells whether rank 0 has ended the run, or is gone."""
-    if 0 in rendezvous.ranks_here():
-        return lambda: not (Path(info.sockets).exists() and _learner_lives(info))
-    there, looked, found = rendezvous.job_watch(), time.monotonic(), False
-
-    def over() -> bool:
-        nonlocal looked, found
-        if time.monotonic() - looked > LOOK_FROM_AFAR:
-            looked = time.monotonic()
-            found = run_lock.owner(Path(info.run_dir)) is None or not there()
-        return found
-
-    return over
-
-
-def _learner_lives(info: RunInfo) -> bool:
-    """Whether rank 0 is there to end the run in order. It is not when something killed it."""
-    return any(p.alive for p in process_status.read(Path(info.run_dir)) if p.role == "learner-0")
-
-
-def _actor(config: TrainConfig, info: RunInfo, rank: int) -> Supervisor:
-    name = f"actor-{rank}"
-    return _child(name, "actor_main", config, info, name)
-
-
-def _child(name: str, function: str, config: TrainConfig, info: RunInfo, *more: str) -> Supervisor:
-    return Supervisor(
-        name,
-        f"asyncrl.launch.roles:{function}",
-        (to_json(config), json.dumps(dataclasses.asdict(info)), *more),
-        Path(info.run_dir) / "logs" / f"{name}.log",
-        config.actor.max_respawns,
-    )
+    config = balance.with_placement(config, balance.placement_of_start(config, hosts))
+    check_sizes(config.placement, hosts)
+    placement = checked_placement(config, hosts.size)
+    check_pairs(placement, hosts)
+    if not hosts.several:
+        return hosts
+    check_devices(facts, placement.learners)
+    copies_of(config, placement, hosts)
+    learners = sorted({hosts.of(rank) for rank in placement.learners})
+    hosts = replace(hosts, learners=tuple(learners))
+    # Episodes travel to learners of other hosts through rank 0, and the fitter works over the run's folder.
+    reached = any(hosts.of(rank) > 0 for rank in placement.actors)
+    return endpoints.with_addresses(config, hosts) if reached else hosts
 
 
 class _Prepared(NamedTuple):
@@ -190,14 +121,14 @@ class _Prepared(NamedTuple):
     transport: str
 
 
-def _prepare(config: TrainConfig, placement: Placement) -> _Prepared:
+def _prepare(config: TrainConfig, placement: Placement, hosts: Hosts) -> _Prepared:
     """Check everything, load the policy, and make or find the run's folder."""
     import torch
 
     from asyncrl.launch import build, learner_ranks, run_log
     from asyncrl.launch.environment import with_world_defaults
 
-    endpoints.check(config, placement)
+    endpoints.check(config, placement, several_hosts=bool(hosts.replay))
     if (again := rendezvous.run_of_earlier_attempt()) is None:
         run_folder.check_free(config)
     endpoints.check_free(config)
@@ -205,41 +136,45 @@ def _prepare(config: TrainConfig, placement: Placement) -> _Prepared:
     torch.set_num_threads(config.learner.threads)
     torch.manual_seed(config.seed)
     device = pick_device(config.device, rendezvous.local_rank())
-    learner_ranks.check(config, placement)
-    transport = build.transport_of(config, placement)
+    learner_ranks.check(config, placement, hosts)
+    transport = build.transport_of(config, placement, hosts.ranks(0))
     config, said = with_world_defaults(config)
     start = build.prepare(config, device, again)
     rendezvous.remember_run(start.run_dir)
+    while rendezvous.take_failure(start.run_dir / HOSTS):
+        pass  # Of an earlier start, whose rank 0 died before it read them.
     process_status.publish_as(start.run_dir, "learner-0")
     return _Prepared(config, said, start, device, transport)
 
 
-def _learn(asked: TrainConfig, placement: Placement, chosen: str, stop: StopFlag) -> int:
+def _learn(asked: TrainConfig, hosts: Hosts, stop: StopFlag) -> int:
     """Rank 0: check everything, start the children, learn, end them."""
     from asyncrl.launch import console, learner_ranks, run_log
     from asyncrl.weights.publisher import build_publisher
 
-    config, said, start, device, transport = _prepare(asked, placement)
-    run_dir = start.run_dir
+    chosen = balance.placement_of_start(asked, hosts)
+    placement = checked_placement(balance.with_placement(asked, chosen), hosts.size)
+    config, said, start, device, transport = _prepare(asked, placement, hosts)
+    run_dir, at = start.run_dir, endpoints.addresses(asked, hosts)
     with (
         logged_to(run_dir / "logs" / "learner-0.log"),
         run_log.opened(config, start) as log,
-        endpoints.opened(config, run_dir, start.identity) as (sockets, endpoint),
+        endpoints.opened(at, run_dir, start.identity) as (sockets, endpoint),
     ):
-        keys = endpoints.keys_of_run(config, run_dir, placement)
+        keys = endpoints.keys_of_run(config, run_dir, placement, at)
         publisher = build_publisher(
             transport,
             sockets / "weights",
             device=device,
             deadline=config.weights.timeout,
-            pulls=endpoints.pull_settings(config, sockets, keys, start.identity),
+            pulls=endpoints.pull_settings(config, at, sockets, keys, start.identity),
         )
         world = console.world_line(asked, said)
         log.banner(console.banner(config, run_dir, placement.summary, str(device), world))
         hint = console.join_hint(config, endpoint, keys, waits=not placement.actors)
         begun = [*_again(start.version), *console.resumed(config, start.version)]
         log.banner("\n".join([*begun, hint, *console.notes(config), *start.notes]))
-        worlds = _world_channel(config, start, sockets, keys)
+        worlds = _world_channel(config, at, start, sockets, keys)
         info = _run_info(start, endpoint, sockets, keys, publisher, worlds, chosen)
         evaluator = EvaluatorProcess(
             config, run_dir, start.version, log.write_evaluation, rendezvous.local_rank()
@@ -247,7 +182,7 @@ def _learn(asked: TrainConfig, placement: Placement, chosen: str, stop: StopFlag
         reports = RoundReports(config, run_dir, log.note, version=start.version)
         fitter = FitterProcess(config, placement, run_dir, rendezvous.rank(), rendezvous.local_rank())
         beside = (evaluator.poll, fitter.poll, reports.poll)
-        news = partial(_news, config, placement, publisher, sockets, beside, worlds, log)
+        news = partial(_news, config, placement, publisher, (sockets, run_dir / HOSTS), beside, worlds, log)
         children = ChildProcesses(stop, log.banner, news)
         run_until_done = Watchdog(run_dir, log.banner)
         status_line = StatusLine(run_dir, show_status)
@@ -263,6 +198,7 @@ def _learn(asked: TrainConfig, placement: Placement, chosen: str, stop: StopFlag
                     group,
                     stop_requested=children.poll,
                     tell=log.banner,
+                    copies=copies_of(config, placement, hosts),
                 )
                 with console.failure_noted(lambda: console.after_failure(config, run_dir, learner.version)):
                     _train(learner, port, publisher, children)
@@ -293,7 +229,9 @@ def _again(version: int) -> list[str]:
     return [f"torchrun started the ranks again ({count}); on from version {version}"] if count else []
 
 
-def _world_channel(config: TrainConfig, start: LearnerStart, sockets: Path, keys: str) -> WorldChannel | None:
+def _world_channel(
+    config: TrainConfig, at: endpoints.Addresses, start: LearnerStart, sockets: Path, keys: str
+) -> WorldChannel | None:
     """Open the channel of refitted worlds; None: there will be none."""
     if not config.pace.every:
         return None
@@ -304,7 +242,7 @@ def _world_channel(config: TrainConfig, start: LearnerStart, sockets: Path, keys
         TRANSPORT,
         sockets / "worlds",
         deadline=config.weights.timeout,
-        pulls=endpoints.pull_settings(config, sockets, keys, start.identity, worlds=True),
+        pulls=endpoints.pull_settings(config, at, sockets, keys, start.identity, worlds=True),
     )
     return WorldChannel(config, start.run_dir, publisher)
 
@@ -331,6 +269,7 @@ def _run_info(
         keys=keys,
         placement=placement,
         attempt=start.identity.attempt,
+        mark=start.identity.mark,
     )
 
 
@@ -338,7 +277,7 @@ def _news(
     config: TrainConfig,
     placement: Placement,
     publisher: BroadcastPublisher,
-    sockets: Path,
+    notices: tuple[Path, ...],
     beside: Sequence[Callable[[], list[str]]],
     worlds: WorldChannel | None,
     log: MetricsLogger,
@@ -350,7 +289,7 @@ def _news(
     """
     if worlds is not None:
         log.note(worlds.status())
-    if why := rendezvous.take_failure(sockets):
+    if why := rendezvous.take_failure(*notices):
         raise RunError(why)
     lines = publisher.pop_events()
     if lines and not (placement.actors or publisher.joined):
@@ -366,10 +305,10 @@ def _start(
     """Start this rank's children and tell the other ranks; returns the learner's port."""
     from asyncrl.replay.client import ZmqLearnerPort
 
-    children.spawn(partial(_child, REPLAY, "replay_main", config, info, start.replay.to_json()))
+    children.spawn(partial(spawn_role, REPLAY, "replay_main", config, info, start.replay.to_json()))
     rank = rendezvous.rank()
     if placement.imagines(rank):
-        children.spawn(partial(_actor, config, info, rank))
+        children.spawn(partial(spawn_actor, config, info, rank))
     rendezvous.share(info, config.startup_timeout)
     port = ZmqLearnerPort(
         info.replay_endpoint,

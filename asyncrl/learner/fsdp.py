@@ -8,6 +8,9 @@
 What is spread becomes DTensors, so the optimizer must be built afterwards. Works on one rank as well: there
 it only separates the float32 weights from the bfloat16 passes.
 
+With several copies (hybrid sharding) the ranks are so many rows: a policy is spread over the ranks of a row,
+and every row has all of it. Gradients are added up within rows first, then between them.
+
 The loss of every rank is averaged by FSDP2: multiply it by the number of ranks where a sum is meant.
 """
 
@@ -19,7 +22,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     FSDPModule,
     MixedPrecisionPolicy,
@@ -32,9 +35,9 @@ from asyncrl.policies.interface import EvaluateResult
 Precision = Literal["fp32", "bf16"]
 
 
-def shard(policy: Any, device: torch.device, precision: Precision) -> Any:
+def shard(policy: Any, device: torch.device, precision: Precision, *, copies: int = 1) -> Any:
     """Spread a policy over the ranks of the default process group, in place. See `spread`."""
-    spread(policy, policy.blocks(), device, precision)
+    spread(policy, policy.blocks(), device, precision, copies=copies)
     _hook_passes(policy)
     return policy
 
@@ -46,6 +49,7 @@ def spread(
     precision: Precision,
     *,
     cast_inputs: bool = True,
+    copies: int = 1,
 ) -> None:
     """Spread a network over the ranks of the default process group, in place.
 
@@ -55,10 +59,10 @@ def spread(
         device: This rank's; the process group must serve its type.
         precision: bf16: passes in bfloat16, gradients added up in float32, weights kept in float32.
         cast_inputs: Whether passes in bfloat16 round what `network` and `blocks` are given, too.
+        copies: Into how many rows of equal length the ranks are cut, each with all of the network.
     """
     make_float32_masters(network, precision)
-    ranks = torch.distributed.get_world_size()
-    mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("learner",))
+    mesh = mesh_of_ranks(device, copies)
     passes = MixedPrecisionPolicy()
     if precision == "bf16":
         passes = MixedPrecisionPolicy(
@@ -75,6 +79,14 @@ def spread(
         for module in network.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)  # gloo cannot average.
+
+
+def mesh_of_ranks(device: torch.device, copies: int = 1) -> DeviceMesh:
+    """Arrange the ranks of the default process group in `copies` rows of equal length; collective."""
+    ranks = torch.distributed.get_world_size()
+    if copies == 1:
+        return init_device_mesh(device.type, (ranks,), mesh_dim_names=("learner",))
+    return init_device_mesh(device.type, (copies, ranks // copies), mesh_dim_names=("copy", "learner"))
 
 
 def _copied(network: nn.Module, inputs: Any, output: Any) -> Any:

@@ -29,7 +29,7 @@ from typing import Any, Final, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from asyncrl.errors import ConfigError
 from asyncrl.learner.distributed_ranks import explain_lost_peer
@@ -188,7 +188,10 @@ def _buckets(tensors: Mapping[str, DTensor], types: Mapping[str, torch.dtype]) -
 
 
 class _Bucket:
-    """Tensors that travel together. Rank r has the r-th so many rows, the last ones fewer or none."""
+    """Tensors that travel together. Rank r has the r-th so many rows, the last ones fewer or none.
+
+    Where several rows of ranks have all of them, those of rank 0's row travel.
+    """
 
     def __init__(
         self, names: list[str], tensors: Mapping[str, DTensor], types: Mapping[str, torch.dtype]
@@ -197,7 +200,9 @@ class _Bucket:
             _require_rows(name, tensors[name])
         first = tensors[names[0]]
         self._names, self._dtype, self._device = names, types[names[0]], first.to_local().device
-        self._group: Any = first.device_mesh.get_group()
+        mesh = first.device_mesh
+        self._group: Any = mesh.get_group(mesh.ndim - 1)
+        self._takes_part = mesh.ndim == 1 or mesh.get_local_rank(0) == 0
         self._rank, ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
         shapes = [tensors[name].shape for name in names]
         self._rows = [[_rows(shape[0], ranks, rank) for shape in shapes] for rank in range(ranks)]
@@ -217,6 +222,8 @@ class _Bucket:
 
     def start(self, tensors: Mapping[str, Tensor], views: Views) -> Callable[[], None]:
         """Let the bucket travel. Returns what ends it, called on every rank in the order of the starts."""
+        if not self._takes_part:
+            return lambda: None
         local: list[Tensor] = [cast("DTensor", tensors[name]).to_local() for name in self._names]
         if self._rank > 0:
             message = self._message(self._rank)
@@ -250,10 +257,11 @@ class _Bucket:
 
 def _require_rows(name: str, tensor: DTensor) -> None:
     mesh, placements = tensor.device_mesh, tensor.placements
-    if mesh.ndim != 1 or placements != (Shard(0),):
+    if placements not in ((Shard(0),), (Replicate(), Shard(0))):
         raise ConfigError(
             f"The weights {name!r} are spread as {placements} over a {mesh.ndim}-dimensional mesh, but only "
-            "rows over one group of learner ranks can be published. Shard with FSDP2 on one mesh."
+            "rows over one group of learner ranks, or over each of several such groups, can be published. "
+            "Shard with FSDP2 on one mesh."
         )
 
 

@@ -60,13 +60,16 @@ def ipc_endpoint(folder: Path, name: str = "replay") -> str:
     return check_endpoint(f"ipc://{folder / name}")
 
 
-def check_endpoint(endpoint: str, security: Security | None = None, *, any_port: bool = False) -> str:
+def check_endpoint(
+    endpoint: str, security: Security | None = None, *, any_port: bool = False, keys_follow: bool = False
+) -> str:
     """Return `endpoint` when it can be used safely.
 
     Args:
         endpoint: ipc:///absolute/path or tcp://ADDRESS:PORT.
         security: The keys that go with it; None for an address that only this host reaches.
         any_port: Port 0 stands for one that the system chooses.
+        keys_follow: The keys are made later, before anything listens there.
 
     Raises:
         ConfigError: It reaches beyond this host without keys, is open to other users, or cannot be read.
@@ -75,7 +78,7 @@ def check_endpoint(endpoint: str, security: Security | None = None, *, any_port:
     if kind == "ipc" and rest.startswith("/"):
         _check_ipc(endpoint, Path(rest))
     elif kind == "tcp":
-        _check_tcp(endpoint, rest, security, any_port)
+        _check_tcp(endpoint, rest, security, any_port, keys_follow)
     else:
         raise ConfigError(
             f"endpoint {endpoint!r} is not supported. Use ipc:///absolute/path or tcp://127.0.0.1:PORT."
@@ -100,13 +103,15 @@ def _check_ipc(endpoint: str, path: Path) -> None:
         )
 
 
-def _check_tcp(endpoint: str, rest: str, security: Security | None, any_port: bool) -> None:
+def _check_tcp(
+    endpoint: str, rest: str, security: Security | None, any_port: bool, keys_follow: bool
+) -> None:
     host, _, port = rest.rpartition(":")
     try:
         address = ipaddress.IPv4Address(host)
     except ValueError:
         address = None
-    if security is None and not (address and address.is_loopback):
+    if security is None and not keys_follow and not (address and address.is_loopback):
         raise ConfigError(
             f"endpoint {endpoint!r} can be reached from other hosts, which needs a server key and an "
             "allow-list of client keys, and neither is set. Make both with `asyncrl keys DIR` and give "

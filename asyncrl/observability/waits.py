@@ -71,6 +71,22 @@ MEETING = _define(
     "rank 0, once it has loaded the models",
     "the rank ends with an error that names rank 0's address",
 )
+HOSTS = _define(
+    "hosts",
+    "meeting the other hosts",
+    "every rank of several hosts",
+    "--startup-timeout",
+    "the ranks of all hosts, which come when Python has started",
+    "the rank ends with an error that names the rank that did not come",
+)
+FOLDER = _define(
+    "folder",
+    "waiting to see the run folder",
+    "every rank but 0",
+    "60",
+    "the file system, at once on rank 0's host",
+    "the rank ends with an error that names the host and --run-dir",
+)
 OWNER = _define(
     "owner",
     "waiting for the processes of an earlier owner of the run folder",
@@ -182,6 +198,14 @@ RECEIVING = _define(
     "--weights.timeout",
     "the transport; a newer offer",
     "the actor gives this group up, goes on with the weights it has and waits for the next",
+)
+HOST_WEIGHTS = _define(
+    "host_weights",
+    "waiting for the host's weights",
+    "ranks with an actor on another host than rank 0's, but its lowest",
+    "--startup-timeout",
+    "the lowest rank of the host with an actor, at its start",
+    "the rank ends with an error",
 )
 CREDIT = _define(
     "credit",

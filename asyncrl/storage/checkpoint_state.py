@@ -56,8 +56,16 @@ def copy_state(parameters: Parameters, optimizer: Optimizer, rank: int) -> dict[
         for key, value in optimizer.state.get(parameter, {}).items():
             tensor = torch.as_tensor(value).detach()
             state[f"optimizer.{name}.{key}"] = tensor.reshape(1) if key == "step" else tensor
-    mine = {name: t for name, t in state.items() if rank == 0 or isinstance(t, DTensor)}
+    mine = {name: t for name, t in state.items() if _is_written_by(t, rank)}
     return {name: tensor.to("cpu", copy=True) for name, tensor in mine.items()}
+
+
+def _is_written_by(tensor: Tensor, rank: int) -> bool:
+    """Whether this rank has a part that no other one writes."""
+    if not isinstance(tensor, DTensor):
+        return rank == 0
+    # Every row of ranks has all of it; the first one writes it.
+    return tensor.device_mesh.ndim == 1 or tensor.device_mesh.get_local_rank(0) == 0
 
 
 def write_state(state: Mapping[str, Tensor], folder: Path, rank: int) -> None:

@@ -127,6 +127,14 @@ def locate(config: TrainConfig) -> Path:
     return _to_resume(config) if config.resume else _fresh(config.run_dir)
 
 
+def parent_of(config: TrainConfig) -> Path:
+    """Say in which folder the run's will be, or is; absolute."""
+    path = Path(config.run_dir).expanduser().absolute()
+    while TIME in str(path):
+        path = path.parent
+    return path if TIME in config.run_dir else path.parent
+
+
 def newest(run_root: Path) -> Path:
     """Find the run that was started last, by the age of its config.json, among those that nobody runs.
 

@@ -9,9 +9,11 @@ own at its first start: the file names the folder that it was made for.
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import json
 import secrets
+import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -36,6 +38,11 @@ class RunIdentity:
     def knows(self, secret: str) -> bool:
         """Whether `secret` is this run's; takes equally long for every wrong one."""
         return hmac.compare_digest(self.secret.encode(), secret.encode())
+
+    @property
+    def mark(self) -> str:
+        """Tells this start of this run from others to who knows the secret, and gives nothing of it away."""
+        return hashlib.sha256(f"{self.secret}:{self.attempt}".encode()).hexdigest()[:32]
 
 
 NO_RUN: Final = RunIdentity()
@@ -90,9 +97,18 @@ def _read(run_dir: Path) -> RunIdentity | None:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{path} is damaged. {_DELETE}") from None
-    return RunIdentity(secret=secret, attempt=attempt) if folder == _folder(run_dir) else None
+    return RunIdentity(secret=secret, attempt=attempt) if _is(folder, _folder(run_dir)) else None
 
 
-def _folder(run_dir: Path) -> list[int]:
+def _is(made_for: Any, here: list[int | str]) -> bool:
+    """Whether an identity was made for this folder: every host numbers its devices for itself."""
+    if not isinstance(made_for, list) or len(made_for) not in (2, 3):
+        return False
+    device, number, *host = made_for
+    return number == here[1] and (device == here[0] or host not in ([], here[2:]))
+
+
+def _folder(run_dir: Path) -> list[int | str]:
+    """Device, number of the folder on it, and the host that numbered the device."""
     about = run_dir.stat()
-    return [about.st_dev, about.st_ino]
+    return [about.st_dev, about.st_ino, socket.gethostname()]

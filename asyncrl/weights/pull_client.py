@@ -17,7 +17,7 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
@@ -114,9 +114,7 @@ class PulledReceiver(BufferedReceiver):
             return
         if offer["manifest"] != zlib.crc32(self._manifest.to_json().encode()):
             theirs = self._ask({"layout"}, "manifest")
-            packing.require_same(
-                packing.Manifest.from_json(bytes(theirs.payload)), self._manifest, self._name
-            )
+            self._meet_manifest(packing.Manifest.from_json(bytes(theirs.payload)))
         self._state = f"fetching version {offer['version']} from {self._endpoint}"
         if not self._fetch(offer["version"]):
             return
@@ -128,6 +126,14 @@ class PulledReceiver(BufferedReceiver):
             self._note_damage(
                 f"version {offer['version']} has checksum {found:x}, expected {offer['checksum']:x}."
             )
+
+    def _meet_manifest(self, theirs: packing.Manifest) -> None:
+        """Compare the learner's manifest with this receiver's.
+
+        Raises:
+            WeightSyncError: They differ.
+        """
+        packing.require_same(theirs, self._manifest, self._name)
 
     def _fetch(self, version: int) -> bool:
         """Fetch all pieces of a version into the spare buffers. False: it is gone, a newer one is there."""
@@ -228,6 +234,55 @@ class PulledReceiver(BufferedReceiver):
                 f"{self._name} received damaged weights from {self._endpoint} {MAX_DAMAGED} times: {what} "
                 "The network changes what it carries, or both sides do not run the same asyncrl."
             )
+
+
+class RelayedReceiver(PulledReceiver):
+    """Fetches versions for others, whatever tensors they have. Build it with `build_relayed_receiver`."""
+
+    def hand_on(self, version: int, action: Callable[[Mapping[str, Tensor], int], object]) -> int:
+        """Call `action` with the newest complete version, when it is newer than `version`.
+
+        Args:
+            version: That was handed on last; -1: none.
+            action: Gets the tensors by name, which stay as they are until it returns, and their version.
+
+        Returns:
+            The version that was handed on last, now.
+        """
+        with self._changed:
+            if self._version > version:
+                action(self._complete.views, self._version)
+                version = self._version
+        return version
+
+    def require_alive(self) -> None:
+        """Check that versions may still come.
+
+        Raises:
+            WeightSyncError: The learner is gone, or refuses.
+            AttemptEnded: It belongs to a newer start of the run.
+        """
+        self._require_alive()
+
+    def _meet_manifest(self, theirs: packing.Manifest) -> None:
+        if self._version >= 0:  # Its tensors are fixed for a run.
+            super()._meet_manifest(theirs)
+            return
+        with self._changed:
+            self._manifest, self._spare = theirs, None
+            self._complete = self._allocate()
+
+
+def build_relayed_receiver(
+    endpoint: str, name: str, security: ClientKeys | None, deadline: float, identity: RunIdentity
+) -> RelayedReceiver:
+    """Begin to fetch versions for other processes. See `build_pulled_receiver`.
+
+    Raises:
+        ConfigError: The endpoint cannot be used safely.
+    """
+    placeholder = packing.build_manifest({"unknown": torch.zeros(1)})  # Until the learner says what it has.
+    return RelayedReceiver(endpoint, name, placeholder, security, deadline, identity)
 
 
 def build_pulled_receiver(

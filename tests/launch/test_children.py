@@ -123,26 +123,31 @@ def test_a_busy_rank_delays_no_respawn_and_hears_of_the_last_death_when_it_looks
         children.run_until_done(over=lambda: False)
 
 
-def test_a_rank_that_reports_its_failure_stays_until_the_run_is_over(tmp_path):
+@pytest.mark.parametrize("host", [{}, {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}], ids=["near", "far"])
+def test_a_rank_that_reports_its_failure_stays_until_the_run_is_over(tmp_path, host):
     class Dying(Child):
         def poll(self) -> ChildState:
             raise RunError("actor-1 died 6 times in a row")
 
-    info = RunInfo(run_dir="", replay_endpoint="", weights_endpoint="", sockets=str(tmp_path))
-    environ = {"RANK": "1", "WORLD_SIZE": "2"}
+    sockets, hosts = tmp_path / "sockets", tmp_path / "run" / "hosts"
+    sockets.mkdir()
+    hosts.mkdir(parents=True)
+    info = RunInfo(run_dir=str(hosts.parent), replay_endpoint="", weights_endpoint="", sockets=str(sockets))
+    environ = {"RANK": "1", "WORLD_SIZE": "2"} | host
     reported = partial(report_failure, info, environ)
     children = ChildProcesses(StopFlag(), report_failure=lambda why: reported(why=why))
     children.spawn(lambda: Dying("actor-1", ChildState.RUNNING))
     said: list[str] = []
 
     def over() -> bool:
-        said.append(take_failure(tmp_path))
+        said.append(take_failure(sockets, hosts))
         return bool(said[-1])
 
     children.run_until_done(over)
     children.end(0.0)
     assert said[-1] == "Rank 1: actor-1 died 6 times in a row"
-    assert take_failure(tmp_path) == ""
+    assert take_failure(sockets, hosts) == ""
+    assert bool(list(hosts.iterdir())) is False
     assert failure_was_taken(info, environ)
     assert str(children.failure) == "actor-1 died 6 times in a row"
 

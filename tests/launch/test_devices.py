@@ -55,7 +55,7 @@ def test_the_transport_follows_from_who_shares_a_gpu(gpus, count, ranks, placeme
     from asyncrl.launch.placement import parse_placement
 
     gpus(count)
-    assert transport_of(TrainConfig(), parse_placement(placement, ranks, count)) == transport
+    assert transport_of(TrainConfig(), parse_placement(placement, ranks, count), range(ranks)) == transport
 
 
 def test_the_world_of_a_policy_rank_is_on_the_device_of_its_world_rank(gpus):

@@ -18,10 +18,9 @@ from asyncrl.config.pace import PaceSettings
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.launch import fitter as fitter_module
-from asyncrl.launch import train
 from asyncrl.launch.fitter import LOST, NICENESS, FitterProcess, RoundReports
 from asyncrl.launch.inline import run_inline
-from asyncrl.launch.placement import check_hosts, checked_placement, fitter_device, parse_placement
+from asyncrl.launch.placement import checked_placement, fitter_device, parse_placement
 from asyncrl.observability import process_status
 from asyncrl.observability.signals import StopFlag
 from asyncrl.pace import rounds
@@ -101,25 +100,6 @@ def test_a_run_of_one_process_without_the_role_is_not_refused(monkeypatch) -> No
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="--inline is one process, but torchrun started 2"):
         run_inline(refitting(placement="auto", inline=True), StopFlag())
-
-
-def test_only_a_fitter_alone_may_be_on_another_host() -> None:
-    apart = parse_placement("learner=0,actor=1,fitter=2", 3, 0)
-    for here in (range(2), range(2, 3), range(3)):
-        check_hosts(apart, 3, here)
-    beside = parse_placement("learner=0,actor=1-2,fitter=2", 3, 0)
-    check_hosts(beside, 3, range(3))
-    for placement in (apart, beside):
-        for here in (range(1), range(1, 3)):
-            with pytest.raises(ConfigError, match="travel inside one host only"):
-                check_hosts(placement, 3, here)
-
-
-def test_a_host_without_the_runs_folder_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"does not see {tmp_path}, the folder of the run.*--run-dir"):
-        train._check_folder_is_here(tmp_path)
-    (tmp_path / "config.json").touch()
-    train._check_folder_is_here(tmp_path)
 
 
 def test_the_fitters_device_is_that_of_its_rank_unless_it_is_named(monkeypatch) -> None:

@@ -61,18 +61,20 @@ def gradients(policy: OpenVLAOFTPolicy) -> dict[str, Tensor]:
     return {name: p.grad for name, p in found.items() if p.grad is not None}
 
 
-def assert_same_gradients() -> None:
+def assert_same_gradients(copies: int = 1) -> None:
     group = DistributedRanks(20.0)
     alone = policy_of()
     for row in range(ROWS):
         loss_of(alone, slice(row, row + 1)).backward()
     expected = gradients(alone)
-    policy = shard(policy_of(), CPU, "fp32")
+    policy = shard(policy_of(), CPU, "fp32", copies=copies)
     with torch.no_grad():  # Leaves nothing gathered behind.
         before = policy.evaluate(*_inputs(policy), SAMPLING).logprob
     torch.testing.assert_close(before, alone.evaluate(*_inputs(alone), SAMPLING).logprob, atol=1e-5, rtol=0)
-    for row in range(2):  # Two micro-batches of one row per rank.
-        (group.size * loss_of(policy, slice(group.rank * 2 + row, group.rank * 2 + row + 1))).backward()
+    rows = ROWS // group.size
+    for row in range(rows):  # Micro-batches of one row.
+        begin = group.rank * rows + row
+        (group.size * loss_of(policy, slice(begin, begin + 1))).backward()
     actual = group.gather_full(gradients(policy))
     assert set(actual) == (set(expected) if group.rank == 0 else set())
     for name, gradient in actual.items():
@@ -152,6 +154,28 @@ def same_gradients_also_with_adapters() -> None:
 @pytest.mark.timeout(90)
 def test_two_ranks_have_the_gradient_of_one_also_with_adapters_and_activation_checkpointing() -> None:
     run_ranks(same_gradients_also_with_adapters)
+
+
+def norm_of_gradients(copies: int) -> float:
+    """As the optimizer clips it, of a gradient that the ranks hold twice."""
+    policy = shard(policy_of(), CPU, "fp32", copies=copies)
+    rows = ROWS // torch.distributed.get_world_size()
+    begin = torch.distributed.get_rank() * rows
+    (torch.distributed.get_world_size() * loss_of(policy, slice(begin, begin + rows))).backward()
+    norm = torch.nn.utils.clip_grad_norm_(list(policy.trainable_parameters().values()), 1.0)
+    assert isinstance(norm, DTensor)
+    return float(norm.full_tensor())
+
+
+def two_copies_have_the_gradient_of_one_rank() -> tuple[float, float]:
+    assert_same_gradients(copies=2)
+    return norm_of_gradients(copies=1), norm_of_gradients(copies=2)
+
+
+@pytest.mark.timeout(120)
+def test_hosts_that_have_a_copy_each_have_the_gradient_of_one_rank() -> None:
+    for alone, twice in run_ranks(two_copies_have_the_gradient_of_one_rank, ranks=4, deadline=110.0):
+        assert twice == pytest.approx(alone, rel=1e-5)
 
 
 def peer_dies(group: DistributedRanks) -> str:

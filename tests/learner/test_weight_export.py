@@ -75,7 +75,7 @@ def with_more_digits(policy: Any) -> Any:
     return policy
 
 
-def publish_a_sharded_policy(lora: int) -> dict[str, bytes]:
+def publish_a_sharded_policy(lora: int, copies: int = 1) -> dict[str, bytes]:
     from asyncrl.learner.fsdp import shard
     from asyncrl.learner.weight_export import ActingWeights, acting_types
     from asyncrl.weights.double_buffer import DoubleBuffer
@@ -83,7 +83,8 @@ def publish_a_sharded_policy(lora: int) -> dict[str, bytes]:
 
     policy = policy_of(lora)
     types = acting_types(policy)
-    source = ActingWeights(shard(with_more_digits(policy), torch.device("cpu"), "bf16"), types)
+    spread = shard(with_more_digits(policy), torch.device("cpu"), "bf16", copies=copies)
+    source = ActingWeights(spread, types)
     if torch.distributed.get_rank() > 0:
         NullPublisher().publish(source, 0)
         return {}
@@ -106,3 +107,15 @@ def test_a_sharded_policy_is_packed_in_the_actors_types_with_and_without_adapter
         assert not [name for name in found if name.startswith("value_head.")]
         assert found == raw({name: t.to(trained) for name, t in whole.items()})
     assert second == [{}, {}]
+
+
+def publish_from_two_copies() -> dict[str, bytes]:
+    return publish_a_sharded_policy(0, copies=2)
+
+
+@pytest.mark.timeout(120)
+def test_of_two_copies_that_hosts_have_rank_0s_is_packed() -> None:
+    found, *others = run_ranks(publish_from_two_copies, ranks=4, deadline=100.0)
+    whole = with_more_digits(policy_of(0)).acting_tensors()
+    assert found == raw({name: t.to(torch.bfloat16) for name, t in whole.items()})
+    assert others == [{}] * 3

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from asyncrl.errors import CheckpointError
+from asyncrl.learner.fsdp import mesh_of_ranks
 from asyncrl.storage import checkpoint, checkpoint_state
 from asyncrl.storage.checkpoint import Checkpoints, Progress
 from support import child_environment
@@ -307,11 +307,11 @@ class Net(nn.Module):
         self.even = nn.Parameter(torch.randn(4, generator=generator))
 
 
-def sharded(seed: int) -> tuple[Net, torch.optim.Optimizer]:
+def sharded(seed: int, copies: int = 1) -> tuple[Net, torch.optim.Optimizer]:
     """A net after a step, on this rank alone or spread over all; its state follows from the seed."""
     net = Net()
     if dist.is_initialized():
-        fully_shard(net, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        fully_shard(net, mesh=mesh_of_ranks(torch.device("cpu"), copies))
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
     for number in range(seed):
         for parameter in net.parameters():
@@ -329,8 +329,8 @@ def full_state(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, list[flo
     return found
 
 
-def save_net(run_dir: Path, fail_on: int = -1) -> dict[str, list[float]]:
-    net, optimizer = sharded(3)
+def save_net(run_dir: Path, copies: int = 1) -> dict[str, list[float]]:
+    net, optimizer = sharded(3, copies)
     link = dist.new_group(backend="gloo") if dist.is_initialized() else None
     checkpoints = Checkpoints(run_dir, keep=2, link=link)
     write = checkpoints.save(
@@ -345,8 +345,8 @@ def save_net(run_dir: Path, fail_on: int = -1) -> dict[str, list[float]]:
     return full_state(net, optimizer)
 
 
-def load_net(run_dir: Path) -> dict[str, list[float]]:
-    net, optimizer = sharded(1)
+def load_net(run_dir: Path, copies: int = 1) -> dict[str, list[float]]:
+    net, optimizer = sharded(1, copies)
     folder = checkpoint.latest(run_dir)
     assert folder is not None
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -355,6 +355,22 @@ def load_net(run_dir: Path) -> dict[str, list[float]]:
     )
     assert progress.groups_used == 6
     return full_state(net, optimizer)
+
+
+def two_copies_save_and_load(folder: Path) -> tuple[dict, dict]:
+    return save_net(folder / "two", copies=2), load_net(folder / "one", copies=2)
+
+
+@pytest.mark.timeout(120)
+def test_of_two_copies_that_hosts_have_one_is_saved_and_any_number_can_go_on(tmp_path: Path) -> None:
+    expected = save_net(tmp_path / "one")
+    for written, read in run_ranks(two_copies_save_and_load, tmp_path, ranks=4, deadline=100.0):
+        assert written == read == expected
+    assert load_net(tmp_path / "two") == expected
+    state = tmp_path / "two/checkpoints/update_000003/state"
+    assert sorted(path.name for path in state.iterdir()) == [
+        f"shard-{rank:05d}-model-00001-of-00001.safetensors" for rank in (1, 2)
+    ]
 
 
 def fail_on_one_rank(run_dir: Path) -> str:

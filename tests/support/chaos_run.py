@@ -101,6 +101,23 @@ class Report:
     left_over: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
+    def look_at(self, folder: Path) -> None:
+        """Count, from the run and the notes in `folder`, what came of the episodes."""
+        run = folder / "run"
+        notes = [json.loads(line) for line in (folder / "notes.jsonl").read_text().splitlines()]
+        steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+        assert steps == sorted(set(steps))
+        self.versions = len(steps)
+        stored = {x["receipt"]: x["group"] for x in notes if x.get("status") == "stored"}
+        self.acknowledged = len(stored)
+        self.lost = sorted(_missing(run, stored))
+        batches = [x for x in notes if "batch" in x]
+        self.longest_wait = max(x["waited"] for x in batches)
+        self.too_old = [x for x in batches if x["version"] - x["oldest"] > MAX_LAG]
+        learned = {x["version"]: x["batch"] for x in batches}  # The last batch of a version is what counts.
+        uses = Counter(episode for batch in learned.values() for episode in batch)
+        self.doubled = sorted(episode for episode, count in uses.items() if count > 1)
+
 
 class Chaos:
     """A run that is being hit."""
@@ -149,7 +166,7 @@ class Chaos:
             self._watch_until(lambda: self.process.poll() is not None)
         finally:
             self._end()
-        self._look_at_what_is_left()
+        self.report.look_at(self.folder)
         return self.report
 
     def _open_gate(self) -> None:
@@ -239,28 +256,14 @@ class Chaos:
         told = [f"{p.role} alive={p.alive}: {p.activities}" for p in process_status.read(self.run)]
         return "\n".join([f"version {self._version}, {len(self.report.hits)} hits", *told])
 
-    def _look_at_what_is_left(self) -> None:
-        notes = [json.loads(line) for line in (self.folder / "notes.jsonl").read_text().splitlines()]
-        steps = [json.loads(line)["step"] for line in (self.run / "metrics.jsonl").read_text().splitlines()]
-        assert steps == sorted(set(steps))
-        self.report.versions = len(steps)
-        stored = {x["receipt"]: x["group"] for x in notes if x.get("status") == "stored"}
-        self.report.acknowledged = len(stored)
-        self.report.lost = sorted(self._missing(stored))
-        batches = [x for x in notes if "batch" in x]
-        self.report.longest_wait = max(x["waited"] for x in batches)
-        self.report.too_old = [x for x in batches if x["version"] - x["oldest"] > MAX_LAG]
-        learned = {x["version"]: x["batch"] for x in batches}  # The last batch of a version is what counts.
-        uses = Counter(episode for batch in learned.values() for episode in batch)
-        self.report.doubled = sorted(episode for episode, count in uses.items() if count > 1)
 
-    def _missing(self, stored: dict[str, int]) -> set[str]:
-        """Acknowledged episodes that are in no file, and whose group the ledger does not say was given up."""
-        files = (self.run / "replay").glob(PATTERN)
-        found = {episode for path in files for episode in read_group_file(path).episode_ids}
-        entries = read_entries(self.run / "replay" / "ledger.log", print)
-        given_up = {entry["dropped"] for entry in entries if entry.get("dropped") is not None}
-        return {episode for episode, group in stored.items() if group not in given_up} - found
+def _missing(run: Path, stored: dict[str, int]) -> set[str]:
+    """Acknowledged episodes that are in no file, and whose group the ledger does not say was given up."""
+    files = (run / "replay").glob(PATTERN)
+    found = {episode for path in files for episode in read_group_file(path).episode_ids}
+    entries = read_entries(run / "replay" / "ledger.log", print)
+    given_up = {entry["dropped"] for entry in entries if entry.get("dropped") is not None}
+    return {episode for episode, group in stored.items() if group not in given_up} - found
 
 
 def at_work(process: process_status.Process) -> bool:

@@ -239,7 +239,8 @@ def _settings(name: str, arguments: list[str]) -> None:
 def _torchrun(words: list[str]) -> str:
     if "-m" in words:
         return _python(words[words.index("-m") :])
-    script, *arguments = _behind_flags(words, ("--nproc-per-node", "--nnodes", "--max-restarts"))
+    own = ("nproc-per-node", "nnodes", "max-restarts", "rdzv-backend", "rdzv-endpoint", "rdzv-id")
+    script, *arguments = _behind_flags(words, tuple(f"--{name}" for name in own))
     return _script(arguments if script == "bash" else [script, *arguments])
 
 

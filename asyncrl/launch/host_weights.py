@@ -1,0 +1,136 @@
+"""The weights on a host other than the learner's: fetched once over the network, handed on inside the host.
+
+    learner ──pull server──► this (the lowest rank of the host with an actor) ──gloo──► actors of the host
+
+the thread   consumes   versions of the learner's pull server
+             produces   versions for the host's actors, by a publisher like the learner's
+             waits for  a newer version, ended by: the learner, close; after --weights.timeout without it the
+                        channel is closed, as at the end of the run
+
+Through host memory always: buffers on a GPU would take room from the actor there. An actor that is alone on
+its host fetches by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from asyncrl.config.run import TrainConfig
+from asyncrl.errors import AsyncRLError, RunError
+from asyncrl.launch import rendezvous
+from asyncrl.launch.hosts import Hosts
+from asyncrl.launch.placement import Placement
+from asyncrl.launch.rendezvous import RunInfo
+from asyncrl.messaging.sockets import private_folder
+from asyncrl.observability import waits
+from asyncrl.storage import run_identity
+from asyncrl.storage.atomic import write_text
+from asyncrl.storage.bounded_json import load_json
+from asyncrl.weights.publisher import build_publisher
+from asyncrl.weights.pull_client import RelayedReceiver, build_relayed_receiver
+
+TRANSPORT: Final = "gloo"
+"""See `weights.transports`."""
+NOTE: Final = "weights"
+"""File in the host's folder of the run that names the folder of the channel, and the start of the run."""
+LOOK_EVERY: Final = 0.5
+"""Seconds of a wait for a newer version, and between two looks for the note."""
+_log = logging.getLogger(__name__)
+
+
+def actors_here(placement: Placement, hosts: Hosts, rank: int) -> list[int]:
+    """Return the ranks with an actor on the host of `rank`, ascending."""
+    return [one for one in hosts.ranks(hosts.of(rank)) if placement.imagines(one)]
+
+
+class HostWeights:
+    """Hands the learner's weights on to the actors of this host. Made and closed by one thread."""
+
+    def __init__(self, config: TrainConfig, info: RunInfo, name: str, key: str) -> None:
+        """Begin to fetch, and tell the other ranks of the host where the channel is.
+
+        Args:
+            config: Of the run.
+            info: Of the run.
+            name: Of this host; the console shows it when it comes and goes.
+            key: Name of the key that it uses: of the rank's own actor.
+        """
+        from asyncrl.launch import endpoints
+
+        self._folder = private_folder()
+        self._publisher = build_publisher(TRANSPORT, self._folder / NOTE, deadline=config.weights.timeout)
+        identity = replace(run_identity.read(Path(info.run_dir)), attempt=info.attempt)
+        keys = endpoints.client_keys(info.keys, key)
+        self._receiver: RelayedReceiver = build_relayed_receiver(
+            info.pull_endpoint, name, keys, config.weights.timeout, identity
+        )
+        self._closing = threading.Event()
+        self._startup_timeout = config.startup_timeout
+        self._thread = threading.Thread(target=self._run, name="host weights", daemon=True)
+        self._thread.start()
+        content = json.dumps({"mark": info.mark, "folder": self.endpoint})
+        write_text(rendezvous.status_folder(Path(info.run_dir)) / NOTE, content)
+
+    @property
+    def endpoint(self) -> str:
+        """Return where the host's actors find it."""
+        return self._publisher.endpoint
+
+    def close(self) -> None:
+        """Tell the actors that no version will follow, and stop. May be called twice."""
+        self._closing.set()
+        self._thread.join()
+        self._receiver.close()
+        self._publisher.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _run(self) -> None:
+        version = -1
+        try:
+            while not (self._closing.is_set() or self._receiver.ended):
+                self._receiver.wait_newer(version, LOOK_EVERY)
+                self._receiver.require_alive()
+                version = self._receiver.hand_on(version, self._publisher.publish)
+        except AsyncRLError as error:
+            _log.warning("The actors of this host get no new weights: %s", error)
+        except Exception:  # the thread's boundary: its actors end as those of a learner that is gone
+            _log.exception("The actors of this host get no new weights")
+        self._publisher.close()
+
+
+def wait_for_endpoint(info: RunInfo, deadline: float, stop_requested: Callable[[], bool]) -> str:
+    """Wait until the lowest rank of this host with an actor has opened the channel; returns where.
+
+    Args:
+        info: Of the run.
+        deadline: Longest wait in seconds.
+        stop_requested: Ends the wait without an answer.
+
+    Raises:
+        RunError: It does not come.
+    """
+    note, until = rendezvous.status_folder(Path(info.run_dir)) / NOTE, time.monotonic() + deadline
+    with waits.waiting(waits.HOST_WEIGHTS, deadline):
+        while not stop_requested():
+            try:
+                row: dict[str, object] = load_json(note, dict)
+                if row.get("mark") == info.mark:
+                    return str(row["folder"])
+            except (OSError, ValueError, KeyError) as error:
+                _log.debug("there is no note of this start yet: %s", error)
+            if time.monotonic() > until:
+                raise RunError(
+                    f"Rank {rendezvous.rank()} waited {deadline:g} s (--startup-timeout) for the first "
+                    f"actor's rank of its host to say in {note} where the weights are, in vain. See the "
+                    "output of torchrun on this host."
+                )
+            time.sleep(LOOK_EVERY)
+    return ""

@@ -1,0 +1,109 @@
+"""Weights on another host: fetched once, handed on to the actors there, and ended as the learner ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config.run import TrainConfig, WeightSettings
+from asyncrl.errors import RunError
+from asyncrl.launch import endpoints, host_weights, rendezvous
+from asyncrl.launch.host_weights import HostWeights, actors_here, wait_for_endpoint
+from asyncrl.launch.hosts import Hosts
+from asyncrl.launch.placement import parse_placement
+from asyncrl.launch.rendezvous import RunInfo
+from asyncrl.messaging.curve_keys import create_keys
+from asyncrl.observability import metrics_system as m
+from asyncrl.storage import run_identity
+from asyncrl.weights.publisher import BroadcastPublisher, build_publisher
+from asyncrl.weights.pull_server import PullSettings
+from asyncrl.weights.receiver import build_receiver
+from support.weights import PATIENCE, channel_folder, policy, raw, swap_until
+
+HOSTS = Hosts(names=("node-1", "node-2"), first_ranks=(0, 1), size=3, addresses=("", ""), ports=(0, 0))
+
+
+@pytest.fixture
+def learner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[BroadcastPublisher, RunInfo]]:
+    """A learner of a run in `tmp_path`, seen by rank 1, the lowest one of the second host."""
+    for name, value in {"RANK": 1, "WORLD_SIZE": 3, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    identity = run_identity.next_attempt(tmp_path)
+    create_keys(tmp_path / "keys", ["learner", "actor-1", "actor-2"])
+    rendezvous.status_folder(tmp_path).mkdir(parents=True)
+    pulls = PullSettings(
+        listen="tcp://127.0.0.1:0",
+        security=endpoints.server_keys(str(tmp_path / "keys")),
+        silence=30.0,
+        identity=identity,
+    )
+    with channel_folder() as folder:
+        publisher = build_publisher("gloo", folder, deadline=5.0, pulls=pulls)
+        yield (
+            publisher,
+            RunInfo(
+                run_dir=str(tmp_path),
+                replay_endpoint="",
+                weights_endpoint="",
+                pull_endpoint=publisher.pull_endpoint,
+                keys=str(tmp_path / "keys"),
+                attempt=identity.attempt,
+                mark=identity.mark,
+            ),
+        )
+        publisher.close()
+
+
+@pytest.mark.timeout(120)
+def test_one_of_a_host_fetches_and_all_its_actors_get_every_bit(
+    learner: tuple[BroadcastPublisher, RunInfo],
+) -> None:
+    publisher, info = learner
+    config = TrainConfig(weights=WeightSettings(timeout=20.0))
+    weights = HostWeights(config, info, "node-2", "actor-1")
+    where = wait_for_endpoint(info, PATIENCE, lambda: False)
+    assert where == weights.endpoint
+    private = Path(where).parent
+    assert private.stat().st_mode & 0o077 == 0
+    receivers = [build_receiver("gloo", where, name, policy(0)) for name in ("actor-1", "actor-2")]
+    for version in range(3):
+        publisher.publish(policy(version + 10), version)
+        for receiver in receivers:
+            tensors = policy(0)
+            assert swap_until(receiver, tensors, version) == version
+            assert raw(tensors) == raw(policy(version + 10))
+    assert publisher.joined == 1
+    sent = publisher.status()[m.WEIGHTS_PULLED_BYTES]
+    assert sent == 3 * publisher.status()[m.WEIGHTS_BYTES], "each version went to the host once"
+    assert publisher.pop_events() == ["node-2 joined (1 joined actor now)"]
+    publisher.close()
+    for receiver in receivers:
+        while not receiver.ended:
+            receiver.wait_newer(2, 1.0)
+        receiver.close()
+    weights.close()
+    weights.close()
+    assert not private.exists()
+
+
+@pytest.mark.timeout(60)
+def test_what_an_earlier_start_left_is_not_believed_and_the_rank_that_does_not_come_is_named(
+    learner: tuple[BroadcastPublisher, RunInfo], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, info = learner
+    note = rendezvous.status_folder(tmp_path) / host_weights.NOTE
+    for content in ("", "[]", '{"mark": "earlier", "folder": "/tmp/elsewhere"}'):
+        note.write_text(content)
+        with pytest.raises(
+            RunError, match=r"Rank 1 waited 0 s \(--startup-timeout\) for the first actor's rank"
+        ):
+            wait_for_endpoint(info, 0.0, lambda: False)
+    assert wait_for_endpoint(info, PATIENCE, lambda: True) == ""
+
+
+def test_the_lowest_rank_with_an_actor_fetches_for_its_host() -> None:
+    placement = parse_placement("learner=0-1,actor=0,2", 3, 0)
+    assert actors_here(placement, HOSTS, 1) == [2]
+    assert actors_here(placement, HOSTS, 0) == [0]

@@ -1,0 +1,403 @@
+"""Hosts of one job: which ranks they have, what they must agree on, and how they meet."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from asyncrl.config.algorithm import LearnerSettings
+from asyncrl.config.run import ReplaySettings, TrainConfig
+from asyncrl.errors import ConfigError, RunError
+from asyncrl.launch import endpoints, host_facts, networks, rendezvous
+from asyncrl.launch.host_facts import HostFacts, check_agree, check_devices
+from asyncrl.launch.hosts import Hosts
+from asyncrl.launch.meeting import Stopped, meet
+from asyncrl.launch.placement import check_pairs, check_sizes, copies_of, parse_placement, ranks_named
+from asyncrl.storage import run_identity
+
+TWO = Hosts(names=("a", "b"), first_ranks=(0, 2), size=5, addresses=("10.0.0.1", "10.0.0.2"), ports=(0, 0))
+
+# ---- who is where --------------------------------------------------------------------------------
+
+
+def test_ranks_are_numbered_host_by_host() -> None:
+    assert [TWO.name_of(rank) for rank in range(5)] == ["a", "a", "b", "b", "b"]
+    assert [list(TWO.ranks(number)) for number in (0, 1)] == [[0, 1], [2, 3, 4]]
+    assert (TWO.several, Hosts().several) == (True, False)
+    assert Hosts.from_row(json.loads(json.dumps(TWO.to_row()))) == TWO
+
+
+def test_a_placement_may_number_the_ranks_of_each_host() -> None:
+    by_host = "learner=0-1@0,actor=0-2@1,learner=0@0"
+    assert ranks_named(by_host) == 5
+    with pytest.raises(ConfigError, match="names rank 0 twice as learner"):
+        parse_placement(by_host, 5, 0)
+    assert parse_placement("learner=0-1@0,actor=0-2@1", 5, 0) == parse_placement(
+        "learner=0-1,actor=2-4", 5, 0
+    )
+    assert parse_placement("learner=0@0,actor=1@0,0-2@1", 5, 0) == parse_placement(
+        "learner=0,actor=1-4", 5, 0
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("learner=0@0,actor=1", "names the host of some ranks .* and not of rank 1. Name it for all"),
+        ("learner=0@0,actor=1@9999", "names rank 9999"),
+        ("learner=0@,actor=1", "'learner=0@' is not role=rank"),
+        ("learner=0@0,actor=4095@1", "names 4097 ranks on 2 hosts, but a run has at most 4096"),
+    ],
+)
+def test_hosts_that_cannot_be_read_are_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_placement(text, 2, 0)
+
+
+def test_a_placement_that_names_other_hosts_than_torchrun_started_is_refused() -> None:
+    text = "learner=0-1@0,actor=0-2@1"
+    check_sizes(text, TWO)
+    check_sizes("auto", TWO)
+    check_sizes("learner=0,actor=1-4", TWO)
+    with pytest.raises(ConfigError, match=r"names 2 ranks on host 0 \(a\), but torchrun started 4 there"):
+        check_sizes(text, replace(TWO, first_ranks=(0, 4)))
+    with pytest.raises(ConfigError, match=r"names 3 ranks on host 1, but torchrun started 0 there"):
+        check_sizes(text, Hosts(names=("a",), size=2))
+
+
+def test_an_actor_on_two_devices_needs_them_on_one_host() -> None:
+    text = "learner=0,policy=1,world=2,actor=3-4"
+    with pytest.raises(
+        ConfigError, match="policy rank 1 and world rank 2 one actor, but they are on a and b"
+    ):
+        check_pairs(parse_placement(text, 5, 0), TWO)
+    check_pairs(parse_placement("learner=0,policy=2,world=3,actor=1,4", 5, 0), TWO)
+
+
+def test_hosts_with_a_copy_each_need_as_many_learners() -> None:
+    def copies(text: str, shard: Literal["all", "host"]) -> int:
+        config = TrainConfig(learner=LearnerSettings(shard=shard))
+        return copies_of(config, parse_placement(text, 5, 0), TWO)
+
+    assert copies("learner=0-3,actor=4", "host") == 2
+    assert copies("learner=0-3,actor=4", "all") == 1
+    assert copies("learner=0-1,actor=2-4", "host") == 1
+    with pytest.raises(ConfigError, match=r"different numbers of learner ranks \(2 on a, 1 on b\)"):
+        copies("learner=0-2,actor=3-4", "host")
+
+
+# ---- what they agree on --------------------------------------------------------------------------
+
+
+def facts(name: str, first: int, **changes: object) -> HostFacts:
+    row = {"name": name, "first_rank": first, "ranks": 2, "code": "1 (c0de)", "torch": "2"} | changes
+    return HostFacts(**row)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"code": "1 (beef)"}, r"^b has asyncrl 1 \(beef\), but a, the first host, has 1 \(c0de\)"),
+        ({"torch": "3"}, "^b has torch 3, but a, the first host, has 2"),
+        ({"settings": {"updates": "x"}}, "^b was started with another --updates than a.*same arguments"),
+        ({"clock_ahead": 11.0}, "^The clock of b is 11 s ahead of that of a, .*--run-dir"),
+        ({"clock_ahead": -3600.0}, "^The clock of b is 3600 s behind that of a"),
+    ],
+)
+def test_hosts_that_disagree_are_refused_with_the_host_and_what_to_do(
+    changes: dict[str, object], message: str
+) -> None:
+    same = facts("a", 0, settings={"updates": "y"})
+    check_agree([same, replace(same, name="b", first_rank=2, clock_ahead=-9.0)])
+    with pytest.raises(ConfigError, match=message):
+        check_agree([same, facts("b", 2, **({"settings": {"updates": "y"}} | changes))])
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "message"),
+    [
+        ({"gpus": 2}, {"gpus": 1}, r"names 2 learner ranks on b, which has 1 GPU\(s\), and NCCL"),
+        ({"gpus": 2}, {"gpus": 0}, "^--device: b has 0 GPUs and a 2"),
+        (
+            {},
+            {"missing_interface": "NCCL_SOCKET_IFNAME=ib0"},
+            "^b has no network interface that NCCL_SOCKET_I",
+        ),
+    ],
+)
+def test_learners_need_gpus_and_a_network(
+    here: dict[str, object], there: dict[str, object], message: str
+) -> None:
+    both = [facts("a", 0, **here), facts("b", 2, **there)]
+    check_devices(both, [0, 1])
+    with pytest.raises(ConfigError, match=message):
+        check_devices(both, [0, 1, 2, 3])
+
+
+def test_settings_are_compared_by_flag_and_those_of_a_resumed_run_by_its_arguments() -> None:
+    one = host_facts.digests(TrainConfig(), [])
+    other = host_facts.digests(TrainConfig(replay=ReplaySettings(max_lag=3)), [])
+    assert {name for name in one if one[name] != other[name]} == {"replay.max-lag"}
+    assert "" not in one
+    again = TrainConfig(resume=True)
+    assert host_facts.digests(again, ["--resume"]) == host_facts.digests(replace(again, seed=1), ["--resume"])
+    assert host_facts.digests(again, ["--resume"]) != host_facts.digests(again, ["--resume", "--seed", "1"])
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"name": 1}', "[" * 100_000])
+def test_facts_that_no_host_of_this_version_writes_are_an_error(text: str) -> None:
+    with pytest.raises(RunError, match="Rank 2 said something of its host that cannot be read"):
+        host_facts.read(text, 2)
+    sound = facts("a", 0, settings={"updates": "y"})
+    assert host_facts.read(sound.to_json(), 0) == sound
+
+
+def test_interfaces_are_found_by_address_and_by_the_rules_of_nccl() -> None:
+    assert networks.interface_of("127.0.0.1") == "lo"
+    assert networks.interface_of("203.0.113.7") == ""
+    names = {"lo": "127.0.0.1", "eth0": "10.0.0.1", "ib0": ""}
+    for text in ("eth", "=eth0", "ib,nothing", "^docker", "^lo", ""):
+        assert networks.missing_interface({"NCCL_SOCKET_IFNAME": text}, names) == ""
+    for text in ("=eth", "bond", "^lo,eth,ib"):
+        assert networks.missing_interface({"NCCL_SOCKET_IFNAME": text}, names) == f"NCCL_SOCKET_IFNAME={text}"
+    assert networks.missing_interface({"GLOO_SOCKET_IFNAME": "eth"}, names) == "GLOO_SOCKET_IFNAME=eth"
+
+
+# ---- a folder that several hosts see -------------------------------------------------------------
+
+
+def test_the_identity_of_a_run_is_known_on_another_host_which_numbers_its_devices_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = run_identity.next_attempt(tmp_path)
+    path = tmp_path / run_identity.NAME
+    row = json.loads(path.read_text())
+    device, number, host = row["folder"]
+    assert host == socket.gethostname()
+    path.write_text(json.dumps(row | {"folder": [device + 1, number, host]}))
+    with pytest.raises(ConfigError, match="was made for another folder"):
+        run_identity.read(tmp_path)
+    monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
+    assert run_identity.read(tmp_path) == first
+    second = run_identity.next_attempt(tmp_path)
+    assert (second.secret, second.attempt) == (first.secret, 2)
+    assert second.mark != first.mark
+    assert first.secret not in first.mark
+    path.write_text(json.dumps(row | {"folder": [device, number + 1, host]}))
+    with pytest.raises(ConfigError, match="was made for another folder"):
+        run_identity.read(tmp_path)
+
+
+# ---- addresses -----------------------------------------------------------------------------------
+
+
+def test_without_addresses_the_first_host_chooses_free_ports() -> None:
+    hosts = replace(TWO, addresses=("127.0.0.1", "127.0.0.1"))
+    found = endpoints.with_addresses(TrainConfig(), hosts)
+    assert endpoints.addresses(TrainConfig(), found) == endpoints.Addresses(
+        replay=found.replay, weights=found.weights
+    )
+    assert found.replay.startswith("tcp://127.0.0.1:")
+    assert found.replay != found.weights
+    alone = endpoints.addresses(TrainConfig(), Hosts())
+    assert (alone.replay, alone.weights) == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("listen", "message"),
+    [
+        ("tcp://127.0.0.1:5555", "which only a itself can reach, but torchrun started ranks on b too"),
+        ("tcp://203.0.113.7:5555", "--replay.listen is tcp://203.0.113.7:5555, but it cannot be opened"),
+        ("ipc:///tmp/replay", "which only a itself can reach"),
+        ("tcp://*:5555", "does not name one address"),
+    ],
+)
+def test_addresses_that_other_hosts_cannot_reach_are_refused(listen: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("*", r"\*")):
+        endpoints.with_addresses(TrainConfig(replay=ReplaySettings(listen=listen)), TWO)
+
+
+# ---- the meeting ---------------------------------------------------------------------------------
+
+
+class Job:
+    """Ranks of two hosts, two on each, as threads, and a store like that of torchrun's agent."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store = TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20)
+        )
+        self.config = TrainConfig(device="cpu", run_dir=str(folder / "run"), startup_timeout=20.0)
+        self.environ = [self._environ(rank) for rank in range(4)]
+
+    def _environ(self, rank: int) -> dict[str, str]:
+        return {
+            "RANK": str(rank),
+            "WORLD_SIZE": "4",
+            "LOCAL_RANK": str(rank % 2),
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self.store.port),
+            "TORCHELASTIC_RUN_ID": "job",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+
+    def checks(self, hosts: Hosts, said: list[HostFacts]) -> Hosts:
+        learners = (0, 1)
+        check_devices(said, [0, 2])
+        return endpoints.with_addresses(self.config, replace(hosts, learners=learners))
+
+    def meet(self, **of_the_second_host: object) -> list[Hosts | Exception]:
+        """What each rank gets."""
+        config = of_the_second_host.pop("config", self.config)
+
+        def come(rank: int) -> Hosts | Exception:
+            second = of_the_second_host if rank > 1 else {}
+            try:
+                told = config if rank > 1 else self.config
+                return meet(told, self.checks, environ=self.environ[rank], **second)  # type: ignore[arg-type]
+            except (ConfigError, RunError) as error:
+                return error
+
+        with ThreadPoolExecutor(4) as pool:
+            return list(pool.map(come, range(4)))
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    made = Job(tmp_path)
+    yield made
+    del made.store
+
+
+@pytest.mark.timeout(120)
+def test_all_ranks_come_to_the_same_hosts_and_leave_nothing_behind(job: Job, tmp_path: Path) -> None:
+    hosts = job.meet()
+    first = hosts[0]
+    assert isinstance(first, Hosts)
+    assert hosts == [first] * 4
+    assert (first.first_ranks, first.size, first.names) == ((0, 2), 4, (socket.gethostname(),) * 2)
+    assert first.addresses == ("127.0.0.1", "127.0.0.1")
+    assert len({environ[rendezvous.START] for environ in job.environ}) == 1
+    assert list(tmp_path.iterdir()) == []
+    with networks.listen("127.0.0.1", int(first.replay.rpartition(":")[2])):
+        pass  # Free again, for the replay.
+
+
+@pytest.mark.timeout(120)
+def test_ranks_that_are_started_again_do_not_believe_what_those_before_them_said(job: Job) -> None:
+    assert all(isinstance(x, Hosts) for x in job.meet())
+    before = job.environ[0].pop(rendezvous.START)
+    for environ in job.environ[1:]:
+        del environ[rendezvous.START]
+    job.environ[2]["TORCHELASTIC_RESTART_COUNT"] = "1"  # Every host's torchrun counts for itself.
+    again = job.meet()
+    assert all(isinstance(x, Hosts) for x in again)
+    assert {environ[rendezvous.START] for environ in job.environ}.isdisjoint({before})
+    assert len({environ[rendezvous.START] for environ in job.environ}) == 1
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        ({"config": {"updates": 99}}, "was started with another --updates than"),
+        ({"now": lambda: 1e9}, "^The clock of .* s behind that of"),
+    ],
+)
+def test_every_rank_gets_the_sentence_that_says_why_the_hosts_cannot_work_together(
+    job: Job, second: dict[str, object], message: str
+) -> None:
+    if isinstance(changes := second.get("config"), dict):
+        second = {"config": replace(job.config, **changes)}
+    found = job.meet(**second)
+    for error in found:
+        assert isinstance(error, ConfigError), found
+        with pytest.raises(ConfigError, match=message):
+            raise error
+    assert len({str(error) for error in found}) == 1
+
+
+@pytest.mark.timeout(120)
+def test_a_folder_that_another_host_does_not_see_is_named(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.launch.meeting.SEE_DEADLINE", 0.2)
+    exists = Path.exists
+    monkeypatch.setattr(Path, "exists", lambda path: path.parent != tmp_path and exists(path))
+    for error in job.meet():
+        assert isinstance(error, ConfigError)
+        assert f"does not see the folder {tmp_path} of" in str(error)
+        assert "--run-dir" in str(error)
+
+
+@pytest.mark.timeout(120)
+def test_a_port_that_another_host_cannot_reach_is_named_with_the_flag(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(networks, "why_unreachable", lambda address, port: "No route to host")
+    for error in job.meet():
+        assert isinstance(error, ConfigError)
+        assert "cannot reach 127.0.0.1:" in str(error)
+        assert "where the replay of" in str(error)
+        assert "(--replay.listen): No route to host. Set --replay.listen to an address" in str(error)
+
+
+@pytest.mark.timeout(120)
+def test_a_rank_that_does_not_come_is_named(job: Job) -> None:
+    job.config = replace(job.config, startup_timeout=1.0)
+    with pytest.raises(
+        RunError, match=r"Rank 1 did not come to the meeting of the hosts \(--startup-timeout\)"
+    ):
+        meet(job.config, job.checks, environ=job.environ[0])
+
+
+@pytest.mark.timeout(120)
+def test_a_rank_that_waits_for_rank_0_ends_when_it_is_told_to(job: Job) -> None:
+    with pytest.raises(Stopped):
+        meet(job.config, job.checks, environ=job.environ[3], stop_requested=lambda: True)
+
+
+@pytest.mark.timeout(120)
+def test_a_rank_whose_rank_0_died_in_the_meeting_comes_to_the_next_one(job: Job) -> None:
+    """The rank 0 that welcomes it is killed before the hosts are placed."""
+    prefix = PrefixStore("meeting", rendezvous.job_store(20.0, job.environ[0], every_attempt=True))
+    with ThreadPoolExecutor(1) as pool:
+        prefix.set("start", "lost")
+        waiting = pool.submit(partial(meet, job.config, job.checks, environ=job.environ[3]))
+        prefix.wait(["hello/3"], timedelta(seconds=20))
+        number = prefix.get("hello/3").decode()
+        prefix.set(f"welcome/3/{number}", json.dumps({"start": "lost", "now": 0.0}))
+        prefix.wait(["lost/facts/3"], timedelta(seconds=20))
+        others = [partial(meet, job.config, job.checks, environ=job.environ[rank]) for rank in range(3)]
+        with ThreadPoolExecutor(3) as more:
+            hosts = list(more.map(lambda come: come(), others))
+        assert waiting.result(20.0) == hosts[0] == hosts[1] == hosts[2]
+
+
+def test_several_hosts_need_torchrun(job: Job) -> None:
+    environ = job.environ[0] | {"TORCHELASTIC_USE_AGENT_STORE": "False"}
+    with pytest.raises(ConfigError, match="ranks are on several hosts, but torchrun did not start them"):
+        meet(job.config, job.checks, environ=environ)
+
+
+def test_one_host_meets_nobody() -> None:
+    environ: dict[str, str] = {}
+    checked: list[Hosts] = []
+
+    def checks(hosts: Hosts, said: list[HostFacts]) -> Hosts:
+        checked.append(hosts)
+        return hosts
+
+    assert meet(TrainConfig(), checks, environ=environ) == Hosts()
+    assert (checked, environ) == ([Hosts()], {})

@@ -1,0 +1,155 @@
+"""Several hosts on one machine: namespaces with a name and a network device each, joined by a switch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+
+from support.chaos_run import ENTRY
+from support.two_hosts import no_namespaces
+from support.whole_runs import Program
+
+__all__ = ["PORT", "SeveralHosts", "address", "no_namespaces"]
+PORT = 29511
+"""At which the hosts' torchruns meet, on the first one."""
+PATIENCE = 30.0
+_SETUP = """
+set -e
+names=$(mktemp)
+echo 127.0.0.1 localhost > "$names"
+for number in $(seq 1 "$1"); do echo "10.77.1.$number node-$number" >> "$names"; done
+mount --bind "$names" /etc/hosts
+rm "$names"
+ip link add switch type bridge
+ip link set switch up
+ip link set lo up
+hosts=()
+trap 'kill "${hosts[@]}"' EXIT
+for number in $(seq 1 "$1"); do
+    unshare -nu sleep 3600 & host=$!
+    hosts+=("$host")
+    until [ "$(readlink /proc/$host/ns/net)" != "$(readlink /proc/self/ns/net)" ]; do sleep 0.05; done
+    nsenter -t "$host" -u hostname "node-$number"
+    ip link add "port$number" type veth peer name eth0 netns "$host"
+    ip link set "port$number" master switch up
+    nsenter -t "$host" -n ip addr add "10.77.1.$number/24" dev eth0
+    nsenter -t "$host" -n ip link set eth0 up
+    nsenter -t "$host" -n ip link set lo up
+done
+echo $$ "${hosts[@]}"
+while read -r cut number; do ip link set "port$number" "$cut" && echo done || echo failed; done
+"""
+
+
+def address(number: int) -> str:
+    """Of host `number`, counted from 1, towards the others."""
+    return f"10.77.1.{number}"
+
+
+class SeveralHosts:
+    """Hosts node-1, node-2 ... that live as long as the `with` block. All see the same files."""
+
+    def __init__(self, count: int) -> None:
+        command = ["unshare", "-Urnum", "bash", "-c", _SETUP, "bash", str(count)]
+        self._holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._network, *self._pids = self._answer()
+        assert len(self._pids) == count, "the namespaces could not be made"
+
+    def on(self, number: int) -> list[str]:
+        """Put before a command, runs it on host `number`, counted from 1."""
+        return ["nsenter", "--preserve-credentials", "-t", self._pids[number - 1], "-U", "-n", "-u", "-m"]
+
+    def torchrun(
+        self,
+        tmp_path: Path,
+        number: int,
+        arguments: list[str],
+        *,
+        ranks: int = 1,
+        name: str = "",
+        **more: str,
+    ) -> Program:
+        """Start torchrun on a host, as its user does; what is run takes notes (see `chaos_entry`).
+
+        Args:
+            tmp_path: Has the output and the notes.
+            number: Of the host.
+            arguments: Of `asyncrl train`.
+            ranks: On this host.
+            name: Of the output; empty: the host's.
+            more: Variables of the environment, and `nnodes`, `max_restarts` and `rdzv_conf` of torchrun.
+        """
+        options = {
+            "nnodes": more.pop("nnodes", str(len(self._pids))),
+            "nproc-per-node": str(ranks),
+            "rdzv-backend": "c10d",
+            "rdzv-endpoint": f"{address(1)}:{PORT}",
+            "rdzv-id": "job",
+            "local-addr": address(number),
+            "max-restarts": more.pop("max_restarts", "0"),
+            "rdzv-conf": more.pop("rdzv_conf", "join_timeout=300"),
+        }
+        start = [sys.executable, "-m", "torch.distributed.run"]
+        start += [text for flag, value in options.items() for text in (f"--{flag}", value)]
+        command = [*self.on(number), *start, str(ENTRY), *arguments]
+        (tmp_path / "gate").write_text("1000000000")  # Nobody holds the learner up.
+        notes = {"CHAOS_NOTES": str(tmp_path / "notes.jsonl")}
+        return Program(tmp_path, name or f"node-{number}", command, more=notes | more)
+
+    def command(self, number: int, command: list[str]) -> None:
+        """Run a short command on a host, as its root."""
+        subprocess.run([*self.on(number), *command], check=True, timeout=PATIENCE)
+
+    def connect(self, number: int, *, up: bool) -> None:
+        """Plug a host's cable into the switch, or pull it out."""
+        self._tell(f"{'up' if up else 'down'} {number}")
+
+    def kill(self, number: int) -> None:
+        """End all processes of a host at once, as when its power fails."""
+        for pid in self.processes(number):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def processes(self, number: int) -> list[int]:
+        """Those that were started on a host."""
+        holder = self._pids[number - 1]
+        network = _network_of(holder)
+        found = (path.name for path in Path("/proc").iterdir() if path.name.isdecimal())
+        return [int(pid) for pid in found if pid != holder and _network_of(pid) == network]
+
+    def __enter__(self) -> SeveralHosts:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number in range(1, 1 + len(self._pids)):
+            self.kill(number)  # What a test that failed left behind.
+        assert self._holder.stdin is not None
+        self._holder.stdin.close()  # Ends its `read`.
+        self._holder.wait(PATIENCE)
+        assert self._holder.stdout is not None
+        self._holder.stdout.close()
+
+    def _tell(self, order: str) -> None:
+        assert self._holder.stdin is not None
+        self._holder.stdin.write(order + "\n")
+        self._holder.stdin.flush()
+        assert self._answer() == ["done"]
+
+    def _answer(self) -> list[str]:
+        assert self._holder.stdout is not None
+        return self._holder.stdout.readline().split()
+
+
+def _network_of(pid: str) -> str:
+    """Empty: the process has ended."""
+    try:
+        return str(Path(f"/proc/{pid}/ns/net").readlink())
+    except OSError:
+        return ""
