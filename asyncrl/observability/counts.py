@@ -27,7 +27,7 @@ WRONG_ENTRIES: Final = Count(total=30, metric=metrics_system.WRONG_ENTRIES)
 LOST_ROWS: Final = Count(total=29, metric=metrics_system.LOST_ROWS)
 LOST_CURVES: Final = Count(total=28, metric=metrics_system.LOST_CURVES)
 DISCONNECTED: Final = Count(total=27, metric=metrics_system.DISCONNECTED)
-DROPPED_LINES: Final = Count(total=26, metric=metrics_system.DROPPED_LINES)
+DROPPED_LINES: Final = Count(total=33, metric=metrics_system.DROPPED_LINES)
 LOST_TRACKED: Final = Count(total=32, metric=metrics_system.LOST_TRACKED)
 COUNTS: Final = (
     RESPAWNS,
