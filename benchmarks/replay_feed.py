@@ -32,6 +32,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.queues import Queue
 from pathlib import Path
+from queue import Empty
 from typing import Any
 
 import numpy as np
@@ -233,6 +234,18 @@ def running(*processes: Any) -> Iterator[None]:
             process.kill()
 
 
+def next_of(found: Queue[Any], processes: list[Any]) -> Any:
+    """Return what comes next; raise RuntimeError when one of the processes failed."""
+    until = time.monotonic() + DEADLINE
+    while time.monotonic() < until:
+        try:
+            return found.get(timeout=1.0)
+        except Empty:
+            if any(process.exitcode for process in processes):
+                break
+    raise RuntimeError("a learner rank failed or took too long; see above")
+
+
 def measure(setup: Setup, folder: Path) -> dict[str, float]:
     """Return the medians of all rounds, in seconds."""
     sockets = private_folder()
@@ -244,7 +257,7 @@ def measure(setup: Setup, folder: Path) -> dict[str, float]:
     actors = SPAWN.Process(target=act, args=(setup, endpoint, pushed))
     replay = SPAWN.Process(target=serve, args=(setup, str(folder / "replay"), endpoint))
     with running(replay, actors, *ranks):
-        taken = [found.get(timeout=DEADLINE) for _ in range(2 * setup.rounds)]
+        taken = [next_of(found, ranks) for _ in range(2 * setup.rounds)]
     seconds = defaultdict[str, list[float]](list)
     for beside, began, chosen, ended, silence in taken:
         where = " beside" if beside else ""

@@ -129,8 +129,8 @@ class Replay:
 
     @property
     def writing(self) -> bool:
-        """Whether a group is on its way to the disk: call `maintain` soon."""
-        return self.lifecycle.writing >= 0
+        """Whether groups are on their way to the disk: call `maintain` soon."""
+        return bool(self.lifecycle.unwritten)
 
     def begin(self, session: str, version: int, *, in_turns: bool = False) -> None:
         """Note a learner at `version`. A new session starts or resumes the run; a known one reconnected.
@@ -160,7 +160,6 @@ class Replay:
 
     def leave(self, actor: str) -> None:
         """Give up what an actor did not finish: it went, or forgot. Others get the credit at once."""
-        self.lifecycle.finish()
         for number in self.state.limiter.unfinished(actor):
             self.lifecycle.drop(number, "dropped_deadline")
         self._reports.pop(actor, None)
@@ -192,7 +191,7 @@ class Replay:
             actor: Name of who sent it, which must be the one that its group was granted to; None: not known.
         """
         number, limiter = number_of(episode.group_id), self.state.limiter
-        if self.lifecycle.writing == number:
+        if number in self.lifecycle.unwritten:  # What is wrong with the episode could give its group up.
             self.lifecycle.finish()
         known_world = limiter.world_version
         receipt = self._check(episode, actor)
@@ -226,7 +225,8 @@ class Replay:
             failure: What an actor says.
             actor: Its name; it gives up only what it was granted. None: not known.
         """
-        self.lifecycle.finish()
+        if failure.number in self.lifecycle.unwritten:
+            self.lifecycle.finish()
         limiter = self.state.limiter
         if not limiter.owns(failure.number, actor):
             group = limiter.open.get(failure.number)
@@ -319,7 +319,6 @@ class Replay:
     def set_version(self, version: int) -> None:
         """Note the learner's newest version; drop what it makes too old."""
         if version > self.state.limiter.version:
-            self.lifecycle.finish()
             self.state.limiter.advance(version)
             self.lifecycle.success.close()
         self.maintain()
@@ -329,6 +328,8 @@ class Replay:
         limiter = self.state.limiter
         self.lifecycle.finish(wait=False)
         for number, why in limiter.stale().items():
+            if number in self.lifecycle.unwritten:
+                continue
             if number in limiter.used_at:
                 limiter.close_used(number)
             else:
