@@ -229,7 +229,7 @@ class Limiter(GroupTable):
             return receipt(too_old, self._too_old_because(episode))
         self.note_heartbeat(group.actor)
         self.note_progress(group.actor)
-        group.members[episode.member] = episode
+        group.add(episode)
         return receipt("held")
 
     def _too_old_because(self, episode: Episode) -> str:

@@ -121,6 +121,8 @@ class ReplayServer:
         self._served_at = time.monotonic()
         self._acquires: dict[bytes, deque[int]] = {}
         """Actor -> its requests for a group that have no answer."""
+        self._asked = set[bytes]()
+        """Those that asked since the last pass: what they ask for may have been granted, and got lost."""
         self._sample_request: Message | None = None
         self._chosen: deque[list[Buffer]] = deque()
         """The rest of the answer to it."""
@@ -243,7 +245,11 @@ class ReplayServer:
         """Answer parked requests in turns, one group for each actor, until nobody gets any more."""
         answered = True
         while answered:
-            answered = sum(self._grant_one(peer) for peer in list(self._acquires)) > 0
+            hopeful = (
+                self._acquires if self.replay.state.limiter.credit else self._asked & self._acquires.keys()
+            )
+            answered = sum(self._grant_one(peer) for peer in list(hopeful)) > 0
+        self._asked.clear()
 
     def _grant_one(self, peer: bytes) -> bool:
         """Answer an actor's oldest request: with a new group, or again with one that got lost."""
@@ -295,6 +301,7 @@ class ReplayServer:
         if peer in self.peers.actors:
             first = message["turn"]
             self._acquires[peer] = deque(range(first, first + message["groups"]))
+            self._asked.add(peer)
 
     def _episode(self, peer: bytes, message: Message) -> None:
         assert message.episode is not None
