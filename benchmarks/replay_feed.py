@@ -1,6 +1,7 @@
 """What it takes to feed learner ranks from 64 actors: ingest, choice and hand-over of whole batches.
 
     python benchmarks/replay_feed.py --groups 128 --ranks 1 2 4
+    python benchmarks/replay_feed.py --threads 1 2 4      how many threads the replay's reading needs
 
 A replay, a process that plays all actors, and one process per learner rank (gloo, CPU), over private sockets.
 Episodes have the recipes' size: 32 decisions of 224 x 224 pixels, groups of 8. Every batch is complete when
@@ -10,9 +11,11 @@ while the ranks fetch, and push the groups of a batch to come. Seconds are media
     ingest     until the actors have the receipts of all groups of a batch, with nothing beside it
     choose     until rank 0 knows which groups the batch has
     hand-over  from there until every rank has its part, decoded
-    silence    longest time in which the replay did not answer a peer
-    copy       the batch's bytes from memory to memory, in one process: into memory that is used again, and
-               into fresh memory, as whatever arrives in another process has to be
+    silence    longest time in which the replay did not answer a peer, also while the actors push
+    processor  seconds that the replay and the ranks computed for choice and hand-over, nothing beside it
+    copy       processor seconds to copy the batch's bytes in one process: into memory that is used again, and
+               into fresh memory, as whatever arrives in another process has to be; behind it how many times
+               as much `processor` is
 
 `share` is choose and hand-over as part of an update, which takes `--decision-seconds` for each decision of a
 rank's part.
@@ -22,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 import statistics
 import tempfile
 import threading
@@ -29,7 +33,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from multiprocessing.queues import Queue
 from pathlib import Path
 from queue import Empty
@@ -162,18 +166,29 @@ class Probe:
         self._thread.join()
 
 
-def learn(setup: Setup, rank: int, store: str, endpoint: str, found: Queue[Any]) -> None:
+def processor_seconds(pid: int) -> float:
+    """Return what a process has computed since it began."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
+def learn(setup: Setup, rank: int, store: str, endpoint: str, found: Queue[Any], others: list[int]) -> None:
     """Be a learner rank; rank 0 leads, and says how long each step took."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=setup.ranks)
-    follow(setup, endpoint) if rank else lead(setup, endpoint, found)
+    pids = [torch.zeros(1, dtype=torch.int64) for _ in range(setup.ranks)]
+    dist.all_gather(pids, torch.tensor([os.getpid()]))
+    if rank:
+        follow(endpoint)
+    else:
+        lead(setup, endpoint, found, [*others, *(int(pid) for pid in pids)])
     dist.destroy_process_group()
 
 
-def follow(setup: Setup, endpoint: str) -> None:
+def follow(endpoint: str) -> None:
     """Fetch this rank's part of every batch."""
     import torch.distributed as dist
 
@@ -188,8 +203,8 @@ def follow(setup: Setup, endpoint: str) -> None:
     port.close()
 
 
-def lead(setup: Setup, endpoint: str, found: Queue[Any]) -> None:
-    """Take one batch after another; every second one while the actors push."""
+def lead(setup: Setup, endpoint: str, found: Queue[Any], processes: list[int]) -> None:
+    """Take one batch after another; every second one while the actors push. `processes`: see `processor`."""
     from asyncrl.learner.distributed_ranks import DistributedRanks
     from asyncrl.learner.parts import fetch_part
     from asyncrl.learner.ranks import SingleRank
@@ -203,6 +218,7 @@ def lead(setup: Setup, endpoint: str, found: Queue[Any]) -> None:
         time.sleep(setup.update_seconds)
         beside = version % 2 == 1
         probe = Probe(endpoint)
+        computed = -sum(map(processor_seconds, processes))
         began = time.perf_counter()
         batch = port.choose(groups=setup.groups, version=version, timeout=DEADLINE)
         chosen = time.perf_counter()
@@ -213,8 +229,9 @@ def lead(setup: Setup, endpoint: str, found: Queue[Any]) -> None:
         part = fetch_part(port, ranks, mine, DEADLINE, lambda: None)
         ended = time.perf_counter()
         assert part.groups is not None, part.failure
+        computed += sum(map(processor_seconds, processes))
         probe.close()
-        found.put((beside, began, chosen, ended, probe.longest))
+        found.put((beside, began, chosen, ended, probe.longest, computed))
         port.report_version(version + 1)
     ranks.deal(None)
     port.stop()
@@ -251,22 +268,23 @@ def measure(setup: Setup, folder: Path) -> dict[str, float]:
     sockets = private_folder()
     endpoint, store = ipc_endpoint(sockets), str(folder / "store")
     pushed, found = SPAWN.Queue(), SPAWN.Queue()
-    ranks = [
-        SPAWN.Process(target=learn, args=(setup, rank, store, endpoint, found)) for rank in range(setup.ranks)
-    ]
     actors = SPAWN.Process(target=act, args=(setup, endpoint, pushed))
     replay = SPAWN.Process(target=serve, args=(setup, str(folder / "replay"), endpoint))
-    with running(replay, actors, *ranks):
-        taken = [next_of(found, ranks) for _ in range(2 * setup.rounds)]
+    with running(replay, actors):
+        about = (store, endpoint, found, [replay.pid])
+        ranks = [SPAWN.Process(target=learn, args=(setup, rank, *about)) for rank in range(setup.ranks)]
+        with running(*ranks):
+            taken = [next_of(found, ranks) for _ in range(2 * setup.rounds)]
     seconds = defaultdict[str, list[float]](list)
-    for beside, began, chosen, ended, silence in taken:
+    for beside, began, chosen, ended, silence, computed in taken:
         where = " beside" if beside else ""
         seconds["choose" + where].append(chosen - began)
         seconds["hand-over" + where].append(ended - chosen)
         seconds["silence" + where].append(silence)
+        seconds["processor" + where].append(computed)
     while not pushed.empty():
         began, ended, groups = pushed.get()
-        alone = all(ended < start or end < began for _, start, _, end, _ in taken)
+        alone = all(ended < start or end < began for _, start, _, end, *_ in taken)
         seconds["ingest" + ("" if alone else " beside")].append((ended - began) / groups * setup.groups)
     sockets.joinpath("replay").unlink(missing_ok=True)
     sockets.rmdir()
@@ -274,24 +292,92 @@ def measure(setup: Setup, folder: Path) -> dict[str, float]:
 
 
 def copies(setup: Setup) -> tuple[float, float, float]:
-    """Return the bytes of a batch, and seconds to copy them into used and into fresh memory."""
+    """Return the bytes of a batch, and processor seconds to copy them into used and into fresh memory."""
     group = make_group(0, size=GROUP_SIZE, decisions=setup.decisions, image=setup.image)
     arrays = [array for episode in group for array in episode_arrays(episode).values() if array.size]
     used = [array.copy() for array in arrays]
-    began = time.perf_counter()
+    began = time.process_time()
     for _ in range(setup.groups):
         for array, there in zip(arrays, used, strict=True):
             there[...] = array
-    warm = time.perf_counter() - began
+    warm = time.process_time() - began
     kept = list[Any]()
-    began = time.perf_counter()
+    began = time.process_time()
     for _ in range(setup.groups):
         kept.append([array.copy() for array in arrays])
-    return setup.groups * sum(a.nbytes for a in arrays), warm, time.perf_counter() - began
+    return setup.groups * sum(a.nbytes for a in arrays), warm, time.process_time() - began
+
+
+def reading(setup: Setup, threads: int, folder: Path) -> tuple[float, float]:
+    """Return seconds in which so many threads make groups ready to be sent, and one loop reads them."""
+    from asyncrl.replay.loading import GroupLoader
+    from asyncrl.replay.store import EpisodeStore
+
+    store = EpisodeStore(folder, group_size=GROUP_SIZE, max_bytes=1 << 60)
+    for number in range(setup.groups):
+        store.store_group(
+            number, make_group(number, size=GROUP_SIZE, decisions=setup.decisions, image=setup.image)
+        )
+    loader = GroupLoader(store)
+    loader.read_in_background(1 << 60, threads)
+    began = time.perf_counter()
+    for number in range(setup.groups):
+        loader.begin(number, lambda group: None)
+    while loader.busy:
+        time.sleep(0.001)
+    ready = time.perf_counter() - began
+    assert all(loader.look(number).messages for number in range(setup.groups))  # type: ignore[union-attr]
+    loader.close()
+    began = time.perf_counter()
+    for number in range(setup.groups):
+        store.load(number, verify=True)
+    store.close()
+    return ready, time.perf_counter() - began
+
+
+def print_reading(setup: Setup, threads: list[int]) -> None:
+    """Print a row for each number of threads."""
+    print("| threads | read, checked, written as messages | read and checked in a loop |\n|---|---|---|")
+    for count in threads:
+        with tempfile.TemporaryDirectory() as folder:
+            ready, loop = reading(setup, count, Path(folder))
+        print(f"| {count} | {ready:.2f} s | {loop:.2f} s |", flush=True)
+
+
+def print_hand_over(setup: Setup, numbers_of_ranks: list[int], decision_seconds: float) -> None:
+    """Print a row for each number of ranks; see the module's text."""
+    columns = (
+        "ingest",
+        "choose",
+        "hand-over",
+        "beside ingest",
+        "silence",
+        "processor",
+        "copy",
+        "fresh copy",
+        "share",
+    )
+    print(f"| ranks | GB | {' | '.join(columns)} |\n|{'---|' * (2 + len(columns))}", flush=True)
+    for ranks in numbers_of_ranks:
+        setup = replace(setup, ranks=ranks)
+        nbytes, warm, fresh = copies(setup)
+        with tempfile.TemporaryDirectory() as folder:
+            found = measure(setup, Path(folder))
+        update = decision_seconds * setup.groups * GROUP_SIZE * setup.decisions / ranks
+        spent = found["choose"] + found["hand-over"]
+        silence = max(found["silence"], found["silence beside"])
+        cells = [
+            *(f"{found[name]:.2f} s" for name in ("ingest", "choose", "hand-over", "hand-over beside")),
+            f"{silence:.2f} s",
+            f"{found['processor']:.2f} s",
+            *(f"{each:.2f} s, {found['processor'] / each:.1f}x" for each in (warm, fresh)),
+            f"{100 * spent / update:.2f} %",
+        ]
+        print(f"| {ranks} | {nbytes / 1e9:.2f} | {' | '.join(cells)} |", flush=True)
 
 
 def main() -> None:
-    """Print a row for each number of ranks."""
+    """Read the arguments and print one of the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--groups", type=int, default=32)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
@@ -301,32 +387,14 @@ def main() -> None:
     parser.add_argument("--read-ahead", type=float, default=8.0, help="gigabytes")
     parser.add_argument("--update-seconds", type=float, default=2.0, help="pass before a batch is asked for")
     parser.add_argument("--decision-seconds", type=float, default=0.040, help="of an update, for a decision")
+    parser.add_argument("--threads", type=int, nargs="+", help="only measure reading, with so many threads")
     arguments = parser.parse_args()
-    columns = ("ingest", "choose", "hand-over", "beside ingest", "silence", "copy", "fresh copy", "share")
-    print(f"| ranks | GB | {' | '.join(columns)} |\n|{'---|' * (2 + len(columns))}", flush=True)
-    for ranks in arguments.ranks:
-        setup = Setup(
-            groups=arguments.groups,
-            ranks=ranks,
-            decisions=arguments.decisions,
-            image=arguments.image,
-            rounds=arguments.rounds,
-            read_ahead=arguments.read_ahead,
-            update_seconds=arguments.update_seconds,
-        )
-        nbytes, warm, fresh = copies(setup)
-        with tempfile.TemporaryDirectory() as folder:
-            found = measure(setup, Path(folder))
-        update = arguments.decision_seconds * setup.groups * GROUP_SIZE * setup.decisions / ranks
-        spent = found["choose"] + found["hand-over"]
-        silence = max(found["silence"], found["silence beside"])
-        cells = [
-            *(f"{found[name]:.2f} s" for name in ("ingest", "choose", "hand-over", "hand-over beside")),
-            f"{silence:.2f} s",
-            *(f"{each:.2f} s, {spent / each:.1f}x" for each in (warm, fresh)),
-            f"{100 * spent / update:.2f} %",
-        ]
-        print(f"| {ranks} | {nbytes / 1e9:.2f} | {' | '.join(cells)} |", flush=True)
+    given = {field.name: getattr(arguments, field.name) for field in fields(Setup)}
+    setup = Setup(**given | {"ranks": 1})
+    if arguments.threads:
+        print_reading(setup, arguments.threads)
+        return
+    print_hand_over(setup, arguments.ranks, arguments.decision_seconds)
 
 
 if __name__ == "__main__":
