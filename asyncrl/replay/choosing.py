@@ -116,6 +116,8 @@ class BatchChooser:
         group = self.loader.look(number)
         if group is not None and group.damaged:
             self._put_away(number, group.damaged)
+            if number in self._state.limiter.ready:  # It might have been used again.
+                self._state.limiter.close_used(number)
         return group
 
     def read_in_background(self) -> None:

@@ -23,6 +23,8 @@ from asyncrl.replay.interface import BatchDescription, GroupLost
 from asyncrl.replay.part_fetch import WINDOW
 from asyncrl.replay.store import file_name
 from support.episodes import assert_same, make_episode
+from support.replay import fill as admit_all
+from support.replay import make_limiter, make_replay
 from support.replay_server import CONFIG, Served, acquire, kill, push_group, start_server, until
 
 GROUPS = 2 * WINDOW + 3
@@ -238,6 +240,27 @@ def test_a_group_whose_file_is_damaged_after_it_was_chosen_is_lost_and_another_b
         learner.close()
         actor.close(1.0)
         kill(server)
+
+
+def test_a_used_group_that_might_be_used_again_is_closed_when_its_file_is_damaged(tmp_path: Path) -> None:
+    limiter = make_limiter()
+    limiter.uses = 2
+    replay = make_replay(tmp_path, limiter)
+    replay.begin("learner", 0)
+    replay.hello("actor-0", "s")
+    for number in range(2):
+        replay.grant("actor-0", number)
+        admit_all(replay, number, (0,))
+    assert replay.choose(1, 0, "r") == [0]
+    replay.batches.begin()  # As after a restart: nothing is known of the file.
+    path = tmp_path / file_name(0)
+    path.write_bytes(path.read_bytes()[:-1])
+    group = replay.batches.load(0)
+    assert group is not None
+    assert "footer" in group.damaged
+    assert list(replay.state.limiter.ready) == [1]
+    assert replay.choose(1, 1, "s") == [1]
+    replay.close()
 
 
 def test_a_rank_whose_replay_says_nothing_ends_at_its_deadline(endpoint: str) -> None:
