@@ -6,15 +6,18 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import ReplayError, RunError
+from asyncrl.learner.batches import build_batch
 from asyncrl.learner.distributed_ranks import DistributedRanks
 from asyncrl.learner.outcomes import batch_metrics, outcome_of, pack, unpack
 from asyncrl.learner.parts import fetch_part
-from asyncrl.learner.ranks import SingleRank
+from asyncrl.learner.ranks import Groups, SingleRank
 from asyncrl.records import Episode
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort, ZmqRankPort
 from asyncrl.replay.interface import GroupLost
@@ -49,8 +52,18 @@ def test_outcomes_come_through_as_they_were(numbers: list[int], drawn: bool) -> 
             assert getattr(was, name).tolist() == getattr(now, name).tolist(), name
 
 
-def fetched(endpoint: str) -> tuple[list[list[bytes]], dict[str, float]]:
-    """The bytes of this rank's episodes, and on rank 0 the metrics of the batch."""
+def content(groups: Groups) -> dict[str, Any]:
+    """Everything that an update sees of groups, bit for bit."""
+    found = vars(build_batch(groups, version=0)).copy()
+    found |= {f"sample {name}": tensor for name, tensor in found.pop("sample").items()}
+    return {
+        name: np.asarray(value).tobytes() if isinstance(value, torch.Tensor | np.ndarray) else value
+        for name, value in found.items()
+    }
+
+
+def fetched(endpoint: str) -> tuple[dict[str, Any], dict[str, float]]:
+    """What this rank's update sees, and on rank 0 the metrics of the batch."""
     ranks = DistributedRanks(20.0)
     learner = ZmqLearnerPort(endpoint) if ranks.rank == 0 else None
     port = learner or ZmqRankPort(endpoint, f"learner-{ranks.rank}")
@@ -63,9 +76,7 @@ def fetched(endpoint: str) -> tuple[list[list[bytes]], dict[str, float]]:
     found = ranks.gather_outcomes([outcome_of(group) for group in part.groups])
     values = batch_metrics(found, 0)
     port.close()
-    return [[e.frames.tobytes() for e in group] for group in part.groups], {
-        metric.name: value for metric, value in values.items()
-    }
+    return content(part.groups), {metric.name: value for metric, value in values.items()}
 
 
 def serve_groups(folder: Path, endpoint: str) -> tuple[subprocess.Popen[bytes], ZmqActorPort]:
@@ -94,8 +105,8 @@ def test_ranks_hold_the_batch_and_rank_0_says_of_it_what_one_rank_would(
         actor.close(1.0)
         kill(server)
     groups = [imagined(number) for number in range(GROUPS)]
-    held = [parts[n % ranks][0][n // ranks] for n in range(GROUPS)]
-    assert held == [[episode.frames.tobytes() for episode in group] for group in groups]
+    for rank, (held, _) in enumerate(parts):
+        assert held == content(groups[rank::ranks]), "as it was dealt by one who held them all"
     values = batch_metrics([outcome_of(group) for group in groups], 0)
     assert parts[0][1] == {metric.name: value for metric, value in values.items()}
     assert all(said == {} for _, said in parts[1:])
