@@ -1,7 +1,6 @@
 """What it takes to feed learner ranks from 64 actors: ingest, choice and hand-over of whole batches.
 
     python benchmarks/replay_feed.py --groups 128 --ranks 1 2 4
-    python benchmarks/replay_feed.py --threads 1 2 4      how many threads the replay's reading needs
 
 A replay, a process that plays all actors, and one process per learner rank (gloo, CPU), over private sockets.
 Episodes have the recipes' size: 32 decisions of 224 x 224 pixels, groups of 8. Every batch is complete when
@@ -32,7 +31,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from multiprocessing.queues import Queue
 from pathlib import Path
@@ -44,9 +43,11 @@ from replay_episodes import make_group
 
 from asyncrl.config.loading import overlay
 from asyncrl.config.run import TrainConfig
+from asyncrl.errors import ReplayError
 from asyncrl.messaging.sockets import ipc_endpoint, private_folder
 from asyncrl.observability import metrics_replay as m
 from asyncrl.records import Episode, episode_arrays
+from asyncrl.replay.interface import LearnerPort
 
 SPAWN = multiprocessing.get_context("spawn")
 ACTORS, GROUP_SIZE, RECORDED = 64, 8, 3
@@ -203,6 +204,13 @@ def follow(endpoint: str) -> None:
     port.close()
 
 
+def ready_groups(port: LearnerPort) -> float:
+    """Return how many complete groups the replay has; 0 while it does not answer, as before it listens."""
+    with suppress(ReplayError):
+        return port.status()[m.GROUPS_READY]
+    return 0.0
+
+
 def lead(setup: Setup, endpoint: str, found: Queue[Any], processes: list[int]) -> None:
     """Take one batch after another; every second one while the actors push. `processes`: see `processor`."""
     from asyncrl.learner.distributed_ranks import DistributedRanks
@@ -213,7 +221,7 @@ def lead(setup: Setup, endpoint: str, found: Queue[Any], processes: list[int]) -
     ranks = DistributedRanks(DEADLINE) if setup.ranks > 1 else SingleRank()
     port = ZmqLearnerPort(endpoint)
     for version in range(2 * setup.rounds):
-        while port.status()[m.GROUPS_READY] < 2 * setup.groups:
+        while ready_groups(port) < 2 * setup.groups:
             time.sleep(0.05)
         time.sleep(setup.update_seconds)
         beside = version % 2 == 1
@@ -308,42 +316,6 @@ def copies(setup: Setup) -> tuple[float, float, float]:
     return setup.groups * sum(a.nbytes for a in arrays), warm, time.process_time() - began
 
 
-def reading(setup: Setup, threads: int, folder: Path) -> tuple[float, float]:
-    """Return seconds in which so many threads make groups ready to be sent, and one loop reads them."""
-    from asyncrl.replay.loading import GroupLoader
-    from asyncrl.replay.store import EpisodeStore
-
-    store = EpisodeStore(folder, group_size=GROUP_SIZE, max_bytes=1 << 60)
-    for number in range(setup.groups):
-        store.store_group(
-            number, make_group(number, size=GROUP_SIZE, decisions=setup.decisions, image=setup.image)
-        )
-    loader = GroupLoader(store)
-    loader.read_in_background(1 << 60, threads)
-    began = time.perf_counter()
-    for number in range(setup.groups):
-        loader.begin(number, lambda group: None)
-    while loader.busy:
-        time.sleep(0.001)
-    ready = time.perf_counter() - began
-    assert all(loader.look(number).messages for number in range(setup.groups))  # type: ignore[union-attr]
-    loader.close()
-    began = time.perf_counter()
-    for number in range(setup.groups):
-        store.load(number, verify=True)
-    store.close()
-    return ready, time.perf_counter() - began
-
-
-def print_reading(setup: Setup, threads: list[int]) -> None:
-    """Print a row for each number of threads."""
-    print("| threads | read, checked, written as messages | read and checked in a loop |\n|---|---|---|")
-    for count in threads:
-        with tempfile.TemporaryDirectory() as folder:
-            ready, loop = reading(setup, count, Path(folder))
-        print(f"| {count} | {ready:.2f} s | {loop:.2f} s |", flush=True)
-
-
 def print_hand_over(setup: Setup, numbers_of_ranks: list[int], decision_seconds: float) -> None:
     """Print a row for each number of ranks; see the module's text."""
     columns = (
@@ -377,7 +349,7 @@ def print_hand_over(setup: Setup, numbers_of_ranks: list[int], decision_seconds:
 
 
 def main() -> None:
-    """Read the arguments and print one of the tables."""
+    """Read the arguments and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--groups", type=int, default=32)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
@@ -387,13 +359,9 @@ def main() -> None:
     parser.add_argument("--read-ahead", type=float, default=8.0, help="gigabytes")
     parser.add_argument("--update-seconds", type=float, default=2.0, help="pass before a batch is asked for")
     parser.add_argument("--decision-seconds", type=float, default=0.040, help="of an update, for a decision")
-    parser.add_argument("--threads", type=int, nargs="+", help="only measure reading, with so many threads")
     arguments = parser.parse_args()
     given = {field.name: getattr(arguments, field.name) for field in fields(Setup)}
     setup = Setup(**given | {"ranks": 1})
-    if arguments.threads:
-        print_reading(setup, arguments.threads)
-        return
     print_hand_over(setup, arguments.ranks, arguments.decision_seconds)
 
 

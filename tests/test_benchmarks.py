@@ -111,9 +111,19 @@ def test_the_cost_of_feeding_ranks_is_read_from_whole_batches(
         ingest, choose, hand_over = (float(cell.removesuffix(" s")) for cell in row.split(" | ")[2:5])
         assert ingest >= 0
         assert 0 < choose + hand_over < 60
-    monkeypatch.setattr(sys, "argv", ["benchmark", *small, "--threads", "2"])
+
+
+def test_a_benchmark_of_reading_measures_threads_and_a_loop(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    benchmark = import_module("replay_reading")
+    small = ["--groups", "3", "--decisions", "2", "--image", "8", "--threads", "1", "2"]
+    monkeypatch.setattr(sys, "argv", ["benchmark", *small])
     benchmark.main()
-    assert capsys.readouterr().out.splitlines()[2].startswith("| 2 | 0.")
+    rows = capsys.readouterr().out.splitlines()[2:]
+    assert [row.split(" | ")[0] for row in rows] == ["| 1", "| 2"]
+    assert all(row.count(" s |") == 2 for row in rows)
 
 
 def test_the_episodes_of_the_overhead_benchmark_are_what_a_replay_would_admit(
