@@ -49,8 +49,8 @@ MAX_REQUESTS: Final = 4096
 """Groups that an actor may ask for at once."""
 _MESSAGES_PER_PASS: Final = 64
 """Messages handled before waiting requests are tried again."""
-_SECONDS_PER_PASS: Final = 0.02
-"""Seconds of one pass after which no further message is taken: learner ranks wait for their groups."""
+_EPISODES_PER_PASS: Final = 8
+"""Episodes taken before anything is sent: they take milliseconds, and learner ranks wait for their groups."""
 
 
 def serve_replay(
@@ -127,7 +127,7 @@ class ReplayServer:
         self._chosen: deque[list[Buffer]] = deque()
         """The rest of the answer to it."""
         self._hand_over = HandOver(replay.batches, replay.state.session, self.sender)
-        self._bytes = 0
+        self._bytes = self._episodes = 0
         self._handlers: dict[str, Callable[[bytes, Message], None]] = {
             "hello": self._hello,
             "ping": self.peers.ping,
@@ -173,9 +173,9 @@ class ReplayServer:
         self._served_at = time.monotonic()
 
     def _receive(self) -> None:
-        until = time.monotonic() + _SECONDS_PER_PASS
+        enough = self._episodes + _EPISODES_PER_PASS
         for _ in range(_MESSAGES_PER_PASS):
-            if time.monotonic() > until:
+            if self._episodes >= enough:
                 return
             try:
                 peer, *frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -209,6 +209,7 @@ class ReplayServer:
             self.replay.state.limiter.note_heartbeat(self.peers.actors[peer])
         if message.kind in WITH_EPISODE:
             self._bytes += sum(map(len, frames))
+            self._episodes += 1
         known = message.kind in ("hello", "settings") or self.peers.knows(peer)
         if known and self.replay.stopped and message.kind not in ("bye", "status", "stop"):
             self.sender.send(peer, "stopped")
