@@ -36,7 +36,7 @@ class BatchChooser:
         """Choose a batch and read it, in this thread.
 
         Returns:
-            Groups of episodes in the order of their members, without the arrays `loading.LEFT_OUT`.
+            Groups of episodes in the order of their members.
         """
         assert not self.loader.in_background
         while (numbers := self.choose(groups, request)) is not None:

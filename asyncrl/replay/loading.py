@@ -24,7 +24,7 @@ from asyncrl.replay.files.format import GroupFile
 from asyncrl.replay.store import EpisodeStore
 
 LEFT_OUT: Final = ("video",)
-"""Arrays that no update looks at."""
+"""Arrays that no update looks at: threads do not read them."""
 MAX_THREADS: Final = 4
 Check = Callable[[Sequence[Episode]], str | None]
 """Says why the learner cannot use a group, or None."""
@@ -39,7 +39,7 @@ class LoadedGroup:
     unusable: str | None = None
     """Why the learner cannot use it; None: it can."""
     episodes: list[Episode] = field(default_factory=list)
-    """In the order of their members, without the arrays `LEFT_OUT`; empty where they were not kept."""
+    """In the order of their members; empty where they were not kept."""
     messages: list[list[Buffer]] = field(default_factory=list)
     """A message `batch` for each episode, without copies of its arrays; empty likewise."""
 
@@ -109,7 +109,7 @@ class GroupLoader:
 
     def _submit(self, group_file: GroupFile, check: Check, kept: bool) -> Future[LoadedGroup]:
         if self._pool is not None:
-            return self._pool.submit(_load, self._store, group_file, check, kept)
+            return self._pool.submit(_load, self._store, group_file, check, kept, LEFT_OUT)
         done = Future[LoadedGroup]()
         try:
             done.set_result(_load(self._store, group_file, check, kept))
@@ -162,15 +162,18 @@ class GroupLoader:
             self._pool.shutdown(cancel_futures=True)
 
 
-def _load(store: EpisodeStore, group_file: GroupFile, check: Check, kept: bool) -> LoadedGroup:
+def _load(
+    store: EpisodeStore, group_file: GroupFile, check: Check, kept: bool, without: Sequence[str] = ()
+) -> LoadedGroup:
     """Read and check one group."""
     try:
-        read = store.read(group_file, without=LEFT_OUT)
+        episodes = store.read(group_file, without=without)
     except (CodecMissing, OutOfFiles):
         raise
     except ReplayError as error:
         return LoadedGroup(damaged=str(error))
-    episodes = [replace(episode, video=episode.frames[:0]) for episode in read]
+    if without:
+        episodes = [replace(episode, video=episode.frames[:0]) for episode in episodes]
     if (why := check(episodes)) is not None:
         return LoadedGroup(unusable=why)
     if not kept:

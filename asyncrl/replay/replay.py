@@ -311,7 +311,7 @@ class Replay:
         """Choose a batch and read it, in this thread; see `choose`.
 
         Returns:
-            Groups of episodes in the order of their members, without the arrays `loading.LEFT_OUT`.
+            Groups of episodes in the order of their members.
         """
         self.set_version(version)
         return self.batches.sample(groups, request)
