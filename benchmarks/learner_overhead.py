@@ -37,8 +37,9 @@ from asyncrl.config.run import ActorSettings, TrainConfig
 from asyncrl.launch.build import build_update
 from asyncrl.launch.placement import pick_device
 from asyncrl.launch.policies import build_learning_policy
-from asyncrl.learner.batches import batch_metrics, build_batch
+from asyncrl.learner.batches import build_batch
 from asyncrl.learner.fsdp import make_float32_masters
+from asyncrl.learner.outcomes import batch_metrics, outcome_of
 from asyncrl.learner.update import Update
 from asyncrl.observability.metrics_logger import MetricsLogger
 from asyncrl.policies.interface import SamplingParams
@@ -166,7 +167,8 @@ def time_updates(
             watch.seconds.clear()
             began = watch.now()
             values = update(build_batch(groups, version=version), version)
-            log.write(version + 1, values | batch_metrics(groups, version=version))
+            outcomes = [outcome_of(group) for group in groups]
+            log.write(version + 1, values | batch_metrics(outcomes, version=version))
             whole = watch.now() - began
             spent = watch.seconds
             passes = sum(spent.get(name, 0.0) for name in (*PASSES, "backward"))

@@ -98,6 +98,37 @@ def test_a_benchmark_of_the_published_worlds_measures_what_it_is_asked_for(
     assert readings[0].startswith("evac: state of a slot")
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_the_cost_of_feeding_ranks_is_read_from_whole_batches(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    benchmark = import_module("replay_feed")
+    small = ["--groups", "3", "--decisions", "2", "--image", "8", "--rounds", "1", "--update-seconds", "0"]
+    monkeypatch.setattr(sys, "argv", ["benchmark", *small, "--ranks", "1", "2"])
+    benchmark.main()
+    rows = capsys.readouterr().out.splitlines()[2:]
+    assert [row.split(" | ")[0] for row in rows] == ["| 1", "| 2"]
+    for row in rows:
+        ingest, choose, hand_over = (float(cell.removesuffix(" s")) for cell in row.split(" | ")[2:5])
+        assert ingest >= 0
+        assert 0 < choose + hand_over < 60
+
+
+def test_a_benchmark_of_reading_measures_threads_and_a_loop(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    benchmark = import_module("replay_reading")
+    small = ["--groups", "3", "--decisions", "2", "--image", "8", "--threads", "1", "2"]
+    monkeypatch.setattr(sys, "argv", ["benchmark", *small])
+    benchmark.main()
+    rows = capsys.readouterr().out.splitlines()[2:]
+    assert [row.split(" | ")[0] for row in rows] == ["| 1", "| 2"]
+    assert all(row.count(" s |") == 2 for row in rows)
+
+
 def test_the_episodes_of_the_overhead_benchmark_are_what_a_replay_would_admit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

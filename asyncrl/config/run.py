@@ -120,6 +120,9 @@ class ReplaySettings(Bounded):
     (`asyncrl replay export`); 0 = never."""
     max_gigabytes: Annotated[float, AtLeast(0.01, "the run must fit.", "Use 8.")] = 8.0
     """Oldest groups that were already used are deleted beyond this size."""
+    read_ahead_gigabytes: Annotated[float, AtLeast(0, "memory cannot be negative.", "Use 8.")] = 8.0
+    """Memory of the replay for complete groups that it reads before the learner asks for them. What does not
+    fit is checked, and read again when a learner rank fetches it. Without effect under --inline."""
     listen: str = ""
     """Address the replay listens on, like tcp://10.0.0.5:5555; beyond loopback it needs --replay.keys. Empty:
     a private socket on this host. Without effect under --inline."""

@@ -17,7 +17,7 @@ from asyncrl.observability import waits
 from asyncrl.observability.metrics import Metric
 from asyncrl.observability.signals import StopFlag
 from asyncrl.records import Episode
-from asyncrl.replay.interface import LearnerPort
+from asyncrl.replay.interface import BatchDescription, LearnerPort
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -169,9 +169,15 @@ class WatchedReplay:
         self._port, self._children = port, children
         self.stopped = False
 
-    def sample(self, *, groups: int, version: int, timeout: float) -> list[list[Episode]]:
-        """See `LearnerPort.sample`."""
-        return self._port.sample(groups=groups, version=version, timeout=timeout)
+    def choose(self, *, groups: int, version: int, timeout: float) -> BatchDescription:
+        """See `LearnerPort.choose`."""
+        return self._port.choose(groups=groups, version=version, timeout=timeout)
+
+    def fetch(
+        self, wanted: BatchDescription, *, timeout: float, while_waiting: Callable[[], object]
+    ) -> list[list[Episode]]:
+        """See `LearnerPort.fetch`."""
+        return self._port.fetch(wanted, timeout=timeout, while_waiting=while_waiting)
 
     def report_version(self, version: int) -> None:
         """See `LearnerPort.report_version`."""

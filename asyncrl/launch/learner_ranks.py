@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 from asyncrl.config.loading import load_file
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
-from asyncrl.launch import build, console, rendezvous
+from asyncrl.launch import build, console, endpoints, rendezvous
 from asyncrl.launch.hosts import Hosts
 from asyncrl.launch.placement import Placement, copies_of, pick_device
 from asyncrl.launch.policies import build_learning_policy
@@ -35,7 +36,7 @@ from asyncrl.learner.fsdp import make_float32_masters, shard
 from asyncrl.learner.loop import NullLog
 from asyncrl.learner.ranks import LearnerRanks, SingleRank
 from asyncrl.learner.weight_export import acting_types
-from asyncrl.replay.interface import NullLearnerPort
+from asyncrl.replay.part_fetch import ZmqRankPort
 from asyncrl.replay.store import LEDGER
 from asyncrl.storage import run_identity, run_lock
 from asyncrl.storage.checkpoint import WRITE_DEADLINE, Checkpoints
@@ -193,13 +194,23 @@ def run_follower_rank(
         version=version,
         checkpoint=checkpoint,
     )
-    with learner_group(config, len(placement.learners), device, while_waiting=children.poll) as group:
-        build_joined_learner(
-            config,
-            start,
-            NullLearnerPort(),
-            NullPublisher(),
-            NullLog(),
-            group,
-            copies=copies_of(config, placement, hosts),
-        ).run()
+    port = ZmqRankPort(
+        info.replay_endpoint,
+        f"learner-{rendezvous.rank()}",
+        security=endpoints.client_keys(info.keys, "learner"),
+        identity=replace(start.identity, attempt=info.attempt),
+    )
+    try:
+        with learner_group(config, len(placement.learners), device, while_waiting=children.poll) as group:
+            build_joined_learner(
+                config,
+                start,
+                port,
+                NullPublisher(),
+                NullLog(),
+                group,
+                stop_requested=children.poll,
+                copies=copies_of(config, placement, hosts),
+            ).run()
+    finally:
+        port.close()

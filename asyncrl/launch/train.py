@@ -105,8 +105,8 @@ def _checked(config: TrainConfig, hosts: Hosts, facts: list[HostFacts]) -> Hosts
     copies_of(config, placement, hosts)
     learners = sorted({hosts.of(rank) for rank in placement.learners})
     hosts = replace(hosts, learners=tuple(learners))
-    # Episodes travel to learners of other hosts through rank 0, and the fitter works over the run's folder.
-    reached = any(hosts.of(rank) > 0 for rank in placement.actors)
+    # The fitter works over the run's folder.
+    reached = any(hosts.of(rank) > 0 for rank in (*placement.learners, *placement.actors))
     return endpoints.with_addresses(config, hosts) if reached else hosts
 
 

@@ -18,10 +18,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.errors import ReplayError
-from asyncrl.observability import metrics_guard as g
-from asyncrl.observability import metrics_replay as r
-from asyncrl.observability import metrics_training as m
-from asyncrl.observability.metrics import LAG_RANGES, Metric
 from asyncrl.records import Episode, Float32, Uint8, decision_layout
 
 
@@ -156,65 +152,6 @@ def _joined(arrays: Sequence[NDArray[Any]]) -> Tensor:
     """``[D, ...]`` one array of the sample of all episodes; integers as int64."""
     joined = np.concatenate(arrays)
     return torch.from_numpy(joined if joined.dtype.kind == "f" else joined.astype(np.int64))
-
-
-def batch_metrics(
-    groups: Sequence[Sequence[Episode]], *, version: int, weighted: bool = False
-) -> dict[Metric, float]:
-    """Describe the groups of an update: episodes, and lags over decisions.
-
-    Args:
-        groups: Of the update.
-        version: Learner's policy version, from which the lag counts.
-        weighted: Whether successes were imagined again, so that episodes may count less than others.
-    """
-    episodes = [episode for group in groups for episode in group]
-    scores = np.array([episode.total_reward for episode in episodes])
-    mean_return = float(scores.mean())
-    lengths = np.array([episode.steps for episode in episodes])
-    lag = version - np.concatenate([episode.policy_versions for episode in episodes])
-    return {
-        m.SUCCESS_ONCE: float(np.mean([episode.success for episode in episodes])),
-        m.RETURN: mean_return,
-        m.REWARDS: mean_return,
-        m.REWARD_STD: float(scores.std()),
-        m.REWARD: float((scores / lengths).mean()),
-        m.STEP_REWARD: float(scores.sum() / lengths.sum()),
-        m.TERMINATION_RATE: float(np.mean([episode.end_reason != "truncated" for episode in episodes])),
-        m.EPISODE_LEN: float(lengths.mean()),
-        r.SIGNAL_GROUPS: float(np.mean([_has_signal(group) for group in groups])),
-        r.LAG_MEAN: float(lag.mean()),
-        r.LAG_MAX: float(lag.max()),
-        **{
-            metric: float(lags.holds(lag).mean())
-            for metric, lags in zip(r.LAG_HISTOGRAM, LAG_RANGES, strict=True)
-        },
-        **_world_lag(episodes),
-        **(_agreement(episodes) if weighted else {}),
-    }
-
-
-def _has_signal(group: Sequence[Episode]) -> bool:
-    """Tell whether the episodes that count differ in return."""
-    return len({episode.total_reward for episode in group if episode.weight}) > 1
-
-
-def _agreement(episodes: Sequence[Episode]) -> dict[Metric, float]:
-    """Say how much episodes count, and of the successes how many were none when imagined again."""
-    found = {g.WEIGHT_MEAN: float(np.mean([episode.weight for episode in episodes]))}
-    if again := [episode.weight for episode in episodes if episode.success]:
-        found[g.DISAGREE] = float(1 - np.mean(again))
-    return found
-
-
-def _world_lag(episodes: Sequence[Episode]) -> dict[Metric, float]:
-    """Say how far the decisions' worlds are behind the newest; nothing where there is one world."""
-    drawn_by = [episode.world_versions for episode in episodes if episode.world_versions is not None]
-    if not drawn_by:
-        return {}
-    versions = np.concatenate(drawn_by)
-    lag = versions.max() - versions
-    return {r.WORLD_LAG_MEAN: float(lag.mean()), r.WORLD_LAG_MAX: float(lag.max())}
 
 
 def _complete(group: Sequence[Episode]) -> list[Episode]:

@@ -1,23 +1,22 @@
 """The learner ranks of a run, joined by torch.distributed's default process group (which has learners only).
 
-    rank 0         samples, then shares its batch out       waits for: the others to receive their parts
+    rank 0         chooses, then says what the batch is     waits for: the others to have their parts
                    says every few seconds that it waits     for a batch
-    other ranks    wait for a part, or the end of the run   ended by: rank 0, or its end (the link breaks)
+    other ranks    wait for a batch, or the end of the run  ended by: rank 0, or its end (the link breaks)
 
-Episodes travel as our own messages (`messaging.wire`) through gloo, as raw bytes with a header of lengths:
-
-    header   [1 + ranks] int64, to all: what follows (`_Announcement`), then the number of lengths per rank
-    lengths  [n] int64, to one rank: groups, then per group: episodes, then per episode: frames, bytes of each
-    bytes    [sum] uint8, to one rank: the frames one after another
+What a batch is travels through gloo as a header to all, ``[2]`` int64 (`_Announcement`, bytes of what
+follows), and JSON; the episodes do not: each rank fetches its part from the replay itself.
 
 Sums and full tensors are collectives on the device. Every wait ends with a `RunError` at its deadline.
 """
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import timedelta
 from enum import IntEnum
 from typing import Any, Final
@@ -28,10 +27,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from asyncrl.errors import ConfigError, RunError
-from asyncrl.learner.ranks import Groups
-from asyncrl.messaging.wire import decode, encode
+from asyncrl.learner.outcomes import GroupOutcome, pack, unpack
+from asyncrl.learner.ranks import PartState
 from asyncrl.observability import process_status, waits
-from asyncrl.records import Episode
+from asyncrl.replay.interface import BatchDescription
 
 COLLECTIVE_DEADLINE: Final = 300.0
 """Seconds that every rank has to join a collective; all make the same calls at about the same time."""
@@ -52,10 +51,10 @@ def abandon_group(device: torch.device) -> None:
 
 
 class _Announcement(IntEnum):
-    """What rank 0 says before it shares."""
+    """What rank 0 says."""
 
     END = 0
-    PARTS = 1
+    BATCH = 1
     TOO_FEW = 2
     WAITING = 3
 
@@ -70,11 +69,11 @@ class DistributedRanks:
         while_waiting: Callable[[], object] = lambda: None,
         remedy: str = RESUME,
     ) -> None:
-        """Make the link for episodes; collective, like every method.
+        """Make the link for batches; collective, like every method.
 
         Args:
             batch_timeout: Seconds that rank 0 may say nothing (`still_waiting`) while the others wait.
-            while_waiting: Called often while this rank waits in `scatter_groups`.
+            while_waiting: Called often while this rank waits in `deal`.
             remedy: What to do after a rank was lost.
         """
         self.rank, self.size, self.remedy = dist.get_rank(), dist.get_world_size(), remedy
@@ -91,17 +90,51 @@ class DistributedRanks:
         """See `LearnerRanks.max`."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
-    def scatter_groups(
-        self, groups: Groups | None, while_waiting: Callable[[], object] = lambda: None
-    ) -> Groups | None:
-        """See `LearnerRanks.scatter_groups`; group n goes to rank ``n % size``."""
+    def deal(
+        self, batch: BatchDescription | None, while_waiting: Callable[[], object] = lambda: None
+    ) -> BatchDescription | None:
+        """See `LearnerRanks.deal`."""
         with explain_lost_peer(f"learner rank {self.rank} of {self.size} to share a batch"):
-            return self._send_parts(groups) if self.rank == 0 else self._receive_part(while_waiting)
+            whole = self._tell(batch) if self.rank == 0 else self._hear(while_waiting)
+        return whole and whole.part(self.rank, self.size)
+
+    def gather_states(self, state: PartState) -> list[PartState]:
+        """See `LearnerRanks.gather_states`; ends when the last one has its part, or gave it up."""
+        said = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        deadline = self.batch_timeout + COLLECTIVE_DEADLINE
+        with (
+            explain_lost_peer(f"the parts of {self.size} learner ranks, at rank {self.rank}"),
+            waits.waiting(waits.FETCH, deadline),
+        ):
+            dist.all_gather(said, torch.tensor([int(state)]), group=self._link)
+        return [PartState(int(each)) for each in said]
+
+    def gather_outcomes(self, part: Sequence[GroupOutcome]) -> list[GroupOutcome]:
+        """See `LearnerRanks.gather_outcomes`."""
+        with explain_lost_peer(f"what {self.size} learner ranks say of their parts, at rank {self.rank}"):
+            if self.rank > 0:
+                arrays = pack(part)
+                dist.send(torch.tensor([len(array) for array in arrays]), 0, group=self._link)
+                for array in arrays:
+                    dist.send(torch.from_numpy(array), 0, group=self._link)
+                return []
+            parts = [list(part), *(self._outcomes_of(rank) for rank in range(1, self.size))]
+        groups = sum(map(len, parts))
+        return [parts[n % self.size][n // self.size] for n in range(groups)]
+
+    def _outcomes_of(self, rank: int) -> list[GroupOutcome]:
+        lengths = torch.zeros(2, dtype=torch.int64)
+        dist.recv(lengths, rank, group=self._link)
+        numbers = torch.zeros(int(lengths[0]), dtype=torch.int64)
+        episodes = torch.zeros(int(lengths[1]), dtype=torch.float64)
+        for tensor in (numbers, episodes):
+            dist.recv(tensor, rank, group=self._link)
+        return unpack(numbers.numpy(), episodes.numpy())
 
     def still_waiting(self) -> None:
         """See `LearnerRanks.still_waiting`."""
         with explain_lost_peer(f"learner rank {self.rank} of {self.size} to say that it waits"):
-            self._announce(_Announcement.WAITING, [])
+            self._announce(_Announcement.WAITING)
 
     def gather_full(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See `LearnerRanks.gather_full`; one tensor at a time, in the order of their names."""
@@ -120,43 +153,39 @@ class DistributedRanks:
             dist.all_reduce(result, operation)
         return result
 
-    def _send_parts(self, groups: Groups | None) -> Groups | None:
-        if groups is None:
-            self._announce(_Announcement.END, [])
+    def _tell(self, batch: BatchDescription | None) -> BatchDescription | None:
+        if batch is None:
+            self._announce(_Announcement.END)
             return None
-        if len(groups) < self.size:
-            self._announce(_Announcement.TOO_FEW, [])
+        if len(batch.numbers) < self.size:
+            self._announce(_Announcement.TOO_FEW)
             raise too_few(self.size)
-        packed = [pack(groups[rank :: self.size]) for rank in range(1, self.size)]
-        self._announce(_Announcement.PARTS, [len(lengths) for lengths, _ in packed])
-        for rank, (lengths, frames) in enumerate(packed, start=1):
-            dist.send(lengths, rank, group=self._link)
-            dist.send(frames, rank, group=self._link)
-        return groups[:: self.size]
+        self._announce(_Announcement.BATCH, json.dumps(asdict(batch)).encode())
+        return batch
 
-    def _announce(self, announcement: _Announcement, counts: list[int]) -> None:
-        header = torch.tensor([announcement, 0, *(counts or [0] * (self.size - 1))])
-        dist.broadcast(header, 0, group=self._link)
+    def _announce(self, announcement: _Announcement, text: bytes = b"") -> None:
+        dist.broadcast(torch.tensor([announcement, len(text)]), 0, group=self._link)
+        if text:
+            dist.broadcast(torch.frombuffer(bytearray(text), dtype=torch.uint8), 0, group=self._link)
 
-    def _receive_part(self, while_waiting: Callable[[], object]) -> Groups | None:
+    def _hear(self, while_waiting: Callable[[], object]) -> BatchDescription | None:
         with waits.waiting(waits.PART, self.batch_timeout):
-            announcement, count = self._next_announcement(while_waiting)
+            announcement, length = self._next_announcement(while_waiting)
             while announcement is _Announcement.WAITING:
                 process_status.progress()
-                announcement, count = self._next_announcement(while_waiting)
+                announcement, length = self._next_announcement(while_waiting)
         if announcement is _Announcement.TOO_FEW:
             raise too_few(self.size)
         if announcement is _Announcement.END:
             return None
-        lengths = torch.zeros(count, dtype=torch.int64)
-        dist.recv(lengths, 0, group=self._link)
-        frames = torch.zeros(sum(_frame_sizes(lengths.tolist())), dtype=torch.uint8)
-        dist.recv(frames, 0, group=self._link)
-        return unpack(lengths, frames)
+        text = torch.zeros(length, dtype=torch.uint8)
+        dist.broadcast(text, 0, group=self._link)
+        said = json.loads(text.numpy().tobytes())
+        return BatchDescription(request=said["request"], numbers=tuple(said["numbers"]))
 
     def _next_announcement(self, while_waiting: Callable[[], object]) -> tuple[_Announcement, int]:
-        """Wait for rank 0 to say something; returns it, and the number of lengths of this rank's part."""
-        header = torch.zeros(1 + self.size, dtype=torch.int64)
+        """Wait for rank 0 to say something; returns it, and how many bytes follow."""
+        header = torch.zeros(2, dtype=torch.int64)
         awaited = dist.broadcast(header, 0, group=self._link, async_op=True)
         assert awaited is not None  # This rank is in the group.
         until = time.monotonic() + self.batch_timeout
@@ -170,7 +199,7 @@ class DistributedRanks:
                 "say that it waits for one. It hangs: see its output and the actors' logs."
             )
         awaited.wait()
-        return _Announcement(int(header[0])), int(header[1 + self.rank])
+        return _Announcement(int(header[0])), int(header[1])
 
 
 def too_few(ranks: int) -> ConfigError:
@@ -180,54 +209,6 @@ def too_few(ranks: int) -> ConfigError:
         f"would have nothing to learn from. Use --algorithm.groups-per-update {ranks} or a multiple of it, "
         "or name fewer learner ranks in --placement."
     )
-
-
-def pack(groups: Groups) -> tuple[Tensor, Tensor]:
-    """Write groups of episodes as ``[n]`` int64 lengths and ``[sum]`` uint8 frames; see the module's text."""
-    lengths, parts = [len(groups)], []
-    for group in groups:
-        lengths.append(len(group))
-        for episode in group:
-            frames = encode("episode", episode)
-            lengths += [len(frames), *(len(frame) for frame in frames)]
-            parts += frames
-    return torch.tensor(lengths), torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
-
-
-def unpack(lengths: Tensor, frames: Tensor) -> list[list[Episode]]:
-    """Read what `pack` wrote.
-
-    Args:
-        lengths: ``[n]`` int64, on the CPU.
-        frames: ``[sum]`` uint8, on the CPU.
-
-    Raises:
-        WireError: An episode breaks the wire format.
-    """
-    numbers, offset = iter(lengths.tolist()), 0
-    view = frames.numpy().data
-    groups: list[list[Episode]] = []
-    for _ in range(next(numbers)):
-        group: list[Episode] = []
-        for _ in range(next(numbers)):
-            message: list[memoryview] = []
-            for _ in range(next(numbers)):
-                size = next(numbers)
-                message.append(view[offset : offset + size])
-                offset += size
-            episode = decode(message).episode
-            assert episode is not None  # The kind carries one.
-            group.append(episode)
-        groups.append(group)
-    return groups
-
-
-def _frame_sizes(lengths: list[int]) -> Iterator[int]:
-    numbers = iter(lengths)
-    for _ in range(next(numbers)):
-        for _ in range(next(numbers)):
-            for _ in range(next(numbers)):
-                yield next(numbers)
 
 
 @contextmanager

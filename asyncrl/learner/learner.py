@@ -8,8 +8,9 @@ At the start it also waits for the actors to take the first version, so that a b
 A version is published and saved only when its weights are finite. Whatever ends the run, the last finished
 update is saved, if all ranks can still do that together.
 
-Every learner rank runs this loop and makes the same calls in the same order: rank 0 samples, shares the batch
-out, publishes the weights that come together there, and decides when to end. The others' ports lead nowhere.
+Every learner rank runs this loop and makes the same calls in the same order: rank 0 chooses the batch, says
+which groups are whose, publishes the weights that come together there, and decides when to end. Each rank
+fetches its part from the replay.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ from torch import Tensor, nn
 from asyncrl.devices.memory import host_peak, peak_memory
 from asyncrl.devices.offload import NO_OFFLOAD, IdleOffload
 from asyncrl.errors import CheckpointError, RunError, SampleTimeout
-from asyncrl.learner.batches import batch_metrics, build_batch
+from asyncrl.learner.batches import build_batch
 from asyncrl.learner.loop import Log, LoopSettings
+from asyncrl.learner.outcomes import batch_metrics, outcome_of
+from asyncrl.learner.parts import fetch_part
 from asyncrl.learner.progress import BatchWait, Told, UpdateProgress
 from asyncrl.learner.ranks import Groups, not_finite
 from asyncrl.learner.throughput import Throughput
@@ -37,7 +40,7 @@ from asyncrl.observability import process_status, waits
 from asyncrl.observability.metrics import Metric
 from asyncrl.observability.process_status import activity
 from asyncrl.observability.signals import interrupts_deferred
-from asyncrl.replay.interface import LearnerPort, NothingToLearn
+from asyncrl.replay.interface import BatchDescription, LearnerPort, NothingToLearn
 from asyncrl.storage import checkpoint
 from asyncrl.storage.checkpoint import Checkpoints, Progress
 from asyncrl.weights.interface import Publisher, WeightSource
@@ -161,13 +164,13 @@ class Learner:
         self._publish()
         self._row_began = self.clock()
         while self.version < self.settings.updates:
-            batch, part = self._next_part()
+            part = self._next_part()
             if part is None:
                 return
             with activity(f"updating version {self.version}", self.settings.hang_timeout):
-                values = self._learn(part) | batch_metrics(
-                    batch or part, version=self.version - 1, weighted=self.settings.weighted
-                )
+                outcomes = self.ranks.gather_outcomes([outcome_of(group) for group in part])
+                values = self._learn(part)
+                values |= batch_metrics(outcomes, self.version - 1, weighted=self.settings.weighted)
                 self._publish()
             self._write_row(values)
             if self.settings.saves(self.version):
@@ -176,24 +179,35 @@ class Learner:
                 self._save()
                 raise RunError(f"{failure_reason} {self._where_to_go_on(checkpoint.WRITE_DEADLINE)}")
 
-    def _next_part(self) -> tuple[Groups | None, Groups | None]:
-        """Wait for the batch (rank 0 only) and for this rank's part of it, which is None at the end.
+    def _next_part(self) -> Groups | None:
+        """Wait for this rank's part of a batch; None at the end.
 
-        A failure of the wait ends the run in order: all ranks are told, save together, and rank 0 raises it.
+        A failure ends the run in order: all ranks are told, save together, and it is raised then.
         """
-        batch = None
         try:
-            try:
-                batch = None if self._failure else self._next_batch()
-            except Exception as error:  # Raised by `run`.
-                if not self._met_actors:
-                    raise  # Nothing happened yet that would have to be saved.
-                self._failure = error
-            return batch, self.ranks.scatter_groups(batch, self.offload.offload_if_idle)
+            while (mine := self._next_description()) is not None:
+                began, patience = self.clock(), self.settings.batch_timeout
+                part = fetch_part(self.replay, self.ranks, mine, patience, self.stop_requested)
+                self._waited += self.clock() - began
+                self._failure = self._failure or part.failure
+                if part.groups is not None or part.failure is not None:
+                    return part.groups
+            return None
         finally:
             self.offload.restore()
 
-    def _next_batch(self) -> Groups | None:
+    def _next_description(self) -> BatchDescription | None:
+        """Wait for the next batch: which groups of it are this rank's. None at the end."""
+        batch = None
+        try:
+            batch = None if self._failure else self._next_batch()
+        except Exception as error:  # Raised by `run`.
+            if not self._met_actors:
+                raise  # Nothing happened yet that would have to be saved.
+            self._failure = error
+        return self.ranks.deal(batch, self.offload.offload_if_idle)
+
+    def _next_batch(self) -> BatchDescription | None:
         """Rank 0: wait for the actors, then for a batch; None when the run shall stop. Others: None."""
         if self.ranks.rank > 0:
             return None
@@ -202,14 +216,14 @@ class Learner:
                 self.publisher.wait_for_first(self.version, self.settings.first_weights_deadline)
                 self._met_actors, self._row_began = True, self.clock()
             with waits.waiting(waits.BATCH, self.settings.batch_timeout):
-                return self._sample()
+                return self._choose()
         except KeyboardInterrupt:
             _log.info("interrupted at version %d", self.version)
         except NothingToLearn as end:
             self.end_reason = str(end)
         return None
 
-    def _sample(self) -> Groups | None:
+    def _choose(self) -> BatchDescription | None:
         """Wait for a batch in slices; None when the run shall stop."""
         wait = BatchWait(
             self.settings.batch_timeout,
@@ -222,7 +236,7 @@ class Learner:
             self._tell_ranks()
             self.offload.offload_if_idle()
             try:
-                groups = self.replay.sample(
+                batch = self.replay.choose(
                     groups=self.groups_per_update,
                     version=self.version,
                     timeout=min(SAMPLE_SLICE, self.offload.next_check_in, wait.left),
@@ -230,8 +244,8 @@ class Learner:
             except SampleTimeout as error:
                 self._go_on_waiting(wait, error)
                 continue
-            self._waited = wait.seconds
-            return groups
+            self._waited += wait.seconds
+            return batch
         return None
 
     def _go_on_waiting(self, wait: BatchWait, seen: SampleTimeout) -> None:
@@ -250,12 +264,7 @@ class Learner:
             self._batch_estimated = True
             self.tell_estimate("batch", seconds)
         if not wait.left:
-            raise RunError(
-                f"The learner waited {self.settings.batch_timeout:g} s (--batch-timeout) for "
-                f"{self.groups_per_update} groups at version {self.version} and nothing moved on: no episode "
-                f"was admitted and no actor reported decisions ({wait.seconds:.0f} s in all). {seen} "
-                "Look into the actors' logs; raise --batch-timeout if one decision takes longer."
-            ) from seen
+            raise wait.in_vain(f"{self.groups_per_update} groups at version {self.version}", seen) from seen
 
     def _tell_ranks(self) -> None:
         """Rank 0: tell the others now and then that it still waits."""

@@ -11,7 +11,7 @@ from typing import Final, Literal
 
 import torch
 
-from asyncrl.errors import SampleTimeout
+from asyncrl.errors import RunError, SampleTimeout
 
 ESTIMATED_FROM: Final = 2
 """Micro-batches after which the time of an update is estimated: the first one warms up."""
@@ -81,6 +81,19 @@ class BatchWait:
         needed = max(1, self._episodes_needed - self._first.episodes)
         share = max((seen.episodes - self._first.episodes) / needed, self._made / (needed * self._length))
         return self.seconds / min(1.0, share) if share > 0 else None
+
+    def in_vain(self, awaited: str, seen: SampleTimeout) -> RunError:
+        """Return the error that ends a run whose batch did not move on.
+
+        Args:
+            awaited: For example '8 groups at version 3'.
+            seen: What the replay said last.
+        """
+        return RunError(
+            f"The learner waited {self._timeout:g} s (--batch-timeout) for {awaited} and nothing moved on: "
+            f"no episode was admitted and no actor reported decisions ({self.seconds:.0f} s in all). {seen} "
+            "Look into the actors' logs; raise --batch-timeout if one decision takes longer."
+        )
 
 
 class UpdateProgress:

@@ -6,12 +6,15 @@ Every method is a collective: all ranks call the same ones in the same order. `S
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from enum import IntEnum
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from asyncrl.learner.outcomes import GroupOutcome
 from asyncrl.records import Episode
+from asyncrl.replay.interface import BatchDescription
 
 
 def not_finite(tensors: Mapping[str, Tensor], ranks: LearnerRanks) -> list[str]:
@@ -38,6 +41,16 @@ def _own_part(tensor: Tensor) -> Tensor:
 Groups = Sequence[Sequence[Episode]]
 
 
+class PartState(IntEnum):
+    """Whether a rank has its part of a batch."""
+
+    HELD = 0
+    LOST = 1
+    """A group of it cannot be read any more: another batch has to be chosen."""
+    FAILED = 2
+    """It could not be fetched: the run ends."""
+
+
 class LearnerRanks(Protocol):
     """The learner ranks of a run. Used by one thread per rank."""
 
@@ -53,10 +66,10 @@ class LearnerRanks(Protocol):
         """Take the elementwise largest over the ranks. See `LearnerRanks.sum` for shape, dtype and device."""
         ...
 
-    def scatter_groups(
-        self, groups: Groups | None, while_waiting: Callable[[], object] = lambda: None
-    ) -> Groups | None:
-        """Share groups of episodes out: rank 0 gives a batch, or None to end the run; each gets its part.
+    def deal(
+        self, batch: BatchDescription | None, while_waiting: Callable[[], object] = lambda: None
+    ) -> BatchDescription | None:
+        """Share a batch out: rank 0 says what it is, or None to end the run; each gets its part of it.
 
         `while_waiting` is called often on the ranks that wait for rank 0.
 
@@ -65,8 +78,20 @@ class LearnerRanks(Protocol):
         """
         ...
 
+    def gather_states(self, state: PartState) -> list[PartState]:
+        """Say whether this rank has its part; returns what every rank said, in their order."""
+        ...
+
+    def gather_outcomes(self, part: Sequence[GroupOutcome]) -> list[GroupOutcome]:
+        """Gather what the ranks say of their parts.
+
+        Returns:
+            On rank 0 that of the whole batch, in its order; on others nothing.
+        """
+        ...
+
     def still_waiting(self) -> None:
-        """Rank 0: tell those that wait in `scatter_groups` that a batch is still to come."""
+        """Rank 0: tell those that wait in `deal` that a batch is still to come."""
         ...
 
     def gather_full(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -92,11 +117,19 @@ class SingleRank:
         """Return the values. See `LearnerRanks.max`."""
         return values
 
-    def scatter_groups(
-        self, groups: Groups | None, while_waiting: Callable[[], object] = lambda: None
-    ) -> Groups | None:
-        """Return the groups."""
-        return groups
+    def deal(
+        self, batch: BatchDescription | None, while_waiting: Callable[[], object] = lambda: None
+    ) -> BatchDescription | None:
+        """Return the batch: its part is all of it."""
+        return batch
+
+    def gather_states(self, state: PartState) -> list[PartState]:
+        """Return its own."""
+        return [state]
+
+    def gather_outcomes(self, part: Sequence[GroupOutcome]) -> list[GroupOutcome]:
+        """Return those of all groups."""
+        return list(part)
 
     def still_waiting(self) -> None:
         """Do nothing: nobody waits."""

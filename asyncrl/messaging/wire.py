@@ -87,7 +87,10 @@ KINDS: Final[dict[str, dict[str, type]]] = {
     "receipt": {"episode_id": str, "status": str, "reason": str},
     "report": {"readings": dict},
     "sample": {"request": str, "groups": int, "version": int},
-    "batch": {"request": str, "group": int, "groups": int, "size": int},
+    "chosen": {"request": str, "place": int, "places": int, "number": int},
+    "fetch": {"request": str, "number": int},
+    "batch": {"number": int, "size": int},
+    "lost": {"request": str, "number": int, "reason": str},
     "nothing_to_learn": {"request": str, "reason": str},
     "notice": {"text": str},
     "version": {"version": int},
@@ -100,6 +103,8 @@ KINDS: Final[dict[str, dict[str, type]]] = {
 }
 """Every kind of message with its fields. `package` is the sender's version of asyncrl, `secret` and `attempt`
 are those of `RunIdentity`. `ended` tells a peer of an earlier start of the run which one there is now.
+A batch is chosen with one `chosen` for each of its groups; each group that is asked for by `fetch` comes as
+`size` messages `batch`, one for each episode, or is `lost`.
 A report of a group that `failed` is answered, like an episode, by a receipt with its id.
 A `dict` maps names of metrics to finite numbers."""
 WITH_EPISODE: Final = frozenset({"episode", "batch"})

@@ -119,6 +119,14 @@ PART = _define(
     "rank 0, which says so every 5 s; its end",
     "the rank ends with an error",
 )
+FETCH = _define(
+    "fetch",
+    "fetching its part of a batch",
+    "learner, each rank",
+    "--batch-timeout since the last episode that came",
+    "the replay, also one that was respawned; the other ranks, which fetch theirs",
+    "all ranks save together, and the run ends with an error",
+)
 REPLAY_STATUS = _define(
     "replay_status",
     "asking the replay how it is",

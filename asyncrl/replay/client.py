@@ -20,11 +20,19 @@ from asyncrl.observability.metrics import REGISTRY, Metric
 from asyncrl.records import Episode
 from asyncrl.replay.connection import PING_EVERY, Connection
 from asyncrl.replay.in_process_ports import InProcessActorPort, InProcessLearnerPort
-from asyncrl.replay.interface import Filling, GroupFailure, GroupGrant, NothingToLearn, RunStopped
+from asyncrl.replay.interface import (
+    BatchDescription,
+    Filling,
+    GroupFailure,
+    GroupGrant,
+    NothingToLearn,
+    RunStopped,
+)
 from asyncrl.replay.outbox import Outbox
+from asyncrl.replay.part_fetch import PartFetch, ZmqRankPort, fetch_part
 from asyncrl.storage.run_identity import NO_RUN, RunIdentity
 
-__all__ = ["InProcessActorPort", "InProcessLearnerPort", "ZmqActorPort", "ZmqLearnerPort"]
+__all__ = ["InProcessActorPort", "InProcessLearnerPort", "ZmqActorPort", "ZmqLearnerPort", "ZmqRankPort"]
 
 RESEND_AFTER: Final = 10.0
 """Seconds until a request for a batch that was not answered at all is sent again."""
@@ -193,29 +201,28 @@ class ZmqActorPort:
 
 
 @dataclass(kw_only=True)
-class _SampleRequest:
-    """A batch that was asked for. It outlives a timeout, so that a batch that comes late is not lost."""
+class _BatchRequest:
+    """A batch that was asked for. It outlives a timeout, so that an answer that comes late is not lost."""
 
     groups: int
     version: int
     request: str
     asked_at: float = -float("inf")
     asked_server_id: str = ""
-    found: dict[int, dict[int, Episode]] = field(default_factory=dict)
-    """Number in the batch -> member -> episode."""
+    chosen: dict[int, int] = field(default_factory=dict)
+    """Place in the batch -> group."""
     complete: bool = False
 
-    def take(self, message: Message, episode: Episode) -> None:
-        """Add one episode of the batch."""
+    def take(self, message: Message) -> None:
+        """Add one group of the answer."""
         self.asked_at = time.monotonic()
-        self.found.setdefault(message["group"], {})[episode.member] = episode
-        self.complete = len(self.found) == message["groups"] and all(
-            len(members) == message["size"] for members in self.found.values()
-        )
+        self.chosen[message["place"]] = message["number"]
+        self.complete = len(self.chosen) == message["places"]
 
-    def batch(self) -> list[list[Episode]]:
-        """Return the groups in the replay's order, each in the order of its members."""
-        return [[x for _, x in sorted(members.items())] for _, members in sorted(self.found.items())]
+    def batch(self) -> BatchDescription:
+        """Return the answer."""
+        numbers = tuple(self.chosen[place] for place in sorted(self.chosen))
+        return BatchDescription(request=self.request, numbers=numbers)
 
 
 class ZmqLearnerPort:
@@ -242,17 +249,23 @@ class ZmqLearnerPort:
         self._tell = tell
         self._link = Connection(endpoint, "learner", "learner", version, security, identity)
         self._requests = 0
-        self._request: _SampleRequest | None = None
+        self._request: _BatchRequest | None = None
+        self._fetch: PartFetch | None = None
         self._reply: Message | None = None
 
     def sample(self, *, groups: int, version: int, timeout: float) -> list[list[Episode]]:
-        """See `LearnerPort.sample`. After a timeout the same question goes on waiting."""
+        """Choose a batch and fetch all of it; see `LearnerPort`."""
+        batch = self.choose(groups=groups, version=version, timeout=timeout)
+        return self.fetch(batch, timeout=timeout)
+
+    def choose(self, *, groups: int, version: int, timeout: float) -> BatchDescription:
+        """See `LearnerPort.choose`. After a timeout the same question goes on waiting."""
         self._link.version = max(self._link.version, version)
         wanted = self._request
         if wanted is None or (wanted.groups, wanted.version) != (groups, version):
             self._requests += 1
             request = f"{self._link.session}-{self._requests}"
-            wanted = self._request = _SampleRequest(groups=groups, version=version, request=request)
+            wanted = self._request = _BatchRequest(groups=groups, version=version, request=request)
         deadline = time.monotonic() + timeout
         while not wanted.complete and (left := deadline - time.monotonic()) > 0:
             self._ask(wanted)
@@ -263,6 +276,16 @@ class ZmqLearnerPort:
                 raise self._timeout(reply, f"No batch of {groups} groups at version {version}", timeout)
         self._request = None
         return wanted.batch()
+
+    def fetch(
+        self, wanted: BatchDescription, *, timeout: float, while_waiting: Callable[[], object] = lambda: None
+    ) -> list[list[Episode]]:
+        """See `LearnerPort.fetch`."""
+        fetch = self._fetch = PartFetch(self._link, wanted)
+        try:
+            return fetch_part(fetch, self._link, self._exchange, timeout, while_waiting)
+        finally:
+            self._fetch = None
 
     def report_version(self, version: int) -> None:
         """See `LearnerPort.report_version`."""
@@ -304,11 +327,13 @@ class ZmqLearnerPort:
             elif message.kind == "nothing_to_learn" and self._request:
                 if message["request"] == self._request.request:
                     raise NothingToLearn(message["reason"])
-            elif message.kind == "batch" and self._request and message["request"] == self._request.request:
-                assert message.episode is not None
-                self._request.take(message, message.episode)
+            elif message.kind == "chosen" and self._request:
+                if message["request"] == self._request.request:
+                    self._request.take(message)
+            elif self._fetch is not None:
+                self._fetch.take(message)
 
-    def _ask(self, wanted: _SampleRequest) -> None:
+    def _ask(self, wanted: _BatchRequest) -> None:
         server_id, now = self._link.server_id, time.monotonic()
         if not server_id or (server_id == wanted.asked_server_id and now - wanted.asked_at < RESEND_AFTER):
             return

@@ -66,6 +66,8 @@ class Connection:
     def exchange(self, wait: float) -> list[Message]:
         """Keep in touch and return what came; waits up to `wait` seconds when nothing is there.
 
+        Images of episodes are read-only views of their messages.
+
         Raises:
             ReplayError: The replay refused a message or this process, or is of another package version.
             AttemptEnded: It belongs to a newer start of the run.
@@ -87,7 +89,7 @@ class Connection:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return found
-            message = decode([frame.buffer for frame in frames])
+            message = decode([frame.buffer for frame in frames], views=True)
             if message.kind == "welcome":
                 self._welcome(message)
             elif message.kind == "stopped":

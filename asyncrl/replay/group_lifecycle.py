@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
@@ -22,36 +22,41 @@ NOTICES: Final = 20
 
 
 class BackgroundWriter:
-    """Writes one group in a thread of its own."""
+    """Writes groups in a thread of its own, one after another."""
 
     def __init__(self, store: EpisodeStore) -> None:
         """Write nothing yet."""
         self._store, self._pool = store, ThreadPoolExecutor(1, "seal")
-        self._future: Future[GroupFileParts] | None = None
-        self.number = -1
-        """The group that is being written, or waits to be finished; -1: none."""
+        self._futures: dict[int, Future[GroupFileParts]] = {}
+        """Group -> its file, in the order of writing."""
+
+    @property
+    def numbers(self) -> Collection[int]:
+        """The groups that are being written, or wait for that, or to be finished."""
+        return self._futures.keys()
 
     @property
     def done(self) -> bool:
         """Whether `finish` has something to say and would not wait."""
-        return self._future is not None and self._future.done()
+        return bool(self._futures) and next(iter(self._futures.values())).done()
 
     def begin(self, number: int, episodes: Sequence[Episode]) -> None:
-        """Begin to write a group; the one before has to be finished. See `EpisodeStore.write`."""
-        assert self._future is None
-        self.number, self._future = number, self._pool.submit(self._store.write, number, episodes)
+        """Have a group written. See `EpisodeStore.write`."""
+        self._futures[number] = self._pool.submit(self._store.write, number, episodes)
+
+    def next(self) -> int:
+        """Return the group that `finish` is about; there is one."""
+        return next(iter(self._futures))
 
     def finish(self) -> GroupFileParts:
-        """Wait for the group that is being written; the disk ends that, well or with an error.
+        """Wait for the group that was begun first; the disk ends that, well or with an error.
 
         Raises:
             DiskFull: See `EpisodeStore.write`.
             OutOfFiles: See `EpisodeStore.write`.
             ReplayError: See `EpisodeStore.write`.
         """
-        assert self._future is not None
-        future, self._future, self.number = self._future, None, -1
-        return future.result()
+        return self._futures.pop(self.next()).result()
 
     def close(self) -> None:
         """Wait for the thread's end."""
@@ -84,15 +89,14 @@ class GroupLifecycle:
         self._writer = BackgroundWriter(self.store)
 
     @property
-    def writing(self) -> int:
-        """The group that the thread writes; -1: none."""
-        return -1 if self._writer is None else self._writer.number
+    def unwritten(self) -> Collection[int]:
+        """Complete groups that the thread writes, or will. Nothing gives them up before they are written."""
+        return () if self._writer is None else self._writer.numbers
 
     def take(self, number: int, newest: str) -> bool:
-        """Store a complete group, or have the thread begin with it; returns whether it is stored already."""
+        """Store a complete group, or hand it to the thread; returns whether it is stored already."""
         if self._writer is None:
             return self.store_group(number, newest)
-        self.finish()
         self._writer.begin(number, self._members(number))
         return False
 
@@ -108,22 +112,19 @@ class GroupLifecycle:
         return True
 
     def finish(self, *, wait: bool = True) -> None:
-        """Note the group that the thread wrote, if there is one.
-
-        Whatever may give an open group up does this first: so the state is as if no thread existed.
+        """Note the groups that the thread wrote, if there are some.
 
         Args:
-            wait: Until it is written; False: only when it is.
+            wait: Until all are written; False: only those that are.
         """
-        if self._writer is None or self._writer.number < 0 or not (wait or self._writer.done):
-            return
-        number = self._writer.number
-        try:
-            written = self._writer.finish()
-        except (DiskFull, OutOfFiles) as error:
-            self.disk.failed(number, error)
-        else:
-            self._stored_group(number, self.store.enter(written))
+        while self._writer is not None and self.unwritten and (wait or self._writer.done):
+            number = self._writer.next()
+            try:
+                written = self._writer.finish()
+            except (DiskFull, OutOfFiles) as error:
+                self.disk.failed(number, error)
+            else:
+                self._stored_group(number, self.store.enter(written))
 
     def retry(self) -> None:
         """Try again to store what the disk did not take, when it is time to."""

@@ -13,6 +13,8 @@ from asyncrl.replay.admission import unlike
 from asyncrl.replay.files.format import GroupFile
 from asyncrl.replay.interface import GroupGrant, ReceiptStatus
 
+NO_VERSION: Final = 2**63 - 1
+"""Above all versions: of a group without members."""
 GRANTS_AGAIN: Final = 2
 """How often a number is granted again whose group its actors did not complete."""
 
@@ -223,15 +225,16 @@ class OpenGroup:
     """It was given up then; episodes of that grant may still come."""
     members: dict[int, Episode] = field(default_factory=dict)
 
-    @property
-    def oldest_version(self) -> int:
-        """Version of the oldest decision of the members that are there; there is at least one."""
-        return min(episode.oldest_version for episode in self.members.values())
+    oldest_version: int = NO_VERSION
+    """Version of the oldest decision of the members that are there, of which there is at least one."""
+    world_version: int = NO_VERSION
+    """Version of the oldest world of these members."""
 
-    @property
-    def world_version(self) -> int:
-        """Version of the oldest world of the members that are there; there is at least one."""
-        return min(episode.world_version for episode in self.members.values())
+    def add(self, episode: Episode) -> None:
+        """Add a member. What follows from it is remembered: with many actors it is asked for all the time."""
+        self.members[episode.member] = episode
+        self.oldest_version = min(self.oldest_version, episode.oldest_version)
+        self.world_version = min(self.world_version, episode.world_version)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from asyncrl.observability import metrics_system as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.records import Episode
 from asyncrl.replay.groups import number_of
-from asyncrl.replay.interface import GroupFailure, GroupGrant, NothingToLearn, RunStopped
+from asyncrl.replay.interface import BatchDescription, GroupFailure, GroupGrant, NothingToLearn, RunStopped
 from asyncrl.replay.replay import Replay
 
 IDLE: Final = 0.01
@@ -101,10 +101,25 @@ class InProcessLearnerPort:
                 to imagine: no credit, no episode under way or pending.
         """
         self._replay, self._imagine = replay, imagine
+        self._batch: dict[int, list[Episode]] = {}
+        """Number -> group of the batch that was chosen and not fetched yet."""
         replay.begin(os.urandom(8).hex(), version, in_turns=True)
 
+    def choose(self, *, groups: int, version: int, timeout: float) -> BatchDescription:
+        """See `LearnerPort.choose`; `sample` says what waiting means here."""
+        batch = self.sample(groups=groups, version=version, timeout=timeout)
+        self._batch = {number_of(group[0].group_id): group for group in batch}
+        return BatchDescription(request="", numbers=tuple(self._batch))
+
+    def fetch(
+        self, wanted: BatchDescription, *, timeout: float, while_waiting: Callable[[], object] = lambda: None
+    ) -> list[list[Episode]]:
+        """See `LearnerPort.fetch`. The groups were read when they were chosen."""
+        found, self._batch = [self._batch[number] for number in wanted.numbers], {}
+        return found
+
     def sample(self, *, groups: int, version: int, timeout: float) -> list[list[Episode]]:
-        """See `LearnerPort.sample`. Waiting means to let the actor imagine, until nothing is in flight."""
+        """Choose a batch and read it. Waiting means to let the actor imagine, until nothing is in flight."""
         deadline = time.monotonic() + timeout
         self._replay.set_version(version)
         while True:

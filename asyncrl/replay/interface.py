@@ -5,11 +5,11 @@ Two pairs of ports keep these protocols: over ZeroMQ (`client.py`) and in one pr
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Final, Literal, Protocol, get_args
 
-from asyncrl.errors import AsyncRLError
+from asyncrl.errors import AsyncRLError, ReplayError
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.records import Episode
@@ -72,6 +72,24 @@ class RunStopped(AsyncRLError):
 
 class NothingToLearn(AsyncRLError):
     """The filter took groups for so long that the run ends. Not a failure: the learner saves and leaves."""
+
+
+class GroupLost(ReplayError):
+    """A group of the batch cannot be read any more: its file is gone or damaged since it was chosen."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchDescription:
+    """Which groups an update learns from, or the part of them that one learner rank gets."""
+
+    request: str
+    """Names the batch: who fetches a group of it says this."""
+    numbers: tuple[int, ...]
+    """Of the groups, in the batch's order."""
+
+    def part(self, rank: int, ranks: int) -> BatchDescription:
+        """Return what learner rank `rank` of `ranks` gets: group n of a batch goes to rank ``n % ranks``."""
+        return replace(self, numbers=self.numbers[rank::ranks])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,13 +211,31 @@ class ActorPort(Protocol):
 class LearnerPort(Protocol):
     """The learner's side of the replay. Used by one thread."""
 
-    def sample(self, *, groups: int, version: int, timeout: float) -> list[list[Episode]]:
+    def choose(self, *, groups: int, version: int, timeout: float) -> BatchDescription:
         """Wait for a batch: `groups` complete groups, no decision older than the lag bound at `version`.
+
+        From then on they count as used, whoever fetches them.
 
         Raises:
             SampleTimeout: No batch within `timeout` seconds; says what the replay holds, and its `Filling`.
             NothingToLearn: Too many groups in a row were filtered.
             ReplayError: There will be none, since no start state is left that can be imagined.
+        """
+        ...
+
+    def fetch(
+        self, wanted: BatchDescription, *, timeout: float, while_waiting: Callable[[], object]
+    ) -> list[list[Episode]]:
+        """Fetch the groups of a batch, or of a part of it, in its order. Any learner rank may.
+
+        Args:
+            wanted: Of the batch that was chosen last.
+            timeout: Seconds since the last episode that came.
+            while_waiting: Called about once a second.
+
+        Raises:
+            ReplayError: Nothing came for `timeout` seconds.
+            GroupLost: A group cannot be read any more.
         """
         ...
 
@@ -223,9 +259,15 @@ class LearnerPort(Protocol):
 class NullLearnerPort:
     """A `LearnerPort` without a replay."""
 
-    def sample(self, *, groups: int, version: int, timeout: float) -> list[list[Episode]]:
-        """Never asked: this rank's part comes from rank 0."""
-        raise AssertionError("only rank 0 samples")
+    def choose(self, *, groups: int, version: int, timeout: float) -> BatchDescription:
+        """Never asked: rank 0 says what this rank gets."""
+        raise AssertionError("only rank 0 chooses")
+
+    def fetch(
+        self, wanted: BatchDescription, *, timeout: float, while_waiting: Callable[[], object]
+    ) -> list[list[Episode]]:
+        """Never asked: there is no replay."""
+        raise AssertionError("there is no replay to fetch from")
 
     def report_version(self, version: int) -> None:
         """Do nothing."""

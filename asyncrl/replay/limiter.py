@@ -229,7 +229,7 @@ class Limiter(GroupTable):
             return receipt(too_old, self._too_old_because(episode))
         self.note_heartbeat(group.actor)
         self.note_progress(group.actor)
-        group.members[episode.member] = episode
+        group.add(episode)
         return receipt("held")
 
     def _too_old_because(self, episode: Episode) -> str:
@@ -282,6 +282,17 @@ class Limiter(GroupTable):
         """List the ready groups that the run would not have made: see `made_alike`."""
         return [number for number, group in self.ready.items() if not self.made_alike(group)]
 
+    @property
+    def usable(self) -> dict[int, ReadyGroup]:
+        """Ready groups that a learner at `version` may use, by number."""
+        return {
+            number: group
+            for number, group in sorted(self.ready.items())
+            if group.newest_version <= self.version
+            and self.too_old(group, self.version) is None
+            and self.made_alike(group)
+        }
+
     def pick(self, groups: int, *, not_awaited: Collection[int] = ()) -> list[int] | None:
         """Choose ready groups within the lag bound at `version`; None when there are too few.
 
@@ -293,13 +304,7 @@ class Limiter(GroupTable):
             groups: How many.
             not_awaited: Open groups that cannot become ready now.
         """
-        usable = {
-            number: group
-            for number, group in sorted(self.ready.items())
-            if group.newest_version <= self.version
-            and self.too_old(group, self.version) is None
-            and self.made_alike(group)
-        }
+        usable = self.usable
         if len(usable) < groups:
             return None
         order = self.settings.sampler

@@ -19,6 +19,8 @@ from asyncrl.replay.join_settings import ROLE, JoinSettings
 from asyncrl.replay.replay import Replay
 from asyncrl.storage.run_identity import NO_RUN, RunIdentity
 
+RANK: Final = "rank"
+"""Role of a learner rank but 0: it fetches its part of batches."""
 NAME_RESERVED: Final = 5.0
 """Seconds after its last sign of life for which an actor's name is not given to one that joins."""
 _VISITORS: Final = 256
@@ -91,6 +93,8 @@ class Peers:
         """Routing id -> name of each actor that is there."""
         self.learner = b""
         """The learner's routing id; empty until it is there."""
+        self.ranks: dict[str, bytes] = {}
+        """Name of each other learner rank that is there -> its routing id."""
         self._visitors: dict[bytes, None] = {}
         """Who may ask for the settings, the newest last."""
         self._replaced: set[str] = set()
@@ -100,7 +104,11 @@ class Peers:
 
     def knows(self, peer: bytes) -> bool:
         """Whether a peer has introduced itself as a part of this run."""
-        return peer in self.actors or peer == self.learner
+        return peer in self.actors or self.learns(peer)
+
+    def learns(self, peer: bytes) -> bool:
+        """Whether a peer is a learner rank of this run: it gets groups."""
+        return peer == self.learner or peer in self.ranks.values()
 
     def check(self, message: Message, key: str) -> None:
         """Refuse who does not belong to this run, or has another role's key, by name.
@@ -114,8 +122,8 @@ class Peers:
         """
         check_hello(message)
         who = f"{message['role'][:40]} {message['name'][:40]!r}"
-        if key and (key == self._learner_key) != (message["role"] == "learner"):
-            raise WireError(f"{who} has the key of another role: the key 'learner' is the learner's alone.")
+        if key and (key == self._learner_key) != (message["role"] in ("learner", RANK)):
+            raise WireError(f"{who} has the key of another role: the key 'learner' is the learners' alone.")
         if message["role"] == ROLE and key:
             return  # Its key admits it; the run's secret is what it comes for.
         if not self.identity.knows(message["secret"]):
@@ -144,6 +152,8 @@ class Peers:
             self.learner = peer
             self._told.clear()  # A resume may have forgotten some of them.
             self.replay.begin(message["session"], message["version"])
+        elif message["role"] == RANK:
+            self.ranks[message["name"]] = peer
         elif message["role"] == "actor" and not self._admit(peer, message):
             return
         self.ping(peer, message)
@@ -219,5 +229,5 @@ def check_hello(message: Message) -> None:
             f"{message['role'][:40]!r} {message['name'][:40]!r} runs asyncrl {message['package'][:40]!r}, "
             f"the replay runs {__version__!r}. Run the same asyncrl version on both sides."
         )
-    if message["role"] not in ("actor", "learner", ROLE):
-        raise WireError(f"role {message['role'][:40]!r} is not 'actor', 'learner' or {ROLE!r}.")
+    if message["role"] not in ("actor", "learner", RANK, ROLE):
+        raise WireError(f"role {message['role'][:40]!r} is not 'actor', 'learner', {RANK!r} or {ROLE!r}.")

@@ -1,6 +1,7 @@
 """Answer the actors and the learner, without sockets: grants, receipts and batches.
 
-One thread decides; a second one may write the files (`group_lifecycle.py`).
+One thread decides; a second one may write the files (`group_lifecycle.py`), and others read those that the
+learner gets (`loading.py`).
 
 Order of effects, which makes a kill at any moment harmless: a grant is in the ledger before the actor hears
 of it; a group is a sealed file before its members are acknowledged; a use is in the ledger before the learner
@@ -9,21 +10,22 @@ gets the batch; a file that a resume gives up is deleted before the ledger says 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.config.algorithm import AlgorithmSettings
 from asyncrl.config.run import ReplaySettings
-from asyncrl.errors import OutOfFiles, WireError
+from asyncrl.errors import WireError
 from asyncrl.keyframe_names import version_named
 from asyncrl.messaging.episode_codec import scalars_of
 from asyncrl.observability import metrics_replay as m
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability.metrics import Metric, reduce
 from asyncrl.records import Episode, Sampling
-from asyncrl.replay.admission import RefusalCause, RefusedActors, is_start_of, unusable
-from asyncrl.replay.events import ActorStarted, LearnerStarted, Refused, Used, WorldCame
+from asyncrl.replay.admission import RefusalCause, RefusedActors, is_start_of
+from asyncrl.replay.choosing import BatchChooser
+from asyncrl.replay.events import ActorStarted, LearnerStarted, Refused, WorldCame
 from asyncrl.replay.group_lifecycle import GroupLifecycle
 from asyncrl.replay.groups import number_of
 from asyncrl.replay.interface import ENDLESS, Filling, GroupFailure, GroupGrant, Receipt
@@ -113,7 +115,7 @@ class Replay:
         self.state = ReplayState(store.ledger, limiter, store.made_with)
         self.refused_actors = RefusedActors()
         self.lifecycle = GroupLifecycle(store, self.state, warn)
-        self._warn, self._out_of_files = warn, False
+        self.batches = BatchChooser(self.lifecycle, warn)
         self.stopped = False
         """Whether the learner ended the run."""
         self._reports: dict[str, dict[Metric, float]] = {}
@@ -127,8 +129,8 @@ class Replay:
 
     @property
     def writing(self) -> bool:
-        """Whether a group is on its way to the disk: call `maintain` soon."""
-        return self.lifecycle.writing >= 0
+        """Whether groups are on their way to the disk: call `maintain` soon."""
+        return bool(self.lifecycle.unwritten)
 
     def begin(self, session: str, version: int, *, in_turns: bool = False) -> None:
         """Note a learner at `version`. A new session starts or resumes the run; a known one reconnected.
@@ -141,6 +143,7 @@ class Replay:
         if session != self.state.session.learner:
             self.lifecycle.finish()
             world = self._newest_world
+            self.batches.begin()
             roll_back_to(self.lifecycle, version, newest_world=world, in_turns=in_turns)
             self.state.commit(LearnerStarted(session=session, version=version, newest_world=world))
             count_successes(self.lifecycle)
@@ -157,7 +160,6 @@ class Replay:
 
     def leave(self, actor: str) -> None:
         """Give up what an actor did not finish: it went, or forgot. Others get the credit at once."""
-        self.lifecycle.finish()
         for number in self.state.limiter.unfinished(actor):
             self.lifecycle.drop(number, "dropped_deadline")
         self._reports.pop(actor, None)
@@ -189,7 +191,7 @@ class Replay:
             actor: Name of who sent it, which must be the one that its group was granted to; None: not known.
         """
         number, limiter = number_of(episode.group_id), self.state.limiter
-        if self.lifecycle.writing == number:
+        if number in self.lifecycle.unwritten:  # What is wrong with the episode could give its group up.
             self.lifecycle.finish()
         known_world = limiter.world_version
         receipt = self._check(episode, actor)
@@ -223,7 +225,8 @@ class Replay:
             failure: What an actor says.
             actor: Its name; it gives up only what it was granted. None: not known.
         """
-        self.lifecycle.finish()
+        if failure.number in self.lifecycle.unwritten:
+            self.lifecycle.finish()
         limiter = self.state.limiter
         if not limiter.owns(failure.number, actor):
             group = limiter.open.get(failure.number)
@@ -293,67 +296,29 @@ class Replay:
         due, self.lifecycle.receipts = self.lifecycle.receipts, []
         return due
 
-    def sample(self, groups: int, version: int, request: str = "") -> list[list[Episode]] | None:
-        """Give complete groups away, in the sampler's order, or None when there are too few.
+    def choose(self, groups: int, version: int, request: str = "") -> list[int] | None:
+        """Give complete groups away: see `BatchChooser.choose`.
 
         Args:
             groups: How many.
             version: The learner's; no decision is older than ``version - max_lag``.
             request: A repeated request gets the same batch again (its first answer may have been lost).
+        """
+        self.set_version(version)
+        return self.batches.choose(groups, request)
+
+    def sample(self, groups: int, version: int, request: str = "") -> list[list[Episode]] | None:
+        """Choose a batch and read it, in this thread; see `choose`.
 
         Returns:
             Groups of episodes in the order of their members.
         """
         self.set_version(version)
-        try:
-            return self._sample(groups, version, request)
-        except OutOfFiles as error:
-            if not self._out_of_files:
-                self._warn(f"replay: waiting for files to open, the learner gets no batch: {error}")
-            self._out_of_files = True
-            return None
-
-    def _sample(self, groups: int, version: int, request: str) -> list[list[Episode]] | None:
-        last = self.state.session
-        if request and request == last.request and self.store.group_files.keys() >= set(last.batch):
-            again = [self.store.load(number) for number in last.batch]
-            if None not in again:
-                return [group for group in again if group is not None]
-        limiter, full = self.state.limiter, self.lifecycle.disk
-        while (numbers := limiter.pick(groups, not_awaited=full.groups)) is not None:
-            batch = [self._load_usable(number) for number in numbers]
-            sound = [group for group in batch if group is not None]
-            if len(sound) == len(batch):
-                self._out_of_files = False
-                self.state.commit(Used(numbers=numbers, request=request, version=version))
-                self.lifecycle.trim()
-                return sound
-        return None
-
-    def _load_usable(self, number: int) -> list[Episode] | None:
-        """Read a ready group; None when it is damaged or nothing to learn from, and closed for that.
-
-        What was admitted is checked again as far as the learner needs it: a file may be older than the check,
-        or than a setting, or anybody's.
-        """
-        group = self.store.load(number)
-        if group is None:
-            self.lifecycle.drop(number, "dropped_invalid", stored=True)
-            return None
-        if (why := self._unusable(number, group)) is not None:
-            self.lifecycle.set_aside(number, why)
-            return None
-        return group
-
-    def _unusable(self, number: int, group: Sequence[Episode]) -> str | None:
-        limiter = self.state.limiter
-        expected = replace(limiter.expected(), newest_version=limiter.version)
-        return unusable(group, f"{number:08d}", expected)
+        return self.batches.sample(groups, request)
 
     def set_version(self, version: int) -> None:
         """Note the learner's newest version; drop what it makes too old."""
         if version > self.state.limiter.version:
-            self.lifecycle.finish()
             self.state.limiter.advance(version)
             self.lifecycle.success.close()
         self.maintain()
@@ -363,6 +328,8 @@ class Replay:
         limiter = self.state.limiter
         self.lifecycle.finish(wait=False)
         for number, why in limiter.stale().items():
+            if number in self.lifecycle.unwritten:
+                continue
             if number in limiter.used_at:
                 limiter.close_used(number)
             else:
@@ -417,6 +384,7 @@ class Replay:
 
     def close(self) -> None:
         """Let go of the folder."""
+        self.batches.close()
         self.lifecycle.close()
 
     def _check(self, episode: Episode, actor: str | None) -> Receipt:

@@ -1,10 +1,10 @@
 """Serve the replay to actors and the learner over one ROUTER socket.
 
-One thread serves, one writes files.
+One thread serves, one writes files, some read those that the learner gets.
 
 consumes   episodes          waits for: messages, at most 100 ms     ended by: any peer
-produces   grants, batches   parks acquire and sample until          ended by: the learner's next version, the
-                             they can be answered                    actors' next complete group
+produces   grants, batches   parks acquire, sample and fetch         ended by: the learner's next version, the
+                             until they can be answered              actors' next complete group, the readers
 ends when the learner said stop and the actors left (or 5 s later), on its stop event, or with its parent
 """
 
@@ -30,6 +30,7 @@ from asyncrl.messaging.sockets import LINGER_MS, bind_router
 from asyncrl.messaging.wire import WITH_EPISODE, Message, decode, encode
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability.process_status import set_activity
+from asyncrl.replay.hand_over import HandOver
 from asyncrl.replay.interface import CAUSES, REPORTED, GroupFailure
 from asyncrl.replay.join_settings import JoinSettings
 from asyncrl.replay.peers import Peers, PeerSender
@@ -48,6 +49,8 @@ MAX_REQUESTS: Final = 4096
 """Groups that an actor may ask for at once."""
 _MESSAGES_PER_PASS: Final = 64
 """Messages handled before waiting requests are tried again."""
+_EPISODES_PER_PASS: Final = 8
+"""Episodes taken before anything is sent: they take milliseconds, and learner ranks wait for their groups."""
 
 
 def serve_replay(
@@ -89,6 +92,7 @@ def serve_replay(
             if ready is not None:
                 ready()
             replay.write_in_background()
+            replay.batches.read_in_background()
             learner_key = security.learner if security else b""
             server = ReplayServer(replay, socket, settings, identity, learner_key, *watched)
             server.run(stop_event or threading.Event())
@@ -117,11 +121,13 @@ class ReplayServer:
         self._served_at = time.monotonic()
         self._acquires: dict[bytes, deque[int]] = {}
         """Actor -> its requests for a group that have no answer."""
+        self._asked = set[bytes]()
+        """Those that asked since the last pass: what they ask for may have been granted, and got lost."""
         self._sample_request: Message | None = None
-        self._batch: deque[list[Buffer]] = deque()
-        self._batch_of = ""
-        """The request that `_batch` answers."""
-        self._bytes = 0
+        self._chosen: deque[list[Buffer]] = deque()
+        """The rest of the answer to it."""
+        self._hand_over = HandOver(replay.batches, replay.state.session, self.sender)
+        self._bytes = self._episodes = 0
         self._handlers: dict[str, Callable[[bytes, Message], None]] = {
             "hello": self._hello,
             "ping": self.peers.ping,
@@ -132,6 +138,7 @@ class ReplayServer:
             "failed": self._failed,
             "report": self._report,
             "sample": self._sample_asked,
+            "fetch": self._fetch,
             "version": self._version,
             "status": self._status,
             "stop": self._stop,
@@ -141,11 +148,18 @@ class ReplayServer:
         """Serve until stopped, orphaned, or abandoned by all after the learner's stop."""
         parent, serve_until = os.getppid(), float("inf")
         while not stop_event.is_set() and os.getppid() == parent and time.monotonic() < serve_until:
-            self.serve_once(1 if self.replay.writing else 5 if self._batch else POLL_MS)
+            self.serve_once(self._poll_ms)
             if self.replay.stopped:
                 serve_until = min(serve_until, time.monotonic() + SHUTDOWN_TIMEOUT)
                 if not self.peers.actors:
                     return
+
+    @property
+    def _poll_ms(self) -> int:
+        """Longest sleep: short while something is under way that no message tells the end of."""
+        if self.replay.writing or self._hand_over.busy:
+            return 1
+        return 5 if self._chosen or self.replay.batches.loader.busy else POLL_MS
 
     def serve_once(self, wait_ms: int) -> None:
         """Handle what came within `wait_ms` milliseconds, then send what is due."""
@@ -159,7 +173,10 @@ class ReplayServer:
         self._served_at = time.monotonic()
 
     def _receive(self) -> None:
+        enough = self._episodes + _EPISODES_PER_PASS
         for _ in range(_MESSAGES_PER_PASS):
+            if self._episodes >= enough:
+                return
             try:
                 peer, *frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
@@ -192,6 +209,7 @@ class ReplayServer:
             self.replay.state.limiter.note_heartbeat(self.peers.actors[peer])
         if message.kind in WITH_EPISODE:
             self._bytes += sum(map(len, frames))
+            self._episodes += 1
         known = message.kind in ("hello", "settings") or self.peers.knows(peer)
         if known and self.replay.stopped and message.kind not in ("bye", "status", "stop"):
             self.sender.send(peer, "stopped")
@@ -216,17 +234,23 @@ class ReplayServer:
             notices and self.peers.learner and self.sender.send(self.peers.learner, "notice", text=notices[0])
         ):
             notices.pop(0)
-        while self._batch and self.sender.send_frames(self.peers.learner, self._batch[0]):
-            self._batch.popleft()
+        while self._chosen and self.sender.send_frames(self.peers.learner, self._chosen[0]):
+            self._chosen.popleft()
         if self.peers.learner in self.sender.unreachable:
-            self._batch.clear()  # It will ask again.
+            self._chosen.clear()  # It will ask again.
+        self._hand_over.send_due()
+        self.replay.batches.read_ahead()
         self.sender.unreachable.clear()
 
     def _grant(self) -> None:
         """Answer parked requests in turns, one group for each actor, until nobody gets any more."""
         answered = True
         while answered:
-            answered = sum(self._grant_one(peer) for peer in list(self._acquires)) > 0
+            hopeful = (
+                self._acquires if self.replay.state.limiter.credit else self._asked & self._acquires.keys()
+            )
+            answered = sum(self._grant_one(peer) for peer in list(hopeful)) > 0
+        self._asked.clear()
 
     def _grant_one(self, peer: bytes) -> bool:
         """Answer an actor's oldest request: with a new group, or again with one that got lost."""
@@ -248,10 +272,12 @@ class ReplayServer:
 
     def _try_sample(self) -> None:
         wanted = self._sample_request
-        if wanted is None or self._batch:
+        if wanted is None:
             return
-        groups = self.replay.sample(wanted["groups"], wanted["version"], wanted["request"])
-        if groups is None:
+        numbers = self.replay.choose(wanted["groups"], wanted["version"], wanted["request"])
+        if numbers is None and self.replay.batches.reading:
+            return
+        if numbers is None:
             why = self.replay.exhausted_reason[:4000]
             if why and self.sender.send(self.peers.learner, "refused", reason=why):
                 self._sample_request = None
@@ -260,21 +286,23 @@ class ReplayServer:
                 if self.sender.send(self.peers.learner, "nothing_to_learn", **about):
                     self._sample_request = None
             return
-        self._sample_request, self._batch_of = None, wanted["request"]
-        for number, group in enumerate(groups):
-            about = {"request": self._batch_of, "group": number, "groups": len(groups), "size": len(group)}
-            self._batch.extend(encode("batch", episode, **about) for episode in group)
+        self._sample_request = None
+        for place, number in enumerate(numbers):
+            about = {"request": wanted["request"], "place": place, "places": len(numbers), "number": number}
+            self._chosen.append(encode("chosen", **about))
 
     def _hello(self, peer: bytes, message: Message) -> None:
         if message["role"] == "learner" and peer != self.peers.learner:
             self._sample_request = None
-            self._batch.clear()
+            self._chosen.clear()
+        self._hand_over.forget(peer)  # It asks again.
         self.peers.hello(peer, message)
 
     def _acquire(self, peer: bytes, message: Message) -> None:
         if peer in self.peers.actors:
             first = message["turn"]
             self._acquires[peer] = deque(range(first, first + message["groups"]))
+            self._asked.add(peer)
 
     def _episode(self, peer: bytes, message: Message) -> None:
         assert message.episode is not None
@@ -292,14 +320,13 @@ class ReplayServer:
             self.replay.report(self.peers.actors[peer], metrics)
 
     def _sample_asked(self, peer: bytes, message: Message) -> None:
-        if (
-            peer != self.peers.learner
-            or message["groups"] < 1
-            or (self._batch and message["request"] == self._batch_of)
-        ):
-            return
-        self._batch.clear()
-        self._sample_request = message
+        if peer == self.peers.learner and message["groups"] >= 1:
+            self._chosen.clear()
+            self._sample_request = message
+
+    def _fetch(self, peer: bytes, message: Message) -> None:
+        if self.peers.learns(peer):
+            self._hand_over.ask(peer, message)
 
     def _version(self, peer: bytes, message: Message) -> None:
         if peer == self.peers.learner:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import fcntl
 import os
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -151,26 +151,54 @@ class EpisodeStore:
             CodecMissing: It was compacted with a codec that is not installed here.
             OutOfFiles: No file can be opened; it can be tried again.
         """
-        group_file = self.group_files[number]
+        try:
+            return self.read(self.group_files[number], buffers=buffers, verify=verify)
+        except (CodecMissing, OutOfFiles):
+            raise
+        except ReplayError as error:
+            self.put_away(number, str(error))
+            return None
+
+    def read(
+        self,
+        group_file: GroupFile,
+        *,
+        without: Collection[str] = (),
+        buffers: Buffers | None = None,
+        verify: bool = False,
+    ) -> list[Episode]:
+        """Read a group's file. Any thread may call this, for each file one.
+
+        Args:
+            group_file: From `group_files`.
+            without: See `GroupReader.read`.
+            buffers: The same.
+            verify: The same.
+
+        Raises:
+            CodecMissing: It was compacted with a codec that is not installed here.
+            OutOfFiles: No file can be opened; it can be tried again.
+            ReplayError: It is damaged, or gone.
+        """
         read = partial(
             self._reader.read,
             group_file.path,
+            without=without,
             buffers=buffers,
             verify=verify,
             attributes=group_file.attributes,
         )
         try:
-            try:
+            return read()
+        except OutOfFiles:
+            with self._reserve.lent():
                 return read()
-            except OutOfFiles:
-                with self._reserve.lent():
-                    return read()
-        except (CodecMissing, OutOfFiles):
-            raise
-        except ReplayError as error:
-            self._take_out(number)
-            self._quarantine(group_file.path, str(error))
-            return None
+
+    def put_away(self, number: int, why: str) -> None:
+        """Move the file of a group into quarantine: it is damaged."""
+        group_file = self._take_out(number)
+        if group_file is not None:
+            self._quarantine(group_file.path, why)
 
     def trim(self, expendable: Iterable[int], aged: Iterable[int] = ()) -> list[int]:
         """Delete groups, lowest number first, until the size is within the limit; return what was deleted.

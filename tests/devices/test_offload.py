@@ -343,13 +343,13 @@ def test_a_learner_parks_while_it_waits_and_learns_the_same(
     run.learner.offload = learner_offload(config, run.learner.update)
     run.learner.offload._clock = run.clock
     here: list[int] = []
-    sample = run.replay.sample
+    choose = run.replay.choose
 
     def watched(**wish: Any) -> Any:
         here.append(sum(p.untyped_storage().nbytes() for p in run.policy.parameters()))
-        return sample(**wish)
+        return choose(**wish)
 
-    monkeypatch.setattr(run.replay, "sample", watched)
+    monkeypatch.setattr(run.replay, "choose", watched)
     run.learner.run()
     for one, other in zip(run.policy.parameters(), plain.policy.parameters(), strict=True):
         assert torch.equal(one, other)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,13 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.errors import ReplayError
-from asyncrl.learner.batches import batch_metrics, build_batch
+from asyncrl.learner.batches import build_batch
+from asyncrl.learner.outcomes import batch_metrics as metrics_of_outcomes
+from asyncrl.learner.outcomes import outcome_of
 from asyncrl.observability import metrics_guard as g
 from asyncrl.observability import metrics_replay as r
 from asyncrl.observability import metrics_training as m
+from asyncrl.observability.metrics import Metric
 from asyncrl.records import Episode
 from support.episodes import drawn_by
 from support.table_policy import episode, groups_of
+
+
+def batch_metrics(groups: list[list[Episode]], **about: Any) -> dict[Metric, float]:
+    return metrics_of_outcomes([outcome_of(group) for group in groups], **about)
 
 
 def small_groups() -> list[list[Episode]]:

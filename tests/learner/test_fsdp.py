@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from itertools import chain
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +15,23 @@ from torch.distributed.tensor import DTensor
 
 from asyncrl.devices.offload import IdleOffload, OffloadedTensors
 from asyncrl.errors import ConfigError, ReplayError, RunError
-from asyncrl.learner.distributed_ranks import DistributedRanks, pack, unpack
+from asyncrl.learner.distributed_ranks import DistributedRanks
 from asyncrl.learner.fsdp import shard
 from asyncrl.policies.acceleration import enable_gradient_checkpointing
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.lora import add_lora, merged_tensors
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
+from asyncrl.replay.interface import BatchDescription
 from asyncrl.storage.checkpoint import latest
 from support.memory_learner import Run
 from support.ranks import run_ranks
-from support.table_policy import groups_of
 
 ROWS = 4
 TASKS = ["lift the red block", "stack the blue block on the green block"] * (ROWS // 2)
 SAMPLING = SamplingParams(temperature=1.0)
 CPU = torch.device("cpu")
+TWO_GROUPS = BatchDescription(request="r", numbers=(0, 1))
 
 
 def policy_of(seed: int = 0) -> OpenVLAOFTPolicy:
@@ -183,12 +184,12 @@ def peer_dies(group: DistributedRanks) -> str:
         return ""  # Leaves: its process ends.
     began = time.monotonic()
     with pytest.raises(RunError) as caught:
-        group.scatter_groups(None)
+        group.deal(None)
     assert time.monotonic() - began < 15
     return str(caught.value)
 
 
-def exchange_until_a_peer_dies() -> tuple[list[str], float, float, int, str]:
+def exchange_until_a_peer_dies() -> tuple[tuple[int, ...], float, float, int, str]:
     looks = 0
 
     def look() -> None:
@@ -198,24 +199,21 @@ def exchange_until_a_peer_dies() -> tuple[list[str], float, float, int, str]:
     group = DistributedRanks(20.0, while_waiting=look)
     rank = float(group.rank)
     sum_, max_ = float(group.sum(torch.tensor(rank + 1))), float(group.max(torch.tensor(-rank)))
-    batch = groups_of([[3, -1], [-1, 12], [1, 1]])
+    batch = BatchDescription(request="r", numbers=(7, 3, 12))
     time.sleep(0.0 if group.rank else 0.3)
-    part = group.scatter_groups(batch if group.rank == 0 else None)
+    part = group.deal(batch if group.rank == 0 else None)
     assert part is not None
-    assert group.scatter_groups(None) is None
+    assert part.request == "r"
+    assert group.deal(None) is None
     with pytest.raises(ConfigError, match=r"2 learner ranks.*--algorithm\.groups-per-update 2"):
-        group.scatter_groups(batch[:1] if group.rank == 0 else None)
-    assert sum(len(members) for members in part) == 2 * len(part)
-    ids = [episode.episode_id for members in part for episode in members]
-    return ids, sum_, max_, looks, peer_dies(group)
+        group.deal(replace(batch, numbers=(7,)) if group.rank == 0 else None)
+    return part.numbers, sum_, max_, looks, peer_dies(group)
 
 
 @pytest.mark.timeout(60)
 def test_ranks_share_whole_groups_and_one_whose_peer_is_gone_says_what_it_waited_for() -> None:
     (first, *sums), (second, *others) = run_ranks(exchange_until_a_peer_dies)
-    ids = [[episode.episode_id for episode in group] for group in groups_of([[3, -1], [-1, 12], [1, 1]])]
-    assert first == ids[0] + ids[2]
-    assert second == ids[1]
+    assert (first, second) == ((7, 12), (3,))
     assert sums[:2] == others[:2] == [3.0, 0.0]
     assert others[2] >= 3, "a rank that waits looks after its children"
     assert "learner rank 1 of 2 to share a batch" in others[3]
@@ -227,7 +225,7 @@ def a_wait_longer_than_the_deadline() -> bool:
         for _ in range(6):
             time.sleep(0.5)
             group.still_waiting()
-    return group.scatter_groups(groups_of([[3, -1], [1, 1]]) if group.rank == 0 else None) is not None
+    return group.deal(TWO_GROUPS if group.rank == 0 else None) is not None
 
 
 @pytest.mark.timeout(60)
@@ -266,16 +264,6 @@ def test_when_rank_0_fails_in_its_wait_all_ranks_save_and_it_alone_raises(tmp_pa
     assert newest.name == "update_000002"
 
 
-def test_episodes_come_through_bit_for_bit() -> None:
-    groups = groups_of([[3, -1], [-1, 12]])
-    again = unpack(*pack(groups))
-    assert [len(group) for group in again] == [2, 2]
-    for was, now in zip(chain.from_iterable(groups), chain.from_iterable(again), strict=True):
-        assert was.group_id == now.group_id
-        np.testing.assert_array_equal(was.logprobs, now.logprobs)
-        np.testing.assert_array_equal(was.frames, now.frames)
-
-
 def two_steps_of_adam(*, offloaded: bool) -> tuple[dict[str, Tensor], int]:
     """Parameters of this rank after two steps, and the most bytes offloaded while it waited between them."""
     group, policy, most = DistributedRanks(20.0), shard(policy_of(), CPU, "fp32"), 0
@@ -297,9 +285,7 @@ def two_steps_of_adam(*, offloaded: bool) -> tuple[dict[str, Tensor], int]:
             offload.offload_if_idle()
             time.sleep(0.25)
             offload.offload_if_idle()
-        group.scatter_groups(
-            groups_of([[3, -1], [-1, 12]]) if group.rank == 0 else None, offload.offload_if_idle
-        )
+        group.deal(TWO_GROUPS if group.rank == 0 else None, offload.offload_if_idle)
         offload.restore()
         most = max(most, offload.pop_metrics()[1])
     return {n: p.to_local().clone() for n, p in policy.named_parameters()}, most  # type: ignore[attr-defined]

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import ReplayError
-from asyncrl.learner.batches import Batch, batch_metrics, build_batch, valid_steps
+from asyncrl.learner.batches import Batch, build_batch, valid_steps
 from asyncrl.learner.forward import PolicyForward
+from asyncrl.learner.outcomes import batch_metrics, outcome_of
 from asyncrl.learner.prepare import PreparedBatch, prepare_batch
 from asyncrl.learner.ranks import SingleRank
 from asyncrl.learner.recipe import build_recipe
@@ -74,7 +75,7 @@ def test_dense_rewards_add_up_to_the_return_whatever_their_signs() -> None:
         assert batch.returns[row] == pytest.approx(total, abs=1e-6)
         assert int(batch.mask[batch.episode == row].sum()) == steps * 7
     assert batch.lengths.tolist() == [11, 9]
-    metrics = batch_metrics([group], version=0)
+    metrics = batch_metrics([outcome_of(group)], version=0)
     assert metrics[m.SUCCESS_ONCE] == 0
     assert metrics[m.REWARD] == pytest.approx(float((batch.returns / torch.tensor([11, 9])).mean()), abs=1e-6)
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import ReplayError
+from asyncrl.observability import metrics_replay as m
+from asyncrl.replay.interface import ENDLESS, GroupFailure
 from asyncrl.replay.replay import Replay
 from asyncrl.replay.store import EpisodeStore
 from asyncrl.storage.atomic import flush
@@ -78,25 +80,44 @@ def test_the_loop_goes_on_while_a_group_is_written(replay: Replay, gate: Gate) -
     fill(replay, 0, (0,))
     assert replay.admit(make_episode(1, 0, versions=(0,))).status == "held"
     assert replay.writing
-    gate.open()
     assert replay.admit(make_episode(1, 1, versions=(0,))).status == "held"
-    assert 0 in replay.store.group_files, (
-        "at most one complete group is in memory beside the one that is written"
-    )
+    assert fill(replay, 2, (0,)) == ["held", "held"], "nothing waits for the disk"
+    assert replay.take_receipts() == []
+    gate.open()
+    assert finished(replay) == ["stored"] * 6
+    assert list(replay.state.limiter.ready) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("event", ["new version", "actor again"])
+def test_what_would_give_a_group_up_leaves_it_to_its_file(replay: Replay, gate: Gate, event: str) -> None:
+    """It is acknowledged whatever comes meanwhile; too old by then, it is dropped as a stored one."""
+    fill(replay, 0, (0,))
+    fill(replay, 1, (0,))
+    if event == "new version":
+        replay.set_version(2)
+    else:
+        replay.hello("actor-0", "t")
+    replay.maintain()
+    assert set(replay.state.limiter.open) >= {0, 1}
+    gate.open()
     assert finished(replay) == ["stored"] * 4
+    too_old = event == "new version"
+    assert set(replay.state.limiter.ready) == (set() if too_old else {0, 1})
+    assert replay.status()[m.DROPPED_LAG] == (4 if too_old else 0)
+    assert replay.status()[m.EPISODES] == 4
 
 
-@pytest.mark.parametrize("event", ["new version", "actor again", "learner again", "same member again"])
+@pytest.mark.parametrize("event", ["learner again", "same member again", "failed"])
 def test_what_could_give_the_group_up_waits_for_its_file(replay: Replay, gate: Gate, event: str) -> None:
     fill(replay, 0, (0,))
     opener = threading.Timer(0.05, gate.open)
     opener.start()
-    if event == "new version":
-        replay.set_version(1)
-    elif event == "actor again":
-        replay.hello("actor-0", "t")
-    elif event == "learner again":
+    if event == "learner again":
         replay.begin("other learner", 0)
+    elif event == "failed":
+        replay.fail(
+            GroupFailure(number=0, member=0, cause="world", start_state="s", reason="nan", left=ENDLESS)
+        )
     else:
         assert replay.admit(make_episode(0, 1, versions=(0, 0))).status == "duplicate"
     opener.join()

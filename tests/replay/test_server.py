@@ -22,7 +22,7 @@ from asyncrl.replay.client import (
     ZmqActorPort,
     ZmqLearnerPort,
 )
-from asyncrl.replay.interface import NothingToLearn, RunStopped
+from asyncrl.replay.interface import GroupGrant, NothingToLearn, RunStopped
 from asyncrl.replay.server import ReplayServer, serve_replay
 from support.episodes import assert_same, make_episode
 from support.replay import Clock
@@ -259,6 +259,28 @@ def test_a_lost_grant_is_repeated_although_others_wait_for_credit(
     socket.say(b"b", "acquire", turn=0, groups=1)
     service.serve_once(0)
     assert (socket.grants(b"a"), socket.grants(b"b")) == ([], [0])
+
+
+def test_requests_without_credit_are_not_tried_in_every_pass(
+    scripted: tuple[ReplayServer, ScriptedSocket, Clock], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 64 actors that wait, to try them all took half of the serving thread's time."""
+    service, socket, _ = scripted
+    tried, grant = list[str](), service.replay.grant
+
+    def counted(actor: str, request: int) -> GroupGrant | None:
+        tried.append(actor)
+        return grant(actor, request)
+
+    monkeypatch.setattr(service.replay, "grant", counted)
+    for peer in (b"a", b"b"):
+        socket.say(peer, "acquire", turn=0, groups=1)
+    for _ in range(5):
+        service.serve_once(0)
+    assert tried == ["a", "b", "b"], "all in the pass in which they asked"
+    socket.say(b"L", "version", version=1)
+    service.serve_once(0)
+    assert (tried[3:], socket.grants(b"b")) == (["b"], [1]), "there is credit again"
 
 
 def test_a_waiting_request_is_no_sign_of_life(scripted: tuple[ReplayServer, ScriptedSocket, Clock]) -> None:

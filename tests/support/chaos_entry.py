@@ -22,6 +22,7 @@ from asyncrl.errors import SampleTimeout
 from asyncrl.messaging.wire import Message
 from asyncrl.records import Episode
 from asyncrl.replay.client import ZmqLearnerPort
+from asyncrl.replay.interface import BatchDescription
 from asyncrl.replay.outbox import Outbox
 
 GATE_DEADLINE = 60.0
@@ -64,23 +65,39 @@ class Gate:
             time.sleep(0.02)
 
 
-def note_batches(sample: Any) -> Any:
-    waited, gate = dict[int, float](), Gate()
+class Batches:
+    """Notes every batch that the one learner rank has fetched, at the version at which it was chosen."""
 
-    def noting(port: ZmqLearnerPort, *, groups: int, version: int, timeout: float) -> list[list[Episode]]:
-        gate.wait(version, timeout)
+    def __init__(self) -> None:
+        self._gate, self._version = Gate(), 0
+        self._waited = dict[int, float]()
+
+    def note_choice(self, choose: Any) -> Any:
+        def noting(port: ZmqLearnerPort, *, groups: int, version: int, timeout: float) -> BatchDescription:
+            self._gate.wait(version, timeout)
+            self._version = version
+            return self._timed(choose, port, groups=groups, version=version, timeout=timeout)
+
+        return noting
+
+    def note_batch(self, fetch: Any) -> Any:
+        def noting(port: ZmqLearnerPort, wanted: BatchDescription, **about: Any) -> list[list[Episode]]:
+            batch, version = self._timed(fetch, port, wanted, **about), self._version
+            episodes = [episode for group in batch for episode in group]
+            ids, oldest = [e.episode_id for e in episodes], min(e.oldest_version for e in episodes)
+            worlds = min(e.world_version for e in episodes), max(e.newest_world_version for e in episodes)
+            note(batch=ids, version=version, oldest=oldest, worlds=worlds, waited=self._waited[version])
+            return batch
+
+        return noting
+
+    def _timed(self, call: Any, *arguments: Any, **about: Any) -> Any:
         began = time.monotonic()
         try:
-            batch = sample(port, groups=groups, version=version, timeout=timeout)
+            return call(*arguments, **about)
         finally:
-            waited[version] = waited.get(version, 0.0) + time.monotonic() - began
-        episodes = [episode for group in batch for episode in group]
-        ids, oldest = [e.episode_id for e in episodes], min(e.oldest_version for e in episodes)
-        worlds = min(e.world_version for e in episodes), max(e.newest_world_version for e in episodes)
-        note(batch=ids, version=version, oldest=oldest, worlds=worlds, waited=waited[version])
-        return batch
-
-    return noting
+            waited = self._waited.get(self._version, 0.0)
+            self._waited[self._version] = waited + time.monotonic() - began
 
 
 def accept_refits(main: Any) -> Any:
@@ -112,7 +129,9 @@ if "CHAOS_ACCEPT" in os.environ:
 
 if "CHAOS_NOTES" in os.environ:  # Not when something merely looks at this file.
     Outbox.handle = note_receipts(Outbox.handle)
-    ZmqLearnerPort.sample = note_batches(ZmqLearnerPort.sample)
+    batches = Batches()
+    ZmqLearnerPort.choose = batches.note_choice(ZmqLearnerPort.choose)
+    ZmqLearnerPort.fetch = batches.note_batch(ZmqLearnerPort.fetch)
 
 if __name__ == "__main__":
     from asyncrl.cli import torchrun_main

@@ -21,6 +21,7 @@ from asyncrl.observability import metrics_replay as r
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability.metrics import Metric
 from asyncrl.records import Episode
+from asyncrl.replay.interface import BatchDescription
 from asyncrl.storage.checkpoint import Checkpoints
 from support.table_policy import TablePolicy, groups_of
 
@@ -62,7 +63,7 @@ class MemoryReplay:
         self.filling: Callable[[float], dict[str, int]] = lambda seconds: {}
         """How far the batch is after so many seconds of waiting."""
 
-    def sample(self, *, groups: int, version: int, timeout: float) -> list[list[Episode]]:
+    def choose(self, *, groups: int, version: int, timeout: float) -> BatchDescription:
         self.timeouts.append(timeout)
         if self.interrupt:
             raise KeyboardInterrupt
@@ -78,7 +79,15 @@ class MemoryReplay:
         self.clock.now += self.still
         self.still = self.seconds_to_fill
         self.events.append(f"sample at {version}")
-        return groups_of([[3, -1], [-1, 12]][:groups], seed=version, versions=(version, version))
+        return BatchDescription(request=str(version), numbers=tuple(range(groups)))
+
+    def fetch(
+        self, wanted: BatchDescription, *, timeout: float, while_waiting: Callable[[], object]
+    ) -> list[list[Episode]]:
+        while_waiting()
+        version = int(wanted.request)
+        batch = groups_of([[3, -1], [-1, 12]], seed=version, versions=(version, version))
+        return [batch[number] for number in wanted.numbers]
 
     def report_version(self, version: int) -> None:
         self.events.append(f"report {version}")

@@ -11,9 +11,10 @@ changes, and a file whose inode, size or time of writing changed counts as anoth
 from __future__ import annotations
 
 import os
+import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -84,11 +85,13 @@ class Buffers:
 
 
 class GroupReader:
-    """Reads groups and remembers where their arrays lie. Used by one thread."""
+    """Reads groups and remembers where their arrays lie. Threads may use it; each file is read by one."""
 
     def __init__(self) -> None:
         """Know no file yet."""
         self._known: OrderedDict[Path, _CachedLayout] = OrderedDict()
+        self._lock = threading.Lock()
+        """Around changes of `_known`."""
 
     def remember(self, path: Path, written: GroupFileParts) -> None:
         """Note a file that this process wrote; its checksums are still verified on the first read."""
@@ -96,13 +99,15 @@ class GroupReader:
 
     def forget(self, path: Path) -> None:
         """Note that a file is gone."""
-        self._known.pop(path, None)
+        with self._lock:
+            self._known.pop(path, None)
 
     def read(
         self,
         path: Path,
         names: Sequence[str] | None = None,
         *,
+        without: Collection[str] = (),
         buffers: Buffers | None = None,
         verify: bool = False,
         attributes: dict[str, Any] | None = None,
@@ -112,6 +117,7 @@ class GroupReader:
         Args:
             path: A sealed file.
             names: Arrays to read; the others come back empty, for a quick look. None: all of them.
+            without: Arrays not to read, whatever `names` says.
             buffers: Where to put them; the episodes are valid until the next read. None: into fresh memory.
             verify: Check all checksums again, also those that were checked before.
             attributes: What the file says of its group has to be this; None: anything.
@@ -126,7 +132,7 @@ class GroupReader:
                 raise damaged(path, "it is not the file that it was")
             if verify or not known.verified:
                 check_footer(handle)
-            names = known.names if names is None else names
+            names = [name for name in names or known.names if name not in without]
             arrays = _read_arrays(handle, known.plan(tuple(names)), buffers)
             if packed := known.compressed(names):
                 read_compressed(path, packed)
@@ -159,9 +165,10 @@ class GroupReader:
         return handle, known
 
     def _note(self, path: Path, known: _CachedLayout) -> None:
-        self._known[path] = known
-        while len(self._known) > KNOWN_FILES:
-            self._known.popitem(last=False)
+        with self._lock:
+            self._known[path] = known
+            while len(self._known) > KNOWN_FILES:
+                self._known.popitem(last=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,290 @@
+"""Learner ranks fetch their parts of a batch: together they hold what was chosen, whatever dies meanwhile."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.config.run import AlgorithmSettings, ReplaySettings, TrainConfig
+from asyncrl.errors import ReplayError, SampleTimeout
+from asyncrl.observability import metrics_replay as m
+from asyncrl.records import Episode
+from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort, ZmqRankPort
+from asyncrl.replay.files.reader import GroupReader
+from asyncrl.replay.interface import BatchDescription, GroupLost
+from asyncrl.replay.part_fetch import WINDOW
+from asyncrl.replay.store import file_name
+from support.episodes import assert_same, make_episode
+from support.replay import fill as admit_all
+from support.replay import make_limiter, make_replay
+from support.replay_server import CONFIG, Served, acquire, kill, push_group, start_server, until
+
+GROUPS = 2 * WINDOW + 3
+"""More than a rank asks for at once."""
+
+
+def config_of(groups: int, **replay: Any) -> TrainConfig:
+    algorithm = AlgorithmSettings(group_size=2, groups_per_update=groups)
+    return replace(
+        CONFIG, algorithm=algorithm, replay=ReplaySettings(max_lag=1, group_timeout=60.0, **replay)
+    )
+
+
+def fill(actor: ZmqActorPort, groups: int, version: int = 0) -> None:
+    for _ in range(groups):
+        push_group(actor, acquire(actor), "actor-0", version)
+    until(actor, 0)
+
+
+def assert_as_imagined(group: list[Episode], number: int, version: int = 0) -> None:
+    assert [episode.member for episode in group] == [0, 1]
+    for episode in group:
+        assert_same(episode, make_episode(number, episode.member, versions=(version,)))
+
+
+@settings(deadline=None)
+@given(
+    numbers=st.lists(st.integers(0, 10**8 - 1), min_size=1, max_size=70, unique=True), ranks=st.integers(1, 9)
+)
+def test_parts_are_the_batch_dealt_in_turns(numbers: list[int], ranks: int) -> None:
+    batch = BatchDescription(request="r", numbers=tuple(numbers))
+    parts = [batch.part(rank, ranks) for rank in range(ranks)]
+    assert [parts[n % ranks].numbers[n // ranks] for n in range(len(numbers))] == numbers
+    assert sum(len(part.numbers) for part in parts) == len(numbers)
+    assert {part.request for part in parts} == {"r"}
+
+
+@pytest.mark.parametrize("read_ahead", [8.0, 0.0])
+def test_what_the_ranks_hold_together_is_the_batch(tmp_path: Path, endpoint: str, read_ahead: float) -> None:
+    """With room for what is read ahead, and without any: then it is read again."""
+    with Served(tmp_path, endpoint, config_of(GROUPS, read_ahead_gigabytes=read_ahead)):
+        learner, actor = ZmqLearnerPort(endpoint), ZmqActorPort(endpoint, "actor-0")
+        ranks = [learner, *(ZmqRankPort(endpoint, f"learner-{rank}") for rank in (1, 2))]
+        learner.status()
+        for version in range(2):
+            fill(actor, GROUPS, version)
+            batch = learner.choose(groups=GROUPS, version=version, timeout=15.0)
+            assert batch.numbers == tuple(range(GROUPS * version, GROUPS * (version + 1)))
+            parts = [batch.part(rank, len(ranks)) for rank in range(len(ranks))]
+            with ThreadPoolExecutor(len(ranks)) as threads:
+                held = list(threads.map(lambda r, part: r.fetch(part, timeout=15.0), ranks, parts))
+            for place, number in enumerate(batch.numbers):
+                assert_as_imagined(held[place % 3][place // 3], number, version)
+            assert sum(map(len, held)) == GROUPS
+            learner.report_version(version + 1)
+        for port in ranks:
+            port.close()
+        actor.close(1.0)
+
+
+def test_a_killed_replay_gives_the_chosen_batch_to_every_rank_and_to_no_other_update(
+    tmp_path: Path, endpoint: str
+) -> None:
+    """Killed between description and fetch, and again with a half of it fetched."""
+    server = start_server(tmp_path, endpoint)
+    learner, actor = ZmqLearnerPort(endpoint), ZmqActorPort(endpoint, "actor-0")
+    rank = ZmqRankPort(endpoint, "learner-1")
+    try:
+        learner.status()
+        fill(actor, 4)
+        first = learner.choose(groups=2, version=0, timeout=15.0)
+        kill(server)
+        server = start_server(tmp_path, endpoint)
+        held = learner.fetch(first.part(0, 2), timeout=15.0)
+        kill(server)
+        server = start_server(tmp_path, endpoint)
+        held += rank.fetch(first.part(1, 2), timeout=15.0)
+        second = learner.choose(groups=2, version=0, timeout=15.0)
+        held += learner.fetch(second.part(0, 2), timeout=15.0) + rank.fetch(second.part(1, 2), timeout=15.0)
+        assert (first.numbers, second.numbers) == ((0, 1), (2, 3))
+        for number, group in enumerate(held):
+            assert_as_imagined(group, number)
+        with pytest.raises(SampleTimeout, match="0 groups ready"):
+            learner.choose(groups=1, version=0, timeout=0.3)
+    finally:
+        for port in (learner, rank):
+            port.close()
+        actor.close(1.0)
+        kill(server)
+
+
+def test_a_rank_that_died_before_it_fetched_costs_a_resumed_run_no_group(
+    tmp_path: Path, endpoint: str
+) -> None:
+    server = start_server(tmp_path, endpoint)
+    actor = ZmqActorPort(endpoint, "actor-0")
+    try:
+        learner, rank = ZmqLearnerPort(endpoint), ZmqRankPort(endpoint, "learner-1")
+        learner.status()
+        fill(actor, 4)
+        batch = learner.choose(groups=2, version=0, timeout=15.0)
+        learner.fetch(batch.part(0, 2), timeout=15.0)
+        rank.close()
+        learner.close()  # A learner of which a rank is gone ends with it.
+        learner, rank = ZmqLearnerPort(endpoint, version=0), ZmqRankPort(endpoint, "learner-1")
+        learner.status()
+        with pytest.raises(GroupLost, match="not of the batch that was chosen last"):
+            rank.fetch(batch.part(1, 2), timeout=15.0)  # The resumed run has chosen nothing yet.
+        again = learner.choose(groups=2, version=0, timeout=15.0)
+        assert again.numbers == batch.numbers
+        assert again.request != batch.request
+        held = learner.fetch(again.part(0, 2), timeout=15.0) + rank.fetch(again.part(1, 2), timeout=15.0)
+        for number, group in enumerate(held):
+            assert_as_imagined(group, number)
+        assert learner.choose(groups=2, version=0, timeout=15.0).numbers == (2, 3)
+        rank.close()
+        learner.close()
+    finally:
+        actor.close(1.0)
+        kill(server)
+
+
+class Gate:
+    """Holds up the reading of files; the number of reads that came is known."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open, self.came = threading.Event(), threading.Semaphore(0)
+        read = GroupReader.read
+
+        def held_up(reader: GroupReader, *arguments: Any, **about: Any) -> list[Episode]:
+            self.came.release()
+            assert self.open.wait(30)
+            return read(reader, *arguments, **about)
+
+        monkeypatch.setattr(GroupReader, "read", held_up)
+
+
+def test_ingest_goes_on_while_a_batch_is_read(
+    tmp_path: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    with Served(tmp_path, endpoint):
+        learner, actor = ZmqLearnerPort(endpoint), ZmqActorPort(endpoint, "actor-0")
+        learner.status()
+        fill(actor, 2)
+        with pytest.raises(SampleTimeout):
+            learner.choose(groups=2, version=0, timeout=0.5)
+        assert gate.came.acquire(timeout=10), "it is being read"
+        fill(actor, 2)  # Each gets its receipts: they are stored meanwhile.
+        assert learner.status()[m.GROUPS_READY] == 4, "none counts as used before it was read"
+        gate.open.set()
+        batch = learner.choose(groups=2, version=0, timeout=15.0)
+        for number, group in enumerate(learner.fetch(batch, timeout=15.0)):
+            assert_as_imagined(group, number)
+        actor.close(1.0)
+        learner.close()
+
+
+def test_groups_are_read_before_they_are_asked_for_and_none_too_old_is_given(
+    tmp_path: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    gate.open.set()
+    with Served(tmp_path, endpoint):
+        learner, actor = ZmqLearnerPort(endpoint), ZmqActorPort(endpoint, "actor-0")
+        learner.status()
+        fill(actor, 4)
+        for _ in range(4):
+            assert gate.came.acquire(timeout=10), "all are read, and nobody has asked"
+        learner.report_version(2)  # The bound is 1: what was read is too old.
+        learner.status()
+        again = dict[int, list[Episode]]()
+        for number in (acquire(actor).number for _ in range(2)):  # Granted again: other episodes.
+            ids = [f"{number:031d}{member}" for member in range(2)]
+            again[number] = [make_episode(number, k, versions=(2,), episode_id=ids[k]) for k in range(2)]
+            for episode in again[number]:
+                actor.push(episode)
+        until(actor, 0)
+        batch = learner.choose(groups=2, version=2, timeout=15.0)
+        assert set(batch.numbers) == set(again)
+        for number, group in zip(batch.numbers, learner.fetch(batch, timeout=15.0), strict=True):
+            for episode, imagined in zip(group, again[number], strict=True):
+                assert_same(episode, imagined)
+        status = learner.status()
+        assert status[m.DROPPED_LAG] == 8, "four groups of two"
+        actor.close(1.0)
+        learner.close()
+
+
+def test_a_group_whose_file_is_damaged_after_it_was_chosen_is_lost_and_another_batch_is_chosen(
+    tmp_path: Path, endpoint: str
+) -> None:
+    server = start_server(tmp_path, endpoint)
+    learner, actor = ZmqLearnerPort(endpoint), ZmqActorPort(endpoint, "actor-0")
+    try:
+        learner.status()
+        fill(actor, 4)
+        batch = learner.choose(groups=2, version=0, timeout=15.0)
+        kill(server)  # What it had read is gone.
+        path = tmp_path / file_name(batch.numbers[1])
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+        server = start_server(tmp_path, endpoint)
+        with pytest.raises(GroupLost, match=r"Group 1 of the batch is lost: .*damaged"):
+            learner.fetch(batch, timeout=15.0)
+        assert (tmp_path / "quarantine" / path.name).exists()
+        other = learner.choose(groups=2, version=0, timeout=15.0)
+        assert other.numbers == (2, 3)
+        for number, group in zip(other.numbers, learner.fetch(other, timeout=15.0), strict=True):
+            assert_as_imagined(group, number)
+    finally:
+        learner.close()
+        actor.close(1.0)
+        kill(server)
+
+
+def test_a_used_group_that_might_be_used_again_is_closed_when_its_file_is_damaged(tmp_path: Path) -> None:
+    limiter = make_limiter()
+    limiter.uses = 2
+    replay = make_replay(tmp_path, limiter)
+    replay.begin("learner", 0)
+    replay.hello("actor-0", "s")
+    for number in range(2):
+        replay.grant("actor-0", number)
+        admit_all(replay, number, (0,))
+    assert replay.choose(1, 0, "r") == [0]
+    replay.batches.begin()  # As after a restart: nothing is known of the file.
+    path = tmp_path / file_name(0)
+    path.write_bytes(path.read_bytes()[:-1])
+    group = replay.batches.load(0)
+    assert group is not None
+    assert "footer" in group.damaged
+    assert list(replay.state.limiter.ready) == [1]
+    assert replay.choose(1, 1, "s") == [1]
+    replay.close()
+
+
+def test_a_rank_whose_replay_says_nothing_ends_at_its_deadline(endpoint: str) -> None:
+    rank, looks = ZmqRankPort(endpoint, "learner-1"), list[float]()
+    with pytest.raises(ReplayError, match=r"sent nothing of a chosen batch for 0.3 s \(--batch-timeout\)"):
+        rank.fetch(
+            BatchDescription(request="r", numbers=(0,)),
+            timeout=0.3,
+            while_waiting=lambda: looks.append(time.monotonic()),
+        )
+    assert looks, "it looks after what else it has to"
+    rank.close()
+
+
+def test_an_actor_gets_no_group_of_a_batch(tmp_path: Path, endpoint: str) -> None:
+    with Served(tmp_path, endpoint):
+        learner, actor = ZmqLearnerPort(endpoint), ZmqActorPort(endpoint, "actor-0")
+        learner.status()
+        fill(actor, 2)
+        batch = learner.choose(groups=2, version=0, timeout=15.0)
+        link = actor._link  # pyright: ignore[reportPrivateUsage]
+        link.send_now("fetch", request=batch.request, number=0)
+        heard = [message.kind for _ in range(10) for message in link.exchange(0.05)]
+        assert not {"batch", "lost"} & set(heard)
+        assert len(learner.fetch(batch, timeout=15.0)) == 2
+        actor.close(1.0)
+        learner.close()
