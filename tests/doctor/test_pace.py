@@ -13,18 +13,19 @@ from asyncrl.commands import doctor as command
 from asyncrl.config.algorithm import LoraSettings
 from asyncrl.config.loading import load_file
 from asyncrl.config.run import TrainConfig
-from asyncrl.doctor import pace
+from asyncrl.doctor import pace, work
 from asyncrl.doctor.cost import predict
 from asyncrl.doctor.findings import Examination
 from asyncrl.doctor.pace import burst_rate, check_pace, expected_table, minutes
 from asyncrl.doctor.published import published_run
-from asyncrl.doctor.rates import H200
-from asyncrl.doctor.work import work_of
+from asyncrl.doctor.rates import H200, SHARES
+from asyncrl.doctor.work import RunWork, work_of
 from asyncrl.errors import ConfigError
 from asyncrl.launch.placement import parse_placement
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.policy import new_policy
 from support import ROOT
+from support.tiny_models import WORLDS
 
 RECIPES = sorted((ROOT / "configs").glob("*_openvla*.toml"))
 WAN = ROOT / "configs" / "wan_libero_spatial_grpo_openvlaoft.toml"
@@ -71,8 +72,8 @@ def test_the_table_is_printed_without_the_models_files(capsys: pytest.CaptureFix
     printed = capsys.readouterr().out.splitlines()
     assert printed == table_of(WAN)
     config = load_file(WAN)
-    sizes, work = published_run(config)
-    found = predict(config, work, sizes, H200, parse_placement(config.placement, 8, 0))
+    sizes, computed = published_run(config)
+    found = predict(config, computed, sizes, H200, parse_placement(config.placement, 8, 0))
     row = next(line for line in printed if line.startswith("8 x"))
     assert row.split()[-2:] == [minutes(found.seconds), found.bottleneck]
     # All weights of 7.5 B do not fit one device, nor two with one learner: adapters do.
@@ -101,18 +102,42 @@ def test_small_models_have_no_line() -> None:
     assert check_pace(Examination(config=TrainConfig())) is None
 
 
+@pytest.mark.parametrize("kind", ["wan", "opensora", "evac"])
+def test_the_work_of_a_world_is_read_from_its_folder(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work, "LEAST_FLOPS", 0.0)
+    WORLDS[kind](tmp_path)
+    policy = new_policy(OpenVLAOFTConfig.tiny())
+    config = replace(TrainConfig(), world=str(tmp_path), actor=replace(TrainConfig().actor, max_decisions=3))
+
+    def found(steps: int) -> RunWork:
+        chosen = replace(config, imagination=replace(config.imagination, steps=steps))
+        seen = work_of(chosen, policy)
+        assert seen is not None
+        return seen
+
+    two, four = found(2), found(4)
+    assert (two.decisions, two.chunk, two.policy) == (3, 8, policy.decision_flops())
+    denoising = [stage for stage in four.world.decision if stage.calls == 4]
+    assert [stage.name for stage in denoising] == [f"{kind} denoise"]
+    total = [sum(stage.flops * stage.calls for stage in seen.world.decision) for seen in (two, four)]
+    assert total[1] - total[0] == pytest.approx(2 * denoising[0].flops)
+    assert all(stage.name in SHARES for stage in (*four.world.decision, *four.world.opening))
+
+
 def test_the_line_reckons_with_eight_devices_or_with_the_ranks_that_are_named() -> None:
     config = replace(load_file(WAN), device="cpu")
-    sizes, work = published_run(config)
+    sizes, computed = published_run(config)
 
     def line(chosen: TrainConfig) -> str:
-        finding = check_pace(Examination(config=chosen, sizes=sizes, work=work))
+        finding = check_pace(Examination(config=chosen, sizes=sizes, work=computed))
         assert finding is not None
         return finding.seen
 
     assert "8 x H200, none of which is here" in line(config)
     assert "3 x H200" in line(replace(config, placement="learner=0,actor=1-2"))
-    found = predict(config, work, sizes, H200, parse_placement(config.placement, 8, 0))
+    found = predict(config, computed, sizes, H200, parse_placement(config.placement, 8, 0))
     assert f"{minutes(found.seconds)} minutes from one update to the next" in line(config)
 
 
