@@ -143,8 +143,8 @@ def refit(
 def to_redraw(recordings: Recordings, looks: int, seed: int) -> Recordings:
     """Choose whose frames the autoencoder draws for a refit that looks at so many of them.
 
-    Drawing takes longer than the whole fit on them, so no more episodes are drawn than it takes for every
-    look to be at another frame.
+    Half of what it looks at shows the task solved, which few frames of an episode do. Drawing takes longer
+    than the whole fit, so no more episodes are drawn than have as many of these as there are looks at them.
 
     Args:
         recordings: With both verdicts (`shows_both`), as those that are returned.
@@ -152,8 +152,8 @@ def to_redraw(recordings: Recordings, looks: int, seed: int) -> Recordings:
         seed: Of the choice.
     """
     order = np.random.default_rng(seed).permutation(len(recordings))
-    counts = np.cumsum(np.diff(recordings.offsets)[order])
-    episodes = 1 + int(np.searchsorted(counts[:-1], looks))
+    solved = np.cumsum([recordings.success[recordings.span(int(number))].sum() for number in order])
+    episodes = 1 + int(np.searchsorted(solved[:-1], looks // 2))
     part = chosen(recordings, sorted(order[:episodes].tolist()))
     while not shows_both(part):
         episodes += 1
