@@ -11,6 +11,7 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.doctor.findings import Examination, Finding, Sizes, broken, ok, one_line, warning
 from asyncrl.doctor.host import GIB, free_memory
 from asyncrl.errors import ConfigError
+from asyncrl.launch.hosts import Hosts
 from asyncrl.launch.placement import (
     WORDS,
     Placement,
@@ -56,7 +57,7 @@ def placement_of(config: TrainConfig) -> Placement:
 
 
 def check_placement(examination: Examination) -> Finding:
-    """Check whether the ranks, the devices and the carrier of the weights go together."""
+    """Check whether the ranks, the devices and the carrier of the weights go together, all on this host."""
     import torch
 
     from asyncrl.launch import build, learner_ranks
@@ -64,10 +65,11 @@ def check_placement(examination: Examination) -> Finding:
 
     config = examination.config
     try:
-        placement = checked_placement(config, ranks_named(config.placement))
-        learner_ranks.check(config, placement)
+        hosts = Hosts(size=ranks_named(config.placement))
+        placement = checked_placement(config, hosts.size)
+        learner_ranks.check(config, placement, hosts)
         by_rank = devices_of(config, placement)
-        transport = build.transport_of(config, placement)
+        transport = build.transport_of(config, placement, hosts.ranks(0))
         if by_rank[0].type == "cpu":
             build_transport(transport, by_rank[0], config.weights.timeout)
     except ConfigError as error:
