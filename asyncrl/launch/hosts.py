@@ -24,7 +24,7 @@ class Hosts:
     learners: tuple[int, ...] = (0,)
     """Numbers of the hosts that have learner ranks."""
     replay: str = ""
-    """Address that the replay takes for actors of other hosts; empty where there are none."""
+    """Address that the replay takes for ranks of other hosts; empty where there are none."""
     weights: str = ""
     """Address where these fetch weights; empty where there are none."""
 
