@@ -100,15 +100,15 @@ def test_a_placement_without_actors_needs_an_address_to_join(
 
 def test_weights_are_fetched_beside_the_replay_unless_said_otherwise(tmp_path: Path) -> None:
     from asyncrl.config.run import ReplaySettings, TrainConfig, WeightSettings
+    from asyncrl.launch.hosts import Hosts
+
+    def served_at(config: TrainConfig) -> str:
+        at = endpoints.addresses(config, Hosts())
+        return endpoints.pull_settings(config, at, tmp_path, "", NO_RUN).listen
 
     listen = ReplaySettings(listen="tcp://127.0.0.1:5555")
-    assert (
-        endpoints.pull_settings(TrainConfig(replay=listen), tmp_path, "", NO_RUN).listen
-        == "tcp://127.0.0.1:0"
-    )
+    assert served_at(TrainConfig(replay=listen)) == "tcp://127.0.0.1:0"
     own = WeightSettings(listen="tcp://127.0.0.1:5556")
-    config = TrainConfig(replay=listen, weights=own)
-    assert endpoints.pull_settings(config, tmp_path, "", NO_RUN).listen == "tcp://127.0.0.1:5556"
+    assert served_at(TrainConfig(replay=listen, weights=own)) == "tcp://127.0.0.1:5556"
     tmp_path.chmod(0o700)
-    endpoint = f"ipc://{tmp_path}/pull"
-    assert endpoints.pull_settings(TrainConfig(), tmp_path, "", NO_RUN).listen == endpoint
+    assert served_at(TrainConfig()) == f"ipc://{tmp_path}/pull"
