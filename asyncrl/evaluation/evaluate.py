@@ -198,6 +198,8 @@ def evaluate(
             played.append(episode)
             solved += episode.solved
             bar.update(1)
-            bar.set_postfix(success=f"{solved / len(played):.1%}")
+            bar.set_postfix(
+                success=f"{solved / len(played):.1%}", refresh=False
+            )  # A line a second in a file.
     played.sort(key=lambda e: order[e.start.name, e.repeat])
     return summarise(played), played
