@@ -12,6 +12,7 @@ line of the same round.
 
 from __future__ import annotations
 
+import copy
 import json
 import statistics
 import subprocess
@@ -29,6 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
+from asyncrl.devices.float8 import use_float8
 from asyncrl.fitting.fit_decoder import psnr
 from asyncrl.policies.interface import Policy, SamplingParams
 from asyncrl.policies.openvla.policy import load_policy
@@ -72,6 +74,8 @@ class Settings:
     """Numbers of denoising steps to try alone."""
     together_steps: tuple[int, ...] = (3, 2, 1)
     """Numbers of denoising steps to try with everything else."""
+    only: tuple[str, ...] = ()
+    """Names of the lines beside the exact one; none: all."""
     compile: bool = False
     """Add compiled lines: the exact one, and everything together."""
     device: str = "cpu"
@@ -93,6 +97,8 @@ class Line:
     steps: int = 0
     """Network calls per decision; 0 = the folder's."""
     other_noise: bool = False
+    float8: bool = False
+    """See `ImaginationSettings.precision`."""
     compile: bool = False
 
 
@@ -101,6 +107,7 @@ def lines(settings: Settings, full_steps: int) -> list[Line]:
     found = [
         Line(name="exact"),
         Line(name="exact, other noise", other_noise=True),
+        Line(name="exact, float8", float8=True),
         Line(name="latents as memory, decoder anew", memory="latents", decoder="anew"),
         Line(name="latents as memory, decoder goes on", memory="latents"),
         Line(name="the same with the tiny decoder", memory="latents", decoder="tiny"),
@@ -111,7 +118,7 @@ def lines(settings: Settings, full_steps: int) -> list[Line]:
     together = [replace(line, name=f"{line.name}, {_steps(line.steps)}") for line in together]
     found += together[1:]
     if settings.compile:
-        compiled = [found[0], found[3], *together]
+        compiled = [found[0], found[2], found[4], *together]
         found += [replace(line, name=f"{line.name}, compiled", compile=True) for line in compiled]
     return found
 
@@ -149,6 +156,8 @@ class Networks:
     """What the lines share; compiled lines have some of their own."""
 
     transformer: ActionWanTransformer
+    rounded: ActionWanTransformer
+    """The same in 8 bits."""
     vae: WanVae
     tiny: TinyDecoder
     image_size: int
@@ -164,7 +173,7 @@ class Networks:
     def _world(self, line: Line, decoder: Decoder | None) -> WanWorld:
         chosen: dict[str, Any] = {"memory": line.memory, "decoder": decoder}
         return WanWorld(
-            self.transformer,
+            self.rounded if line.float8 else self.transformer,
             self.vae,
             image_size=self.image_size,
             schedule_steps=line.steps or self.steps,
@@ -185,6 +194,7 @@ def build_networks(settings: Settings, device: torch.device) -> Networks:
     tiny = load_decoder(folder, **own, device=device, dtype=dtype)
     return Networks(
         transformer=world.transformer,
+        rounded=_rounded(world.transformer),
         vae=world.vae,
         tiny=tiny,
         image_size=world.image_size,
@@ -206,12 +216,19 @@ def random_networks(size: str, device: torch.device, dtype: torch.dtype) -> Netw
         torch.nn.Module.to(module, dtype).eval().requires_grad_(False)
     return Networks(
         transformer=transformer,
+        rounded=_rounded(transformer),
         vae=vae,
         tiny=tiny,
         image_size=256 if full else 64,
         steps=5,
         device=device,
     )
+
+
+def _rounded(transformer: ActionWanTransformer) -> ActionWanTransformer:
+    rounded = copy.deepcopy(transformer)
+    use_float8(rounded.blocks)
+    return rounded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -419,6 +436,7 @@ def main() -> None:
     reward = None if settings.random else load_reward(world_folder(settings.world), device=device)
     script, exact = write_script(settings, networks)
     chosen = lines(settings, networks.steps)
+    chosen = [line for line in chosen if line == chosen[0] or not settings.only or line.name in settings.only]
     own = build_networks(settings, device) if settings.compile else networks
     worlds, rows, tasks = [], [], [start.task for start in script.starts]
     for line in chosen:

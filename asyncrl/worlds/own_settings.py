@@ -22,5 +22,5 @@ def refuse_own_settings(own: Mapping[str, Any], world: str) -> None:
         unguided = " and draws without guidance" if "guidance" in own else ""
         raise ConfigError(
             f"--world-settings has {', '.join(own)}, but {world} takes none{unguided}. Leave it out; what "
-            "can be chosen are --imagination.steps, --imagination.context and --imagination.decoder."
+            "can be chosen are --imagination.steps, .context, .decoder and .precision."
         )

@@ -45,6 +45,11 @@ class EvacOptions:
                 "--imagination.decoder is tiny, but there is no distilled decoder for EVAC's autoencoder. "
                 "Use full."
             )
+        if settings.precision == "float8":
+            raise ConfigError(
+                "--imagination.precision is float8, but of an EVAC world's denoiser most are convolutions, "
+                "which have no 8-bit products. Use stored."
+            )
         if settings.steps > 1000:
             raise ConfigError(
                 f"--imagination.steps is {settings.steps}, but EVAC has 1000 noise levels. Use 1 to 1000, or "

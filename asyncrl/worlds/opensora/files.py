@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 
 from asyncrl.config.run import ImaginationSettings, WorldDefaults
+from asyncrl.devices.float8 import saved_bytes
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.records import SlotBytes
 from asyncrl.storage.atomic import read_json, write_json
@@ -103,7 +104,10 @@ class WorldFiles:
         check_fit(in_files, self.transformer, unused=False)
         check_fit(vae, self.vae, unused=False)
         used, _ = self.build(unused_branches=False)
-        return sum(p.numel() * self.dtype.itemsize for m in (used, vae) for p in m.parameters())
+        nbytes = sum(p.numel() * self.dtype.itemsize for m in (used, vae) for p in m.parameters())
+        blocks = (used.spatial_blocks, used.temporal_blocks)
+        saved = sum(saved_bytes(block, self.dtype) for block in blocks)
+        return nbytes - saved * (settings.precision == "float8")
 
     def load(
         self, device: torch.device | str, dtype: torch.dtype | None = None, *, unused_branches: bool = False

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from asyncrl.config.run import ImaginationSettings, WorldDefaults
+from asyncrl.devices import float8
 from asyncrl.devices.cuda_graph import CudaGraphed
 from asyncrl.devices.tensors import to_device, to_signed, to_uint8
 from asyncrl.records import CHUNK, ActionSpec, ModelSummary, SlotBytes, StartState
@@ -267,16 +268,21 @@ def load_world(
         folder: See `open_world`.
         device: Where the weights go.
         dtype: Of the weights once loaded; None takes `WorldFiles.dtype`.
-        settings: Steps; compiling is left to `OpenSoraWorld.compile`.
+        settings: Steps and precision; compiling is left to `OpenSoraWorld.compile`.
         unused_branches: See `WorldFiles.load`.
 
     Raises:
         CheckpointError: A file is missing or does not fit.
-        ConfigError: A setting that this kind of world cannot follow.
+        ConfigError: A setting that this kind of world, or the device, cannot follow.
     """
     check_settings(settings)
+    rounded = settings.precision == "float8"
+    if rounded:
+        float8.check_device(torch.device(device))
     files: WorldFiles = open_world(folder)
     transformer, vae = files.load(device, dtype, unused_branches=unused_branches)
+    for blocks in (transformer.spatial_blocks, transformer.temporal_blocks) if rounded else ():
+        float8.use_float8(blocks)
     return OpenSoraWorld(
         transformer,
         vae,

@@ -12,6 +12,7 @@ from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 from torch import Tensor, nn
 
 from asyncrl.config.run import ImaginationSettings, WorldDefaults
+from asyncrl.devices.float8 import check_device, saved_bytes, use_float8
 from asyncrl.errors import CheckpointError
 from asyncrl.records import SlotBytes
 from asyncrl.storage.atomic import read_json, replacing, write_json
@@ -115,15 +116,24 @@ class WorldFiles:
         check_fit(vae, self.vae)
         if settings.decoder == "tiny":
             self._tiny_decoder("cpu", torch.float32)
-        return sum(p.numel() * self.dtype.itemsize for m in (transformer, vae) for p in m.parameters())
+        nbytes = sum(p.numel() * self.dtype.itemsize for m in (transformer, vae) for p in m.parameters())
+        return nbytes - saved_bytes(transformer.blocks, self.dtype) * (settings.precision == "float8")
 
     def load(
         self, device: torch.device | str, dtype: torch.dtype | None, settings: ImaginationSettings
     ) -> tuple[ActionWanTransformer, WanVae, TinyDecoder | None]:
-        """Load the networks for inference, one tensor at a time, straight to `device`; see `load_world`."""
+        """Load the networks for inference, one tensor at a time, straight to `device`; see `load_world`.
+
+        Raises:
+            ConfigError: See `float8.check_device`.
+        """
         kept = self.dtype if dtype is None else dtype
+        if settings.precision == "float8":
+            check_device(torch.device(device))
         transformer, vae = self.build()
         fill(transformer, self.transformer, dtype=kept, device=device)
+        if settings.precision == "float8":
+            use_float8(transformer.blocks)
         size = self.transformer_size
         # Not in the file: computed from the size.
         transformer.rope = WanRotaryPosEmbed(size.head_dim, (1, size.patch, size.patch), 1024).to(device)

@@ -342,10 +342,11 @@ def load_world(
         folder: See `open_world`.
         device: Where the weights go.
         dtype: Of the weights once loaded; None takes `WorldFiles.dtype`.
-        settings: Memory, decoder and steps; compiling is left to `WanWorld.compile`.
+        settings: Memory, decoder, steps and precision; compiling is left to `WanWorld.compile`.
 
     Raises:
         CheckpointError: A file is missing or does not fit.
+        ConfigError: A setting that the device cannot follow.
     """
     return _opened(open_world(folder), device, dtype, settings)
 

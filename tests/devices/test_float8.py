@@ -1,0 +1,128 @@
+"""Products of 8-bit numbers: against slow arithmetic, row by row, and in worlds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from asyncrl.config.pace import PaceSettings
+from asyncrl.config.run import ImaginationSettings, TrainConfig
+from asyncrl.devices.float8 import Float8Linear, check_device, fits, quantise, saved_bytes, use_float8
+from asyncrl.errors import ConfigError
+from asyncrl.launch.world_conformance import check_world
+from asyncrl.records import CHUNK
+from asyncrl.storage.asset_paths import start_states_path, world_folder
+from asyncrl.worlds.evac.world import EvacWorld
+from asyncrl.worlds.kinds import world_class
+from asyncrl.worlds.start_states import load_start_states
+
+FLOAT8 = ImaginationSettings(precision="float8")
+CPU = torch.device("cpu")
+
+
+def e4m3_values() -> NDArray[np.float64]:
+    """All numbers of one sign: three bits of fraction, exponents -6 to 8 and below, without NaN."""
+    normal = [2.0**e * (1 + m / 8) for e in range(-6, 9) for m in range(8)][:-1]
+    return np.array([m / 8 * 2.0**-6 for m in range(8)] + normal)
+
+
+def nearest(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Round to `e4m3_values`; of two that are as near, the one whose last bit is 0."""
+    values = e4m3_values()
+    above = np.searchsorted(values, np.abs(x)).clip(1, len(values) - 1)
+    low, high = values[above - 1], values[above]
+    middle = (low + high) / 2
+    up = (np.abs(x) > middle) | ((np.abs(x) == middle) & (above % 2 == 0))
+    return np.sign(x) * np.where(up, high, low)
+
+
+def test_a_product_is_that_of_rounded_rows_scaled_back() -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(64, 48)
+    x = torch.randn(3, 5, 64) * torch.logspace(-3, 3, 15).view(3, 5, 1)
+    rows, weight = x.flatten(0, 1).double().numpy(), linear.weight.detach().double().numpy()
+    scale = np.abs(rows).max(1, keepdims=True) / 448
+    of_weight = np.abs(weight).max(1, keepdims=True) / 448
+    # The scales are float32, so a number half-way may be rounded to its other neighbour: one step of e4m3.
+    product = (nearest(rows / scale) @ nearest(weight / of_weight).T) * scale * of_weight.T
+    found = Float8Linear(linear)(x) - linear.bias
+    error = np.abs(found.detach().flatten(0, 1).double().numpy() - product)
+    assert (error < 2**-7 * np.abs(rows).max(1, keepdims=True)).all()
+    assert error.mean() < 2**-9 * np.abs(product).mean()
+    exact = rows @ weight.T
+    assert np.abs(product - exact).mean() < 0.05 * np.abs(exact).mean()
+
+
+def test_largest_and_smallest_numbers_stay_finite() -> None:
+    x = torch.tensor([[3e38, -1.0, 0.0], [1e-30, 0.0, -1e-30], [0.0, 0.0, 0.0]])
+    rounded, scale = quantise(x)
+    back = rounded.float() * scale
+    assert back.isfinite().all()
+    assert back[0, 0] == pytest.approx(3e38, rel=1e-5)
+    assert (back[2] == 0).all()
+
+
+def test_rows_do_not_feel_each_other() -> None:
+    torch.manual_seed(0)
+    layer, x = Float8Linear(nn.Linear(32, 32)), torch.randn(6, 32)
+    alone = torch.cat([layer(row[None]) for row in x])
+    assert torch.equal(layer(x), alone)
+    x[2, 5] = float("nan")
+    assert layer(x)[2].isnan().all()
+    assert torch.equal(layer(x)[[0, 1, 3, 4, 5]], alone[[0, 1, 3, 4, 5]])
+
+
+def test_only_linear_layers_that_fit_are_rounded_and_half_of_their_bytes_go() -> None:
+    odd, wide = nn.Linear(32, 7), nn.Linear(32, 64, dtype=torch.bfloat16)
+    network = nn.Sequential(wide, nn.LayerNorm(64), nn.ModuleDict({"inner": odd}))
+    assert (fits(wide), fits(odd), fits(network[1])) == (True, False, False)
+    before, expected = nbytes(network), saved_bytes(network, torch.bfloat16)
+    use_float8(network)
+    assert type(network[0]) is Float8Linear
+    assert isinstance(network[2], nn.ModuleDict)
+    assert network[2]["inner"] is odd
+    assert before - nbytes(network) == expected == 32 * 64 - 4 * 64
+
+
+def nbytes(module: nn.Module) -> int:
+    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+
+
+@pytest.mark.parametrize("name", ["tabletop", "tabletop_opensora"])
+def test_a_world_keeps_what_a_run_rests_on_and_draws_almost_the_same(name: str) -> None:
+    folder = world_folder(name)
+    kind = world_class(folder)
+    world, exact = kind.load(folder, CPU, FLOAT8), kind.load(folder, CPU, ImaginationSettings())
+    assert any(isinstance(layer, Float8Linear) for m in world.modules().values() for layer in m.modules())
+    starts = load_start_states(start_states_path("tabletop", name))[:3]
+    list(check_world(world, starts))
+    actions = np.random.default_rng(0).uniform(-1, 1, (3, CHUNK, 7)).astype(np.float32)
+    drawn, expected = (w.imagine(w.start(starts), actions, [1, 2, 3])[0].float() for w in (world, exact))
+    error = (drawn - expected).square().mean()
+    assert 0 < error < 255**2 / 10**3.5, "35 dB"
+
+
+@pytest.mark.parametrize("name", ["tabletop", "tabletop_opensora"])
+def test_the_checked_bytes_are_those_that_are_loaded(name: str) -> None:
+    folder = world_folder(name)
+    kind = world_class(folder)
+    saved = kind.check(folder, ImaginationSettings()).nbytes - kind.check(folder, FLOAT8).nbytes
+    loaded = (kind.load(folder, CPU, settings) for settings in (ImaginationSettings(), FLOAT8))
+    exact, rounded = (sum(map(nbytes, world.modules().values())) for world in loaded)
+    assert exact - rounded == saved > 0
+
+
+def test_what_cannot_be_rounded_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--imagination.precision is float8, but of an EVAC world"):
+        EvacWorld.check(world_folder("tabletop_evac"), FLOAT8)
+    with pytest.raises(ConfigError, match=r"--pace.every is 6 and --imagination.precision is float8"):
+        TrainConfig(imagination=FLOAT8, pace=PaceSettings(every=6))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
+    with pytest.raises(ConfigError, match=r"A100 has compute capability 8.0 and no 8-bit products"):
+        check_device(torch.device("cuda"))
