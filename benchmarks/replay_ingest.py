@@ -3,7 +3,7 @@
     python benchmarks/replay_ingest.py
 
 Two actor processes push groups as fast as they are granted; the clock stops when every episode has its
-receipt. `raw` is the same service loop, wire, decoding and checks, but each complete group becomes one plain
+receipt. `raw` is the same service, wire, decoding and checks, but each complete group becomes one plain
 file of the arrays' bytes, as durable as the replay's: synced, renamed, its folder synced. Rounds are
 interleaved; MB/s and ratios are medians over the rounds.
 """
@@ -17,112 +17,59 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
-import zmq
 from replay_episodes import make_group, write_raw
 
 from asyncrl.config.loading import overlay
 from asyncrl.config.run import TrainConfig
 from asyncrl.launch.roles import open_run_replay
-from asyncrl.messaging.authentication import admitting
 from asyncrl.messaging.curve_keys import create_keys, load_client_keys, load_server_keys
 from asyncrl.messaging.episode_codec import as_bytes
-from asyncrl.messaging.sockets import bind_router, ipc_endpoint, private_folder
-from asyncrl.records import Episode, episode_arrays, problem_with
+from asyncrl.messaging.sockets import ipc_endpoint, private_folder
+from asyncrl.records import Episode, episode_arrays
+from asyncrl.replay import store
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
-from asyncrl.replay.interface import GroupGrant, Receipt
-from asyncrl.replay.quarantine import Quarantine
-from asyncrl.replay.server import ReplayServer, serve_replay
+from asyncrl.replay.files.format import GroupFileParts
+from asyncrl.replay.files.writer import write_group
+from asyncrl.replay.server import serve_replay
 
 GROUP_SIZE, ACTORS = 8, 2
 SIZES = {"tabletop": (6, 64, False, 60), "large": (32, 224, False, 5), "video": (10, 224, True, 3)}
 """Decisions, pixels per side, whether all frames are kept, groups per actor."""
 SETTINGS = {
     "algorithm": {"group_size": GROUP_SIZE, "groups_per_update": 1},
-    "replay": {"max_lag": 1_000_000, "max_gigabytes": 1000.0},
+    "replay": {"max_lag": 100_000, "max_gigabytes": 1000.0},
 }
 
 
-class RawCore:
-    """In the place of `Replay`: grants without end, receipts when a group's plain file is durable."""
+class PlainFiles:
+    """In the place of `write_group`: plain files of the arrays' bytes, all described as the first group is."""
 
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir()
-        self.folder, self.limiter, self.quarantine = folder, self, Quarantine(2)
-        self.actors: dict[str, str] = {}
-        self.exhausted_reason = ""
-        self.stopped = self.writing = False
-        self._granted = 0
-        self._members: dict[str, list[Episode]] = defaultdict(list)
-        self._receipts: list[tuple[str, Receipt]] = []
+    def __init__(self) -> None:
+        self._said: GroupFileParts | None = None
 
-    def note_heartbeat(self, actor: str) -> None:
-        """Nobody falls silent here."""
-
-    def timed_out(self, actor: str) -> bool:
-        """Nobody falls silent here."""
-        return False
-
-    def forgive_silence(self) -> None:
-        """Nobody falls silent here."""
-
-    def leave(self, actor: str) -> None:
-        """Whoever leaves has pushed all."""
-
-    def maintain(self) -> None:
-        """Nothing becomes too old here."""
-
-    def begin(self, session: str, version: int) -> None:
-        """Learners are welcome."""
-
-    def hello(self, actor: str, session: str) -> None:
-        """Actors are welcome."""
-
-    def stop(self) -> None:
-        """End the run."""
-        self.stopped = True
-
-    def grant(self, actor: str, turn: int) -> GroupGrant:
-        """Grant the next number."""
-        self._granted += 1
-        return GroupGrant(number=self._granted, min_version=0, keep_video=False)
-
-    def admit(self, episode: Episode) -> Receipt:
-        """Check, collect, write."""
-        assert problem_with(episode) is None
-        members = self._members[episode.group_id]
-        members.append(episode)
-        if len(members) < GROUP_SIZE:
-            return Receipt(episode_id=episode.episode_id, status="held")
+    def __call__(self, path: Path, number: int, members: Sequence[Episode]) -> GroupFileParts:
+        """Write the file."""
+        if self._said is None:
+            self._said = write_group(path, number, members)
+            path.unlink()
         arrays = [episode_arrays(member) for member in members]
-        parts = [as_bytes(member[name]) for name in arrays[0] for member in arrays]
-        write_raw(self.folder / episode.group_id, parts)
-        for sibling in self._members.pop(episode.group_id)[:-1]:
-            self._receipts.append((sibling.actor, Receipt(episode_id=sibling.episode_id, status="stored")))
-        return Receipt(episode_id=episode.episode_id, status="stored")
-
-    def take_receipts(self) -> list[tuple[str, Receipt]]:
-        """Return and forget the receipts that are due."""
-        due, self._receipts = self._receipts, []
-        return due
+        write_raw(path, [as_bytes(member[name]) for name in arrays[0] for member in arrays])
+        attributes = self._said.attributes | {"group_number": number}
+        return replace(self._said, attributes=attributes, found=path.stat())
 
 
 def serve(pipeline: str, folder: Path, endpoint: str, keys: Path | None) -> None:
     """Be the server process."""
-    security = load_server_keys(keys) if keys else None
-    if pipeline == "replay":
-        core = open_run_replay(folder, overlay(TrainConfig(), SETTINGS, "ingest"))
-        return serve_replay(core, endpoint, security=security)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    with admitting(context, security):
-        socket = bind_router(context, endpoint, security)
-        ReplayServer(RawCore(folder), socket).run(multiprocessing.get_context("spawn").Event())  # type: ignore[arg-type]
-    context.destroy(linger=1000)
-    return None
+    if pipeline == "raw":
+        store.write_group = PlainFiles()  # pyright: ignore[reportPrivateImportUsage]
+    replay = open_run_replay(folder, overlay(TrainConfig(), SETTINGS, "ingest"))
+    serve_replay(replay, endpoint, security=load_server_keys(keys) if keys else None)
 
 
 def act(number: int, size: str, endpoint: str, keys: Path | None, start: Barrier, done: Any) -> None:
