@@ -48,7 +48,7 @@ SETTINGS = {
 
 
 class PlainFiles:
-    """In the place of `write_group`: plain files of the arrays' bytes, all described as the first group is."""
+    """In the place of `write_group`: plain files of the arrays' bytes, described as the first group."""
 
     def __init__(self) -> None:
         self._said: GroupFileParts | None = None

@@ -7,7 +7,7 @@ is scaled back. A row's result depends on nothing but that row, so slots do not 
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -86,7 +86,7 @@ class Float8Linear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-def fits(layer: nn.Module) -> bool:
+def fits(layer: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether a layer is linear and of widths that GPUs multiply."""
     return type(layer) is nn.Linear and not (layer.in_features % ALIGNMENT or layer.out_features % ALIGNMENT)
 
@@ -101,6 +101,6 @@ def use_float8(network: nn.Module) -> None:
 
 def saved_bytes(network: nn.Module, dtype: torch.dtype) -> int:
     """Return by how many bytes `use_float8` makes a network smaller whose weights are of `dtype`."""
-    layers = [layer for layer in network.modules() if isinstance(layer, nn.Linear) and fits(layer)]
+    layers = [layer for layer in network.modules() if fits(layer)]
     narrower = dtype.itemsize - DTYPE.itemsize
     return sum(layer.weight.numel() * narrower - 4 * layer.out_features for layer in layers)
