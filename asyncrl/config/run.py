@@ -413,7 +413,7 @@ class TrainConfig(Bounded):
         if self.pace.every and self.imagination.precision != "stored":
             raise ConfigError(
                 f"--pace.every is {self.pace.every} and --imagination.precision is "
-                f"{self.imagination.precision}, but weights that are rounded cannot be replaced by a refit's. "
+                f"{self.imagination.precision}, but rounded weights cannot be replaced by a refit's. "
                 "Use --imagination.precision stored, or leave --pace.every out."
             )
         if self.weights.listen and not self.replay.listen:

@@ -12,9 +12,10 @@ from support.chaos_run import REFIT_MOMENTS, REFIT_WEIGHTS, Chaos, Plan
 from support.tiny_models import write_models
 from support.whole_runs import environment
 
-
 KILLS = int(os.environ.get("ASYNCRL_KILLS", "14"))
 """Of a run; a hundred and more take minutes, by hand."""
+REFIT_KILLS = int(os.environ.get("ASYNCRL_REFIT_KILLS", "6"))
+"""Of a run whose world is refitted; a hundred and more take minutes, by hand."""
 
 
 @pytest.mark.chaos
@@ -31,10 +32,6 @@ def test_a_run_survives_kills(tmp_path: Path) -> None:
     assert report.acknowledged > 0
     assert (report.lost, report.doubled, report.too_old, report.left_over) == ([], [], [], [])
     assert list((tmp_path / "tmp").glob("asyncrl-*")) == []
-
-
-REFIT_KILLS = int(os.environ.get("ASYNCRL_REFIT_KILLS", "6"))
-"""Of a run whose world is refitted; a hundred and more take minutes, by hand."""
 
 
 @pytest.mark.chaos
