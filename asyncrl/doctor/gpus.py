@@ -102,7 +102,10 @@ def check_compiler_cache(examination: Examination) -> Finding | None:
     if not compiles(config):
         return None
     own = os.environ.get(INDUCTOR, "")
-    folder = Path(own) if own else compiler_cache_folder(pick_device(config.device))
+    try:
+        folder = Path(own) if own else compiler_cache_folder(pick_device(config.device))
+    except ConfigError:  # The line about the placement says so.
+        return None
     held = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     found = f"{held / GIB:.2f} GiB" if held else "empty, so the first start compiles all"
     chosen = f" ({INDUCTOR})" if own else ""

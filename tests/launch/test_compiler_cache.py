@@ -11,6 +11,8 @@ import torch
 
 import asyncrl
 from asyncrl.config.run import ImaginationSettings, LearnerSettings, TrainConfig
+from asyncrl.doctor import gpus
+from asyncrl.doctor.findings import Examination
 from asyncrl.launch.compiler_cache import INDUCTOR, TRITON, compiler_cache_folder, use_compiler_cache
 
 CPU = torch.device("cpu")
@@ -71,3 +73,17 @@ def test_where_it_cannot_be_made_torch_keeps_its_own(
     use_compiler_cache(COMPILED, CPU)
     assert INDUCTOR not in os.environ
     assert INDUCTOR in caplog.text
+
+
+def test_the_doctor_names_it_and_what_it_holds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config = TrainConfig(learner=LearnerSettings(compile=True), device="cpu")
+    finding = gpus.check_compiler_cache(Examination(config=config))
+    assert finding is not None
+    assert finding.seen.startswith(f"{compiler_cache_folder(CPU)}: empty")
+    monkeypatch.setenv(INDUCTOR, str(tmp_path / "own"))
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "kernel").write_bytes(bytes(2**30 // 50))
+    finding = gpus.check_compiler_cache(Examination(config=config))
+    assert finding is not None
+    assert finding.seen.startswith(f"{tmp_path / 'own'} ({INDUCTOR}): 0.02 GiB")
+    assert gpus.check_compiler_cache(Examination(config=TrainConfig())) is None
