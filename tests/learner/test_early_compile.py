@@ -57,7 +57,7 @@ def graphs() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def an_update(*, compiled: bool = True, checkpointed: bool = False, **changes: Any) -> Update:
+def an_update(compiled: bool = True, checkpointed: bool = False, **changes: Any) -> Update:
     shallow = TowerConfig(width=24, depth=2, heads=3, mlp=48)
     policy = adapted(dino=shallow, siglip=shallow, llm_layers=1)
     if checkpointed:
@@ -80,9 +80,14 @@ def batch_of(version: int) -> Batch:
     return replace(batch, tasks=tuple(TASKS[int(episode) % 2] for episode in batch.episode))
 
 
+def module_of(update: Update) -> nn.Module:
+    policy: object = update.policy
+    assert isinstance(policy, nn.Module)
+    return policy
+
+
 def state_of(update: Update) -> dict[str, Tensor]:
-    assert isinstance(update.policy, nn.Module)
-    return {name: tensor.clone() for name, tensor in update.policy.state_dict().items()}
+    return {name: tensor.clone() for name, tensor in module_of(update).state_dict().items()}
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -131,8 +136,8 @@ def test_what_the_true_compiler_makes_learns_the_same_with_and_without() -> None
 
 def test_nothing_but_graphs_is_left_behind() -> None:
     update = an_update(compiled=False)
-    assert isinstance(update.policy, nn.Module)
-    update.policy.train()
+    module = module_of(update)
+    module.train()
     passes: list[int] = []
     update.on_pass = lambda number, passes_in_all: passes.append(number)
     generator, weights = torch.get_rng_state(), state_of(update)
@@ -141,9 +146,9 @@ def test_nothing_but_graphs_is_left_behind() -> None:
     assert list(found) == [m.COMPILE_SECONDS]
     assert_same(state_of(update), weights)
     assert torch.equal(torch.get_rng_state(), generator)
-    assert all(parameter.grad is None for parameter in update.policy.parameters())
+    assert all(parameter.grad is None for parameter in module.parameters())
     assert (update.optimizer.state_dict(), update.decisions, passes) == (optimizer, 0, [])
-    assert update.policy.training
+    assert module.training
 
 
 def test_a_gradient_that_was_there_stays() -> None:
@@ -198,7 +203,7 @@ def test_placeholders_have_the_types_and_shapes_of_true_decisions() -> None:
         ({"micro_batch": 2}, [2]),
     ],
 )
-def test_passes_are_as_large_as_those_of_updates(changes: dict[str, int], sizes: list[int]) -> None:
+def test_passes_are_as_large_as_those_of_updates(changes: dict[str, Any], sizes: list[int]) -> None:
     found = passes_of(an_update(compiled=False, **changes), Shown(image_size=64, tasks=("lift it",)))
     assert [len(each.tasks) for each in found if each.gradient] == sizes
     assert [len(each.tasks) for each in found if not each.gradient] == sizes
