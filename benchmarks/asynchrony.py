@@ -23,8 +23,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 import tyro
@@ -51,6 +53,8 @@ class Settings:
     flags: str
     """Flags of `asyncrl train` for all runs: models, batch, slots."""
     placement: str = "auto"
+    ranks: int = 0
+    """Ranks of torchrun; 0: one for each GPU."""
     updates: int = 12
     """Of each run."""
     skip: int = 3
@@ -82,22 +86,41 @@ class Outcome:
     """Of the whole run, start included."""
 
 
-def train(settings: Settings, mode: str, out: Path) -> Outcome:
-    """Make one run and read what it wrote."""
-    run_dir = out / mode.replace(" ", "-")
-    ranks = len(settings.gpus.split(",")) if settings.gpus else 1
+def train(
+    settings: Settings,
+    mode: str,
+    out: Path,
+    *,
+    name: str = "",
+    variables: Mapping[str, str] = MappingProxyType({}),
+    before_rank: Sequence[str] = (),
+) -> Outcome:
+    """Make one run and read what it wrote.
+
+    Args:
+        settings: Of all runs.
+        mode: One of `Settings.modes`.
+        out: Folder of the runs.
+        name: Of this one's folder; empty: the mode.
+        variables: Of its environment, besides this process's.
+        before_rank: Command that starts each rank, before the script and its flags; none: torchrun does.
+    """
+    run_dir = out / (name or mode).replace(" ", "-")
+    ranks = settings.ranks or (len(settings.gpus.split(",")) if settings.gpus else 1)
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
+        *(["--no-python", *before_rank] if before_rank else []),
         *(str(ROOT / "torchrun_scripts" / "train.sh"), *shlex.split(settings.flags)),
         *("--placement", settings.placement, "--updates", "100000", "--run-dir", str(run_dir)),
         *("--checkpoint-every", "100000"),
         *([] if mode == "actors alone" else SIGNAL),
         *(["--synchronous"] if mode == "synchronous" else []),
     ]
-    print(f"{mode}: {shlex.join(command)}", flush=True)
+    print(f"{name or mode}: {shlex.join(command)}", flush=True)
     began = time.monotonic()
     until = began + settings.limit
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    environment |= variables
     if settings.gpus:
         environment["CUDA_VISIBLE_DEVICES"] = settings.gpus
     with (out / f"{run_dir.name}.log").open("w") as log:

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "asyncrl"
 FLOORS: list[set[str]] = [
-    {"errors", "seeds", "keyframe_names", "storage.regular_files"},
+    {"errors", "seeds", "keyframe_names", "storage.regular_files", "storage.user_cache"},
     {"storage.bounded_json", "storage.version_pictures"},
     {"records", "registry", "storage.atomic"},
     {"storage.private_files"},

@@ -266,7 +266,11 @@ class LearnerSettings(Bounded):
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16: forward and backward passes in bfloat16; weights, log-probs and optimizer stay float32."""
     compile: bool = False
-    """Compile the layers: about a minute at the first update. For GPUs; its gain was not measured yet."""
+    """Compile the layers: about a minute at the start. For GPUs; its gain was not measured yet."""
+    compile_early: bool = True
+    """With --learner.compile: compile while the actors imagine the first batch, not in the first update. Not
+    done with --inline, where nobody imagines meanwhile, nor with --learner.offload, which leaves the device
+    to the actors then."""
     gradient_checkpointing: bool = False
     """Compute the layers' activations again in the backward pass: less memory, a third more time."""
     gradient_checkpointing_every: Annotated[

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from asyncrl.config.run import TrainConfig
@@ -90,6 +92,24 @@ def check_placement(examination: Examination) -> Finding:
     if config.placement in WORDS and gpus > 1:
         seen += f" (torchrun --nproc-per-node {gpus} uses all {gpus} GPUs)"
     return ok("placement", seen)
+
+
+def check_compiler_cache(examination: Examination) -> Finding | None:
+    """Name the folder of what is compiled, and what it holds; None where nothing is compiled."""
+    from asyncrl.launch.compiler_cache import INDUCTOR, compiler_cache_folder, compiles
+
+    config = examination.config
+    if not compiles(config):
+        return None
+    own = os.environ.get(INDUCTOR, "")
+    try:
+        folder = Path(own) if own else compiler_cache_folder(pick_device(config.device))
+    except ConfigError:  # The line about the placement says so.
+        return None
+    held = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    found = f"{held / GIB:.2f} GiB" if held else "empty, so the first start compiles all"
+    chosen = f" ({INDUCTOR})" if own else ""
+    return ok("compiler cache", f"{folder}{chosen}: {found}. It may be deleted between runs")
 
 
 def devices_of(config: TrainConfig, placement: Placement) -> dict[int, torch.device]:

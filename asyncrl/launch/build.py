@@ -32,8 +32,10 @@ from asyncrl.launch.placement import Placement, only_learns, pick_device
 from asyncrl.launch.policies import as_module, build_learning_policy, build_reference
 from asyncrl.launch.second_world import load_second_world
 from asyncrl.launch.simulated import SimulatedEnvironment, SimulatorFiles, simulator_named
+from asyncrl.learner.early_compile import EarlyCompile
 from asyncrl.learner.learner import Learner
 from asyncrl.learner.loop import Log, LoopSettings
+from asyncrl.learner.placeholders import Shown, has_known_sizes, shown_of
 from asyncrl.learner.progress import Told
 from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.learner.recipe import build_recipe
@@ -137,6 +139,8 @@ class LearnerStart:
     """Lines about the checkpoint, for the console."""
     simulator: str = ""
     """That has the tasks of the run; empty: none is known."""
+    shown: Shown | None = None
+    """What decisions of the run look at; None: it is not known."""
 
 
 def transport_of(config: TrainConfig, placement: Placement, here: range) -> str:
@@ -403,6 +407,7 @@ def start_run(
         replay=run_start(config, run.path, episodes, ledger),
         notes=notes,
         simulator=_simulator_of(config, files),
+        shown=shown_of(episodes),
     )
 
 
@@ -479,6 +484,25 @@ def build_update(
     )
 
 
+def _early_compile(
+    config: TrainConfig, update: Update, shown: Shown | None, stop_requested: Callable[[], bool]
+) -> EarlyCompile | None:
+    """Build what compiles before the first batch; None where it has nothing to do, or cannot."""
+    wanted = config.learner.compile and config.learner.compile_early
+    in_the_way = config.inline or config.learner.offload  # See the setting.
+    if not wanted or in_the_way or shown is None or not has_known_sizes(update.policy):
+        return None
+    if not any(True for _ in update.policy.blocks()):
+        return None
+    return EarlyCompile(
+        update,
+        shown,
+        SamplingParams(temperature=config.algorithm.temperature, top_k=config.algorithm.top_k),
+        stop_requested,
+        hang_timeout=config.hang_timeout,
+    )
+
+
 def build_learner(
     config: TrainConfig,
     start: LearnerStart,
@@ -512,6 +536,7 @@ def build_learner(
     reference = build_reference(config, start.policy, start.policy.device)
     acting = ActingWeights(start.policy, types)
     update = build_update(config, start.policy, ranks=ranks, reference=reference)
+    early = _early_compile(config, update, start.shown, stop_requested)
     learner = Learner(
         update,
         port,
@@ -531,6 +556,7 @@ def build_learner(
         offload=learner_offload(config, update),
         stop_requested=stop_requested,
         tell_estimate=tell_estimate,
+        compile_early=early or (lambda version: {}),
     )
     if start.checkpoint is not None:
         learner.restore(start.checkpoint)

@@ -12,6 +12,7 @@ import torch
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch import build, console, learner_ranks, rendezvous, run_log
+from asyncrl.launch.compiler_cache import use_compiler_cache
 from asyncrl.launch.environment import EnvironmentFiles, build_environment, with_world_defaults
 from asyncrl.launch.placement import pick_device
 from asyncrl.launch.policies import build_policy
@@ -38,6 +39,7 @@ def run_inline(config: TrainConfig, stop: StopFlag) -> int:
     torch.set_num_threads(config.learner.threads)
     torch.manual_seed(config.seed)
     device = pick_device(config.device)
+    use_compiler_cache(config, device)
     asked = config
     config, said = with_world_defaults(asked)
     policy, files = build.load_models(config, device)

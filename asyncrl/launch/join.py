@@ -155,6 +155,7 @@ def _join(settings: JoinOptions, name: str, keys: ClientKeys | None) -> _Joined:
     import torch
 
     from asyncrl.launch import build
+    from asyncrl.launch.compiler_cache import use_compiler_cache
     from asyncrl.launch.environment import build_environment
     from asyncrl.launch.named_models import refuse_foreign_code
     from asyncrl.launch.placement import pick_device, threads_of_actor
@@ -174,6 +175,7 @@ def _join(settings: JoinOptions, name: str, keys: ClientKeys | None) -> _Joined:
     torch.set_num_threads(settings.threads or threads_of_actor(1, len(os.sched_getaffinity(0))))
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    use_compiler_cache(config, device)
     policy = build_policy(config, device)
     environment = build_environment(config, device)
     environment.check_policy(policy)

@@ -23,6 +23,7 @@ from asyncrl.config.loading import load_file
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch import build, console, endpoints, rendezvous
+from asyncrl.launch.compiler_cache import use_compiler_cache
 from asyncrl.launch.hosts import Hosts
 from asyncrl.launch.placement import Placement, copies_of, pick_device
 from asyncrl.launch.policies import build_learning_policy
@@ -34,6 +35,7 @@ from asyncrl.learner.distributed_ranks import (
 )
 from asyncrl.learner.fsdp import make_float32_masters, shard
 from asyncrl.learner.loop import NullLog
+from asyncrl.learner.placeholders import Shown
 from asyncrl.learner.ranks import LearnerRanks, SingleRank
 from asyncrl.learner.weight_export import acting_types
 from asyncrl.replay.part_fetch import ZmqRankPort
@@ -182,6 +184,7 @@ def run_follower_rank(
     torch.set_num_threads(config.learner.threads)
     torch.manual_seed(config.seed)
     device = pick_device(config.device, rendezvous.local_rank())
+    use_compiler_cache(config, device)
     checkpoint = Path(info.checkpoint) if info.checkpoint else None
     policy = build_learning_policy(config, device)
     version = int(checkpoint.name.rpartition("_")[2]) if checkpoint else 0
@@ -193,6 +196,7 @@ def run_follower_rank(
         lock=run_lock.join(run_dir),
         version=version,
         checkpoint=checkpoint,
+        shown=Shown.from_json(info.shown),
     )
     port = ZmqRankPort(
         info.replay_endpoint,

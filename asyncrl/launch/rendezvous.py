@@ -75,6 +75,8 @@ class RunInfo:
     store, which others can read."""
     mark: str = ""
     """See `RunIdentity.mark`: by it a host knows that it sees the same folder."""
+    shown: str = ""
+    """What decisions look at (`placeholders.Shown`), for learners that compile early; empty: not known."""
 
 
 def rank(environ: Mapping[str, str] = os.environ) -> int:

@@ -38,6 +38,7 @@ def actor_main(config_json: str, info_json: str, name: str) -> None:
     import torch
 
     from asyncrl.launch import build, endpoints
+    from asyncrl.launch.compiler_cache import use_compiler_cache
     from asyncrl.launch.environment import build_environment
     from asyncrl.launch.host_weights import TRANSPORT as HOST_TRANSPORT
     from asyncrl.launch.placement import actor_devices, parse_placement, threads_of_actor
@@ -58,6 +59,7 @@ def actor_main(config_json: str, info_json: str, name: str) -> None:
     device, world_device = actor_devices(config.device, placement, rank(), local_rank())
     if device.type == "cuda":
         torch.cuda.set_device(device)  # Whatever asks for "the" device must not begin to use another one.
+    use_compiler_cache(config, device)
     policy = build_policy(config, device)
     environment = build_environment(config, world_device)
     acting = build.build_acting(config, policy, environment)

@@ -126,6 +126,7 @@ def _prepare(config: TrainConfig, placement: Placement, hosts: Hosts) -> _Prepar
     import torch
 
     from asyncrl.launch import build, learner_ranks, run_log
+    from asyncrl.launch.compiler_cache import use_compiler_cache
     from asyncrl.launch.environment import with_world_defaults
 
     endpoints.check(config, placement, several_hosts=bool(hosts.replay))
@@ -136,6 +137,7 @@ def _prepare(config: TrainConfig, placement: Placement, hosts: Hosts) -> _Prepar
     torch.set_num_threads(config.learner.threads)
     torch.manual_seed(config.seed)
     device = pick_device(config.device, rendezvous.local_rank())
+    use_compiler_cache(config, device)
     learner_ranks.check(config, placement, hosts)
     transport = build.transport_of(config, placement, hosts.ranks(0))
     config, said = with_world_defaults(config)
@@ -270,6 +272,7 @@ def _run_info(
         placement=placement,
         attempt=start.identity.attempt,
         mark=start.identity.mark,
+        shown=start.shown.to_json() if start.shown else "",
     )
 
 

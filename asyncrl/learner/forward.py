@@ -114,7 +114,7 @@ class PolicyForward:
             rows_M = ROW_IN_STEP if rows is None else cut_T[rows]
             chosen = [tasks[row] for row in rows_M.tolist()]
             final = (batch.final_frames, batch.final_more_frames, batch.final_states)
-            inputs = self._inputs(*final, chosen, rows_M.numpy())
+            inputs = self.inputs(*final, chosen, rows_M.numpy())
             value_M = cast("HasCritic", self.policy).values(inputs)[:, 0].float()
             if rows is not None:
                 value_B[rows_M.to(self.device)] = value_M
@@ -124,13 +124,17 @@ class PolicyForward:
         """Cut `rows` rows into slices of a pass; None for every pass that only other ranks need.
 
         Learner ranks have different numbers of decisions but make the same number of passes. Each pass is a
-        sign of progress: --hang-timeout counts from the last one.
+        sign of progress: --hang-timeout counts from the last one. One row is never left over for a pass by
+        itself, which a compiler would make other graphs for: the last two passes then share out their rows.
         """
         own = -(-rows // self.micro_batch)
         needed = int(self.ranks.max(torch.tensor([float(own)]))[0])
+        ends = [min((number + 1) * self.micro_batch, rows) for number in range(own)]
+        if own > 1 and rows - ends[-2] == 1 and self.micro_batch > 2:
+            ends[-2] -= 1
         for number in range(needed):
-            start = number * self.micro_batch
-            yield slice(start, min(start + self.micro_batch, rows)) if number < own else None
+            start = ends[number - 1] if 0 < number < own else 0
+            yield slice(start, ends[number]) if number < own else None
             process_status.progress()
 
     def prompt_lengths(self, tasks: Sequence[str]) -> Tensor:
@@ -143,7 +147,7 @@ class PolicyForward:
 
     def _arguments(self, batch: Batch, rows_M: Tensor) -> tuple[Any, dict[str, Tensor], SamplingParams]:
         tasks = [batch.tasks[row] for row in rows_M.tolist()]
-        inputs = self._inputs(batch.frames, batch.more_frames, batch.states, tasks, rows_M.numpy())
+        inputs = self.inputs(batch.frames, batch.more_frames, batch.states, tasks, rows_M.numpy())
         sampling = SamplingParams(temperature=batch.temperature, top_k=batch.top_k)
         return (
             inputs,
@@ -151,7 +155,7 @@ class PolicyForward:
             sampling,
         )
 
-    def _inputs(
+    def inputs(
         self,
         frames: Uint8,
         more_frames: Uint8 | None,

@@ -73,6 +73,7 @@ class Learner:
         offload: IdleOffload = NO_OFFLOAD,
         stop_requested: Callable[[], bool] = lambda: False,
         tell_estimate: Told = lambda what, seconds: None,
+        compile_early: Callable[[int], dict[Metric, float]] = lambda version: {},
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Join the parts.
@@ -80,7 +81,8 @@ class Learner:
         `throughput` measures the updates; `copy_policy` copies the policy to host memory, with all ranks, and
         returns what writes its files; `acting_tensors` gives what actors need, of which this rank may hold a
         part; `offload` moves what only updates need to host memory while this rank waits; `stop_requested` is
-        asked on rank 0; `tell_estimate` hears once how long a batch takes, and once an update.
+        asked on rank 0; `tell_estimate` hears once how long a batch takes, and once an update;
+        `compile_early` is called once, with all ranks, behind the first publish; it adds to the first row.
         """
         self.update = update
         self.replay = replay
@@ -96,6 +98,7 @@ class Learner:
         self.throughput = throughput
         self.stop_requested = stop_requested
         self.tell_estimate = tell_estimate
+        self.compile_early = compile_early
         self.clock = clock
         self.progress = UpdateProgress(tell_estimate, clock, update.device)
         update.on_pass = self.progress.note
@@ -162,6 +165,7 @@ class Learner:
     def _loop(self) -> None:
         self._require_finite()
         self._publish()
+        only_first = self.compile_early(self.version)
         self._row_began = self.clock()
         while self.version < self.settings.updates:
             part = self._next_part()
@@ -172,7 +176,8 @@ class Learner:
                 values = self._learn(part)
                 values |= batch_metrics(outcomes, self.version - 1, weighted=self.settings.weighted)
                 self._publish()
-            self._write_row(values)
+            self._write_row(values | only_first)
+            only_first = {}
             if self.settings.saves(self.version):
                 self._save()
             if failure_reason := self.update.stepper.failure_reason:

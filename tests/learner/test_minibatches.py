@@ -62,6 +62,8 @@ def test_micro_batches_cover_all_rows_and_keep_up_with_the_other_ranks(
     assert [i for part in own for i in range(rows)[part]] == list(range(rows))
     assert all(part.stop - part.start <= size for part in own)
     assert len(found) == max(others, len(own))
+    if size > 2 and rows > 1:
+        assert all(part.stop - part.start > 1 for part in own), "a pass of one row is compiled for itself"
 
 
 def test_a_pass_for_the_others_counts_nothing() -> None:

@@ -13,7 +13,7 @@ from asyncrl.policies.acceleration import compile_blocks, enable_gradient_checkp
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.policies.openvla.vision import TowerConfig
-from support.adapters import TASKS, adapted
+from support.adapters import TASKS, adapted, move_adapters
 
 
 def logprobs(policy: OpenVLAOFTPolicy, rows: int) -> Tensor:
@@ -44,3 +44,27 @@ def test_no_way_to_call_a_checkpointed_block_falls_back(monkeypatch: pytest.Monk
             with torch.no_grad():
                 found, expected = (logprobs(policy, rows) for policy in (fast, plain))
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+def test_a_compiled_actor_has_one_graph_for_each_piece_of_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither fewer rows, nor another prompt, nor new weights are a reason to compile again."""
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="eager"))
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    shallow = TowerConfig(width=24, depth=2, heads=3, mlp=48)
+    policy = adapted(dino=shallow, siglip=shallow, llm_layers=2)
+    policy.compile_acting(4, TASKS)
+    graphs = []
+    with torch.inference_mode():
+        for rows in (4, 4, 3, 1):
+            frames = np.random.default_rng(rows).integers(0, 256, (rows, 64, 64, 3), dtype=np.uint8)
+            inputs = policy.preprocess(frames, [TASKS[-1 - row % 2] for row in range(rows)])
+            policy.act(inputs, SamplingParams(temperature=1.0), list(range(rows)))
+            graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    move_adapters(policy, seed=3)
+    with torch.inference_mode():
+        policy.act(inputs, SamplingParams(temperature=1.0), [0])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs[0]
+    assert graphs == [graphs[0]] * 4
+    assert graphs[0] == 3  # A block of each vision tower, and a Llama layer: not one for each layer.

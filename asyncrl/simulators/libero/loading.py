@@ -24,6 +24,7 @@ from typing import Any, Final
 
 from asyncrl.errors import ConfigError
 from asyncrl.simulators.rendering import load_mujoco
+from asyncrl.storage.user_cache import user_cache_folder
 
 PIP: Final = "pip install -c constraints.txt -e '.[libero]'"
 """What installs all that is needed."""
@@ -78,8 +79,7 @@ def _version(name: str) -> str:
 
 def cache_folder() -> Path:
     """Return the folder of the user's cache for LIBERO; it may not exist."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if base else Path.home() / ".cache") / "asyncrl" / "libero"
+    return user_cache_folder() / "libero"
 
 
 @functools.cache

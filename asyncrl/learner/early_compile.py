@@ -1,0 +1,171 @@
+"""Compiles the learner's passes before its first batch is there, while the actors imagine it.
+
+consumes   placeholder decisions     waits for: nothing; with several ranks each other, in each pass
+produces   compiled layers           ended by: its last pass, or a stop request, seen between two passes
+
+A pass is made of every kind that updates make: with gradient and without, of a full micro-batch and of
+another size (the compiler then makes graphs for any size), with one length of prompts and with several (a
+mask). Nothing else remains of them: gradients, random states, optimizer, metrics and counters are as before.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple, cast
+
+import torch
+from torch import nn
+
+from asyncrl.learner.batches import Batch
+from asyncrl.learner.placeholders import Shown, placeholder_batch
+from asyncrl.learner.update import Update
+from asyncrl.observability import metrics_system as m
+from asyncrl.observability import process_status
+from asyncrl.observability.metrics import Metric
+from asyncrl.observability.process_status import activity
+from asyncrl.policies.interface import HasCritic, SamplingParams
+
+_log = logging.getLogger(__name__)
+
+
+class Pass(NamedTuple):
+    """One pass over placeholder decisions."""
+
+    tasks: tuple[str, ...]
+    """One per decision."""
+    gradient: bool
+
+
+class EarlyCompile:
+    """Makes the passes once. Every learner rank has one and calls it at the same time."""
+
+    def __init__(
+        self,
+        update: Update,
+        shown: Shown,
+        sampling: SamplingParams,
+        stop_requested: Callable[[], bool] = lambda: False,
+        *,
+        hang_timeout: float = 0.0,
+    ) -> None:
+        """Choose the passes.
+
+        Args:
+            update: Whose passes are compiled.
+            shown: What decisions of the run look at; the same on all ranks.
+            sampling: Of the run.
+            stop_requested: Whether the run shall end; asked before each pass.
+            hang_timeout: Seconds that a pass may take; 0: any.
+        """
+        self.update, self.shown, self.sampling = update, shown, sampling
+        self.stop_requested, self.hang_timeout = stop_requested, hang_timeout
+        self.passes = passes_of(update, shown)
+
+    def __call__(self, version: int) -> dict[Metric, float]:
+        """Make the passes of an update from `version`; collective.
+
+        Returns:
+            The seconds that it took.
+        """
+        began = time.monotonic()
+        with unchanged(self.update), activity("compiling", self.hang_timeout):
+            for number, each in enumerate(self.passes, start=1):
+                process_status.describe(f"compiling: pass {number} of {len(self.passes)}")
+                if self._stops():
+                    break
+                self._make(each, version)
+                process_status.progress()
+        seconds = time.monotonic() - began
+        _log.info("compiled in %.1f s, before the first batch (%d passes)", seconds, len(self.passes))
+        return {m.COMPILE_SECONDS: seconds}
+
+    def _stops(self) -> bool:
+        """Tell whether any rank was asked to stop: none may make a pass that another one does not."""
+        return bool(self.update.ranks.max(torch.tensor([float(self.stop_requested())]))[0])
+
+    def _make(self, each: Pass, version: int) -> None:
+        batch = placeholder_batch(self.update.policy, self.shown, each.tasks, self.sampling)
+        rows_D = torch.arange(len(each.tasks))
+        if not each.gradient:
+            self._without_gradient(batch)
+            return
+        update = self.update
+        learns = version >= update.stepper.critic_warmup
+        critic = update.recipe.trains_critic
+        through = critic and update.recipe.critic.through_policy and learns
+        now = update.forward.evaluate(batch, rows_D, through=through)
+        if update.reference is not None:
+            update.forward.reference(update.reference, batch, rows_D)
+        loss = now.logprob.sum() + now.entropy.sum() if learns else now.logprob.new_zeros(())
+        if critic and now.value is not None:
+            loss = loss + now.value.sum()
+        loss.backward()
+
+    @torch.no_grad()
+    def _without_gradient(self, batch: Batch) -> None:
+        update = self.update
+        update.forward.evaluate(batch, torch.arange(len(batch.tasks)))
+        if update.recipe.trains_critic and update.recipe.critic.truncation == "bootstrap":
+            inputs = update.forward.inputs(
+                batch.final_frames,
+                batch.final_more_frames,
+                batch.final_states,
+                list(batch.tasks),
+                torch.arange(len(batch.tasks)).numpy(),
+            )
+            cast("HasCritic", update.policy).values(inputs)
+
+
+def passes_of(update: Update, shown: Shown) -> list[Pass]:
+    """List the passes that compile all that updates need, the same on all ranks.
+
+    A second size makes the compiler take sizes for variable, so one other than the full one stands for all;
+    but a pass of a single decision is a graph of its own, which ranks need that keep others in step.
+    """
+    chosen = update.recipe.algorithm
+    episodes = chosen.groups_per_update // update.ranks.size * chosen.group_size
+    most = max(1, episodes // chosen.minibatches) * update.max_decisions
+    full = min(chosen.micro_batch, most)
+    by_length = _one_task_per_length(update, shown)
+    longest, other = by_length[0], by_length[-1]
+    sizes = [full] if full < 3 else [full, full - 1]
+    batches = [(task,) * size for size, task in zip(sizes, (longest, other), strict=False)]
+    if other != longest and full > 1:
+        batches += [(longest,) + (other,) * (size - 1) for size in sizes]
+    if update.ranks.size > 1 and full > 1:
+        batches.append((longest,))
+    return [Pass(tasks, gradient) for gradient in (True, False) for tasks in batches]
+
+
+def _one_task_per_length(update: Update, shown: Shown) -> list[str]:
+    """Return one instruction for every length of prompts, the longest first."""
+    lengths = update.forward.prompt_lengths(shown.tasks).tolist()
+    by_length = dict(zip(lengths, shown.tasks, strict=True))
+    return [by_length[length] for length in sorted(by_length, reverse=True)]
+
+
+@contextmanager
+def unchanged(update: Update) -> Iterator[None]:
+    """Leave gradients, random states and the mode of the policy behind as they were found.
+
+    Weights, optimizer and counters are not touched by passes, which count nothing and do not step.
+    """
+    parameters = list(update.policy.trainable_parameters().values())
+    gradients = [parameter.grad for parameter in parameters]
+    module = update.policy if isinstance(update.policy, nn.Module) else None
+    training = module is not None and module.training
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        with torch.random.fork_rng([update.device] if update.device.type == "cuda" else []):
+            if module is not None:
+                module.eval()
+            yield
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        if module is not None:
+            module.train(training)

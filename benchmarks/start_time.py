@@ -1,0 +1,188 @@
+"""How long a run takes from its start until it is loaded, decides, and has made its first two updates.
+
+    python benchmarks/start_time.py                                    the shipped models on the CPU
+    python benchmarks/start_time.py --gpus 0,1 --full models/random    full size with random weights
+
+Runs of `torchrun_scripts/train.sh` with --learner.compile, one after the other on the same devices:
+
+    empty cache     nothing was compiled before; with and without --learner.compile-early
+    filled cache    again, with the cache that the run before it left
+
+Seconds count from the start of the command. *Loaded*: all processes have their models. *First decision*: an
+actor has made one, for which it compiles with --imagination.compile. What early compilation gains is the
+ratio to the run without it, in the same call and with the same state of the cache.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Final
+
+import torch
+import tyro
+from full_size import ROOT, full_size_flags
+from measuring import commit, heading, table
+
+from asyncrl.errors import RunError
+from asyncrl.launch.compiler_cache import INDUCTOR, TRITON
+from asyncrl.observability import metrics_system as s
+from asyncrl.observability import process_status
+
+MILESTONES: Final = ("loaded", "first decision", "first update", "second update")
+FIRST_DECISION: Final = "peak memory after the first decision"
+"""What an actor writes into its log then."""
+LOADING: Final = ("loading models", "")
+POLL: Final = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Time the start of a run."""
+
+    gpus: str = ""
+    """CUDA_VISIBLE_DEVICES of the runs; one rank each. Empty: one rank on the CPU."""
+    full: str = ""
+    """Folder of a policy and a world of full size with random weights; written where they are not there."""
+    flags: str = ""
+    """Further flags of `asyncrl train`."""
+    placement: str = "auto"
+    out: str = ""
+    """Folder for runs and caches; default: a temporary one."""
+    limit: float = 900.0
+    """Seconds that a run may take to its second update."""
+    json: str = ""
+    """Also write the numbers here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """One run."""
+
+    cache: str
+    early: bool
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Milestone -> seconds since the start."""
+    compiled_early: float = 0.0
+    """Seconds of that compilation, as the run's metrics have them."""
+
+
+def command_of(settings: Settings, run_dir: Path, *, early: bool) -> list[str]:
+    """The run, which goes on until it is killed."""
+    ranks = len(settings.gpus.split(",")) if settings.gpus else 1
+    models = full_size_flags(Path(settings.full)) if settings.full else []
+    fast = ["--imagination.compile"] if settings.gpus else []
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
+        *(str(ROOT / "torchrun_scripts" / "train.sh"), *models, *fast, *shlex.split(settings.flags)),
+        *("--learner.compile", "--learner.compile-early" if early else "--learner.no-compile-early"),
+        # Every decision counts, so that an update evaluates all of them whatever the rewards are.
+        *("--algorithm.entropy-coef", "1e-6"),
+        *("--placement", settings.placement, "--updates", "100000", "--checkpoint-every", "100000"),
+        *("--run-dir", str(run_dir)),
+    ]
+
+
+@contextmanager
+def started(command: list[str], cache: Path, gpus: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a command with a cache folder of its own, and end it."""
+    environment = {name: value for name, value in os.environ.items() if name not in (INDUCTOR, TRITON)}
+    environment |= {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "XDG_CACHE_HOME": str(cache),
+    }
+    if gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = gpus
+    with log.open("w") as said:
+        process = subprocess.Popen(command, env=environment, stdout=said, stderr=subprocess.STDOUT)
+        try:
+            yield process
+        finally:
+            process.kill()  # Its children end with it. In order it would first write a checkpoint.
+            process.wait(60)
+
+
+def rows_of(run_dir: Path) -> list[dict[str, float]]:
+    """The readings of every update."""
+    file = run_dir / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+
+
+def reached(run_dir: Path) -> set[str]:
+    """Which milestones a run has come to."""
+    found: set[str] = set()
+    processes = process_status.read(run_dir)
+    actors = [process for process in processes if process.role.startswith("actor-")]
+    if actors and not any(a.activities and a.activities[0].what in LOADING for a in actors):
+        found.add("loaded")
+    if any(FIRST_DECISION in log.read_text() for log in (run_dir / "logs").glob("actor-*.log")):
+        found |= {"loaded", "first decision"}
+    return found | set(MILESTONES[2 : 2 + len(rows_of(run_dir))])
+
+
+def measure(settings: Settings, out: Path, cache: str, *, early: bool, folder: Path) -> Start:
+    """Start a run and watch it until its second update."""
+    run_dir = out / f"{cache}-{'early' if early else 'late'}"
+    command = command_of(settings, run_dir, early=early)
+    print(f"{cache} cache: {shlex.join(command)}", flush=True)
+    log, seconds = out / f"{run_dir.name}.log", dict[str, float]()
+    began = time.monotonic()
+    with started(command, folder, settings.gpus, log) as process:
+        while len(seconds) < len(MILESTONES):
+            now = time.monotonic() - began
+            seconds |= {name: now for name in reached(run_dir) if name not in seconds}
+            if process.poll() is not None or now > settings.limit:
+                print(log.read_text()[-4000:])
+                raise RunError(f"The run came to {sorted(seconds)} in {now:.0f} s (--limit); see {log}.")
+            time.sleep(POLL)
+    compiled = rows_of(run_dir)[0].get(s.COMPILE_SECONDS.name, 0.0)
+    found = Start(cache=cache, early=early, seconds=seconds, compiled_early=compiled)
+    print(f"  {found}", flush=True)
+    return found
+
+
+def report(starts: list[Start]) -> str:
+    """The table, and ratios to the run without early compilation at the same state of the cache."""
+    titles = ["cache", "compiled early", *MILESTONES, "of it compiling early"]
+    lines = [
+        [start.cache, "yes" if start.early else "no"]
+        + [f"{start.seconds[name]:.1f}" for name in MILESTONES]
+        + [f"{start.compiled_early:.1f}" if start.early else "-"]
+        for start in starts
+    ]
+    text = [table(titles, lines), ""]
+    for early in (start for start in starts if start.early):
+        late = next(start for start in starts if start.cache == early.cache and not start.early)
+        ratios = ", ".join(f"{name} {early.seconds[name] / late.seconds[name]:.2f}" for name in MILESTONES)
+        text.append(f"early / late, {early.cache} cache: {ratios}")
+    return "\n".join(text)
+
+
+def main() -> None:
+    """Run, print."""
+    settings = tyro.cli(Settings, description=__doc__)
+    print(heading(torch.device("cuda" if settings.gpus else "cpu")), flush=True)
+    out = Path(settings.out or tempfile.mkdtemp(prefix="start-time-"))
+    out.mkdir(parents=True, exist_ok=True)
+    starts = []
+    for early in (False, True):
+        folder = Path(tempfile.mkdtemp(prefix="cache-", dir=out))
+        starts += [measure(settings, out, cache, early=early, folder=folder) for cache in ("empty", "filled")]
+    starts.sort(key=lambda start: start.cache)
+    print("\n" + report(starts))
+    if settings.json:
+        content = {"commit": commit(), **asdict(settings), "runs": [asdict(start) for start in starts]}
+        Path(settings.json).write_text(json.dumps(content, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,247 @@
+"""Compiling before the first batch: updates have nothing left to compile, and nothing else is left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partialmethod
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from asyncrl.config.run import (
+    ActorSettings,
+    AlgorithmSettings,
+    LearnerSettings,
+    OptimizerSettings,
+    TrainConfig,
+)
+from asyncrl.launch import build
+from asyncrl.launch.build import build_update
+from asyncrl.learner.batches import Batch, build_batch
+from asyncrl.learner.early_compile import EarlyCompile, passes_of
+from asyncrl.learner.placeholders import Shown, placeholder_batch, shown_of
+from asyncrl.learner.ranks import SingleRank
+from asyncrl.learner.update import Update
+from asyncrl.observability import metrics_system as m
+from asyncrl.policies.acceleration import compile_blocks, enable_gradient_checkpointing
+from asyncrl.policies.interface import SamplingParams
+from asyncrl.policies.openvla.vision import TowerConfig
+from asyncrl.replay.admission import EpisodeFormat, SimulatorFormat
+from support.adapters import TASKS, adapted
+from support.table_policy import groups_of
+
+SHOWN = Shown(image_size=64, tasks=tuple(TASKS))
+SAMPLING = SamplingParams(temperature=1.0)
+OUTCOMES = [
+    [[3, -1], [10, -1], [-1, -1]],
+    [[3, -1], [10, -1], [-1, 5]],
+    [[10, -1], [-1, -1], [-1, -1]],
+]
+"""Steps of success of three updates that leave different numbers of decisions with a gradient. No minibatch
+is left with a single one: passes of one decision are graphs of their own."""
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch.compiler.reset()
+
+
+def graphs() -> int:
+    """Graphs that were compiled since the test began."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def an_update(compiled: bool = True, checkpointed: bool = False, **changes: Any) -> Update:
+    shallow = TowerConfig(width=24, depth=2, heads=3, mlp=48)
+    policy = adapted(dino=shallow, siglip=shallow, llm_layers=1)
+    if checkpointed:
+        enable_gradient_checkpointing(policy)
+    if compiled:
+        compile_blocks(policy)
+    algorithm = AlgorithmSettings(group_size=2, groups_per_update=3, **{"micro_batch": 4, **changes})
+    return build_update(
+        TrainConfig(
+            actor=ActorSettings(max_decisions=2),
+            algorithm=algorithm,
+            optimizer=OptimizerSettings(learning_rate=1e-3),
+        ),
+        policy,
+    )
+
+
+def batch_of(version: int) -> Batch:
+    batch = build_batch(groups_of(OUTCOMES[version], image=64, versions=(version, version)), version=version)
+    return replace(batch, tasks=tuple(TASKS[int(episode) % 2] for episode in batch.episode))
+
+
+def module_of(update: Update) -> nn.Module:
+    policy: object = update.policy
+    assert isinstance(policy, nn.Module)
+    return policy
+
+
+def state_of(update: Update) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in module_of(update).state_dict().items()}
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which the compiler reads
+@pytest.mark.parametrize("changes", [{}, {"minibatches": 2, "checkpointed": True}], ids=["one step", "two"])
+def test_no_update_compiles_anything_afterwards_and_learns_the_same(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))
+    weights = []
+    for early in (True, False):
+        torch.compiler.reset()
+        update = an_update(**changes)
+        if early:
+            EarlyCompile(update, SHOWN, SAMPLING)(0)
+        before = graphs()
+        metrics = [update(batch_of(version), version) for version in range(3)]
+        compiled_in_updates = graphs() - before
+        assert compiled_in_updates == 0 if early else compiled_in_updates > 0
+        weights.append((state_of(update), metrics))
+    assert_same(weights[0][0], weights[1][0])
+    assert weights[0][1] == weights[1][1]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")  # of torch's own modules
+def test_what_the_true_compiler_makes_learns_the_same_with_and_without() -> None:
+    weights = []
+    for early in (True, False):
+        torch.compiler.reset()
+        update = an_update()
+        if early:
+            EarlyCompile(update, SHOWN, SAMPLING)(0)
+        for version in range(2):
+            update(batch_of(version), version)
+        weights.append(state_of(update))
+    assert_same(*weights)
+
+
+def test_nothing_but_graphs_is_left_behind() -> None:
+    update = an_update(compiled=False)
+    module = module_of(update)
+    module.train()
+    passes: list[int] = []
+    update.on_pass = lambda number, passes_in_all: passes.append(number)
+    generator, weights = torch.get_rng_state(), state_of(update)
+    optimizer = update.optimizer.state_dict()
+    found = EarlyCompile(update, SHOWN, SAMPLING)(0)
+    assert list(found) == [m.COMPILE_SECONDS]
+    assert_same(state_of(update), weights)
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert all(parameter.grad is None for parameter in module.parameters())
+    assert (update.optimizer.state_dict(), update.decisions, passes) == (optimizer, 0, [])
+    assert module.training
+
+
+def test_a_gradient_that_was_there_stays() -> None:
+    update = an_update(compiled=False)
+    update(batch_of(0), 0)
+    before = {
+        n: p.grad.clone() for n, p in update.policy.trainable_parameters().items() if p.grad is not None
+    }
+    assert any(gradient.any() for gradient in before.values())
+    EarlyCompile(update, SHOWN, SAMPLING)(1)
+    after = {n: p.grad for n, p in update.policy.trainable_parameters().items() if p.grad is not None}
+    assert_same(after, before)
+
+
+def test_a_stop_is_seen_between_two_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    update = an_update(compiled=False)
+    asked: list[int] = []
+    made: list[int] = []
+    evaluate: Callable[..., Any] = update.forward.evaluate
+    monkeypatch.setattr(update.forward, "evaluate", lambda *a, **k: made.append(1) or evaluate(*a, **k))
+    EarlyCompile(update, SHOWN, SAMPLING, lambda: asked.append(1) or len(asked) > 2)(0)
+    assert len(made) == 2
+
+
+def test_placeholders_have_the_types_and_shapes_of_true_decisions() -> None:
+    true = batch_of(0)
+    update = an_update(compiled=False)
+    made = placeholder_batch(update.policy, SHOWN, true.tasks, SAMPLING)
+    for name in (
+        "sample",
+        "frames",
+        "logprob_behaviour",
+        "mask",
+        "rewards",
+        "lag",
+        "episode",
+        "decision_index",
+    ):
+        found, expected = getattr(made, name), getattr(true, name)
+        if name == "sample":
+            assert found.keys() == expected.keys()
+            found, expected = found["tokens"], expected["tokens"]
+        assert (found.shape, found.dtype) == (expected.shape, expected.dtype), name
+
+
+@pytest.mark.parametrize(
+    ("changes", "sizes"),
+    [
+        ({"micro_batch": 4}, [4, 3]),
+        ({"micro_batch": 100}, [12, 11]),  # An update has no more decisions.
+        ({"micro_batch": 100, "minibatches": 3}, [4, 3]),
+        ({"micro_batch": 2}, [2]),
+    ],
+)
+def test_passes_are_as_large_as_those_of_updates(changes: dict[str, Any], sizes: list[int]) -> None:
+    found = passes_of(an_update(compiled=False, **changes), Shown(image_size=64, tasks=("lift it",)))
+    assert [len(each.tasks) for each in found if each.gradient] == sizes
+    assert [len(each.tasks) for each in found if not each.gradient] == sizes
+
+
+def test_ranks_make_the_same_passes_and_one_of_a_single_decision() -> None:
+    class TwoRanks(SingleRank):
+        size = 2
+
+    update = an_update(compiled=False)
+    update.ranks = TwoRanks()
+    found = passes_of(update, Shown(image_size=64, tasks=("lift it",)))
+    assert [len(each.tasks) for each in found if each.gradient] == [4, 3, 1]
+
+
+def test_what_is_shown_travels_as_text_and_is_read_from_the_format_of_episodes() -> None:
+    imagined = EpisodeFormat(image_size=64, tasks={"a": ["lift it", "push it"], "b": ["lift it"]})
+    assert shown_of(imagined) == Shown(image_size=64, tasks=("lift it", "push it"))
+    simulator = SimulatorFormat(name="s", tasks=("lift it",), more_cameras=1, state_dim=8)
+    found = shown_of(EpisodeFormat(image_size=64, simulator=simulator))
+    assert found == Shown(image_size=64, tasks=("lift it",), more_cameras=1, state_dim=8)
+    assert found is not None
+    assert Shown.from_json(found.to_json()) == found
+    assert shown_of(EpisodeFormat(image_size=64)) is None
+    assert Shown.from_json("") is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "compiles"),
+    [
+        ({"learner": LearnerSettings(compile=True)}, True),
+        ({"learner": LearnerSettings()}, False),
+        ({"learner": LearnerSettings(compile=True, compile_early=False)}, False),
+        ({"learner": LearnerSettings(compile=True, offload=True)}, False),
+        ({"learner": LearnerSettings(compile=True), "inline": True}, False),
+    ],
+)
+def test_it_is_done_where_somebody_gains(changes: dict[str, Any], compiles: bool) -> None:
+    update = an_update(compiled=False)
+    found = build._early_compile(TrainConfig(**changes), update, SHOWN, lambda: False)
+    assert (found is not None) == compiles
