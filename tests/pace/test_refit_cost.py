@@ -29,7 +29,7 @@ def test_a_run_is_watched_without_a_round_with_one_and_one_is_made_alone(tmp_pat
     said = [f"--{name}={value}" for name, value in small.items()]
     flags = shlex.join([*write_models_and_base(tmp_path / "models"), *said])
     cores = [str(core) for core in sorted(os.sched_getaffinity(0))[:2]]
-    sizes = ["--episodes", "8", "--base-episodes", "0", "--groups", "1", "--turn", "3", "--minutes", "2"]
+    sizes = ["--episodes", "8", "--base-episodes", "0", "--groups", "1", "--turn", "6", "--minutes", "2"]
     where = ["--cores", *cores, "--json", str(tmp_path / "found.json")]
     done = subprocess.run(
         [sys.executable, str(SCRIPT), str(tmp_path / "out"), *sizes, *where, f"--flags={flags}"],
