@@ -89,7 +89,8 @@ def _give_autoencoder(
 
 def _fine_tunes(config: FitWorld) -> bool:
     """Tell whether a large world may be meant: it is then written as it was read."""
-    from asyncrl.launch.fine_tune_world import can_fine_tune, is_published
+    from asyncrl.launch.fine_tune_world import can_fine_tune
+    from asyncrl.worlds.kinds import is_published
 
     if not config.refine:
         return False

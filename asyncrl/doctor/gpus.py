@@ -146,6 +146,8 @@ def check_device_memory(examination: Examination) -> Finding | None:
     sizes = examination.sizes
     unknown = "" if sizes.acting and sizes.slot.kept else "; the activations of a class of yours come on top"
     seen = f"models, training state and activations, estimated: {seen}{fitter or ''}{unknown}"
+    if fitter is not None and fitter.nbytes > free[fitter.place]:
+        return _no_room(examination.config, fitter, free[fitter.place])
     tight = [name for name in needed if needed[name] > free[name]]
     if tight:
         for_fitter = (
@@ -176,6 +178,18 @@ class FitterNeeds:
     def __str__(self) -> str:
         """Say it as a part of a line."""
         return f"; of {self.place} the fitter {self.nbytes / GIB:.2f}, {self.phase}"
+
+
+def _no_room(config: TrainConfig, fitter: FitterNeeds, free: int) -> Finding:
+    """Say that no round can be made, whatever else is on the fitter's device."""
+    return broken(
+        "device memory",
+        f"--pace.every is {config.pace.every}, but the fitter alone takes {fitter.nbytes / GIB:.2f} GiB of "
+        f"{fitter.place} while {fitter.phase} of --world {config.world}, estimated, and {free / GIB:.2f} are "
+        "free.",
+        "Use a smaller --pace.batch, --pace.device cpu, a rank of its own by fitter= in --placement, "
+        "--pace.world-steps 0 to refit the reward model alone, or leave --pace.every out.",
+    )
 
 
 def fitter_needs(config: TrainConfig, sizes: Sizes, placement: Placement) -> FitterNeeds | None:

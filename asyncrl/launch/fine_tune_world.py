@@ -33,14 +33,9 @@ from asyncrl.policies.acceleration import recompute
 from asyncrl.policies.checkpoints.adapters import adapter_tensors, save_adapter
 from asyncrl.policies.lora import adapt, merged_tensors
 from asyncrl.storage.asset_paths import world_folder
-from asyncrl.worlds.kinds import world_kind, world_title
+from asyncrl.worlds.kinds import is_published, world_kind, world_title
 
 WHAT: Final = "the other ranks that fine-tune a world"
-
-
-def is_published(folder: Path) -> bool:
-    """Tell whether a world's folder has the published layout and not ours."""
-    return not (folder / "world.json").is_file()
 
 
 def can_fine_tune(folder: Path) -> bool:

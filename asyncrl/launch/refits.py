@@ -114,7 +114,7 @@ def check(config: TrainConfig, files: EnvironmentFiles | SimulatorFiles, policy:
             "--pace.every out."
         )
     first = first_world(config)
-    check_refittable(first.folder, first.reward)
+    check_refittable(first.folder, first.reward, settings)
     for flag, folders in (
         ("recordings", (settings.recordings,) if settings.recordings else ()),
         ("base", settings.base),

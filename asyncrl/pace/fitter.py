@@ -23,10 +23,11 @@ from asyncrl.evaluation.evaluate import SuccessRate
 from asyncrl.observability import process_status
 from asyncrl.pace import rounds
 from asyncrl.pace.new_keyframes import new_keyframes
-from asyncrl.pace.refit import RoundData, copy_world, load_round, refit
+from asyncrl.pace.refit import Refit, RoundData, load_round, refit
 from asyncrl.pace.rounds import Round
 from asyncrl.pace.true_episodes import TrueEpisodes
 from asyncrl.pace.verdicts import Verdicts, verdicts
+from asyncrl.pace.version_folder import copy_world
 from asyncrl.policies.interface import Policy
 from asyncrl.records import StartState
 from asyncrl.rewards.interface import RewardModel
@@ -108,25 +109,14 @@ class Fitter:
             AsyncRLError: True episodes cannot be had or fitted.
             OSError: Something cannot be written.
         """
-        settings, began = self._config.pace, time.monotonic()
-        spent = sum(row.episodes for row in rounds.read(self._run_dir))
-        folder = rounds.round_folder(self._run_dir, version)
-        make_folder(folder.parent)
-        remove(folder)
-        with process_status.activity(f"playing true episodes of version {version}", self._patience):
-            self._source.collect(folder, policy, settings.episodes, spent)
+        began = time.monotonic()
+        folder = self._collect(version, policy)
         collected = time.monotonic()
         present, seed = self.present, self._config.seed + version
-        folders = [
-            *(rounds.round_folder(self._run_dir, row.version) for row in rounds.read(self._run_dir)),
-            folder,
-        ]
-        data = load_round(folders, settings, seed)
-        with process_status.activity(f"judging world {present.version}", self._patience):
-            before = self._verdicts(present, data)
+        data = load_round([*self._folders_before(), folder], self._config.pace, seed)
+        before = self._verdicts(present, data)
         candidate = self._refitted(present, data, seed)
-        with process_status.activity(f"judging world {candidate.version}", self._patience):
-            after = self._verdicts(candidate, data)
+        after = self._verdicts(candidate, data)
         accepted = after.wrong < before.wrong
         found = self._new_keyframes(folder, policy, candidate if accepted else present, seed)
         if published := accepted or bool(found):
@@ -147,6 +137,20 @@ class Fitter:
         )
         rounds.append(self._run_dir, row)
         return row
+
+    def _collect(self, version: int, policy: Policy) -> Path:
+        """Collect the true episodes of a policy version in a folder made anew; return it."""
+        spent = sum(row.episodes for row in rounds.read(self._run_dir))
+        folder = rounds.round_folder(self._run_dir, version)
+        make_folder(folder.parent)
+        remove(folder)
+        with process_status.activity(f"playing true episodes of version {version}", self._patience):
+            self._source.collect(folder, policy, self._config.pace.episodes, spent)
+        return folder
+
+    def _folders_before(self) -> list[Path]:
+        """Return the folders of the rounds that the run has, the newest last."""
+        return [rounds.round_folder(self._run_dir, row.version) for row in rounds.read(self._run_dir)]
 
     def _put_into_place(
         self, candidate: WorldAt, present: WorldAt, found: list[StartState], *, accepted: bool
@@ -173,16 +177,15 @@ class Fitter:
         out = rounds.world_folder(self._run_dir, version).with_suffix(".tmp")
         make_folder(out.parent)
         with process_status.activity(f"refitting world {present.version}", self._patience):
-            refit(
-                present.folder,
-                present.reward,
-                out,
-                data.fitted,
-                self._config.pace,
+            made = Refit(
+                present=present.folder,
+                reward=present.reward,
+                out=out,
                 version=version,
                 device=self._device,
                 seed=seed,
             )
+            refit(made, data.fitted, self._config.pace)
         return WorldAt(folder=out, reward=out, version=version)
 
     def _new_keyframes(self, folder: Path, policy: Policy, at: WorldAt, seed: int) -> list[StartState]:
@@ -192,14 +195,15 @@ class Fitter:
             return new_keyframes(self._config, folder, policy, *self._load(at), seed=seed)
 
     def _verdicts(self, at: WorldAt, data: RoundData) -> Verdicts:
-        world, reward = self._load(at)
-        return verdicts(
-            world,
-            reward,
-            data.audited,
-            threshold=self._config.actor.success_threshold,
-            success_frames=self._config.success_frames,
-        )
+        with process_status.activity(f"judging world {at.version}", self._patience):
+            world, reward = self._load(at)
+            return verdicts(
+                world,
+                reward,
+                data.audited,
+                threshold=self._config.actor.success_threshold,
+                success_frames=self._config.success_frames,
+            )
 
 
 def _of_episodes(version: int, folder: Path, source: str) -> dict[str, Any]:

@@ -18,13 +18,13 @@ from asyncrl.fitting.fit_reward import fit_reward, shows_both
 from asyncrl.fitting.loading import load_recordings
 from asyncrl.fitting.loop import Schedule
 from asyncrl.fitting.recordings import Recordings, chosen, read_part, recording_files
-from asyncrl.fitting.worlds.interface import WorldOptions, load_fitted
+from asyncrl.fitting.worlds.interface import FineTunes, KeepsLayout, WorldOptions, fit_class, load_fitted
 from asyncrl.observability import process_status
+from asyncrl.pace.version_folder import copy_world
+from asyncrl.rewards.kinds import reward_kind
 from asyncrl.rewards.model import load_reward, save_reward
-from asyncrl.storage.atomic import read_json, write_json
-from asyncrl.storage.regular_files import make_folder, remove
+from asyncrl.worlds.kinds import is_published, world_kind
 
-ABOUT: Final = "world.json"
 WARMUP_SHARE: Final = 5
 """A fifth of a refit's few steps leads to the peak of its learning rate."""
 _log = logging.getLogger(__name__)
@@ -76,68 +76,89 @@ def _some_files(folders: Sequence[str], episodes: int, rng: np.random.Generator)
     return sorted(found)
 
 
-def refit(
-    present: Path,
-    reward: Path,
-    out: Path,
-    recordings: Recordings,
-    settings: PaceSettings,
-    *,
-    version: int,
-    device: torch.device,
-    seed: int,
-) -> None:
-    """Write a world's next version: a folder that --world takes.
+@dataclass(frozen=True, kw_only=True)
+class Refit:
+    """What a refit is made of, and where."""
+
+    present: Path
+    """Folder of the world that is refitted; of our own layout or a published one."""
+    reward: Path
+    """Folder of its reward model, often the same."""
+    out: Path
+    """Made anew: a folder that --world takes, of the layout of `present`."""
+    version: int
+    """Of the new world."""
+    device: torch.device
+    """Where the models are fitted."""
+    seed: int
+    """Of examples and noise."""
+
+
+def refit(made: Refit, recordings: Recordings, settings: PaceSettings) -> None:
+    """Write a world's next version.
 
     Args:
-        present: Folder of the world that is refitted; in our own layout.
-        reward: Folder of its reward model, often the same.
-        out: Made anew.
+        made: Of what, and where to.
         recordings: What is fitted.
         settings: Of the run.
-        version: Of the new world.
-        device: Where the models are fitted.
-        seed: Of examples and noise.
 
     Raises:
+        CheckpointError: A file cannot be read any more.
         ConfigError: The recordings do not fit.
         RunError: A loss stopped being finite.
     """
-    copy_world(present, reward, out, version)
-    torch.manual_seed(seed)
+    copy_world(made.present, made.reward, made.out, made.version)
+    torch.manual_seed(made.seed)
     if settings.world_steps:
-        world = load_fitted(present, device, torch.float32)
-        options = WorldOptions(
-            context_sigma=settings.context_sigma, own_memory=settings.own_memory, only_refreshed=True
-        )
-        world.fit_network(recordings, _schedule(settings, seed), options)
-        kept = world.world.modules().keys() - world.world.refreshed().keys()
-        world.save(out, version)
-        del world
-        for name in kept:  # Actors keep them to the last bit; `save` rounds.
-            if (file := present / f"{name}.safetensors").is_file():
-                shutil.copyfile(file, out / file.name)
+        _refit_world(made, recordings, settings)
     if settings.reward_steps and not shows_both(recordings):
         _log.warning("the reward model stays as it is: all of the round's episodes end alike")
     elif settings.reward_steps:
-        judge = load_reward(reward, tasks=sorted(set(recordings.tasks)), device=device)
-        judge.network.requires_grad_(True)
-        process_status.describe("redrawing frames for the reward model")
-        redrawn = to_redraw(recordings, settings.reward_steps // 2 * settings.batch, seed)
-        drawn = load_fitted(present, device).redraw(redrawn)
-        process_status.describe("refitting the reward model")
-        fit_reward(
-            judge,
-            recordings,
-            drawn,
-            drawn_of=redrawn,
-            steps=settings.reward_steps,
-            batch=settings.batch,
-            learning_rate=settings.learning_rate,
-            seed=seed,
-            warmup=settings.reward_steps // WARMUP_SHARE,
-        )
-        save_reward(out, judge)
+        _refit_reward(made, recordings, settings)
+
+
+def _refit_world(made: Refit, recordings: Recordings, settings: PaceSettings) -> None:
+    """Train what draws latents in float32, and write it over the copy of the world's folder."""
+    world = load_fitted(made.present, made.device, torch.float32)
+    said = {
+        name: getattr(settings, name) for name in ("context_sigma", "own_memory") if name in world.options
+    }
+    options = WorldOptions(only_refreshed=True, **said)
+    if is_published(made.present):
+        assert isinstance(world, KeepsLayout)  # `check_refittable`
+        if isinstance(world, FineTunes):
+            world.check_fine_tuning(recordings, options)
+        world.fit_network(recordings, _schedule(settings, made.seed), options)
+        world.write_refreshed(made.present, made.out)
+        return
+    world.fit_network(recordings, _schedule(settings, made.seed), options)
+    kept = world.world.modules().keys() - world.world.refreshed().keys()
+    world.save(made.out, made.version)
+    for name in kept:  # Actors keep them to the last bit; `save` rounds.
+        if (file := made.present / f"{name}.safetensors").is_file():
+            shutil.copyfile(file, made.out / file.name)
+
+
+def _refit_reward(made: Refit, recordings: Recordings, settings: PaceSettings) -> None:
+    """Train the reward model, half on frames that the autoencoder drew, and write it in our layout."""
+    judge = load_reward(made.reward, tasks=sorted(set(recordings.tasks)), device=made.device)
+    judge.network.requires_grad_(True)
+    process_status.describe("redrawing frames for the reward model")
+    redrawn = to_redraw(recordings, settings.reward_steps // 2 * settings.batch, made.seed)
+    drawn = load_fitted(made.present, made.device).redraw(redrawn)
+    process_status.describe("refitting the reward model")
+    fit_reward(
+        judge,
+        recordings,
+        drawn,
+        drawn_of=redrawn,
+        steps=settings.reward_steps,
+        batch=settings.batch,
+        learning_rate=settings.learning_rate,
+        seed=made.seed,
+        warmup=settings.reward_steps // WARMUP_SHARE,
+    )
+    save_reward(made.out, judge)
 
 
 def to_redraw(recordings: Recordings, looks: int, seed: int) -> Recordings:
@@ -161,17 +182,6 @@ def to_redraw(recordings: Recordings, looks: int, seed: int) -> Recordings:
     return part
 
 
-def copy_world(present: Path, reward: Path, out: Path, version: int) -> None:
-    """Copy a world and its reward model to `out`, made anew, under another version."""
-    remove(out)
-    make_folder(out)
-    for source in (reward, present):
-        for file in source.iterdir():
-            if file.suffix in (".json", ".safetensors") and file.is_file():
-                shutil.copyfile(file, out / file.name)
-    write_json(out / ABOUT, read_json(out / ABOUT) | {"version": version})
-
-
 def _schedule(settings: PaceSettings, seed: int) -> Schedule:
     return Schedule(
         steps=settings.world_steps,
@@ -182,16 +192,29 @@ def _schedule(settings: PaceSettings, seed: int) -> Schedule:
     )
 
 
-def check_refittable(present: Path, reward: Path) -> None:
-    """Check that a world can be refitted.
+def check_refittable(present: Path, reward: Path, settings: PaceSettings) -> None:
+    """Check that a world and its reward model can be refitted, of whichever layout they are.
 
     Raises:
-        ConfigError: It, or its reward model, is not in our own layout.
+        ConfigError: One cannot; says which flag leaves it as it is.
+        CheckpointError: The world's folder holds no world, or several reward models.
     """
-    for folder, name, flag in ((present, ABOUT, "world"), (reward, "reward.json", "reward")):
-        if not (folder / name).is_file():
-            raise ConfigError(
-                f"--pace.every is set, but --{flag} {folder} has no {name}: only what `asyncrl fit` wrote is "
-                "refitted during a run, not a published folder. Leave --pace.every out, or use a world of "
-                "your own."
-            )
+    every = f"--pace.every is {settings.every}"
+    kind = world_kind(present)
+    published = is_published(present)
+    if published and settings.world_steps and not issubclass(fit_class(kind), KeepsLayout):
+        raise ConfigError(
+            f"{every}, but --world {present} has a published layout, which worlds of kind {kind} cannot be "
+            "written in. Use a world that `asyncrl fit world` wrote, or --pace.world-steps 0."
+        )
+    if settings.own_memory and "own_memory" not in fit_class(kind).options:
+        raise ConfigError(
+            f"{every} and --pace.own-memory {settings.own_memory:g}, but --world {present} is of kind "
+            f"{kind}, whose training has no such choice. Leave --pace.own-memory out."
+        )
+    if settings.reward_steps and reward_kind(reward) == "libero_long":
+        raise ConfigError(
+            f"{every} and --pace.reward-steps {settings.reward_steps}, but the reward model of {reward} is "
+            "six networks that judge LIBERO-Long together, which are not refitted. Use --pace.reward-steps "
+            "0: the world alone is refitted then."
+        )

@@ -14,6 +14,7 @@ from typing import Final
 import torch
 
 from asyncrl.errors import CheckpointError
+from asyncrl.rewards.kinds import GROUPS, group_folders
 from asyncrl.rewards.published import PUBLISHED, find_published, recognise
 from asyncrl.rewards.resnet import (
     ResnetRewModel,
@@ -90,6 +91,23 @@ def published_files(weights: TensorFiles, tasks: Collection[str]) -> RewardFiles
     """
     config, rounded = recognise(weights, tasks)
     return RewardFiles(weights=weights, config=config, rounded=rounded)
+
+
+def reward_parts(folder: Path) -> list[Path]:
+    """Name the files, and the folders of groups, that the reward model in a folder is read from.
+
+    Returns:
+        Those of ours where both lie there; none: there is no reward model.
+
+    Raises:
+        CheckpointError: There are several, or one cannot be read.
+    """
+    if (folder / "reward.json").is_file():
+        return [folder / "reward.json", folder / WEIGHTS]
+    if (place := group_folders(folder)) is not None:
+        return [place / group for group in GROUPS]
+    found = find_published(folder)
+    return found.paths if found is not None else []
 
 
 def _open_ours(folder: Path) -> RewardFiles:

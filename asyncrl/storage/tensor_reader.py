@@ -98,6 +98,11 @@ class TensorFiles:
         return dict.fromkeys([*self._homes, *self.extra]).keys()
 
     @property
+    def paths(self) -> list[Path]:
+        """Return the files that the tensors are in, in their order."""
+        return list(dict.fromkeys(file.path for file, _ in self._homes.values()))
+
+    @property
     def shapes(self) -> dict[str, torch.Size]:
         """Shape of every tensor by name."""
         own = {name: file.headers[stored].shape for name, (file, stored) in self._homes.items()}

@@ -15,6 +15,8 @@ from asyncrl import registry
 from asyncrl.errors import CheckpointError
 from asyncrl.storage.atomic import read_json
 
+ABOUT: Final = "world.json"
+"""A folder of ours has it, a published one has not."""
 _SHOWN: Final = 8
 
 
@@ -44,6 +46,11 @@ KINDS: Final = {
     "evac": Kind(title="EVAC", world="evac", recogniser="asyncrl.worlds.evac.recognition:lacks"),
 }
 """By the name that world.json has. Cheap recognisers come first: the first that fits ends it."""
+
+
+def is_published(folder: Path) -> bool:
+    """Tell whether a world's folder has a published layout and not ours."""
+    return not (folder / ABOUT).is_file()
 
 
 def world_kind(folder: Path) -> str:
@@ -82,7 +89,7 @@ def world_title(folder: Path) -> str:
 
 def _recognised(folder: Path) -> tuple[str, dict[str, str]]:
     """Find the name of a folder's kind; else, with an empty name, what it lacks to be of each, by title."""
-    described = folder / "world.json"
+    described = folder / ABOUT
     if described.is_file():
         name = read_json(described, "Save the world again.").get("kind")
         if not isinstance(name, str) or name not in KINDS:

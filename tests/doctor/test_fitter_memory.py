@@ -28,8 +28,10 @@ from asyncrl.launch import refits
 from asyncrl.records import ActionSpec
 from asyncrl.rewards.model import load_reward
 from asyncrl.simulators.tabletop.scene import TASKS
+from asyncrl.worlds.start_states import save_start_states
+from support.published_worlds import write_published_world
 from support.recorded import recorded_spec, write_recorded
-from support.tiny_models import WORLDS, write_models
+from support.tiny_models import WORLDS, start_state, write_models
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 BATCH, PICTURES = 4, 17
@@ -247,5 +249,32 @@ def test_a_fitter_that_does_not_fit_is_a_finding_with_a_remedy(monkeypatch) -> N
     assert "for the fitter a smaller --pace.batch, --pace.device cpu, or a rank of its own" in tight.advice
     monkeypatch.setattr(gpus, "free_on", lambda name: 20 * GIB)
     roomy = gpus.check_device_memory(Examination(config=config, sizes=SIZES))
+    assert roomy is not None
+    assert roomy.verdict is Verdict.OK
+
+
+def test_a_published_wan_without_room_for_its_refit_is_refused(tmp_path: Path, monkeypatch) -> None:
+    """Actors hold it in bfloat16; a refit takes it in float32, with gradient, moments and average."""
+    world = write_published_world(tmp_path / "published", "wan")
+    save_start_states(tmp_path / "starts.h5", [start_state(0, 256)])
+    pace = PaceSettings(every=2, batch=4)
+    config = TrainConfig(
+        world=str(world), start_states=str(tmp_path / "starts.h5"), device="cpu", pace=pace, updates=3
+    )
+    first = refits.first_world(config)
+    held: Any = refits.load_world(config, first, CPU)[0]
+    numbers = sum(tensor.numel() for tensor in held.transformer.state_dict().values())
+    phases = round_phases(config, replace(SIZES, policy=0, environment=0))
+    assert phases["refitting the world"] > numbers * (FLOAT32 + OPTIMIZER + AVERAGE)
+    examination = Examination(config=config, sizes=replace(SIZES, rounds=phases))
+    monkeypatch.setattr(gpus, "free_on", lambda name: max(phases.values()) - 1)
+    found = gpus.check_device_memory(examination)
+    assert found is not None
+    assert found.verdict is Verdict.BROKEN
+    for said in ("--pace.every is 2", str(world), "memory of the host while refitting"):
+        assert said in found.seen
+    assert "--pace.device cpu" in found.advice
+    monkeypatch.setattr(gpus, "free_on", lambda name: 1000 * GIB)
+    roomy = gpus.check_device_memory(examination)
     assert roomy is not None
     assert roomy.verdict is Verdict.OK

@@ -35,8 +35,9 @@ from asyncrl.storage.tensor_writer import write_folder
 from asyncrl.worlds.wan.published_world import transformer_from_published
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae
-from asyncrl.worlds.wan.world import WanWorld, load_world, save_world
+from asyncrl.worlds.wan.world import load_world, save_world
 from support.published_exports import export_world
+from support.published_worlds import small_world
 from support.ranks import run_ranks
 from support.recorded import recorded_spec, write_recorded
 from support.whole_runs import TORCHRUN, environment, left_over
@@ -44,17 +45,8 @@ from support.whole_runs import TORCHRUN, environment, left_over
 CPU = torch.device("cpu")
 STEPS = ("--steps", "2", "--batch", "4", "--learning-rate", "1", "--device", "cpu")
 """The first steps of a warm-up of 200: rates of 0.005 and 0.01."""
-SMALL = replace(TransformerConfig.full(), heads=1, layers=2, ffn_dim=64, freq_dim=32)
-SMALL_VAE = replace(VaeConfig.full(), base_dim=4, decoder_base_dim=4)
 NANO = TransformerConfig(heads=2, head_dim=24, layers=2, ffn_dim=64, channels=8, patch=2)
 TRANSFORMER = "model-00001.safetensors"
-
-
-def small_world() -> WanWorld:
-    torch.manual_seed(0)
-    transformer: Any = ActionWanTransformer(SMALL).eval().requires_grad_(False)
-    vae: Any = WanVae(SMALL_VAE).eval().requires_grad_(False)
-    return WanWorld(transformer.to(torch.bfloat16), vae.to(torch.bfloat16), image_size=256)
 
 
 @pytest.fixture(scope="module")

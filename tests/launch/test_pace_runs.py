@@ -19,12 +19,11 @@ from asyncrl.launch import refits
 from asyncrl.launch.environment import check_environment
 from asyncrl.launch.policies import build_policy
 from asyncrl.observability import metrics_pace as m
-from asyncrl.pace import rounds
 from support.accepted_worlds import accept
 from support.join_site import Site
 from support.pace_runs import Running, flags, worlds_of, write_models_and_base
 from support.recorded import recorded_spec, write_recorded
-from support.whole_runs import left_over, reach, rows
+from support.whole_runs import left_over, rows
 
 pytestmark = pytest.mark.render
 
@@ -118,31 +117,6 @@ def test_accepted_worlds_reach_an_actor_that_joined(models, tmp_path) -> None:
         for program in site.programs:
             program.process.kill()
     assert left_over(tmp_path) == []
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-@pytest.mark.timeout(240)
-def test_training_waits_for_no_fitter_whether_it_stands_still_or_dies(models, tmp_path) -> None:
-    with Running(tmp_path, flags(models, **{"pace.workers": 1})) as run:
-        run.until(lambda: rounds.read(run.folder), "a round")
-        (fitter_pid,) = run.pids("fitter")
-        os.kill(fitter_pid, signal.SIGSTOP)
-        reach(run.folder, len(rows(run.folder)) + 10, run.process, 60)
-        os.kill(fitter_pid, signal.SIGCONT)
-        run.replaced("fitter")
-        made = len(rounds.read(run.folder))
-        run.until(lambda: len(rounds.read(run.folder)) > made, "a round of the new fitter")
-        last = rounds.read(run.folder)[-1]
-        run.until(lambda: rows(run.folder)[-1].get(m.ROUND_VERSION.name, 0) >= last.version, "its row")
-        for row in rounds.read(run.folder):
-            assert (row.episodes, row.audited) == (8, 4)
-            assert row.version % 2 == 0
-        assert (run.folder / "checkpoints" / "best" / "state.json").is_file()
-        said = run.end()
-        assert "refit: true success" in said
-        assert "refits accepted" in said
-        assert "best, version" in said
 
 
 # ---- what is refused -----------------------------------------------------------------------------

@@ -12,14 +12,14 @@ from safetensors.torch import load_file
 
 from asyncrl.config.pace import PaceSettings
 from asyncrl.config.run import ImaginationSettings
-from asyncrl.errors import ConfigError
+from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.fitting.fit_reward import shows_both
 from asyncrl.fitting.loading import load_recordings
 from asyncrl.fitting.recordings import chosen
 from asyncrl.fitting.worlds.wan import WanFit
 from asyncrl.fitting.worlds.wan_memory import with_own_memories
 from asyncrl.fitting.worlds.wan_windows import windows
-from asyncrl.pace.refit import check_refittable, load_round, refit, to_redraw
+from asyncrl.pace.refit import Refit, check_refittable, load_round, refit, to_redraw
 from asyncrl.rewards.model import load_reward
 from asyncrl.seeds import recorded_noise_seed
 from asyncrl.simulators.tabletop.scene import TASKS
@@ -100,6 +100,10 @@ def tensors(folder: Path, name: str) -> dict[str, torch.Tensor]:
     return load_file(folder / name)
 
 
+def made(present: Path, out: Path, *, version: int = 1) -> Refit:
+    return Refit(present=present, reward=present, out=out, version=version, device=CPU, seed=1)
+
+
 def changed(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
     assert one.keys() == other.keys()
     return [name for name, tensor in one.items() if not torch.equal(tensor.float(), other[name].float())]
@@ -110,16 +114,7 @@ def test_a_refit_changes_what_it_is_told_to_and_never_the_autoencoder(
     present: Path, folders: list[Path], tmp_path: Path, world_steps: int, reward_steps: int
 ) -> None:
     told = settings(world_steps=world_steps, reward_steps=reward_steps)
-    refit(
-        present,
-        present,
-        tmp_path / "new",
-        load_recordings([folders[1]]),
-        told,
-        version=7,
-        device=CPU,
-        seed=1,
-    )
+    refit(made(present, tmp_path / "new", version=7), load_recordings([folders[1]]), told)
     new = load_world(tmp_path / "new")
     assert (new.version, new.image_size) == (7, 64)
     assert WanWorld.check(tmp_path / "new", ImaginationSettings()).version == 7
@@ -134,16 +129,8 @@ def test_a_refit_changes_what_it_is_told_to_and_never_the_autoencoder(
 
 def test_the_same_round_gives_the_same_world(present: Path, folders: list[Path], tmp_path: Path) -> None:
     for name in ("one", "two"):
-        refit(
-            present,
-            present,
-            tmp_path / name,
-            load_round([folders[1]], settings(fresh=1.0), seed=0).fitted,
-            settings(own_memory=0.5),
-            version=1,
-            device=CPU,
-            seed=1,
-        )
+        fitted = load_round([folders[1]], settings(fresh=1.0), seed=0).fitted
+        refit(made(present, tmp_path / name), fitted, settings(own_memory=0.5))
     for file in ("transformer.safetensors", "reward.safetensors"):
         assert changed(tensors(tmp_path / "one", file), tensors(tmp_path / "two", file)) == []
 
@@ -152,18 +139,35 @@ def test_a_reward_model_stays_where_no_episode_shows_success(present: Path, tmp_
     write_recorded(tmp_path / "data", SPEC, (11, 11, 11))
     never = chosen(load_recordings([tmp_path / "data"]), [0, 2])
     assert not never.success.any()
-    refit(present, present, tmp_path / "new", never, settings(), version=1, device=CPU, seed=0)
+    refit(made(present, tmp_path / "new"), never, settings())
     assert "all of the round's episodes end alike" in caplog.text
     judges = (tensors(folder, "reward.safetensors") for folder in (present, tmp_path / "new"))
     assert changed(*judges) == []
 
 
-def test_only_what_we_wrote_is_refitted(present: Path, tmp_path: Path) -> None:
-    check_refittable(present, present)
-    with pytest.raises(ConfigError, match=r"world .* has no world\.json"):
-        check_refittable(tmp_path, present)
-    with pytest.raises(ConfigError, match=r"reward .* has no reward\.json"):
-        check_refittable(present, tmp_path)
+def test_a_folder_without_a_world_is_not_refitted(present: Path, tmp_path: Path) -> None:
+    check_refittable(present, present, settings())
+    with pytest.raises(CheckpointError, match="no world model that is known here"):
+        check_refittable(tmp_path, present, settings())
+
+
+@pytest.mark.parametrize("kind", ["opensora", "evac"])
+def test_worlds_of_other_kinds_are_refitted_with_what_they_can_be_told(kind: str, tmp_path: Path) -> None:
+    """Noise on the memory, which has a value that is not the fits' own, means nothing to them."""
+    write_models(tmp_path, kind)
+    world = tmp_path / "world"
+    spec = recorded_spec(64, simulator="tabletop", tasks=tuple(TASKS), trials=0, poses=True)
+    write_recorded(tmp_path / "data", spec, (9, 9))
+    check_refittable(world, world, settings())
+    refit(made(world, tmp_path / "new", version=3), load_recordings([tmp_path / "data"]), settings())
+    for name in ("vae", "autoencoder", "image_encoder"):
+        if (file := world / f"{name}.safetensors").is_file():
+            assert (tmp_path / "new" / file.name).read_bytes() == file.read_bytes()
+    network = "unet.safetensors" if kind == "evac" else "transformer.safetensors"
+    before, after = tensors(world, network), tensors(tmp_path / "new", network)
+    assert any(not after[name].equal(before[name].to(after[name].dtype)) for name in after)
+    with pytest.raises(ConfigError, match=rf"--pace\.own-memory 0\.5.* of kind {kind}"):
+        check_refittable(world, world, settings(own_memory=0.5))
 
 
 # ---- own memories --------------------------------------------------------------------------------

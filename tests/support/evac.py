@@ -10,11 +10,35 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl.records import StartState
+from asyncrl.worlds.evac.autoencoder import AutoencoderConfig
 from asyncrl.worlds.evac.conditions import EvacNetworks
 from asyncrl.worlds.evac.config import EvacConfig
+from asyncrl.worlds.evac.image_tokens import ImageEncoderConfig
+from asyncrl.worlds.evac.published import PREFIXES, published_tensors
+from asyncrl.worlds.evac.resampler import ResamplerConfig
+from asyncrl.worlds.evac.unet import UNetConfig
 
 POSE = (-0.1, 0.02, 0.88, 0.1, 0.0, 0.0, 1.0, 0.5)
 DATA = Path(__file__).parents[1] / "data"
+_INNER: dict[str, int] = {"width": 32, "depth": 1, "heads": 1, "head_dim": 64}
+SMALL = EvacConfig(
+    image_size=256,
+    unet=UNetConfig(
+        channels=64,
+        multipliers=(1, 2),
+        res_blocks=1,
+        attention_levels=(0,),
+        head_dim=64,
+        context_dim=32,
+        initial_inner=64,
+    ),
+    autoencoder=AutoencoderConfig(channels=32, multipliers=(1, 1, 1, 2), res_blocks=1),
+    image_encoder=ImageEncoderConfig(width=80, layers=2, heads=1, mlp=96, patch=14, size=28),
+    image_resampler=ResamplerConfig(inputs=80, queries=128, **_INNER),
+    action_resampler=ResamplerConfig(inputs=14, queries=16, **_INNER),
+    pose_hidden=64,
+)
+"""A small world with what the published layout leaves open: heads of 64, groups of 32."""
 
 
 def published_shapes(name: str) -> dict[str, tuple[int, ...]]:
@@ -69,3 +93,31 @@ def start_state(
 
 def some_actions(batch: int, seed: int = 0) -> Tensor:
     return torch.randn(batch, 8, 7, generator=torch.Generator().manual_seed(seed))
+
+
+def checkpoint(networks: EvacNetworks) -> dict[str, Tensor]:
+    """All tensors of one published file, with what training frameworks put beside them."""
+    tensors = published_tensors(networks)
+    found = {p + name: t.clone() for part, p in PREFIXES.items() for name, t in tensors[part].items()}
+    text = {
+        "positional_embedding": (77, 4),
+        "ln_final.weight": (4,),
+        "transformer.resblocks.0.ln_1.bias": (4,),
+    }
+    found |= {f"embedder.model.{name}": torch.zeros(shape) for name, shape in text.items()}
+    found["embedder.model.visual.proj"] = torch.zeros(80, 4)
+    for name in (
+        "betas",
+        "alphas_cumprod",
+        "sqrt_recipm1_alphas_cumprod",
+        "scale_arr",
+        "posterior_mean_coef1",
+    ):
+        found[name] = torch.zeros(1000)
+    return found
+
+
+def pose_file(networks: EvacNetworks) -> dict[str, Tensor]:
+    own = networks.pose_model.state_dict()
+    layers = {f"mlp.{i}.{kind}": own[f"net.{i}.{kind}"] for i in (0, 2, 4) for kind in ("weight", "bias")}
+    return layers | {name: own[name] for name in ("abs_action_mean", "abs_action_std")}

@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +53,7 @@ from asyncrl.fitting.worlds.interface import (
     WorldOptions,
     check_picture_size,
     check_recordings,
-    refuse_option,
+    refuse_options,
 )
 from asyncrl.records import ACTION_DIM, CHUNK
 from asyncrl.worlds.evac.autoencoder import AutoencoderConfig, decode_frames, encode_frames
@@ -63,6 +63,7 @@ from asyncrl.worlds.evac.image_tokens import ImageEncoderConfig
 from asyncrl.worlds.evac.maps import Camera
 from asyncrl.worlds.evac.poses import MOTION_DIM, MotionStatistics
 from asyncrl.worlds.evac.resampler import ResamplerConfig
+from asyncrl.worlds.evac.rewriting import rewrite_networks
 from asyncrl.worlds.evac.state import memory_index
 from asyncrl.worlds.evac.training import chunk_loss, draw
 from asyncrl.worlds.evac.unet import UNetConfig
@@ -117,7 +118,9 @@ def fresh_config(
 
 
 class EvacFit(FrameByFrameFit):
-    """`FittedWorld` of EVAC."""
+    """`FittedWorld` and `KeepsLayout` of EVAC."""
+
+    options: ClassVar = frozenset({"camera"})
 
     def __init__(self, world: EvacWorld) -> None:
         self.world = world
@@ -125,7 +128,7 @@ class EvacFit(FrameByFrameFit):
     @classmethod
     def fresh(cls, size: Size, vae_size: Size, recordings: Recordings, options: WorldOptions) -> EvacFit:
         """Make a world of the recordings' pictures, poses and camera. See `FittedWorld.fresh`."""
-        _refuse_options(options)
+        refuse_options(options, EvacFit, "evac")
         check_recordings(recordings, ACTION_DIM, KIND_NAMED)
         check_poses(recordings)
         config = fresh_config(
@@ -152,7 +155,7 @@ class EvacFit(FrameByFrameFit):
 
     def fit_network(self, recordings: Recordings, schedule: Schedule, options: WorldOptions) -> float:
         """Train the model of poses, then the network. See `FittedWorld.fit_network` and `fit_unet`."""
-        _refuse_options(options)
+        refuse_options(options, EvacFit, "evac")
         check_recordings(recordings, ACTION_DIM, KIND_NAMED)
         check_poses(recordings)
         networks = self.world.networks
@@ -238,6 +241,10 @@ class EvacFit(FrameByFrameFit):
             if name != "pose_model":
                 nn.Module.to(module, torch.bfloat16)  # halves the files; imagination computes in float32
         save_world(folder, self.world)
+
+    def write_refreshed(self, source: Path, folder: Path) -> None:
+        """Write the files again that hold what a refit replaces. See `KeepsLayout.write_refreshed`."""
+        rewrite_networks(source, folder, self.world.refreshed())
 
     def _encode(self, frames_N3HW: Tensor) -> Tensor:
         config = self.world.config.autoencoder
@@ -364,8 +371,3 @@ def fit_unet(
         warmup=schedule.warmup,
         average=AVERAGE,
     )
-
-
-def _refuse_options(options: WorldOptions) -> None:
-    for name in ("context_sigma", "own_memory", "jumps"):
-        refuse_option(options, name, "evac")

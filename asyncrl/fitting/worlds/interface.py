@@ -5,6 +5,7 @@ The commands, the fits of rewards and policies, and the measurements know worlds
     fresh  ->  fit_autoencoder or take_autoencoder                     `asyncrl fit world`
     fresh or load  ->  fit_network  ->  save                           `asyncrl fit world`
     load  ->  fine_tune  ->  rewrite                                   `asyncrl fit world --refine`, of some
+    load  ->  fit_network  ->  save or write_refreshed                 `asyncrl train --pace.every`
     load  ->  redraw                                                   `asyncrl fit reward|policy --world`
     load  ->  fresh_decoder  ->  save_decoder                          `asyncrl fit decoder`
 """
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol, Self, runtime_checkable
 
 from asyncrl.config.bounds import shown
 from asyncrl.errors import CheckpointError, ConfigError
@@ -67,6 +68,9 @@ class WorldOptions:
 
 class FittedWorld(Protocol):
     """A world of one kind while it is fitted."""
+
+    options: ClassVar[frozenset[str]]
+    """Fields of `WorldOptions` that mean something to this kind, but for `only_refreshed`."""
 
     @classmethod
     def fresh(cls, size: Size, vae_size: Size, recordings: Recordings, options: WorldOptions) -> Self:
@@ -211,6 +215,24 @@ class FineTunes(Protocol):
 
 
 @runtime_checkable
+class KeepsLayout(Protocol):
+    """A kind whose published folders are written as they were read, with what a refit of a run changed."""
+
+    def write_refreshed(self, source: Path, folder: Path) -> None:
+        """Write the files again that hold what a refit replaces (`RefreshesWorld.refreshed`).
+
+        Args:
+            source: What `load` read; of the published layout.
+            folder: Has a copy of all other files of the source. Tensors get the names and types that they
+                have in the source, so that the world's class loads from it what it loads from there.
+
+        Raises:
+            CheckpointError: The source cannot be read any more.
+        """
+        ...
+
+
+@runtime_checkable
 class CountsFit(Protocol):
     """A kind that says what `FittedWorld.fit_network` takes on a device, also while it has no weights (meta).
 
@@ -339,14 +361,16 @@ def check_picture_size(recordings: Recordings, multiple: int) -> int:
     return side
 
 
-def refuse_option(options: WorldOptions, name: str, kind: str) -> None:
-    """Refuse an option that was set and that a kind does not have.
+def refuse_options(options: WorldOptions, fitted: type[FittedWorld], kind: str) -> None:
+    """Refuse what was set and does not mean anything to a kind.
 
     Raises:
-        ConfigError: It was set.
+        ConfigError: One was set.
     """
-    if (value := getattr(options, name)) != getattr(WorldOptions(), name):
-        raise ConfigError(
-            f"--{name.replace('_', '-')} {value} means nothing to a world of kind {kind}: its published "
-            "training has no such choice. Leave it out."
-        )
+    for name in ("context_sigma", "own_memory", "jumps", "camera"):
+        value = getattr(options, name)
+        if name not in fitted.options and value != getattr(WorldOptions(), name):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {value} means nothing to a world of kind {kind}: its published "
+                "training has no such choice. Leave it out."
+            )

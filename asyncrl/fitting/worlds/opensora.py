@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import ClassVar, Final
 
 import numpy as np
 import torch
@@ -40,11 +40,13 @@ from asyncrl.fitting.worlds.interface import (
     WorldOptions,
     check_picture_size,
     check_recordings,
-    refuse_option,
+    refuse_options,
 )
 from asyncrl.records import CHUNK
+from asyncrl.storage.rewriting import rewrite_file
 from asyncrl.worlds.opensora.action_range import ActionRange, normalise
 from asyncrl.worlds.opensora.autoencoder import FrameVae, VaeConfig
+from asyncrl.worlds.opensora.published_world import transformer_files
 from asyncrl.worlds.opensora.stdit3 import CONDITION, STDiT3, STDiT3Config
 from asyncrl.worlds.opensora.training import window_loss
 from asyncrl.worlds.opensora.world import OpenSoraWorld, load_world, save_world
@@ -56,7 +58,9 @@ LEAST_RANGE: Final = 1e-3
 
 
 class OpenSoraFit(FrameByFrameFit):
-    """`FittedWorld` of OpenSora."""
+    """`FittedWorld` and `KeepsLayout` of OpenSora."""
+
+    options: ClassVar = frozenset[str]()
 
     def __init__(self, world: OpenSoraWorld) -> None:
         self.world = world
@@ -64,7 +68,7 @@ class OpenSoraFit(FrameByFrameFit):
     @classmethod
     def fresh(cls, size: Size, vae_size: Size, recordings: Recordings, options: WorldOptions) -> OpenSoraFit:
         """Make a world of the recordings' picture size and actions. See `FittedWorld.fresh`."""
-        _refuse_options(options)
+        refuse_options(options, OpenSoraFit, "opensora")
         transformer: STDiT3Config = getattr(STDiT3Config, size)()
         transformer = replace(transformer, action_dim=recordings.actions.shape[1])
         vae: VaeConfig = getattr(VaeConfig, vae_size)()
@@ -86,7 +90,7 @@ class OpenSoraFit(FrameByFrameFit):
 
     def fit_network(self, recordings: Recordings, schedule: Schedule, options: WorldOptions) -> float:
         """Train the transformer. See `FittedWorld.fit_network` and `fit_transformer`."""
-        _refuse_options(options)
+        refuse_options(options, OpenSoraFit, "opensora")
         check_recordings(recordings, self.world.action_spec.dim)
         self.world.vae.requires_grad_(False)
         cut = windows(recordings, self.encode(recordings), self.world.action_range)
@@ -138,10 +142,13 @@ class OpenSoraFit(FrameByFrameFit):
         self.world.transformer.rope.freqs.data = rates  # rounded, positions would turn by other angles
         save_world(folder, self.world)
 
+    def write_refreshed(self, source: Path, folder: Path) -> None:
+        """Write the transformer's files again. See `KeepsLayout.write_refreshed`.
 
-def _refuse_options(options: WorldOptions) -> None:
-    for name in ("context_sigma", "own_memory", "jumps", "camera"):
-        refuse_option(options, name, "opensora")
+        Branches that nothing reads are not loaded; they stay as they are in the source.
+        """
+        for path in transformer_files(source).paths:
+            rewrite_file(path, folder / path.name, self.world.transformer.state_dict(), str)
 
 
 def measured_range(recordings: Recordings) -> ActionRange:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from asyncrl.fitting.worlds.interface import (
     WorldOptions,
     check_picture_size,
     check_recordings,
-    refuse_option,
+    refuse_options,
 )
 from asyncrl.fitting.worlds.wan_actions import (
     entrances,
@@ -45,8 +45,9 @@ from asyncrl.fitting.worlds.wan_latents import (
 from asyncrl.fitting.worlds.wan_memory import with_own_memories
 from asyncrl.fitting.worlds.wan_windows import MEMORY, Windows, windows
 from asyncrl.records import CHUNK
-from asyncrl.worlds.wan.files import open_world, rewrite_world
+from asyncrl.worlds.wan.files import open_world, rewrite_transformer, rewrite_world
 from asyncrl.worlds.wan.flow_matching import WindowNoise, window_loss
+from asyncrl.worlds.wan.recognition import transformer_files
 from asyncrl.worlds.wan.tiny_decoder import TinyDecoder, TinyDecoderConfig, save_decoder
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
 from asyncrl.worlds.wan.vae import SPATIAL, VaeConfig, WanVae
@@ -54,7 +55,9 @@ from asyncrl.worlds.wan.world import WanWorld, load_world, save_world
 
 
 class WanFit:
-    """`FittedWorld`, `FineTunes` and `DistilsDecoder` of Wan."""
+    """`FittedWorld`, `FineTunes`, `KeepsLayout` and `DistilsDecoder` of Wan."""
+
+    options: ClassVar = frozenset({"context_sigma", "own_memory", "jumps"})
 
     def __init__(self, world: WanWorld) -> None:
         self.world = world
@@ -63,7 +66,7 @@ class WanFit:
     @classmethod
     def fresh(cls, size: Size, vae_size: Size, recordings: Recordings, options: WorldOptions) -> WanFit:
         """Make a world of the recordings' picture size. See `FittedWorld.fresh`."""
-        refuse_option(options, "camera", "wan")
+        refuse_options(options, WanFit, "wan")
         side = check_picture_size(recordings, SPATIAL)
         check_recordings(recordings)
         transformer: TransformerConfig = getattr(TransformerConfig, size)()
@@ -98,7 +101,7 @@ class WanFit:
 
     def fit_network(self, recordings: Recordings, schedule: Schedule, options: WorldOptions) -> float:
         """Train the transformer. See `FittedWorld.fit_network` and `fit_transformer`."""
-        refuse_option(options, "camera", "wan")
+        refuse_options(options, WanFit, "wan")
         check_recordings(recordings, self.world.action_spec.dim)
         self.world.vae.requires_grad_(False)
         trained, scale = self.world.transformer.requires_grad_(True), measured_scale(recordings)
@@ -178,7 +181,7 @@ class WanFit:
 
     def check_fine_tuning(self, recordings: Recordings, options: WorldOptions) -> None:
         """Check that actions can be taken as they are. See `FineTunes.check_fine_tuning`."""
-        refuse_option(options, "camera", "wan")
+        refuse_options(options, WanFit, "wan")
         check_recordings(recordings, self.world.action_spec.dim)
         if measured_scale(recordings) is not None:
             raise ConfigError(
@@ -200,6 +203,11 @@ class WanFit:
     def rewrite(self, source: Path, folder: Path, tensors: Mapping[str, Tensor], version: int) -> None:
         """Write the folder again with other weights. See `FineTunes.rewrite`."""
         rewrite_world(source, folder, tensors, version)
+
+    def write_refreshed(self, source: Path, folder: Path) -> None:
+        """Write the transformer's published files again. See `KeepsLayout.write_refreshed`."""
+        files, weights = transformer_files(source), self.world.transformer.state_dict()
+        rewrite_transformer(files, folder, weights, published=True)
 
     def fresh_decoder(self) -> TinyDecoder:
         """Make a tiny decoder with fresh weights on the CPU."""

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -63,17 +63,8 @@ _IGNORED: Final = re.compile(
 )
 
 
-class Source(Protocol):
-    """A file of tensors."""
-
-    @property
-    def shapes(self) -> Mapping[str, torch.Size]:
-        """Shape of every tensor by name."""
-        ...
-
-    def read(self, name: str) -> Tensor:
-        """Read one tensor, on the CPU."""
-        ...
+Source = CkptFile | TensorFiles
+"""A file of tensors."""
 
 
 @dataclass(frozen=True)

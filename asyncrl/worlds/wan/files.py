@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
@@ -231,7 +231,21 @@ def rewrite_world(source: Path, folder: Path, tensors: Mapping[str, Tensor], ver
     with replacing(folder) as part:
         part.mkdir()
         copy_others(source, part, {ADAPTER_FOLDER, *(file.name for file in files)})
-        for file in files:
-            rewrite_file(file, part / file.name, tensors, transformer_from_published if published else str)
+        rewrite_transformer(files, part, tensors, published=published)
         if not published:
             write_json(part / "world.json", read_json(part / "world.json") | {"version": version})
+
+
+def rewrite_transformer(
+    files: Sequence[Path], folder: Path, tensors: Mapping[str, Tensor], *, published: bool
+) -> None:
+    """Write the files of a transformer again with other weights; arguments as of `rewrite_world`.
+
+    Args:
+        files: That hold it.
+        folder: Exists; its files of these names are replaced.
+        tensors: Weights by our names, of any dtype: they get the file's.
+        published: Whether the files have the published names of tensors.
+    """
+    for file in files:
+        rewrite_file(file, folder / file.name, tensors, transformer_from_published if published else str)

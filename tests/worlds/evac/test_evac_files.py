@@ -14,71 +14,28 @@ from torch import Tensor
 
 from asyncrl.config.run import ImaginationSettings
 from asyncrl.errors import CheckpointError
-from asyncrl.worlds.evac.autoencoder import AutoencoderConfig
 from asyncrl.worlds.evac.conditions import EvacNetworks
 from asyncrl.worlds.evac.config import EvacConfig
 from asyncrl.worlds.evac.files import open_evac
-from asyncrl.worlds.evac.image_tokens import ImageEncoderConfig
-from asyncrl.worlds.evac.published import PREFIXES, expected, published_tensors
-from asyncrl.worlds.evac.resampler import ResamplerConfig
-from asyncrl.worlds.evac.unet import UNetConfig
+from asyncrl.worlds.evac.published import PREFIXES, expected
 from asyncrl.worlds.evac.world import EvacWorld, load_world, save_world
-from support.evac import published_shapes, some_actions, start_state, tiny_networks
+from support.evac import (
+    SMALL,
+    checkpoint,
+    pose_file,
+    published_shapes,
+    some_actions,
+    start_state,
+    tiny_networks,
+)
 
 SETTINGS = ImaginationSettings()
 TINY = EvacConfig.tiny()
-_INNER = {"width": 32, "depth": 1, "heads": 1, "head_dim": 64}
-SMALL = EvacConfig(
-    image_size=256,
-    unet=UNetConfig(
-        channels=64,
-        multipliers=(1, 2),
-        res_blocks=1,
-        attention_levels=(0,),
-        head_dim=64,
-        context_dim=32,
-        initial_inner=64,
-    ),
-    autoencoder=AutoencoderConfig(channels=32, multipliers=(1, 1, 1, 2), res_blocks=1),
-    image_encoder=ImageEncoderConfig(width=80, layers=2, heads=1, mlp=96, patch=14, size=28),
-    image_resampler=ResamplerConfig(inputs=80, queries=128, **_INNER),
-    action_resampler=ResamplerConfig(inputs=14, queries=16, **_INNER),
-    pose_hidden=64,
-)
-"""A small world with what the published layout leaves open: heads of 64, groups of 32."""
 
 
 @pytest.fixture(scope="module")
 def small() -> EvacNetworks:
     return tiny_networks(SMALL)
-
-
-def checkpoint(networks: EvacNetworks) -> dict[str, Tensor]:
-    """All tensors of one published file, with what training frameworks put beside them."""
-    tensors = published_tensors(networks)
-    found = {p + name: t.clone() for part, p in PREFIXES.items() for name, t in tensors[part].items()}
-    text = {
-        "positional_embedding": (77, 4),
-        "ln_final.weight": (4,),
-        "transformer.resblocks.0.ln_1.bias": (4,),
-    }
-    found |= {f"embedder.model.{name}": torch.zeros(shape) for name, shape in text.items()}
-    found["embedder.model.visual.proj"] = torch.zeros(80, 4)
-    for name in (
-        "betas",
-        "alphas_cumprod",
-        "sqrt_recipm1_alphas_cumprod",
-        "scale_arr",
-        "posterior_mean_coef1",
-    ):
-        found[name] = torch.zeros(1000)
-    return found
-
-
-def pose_file(networks: EvacNetworks) -> dict[str, Tensor]:
-    own = networks.pose_model.state_dict()
-    layers = {f"mlp.{i}.{kind}": own[f"net.{i}.{kind}"] for i in (0, 2, 4) for kind in ("weight", "bias")}
-    return layers | {name: own[name] for name in ("abs_action_mean", "abs_action_std")}
 
 
 class Callback:
