@@ -6,7 +6,7 @@ produces   compiled layers           ended by: its last pass; a batch that is re
 
 A pass is made of every kind that updates make: with gradient and without, of a full micro-batch and of
 another size (the compiler then makes graphs for any size), with one length of prompts and with several (a
-mask). Nothing else remains of them: gradients, random states, optimizer, metrics and counters are as before.
+mask), until the first batch is there. Nothing else remains of them: gradients, random states, optimizer, metrics and counters are as before.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class EarlyCompile:
             shown: What decisions of the run look at; the same on all ranks.
             sampling: Of the run.
             stop_requested: Whether the run shall end; asked before each pass.
-            batch_ready: Whether the first batch is there; asked before each pass but the first. What is left is
-                then compiled when an update needs it, if ever.
+            batch_ready: Whether the first batch is there; asked before each pass but the first. What is left
+                is then compiled when an update needs it, if ever.
             hang_timeout: Seconds that a pass may take; 0: any.
         """
         self.update, self.shown, self.sampling = update, shown, sampling
