@@ -6,7 +6,8 @@ produces   compiled layers           ended by: its last pass; a batch that is re
 
 A pass is made of every kind that updates make: with gradient and without, of a full micro-batch and of
 another size (the compiler then makes graphs for any size), with one length of prompts and with several (a
-mask), until the first batch is there. Nothing else remains of them: gradients, random states, optimizer, metrics and counters are as before.
+mask), until the first batch is there. Nothing else remains of them: gradients, random states, optimizer,
+metrics and counters are as before.
 """
 
 from __future__ import annotations
