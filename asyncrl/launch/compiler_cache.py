@@ -59,7 +59,7 @@ def chosen_folder() -> str:
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     found = os.environ.get(INDUCTOR, "")
-    return "" if found and os.path.abspath(found) == os.path.abspath(default_cache_dir()) else found
+    return "" if found and Path(found).absolute() == Path(default_cache_dir()) else found
 
 
 def use_compiler_cache(config: TrainConfig, device: torch.device) -> None:
