@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections import Counter
 from dataclasses import dataclass
@@ -96,12 +95,12 @@ def check_placement(examination: Examination) -> Finding:
 
 def check_compiler_cache(examination: Examination) -> Finding | None:
     """Name the folder of what is compiled, and what it holds; None where nothing is compiled."""
-    from asyncrl.launch.compiler_cache import INDUCTOR, compiler_cache_folder, compiles
+    from asyncrl.launch.compiler_cache import INDUCTOR, chosen_folder, compiler_cache_folder, compiles
 
     config = examination.config
     if not compiles(config):
         return None
-    own = os.environ.get(INDUCTOR, "")
+    own = chosen_folder()
     try:
         folder = Path(own) if own else compiler_cache_folder(pick_device(config.device))
     except ConfigError:  # The line about the placement says so.

@@ -44,6 +44,7 @@ from asyncrl.learner.throughput import Throughput
 from asyncrl.learner.update import Update
 from asyncrl.learner.weight_export import ActingWeights, copy_policy
 from asyncrl.observability import process_status
+from asyncrl.observability.metrics_replay import GROUPS_READY
 from asyncrl.pace import rounds
 from asyncrl.policies.interface import (
     FixedShapeActing,
@@ -485,7 +486,11 @@ def build_update(
 
 
 def _early_compile(
-    config: TrainConfig, update: Update, shown: Shown | None, stop_requested: Callable[[], bool]
+    config: TrainConfig,
+    update: Update,
+    shown: Shown | None,
+    stop_requested: Callable[[], bool],
+    port: LearnerPort,
 ) -> EarlyCompile | None:
     """Build what compiles before the first batch; None where it has nothing to do, or cannot."""
     wanted = config.learner.compile and config.learner.compile_early
@@ -494,11 +499,19 @@ def _early_compile(
         return None
     if not any(True for _ in update.policy.blocks()):
         return None
+
+    def batch_ready() -> bool:
+        """Whether rank 0 could be given a batch now; other ranks do not ask."""
+        if update.ranks.rank > 0:
+            return False
+        return port.status().get(GROUPS_READY, 0.0) >= config.algorithm.groups_per_update
+
     return EarlyCompile(
         update,
         shown,
         SamplingParams(temperature=config.algorithm.temperature, top_k=config.algorithm.top_k),
         stop_requested,
+        batch_ready=batch_ready,
         hang_timeout=config.hang_timeout,
     )
 
@@ -536,7 +549,7 @@ def build_learner(
     reference = build_reference(config, start.policy, start.policy.device)
     acting = ActingWeights(start.policy, types)
     update = build_update(config, start.policy, ranks=ranks, reference=reference)
-    early = _early_compile(config, update, start.shown, stop_requested)
+    early = _early_compile(config, update, start.shown, stop_requested, port)
     learner = Learner(
         update,
         port,

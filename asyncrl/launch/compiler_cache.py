@@ -51,6 +51,17 @@ def compiles(config: TrainConfig) -> bool:
     return config.learner.compile or config.imagination.compile
 
 
+def chosen_folder() -> str:
+    """Return the folder that the user set; empty where none was.
+
+    Imports of torch's compiler write torch's own folder into the variable: that is nobody's choice.
+    """
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    found = os.environ.get(INDUCTOR, "")
+    return "" if found and Path(found).absolute() == Path(default_cache_dir()) else found
+
+
 def use_compiler_cache(config: TrainConfig, device: torch.device) -> None:
     """Let this process, and those that it will start, keep there what they compile.
 
@@ -58,7 +69,7 @@ def use_compiler_cache(config: TrainConfig, device: torch.device) -> None:
     cannot be made, as without a home, torch's own in the system's temporary folder is used, with a line in
     the log.
     """
-    if not compiles(config) or INDUCTOR in os.environ:  # Triton's is within it, unless it was set too.
+    if not compiles(config) or chosen_folder():  # Triton's is within it, unless it was set too.
         return
     folder = compiler_cache_folder(device)
     try:

@@ -1,11 +1,13 @@
 """Compiles the learner's passes before its first batch is there, while the actors imagine it.
 
 consumes   placeholder decisions     waits for: nothing; with several ranks each other, in each pass
-produces   compiled layers           ended by: its last pass, or a stop request, seen between two passes
+produces   compiled layers           ended by: its last pass; a batch that is ready, or a stop request, both
+                                     seen between two passes
 
 A pass is made of every kind that updates make: with gradient and without, of a full micro-batch and of
 another size (the compiler then makes graphs for any size), with one length of prompts and with several (a
-mask). Nothing else remains of them: gradients, random states, optimizer, metrics and counters are as before.
+mask), until the first batch is there. Nothing else remains of them: gradients, random states, optimizer,
+metrics and counters are as before.
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ class EarlyCompile:
         sampling: SamplingParams,
         stop_requested: Callable[[], bool] = lambda: False,
         *,
+        batch_ready: Callable[[], bool] = lambda: False,
         hang_timeout: float = 0.0,
     ) -> None:
         """Choose the passes.
@@ -58,10 +61,12 @@ class EarlyCompile:
             shown: What decisions of the run look at; the same on all ranks.
             sampling: Of the run.
             stop_requested: Whether the run shall end; asked before each pass.
+            batch_ready: Whether the first batch is there; asked before each pass but the first. What is left
+                is then compiled when an update needs it, if ever.
             hang_timeout: Seconds that a pass may take; 0: any.
         """
         self.update, self.shown, self.sampling = update, shown, sampling
-        self.stop_requested, self.hang_timeout = stop_requested, hang_timeout
+        self.stop_requested, self.batch_ready, self.hang_timeout = stop_requested, batch_ready, hang_timeout
         self.passes = passes_of(update, shown)
 
     def __call__(self, version: int) -> dict[Metric, float]:
@@ -72,19 +77,20 @@ class EarlyCompile:
         """
         began = time.monotonic()
         with unchanged(self.update), activity("compiling", self.hang_timeout):
-            for number, each in enumerate(self.passes, start=1):
-                process_status.describe(f"compiling: pass {number} of {len(self.passes)}")
-                if self._stops():
+            for number, each in enumerate(self.passes):
+                if self._stops(number):
                     break
+                process_status.describe(f"compiling: pass {number + 1} of {len(self.passes)}")
                 self._make(each, version)
                 process_status.progress()
         seconds = time.monotonic() - began
-        _log.info("compiled in %.1f s, before the first batch (%d passes)", seconds, len(self.passes))
+        _log.info("compiled for %.1f s before the first batch", seconds)
         return {m.COMPILE_SECONDS: seconds}
 
-    def _stops(self) -> bool:
-        """Tell whether any rank was asked to stop: none may make a pass that another one does not."""
-        return bool(self.update.ranks.max(torch.tensor([float(self.stop_requested())]))[0])
+    def _stops(self, made: int) -> bool:
+        """Tell whether any rank shall stop: none may make a pass that another one does not."""
+        enough = self.stop_requested() or (made > 0 and self.batch_ready())
+        return bool(self.update.ranks.max(torch.tensor([float(enough)]))[0])
 
     def _make(self, each: Pass, version: int) -> None:
         batch = placeholder_batch(self.update.policy, self.shown, each.tasks, self.sampling)
@@ -120,7 +126,7 @@ class EarlyCompile:
 
 
 def passes_of(update: Update, shown: Shown) -> list[Pass]:
-    """List the passes that compile all that updates need, the same on all ranks.
+    """List the passes that compile all that updates need, the same on all ranks; what all need comes first.
 
     A second size makes the compiler take sizes for variable, so one other than the full one stands for all;
     but a pass of a single decision is a graph of its own, which ranks need that keep others in step.
@@ -132,12 +138,16 @@ def passes_of(update: Update, shown: Shown) -> list[Pass]:
     by_length = _one_task_per_length(update, shown)
     longest, other = by_length[0], by_length[-1]
     sizes = [full] if full < 3 else [full, full - 1]
-    batches = [(task,) * size for size, task in zip(sizes, (longest, other), strict=False)]
-    if other != longest and full > 1:
-        batches += [(longest,) + (other,) * (size - 1) for size in sizes]
-    if update.ranks.size > 1 and full > 1:
-        batches.append((longest,))
-    return [Pass(tasks, gradient) for gradient in (True, False) for tasks in batches]
+    alike = [(task,) * size for size, task in zip(sizes, (longest, other), strict=False)]
+    mixed = [(longest, *(other,) * (size - 1)) for size in sizes if size > 1 and other != longest]
+    alone = [(longest,)] if update.ranks.size > 1 and full > 1 else []
+    return [
+        Pass(tasks, gradient)
+        for batches in (alike, mixed, alone)
+        # With gradient first: once sizes are variable, one size is enough for the passes without.
+        for tasks, gradient in [(tasks, True) for tasks in batches]
+        + [(tasks, False) for tasks in batches[:1]]
+    ]
 
 
 def _one_task_per_length(update: Update, shown: Shown) -> list[str]:

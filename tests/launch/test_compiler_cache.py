@@ -65,6 +65,14 @@ def test_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.environ[INDUCTOR] == "/mine"
 
 
+def test_what_imports_of_torch_write_there_is_nobodys_choice() -> None:
+    from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
+
+    assert cache_dir() == os.environ[INDUCTOR] == default_cache_dir()
+    use_compiler_cache(COMPILED, CPU)
+    assert cache_dir() == str(compiler_cache_folder(CPU))
+
+
 def test_where_it_cannot_be_made_torch_keeps_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:

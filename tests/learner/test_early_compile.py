@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partialmethod
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -26,10 +26,13 @@ from asyncrl.learner.placeholders import Shown, placeholder_batch, shown_of
 from asyncrl.learner.ranks import SingleRank
 from asyncrl.learner.update import Update
 from asyncrl.observability import metrics_system as m
+from asyncrl.observability.metrics import Metric
+from asyncrl.observability.metrics_replay import GROUPS_READY
 from asyncrl.policies.acceleration import compile_blocks, enable_gradient_checkpointing
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.openvla.vision import TowerConfig
 from asyncrl.replay.admission import EpisodeFormat, SimulatorFormat
+from asyncrl.replay.interface import LearnerPort
 from support.adapters import TASKS, adapted
 from support.table_policy import groups_of
 
@@ -163,14 +166,28 @@ def test_a_gradient_that_was_there_stays() -> None:
     assert_same(after, before)
 
 
-def test_a_stop_is_seen_between_two_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    update = an_update(compiled=False)
-    asked: list[int] = []
+def counting(update: Update, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One number for every pass from now on."""
     made: list[int] = []
     evaluate: Callable[..., Any] = update.forward.evaluate
     monkeypatch.setattr(update.forward, "evaluate", lambda *a, **k: made.append(1) or evaluate(*a, **k))
+    return made
+
+
+def test_a_stop_is_seen_between_two_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    update = an_update(compiled=False)
+    made, asked = counting(update, monkeypatch), list[int]()
     EarlyCompile(update, SHOWN, SAMPLING, lambda: asked.append(1) or len(asked) > 2)(0)
     assert len(made) == 2
+
+
+def test_a_batch_that_is_ready_is_not_kept_waiting_for_more_than_a_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    update = an_update(compiled=False)
+    made = counting(update, monkeypatch)
+    EarlyCompile(update, SHOWN, SAMPLING, batch_ready=lambda: True)(0)
+    assert len(made) == 1
 
 
 def test_placeholders_have_the_types_and_shapes_of_true_decisions() -> None:
@@ -206,7 +223,7 @@ def test_placeholders_have_the_types_and_shapes_of_true_decisions() -> None:
 def test_passes_are_as_large_as_those_of_updates(changes: dict[str, Any], sizes: list[int]) -> None:
     found = passes_of(an_update(compiled=False, **changes), Shown(image_size=64, tasks=("lift it",)))
     assert [len(each.tasks) for each in found if each.gradient] == sizes
-    assert [len(each.tasks) for each in found if not each.gradient] == sizes
+    assert [len(each.tasks) for each in found if not each.gradient] == sizes[:1]
 
 
 def test_ranks_make_the_same_passes_and_one_of_a_single_decision() -> None:
@@ -231,6 +248,13 @@ def test_what_is_shown_travels_as_text_and_is_read_from_the_format_of_episodes()
     assert Shown.from_json("") is None
 
 
+class Port:
+    """A replay that says how many groups are ready, and can do nothing else."""
+
+    def __init__(self, readings: dict[Metric, float]) -> None:
+        self.status: Any = lambda: readings
+
+
 @pytest.mark.parametrize(
     ("changes", "compiles"),
     [
@@ -243,5 +267,13 @@ def test_what_is_shown_travels_as_text_and_is_read_from_the_format_of_episodes()
 )
 def test_it_is_done_where_somebody_gains(changes: dict[str, Any], compiles: bool) -> None:
     update = an_update(compiled=False)
-    found = build._early_compile(TrainConfig(**changes), update, SHOWN, lambda: False)
+    ready = {GROUPS_READY: 15.0}
+    found = build._early_compile(
+        TrainConfig(**changes), update, SHOWN, lambda: False, cast("LearnerPort", Port(ready))
+    )
     assert (found is not None) == compiles
+    if found is not None:
+        needed = TrainConfig(**changes).algorithm.groups_per_update
+        for number in (needed - 1, needed):
+            ready[GROUPS_READY] = float(number)
+            assert found.batch_ready() == (number == needed)
