@@ -45,7 +45,11 @@ def recordings(tmp_path_factory: pytest.TempPathFactory) -> Recordings:
     return load_recordings([folder])
 
 
-@pytest.fixture(scope="module", params=EXPORTS)
+SLOW = pytest.param("evac", marks=pytest.mark.slow)
+"""It alone draws pictures of 256 pixels."""
+
+
+@pytest.fixture(scope="module", params=[SLOW if kind == "evac" else kind for kind in EXPORTS])
 def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
     """Of a run in a published world."""
     root = tmp_path_factory.mktemp(request.param)
