@@ -117,12 +117,13 @@ def _with_weights_of_host(
     from asyncrl.launch import host_weights
 
     actors = host_weights.actors_here(placement, hosts, rank)
-    if rank not in actors or len(actors) == 1:
+    alone = len(actors) == 1 and not info.hosts_endpoint
+    if rank not in actors or alone:
         return replace(info, weights_endpoint=""), None
     if rank != actors[0]:
         endpoint = host_weights.wait_for_endpoint(info, config.startup_timeout, lambda: stop.set)
         return replace(info, weights_endpoint=endpoint), None
-    weights = host_weights.HostWeights(config, info, hosts.name_of(rank), f"actor-{rank}")
+    weights = host_weights.HostWeights(config, info, hosts, rank)
     return replace(info, weights_endpoint=weights.endpoint), weights
 
 

@@ -27,6 +27,10 @@ class Hosts:
     """Address that the replay takes for ranks of other hosts; empty where there are none."""
     weights: str = ""
     """Address where these fetch weights; empty where there are none."""
+    broadcasts: tuple[int, ...] = ()
+    """Numbers of the hosts between which weights are broadcast, the first one's among them; empty: none."""
+    placement: str = ""
+    """What --placement became; rank 0 knows it, and on several hosts the others too."""
 
     @property
     def several(self) -> bool:

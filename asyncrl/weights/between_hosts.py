@@ -69,16 +69,15 @@ def build_backend(
 class HostBroadcasts:
     """The learner's end. See `interface.Outlet`; build it with `host_broadcasts`."""
 
-    def __init__(self, buffers: DoubleBuffer, publisher: BroadcastPublisher, device: torch.device) -> None:
+    def __init__(self, buffers: DoubleBuffer, publisher: BroadcastPublisher) -> None:
         """Begin to send.
 
         Args:
             buffers: Of the publisher whose versions are sent.
             publisher: Of the group of hosts; this closes it.
-            device: Where `buffers` are.
         """
         self._buffers, self._publisher = buffers, publisher
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(buffers.device) if buffers.device.type == "cuda" else None
         self._version = -1
         self._hosts: frozenset[str] = frozenset()
         self._news: deque[str] = deque(maxlen=1000)
@@ -144,21 +143,20 @@ class HostBroadcasts:
 
 
 def host_broadcasts(
-    table: StoreTable, transport: Transport, device: torch.device | str, deadline: float, silence: float
+    table: StoreTable, transport: Transport, deadline: float, silence: float
 ) -> Callable[[DoubleBuffer], HostBroadcasts]:
     """Return what makes the learner's end, once its buffers are there.
 
     Args:
         table: See `store_table.serve_table`.
         transport: See `build_backend`.
-        device: Where the buffers are that will be sent.
         deadline: Seconds after which a host that does not take part in a broadcast is left behind.
         silence: Seconds after which one that is not heard of is.
     """
 
     def make(buffers: DoubleBuffer) -> HostBroadcasts:
         publisher = BroadcastPublisher(transport, table, deadline, silence=silence)
-        return HostBroadcasts(buffers, publisher, torch.device(device))
+        return HostBroadcasts(buffers, publisher)
 
     return make
 

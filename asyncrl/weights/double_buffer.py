@@ -49,7 +49,8 @@ class DoubleBuffer:
             device: Where they are.
             allocate: Makes a set of them; None: `packing.allocate` does.
         """
-        self._device = device
+        self.device = device
+        """Where they are."""
         self._allocate = allocate or (lambda manifest: packing.allocate(manifest, device))
         self._lock = threading.Lock()
         self._pending: PackedVersion | None = None
@@ -83,7 +84,7 @@ class DoubleBuffer:
         source.write(self._views[buffer_index])
         with self._lock:
             self._pending = PackedVersion(
-                version=version, buffer_index=buffer_index, packed=_record(self._device), began=began
+                version=version, buffer_index=buffer_index, packed=_record(self.device), began=began
             )
             self.newest = version
 

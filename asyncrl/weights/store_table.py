@@ -94,7 +94,8 @@ class StoreTable(Table):
     def append(self, key: str, line: bytes) -> int:
         """Add a line. See `Table.append`."""
         assert b"\n" not in line, line
-        self._ask(lambda store: store.append(self._prefix + key, f"\n{line.decode()}\n"))
+        text = f"\n{line.decode()}\n"
+        self._ask(lambda store: store.append(self._prefix + key, text))  # pyright: ignore[reportAttributeAccessIssue]
         return len(self.get(key) or b"")
 
     def read_lines(self, key: str, start: int) -> Lines:

@@ -73,7 +73,7 @@ def opened(device: str = "cpu") -> Iterator[tuple[BroadcastPublisher, str]]:
     """A learner that broadcasts to other hosts; yields its publisher, and the endpoint of their table."""
     table = serve_table(HERE, "run", DEADLINE)
     backend = "gloo" if device == "cpu" else "nccl"
-    more = host_broadcasts(table, build_backend(backend, HERE, device, DEADLINE), device, DEADLINE, SILENCE)
+    more = host_broadcasts(table, build_backend(backend, HERE, device, DEADLINE), DEADLINE, SILENCE)
     with channel_folder() as folder:
         publisher = build_publisher("gloo", folder, deadline=DEADLINE, more=more)
         try:
