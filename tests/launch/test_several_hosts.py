@@ -250,7 +250,7 @@ def join(job: Job, name: str) -> Program:
 
 
 def ends_without_lost_host(job: Job) -> None:
-    """Stop the run: it ends in order, but for torchrun, which waits for the lost host and hears no SIGTERM."""
+    """Stop the run: it ends in order, but torchrun waits for the lost host and hears no SIGTERM."""
     os.kill(job.pid("learner-0", ""), signal.SIGTERM)
     job.until(lambda: "newest checkpoint" in job.programs[0].said(), "the run ends in order")
     job.until(lambda: not job.pid("learner-0", ""), "rank 0 ends")
