@@ -33,7 +33,8 @@ run_until_asked() {  # HOW COMMAND...: runs a command; USR1, TERM: HOW lets it s
     asked=""
     trap 'asked=USR1; "$how"' USR1
     trap 'asked=${asked:-TERM}; "$how"' TERM INT
-    (trap "" USR1; exec "${@:2}") &  # Slurm may send USR1 to all processes of a node, and it would end the ranks.
+    # Slurm may send USR1 to all processes of a node, and it would end ranks. srun has to get it.
+    ([[ $how == ask_nodes ]] || trap "" USR1; exec "${@:2}") &
     child=$!
     wait "$child" || code=$?
     while kill -0 "$child" 2> /dev/null; do  # A signal ended the wait, not the command.

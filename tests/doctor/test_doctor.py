@@ -272,8 +272,8 @@ SEVERAL = "learner=0-1@0,actor=0-2@1,policy=0@2,world=1@2"
     [
         (
             0,
-            "host 0 of 3: rank 0 (learner) on cpu, rank 1 (learner) on cpu; weights by gloo, between hosts by "
-            "tcp",
+            "host 0 of 3: rank 0 (learner) on cpu, rank 1 (learner) on cpu; "
+            "weights by gloo, between hosts by tcp",
         ),
         (
             1,

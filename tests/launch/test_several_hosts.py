@@ -115,7 +115,7 @@ def test_actors_of_another_host_train_and_one_that_dies_while_its_host_is_cut_of
     for actor in ("actor-1", "far"):
         job.until(partial(has_groups_since, job.run, actor, begun), f"newer weights reach {actor}")
     assert not any("secret" in path.name for path in (job.run / "logs").iterdir())
-    os.kill(job.pid("learner-0", ""), signal.SIGTERM)  # As stop_ranks of the Slurm scripts does.
+    os.kill(job.pid("learner-0", ""), signal.SIGTERM)  # As ask_ranks of the Slurm scripts does.
     assert "far joined" in job.ends()
     assert "the run is over" in joined.ends()
     job.counts()
