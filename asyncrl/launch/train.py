@@ -28,7 +28,6 @@ from asyncrl.launch.children import (
 )
 from asyncrl.launch.followers import follow, spawn_actor, spawn_role
 from asyncrl.launch.host_facts import HostFacts, check_broadcasts, check_devices
-from asyncrl.launch.host_weights import to_other_hosts
 from asyncrl.launch.hosts import Hosts
 from asyncrl.launch.meeting import Stopped, meet
 from asyncrl.launch.placement import (
@@ -40,7 +39,6 @@ from asyncrl.launch.placement import (
     pick_device,
 )
 from asyncrl.launch.rendezvous import HOSTS, RunInfo
-from asyncrl.launch.side_tasks import SideTasks
 from asyncrl.observability import descriptors, process_status
 from asyncrl.observability.console_stream import show_status, steady_console
 from asyncrl.observability.process_log import logged_to
@@ -53,6 +51,7 @@ if TYPE_CHECKING:
     import torch
 
     from asyncrl.launch.build import LearnerStart
+    from asyncrl.launch.side_tasks import SideTasks
     from asyncrl.learner.learner import Learner
     from asyncrl.observability.metrics_logger import MetricsLogger
     from asyncrl.weights.publisher import BroadcastPublisher
@@ -154,6 +153,7 @@ def _prepare(config: TrainConfig, placement: Placement, hosts: Hosts) -> _Prepar
 def _learn(asked: TrainConfig, hosts: Hosts, stop: StopFlag) -> int:
     """Rank 0: check everything, start the children, learn, end them."""
     from asyncrl.launch import console, run_log
+    from asyncrl.launch.side_tasks import SideTasks
 
     placement = checked_placement(balance.with_placement(asked, hosts.placement), hosts.size)
     prepared = _prepare(asked, placement, hosts)
@@ -170,13 +170,8 @@ def _learn(asked: TrainConfig, hosts: Hosts, stop: StopFlag) -> int:
         pulls = partial(endpoints.pull_settings, config, at, sockets, keys, start.identity)
         publisher, hosts_endpoint = _open_weights(prepared, hosts, sockets / "weights", pulls())
         ending.callback(publisher.close)
-        _introduce(
-            asked,
-            prepared,
-            placement,
-            console.join_hint(config, endpoint, keys, waits=not placement.actors),
-            log,
-        )
+        hint = console.join_hint(config, endpoint, keys, waits=not placement.actors)
+        _introduce(asked, prepared, placement, hint, log)
         side = SideTasks(config, placement, start, log, (sockets / "worlds", pulls(worlds=True)))
         ending.callback(side.close)
         info = _run_info(start, endpoint, sockets, keys, publisher, hosts_endpoint, side, hosts.placement)
@@ -201,6 +196,7 @@ def _open_weights(
     prepared: _Prepared, hosts: Hosts, folder: Path, pulls: PullSettings
 ) -> tuple[BroadcastPublisher, str]:
     """Open the channels of the weights; returns what publishes, and where hosts agree on broadcasts."""
+    from asyncrl.launch.host_weights import to_other_hosts
     from asyncrl.weights.publisher import build_publisher
 
     config, device, deadline = prepared.config, prepared.device, prepared.config.weights.timeout
