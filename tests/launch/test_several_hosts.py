@@ -162,41 +162,37 @@ def test_weights_are_broadcast_between_hosts_of_which_one_is_cut_off_for_a_while
 
 
 @pytest.mark.timeout(500)
-def test_learners_of_two_hosts_learn_together_and_go_on_as_three(flags: list[str], tmp_path: Path) -> None:
-    arguments = [*flags, *TWO_LEARNERS]
-    with SeveralHosts(3) as three:
-        job = Job(tmp_path, three, [*arguments, "--updates", "2", "--learner.shard", "host"])
-        assert "2 learners + 2 actors" in job.ends()
-        more = ["--resume", *arguments, "--updates", "4", "--algorithm.groups-per-update", "3"]
-        more += ["--learner.shard", "all"]
-        said = Job(tmp_path, three, more, count=3).ends()
-        assert "3 learners + 3 actors" in said
-        assert "goes on from version 2" in said
-    assert [row["step"] for row in rows(job.run)] == list(range(1, 5))
-    job.counts()
-
-
-@pytest.mark.timeout(500)
-def test_a_learner_that_dies_starts_all_hosts_again_and_one_whose_host_is_lost_is_gone_on_without(
-    flags: list[str], tmp_path: Path, two: SeveralHosts
+def test_learners_of_two_hosts_start_again_when_one_dies_go_on_without_a_lost_host_and_then_as_three(
+    flags: list[str], tmp_path: Path
 ) -> None:
     arguments = [*flags, *TWO_LEARNERS, "--updates", "100000", "--checkpoint-every", "2"]
-    job = Job(tmp_path, two, arguments, max_restarts="3", nnodes="1:2", rdzv_conf="last_call_timeout=10")
     again = "torchrun started the ranks again"
-    job.reach(4)
-    os.kill(job.pid("learner-1", "hosts/1"), signal.SIGKILL)
-    job.until(lambda: job.programs[0].said().count("2 learners + 2 actors") == 2, "both hosts start again")
-    job.reach(len(rows(job.run)) + 3)
-    two.kill(2)
-    job.programs[1].process.wait(PATIENCE)
-    job.until(lambda: "1 learner + 1 actor" in job.programs[0].said(), "the first host starts again, alone")
-    assert again in job.programs[0].said()
-    job.reach(len(rows(job.run)) + 3)
-    os.kill(job.pid("learner-0", ""), signal.SIGTERM)
-    del job.programs[1]
-    job.ends()
-    steps = [row["step"] for row in rows(job.run)]
-    assert steps == list(range(1, len(steps) + 1))
+    with SeveralHosts(3) as three:
+        first = [*arguments, "--learner.shard", "host"]
+        job = Job(tmp_path, three, first, max_restarts="3", nnodes="1:2", rdzv_conf="last_call_timeout=10")
+        job.reach(3)
+        os.kill(job.pid("learner-1", "hosts/1"), signal.SIGKILL)
+        job.until(
+            lambda: job.programs[0].said().count("2 learners + 2 actors") == 2, "both hosts start again"
+        )
+        job.reach(len(rows(job.run)) + 2)
+        three.kill(2)
+        job.programs[1].process.wait(PATIENCE)
+        job.until(
+            lambda: "1 learner + 1 actor" in job.programs[0].said(), "the first host starts again, alone"
+        )
+        assert again in job.programs[0].said()
+        job.reach(len(rows(job.run)) + 2)
+        os.kill(job.pid("learner-0", ""), signal.SIGTERM)
+        del job.programs[1]
+        job.ends()
+        reached = len(rows(job.run))
+        more = ["--resume", *flags, *TWO_LEARNERS, "--updates", str(reached + 2), "--learner.shard", "all"]
+        more += ["--algorithm.groups-per-update", "3"]
+        said = Job(tmp_path, three, more, count=3).ends()
+        assert "3 learners + 3 actors" in said
+        assert f"goes on from version {reached}" in said
+    assert [row["step"] for row in rows(job.run)] == list(range(1, reached + 3))
     job.counts()
 
 
