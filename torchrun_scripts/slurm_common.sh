@@ -20,26 +20,38 @@ resume_flag() {  # Prints --resume in a job that Slurm started again, where the 
     fi
 }
 
-stop_ranks() {  # The ranks are torchrun's children: asked themselves, they may take as long as an update does.
-    pkill -TERM -P "$torchrun" || kill -TERM "$torchrun"
+ask_ranks() {  # The ranks are torchrun's children: asked themselves, they may take as long as an update does.
+    pkill -TERM -P "$child" || kill -TERM "$child"
 }
 
-run_in_job() {  # Runs torchrun. USR1 (the time is nearly over): saves, and back into the queue. TERM: saves.
-    local code=0 signalled="" requeue=""
-    trap 'signalled=yes requeue=yes; stop_ranks' USR1
-    trap 'signalled=yes; stop_ranks' TERM INT
-    "$@" &
-    torchrun=$!
-    wait "$torchrun" || code=$?
-    while kill -0 "$torchrun" 2> /dev/null; do  # A signal ended the wait, not torchrun.
+ask_nodes() {  # srun hands USR1 on to slurm_node.sh on every node; TERM would end the step.
+    kill -USR1 "$child"
+}
+
+run_until_asked() {  # HOW COMMAND...: runs a command; USR1, TERM: HOW lets it save and end. Sets `asked`.
+    local code=0 how=$1
+    asked=""
+    trap 'asked=USR1; "$how"' USR1
+    trap 'asked=${asked:-TERM}; "$how"' TERM INT
+    # Slurm may send USR1 to all processes of a node, and it would end ranks. srun has to get it.
+    ([[ $how == ask_nodes ]] || trap "" USR1; exec "${@:2}") &
+    child=$!
+    wait "$child" || code=$?
+    while kill -0 "$child" 2> /dev/null; do  # A signal ended the wait, not the command.
         code=0
-        wait "$torchrun" || code=$?
+        wait "$child" || code=$?
     done
-    if [[ $signalled && $code -gt 128 ]]; then
+    if [[ $asked && $code -gt 128 ]]; then
         code=0
-        wait "$torchrun" || code=$?
+        wait "$child" || code=$?
     fi
-    if [[ $requeue ]]; then
+    return "$code"
+}
+
+run_in_job() {  # As run_until_asked; USR1 (the time is nearly over) also puts the job back into the queue.
+    local code=0
+    run_until_asked "$@" || code=$?
+    if [[ $asked == USR1 ]]; then
         scontrol requeue "$SLURM_JOB_ID"
     fi
     return "$code"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Final
 
 from asyncrl.config.bounds import PIXELS, AtLeast, Bounded
@@ -18,10 +18,12 @@ if TYPE_CHECKING:
 JSON = "--json"
 SIMULATOR = "--simulator"
 COSTS = "--costs"
+HOST = "--host"
 ABOUT = (
     "Check everything that `asyncrl train` with the same settings needs on this host; nothing is started. "
     f"Exit code 1 when it cannot run. {JSON}: print the findings as a JSON list, each with name, verdict "
-    f"(ok, warning or BROKEN), seen and advice. {COSTS}: print instead what a shipped recipe is expected to "
+    f"(ok, warning or BROKEN), seen and advice. {HOST} N: where --placement names hosts (ROLE=RANKS@HOST), "
+    f"which of them this one is; 0 unless said. {COSTS}: print instead what a shipped recipe is expected to "
     f"take on 1, 2 and 8 GPUs, without any file of its models. {SIMULATOR} NAME: check a simulator instead, "
     f"see `asyncrl doctor {SIMULATOR} NAME --help`."
 )
@@ -55,8 +57,9 @@ def main(arguments: list[str]) -> int:
         return _print_costs(arguments, as_json=as_json)
     if any(argument.partition("=")[0] == SIMULATOR for argument in arguments):
         return doctor_simulator(_read_simulator(arguments), as_json=as_json)
+    host, arguments = _take_host(arguments)
     examination = _read(arguments) if arguments else Examination(config=TrainConfig())
-    return doctor(examination, as_json=as_json)
+    return doctor(replace(examination, host=host), as_json=as_json)
 
 
 def _print_costs(arguments: list[str], *, as_json: bool) -> int:
@@ -72,6 +75,25 @@ def _print_costs(arguments: list[str], *, as_json: bool) -> int:
     config = _read(arguments).config if arguments else TrainConfig()
     print("\n".join(expected_table(config)))
     return 0
+
+
+def _take_host(arguments: list[str]) -> tuple[int, list[str]]:
+    """Take `--host N` or `--host=N` out of the arguments; returns the number, 0 without, and the others.
+
+    Raises:
+        ConfigError: No number follows.
+    """
+    left, number, found = list[str](), 0, iter(arguments)
+    for argument in found:
+        flag, _, text = argument.partition("=")
+        if flag != HOST:
+            left.append(argument)
+            continue
+        text = text or next(found, "")
+        if not (text.isdecimal() and len(text) < 5):
+            raise ConfigError(f"{HOST} is {text!r}, expected the number of this host: 0, 1 ...")
+        number = int(text)
+    return number, left
 
 
 def _read(arguments: list[str]) -> Examination:

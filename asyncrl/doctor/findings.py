@@ -70,6 +70,8 @@ class Examination:
     """Once the models were loaded, with what the world says where the user said nothing."""
     where: str = "the defaults"
     """Where the settings come from, for people."""
+    host: int = 0
+    """Number of this host, of those that --placement names (ROLE=RANKS@HOST); 0 where it names none."""
     sizes: Sizes | None = None
     """Known once the models were loaded."""
     work: RunWork | None = None

@@ -16,12 +16,14 @@ from asyncrl.launch.hosts import Hosts
 from asyncrl.launch.placement import (
     WORDS,
     Placement,
+    check_pairs,
     checked_placement,
     fitter_device,
     parse_placement,
     pick_device,
     ranks_named,
 )
+from asyncrl.launch.placement_text import sizes_of_hosts
 
 if TYPE_CHECKING:
     import torch
@@ -57,8 +59,24 @@ def placement_of(config: TrainConfig) -> Placement:
     return parse_placement(config.placement, ranks_named(config.placement), 0, joined=joined)
 
 
+def hosts_of(examination: Examination) -> Hosts:
+    """Return the hosts that --placement names; one with all ranks where it names none.
+
+    Raises:
+        ConfigError: It cannot be read, or names no host of this one's number.
+    """
+    text, number = examination.config.placement, examination.host
+    sizes = sizes_of_hosts(text) or (ranks_named(text),)
+    if number >= len(sizes):
+        raise ConfigError(
+            f"--host is {number}, but --placement {text} names {len(sizes)} host(s), counted from 0. Name "
+            "this host's number there."
+        )
+    return Hosts.of_sizes(sizes)
+
+
 def check_placement(examination: Examination) -> Finding:
-    """Check whether the ranks, the devices and the carrier of the weights go together, all on this host."""
+    """Check whether the ranks, the devices and the carrier of the weights go together on this host."""
     import torch
 
     from asyncrl.launch import build, learner_ranks
@@ -66,22 +84,30 @@ def check_placement(examination: Examination) -> Finding:
 
     config = examination.config
     try:
-        hosts = Hosts(size=ranks_named(config.placement))
+        hosts = hosts_of(examination)
         placement = checked_placement(config, hosts.size)
-        learner_ranks.check(config, placement, hosts)
-        by_rank = devices_of(config, placement)
-        transport = build.transport_of(config, placement, hosts.ranks(0))
-        if by_rank[0].type == "cpu":
-            build_transport(transport, by_rank[0], config.weights.timeout)
+        check_pairs(placement, hosts)
+        learner_ranks.check(config, placement, hosts, examination.host)
+        by_rank = devices_of(config, placement, hosts.ranks(examination.host))
+        first = next(iter(by_rank.values()))
+        transport = "gloo" if examination.host else build.transport_of(config, placement, hosts.ranks(0))
+        if first.type == "cpu":
+            build_transport(transport, first, config.weights.timeout)
     except ConfigError as error:
         return broken("placement", one_line(error))
     spread = ", ".join(
         f"rank {rank} ({' + '.join(placement.roles(rank))}) on {on}" for rank, on in by_rank.items()
     )
     seen = f"{spread}; weights by {transport}"
-    gpus = torch.cuda.device_count() if by_rank[0].type == "cuda" else 0
-    actors = [by_rank[rank] for rank in placement.actors]
-    if transport == "nccl" and len({by_rank[0], *actors}) < 1 + len(actors):
+    if hosts.several:
+        between = config.weights.between_hosts
+        seen = f"host {examination.host} of {len(hosts.names)}: {seen}, between hosts by {between}"
+        if between == "nccl" and first.type == "cpu":
+            advice = "Use --weights.between-hosts gloo, or tcp, which is encrypted."
+            return broken("placement", f"{seen}, but NCCL takes a GPU of each host.", advice)
+    gpus = torch.cuda.device_count() if first.type == "cuda" else 0
+    actors = [by_rank[rank] for rank in placement.actors if rank in by_rank]
+    if transport == "nccl" and len({first, *actors}) < 1 + len(actors):
         advice = "Use --weights.transport auto, or place every actor on a GPU of its own."
         return broken("placement", f"{seen}, but NCCL takes one process per GPU.", advice)
     sharing = sum(device.type == "cuda" for device in by_rank.values())
@@ -111,16 +137,25 @@ def check_compiler_cache(examination: Examination) -> Finding | None:
     return ok("compiler cache", f"{folder}{chosen}: {found}. It may be deleted between runs")
 
 
-def devices_of(config: TrainConfig, placement: Placement) -> dict[int, torch.device]:
-    """Return the device of every rank.
+def devices_of(config: TrainConfig, placement: Placement, here: range) -> dict[int, torch.device]:
+    """Return the device of every rank of this host.
+
+    Args:
+        config: Of the run.
+        placement: Of the run.
+        here: Ranks of this host.
 
     Raises:
         ConfigError: --device is cuda and there is none.
     """
-    return {
-        rank: fitter_device(config, rank) if placement.only_refits(rank) else pick_device(config.device, rank)
-        for rank in placement.ranks
-    }
+
+    def device(rank: int) -> torch.device:
+        local = rank - here.start
+        return (
+            fitter_device(config, local) if placement.only_refits(rank) else pick_device(config.device, local)
+        )
+
+    return {rank: device(rank) for rank in placement.ranks if rank in here}
 
 
 def check_device_memory(examination: Examination) -> Finding | None:
@@ -129,13 +164,14 @@ def check_device_memory(examination: Examination) -> Finding | None:
         return None
     try:
         placement = placement_of(examination.config)
-        by_rank = devices_of(examination.config, placement)
+        here = hosts_of(examination).ranks(examination.host)
+        by_rank = devices_of(examination.config, placement, here)
     except ConfigError:  # The line about the placement says so.
         return None
     needed: Counter[str] = Counter()
     for rank, device in by_rank.items():
         needed[_named(device)] += rank_needs(examination.config, examination.sizes, placement, rank)
-    fitter = fitter_needs(examination.config, examination.sizes, placement)
+    fitter = fitter_needs(examination.config, examination.sizes, placement, here)
     if fitter is not None:
         needed[fitter.place] += fitter.nbytes
     free = {name: free_on(name) for name in needed}
@@ -191,13 +227,13 @@ def _no_room(config: TrainConfig, fitter: FitterNeeds, free: int) -> Finding:
     )
 
 
-def fitter_needs(config: TrainConfig, sizes: Sizes, placement: Placement) -> FitterNeeds | None:
-    """Estimate what the fitter takes; None where there is none."""
-    if not sizes.rounds:
-        return None
+def fitter_needs(config: TrainConfig, sizes: Sizes, placement: Placement, here: range) -> FitterNeeds | None:
+    """Estimate what the fitter takes; None where there is none on this host, whose ranks are `here`."""
     rank = next(rank for rank in placement.ranks if placement.refits(rank))
+    if not sizes.rounds or rank not in here:
+        return None
     phase = max(sizes.rounds, key=lambda name: sizes.rounds[name])
-    place = _named(fitter_device(config, rank))
+    place = _named(fitter_device(config, rank - here.start))
     return FitterNeeds(place=place, phase=phase, nbytes=sizes.rounds[phase])
 
 

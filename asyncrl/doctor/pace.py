@@ -15,6 +15,7 @@ from asyncrl.doctor.rates import H100, H200, KNOWN, DeviceRate
 from asyncrl.doctor.work import RunWork
 from asyncrl.errors import ConfigError
 from asyncrl.launch.placement import WORDS, parse_placement, ranks_named
+from asyncrl.launch.placement_text import sizes_of_hosts
 from asyncrl.launch.simulated import simulator_named
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def check_pace(examination: Examination) -> Finding | None:
         return None
     found = predict(config, work, sizes, device, placement)
     where = f"{ranks} x {device.name}" + ("" if gpus else ", none of which is here")
+    where += ", other hosts taken to be as this one" if len(sizes_of_hosts(config.placement)) > 1 else ""
     return ok("pace", f"expected, not measured ({where}): {described(config, work, found)}")
 
 

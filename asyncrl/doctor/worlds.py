@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from asyncrl.doctor.findings import Examination, Finding, broken, ok, one_line
-from asyncrl.doctor.gpus import devices_of, placement_of
+from asyncrl.doctor.gpus import devices_of, hosts_of, placement_of
 from asyncrl.doctor.host import GIB
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.launch.named_models import named_world
 from asyncrl.launch.world_conformance import CHECKS, check_world
 
 if TYPE_CHECKING:
-    from asyncrl.config.run import TrainConfig
+    pass
 
 MOST_ON_CPU: Final = GIB
 """Bytes of models up to which decisions take seconds without a GPU."""
@@ -30,11 +30,11 @@ def check_world_model(examination: Examination) -> Finding | None:
     if sizes is None or not examination.starts:
         return None
     try:
-        device = _device(config)
+        device = _device(examination)
     except ConfigError:  # The line about the placement says so.
         return None
     if device is None:
-        return ok("world", "not tried: no rank of this placement imagines; actors are to join")
+        return ok("world", "not tried: no rank of this placement imagines here")
     if reason := _reason_to_skip(device, sizes.environment):
         return ok("world", f"not tried: {reason}. Try it by `asyncrl check world {config.world}`")
     began = time.monotonic()
@@ -52,10 +52,11 @@ def check_world_model(examination: Examination) -> Finding | None:
     )
 
 
-def _device(config: TrainConfig) -> torch.device | None:
-    """Return where the first rank that imagines does so; None: there is none."""
+def _device(examination: Examination) -> torch.device | None:
+    """Return where the first rank of this host that imagines does so; None: there is none."""
+    config = examination.config
     placement = placement_of(config)
-    by_rank = devices_of(config, placement)
+    by_rank = devices_of(config, placement, hosts_of(examination).ranks(examination.host))
     imagine = (on for rank, on in by_rank.items() if {"actor", "world"} & set(placement.roles(rank)))
     return next(imagine, None)
 

@@ -46,6 +46,8 @@ LOOK_FROM_AFAR: Final = 1.0
 """Seconds between two looks, of a rank on another host, whether the run is over."""
 FIRST_HOST_LOST: Final = 60.0
 """Seconds without an answer of the job's store after which the first host counts as gone."""
+ANSWER_DEADLINE: Final = 2.0
+"""Seconds that the job's store has for its last answer."""
 FOLDER_DEADLINE: Final = 60.0
 """Seconds that a network file system has to show the run's folder."""
 _POLL: Final = 0.5
@@ -101,6 +103,7 @@ def follow(config: TrainConfig, hosts: Hosts, stop: StopFlag) -> int:
         if weights is not None:
             weights.close()
         fitter.close()
+        first_host.close()
         lock.release()
     if children.failure is not None and not rendezvous.failure_was_taken(info):
         raise children.failure
@@ -117,12 +120,13 @@ def _with_weights_of_host(
     from asyncrl.launch import host_weights
 
     actors = host_weights.actors_here(placement, hosts, rank)
-    if rank not in actors or len(actors) == 1:
+    alone = len(actors) == 1 and not info.hosts_endpoint
+    if rank not in actors or alone:
         return replace(info, weights_endpoint=""), None
     if rank != actors[0]:
         endpoint = host_weights.wait_for_endpoint(info, config.startup_timeout, lambda: stop.set)
         return replace(info, weights_endpoint=endpoint), None
-    weights = host_weights.HostWeights(config, info, hosts.name_of(rank), f"actor-{rank}")
+    weights = host_weights.HostWeights(config, info, hosts, rank)
     return replace(info, weights_endpoint=weights.endpoint), weights
 
 
@@ -191,8 +195,10 @@ class FirstHost:
         self._answers, self._gone = 0, False
         self._heard, self._silent, self._looked_at = 0, 0.0, time.monotonic()
         self._over, self._asked_at = False, float("-inf")
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._ask, name="first host", daemon=True)
         if not self._near:
-            threading.Thread(target=self._ask, name="first host", daemon=True).start()
+            self._thread.start()
 
     def run_is_over(self) -> bool:
         """Whether rank 0 has ended the run, or is gone. Asked often."""
@@ -217,10 +223,17 @@ class FirstHost:
             self._heard, self._silent = self._answers, 0.0
         return not self._gone and self._silent < FIRST_HOST_LOST
 
+    def close(self) -> None:
+        """Stop to watch: a thread that comes back from the store while Python ends aborts the process."""
+        self._closing.set()
+        if not self._near:
+            self._thread.join(ANSWER_DEADLINE)
+
     def _ask(self) -> None:
         """Ask the job's store, which ends with torchrun on the first host; a cut network is heard of late."""
         there: Callable[[], bool] = rendezvous.job_watch()
         while there():
             self._answers += 1
-            time.sleep(LOOK_FROM_AFAR)
+            if self._closing.wait(LOOK_FROM_AFAR):
+                return
         self._gone = True

@@ -1,14 +1,14 @@
-"""The weights on a host other than the learner's: fetched once over the network, handed on inside the host.
+"""The weights on a host other than the learner's: once over the network, handed on inside the host.
 
-    learner ──pull server──► this (the lowest rank of the host with an actor) ──gloo──► actors of the host
+    learner ──pull server or broadcast──► this (the host's lowest rank with an actor) ──gloo──► its actors
 
-the thread   consumes   versions of the learner's pull server
+the thread   consumes   versions of the learner's pull server or of the broadcasts between hosts
              produces   versions for the host's actors, by a publisher like the learner's
              waits for  a newer version, ended by: the learner, close; after --weights.timeout without it the
                         channel is closed, as at the end of the run
 
-Through host memory always: buffers on a GPU would take room from the actor there. An actor that is alone on
-its host fetches by itself.
+Inside the host through its memory always: buffers on a GPU would take room from the actor there. Where
+weights are fetched, an actor that is alone on its host does that by itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import AsyncRLError, RunError
@@ -35,7 +35,14 @@ from asyncrl.storage import run_identity
 from asyncrl.storage.atomic import write_text
 from asyncrl.storage.bounded_json import load_json
 from asyncrl.weights.publisher import build_publisher
-from asyncrl.weights.pull_client import RelayedReceiver, build_relayed_receiver
+
+if TYPE_CHECKING:
+    import torch
+
+    from asyncrl.storage.run_identity import RunIdentity
+    from asyncrl.weights.between_hosts import HostBroadcasts, HostReceiver
+    from asyncrl.weights.double_buffer import DoubleBuffer
+    from asyncrl.weights.pull_client import RelayedReceiver
 
 TRANSPORT: Final = "gloo"
 """See `weights.transports`."""
@@ -54,24 +61,23 @@ def actors_here(placement: Placement, hosts: Hosts, rank: int) -> list[int]:
 class HostWeights:
     """Hands the learner's weights on to the actors of this host. Made and closed by one thread."""
 
-    def __init__(self, config: TrainConfig, info: RunInfo, name: str, key: str) -> None:
-        """Begin to fetch, and tell the other ranks of the host where the channel is.
+    def __init__(self, config: TrainConfig, info: RunInfo, hosts: Hosts, rank: int) -> None:
+        """Begin to receive, and tell the other ranks of the host where the channel is.
 
         Args:
             config: Of the run.
             info: Of the run.
-            name: Of this host; the console shows it when it comes and goes.
-            key: Name of the key that it uses: of the rank's own actor.
-        """
-        from asyncrl.launch import endpoints
+            hosts: Of the job; the console shows this one's name when it comes and goes.
+            rank: This one. It uses the key of its own actor.
 
+        Raises:
+            WeightSyncError: The learner does not answer.
+            ConfigError: The learner's address cannot be used safely, or NCCL finds no GPU.
+        """
         self._folder = private_folder()
         self._publisher = build_publisher(TRANSPORT, self._folder / NOTE, deadline=config.weights.timeout)
-        identity = replace(run_identity.read(Path(info.run_dir)), attempt=info.attempt)
-        keys = endpoints.client_keys(info.keys, key)
-        self._receiver: RelayedReceiver = build_relayed_receiver(
-            info.pull_endpoint, name, keys, config.weights.timeout, identity
-        )
+        receive = _broadcast if info.hosts_endpoint else _fetched
+        self._receiver = receive(config, info, hosts, rank)
         self._closing = threading.Event()
         self._startup_timeout = config.startup_timeout
         self._thread = threading.Thread(target=self._run, name="host weights", daemon=True)
@@ -104,6 +110,68 @@ class HostWeights:
         except Exception:  # the thread's boundary: its actors end as those of a learner that is gone
             _log.exception("The actors of this host get no new weights")
         self._publisher.close()
+
+
+def _fetched(config: TrainConfig, info: RunInfo, hosts: Hosts, rank: int) -> RelayedReceiver:
+    """Fetch versions of the pull server, encrypted."""
+    from asyncrl.launch import endpoints
+    from asyncrl.weights.pull_client import build_relayed_receiver
+
+    identity = replace(run_identity.read(Path(info.run_dir)), attempt=info.attempt)
+    keys = endpoints.client_keys(info.keys, f"actor-{rank}")
+    name = hosts.name_of(rank)
+    return build_relayed_receiver(info.pull_endpoint, name, keys, config.weights.timeout, identity)
+
+
+def _broadcast(config: TrainConfig, info: RunInfo, hosts: Hosts, rank: int) -> HostReceiver:
+    """Take part in the broadcasts between hosts, which are not encrypted."""
+    from asyncrl.launch.placement import pick_device
+    from asyncrl.weights.between_hosts import build_backend, build_host_receiver
+    from asyncrl.weights.store_table import StoreTable
+
+    deadline = config.weights.timeout
+    table = StoreTable(info.hosts_endpoint, prefix_of(info.mark, info.attempt), deadline)
+    assert config.weights.between_hosts != "tcp"
+    device = pick_device(config.device, rank - hosts.ranks(hosts.of(rank)).start)
+    address = hosts.addresses[hosts.of(rank)]
+    backend = build_backend(config.weights.between_hosts, address, device, deadline)
+    return build_host_receiver(table, backend, hosts.name_of(rank), deadline)
+
+
+def to_other_hosts(
+    config: TrainConfig, hosts: Hosts, identity: RunIdentity, device: torch.device
+) -> tuple[Callable[[DoubleBuffer], HostBroadcasts], str]:
+    """Open on rank 0 what broadcasts weights to the other hosts.
+
+    Args:
+        config: Of the run.
+        hosts: Of the job.
+        identity: Of the run.
+        device: The learner's.
+
+    Returns:
+        What makes its end, given where versions are packed; and the address where hosts agree on broadcasts.
+
+    Raises:
+        ConfigError: Its address cannot be used, or NCCL finds no GPU.
+    """
+    from asyncrl.weights.between_hosts import build_backend, host_broadcasts
+    from asyncrl.weights.store_table import serve_table
+
+    assert config.weights.between_hosts != "tcp"
+    deadline, address = config.weights.timeout, hosts.addresses[0]
+    table = serve_table(address, prefix_of(identity.mark, identity.attempt), deadline)
+    backend = build_backend(config.weights.between_hosts, address, device, deadline)
+    return host_broadcasts(table, backend, deadline, config.replay.heartbeat_timeout), table.endpoint
+
+
+def prefix_of(mark: str, attempt: int) -> str:
+    """Name a start of a run in the table of the hosts.
+
+    >>> prefix_of("0123abcd", 2)
+    '0123abcd-2'
+    """
+    return f"{mark}-{attempt}"
 
 
 def wait_for_endpoint(info: RunInfo, deadline: float, stop_requested: Callable[[], bool]) -> str:

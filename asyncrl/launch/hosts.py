@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from typing import Any
 
 
@@ -27,6 +29,25 @@ class Hosts:
     """Address that the replay takes for ranks of other hosts; empty where there are none."""
     weights: str = ""
     """Address where these fetch weights; empty where there are none."""
+    broadcasts: tuple[int, ...] = ()
+    """Numbers of the hosts between which weights are broadcast, the first one's among them; empty: none."""
+    placement: str = ""
+    """What --placement became; rank 0 knows it, and on several hosts the others too."""
+
+    @classmethod
+    def of_sizes(cls, sizes: Sequence[int]) -> Hosts:
+        """Return hosts that are known by their numbers of ranks alone.
+
+        >>> Hosts.of_sizes((2, 3)).ranks(1)
+        range(2, 5)
+        """
+        return cls(
+            names=tuple(f"host {number}" for number in range(len(sizes))),
+            first_ranks=(0, *accumulate(sizes[:-1])),
+            size=sum(sizes),
+            addresses=("",) * len(sizes),
+            ports=(0,) * len(sizes),
+        )
 
     @property
     def several(self) -> bool:

@@ -55,16 +55,23 @@ if TYPE_CHECKING:
     from asyncrl.weights.interface import Publisher
 
 
-def check(config: TrainConfig, placement: Placement, hosts: Hosts) -> None:
-    """Refuse more learner ranks than GPUs on the first host, before anything is started.
+def check(config: TrainConfig, placement: Placement, hosts: Hosts, number: int = 0) -> None:
+    """Refuse more learner ranks than GPUs on this host, before anything is started.
 
     The others are checked when the hosts meet: `host_facts.check_devices`.
+
+    Args:
+        config: Of the run.
+        placement: Of the run.
+        hosts: Of the run.
+        number: Of this host.
 
     Raises:
         ConfigError: NCCL takes one rank per GPU.
     """
-    here = [rank for rank in placement.learners if rank in hosts.ranks(0)]
-    devices = {pick_device(config.device, rank) for rank in here}
+    ranks = hosts.ranks(number)
+    here = [rank for rank in placement.learners if rank in ranks]
+    devices = {pick_device(config.device, rank - ranks.start) for rank in here}
     if len(devices) < len(here) and devices != {torch.device("cpu")}:
         raise ConfigError(
             f"--placement names {len(here)} learner ranks, but this host has {len(devices)} "

@@ -23,7 +23,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -250,7 +250,9 @@ def _own(config: TrainConfig, environ: Mapping[str, str], open_ports: ExitStack)
     host, _, port = rendezvous.place(environ).rpartition(":")
     try:
         address, store_address = networks.addresses_towards(host, int(port), networks.REACH_DEADLINE)
-        probe = open_ports.enter_context(networks.listen(address))
+        # A first host that reaches itself so is reached by the others at another address.
+        own = "0.0.0.0" if networks.is_loopback(address) else address  # noqa: S104
+        probe = open_ports.enter_context(networks.listen(own))
     except OSError as error:
         raise RunError(
             f"The job's store at {host}:{port} cannot be reached over IPv4 ({error.strerror or error}), by "
@@ -294,12 +296,14 @@ class _Port:
     """That changes it."""
     what: str
     """Who listens there."""
-    by_learners: bool
-    """Only hosts with learner ranks try it."""
+    tried_by: Sequence[int]
+    """Numbers of the hosts that need it."""
+    remedy: str
+    """What to do when one of them cannot reach it."""
 
     def row(self) -> list[object]:
         """Write it for the store."""
-        return [self.host, self.address, self.port, self.flag, self.what, self.by_learners]
+        return [self.host, self.address, self.port, self.flag, self.what, list(self.tried_by), self.remedy]
 
 
 def _open(hosts: Hosts, config: TrainConfig, open_ports: ExitStack) -> list[_Port]:
@@ -319,27 +323,38 @@ def _open(hosts: Hosts, config: TrainConfig, open_ports: ExitStack) -> list[_Por
                 f"{flag} is {endpoint} on {hosts.names[0]}, but it cannot be opened ({error.strerror}). "
                 "Choose another address, or end what has it."
             ) from None
-        found.append(_Port(0, address, int(port), flag, what, False))
-    what = f"a learner rank, with {'gloo' if config.device == 'cpu' else 'NCCL'},"
-    for number in hosts.learners if len(hosts.learners) > 1 else ():
-        found.append(_Port(number, hosts.addresses[number], hosts.ports[number], "--placement", what, True))
+        remedy = f"Set {flag} to an address of a network that all hosts share"
+        found.append(_Port(0, address, int(port), flag, what, range(len(hosts.names)), remedy))
+    backend = "gloo" if config.device == "cpu" else "NCCL"
+    network = "let torchrun use it: --local-addr and --rdzv-endpoint"
+    for flag, numbers, what, remedy in (
+        (
+            "--placement",
+            hosts.learners,
+            f"a learner rank, with {backend},",
+            "Place learners on hosts of one network",
+        ),
+        (
+            "--weights.between-hosts",
+            hosts.broadcasts,
+            f"the broadcast of weights, with {config.weights.between_hosts},",
+            "Use --weights.between-hosts tcp, or hosts of one network",
+        ),
+    ):
+        for number in numbers if len(numbers) > 1 else ():
+            address, port = hosts.addresses[number], hosts.ports[number]
+            found.append(_Port(number, address, port, flag, what, numbers, f"{remedy}, or {network}"))
     return found
 
 
 def _try(ports: list[_Port], hosts: Hosts, me: int) -> str:
     """Say which port of another host this one cannot reach; empty: none."""
     for port in ports:
-        concerned = port.host != me and (me in hosts.learners or not port.by_learners)
+        concerned = port.host != me and me in port.tried_by
         if concerned and (why := networks.why_unreachable(port.address, port.port)):
-            remedy = (
-                "Place learners on hosts of one network, or let torchrun use it: --local-addr and "
-                "--rdzv-endpoint"
-                if port.by_learners
-                else f"Set {port.flag} to an address of a network that all hosts share"
-            )
             return (
                 f"{hosts.names[me]} cannot reach {port.address}:{port.port}, where {port.what} of "
-                f"{hosts.names[port.host]} listens ({port.flag}): {why}. {remedy}, and open the ports "
+                f"{hosts.names[port.host]} listens ({port.flag}): {why}. {port.remedy}, and open the ports "
                 "between the hosts."
             )
     return ""

@@ -62,6 +62,8 @@ class RunInfo:
     """Folder from which the learners go on; empty: a new run."""
     pull_endpoint: str = ""
     """Address where actors that join fetch weights."""
+    hosts_endpoint: str = ""
+    """Address where hosts agree on broadcasts of weights between them; empty: other hosts fetch weights."""
     worlds_endpoint: str = ""
     """Address where refitted worlds are published; empty: the world stays as it is."""
     worlds_pull_endpoint: str = ""

@@ -10,7 +10,7 @@ close.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,10 +26,8 @@ from asyncrl.launch.children import (
     WatchedReplay,
     log_errors,
 )
-from asyncrl.launch.evaluator import EvaluatorProcess
-from asyncrl.launch.fitter import FitterProcess, RoundReports
 from asyncrl.launch.followers import follow, spawn_actor, spawn_role
-from asyncrl.launch.host_facts import HostFacts, check_devices
+from asyncrl.launch.host_facts import HostFacts, check_broadcasts, check_devices
 from asyncrl.launch.hosts import Hosts
 from asyncrl.launch.meeting import Stopped, meet
 from asyncrl.launch.placement import (
@@ -53,11 +51,11 @@ if TYPE_CHECKING:
     import torch
 
     from asyncrl.launch.build import LearnerStart
-    from asyncrl.launch.world_channel import WorldChannel
+    from asyncrl.launch.side_tasks import SideTasks
     from asyncrl.learner.learner import Learner
     from asyncrl.observability.metrics_logger import MetricsLogger
-    from asyncrl.weights.interface import Publisher
     from asyncrl.weights.publisher import BroadcastPublisher
+    from asyncrl.weights.pull_server import PullSettings
 
 SHUTDOWN_TIMEOUT_CHILDREN = 4.0
 """Seconds the children have to end by themselves once the run is over."""
@@ -95,7 +93,8 @@ def _checked(config: TrainConfig, hosts: Hosts, facts: list[HostFacts]) -> Hosts
     Raises:
         ConfigError: It cannot work.
     """
-    config = balance.with_placement(config, balance.placement_of_start(config, hosts))
+    hosts = replace(hosts, placement=balance.placement_of_start(config, hosts))
+    config = balance.with_placement(config, hosts.placement)
     check_sizes(config.placement, hosts)
     placement = checked_placement(config, hosts.size)
     check_pairs(placement, hosts)
@@ -105,8 +104,12 @@ def _checked(config: TrainConfig, hosts: Hosts, facts: list[HostFacts]) -> Hosts
     copies_of(config, placement, hosts)
     learners = sorted({hosts.of(rank) for rank in placement.learners})
     hosts = replace(hosts, learners=tuple(learners))
+    others = {hosts.of(rank) for rank in placement.actors} - {0}
+    if others and (backend := config.weights.between_hosts) != "tcp":
+        hosts = replace(hosts, broadcasts=(0, *sorted(others)))
+        check_broadcasts(facts, hosts.broadcasts, backend)
     # The fitter works over the run's folder.
-    reached = any(hosts.of(rank) > 0 for rank in (*placement.learners, *placement.actors))
+    reached = others or learners != [0]
     return endpoints.with_addresses(config, hosts) if reached else hosts
 
 
@@ -151,78 +154,74 @@ def _prepare(config: TrainConfig, placement: Placement, hosts: Hosts) -> _Prepar
 
 def _learn(asked: TrainConfig, hosts: Hosts, stop: StopFlag) -> int:
     """Rank 0: check everything, start the children, learn, end them."""
-    from asyncrl.launch import console, learner_ranks, run_log
-    from asyncrl.weights.publisher import build_publisher
+    from asyncrl.launch import console, run_log
+    from asyncrl.launch.side_tasks import SideTasks
 
-    chosen = balance.placement_of_start(asked, hosts)
-    placement = checked_placement(balance.with_placement(asked, chosen), hosts.size)
-    config, said, start, device, transport = _prepare(asked, placement, hosts)
-    run_dir, at = start.run_dir, endpoints.addresses(asked, hosts)
+    placement = checked_placement(balance.with_placement(asked, hosts.placement), hosts.size)
+    prepared = _prepare(asked, placement, hosts)
+    config, start, run_dir = prepared.config, prepared.start, prepared.start.run_dir
+    at = endpoints.addresses(asked, hosts)
     with (
         logged_to(run_dir / "logs" / "learner-0.log"),
         run_log.opened(config, start) as log,
         endpoints.opened(at, run_dir, start.identity) as (sockets, endpoint),
+        ExitStack() as ending,
     ):
+        ending.callback(start.lock.release)
         keys = endpoints.keys_of_run(config, run_dir, placement, at)
-        publisher = build_publisher(
-            transport,
-            sockets / "weights",
-            device=device,
-            deadline=config.weights.timeout,
-            pulls=endpoints.pull_settings(config, at, sockets, keys, start.identity),
-        )
-        world = console.world_line(asked, said)
-        log.banner(console.banner(config, run_dir, placement.summary, str(device), world))
+        pulls = partial(endpoints.pull_settings, config, at, sockets, keys, start.identity)
+        publisher, hosts_endpoint = _open_weights(prepared, hosts, sockets / "weights", pulls())
+        ending.callback(publisher.close)
         hint = console.join_hint(config, endpoint, keys, waits=not placement.actors)
-        begun = [*_again(start.version), *console.resumed(config, start.version)]
-        log.banner("\n".join([*begun, hint, *console.notes(config), *start.notes]))
-        worlds = _world_channel(config, at, start, sockets, keys)
-        info = _run_info(start, endpoint, sockets, keys, publisher, worlds, chosen)
-        evaluator = EvaluatorProcess(
-            config, run_dir, start.version, log.write_evaluation, rendezvous.local_rank()
-        )
-        reports = RoundReports(config, run_dir, log.note, version=start.version)
-        fitter = FitterProcess(config, placement, run_dir, rendezvous.rank(), rendezvous.local_rank())
-        beside = (evaluator.poll, fitter.poll, reports.poll)
-        news = partial(_news, config, placement, publisher, (sockets, run_dir / HOSTS), beside, worlds, log)
+        _introduce(asked, prepared, placement, hint, log)
+        side = SideTasks(config, placement, start, log, (sockets / "worlds", pulls(worlds=True)))
+        ending.callback(side.close)
+        info = _run_info(start, endpoint, sockets, keys, publisher, hosts_endpoint, side, hosts.placement)
+        news = partial(_news, config, placement, publisher, (sockets, run_dir / HOSTS), side)
         children = ChildProcesses(stop, log.banner, news)
-        run_until_done = Watchdog(run_dir, log.banner)
-        status_line = StatusLine(run_dir, show_status)
-        try:
-            port = _start(config, placement, info, start, children)
-            with learner_ranks.learner_group(config, len(placement.learners), device) as group:
-                learner = learner_ranks.build_joined_learner(
-                    config,
-                    start,
-                    port,
-                    WatchedPublisher(publisher, children),
-                    log,
-                    group,
-                    stop_requested=children.poll,
-                    tell=log.banner,
-                    copies=copies_of(config, placement, hosts),
-                )
-                with console.failure_noted(lambda: console.after_failure(config, run_dir, learner.version)):
-                    _train(learner, port, publisher, children)
-            if not stop.set and (why := evaluator.finish(learner.version, children.poll)):
-                log.banner(why)
-        finally:
-            status_line.close()
-            run_until_done.close()
-            children.end(0.0)
-            log_errors(evaluator.close, log.banner)
-            log_errors(fitter.close, log.banner)
-            for line in reports.close():
-                log.banner(line)
-            if worlds is not None:
-                worlds.close()
-            publisher.close()
-            start.lock.release()
+        ending.callback(children.end, 0.0)
+        ending.callback(Watchdog(run_dir, log.banner).close)
+        ending.callback(StatusLine(run_dir, show_status).close)
+        port = _start(config, placement, info, start, children)
+        learner = _train(prepared, placement, hosts, port, publisher, children, log)
+        if not stop.set:
+            side.finish(learner.version, children.poll)
+        ending.close()
         if said_of_both := balance.note_at_end(config, placement, run_dir, start.version):
             log.banner(said_of_both)
         log.banner(console.final_summary(config, run_dir, learner.end_reason, start.simulator))
     run_log.compact_at_end(config, run_dir, learner.version, stop_requested=lambda: stop.set)
     return 0
+
+
+def _open_weights(
+    prepared: _Prepared, hosts: Hosts, folder: Path, pulls: PullSettings
+) -> tuple[BroadcastPublisher, str]:
+    """Open the channels of the weights; returns what publishes, and where hosts agree on broadcasts."""
+    from asyncrl.launch.host_weights import to_other_hosts
+    from asyncrl.weights.publisher import build_publisher
+
+    config, device, deadline = prepared.config, prepared.device, prepared.config.weights.timeout
+    more, endpoint = None, ""
+    if hosts.broadcasts:
+        more, endpoint = to_other_hosts(config, hosts, prepared.start.identity, device)
+    publisher = build_publisher(
+        prepared.transport, folder, device=device, deadline=deadline, pulls=pulls, more=more
+    )
+    return publisher, endpoint
+
+
+def _introduce(
+    asked: TrainConfig, prepared: _Prepared, placement: Placement, hint: str, log: MetricsLogger
+) -> None:
+    """Say on the console what begins."""
+    from asyncrl.launch import console
+
+    config, start = prepared.config, prepared.start
+    world = console.world_line(asked, prepared.said)
+    log.banner(console.banner(config, start.run_dir, placement.summary, str(prepared.device), world))
+    begun = [*_again(start.version), *console.resumed(config, start.version)]
+    log.banner("\n".join([*begun, hint, *console.notes(config), *start.notes]))
 
 
 def _again(version: int) -> list[str]:
@@ -231,31 +230,14 @@ def _again(version: int) -> list[str]:
     return [f"torchrun started the ranks again ({count}); on from version {version}"] if count else []
 
 
-def _world_channel(
-    config: TrainConfig, at: endpoints.Addresses, start: LearnerStart, sockets: Path, keys: str
-) -> WorldChannel | None:
-    """Open the channel of refitted worlds; None: there will be none."""
-    if not config.pace.every:
-        return None
-    from asyncrl.launch.world_channel import TRANSPORT, WorldChannel
-    from asyncrl.weights.publisher import build_publisher
-
-    publisher = build_publisher(
-        TRANSPORT,
-        sockets / "worlds",
-        deadline=config.weights.timeout,
-        pulls=endpoints.pull_settings(config, at, sockets, keys, start.identity, worlds=True),
-    )
-    return WorldChannel(config, start.run_dir, publisher)
-
-
 def _run_info(
     start: LearnerStart,
     replay_endpoint: str,
     sockets: Path,
     keys: str,
     publisher: BroadcastPublisher,
-    worlds: WorldChannel | None,
+    hosts_endpoint: str,
+    side: SideTasks,
     placement: str,
 ) -> RunInfo:
     """What the other processes have to know."""
@@ -266,8 +248,9 @@ def _run_info(
         sockets=str(sockets),
         checkpoint=str(start.checkpoint or ""),
         pull_endpoint=publisher.pull_endpoint,
-        worlds_endpoint=worlds.endpoint if worlds else "",
-        worlds_pull_endpoint=worlds.pull_endpoint if worlds else "",
+        hosts_endpoint=hosts_endpoint,
+        worlds_endpoint=side.worlds_endpoint,
+        worlds_pull_endpoint=side.worlds_pull_endpoint,
         keys=keys,
         placement=placement,
         attempt=start.identity.attempt,
@@ -281,17 +264,13 @@ def _news(
     placement: Placement,
     publisher: BroadcastPublisher,
     notices: tuple[Path, ...],
-    beside: Sequence[Callable[[], list[str]]],
-    worlds: WorldChannel | None,
-    log: MetricsLogger,
+    side: SideTasks,
 ) -> list[str]:
     """Lines about actors that joined or went, the wait when none is left, and what goes on beside.
 
     Raises:
         RunError: A child of another rank died too often; a refitted world cannot be sent.
     """
-    if worlds is not None:
-        log.note(worlds.status())
     if why := rendezvous.take_failure(*notices):
         raise RunError(why)
     lines = publisher.pop_events()
@@ -299,7 +278,7 @@ def _news(
         lines.append(
             f"no actor is left: waits up to {config.batch_timeout:g} s (--batch-timeout) for one to join"
         )
-    return [*lines, *(line for poll in beside for line in poll())]
+    return [*lines, *side.poll()]
 
 
 def _start(
@@ -323,17 +302,37 @@ def _start(
 
 
 def _train(
-    learner: Learner,
+    prepared: _Prepared,
+    placement: Placement,
+    hosts: Hosts,
     port: WatchedReplay,
-    publisher: Publisher,
+    publisher: BroadcastPublisher,
     children: ChildProcesses,
-) -> None:
-    """Run the learner; at the end, good or bad, everybody is told."""
-    try:
-        learner.run()
-    finally:
-        complain = partial(print, file=sys.stderr)
-        log_errors(port.stop, complain)
-        log_errors(publisher.close, complain)
-        log_errors(partial(children.end, SHUTDOWN_TIMEOUT_CHILDREN), complain)
-        log_errors(port.close, complain)
+    log: MetricsLogger,
+) -> Learner:
+    """Meet the other learner ranks and learn; at the end, good or bad, everybody is told."""
+    from asyncrl.launch import console, learner_ranks
+
+    config, start = prepared.config, prepared.start
+    with learner_ranks.learner_group(config, len(placement.learners), prepared.device) as group:
+        learner = learner_ranks.build_joined_learner(
+            config,
+            start,
+            port,
+            WatchedPublisher(publisher, children),
+            log,
+            group,
+            stop_requested=children.poll,
+            tell=log.banner,
+            copies=copies_of(config, placement, hosts),
+        )
+        with console.failure_noted(lambda: console.after_failure(config, start.run_dir, learner.version)):
+            try:
+                learner.run()
+            finally:
+                complain = partial(print, file=sys.stderr)
+                log_errors(port.stop, complain)
+                log_errors(publisher.close, complain)
+                log_errors(partial(children.end, SHUTDOWN_TIMEOUT_CHILDREN), complain)
+                log_errors(port.close, complain)
+    return learner

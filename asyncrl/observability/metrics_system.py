@@ -30,8 +30,23 @@ WEIGHTS_MEMBERS = define(
     "weights/members",
     Reduction.LAST,
     "actors",
-    "Actors that took part in the last broadcast, and joined ones that hold a version.",
+    "Actors that took part in the last broadcast, joined ones that hold a version, and other hosts.",
     "The number of actors. Fewer: one is restarting or was left behind (--weights.timeout).",
+)
+WEIGHTS_HOSTS = define(
+    "weights/hosts",
+    Reduction.LAST,
+    "hosts",
+    "Other hosts that took part in the last broadcast; absent with --weights.between-hosts tcp.",
+    "The number of other hosts with actors. Fewer: one is lost, cut off or slow (--weights.timeout).",
+)
+WEIGHTS_HOSTS_SECONDS = define(
+    "weights/hosts_seconds",
+    Reduction.LAST,
+    "s",
+    "Duration of the last broadcast between hosts.",
+    "Above the time between two updates: other hosts skip versions and their lag grows. Train adapters "
+    "(--lora.rank), or raise --replay.max-lag.",
 )
 WEIGHTS_JOINED = define(
     "weights/joined",

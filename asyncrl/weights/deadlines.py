@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from asyncrl.errors import WeightSyncError, first_line
-from asyncrl.weights.transports.interface import Link
+from asyncrl.weights.transports.interface import CountsPieces, Link
 
 ABORT_SECONDS = 10.0
 """Longest wait for an aborted link; NCCL needs about half a second."""
@@ -23,14 +23,22 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
-def run_bounded(action: Callable[[], T], *, seconds: float, what: str, given_up: Callable[[], str]) -> T:
+def run_bounded(
+    action: Callable[[], T],
+    *,
+    seconds: float,
+    what: str,
+    given_up: Callable[[], str],
+    progress: Callable[[], int] = lambda: 0,
+) -> T:
     """Run `action` on a thread of its own, and leave it there when it does not end.
 
     Args:
         action: May block for ever.
-        seconds: Deadline.
+        seconds: Deadline, counted from the last progress.
         what: Name of the action, for the error.
         given_up: Asked again and again; a non-empty answer is why there is no point in waiting on.
+        progress: Another number than before says that the action goes on.
 
     Raises:
         WeightSyncError: `action` raised, did not end in time, or was given up.
@@ -48,8 +56,10 @@ def run_bounded(action: Callable[[], T], *, seconds: float, what: str, given_up:
             done.set()
 
     threading.Thread(target=run, name=f"weights: {what}", daemon=True).start()
-    until = time.monotonic() + seconds
+    until, reached = time.monotonic() + seconds, progress()
     while not done.wait(POLL_SECONDS):
+        if (now := progress()) != reached:
+            until, reached = time.monotonic() + seconds, now
         if reason := given_up():
             raise WeightSyncError(f"{what} was given up: {reason}.")
         if time.monotonic() > until:
@@ -93,7 +103,13 @@ class TransportSession:
         """
         link = self._session
         assert link is not None
-        run_bounded(lambda: action(link), seconds=self._seconds, what=what, given_up=self._given_up)
+        run_bounded(
+            lambda: action(link),
+            seconds=self._seconds,
+            what=what,
+            given_up=self._given_up,
+            progress=lambda: link.moved if isinstance(link, CountsPieces) else 0,
+        )
 
     def drop(self) -> None:
         """Abort the link, if there is one, without ever blocking for long or failing."""

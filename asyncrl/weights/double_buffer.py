@@ -38,7 +38,7 @@ class PackedVersion:
 
 
 class DoubleBuffer:
-    """Packed by the learner's thread, emptied by the publisher's, copied by the pull server's."""
+    """Packed by the learner's thread, emptied by the publisher's, copied by those of its outlets."""
 
     def __init__(
         self, device: torch.device, allocate: Callable[[packing.Manifest], packing.Buffers] | None = None
@@ -49,12 +49,13 @@ class DoubleBuffer:
             device: Where they are.
             allocate: Makes a set of them; None: `packing.allocate` does.
         """
-        self._device = device
+        self.device = device
+        """Where they are."""
         self._allocate = allocate or (lambda manifest: packing.allocate(manifest, device))
         self._lock = threading.Lock()
         self._pending: PackedVersion | None = None
         self._current: PackedVersion | None = None
-        self._held = False
+        self._holders = 0
         self.buffer_pair: BufferPair = ([], [])
         self._views: list[dict[str, Tensor]] = []
         """Where each tensor lies in the two sets."""
@@ -83,7 +84,7 @@ class DoubleBuffer:
         source.write(self._views[buffer_index])
         with self._lock:
             self._pending = PackedVersion(
-                version=version, buffer_index=buffer_index, packed=_record(self._device), began=began
+                version=version, buffer_index=buffer_index, packed=_record(self.device), began=began
             )
             self.newest = version
 
@@ -101,13 +102,17 @@ class DoubleBuffer:
             self._pending = None
             return 0 if self._current is None else 1 - self._current.buffer_index
 
+    def views(self, snapshot: PackedVersion) -> dict[str, Tensor]:
+        """Return the tensors of a version by name, which are its buffers' memory."""
+        return self._views[snapshot.buffer_index]
+
     def promote(self) -> PackedVersion | None:
         """Make the newest packed version the one to send; its predecessor's set may be packed from now on.
 
         While the predecessor is held it stays the one to send. None: the first one is still being packed.
         """
         with self._lock:
-            if self._pending is not None and not self._held:
+            if self._pending is not None and not self._holders:
                 self._current, self._pending = self._pending, None
             return self._current
 
@@ -119,15 +124,15 @@ class DoubleBuffer:
 
     @contextmanager
     def holding(self) -> Iterator[PackedVersion]:
-        """Keep the version that is sent now in its buffers within the block; one thread at a time."""
+        """Keep the version that is sent now in its buffers within the block."""
         with self._lock:
             assert self._current is not None
-            self._held, snapshot = True, self._current
+            self._holders, snapshot = self._holders + 1, self._current
         try:
             yield snapshot
         finally:
             with self._lock:
-                self._held = False
+                self._holders -= 1
 
 
 def _record(device: torch.device) -> torch.cuda.Event | None:

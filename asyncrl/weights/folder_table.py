@@ -7,8 +7,7 @@ folder, and it is gone with it.
     append   one write of one line at the end (O_APPEND): lines of several processes do not mix
     get      opens regular files only, follows no link, and reads no more than a limit
 
-What is read is checked like anything from a wire. An entry that is something else than it should be is
-skipped, counted (`weights/wrong_entries`) and named in the log, once for each content: readers poll.
+What is read is checked like anything from a wire; see `table`.
 """
 
 from __future__ import annotations
@@ -16,48 +15,29 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import itertools
-import json
-import logging
 import os
 import re
 import stat
-import zlib
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from asyncrl.errors import WeightSyncError, first_line
-from asyncrl.observability import counts
+from asyncrl.errors import WeightSyncError
+from asyncrl.weights.table import MAX_VALUE, Lines, Table, TableError, TableGone
+from asyncrl.weights.wake_up import WakeUp, WakeUpSocket
 
-MAX_VALUE: Final = 1 << 20
-"""Longest value that is read, in bytes, where the reader says nothing else."""
+if TYPE_CHECKING:
+    from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+
 MAX_READ: Final = 1 << 16
 """Bytes of appended lines that one look reads; a longer line is wrong."""
 _KEY: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,99}")
-_log = logging.getLogger(__name__)
 _numbers = itertools.count()
 
 
-class TableError(WeightSyncError):
-    """The operating system does not let this process read or write the table now. It can be tried again."""
-
-
-class TableGone(Exception):
-    """The folder was removed: the run that it belonged to is over."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lines:
-    """Appended lines that one look found."""
-
-    lines: tuple[bytes, ...]
-    """Complete ones, without their ends; empty lines are left out."""
-    end: int
-    """Bytes of the file up to where they end: where the next look begins."""
-
-
-class FolderTable:
+class FolderTable(Table):
     """A table in a folder. Any number of processes and threads may use it at the same time."""
+
+    one_host = True
 
     def __init__(self, folder: Path) -> None:
         """Use the table in a folder that is there.
@@ -66,9 +46,8 @@ class FolderTable:
             TableGone: it is not there.
             WeightSyncError: other users can enter the folder, or it is another user's.
         """
-        self.folder = folder
-        self._wrong: dict[str, int] = {}
-        """Key -> sum of the wrong content that was named last."""
+        super().__init__()
+        self.folder, self.endpoint = folder, str(folder)
         with self._trouble():
             about = folder.lstat()
         if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o077:
@@ -204,36 +183,28 @@ class FolderTable:
         lines = tuple(line for line in found[:complete].split(b"\n") if line)
         return Lines(lines=lines, end=start + complete)
 
-    def get_object(self, key: str, limit: int = MAX_VALUE) -> dict[str, Any] | None:
-        """Return the JSON object that `key` has; None when it has none, or something else.
+    def close(self) -> None:
+        """Do nothing: the folder is its owner's to remove."""
 
-        Raises:
-            TableGone: the folder is gone.
-            TableError: it cannot be read.
+    def open_wake_up(self) -> WakeUp:
+        """Bind a socket in the folder, through which the others wake this process."""
+        return WakeUpSocket(self.folder)
+
+    def epoch_store(self, epoch: int, seconds: float) -> Store:
+        """Open the store of an epoch's link, a file of the folder. See `Table.epoch_store`."""
+        from asyncrl.weights.rendezvous_store import epoch_store
+
+        return epoch_store(self.folder, epoch, seconds)
+
+    def forget_link(self, epoch: int) -> None:
+        """Delete the store of an epoch's link.
+
+        While its file is there, torch's destructor of the store writes into it, and would end the process
+        on a full disk.
         """
-        raw = self.get(key, limit)
-        return None if raw is None else self.parse_object(key, raw)
+        from asyncrl.weights.rendezvous_store import link_key
 
-    def parse_object(self, key: str, raw: bytes) -> dict[str, Any] | None:
-        """Read a JSON object; None, counted, when it is something else."""
-        try:
-            found = json.loads(raw)
-        except (ValueError, RecursionError) as error:
-            self.note_wrong(key, raw, f"is not JSON ({first_line(error, 80)})")
-            return None
-        if not isinstance(found, dict):
-            self.note_wrong(key, raw, "is not a JSON object")
-            return None
-        return found
-
-    def note_wrong(self, key: str, content: bytes, why: str) -> None:
-        """Count a wrong value, or a wrong line of it, and name it; the same content in a row only once."""
-        content_sum = zlib.crc32(content)
-        if self._wrong.get(key) == content_sum:
-            return
-        self._wrong[key] = content_sum
-        counts.note(counts.WRONG_ENTRIES)
-        _log.warning("The entry %r of the weights' folder %s %s; it is skipped.", key, self.folder, why)
+        self.delete(link_key(epoch))
 
     def require(self) -> None:
         """Check that the folder is there.

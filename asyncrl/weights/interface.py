@@ -98,6 +98,30 @@ class Publisher(Protocol):
         ...
 
 
+class Outlet(Protocol):
+    """Sends, by threads of its own, the versions that a publisher packs."""
+
+    def versions_held(self) -> dict[str, int]:
+        """Name of everybody who is there -> version held; -1 before the first.
+
+        Raises:
+            WeightSyncError: Its thread broke down.
+        """
+        ...
+
+    def status(self) -> dict[Metric, float]:
+        """Return the newest metrics."""
+        ...
+
+    def pop_events(self) -> list[str]:
+        """Return and forget one line for each who came or went."""
+        ...
+
+    def close(self) -> None:
+        """Tell them that no version will follow, and stop. May be called twice."""
+        ...
+
+
 class NullPublisher:
     """A `Publisher` without actors."""
 

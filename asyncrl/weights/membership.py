@@ -1,4 +1,4 @@
-"""Agree through one table in the run's private folder who takes part in the weight group, epoch by epoch.
+"""Agree through one table who takes part in the weight group, epoch by epoch.
 
 Actors come and go; a group of a fixed set of members lives for one *epoch*. In order:
 
@@ -12,13 +12,14 @@ Actors come and go; a group of a fixed set of members lives for one *epoch*. In 
        (6 and 7 repeat with k = 0, 1, 2 ...)
     8  a registration, a failure: drop the link, 2        8  a newer offer: drop the link, 3; not in it: 1
 
-Who sets a key that another waits for wakes the other (`WakeUpSocket`), so that each step takes well below a
-millisecond; who missed that polls within IDLE_POLL_SECONDS.
+Who sets a key that another waits for wakes the other (`WakeUp`), so that each step takes well below a
+millisecond; who missed that, or is on another host, polls within IDLE_POLL_SECONDS.
 
 A member that is not ready in time is left behind: it is absent from the next offer and registers again when
 it can. A failed member sets `e<epoch>.broken`, so that the learner need not wait for its deadline. One that
-died says nothing: NCCL would wait for it for ever. All are processes of this host, so the learner asks the
-operating system, and the actors ask it whether the learner lives.
+died says nothing: NCCL would wait for it for ever. Where all are processes of this host (`Table.one_host`),
+the learner asks the operating system, and the actors ask it whether the learner lives. Members of other hosts
+set `alive.<ticket>` every BEAT_SECONDS, and who is not heard of for long is left behind.
 
 An entry that is not what it should be is skipped and counted (`table_entries.read`).
 """
@@ -38,11 +39,11 @@ from typing import Any, Final
 from asyncrl.errors import WeightSyncError
 from asyncrl.observability import process_status
 from asyncrl.weights import table_entries
-from asyncrl.weights.folder_table import FolderTable, TableError, TableGone
+from asyncrl.weights.folder_table import FolderTable
 from asyncrl.weights.packing import Manifest
-from asyncrl.weights.rendezvous_store import link_key
+from asyncrl.weights.table import Table, TableError, TableGone
 from asyncrl.weights.table_entries import EpochOffer, LearnerProcess, Member, VersionHeader
-from asyncrl.weights.wake_up import WakeUpSocket
+from asyncrl.weights.wake_up import WakeUp
 
 POLL_SECONDS = 0.02
 """Pause between two polls of the table while an answer is expected."""
@@ -52,6 +53,10 @@ READY_SECONDS = 2.0
 """Longest wait for the members' answer to an offer, which involves no weights."""
 STOPPED_SECONDS = 2.0
 """A member whose process is halted for so long is left behind; a profiler halts one for less."""
+SILENT_SECONDS = 30.0
+"""A member on another host that was not heard of for so long is left behind, unless it is told otherwise."""
+BEAT_SECONDS = 0.5
+"""How often a member says to another host that it lives."""
 MAX_MANIFEST: Final = 64 << 20
 """Bytes of a manifest; one of 10,000 tensors has about 1 MB."""
 
@@ -68,23 +73,40 @@ def connect(folder: Path) -> tuple[FolderTable, LearnerProcess]:
     """
     try:
         table = FolderTable(folder)
+    except TableGone as error:
+        raise _no_learner(str(folder), str(error)) from None
+    return table, learner_of(table)
+
+
+def learner_of(table: Table) -> LearnerProcess:
+    """Return who made a table.
+
+    Raises:
+        WeightSyncError: there is no learner.
+    """
+    try:
         raw = table.get("learner") or b""
         learner = table_entries.read(table, "learner", raw, table_entries.parse_learner) if raw else None
         if learner and not learner.gone:
-            return table, learner
+            return learner
         why = "its process is gone" if learner else "it does not say who it is"
     except TableGone as error:
         why = str(error)
-    raise WeightSyncError(
-        f"No learner publishes weights in {folder} ({why}). Is the learner still running?"
-    ) from None
+    raise _no_learner(table.endpoint, why)
+
+
+def _no_learner(endpoint: str, why: str) -> WeightSyncError:
+    return WeightSyncError(
+        f"No learner publishes weights in {endpoint} ({why}). Is the learner still running?"
+    )
 
 
 class WeightGroup:
     """The learner's view: who registered, who is a member of the current epoch. Used by one thread."""
 
-    def __init__(self, table: FolderTable, wake_up: WakeUpSocket) -> None:
-        self._table, self._wake_up = table, wake_up
+    def __init__(self, table: Table, wake_up: WakeUp, silence: float = SILENT_SECONDS) -> None:
+        """Begin without members; `silence` is for those of other hosts, see `SILENT_SECONDS`."""
+        self._table, self._wake_up, self._silence = table, wake_up, silence
         self._seen = 0
         self.epoch = 0
         self.members: tuple[Member, ...] = ()
@@ -96,8 +118,9 @@ class WeightGroup:
         self.changed = False
         """The members are not those of the last offer, or its epoch failed."""
         self._stopped_since: dict[str, float] = {}
-        pid = os.getpid()
-        me = LearnerProcess(pid=pid, started=process_status.started(pid), wake_up=wake_up.name)
+        self._beats: dict[str, tuple[bytes, float]] = {}
+        """Ticket of a member of another host -> its last sign of life, and when that was seen first."""
+        me = LearnerProcess(**_own_process(table), wake_up=wake_up.name)
         table.set("learner", json.dumps(asdict(me)).encode())
 
     def admit(self) -> bool:
@@ -154,7 +177,9 @@ class WeightGroup:
         self.changed = True
 
     def _lost(self, member: Member) -> bool:
-        """Whether a member's process is dead, or halted for too long."""
+        """Whether a member's process is dead, or halted for too long; of another host: not heard of."""
+        if not self._table.one_host:
+            return self._silent(member)
         if not member.started:
             return False
         if not process_status.is_stopped(member.pid):
@@ -162,6 +187,14 @@ class WeightGroup:
             return process_status.is_gone(member.pid, member.started)
         since = self._stopped_since.setdefault(member.ticket, time.monotonic())
         return time.monotonic() - since > STOPPED_SECONDS
+
+    def _silent(self, member: Member) -> bool:
+        beat, now = self._table.get(f"alive.{member.ticket}") or b"", time.monotonic()
+        last, since = self._beats.get(member.ticket, (None, now))
+        if beat != last:
+            self._beats[member.ticket] = (beat, now)
+            return False
+        return now - since > self._silence
 
     def confirm(self) -> None:
         """Tell the members, all of which are ready, to form the link."""
@@ -180,12 +213,8 @@ class WeightGroup:
         self._table.delete(f"e{self.epoch}.send.{k}")
 
     def forget_link(self) -> None:
-        """Delete the store of this epoch's link, which is formed or given up.
-
-        While its file is there, torch's destructor of the store writes into it, and would end the process
-        on a full disk.
-        """
-        self._table.delete(link_key(self.epoch))
+        """Delete the store of this epoch's link, which is formed or given up."""
+        self._table.forget_link(self.epoch)
 
     def broken(self) -> str:
         """Return what a member reported as its failure in this epoch; empty when there is none."""
@@ -220,11 +249,12 @@ class WeightGroup:
 class Membership:
     """One actor's view: its registration and the offers it finds itself in. Used by one thread."""
 
-    def __init__(self, table: FolderTable, learner: LearnerProcess, name: str, wake_up: WakeUpSocket) -> None:
+    def __init__(self, table: Table, learner: LearnerProcess, name: str, wake_up: WakeUp) -> None:
         self._table, self._learner, self._wake_up = table, learner, wake_up
         self.name = name
         self.ticket = ""
         self._registered_at = 0
+        self._beat, self._beat_at = 0, float("-inf")
         self._raw = b""
         self._offer = EpochOffer(epoch=0, members=(), seen=0)
 
@@ -255,7 +285,11 @@ class Membership:
             self._append(leaving=True)
 
     def offer(self) -> EpochOffer:
-        """Return the newest offer; epoch 0 before the first."""
+        """Return the newest offer; epoch 0 before the first.
+
+        It is asked for all the time, and so it is what tells a learner on another host that this lives.
+        """
+        self._say_alive()
         raw = self._table.get("offer") or b""
         if raw and raw != self._raw:
             self._raw = raw
@@ -329,6 +363,12 @@ class Membership:
             self._tell(f"bye.{self.ticket or 'nobody'}", "1")
         return True
 
+    def _say_alive(self) -> None:
+        now = time.monotonic()
+        if not self._table.one_host and self.ticket and now - self._beat_at > BEAT_SECONDS:
+            self._beat, self._beat_at = self._beat + 1, now
+            self._table.set(f"alive.{self.ticket}", str(self._beat).encode())
+
     def _require_learner(self) -> None:
         if self._learner.gone:
             raise LearnerGone(f"the learner's process {self._learner.pid} is gone")
@@ -338,15 +378,19 @@ class Membership:
         self._wake_up.wake(self._learner.wake_up)
 
     def _append(self, **row: Any) -> int:
-        pid = os.getpid()
         me = Member(
             name=self.name,
             ticket=self.ticket,
-            pid=pid,
-            started=process_status.started(pid),
+            **_own_process(self._table),
             wake_up=self._wake_up.name,
             **row,
         )
         end = self._table.append("joins", json.dumps(asdict(me)).encode())
         self._wake_up.wake(self._learner.wake_up)
         return end
+
+
+def _own_process(table: Table) -> dict[str, int]:
+    """Say by what others of this host know this process; of another host nobody can ask for it."""
+    pid = os.getpid()
+    return {"pid": pid, "started": process_status.started(pid) if table.one_host else 0}

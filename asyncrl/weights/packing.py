@@ -13,7 +13,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -278,3 +278,7 @@ def _dtype_name(dtype: Any) -> str:
 
 def _described(entry: Entry | None) -> str:
     return "absent" if entry is None else f"{entry.dtype} {list(entry.shape)}"
+
+
+UNKNOWN: Final = build_manifest({"unknown": torch.zeros(1)})
+"""Manifest of who takes whatever tensors the learner has, until the learner says what these are."""

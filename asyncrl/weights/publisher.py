@@ -1,4 +1,4 @@
-"""Broadcast the learner's newest weights to all live actors of the host.
+"""Broadcast the learner's newest weights to all live actors of its host, or to a process of each other one.
 
 publish (learner's thread)   packs a spare buffer set and returns; waits for nobody
 the publisher's thread       consumes   the newest packed version, registrations
@@ -26,19 +26,19 @@ from asyncrl.weights import packing
 from asyncrl.weights.broadcast_timings import BroadcastTimings, timings_of
 from asyncrl.weights.deadlines import ABORT_SECONDS, TransportSession
 from asyncrl.weights.double_buffer import DoubleBuffer, PackedVersion
-from asyncrl.weights.folder_table import FolderTable, TableError
-from asyncrl.weights.interface import WeightSource, as_weight_source
+from asyncrl.weights.folder_table import FolderTable
+from asyncrl.weights.interface import Outlet, WeightSource, as_weight_source
 from asyncrl.weights.membership import (
     IDLE_POLL_SECONDS,
     POLL_SECONDS,
     READY_SECONDS,
+    SILENT_SECONDS,
     WeightGroup,
 )
 from asyncrl.weights.pull_server import PullServer, PullSettings
-from asyncrl.weights.rendezvous_store import epoch_store
+from asyncrl.weights.table import Table, TableError
 from asyncrl.weights.table_entries import Member, VersionHeader
 from asyncrl.weights.transports.interface import AllocatesBuffers, Link, Transport, build_transport
-from asyncrl.weights.wake_up import WakeUpSocket
 
 PACKING_POLL_SECONDS = 0.0005
 """Pause between two polls of whether the device has packed a version."""
@@ -53,19 +53,20 @@ class BroadcastPublisher:
     def __init__(
         self,
         transport: Transport,
-        table: FolderTable,
+        table: Table,
         deadline: float,
-        serve_pulls: Callable[[DoubleBuffer], PullServer] | None = None,
+        *serve: Callable[[DoubleBuffer], Outlet],
+        silence: float = SILENT_SECONDS,
     ) -> None:
-        self.endpoint = str(table.folder)
-        """Folder that the actors' `build_receiver` needs."""
+        self.endpoint = table.endpoint
+        """What the actors' `build_receiver` needs."""
         self._transport, self._table, self._deadline = transport, table, deadline
         allocate = transport.allocate if isinstance(transport, AllocatesBuffers) else None
         self._buffers = DoubleBuffer(transport.device, allocate)
-        self.pulls = serve_pulls(self._buffers) if serve_pulls else None
-        """Serves actors that join; absent when nobody can."""
-        self._wake_up = WakeUpSocket(table.folder)
-        self._weight_group = WeightGroup(table, self._wake_up)
+        self._outlets = [make(self._buffers) for make in serve]
+        """Others that send what is packed here."""
+        self._wake_up = table.open_wake_up()
+        self._weight_group = WeightGroup(table, self._wake_up, silence)
         self._session = TransportSession(deadline, self._given_up)
         self._k = 0
         self._sent_in_epoch = -1
@@ -97,7 +98,7 @@ class BroadcastPublisher:
         with self._changed:
             while True:
                 self._require_alive()
-                held = self._took | (self.pulls.versions_held() if self.pulls else {})
+                held = self._took | self.members_elsewhere()
                 took = sorted(name for name, newest in held.items() if newest >= version)
                 if len(took) >= actors:
                     return
@@ -108,14 +109,27 @@ class BroadcastPublisher:
 
     def status(self) -> dict[Metric, float]:
         """Return the newest metrics `weights/*`."""
-        joined = self.pulls.status() if self.pulls else {}
+        elsewhere = {metric: x for outlet in self._outlets for metric, x in outlet.status().items()}
+        joined = elsewhere.get(m.WEIGHTS_JOINED, 0.0) + elsewhere.get(m.WEIGHTS_HOSTS, 0.0)
         with self._changed:
-            return joined | {
+            return elsewhere | {
                 m.WEIGHTS_VERSION: self._buffers.newest,
                 m.WEIGHTS_BYTES: self._buffers.bytes,
                 m.WEIGHTS_SECONDS: self.sent.seconds,
-                m.WEIGHTS_MEMBERS: self.sent.members + joined.get(m.WEIGHTS_JOINED, 0.0),
+                m.WEIGHTS_MEMBERS: self.sent.members + joined,
             }
+
+    @property
+    def members(self) -> dict[str, int]:
+        """Name of every member of the weight group -> newest version that it took; -1: none."""
+        names = [member.name for member in self._weight_group.members]
+        with self._changed:
+            return {name: self._took.get(name, -1) for name in names}
+
+    @property
+    def pulls(self) -> PullServer | None:
+        """What serves actors that join; absent when nobody can."""
+        return next((outlet for outlet in self._outlets if isinstance(outlet, PullServer)), None)
 
     @property
     def pull_endpoint(self) -> str:
@@ -128,8 +142,8 @@ class BroadcastPublisher:
         return len(self.pulls.versions_held()) if self.pulls else 0
 
     def pop_events(self) -> list[str]:
-        """Return and forget one line for each actor that joined or went."""
-        return self.pulls.pop_events() if self.pulls else []
+        """Return and forget one line for each actor that joined or went, and each other host."""
+        return [line for outlet in self._outlets for line in outlet.pop_events()]
 
     def close(self) -> None:
         """Tell the actors that no version will follow, and stop. See `interface.Publisher`."""
@@ -137,13 +151,16 @@ class BroadcastPublisher:
             self._closing = True
             self._changed.notify_all()
         self._wake_up.wake(self._wake_up.name)
-        if self.pulls is not None:
-            self.pulls.close()
+        for outlet in self._outlets:
+            outlet.close()
         self._thread.join(self._deadline + READY_SECONDS + CLOSE_SECONDS + ABORT_SECONDS)
 
+    def members_elsewhere(self) -> dict[str, int]:
+        """Name of everybody outside of the weight group, joined or another host -> version held."""
+        return {name: held for outlet in self._outlets for name, held in outlet.versions_held().items()}
+
     def _require_alive(self) -> None:
-        if self.pulls is not None:
-            self.pulls.versions_held()  # Raises when its thread broke down.
+        self.members_elsewhere()  # Raises when a thread broke down.
         if self._failure is not None:
             raise WeightSyncError(
                 f"The weight publisher broke down ({self._failure}): the actors get no new versions. "
@@ -188,6 +205,7 @@ class BroadcastPublisher:
         finally:
             self._session.drop()
             self._wake_up.close()
+            self._table.close()
 
     def _pause(self) -> None:
         """Wait until the next poll or until woken; after a failure, which every member tells, for longer."""
@@ -276,7 +294,7 @@ class BroadcastPublisher:
         size, buffer_pair = 1 + len(weight_group.offered), self._buffers.buffer_pair
 
         def form() -> Link:
-            store = epoch_store(self._table.folder, epoch, self._deadline)
+            store = self._table.epoch_store(epoch, self._deadline)
             return self._transport.connect_root(store, size, buffer_pair)
 
         with waits.waiting(waits.FORMING, self._deadline, f", epoch {epoch}"):
@@ -344,6 +362,7 @@ def build_publisher(
     device: torch.device | str = "cpu",
     deadline: float = 60.0,
     pulls: PullSettings | None = None,
+    more: Callable[[DoubleBuffer], Outlet] | None = None,
 ) -> BroadcastPublisher:
     """Open the weight channel on learner rank 0.
 
@@ -353,6 +372,7 @@ def build_publisher(
         device: The learner's device, with its index when it is a GPU.
         deadline: Seconds after which an actor that does not take part is left behind.
         pulls: Where actors that join fetch the weights; None: nobody can join.
+        more: Makes what else sends the versions, given where they are packed, see `between_hosts`.
 
     Raises:
         ConfigError: an address is not allowed or taken, or the transport needs a GPU.
@@ -365,7 +385,8 @@ def build_publisher(
         assert pulls is not None
         return PullServer(buffers, carrier.device, pulls)
 
-    return BroadcastPublisher(carrier, table, deadline, serve if pulls else None)
+    outlets = [*([serve] if pulls else []), *([more] if more else [])]
+    return BroadcastPublisher(carrier, table, deadline, *outlets)
 
 
 def _names(members: Iterable[Member]) -> str:

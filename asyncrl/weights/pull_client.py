@@ -17,7 +17,7 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -31,7 +31,7 @@ from asyncrl.messaging.sockets import LINGER_MS, open_dealer
 from asyncrl.messaging.weight_messages import CHUNK, WeightMessage, decode, encode
 from asyncrl.storage.run_identity import NO_RUN, RunIdentity
 from asyncrl.weights import packing
-from asyncrl.weights.swap_buffer import MAX_DAMAGED, BufferedReceiver
+from asyncrl.weights.swap_buffer import MAX_DAMAGED, BufferedReceiver, HandsOn
 
 IN_FLIGHT: Final = 8
 """Pieces asked for at the same time: what queues is at most this many."""
@@ -236,41 +236,11 @@ class PulledReceiver(BufferedReceiver):
             )
 
 
-class RelayedReceiver(PulledReceiver):
+class RelayedReceiver(HandsOn, PulledReceiver):
     """Fetches versions for others, whatever tensors they have. Build it with `build_relayed_receiver`."""
 
-    def hand_on(self, version: int, action: Callable[[Mapping[str, Tensor], int], object]) -> int:
-        """Call `action` with the newest complete version, when it is newer than `version`.
-
-        Args:
-            version: That was handed on last; -1: none.
-            action: Gets the tensors by name, which stay as they are until it returns, and their version.
-
-        Returns:
-            The version that was handed on last, now.
-        """
-        with self._changed:
-            if self._version > version:
-                action(self._complete.views, self._version)
-                version = self._version
-        return version
-
-    def require_alive(self) -> None:
-        """Check that versions may still come.
-
-        Raises:
-            WeightSyncError: The learner is gone, or refuses.
-            AttemptEnded: It belongs to a newer start of the run.
-        """
-        self._require_alive()
-
     def _meet_manifest(self, theirs: packing.Manifest) -> None:
-        if self._version >= 0:  # Its tensors are fixed for a run.
-            super()._meet_manifest(theirs)
-            return
-        with self._changed:
-            self._manifest, self._spare = theirs, None
-            self._complete = self._allocate()
+        self._adopt_manifest(theirs)
 
 
 def build_relayed_receiver(
@@ -281,8 +251,7 @@ def build_relayed_receiver(
     Raises:
         ConfigError: The endpoint cannot be used safely.
     """
-    placeholder = packing.build_manifest({"unknown": torch.zeros(1)})  # Until the learner says what it has.
-    return RelayedReceiver(endpoint, name, placeholder, security, deadline, identity)
+    return RelayedReceiver(endpoint, name, packing.UNKNOWN, security, deadline, identity)
 
 
 def build_pulled_receiver(

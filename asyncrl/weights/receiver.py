@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -24,13 +23,11 @@ from asyncrl.errors import WeightSyncError, first_line
 from asyncrl.observability import waits
 from asyncrl.weights import packing
 from asyncrl.weights.deadlines import ABORT_SECONDS, TransportSession
-from asyncrl.weights.folder_table import FolderTable, TableError, TableGone
 from asyncrl.weights.membership import IDLE_POLL_SECONDS, POLL_SECONDS, Membership, connect
-from asyncrl.weights.rendezvous_store import epoch_store
 from asyncrl.weights.swap_buffer import MAX_DAMAGED, BufferedReceiver
+from asyncrl.weights.table import Table, TableError, TableGone
 from asyncrl.weights.table_entries import LearnerProcess, VersionHeader
 from asyncrl.weights.transports.interface import Link, Transport, build_transport
-from asyncrl.weights.wake_up import WakeUpSocket
 
 TROUBLE_SECONDS = 1.0
 """Pause after which a table that could not be used is tried again."""
@@ -44,15 +41,15 @@ class BroadcastReceiver(BufferedReceiver):
     def __init__(
         self,
         transport: Transport,
-        table: FolderTable,
+        table: Table,
         learner: LearnerProcess,
         name: str,
         manifest: packing.Manifest,
         deadline: float,
     ) -> None:
-        super().__init__(name, str(table.folder), manifest, transport.device, deadline)
+        super().__init__(name, table.endpoint, manifest, transport.device, deadline)
         self._transport, self._table = transport, table
-        self._wake_up = WakeUpSocket(table.folder)
+        self._wake_up = table.open_wake_up()
         self._membership = Membership(table, learner, name, self._wake_up)
         self._session = TransportSession(deadline, self._given_up)
         self._epoch, self._k, self._damaged = 0, 0, 0
@@ -75,7 +72,7 @@ class BroadcastReceiver(BufferedReceiver):
             self._end()
         except TableGone as error:
             with self._changed:
-                self._lost_since = time.monotonic()
+                self._lost_since = error.since
                 self._state = f"the learner at {self._endpoint} is gone ({first_line(error)})"
                 self._changed.notify_all()
         except Exception as error:  # the thread's boundary: the next swap raises it
@@ -83,6 +80,7 @@ class BroadcastReceiver(BufferedReceiver):
         finally:
             self._session.drop()
             self._wake_up.close()
+            self._table.close()
 
     def _take_part(self) -> None:
         """Serve until the learner ends the channel, or close."""
@@ -117,12 +115,20 @@ class BroadcastReceiver(BufferedReceiver):
             if self._closing.wait(POLL_SECONDS) or self._membership.is_closed():
                 return False
         try:
-            packing.require_same(theirs, self._manifest, self._name)
+            self._meet_manifest(theirs)
         except WeightSyncError as error:
             self._membership.register(refused=str(error))
             raise
         self._state = "registered, waiting for a place in the weight group"
         return True
+
+    def _meet_manifest(self, theirs: packing.Manifest) -> None:
+        """Compare the learner's manifest with this receiver's.
+
+        Raises:
+            WeightSyncError: They differ.
+        """
+        packing.require_same(theirs, self._manifest, self._name)
 
     def _step(self) -> bool:
         """Look at the store once and do what it asks for. Returns whether it asked for anything."""
@@ -169,7 +175,7 @@ class BroadcastReceiver(BufferedReceiver):
         rank, size, epoch = self._membership.rank(offer), 1 + len(offer.members), self._epoch
 
         def form() -> Link:
-            store = epoch_store(self._table.folder, epoch, self._deadline)
+            store = self._table.epoch_store(epoch, self._deadline)
             return self._transport.connect_member(store, rank, size)
 
         with waits.waiting(waits.JOINING, self._deadline, f", epoch {epoch}"):

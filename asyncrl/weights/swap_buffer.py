@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -154,3 +155,45 @@ class BufferedReceiver:
         with self._changed:
             self._failure = error
             self._changed.notify_all()
+
+
+class HandsOn(BufferedReceiver):
+    """A receiver for other processes: it takes whatever tensors the learner has, and hands versions on."""
+
+    def hand_on(self, version: int, action: Callable[[Mapping[str, Tensor], int], object]) -> int:
+        """Call `action` with the newest complete version, when it is newer than `version`.
+
+        Args:
+            version: That was handed on last; -1: none.
+            action: Gets the tensors by name, which stay as they are until it returns, and their version.
+
+        Returns:
+            The version that was handed on last, now.
+        """
+        with self._changed:
+            if self._version > version:
+                action(self._complete.views, self._version)
+                version = self._version
+        return version
+
+    def require_alive(self) -> None:
+        """Check that versions may still come.
+
+        Raises:
+            WeightSyncError: The learner is gone, or refuses.
+            AttemptEnded: It belongs to a newer start of the run.
+        """
+        self._require_alive()
+
+    def _adopt_manifest(self, theirs: packing.Manifest) -> None:
+        """Take the learner's tensors; they are fixed for a run.
+
+        Raises:
+            WeightSyncError: They are not those of the version that is here.
+        """
+        if self._version >= 0:
+            packing.require_same(theirs, self._manifest, self._name)
+            return
+        with self._changed:
+            self._manifest, self._spare = theirs, None
+            self._complete = self._allocate()

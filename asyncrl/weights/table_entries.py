@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from asyncrl.observability import process_status
-from asyncrl.weights.folder_table import FolderTable
+from asyncrl.weights.table import Table
 from asyncrl.weights.wake_up import is_name
 
 MAX_MEMBERS: Final = 1024
@@ -77,7 +77,7 @@ class VersionHeader:
     checksum: int
 
 
-def read(table: FolderTable, key: str, raw: bytes, parse: Callable[[dict[str, Any]], T]) -> T | None:
+def read(table: Table, key: str, raw: bytes, parse: Callable[[dict[str, Any]], T]) -> T | None:
     """Read one JSON object of the table.
 
     Args:

@@ -1,4 +1,7 @@
-"""Wake a waiting process of this host with a datagram through a socket in a private folder."""
+"""Wake a waiting process: of this host with a datagram through a socket in a private folder.
+
+Processes of other hosts cannot be woken: they look again after a while.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,65 @@ import re
 import secrets
 import select
 import socket
+import threading
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 from asyncrl.errors import ConfigError
 from asyncrl.messaging.sockets import MAX_IPC_PATH
 
 _NAME: Final = re.compile(r"w-[0-9a-f]{8}")
 _EXAMPLE: Final = "w-01234567"
+
+
+class WakeUp(Protocol):
+    """What a thread waits on while it expects something. Any thread may wake others, or itself."""
+
+    name: str
+    """What others call it by."""
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until woken, at most `seconds`. Returns whether that happened since the last wait."""
+        ...
+
+    def wake(self, *names: str) -> None:
+        """Wake those that have these names, as far as they can be reached; '' is nobody's."""
+        ...
+
+    def wake_all(self, names: Iterable[str]) -> None:
+        """Wake each of these once."""
+        ...
+
+    def close(self) -> None:
+        """Free the name."""
+        ...
+
+
+class WakeUpEvent:
+    """Woken by threads of its own process alone. See `WakeUp`."""
+
+    def __init__(self) -> None:
+        self.name: str = _new_name()
+        self._woken = threading.Event()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until woken. See `WakeUp.wait`."""
+        woken = self._woken.wait(seconds)
+        self._woken.clear()
+        return woken
+
+    def wake(self, *names: str) -> None:
+        """Wake this process, when its name is among these."""
+        if self.name in names:
+            self._woken.set()
+
+    def wake_all(self, names: Iterable[str]) -> None:
+        """See `wake`."""
+        self.wake(*names)
+
+    def close(self) -> None:
+        """Do nothing: the name is free."""
 
 
 class WakeUpSocket:
@@ -34,7 +87,7 @@ class WakeUpSocket:
                 f"{MAX_IPC_PATH} bytes. Set TMPDIR to a shorter folder, for example /tmp."
             )
         self._folder = folder
-        self.name: str = f"w-{secrets.token_hex(4)}"
+        self.name: str = _new_name()
         """What others call it by."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
@@ -80,3 +133,7 @@ class WakeUpSocket:
 def is_name(name: object) -> bool:
     """Tell whether `name` is one that a socket may have: of this folder, and nothing else in it."""
     return isinstance(name, str) and _NAME.fullmatch(name) is not None
+
+
+def _new_name() -> str:
+    return f"w-{secrets.token_hex(4)}"

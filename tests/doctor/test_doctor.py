@@ -264,6 +264,63 @@ def test_a_placement_is_judged_as_training_would() -> None:
         assert words in finding.seen
 
 
+SEVERAL = "learner=0-1@0,actor=0-2@1,policy=0@2,world=1@2"
+
+
+@pytest.mark.parametrize(
+    ("number", "seen"),
+    [
+        (
+            0,
+            "host 0 of 3: rank 0 (learner) on cpu, rank 1 (learner) on cpu; "
+            "weights by gloo, between hosts by tcp",
+        ),
+        (
+            1,
+            "host 1 of 3: rank 2 (actor) on cpu, rank 3 (actor) on cpu, rank 4 (actor) on cpu; weights by ",
+        ),
+        (2, "host 2 of 3: rank 5 (policy) on cpu, rank 6 (world) on cpu; weights by gloo"),
+    ],
+)
+def test_of_several_hosts_a_placement_is_judged_for_this_one(number: int, seen: str) -> None:
+    config = TrainConfig(device="cpu", placement=SEVERAL)
+    finding = gpus.check_placement(Examination(config=config, host=number))
+    assert finding.verdict is Verdict.OK
+    assert finding.seen.startswith(seen)
+
+
+def test_of_several_hosts_only_what_this_one_lacks_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TrainConfig(placement=SEVERAL)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    shared = gpus.check_placement(Examination(config=config, host=1))
+    assert shared.verdict is Verdict.WARNING
+    assert "rank 2 (actor) on cuda:0" in shared.seen
+    assert shared.seen.endswith("3 ranks share 2 GPU(s).")
+    assert gpus.check_placement(Examination(config=config, host=2)).verdict is Verdict.OK
+    needs = [gpus.rank_needs(config, SIZES, gpus.placement_of(config), rank) for rank in range(2, 5)]
+    monkeypatch.setattr(gpus, "free_on", lambda name: 2**50)
+    memory = gpus.check_device_memory(Examination(config=config, host=1, sizes=SIZES))
+    assert memory is not None
+    assert f"cuda:0: {(needs[0] + needs[2]) / GIB:.2f} of" in memory.seen
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    learners = gpus.check_placement(Examination(config=config, host=0))
+    assert "names 2 learner ranks, but this host has 1 GPU(s)" in learners.seen
+    for setting, number, words in (
+        (config, 3, "--host is 3, but --placement learner=0-1@0"),
+        (TrainConfig(placement="learner=0,actor=0"), 1, "names 1 host(s), counted from 0"),
+        (TrainConfig(placement="learner=0@0,policy=1@0,world=0@1"), 0, "policy rank 1"),
+    ):
+        finding = gpus.check_placement(Examination(config=setting, host=number))
+        assert finding.verdict is Verdict.BROKEN
+        assert words in finding.seen
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    broadcast = WeightSettings(between_hosts="nccl")
+    no_gpu = gpus.check_placement(
+        Examination(config=TrainConfig(placement=SEVERAL, weights=broadcast), host=1)
+    )
+    assert "NCCL takes a GPU of each host" in no_gpu.seen
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a host without a GPU")
 def test_a_gpu_that_is_asked_for_and_not_there_is_broken() -> None:
     finding = gpus.check_placement(Examination(config=TrainConfig(device="cuda")))

@@ -230,7 +230,7 @@ def test_the_last_round_fits_all_true_episodes_of_the_run(
 def test_the_fitter_is_counted_where_it_is(monkeypatch, placement: str, device: Any, place: str) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     config = TrainConfig(placement=placement, pace=PaceSettings(every=2, device=device))
-    needs = gpus.fitter_needs(config, SIZES, gpus.placement_of(config))
+    needs = gpus.fitter_needs(config, SIZES, gpus.placement_of(config), range(2))
     assert needs is not None
     assert (needs.place, needs.phase, needs.nbytes) == (place, "refitting the world", 7 * GIB)
 

@@ -62,7 +62,7 @@ def test_one_of_a_host_fetches_and_all_its_actors_get_every_bit(
 ) -> None:
     publisher, info = learner
     config = TrainConfig(weights=WeightSettings(timeout=20.0))
-    weights = HostWeights(config, info, "node-2", "actor-1")
+    weights = HostWeights(config, info, HOSTS, 1)
     where = wait_for_endpoint(info, PATIENCE, lambda: False)
     assert where == weights.endpoint
     private = Path(where).parent

@@ -16,10 +16,10 @@ import pytest
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from asyncrl.config.algorithm import LearnerSettings
-from asyncrl.config.run import ReplaySettings, TrainConfig
+from asyncrl.config.run import ReplaySettings, TrainConfig, WeightSettings
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.launch import endpoints, host_facts, networks, rendezvous
-from asyncrl.launch.host_facts import HostFacts, check_agree, check_devices
+from asyncrl.launch.host_facts import HostFacts, check_agree, check_broadcasts, check_devices
 from asyncrl.launch.hosts import Hosts
 from asyncrl.launch.meeting import Stopped, meet
 from asyncrl.launch.placement import check_pairs, check_sizes, copies_of, parse_placement, ranks_named
@@ -351,6 +351,41 @@ def test_a_port_that_another_host_cannot_reach_is_named_with_the_flag(
         assert "cannot reach 127.0.0.1:" in str(error)
         assert "where the replay of" in str(error)
         assert "(--replay.listen): No route to host. Set --replay.listen to an address" in str(error)
+
+
+@pytest.mark.timeout(120)
+def test_hosts_that_broadcast_weights_try_each_other_and_need_what_the_backend_needs(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = WeightSettings(between_hosts="gloo")
+    job.config = replace(job.config, weights=weights)
+    with_addresses = endpoints.with_addresses
+    monkeypatch.setattr(
+        endpoints,
+        "with_addresses",
+        lambda config, hosts: replace(with_addresses(config, hosts), broadcasts=(0, 1)),
+    )
+    tried: list[tuple[str, int]] = []
+
+    def unreachable(address: str, port: int) -> str:
+        tried.append((address, port))
+        return "No route to host" if len(tried) > 3 else ""  # Replay, weights, another learner's host.
+
+    monkeypatch.setattr(networks, "why_unreachable", unreachable)
+    for error in job.meet():
+        assert isinstance(error, ConfigError)
+        assert "where the broadcast of weights, with gloo, of" in str(error)
+        assert "(--weights.between-hosts): No route to host. Use --weights.between-hosts tcp, or" in str(
+            error
+        )
+    check_broadcasts([facts("a", 0, gpus=1), facts("b", 2, gpus=1)], (0, 1), "nccl")
+    with pytest.raises(ConfigError, match=r"--weights\.between-hosts is nccl, .* but b has none"):
+        check_broadcasts([facts("a", 0, gpus=1), facts("b", 2)], (0, 1), "nccl")
+    check_broadcasts([facts("a", 0), facts("b", 2, missing_interface="GLOO_SOCKET_IFNAME=ib0")], (0,), "gloo")
+    with pytest.raises(ConfigError, match="b has no network interface that GLOO_SOCKET_IFNAME=ib0 names"):
+        check_broadcasts(
+            [facts("a", 0), facts("b", 2, missing_interface="GLOO_SOCKET_IFNAME=ib0")], (0, 1), "gloo"
+        )
 
 
 @pytest.mark.timeout(120)

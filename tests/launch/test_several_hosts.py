@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -97,122 +98,101 @@ class Job:
 
 
 @pytest.mark.timeout(500)
-def test_actors_of_another_host_train_die_come_back_and_the_run_goes_on_with_other_hosts(
+def test_actors_of_another_host_train_and_one_that_dies_while_its_host_is_cut_off_comes_back(
     flags: list[str], tmp_path: Path, two: SeveralHosts
 ) -> None:
-    job = Job(tmp_path, two, [*flags, "--updates", "100000", "--checkpoint-every", "4"])
-    job.reach(2)
-    keys = job.run / "keys"
-    hint = next(line for line in job.programs[0].said().splitlines() if "asyncrl actor --join" in line)
-    endpoint = hint.partition("--join ")[2].split()[0]
-    assert endpoint.startswith(f"tcp://{address(1)}:")
-    command = [
-        *two.on(2),
-        *ACTOR,
-        "--join",
-        endpoint,
-        "--keys",
-        str(keys),
-        "--key",
-        "joined",
-        "--name",
-        "far",
-    ]
-    joined = Program(tmp_path, "joined", [*command, "--device", "cpu"])
-    joined.until("far: joined")
+    job = Job(tmp_path, two, [*flags, "--updates", "100000"])
+    job.reach(1)
+    joined = join(job, "far")
+    job.until(partial(groups_of, job.run, "actor-1"), "actor-1 imagines")
+    begun = len(rows(job.run))
+    two.connect(2, up=False)
     first = job.pid("actor-1", "hosts/1")
     os.kill(first, signal.SIGKILL)
-    job.until(lambda: job.pid("actor-1", "hosts/1") not in (0, first), "the actor came back")
-    job.reach(len(rows(job.run)) + 12)
-    assert groups_of(job.run, "actor-1")
-    assert groups_of(job.run, "far")
-    assert not any("secret" in path.name for path in (job.run / "logs").iterdir())
-    os.kill(job.pid("learner-0", ""), signal.SIGTERM)  # As stop_ranks of the Slurm scripts does.
-    said = job.ends()
-    assert "far joined" in said
-    assert "the run is over" in joined.ends()
-    reached = len(rows(job.run))
-    alone = Job(tmp_path, two, ["--resume", *flags, "--updates", str(reached + 3)], count=1)
-    assert f"goes on from version {reached}" in alone.ends()
-    again = Job(tmp_path, two, ["--resume", *flags, "--updates", str(reached + 6)])
-    assert f"goes on from version {reached + 3}" in again.ends()
-    assert [row["step"] for row in rows(job.run)] == list(range(1, reached + 7))
-    job.counts()
-
-
-@pytest.mark.timeout(500)
-def test_a_host_that_is_cut_off_for_a_while_goes_on_and_one_that_is_lost_is_missed(
-    flags: list[str], tmp_path: Path, two: SeveralHosts
-) -> None:
-    placement = ["--placement", "learner=0@0,actor=0@0,0-1@1", "--updates", "100000"]
-    placement += ["--algorithm.groups-per-update", "3", "--replay.max-gigabytes", "8"]
-    job = Job(tmp_path, two, [*flags, *placement], ranks=(1, 2))
-    for actor in ("actor-0", "actor-1", "actor-2"):
-        job.until(partial(groups_of, job.run, actor), f"{actor} imagines")
-    assert "node-2 joined (1 joined actor now)" in job.programs[0].said(), "one of two fetches the weights"
-    job.reach(1)
-    begun = len(rows(job.run))
-    for actor in ("actor-1", "actor-2"):
-        newer = partial(has_groups_since, job.run, actor, begun)
-        job.until(newer, f"newer weights reach {actor}")
-    two.connect(2, up=False)
     time.sleep(CUT)  # The time that it lasts is what is tried here.
     two.connect(2, up=True)
-    newer = partial(has_groups_since, job.run, "actor-1", len(rows(job.run)))
-    job.until(newer, "the host that was cut off goes on")
-    two.kill(2)
-    job.programs[1].process.wait(PATIENCE)
-    missed = "node-2 was not heard of for 5 s"
-    job.until(lambda: job.programs[0].said().count(missed) == 2, "it is missed, as while it was cut off")
-    job.reach(len(rows(job.run)) + 6)
-    os.kill(job.pid("learner-0", ""), signal.SIGTERM)
-    job.until(lambda: "newest checkpoint" in job.programs[0].said(), "the run ends in order")
-    job.until(lambda: not job.pid("learner-0", ""), "rank 0 ends")
-    # torchrun itself waits for the lost host for another 300 s, and hears no SIGTERM meanwhile.
-    job.programs[0].process.kill()
-    job.programs[0].process.wait(PATIENCE)
-    assert left_over(tmp_path) == []
+    job.until(lambda: job.pid("actor-1", "hosts/1") not in (0, first), "the actor came back")
+    for actor in ("actor-1", "far"):
+        job.until(partial(has_groups_since, job.run, actor, begun), f"newer weights reach {actor}")
+    assert not any("secret" in path.name for path in (job.run / "logs").iterdir())
+    os.kill(job.pid("learner-0", ""), signal.SIGTERM)  # As ask_ranks of the Slurm scripts does.
+    assert "far joined" in job.ends()
+    assert "the run is over" in joined.ends()
     job.counts()
 
 
 @pytest.mark.timeout(500)
-def test_learners_of_two_hosts_learn_together_and_go_on_as_one_and_as_three(
+def test_weights_are_broadcast_between_hosts_of_which_one_is_cut_off_for_a_while_and_one_is_lost(
     flags: list[str], tmp_path: Path
 ) -> None:
-    arguments = [*flags, *TWO_LEARNERS]
+    placement = ["--placement", "learner=0@0,actor=0@0,0-1@1,0@2", "--weights.between-hosts", "gloo"]
+    placement += ["--algorithm.groups-per-update", "3", "--replay.max-gigabytes", "8"]
     with SeveralHosts(3) as three:
-        job = Job(tmp_path, three, [*arguments, "--updates", "3", "--learner.shard", "host"])
-        assert "2 learners + 2 actors" in job.ends()
-        alone = Job(tmp_path, three, ["--resume", *arguments, "--updates", "4"], count=1)
-        assert "goes on from version 3" in alone.ends()
-        more = ["--resume", *arguments, "--updates", "7", "--algorithm.groups-per-update", "3"]
-        more += ["--learner.shard", "all"]
-        assert "3 learners + 3 actors" in Job(tmp_path, three, more, count=3).ends()
-    assert [row["step"] for row in rows(job.run)] == list(range(1, 8))
+        arguments = [*flags, *placement, "--updates", "100000"]
+        job = Job(tmp_path, three, arguments, count=3, ranks=(1, 2, 1))
+
+        def newer(*actors: str) -> None:
+            """Wait until these actors imagine with weights of an update that is yet to come."""
+            begun = len(rows(job.run))
+            for actor in actors:
+                job.until(partial(has_groups_since, job.run, actor, begun), f"newer weights reach {actor}")
+
+        job.reach(1)
+        newer("actor-0", "actor-1", "actor-2", "actor-3")
+        said = job.programs[0].said()
+        assert sorted(re.findall(r"node-[0-9] joined", said)) == ["node-2 joined", "node-3 joined"]
+        three.connect(2, up=False)
+        cut_at = time.monotonic()
+        newer("actor-0", "actor-3")
+        assert time.monotonic() - cut_at < CUT, "a host that is cut off holds the others up for its silence"
+        assert "node-2 was left behind" in job.programs[0].said()
+        time.sleep(
+            max(0.0, CUT - (time.monotonic() - cut_at))
+        )  # The time that it lasts is what is tried here.
+        three.connect(2, up=True)
+        newer("actor-1", "actor-2")
+        three.kill(3)
+        job.programs[2].process.wait(PATIENCE)
+        newer("actor-0", "actor-1")
+        assert "node-3 was left behind" in job.programs[0].said()
+        assert rows(job.run)[-1]["weights/hosts"] == 1
+        assert rows(job.run)[-1].get("weights/pulled_bytes", 0) == 0, "nobody fetches"
+        ends_without_lost_host(job)
     job.counts()
 
 
 @pytest.mark.timeout(500)
-def test_a_learner_that_dies_starts_all_hosts_again_and_one_whose_host_is_lost_is_gone_on_without(
-    flags: list[str], tmp_path: Path, two: SeveralHosts
+def test_learners_of_two_hosts_start_again_when_one_dies_go_on_without_a_lost_host_and_then_as_three(
+    flags: list[str], tmp_path: Path
 ) -> None:
     arguments = [*flags, *TWO_LEARNERS, "--updates", "100000", "--checkpoint-every", "2"]
-    job = Job(tmp_path, two, arguments, max_restarts="3", nnodes="1:2", rdzv_conf="last_call_timeout=10")
     again = "torchrun started the ranks again"
-    job.reach(4)
-    os.kill(job.pid("learner-1", "hosts/1"), signal.SIGKILL)
-    job.until(lambda: job.programs[0].said().count("2 learners + 2 actors") == 2, "both hosts start again")
-    job.reach(len(rows(job.run)) + 3)
-    two.kill(2)
-    job.programs[1].process.wait(PATIENCE)
-    job.until(lambda: "1 learner + 1 actor" in job.programs[0].said(), "the first host starts again, alone")
-    assert again in job.programs[0].said()
-    job.reach(len(rows(job.run)) + 3)
-    os.kill(job.pid("learner-0", ""), signal.SIGTERM)
-    del job.programs[1]
-    job.ends()
-    steps = [row["step"] for row in rows(job.run)]
-    assert steps == list(range(1, len(steps) + 1))
+    with SeveralHosts(3) as three:
+        first = [*arguments, "--learner.shard", "host"]
+        job = Job(tmp_path, three, first, max_restarts="3", nnodes="1:2", rdzv_conf="last_call_timeout=10")
+        job.reach(3)
+        os.kill(job.pid("learner-1", "hosts/1"), signal.SIGKILL)
+        job.until(
+            lambda: job.programs[0].said().count("2 learners + 2 actors") == 2, "both hosts start again"
+        )
+        job.reach(len(rows(job.run)) + 2)
+        three.kill(2)
+        job.programs[1].process.wait(PATIENCE)
+        job.until(
+            lambda: "1 learner + 1 actor" in job.programs[0].said(), "the first host starts again, alone"
+        )
+        assert again in job.programs[0].said()
+        job.reach(len(rows(job.run)) + 2)
+        os.kill(job.pid("learner-0", ""), signal.SIGTERM)
+        del job.programs[1]
+        job.ends()
+        reached = len(rows(job.run))
+        more = ["--resume", *flags, *TWO_LEARNERS, "--updates", str(reached + 2), "--learner.shard", "all"]
+        more += ["--algorithm.groups-per-update", "3"]
+        said = Job(tmp_path, three, more, count=3).ends()
+        assert "3 learners + 3 actors" in said
+        assert f"goes on from version {reached}" in said
+    assert [row["step"] for row in rows(job.run)] == list(range(1, reached + 3))
     job.counts()
 
 
@@ -251,6 +231,29 @@ def test_hosts_that_cannot_work_together_say_why_in_one_sentence_before_anything
     assert not (tmp_path / "run").exists()
     assert time.monotonic() - began < 120
     assert left_over(tmp_path) == []
+
+
+def join(job: Job, name: str) -> Program:
+    """Start an actor on the second host as the first one's console says."""
+    hint = next(line for line in job.programs[0].said().splitlines() if "asyncrl actor --join" in line)
+    endpoint = hint.partition("--join ")[2].split()[0]
+    assert endpoint.startswith(f"tcp://{address(1)}:")
+    options = {"join": endpoint, "keys": job.run / "keys", "key": "joined", "name": name, "device": "cpu"}
+    command = [text for flag, value in options.items() for text in (f"--{flag}", str(value))]
+    joined = Program(job.tmp_path, "joined", [*job.hosts.on(2), *ACTOR, *command])
+    joined.until(f"{name}: joined")
+    return joined
+
+
+def ends_without_lost_host(job: Job) -> None:
+    """Stop the run: it ends in order, but torchrun waits for the lost host and hears no SIGTERM."""
+    os.kill(job.pid("learner-0", ""), signal.SIGTERM)
+    job.until(lambda: "newest checkpoint" in job.programs[0].said(), "the run ends in order")
+    job.until(lambda: not job.pid("learner-0", ""), "rank 0 ends")
+    for program in job.programs:
+        program.process.kill()
+        program.process.wait(PATIENCE)
+    assert left_over(job.tmp_path) == []
 
 
 def groups_of(run: Path, actor: str) -> list[GroupFile]:

@@ -8,15 +8,14 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import get_args_parser
 
-from asyncrl.commands.actor import main as actor_main
-from asyncrl.commands.keys import main as keys_main
-from asyncrl.config.run import TrainConfig
 from support import ROOT
 from support.whole_runs import PATIENCE
 
 SCRIPTS = ROOT / "torchrun_scripts"
 BATCH = ("slurm_train.sbatch", "slurm_nodes.sbatch")
+NODES = [f"node-{number}" for number in (1, 2, 3)]
 PAGE = ROOT / "docs" / "cluster.md"
 # One write a line: srun and torchrun note at the same time.
 NOTE = 'printf -v line " <%s>" "$@"; printf "%s\\n" "${0##*/}$line" >> "$CALLS"\n'
@@ -31,9 +30,20 @@ wait $!
 FAKES = {
     "torchrun": NOTE + TORCHRUN,
     "scontrol": NOTE + '[[ $1 == show ]] && printf "%s\\n" node-1 node-2 node-3; exit 0',
-    "srun": NOTE,
-    "asyncrl": NOTE,
-    "hostname": 'echo "10.0.0.5 fe80::1"',
+    # On every node the command that follows srun's own flags; USR1 is handed on, TERM ends the step.
+    "srun": NOTE
+    + """
+while [[ $1 != bash ]]; do shift; done
+for number in 1 2 3; do SLURMD_NODENAME=node-$number "$@" & tasks+=($!); done
+trap 'kill -USR1 "${tasks[@]}"' USR1
+trap 'kill -KILL "${tasks[@]}"; exit 143' TERM
+code=0
+for task in "${tasks[@]}"; do
+    while kill -0 "$task" 2> /dev/null; do wait "$task" && last=0 || last=$?; done
+    ((last)) && code=$last
+done
+exit "$code"
+""",
 }
 
 
@@ -54,6 +64,7 @@ def job(tmp_path):
         "SLURM_GPUS_ON_NODE": "4",
         "SLURM_CPUS_PER_TASK": "16",
         "SLURM_JOB_NODELIST": "node-[1-3]",
+        "SLURM_NNODES": "3",
         "HOME": str(tmp_path),
     }
 
@@ -66,9 +77,9 @@ def calls(job):
         return []
 
 
-def until(job, line, process):
+def until(job, line, process, times=1):
     deadline = time.monotonic() + PATIENCE
-    while line not in calls(job):
+    while calls(job).count(line) < times:
         assert process.poll() is None, calls(job)
         assert time.monotonic() < deadline, calls(job)
         time.sleep(0.02)
@@ -86,45 +97,43 @@ def run(job, script, *arguments, **more):
     return done, [line for line in calls(job) if line.startswith("torchrun <")]
 
 
-@pytest.mark.parametrize("script", BATCH)
-def test_torchrun_gets_one_rank_for_each_gpu_and_the_arguments(job, tmp_path, script):
-    done, (started,) = run(job, script, "configs/a b.toml", "--run-dir", str(tmp_path / "a"), "--seed", "3")
+def test_torchrun_gets_one_rank_for_each_gpu_and_the_arguments(job, tmp_path):
+    arguments = ("configs/a b.toml", "--run-dir", str(tmp_path / "a"), "--seed", "3")
+    done, (started,) = run(job, "slurm_train.sbatch", *arguments)
     assert done.returncode == 0, done.stderr
     begin = "torchrun <--standalone> <--local-addr> <127.0.0.1> <--nproc-per-node> <4> <--max-restarts> <0>"
-    begin += f" <{SCRIPTS}/train.sh>"
-    assert started.startswith(f"{begin} <configs/a b.toml> <--run-dir> <{tmp_path / 'a'}> <--seed> <3>")
-    assert "--resume" not in started
+    assert started == f"{begin} <{SCRIPTS}/train.sh>" + "".join(f" <{text}>" for text in arguments)
 
 
-def test_the_other_nodes_join_with_keys_at_the_first_ones_address(job, tmp_path):
-    _, (started,) = run(job, "slurm_nodes.sbatch", "--run-dir", str(tmp_path / "a"))
-    keys = tmp_path / ".asyncrl" / "slurm-keys"
-    assert started.endswith(f"<--replay.listen> <tcp://10.0.0.5:5555> <--replay.keys> <{keys}>")
-    made = f"asyncrl <keys> <{keys}> <--clients> <learner> <actor-0> <actor-1> <actor-2> <actor-3> <far>"
-    assert made in calls(job)
-    (joined,) = [line for line in calls(job) if line.startswith("srun ")]
-    assert "<--nodes=2>" in joined
-    assert "<-x> <node-1>" in joined
-    assert "<--no-kill>" in joined  # A step without it ends with each of its nodes.
-    assert "<--cpus-per-task=16>" in joined  # srun does not take it over from sbatch.
+def test_every_node_starts_torchrun_of_one_job_with_the_arguments(job, tmp_path):
+    arguments = ("configs/a b.toml", "--run-dir", str(tmp_path / "a"), "--seed", "3")
+    done, started = run(job, "slurm_nodes.sbatch", *arguments)
+    assert done.returncode == 0, done.stderr
+    begin = "torchrun <--nnodes> <3> <--nproc-per-node> <4> <--rdzv-backend> <c10d>"
+    begin += " <--rdzv-endpoint> <node-1:29500> <--rdzv-id> <4711-0> <--local-addr> <{}> <--max-restarts> <0>"
+    rest = f" <{SCRIPTS}/train.sh>" + "".join(f" <{text}>" for text in arguments)
+    assert sorted(started) == [begin.format(node) + rest for node in NODES]
+    (step,) = [line for line in calls(job) if line.startswith("srun ")]
+    for flag in (
+        "--nodes=3",
+        "--ntasks-per-node=1",
+        "--no-kill",
+        "--kill-on-bad-exit=0",
+        "--cpus-per-task=16",
+    ):
+        assert (
+            f"<{flag}>" in step
+        )  # srun takes none of them over from sbatch, and ends with each of its nodes.
 
 
-@pytest.mark.parametrize(("visible", "used"), [("4,7", ["4", "7"]), ("", ["0", "1", "2", "3"])])
-def test_actors_take_the_gpus_that_slurm_gave_the_job_on_their_node(job, tmp_path, visible, used):
-    """A node may be shared, and its first GPUs another job's."""
-    programs = Path(job["PATH"].partition(":")[0])
-    node = f'while [[ $1 != bash ]]; do shift; done; CUDA_VISIBLE_DEVICES={visible} exec "$@"'
-    (programs / "srun").write_text(f"#!/usr/bin/env bash\n{node}\n")
-    where = 'echo "$CUDA_VISIBLE_DEVICES ${@: -1}" >> "$CALLS"'
-    (programs / "asyncrl").write_text(f"#!/usr/bin/env bash\n[[ $1 != actor ]] || {where}\n")
-    (programs / "hostname").write_text("#!/usr/bin/env bash\necho node-2\n")
-    run(job, "slurm_nodes.sbatch", "--run-dir", str(tmp_path / "a"), ASYNCRL_ADDRESS="10.0.0.5")
-    expected = {f"{device} node-2-{number}" for number, device in enumerate(used)}
-    deadline = time.monotonic() + PATIENCE
-    while not expected <= set(calls(job)):
-        assert time.monotonic() < deadline, calls(job)
-        time.sleep(0.02)
-    assert sum("node-2-" in line for line in calls(job)) == len(used)
+@pytest.mark.parametrize(("visible", "ranks"), [("4,7", "2"), ("", "4")])
+def test_a_node_has_as_many_ranks_as_slurm_gave_the_job_gpus_there(job, tmp_path, visible, ranks):
+    """A node may be shared, and some of its GPUs another job's."""
+    more = {"CUDA_VISIBLE_DEVICES": visible, "ASYNCRL_PORT": "4000", "SLURM_RESTART_COUNT": "2"}
+    _, started = run(job, "slurm_nodes.sbatch", "--run-dir", str(tmp_path / "a"), **more)
+    assert len(started) == 3
+    assert all(f"<--nproc-per-node> <{ranks}>" in line for line in started)
+    assert all("<--rdzv-endpoint> <node-1:4000> <--rdzv-id> <4711-2>" in line for line in started)
 
 
 @pytest.mark.parametrize("script", BATCH)
@@ -140,8 +149,9 @@ def test_a_job_without_a_run_folder_is_refused(job, script):
 def test_a_job_that_slurm_starts_again_goes_on_from_its_checkpoint(job, tmp_path, script, form):
     folder = tmp_path / "a"
     (folder / "checkpoints" / "update_000005").mkdir(parents=True)
-    _, (started,) = run(job, script, *form.format(folder).split(), SLURM_RESTART_COUNT="1")
-    assert started.endswith(" <--resume>")
+    _, started = run(job, script, *form.format(folder).split(), SLURM_RESTART_COUNT="1")
+    assert started
+    assert all(line.endswith(" <--resume>") for line in started)
 
 
 def test_a_job_that_slurm_starts_again_before_a_checkpoint_begins_in_an_empty_folder(job, tmp_path):
@@ -166,21 +176,21 @@ def test_a_run_that_fails_fails_the_job_and_does_not_go_back_into_the_queue(job,
     assert [line for line in calls(job) if "requeue" in line] == []
 
 
-@pytest.mark.parametrize("script", BATCH)
+@pytest.mark.parametrize(("script", "nodes"), [(BATCH[0], 1), (BATCH[1], 3)])
 @pytest.mark.parametrize(("number", "requeued"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
 def test_a_signal_asks_the_ranks_to_save_and_usr1_puts_the_job_back_into_the_queue(
-    job, tmp_path, script, number, requeued
+    job, tmp_path, script, nodes, number, requeued
 ):
     process = subprocess.Popen(["bash", SCRIPTS / script, "--run-dir", str(tmp_path / "a")], env=job)
-    until(job, "ready", process)
+    until(job, "ready", process, nodes)
     process.send_signal(number)
     assert process.wait(PATIENCE) == 0
-    assert "the rank was asked" in calls(job)
+    assert calls(job).count("the rank was asked") == nodes
     assert "torchrun was asked" not in calls(job)  # It would give the ranks 30 s.
     assert [line for line in calls(job) if "requeue" in line] == ["scontrol <requeue> <4711>"] * requeued
 
 
-@pytest.mark.parametrize("name", [*BATCH, "slurm_common.sh"])
+@pytest.mark.parametrize("name", [*BATCH, "slurm_node.sh", "slurm_common.sh"])
 def test_the_slurm_scripts_are_valid_shell(name):
     subprocess.run(["bash", "-n", str(SCRIPTS / name)], check=True, timeout=20)
 
@@ -205,44 +215,14 @@ def test_the_page_says_what_the_scripts_ask_for(script):
     for name, value in directives(script).items():
         if name in ("--requeue", "--no-kill", "--signal", "--open-mode", "--time"):
             assert f"`{name}{f'={value}' if value else ''}`" in page
-    for variable in ("ASYNCRL_KEYS", "ASYNCRL_ADDRESS", "ASYNCRL_PORT"):
-        assert f"`{variable}`" in page
-        assert variable in (SCRIPTS / "slurm_nodes.sbatch").read_text()
+    assert "`ASYNCRL_PORT`" in page
+    assert "ASYNCRL_PORT" in (SCRIPTS / "slurm_nodes.sbatch").read_text()
 
 
-def flags_of(config, prefix=""):
-    for name, value in vars(config).items():
-        flag = prefix + name.replace("_", "-")
-        yield from flags_of(value, f"{flag}.") if hasattr(value, "__dataclass_fields__") else [f"--{flag}"]
-
-
-def help_of(main, capsys):
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    return set(re.findall(r"--[a-z][\w.-]*", capsys.readouterr().out))
-
-
-def test_the_flags_that_the_scripts_pass_exist(capsys):
-    known = {
-        "train": set(flags_of(TrainConfig())),
-        "asyncrl actor": help_of(actor_main, capsys),
-        "asyncrl keys": help_of(keys_main, capsys),
-    }
-    known["train"] |= {
-        "--standalone",
-        "--local-addr",
-        "--nproc-per-node",
-        "--max-restarts",
-    }  # Of torchrun itself.
-    for script in BATCH:
+def test_the_flags_that_the_scripts_pass_to_torchrun_exist():
+    known = {text for action in get_args_parser()._actions for text in action.option_strings}
+    for script in ("slurm_train.sbatch", "slurm_node.sh"):
         text = re.sub(r"\\\n\s*", " ", (SCRIPTS / script).read_text())
-        for line in text.splitlines():
-            if line.startswith("#"):
-                continue
-            for command in ("asyncrl actor", "asyncrl keys"):
-                if command in line:
-                    passed = set(re.findall(r"(?<=\s)--[a-z][\w.-]*", line.partition(command)[2]))
-                    assert passed
-                    assert passed <= known[command], script
-            if "run_in_job torchrun" in line:
-                assert set(re.findall(r"(?<=\s)--[a-z][\w.-]*", line)) <= known["train"], script
+        passed = re.findall(r"(?<=\s)--[a-z][\w.-]*", " " + text.partition("ask_ranks torchrun ")[2])
+        assert len(passed) > 3
+        assert set(passed) <= known, script

@@ -95,6 +95,6 @@ def test_a_child_process_that_imports_the_script_again_starts_nothing():
     subprocess.run([sys.executable, "-c", program], check=True, timeout=20)
 
 
-@pytest.mark.parametrize("name", ["slurm_train.sbatch", "slurm_nodes.sbatch"])
+@pytest.mark.parametrize("name", ["slurm_train.sbatch", "slurm_nodes.sbatch", "slurm_node.sh"])
 def test_the_slurm_templates_are_valid_shell(name):
     subprocess.run(["bash", "-n", str(SCRIPTS / name)], check=True, timeout=20)

@@ -1,7 +1,8 @@
-"""Broadcast weights between CPU buffers, over loopback sockets."""
+"""Broadcast weights between CPU buffers, over sockets: of the loopback device, or of one between hosts."""
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, Self
@@ -10,18 +11,25 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-from asyncrl.weights.packing import Buffers, as_bytes
-from asyncrl.weights.transports.interface import BufferPair, Link, broadcast_options
+from asyncrl.weights.packing import Buffers
+from asyncrl.weights.transports.interface import BufferPair, Link, broadcast_options, pieces_of
 
 
 class GlooTransport:
     """Broadcasts between CPU buffers."""
 
-    def __init__(self, deadline: float) -> None:
+    def __init__(self, deadline: float, address: str = "127.0.0.1") -> None:
+        """Listen on an address of this host, and on no other: gloo would take that of the host's name.
+
+        Args:
+            deadline: Seconds after which a broadcast that makes no progress has failed.
+            address: IPv4 address. Unless it is the loopback device's, GLOO_SOCKET_IFNAME goes first.
+        """
         self.device = torch.device("cpu")
         self._deadline = deadline
-        # Bound to the loopback device: gloo would otherwise listen on the address of the host's name.
-        self._gloo_device = dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+        interface = "" if address == "127.0.0.1" else os.environ.get("GLOO_SOCKET_IFNAME", "")
+        where = {"interface": interface} if interface else {"hostname": address}
+        self._gloo_device = dist.ProcessGroupGloo.create_device(**where)
 
     @classmethod
     def build(cls, device: torch.device, deadline: float) -> Self:
@@ -53,6 +61,8 @@ class _GlooLink:
     def __init__(self, group: Any, buffers: BufferPair) -> None:
         self._group: Any = group
         self._buffers = buffers
+        self.moved = 0
+        """See `CountsPieces`."""
 
     def send(self, buffer_index: int) -> None:
         self._broadcast(self._buffers[buffer_index])
@@ -65,5 +75,6 @@ class _GlooLink:
 
     def _broadcast(self, buffers: Buffers) -> None:
         group = self._group  # kept until the broadcast ends: the group's destructor waits for it
-        for buffer in buffers:
-            group.broadcast([as_bytes(buffer)], broadcast_options()).wait()
+        for piece in pieces_of(buffers):
+            group.broadcast([piece], broadcast_options()).wait()
+            self.moved += 1

@@ -1,6 +1,6 @@
 """Declare what carries one version from the learner's buffers into an actor's, with one link per epoch.
 
-    gloo       a broadcast between CPU buffers over loopback sockets
+    gloo       a broadcast between CPU buffers over sockets: of the loopback device, or between hosts
     shared_memory  actors copy out of the learner's CPU buffers, which they mapped
     nccl       a broadcast between GPUs, one rank per GPU
     cuda_ipc   actors copy out of the learner's buffers, which they mapped: learner and actor share one GPU
@@ -11,8 +11,9 @@ A link need not notice a dead peer: `deadlines` gives every action a deadline, a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Final, Protocol, Self, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -20,8 +21,10 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from asyncrl.errors import ConfigError
 from asyncrl.registry import resolve
-from asyncrl.weights.packing import Buffers, Manifest
+from asyncrl.weights.packing import Buffers, Manifest, as_bytes
 
+PIECE: Final = 64 << 20
+"""Bytes that are broadcast at a time: a deadline counts from the last piece."""
 BufferPair = tuple[Buffers, Buffers]
 """The learner's two buffer sets, by buffer index: one is sent while the other is packed."""
 
@@ -56,6 +59,14 @@ class Link(Protocol):
     def abort(self) -> None:
         """End the link from any thread; what blocks in it is freed at once, or (gloo) at its timeout."""
         ...
+
+
+@runtime_checkable
+class CountsPieces(Protocol):
+    """A link that carries a version in pieces, and so shows that a slow network is no dead peer."""
+
+    moved: int
+    """Pieces that were carried over this link so far."""
 
 
 class Transport(Protocol):
@@ -151,3 +162,13 @@ def broadcast_options() -> Any:
     options.rootRank = 0
     options.rootTensor = 0
     return options
+
+
+def pieces_of(buffers: Buffers) -> Iterator[torch.Tensor]:
+    """Divide buffers into what is broadcast at a time, the same on both sides.
+
+    Yields:
+        ``[n]`` uint8 of the buffers' memory, ``n`` at most `PIECE`.
+    """
+    for buffer in buffers:
+        yield from as_bytes(buffer).split(PIECE)

@@ -14,12 +14,13 @@ import torch.distributed as dist
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from asyncrl.errors import WeightSyncError
-from asyncrl.weights.packing import Buffers, as_bytes
+from asyncrl.weights.packing import Buffers
 from asyncrl.weights.transports.interface import (
     BufferPair,
     Link,
     broadcast_options,
     high_priority_stream,
+    pieces_of,
     require_gpu,
 )
 
@@ -67,6 +68,8 @@ class _NcclLink:
     def __init__(self, group: Any, stream: torch.cuda.Stream, buffers: BufferPair) -> None:
         self._group, self._stream, self._buffers = group, stream, buffers
         self._aborted = threading.Event()
+        self.moved = 0
+        """See `CountsPieces`."""
 
     def send(self, buffer_index: int) -> None:
         self._broadcast(self._buffers[buffer_index])
@@ -81,12 +84,13 @@ class _NcclLink:
     def _broadcast(self, buffers: Buffers) -> None:
         # A thread starts on the default stream, where it would wait for all that the models have queued.
         with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
-            works = [self._group.broadcast([as_bytes(b)], broadcast_options()) for b in buffers]
-            while not all(work.is_completed() for work in works):
-                if self._aborted.wait(0.0005):
-                    raise WeightSyncError("the NCCL link was aborted.")
+            works = [self._group.broadcast([piece], broadcast_options()) for piece in pieces_of(buffers)]
             for work in works:
+                while not work.is_completed():
+                    if self._aborted.wait(0.0005):
+                        raise WeightSyncError("the NCCL link was aborted.")
                 work.wait()  # orders this stream after NCCL's, does not block
+                self.moved += 1
 
 
 @contextmanager
