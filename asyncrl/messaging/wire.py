@@ -73,6 +73,7 @@ KINDS: Final[dict[str, dict[str, type]]] = {
     },
     "acquire": {"turn": int, "groups": int},
     "grant": {"turn": int, "number": int, "min_version": int, "keep_video": bool},
+    "given_up": {"turn": int},
     "episode": {},
     "failed": {
         "report": str,
@@ -103,6 +104,7 @@ KINDS: Final[dict[str, dict[str, type]]] = {
 }
 """Every kind of message with its fields. `package` is the sender's version of asyncrl, `secret` and `attempt`
 are those of `RunIdentity`. `ended` tells a peer of an earlier start of the run which one there is now.
+`given_up` answers a question for a group that was answered before, with a group that is not open any more.
 A batch is chosen with one `chosen` for each of its groups; each group that is asked for by `fetch` comes as
 `size` messages `batch`, one for each episode, or is `lost`.
 A report of a group that `failed` is answered, like an episode, by a receipt with its id.

@@ -69,8 +69,8 @@ class ZmqActorPort:
         self._next_grant = 0
         """Number of this actor's request that is answered next: each group is a request of its own."""
         self._asked_until, self._asked_at, self._asked_server_id = 0, -float("inf"), ""
-        self._grants: dict[int, GroupGrant] = {}
-        """Request number -> its answer, as long as nobody took it."""
+        self._grants: dict[int, GroupGrant | None] = {}
+        """Request number -> its answer, as long as nobody took it; None: its group was given up."""
         self._quarantined: set[str] = set()
 
     @property
@@ -90,15 +90,22 @@ class ZmqActorPort:
             self._exchange(0)
             if self.stopped:
                 raise RunStopped("the learner ended the run.")
-            found = []
-            while (grant := self._grants.pop(self._next_grant, None)) is not None:
-                found.append(grant)
-                self._next_grant += 1
+            found = self._take_grants()
             self._ask(groups - len(found))
             left = deadline - time.monotonic()
             if found or left <= 0:
                 return found
             self._exchange(left)
+
+    def _take_grants(self) -> list[GroupGrant]:
+        """Take the answers to the next requests, as far as they are there."""
+        found = []
+        while self._next_grant in self._grants:
+            grant = self._grants.pop(self._next_grant)
+            self._next_grant += 1
+            if grant is not None:
+                found.append(grant)
+        return found
 
     def push(self, episode: Episode) -> None:
         """See `ActorPort.push`."""
@@ -186,6 +193,8 @@ class ZmqActorPort:
                     min_version=message["min_version"],
                     keep_video=message["keep_video"],
                 )
+            elif message.kind == "given_up" and message["turn"] >= self._next_grant:
+                self._grants.setdefault(message["turn"], None)
         self._outbox.send_due()
 
     def _ask(self, groups: int) -> None:

@@ -215,7 +215,7 @@ class Limiter(GroupTable):
             return receipt("duplicate")
         sender = episode.actor if actor is None else actor
         other_grant = group.actor != sender or episode.oldest_version < group.grant.min_version
-        if group.granted_before and other_grant:
+        if group.granted_before and (other_grant or present is not None):
             return receipt("dropped_outdated", "its group was given up, and granted again since")
         if not self.owns(number, actor):
             return receipt("dropped_invalid", f"group {number} was granted to another actor", "grant")

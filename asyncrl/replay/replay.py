@@ -183,6 +183,17 @@ class Replay:
         state.commit(event)
         return state.limiter.open[event.number].grant
 
+    def was_given_up(self, actor: str, request_number: int) -> bool:
+        """Whether a request was answered with a group that is not open any more.
+
+        Its actor may know that answer or not, so it gets no other one: it would go on with the first one, and
+        nobody would imagine the group of the second.
+        """
+        answered = self.state.session.answered.get(actor, -1)
+        if not 0 <= request_number <= answered:
+            return False
+        return self.state.limiter.granted(actor, request_number) is None
+
     def admit(self, episode: Episode, actor: str | None = None) -> Receipt:
         """Take an episode. When it decides about its siblings, their receipts follow by `take_receipts`.
 

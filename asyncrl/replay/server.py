@@ -261,11 +261,14 @@ class ReplayServer:
             return False
         if not self.peers.tell_quarantined(peer):
             return False  # Its queue is full: it hears the names before its next grant.
-        grant = self.replay.grant(self.peers.actors[peer], requests[0])
-        if grant is None:
+        name = self.peers.actors[peer]
+        if self.replay.was_given_up(name, requests[0]):
+            self.sender.send(peer, "given_up", turn=requests.popleft())
+        elif (grant := self.replay.grant(name, requests[0])) is not None:
+            about = {"number": grant.number, "min_version": grant.min_version, "keep_video": grant.keep_video}
+            self.sender.send(peer, "grant", turn=requests.popleft(), **about)
+        else:
             return False
-        about = {"number": grant.number, "min_version": grant.min_version, "keep_video": grant.keep_video}
-        self.sender.send(peer, "grant", turn=requests.popleft(), **about)
         if not requests:
             del self._acquires[peer]
         return True

@@ -40,6 +40,8 @@ class Session:
     """Groups of the answer."""
     actors: dict[str, str] = field(default_factory=dict)
     """Every actor seen -> its session."""
+    answered: dict[str, int] = field(default_factory=dict)
+    """Actor -> its newest request of this session that was answered with a group."""
 
 
 class ReplayState:
@@ -87,8 +89,10 @@ class ReplayState:
                 session.learner, session.request, session.batch = event.session, "", []
             case ActorStarted():
                 session.actors[event.actor] = event.session
+                session.answered.pop(event.actor, None)
             case Granted():
                 session.actors.setdefault(event.actor, "")
+                session.answered[event.actor] = event.request_number
                 limiter.note_grant(event)
             case Used():
                 if event.version > limiter.version:

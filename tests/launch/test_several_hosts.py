@@ -101,7 +101,8 @@ class Job:
 def test_actors_of_another_host_train_and_one_that_dies_while_its_host_is_cut_off_comes_back(
     flags: list[str], tmp_path: Path, two: SeveralHosts
 ) -> None:
-    job = Job(tmp_path, two, [*flags, "--updates", "100000"])
+    placement = ["--placement", "learner=0@0,actor=0-1@1"]
+    job = Job(tmp_path, two, [*flags, *placement, "--updates", "100000"], ranks=(1, 2))
     job.reach(1)
     joined = join(job, "far")
     job.until(partial(groups_of, job.run, "actor-1"), "actor-1 imagines")
@@ -112,7 +113,7 @@ def test_actors_of_another_host_train_and_one_that_dies_while_its_host_is_cut_of
     time.sleep(CUT)  # The time that it lasts is what is tried here.
     two.connect(2, up=True)
     job.until(lambda: job.pid("actor-1", "hosts/1") not in (0, first), "the actor came back")
-    for actor in ("actor-1", "far"):
+    for actor in ("actor-1", "actor-2", "far"):
         job.until(partial(has_groups_since, job.run, actor, begun), f"newer weights reach {actor}")
     assert not any("secret" in path.name for path in (job.run / "logs").iterdir())
     os.kill(job.pid("learner-0", ""), signal.SIGTERM)  # As ask_ranks of the Slurm scripts does.

@@ -79,6 +79,20 @@ def test_groups_are_used_in_the_order_of_their_grants() -> None:
     assert limiter.pick(2) == [0, 1]
 
 
+def test_a_member_of_an_earlier_grant_stays_when_its_actor_imagines_it_again(tmp_path: Path) -> None:
+    """An actor that was given the same group again had sent some of it before."""
+    replay = make_replay(tmp_path, make_limiter(max_lag=0))
+    assert replay.grant("a") is not None
+    replay.lifecycle.drop(0, "dropped_deadline")
+    assert replay.grant("a") is not None
+    assert replay.admit(make_episode(0, 0, versions=(0,), actor="a", episode_id="a" * 32)).status == "held"
+    again = replay.admit(make_episode(0, 0, versions=(0,), actor="a", episode_id="b" * 32))
+    assert again.status == "dropped_outdated"
+    assert 0 in replay.state.limiter.open, "nothing is wrong with it"
+    assert replay.admit(make_episode(0, 1, versions=(0,), actor="a", episode_id="c" * 32)).status == "stored"
+    replay.close()
+
+
 def test_an_episode_of_a_grant_that_was_given_up_does_not_disturb_the_next_one(tmp_path: Path) -> None:
     replay = make_replay(tmp_path, make_limiter(max_lag=0))
     assert replay.grant("slow") is not None

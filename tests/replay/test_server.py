@@ -261,6 +261,46 @@ def test_a_lost_grant_is_repeated_although_others_wait_for_credit(
     assert (socket.grants(b"a"), socket.grants(b"b")) == ([], [0])
 
 
+def test_a_request_is_answered_with_one_group_although_that_was_given_up(
+    scripted: tuple[ReplayServer, ScriptedSocket, Clock],
+) -> None:
+    """As by a host that was cut off: the answer to its question is still on its way to it."""
+    service, socket, clock = scripted
+    socket.say(b"a", "acquire", turn=0, groups=1)
+    service.serve_once(0)
+    for _ in range(5):
+        clock.now += 7.0  # In all 35 s; the deadline is 30 s.
+        service.serve_once(0)
+    socket.say(b"a", "ping")
+    socket.say(b"a", "acquire", turn=0, groups=1)
+    service.serve_once(0)
+    assert socket.grants(b"a") == [0], "it may go on with this answer, and would leave a second one alone"
+    assert [message["turn"] for to, message in socket.sent if message.kind == "given_up"] == [0]
+    socket.say(b"a", "acquire", turn=1, groups=1)
+    service.serve_once(0)
+    assert socket.grants(b"a") == [0, 0]
+    assert service.replay.state.limiter.open[0].request_number == 1
+
+
+def test_an_actor_passes_over_requests_whose_groups_were_given_up(endpoint: str) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    replay, actor = bind_router(context, endpoint), ZmqActorPort(endpoint, "actor-0")
+    answer(replay, actor, "hello", reply="welcome", boot="b", known=True)
+    assert actor.acquire_groups(1, 0.2) == []
+    grant = {"min_version": 0, "keep_video": False}
+    answer(replay, actor, "acquire", reply="grant", turn=0, number=7, **grant)
+    assert acquire(actor).number == 7
+    assert actor.acquire_groups(1, 0.0) == []
+    asked = answer(replay, actor, "acquire", reply="given_up", turn=1)
+    assert asked["turn"] == 1
+    assert actor.acquire_groups(1, 0.2) == []
+    asked = answer(replay, actor, "acquire", reply="grant", turn=2, number=7, **grant)
+    assert asked["turn"] == 2, "it asks for the next one at once"
+    assert acquire(actor).number == 7
+    actor.close(1.0)
+    context.destroy(linger=0)
+
+
 def test_requests_without_credit_are_not_tried_in_every_pass(
     scripted: tuple[ReplayServer, ScriptedSocket, Clock], monkeypatch: pytest.MonkeyPatch
 ) -> None:
