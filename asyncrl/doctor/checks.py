@@ -49,7 +49,7 @@ CHECKS: Final = (
     Check(name="keys", where="network:check_keys"),
     Check(name="devices", where="gpus:check_devices"),
     Check(name="placement", where="gpus:check_placement"),
-    Check(name="compiler cache", where="gpus:check_compiler_cache"),
+    Check(name="compile cache", where="gpus:check_compiler_cache"),
     Check(name="shipped files", where="models:check_shipped_files"),
     Check(name="models", where="models:check_models", deadline=600.0),
     Check(name="device memory", where="gpus:check_device_memory"),

@@ -134,7 +134,7 @@ def check_compiler_cache(examination: Examination) -> Finding | None:
     held = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     found = f"{held / GIB:.2f} GiB" if held else "empty, so the first start compiles all"
     chosen = f" ({INDUCTOR})" if own else ""
-    return ok("compiler cache", f"{folder}{chosen}: {found}. It may be deleted between runs")
+    return ok("compile cache", f"{folder}{chosen}: {found}. It may be deleted between runs")
 
 
 def devices_of(config: TrainConfig, placement: Placement, here: range) -> dict[int, torch.device]:
