@@ -158,6 +158,7 @@ def test_the_cost_of_evaluating_is_the_ratio_of_readings_of_one_round(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_the_cost_of_evaluating_is_read_from_whole_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")

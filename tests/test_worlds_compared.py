@@ -62,6 +62,7 @@ def rows_of(printed: str) -> list[list[str]]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.render
 @pytest.mark.timeout(240)
 def test_the_worlds_are_compared_and_what_is_missing_is_made_again(

@@ -47,6 +47,11 @@ OUTCOMES = [
 is left with a single one: passes of one decision are graphs of their own."""
 
 
+TWO_STEPS = pytest.param(
+    {"minibatches": 2, "checkpointed": True}, marks=pytest.mark.long, id="two, checkpointed"
+)
+
+
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
@@ -101,7 +106,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # which the compiler reads
-@pytest.mark.parametrize("changes", [{}, {"minibatches": 2, "checkpointed": True}], ids=["one step", "two"])
+@pytest.mark.parametrize("changes", [pytest.param({}, id="one step"), TWO_STEPS])
 def test_no_update_compiles_anything_afterwards_and_learns_the_same(
     changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,6 +127,8 @@ def test_no_update_compiles_anything_afterwards_and_learns_the_same(
 
 
 @pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.timeout(900)  # With an empty cache it is minutes.
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 @pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")  # of torch's own modules
 def test_what_the_true_compiler_makes_learns_the_same_with_and_without() -> None:

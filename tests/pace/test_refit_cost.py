@@ -21,6 +21,7 @@ CHOSEN = {"pace.episodes", "pace.every"}
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.render
 @pytest.mark.multiprocess
 @pytest.mark.timeout(300)

@@ -45,7 +45,7 @@ def recordings(tmp_path_factory: pytest.TempPathFactory) -> Recordings:
     return load_recordings([folder])
 
 
-SLOW = pytest.param("evac", marks=pytest.mark.slow)
+SLOW = pytest.param("evac", marks=[pytest.mark.slow, pytest.mark.long])
 """It alone draws pictures of 256 pixels."""
 
 

@@ -32,6 +32,7 @@ def test_two_learner_ranks_publish_to_an_actor_and_every_stage_is_timed() -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.timeout(180)
 def test_worlds_are_published_to_actors_and_held_against_a_copy(tmp_path) -> None:
