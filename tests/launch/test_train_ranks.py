@@ -170,7 +170,8 @@ def test_policy_and_world_of_an_actor_are_on_two_ranks_and_wait_in_host_memory(
     found = rows(run)
     assert [row["step"] for row in found] == [1, 2, 3, 4]
     assert {row[r.LAG_MAX.name] for row in found} == {0}
-    assert found[-1][s.LEARNER_OFFLOADED.name] > 1e6
+    # A later batch may come sooner than what pays for offloading.
+    assert max(row[s.LEARNER_OFFLOADED.name] for row in found) > 1e6
     assert found[-1][s.ACTOR_MEMORY.name] > 1e6
     assert sorted(path.name for path in (run / "logs").iterdir()) == [
         "actor-1.log",
