@@ -19,6 +19,7 @@ from asyncrl.replay_tools.episodes import read_rows, replay_folder
 from support import ROOT
 from support.chaos_run import marked_pids
 from support.several_hosts import SeveralHosts, address, no_namespaces
+from support.slurm import AWAIT_TASKS
 from support.tiny_models import write_models
 from support.whole_runs import PATIENCE, Program, left_over, rows
 
@@ -44,13 +45,8 @@ while [[ $1 != bash ]]; do shift; done
 SLURMD_NODENAME=node-1 SLURM_NODEID=0 "$@" & tasks=($!)
 SLURMD_NODENAME=node-2 SLURM_NODEID=1 $TO_OTHER_NODE "$@" & tasks+=($!)
 trap 'kill -USR1 "${tasks[@]}"' USR1
-code=0
-for task in "${tasks[@]}"; do
-    while kill -0 "$task" 2> /dev/null; do wait "$task" && last=0 || last=$?; done
-    ((last)) && code=$last
-done
-exit "$code"
-""",
+"""
+    + AWAIT_TASKS,
 }
 Values = dict[tuple[str, str], float]
 """(name of a metric without asyncrl_, name of the process or empty) -> value."""

@@ -11,6 +11,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from support import ROOT
+from support.slurm import AWAIT_TASKS
 from support.whole_runs import PATIENCE
 
 SCRIPTS = ROOT / "torchrun_scripts"
@@ -37,13 +38,8 @@ while [[ $1 != bash ]]; do shift; done
 for number in 1 2 3; do SLURMD_NODENAME=node-$number "$@" & tasks+=($!); done
 trap 'kill -USR1 "${tasks[@]}"' USR1
 trap 'kill -KILL "${tasks[@]}"; exit 143' TERM
-code=0
-for task in "${tasks[@]}"; do
-    while kill -0 "$task" 2> /dev/null; do wait "$task" && last=0 || last=$?; done
-    ((last)) && code=$last
-done
-exit "$code"
-""",
+"""
+    + AWAIT_TASKS,
 }
 
 
