@@ -23,8 +23,8 @@ from support.slurm import AWAIT_TASKS
 from support.tiny_models import write_models
 from support.whole_runs import PATIENCE, Program, left_over, rows
 
-UPDATES = 30
-"""Enough that the run is still going on when it is told that its time is nearly over."""
+UPDATES = 40
+"""Enough that the run is still going on when it is told that its time is nearly over, and when seen again."""
 JOB = "4711"
 MONITOR = f"{address(1)}:9400"
 READ = """
@@ -202,7 +202,7 @@ def first_start(job: Job) -> int:
 def last_start(job: Job, reached: int) -> None:
     """Start it as Slurm does with a job from the queue, to its end."""
     batch = job.start(1)
-    job.until(lambda values: values["run_update", ""] > reached, batch)
+    job.until(lambda values: values.get(("run_update", ""), 0) >= reached, batch)
     said = batch.ends()
     assert "Traceback" not in said
     assert [row["step"] for row in rows(job.run)] == list(range(1, UPDATES + 1))

@@ -59,6 +59,7 @@ class SeveralHosts:
         self._holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._network, *self._pids = self._answer()
         assert len(self._pids) == count, "the namespaces could not be made"
+        self._programs: list[Program] = []
 
     def on(self, number: int) -> list[str]:
         """Put before a command, runs it on host `number`, counted from 1."""
@@ -103,7 +104,8 @@ class SeveralHosts:
         command = [*self.on(number), *start, str(ENTRY), *arguments]
         (tmp_path / "gate").write_text("1000000000")  # Nobody holds the learner up.
         notes = {"CHAOS_NOTES": str(tmp_path / "notes.jsonl")}
-        return Program(tmp_path, name or f"node-{number}", command, more=notes | more)
+        self._programs.append(Program(tmp_path, name or f"node-{number}", command, more=notes | more))
+        return self._programs[-1]
 
     def command(self, number: int, command: list[str]) -> None:
         """Run a short command on a host, as its root."""
@@ -134,6 +136,8 @@ class SeveralHosts:
     ) -> None:
         for number in range(1, 1 + len(self._pids)):
             self.kill(number)  # What a test that failed left behind.
+        for program in self._programs:
+            program.process.wait(PATIENCE)
         assert self._holder.stdin is not None
         self._holder.stdin.close()  # Ends its `read`.
         self._holder.wait(PATIENCE)
