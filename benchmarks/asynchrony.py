@@ -1,7 +1,10 @@
-"""What asynchrony gains: steps per hour of the same job on the same GPUs, asynchronous and synchronous.
+r"""What asynchrony gains: steps per hour of the same job on the same GPUs, asynchronous and synchronous.
 
     python benchmarks/asynchrony.py --gpus 0 --flags="--policy models/p --world models/w --lora.rank 32"
-    python benchmarks/asynchrony.py --gpus 0,1,2,3 --placement learner=0-1,actor=2-3 --flags="..."
+    python benchmarks/asynchrony.py --gpus 0,1,2,3 --placement learner=0-1,actor=2-3 \
+        --full models/random --compile
+    python benchmarks/asynchrony.py --gpus 0,1,2,3 --placement hybrid --full models/random --compile \
+        --flags="--lora.rank 0" --modes asynchronous --updates 10             all weights trained
 
 Three runs of `torchrun_scripts/train.sh` with the same flags, one after the other:
 
@@ -9,8 +12,10 @@ Three runs of `torchrun_scripts/train.sh` with the same flags, one after the oth
     synchronous    the actors wait for every update; the learner alone is its time per update in this run
     asynchronous   as a user runs it
 
-A step is one action of one episode. The first updates, which compile and fill the pipeline, do not count.
-Both sides' idle shares are those of the run: the learner waits for a batch, the actors for credit or weights.
+A step is one action of one episode, for which the world draws a frame. The first updates, which compile and
+fill the pipeline, do not count. Both sides' idle shares are those of the run: the learner waits for a batch,
+the actors for credit or weights. A run whose stored frames do not change from decision to decision has
+imagined nothing, and is refused: its numbers would say nothing.
 """
 
 from __future__ import annotations
@@ -28,14 +33,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+import numpy as np
 import torch
 import tyro
+from full_size import run_flags
 from measuring import commit, heading, table
 
 from asyncrl.errors import RunError
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics import Metric
+from asyncrl.replay_tools.episodes import LIGHT, replay_folder
+from asyncrl.replay_tools.episodes import read_rows as read_episodes
 
 ROOT = Path(__file__).resolve().parents[1]
 SIGNAL = ["--algorithm.entropy-coef", "1e-6"]
@@ -50,8 +59,12 @@ class Settings:
 
     gpus: str
     """CUDA_VISIBLE_DEVICES of the runs; one rank each. Empty: one rank on the CPU."""
-    flags: str
-    """Flags of `asyncrl train` for all runs: models, batch, slots."""
+    full: str = ""
+    """Folder of a policy and a world of full size with random weights; written where they are not there."""
+    compile: bool = False
+    """Compile learner and actors."""
+    flags: str = ""
+    """Flags of `asyncrl train` for all runs, behind those of --full: models, batch, slots."""
     placement: str = "auto"
     ranks: int = 0
     """Ranks of torchrun; 0: one for each GPU."""
@@ -78,6 +91,9 @@ class Outcome:
     learner_waiting: float
     actors_waiting: float
     mfu: float
+    publish_seconds: float
+    """Of a version of the weights, until all actors hold it."""
+    published_bytes: float
     memory: dict[str, float]
     """Peak bytes by role."""
     rows: int
@@ -110,7 +126,10 @@ def train(
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
         *(["--no-python", *before_rank] if before_rank else []),
-        *(str(ROOT / "torchrun_scripts" / "train.sh"), *shlex.split(settings.flags)),
+        *(
+            str(ROOT / "torchrun_scripts" / "train.sh"),
+            *run_flags(settings.full, settings.flags, compile=settings.compile),
+        ),
         *("--placement", settings.placement, "--updates", "100000", "--run-dir", str(run_dir)),
         *("--checkpoint-every", "100000"),
         *([] if mode == "actors alone" else SIGNAL),
@@ -151,6 +170,8 @@ def train(
         raise RunError(
             f"The run '{mode}' ended with code {code} after {len(rows)} updates; nothing to compare."
         )
+    if not imagines(run_dir):
+        raise RunError(f"The run '{mode}' stored only frames that do not change: it imagined nothing.")
     group_size = json.loads((run_dir / "config.json").read_text())["algorithm"]["group_size"]
     return outcome(mode, rows[settings.skip :], group_size, seconds)
 
@@ -159,6 +180,12 @@ def read_rows(run_dir: Path) -> list[dict[str, float]]:
     """The readings of every update."""
     file = run_dir / "metrics.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+
+
+def imagines(run_dir: Path) -> bool:
+    """Tell whether some stored decision saw another frame than the one before it in its episode."""
+    stored = read_episodes(replay_folder(run_dir), (*LIGHT, "frames"))
+    return any(np.ptp(row.episode.frames, axis=0).any() for row in stored)
 
 
 def outcome(mode: str, rows: list[dict[str, float]], group_size: int, seconds: float) -> Outcome:
@@ -177,6 +204,8 @@ def outcome(mode: str, rows: list[dict[str, float]], group_size: int, seconds: f
         learner_waiting=statistics.mean(row[s.LEARNER_WAITING.name] for row in rows),
         actors_waiting=statistics.mean(row[s.ACTORS_WAITING.name] for row in rows),
         mfu=middle(s.MFU),
+        publish_seconds=middle(s.WEIGHTS_SECONDS),
+        published_bytes=middle(s.WEIGHTS_BYTES),
         memory={metric.name: rows[-1][metric.name] for metric in MEMORY if metric.name in rows[-1]},
         rows=len(rows),
         seconds=seconds,
@@ -208,10 +237,21 @@ def main() -> None:
     for mode in settings.modes:
         found[mode] = train(settings, mode, out)
         print(f"  {found[mode]}", flush=True)
-    titles = ["", "steps/h", "s/update", "learner waits", "actors wait", "MFU", "updates"]
+    titles = [
+        "",
+        "steps/h",
+        "frames/s",
+        "s/update",
+        "learner waits",
+        "actors wait",
+        "MFU",
+        "publish",
+        "updates",
+    ]
     rows = [
-        [o.mode, f"{o.steps_per_hour:,.0f}", f"{o.update_seconds:.2f}", f"{o.learner_waiting:.1%}",
-         f"{o.actors_waiting:.1%}", f"{o.mfu:.1%}", o.rows]
+        [o.mode, f"{o.steps_per_hour:,.0f}", f"{o.steps_per_hour / 3600:.0f}", f"{o.update_seconds:.2f}",
+         f"{o.learner_waiting:.1%}", f"{o.actors_waiting:.1%}", f"{o.mfu:.1%}",
+         f"{o.published_bytes / 1e9:.3g} GB in {1e3 * o.publish_seconds:.0f} ms", o.rows]
         for o in found.values()
     ]  # fmt: skip
     print("\n" + table(titles, rows) + "\n\n" + verdict(found))

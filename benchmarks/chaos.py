@@ -2,18 +2,17 @@
 
     python benchmarks/chaos.py --runs 4 --kills 60 --at-once 4
     python benchmarks/chaos.py --runs 1 --kills 6 --roles actor-1 actor-2 --flags="CONFIG --policy P ..."
-
+    python benchmarks/chaos.py --runs 1 --kills 20 --ranks 4 --roles actor-1 actor-2 --full models/random
     python benchmarks/chaos.py --runs 2 --kills 100 --takeover --roles actor-1 actor-2 replay
 
-Each run is a real one under torchrun: a learner, two actors and the replay, with random tiny models on the
-CPU, or with what `--flags` name. `tests/support/chaos_run.py` says how they are hit and what is checked. The
+Each run is a real one under torchrun: a learner, actors and the replay, with random tiny models on the CPU,
+or with what `--flags` name. `tests/support/chaos_run.py` says how they are hit and what is checked. The
 table has one row per role and activity that was interrupted.
 """
 
 from __future__ import annotations
 
 import os
-import shlex
 import statistics
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
+from full_size import run_flags
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -68,6 +68,8 @@ class Settings:
     """Of each run."""
     at_once: int = 2
     """Processes that are hit in one moment."""
+    ranks: int = 3
+    """One learns, the others imagine."""
     parallel: int = 1
     """Runs at the same time; each wants four cores."""
     seed: int = 0
@@ -76,8 +78,11 @@ class Settings:
     takeover: bool = False
     """All the time a second run tries to get the folder (`--resume`) and the address of the first. Leave out
     learner and ranks then: a run whose learner is dead may be taken over."""
+    full: str = ""
+    """Folder of a policy and a world of full size with random weights, in place of tiny models on the CPU;
+    written where they are not there."""
     flags: str = ""
-    """Flags of `asyncrl train`, in place of tiny models on the CPU."""
+    """Flags of `asyncrl train`, behind those of --full, or in place of tiny models on the CPU."""
     deadline: float = 1500.0
 
 
@@ -99,10 +104,12 @@ def run(settings: Settings, number: int) -> Report:
             updates=settings.updates,
             at_once=settings.at_once,
             seed=settings.seed + number,
+            ranks=settings.ranks,
             roles=settings.roles,
             deadline=settings.deadline,
         )
-        flags = shlex.split(settings.flags) or write_models(folder / "models")
+        named = run_flags(settings.full, settings.flags, compile=False)
+        flags = named or write_models(folder / "models")
         if settings.takeover:
             flags += ["--replay.listen", f"tcp://127.0.0.1:{free_port()}"]
         variables = environment(folder)

@@ -5,6 +5,7 @@ Small batches, so that an update takes seconds; sizes and precision of models ar
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,19 @@ def full_size_flags(folder: Path) -> list[str]:
     if not (world / "dataset").is_dir():
         _call("published_world.py", str(world), "--only", "write")
     return [str(RECIPE), "--policy", str(policy), "--world", str(world), *BATCH]
+
+
+def run_flags(full: str, flags: str, *, compile: bool) -> list[str]:
+    """Return the flags of a benchmark's runs; later ones win.
+
+    Args:
+        full: Folder of models for `full_size_flags`; empty: `flags` name theirs.
+        flags: Further ones, as on a command line.
+        compile: Learner and actors are.
+    """
+    models = full_size_flags(Path(full)) if full else []
+    fast = ["--imagination.compile", "--learner.compile"] if compile else []
+    return [*models, *fast, *shlex.split(flags)]
 
 
 def _call(script: str, *arguments: str) -> None:

@@ -37,7 +37,7 @@ import asynchrony
 import torch
 import tyro
 from asynchrony import Outcome, train
-from full_size import full_size_flags
+from full_size import run_flags
 from measuring import commit, heading, table
 
 from asyncrl.errors import ConfigError
@@ -194,9 +194,7 @@ def main() -> None:
         raise SystemExit("There is no GPU to share: torch sees no CUDA device.")
     print(heading(torch.device("cuda")), flush=True)
     out = Path(settings.out or tempfile.mkdtemp(prefix="one-gpu-"))
-    models = full_size_flags(Path(settings.full)) if settings.full else []
-    fast = ["--imagination.compile", "--learner.compile"] if settings.compile else []
-    flags = shlex.join([*models, *fast, *shlex.split(settings.flags)])
+    flags = shlex.join(run_flags(settings.full, settings.flags, compile=settings.compile))
     found: dict[str, list[Outcome]] = {}
     for number in range(settings.rounds):
         folder = out / f"round-{number}"

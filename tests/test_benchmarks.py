@@ -20,7 +20,9 @@ from asyncrl.fitting.loading import load_recordings
 from asyncrl.launch.policies import build_learning_policy
 from asyncrl.records import problem_with
 from support import ROOT
+from support.episodes import make_episode
 from support.recorded import recorded_spec, write_recorded
+from support.replay import grant_group, make_limiter, make_replay
 
 SMALLEST = {
     "learner_speed": ["--tiny", "--device", "cpu", "--rows", "2", "--lora", "4"],
@@ -235,3 +237,19 @@ def test_key_frames_are_compared_on_the_actions_that_follow_them(
     row = benchmark.row_of(2, np.array([True, False]), drawn, whole)
     assert (row.wrong.successes, row.wrong_from_start.successes) == (0, 1)
     assert (row.psnr, row.psnr_from_start) == ((25.0, 40.0), (15.0, 30.0))
+
+
+@pytest.mark.parametrize("change", [0, 1])
+def test_a_run_whose_frames_never_change_imagined_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, change: int
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    benchmark = import_module("asynchrony")
+    replay = make_replay(tmp_path / "replay", make_limiter(group_size=2, max_lag=3))
+    assert grant_group(replay.state.limiter, "actor-0") is not None
+    for member in range(2):
+        episode = make_episode(0, member, group_size=2, versions=(0, 0))
+        frames = np.full_like(episode.frames, 7)
+        frames[1, 0, 0, 0] += change * member
+        assert replay.admit(replace(episode, frames=frames)).status in ("held", "stored")
+    assert benchmark.imagines(tmp_path) is bool(change)
