@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -27,6 +28,7 @@ pytestmark = [
     pytest.mark.multiprocess,
     pytest.mark.skipif(bool(no_namespaces()), reason=no_namespaces()),
 ]
+T = TypeVar("T")
 CUT = 20.0
 """Seconds that a host is cut off."""
 TWO_LEARNERS = ("--placement", "collocated", "--algorithm.groups-per-update", "2")
@@ -77,16 +79,23 @@ class Job:
     def reach(self, updates: int) -> None:
         reach(self.run, updates, self.programs[0].process, PATIENCE)
 
-    def until(self, true: Callable[[], object], what: str) -> None:
+    def until(self, true: Callable[[], T], what: str) -> T:
+        """Wait until something is true, and return it."""
         deadline = time.monotonic() + PATIENCE
-        while not true():
+        while not (found := true()):
             assert time.monotonic() < deadline, f"{what}: {self.programs[0].said()}"
             time.sleep(0.1)
+        return found
 
     def pid(self, role: str, host: str) -> int:
         """Of a living process of a host's folder of the run; 0: none lives."""
         found = process_status.read(self.run / host)
         return next((one.pid for one in found if one.role == role and one.alive), 0)
+
+    def signal(self, role: str, host: str, number: int) -> int:
+        """Signal such a process, once it lives; returns its id."""
+        os.kill(pid := self.until(lambda: self.pid(role, host), f"{role} lives"), number)
+        return pid
 
     def counts(self) -> Report:
         """Episodes that were lost, learned from twice or too old: there are none."""
@@ -108,15 +117,14 @@ def test_actors_of_another_host_train_and_one_that_dies_while_its_host_is_cut_of
     job.until(partial(groups_of, job.run, "actor-1"), "actor-1 imagines")
     begun = len(rows(job.run))
     two.connect(2, up=False)
-    first = job.pid("actor-1", "hosts/1")
-    os.kill(first, signal.SIGKILL)
+    first = job.signal("actor-1", "hosts/1", signal.SIGKILL)
     time.sleep(CUT)  # The time that it lasts is what is tried here.
     two.connect(2, up=True)
     job.until(lambda: job.pid("actor-1", "hosts/1") not in (0, first), "the actor came back")
     for actor in ("actor-1", "actor-2", "far"):
         job.until(partial(has_groups_since, job.run, actor, begun), f"newer weights reach {actor}")
     assert not any("secret" in path.name for path in (job.run / "logs").iterdir())
-    os.kill(job.pid("learner-0", ""), signal.SIGTERM)  # As ask_ranks of the Slurm scripts does.
+    job.signal("learner-0", "", signal.SIGTERM)  # As ask_ranks of the Slurm scripts does.
     assert "far joined" in job.ends()
     assert "the run is over" in joined.ends()
     job.counts()
@@ -171,7 +179,7 @@ def test_learners_of_two_hosts_start_again_when_one_dies_go_on_without_a_lost_ho
         first = [*arguments, "--learner.shard", "host"]
         job = Job(tmp_path, three, first, max_restarts="3", nnodes="1:2", rdzv_conf="last_call_timeout=10")
         job.reach(3)
-        os.kill(job.pid("learner-1", "hosts/1"), signal.SIGKILL)
+        job.signal("learner-1", "hosts/1", signal.SIGKILL)
         job.until(
             lambda: job.programs[0].said().count("2 learners + 2 actors") == 2, "both hosts start again"
         )
@@ -183,7 +191,7 @@ def test_learners_of_two_hosts_start_again_when_one_dies_go_on_without_a_lost_ho
         )
         assert again in job.programs[0].said()
         job.reach(len(rows(job.run)) + 2)
-        os.kill(job.pid("learner-0", ""), signal.SIGTERM)
+        job.signal("learner-0", "", signal.SIGTERM)
         del job.programs[1]
         job.ends()
         reached = len(rows(job.run))
@@ -247,7 +255,7 @@ def join(job: Job, name: str) -> Program:
 
 def ends_without_lost_host(job: Job) -> None:
     """Stop the run: it ends in order, but torchrun waits for the lost host and hears no SIGTERM."""
-    os.kill(job.pid("learner-0", ""), signal.SIGTERM)
+    job.signal("learner-0", "", signal.SIGTERM)
     job.until(lambda: "newest checkpoint" in job.programs[0].said(), "the run ends in order")
     job.until(lambda: not job.pid("learner-0", ""), "rank 0 ends")
     for program in job.programs:
