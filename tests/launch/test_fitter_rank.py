@@ -246,7 +246,8 @@ class Running:
             time.sleep(0.1)
 
     def killed(self, role: str) -> int:
-        os.kill(pid := self.pid(role), signal.SIGKILL)
+        assert (pid := self.pid(role)), f"no {role} lives"
+        os.kill(pid, signal.SIGKILL)
         return pid
 
     def ends(self, code: int = 0) -> str:
