@@ -4,15 +4,13 @@ numpy pickles arrays of objects, and unpickling runs whatever the file asks for.
 a small machine follows the pickle's instructions itself. It imports nothing and calls nothing of numpy or
 Python on the file's behalf; the seven names that numpy writes into such files select one of its own
 functions, and any other name or instruction ends the reading. What comes out are numbers, strings, lists,
-tuples, dicts and numeric arrays. This is the only place where bytes of a pickle are read, besides PyTorch's
-own reader of weights (``torch.load`` with ``weights_only=True``).
+tuples, dicts and numeric arrays.
 """
 
 from __future__ import annotations
 
 import io
 import math
-import pickletools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,22 +21,12 @@ import numpy as np
 
 from asyncrl.errors import AssetError
 from asyncrl.storage.regular_files import read_bytes
+from asyncrl.worlds.pickle_instructions import Name, PickleMachine, UnsafePickle
 
 _MAX_AXES: Final = 8
 _MAX_SIZE: Final = 2**30
 _NUMERIC: Final = re.compile(r"b1|[iu][1248]|f[248]")
 _TEXT: Final = re.compile(r"[SU]\d{1,5}")
-
-
-class UnsafePickle(ValueError):
-    """What the file asks for is not what numpy writes for documented values."""
-
-
-@dataclass(frozen=True)
-class Name:
-    """Something that the file wants to import. Nothing is imported."""
-
-    text: str
 
 
 @dataclass
@@ -198,48 +186,14 @@ def _read_header(stream: io.BytesIO) -> int:
     return int(match[1])
 
 
-class _Machine:
-    """Follows the instructions of one pickle. `stack`, marks and `memo` are those of the pickle format."""
+class _Machine(PickleMachine):
+    """Makes values of what `np.save` wrote."""
 
     def __init__(self, room: int) -> None:
+        super().__init__(MAX_INSTRUCTIONS)
         self.room = room
         """Bytes that may still be copied out of the file."""
-        self.stack: list[Any] = []
-        self.below: list[list[Any]] = []
         self.memo: list[Any] = []
-
-    def run(self, stream: io.BytesIO) -> Any:
-        for count, (instruction, argument, _) in enumerate(pickletools.genops(stream)):
-            if count >= MAX_INSTRUCTIONS:
-                raise UnsafePickle(f"it has more than {MAX_INSTRUCTIONS} instructions")
-            name = instruction.name
-            if name == "STOP":
-                return self.stack.pop()
-            if name in _VALUES:
-                self.stack.append(argument)
-            elif name in _CONSTANTS:
-                self.stack.append(_CONSTANTS[name]())
-            elif name in _STEPS:
-                _STEPS[name](self, argument)
-            else:
-                raise UnsafePickle(f"it holds the instruction {name}")
-        raise UnsafePickle("it ends early")  # not reached: genops says so itself
-
-    def above_mark(self) -> list[Any]:
-        items, self.stack = self.stack, self.below.pop()
-        return items
-
-    def mark(self, _: object) -> None:
-        self.below.append(self.stack)
-        self.stack = []
-
-    def pack(self, count: int) -> None:
-        items = [self.stack.pop() for _ in range(count)]
-        self.stack.append(tuple(reversed(items)))
-
-    def pack_marked(self, _: object) -> None:
-        items = self.above_mark()
-        self.stack.append(tuple(items))
 
     def keep(self, index: int | None) -> None:
         index = len(self.memo) if index is None else index
@@ -269,12 +223,6 @@ class _Machine:
             raise UnsafePickle(f"it wants to import {text[:80].replace(' ', '.')!r}")
         self.stack.append(Name(text))
 
-    def named_by_stack(self, _: object) -> None:
-        name, module = self.stack.pop(), self.stack.pop()
-        if not isinstance(name, str) or not isinstance(module, str):
-            raise UnsafePickle("it wants to import something without a name")
-        self.named(f"{module} {name}")
-
     def spend(self, arguments: object) -> None:
         """Pay for the texts and bytes that something is made of: those remembered can be used again."""
         parts = arguments if isinstance(arguments, tuple) else ()
@@ -282,14 +230,14 @@ class _Machine:
         if self.room < 0:
             raise UnsafePickle("what it holds would take many times its own length")
 
-    def call(self, _: object) -> None:
+    def call(self) -> None:
         arguments, name = self.stack.pop(), self.stack.pop()
         if not isinstance(name, Name) or name.text not in CALLS or not isinstance(arguments, tuple):
             raise UnsafePickle("it calls something that cannot be called")
         self.spend(arguments)
         self.stack.append(CALLS[name.text](arguments))
 
-    def fill(self, _: object) -> None:
+    def fill(self) -> None:
         state, target = self.stack.pop(), self.stack[-1]
         if isinstance(target, Dtype):
             set_order(target, state)
@@ -300,41 +248,3 @@ class _Machine:
                 self.memo[index] = self.stack[-1]
         else:
             raise UnsafePickle("it sets the state of something that has none")
-
-
-# fmt: off
-_VALUES: Final = frozenset((
-    "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT",
-    "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8",
-))
-# fmt: on
-_CONSTANTS: Final[dict[str, Callable[[], Any]]] = {
-    "NONE": lambda: None,
-    "NEWTRUE": lambda: True,
-    "NEWFALSE": lambda: False,
-    "EMPTY_LIST": list,
-    "EMPTY_DICT": dict,
-    "EMPTY_TUPLE": tuple,
-}
-_STEPS: Final[dict[str, Callable[[_Machine, Any], None]]] = {
-    "PROTO": lambda machine, version: None,
-    "FRAME": lambda machine, size: None,
-    "MARK": _Machine.mark,
-    "TUPLE": _Machine.pack_marked,
-    "TUPLE1": lambda machine, _: machine.pack(1),
-    "TUPLE2": lambda machine, _: machine.pack(2),
-    "TUPLE3": lambda machine, _: machine.pack(3),
-    "BINPUT": _Machine.keep,
-    "LONG_BINPUT": _Machine.keep,
-    "MEMOIZE": _Machine.keep,
-    "BINGET": _Machine.recall,
-    "LONG_BINGET": _Machine.recall,
-    "APPEND": lambda machine, _: machine.extend([machine.stack.pop()]),
-    "APPENDS": lambda machine, _: machine.extend(machine.above_mark()),
-    "SETITEM": lambda machine, _: machine.set_items([machine.stack.pop(-2), machine.stack.pop()]),
-    "SETITEMS": lambda machine, _: machine.set_items(machine.above_mark()),
-    "GLOBAL": _Machine.named,
-    "STACK_GLOBAL": _Machine.named_by_stack,
-    "REDUCE": _Machine.call,
-    "BUILD": _Machine.fill,
-}

@@ -2,28 +2,27 @@
 
 A checkpoint of a training framework holds a pickle that names classes of that framework beside the tensors.
 PyTorch's own reader refuses such a file as a whole. Here a small machine follows the pickle's instructions
-itself, as `safe_npy` does for arrays of objects: it imports nothing and calls nothing on the file's behalf.
+itself (`pickle_instructions`): it imports nothing and calls nothing on the file's behalf.
 The few names that PyTorch writes for tensors select one of its own functions; what any other name would make
 becomes a `Foreign`, which holds nothing and does nothing. Instructions that no tensor needs end the reading.
 """
 
 from __future__ import annotations
 
-import io
 import math
-import pickletools
 import struct
 import warnings
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, ClassVar, Final
 
 import torch
 from torch import Tensor
 
 from asyncrl.errors import CheckpointError
+from asyncrl.worlds.pickle_instructions import Name, PickleMachine, UnsafePickle
 
 MAX_PICKLE: Final = 2**28
 MAX_INSTRUCTIONS: Final = 5_000_000
@@ -43,14 +42,7 @@ _STORAGES: Final = {
 
 
 class Malformed(ValueError):
-    """The file is not what PyTorch writes."""
-
-
-@dataclass(frozen=True)
-class Name:
-    """Something that the file wants to import. Nothing is imported."""
-
-    text: str
+    """The archive or its tensors are not what PyTorch writes."""
 
 
 class Foreign:
@@ -225,53 +217,19 @@ def _tensors(content: Any) -> dict[str, StoredTensor]:
     return {n: t for n, t in items if isinstance(n, str) and isinstance(t, StoredTensor)}
 
 
-class _Machine:
-    """Follows the instructions of one pickle. `stack`, marks and `memo` are those of the pickle format."""
+class _Machine(PickleMachine):
+    """Finds tensors in what `torch.save` wrote, and stand-ins for all else."""
 
     def __init__(self) -> None:
-        self.stack: list[Any] = []
-        self.below: list[list[Any]] = []
+        super().__init__(MAX_INSTRUCTIONS)
         self.memo: dict[int, Any] = {}
-
-    def run(self, content: bytes) -> Any:
-        for count, (instruction, argument, _) in enumerate(pickletools.genops(io.BytesIO(content))):
-            if count >= MAX_INSTRUCTIONS:
-                raise Malformed(f"it has more than {MAX_INSTRUCTIONS} instructions")
-            name = instruction.name
-            if name == "STOP":
-                return self.stack.pop()
-            if name in _VALUES:
-                self.stack.append(argument)
-            elif name in _CONSTANTS:
-                self.stack.append(_CONSTANTS[name]())
-            elif name in _STEPS:
-                _STEPS[name](self, argument)
-            else:
-                raise Malformed(f"it holds the instruction {name}")
-        raise Malformed("it ends early")  # not reached: genops says so itself
-
-    def above_mark(self) -> list[Any]:
-        items, self.stack = self.stack, self.below.pop()
-        return items
-
-    def mark(self, _: object) -> None:
-        self.below.append(self.stack)
-        self.stack = []
-
-    def pack(self, count: int) -> None:
-        items = [self.stack.pop() for _ in range(count)]
-        self.stack.append(tuple(reversed(items)))
-
-    def pack_marked(self, _: object) -> None:
-        items = self.above_mark()
-        self.stack.append(tuple(items))
 
     def keep(self, index: int | None) -> None:
         self.memo[len(self.memo) if index is None else index] = self.stack[-1]
 
     def recall(self, index: int) -> None:
         if index not in self.memo:
-            raise Malformed("it recalls what it did not keep")
+            raise UnsafePickle("it recalls what it did not keep")
         self.stack.append(self.memo[index])
 
     def extend(self, items: list[Any]) -> None:
@@ -279,7 +237,7 @@ class _Machine:
         if isinstance(target, list):
             target.extend(items)
         elif not isinstance(target, Foreign):
-            raise Malformed("it appends to something that is no list")
+            raise UnsafePickle("it appends to something that is no list")
 
     def set_items(self, items: list[Any]) -> None:
         target = self.stack[-1]
@@ -289,37 +247,31 @@ class _Machine:
                 if isinstance(key, str | int | float | bool | None):
                     target[key] = value
         elif not isinstance(target, Foreign):
-            raise Malformed("it fills something that is no dict")
+            raise UnsafePickle("it fills something that is no dict")
 
-    def add(self, _: object) -> None:
+    def add(self) -> None:
         self.above_mark()
         if not isinstance(self.stack[-1], Foreign):
-            raise Malformed("it adds to something that is no set")
+            raise UnsafePickle("it adds to something that is no set")
 
     def named(self, text: str) -> None:
         self.stack.append(Name(text))
 
-    def named_by_stack(self, _: object) -> None:
-        name, module = self.stack.pop(), self.stack.pop()
-        if not isinstance(name, str) or not isinstance(module, str):
-            raise Malformed("it wants to import something without a name")
-        self.named(f"{module} {name}")
-
-    def stored(self, _: object) -> None:
+    def stored(self) -> None:
         match self.stack.pop():
             case ("storage", Name(text=kind), str(key), str(), int(count)) if kind in _STORAGES:
                 if not key.isalnum() or count < 0:
-                    raise Malformed("it names a storage in an unusual way")
+                    raise UnsafePickle("it names a storage in an unusual way")
                 self.stack.append(Storage(_STORAGES[kind], key, count))
             case ("storage", Name(), *_):
                 self.stack.append(Foreign())
             case _:
-                raise Malformed("it refers to something outside that is no storage")
+                raise UnsafePickle("it refers to something outside that is no storage")
 
-    def call(self, _: object) -> None:
+    def call(self) -> None:
         arguments, name = self.stack.pop(), self.stack.pop()
         if not isinstance(arguments, tuple):
-            raise Malformed("it calls something without arguments")
+            raise UnsafePickle("it calls something without arguments")
         known = _CALLS.get(name.text) if isinstance(name, Name) else None
         if known is _tensor and arguments and isinstance(arguments[0], Foreign):
             known = None  # numbers of a type that is not known here
@@ -331,52 +283,17 @@ class _Machine:
             self.stack.pop()
         self.stack.append(Foreign())
 
-    def fill(self, _: object) -> None:
+    def fill(self) -> None:
         """Take the state of an object. A dict's is what PyTorch says of the versions of modules."""
         self.stack.pop()
         if not isinstance(self.stack[-1], Foreign | dict | StoredTensor):
-            raise Malformed("it sets the state of something that has none")
+            raise UnsafePickle("it sets the state of something that has none")
 
-
-# fmt: off
-_VALUES: Final = frozenset((
-    "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT",
-    "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8",
-))
-# fmt: on
-_CONSTANTS: Final[dict[str, Callable[[], Any]]] = {
-    "NONE": lambda: None,
-    "NEWTRUE": lambda: True,
-    "NEWFALSE": lambda: False,
-    "EMPTY_LIST": list,
-    "EMPTY_DICT": dict,
-    "EMPTY_TUPLE": tuple,
-    "EMPTY_SET": Foreign,
-}
-_STEPS: Final[dict[str, Callable[[_Machine, Any], None]]] = {
-    "PROTO": lambda machine, version: None,
-    "FRAME": lambda machine, size: None,
-    "MARK": _Machine.mark,
-    "POP": lambda machine, _: machine.stack.pop(),
-    "TUPLE": _Machine.pack_marked,
-    "TUPLE1": lambda machine, _: machine.pack(1),
-    "TUPLE2": lambda machine, _: machine.pack(2),
-    "TUPLE3": lambda machine, _: machine.pack(3),
-    "BINPUT": _Machine.keep,
-    "LONG_BINPUT": _Machine.keep,
-    "MEMOIZE": _Machine.keep,
-    "BINGET": _Machine.recall,
-    "LONG_BINGET": _Machine.recall,
-    "APPEND": lambda machine, _: machine.extend([machine.stack.pop()]),
-    "APPENDS": lambda machine, _: machine.extend(machine.above_mark()),
-    "SETITEM": lambda machine, _: machine.set_items([machine.stack.pop(-2), machine.stack.pop()]),
-    "SETITEMS": lambda machine, _: machine.set_items(machine.above_mark()),
-    "ADDITEMS": _Machine.add,
-    "GLOBAL": _Machine.named,
-    "STACK_GLOBAL": _Machine.named_by_stack,
-    "BINPERSID": _Machine.stored,
-    "REDUCE": _Machine.call,
-    "NEWOBJ": lambda machine, _: machine.make(2),
-    "NEWOBJ_EX": lambda machine, _: machine.make(3),
-    "BUILD": _Machine.fill,
-}
+    steps: ClassVar[Mapping[str, Callable[[Any, Any], None]]] = {
+        "EMPTY_SET": lambda machine, _: machine.stack.append(Foreign()),
+        "POP": lambda machine, _: machine.stack.pop(),
+        "ADDITEMS": lambda machine, _: machine.add(),
+        "BINPERSID": lambda machine, _: machine.stored(),
+        "NEWOBJ": lambda machine, _: machine.make(2),
+        "NEWOBJ_EX": lambda machine, _: machine.make(3),
+    }
