@@ -140,7 +140,7 @@ def learner_cost(
     episodes = chosen.groups_per_update * chosen.group_size / learners
     steps = chosen.epochs * chosen.minibatches
     counted = 2 if config.lora.rank else 3
-    passes = counted + config.learner.gradient_checkpointing + (chosen.kl_coef > 0)
+    passes = counted + config.learner.recomputed + (chosen.kl_coef > 0)
     forward = work.policy / (device.products * SHARES["learning"].of(config.learner.compile))
     per_host = min(learners, DEVICES_PER_HOST)
     spread = sizes.policy if learners > 1 and not sizes.unsharded else 0
