@@ -284,6 +284,11 @@ class LearnerSettings(Bounded):
     """What learner ranks spread weights, gradient and optimizer state over: all of them, or those of their
     host, so that every host has all of it: more memory, and only gradients travel between hosts."""
 
+    @property
+    def recomputed(self) -> float:
+        """Share of the layers that compute their activations again."""
+        return self.gradient_checkpointing / self.gradient_checkpointing_every
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.gradient_checkpointing_every > 1 and not self.gradient_checkpointing:

@@ -116,7 +116,13 @@ def actor_cost(config: TrainConfig, work: RunWork, device: DeviceRate) -> ActorC
 
 
 def _seconds(stages: tuple[Stage, ...], device: DeviceRate, *, compiled: bool) -> float:
-    return sum(s.calls * s.flops / (device.products * SHARES[s.name].of(compiled)) for s in stages)
+    return sum(_stage_seconds(stage, device, compiled=compiled) for stage in stages)
+
+
+def _stage_seconds(stage: Stage, device: DeviceRate, *, compiled: bool) -> float:
+    """Predict the seconds of a stage; its 8-bit products reach the same share of a rate of their own."""
+    at_burst = (stage.flops - stage.float8) / device.products + stage.float8 / device.float8_products
+    return stage.calls * at_burst / SHARES[stage.name].of(compiled)
 
 
 def learner_cost(
@@ -140,7 +146,7 @@ def learner_cost(
     episodes = chosen.groups_per_update * chosen.group_size / learners
     steps = chosen.epochs * chosen.minibatches
     counted = 2 if config.lora.rank else 3
-    passes = counted + config.learner.gradient_checkpointing + (chosen.kl_coef > 0)
+    passes = counted + config.learner.recomputed + (chosen.kl_coef > 0)
     forward = work.policy / (device.products * SHARES["learning"].of(config.learner.compile))
     per_host = min(learners, DEVICES_PER_HOST)
     spread = sizes.policy if learners > 1 and not sizes.unsharded else 0

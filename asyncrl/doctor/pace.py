@@ -11,7 +11,7 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.doctor.cost import Prediction, predict
 from asyncrl.doctor.findings import Examination, Finding, Sizes, ok
 from asyncrl.doctor.host import GIB
-from asyncrl.doctor.rates import H100, H200, KNOWN, DeviceRate
+from asyncrl.doctor.rates import FLOAT8, H100, H200, KNOWN, DeviceRate
 from asyncrl.doctor.work import RunWork
 from asyncrl.errors import ConfigError
 from asyncrl.launch.placement import WORDS, parse_placement, ranks_named
@@ -29,6 +29,7 @@ Choices = list[tuple[str, TrainConfig, Sizes, RunWork]]
 """Flags, and what a run with them is."""
 ADAPTERS: Final = 32
 """Rank that the table tries where all weights do not fit."""
+ASSUMED: Final = f"assumed, not measured, to be {FLOAT8:g} times as fast as those of bfloat16"
 
 
 def check_pace(examination: Examination) -> Finding | None:
@@ -58,12 +59,14 @@ def described(config: TrainConfig, work: RunWork, found: Prediction) -> str:
     """Write a prediction as a line."""
     actor, learner = found.actor, found.learner
     world = sum(stage.flops * stage.calls for stage in work.world.decision)
+    rounded = sum(stage.float8 * stage.calls for stage in work.world.decision)
+    narrow = f" ({rounded / 1e12:.1f} of 8-bit products, {ASSUMED})" if rounded else ""
     played = bool(simulator_named(config.world))
     parts = f"policy {1000 * actor.policy:.1f}"
     if not played:
         parts += f", world {1000 * actor.world:.1f}, opening {1000 * actor.opening:.1f}"
     return (
-        f"a decision is {(work.policy + world) / 1e12:.1f} TFLOP and takes an actor "
+        f"a decision is {(work.policy + world) / 1e12:.1f} TFLOP{narrow} and takes an actor "
         f"{1000 * actor.decision:.1f} ms ({parts}); an update of {found.decisions} decisions takes the "
         f"learner {learner.update:.1f} s ({learner.before:.1f} before it, passes {learner.passes:.1f}, "
         f"reading {learner.after:.1f}, steps {learner.steps:.1f}) and its actors {found.batch:.1f} s; "
@@ -131,6 +134,8 @@ def expected_table(config: TrainConfig) -> list[str]:
     ]
     if simulator_named(config.world):
         lines.append("What the simulators take comes on top.")
+    elif config.imagination.precision == "float8":
+        lines.append(f"8-bit products are {ASSUMED}.")
     lines.append(f"{'devices':<29}{'learner GiB':>12}{'actor GiB':>10}{'minutes an update':>19}  bound by")
     return [*lines, *_rows(config)]
 

@@ -46,7 +46,7 @@ def published_run(config: TrainConfig) -> tuple[Sizes, RunWork]:
         folder=Path(),
         starts=[],
         image_size=PIXELS,
-        nbytes=0 if simulated else 2 * world.parameters + REWARD,
+        nbytes=0 if simulated else world.nbytes + REWARD,
         action_spec=policy.action_spec,
     )
     steps = config.simulator.horizon if simulated else config.actor.max_decisions * size.chunk

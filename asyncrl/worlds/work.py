@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
+
+from asyncrl.devices.float8 import fits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +20,8 @@ class Stage:
     """What `asyncrl doctor` knows the network's speed by, like 'wan decode'."""
     flops: float
     """Of one call for one slot: matrix products, convolutions and attention, two per multiply-add."""
+    float8: float = 0.0
+    """Of `flops`, those in linear layers that multiply 8-bit numbers."""
     calls: int = 1
     """Per decision."""
 
@@ -38,3 +43,29 @@ def count_flops(call: Callable[[], object]) -> float:
     with FlopCounterMode(display=False) as counter:
         call()
     return float(counter.get_total_flops())
+
+
+@torch.no_grad()
+def float8_flops(call: Callable[[], object], rounded: Iterable[nn.Module]) -> float:
+    """Count those FLOPs of a call that `use_float8` makes products of 8-bit numbers.
+
+    Args:
+        call: On meta tensors nothing is computed.
+        rounded: The modules of which `use_float8` replaces layers, not replaced yet; none: 0.
+    """
+    found = 0
+
+    def add(layer: nn.Linear, _: object, y: Tensor) -> None:
+        nonlocal found
+        found += 2 * layer.in_features * y.numel()
+
+    layers = [layer for module in rounded for layer in module.modules() if fits(layer)]
+    if not layers:
+        return 0.0
+    hooks = [layer.register_forward_hook(add) for layer in layers]
+    try:
+        call()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return float(found)

@@ -20,6 +20,7 @@ from asyncrl.storage.asset_paths import start_states_path, world_folder
 from asyncrl.worlds.evac.world import EvacWorld
 from asyncrl.worlds.kinds import world_class
 from asyncrl.worlds.start_states import load_start_states
+from asyncrl.worlds.work import count_flops, float8_flops
 
 FLOAT8 = ImaginationSettings(precision="float8")
 CPU = torch.device("cpu")
@@ -87,6 +88,18 @@ def test_only_linear_layers_that_fit_are_rounded_and_half_of_their_bytes_go() ->
     assert isinstance(network[2], nn.ModuleDict)
     assert network[2]["inner"] is odd
     assert before - nbytes(network) == expected == 32 * 64 - 4 * 64
+
+
+def test_the_flops_of_rounded_layers_are_counted_apart() -> None:
+    with torch.device("meta"):
+        network, x = (
+            nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 64), nn.Linear(64, 7)),
+            torch.empty(2, 5, 32),
+        )
+    assert float8_flops(lambda: network(x), [network]) == 2 * 10 * (32 * 64 + 64 * 64)
+    assert float8_flops(lambda: network(x), ()) == 0
+    assert not network[0]._forward_hooks
+    assert count_flops(lambda: network(x)) == 2 * 10 * (32 * 64 + 64 * 64 + 64 * 7)
 
 
 def nbytes(module: nn.Module) -> int:

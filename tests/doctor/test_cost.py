@@ -15,7 +15,7 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.doctor.cost import Prediction, actor_cost, learner_cost, predict
 from asyncrl.doctor.findings import Sizes
 from asyncrl.doctor.published import published_run
-from asyncrl.doctor.rates import H100, H200
+from asyncrl.doctor.rates import H100, H200, SHARES
 from asyncrl.doctor.work import RunWork
 from asyncrl.errors import ConfigError
 from asyncrl.launch.placement import parse_placement
@@ -249,6 +249,75 @@ def test_what_is_asked_of_the_learner_is_what_it_costs(
     found = learner_cost(several, work, sizes, H200, 1)
     assert found.before == pytest.approx(found.passes / 3)  # One more pass, without a gradient.
     assert plain / 2 < cost(measured_run, 2) < plain  # Steps and the reading are not shared out.
+
+
+def test_layers_that_compute_again_are_their_share_of_a_forward_pass(
+    measured_run: TrainConfig, models: tuple[Sizes, RunWork]
+) -> None:
+    def run(**changes: int | bool) -> TrainConfig:
+        return replace(measured_run, learner=replace(measured_run.learner, **changes))
+
+    def found(config: TrainConfig) -> Prediction:
+        return predicted(config, published_run(config))
+
+    none, every = found(run(gradient_checkpointing=False)), found(run())
+    forward = 64 * models[1].policy / (H200.products * SHARES["learning"].eager)
+    assert none.learner.passes == pytest.approx(2 * forward)
+    assert every.learner.passes == pytest.approx(3 * forward)
+    for k in (2, 4):
+        some = found(run(gradient_checkpointing_every=k))
+        assert some.learner.passes == pytest.approx((2 + 1 / k) * forward)
+        assert some.learner.flops == every.learner.flops  # What is computed again is not progress.
+        kept = (every.learner_bytes - none.learner_bytes) / k
+        assert some.learner_bytes - none.learner_bytes == pytest.approx(kept, rel=1e-6)
+
+
+def in_float8(config: TrainConfig) -> TrainConfig:
+    return replace(config, imagination=replace(config.imagination, precision="float8"))
+
+
+def wan_float8_flops() -> float:
+    """FLOPs of a step: 30 blocks attend to 256 tokens and to 13 actions, and have an MLP."""
+    width, inner, tokens, actions = 3072, 14336, 256, 13
+    return 30 * 2 * (tokens * (6 * width**2 + 2 * width * inner) + actions * 2 * width**2)
+
+
+def opensora_float8_flops(frames: int = 8) -> float:
+    """FLOPs of a step: of 28 pairs of blocks, 4 and 8 squares of the width over 256 tokens of each frame."""
+    return 28 * 2 * 2 * frames * 256 * 12 * 1152**2
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "flops"),
+    [
+        ("wan", 5 * wan_float8_flops()),
+        ("opensora", 10 * opensora_float8_flops() + opensora_float8_flops(frames=4)),
+    ],
+)
+def test_products_of_8_bits_take_half_of_their_share(kind: str, flops: float, compiled: bool) -> None:
+    """OpenSora's blocks see the four condition frames once and the new ones in every step."""
+    config = recipe(f"{kind}_libero_spatial_grpo_openvlaoft")
+    config = replace(config, imagination=replace(config.imagination, compile=compiled))
+    stored, rounded = (
+        actor_cost(chosen, published_run(chosen)[1], H200) for chosen in (config, in_float8(config))
+    )
+    saved = flops / (H200.products * SHARES[f"{kind} denoise"].of(compiled)) / 2
+    assert stored.world - rounded.world == pytest.approx(saved)
+    assert (rounded.policy, rounded.opening) == (stored.policy, stored.opening)
+
+
+def test_the_rate_of_8_bit_products_follows_the_measured_one(measured_run: TrainConfig) -> None:
+    assert H100.float8_products == H200.float8_products == 2 * 796e12
+    config = in_float8(measured_run)
+    _, work = published_run(config)
+    slow = replace(H200, products=H200.products / 4)
+    assert actor_cost(config, work, slow).world == pytest.approx(4 * actor_cost(config, work, H200).world)
+
+
+def test_a_published_world_that_refuses_float8_is_not_reckoned_with() -> None:
+    with pytest.raises(ConfigError, match=r"--imagination.precision is float8, but of an EVAC world"):
+        published_run(in_float8(recipe("evac_libero_spatial_grpo_openvlaoft")))
 
 
 def test_cards_of_the_same_chip_differ_by_what_fits(

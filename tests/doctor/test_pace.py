@@ -22,8 +22,10 @@ from asyncrl.doctor.rates import H200, SHARES
 from asyncrl.doctor.work import RunWork, work_of
 from asyncrl.errors import ConfigError
 from asyncrl.launch.placement import parse_placement
+from asyncrl.policies.interface import Policy
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.policy import new_policy
+from asyncrl.worlds.work import Stage
 from support import ROOT
 from support.tiny_models import WORLDS
 
@@ -124,6 +126,45 @@ def test_the_work_of_a_world_is_read_from_its_folder(
     total = [sum(stage.flops * stage.calls for stage in seen.world.decision) for seen in (two, four)]
     assert total[1] - total[0] == pytest.approx(2 * denoising[0].flops)
     assert all(stage.name in SHARES for stage in (*four.world.decision, *four.world.opening))
+
+
+@pytest.mark.parametrize(("name", "kind"), [("tabletop", "wan"), ("tabletop_opensora", "opensora")])
+def test_8_bit_layers_of_a_world_are_read_from_its_folder(
+    name: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work, "LEAST_FLOPS", 0.0)
+    config, policy = replace(TrainConfig(), world=name), new_policy(OpenVLAOFTConfig.tiny())
+    found = {stage.name: stage for stage in stages_of(in_float8(config), policy)}
+    denoise = found.pop(f"{kind} denoise")
+    assert 0.5 * denoise.flops < denoise.float8 < denoise.flops
+    assert all(stage.float8 == 0 for stage in found.values())
+    assert [replace(s, float8=0.0) for s in stages_of(in_float8(config), policy)] == stages_of(config, policy)
+
+
+def stages_of(config: TrainConfig, policy: Policy) -> list[Stage]:
+    seen = work_of(config, policy)
+    assert seen is not None
+    return [*seen.world.decision, *seen.world.opening]
+
+
+def in_float8(config: TrainConfig) -> TrainConfig:
+    return replace(config, imagination=replace(config.imagination, precision="float8"))
+
+
+def test_the_line_and_the_table_say_that_8_bit_products_are_assumed() -> None:
+    config = replace(load_file(WAN), device="cpu")
+    assumed = "assumed, not measured, to be 2 times as fast as those of bfloat16"
+    lines = []
+    for chosen in (config, in_float8(config)):
+        sizes, computed = published_run(chosen)
+        finding = check_pace(Examination(config=chosen, sizes=sizes, work=computed))
+        assert finding is not None
+        lines.append(finding.seen)
+    assert "8-bit" not in lines[0]
+    assert f"a decision is 31.7 TFLOP (11.2 of 8-bit products, {assumed}) and takes" in lines[1]
+    stored, rounded = table_of(WAN), expected_table(in_float8(config))
+    assert rounded[1] == f"8-bit products are {assumed}."
+    assert (len(rounded), rounded[2]) == (len(stored) + 1, stored[1])
 
 
 def test_the_line_reckons_with_eight_devices_or_with_the_ranks_that_are_named() -> None:

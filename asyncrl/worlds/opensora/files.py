@@ -84,7 +84,9 @@ class WorldFiles:
         check_settings(settings)
         transformer, vae = self.build(unused_branches=False)
         steps = settings.steps or self.schedule_steps
-        return decision_work(transformer, vae, image_size=self.image_size, steps=steps)
+        return decision_work(
+            transformer, vae, image_size=self.image_size, steps=steps, precision=settings.precision
+        )
 
     def build(self, *, unused_branches: bool) -> tuple[STDiT3, FrameVae]:
         """Build the modules without memory for their weights (on the meta device)."""

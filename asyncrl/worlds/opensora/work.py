@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from asyncrl.records import CHUNK
 from asyncrl.worlds.opensora.autoencoder import FrameVae
+from asyncrl.worlds.opensora.layers import KeysValues
 from asyncrl.worlds.opensora.stdit3 import CONDITION, STDiT3
-from asyncrl.worlds.work import Stage, WorldWork, count_flops
+from asyncrl.worlds.work import Stage, WorldWork, count_flops, float8_flops
 
 
-def decision_work(transformer: STDiT3, vae: FrameVae, *, image_size: int, steps: int) -> WorldWork:
+def decision_work(
+    transformer: STDiT3,
+    vae: FrameVae,
+    *,
+    image_size: int,
+    steps: int,
+    precision: Literal["stored", "float8"] = "stored",
+) -> WorldWork:
     """Count the FLOPs of one slot.
 
     Args:
@@ -18,6 +28,7 @@ def decision_work(transformer: STDiT3, vae: FrameVae, *, image_size: int, steps:
         vae: On the meta device.
         image_size: Height and width of the frames in pixels.
         steps: Network calls per decision.
+        precision: See `ImaginationSettings`. The transformer itself is not rounded.
     """
     side = image_size // vae.size.spatial
     channels = transformer.size.channels
@@ -29,14 +40,25 @@ def decision_work(transformer: STDiT3, vae: FrameVae, *, image_size: int, steps:
     times, actions = (
         torch.empty(1, *rest, device="meta") for rest in ((), (CHUNK, transformer.size.action_dim))
     )
+
+    def see() -> list[KeysValues]:
+        return transformer.prefix(latents(CONDITION))
+
     with torch.no_grad():
-        prefix = transformer.prefix(latents(CONDITION))
+        prefix = see()
+
+    def step() -> torch.Tensor:
+        return transformer.step(latents(CHUNK), times, actions, prefix)
+
+    blocks = (transformer.spatial_blocks, transformer.temporal_blocks)
+    rounded = blocks if precision == "float8" else ()
     return WorldWork(
         decision=(
-            Stage(name="opensora denoise", flops=count_flops(lambda: transformer.prefix(latents(CONDITION)))),
+            Stage(name="opensora denoise", flops=count_flops(see), float8=float8_flops(see, rounded)),
             Stage(
                 name="opensora denoise",
-                flops=count_flops(lambda: transformer.step(latents(CHUNK), times, actions, prefix)),
+                flops=count_flops(step),
+                float8=float8_flops(step, rounded),
                 calls=steps,
             ),
             Stage(

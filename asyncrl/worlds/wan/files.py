@@ -98,6 +98,7 @@ class WorldFiles:
             tiny_decoder=self._tiny_decoder("cpu", torch.float32).to("meta")
             if settings.decoder == "tiny"
             else None,
+            precision=settings.precision,
         )
 
     def build(self) -> tuple[ActionWanTransformer, WanVae]:

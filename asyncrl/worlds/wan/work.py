@@ -10,7 +10,7 @@ from asyncrl.records import CHUNK
 from asyncrl.worlds.wan.tiny_decoder import Decoder, FullDecoder, TinyDecoder
 from asyncrl.worlds.wan.transformer import ActionWanTransformer
 from asyncrl.worlds.wan.vae import WanVae, decode_step, encode_step
-from asyncrl.worlds.work import Stage, WorldWork, count_flops
+from asyncrl.worlds.work import Stage, WorldWork, count_flops, float8_flops
 
 _CONTEXT, _WINDOW, _NEW = 4, 4, 2
 """Frames that are encoded again; latents that the transformer sees, and those that a decision makes."""
@@ -24,6 +24,7 @@ def decision_work(
     context: Literal["frames", "latents"],
     steps: int,
     tiny_decoder: TinyDecoder | None = None,
+    precision: Literal["stored", "float8"] = "stored",
 ) -> WorldWork:
     """Count the FLOPs of one slot.
 
@@ -34,6 +35,7 @@ def decision_work(
         context: See `ImaginationSettings`.
         steps: Network calls per decision.
         tiny_decoder: The distilled decoder on the meta device; None: the full one draws.
+        precision: See `ImaginationSettings`. The transformer itself is not rounded.
     """
 
     def empty(*shape: int) -> torch.Tensor:
@@ -49,13 +51,15 @@ def decision_work(
     drawn = _NEW + (context == "frames")  # The published path draws the memory latent again.
     decode = count_flops(lambda: decoder.decode(empty(channels, drawn, side, side), cache))
     encode = count_flops(lambda: encode_step(vae, pixels(_CONTEXT), seen))
-    denoise = count_flops(
-        lambda: transformer(
+
+    def denoise() -> torch.Tensor:
+        return transformer(
             empty(channels, _WINDOW, side, side),
             torch.zeros(1, _WINDOW, device="meta"),
             empty(1 + _CONTEXT + CHUNK, transformer.size.action_dim),
         )
-    )
+
+    rounded = transformer.blocks if precision == "float8" else ()
     again = (Stage(name="wan encode", flops=encode),) if context == "frames" else ()
     draw = "wan decode" if tiny_decoder is None else "wan tiny decode"
     first = encode + count_flops(lambda: encode_step(vae, pixels(1), None))
@@ -63,7 +67,12 @@ def decision_work(
     return WorldWork(
         decision=(
             *again,
-            Stage(name="wan denoise", flops=denoise, calls=steps),
+            Stage(
+                name="wan denoise",
+                flops=count_flops(denoise),
+                float8=float8_flops(denoise, rounded),
+                calls=steps,
+            ),
             Stage(name=draw, flops=decode),
         ),
         opening=(Stage(name="wan encode", flops=first), Stage(name="wan decode", flops=seen_first)),
