@@ -138,7 +138,7 @@ class Imagine(ReplayCommand):
 
     def _rows_of_a_pass(self, config: TrainConfig, members: int) -> tuple[int, str]:
         """Return how many rows, 0 for the members that go on, and what to say of it."""
-        from asyncrl.launch.build import rows_of_a_pass
+        from asyncrl.launch.build_actor import rows_of_a_pass
 
         if self.rows:
             return self.rows, f"{self.rows} (--rows)"

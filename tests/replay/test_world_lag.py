@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from asyncrl.config.pace import PaceSettings
 from asyncrl.config.run import ReplaySettings, TrainConfig
-from asyncrl.launch.build import run_start
+from asyncrl.launch.learner_start import run_start
 from asyncrl.observability import metrics_replay as m
 from asyncrl.pace import rounds
 from asyncrl.replay.admission import EpisodeFormat
