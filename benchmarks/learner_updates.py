@@ -34,7 +34,8 @@ import torch
 import tyro
 from measuring import commit, heading, table, wait
 
-from asyncrl.config.run import ActorSettings, TrainConfig
+from asyncrl.config.actor import ActorSettings
+from asyncrl.config.run import TrainConfig
 from asyncrl.launch.build_learner import build_update
 from asyncrl.learner import prepare, update_metrics
 from asyncrl.learner.batches import Batch, build_batch

@@ -37,7 +37,8 @@ from asyncrl.storage.drawing import require_png
 if TYPE_CHECKING:
     import torch
 
-    from asyncrl.config.run import ActorSettings, TrainConfig
+    from asyncrl.config.actor import ActorSettings
+    from asyncrl.config.run import TrainConfig
     from asyncrl.launch.environment import Environment
     from asyncrl.rewards.interface import RewardModel
     from asyncrl.worlds.interface import World

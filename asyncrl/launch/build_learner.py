@@ -9,8 +9,9 @@ from functools import partial
 
 import torch
 
+from asyncrl.config.evaluation import EvaluationSettings
 from asyncrl.config.loading import to_json
-from asyncrl.config.run import EvaluationSettings, TrainConfig
+from asyncrl.config.run import TrainConfig
 from asyncrl.launch.idle_offload import learner_offload
 from asyncrl.launch.learner_start import LearnerStart
 from asyncrl.launch.placement import only_learns

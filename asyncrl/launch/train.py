@@ -16,7 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from asyncrl.config.run import TrainConfig, WorldDefaults
+from asyncrl.config.imagination import WorldDefaults
+from asyncrl.config.run import TrainConfig
 from asyncrl.errors import RunError
 from asyncrl.launch import balance, endpoints, networks, rendezvous
 from asyncrl.launch.children import (

@@ -11,7 +11,9 @@ import torch
 from asyncrl.actors.imagination import Imagination
 from asyncrl.actors.pipeline import Stage
 from asyncrl.actors.slots import PendingEpisode, Slots
-from asyncrl.config.run import ActorSettings, ImaginationSettings, TrainConfig
+from asyncrl.config.actor import ActorSettings
+from asyncrl.config.imagination import ImaginationSettings
+from asyncrl.config.run import TrainConfig
 from asyncrl.launch.build_actor import build_imagination
 from asyncrl.launch.environment import Environment, build_environment
 from asyncrl.launch.policies import build_policy

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from asyncrl.actors.actor import Actor
 from asyncrl.actors.imagination import Imagination
 from asyncrl.actors.telemetry import ActorTelemetry
+from asyncrl.config.actor import ActorSettings
 from asyncrl.config.algorithm import LearnerSettings
-from asyncrl.config.run import ActorSettings, TrainConfig
+from asyncrl.config.run import TrainConfig
 from asyncrl.devices import offload
 from asyncrl.devices.offload import NO_OFFLOAD, OFFLOAD_AFTER, IdleOffload, OffloadedTensors
 from asyncrl.launch.idle_offload import actor_offload, learner_offload

@@ -11,13 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from asyncrl.config.run import (
-    ActorSettings,
-    AlgorithmSettings,
-    LearnerSettings,
-    OptimizerSettings,
-    TrainConfig,
-)
+from asyncrl.config.actor import ActorSettings
+from asyncrl.config.algorithm import AlgorithmSettings, LearnerSettings, OptimizerSettings
+from asyncrl.config.run import TrainConfig
 from asyncrl.launch.build_learner import _early_compile, build_update
 from asyncrl.learner.batches import Batch, build_batch
 from asyncrl.learner.early_compile import EarlyCompile, passes_of
