@@ -17,7 +17,10 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from asyncrl.config.run import ActorSettings, AlgorithmSettings, ReplaySettings, TrainConfig
+from asyncrl.config.actor import ActorSettings
+from asyncrl.config.algorithm import AlgorithmSettings
+from asyncrl.config.replay import ReplaySettings
+from asyncrl.config.run import TrainConfig
 from support.timed_imagination import measure_slots
 
 ROWS: tuple[tuple[str, int, Literal[1, 2], int, int, int, int], ...] = (

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import tyro
 
-from asyncrl.config.run import ReplaySampler, ReplaySettings
+from asyncrl.config.replay import ReplaySampler, ReplaySettings
 from asyncrl.replay.groups import ReadyGroup
 from asyncrl.replay.limiter import Limiter
 

@@ -33,8 +33,9 @@ import torch
 import tyro
 from measuring import commit
 
-from asyncrl.config.run import ActorSettings, TrainConfig
-from asyncrl.launch.build import build_update
+from asyncrl.config.actor import ActorSettings
+from asyncrl.config.run import TrainConfig
+from asyncrl.launch.build_learner import build_update
 from asyncrl.launch.placement import pick_device
 from asyncrl.launch.policies import build_learning_policy
 from asyncrl.learner.batches import build_batch

@@ -34,8 +34,9 @@ import torch
 import tyro
 from measuring import commit, heading, table, wait
 
-from asyncrl.config.run import ActorSettings, TrainConfig
-from asyncrl.launch.build import build_update
+from asyncrl.config.actor import ActorSettings
+from asyncrl.config.run import TrainConfig
+from asyncrl.launch.build_learner import build_update
 from asyncrl.learner import prepare, update_metrics
 from asyncrl.learner.batches import Batch, build_batch
 from asyncrl.learner.forward import longest_first

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from asyncrl.config.run import ReplaySettings
+from asyncrl.config.replay import ReplaySettings
 from asyncrl.replay.groups import ReadyGroup
 from asyncrl.replay.interface import ReceiptStatus
 from asyncrl.replay.limiter import Limiter

@@ -19,7 +19,7 @@ import torch
 import tyro
 from numpy.typing import NDArray
 
-from asyncrl.config.run import SuccessFrames
+from asyncrl.config.actor import SuccessFrames
 from asyncrl.evaluation.evaluate import acting
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.openvla.policy import load_policy

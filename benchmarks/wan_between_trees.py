@@ -70,7 +70,7 @@ def draw(rows: int, decisions: int) -> None:
     processor and of the clock the decisions took.
     """
     import asyncrl
-    from asyncrl.config.run import ImaginationSettings
+    from asyncrl.config.imagination import ImaginationSettings
     from asyncrl.worlds.start_states import load_start_states
     from asyncrl.worlds.wan.world import WanWorld
 

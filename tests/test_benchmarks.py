@@ -15,7 +15,8 @@ import pytest
 import torch
 import tyro
 
-from asyncrl.config.run import AlgorithmSettings, TrainConfig
+from asyncrl.config.algorithm import AlgorithmSettings
+from asyncrl.config.run import TrainConfig
 from asyncrl.fitting.loading import load_recordings
 from asyncrl.launch.policies import build_learning_policy
 from asyncrl.records import problem_with

@@ -27,7 +27,7 @@ from asyncrl.actors.failures import RowFailure
 from asyncrl.actors.pipeline import Stage, split_slots
 from asyncrl.actors.slots import Ending, EpisodeInProgress, Slots, Start, finished_episode
 from asyncrl.actors.telemetry import ActorTelemetry
-from asyncrl.config.run import ActorSettings
+from asyncrl.config.actor import ActorSettings
 from asyncrl.devices.memory import peak_memory
 from asyncrl.devices.offload import NO_OFFLOAD, IdleOffload
 from asyncrl.observability import metrics_system as m

@@ -27,7 +27,7 @@ from torch import Tensor
 from asyncrl.actors.failures import RowFailure, first_failure, retry_rows_singly
 from asyncrl.actors.pipeline import InFlightDecision, Stage, TimedWork
 from asyncrl.actors.slots import Ending, EpisodeInProgress, Slots, Start
-from asyncrl.config.run import SuccessFrames
+from asyncrl.config.actor import SuccessFrames
 from asyncrl.devices.device_events import DeviceEvent, wait_for
 from asyncrl.devices.tensors import to_device
 from asyncrl.observability import metrics_system as m

@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import tyro
 
 from asyncrl import registry
+from asyncrl.config.actor import ActorSettings, SuccessFrames
 from asyncrl.config.bounds import SEEDS, THREADS, AtLeast, Bounded, Within
+from asyncrl.config.imagination import ImaginationSettings
 from asyncrl.config.often_used import AUDIT
-from asyncrl.config.run import ActorSettings, ImaginationSettings, SuccessFrames, TrainConfig
+from asyncrl.config.run import TrainConfig
 from asyncrl.config.short_help import answer_help
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation.guard_signals import auroc

@@ -75,7 +75,7 @@ def _check_policy(config: CheckConfig) -> Iterator[str]:
 
 
 def _check_world(config: CheckConfig) -> Iterator[str]:
-    from asyncrl.config.run import ImaginationSettings
+    from asyncrl.config.imagination import ImaginationSettings
     from asyncrl.launch.named_models import named_world
     from asyncrl.launch.placement import pick_device
     from asyncrl.launch.world_conformance import check_world

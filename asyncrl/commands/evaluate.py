@@ -339,7 +339,7 @@ def _world_of_video(config: EvaluateConfig) -> World[Any]:
     """Load what --video needs, so that what cannot work is said before the episodes are played."""
     import torch
 
-    from asyncrl.config.run import ImaginationSettings
+    from asyncrl.config.imagination import ImaginationSettings
     from asyncrl.evaluation.contact_sheet import check_suffix
     from asyncrl.launch.named_models import named_world
 

@@ -37,7 +37,8 @@ from asyncrl.storage.drawing import require_png
 if TYPE_CHECKING:
     import torch
 
-    from asyncrl.config.run import ActorSettings, TrainConfig
+    from asyncrl.config.actor import ActorSettings
+    from asyncrl.config.run import TrainConfig
     from asyncrl.launch.environment import Environment
     from asyncrl.rewards.interface import RewardModel
     from asyncrl.worlds.interface import World
@@ -138,7 +139,7 @@ class Imagine(ReplayCommand):
 
     def _rows_of_a_pass(self, config: TrainConfig, members: int) -> tuple[int, str]:
         """Return how many rows, 0 for the members that go on, and what to say of it."""
-        from asyncrl.launch.build import rows_of_a_pass
+        from asyncrl.launch.build_actor import rows_of_a_pass
 
         if self.rows:
             return self.rows, f"{self.rows} (--rows)"

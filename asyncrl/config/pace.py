@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
 from asyncrl.config.bounds import AtLeast, Bounded, Within, check_path
 from asyncrl.errors import ConfigError
 
 MOST_EXAMPLES = 65_536
 """Examples of a step."""
+FITTER: Final = "fitter"
+"""Role of the rank that refits the world, in --placement."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,3 +102,12 @@ class PaceSettings(Bounded):
     def audited(self) -> int:
         """Episodes of a round that are held out; at least 1, and as many are left to be fitted."""
         return min(max(1, round(self.episodes * self.held_out)), self.episodes - 1)
+
+
+def names_fitter(placement: str) -> bool:
+    """Whether --placement gives the fitter a rank, as far as can be told without reading all of it.
+
+    >>> names_fitter("learner=0,actor=0, fitter=1"), names_fitter("auto")
+    (True, False)
+    """
+    return any(item.strip().startswith(FITTER) for item in placement.split(","))

@@ -79,7 +79,8 @@ def check_placement(examination: Examination) -> Finding:
     """Check whether the ranks, the devices and the carrier of the weights go together on this host."""
     import torch
 
-    from asyncrl.launch import build, learner_ranks
+    from asyncrl.launch import learner_ranks
+    from asyncrl.launch.weight_transport import transport_of
     from asyncrl.weights.transports.interface import build_transport
 
     config = examination.config
@@ -90,7 +91,7 @@ def check_placement(examination: Examination) -> Finding:
         learner_ranks.check(config, placement, hosts, examination.host)
         by_rank = devices_of(config, placement, hosts.ranks(examination.host))
         first = next(iter(by_rank.values()))
-        transport = "gloo" if examination.host else build.transport_of(config, placement, hosts.ranks(0))
+        transport = "gloo" if examination.host else transport_of(config, placement, hosts.ranks(0))
         if first.type == "cpu":
             build_transport(transport, first, config.weights.timeout)
     except ConfigError as error:

@@ -15,8 +15,8 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.doctor.findings import Examination, Finding, Sizes, broken, ok, one_line
 from asyncrl.doctor.work import work_of
 from asyncrl.errors import AsyncRLError, CheckpointError
-from asyncrl.launch import build
 from asyncrl.launch.environment import EnvironmentFiles, with_world_defaults
+from asyncrl.launch.learner_start import load_models
 from asyncrl.launch.named_models import named_world
 from asyncrl.launch.simulated import SimulatorFiles, simulator_named
 from asyncrl.policies.interface import CountsActivations
@@ -55,7 +55,7 @@ def check_models(examination: Examination) -> Finding:
     """Load the policy on the CPU, check the others, note the sizes; with --resume verify the checkpoint."""
     try:
         config, _ = with_world_defaults(examination.config)
-        policy, environment = build.load_models(config, torch.device("cpu"))
+        policy, environment = load_models(config, torch.device("cpu"))
         resumed = _verify_checkpoint(config)
     except AsyncRLError as error:
         return broken("models", one_line(error))

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncrl.config.run import SuccessFrames
+from asyncrl.config.actor import SuccessFrames
 from asyncrl.evaluation.contact_sheet import start_of
 from asyncrl.evaluation.evaluate import SuccessRate
 from asyncrl.evaluation.guard_signals import signals_of

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncrl.config.run import SuccessFrames
+from asyncrl.config.actor import SuccessFrames
 from asyncrl.evaluation.contact_sheet import imagine_again
 from asyncrl.rewards.interface import RewardModel
 from asyncrl.rewards.success_rule import deciding_step

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from asyncrl import __version__, registry
 from asyncrl.config.idle_settings import idle_settings
-from asyncrl.config.run import TrainConfig, WorldDefaults
+from asyncrl.config.imagination import WorldDefaults
+from asyncrl.config.run import TrainConfig
 from asyncrl.evaluation import evaluations_file
 from asyncrl.launch.simulated import simulator_named
 from asyncrl.observability import metrics_training as m

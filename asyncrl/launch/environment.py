@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from asyncrl.config.run import TrainConfig, WorldDefaults
+from asyncrl.config.imagination import WorldDefaults
+from asyncrl.config.run import TrainConfig
 from asyncrl.errors import AssetError, CheckpointError, ConfigError
 from asyncrl.launch.conformance import try_environment
 from asyncrl.launch.named_models import NamedModel, folder_part, named_reward, named_world

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Final
 
 from asyncrl.config.loading import overlay, to_json
-from asyncrl.config.run import FITTER, TrainConfig
+from asyncrl.config.pace import FITTER
+from asyncrl.config.run import TrainConfig
 from asyncrl.errors import RunError
 from asyncrl.launch.placement import Placement, fitter_device
 from asyncrl.launch.supervisor import Supervisor

@@ -11,9 +11,11 @@ import torch
 
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
-from asyncrl.launch import build, console, learner_ranks, rendezvous, run_log
+from asyncrl.launch import console, learner_ranks, rendezvous, run_log
+from asyncrl.launch.build_actor import build_acting, build_actor, starts_of
 from asyncrl.launch.compiler_cache import use_compiler_cache
 from asyncrl.launch.environment import EnvironmentFiles, build_environment, with_world_defaults
+from asyncrl.launch.learner_start import load_models, start_run
 from asyncrl.launch.placement import pick_device
 from asyncrl.launch.policies import build_policy
 from asyncrl.launch.roles import open_run_replay
@@ -42,21 +44,21 @@ def run_inline(config: TrainConfig, stop: StopFlag) -> int:
     use_compiler_cache(config, device)
     asked = config
     config, said = with_world_defaults(asked)
-    policy, files = build.load_models(config, device)
+    policy, files = load_models(config, device)
     environment = build_environment(config, device)
-    acting = build.build_acting(config, build_policy(config, device), environment)
-    start = build.start_run(config, policy, files)
+    acting = build_acting(config, build_policy(config, device), environment)
+    start = start_run(config, policy, files)
     run_dir = start.run_dir
     process_status.publish_as(run_dir, "inline")
     publisher, receiver = build_in_process(device)
     replay = open_run_replay(run_dir / REPLAY, config, start=start.replay)
     # Before the actor introduces itself: groups an earlier one left open are the resume's to give up.
     port = InProcessLearnerPort(replay, version=start.version, imagine=lambda: imagine())
-    actor = build.build_actor(
+    actor = build_actor(
         config,
         "inline",
         acting,
-        build.starts_of(config, environment),
+        starts_of(config, environment),
         InProcessActorPort(replay),
         receiver,
     )

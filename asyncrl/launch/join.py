@@ -154,9 +154,10 @@ def _join(settings: JoinOptions, name: str, keys: ClientKeys | None) -> _Joined:
     """Do all until the first weights are there."""
     import torch
 
-    from asyncrl.launch import build
+    from asyncrl.launch.build_actor import build_acting, build_actor, starts_of
     from asyncrl.launch.compiler_cache import use_compiler_cache
     from asyncrl.launch.environment import build_environment
+    from asyncrl.launch.idle_offload import actor_offload
     from asyncrl.launch.named_models import refuse_foreign_code
     from asyncrl.launch.placement import pick_device, threads_of_actor
     from asyncrl.launch.policies import build_policy
@@ -188,7 +189,7 @@ def _join(settings: JoinOptions, name: str, keys: ClientKeys | None) -> _Joined:
         print(f"{name}: joined {settings.endpoint} at version {version}, {device}", flush=True)
         window = WINDOW + config.actor.slots
         port = ZmqActorPort(settings.endpoint, name, window=window, security=keys, identity=told.identity)
-        acting = build.build_acting(config, policy, environment)
+        acting = build_acting(config, policy, environment)
         closing.callback(acting.close)
         worlds = None
         if told.worlds:
@@ -198,14 +199,14 @@ def _join(settings: JoinOptions, name: str, keys: ClientKeys | None) -> _Joined:
             closing.callback(worlds.close)
             # What an older world draws is refused: one that is there already shall come first.
             worlds.wait_newer(-1, WORLD_WAIT)
-        actor = build.build_actor(
+        actor = build_actor(
             config,
             name,
             acting,
-            build.starts_of(config, environment),
+            starts_of(config, environment),
             port,
             receiver,
-            build.actor_offload(config, acting),
+            actor_offload(config, acting),
             worlds,
         )
         closing.pop_all()  # It worked: who leaves closes them.

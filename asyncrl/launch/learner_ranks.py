@@ -22,9 +22,11 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 from asyncrl.config.loading import load_file
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
-from asyncrl.launch import build, console, endpoints, rendezvous
+from asyncrl.launch import console, endpoints, rendezvous
+from asyncrl.launch.build_learner import build_learner, first_weights_deadline
 from asyncrl.launch.compiler_cache import use_compiler_cache
 from asyncrl.launch.hosts import Hosts
+from asyncrl.launch.learner_start import LearnerStart
 from asyncrl.launch.placement import Placement, copies_of, pick_device
 from asyncrl.launch.policies import build_learning_policy
 from asyncrl.learner.distributed_ranks import (
@@ -117,7 +119,7 @@ def learner_group(
         with explain_lost_peer(
             f"learner rank {rank} of {ranks} to make its part of an update or a checkpoint"
         ):
-            patience = config.batch_timeout + build.first_weights_deadline(config)
+            patience = config.batch_timeout + first_weights_deadline(config)
             yield DistributedRanks(patience, while_waiting=while_waiting)
     except BaseException:
         abandon_group(device)
@@ -127,7 +129,7 @@ def learner_group(
 
 def build_joined_learner(
     config: TrainConfig,
-    start: build.LearnerStart,
+    start: LearnerStart,
     port: LearnerPort,
     publisher: Publisher,
     log: Log,
@@ -150,7 +152,7 @@ def build_joined_learner(
         make_float32_masters(policy, "fp32")
     else:
         shard(start.policy, start.policy.device, config.learner.precision, copies=copies)
-    return build.build_learner(
+    return build_learner(
         config,
         start,
         port,
@@ -196,7 +198,7 @@ def run_follower_rank(
     policy = build_learning_policy(config, device)
     version = int(checkpoint.name.rpartition("_")[2]) if checkpoint else 0
     run_dir = Path(info.run_dir)
-    start = build.LearnerStart(
+    start = LearnerStart(
         policy=policy,
         run_dir=run_dir,
         identity=run_identity.read(run_dir),

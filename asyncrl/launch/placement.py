@@ -7,7 +7,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from asyncrl.config.run import FITTER, TrainConfig
+from asyncrl.config.pace import FITTER
+from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch.hosts import Hosts
 from asyncrl.launch.placement_text import EXAMPLE, WORDS, read_ranks, sizes_of_hosts

@@ -11,7 +11,7 @@ import re
 from itertools import accumulate
 
 from asyncrl.config.bounds import shown
-from asyncrl.config.run import FITTER
+from asyncrl.config.pace import FITTER
 from asyncrl.errors import ConfigError
 
 ROLES = ("learner", "actor", "policy", "world", FITTER)

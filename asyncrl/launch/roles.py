@@ -37,12 +37,15 @@ def actor_main(config_json: str, info_json: str, name: str) -> None:
     """Imagine until the learner ends the run."""
     import torch
 
-    from asyncrl.launch import build, endpoints
+    from asyncrl.launch import endpoints
+    from asyncrl.launch.build_actor import build_acting, build_actor, starts_of
     from asyncrl.launch.compiler_cache import use_compiler_cache
     from asyncrl.launch.environment import build_environment
     from asyncrl.launch.host_weights import TRANSPORT as HOST_TRANSPORT
+    from asyncrl.launch.idle_offload import actor_offload
     from asyncrl.launch.placement import actor_devices, parse_placement, threads_of_actor
     from asyncrl.launch.policies import build_policy
+    from asyncrl.launch.weight_transport import transport_of
     from asyncrl.pace.rounds import newest_world
     from asyncrl.replay.client import WINDOW, ZmqActorPort
 
@@ -62,9 +65,9 @@ def actor_main(config_json: str, info_json: str, name: str) -> None:
     use_compiler_cache(config, device)
     policy = build_policy(config, device)
     environment = build_environment(config, world_device)
-    acting = build.build_acting(config, policy, environment)
+    acting = build_acting(config, policy, environment)
     here = ranks_here()
-    transport = build.transport_of(config, placement, here) if 0 in here else HOST_TRANSPORT
+    transport = transport_of(config, placement, here) if 0 in here else HOST_TRANSPORT
     receiver = _receiver(config, info, name, policy.acting_tensors(), transport, device)
     worlds, first_world = None, 0
     if info.worlds_endpoint:
@@ -78,14 +81,14 @@ def actor_main(config_json: str, info_json: str, name: str) -> None:
             security=endpoints.client_keys(info.keys, name),
             identity=replace(identity, attempt=info.attempt),
         )
-        actor = build.build_actor(
+        actor = build_actor(
             config,
             name,
             acting,
-            build.starts_of(config, environment),
+            starts_of(config, environment),
             port,
             receiver,
-            build.actor_offload(config, acting),
+            actor_offload(config, acting),
             worlds,
             first_world,
         )

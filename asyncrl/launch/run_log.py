@@ -19,7 +19,7 @@ from asyncrl.storage import provenance, run_lock
 from asyncrl.storage.run_folder import REPLAY
 
 if TYPE_CHECKING:
-    from asyncrl.launch.build import LearnerStart
+    from asyncrl.launch.learner_start import LearnerStart
 
 LEAVE_POLL: Final = 0.5
 """Seconds between two attempts to own the folder of a run whose other ranks are ending."""

@@ -23,7 +23,7 @@ from asyncrl.launch.placement import Placement
 from asyncrl.launch.world_channel import TRANSPORT, WorldChannel
 
 if TYPE_CHECKING:
-    from asyncrl.launch.build import LearnerStart
+    from asyncrl.launch.learner_start import LearnerStart
     from asyncrl.observability.metrics_logger import MetricsLogger
     from asyncrl.weights.pull_server import PullSettings
 

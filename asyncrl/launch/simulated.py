@@ -16,7 +16,9 @@ import numpy as np
 
 from asyncrl import registry
 from asyncrl.actors.play import Play
-from asyncrl.config.run import SimulatorSettings, TrainConfig, WorldDefaults
+from asyncrl.config.imagination import WorldDefaults
+from asyncrl.config.run import TrainConfig
+from asyncrl.config.simulator import SimulatorSettings
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.evaluation.evaluate import check_fits
 from asyncrl.launch.policies import policy_chunk

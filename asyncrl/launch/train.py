@@ -16,7 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from asyncrl.config.run import TrainConfig, WorldDefaults
+from asyncrl.config.imagination import WorldDefaults
+from asyncrl.config.run import TrainConfig
 from asyncrl.errors import RunError
 from asyncrl.launch import balance, endpoints, networks, rendezvous
 from asyncrl.launch.children import (
@@ -50,7 +51,7 @@ from asyncrl.storage import run_folder
 if TYPE_CHECKING:
     import torch
 
-    from asyncrl.launch.build import LearnerStart
+    from asyncrl.launch.learner_start import LearnerStart
     from asyncrl.launch.side_tasks import SideTasks
     from asyncrl.learner.learner import Learner
     from asyncrl.observability.metrics_logger import MetricsLogger
@@ -128,9 +129,11 @@ def _prepare(config: TrainConfig, placement: Placement, hosts: Hosts) -> _Prepar
     """Check everything, load the policy, and make or find the run's folder."""
     import torch
 
-    from asyncrl.launch import build, learner_ranks, run_log
+    from asyncrl.launch import learner_ranks, run_log
     from asyncrl.launch.compiler_cache import use_compiler_cache
     from asyncrl.launch.environment import with_world_defaults
+    from asyncrl.launch.learner_start import prepare
+    from asyncrl.launch.weight_transport import transport_of
 
     endpoints.check(config, placement, several_hosts=bool(hosts.replay))
     if (again := rendezvous.run_of_earlier_attempt()) is None:
@@ -142,9 +145,9 @@ def _prepare(config: TrainConfig, placement: Placement, hosts: Hosts) -> _Prepar
     device = pick_device(config.device, rendezvous.local_rank())
     use_compiler_cache(config, device)
     learner_ranks.check(config, placement, hosts)
-    transport = build.transport_of(config, placement, hosts.ranks(0))
+    transport = transport_of(config, placement, hosts.ranks(0))
     config, said = with_world_defaults(config)
-    start = build.prepare(config, device, again)
+    start = prepare(config, device, again)
     rendezvous.remember_run(start.run_dir)
     while rendezvous.take_failure(start.run_dir / HOSTS):
         pass  # Of an earlier start, whose rank 0 died before it read them.

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncrl.config.run import SuccessFrames
+from asyncrl.config.actor import SuccessFrames
 from asyncrl.evaluation.contact_sheet import imagine_again
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.observability import process_status

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import Protocol
 
-from asyncrl.config.run import ReplaySettings
+from asyncrl.config.replay import ReplaySettings
 from asyncrl.records import Episode, Sampling
 from asyncrl.replay.admission import ANY_FORMAT, EpisodeFormat, Expected, Refusal, RefusalCause, refusal
 from asyncrl.replay.events import Granted

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.config.algorithm import AlgorithmSettings
-from asyncrl.config.run import ReplaySettings
+from asyncrl.config.replay import ReplaySettings
 from asyncrl.errors import WireError
 from asyncrl.keyframe_names import version_named
 from asyncrl.messaging.episode_codec import scalars_of

@@ -12,7 +12,7 @@ import random
 from collections.abc import Mapping
 from typing import Final
 
-from asyncrl.config.run import ReplaySampler
+from asyncrl.config.replay import ReplaySampler
 from asyncrl.replay.groups import ReadyGroup
 
 FLOOR: Final = 0.05

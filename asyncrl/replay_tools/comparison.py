@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from asyncrl.config.run import SuccessFrames
+from asyncrl.config.actor import SuccessFrames
 from asyncrl.records import Episode
 from asyncrl.replay_tools.sheet import WIDTH, lay_out
 from asyncrl.replay_tools.text import NOTHING, table

@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.config.run import SuccessFrames
+from asyncrl.config.actor import SuccessFrames
 
 
 def deciding_step(

@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from asyncrl.config.run import ImaginationSettings
+from asyncrl.config.imagination import ImaginationSettings
 from asyncrl.devices.float8 import saved_bytes
 from asyncrl.records import SlotBytes
 from asyncrl.worlds.evac.conditions import EvacNetworks

@@ -14,7 +14,7 @@ from asyncrl.actors import telemetry
 from asyncrl.actors.imagination import EndRule, Imagination
 from asyncrl.actors.pipeline import Stage
 from asyncrl.actors.slots import EpisodeInProgress, PendingEpisode, Slots, finished_episode
-from asyncrl.config.run import SuccessFrames
+from asyncrl.config.actor import SuccessFrames
 from asyncrl.devices.memory import host_peak
 from asyncrl.errors import SampleTimeout
 from asyncrl.learner.batches import valid_steps

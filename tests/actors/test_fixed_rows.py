@@ -11,8 +11,10 @@ import torch
 from asyncrl.actors.imagination import Imagination
 from asyncrl.actors.pipeline import Stage
 from asyncrl.actors.slots import PendingEpisode, Slots
-from asyncrl.config.run import ActorSettings, ImaginationSettings, TrainConfig
-from asyncrl.launch.build import build_imagination
+from asyncrl.config.actor import ActorSettings
+from asyncrl.config.imagination import ImaginationSettings
+from asyncrl.config.run import TrainConfig
+from asyncrl.launch.build_actor import build_imagination
 from asyncrl.launch.environment import Environment, build_environment
 from asyncrl.launch.policies import build_policy
 from asyncrl.policies.interface import SamplingParams

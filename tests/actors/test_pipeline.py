@@ -15,7 +15,7 @@ from asyncrl.actors import imagination
 from asyncrl.actors.pipeline import Stage, split_slots
 from asyncrl.actors.slots import EpisodeInProgress
 from asyncrl.actors.telemetry import ActorTelemetry
-from asyncrl.config.run import ActorSettings
+from asyncrl.config.actor import ActorSettings
 from asyncrl.devices import device_events
 from asyncrl.devices.device_events import DeviceEvent, wait_for
 from asyncrl.devices.offload import NO_OFFLOAD

@@ -17,7 +17,10 @@ from asyncrl.actors.actor import Actor
 from asyncrl.actors.pipeline import Stage
 from asyncrl.actors.play import MOST_RESTARTS, Play
 from asyncrl.actors.slots import Slots, finished_episode
-from asyncrl.config.run import ActorSettings, AlgorithmSettings, ReplaySettings, TrainConfig
+from asyncrl.config.actor import ActorSettings
+from asyncrl.config.algorithm import AlgorithmSettings
+from asyncrl.config.replay import ReplaySettings
+from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ReplayError, RunError
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.launch.simulated import TrainingStarts

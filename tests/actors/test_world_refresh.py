@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from asyncrl.actors.imagination import Imagination
+from asyncrl.config.actor import ActorSettings
 from asyncrl.config.pace import PaceSettings
-from asyncrl.config.run import ActorSettings, TrainConfig
-from asyncrl.launch.build import actor_offload
+from asyncrl.config.run import TrainConfig
+from asyncrl.launch.idle_offload import actor_offload
 from asyncrl.launch.refits import refreshed_tensors
 from asyncrl.records import Episode, problem_with
 from asyncrl.weights.interface import Publisher

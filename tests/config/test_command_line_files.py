@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.config.actor import ActorSettings
 from asyncrl.config.algorithm import AlgorithmSettings, CorrectionSettings
 from asyncrl.config.arguments import split_files
 from asyncrl.config.loading import load_file, load_files, parse, to_toml
-from asyncrl.config.run import ActorSettings, ReplaySettings, TrainConfig
+from asyncrl.config.replay import ReplaySettings
+from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from support import ROOT
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from asyncrl import registry
+from asyncrl.config.actor import ActorSettings
 from asyncrl.config.algorithm import (
     AlgorithmSettings,
     CorrectionSettings,
@@ -21,7 +22,9 @@ from asyncrl.config.algorithm import (
 from asyncrl.config.guard import GuardSettings
 from asyncrl.config.loading import load_file, overlay, parse, to_json
 from asyncrl.config.old_names import REMOVED, RENAMED
-from asyncrl.config.run import ActorSettings, ReplaySettings, TrainConfig, WeightSettings
+from asyncrl.config.replay import ReplaySettings
+from asyncrl.config.run import TrainConfig
+from asyncrl.config.weights import WeightSettings
 from asyncrl.errors import ConfigError
 from asyncrl.launch.simulated import refuse_idle, simulator_named
 from asyncrl.worlds.evac.options import EvacOptions

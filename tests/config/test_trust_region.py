@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.config.algorithm import CorrectionSettings
-from asyncrl.config.run import ReplaySettings, TrainConfig
+from asyncrl.config.replay import ReplaySettings
+from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 
 

@@ -10,8 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from asyncrl.config.imagination import ImaginationSettings
 from asyncrl.config.pace import PaceSettings
-from asyncrl.config.run import ImaginationSettings, TrainConfig
+from asyncrl.config.run import TrainConfig
 from asyncrl.devices.float8 import Float8Linear, check_device, fits, quantise, saved_bytes, use_float8
 from asyncrl.errors import ConfigError
 from asyncrl.launch.world_conformance import check_world

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from asyncrl.actors.actor import Actor
 from asyncrl.actors.imagination import Imagination
 from asyncrl.actors.telemetry import ActorTelemetry
+from asyncrl.config.actor import ActorSettings
 from asyncrl.config.algorithm import LearnerSettings
-from asyncrl.config.run import ActorSettings, TrainConfig
+from asyncrl.config.run import TrainConfig
 from asyncrl.devices import offload
 from asyncrl.devices.offload import NO_OFFLOAD, OFFLOAD_AFTER, IdleOffload, OffloadedTensors
-from asyncrl.launch.build import actor_offload, learner_offload
+from asyncrl.launch.idle_offload import actor_offload, learner_offload
 from asyncrl.observability import metrics_system as m
 from asyncrl.records import Episode, episode_arrays
 from asyncrl.weights.transports.in_process import build_in_process

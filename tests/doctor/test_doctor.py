@@ -18,7 +18,8 @@ from asyncrl import cli
 from asyncrl.commands import doctor as command
 from asyncrl.config.loading import parse
 from asyncrl.config.pace import PaceSettings
-from asyncrl.config.run import TrainConfig, WeightSettings
+from asyncrl.config.run import TrainConfig
+from asyncrl.config.weights import WeightSettings
 from asyncrl.doctor import checks, gpus, host, models, packages
 from asyncrl.doctor.checks import Check
 from asyncrl.doctor.findings import Examination, Finding, Sizes, Verdict, render, run_check

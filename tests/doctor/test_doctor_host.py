@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import zmq
 
-from asyncrl.config.run import ActorSettings, ReplaySettings, TrainConfig
+from asyncrl.config.actor import ActorSettings
+from asyncrl.config.replay import ReplaySettings
+from asyncrl.config.run import TrainConfig
 from asyncrl.doctor import network, storage
 from asyncrl.doctor.findings import Examination, Finding, Sizes, Verdict
 from asyncrl.messaging.curve_keys import create_keys

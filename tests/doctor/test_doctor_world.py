@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.run import ActorSettings, ImaginationSettings, TrainConfig
+from asyncrl.config.actor import ActorSettings
+from asyncrl.config.imagination import ImaginationSettings
+from asyncrl.config.run import TrainConfig
 from asyncrl.doctor import gpus, models, worlds
 from asyncrl.doctor.findings import Examination, Sizes, Verdict
 from asyncrl.errors import ConfigError

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from asyncrl.config.algorithm import AlgorithmSettings
 from asyncrl.config.loading import load_file
-from asyncrl.config.run import AlgorithmSettings, TrainConfig
+from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch import balance
 from asyncrl.launch.balance import Balance, advise, chosen_placement, expected_seconds, line, measure

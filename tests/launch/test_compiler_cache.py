@@ -10,7 +10,9 @@ import pytest
 import torch
 
 import asyncrl
-from asyncrl.config.run import ImaginationSettings, LearnerSettings, TrainConfig
+from asyncrl.config.algorithm import LearnerSettings
+from asyncrl.config.imagination import ImaginationSettings
+from asyncrl.config.run import TrainConfig
 from asyncrl.doctor import gpus
 from asyncrl.doctor.findings import Examination
 from asyncrl.launch.compiler_cache import INDUCTOR, TRITON, compiler_cache_folder, use_compiler_cache

@@ -51,8 +51,8 @@ def test_what_cannot_be_had_is_refused(gpus):
 )
 def test_the_transport_follows_from_who_shares_a_gpu(gpus, count, ranks, placement, transport):
     from asyncrl.config.run import TrainConfig
-    from asyncrl.launch.build import transport_of
     from asyncrl.launch.placement import parse_placement
+    from asyncrl.launch.weight_transport import transport_of
 
     gpus(count)
     assert transport_of(TrainConfig(), parse_placement(placement, ranks, count), range(ranks)) == transport

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from asyncrl import cli
-from asyncrl.config.run import AlgorithmSettings, OptimizerSettings, ReplaySettings, TrainConfig
+from asyncrl.config.algorithm import AlgorithmSettings, OptimizerSettings
+from asyncrl.config.replay import ReplaySettings
+from asyncrl.config.run import TrainConfig
 from asyncrl.launch import console
 from asyncrl.observability import process_status
 from asyncrl.storage import checkpoint

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from asyncrl import cli
-from asyncrl.config.run import EvaluationSettings, TrainConfig
+from asyncrl.config.evaluation import EvaluationSettings
+from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation import evaluations_file
 from asyncrl.launch.environment import EnvironmentFiles

@@ -246,7 +246,8 @@ class Running:
             time.sleep(0.1)
 
     def killed(self, role: str) -> int:
-        assert (pid := self.pid(role)), f"no {role} lives"
+        pid = self.pid(role)
+        assert pid, f"no {role} lives"
         os.kill(pid, signal.SIGKILL)
         return pid
 

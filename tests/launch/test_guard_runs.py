@@ -19,8 +19,9 @@ from asyncrl.commands.replay_imagine import _start_of
 from asyncrl.config.loading import load_file, parse
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation.stored_groups import imagine_again
-from asyncrl.launch import build
+from asyncrl.launch.build_actor import build_imagination
 from asyncrl.launch.environment import build_world_model, check_environment
+from asyncrl.launch.idle_offload import actor_offload
 from asyncrl.launch.policies import build_policy
 from asyncrl.launch.second_world import check_second_world, load_second_world
 from asyncrl.observability import metrics_guard as m
@@ -222,7 +223,7 @@ def test_a_second_world_draws_what_is_imagined_again(models, other: Path, tmp_pa
 def built(models: tuple[Path, list[str]], *more: str) -> Imagination[Any]:
     config = parse([*models[1], "--guard.kind", "second", *more])
     policy, environment = build_policy(config, CPU), build_world_model(config, CPU)
-    return build.build_imagination(config, policy, environment)
+    return build_imagination(config, policy, environment)
 
 
 def test_parking_an_actor_parks_both_worlds(models, other: Path) -> None:
@@ -236,7 +237,7 @@ def test_parking_an_actor_parks_both_worlds(models, other: Path) -> None:
     ]
     before = [tensor.detach().clone() for tensor in weights]
     config = parse([*models[1], "--guard.kind", "second", "--guard.world", str(other), "--actor.offload"])
-    parked = build.actor_offload(config, acting)._tensors
+    parked = actor_offload(config, acting)._tensors
     assert parked is not None
     parked.offload()
     assert {tensor.untyped_storage().nbytes() for tensor in weights} == {0}

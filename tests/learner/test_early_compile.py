@@ -11,15 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from asyncrl.config.run import (
-    ActorSettings,
-    AlgorithmSettings,
-    LearnerSettings,
-    OptimizerSettings,
-    TrainConfig,
-)
-from asyncrl.launch import build
-from asyncrl.launch.build import build_update
+from asyncrl.config.actor import ActorSettings
+from asyncrl.config.algorithm import AlgorithmSettings, LearnerSettings, OptimizerSettings
+from asyncrl.config.run import TrainConfig
+from asyncrl.launch.build_learner import _early_compile, build_update
 from asyncrl.learner.batches import Batch, build_batch
 from asyncrl.learner.early_compile import EarlyCompile, passes_of
 from asyncrl.learner.placeholders import Shown, placeholder_batch, shown_of
@@ -275,7 +270,7 @@ class Port:
 def test_it_is_done_where_somebody_gains(changes: dict[str, Any], compiles: bool) -> None:
     update = an_update(compiled=False)
     ready = {GROUPS_READY: 15.0}
-    found = build._early_compile(
+    found = _early_compile(
         TrainConfig(**changes), update, SHOWN, lambda: False, cast("LearnerPort", Port(ready))
     )
     assert (found is not None) == compiles

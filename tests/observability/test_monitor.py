@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from asyncrl.config.run import MonitorSettings, TrainConfig
+from asyncrl.config.monitor import MonitorSettings
+from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability import metrics_training as m

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from asyncrl.config.actor import ActorSettings
 from asyncrl.config.pace import PaceSettings
-from asyncrl.config.run import ActorSettings, TrainConfig
+from asyncrl.config.run import TrainConfig
 from asyncrl.errors import RunError
 from asyncrl.pace import fitter as fitter_module
 from asyncrl.pace import rounds

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from asyncrl.config.imagination import ImaginationSettings
 from asyncrl.config.pace import PaceSettings
-from asyncrl.config.run import ImaginationSettings
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.fitting.fit_reward import shows_both
 from asyncrl.fitting.loading import load_recordings

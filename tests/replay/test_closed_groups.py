@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.config.loading import overlay
-from asyncrl.config.run import ReplaySettings, TrainConfig
+from asyncrl.config.replay import ReplaySettings
+from asyncrl.config.run import TrainConfig
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.observability import metrics_replay as m
 from asyncrl.replay.limiter import Limiter

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.config.run import AlgorithmSettings, ReplaySettings
+from asyncrl.config.algorithm import AlgorithmSettings
+from asyncrl.config.replay import ReplaySettings
 from asyncrl.errors import ConfigError
 from asyncrl.observability import metrics_replay as m
 from asyncrl.observability import metrics_system as s

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.run import AlgorithmSettings, ReplaySettings, TrainConfig
+from asyncrl.config.algorithm import AlgorithmSettings
+from asyncrl.config.replay import ReplaySettings
+from asyncrl.config.run import TrainConfig
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.observability import metrics_replay as m
 from asyncrl.replay.replay import Replay

@@ -13,7 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.config.run import AlgorithmSettings, ReplaySettings, TrainConfig
+from asyncrl.config.algorithm import AlgorithmSettings
+from asyncrl.config.replay import ReplaySettings
+from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ReplayError, SampleTimeout
 from asyncrl.observability import metrics_replay as m
 from asyncrl.records import Episode

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.config.run import ReplaySampler, ReplaySettings, TrainConfig
+from asyncrl.config.replay import ReplaySampler, ReplaySettings
+from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.observability import metrics_replay as m
 from asyncrl.replay.groups import ReadyGroup

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.config.pace import PaceSettings
-from asyncrl.config.run import ReplaySettings, TrainConfig
-from asyncrl.launch.build import run_start
+from asyncrl.config.replay import ReplaySettings
+from asyncrl.config.run import TrainConfig
+from asyncrl.launch.learner_start import run_start
 from asyncrl.observability import metrics_replay as m
 from asyncrl.pace import rounds
 from asyncrl.replay.admission import EpisodeFormat

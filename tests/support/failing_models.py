@@ -17,7 +17,10 @@ from torch import Tensor
 
 from asyncrl.actors.actor import Actor
 from asyncrl.actors.imagination import EndRule, Imagination
-from asyncrl.config.run import ActorSettings, AlgorithmSettings, ReplaySettings, TrainConfig
+from asyncrl.config.actor import ActorSettings
+from asyncrl.config.algorithm import AlgorithmSettings
+from asyncrl.config.replay import ReplaySettings
+from asyncrl.config.run import TrainConfig
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.policies.interface import ActResult, SamplingParams
 from asyncrl.records import TOKENS, Episode, StartState

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import zmq
 
-from asyncrl.config.run import AlgorithmSettings, ReplaySettings, TrainConfig
+from asyncrl.config.algorithm import AlgorithmSettings
+from asyncrl.config.replay import ReplaySettings
+from asyncrl.config.run import TrainConfig
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.messaging.wire import Message, decode, encode
 from asyncrl.replay.client import ZmqActorPort

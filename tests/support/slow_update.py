@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from asyncrl.config.actor import ActorSettings
 from asyncrl.config.algorithm import AlgorithmSettings, CorrectionSettings, CriticSettings, OptimizerSettings
-from asyncrl.config.run import ActorSettings, TrainConfig
+from asyncrl.config.run import TrainConfig
 from asyncrl.learner.batches import Batch
 from support.table_policy import TableActorCritic, TablePolicy
 

@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import nn
 
-from asyncrl.config.run import WorldDefaults
+from asyncrl.config.imagination import WorldDefaults
 from asyncrl.errors import CheckpointError
 from asyncrl.storage.atomic import read_json, write_json
 from asyncrl.storage.tensor_reader import TensorFiles, check_fit, fill

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from asyncrl.config.run import ImaginationSettings, WorldDefaults
+from asyncrl.config.imagination import ImaginationSettings, WorldDefaults
 from asyncrl.devices.float8 import saved_bytes
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.records import SlotBytes

@@ -1,0 +1,183 @@
+"""Finds what the learner of a run begins with: models that fit each other, then the run's folder.
+
+Whatever cannot work raises before a process is started or a folder is made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from asyncrl.config.run import TrainConfig
+from asyncrl.errors import ConfigError
+from asyncrl.evaluation.simulator_of_tasks import simulator_of_tasks
+from asyncrl.launch.build_actor import check_compilable
+from asyncrl.launch.conformance import try_policy
+from asyncrl.launch.environment import EnvironmentFiles, check_environment
+from asyncrl.launch.named_models import named_policy, named_world
+from asyncrl.launch.policies import build_learning_policy
+from asyncrl.launch.simulated import SimulatorFiles, simulator_named
+from asyncrl.learner.placeholders import Shown, shown_of
+from asyncrl.learner.recipe import build_recipe
+from asyncrl.pace import rounds
+from asyncrl.policies.interface import Policy
+from asyncrl.registry import names_code
+from asyncrl.replay.admission import EpisodeFormat
+from asyncrl.replay.run_start import NEW_RUN, RunStart
+from asyncrl.replay.store import read_meta
+from asyncrl.storage import checkpoint, run_folder
+from asyncrl.storage.checksums import Checksum
+from asyncrl.storage.folder_check import check_folder
+from asyncrl.storage.run_identity import RunIdentity
+from asyncrl.storage.run_lock import RunLock
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerStart:
+    """What the learner begins with."""
+
+    policy: Policy
+    run_dir: Path
+    identity: RunIdentity
+    """Of this start of the run."""
+    lock: RunLock
+    """Keeps everybody else out of the run's folder."""
+    version: int
+    """0, or that of the checkpoint."""
+    checkpoint: Path | None
+    """Where a resumed run goes on."""
+    replay: RunStart = NEW_RUN
+    """What the replay is told."""
+    notes: tuple[str, ...] = ()
+    """Lines about the checkpoint, for the console."""
+    simulator: str = ""
+    """That has the tasks of the run; empty: none is known."""
+    shown: Shown | None = None
+    """What decisions of the run look at; None: it is not known."""
+
+
+def load_models(
+    config: TrainConfig, device: torch.device
+) -> tuple[Policy, EnvironmentFiles | SimulatorFiles]:
+    """Load the policy of a run to `device`, and check that all its models are there and fit each other.
+
+    Raises:
+        ConfigError: Something is missing or does not fit.
+    """
+    build_recipe(config.algorithm, config.correction, config.critic)
+    if config.imagination.compile and not simulator_named(config.world):
+        world = named_world(config.world, config.world_settings)
+        check_compilable(named_policy(config.policy, config.policy_settings).kind, world.kind)
+    environment = check_environment(config)
+    policy = build_learning_policy(config, device)
+    environment.check_policy(policy)
+    if names_code(config.policy) and isinstance(environment, EnvironmentFiles):
+        try_policy(policy, environment.starts)
+    if config.evaluate_every:
+        from asyncrl.launch import evaluation  # It needs simulators, which are not imported without cause.
+
+        evaluation.plan(config, environment, policy)
+    if config.pace.every:
+        from asyncrl.launch import refits
+
+        refits.check(config, environment, policy)
+    return policy, environment
+
+
+def prepare(config: TrainConfig, device: torch.device, again: Path | None = None) -> LearnerStart:
+    """Check that all models load and fit, then make or find the run's folder (`start_run`)."""
+    policy, files = load_models(config, device)
+    return start_run(config, policy, files, again)
+
+
+def start_run(
+    config: TrainConfig, policy: Policy, files: EnvironmentFiles | SimulatorFiles, again: Path | None = None
+) -> LearnerStart:
+    """Make or find the run's folder.
+
+    Args:
+        config: Of the run.
+        policy: Of the learner, from `load_models`.
+        files: What the actors act in, from there too.
+        again: Folder of a run that died; it goes on there, also when it had no checkpoint yet.
+
+    Raises:
+        ConfigError: There is a run in the folder, or none to resume.
+    """
+    if again is not None and run_folder.has_checkpoint(again):
+        config, again = replace(config, run_dir=str(again), resume=True), None
+    elif again is not None:
+        config = replace(config, resume=False)
+    if config.resume:
+        check_folder(found := run_folder.locate(config))
+        if (found / run_folder.REPLAY / "replay.json").exists():
+            read_meta(found / run_folder.REPLAY)
+        _require_its_world(config, found)
+    run = run_folder.claim(config, again)
+    folder, version, ledger, notes = None, 0, None, ()
+    if config.resume:
+        folder = checkpoint.latest(run.path)
+        assert folder is not None  # The run folder was found by its checkpoints.
+        verified = checkpoint.verify(folder)
+        version = int(folder.name.rpartition("_")[2])
+        ledger, notes = verified.ledger, verified.notes
+    rounds.cut_after(run.path, version)
+    episodes = files.episode_format(policy, config.actor.max_decisions)
+    episodes = replace(episodes, weighted=config.guard.repeats)
+    return LearnerStart(
+        policy=policy,
+        run_dir=run.path,
+        identity=run.identity,
+        lock=run.lock,
+        version=version,
+        checkpoint=folder,
+        replay=run_start(config, run.path, episodes, ledger),
+        notes=notes,
+        simulator=_simulator_of(config, files),
+        shown=shown_of(episodes),
+    )
+
+
+def run_start(
+    config: TrainConfig, run_dir: Path, episodes: EpisodeFormat, ledger: Checksum | None
+) -> RunStart:
+    """Say what the replay has to know, where each round that is still to come may bring a newer world.
+
+    Args:
+        config: Of the run.
+        run_dir: Its folder, without the rounds that a resume forgets.
+        episodes: Of the world that --world names.
+        ledger: See `RunStart`.
+    """
+    newest = episodes.world_version
+    if config.pace.every and newest is not None:
+        newest = rounds.newest_world(run_dir) or newest
+        episodes = replace(episodes, world_version=newest + config.updates // config.pace.every)
+    known = newest if newest is not None and newest >= 0 else None  # A simulator's is below 0.
+    return RunStart(episodes=episodes, ledger=ledger, newest_world=known)
+
+
+def _require_its_world(config: TrainConfig, run_dir: Path) -> None:
+    """Refuse to go on in the world that a run began with, when it has refitted that one since.
+
+    Raises:
+        ConfigError: It would, as --pace.every is 0 now.
+    """
+    version = max(checkpoint.kept(run_dir), default=0)
+    folder = rounds.world_at(run_dir, version + 1)
+    if folder is None or config.pace.every:
+        return
+    if Path(config.world).absolute() != folder.absolute():
+        raise ConfigError(
+            f"--pace.every is 0, but this run has refitted its world, and would go back to --world "
+            f"{config.world}. Leave --pace.every as it was, or say --world {folder}."
+        )
+
+
+def _simulator_of(config: TrainConfig, files: EnvironmentFiles | SimulatorFiles) -> str:
+    own = config.evaluation.simulator or simulator_named(config.world)
+    if own or isinstance(files, SimulatorFiles):
+        return own
+    return simulator_of_tasks({state.task for state in files.starts})
