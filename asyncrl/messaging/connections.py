@@ -245,12 +245,19 @@ def _received(descriptor: int, inode: int) -> int | None:
     """Bytes that a connection has received, 0 where the kernel does not count; None when it is gone."""
     if not _is(descriptor, inode):
         return None
-    with _borrowed(descriptor) as connection:
-        try:
-            about = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED.size)
-            return int(_RECEIVED.unpack(about)[0])
-        except (OSError, struct.error):
-            return 0
+    try:
+        with _borrowed(descriptor) as connection:
+            return _count(connection)
+    except OSError:  # libzmq has closed it since.
+        return None
+
+
+def _count(connection: socket.socket) -> int:
+    try:
+        about = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED.size)
+        return int(_RECEIVED.unpack(about)[0])
+    except (OSError, struct.error):
+        return 0
 
 
 def _shut_down(descriptor: int, inode: int) -> str:
@@ -261,8 +268,10 @@ def _shut_down(descriptor: int, inode: int) -> str:
     except OSError:
         if not _is(descriptor, inode):
             return ""
-        with _borrowed(descriptor) as connection:  # No descriptor is free, which is when it matters most.
+        # No descriptor is free, which is when it matters most; or libzmq has closed it since.
+        with contextlib.suppress(OSError), _borrowed(descriptor) as connection:
             return _end(connection)
+        return ""
     with socket.socket(fileno=duplicate) as connection:
         return _end(connection) if _is(duplicate, inode) else ""
 

@@ -25,7 +25,7 @@ SMALL = {
 }
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(450)
 @pytest.mark.parametrize("kind", ["wan", "opensora"])
 def test_a_run_goes_on_in_a_refit_of_its_published_world(kind: str, tmp_path: Path, monkeypatch) -> None:
     said = write_models(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import shutil
 import signal
@@ -19,6 +20,7 @@ from pathlib import Path
 import pytest
 import zmq
 
+from asyncrl.messaging import connections
 from asyncrl.messaging.connections import INTERVAL, ConnectionGuard
 from asyncrl.messaging.sockets import bind_router, private_folder
 from asyncrl.observability import metrics_system as m
@@ -283,3 +285,12 @@ def test_a_guard_of_a_unix_socket_bounds_the_number_of_connections() -> None:
     guards[0].close()
     context.destroy(0)
     shutil.rmtree(folder)
+
+
+def test_a_connection_that_closes_while_it_is_looked_at_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    descriptor = os.open(os.devnull, os.O_RDONLY)
+    inode = os.fstat(descriptor).st_ino
+    os.close(descriptor)
+    monkeypatch.setattr(connections, "_is", lambda *_: True)  # As a moment before.
+    assert connections._received(descriptor, inode) is None
+    assert connections._shut_down(descriptor, inode) == ""
