@@ -12,6 +12,9 @@ checkpoint of the frozen run, or those on which *true episodes alone* trains, wi
 held-out starts. Arms with key frames begin half of their groups there: those of --keyframes until the first
 round, those of the round's true episodes after it.
 
+Audits of the frozen run, and one of the shipped policy (version 0), also say what each guard would have made
+of its successes: `table` ends with the correlation of reward and truth under each.
+
 Every result appears whole or not at all, so that this can be cut and continued; a run goes on at its last
 checkpoint. Arms and seeds are flags: a part of them is a run of its own, and `table` prints what is there.
 """
@@ -22,12 +25,14 @@ import json
 import shlex
 import shutil
 import sys
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Final
 
+import numpy as np
 import tyro
 from measuring import commit
 from simulator_training import program
@@ -42,6 +47,8 @@ GROUP: Final = 8
 """Episodes of a group."""
 ROWS: Final = 64
 """Episodes that an audit imagines together."""
+SHIPPED: Final = "shipped"
+"""Name of the policy that all begin with."""
 CHOOSING_SEED: Final = 7
 """Of the starts by which early stopping chooses; others than those that judge."""
 
@@ -90,6 +97,16 @@ ARMS: Final[dict[str, Arm]] = {
     "true episodes alone, 1024": Arm(true_only=True, true_episodes=1024),
 }
 """By name. *Early stopping* is of the frozen run, afterwards."""
+THRESHOLD: Final = 0.7
+"""--actor.success-threshold of the default run."""
+GUARDS: Final[dict[str, Callable[[dict[str, float]], tuple[float, float]]]] = {
+    "none": lambda signals: (1.0, 1.0),
+    "lasting": lambda signals: (float(1.0 - signals["last frame"] >= THRESHOLD), 1.0),
+    "probability": lambda signals: (1.0 - signals["best frame"], 1.0),
+    "second": lambda signals: (1.0, 1.0 - signals["second draw: verdict"]),
+}
+"""By name: reward and weight that a guard gives a success with these signals. Approximate: a success that is
+none under *lasting* would have gone on, and *probability* pays the first score, not the best."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +238,15 @@ def judge(run: Run, arm: str, seed: int, folder: Path) -> None:
         answer = run.out / f"{name}.update{version:02d}.evaluate.json"
         measure(run, answer, "evaluate", str(path), "--temperature", "1")
     world = ["--world", "tabletop"] if ARMS[arm].true_only else []  # Others are audited in their own.
-    flags = ["--every-checkpoint", "--rows", str(ROWS), *world]
+    flags = [
+        "--every-checkpoint",
+        "--versions",
+        *map(str, versions(run, folder)),
+        "--rows",
+        str(ROWS),
+        *world,
+    ]
+    flags += ["--signals"] if arm == "frozen" else []
     measure(run, run.out / f"{name}.audit.json", "audit", str(folder), *flags)
     if arm == "frozen":
         judged = versions(run, folder)
@@ -246,6 +271,9 @@ def run_all(run: Run) -> int:
     (run.out / "runs").mkdir(parents=True, exist_ok=True)
     print(f"python {shlex.join(sys.argv)}   commit {commit()}", flush=True)
     with ThreadPoolExecutor(run.jobs) as pool:
+        if "frozen" in run.arms:
+            flags = ("tabletop", "--signals", "--rows", str(ROWS))
+            pool.submit(measure, run, run.out / f"{SHIPPED}.audit.json", "audit", *flags)
         cells = [pool.submit(cell, run, arm, seed) for seed in run.seeds for arm in run.arms]
         for ended in as_completed(cells):
             print(ended.result(), flush=True)
@@ -327,7 +355,28 @@ def table(out: Path) -> int:
         print(f"| {' | '.join(cells)} | {spent} | {accepted} of {len(made)} |")
         if early := stopped_early(out, name):
             print(f"| {name}, stopped early | | {early} | | | {len(judged)} x | |")
+    print_guards(out)
     return 0
+
+
+def print_guards(out: Path) -> None:
+    """Print what guards would have made of the successes of frozen runs: a row per audit with signals."""
+    names = [SHIPPED, *sorted({path.name.partition(".audit")[0] for path in out.glob("frozen.*.audit.json")})]
+    print(f"\n| audit | {' | '.join(GUARDS)} |\n{'|---' * (1 + len(GUARDS))}|")
+    for name in names:
+        file = out / f"{name}.audit.json"
+        for one in json.loads(file.read_text())["audits"] if file.exists() else []:
+            cells = [f"{correlation(one['episodes'], guard):.2f}" for guard in GUARDS]
+            print(f"| {name}, {one['name']} | {' | '.join(cells)} |")
+
+
+def correlation(episodes: Sequence[dict[str, Any]], guard: str) -> float:
+    """Of reward and truth under a guard, over audited episodes, each with the guard's weight."""
+    kept = [GUARDS[guard](one["signals"]) if one["imagined"] else (0.0, 1.0) for one in episodes]
+    rewards, weights = np.array(kept).T
+    true = np.array([one["true"] for one in episodes], float)
+    deviations = np.cov(np.stack([rewards, true]), aweights=weights)
+    return float(deviations[0, 1] / np.sqrt(deviations[0, 0] * deviations[1, 1]))
 
 
 def plot(chosen: Plot) -> int:

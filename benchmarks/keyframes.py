@@ -120,7 +120,7 @@ def row_of(after: int, truth: NDArray[np.bool_], drawn: Sequence[Drawn], whole: 
     """Compare episodes imagined from a key frame with the same ones imagined from the start."""
     count = len(truth)
     wrong, before = (
-        SuccessRate.of(sum(one.judged != true for one, true in zip(some, truth, strict=True)), count)
+        SuccessRate.of(int(sum(one.judged != true for one, true in zip(some, truth, strict=True))), count)
         for some in (drawn, whole)
     )
     return Row(

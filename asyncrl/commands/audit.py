@@ -52,6 +52,8 @@ class AuditConfig(Bounded):
     """Keywords of the policy's class: key=value ..."""
     every_checkpoint: bool = False
     """Audit all checkpoints that the run kept, one row each."""
+    versions: tuple[int, ...] = ()
+    """Of them only those of these versions, as in --every-checkpoint --versions 12 24; none: all."""
     world: str = "tabletop"
     """World model that imagines; see `asyncrl train --world`."""
     world_settings: tuple[str, ...] = ()
@@ -215,6 +217,10 @@ def _versions(config: AuditConfig) -> dict[str, str]:
     from asyncrl.storage import checkpoint
 
     if not config.every_checkpoint:
+        if config.versions:
+            raise ConfigError(
+                "--versions says which checkpoints of a run are audited: add --every-checkpoint."
+            )
         return {config.checkpoint: config.checkpoint}
     folder = run_of(config.checkpoint)
     if folder is None:
@@ -222,7 +228,12 @@ def _versions(config: AuditConfig) -> dict[str, str]:
     kept = checkpoint.kept(folder)
     if not kept:
         raise ConfigError(f"{folder} has no checkpoint yet. Leave --every-checkpoint out, or wait for one.")
-    return {f"update {version}": str(path) for version, path in kept.items()}
+    if missing := sorted(set(config.versions) - set(kept)):
+        raise ConfigError(
+            f"--versions names {missing}, but {folder} kept {sorted(kept)}. Name some of those, or none."
+        )
+    chosen = config.versions or tuple(kept)
+    return {f"update {version}": str(path) for version, path in kept.items() if version in chosen}
 
 
 def _audit_all(

@@ -77,6 +77,18 @@ def test_every_checkpoint_is_a_row(run: Path, capsys) -> None:
 
 
 @pytest.mark.render
+def test_some_checkpoints_can_be_named(run: Path, tmp_path: Path, capsys) -> None:
+    file = tmp_path / "audit.json"
+    flags = ["--every-checkpoint", "--versions", "2", "--json", str(file)]
+    assert cli.run("audit", [str(run), *SHORT, *flags]) == 0
+    assert [one["name"] for one in json.loads(file.read_text())["audits"]] == ["update 2"]
+    assert cli.run("audit", [str(run), *SHORT, "--every-checkpoint", "--versions", "2", "7"]) == 2
+    assert "--versions names [7], but" in capsys.readouterr().err
+    assert cli.run("audit", [str(run), *SHORT, "--versions", "2"]) == 2
+    assert "add --every-checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.render
 def test_a_runs_audit_is_curves_in_its_folder_by_the_version(run: Path, tmp_path: Path, capsys) -> None:
     folder, before = run / "tensorboard" / "audit", files(run)
     shutil.rmtree(folder, ignore_errors=True)
