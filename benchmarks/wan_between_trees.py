@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -70,13 +70,14 @@ def draw(rows: int, decisions: int) -> None:
     processor and of the clock the decisions took.
     """
     import asyncrl
-    from asyncrl.config.imagination import ImaginationSettings
+    from asyncrl.config.run import TrainConfig
     from asyncrl.worlds.start_states import load_start_states
     from asyncrl.worlds.wan.world import WanWorld
 
     torch.set_num_threads(1)
     cpu = torch.device("cpu")
-    worlds = {name: WanWorld.load(WORLD, cpu, ImaginationSettings(context=name)) for name in MEMORIES}
+    usual = TrainConfig().imagination  # Its class is in another module of an older tree.
+    worlds = {name: WanWorld.load(WORLD, cpu, replace(usual, context=name)) for name in MEMORIES}
     states = load_start_states(STARTS)[:rows]
     rng = np.random.default_rng(0)
     actions = rng.uniform(-1, 1, (decisions, rows, 8, 7)).astype(np.float32)
@@ -114,12 +115,13 @@ class Tree:
             sys.exit(f"{folder} is no checkout that has asyncrl/worlds/wan/world.py.")
         self.commit = _commit(folder)
         arguments = [DRAWER, str(settings.rows), str(settings.decisions)]
+        paths = filter(None, [str(folder), os.environ.get("PYTHONPATH")])
         self._process = subprocess.Popen(
             [sys.executable, __file__, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
         )
 
         if (ran := self._answer()) != str(folder):
