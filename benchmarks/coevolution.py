@@ -78,6 +78,7 @@ ARMS: Final[dict[str, Arm]] = {
     "frozen": Arm(),
     "kl": Arm(flags=("--algorithm.kl-coef", "0.05")),
     "lasting": Arm(flags=("--guard.kind", "lasting")),
+    "kl, lasting": Arm(flags=("--algorithm.kl-coef", "0.05", "--guard.kind", "lasting")),
     "probability": Arm(flags=("--guard.kind", "probability")),
     "second": Arm(flags=("--guard.kind", "second")),
     "key frames": Arm(keyframes=True),
