@@ -1,8 +1,9 @@
 """Does a world that is refitted on the policy's true episodes beat one that stays as it is?
 
     python benchmarks/coevolution.py run OUT --base DATA/places DATA/rollouts --flags="--device cuda"
-    python benchmarks/coevolution.py table OUT
-    python benchmarks/coevolution.py plot OUT coevolution.png     needs the extra 'benchmarks' (matplotlib)
+    python benchmarks/coevolution.py rows OUT >rows.jsonl         a line per policy that was judged
+    python benchmarks/coevolution.py table OUT                    or a file of such lines
+    python benchmarks/coevolution.py plot OUT coevolution.png     likewise; needs matplotlib
 
 Every arm trains the shipped policy in `tabletop` for 40 updates, asynchronously, on several seeds. Every 6
 updates the policy is judged in the simulator at the same 256 held-out starts, sampled as in training, and
@@ -21,24 +22,19 @@ checkpoint. Arms and seeds are flags: a part of them is a run of its own, and `t
 
 from __future__ import annotations
 
-import json
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
-from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
-import numpy as np
+import coevolution_report as report
 import tyro
 from measuring import commit
 from simulator_training import program
 
-from asyncrl.evaluation.evaluate import SuccessRate
-from asyncrl.pace import rounds
 from asyncrl.storage.run_folder import has_checkpoint
 
 UPDATES: Final = 40
@@ -47,8 +43,6 @@ GROUP: Final = 8
 """Episodes of a group."""
 ROWS: Final = 64
 """Episodes that an audit imagines together."""
-SHIPPED: Final = "shipped"
-"""Name of the policy that all begin with."""
 CHOOSING_SEED: Final = 7
 """Of the starts by which early stopping chooses; others than those that judge."""
 
@@ -98,16 +92,6 @@ ARMS: Final[dict[str, Arm]] = {
     "true episodes alone, 1024": Arm(true_only=True, true_episodes=1024),
 }
 """By name. *Early stopping* is of the frozen run, afterwards."""
-THRESHOLD: Final = 0.7
-"""--actor.success-threshold of the default run."""
-GUARDS: Final[dict[str, Callable[[dict[str, float]], tuple[float, float]]]] = {
-    "none": lambda signals: (1.0, 1.0),
-    "lasting": lambda signals: (float(1.0 - signals["last frame"] >= THRESHOLD), 1.0),
-    "probability": lambda signals: (1.0 - signals["best frame"], 1.0),
-    "second": lambda signals: (1.0, 1.0 - signals["second draw: verdict"]),
-}
-"""By name: reward and weight that a guard gives a success with these signals. Approximate: a success that is
-none under *lasting* would have gone on, and *probability* pays the first score, not the best."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,18 +128,28 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Print the results as lines of JSON."""
+
+    out: Annotated[Path, tyro.conf.Positional]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Table:
     """Print the results as Markdown tables."""
 
-    out: Annotated[Path, tyro.conf.Positional]
+    source: Annotated[Path, tyro.conf.Positional]
+    """Folder of results, or a file of lines."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plot:
     """Draw the results."""
 
-    out: Annotated[Path, tyro.conf.Positional]
+    source: Annotated[Path, tyro.conf.Positional]
+    """Folder of results, or a file of lines."""
     picture: Annotated[Path, tyro.conf.Positional]
+    arms: tuple[str, ...] = tuple(ARMS)
 
 
 def flags_of(run: Run, name: str) -> list[str]:
@@ -239,14 +233,8 @@ def judge(run: Run, arm: str, seed: int, folder: Path) -> None:
         answer = run.out / f"{name}.update{version:02d}.evaluate.json"
         measure(run, answer, "evaluate", str(path), "--temperature", "1")
     world = ["--world", "tabletop"] if ARMS[arm].true_only else []  # Others are audited in their own.
-    flags = [
-        "--every-checkpoint",
-        "--versions",
-        *map(str, versions(run, folder)),
-        "--rows",
-        str(ROWS),
-        *world,
-    ]
+    flags = ["--every-checkpoint", "--versions", *map(str, versions(run, folder)), *world]
+    flags += ["--rows", str(ROWS)]
     flags += ["--signals"] if arm == "frozen" else []
     measure(run, run.out / f"{name}.audit.json", "audit", str(folder), *flags)
     if arm == "frozen":
@@ -260,11 +248,19 @@ def judge(run: Run, arm: str, seed: int, folder: Path) -> None:
             )
 
 
+def audit_shipped(run: Run) -> str:
+    """Audit the policy that all begin with; returns a line."""
+    flags = ("tabletop", "--signals", "--rows", str(ROWS))
+    measure(run, run.out / f"{report.SHIPPED}.audit.json", "audit", *flags)
+    return "the shipped policy is audited"
+
+
 def cell(run: Run, arm: str, seed: int) -> str:
     """Train and judge one run; returns a line."""
     folder = train(run, arm, seed)
     judge(run, arm, seed, folder)
-    return f"{arm}, seed {seed}: {' '.join(rates(run.out, folder_name(arm, seed)))}"
+    judged = [row for row in rows_of(run.out) if (row.arm, row.seed) == (arm, seed)]
+    return f"{arm}, seed {seed}: {' '.join(f'{row.rate:.0f}' for row in judged)}"
 
 
 def run_all(run: Run) -> int:
@@ -272,159 +268,42 @@ def run_all(run: Run) -> int:
     (run.out / "runs").mkdir(parents=True, exist_ok=True)
     print(f"python {shlex.join(sys.argv)}   commit {commit()}", flush=True)
     with ThreadPoolExecutor(run.jobs) as pool:
-        if "frozen" in run.arms:
-            flags = ("tabletop", "--signals", "--rows", str(ROWS))
-            pool.submit(measure, run, run.out / f"{SHIPPED}.audit.json", "audit", *flags)
-        cells = [pool.submit(cell, run, arm, seed) for seed in run.seeds for arm in run.arms]
-        for ended in as_completed(cells):
+        parts = [pool.submit(cell, run, arm, seed) for seed in run.seeds for arm in run.arms]
+        parts += [pool.submit(audit_shipped, run)] * ("frozen" in run.arms)
+        for ended in as_completed(parts):
             print(ended.result(), flush=True)
-    return table(run.out)
+    return print_tables(run.out)
 
 
-def answers(out: Path, name: str, kind: str) -> dict[int, dict[str, Any]]:
-    """Read what was measured of a run, by version."""
-    found = {}
-    for path in sorted(out.glob(f"{name}.update*.{kind}.json")):
-        version = int(path.name.removesuffix(f".{kind}.json").rpartition("update")[2])
-        found[version] = json.loads(path.read_text())
-    return found
+def rows_of(source: Path) -> list[report.Row]:
+    """Read what was measured: a folder of results, or a file of rows."""
+    return report.read(source, {folder_name(arm, 0).removesuffix(".seed0"): arm for arm in ARMS})
 
 
-def audits(out: Path, name: str) -> dict[int, dict[str, Any]]:
-    """Read the audits of a run, by version."""
-    file = out / f"{name}.audit.json"
-    found = json.loads(file.read_text())["audits"] if file.exists() else []
-    return {int(one["name"].rpartition(" ")[2]): one for one in found}
-
-
-def rates(out: Path, name: str) -> list[str]:
-    """True success of each judged version, in percent."""
-    return [f"{100 * one['overall']['rate']:.0f}" for one in answers(out, name, "evaluate").values()]
-
-
-def audited(out: Path, name: str) -> tuple[list[str], list[str]]:
-    """Imagined minus true success of the same actions, in points, and wrong verdicts in percent."""
-    found = list(audits(out, name).values())
-    gaps = [100 * (one["imagined_success"]["rate"] - one["true_success"]["rate"]) for one in found]
-    return [f"{gap:+.0f}" for gap in gaps], [f"{100 * one['wrong']['rate']:.0f}" for one in found]
-
-
-def stopped_early(out: Path, name: str) -> str:
-    """Judge the checkpoint of the frozen run that its share of the true episodes calls the best."""
-    choices = answers(out, name, "choose")
-    if not choices:
-        return ""
-    best = max(choices, key=lambda version: (choices[version]["overall"]["rate"], version))
-    chosen = answers(out, name, "evaluate")[best]["overall"]
-    return f"{interval(chosen)} (version {best})"
-
-
-def imagined_nothing(folder: Path) -> int:
-    """Count the true episodes of a run that trained on nothing else; 0: it imagined."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    config = json.loads((folder / "config.json").read_text())
-    if config["world"] != "tabletop_true":
-        return 0
-    algorithm = config["algorithm"]
-    return sum("train/loss" in row for row in rows) * algorithm["groups_per_update"] * algorithm["group_size"]
-
-
-def interval(found: dict[str, Any]) -> str:
-    """Write a rate with its interval, in percent."""
-    rate = SuccessRate.of(found["successes"], found["episodes"])
-    return f"{100 * rate.rate:.1f} [{100 * rate.low:.1f}, {100 * rate.high:.1f}]"
-
-
-def table(out: Path) -> int:
-    """Print what was found: a row per run."""
-    names = sorted({path.name.partition(".update")[0] for path in out.glob("*.update*.evaluate.json")})
-    if not names:
+def print_tables(source: Path) -> int:
+    """Print what was found."""
+    rows = rows_of(source)
+    if not rows:
         print("nothing is measured yet")
         return 1
-    judged = list(answers(out, names[0], "evaluate"))
-    at = "/".join(map(str, judged))
-    titles = ["arm", f"true success after {at} updates, %", "at the end, 95 % interval"]
-    titles += ["imagined minus true, points", "wrong verdicts, %", "true episodes", "accepted"]
-    print(f"\n| {' | '.join(titles)} |\n{'|---' * len(titles)}|")
-    for name in names:
-        last = list(answers(out, name, "evaluate").values())[-1]["overall"]
-        gaps, wrong = audited(out, name)
-        made = rounds.read(out / "runs" / name)
-        spent = sum(row.episodes for row in made) or imagined_nothing(out / "runs" / name)
-        accepted = sum(row.accepted for row in made)
-        cells = [name, " ".join(rates(out, name)), interval(last), " ".join(gaps), " ".join(wrong)]
-        print(f"| {' | '.join(cells)} | {spent} | {accepted} of {len(made)} |")
-        if early := stopped_early(out, name):
-            print(f"| {name}, stopped early | | {early} | | | {len(judged)} x | |")
-    print_guards(out)
+    print(f"\n{report.table(rows, tuple(ARMS))}\n\n{report.guard_table(rows)}")
     return 0
-
-
-def print_guards(out: Path) -> None:
-    """Print what guards would have made of the successes of frozen runs: a row per audit with signals."""
-    names = [SHIPPED, *sorted({path.name.partition(".audit")[0] for path in out.glob("frozen.*.audit.json")})]
-    print(f"\n| audit | {' | '.join(GUARDS)} |\n{'|---' * (1 + len(GUARDS))}|")
-    for name in names:
-        file = out / f"{name}.audit.json"
-        for one in json.loads(file.read_text())["audits"] if file.exists() else []:
-            cells = [f"{correlation(one['episodes'], guard):.2f}" for guard in GUARDS]
-            print(f"| {name}, {one['name']} | {' | '.join(cells)} |")
-
-
-def correlation(episodes: Sequence[dict[str, Any]], guard: str) -> float:
-    """Of reward and truth under a guard, over audited episodes, each with the guard's weight."""
-    kept = [GUARDS[guard](one["signals"]) if one["imagined"] else (0.0, 1.0) for one in episodes]
-    rewards, weights = np.array(kept).T
-    true = np.array([one["true"] for one in episodes], float)
-    deviations = np.cov(np.stack([rewards, true]), aweights=weights)
-    return float(deviations[0, 1] / np.sqrt(deviations[0, 0] * deviations[1, 1]))
-
-
-def plot(chosen: Plot) -> int:
-    """Draw true success, imagined minus true and wrong verdicts by update: of every arm the seeds' mean."""
-    import_module("matplotlib").use("Agg")  # Of the extra `benchmarks`, and of this function alone.
-    _, axes = import_module("matplotlib.pyplot").subplots(1, 3, figsize=(15, 4))
-    for arm in ARMS:
-        names = [
-            path.name.partition(".update")[0] for path in chosen.out.glob(f"{folder_name(arm, 0)[:-1]}*")
-        ]
-        found = [one for name in sorted(set(names)) if (one := curves(chosen.out, name))]
-        for axis, number in zip(axes, range(3), strict=True) if found else ():
-            shared = sorted(set.intersection(*(set(one) for one in found)))
-            means = [sum(one[version][number] for one in found) / len(found) for version in shared]
-            axis.plot(shared, means, marker="o", label=f"{arm} ({len(found)})")
-    for axis, title in zip(
-        axes, ("true success, %", "imagined minus true, points", "wrong verdicts, %"), strict=True
-    ):
-        axis.set(xlabel="updates", title=title)
-        axis.grid(alpha=0.3)
-    axes[0].legend(fontsize=7, title="arm (seeds)")
-    axes[0].figure.tight_layout()
-    axes[0].figure.savefig(chosen.picture, dpi=120)
-    print(chosen.picture)
-    return 0
-
-
-def curves(out: Path, name: str) -> dict[int, tuple[float, float, float]]:
-    """Return the numbers of a run by version: true success, imagined minus true, wrong verdicts."""
-    judged = answers(out, name, "evaluate")
-    return {
-        version: (
-            100 * judged[version]["overall"]["rate"],
-            100 * (one["imagined_success"]["rate"] - one["true_success"]["rate"]),
-            100 * one["wrong"]["rate"],
-        )
-        for version, one in audits(out, name).items()
-        if version in judged
-    }
 
 
 def main() -> int:
     """Run, print or draw."""
-    chosen = tyro.extras.subcommand_cli_from_dict({"run": Run, "table": Table, "plot": Plot})
+    kinds = {"run": Run, "rows": Rows, "table": Table, "plot": Plot}
+    chosen = tyro.extras.subcommand_cli_from_dict(kinds)
     if isinstance(chosen, Run):
         return run_all(chosen)
-    return plot(chosen) if isinstance(chosen, Plot) else table(chosen.out)
+    if isinstance(chosen, Table):
+        return print_tables(chosen.source)
+    if isinstance(chosen, Rows):
+        print("\n".join(report.write(rows_of(chosen.out))))
+    else:
+        report.draw(rows_of(chosen.source), chosen.arms, chosen.picture)
+        print(chosen.picture)
+    return 0
 
 
 if __name__ == "__main__":

@@ -200,19 +200,42 @@ def test_the_comparison_of_refits_reads_what_was_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    benchmark = import_module("coevolution")
+    report = import_module("coevolution_report")
 
     def rate(successes: int) -> dict[str, Any]:
         return {"rate": successes / 256, "successes": successes, "episodes": 256}
 
+    def episode(imagined: bool, true: bool, last: float) -> dict[str, Any]:
+        names = {"last frame": last, "best frame": 0.25, "second draw: verdict": float(last > 0.5)}
+        return {"imagined": imagined, "true": true, "signals": names if imagined else {}}
+
+    audited = [episode(True, True, 0.1)] * 3 + [episode(True, False, 0.9)] + [episode(False, False, 0.0)] * 2
     audits = []
-    for version, (true, imagined, same, wrong) in {0: (128, 160, 96, 64), 6: (192, 200, 136, 32)}.items():
-        answer = tmp_path / f"frozen.seed0.update{version:02d}.evaluate.json"
-        answer.write_text(json.dumps({"overall": rate(true)}))
+    for version, (true, imagined, same, wrong) in {12: (128, 160, 96, 64), 24: (192, 200, 136, 32)}.items():
+        name = f"frozen.seed0.update{version:02d}"
+        (tmp_path / f"{name}.evaluate.json").write_text(json.dumps({"overall": rate(true)}))
+        (tmp_path / f"{name}.choose.json").write_text(json.dumps({"overall": rate(200 - version)}))
         audit = {"imagined_success": rate(imagined), "true_success": rate(same), "wrong": rate(wrong)}
-        audits.append({"name": f"update {version}", **audit})
+        audits.append({"name": f"update {version}", "episodes": audited, **audit})
     (tmp_path / "frozen.seed0.audit.json").write_text(json.dumps({"audits": audits}))
-    assert benchmark.curves(tmp_path, "frozen.seed0") == {0: (50, 25, 25), 6: (75, 25, 12.5)}
+    rows = report.read(tmp_path, {"frozen": "frozen"})
+    assert [(row.update, row.rate, row.gap, row.praise, row.wrong) for row in rows] == [
+        (12, 50, 25, 12.5, 25),
+        (24, 75, 25, 3.125, 12.5),
+    ]
+    assert [row.update for row in report.chosen_of(rows)] == [12]
+    # Rewards 1 1 1 1 0 0 of truths 1 1 1 0 0 0; without the fourth where it is none or has no weight.
+    guards = rows[0].guards
+    assert guards == pytest.approx({"none": 0.707, "lasting": 1, "probability": 0.707, "second": 1}, abs=1e-3)
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(report.write(rows)))
+    assert report.read(file, {}) == rows
+    assert "| frozen | 1 | 12: 50; 24: 75 | 75.0 [69.4, 79.9] of 1 | 25 25 | 12 3 |" in report.table(
+        rows, ["frozen"]
+    )
+    assert "| frozen, stopped early | 1 | updates 12 | 50.0 [43.9, 56.1] of 1 |" in report.table(
+        rows, ["frozen"]
+    )
 
 
 def test_key_frames_are_compared_on_the_actions_that_follow_them(

@@ -35,7 +35,7 @@ HALF = 2 * GROUP
 class Slowed:
     """A world whose every decision keeps the device busy for a while longer.
 
-    Behind the drawing, not before it: a device queues about a thousand launches, and an eager drawing has more.
+    Behind the drawing, not before it: of an eager drawing a device cannot queue all launches.
     """
 
     def __init__(self, world: Any) -> None:
