@@ -8,8 +8,8 @@ is that of the device's own rates of bfloat16 matrix products over the model's F
 (adapters), one without; what checkpointing computes again counts as time only, as in `time/mfu`. The second
 table is of layers that keep what they need: time over that of a policy whose layers all compute it again.
 
-With --float8 the same weights are multiplied as stored and rounded to 8 bits, in turns: the ratio of the times
-of forward and backward passes, eager and compiled, and what is left of the adapters' gradients: their cosine,
+With --float8 the same weights are multiplied as stored and rounded to 8 bits, in turns: the ratio of times of
+forward and backward passes, eager and compiled, and what is left of the adapters' gradients: their cosine,
 and the mean relative error of a tensor. Random weights say little of how trained ones bear it.
 """
 
