@@ -1,11 +1,16 @@
 """How fast does the 7.5 B OpenVLA-OFT policy learn, and what does compilation gain?
 
     python benchmarks/learner_speed.py --rows 8 32
+    python benchmarks/learner_speed.py --rows 8 32 --float8       # only --learner.frozen-precision float8
 
 Random weights, adapters, gradient checkpointing: one micro-batch forward, and forward and backward. The share
 is that of the device's own rates of bfloat16 matrix products over the model's FLOPs: two passes with gradient
 (adapters), one without; what checkpointing computes again counts as time only, as in `time/mfu`. The second
 table is of layers that keep what they need: time over that of a policy whose layers all compute it again.
+
+With --float8 the same weights are multiplied as stored and rounded to 8 bits, in turns: the ratio of times of
+forward and backward passes, eager and compiled, and what is left of the adapters' gradients: their cosine,
+and the mean relative error of a tensor. Random weights say little of how trained ones bear it.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import learner_float8
 import policy_speed
 import torch
 import tyro
@@ -38,6 +44,8 @@ class Settings(policy_speed.Settings):
     """--learner.gradient-checkpointing-every of the first table."""
     kept_rows: int = 8
     """Decisions of a micro-batch in the second table: what layers keep must fit the device."""
+    float8: bool = False
+    """Compare 8-bit products of the frozen layers with those of the stored numbers, and nothing else."""
 
 
 def build(settings: Settings) -> OpenVLAOFTPolicy:
@@ -110,6 +118,20 @@ def read(policy: OpenVLAOFTPolicy, how: str, settings: Settings, flops: float, r
     return found
 
 
+def float8(policy: OpenVLAOFTPolicy, settings: Settings) -> list[list[object]]:
+    """Compare passes with rounded layers and without, eager, then compiled."""
+    kinds = learner_float8.both_kinds(policy)
+    lines: list[list[object]] = []
+    for how in ("eager", "compiled"):
+        if how == "compiled":
+            compile_blocks(policy)
+        for rows in settings.rows:
+            both = passes(policy, inputs(policy, settings, rows, padded=False))["forward and backward"][1]
+            lines.append(learner_float8.compared(policy, kinds, how, rows, both))
+            print(lines[-1], flush=True)
+    return lines
+
+
 def report(readings: list[Reading]) -> str:
     """The readings as a table."""
     lines = [
@@ -127,6 +149,11 @@ def main() -> None:
     rate = matmul_rate(device)
     print(f"{rate}\n", flush=True)
     policy = build(settings)
+    if settings.float8:
+        lines = float8(policy, settings)
+        print("\n" + table(learner_float8.TITLES, lines))
+        _finish(settings, {"float8": lines})
+        return
     one = inputs(policy, settings, 1, padded=False)
     flops = counted(passes(policy, one)["forward"][1])
     fewer = kept(policy, settings)
@@ -135,12 +162,17 @@ def main() -> None:
     readings += read(policy, "compiled", settings, flops, rate)
     print("\n" + report(readings))
     print("\n" + table(["layers that compute again", "rows", "ms", "ratio", "peak GiB"], fewer))
+    content: dict[str, object] = {"matmul": vars(rate), "flops": flops}
+    _finish(settings, content | {"readings": [vars(reading) for reading in readings], "kept": fewer})
+
+
+def _finish(settings: Settings, content: dict[str, object]) -> None:
+    """Print the memory, and write the numbers where they are wanted."""
+    device = torch.device(settings.device)
     if device.type == "cuda":
         print(f"\npeak memory {torch.cuda.max_memory_allocated(device) / 2**30:.1f} GiB")
     if settings.json:
-        content = {"commit": commit(), "matmul": vars(rate), "flops": flops}
-        content |= {"readings": [vars(reading) for reading in readings], "kept": fewer}
-        Path(settings.json).write_text(json.dumps(content, indent=1))
+        Path(settings.json).write_text(json.dumps({"commit": commit()} | content, indent=1))
 
 
 if __name__ == "__main__":

@@ -54,6 +54,23 @@ def test_a_benchmark_ends_with_its_table(
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
+def test_8_bit_products_are_compared_with_those_of_stored_numbers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    benchmark = import_module("learner_speed")
+    monkeypatch.setattr(benchmark, "compile_blocks", lambda *_, **__: None)
+    monkeypatch.setattr(sys, "argv", ["learner_speed", *SMALLEST["learner_speed"], "--float8"])
+    benchmark.main()
+    line = re.search(r"compiled +2 +[\d.]+ +[\d.]+ +([\d.]+) +([\d.]+) +([\d.]+)", capsys.readouterr().out)
+    assert line is not None
+    cosine, error = float(line[2]), float(line[3])
+    assert 0.95 < cosine < 1
+    assert 0 < error < 0.3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
 def test_the_benchmark_of_the_published_worlds_measures_all_of_its_parts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

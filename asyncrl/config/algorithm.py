@@ -265,6 +265,11 @@ class LearnerSettings(Bounded):
     """CPU threads of a learner process."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16: forward and backward passes in bfloat16; weights, log-probs and optimizer stay float32."""
+    frozen_precision: Literal["stored", "float8"] = "stored"
+    """With --lora.rank and bf16: what frozen linear layers below adapters multiply in the learner's passes.
+    stored: numbers as the policy is loaded with. float8: rounded to 8 bits, forward and for the gradient of
+    what goes in; 2 more bytes for each of their weights, and a GPU from H100 on. Nothing that is published or
+    saved is rounded. Not measured on a GPU yet."""
     compile: bool = False
     """Compile the layers: about a minute at the start. For GPUs; its gain was not measured yet."""
     compile_early: bool = True
@@ -295,6 +300,12 @@ class LearnerSettings(Bounded):
             raise ConfigError(
                 f"--learner.gradient-checkpointing-every is {self.gradient_checkpointing_every}, but without "
                 "--learner.gradient-checkpointing no layer computes anything again. Add it, or leave it at 1."
+            )
+        if self.frozen_precision == "float8" and self.precision == "fp32":
+            raise ConfigError(
+                "--learner.frozen-precision is float8, but --learner.precision is fp32, and products of "
+                "8-bit numbers are bfloat16. Use --learner.precision bf16, or --learner.frozen-precision "
+                "stored."
             )
 
 

@@ -163,6 +163,11 @@ class TrainConfig(Bounded):
                 f"{self.imagination.precision}, but rounded weights cannot be replaced by a refit's. "
                 "Use --imagination.precision stored, or leave --pace.every out."
             )
+        if self.learner.frozen_precision == "float8" and not self.lora.rank:
+            raise ConfigError(
+                "--learner.frozen-precision is float8, but --lora.rank is 0: all weights are trained, and "
+                "none is frozen. Set --lora.rank 32, or use --learner.frozen-precision stored."
+            )
         if self.weights.listen and not self.replay.listen:
             raise ConfigError(
                 f"--weights.listen is {self.weights.listen}, but actors join by --replay.listen first, "

@@ -3,11 +3,14 @@
 Weights are rounded once, per output channel; what they multiply is rounded at every call, per row. Both are
 scaled so that the largest magnitude becomes the largest that ``e4m3`` has (arXiv 2209.05433), and the product
 is scaled back. A row's result depends on nothing but that row, so slots do not feel each other.
+
+`frozen_float8` has such layers with a gradient for what they multiply.
 """
 
 from __future__ import annotations
 
-from typing import Final, TypeGuard
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -19,25 +22,30 @@ from asyncrl.errors import ConfigError
 DTYPE: Final = torch.float8_e4m3fn
 LARGEST: Final = torch.finfo(DTYPE).max
 """448."""
-SMALLEST: Final = 1e-12
-"""Largest magnitude of a row below which it is rounded as if it had this one."""
+SMALLEST: Final = 1e-30
+"""Largest magnitude of a row below which it is rounded as if it had this one: no gradient is that small, and
+a scale is still a number that GPUs do not take for 0."""
 ALIGNMENT: Final = 16
 """Widths that GPUs multiply are multiples of this."""
 CAPABILITY: Final = (8, 9)
 """Least compute capability of a GPU that multiplies such numbers: Ada and Hopper have it."""
 
 
-def check_device(device: torch.device) -> None:
+def check_device(device: torch.device, flag: str = "--imagination.precision") -> None:
     """Refuse a GPU that has no 8-bit products. CPUs have slow ones.
+
+    Args:
+        device: Where they are to be computed.
+        flag: That asks for them; the other choice is called stored.
 
     Raises:
         ConfigError: It has none.
     """
     if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < CAPABILITY:
         raise ConfigError(
-            f"--imagination.precision is float8, but {torch.cuda.get_device_name(device)} has compute "
+            f"{flag} is float8, but {torch.cuda.get_device_name(device)} has compute "
             f"capability {found[0]}.{found[1]} and no 8-bit products: these begin with "
-            f"{CAPABILITY[0]}.{CAPABILITY[1]} (L40, H100). Use --imagination.precision stored."
+            f"{CAPABILITY[0]}.{CAPABILITY[1]} (L40, H100). Use {flag} stored."
         )
 
 
@@ -52,6 +60,39 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     scale = x.abs().amax(dim=1, keepdim=True).float().clamp(min=SMALLEST) / LARGEST
     return (x.float() / scale).to(DTYPE), scale
+
+
+def product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """Multiply rows, which are rounded here, with weights that are rounded already.
+
+    Args:
+        x: ``[..., K]`` of any float dtype.
+        weight: ``[N, K]`` e4m3, row after row: the layout that GPUs multiply.
+        scale: ``[1, N]`` float32.
+
+    Returns:
+        ``[..., N]`` in the dtype of `x`; the product itself is bfloat16, which is what GPUs give.
+    """
+    rows, of_rows = quantise(x.flatten(0, -2))
+    found = functional.scaled_mm(
+        rows,
+        weight.T,
+        of_rows,
+        ScalingType.RowWise,
+        scale,
+        ScalingType.RowWise,
+        output_dtype=torch.bfloat16,
+    )
+    return found.to(x.dtype).unflatten(0, x.shape[:-1])
+
+
+def _product_flops(left: Any, right: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    """Count a product of ``[M, K]`` with ``[K, N]``, given their shapes."""
+    return 2 * left[0] * left[1] * right[1]
+
+
+FLOPS: Final[Mapping[Any, Callable[..., int]]] = {torch.ops.aten._scaled_mm_v2: _product_flops}
+"""For `FlopCounterMode`, which does not know the operator of `product` and would count nothing."""
 
 
 class Float8Linear(nn.Module):
@@ -72,17 +113,7 @@ class Float8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[..., K]`` to ``[..., N]``, in the dtype of `x`; the product itself is bfloat16."""
-        rows, scale = quantise(x.flatten(0, -2))
-        product = functional.scaled_mm(
-            rows,
-            self.weight.T,
-            scale,
-            ScalingType.RowWise,
-            self.scale,
-            ScalingType.RowWise,
-            output_dtype=torch.bfloat16,
-        )
-        y = product.to(x.dtype).unflatten(0, x.shape[:-1])
+        y = product(x, self.weight, self.scale)
         return y if self.bias is None else y + self.bias
 
 
@@ -104,3 +135,29 @@ def saved_bytes(network: nn.Module, dtype: torch.dtype) -> int:
     layers = [layer for layer in network.modules() if fits(layer)]
     narrower = dtype.itemsize - DTYPE.itemsize
     return sum(layer.weight.numel() * narrower - 4 * layer.out_features for layer in layers)
+
+
+@torch.no_grad()
+def float8_flops(call: Callable[[], object], rounded: Iterable[nn.Module]) -> float:
+    """Count those FLOPs of a call that are made in linear layers of which 8-bit products can be made.
+
+    Args:
+        call: On meta tensors nothing is computed.
+        rounded: The layers, or modules of which `use_float8` replaces layers, not replaced yet; none: 0.
+    """
+    found = 0
+
+    def add(layer: nn.Linear, _: object, y: Tensor) -> None:
+        nonlocal found
+        found += 2 * layer.in_features * y.numel()
+
+    layers = [layer for module in rounded for layer in module.modules() if fits(layer)]
+    if not layers:
+        return 0.0
+    hooks = [layer.register_forward_hook(add) for layer in layers]
+    try:
+        call()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return float(found)

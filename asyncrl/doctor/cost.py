@@ -147,7 +147,9 @@ def learner_cost(
     steps = chosen.epochs * chosen.minibatches
     counted = 2 if config.lora.rank else 3
     passes = counted + config.learner.recomputed + (chosen.kl_coef > 0)
-    forward = work.policy / (device.products * SHARES["learning"].of(config.learner.compile))
+    # What passes with a gradient add are products with the same weights, of 8-bit numbers too.
+    at_burst = (work.policy - work.frozen) / device.products + work.frozen / device.float8_products
+    forward = at_burst / SHARES["learning"].of(config.learner.compile)
     per_host = min(learners, DEVICES_PER_HOST)
     spread = sizes.policy if learners > 1 and not sizes.unsharded else 0
     gather = spread * (per_host - 1) / per_host / device.links

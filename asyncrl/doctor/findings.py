@@ -32,6 +32,8 @@ class Sizes:
     """Policy as the learner holds it: float32 where --learner.precision wants it."""
     unsharded: int
     """Part of `float32_masters` that is not spread over learner ranks: frozen weights beside adapters."""
+    rounded: int = 0
+    """Rounded copies of frozen weights, which every learner rank has whole (--learner.frozen-precision)."""
     version: int
     """What actors get after an update."""
     environment: int

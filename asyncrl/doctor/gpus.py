@@ -79,8 +79,10 @@ def check_placement(examination: Examination) -> Finding:
     """Check whether the ranks, the devices and the carrier of the weights go together on this host."""
     import torch
 
+    from asyncrl.devices.float8 import check_device
     from asyncrl.launch import learner_ranks
     from asyncrl.launch.weight_transport import transport_of
+    from asyncrl.policies.frozen import FLAG
     from asyncrl.weights.transports.interface import build_transport
 
     config = examination.config
@@ -91,6 +93,9 @@ def check_placement(examination: Examination) -> Finding:
         learner_ranks.check(config, placement, hosts, examination.host)
         by_rank = devices_of(config, placement, hosts.ranks(examination.host))
         first = next(iter(by_rank.values()))
+        if config.learner.frozen_precision == "float8":
+            for rank in set(placement.learners) & by_rank.keys():
+                check_device(by_rank[rank], FLAG)
         transport = "gloo" if examination.host else transport_of(config, placement, hosts.ranks(0))
         if first.type == "cpu":
             build_transport(transport, first, config.weights.timeout)
@@ -263,7 +268,7 @@ def rank_needs(config: TrainConfig, sizes: Sizes, placement: Placement, rank: in
 def learner_needs(config: TrainConfig, sizes: Sizes, learners: int, *, first: bool) -> int:
     """Estimate the bytes of one of several learner ranks; the first one sends the versions."""
     spread = sizes.float32_masters - sizes.unsharded + sizes.training
-    needed = sizes.unsharded + spread // learners
+    needed = sizes.unsharded + sizes.rounded + spread // learners
     if learners > 1 and not sizes.unsharded:
         needed += 2 * sizes.block  # A block is gathered while the one before it computes.
     if config.algorithm.kl_coef and not config.lora.rank:

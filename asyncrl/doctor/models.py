@@ -19,6 +19,7 @@ from asyncrl.launch.environment import EnvironmentFiles, with_world_defaults
 from asyncrl.launch.learner_start import load_models
 from asyncrl.launch.named_models import named_world
 from asyncrl.launch.simulated import SimulatorFiles, simulator_named
+from asyncrl.policies.frozen import frozen_float8_bytes
 from asyncrl.policies.interface import CountsActivations
 from asyncrl.policies.openvla.parallel import count_parameters
 from asyncrl.records import SlotBytes
@@ -55,7 +56,9 @@ def check_models(examination: Examination) -> Finding:
     """Load the policy on the CPU, check the others, note the sizes; with --resume verify the checkpoint."""
     try:
         config, _ = with_world_defaults(examination.config)
-        policy, environment = load_models(config, torch.device("cpu"))
+        # What is rounded is only counted: a host takes minutes for what a GPU does in seconds.
+        exact = replace(config, learner=replace(config.learner, frozen_precision="stored"))
+        policy, environment = load_models(exact, torch.device("cpu"))
         resumed = _verify_checkpoint(config)
     except AsyncRLError as error:
         return broken("models", one_line(error))
@@ -97,9 +100,12 @@ def measure(
 
     Args:
         config: Of the run.
-        policy: As `policies.build_learning_policy` returns it.
+        policy: As `policies.build_learning_policy` returns it, with no layer rounded; may be on device meta.
         environment: World and reward model.
         slot: Of the world.
+
+    Raises:
+        ConfigError: There is nothing that --learner.frozen-precision could round.
     """
     parameters = list(policy.parameters())
     wide = config.learner.precision == "fp32"
@@ -118,6 +124,7 @@ def measure(
         trained=sum(p.numel() for p in parameters if p.requires_grad),
         float32_masters=sum(p.numel() * 4 if wide or p.requires_grad else p.nbytes for p in parameters),
         unsharded=sum(p.numel() * 4 if wide else p.nbytes for p in frozen) if ready else 0,
+        rounded=frozen_float8_bytes(policy) if config.learner.frozen_precision == "float8" else 0,
         version=_bytes(policy.acting_tensors().values()),
         environment=environment.nbytes,
         frame=3 * environment.image_size**2,

@@ -61,6 +61,8 @@ def described(config: TrainConfig, work: RunWork, found: Prediction) -> str:
     world = sum(stage.flops * stage.calls for stage in work.world.decision)
     rounded = sum(stage.float8 * stage.calls for stage in work.world.decision)
     narrow = f" ({rounded / 1e12:.1f} of 8-bit products, {ASSUMED})" if rounded else ""
+    narrower = f"{work.frozen / 1e12:.1f} TFLOP of a pass are 8-bit products, {ASSUMED}"
+    frozen = f"; {narrower}" if work.frozen else ""
     played = bool(simulator_named(config.world))
     parts = f"policy {1000 * actor.policy:.1f}"
     if not played:
@@ -69,8 +71,9 @@ def described(config: TrainConfig, work: RunWork, found: Prediction) -> str:
         f"a decision is {(work.policy + world) / 1e12:.1f} TFLOP{narrow} and takes an actor "
         f"{1000 * actor.decision:.1f} ms ({parts}); an update of {found.decisions} decisions takes the "
         f"learner {learner.update:.1f} s ({learner.before:.1f} before it, passes {learner.passes:.1f}, "
-        f"reading {learner.after:.1f}, steps {learner.steps:.1f}) and its actors {found.batch:.1f} s; "
-        f"{'at least ' if played else ''}{minutes(found.seconds)} minutes from one update to the next, "
+        f"reading {learner.after:.1f}, steps {learner.steps:.1f}{frozen}) and its actors "
+        f"{found.batch:.1f} s; {'at least ' if played else ''}{minutes(found.seconds)} minutes from one "
+        "update to the next, "
         f"{found.groups_per_minute:.3g} groups/min; what bounds it: {found.bottleneck}"
         + ("; the simulators' time comes on top" if played else "")
     )
@@ -134,7 +137,8 @@ def expected_table(config: TrainConfig) -> list[str]:
     ]
     if simulator_named(config.world):
         lines.append("What the simulators take comes on top.")
-    elif config.imagination.precision == "float8":
+    in_world = config.imagination.precision == "float8" and not simulator_named(config.world)
+    if in_world or config.learner.frozen_precision == "float8":
         lines.append(f"8-bit products are {ASSUMED}.")
     lines.append(f"{'devices':<29}{'learner GiB':>12}{'actor GiB':>10}{'minutes an update':>19}  bound by")
     return [*lines, *_rows(config)]

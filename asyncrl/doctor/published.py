@@ -52,6 +52,9 @@ def published_run(config: TrainConfig) -> tuple[Sizes, RunWork]:
     steps = config.simulator.horizon if simulated else config.actor.max_decisions * size.chunk
     return measure(config, policy, files, world.slot), RunWork(
         policy=_policy_flops(size.decoding, size.chunk),
+        frozen=policy.frozen_flops(config.lora.targets)
+        if config.learner.frozen_precision == "float8"
+        else 0.0,
         world=world.work,
         token_passes=policy.token_passes,
         decisions=-(-steps // size.chunk),

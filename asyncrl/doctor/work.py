@@ -8,7 +8,7 @@ from typing import Final
 from asyncrl.config.run import TrainConfig
 from asyncrl.launch.named_models import named_world
 from asyncrl.launch.simulated import simulator_named
-from asyncrl.policies.interface import CountsFlops, Policy
+from asyncrl.policies.interface import CountsFlops, CountsFrozenFlops, Policy
 from asyncrl.worlds.interface import CountsWork
 from asyncrl.worlds.work import WorldWork
 
@@ -22,6 +22,8 @@ class RunWork:
 
     policy: float
     """FLOPs of a decision's forward pass."""
+    frozen: float = 0.0
+    """Of `policy`, those that the learner makes products of 8-bit numbers (--learner.frozen-precision)."""
     world: WorldWork
     """Empty where a simulator is played in, whose time is not predicted."""
     token_passes: int = 0
@@ -48,10 +50,16 @@ def work_of(config: TrainConfig, policy: Policy) -> RunWork | None:
         if not isinstance(named.kind, CountsWork):
             return None
         world = named.kind.decision_work(named.folder, config.imagination, **named.settings)
+    rounded = config.learner.frozen_precision == "float8"
     return RunWork(
         policy=flops,
+        frozen=_frozen_flops(policy, config.lora.targets) if rounded else 0.0,
         world=world,
         token_passes=counts.token_passes,
         decisions=config.actor.max_decisions,
         chunk=policy.action_spec.chunk,
     )
+
+
+def _frozen_flops(policy: object, targets: str) -> float:
+    return policy.frozen_flops(targets) if isinstance(policy, CountsFrozenFlops) else 0.0

@@ -10,12 +10,14 @@ import torch
 from torch import nn
 
 from asyncrl.config.run import TrainConfig
+from asyncrl.devices.float8 import check_device
 from asyncrl.errors import ConfigError
 from asyncrl.launch.named_models import named_policy
 from asyncrl.learner.reference import AdapterFreeReference, FrozenReference, Reference
 from asyncrl.policies.acceleration import compile_blocks, enable_gradient_checkpointing
 from asyncrl.policies.checkpoints.conventions import PublishedOptions
 from asyncrl.policies.checkpoints.convert import open_source
+from asyncrl.policies.frozen import FLAG, use_float8_where_frozen
 from asyncrl.policies.interface import HasCritic, LoraTargets, Policy
 from asyncrl.policies.lora import add_lora
 from asyncrl.records import StartState
@@ -103,15 +105,21 @@ def add_adapters(config: TrainConfig, policy: Policy) -> None:
 def build_learning_policy(config: TrainConfig, device: torch.device) -> Policy:
     """Load the policy that the run begins with, as the learner trains it: with a critic for ppo.
 
-    A critic of the right level in the policy's folder is kept.
+    A critic of the right level in the policy's folder is kept. What a resumed run loads afterwards is trained
+    weights only, so copies of frozen ones that are rounded here stay right.
 
     Raises:
-        ConfigError: A flag needs a capability that the policy lacks.
+        ConfigError: A flag needs a capability that the policy or the device lacks.
     """
+    rounded = config.learner.frozen_precision == "float8"
+    if rounded:
+        check_device(device, FLAG)
     policy = _load_policy(config, device)
     _add_critic(config, policy)
     if config.lora.rank:
         add_adapters(config, policy)
+    if rounded:
+        use_float8_where_frozen(policy)
     if config.learner.gradient_checkpointing:
         enable_gradient_checkpointing(policy, every=config.learner.gradient_checkpointing_every)
     if config.learner.compile:

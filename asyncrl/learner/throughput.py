@@ -7,7 +7,8 @@
            1   only the critic learns, on a trunk that it does not reach (its warm-up)
 
 These are the model's FLOPs, not the hardware's: what gradient checkpointing computes again, passes without
-gradient (critic, several steps per batch, KL reference) and the optimizer step count as time only.
+gradient (critic, several steps per batch, KL reference) and the optimizer step count as time only. The
+peak is that of `--learner.precision`, also where --learner.frozen-precision makes products of 8-bit numbers.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Final, Literal
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from asyncrl.devices.float8 import FLOPS
 from asyncrl.learner.batches import Batch
 from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.observability import metrics_system as m
@@ -56,8 +58,9 @@ def forward_flops(policy: Policy, batch: Batch, rows: int, device: torch.device)
     inputs = policy.preprocess(batch.frames[:rows], batch.tasks[:rows])
     sampling = SamplingParams(temperature=batch.temperature, top_k=batch.top_k)
     # Left alone, a compiler that meets the counter marks every block as not to be compiled, for good.
+    counting = FlopCounterMode(display=False, custom_mapping=dict(FLOPS))
     uncompiled = torch.compiler.set_stance("force_eager")
-    with uncompiled, torch.no_grad(), FlopCounterMode(display=False) as counter:
+    with uncompiled, torch.no_grad(), counting as counter:
         policy.evaluate(
             inputs, {name: values[:rows].to(device) for name, values in batch.sample.items()}, sampling
         )

@@ -342,6 +342,19 @@ class CountsFlops(Protocol):
 
 
 @runtime_checkable
+class CountsFrozenFlops(Protocol):
+    """A policy that knows where --learner.frozen-precision acts: for `asyncrl doctor`."""
+
+    def frozen_flops(self, targets: str) -> float:
+        """Count those of `decision_flops` in linear layers that can be rounded.
+
+        Args:
+            targets: Which layers have adapters; see `LoraTargets`.
+        """
+        ...
+
+
+@runtime_checkable
 class CountsActivations(Protocol):
     """A policy that knows what its passes need beside the weights: for `asyncrl doctor`."""
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
-
-from asyncrl.devices.float8 import fits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,29 +40,3 @@ def count_flops(call: Callable[[], object]) -> float:
     with FlopCounterMode(display=False) as counter:
         call()
     return float(counter.get_total_flops())
-
-
-@torch.no_grad()
-def float8_flops(call: Callable[[], object], rounded: Iterable[nn.Module]) -> float:
-    """Count those FLOPs of a call that `use_float8` makes products of 8-bit numbers.
-
-    Args:
-        call: On meta tensors nothing is computed.
-        rounded: The modules of which `use_float8` replaces layers, not replaced yet; none: 0.
-    """
-    found = 0
-
-    def add(layer: nn.Linear, _: object, y: Tensor) -> None:
-        nonlocal found
-        found += 2 * layer.in_features * y.numel()
-
-    layers = [layer for module in rounded for layer in module.modules() if fits(layer)]
-    if not layers:
-        return 0.0
-    hooks = [layer.register_forward_hook(add) for layer in layers]
-    try:
-        call()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return float(found)

@@ -13,7 +13,15 @@ from torch import nn
 from asyncrl.config.imagination import ImaginationSettings
 from asyncrl.config.pace import PaceSettings
 from asyncrl.config.run import TrainConfig
-from asyncrl.devices.float8 import Float8Linear, check_device, fits, quantise, saved_bytes, use_float8
+from asyncrl.devices.float8 import (
+    Float8Linear,
+    check_device,
+    fits,
+    float8_flops,
+    quantise,
+    saved_bytes,
+    use_float8,
+)
 from asyncrl.errors import ConfigError
 from asyncrl.launch.world_conformance import check_world
 from asyncrl.records import CHUNK
@@ -21,7 +29,7 @@ from asyncrl.storage.asset_paths import start_states_path, world_folder
 from asyncrl.worlds.evac.world import EvacWorld
 from asyncrl.worlds.kinds import world_class
 from asyncrl.worlds.start_states import load_start_states
-from asyncrl.worlds.work import count_flops, float8_flops
+from asyncrl.worlds.work import count_flops
 
 FLOAT8 = ImaginationSettings(precision="float8")
 CPU = torch.device("cpu")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.placement import parse_placement
 from asyncrl.policies.interface import PolicyInputs, SamplingParams
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.memory import PROMPT
 from asyncrl.policies.openvla.policy import new_policy
 from asyncrl.policies.openvla.work import forward_flops
 from support import ROOT
@@ -313,6 +315,30 @@ def test_the_rate_of_8_bit_products_follows_the_measured_one(measured_run: Train
     _, work = published_run(config)
     slow = replace(H200, products=H200.products / 4)
     assert actor_cost(config, work, slow).world == pytest.approx(4 * actor_cost(config, work, H200).world)
+
+
+@pytest.mark.parametrize("targets", ["all", "language"])
+def test_8_bit_products_of_frozen_layers_take_half_of_their_share_of_an_update(
+    measured_run: TrainConfig, models: tuple[Sizes, RunWork], targets: Literal["all", "language"]
+) -> None:
+    learner = replace(measured_run.learner, precision="bf16", frozen_precision="float8")
+    config = replace(measured_run, learner=learner, lora=LoraSettings(rank=32, targets=targets))
+    sizes, work = published_run(config)
+    # 56 slots, 256 patches and the prompt; the towers see their patches and a few tokens more.
+    tokens = 56 + 256 + PROMPT
+    llama = 2 * tokens * 32 * (4 * 4096**2 + 3 * 4096 * 11008)
+    vision = 2 * 261 * 23 * (4 * 1024**2 + 2 * 1024 * 4096) + 2 * 256 * 26 * (4 * 1152**2 + 2 * 1152 * 4304)
+    assert work.frozen == pytest.approx(llama + vision * (targets == "all"), rel=0.01)
+    assert replace(work, frozen=0.0) == models[1]
+    stored, rounded = (
+        learner_cost(measured_run, models[1], models[0], H200, 1),
+        learner_cost(config, work, sizes, H200, 1),
+    )
+    saved = work.frozen / (H200.products * SHARES["learning"].eager) / 2
+    assert stored.passes - rounded.passes == pytest.approx(3 * 64 * saved, rel=1e-6)
+    assert rounded.flops == stored.flops
+    assert rounded.steps == pytest.approx(stored.steps, rel=1e-2)  # Fewer layers have fewer adapters.
+    assert actor_cost(config, work, H200) == actor_cost(measured_run, models[1], H200)
 
 
 def test_a_published_world_that_refuses_float8_is_not_reckoned_with() -> None:

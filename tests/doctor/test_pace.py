@@ -167,6 +167,18 @@ def test_the_line_and_the_table_say_that_8_bit_products_are_assumed() -> None:
     assert (len(rounded), rounded[2]) == (len(stored) + 1, stored[1])
 
 
+def test_the_line_says_it_of_the_learner_too() -> None:
+    config = replace(load_file(WAN), device="cpu", lora=LoraSettings(rank=32))
+    learner = replace(config.learner, precision="bf16", frozen_precision="float8")
+    config = replace(config, learner=learner)
+    sizes, computed = published_run(config)
+    finding = check_pace(Examination(config=config, sizes=sizes, work=computed))
+    assert finding is not None
+    assumed = "assumed, not measured, to be 2 times as fast as those of bfloat16"
+    assert f"; 4.8 TFLOP of a pass are 8-bit products, {assumed})" in finding.seen
+    assert f"8-bit products are {assumed}." in expected_table(config)
+
+
 def test_the_line_reckons_with_eight_devices_or_with_the_ranks_that_are_named() -> None:
     config = replace(load_file(WAN), device="cpu")
     sizes, computed = published_run(config)

@@ -25,7 +25,7 @@ from asyncrl.policies.openvla.autoregressive import OpenVLA
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig, require_trainable
 from asyncrl.policies.openvla.parallel import OpenVLAOFT
 from asyncrl.policies.openvla.tokenizer import PromptTokenizer
-from asyncrl.policies.openvla.work import forward_flops
+from asyncrl.policies.openvla.work import forward_flops, frozen_flops
 from asyncrl.storage.atomic import read_json
 
 
@@ -96,6 +96,10 @@ class OpenVLAOFTPolicy(OpenVLAOFT):
     def decision_flops(self) -> float:
         """Count the FLOPs of a forward pass. See `interface.CountsFlops`."""
         return forward_flops(self.config)
+
+    def frozen_flops(self, targets: str) -> float:
+        """Count those in layers that can be rounded. See `interface.CountsFrozenFlops`."""
+        return frozen_flops(self.config, targets)
 
     @property
     def token_passes(self) -> int:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from asyncrl.devices.float8 import float8_flops
 from asyncrl.policies.action_tokens import BINS
 from asyncrl.policies.interface import PolicyInputs
+from asyncrl.policies.lora import Targets, target_layers
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.memory import PROMPT
 from asyncrl.policies.openvla.parallel import OpenVLAOFT
@@ -26,6 +29,30 @@ def forward_flops(config: OpenVLAOFTConfig, prompt: int = PROMPT) -> float:
         config: Sizes of the policy.
         prompt: Tokens of the prompt.
     """
+    policy, seen = _without_numbers(config, prompt)
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        policy.readout(seen)
+    head = 2 * config.slots * config.llm_width * BINS
+    return float(counter.get_total_flops() + head)
+
+
+def frozen_flops(config: OpenVLAOFTConfig, targets: str, prompt: int = PROMPT) -> float:
+    """Count those of `forward_flops` in linear layers of blocks that can be rounded below adapters.
+
+    Args:
+        config: Sizes of the policy.
+        targets: Which layers have adapters: language or all.
+        prompt: Tokens of the prompt.
+    """
+    policy, seen = _without_numbers(config, prompt)
+    inside = {module for block in policy.blocks() for module in block.modules()}
+    layers = [layer for layer in target_layers(policy, cast("Targets", targets)).values() if layer in inside]
+    with torch.device("meta"):
+        return float8_flops(lambda: policy.readout(seen), layers)
+
+
+def _without_numbers(config: OpenVLAOFTConfig, prompt: int) -> tuple[OpenVLAOFT, PolicyInputs]:
+    """Build a policy, and a row of inputs for it, on the device meta."""
     with torch.device("meta"):
         policy = OpenVLAOFT(replace(config, decoding="parallel", value_head="none"))
         policy.restore_buffers()
@@ -37,7 +64,4 @@ def forward_flops(config: OpenVLAOFTConfig, prompt: int = PROMPT) -> float:
             padded=False,
             proprio=torch.zeros(1, config.proprio_dim) if config.proprio_dim else None,
         )
-        with FlopCounterMode(display=False) as counter:
-            policy.readout(seen)
-    head = 2 * config.slots * config.llm_width * BINS
-    return float(counter.get_total_flops() + head)
+    return policy, seen

@@ -6,11 +6,12 @@ from typing import Literal
 
 import torch
 
+from asyncrl.devices.float8 import float8_flops
 from asyncrl.records import CHUNK
 from asyncrl.worlds.opensora.autoencoder import FrameVae
 from asyncrl.worlds.opensora.layers import KeysValues
 from asyncrl.worlds.opensora.stdit3 import CONDITION, STDiT3
-from asyncrl.worlds.work import Stage, WorldWork, count_flops, float8_flops
+from asyncrl.worlds.work import Stage, WorldWork, count_flops
 
 
 def decision_work(

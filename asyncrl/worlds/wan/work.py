@@ -6,11 +6,12 @@ from typing import Literal
 
 import torch
 
+from asyncrl.devices.float8 import float8_flops
 from asyncrl.records import CHUNK
 from asyncrl.worlds.wan.tiny_decoder import Decoder, FullDecoder, TinyDecoder
 from asyncrl.worlds.wan.transformer import ActionWanTransformer
 from asyncrl.worlds.wan.vae import WanVae, decode_step, encode_step
-from asyncrl.worlds.work import Stage, WorldWork, count_flops, float8_flops
+from asyncrl.worlds.work import Stage, WorldWork, count_flops
 
 _CONTEXT, _WINDOW, _NEW = 4, 4, 2
 """Frames that are encoded again; latents that the transformer sees, and those that a decision makes."""
