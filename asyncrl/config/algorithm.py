@@ -269,7 +269,7 @@ class LearnerSettings(Bounded):
     """With --lora.rank and bf16: what frozen linear layers below adapters multiply in the learner's passes.
     stored: numbers as the policy is loaded with. float8: rounded to 8 bits, forward and for the gradient of
     what goes in; 2 more bytes for each of their weights, and a GPU from H100 on. Nothing that is published or
-    saved is rounded. Not measured on a GPU yet."""
+    saved is rounded. Slower without --learner.compile; with it not measured yet."""
     compile: bool = False
     """Compile the layers: about a minute at the start. For GPUs; its gain was not measured yet."""
     compile_early: bool = True
