@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,8 +31,12 @@ from asyncrl.records import CHUNK
 from asyncrl.storage.asset_paths import start_states_path, world_folder
 from asyncrl.worlds.evac.world import EvacWorld
 from asyncrl.worlds.kinds import world_class
+from asyncrl.worlds.opensora.world import save_world
 from asyncrl.worlds.start_states import load_start_states
 from asyncrl.worlds.work import count_flops
+from support.opensora import NANO, nano_world
+from support.tiny_actor import start
+from support.tiny_models import WORLDS
 
 FLOAT8 = ImaginationSettings(precision="float8")
 CPU = torch.device("cpu")
@@ -115,16 +122,27 @@ def nbytes(module: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
 
 
+def write_wide_opensora(folder: Path) -> None:
+    """Write a tiny world whose layers are wide enough to be rounded."""
+    save_world(folder, nano_world(size=replace(NANO, width=32), image_size=64))
+
+
+@pytest.mark.parametrize("write", [WORLDS["wan"], write_wide_opensora])
+def test_a_world_keeps_what_a_run_rests_on(write: Callable[[Path], None], tmp_path: Path) -> None:
+    write(tmp_path)  # Tiny: a CPU multiplies 8-bit numbers a hundred times slower than others.
+    world: Any = world_class(tmp_path).load(tmp_path, CPU, FLOAT8)
+    assert any(isinstance(layer, Float8Linear) for m in world.modules().values() for layer in m.modules())
+    list(check_world(world, [start(number) for number in range(3)]))
+
+
 @pytest.mark.parametrize("name", ["tabletop", "tabletop_opensora"])
-def test_a_world_keeps_what_a_run_rests_on_and_draws_almost_the_same(name: str) -> None:
+def test_a_world_draws_almost_the_same(name: str) -> None:
     folder = world_folder(name)
     kind = world_class(folder)
-    world, exact = kind.load(folder, CPU, FLOAT8), kind.load(folder, CPU, ImaginationSettings())
-    assert any(isinstance(layer, Float8Linear) for m in world.modules().values() for layer in m.modules())
-    starts = load_start_states(start_states_path("tabletop", name))[:3]
-    list(check_world(world, starts))
-    actions = np.random.default_rng(0).uniform(-1, 1, (3, CHUNK, 7)).astype(np.float32)
-    drawn, expected = (w.imagine(w.start(starts), actions, [1, 2, 3])[0].float() for w in (world, exact))
+    worlds = [kind.load(folder, CPU, replace(some, steps=2)) for some in (FLOAT8, ImaginationSettings())]
+    starts = load_start_states(start_states_path("tabletop", name))[:1]
+    actions = np.random.default_rng(0).uniform(-1, 1, (1, CHUNK, 7)).astype(np.float32)
+    drawn, expected = (w.imagine(w.start(starts), actions, [1])[0].float() for w in worlds)
     error = (drawn - expected).square().mean()
     assert 0 < error < 255**2 / 10**3.5, "35 dB"
 
