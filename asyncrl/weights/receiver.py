@@ -27,7 +27,7 @@ from asyncrl.weights.membership import IDLE_POLL_SECONDS, POLL_SECONDS, Membersh
 from asyncrl.weights.swap_buffer import MAX_DAMAGED, BufferedReceiver
 from asyncrl.weights.table import Table, TableError, TableGone
 from asyncrl.weights.table_entries import LearnerProcess, VersionHeader
-from asyncrl.weights.transports.interface import Link, Transport, build_transport
+from asyncrl.weights.transports.interface import Link, SharesBuffers, Transport, build_transport
 
 TROUBLE_SECONDS = 1.0
 """Pause after which a table that could not be used is tried again."""
@@ -48,7 +48,7 @@ class BroadcastReceiver(BufferedReceiver):
         deadline: float,
     ) -> None:
         super().__init__(name, table.endpoint, manifest, transport.device, deadline)
-        self._transport, self._table = transport, table
+        self._transport, self._table, self._learner = transport, table, learner
         self._wake_up = table.open_wake_up()
         self._membership = Membership(table, learner, name, self._wake_up)
         self._session = TransportSession(deadline, self._given_up)
@@ -250,6 +250,9 @@ def build_receiver(
         WeightSyncError: no learner publishes there.
         ConfigError: the endpoint's path is too long for a socket, or the transport needs a GPU.
     """
+    from asyncrl.weights.mapped_receiver import MappedReceiver  # It is built on this module.
+
     carrier = build_transport(transport, torch.device(device), deadline)
     manifest = packing.build_manifest(manifest_tensors)
-    return BroadcastReceiver(carrier, *connect(Path(endpoint)), name, manifest, deadline)
+    kind = MappedReceiver if isinstance(carrier, SharesBuffers) else BroadcastReceiver
+    return kind(carrier, *connect(Path(endpoint)), name, manifest, deadline)
