@@ -29,10 +29,10 @@ LARGE = 2**22
 FOLD = 4096
 """Words per row of the table as which a buffer is added up."""
 
-CACHED_ROWS = 16
+CACHED_ROWS = 64
 """Of them, those that are still in a CPU's cache when they are read again."""
 CACHED_BYTES = 8 * FOLD * CACHED_ROWS
-"""The same in bytes: 512 KiB."""
+"""The same in bytes: 2 MiB. Of less at a time, copies are slower; of much more, sums are."""
 
 Buffers = list[Tensor]
 """One ``[E]`` buffer per dtype, in the order of `Manifest.dtypes`."""
@@ -226,7 +226,7 @@ def copy_and_sum(
 ) -> int:
     """Copy tensors out of buffers, and sum these up while each block of them is in the CPU's cache.
 
-    One read of the memory for both, which takes a fifth less than one after the other.
+    One read of the memory for both, which takes a sixth less than one after the other.
 
     Args:
         into: By name, all that `manifest` names, on any device; written in place.
@@ -259,8 +259,8 @@ def copy_and_sum(
 
 
 def _pieces(target: Tensor, source: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
-    """Divide a copy into what a CPU's cache holds; one that is not from memory to memory stays whole."""
-    if target.device.type != "cpu" or not target.is_contiguous():
+    """Divide a large copy into what a CPU's cache holds, when it is one from memory to memory."""
+    if target.nbytes <= CACHED_BYTES or target.device.type != "cpu" or not target.is_contiguous():
         return [(target, source)]
     elements = CACHED_BYTES // target.itemsize
     return zip(target.detach().view(-1).split(elements), source.view(-1).split(elements), strict=True)

@@ -380,3 +380,16 @@ def test_a_stopped_actor_is_left_behind_and_copies_the_newest_version_when_it_go
     for each in actors:
         assert each.ask("leave") == "left"
         each.end()
+
+
+@pytest.mark.gpu
+def test_worlds_on_a_gpu_are_copied_whole_out_of_memory_that_is_only_read(
+    publisher: BroadcastPublisher,
+) -> None:
+    receiver = build_receiver(NAME, publisher.endpoint, "actor-0", filled(0, megabytes=40), deadline=5.0)
+    tensors = {name: tensor.cuda() for name, tensor in filled(99, megabytes=40).items()}
+    for version in range(4):
+        publisher.publish(filled(version, megabytes=40), version)
+        assert swap_until(receiver, tensors, version) == version
+        assert number_in(tensors) == version
+    receiver.close()
