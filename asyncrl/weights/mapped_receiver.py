@@ -26,7 +26,7 @@ from torch import Tensor
 from asyncrl.errors import WeightSyncError
 from asyncrl.observability import waits
 from asyncrl.weights import packing
-from asyncrl.weights.receiver import BroadcastReceiver
+from asyncrl.weights.broadcast_receiver import BroadcastReceiver
 from asyncrl.weights.swap_buffer import MAX_DAMAGED
 from asyncrl.weights.table_entries import VersionHeader
 from asyncrl.weights.transports.shared_versions import Note, SharedLink, SharedVersions
