@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class BroadcastReceiver(BufferedReceiver):
-    """Receives over a table and a transport. See `interface.Receiver`; `receiver.build_receiver` builds it."""
+    """Receives over a table and a transport. See `interface.Receiver`; `build_receiver` builds it."""
 
     def __init__(
         self,
