@@ -207,6 +207,14 @@ RECEIVING = _define(
     "the transport; a newer offer",
     "the actor gives this group up, goes on with the weights it has and waits for the next",
 )
+LEARNERS_SUM = _define(
+    "learners_sum",
+    "waiting for the learner's sum of a version that it copied",
+    "actor",
+    "5 s",
+    "the learner, which sums the version up while the actor copies it",
+    "the actor takes the version before it instead; this one when its sum is there",
+)
 HOST_WEIGHTS = _define(
     "host_weights",
     "waiting for the host's weights",

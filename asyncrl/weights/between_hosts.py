@@ -25,10 +25,10 @@ from asyncrl.errors import ConfigError, WeightSyncError
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.weights import packing
+from asyncrl.weights.broadcast_receiver import BroadcastReceiver
 from asyncrl.weights.double_buffer import DoubleBuffer
 from asyncrl.weights.membership import learner_of
 from asyncrl.weights.publisher import BroadcastPublisher
-from asyncrl.weights.receiver import BroadcastReceiver
 from asyncrl.weights.store_table import StoreTable
 from asyncrl.weights.swap_buffer import HandsOn
 from asyncrl.weights.transports.gloo import GlooTransport

@@ -16,7 +16,7 @@ class BroadcastTimings:
     packing: float = 0.0
     """From the call of `publish`: gathering, casting and packing."""
     summing: float = 0.0
-    """The checksum."""
+    """The checksum, unless the actors copy meanwhile (`SharesBuffers`)."""
     announcing: float = 0.0
     broadcasting: float = 0.0
     """Until it is over on the learner's side."""

@@ -87,6 +87,11 @@ class TransportSession:
         """Whether there is a link."""
         return self._session is not None
 
+    @property
+    def link(self) -> Link | None:
+        """The link, for what takes no time."""
+        return self._session
+
     def form(self, what: str, make: Callable[[], Link]) -> None:
         """Make the link, all members at the same time.
 

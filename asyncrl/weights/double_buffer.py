@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from asyncrl.weights import packing
 from asyncrl.weights.interface import WeightSource, stale_version
-from asyncrl.weights.transports.interface import BufferPair
+from asyncrl.weights.transports.interface import BufferNotes, BufferPair, SharesBuffers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,18 +40,17 @@ class PackedVersion:
 class DoubleBuffer:
     """Packed by the learner's thread, emptied by the publisher's, copied by those of its outlets."""
 
-    def __init__(
-        self, device: torch.device, allocate: Callable[[packing.Manifest], packing.Buffers] | None = None
-    ) -> None:
+    def __init__(self, device: torch.device, shared: SharesBuffers | None = None) -> None:
         """Begin empty; the buffers are allocated when the first version is packed.
 
         Args:
             device: Where they are.
-            allocate: Makes a set of them; None: `packing.allocate` does.
+            shared: Makes those out of which others copy themselves, and tells these what is in them.
         """
         self.device = device
         """Where they are."""
-        self._allocate = allocate or (lambda manifest: packing.allocate(manifest, device))
+        self._shared = shared
+        self._notes: BufferNotes | None = None
         self._lock = threading.Lock()
         self._pending: PackedVersion | None = None
         self._current: PackedVersion | None = None
@@ -69,24 +68,49 @@ class DoubleBuffer:
         """Size of one version."""
         return packing.total_bytes(self.buffer_pair[0])
 
-    def pack(self, source: WeightSource, version: int) -> None:
+    def pack(self, source: WeightSource, version: int) -> int:
         """Let the source write into the set that is not being sent (in stream order on CUDA).
 
         What is queued on the current stream afterwards, such as the next update, runs after the copies; the
         calling thread does not wait for them.
+
+        Returns:
+            The set.
 
         Raises:
             WeightSyncError: `version` is not newer than the last one, or the tensors changed their shape.
         """
         began = time.monotonic()
         buffer_index = self._begin(source.manifest, version)
+        if self._notes is not None:
+            self._notes.packing(buffer_index)
         # Without the lock: sharded weights are gathered here, and others must not wait for that.
         source.write(self._views[buffer_index])
+        if self._notes is not None:
+            self._notes.packed(buffer_index, version)
         with self._lock:
             self._pending = PackedVersion(
                 version=version, buffer_index=buffer_index, packed=_record(self.device), began=began
             )
             self.newest = version
+        return buffer_index
+
+    def sum_up(self, buffer_index: int) -> None:
+        """Sum up the version that was packed last, where others copy it; before the next is packed.
+
+        Args:
+            buffer_index: The set that `pack` returned.
+        """
+        if self._notes is not None:
+            checksum = packing.checksum(self.buffer_pair[buffer_index])
+            self._notes.summed(buffer_index, self.newest, checksum)
+
+    def checksum(self, snapshot: PackedVersion) -> int:
+        """Sum up a version that is sent; 0 where `sum_up` does that. Waits for the current stream on CUDA."""
+        return 0 if self._shared else packing.checksum(self.buffer_pair[snapshot.buffer_index])
+
+    def _allocate(self, manifest: packing.Manifest) -> packing.Buffers:
+        return self._shared.allocate(manifest) if self._shared else packing.allocate(manifest, self.device)
 
     def _begin(self, manifest: packing.Manifest, version: int) -> int:
         """Return the set to pack, which nobody sends or reads until it is pending again."""
@@ -95,6 +119,7 @@ class DoubleBuffer:
                 raise stale_version(version, self.newest)
             if self.manifest is None:
                 self.buffer_pair = (self._allocate(manifest), self._allocate(manifest))
+                self._notes = self._shared.allocate_notes() if self._shared else None
                 self._views = [packing.views_in(manifest, buffers) for buffers in self.buffer_pair]
                 self.manifest = manifest
             packing.require_same(manifest, self.manifest, "the first publish")

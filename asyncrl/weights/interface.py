@@ -64,6 +64,8 @@ class Publisher(Protocol):
     def publish(self, weights: WeightSource | Mapping[str, Tensor], version: int) -> None:
         """Copy the weights and return at once; a version that was not sent yet is replaced.
 
+        Where actors copy out of the learner's memory themselves, it also sums them up before it returns.
+
         A collective of the learner ranks where the weights are a `WeightSource` that is sharded.
 
         Args:
@@ -156,6 +158,7 @@ class Receiver(Protocol):
         """Copy the newest complete version into the tensors, in place, when it is newer.
 
         Never waits for the network, nor for the device: the copies run in the order of the current stream.
+        (Out of memory that is shared with the learner it may copy twice, see `mapped_receiver`.)
 
         Args:
             tensors: By name, of the shapes and dtypes that the learner publishes. Given as a function they
@@ -165,7 +168,8 @@ class Receiver(Protocol):
             The version that `tensors` now hold; -1 before the first.
 
         Raises:
-            WeightSyncError: the policies differ, or the learner has been gone for longer than the deadline.
+            WeightSyncError: the policies differ, the learner has been gone for longer than the deadline, or
+                no version can be copied whole: then the tensors are not to be used.
         """
         ...
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,8 +29,10 @@ LARGE = 2**22
 FOLD = 4096
 """Words per row of the table as which a buffer is added up."""
 
-CACHED_ROWS = 16
-"""Of them, 512 KiB, those that are still in a CPU's cache when they are read again."""
+CACHED_ROWS = 64
+"""Of them, those that are still in a CPU's cache when they are read again."""
+CACHED_BYTES = 8 * FOLD * CACHED_ROWS
+"""The same in bytes: 2 MiB. Of less at a time, copies are slower; of much more, sums are."""
 
 Buffers = list[Tensor]
 """One ``[E]`` buffer per dtype, in the order of `Manifest.dtypes`."""
@@ -213,8 +216,60 @@ def checksum(buffers: Buffers) -> int:
     Returns:
         A number in ``[-2**63, 2**63)``, which a message can hold.
     """
+    return _joined(
+        [weighted_sum(buffer) for buffer in buffers]
+    )  # All are queued before the first is waited for.
+
+
+def copy_and_sum(
+    into: Mapping[str, Tensor], manifest: Manifest, buffers: Buffers, views: Mapping[str, Tensor]
+) -> int:
+    """Copy tensors out of buffers, and sum these up while each block of them is in the CPU's cache.
+
+    One read of the memory for both, which takes a sixth less than one after the other.
+
+    Args:
+        into: By name, all that `manifest` names, on any device; written in place.
+        manifest: What lies where.
+        buffers: ``[E]``, one per dtype, on the CPU. Somebody may write into them at the same time.
+        views: Their tensors, see `views_in`.
+
+    Returns:
+        `checksum` of the buffers. When nobody wrote meanwhile, the tensors hold what it is the sum of.
+    """
+    sums = []
+    for dtype, buffer in zip(manifest.dtypes, buffers, strict=True):
+        running = RunningSum(buffer)
+        targets, sources = list[Tensor](), list[Tensor]()
+        block = 0
+        for entry in manifest.entries:  # Those of a dtype lie one after another.
+            if entry.dtype != dtype:
+                continue
+            for target, source in _pieces(into[entry.name], views[entry.name]):
+                targets.append(target)
+                sources.append(source)
+                block += source.nbytes
+                if block >= CACHED_BYTES:
+                    copy(targets, sources)
+                    running.add_until(source.data_ptr() + source.nbytes - buffer.data_ptr())
+                    targets, sources, block = [], [], 0
+        copy(targets, sources)
+        sums.append(running.total())
+    return _joined(sums)
+
+
+def _pieces(target: Tensor, source: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+    """Divide a large copy into what a CPU's cache holds, when it is one from memory to memory."""
+    if target.nbytes <= CACHED_BYTES or target.device.type != "cpu" or not target.is_contiguous():
+        return [(target, source)]
+    elements = CACHED_BYTES // target.itemsize
+    return zip(target.detach().view(-1).split(elements), source.view(-1).split(elements), strict=True)
+
+
+def _joined(sums: Sequence[Tensor]) -> int:
+    """Make one number of those of all buffers, each ``[]`` int64."""
     total = 0
-    for one in [weighted_sum(buffer) for buffer in buffers]:  # All are queued before the first is waited for.
+    for one in sums:
         total = (total * 31 + int(one)) % 2**64
     return total - 2**63
 
@@ -233,26 +288,58 @@ def weighted_sum(buffer: Tensor) -> Tensor:
     Returns:
         ``[]`` int64, on the buffer's device, not waited for.
     """
+    if buffer.device.type == "cpu":
+        return RunningSum(buffer).total()
     words = buffer.view(torch.int64)
+    table = _table(words)
+    return _weighted(words, table.sum(dim=1), table.sum(dim=0))
+
+
+class RunningSum:
+    """Adds a buffer of the CPU up bit by bit, to what `weighted_sum` says of it."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        """Begin.
+
+        Args:
+            buffer: ``[E]`` of any dtype, a multiple of 8 bytes, on the CPU.
+        """
+        self._words = buffer.view(torch.int64)
+        self._table = _table(self._words).numpy()  # Of numpy, whose sums of cached blocks take less.
+        self._of_rows = np.empty(len(self._table), np.int64)
+        self._of_columns = np.zeros(FOLD, np.int64)
+        self._added = 0
+        """Rows that are in the sums."""
+
+    def add_until(self, end: int) -> None:
+        """Add what lies before byte `end` and was not added yet, but for a last row that is not whole."""
+        rows = min(end // (8 * FOLD), len(self._table))
+        while self._added < rows:
+            stop = min(rows, self._added + CACHED_ROWS)
+            part = self._table[self._added : stop]
+            np.add.reduce(part, axis=1, out=self._of_rows[self._added : stop])
+            self._of_columns += np.add.reduce(part, axis=0)
+            self._added = stop
+
+    def total(self) -> Tensor:
+        """Add all that is left; return the sum, ``[]`` int64."""
+        self.add_until(8 * self._words.numel())
+        return _weighted(self._words, torch.from_numpy(self._of_rows), torch.from_numpy(self._of_columns))
+
+
+def _table(words: Tensor) -> Tensor:
+    """View the words ``[W]`` of a buffer as rows ``[W // FOLD, FOLD]``; the last words may be left over."""
+    rows = words.numel() // FOLD
+    return words[: rows * FOLD].view(rows, FOLD)
+
+
+def _weighted(words: Tensor, sums_of_rows: Tensor, sums_of_columns: Tensor) -> Tensor:
+    """Weigh the sums ``[R]`` and ``[FOLD]`` of a buffer's table; add those of its words ``[W]`` left over."""
     rows, rest = divmod(words.numel(), FOLD)
-    body = words[: rows * FOLD].view(rows, FOLD)
-    factors = _scattered(rows + FOLD + rest, buffer.device)
+    factors = _scattered(rows + FOLD + rest, words.device)
     of_row, of_column, of_rest = factors.split([rows, FOLD, rest])
-    sums_of_rows, sums_of_columns = _sums(body)
     total = (sums_of_rows * (2 * of_row + 1)).sum() + (sums_of_columns * (2 * of_column)).sum()
     return total + (words[rows * FOLD :] * (2 * of_rest + 1)).sum()
-
-
-def _sums(table: Tensor) -> tuple[Tensor, Tensor]:
-    """Add up the rows ``[R]`` and the columns ``[C]`` of a table ``[R, C]`` int64, each modulo 2^64."""
-    if table.is_cuda:
-        return table.sum(dim=1), table.sum(dim=0)
-    of_rows, of_columns = table.new_empty(len(table)), table.new_zeros(table.shape[1])
-    for begin in range(0, len(table), CACHED_ROWS):
-        part = table[begin : begin + CACHED_ROWS]
-        torch.sum(part, dim=1, out=of_rows[begin : begin + CACHED_ROWS])
-        of_columns += part.sum(dim=0)
-    return of_rows, of_columns
 
 
 def _scattered(count: int, device: torch.device) -> Tensor:

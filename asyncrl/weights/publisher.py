@@ -22,7 +22,6 @@ from asyncrl.errors import WeightSyncError
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability import waits
 from asyncrl.observability.metrics import Metric
-from asyncrl.weights import packing
 from asyncrl.weights.broadcast_timings import BroadcastTimings, timings_of
 from asyncrl.weights.deadlines import ABORT_SECONDS, TransportSession
 from asyncrl.weights.double_buffer import DoubleBuffer, PackedVersion
@@ -38,7 +37,7 @@ from asyncrl.weights.membership import (
 from asyncrl.weights.pull_server import PullServer, PullSettings
 from asyncrl.weights.table import Table, TableError
 from asyncrl.weights.table_entries import Member, VersionHeader
-from asyncrl.weights.transports.interface import AllocatesBuffers, Link, Transport, build_transport
+from asyncrl.weights.transports.interface import Link, SharesBuffers, Transport, build_transport
 
 PACKING_POLL_SECONDS = 0.0005
 """Pause between two polls of whether the device has packed a version."""
@@ -61,8 +60,8 @@ class BroadcastPublisher:
         self.endpoint = table.endpoint
         """What the actors' `build_receiver` needs."""
         self._transport, self._table, self._deadline = transport, table, deadline
-        allocate = transport.allocate if isinstance(transport, AllocatesBuffers) else None
-        self._buffers = DoubleBuffer(transport.device, allocate)
+        shared = transport if isinstance(transport, SharesBuffers) else None
+        self._buffers = DoubleBuffer(transport.device, shared)
         self._outlets = [make(self._buffers) for make in serve]
         """Others that send what is packed here."""
         self._wake_up = table.open_wake_up()
@@ -89,8 +88,10 @@ class BroadcastPublisher:
     def publish(self, weights: WeightSource | Mapping[str, Tensor], version: int) -> None:
         """Copy the weights and return at once. See `interface.Publisher.publish`."""
         self._require_alive()
-        self._buffers.pack(as_weight_source(weights), version)
+        buffer_index = self._buffers.pack(as_weight_source(weights), version)
         self._wake_up.wake(self._wake_up.name)
+        # Actors that copy it themselves begin meanwhile: a copy takes them longer than the sum does here.
+        self._buffers.sum_up(buffer_index)
 
     def wait_for_first(self, version: int, deadline: float, actors: int = 1) -> None:
         """Wait until `actors` actors hold `version`. See `interface.Publisher`."""
@@ -305,7 +306,7 @@ class BroadcastPublisher:
         """Send one version to all members and wait until they have it."""
         weight_group, times = self._weight_group, [snapshot.began, time.monotonic()]
         with self._transport.side_stream():
-            checksum = packing.checksum(self._buffers.buffer_pair[snapshot.buffer_index])
+            checksum = self._buffers.checksum(snapshot)
         times.append(time.monotonic())
         weight_group.announce(
             self._k,

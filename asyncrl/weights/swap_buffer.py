@@ -53,9 +53,10 @@ class BufferedReceiver:
         self._device, self._deadline = device, deadline
         self._spare: _Set | None = None
         """Where the next version goes; made when it comes: no answer to an offer waits for it."""
+        self._complete: _Set | None = None
+        """Where the newest complete version is; absent before the first."""
         # Everything below is shared between the two threads and guarded by this condition.
         self._changed = threading.Condition()
-        self._complete = self._allocate()
         self._version, self._held = -1, -1
         self._state = f"waiting for the learner at {endpoint} to publish its first version"
         self._failure: Exception | None = None
@@ -90,18 +91,24 @@ class BufferedReceiver:
         """Copy the newest complete version into the tensors when it is newer. See `interface.Receiver`."""
         if self._failure is not None or self._lost_since is not None:
             self._require_alive()
-        if self._version == self._held:
+        if self._version <= self._held:
             return self._held
         tensors = tensors() if callable(tensors) else tensors
         packing.require_same(self._manifest, packing.build_manifest(tensors), f"{self._name}'s swap")
         with self._changed:
-            packing.fill(tensors, self._complete.views)
-            if self._device.type == "cuda":
-                # Before the next version is received into these buffers, `_room` waits for this event.
-                self._complete.read = torch.cuda.Event()
-                self._complete.read.record(torch.cuda.current_stream(self._device))
-            self._held = self._version
+            self._held = self._copy_newest(tensors)
         return self._held
+
+    def _copy_newest(self, tensors: Mapping[str, Tensor]) -> int:
+        """Copy the newest complete version into the tensors and return it."""
+        complete = self._complete
+        assert complete is not None  # There is a version.
+        packing.fill(tensors, complete.views)
+        if self._device.type == "cuda":
+            # Before the next version is received into these buffers, `_room` waits for this event.
+            complete.read = torch.cuda.Event()
+            complete.read.record(torch.cuda.current_stream(self._device))
+        return self._version
 
     def wait_newer(self, version: int, wait: float) -> None:
         """Wait a little for news. See `interface.Receiver`."""
@@ -141,8 +148,13 @@ class BufferedReceiver:
             if version > self._version:
                 assert self._spare is not None  # It holds the version.
                 self._spare, self._complete = self._complete, self._spare
-                self._version = version
-                self._changed.notify_all()
+                self._note(version)
+
+    def _note(self, version: int) -> None:
+        """Let the actor know that `version` can be swapped in, once no swap is under way."""
+        with self._changed:
+            self._version = max(self._version, version)
+            self._changed.notify_all()
 
     def _end(self) -> None:
         """Note that no version will follow."""
@@ -172,6 +184,7 @@ class HandsOn(BufferedReceiver):
         """
         with self._changed:
             if self._version > version:
+                assert self._complete is not None  # It holds the version.
                 action(self._complete.views, self._version)
                 version = self._version
         return version
@@ -196,4 +209,3 @@ class HandsOn(BufferedReceiver):
             return
         with self._changed:
             self._manifest, self._spare = theirs, None
-            self._complete = self._allocate()

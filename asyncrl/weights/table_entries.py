@@ -75,6 +75,7 @@ class VersionHeader:
     buffer_index: int
     """Which of the learner's two buffer sets holds the version."""
     checksum: int
+    """See `packing.checksum`; 0 where the members look it up themselves (`SharesBuffers`)."""
 
 
 def read(table: Table, key: str, raw: bytes, parse: Callable[[dict[str, Any]], T]) -> T | None:

@@ -15,8 +15,8 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 from asyncrl.errors import WeightSyncError
 from asyncrl.weights import packing
 from asyncrl.weights.publisher import BroadcastPublisher, build_publisher
-from asyncrl.weights.transports.interface import Link
 from asyncrl.weights.transports.shared_memory import SharedMemoryTransport
+from asyncrl.weights.transports.shared_versions import SharedNotes
 from support.weights import PATIENCE, Actor, channel_folder, policy, raw
 
 NAME = "shared_memory"
@@ -71,35 +71,34 @@ def test_versions_arrive_bit_for_bit_also_after_an_actor_was_killed_and_in_one_t
 
 
 @pytest.fixture
-def linked() -> tuple[SharedMemoryTransport, packing.Manifest, tuple[list, list], HashStore]:
+def linked() -> tuple[SharedNotes, packing.Manifest, tuple[list, list], HashStore]:
     """The learner's end, with buffers of a few kilobytes in the store."""
     transport, store = SharedMemoryTransport(), HashStore()
     manifest = packing.build_manifest(policy(0, elements=1000))
     pair = (transport.allocate(manifest), transport.allocate(manifest))
+    notes = transport.allocate_notes()
     transport.connect_root(store, 2, pair)
-    return transport, manifest, pair, store
+    return notes, manifest, pair, store
 
 
-def received(link: Link, manifest: packing.Manifest, index: int) -> list[torch.Tensor]:
-    into = packing.allocate(manifest, torch.device("cpu"))
-    link.receive(index, into)
-    return into
-
-
-def test_a_member_gets_the_set_that_is_announced_as_it_is_now(linked) -> None:
+def test_a_member_reads_the_sets_as_they_are_now(linked) -> None:
     _, manifest, pair, store = linked
-    link = SharedMemoryTransport().connect_member(store, 1, 2)
+    versions = SharedMemoryTransport().connect_member(store, 1, 2).versions
     for index in (0, 1, 0):
         packing.fill(packing.views_in(manifest, pair[index]), policy(index + 5, elements=1000))
-        found = received(link, manifest, index)
         assert all(
-            torch.equal(f.view(torch.uint8), b.view(torch.uint8))
-            for f, b in zip(found, pair[index], strict=True)
+            torch.equal(found, packing.as_bytes(buffer))
+            for found, buffer in zip(versions.buffers[index], pair[index], strict=True)
         )
     assert packing.checksum(pair[0]) != packing.checksum(pair[1])
+
+
+def test_a_member_maps_what_it_has_mapped_no_second_time(linked) -> None:
+    _, _, _, store = linked
+    member = SharedMemoryTransport()
+    link = member.connect_member(store, 1, 2)
     link.abort()
-    with pytest.raises(ValueError, match="zip"):
-        received(link, manifest, 0)
+    assert member.connect_member(store, 1, 2).versions is link.versions
 
 
 def test_what_is_mapped_can_neither_shrink_nor_be_written_by_an_actor(linked) -> None:
@@ -107,8 +106,11 @@ def test_what_is_mapped_can_neither_shrink_nor_be_written_by_an_actor(linked) ->
     path = store.get("shared/0/0").decode().split()[0]
     with pytest.raises(PermissionError):
         os.truncate(path, 16)
-    link = SharedMemoryTransport().connect_member(store, 1, 2)
-    assert not link._mapped[0][0].flags.writeable  # type: ignore[attr-defined]
+    versions = SharedMemoryTransport().connect_member(store, 1, 2).versions
+    address = versions.buffers[0][0].data_ptr()
+    spans = [line.split()[:2] for line in Path("/proc/self/maps").read_text().splitlines()]
+    ends = {tuple(int(end, 16) for end in span.split("-")): rights for span, rights in spans}
+    assert [rights for (low, high), rights in ends.items() if low <= address < high] == ["r--s"]
 
 
 def test_what_the_actor_maps_outlives_the_learners_buffers_and_then_nothing_is_left() -> None:
@@ -116,17 +118,19 @@ def test_what_the_actor_maps_outlives_the_learners_buffers_and_then_nothing_is_l
     before = open_files()
     transport, store = SharedMemoryTransport(), HashStore()
     manifest = packing.build_manifest({"a": torch.zeros(64)})
-    pair = (transport.allocate(manifest), transport.allocate(manifest))
+    pair, notes = (transport.allocate(manifest), transport.allocate(manifest)), transport.allocate_notes()
     transport.connect_root(store, 2, pair)
     pair[1][0].fill_(3)
+    notes.packed(1, 7)
     link = SharedMemoryTransport().connect_member(store, 1, 2)
     assert open_files() > before
-    del pair
+    del pair, notes
     gc.collect()
-    assert received(link, manifest, 1)[0].tolist() == [3.0] * 64
+    assert link.versions.buffers[1][0].view(torch.float32).tolist() == [3.0] * 64
+    assert [link.versions.notes.note(index).version for index in (0, 1)] == [-1, 7]
     with pytest.raises(WeightSyncError, match="cannot be read"):
         SharedMemoryTransport().connect_member(store, 1, 2)
-    link.abort()
+    del link
     gc.collect()
     assert open_files() == before
 

@@ -14,11 +14,12 @@ from torch.distributed import Store
 from asyncrl.errors import ConfigError, WeightSyncError
 from asyncrl.observability import metrics_system as m
 from asyncrl.weights import membership, packing
+from asyncrl.weights.broadcast_receiver import BroadcastReceiver
 from asyncrl.weights.deadlines import run_bounded
 from asyncrl.weights.interface import ChannelClosed
 from asyncrl.weights.membership import connect
 from asyncrl.weights.publisher import BroadcastPublisher, build_publisher
-from asyncrl.weights.receiver import BroadcastReceiver, build_receiver
+from asyncrl.weights.receiver import build_receiver
 from asyncrl.weights.rendezvous_store import epoch_store
 from asyncrl.weights.transports.cuda_ipc import import_handle
 from asyncrl.weights.transports.gloo import GlooTransport

@@ -1,7 +1,7 @@
 """Declare what carries one version from the learner's buffers into an actor's, with one link per epoch.
 
     gloo       a broadcast between CPU buffers over sockets: of the loopback device, or between hosts
-    shared_memory  actors copy out of the learner's CPU buffers, which they mapped
+    shared_memory  actors copy out of the learner's CPU buffers, which they mapped, into their own tensors
     nccl       a broadcast between GPUs, one rank per GPU
     cuda_ipc   actors copy out of the learner's buffers, which they mapped: learner and actor share one GPU
     nccl+ipc   the one or the other for each actor, by where it is (`nccl_and_ipc`)
@@ -107,12 +107,39 @@ class Transport(Protocol):
         ...
 
 
+class BufferNotes(Protocol):
+    """Where the learner says what lies in each of its two buffer sets."""
+
+    def packing(self, buffer_index: int) -> None:
+        """Say, before the first byte is written, that a set holds no version any more."""
+        ...
+
+    def packed(self, buffer_index: int, version: int) -> None:
+        """Say that a set holds a version; members may copy it already."""
+        ...
+
+    def summed(self, buffer_index: int, version: int, checksum: int) -> None:
+        """Say which sum the version in a set has; only then may a member act with its copy."""
+        ...
+
+
 @runtime_checkable
-class AllocatesBuffers(Protocol):
-    """A `Transport` that sends from memory of its own kind."""
+class SharesBuffers(Protocol):
+    """A `Transport` whose members copy out of the learner's buffers themselves, when it suits them.
+
+    The learner notes what lies in each set, and packs one only while the other holds a version and its sum.
+    """
 
     def allocate(self, manifest: Manifest) -> Buffers:
         """Make one of the learner's two buffer sets: zeroed ``[E]``, one per dtype, as `packing.allocate`.
+
+        Raises:
+            WeightSyncError: There is no room.
+        """
+        ...
+
+    def allocate_notes(self) -> BufferNotes:
+        """Make the notes on the two sets, which say that neither holds a version.
 
         Raises:
             WeightSyncError: There is no room.
