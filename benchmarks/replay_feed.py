@@ -43,10 +43,11 @@ from replay_episodes import make_group
 
 from asyncrl.config.loading import overlay
 from asyncrl.config.run import TrainConfig
+from asyncrl.episode_layout import episode_arrays
 from asyncrl.errors import ReplayError
 from asyncrl.messaging.sockets import ipc_endpoint, private_folder
 from asyncrl.observability import metrics_replay as m
-from asyncrl.records import Episode, episode_arrays
+from asyncrl.records import Episode
 from asyncrl.replay.interface import LearnerPort
 
 SPAWN = multiprocessing.get_context("spawn")

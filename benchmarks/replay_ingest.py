@@ -27,11 +27,12 @@ from replay_episodes import make_group, write_raw
 
 from asyncrl.config.loading import overlay
 from asyncrl.config.run import TrainConfig
+from asyncrl.episode_layout import episode_arrays
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.messaging.curve_keys import create_keys, load_client_keys, load_server_keys
 from asyncrl.messaging.episode_codec import as_bytes
 from asyncrl.messaging.sockets import ipc_endpoint, private_folder
-from asyncrl.records import Episode, episode_arrays
+from asyncrl.records import Episode
 from asyncrl.replay import store
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.files.format import GroupFileParts

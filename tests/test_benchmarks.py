@@ -17,9 +17,9 @@ import tyro
 
 from asyncrl.config.algorithm import AlgorithmSettings
 from asyncrl.config.run import TrainConfig
+from asyncrl.episode_layout import problem_with
 from asyncrl.fitting.loading import load_recordings
 from asyncrl.launch.policies import build_learning_policy
-from asyncrl.records import problem_with
 from support import ROOT
 from support.episodes import make_episode
 from support.recorded import recorded_spec, write_recorded

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.records import EndReason, Episode, episode_arrays, problem_with, scalar_types, version_of
+from asyncrl.episode_layout import episode_arrays, problem_with, scalar_types, version_of
+from asyncrl.records import EndReason, Episode
 from support.episodes import drawn_by, make_episode, simulated, with_chain
 from support.table_policy import episode
 

@@ -30,10 +30,11 @@ from asyncrl.actors.slots import Ending, EpisodeInProgress, Slots, Start
 from asyncrl.config.actor import SuccessFrames
 from asyncrl.devices.device_events import DeviceEvent, wait_for
 from asyncrl.devices.tensors import to_device
+from asyncrl.episode_layout import SAMPLE_DTYPES
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.policies.interface import ActResult, Policy, SamplingParams
-from asyncrl.records import SAMPLE_DTYPES, StartState
+from asyncrl.records import StartState
 from asyncrl.replay.interface import Cause
 from asyncrl.rewards.interface import RewardModel
 from asyncrl.rewards.success_rule import deciding_step

@@ -16,7 +16,8 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.records import EPISODE_ARRAYS, OPTIONAL_ARRAYS, REWARDED, EndReason, Episode
+from asyncrl.episode_layout import EPISODE_ARRAYS, OPTIONAL_ARRAYS
+from asyncrl.records import REWARDED, EndReason, Episode
 from asyncrl.replay.interface import GroupGrant
 from asyncrl.seeds import episode_seed, noise_seed, repetition_seed
 

@@ -24,7 +24,7 @@ from asyncrl.learner.recipe import build_recipe
 from asyncrl.pace import rounds
 from asyncrl.policies.interface import Policy
 from asyncrl.registry import names_code
-from asyncrl.replay.admission import EpisodeFormat
+from asyncrl.replay.episode_format import EpisodeFormat
 from asyncrl.replay.run_start import NEW_RUN, RunStart
 from asyncrl.replay.store import read_meta
 from asyncrl.storage import checkpoint, run_folder

@@ -23,7 +23,7 @@ from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.evaluation.evaluate import check_fits
 from asyncrl.launch.policies import policy_chunk
 from asyncrl.policies.interface import Policy, SamplingParams, SaysInputs
-from asyncrl.replay.admission import EpisodeFormat, SimulatorFormat
+from asyncrl.replay.episode_format import EpisodeFormat, SimulatorFormat
 from asyncrl.replay.interface import ENDLESS
 from asyncrl.simulators.build import SimulatorSource
 from asyncrl.simulators.interface import SimStart, SimulatorSpec, random_start, stored_start

@@ -17,8 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from asyncrl.episode_layout import decision_layout
 from asyncrl.errors import ReplayError
-from asyncrl.records import Episode, Float32, Uint8, decision_layout
+from asyncrl.records import Episode, Float32, Uint8
 
 
 def valid_steps(episode: Episode) -> NDArray[np.bool_]:

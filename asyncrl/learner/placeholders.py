@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from asyncrl.episode_layout import ArraySpec
 from asyncrl.learner.batches import Batch
 from asyncrl.policies.interface import Policy, SamplingParams
-from asyncrl.records import ArraySpec
-from asyncrl.replay.admission import EpisodeFormat
+from asyncrl.replay.episode_format import EpisodeFormat
 
 
 @dataclass(frozen=True, kw_only=True)

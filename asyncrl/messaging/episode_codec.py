@@ -11,13 +11,11 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.errors import WireError
-from asyncrl.records import (
+from asyncrl.episode_layout import (
     COUNTED_SCHEMA_VERSION,
     EPISODE_ARRAYS,
     MAX_SAMPLE_ARRAYS,
     ArraySpec,
-    Episode,
     array_specs,
     episode_arrays,
     optional_arrays,
@@ -26,6 +24,8 @@ from asyncrl.records import (
     specs_of,
     version_of,
 )
+from asyncrl.errors import WireError
+from asyncrl.records import Episode
 
 MAX_TEXT: Final = 4096
 MAX_READINGS: Final = 256

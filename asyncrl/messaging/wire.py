@@ -2,14 +2,14 @@
 
     frame 0    magic b"ARL1" | u32 crc32(body) | body: JSON {"schema", "kind", fields of the kind,
                and with an episode also "episode": {scalars}, "arrays": [[name, dtype, shape, crc32], ...]}
-    frame 1..  one raw frame per array of `records.episode_arrays`, little-endian, C order, in that order
+    frame 1..  a raw frame for each array of `episode_layout.episode_arrays`, little-endian, C order
 
 Schema version 1; 2 where the sample of the episode is other arrays than action tokens alone; 3 where the
-episode says how many steps were taken, and may have `records.OPTIONAL_ARRAYS` behind the others; 4 where it
-says which world drew each decision, by the last of these, and its weight. Which
-fields a kind has, and which arrays of which type and rank an episode has, is fixed here and in `records`; a
-peer only names the sample's arrays and says sizes, which are checked before anything is allocated. `decode`
-raises `WireError` only.
+episode says how many steps were taken, and may have `episode_layout.OPTIONAL_ARRAYS` behind the others; 4
+where it says which world drew each decision, by the last of these, and its weight. Which fields a kind has,
+and which arrays of which type and rank an episode has, is fixed here and in `episode_layout`; a peer only
+names the sample's arrays and says sizes, which are checked before anything is allocated. `decode` raises
+`WireError` only.
 """
 
 from __future__ import annotations
@@ -22,6 +22,14 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from asyncrl import __version__
+from asyncrl.episode_layout import (
+    EPISODE_ARRAYS,
+    MAX_SAMPLE_ARRAYS,
+    OPTIONAL_ARRAYS,
+    SCHEMA_VERSION,
+    SCHEMA_VERSIONS,
+    version_of,
+)
 from asyncrl.errors import WireError
 from asyncrl.messaging.episode_codec import (
     Buffer,
@@ -33,15 +41,7 @@ from asyncrl.messaging.episode_codec import (
     shown,
     write_arrays,
 )
-from asyncrl.records import (
-    EPISODE_ARRAYS,
-    MAX_SAMPLE_ARRAYS,
-    OPTIONAL_ARRAYS,
-    SCHEMA_VERSION,
-    SCHEMA_VERSIONS,
-    Episode,
-    version_of,
-)
+from asyncrl.records import Episode
 
 MAGIC: Final = b"ARL1"
 _PREFIX: Final = struct.Struct("<4sI")

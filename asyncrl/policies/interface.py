@@ -23,8 +23,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from asyncrl.episode_layout import ArraySpec
 from asyncrl.errors import ConfigError
-from asyncrl.records import ActionSpec, ArraySpec
+from asyncrl.records import ActionSpec
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,27 +10,18 @@ cameras beside the first, Q numbers of state.
 
 from __future__ import annotations
 
-import json
 import re
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.episode_layout import decision_layout, optional_of, problem_with, version_of
 from asyncrl.keyframe_names import version_named
-from asyncrl.records import (
-    REWARDED,
-    ActionSpec,
-    Episode,
-    Sampling,
-    decision_layout,
-    optional_of,
-    problem_with,
-    version_of,
-)
+from asyncrl.records import REWARDED, Episode, Sampling
+from asyncrl.replay.episode_format import ANY_FORMAT, EpisodeFormat, SimulatorFormat
 
 RefusalCause = Literal["content", "settings", "version", "grant"]
 """Why an episode is refused: it contradicts itself or holds numbers that no model gives; it was made with
@@ -47,77 +38,6 @@ MAX_NAME: Final = 255
 """Letters of the name of a start state or of an actor."""
 _START: Final = re.compile(r"(/[0-9]{1,9})?/([0-9]{3,9}|seed-[0-9]{1,20})")
 """What follows the name of a simulator in that of a start: ``/3/017``, ``/seed-12``, ``/3/seed-12``."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SimulatorFormat:
-    """What the episodes of a run have in common, beside `EpisodeFormat`, that are played in a simulator."""
-
-    name: str
-    """With which the names of its starts begin."""
-    tasks: tuple[str, ...] = ()
-    """Its instructions; empty: any."""
-    more_cameras: int = 0
-    """``V``: those beside the first that the policy sees."""
-    state_dim: int = 0
-    """``Q``: numbers of state that the policy sees."""
-    reward: Literal["success", "dense"] = "success"
-    """success: 1 in the step that fulfils the task, else 0. dense: any numbers."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EpisodeFormat:
-    """What every episode of a run has in common, as its models and start states say. Rank 0 tells it."""
-
-    image_size: int = 0
-    """Height and width of all pictures in pixels; 0: not known, any."""
-    action_spec: ActionSpec | None = None
-    """Steps per decision and numbers per step; None: not known, any."""
-    sample: Mapping[str, tuple[str, tuple[int | str, ...]]] = field(default_factory=dict)
-    """Array of the sample -> its dtype, and its shape in one decision, where a letter stands for any size;
-    empty: not known, any."""
-    max_decisions: int = 0
-    """Most decisions of an episode; 0: not known, any."""
-    tasks: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Name of a start state -> its instruction, or several of as many start states; empty: not known, any."""
-    world_version: int | None = None
-    """Of the world that imagines, the newest that there can be; -1: a simulator; None: not known, any."""
-    mined_keyframes: bool = False
-    """Whether episodes may also begin at key frames that came with a version of the world."""
-    weighted: bool | None = None
-    """Whether successes are imagined again (--guard.kind second), so that they may count less; None: not
-    known, any."""
-    simulator: SimulatorFormat | None = None
-    """In which they are played; None: they are imagined, or nothing is known."""
-
-    @property
-    def imagined(self) -> bool:
-        """Whether it is known that a world model makes the episodes."""
-        return bool(self.image_size) and self.simulator is None
-
-    def to_json(self) -> str:
-        """Write it as the text that `from_json` reads."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> EpisodeFormat:
-        """Read what `to_json` wrote; an empty text: nothing is known."""
-        if not text:
-            return cls()
-        plain = json.loads(text)
-        spec, sample, simulator = (plain.pop(name) for name in ("action_spec", "sample", "simulator"))
-        if simulator is not None:
-            simulator = SimulatorFormat(**{**simulator, "tasks": tuple(simulator["tasks"])})
-        return cls(
-            **plain,
-            simulator=simulator,
-            action_spec=None if spec is None else ActionSpec(**spec),
-            sample={name: (dtype, tuple(shape)) for name, (dtype, shape) in sample.items()},
-        )
-
-
-ANY_FORMAT: Final = EpisodeFormat()
-"""Nothing is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -445,37 +365,3 @@ def unlike(sibling: Episode, episode: Episode) -> str | None:
     if (sibling.task, sibling.start_state) != (episode.task, episode.start_state):
         return "its siblings have another task or start state"
     return None
-
-
-class RefusedActors:
-    """Notices when nothing that the actors imagine is admitted: such a run would go on for ever.
-
-    A hostile actor cannot end a run with it as long as another one's groups are complete.
-    """
-
-    def __init__(self, after: int = 8) -> None:
-        """Nobody was refused yet; `after` groups in a row without a complete one, an actor is hopeless."""
-        self._after = after
-        self._refused: Counter[str] = Counter()
-        """Actor -> its groups that were refused since it completed one."""
-        self._last: dict[str, str] = {}
-
-    def note_refused(self, actor: str, number: int, reason: str) -> None:
-        """Note a group that was given up because an episode of it was refused."""
-        self._refused[actor] += 1
-        self._last[actor] = f"group {number} of {actor!r}: {reason}"
-
-    def forget(self, actor: str) -> None:
-        """Note that an actor completed a group, began anew or left."""
-        self._refused.pop(actor, None)
-        self._last.pop(actor, None)
-
-    def exhausted(self, actors: Sequence[str]) -> str:
-        """Say why none of the `actors` that are there will complete a group; empty while there is hope."""
-        if not actors or any(self._refused[actor] < self._after for actor in actors):
-            return ""
-        return (
-            f"Nothing that the actors imagine is admitted: of each of {len(actors)} actors {self._after} "
-            f"groups in a row were refused (replay/refused_*), last {self._last[actors[-1]][:500]}. Actors "
-            "and learner have other settings, models or code: start all with the run's config.json and files."
-        )

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final
 
-from asyncrl.records import SCHEMA_VERSIONS, Sampling
+from asyncrl.episode_layout import SCHEMA_VERSIONS
+from asyncrl.records import Sampling
 from asyncrl.replay.files.format import FORMAT, FORMAT_VERSION, ROOT, GroupFile, fingerprint
 from asyncrl.storage.atomic import replacing
 from asyncrl.storage.bounded_json import check_types, parse_json

@@ -12,7 +12,8 @@ from typing import Protocol
 
 from asyncrl.config.replay import ReplaySettings
 from asyncrl.records import Episode, Sampling
-from asyncrl.replay.admission import ANY_FORMAT, EpisodeFormat, Expected, Refusal, RefusalCause, refusal
+from asyncrl.replay.admission import Expected, Refusal, RefusalCause, refusal
+from asyncrl.replay.episode_format import ANY_FORMAT, EpisodeFormat
 from asyncrl.replay.events import Granted
 from asyncrl.replay.groups import GroupTable, OpenGroup, ReadyGroup, mismatch, number_of
 from asyncrl.replay.interface import GroupGrant, Receipt, ReceiptStatus

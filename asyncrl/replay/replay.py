@@ -23,7 +23,7 @@ from asyncrl.observability import metrics_replay as m
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability.metrics import Metric, reduce
 from asyncrl.records import Episode, Sampling
-from asyncrl.replay.admission import RefusalCause, RefusedActors, is_start_of
+from asyncrl.replay.admission import RefusalCause, is_start_of
 from asyncrl.replay.choosing import BatchChooser
 from asyncrl.replay.events import ActorStarted, LearnerStarted, Refused, WorldCame
 from asyncrl.replay.group_lifecycle import GroupLifecycle
@@ -31,6 +31,7 @@ from asyncrl.replay.groups import number_of
 from asyncrl.replay.interface import ENDLESS, Filling, GroupFailure, GroupGrant, Receipt
 from asyncrl.replay.limiter import Limiter
 from asyncrl.replay.recovery import count_successes, recover, roll_back_to
+from asyncrl.replay.refused_actors import RefusedActors
 from asyncrl.replay.run_start import NEW_RUN, RunStart
 from asyncrl.replay.state import ReplayState
 from asyncrl.replay.store import LEDGER, EpisodeStore

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Final
 
-from asyncrl.replay.admission import ANY_FORMAT, EpisodeFormat
+from asyncrl.replay.episode_format import ANY_FORMAT, EpisodeFormat
 from asyncrl.storage.checksums import Checksum
 
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
+from asyncrl.episode_layout import problem_with
 from asyncrl.errors import ConfigError, ReplayError
-from asyncrl.records import Episode, problem_with
+from asyncrl.records import Episode
 from asyncrl.replay.events import Dropped, Event, Filtered, Granted, Ready, Used, read_events
 from asyncrl.replay.files.format import GroupFile, read_group_file
 from asyncrl.replay.files.reader import read_group

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from asyncrl.episode_layout import EPISODE_ARRAYS, OPTIONAL_ARRAYS
 from asyncrl.errors import ConfigError
-from asyncrl.records import EPISODE_ARRAYS, OPTIONAL_ARRAYS
 from asyncrl.replay_tools.episodes import LIGHT, StoredEpisode
 from asyncrl.replay_tools.lerobot import write_lerobot
 from asyncrl.replay_tools.robomimic import write_robomimic

@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from asyncrl.episode_layout import EPISODE_SCALARS, optional_of, scalar_types, version_of
 from asyncrl.errors import ConfigError
-from asyncrl.records import EPISODE_SCALARS, REWARDED, Episode, optional_of, scalar_types, version_of
+from asyncrl.records import REWARDED, Episode
 from asyncrl.replay_tools.episodes import StoredEpisode, find_row
 from asyncrl.replay_tools.selection import EpisodeSelection, ReplayCommand
 from asyncrl.replay_tools.text import NOTHING, table

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from asyncrl.episode_layout import SCHEMA_VERSION
 from asyncrl.errors import ReplayError
-from asyncrl.records import SCHEMA_VERSION
 from asyncrl.replay.events import GroupSized, read_events
 from asyncrl.replay.files.format import FORMAT_VERSION, GroupFile, read_group_file
 from asyncrl.replay.ledger import read_entries

@@ -16,10 +16,11 @@ from asyncrl.actors.pipeline import Stage
 from asyncrl.actors.slots import EpisodeInProgress, PendingEpisode, Slots, finished_episode
 from asyncrl.config.actor import SuccessFrames
 from asyncrl.devices.memory import host_peak
+from asyncrl.episode_layout import episode_arrays, problem_with
 from asyncrl.errors import SampleTimeout
 from asyncrl.learner.batches import valid_steps
 from asyncrl.observability import metrics_system as s
-from asyncrl.records import Episode, episode_arrays, problem_with
+from asyncrl.records import Episode
 from asyncrl.replay.in_process_ports import InProcessLearnerPort
 from asyncrl.replay.interface import GroupGrant
 from asyncrl.rewards.success_rule import deciding_step

@@ -18,12 +18,12 @@ from asyncrl import cli
 from asyncrl.actors import failures
 from asyncrl.actors.actor import Actor
 from asyncrl.actors.failures import retry_rows_singly
+from asyncrl.episode_layout import episode_arrays
 from asyncrl.errors import ReplayError, SampleTimeout
 from asyncrl.observability import metrics_replay as m
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.policies.sampling import action_distribution, logprob_of
-from asyncrl.records import episode_arrays
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.interface import GroupFailure
 from asyncrl.replay.quarantine import COUNTERS, Quarantine

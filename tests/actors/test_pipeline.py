@@ -19,9 +19,10 @@ from asyncrl.config.actor import ActorSettings
 from asyncrl.devices import device_events
 from asyncrl.devices.device_events import DeviceEvent, wait_for
 from asyncrl.devices.offload import NO_OFFLOAD
+from asyncrl.episode_layout import episode_arrays
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.observability import metrics_system as m
-from asyncrl.records import Episode, episode_arrays
+from asyncrl.records import Episode
 from support.failing_models import (
     GROUP,
     Poisoned,

@@ -16,10 +16,11 @@ from torch import Tensor
 from asyncrl.actors.actor import Actor
 from asyncrl.actors.imagination import EndRule, Imagination
 from asyncrl.config.actor import ActorSettings
+from asyncrl.episode_layout import TOKENS, episode_arrays
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.observability import metrics_system as m
 from asyncrl.policies.interface import ActResult, SamplingParams
-from asyncrl.records import TOKENS, StartState, episode_arrays
+from asyncrl.records import StartState
 from asyncrl.replay.in_process_ports import InProcessActorPort, InProcessLearnerPort
 from asyncrl.weights.transports.in_process import build_in_process
 from asyncrl.worlds.start_states import StartStateStream

@@ -21,13 +21,14 @@ from asyncrl.config.actor import ActorSettings
 from asyncrl.config.algorithm import AlgorithmSettings
 from asyncrl.config.replay import ReplaySettings
 from asyncrl.config.run import TrainConfig
+from asyncrl.episode_layout import ArraySpec, episode_arrays, problem_with
 from asyncrl.errors import ReplayError, RunError
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.launch.simulated import TrainingStarts
 from asyncrl.observability import metrics_replay as r
 from asyncrl.observability import metrics_system as m
 from asyncrl.policies.interface import ActResult, SamplingParams
-from asyncrl.records import ActionSpec, ArraySpec, Episode, episode_arrays, problem_with
+from asyncrl.records import ActionSpec, Episode
 from asyncrl.replay.in_process_ports import InProcessActorPort, InProcessLearnerPort
 from asyncrl.replay.interface import GroupGrant
 from asyncrl.seeds import episode_seed, noise_seed, sampling_seed

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from asyncrl.actors.imagination import EndRule, Imagination
 from asyncrl.actors.slots import PendingEpisode, Slots
+from asyncrl.episode_layout import episode_arrays, problem_with
 from asyncrl.observability import metrics_system as s
-from asyncrl.records import Episode, episode_arrays, problem_with
+from asyncrl.records import Episode
 from asyncrl.replay.interface import GroupGrant
 from asyncrl.seeds import episode_seed, noise_seed, repetition_seed, sampling_seed
 from support.episodes import make_episode

@@ -16,9 +16,10 @@ from asyncrl.actors.imagination import Imagination
 from asyncrl.config.actor import ActorSettings
 from asyncrl.config.pace import PaceSettings
 from asyncrl.config.run import TrainConfig
+from asyncrl.episode_layout import problem_with
 from asyncrl.launch.idle_offload import actor_offload
 from asyncrl.launch.refits import refreshed_tensors
-from asyncrl.records import Episode, problem_with
+from asyncrl.records import Episode
 from asyncrl.weights.interface import Publisher
 from asyncrl.weights.transports.in_process import build_in_process
 from support.tiny_actor import GROUP, actor_with

@@ -22,9 +22,10 @@ from asyncrl.config.algorithm import LearnerSettings
 from asyncrl.config.run import TrainConfig
 from asyncrl.devices import offload
 from asyncrl.devices.offload import NO_OFFLOAD, OFFLOAD_AFTER, IdleOffload, OffloadedTensors
+from asyncrl.episode_layout import episode_arrays
 from asyncrl.launch.idle_offload import actor_offload, learner_offload
 from asyncrl.observability import metrics_system as m
-from asyncrl.records import Episode, episode_arrays
+from asyncrl.records import Episode
 from asyncrl.weights.transports.in_process import build_in_process
 from support.memory_learner import Run
 from support.tiny_actor import GROUP, actor_with

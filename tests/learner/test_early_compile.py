@@ -26,7 +26,7 @@ from asyncrl.observability.metrics_replay import GROUPS_READY
 from asyncrl.policies.acceleration import compile_blocks, enable_gradient_checkpointing
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.openvla.vision import TowerConfig
-from asyncrl.replay.admission import EpisodeFormat, SimulatorFormat
+from asyncrl.replay.episode_format import EpisodeFormat, SimulatorFormat
 from asyncrl.replay.interface import LearnerPort
 from support.adapters import TASKS, adapted
 from support.table_policy import groups_of

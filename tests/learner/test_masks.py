@@ -10,8 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.episode_layout import problem_with
 from asyncrl.learner.batches import build_batch, token_mask, valid_steps
-from asyncrl.records import Episode, problem_with
+from asyncrl.records import Episode
 from support.table_policy import episode
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from asyncrl.episode_layout import problem_with
 from asyncrl.errors import ReplayError
 from asyncrl.learner.batches import Batch, build_batch, valid_steps
 from asyncrl.learner.forward import PolicyForward
@@ -18,7 +19,7 @@ from asyncrl.learner.prepare import PreparedBatch, prepare_batch
 from asyncrl.learner.ranks import SingleRank
 from asyncrl.learner.recipe import build_recipe
 from asyncrl.observability import metrics_training as m
-from asyncrl.records import EndReason, Episode, problem_with
+from asyncrl.records import EndReason, Episode
 from support.slow_update import recipe
 from support.table_policy import Evaluation, TableActorCritic, TablePolicy, episode
 

@@ -10,11 +10,11 @@ import pytest
 import zmq
 
 from asyncrl import __version__
+from asyncrl.episode_layout import SCHEMA_VERSION
 from asyncrl.errors import ReplayError, WireError
 from asyncrl.messaging.sockets import bind_router
 from asyncrl.messaging.wire import decode, encode
 from asyncrl.observability import metrics_system as m
-from asyncrl.records import SCHEMA_VERSION
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from support.replay_server import NOBODY, Served
 

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncrl.episode_layout import episode_arrays
 from asyncrl.errors import ConfigError, WireError
 from asyncrl.messaging import sockets
 from asyncrl.messaging.wire import KINDS, MAX_FRAMES, WITH_EPISODE, decode, encode
-from asyncrl.records import EndReason, episode_arrays
+from asyncrl.records import EndReason
 from support.episodes import SAMPLES, assert_same, drawn_by, make_episode, pack, simulated, unpack, with_chain
 
 

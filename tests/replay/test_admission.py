@@ -18,11 +18,13 @@ from asyncrl.errors import ReplayError
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.observability import metrics_replay as m
 from asyncrl.records import ActionSpec, EndReason, Episode
-from asyncrl.replay.admission import EpisodeFormat, Expected, RefusedActors, SimulatorFormat, refusal
+from asyncrl.replay.admission import Expected, refusal
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.counters import REFUSED
+from asyncrl.replay.episode_format import EpisodeFormat, SimulatorFormat
 from asyncrl.replay.in_process_ports import InProcessActorPort, InProcessLearnerPort
 from asyncrl.replay.interface import GroupFailure, GroupGrant
+from asyncrl.replay.refused_actors import RefusedActors
 from asyncrl.replay.replay import Replay
 from asyncrl.replay.run_start import RunStart
 from support.episodes import drawn_by, make_episode, simulated, with_chain

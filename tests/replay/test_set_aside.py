@@ -17,8 +17,8 @@ from asyncrl.errors import SampleTimeout
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.observability import metrics_replay as m
 from asyncrl.records import ActionSpec, Episode
-from asyncrl.replay.admission import EpisodeFormat
 from asyncrl.replay.client import ZmqLearnerPort
+from asyncrl.replay.episode_format import EpisodeFormat
 from asyncrl.replay.files.format import read_group_file
 from asyncrl.replay.replay import Replay
 from asyncrl.replay.run_start import RunStart

@@ -15,8 +15,9 @@ import h5py
 import numpy as np
 import pytest
 
+from asyncrl.episode_layout import OPTIONAL_ARRAYS
 from asyncrl.errors import ReplayError
-from asyncrl.records import OPTIONAL_ARRAYS, REWARDED, EndReason
+from asyncrl.records import REWARDED, EndReason
 from asyncrl.replay.files import format
 from asyncrl.replay.files.format import append_footer, read_group_file
 from asyncrl.replay.files.reader import read_group

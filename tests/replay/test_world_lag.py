@@ -19,7 +19,7 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.launch.learner_start import run_start
 from asyncrl.observability import metrics_replay as m
 from asyncrl.pace import rounds
-from asyncrl.replay.admission import EpisodeFormat
+from asyncrl.replay.episode_format import EpisodeFormat
 from asyncrl.replay.interface import Receipt
 from asyncrl.replay.limiter import Limiter
 from asyncrl.replay.replay import Replay

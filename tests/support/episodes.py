@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.records import EndReason, Episode, episode_arrays, scalar_types, version_of
+from asyncrl.episode_layout import episode_arrays, scalar_types, version_of
+from asyncrl.records import EndReason, Episode
 
 SAMPLES: dict[type, Any] = {str: "é x", int: -7, float: 0.1, bool: True, dict: {"wire/bytes": 1.5}}
 

@@ -21,9 +21,10 @@ from asyncrl.config.actor import ActorSettings
 from asyncrl.config.algorithm import AlgorithmSettings
 from asyncrl.config.replay import ReplaySettings
 from asyncrl.config.run import TrainConfig
+from asyncrl.episode_layout import TOKENS
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.policies.interface import ActResult, SamplingParams
-from asyncrl.records import TOKENS, Episode, StartState
+from asyncrl.records import Episode, StartState
 from asyncrl.replay.in_process_ports import InProcessActorPort, InProcessLearnerPort
 from asyncrl.replay.interface import ActorPort
 from asyncrl.replay.quarantine import COUNTERS

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from asyncrl.episode_layout import TOKENS, ArraySpec
 from asyncrl.errors import ConfigError
 from asyncrl.policies import action_tokens
 from asyncrl.policies.interface import (
@@ -45,7 +46,7 @@ from asyncrl.policies.sampling import (
     take_tokens,
     uniforms_for,
 )
-from asyncrl.records import TOKENS, ActionSpec, ArraySpec
+from asyncrl.records import ActionSpec
 
 LEVELS: Final = {"none": "none", "chunk": "decision", "action": "action"}
 """Word of policy folders for the level of a critic -> ours."""

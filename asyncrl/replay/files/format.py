@@ -6,15 +6,16 @@
     /episodes      [E] table: the scalars of each episode, and where its decisions (N) and video frames (M)
                    lie: N_begin, N_end, M_begin, M_end
     /checksums     [E] table: CRC-32 of each episode's part of each array, of its little-endian bytes
-    /frames, ...   the arrays of `records.episode_arrays`, all episodes concatenated along N or M; arrays
-                   without either (final_frame) are stacked: [E, H, W, 3]
+    /frames, ...   the arrays of `episode_layout.episode_arrays`, all episodes concatenated along N or M;
+                   arrays without either (final_frame) are stacked: [E, H, W, 3]
     each dataset   attributes: letters, unit
 
 The columns of /checksums name the arrays, so also those of the sample. Where these are other arrays than the
 action tokens alone, schema_version is 2. It is 3 where each episode says how many steps were taken, as those
-of a simulator do: /episodes has the column steps_taken behind end_reason, and `records.OPTIONAL_ARRAYS` may
-stand behind the other arrays. It is 4 where world_versions, the last of these, says which world drew each
-decision; the column behind end_reason is weight then, how much the episode counts in an update.
+of a simulator do: /episodes has the column steps_taken behind end_reason, and
+`episode_layout.OPTIONAL_ARRAYS` may stand behind the other arrays. It is 4 where world_versions, the last of
+these, says which world drew each decision; the column behind end_reason is weight then, how much the episode
+counts in an update.
 
 Everything is a number or fixed-length UTF-8 bytes; nothing is compressed or chunked, but for images that
 `asyncrl replay compact` rewrote. Behind the HDF5 content lies a footer with a checksum of its structure and
@@ -36,9 +37,10 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.episode_layout import EPISODE_ARRAYS, OPTIONAL_ARRAYS, SCHEMA_VERSIONS
 from asyncrl.errors import OutOfFiles, ReplayError
 from asyncrl.observability import descriptors
-from asyncrl.records import EPISODE_ARRAYS, OPTIONAL_ARRAYS, SCHEMA_VERSIONS, Sampling
+from asyncrl.records import Sampling
 from asyncrl.storage.hdf5_bounds import attribute_of, dataset_in
 from asyncrl.storage.regular_files import open_regular
 

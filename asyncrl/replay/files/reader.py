@@ -23,22 +23,22 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.errors import ReplayError
-from asyncrl.observability import descriptors
-from asyncrl.records import (
+from asyncrl.episode_layout import (
     COUNTED_SCHEMA_VERSION,
     EPISODE_ARRAYS,
     LATER_SCALARS,
     OPTIONAL_ARRAYS,
     WORLDS_SCHEMA_VERSION,
     ArraySpec,
-    Episode,
     array_specs,
     optional_arrays,
     sample_specs,
     scalar_types,
     schema_version,
 )
+from asyncrl.errors import ReplayError
+from asyncrl.observability import descriptors
+from asyncrl.records import Episode
 from asyncrl.replay.files.compression import read_compressed
 from asyncrl.replay.files.format import (
     BOUNDS,

@@ -20,11 +20,9 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.messaging.episode_codec import as_bytes
-from asyncrl.records import (
+from asyncrl.episode_layout import (
     COUNTED_SCHEMA_VERSION,
     ArraySpec,
-    Episode,
     array_specs,
     decision_layout,
     episode_arrays,
@@ -33,6 +31,8 @@ from asyncrl.records import (
     scalar_types,
     version_of,
 )
+from asyncrl.messaging.episode_codec import as_bytes
+from asyncrl.records import Episode
 from asyncrl.replay.files.format import (
     BOUNDS,
     CHECKSUMS,
@@ -79,13 +79,13 @@ class Dimensions:
     version: int
     """Schema version of the episodes."""
     optional: tuple[str, ...] = ()
-    """Their `records.OPTIONAL_ARRAYS`."""
+    """Their `episode_layout.OPTIONAL_ARRAYS`."""
     V: int = 0
     Q: int = 0
 
     @property
     def arrays(self) -> dict[str, ArraySpec]:
-        """Return the arrays of the file, in the order of `records.episode_arrays`."""
+        """Return the arrays of the file, in the order of `episode_layout.episode_arrays`."""
         sample = sample_specs((name, dtype, (None, *shape)) for name, dtype, shape in self.sample)
         return array_specs(sample, self.optional, counted=self.version == COUNTED_SCHEMA_VERSION)
 

@@ -1,0 +1,314 @@
+"""What an episode consists of on the wire and on disk: its arrays and scalars, their types, shapes, versions.
+
+`records.Episode` says what they mean. Dimension letters are those of `records`, and M: frames of the video.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.records import END_REASONS, REWARDED, Episode
+
+SCHEMA_VERSION: Final = 1
+"""Version of messages, and of an `Episode` whose sample is action tokens, on the wire and on disk."""
+COUNTED_SCHEMA_VERSION: Final = 3
+"""Of an `Episode` that says how many of its steps count."""
+WORLDS_SCHEMA_VERSION: Final = 4
+"""Of an `Episode` that says which world drew each of its decisions, and how much it counts."""
+SCHEMA_VERSIONS: Final = (SCHEMA_VERSION, 2, COUNTED_SCHEMA_VERSION, WORLDS_SCHEMA_VERSION)
+"""Versions of an `Episode` that are read; 2: its sample is other arrays than the action tokens alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArraySpec:
+    """Type and shape of one array of an `Episode`. Letters are dimensions, numbers are fixed."""
+
+    dtype: str
+    shape: tuple[str | int, ...]
+
+
+EPISODE_ARRAYS: Final[dict[str, ArraySpec]] = {
+    "frames": ArraySpec(dtype="uint8", shape=("N", "H", "W", 3)),
+    "logprobs": ArraySpec(dtype="float32", shape=("N", "C", "A")),
+    "values": ArraySpec(dtype="float32", shape=("N",)),
+    "actions": ArraySpec(dtype="float32", shape=("N", "C", "A")),
+    "rewards": ArraySpec(dtype="float32", shape=("N", "C")),
+    "success_scores": ArraySpec(dtype="float32", shape=("N", "C")),
+    "policy_versions": ArraySpec(dtype="int64", shape=("N",)),
+    "noise_seeds": ArraySpec(dtype="int64", shape=("N",)),
+    "final_frame": ArraySpec(dtype="uint8", shape=("H", "W", 3)),
+    "video": ArraySpec(dtype="uint8", shape=("M", "H", "W", 3)),
+}
+"""The arrays that every `Episode` has, in wire and file order; those of its sample come after the first."""
+
+OPTIONAL_ARRAYS: Final[dict[str, ArraySpec]] = {
+    "more_frames": ArraySpec(dtype="uint8", shape=("N", "V", "H", "W", 3)),
+    "states": ArraySpec(dtype="float32", shape=("N", "Q")),
+    "final_more_frames": ArraySpec(dtype="uint8", shape=("V", "H", "W", 3)),
+    "final_state": ArraySpec(dtype="float32", shape=("Q",)),
+    "world_versions": ArraySpec(dtype="int64", shape=("N",)),
+}
+"""The arrays that an `Episode` may have besides, behind all others: the last one one of
+`WORLDS_SCHEMA_VERSION`, the others one of `COUNTED_SCHEMA_VERSION`."""
+*_COUNTED_ARRAYS, _WORLDS = OPTIONAL_ARRAYS
+
+TOKENS: Final[Mapping[str, ArraySpec]] = MappingProxyType(
+    {"tokens": ArraySpec(dtype="int32", shape=("N", "C", "A"))}
+)
+"""The sample of a policy of action tokens. An array called `tokens` always has this type and shape."""
+SAMPLE_DTYPES: Final = ("uint8", "int32", "int64", "float32")
+"""Types that the arrays of a sample may have."""
+MAX_SAMPLE_ARRAYS: Final = 16
+MAX_SAMPLE_DIMENSIONS: Final = 8
+
+EPISODE_SCALARS: Final[dict[str, type]] = {
+    "episode_id": str,
+    "group_id": str,
+    "member": int,
+    "group_size": int,
+    "actor": str,
+    "task": str,
+    "start_state": str,
+    "world_version": int,
+    "seed": int,
+    "temperature": float,
+    "top_k": int,
+    "end_reason": str,
+}
+"""The scalars of an `Episode` with their types, in wire and file order."""
+
+COUNTED_SCALARS: Final[dict[str, type]] = {**EPISODE_SCALARS, "steps_taken": int}
+"""The scalars of an `Episode` of `COUNTED_SCHEMA_VERSION`."""
+
+WORLDS_SCALARS: Final[dict[str, type]] = {**EPISODE_SCALARS, "weight": float}
+"""The scalars of an `Episode` of `WORLDS_SCHEMA_VERSION`."""
+
+LATER_SCALARS: Final[Mapping[str, Any]] = MappingProxyType({"steps_taken": REWARDED, "weight": 1.0})
+"""What the scalars are that only later schema versions have, in an `Episode` of another one."""
+
+_FIELDS: Final = tuple(field.name for field in fields(Episode))
+_IMAGES, *_OTHERS = EPISODE_ARRAYS
+assert (*EPISODE_SCALARS, _IMAGES, "sample", *_OTHERS, "steps_taken", *OPTIONAL_ARRAYS, "weight") == _FIELDS
+RESERVED: Final = frozenset(
+    {*EPISODE_SCALARS, "sample", *EPISODE_ARRAYS, "steps_taken", "group", "episodes", "checksums"}
+)
+"""Names that no array of a sample can have: the fields of an `Episode` and the tables of its file. Those of
+`OPTIONAL_ARRAYS`, and `weight`, are taken only where there may be such."""
+
+
+def schema_version(sample: Iterable[str], *, counted: bool = False, worlds: bool = False) -> int:
+    """Return the schema version of an episode.
+
+    Args:
+        sample: Names of the arrays of its sample.
+        counted: Whether it says how many of its steps count.
+        worlds: Whether it says which world drew each decision.
+    """
+    if worlds:
+        return WORLDS_SCHEMA_VERSION
+    return COUNTED_SCHEMA_VERSION if counted else SCHEMA_VERSIONS[set(sample) != set(TOKENS)]
+
+
+def version_of(episode: Episode) -> int:
+    """Return the schema version of an episode."""
+    counted, worlds = episode.steps_taken != REWARDED, episode.world_versions is not None
+    return schema_version(episode.sample, counted=counted, worlds=worlds)
+
+
+def optional_arrays(version: int) -> tuple[str, ...]:
+    """Return the names of the `OPTIONAL_ARRAYS` that an `Episode` of a schema version may have."""
+    if version == WORLDS_SCHEMA_VERSION:
+        return (_WORLDS,)
+    return tuple(_COUNTED_ARRAYS) if version == COUNTED_SCHEMA_VERSION else ()
+
+
+def scalar_types(version: int) -> dict[str, type]:
+    """Return the scalars of an `Episode` of a schema version with their types, in wire and file order."""
+    later = {COUNTED_SCHEMA_VERSION: COUNTED_SCALARS, WORLDS_SCHEMA_VERSION: WORLDS_SCALARS}
+    return later.get(version, EPISODE_SCALARS)
+
+
+def sample_specs(found: Iterable[tuple[Any, Any, Any]]) -> dict[str, ArraySpec]:
+    """Check what is said about a sample's arrays, by whomever; their sizes are not looked at.
+
+    Args:
+        found: Name, dtype and shape of each array, in order.
+
+    Returns:
+        Name -> type and shape, the first dimension ``N``.
+
+    Raises:
+        ValueError: A name, type or shape that no array of a sample can have, or too many arrays.
+    """
+    specs: dict[str, ArraySpec] = {}
+    for name, dtype, shape in found:
+        if not isinstance(name, str) or not re.fullmatch("[A-Za-z_][A-Za-z0-9_]{0,63}", name):
+            raise ValueError(
+                f"{name!r:.80} is no name of a sample's array: an identifier, at most 64 letters"
+            )
+        if name in RESERVED or name in specs:
+            raise ValueError(f"{name} cannot be the name of a sample's array: it is taken")
+        if dtype not in SAMPLE_DTYPES:
+            raise ValueError(
+                f"{name} is {dtype!r:.80}, a sample's array is one of {', '.join(SAMPLE_DTYPES)}"
+            )
+        if not isinstance(shape, (tuple, list)) or not 1 <= len(shape) <= MAX_SAMPLE_DIMENSIONS:
+            raise ValueError(f"{name} does not have 1 to {MAX_SAMPLE_DIMENSIONS} dimensions")
+        specs[name] = TOKENS.get(name) or ArraySpec(dtype=dtype, shape=("N", *shape[1:]))
+    if len(specs) > MAX_SAMPLE_ARRAYS:
+        raise ValueError(f"a sample of {len(specs)} arrays, at most {MAX_SAMPLE_ARRAYS} are allowed")
+    return specs
+
+
+def array_specs(
+    sample: Mapping[str, ArraySpec], optional: Iterable[str] = (), *, counted: bool = False
+) -> dict[str, ArraySpec]:
+    """Return the arrays of an episode, in wire and file order.
+
+    Args:
+        sample: Those of its sample.
+        optional: Names of its `OPTIONAL_ARRAYS`.
+        counted: Whether it may have any.
+
+    Raises:
+        ValueError: These optional arrays do not belong together, or one is called like one of the sample.
+    """
+    others = {name: EPISODE_ARRAYS[name] for name in _OTHERS}
+    named = list(optional)
+    if named or counted:
+        _check_optional(sample, named, counted)
+    return {_IMAGES: EPISODE_ARRAYS[_IMAGES], **sample, **others} | {n: OPTIONAL_ARRAYS[n] for n in named}
+
+
+def _check_optional(sample: Iterable[str], named: list[str], counted: bool) -> None:
+    known = [name for name in OPTIONAL_ARRAYS if name in named]
+    if known != named:
+        raise ValueError(
+            f"{', '.join(map(str, named))} are not {', '.join(OPTIONAL_ARRAYS)}, or some of them"
+        )
+    if _WORLDS in named and (counted or len(named) > 1):
+        raise ValueError(f"{_WORLDS} belongs to episodes that a world model imagined")
+    if named and not (counted or _WORLDS in named):
+        raise ValueError(f"{named[0]} belongs to episodes that say how many steps were taken")
+    if taken := sorted({*OPTIONAL_ARRAYS, "weight"} & set(sample)):
+        raise ValueError(f"{taken[0]} cannot be the name of a sample's array: it is taken")
+    for one, final in (("more_frames", "final_more_frames"), ("states", "final_state")):
+        if (one in named) != (final in named):
+            raise ValueError(f"{one} and {final} belong together, but one of them is missing")
+
+
+def optional_of(episode: Episode) -> tuple[str, ...]:
+    """Return the names of the `OPTIONAL_ARRAYS` that an episode has."""
+    return tuple(name for name in OPTIONAL_ARRAYS if getattr(episode, name) is not None)
+
+
+def specs_of(episode: Episode) -> dict[str, ArraySpec]:
+    """Return the arrays of an episode, in wire and file order.
+
+    Raises:
+        ValueError: Its sample, or its optional arrays, cannot be those of an episode.
+    """
+    sample = sample_specs((name, array.dtype.name, array.shape) for name, array in episode.sample.items())
+    return array_specs(sample, optional_of(episode), counted=episode.steps_taken != REWARDED)
+
+
+def episode_arrays(episode: Episode) -> dict[str, NDArray[Any]]:
+    """Return all arrays of an episode by name, in wire and file order.
+
+    Dtypes and shapes are those of `array_specs`, for example frames ``[N, H, W, 3]`` uint8.
+    """
+    others = {name: getattr(episode, name) for name in (*_OTHERS, *optional_of(episode))}
+    return {_IMAGES: getattr(episode, _IMAGES), **episode.sample, **others}
+
+
+def decision_layout(episode: Episode) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return type and shape of one decision's log-probs, sample and optional arrays.
+
+    They are the same throughout a group.
+    """
+    arrays = {"logprobs": episode.logprobs, **episode.sample}
+    arrays |= {n: array for n in ("more_frames", "states") if (array := getattr(episode, n)) is not None}
+    return {name: (array.dtype.name, array.shape[1:]) for name, array in arrays.items()}
+
+
+def problem_with(episode: Episode) -> str | None:
+    """Say what is inconsistent about an episode, or None when it is sound.
+
+    Checks dtypes, ranks, that every letter stands for one size everywhere, 1 <= N, member < group_size,
+    finite numbers, log-probs of tokens that are not positive (densities may be), versions that are not
+    negative, sampling and a weight that can have been, and an end that fits the steps and the rewards.
+    """
+    try:
+        specs = specs_of(episode)
+    except ValueError as error:
+        return str(error)
+    return (
+        _problem_with_shapes(episode, specs) or _problem_with_numbers(episode) or _problem_with_end(episode)
+    )
+
+
+def _problem_with_shapes(episode: Episode, specs: Mapping[str, ArraySpec]) -> str | None:
+    sizes: dict[str, int] = {}
+    for (name, array), spec in zip(episode_arrays(episode).items(), specs.values(), strict=True):
+        if array.dtype != np.dtype(spec.dtype) or array.ndim != len(spec.shape):
+            return (
+                f"{name} is {array.dtype}{list(array.shape)}, expected {spec.dtype} with shape {spec.shape}"
+            )
+        for letter, size in zip(spec.shape, array.shape, strict=True):
+            expected = letter if isinstance(letter, int) else sizes.setdefault(letter, size)
+            if size != expected:
+                return f"{name} has shape {list(array.shape)}, expected {letter} = {expected}"
+    drawn = sizes["N"] * sizes["C"] if episode.steps_taken == REWARDED else episode.steps_taken
+    if sizes["N"] < 1 or sizes["M"] not in (0, drawn):
+        return f"{sizes['N']} decisions and {sizes['M']} video frames do not belong together"
+    if not 0 <= episode.member < episode.group_size:
+        return f"member {episode.member} of a group of {episode.group_size}"
+    return None
+
+
+def _problem_with_numbers(episode: Episode) -> str | None:
+    tokens = episode.sample.get("tokens")
+    if not np.isfinite(episode.logprobs).all() or (tokens is not None and (episode.logprobs > 0).any()):
+        return "behaviour log-probs must be finite, and those of tokens at most 0"
+    if tokens is not None and ((tokens < 0).any() or (tokens > 255).any()):
+        return "action tokens must lie in 0..255"
+    if (episode.policy_versions < 0).any():
+        return "policy versions must not be negative"
+    worlds = episode.world_versions
+    if worlds is not None and (worlds.min() < 0 or worlds.min() != episode.world_version):
+        return f"world_versions begin at {worlds.min()}, but world_version is {episode.world_version}"
+    if not 0 <= episode.weight <= 1:
+        return f"weight is {episode.weight}, expected a number in [0, 1]"
+    if worlds is None and episode.weight != 1:
+        return f"weight is {episode.weight}, but it does not say which world drew each decision"
+    for name in ("actions", "rewards", "success_scores", "states", "final_state"):
+        array = getattr(episode, name)
+        if array is not None and not np.isfinite(array).all():
+            return f"{name} must be finite"
+    if not (math.isfinite(episode.temperature) and episode.temperature >= 0) or episode.top_k < 0:
+        return f"temperature {episode.temperature} and top_k {episode.top_k} cannot have been sampled with"
+    return None
+
+
+def _problem_with_end(episode: Episode) -> str | None:
+    decisions, chunk = episode.rewards.shape
+    if episode.end_reason not in END_REASONS:
+        return f"end_reason is {episode.end_reason!r}, expected one of {', '.join(END_REASONS)}"
+    if episode.steps_taken == REWARDED:
+        if episode.end_reason == "terminated":
+            return "end_reason is 'terminated', but it does not say how many steps were taken"
+        if episode.success and not (episode.rewards[-1] > 0).any():
+            return "end_reason is 'success', but no step of the last decision has a positive reward"
+    elif not (decisions - 1) * chunk < episode.steps_taken <= decisions * chunk:
+        return f"{episode.steps_taken} steps were taken in {decisions} decisions of {chunk}"
+    if episode.rewards.reshape(-1)[episode.steps :].any():
+        return "there are rewards behind the step with which the episode ended"
+    return None
