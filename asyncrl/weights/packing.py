@@ -247,6 +247,9 @@ def copy_and_sum(
             target, source = into[entry.name], views[entry.name]
             begin = source.data_ptr() - buffer.data_ptr()
             if source.nbytes > CACHED_BYTES and target.device.type == "cpu" and target.is_contiguous():
+                # What lies before is copied first: a word that changes between sum and copy is not noticed.
+                copy(targets, sources)
+                targets, sources, block = [], [], 0
                 _copy_by_blocks(target, source, begin, running)
                 continue
             targets.append(target)

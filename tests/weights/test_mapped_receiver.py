@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -96,6 +97,24 @@ def test_a_summed_copy_is_a_copy_and_its_sum_that_of_the_buffers() -> None:
     into["bias"] = torch.nn.Parameter(into["bias"])
     assert packing.copy_and_sum(into, manifest, buffers, views) == packing.checksum(buffers)
     into["bias"] = into["bias"].detach()
+    assert raw(into) == raw(source)
+
+
+def test_what_is_in_the_sum_was_copied_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a word that another process writes between the two is taken, and the sum does not tell."""
+    source = {"a small one": torch.zeros(16), "large": torch.zeros(2 * packing.CACHED_BYTES // 4)}
+    manifest = packing.build_manifest(source)
+    buffers = packing.allocate(manifest, CPU)
+    views, expected = packing.views_in(manifest, buffers), packing.checksum(buffers)
+    copied = packing._copy_by_blocks
+
+    def written_after(*arguments: Any) -> None:
+        copied(*arguments)
+        views["a small one"][3] = 1
+
+    monkeypatch.setattr(packing, "_copy_by_blocks", written_after)
+    into = {name: torch.ones_like(tensor) for name, tensor in source.items()}
+    assert packing.copy_and_sum(into, manifest, buffers, views) == expected
     assert raw(into) == raw(source)
 
 
