@@ -226,7 +226,7 @@ def copy_and_sum(
 ) -> int:
     """Copy tensors out of buffers, and sum these up while each block of them is in the CPU's cache.
 
-    One read of the memory for both, which takes a sixth less than one after the other.
+    One read of the memory for both, which takes a seventh less than one after the other.
 
     Args:
         into: By name, all that `manifest` names, on any device; written in place.
