@@ -6,7 +6,6 @@ import json
 import math
 import os
 import sys
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -22,14 +21,13 @@ from asyncrl.config.often_used import AUDIT
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.short_help import answer_help
 from asyncrl.errors import ConfigError
-from asyncrl.evaluation.guard_signals import auroc
 from asyncrl.evaluation.simulator_of_tasks import refuse_foreign_tasks
 from asyncrl.simulators.starts import evaluation_plays, evaluation_seeds
 
 if TYPE_CHECKING:
     import torch
 
-    from asyncrl.evaluation.audit import Audit, AuditedEpisode, Models
+    from asyncrl.evaluation.audit import AuditedEpisode, Models
     from asyncrl.launch.run_settings import RunSettings
     from asyncrl.simulators.build import SimulatorSource
     from asyncrl.worlds.interface import World
@@ -120,14 +118,21 @@ def main(arguments: list[str]) -> int:
     audited = _audit_all(config, run, versions)
     if len(versions) == 1:
         config = _in_its_world(config, run, config.checkpoint)
-    print(table(config, audited))
-    if config.signals:
-        for name, episodes in audited.items():
-            print("\n" + signal_table(name, episodes))
+    _print_tables(config, audited)
     _write_curves(config, versions, audited)
     if config.json:
         Path(config.json).write_text(json.dumps(_content(config, audited), indent=1, allow_nan=False) + "\n")
     return 0
+
+
+def _print_tables(config: AuditConfig, audited: dict[str, list[AuditedEpisode]]) -> None:
+    from asyncrl.evaluation.audit_table import signal_table, table  # Imports torch.
+
+    head = f"world {config.world}, simulator {config.simulator}, temperature {config.temperature:g}"
+    print(table(head, audited))
+    if config.signals:
+        for name, episodes in audited.items():
+            print("\n" + signal_table(name, episodes))
 
 
 def _write_curves(
@@ -349,65 +354,6 @@ def _source(config: AuditConfig, models: Models) -> SimulatorSource:
     if getattr(registry.resolve("simulator", config.simulator), "any_image_size", False):
         source = source.with_(image_size=world.image_size)
     return source.with_(places=max(1, min(source.usual_places(), -(-config.rows // config.workers))))
-
-
-ROWS: Final = {
-    "imagined_success": "imagined success",
-    "true_success": "true success of the same actions",
-    "wrong": "wrong verdicts",
-    "false": "false, of imagined successes",
-    "missed": "missed, of true successes",
-    "wrong_on_true_frames": "reward model wrong on the true frames",
-}
-"""What `Audit` counts, in words."""
-SHORT: Final = ("imagined", "true", "wrong", "false", "missed", "reward wrong")
-
-
-def table(config: AuditConfig, audited: dict[str, list[AuditedEpisode]]) -> str:
-    """Write what was found: of one version in full, of several a row each."""
-    from asyncrl.evaluation.audit import Audit
-
-    found = {name: Audit.of(episodes) for name, episodes in audited.items()}
-    head = f"world {config.world}, simulator {config.simulator}, temperature {config.temperature:g}"
-    if len(found) == 1:
-        return "\n".join([head, *_whole(next(iter(found.values())))])
-    width = max(map(len, found))
-    titles = " ".join(f"{title:>21}" for title in SHORT)
-    rows = [f"{'':<{width}} {titles} {'correlation':>12}"]
-    for name, one in found.items():
-        rates = (getattr(one, field_name) for field_name in ROWS)
-        cells = " ".join(f"{rate.rate:7.1%} [{rate.low:4.0%}, {rate.high:4.0%}]" for rate in rates)
-        rows.append(f"{name:<{width}} {cells} {_number(one.correlation):>12}")
-    return "\n".join([head, *rows])
-
-
-def _whole(audit: Audit) -> list[str]:
-    width = max(map(len, ROWS.values()))
-    rows = [f"{title:<{width}}  {getattr(audit, field_name)}" for field_name, title in ROWS.items()]
-    rows.append(f"{'correlation of both successes':<{width}}  {_number(audit.correlation)}")
-    numbers = "".join(f"{number:>7}" for number in range(1, 1 + len(audit.psnr)))
-    decibels = "".join(f"{value:7.1f}" for value in audit.psnr)
-    return [*rows, f"{'decision':<{width}}{numbers}", f"{'PSNR, dB':<{width}}{decibels}"]
-
-
-def signal_table(name: str, episodes: Sequence[AuditedEpisode]) -> str:
-    """Write how well each signal tells false imagined successes from true ones."""
-    successes = [episode for episode in episodes if episode.signals]
-    false = [not episode.true for episode in successes]
-    lines = [
-        f"{name}: {len(successes)} imagined successes, {sum(false)} of them false. AUROC, and AUROC within",
-        "one decision number, without which all that grows with an episode's length looks good:",
-    ]
-    for signal in successes[0].signals if successes else ():
-        values = [episode.signals[signal] for episode in successes]
-        found = auroc(values, false), auroc(values, false, [episode.decisions for episode in successes])
-        lines.append(f"  {signal:<34} {_number(found[0])} {_number(found[1])}")
-    return "\n".join(lines)
-
-
-def _number(value: float) -> str:
-    """Write a share or a correlation; a dash where there is none."""
-    return f"{'-':>6}" if math.isnan(value) else f"{value:6.3f}"
 
 
 def _content(config: AuditConfig, audited: dict[str, list[AuditedEpisode]]) -> dict[str, Any]:

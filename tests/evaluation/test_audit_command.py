@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl import cli
-from asyncrl.commands.audit import AuditConfig, signal_table, table
 from asyncrl.evaluation.audit import AuditedEpisode
+from asyncrl.evaluation.audit_table import signal_table, table
 from support.event_files import curves_in
 from support.tiny_models import write_models
 
@@ -179,11 +179,11 @@ def test_tables_say_what_was_counted() -> None:
         episode(2, imagined=True, true=True, signal=0.3),
         episode(2, imagined=False, true=True),
     ]
-    whole = table(AuditConfig(), {"mine": episodes})
+    whole = table("head", {"mine": episodes})
     assert re.search(r"^false, of imagined successes +33\.3%  \[6\.1%, 79\.2%\]  1/3$", whole, re.MULTILINE)
     assert re.search(r"^missed, of true successes +33\.3% ", whole, re.MULTILINE)
     assert re.search(r"^reward model wrong on the true frames +0\.0% ", whole, re.MULTILINE)
-    curve = table(AuditConfig(), {"update 1": episodes, "update 2": episodes[:2]}).splitlines()
+    curve = table("head", {"update 1": episodes, "update 2": episodes[:2]}).splitlines()
     assert curve[2].split()[:6] == ["update", "1", "75.0%", "[", "30%,", "95%]"]
     assert curve[3].endswith(" -")
     assert re.search(r"  last frame +0\.500 +1\.000$", signal_table("mine", episodes))
