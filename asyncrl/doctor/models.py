@@ -19,8 +19,8 @@ from asyncrl.launch.environment import EnvironmentFiles, with_world_defaults
 from asyncrl.launch.learner_start import load_models
 from asyncrl.launch.named_models import named_world
 from asyncrl.launch.simulated import SimulatorFiles, simulator_named
+from asyncrl.policies.capabilities import CountsActivations
 from asyncrl.policies.frozen import frozen_float8_bytes
-from asyncrl.policies.interface import CountsActivations
 from asyncrl.policies.openvla.parallel import count_parameters
 from asyncrl.records import SlotBytes
 from asyncrl.storage import asset_paths, checkpoint, run_folder

@@ -8,7 +8,8 @@ from typing import Final
 from asyncrl.config.run import TrainConfig
 from asyncrl.launch.named_models import named_world
 from asyncrl.launch.simulated import simulator_named
-from asyncrl.policies.interface import CountsFlops, CountsFrozenFlops, Policy
+from asyncrl.policies.capabilities import CountsFlops, CountsFrozenFlops
+from asyncrl.policies.interface import Policy
 from asyncrl.worlds.interface import CountsWork
 from asyncrl.worlds.work import WorldWork
 

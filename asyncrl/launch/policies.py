@@ -15,10 +15,11 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.named_models import named_policy
 from asyncrl.learner.reference import AdapterFreeReference, FrozenReference, Reference
 from asyncrl.policies.acceleration import compile_blocks, enable_gradient_checkpointing
+from asyncrl.policies.capabilities import HasCritic, LoraTargets
 from asyncrl.policies.checkpoints.conventions import PublishedOptions
 from asyncrl.policies.checkpoints.convert import open_source
 from asyncrl.policies.frozen import FLAG, use_float8_where_frozen
-from asyncrl.policies.interface import HasCritic, LoraTargets, Policy
+from asyncrl.policies.interface import Policy
 from asyncrl.policies.lora import add_lora
 from asyncrl.records import StartState
 from asyncrl.registry import names_code, split

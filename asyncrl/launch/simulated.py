@@ -22,7 +22,8 @@ from asyncrl.config.simulator import SimulatorSettings
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.evaluation.evaluate import check_fits
 from asyncrl.launch.policies import policy_chunk
-from asyncrl.policies.interface import Policy, SamplingParams, SaysInputs
+from asyncrl.policies.capabilities import SaysInputs
+from asyncrl.policies.interface import Policy, SamplingParams
 from asyncrl.replay.episode_format import EpisodeFormat, SimulatorFormat
 from asyncrl.replay.interface import ENDLESS
 from asyncrl.simulators.build import SimulatorSource

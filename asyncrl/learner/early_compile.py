@@ -28,7 +28,8 @@ from asyncrl.observability import metrics_system as m
 from asyncrl.observability import process_status
 from asyncrl.observability.metrics import Metric
 from asyncrl.observability.process_status import activity
-from asyncrl.policies.interface import HasCritic, SamplingParams
+from asyncrl.policies.capabilities import HasCritic
+from asyncrl.policies.interface import SamplingParams
 
 _log = logging.getLogger(__name__)
 

@@ -50,7 +50,7 @@ def add_lora(
     the block that is read.
 
     Args:
-        policy: Without adapters; an `nn.Module` that has `interface.LoraTargets`.
+        policy: Without adapters; an `nn.Module` that has `capabilities.LoraTargets`.
         rank: ``r``.
         alpha: The adapters' output is scaled by ``alpha / rank``; 0 = rank.
         targets: language: every linear layer of the Llama model. all: those of the vision towers and of

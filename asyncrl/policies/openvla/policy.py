@@ -83,37 +83,37 @@ class OpenVLAOFTPolicy(OpenVLAOFT):
         yield from ((name, tensor.to(self.config.torch_dtype)) for name, tensor in merged_tensors(self))
 
     def lora_layers(self, targets: str) -> list[str]:
-        """List the linear layers that get adapters. See `interface.LoraTargets`."""
+        """List the linear layers that get adapters. See `capabilities.LoraTargets`."""
         chosen: Targets = "language" if targets == "language" else "all"
         return list(target_layers(self, chosen))
 
     def activation_bytes(
         self, rows: int, passes: Literal["acting", "checkpointed", "kept"], itemsize: int
     ) -> int:
-        """Estimate the memory of passes. See `interface.CountsActivations`."""
+        """Estimate the memory of passes. See `capabilities.CountsActivations`."""
         return memory.activation_bytes(self.config, rows, passes, itemsize)
 
     def decision_flops(self) -> float:
-        """Count the FLOPs of a forward pass. See `interface.CountsFlops`."""
+        """Count the FLOPs of a forward pass. See `capabilities.CountsFlops`."""
         return forward_flops(self.config)
 
     def frozen_flops(self, targets: str) -> float:
-        """Count those in layers that can be rounded. See `interface.CountsFrozenFlops`."""
+        """Count those in layers that can be rounded. See `capabilities.CountsFrozenFlops`."""
         return frozen_flops(self.config, targets)
 
     @property
     def token_passes(self) -> int:
-        """One for every token but the first where they are drawn in turns. See `interface.CountsFlops`."""
+        """One for every token but the first where they are drawn in turns. See `capabilities.CountsFlops`."""
         return self.config.slots - 1 if self.config.causal else 0
 
     @property
     def pictures(self) -> int:
-        """Return the pictures per decision. See `interface.SaysInputs`."""
+        """Return the pictures per decision. See `capabilities.SaysInputs`."""
         return self.config.images
 
     @property
     def proprio_numbers(self) -> int:
-        """Return the numbers of proprioception. See `interface.SaysInputs`."""
+        """Return the numbers of proprioception. See `capabilities.SaysInputs`."""
         return self.config.proprio_dim
 
     def check_trainable(self) -> None:
@@ -121,15 +121,15 @@ class OpenVLAOFTPolicy(OpenVLAOFT):
         require_trainable(self.config)
 
     def compile_acting(self, rows: int, tasks: Sequence[str]) -> None:
-        """Compile and capture acting at one shape. See `interface.FixedShapeActing`."""
+        """Compile and capture acting at one shape. See `capabilities.FixedShapeActing`."""
         self.forget_graphs = acceleration.compile(self, rows, tasks)
 
     def prompt_tokens(self, task: str) -> int:
-        """Count the tokens of an instruction's prompt. See `interface.CountsPromptTokens`."""
+        """Count the tokens of an instruction's prompt. See `capabilities.CountsPromptTokens`."""
         return len(self.tokenizer.ids(task))
 
     def fix_prompts(self, tasks: Sequence[str]) -> None:
-        """Pad all prompts alike. See `interface.FixesPrompts`."""
+        """Pad all prompts alike. See `capabilities.FixesPrompts`."""
         self.tokenizer.fix_shape(tasks)
 
     def weights_moved(self) -> None:
