@@ -203,10 +203,15 @@ def seeds(part: Sequence[Row]) -> list[int]:
 
 
 def table(rows: Sequence[Row], arms: Sequence[str]) -> str:
-    """Write a line per arm: every seed's true success, and of the others means over the seeds."""
+    """Write a line per arm: every seed's true success, and of audits means over seeds that have one."""
     parts = by_arm(rows, arms)
     titles = ["arm", "seeds", "true success by updates, %", "seeds at the end, together"]
-    titles += ["imagined minus true of the same actions", "of the evaluation", "wrong verdicts, %"]
+    titles += [
+        "audited seeds",
+        "imagined minus true of the same actions",
+        "of the evaluation",
+        "wrong verdicts, %",
+    ]
     lines = _head([*titles, "true episodes", "accepted"])
     for arm, part in parts.items():
         updates, last = sorted({row.update for row in part}), last_of(part)
@@ -216,15 +221,16 @@ def table(rows: Sequence[Row], arms: Sequence[str]) -> str:
         spent, accepted = sum(row.spent for row in last) / len(last), sum(row.accepted for row in last)
         ends = at[updates[-1]]
         pooled = interval(sum(row.true for row in ends), sum(row.episodes for row in ends))
-        cells = [arm, len(last), rates, f"{pooled} of {len(ends)}", *means, f"{spent:.0f}"]
+        audited = seeds([row for row in part if row.audit_episodes])
+        cells = [arm, len(last), rates, f"{pooled} of {len(ends)}", len(audited), *means, f"{spent:.0f}"]
         lines.append(_line([*cells, f"{accepted} of {sum(row.rounds for row in last)}"]))
         if early := chosen_of(part):
             pooled = interval(sum(row.true for row in early), sum(row.episodes for row in early))
             pooled += f" of {len(early)}"
             asked = sum(row.chosen_episodes for row in part) / len(early)
             which = ", ".join(str(row.update) for row in early)
-            lines.append(_line([f"{arm}, stopped early", len(early), f"updates {which}", pooled, "", "", "",
-                                f"{asked:.0f}", ""]))  # fmt: skip
+            cells = [f"{arm}, stopped early", len(early), f"updates {which}", pooled]
+            lines.append(_line([*cells, *[""] * 4, f"{asked:.0f}", ""]))
     return "\n".join(lines)
 
 

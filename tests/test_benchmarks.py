@@ -247,7 +247,7 @@ def test_the_comparison_of_refits_reads_what_was_measured(
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(report.write(rows)))
     assert report.read(file, {}) == rows
-    assert "| frozen | 1 | 12: 50; 24: 75 | 75.0 [69.4, 79.9] of 1 | 25 25 | 12 3 |" in report.table(
+    assert "| frozen | 1 | 12: 50; 24: 75 | 75.0 [69.4, 79.9] of 1 | 1 | 25 25 | 12 3 |" in report.table(
         rows, ["frozen"]
     )
     assert "| frozen, stopped early | 1 | updates 12 | 50.0 [43.9, 56.1] of 1 |" in report.table(

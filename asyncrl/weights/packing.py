@@ -216,9 +216,8 @@ def checksum(buffers: Buffers) -> int:
     Returns:
         A number in ``[-2**63, 2**63)``, which a message can hold.
     """
-    return _joined(
-        [weighted_sum(buffer) for buffer in buffers]
-    )  # All are queued before the first is waited for.
+    sums = [weighted_sum(buffer) for buffer in buffers]  # All are queued before the first is waited for.
+    return _joined(sums)
 
 
 def copy_and_sum(
