@@ -38,6 +38,7 @@ import torch
 import tyro
 from full_size import run_flags
 from measuring import commit, heading, table
+from start_time import reached as milestones
 
 from asyncrl.errors import RunError
 from asyncrl.observability import metrics_system as s
@@ -98,6 +99,10 @@ class Outcome:
     """Peak bytes by role."""
     rows: int
     """Updates that count."""
+    loaded: float
+    """Seconds from the command until all processes had their models."""
+    first_update: float
+    """Until the first update was made: compiled, imagined, learned."""
     seconds: float
     """Of the whole run, start included."""
 
@@ -144,14 +149,16 @@ def train(
         environment["CUDA_VISIBLE_DEVICES"] = settings.gpus
     with (out / f"{run_dir.name}.log").open("w") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
-        begun = False
+        reached: dict[str, float] = {}
         while process.poll() is None and time.monotonic() < until:
             time.sleep(0.5)
-            made = len(read_rows(run_dir))
+            made, now = len(read_rows(run_dir)), time.monotonic()
             if made >= settings.updates:
                 break
-            if made and not begun:  # Loaded and compiled.
-                begun, until = True, time.monotonic() + settings.limit
+            if "loaded" not in reached and "loaded" in milestones(run_dir):
+                reached["loaded"] = now - began
+            if made and "first update" not in reached:  # Loaded and compiled.
+                reached["first update"], until = now - began, now + settings.limit
         if len(read_rows(run_dir)) <= settings.skip + 1:
             subprocess.run(
                 [sys.executable, "-m", "asyncrl", "status", str(run_dir), "--stacks"],
@@ -173,7 +180,7 @@ def train(
     if not imagines(run_dir):
         raise RunError(f"The run '{mode}' stored only frames that do not change: it imagined nothing.")
     group_size = json.loads((run_dir / "config.json").read_text())["algorithm"]["group_size"]
-    return outcome(mode, rows[settings.skip :], group_size, seconds)
+    return outcome(mode, rows[settings.skip :], group_size, reached, seconds)
 
 
 def read_rows(run_dir: Path) -> list[dict[str, float]]:
@@ -188,7 +195,9 @@ def imagines(run_dir: Path) -> bool:
     return any(np.ptp(row.episode.frames, axis=0).any() for row in stored)
 
 
-def outcome(mode: str, rows: list[dict[str, float]], group_size: int, seconds: float) -> Outcome:
+def outcome(
+    mode: str, rows: list[dict[str, float]], group_size: int, reached: Mapping[str, float], seconds: float
+) -> Outcome:
     """Fold the updates that count."""
     minutes_per_step = [
         1 / (row[s.GROUPS_PER_MINUTE.name] * group_size * row[m.EPISODE_LEN.name]) for row in rows
@@ -208,6 +217,8 @@ def outcome(mode: str, rows: list[dict[str, float]], group_size: int, seconds: f
         published_bytes=middle(s.WEIGHTS_BYTES),
         memory={metric.name: rows[-1][metric.name] for metric in MEMORY if metric.name in rows[-1]},
         rows=len(rows),
+        loaded=reached.get("loaded", float("nan")),
+        first_update=reached.get("first update", float("nan")),
         seconds=seconds,
     )
 
@@ -246,12 +257,15 @@ def main() -> None:
         "actors wait",
         "MFU",
         "publish",
+        "loaded s",
+        "first update s",
         "updates",
     ]
     rows = [
         [o.mode, f"{o.steps_per_hour:,.0f}", f"{o.steps_per_hour / 3600:.0f}", f"{o.update_seconds:.2f}",
          f"{o.learner_waiting:.1%}", f"{o.actors_waiting:.1%}", f"{o.mfu:.1%}",
-         f"{o.published_bytes / 1e9:.3g} GB in {1e3 * o.publish_seconds:.0f} ms", o.rows]
+         f"{o.published_bytes / 1e9:.3g} GB in {1e3 * o.publish_seconds:.0f} ms",
+         f"{o.loaded:.0f}", f"{o.first_update:.0f}", o.rows]
         for o in found.values()
     ]  # fmt: skip
     print("\n" + table(titles, rows) + "\n\n" + verdict(found))

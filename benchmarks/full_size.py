@@ -1,6 +1,8 @@
 """The flags of a run at full size with random weights, whose files are written where they are not there yet.
 
 Small batches, so that an update takes seconds; sizes and precision of models are those of the recipe.
+
+    python benchmarks/full_size.py models/random --world opensora      write them only
 """
 
 from __future__ import annotations
@@ -8,8 +10,11 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final, Literal
+
+import tyro
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 RECIPE: Final = ROOT / "configs" / "wan_libero_spatial_grpo_openvlaoft.toml"
@@ -18,17 +23,40 @@ BATCH: Final = (
     *("--algorithm.groups-per-update", "4", "--algorithm.minibatches", "1"),
     *("--actor.slots", "16", "--actor.max-decisions", "2"),
 )
+Kind = Literal["wan", "opensora", "evac"]
+Scale = Literal["full", "tiny"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Write a policy and a world with random weights."""
+
+    folder: Annotated[Path, tyro.conf.Positional]
+    world: Kind = "wan"
+    scale: Scale = "full"
+    """tiny: small ones in the same layouts, to try a script on a CPU."""
 
 
 def full_size_flags(folder: Path) -> list[str]:
     """Return recipe and flags of a run with the models in `folder`, which takes 45 GB when it is made."""
-    policy, world = folder / "policy" / "asyncrl", folder / "world"
-    if not (policy / "config.json").is_file():
-        _call("published_policy.py", str(folder / "policy"), "--only-write")
-        _call("published_policy.py", str(folder / "policy"), "--step", "convert")
-    if not (world / "dataset").is_dir():
-        _call("published_world.py", str(world), "--only", "write")
+    policy, world = written(folder)
     return [str(RECIPE), "--policy", str(policy), "--world", str(world), *BATCH]
+
+
+def written(folder: Path, kind: Kind = "wan", scale: Scale = "full") -> tuple[Path, Path]:
+    """Return the folders of a policy and a world, and write what is not there."""
+    policy = folder / "policy" / "asyncrl"
+    world = folder / ("world" if kind == "wan" else kind)
+    if not (policy / "config.json").is_file():
+        size = ["--scale", scale]
+        _call("published_policy.py", str(folder / "policy"), "--only-write", *size)
+        _call("published_policy.py", str(folder / "policy"), "--step", "convert", *size)
+    if not (world / "dataset").is_dir():
+        if kind == "wan":
+            _call("published_world.py", str(world), "--only", "write", "--scale", scale)
+        else:
+            _call("random_worlds.py", str(world), "--kind", kind, "--scale", scale)
+    return policy, world
 
 
 def run_flags(full: str, flags: str, *, compile: bool) -> list[str]:
@@ -46,3 +74,13 @@ def run_flags(full: str, flags: str, *, compile: bool) -> list[str]:
 
 def _call(script: str, *arguments: str) -> None:
     subprocess.run([sys.executable, str(ROOT / "benchmarks" / script), *arguments], check=True)
+
+
+def main() -> None:
+    """Write."""
+    settings = tyro.cli(Settings, description=__doc__)
+    print(*written(settings.folder, settings.world, settings.scale))
+
+
+if __name__ == "__main__":
+    main()

@@ -7,6 +7,7 @@ Random weights, adapters, gradient checkpointing: one micro-batch forward, and f
 is that of the device's own rates of bfloat16 matrix products over the model's FLOPs: two passes with gradient
 (adapters), one without; what checkpointing computes again counts as time only, as in `time/mfu`. The second
 table is of layers that keep what they need: time over that of a policy whose layers all compute it again.
+On a GPU a third one says in which kernels a compiled pass spends its time.
 
 With --float8 the same weights are multiplied as stored and rounded to 8 bits, in turns: the ratio of times of
 forward and backward passes, eager and compiled, and what is left of the adapters' gradients: their cosine,
@@ -21,6 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import kernel_times
 import learner_float8
 import policy_speed
 import torch
@@ -160,9 +162,13 @@ def main() -> None:
     readings = read(policy, "eager", settings, flops, rate)
     compile_blocks(policy)
     readings += read(policy, "compiled", settings, flops, rate)
-    print("\n" + report(readings))
+    last = passes(policy, inputs(policy, settings, settings.rows[-1], padded=False))["forward and backward"][
+        1
+    ]
+    where = kernel_times.report("forward and backward, compiled", last, device)
+    print("\n" + report(readings) + "\n\n" + where)
     print("\n" + table(["layers that compute again", "rows", "ms", "ratio", "peak GiB"], fewer))
-    content: dict[str, object] = {"matmul": vars(rate), "flops": flops}
+    content: dict[str, object] = {"matmul": vars(rate), "flops": flops, "kernels": where}
     _finish(settings, content | {"readings": [vars(reading) for reading in readings], "kept": fewer})
 
 

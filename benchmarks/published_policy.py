@@ -28,6 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
 from asyncrl.policies.checkpoints.convert import PublishedOptions, convert
 from asyncrl.policies.checkpoints.folder import build_on_meta
 from asyncrl.policies.checkpoints.published_names import (
@@ -40,7 +42,8 @@ from asyncrl.policies.checkpoints.published_names import (
 from asyncrl.policies.checkpoints.published_policy import SECTION, STATISTICS
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.policy import load_policy
-from asyncrl.policies.openvla.tokenizer import WORDS, PromptTokenizer, build_word_tokenizer
+from asyncrl.policies.openvla.tokenizer import PromptTokenizer, build_word_tokenizer, words_for
+from asyncrl.rewards.libero_tasks import SUITES
 from asyncrl.storage.atomic import write_json
 from asyncrl.storage.tensor_reader import Spec
 from asyncrl.storage.tensor_writer import write_file
@@ -95,10 +98,11 @@ def write_checkpoint(folder: Path, config: OpenVLAOFTConfig, *, sizes_in_config:
 
 
 def padded_tokenizer(config: OpenVLAOFTConfig) -> PromptTokenizer:
-    """The word tokenizer with words nobody says, up to the first action token."""
-    known = build_word_tokenizer().get_vocab_size()
+    """The word tokenizer with LIBERO's words and words nobody says, up to the first action token."""
+    words = words_for(task for suite in SUITES.values() for task in suite)
+    known = build_word_tokenizer(words).get_vocab_size()
     unsaid = [f"unsaid{i}" for i in range(config.first_action_id - known)]
-    return PromptTokenizer(build_word_tokenizer([*WORDS, *unsaid]), pad_id=config.token_count)
+    return PromptTokenizer(build_word_tokenizer([*words, *unsaid]), pad_id=config.token_count)
 
 
 def random_source() -> Callable[[int], Tensor]:

@@ -1,24 +1,38 @@
-"""OpenSora's and EVAC's worlds with random weights, of the published size or small ones, for benchmarks."""
+"""OpenSora's and EVAC's worlds with random weights, of the published size or small ones, for benchmarks.
+
+    python benchmarks/random_worlds.py /tmp/opensora --kind opensora     write a folder for `--world`
+
+The folder has asyncrl's own layout, a reward model that calls no frame a success, and start states.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import numpy as np
+import published_world
 import torch
+import tyro
 from measuring import randomised
 from torch import Tensor, nn
 
+from asyncrl.launch.placement import pick_device
 from asyncrl.records import ACTION_DIM, CHUNK, StartState
+from asyncrl.rewards.libero_tasks import SUITES
+from asyncrl.rewards.model import ResNetReward, save_reward
+from asyncrl.rewards.resnet import RewardConfig, build_network
 from asyncrl.worlds.evac.conditions import EvacNetworks
 from asyncrl.worlds.evac.config import EvacConfig
 from asyncrl.worlds.evac.options import EvacOptions
 from asyncrl.worlds.evac.world import EvacWorld
+from asyncrl.worlds.evac.world import save_world as save_evac
 from asyncrl.worlds.opensora.action_range import ActionRange
 from asyncrl.worlds.opensora.autoencoder import FrameVae, VaeConfig
 from asyncrl.worlds.opensora.stdit3 import STDiT3, STDiT3Config
 from asyncrl.worlds.opensora.world import OpenSoraWorld
+from asyncrl.worlds.opensora.world import save_world as save_opensora
 
 POSE = (-0.1, 0.0, 0.9, 0.0, 0.0, 0.0, 1.0, 0.5)
 """In front of EVAC's camera."""
@@ -78,3 +92,34 @@ def begin(world: OpenSoraWorld | EvacWorld, rows: int, decisions: int) -> tuple[
     state: Any = world.start([one], decisions=decisions).select([0] * rows)
     actions = torch.randn(rows, CHUNK, ACTION_DIM, device=world.device) * 0.3
     return state, actions, list(range(rows))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Write a world."""
+
+    folder: Annotated[Path, tyro.conf.Positional]
+    kind: Literal["opensora", "evac"]
+    scale: Literal["full", "tiny"] = "full"
+
+
+def main() -> None:
+    """Write it, its reward model and its start states; the last ones tell that all is there."""
+    settings = tyro.cli(Settings, description=__doc__)
+    device, tiny = pick_device("auto"), settings.scale == "tiny"
+    if settings.kind == "opensora":
+        world = build_opensora(tiny=tiny, device=device)
+        save_opensora(settings.folder, world)
+    else:
+        world = build_evac(tiny=tiny, steps=0, device=device)
+        save_evac(settings.folder, world)
+    size = RewardConfig.tiny(tasks=(), image_size=world.image_size) if tiny else RewardConfig.full()
+    network = build_network(size)
+    with torch.no_grad():
+        list(network.parameters())[-1].sub_(5.0)  # Of the last layer: every imagined episode has full length.
+    save_reward(settings.folder, ResNetReward(network, size))
+    published_world.write_dataset(settings.folder / "dataset", SUITES["libero_spatial"], 40, 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -5,7 +5,8 @@
 Random weights: speed does not depend on the values. The first table is per stage: the seconds that a decision
 (8 frames of each slot) takes, and its share of the device's own rates of bfloat16 matrix products over
 counted FLOPs. The second is frames per second of whole decisions; every line that begins with + adds to the
-one before it, and the ratio is to the first line, in the same run.
+one before it, and the ratio is to the first line, in the same run. The last tables say in which kernels a
+compiled decision spends its time, as stored and with 8-bit products.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import kernel_times
 import numpy as np
 import torch
 import tyro
@@ -147,6 +149,13 @@ def frames_per_second(world: WanWorld, settings: Settings) -> float:
     return CHUNK * rows / taken
 
 
+@torch.inference_mode()
+def kernels_of(world: WanWorld, settings: Settings, how: str) -> str:
+    """Say in which kernels a decision of the largest number of slots spends its time."""
+    state, actions, seeds = begin(world, settings.rows[-1])
+    return kernel_times.report(how, lambda: world.imagine(state, actions, seeds), world.device)
+
+
 def compiled_paces(world: WanWorld, settings: Settings, how: str) -> Iterator[tuple[str, float]]:
     """What whole decisions of a compiled world gain from each shortcut."""
     yield f"exact, {how}", frames_per_second(world, settings)
@@ -175,12 +184,14 @@ def main() -> None:
     world.compile(rows)
     only = replace(settings, rows=(rows,))  # Another number of slots would be compiled anew.
     measured += measure_stages(world, "compiled", only, rate, flops)
+    where = [kernels_of(world, settings, "exact, compiled")]
     pace += compiled_paces(world, settings, "compiled")
     del world
     world = build(settings, device)
     use_float8(world.transformer.blocks)
     world.compile(rows)
     measured += [s for s in measure_stages(world, "float8", only, rate, flops) if s.stage == "denoise"]
+    where.append(kernels_of(world, settings, "exact, compiled, float8"))
     pace += compiled_paces(world, settings, "compiled, float8")
     wait(device)
 
@@ -192,10 +203,12 @@ def main() -> None:
     print("\n" + table(
         [f"{rows} slots", "frames/s", "ratio"],
         [[name, f"{value:.0f}", f"{value / first:.2f}"] for name, value in pace]))  # fmt: skip
+    print("\n" + "\n\n".join(where))
     if device.type == "cuda":
         print(f"\npeak memory {torch.cuda.max_memory_allocated(device) / 2**30:.1f} GiB")
     if settings.json:
         content = {"commit": commit(), "matmul": vars(rate), "flops": flops, "pace": pace}
+        content["kernels"] = where
         content["stages"] = [vars(stage) for stage in measured]
         Path(settings.json).write_text(json.dumps(content, indent=1))
 
