@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import kernel_times
 import learner_float8
@@ -34,6 +35,8 @@ from asyncrl.policies.acceleration import compile_blocks, enable_gradient_checkp
 from asyncrl.policies.interface import PolicyInputs
 from asyncrl.policies.lora import add_lora
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
+
+BOTH: Final = "forward and backward"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +72,7 @@ def keep(policy: OpenVLAOFTPolicy, every: int) -> None:
 def kept(policy: OpenVLAOFTPolicy, settings: Settings) -> list[list[object]]:
     """Time forward and backward where fewer and fewer layers compute again, not compiled."""
     given = inputs(policy, settings, settings.kept_rows, padded=False)
-    both = passes(policy, given)["forward and backward"][1]
+    both = passes(policy, given)[BOTH][1]
     lines, usual = [], 0.0
     for every in (1, 2, 4, 0):
         keep(policy, every)
@@ -97,7 +100,7 @@ def passes(policy: OpenVLAOFTPolicy, given: PolicyInputs) -> dict[str, tuple[int
         found = policy.evaluate(given, {"tokens": tokens}, SAMPLING)
         (found.logprob.mean() + found.entropy.mean()).backward()
 
-    return {"forward": (1, forward), "forward and backward": (2, both)}
+    return {"forward": (1, forward), BOTH: (2, both)}
 
 
 def read(policy: OpenVLAOFTPolicy, how: str, settings: Settings, flops: float, rate: Rate) -> list[Reading]:
@@ -120,18 +123,26 @@ def read(policy: OpenVLAOFTPolicy, how: str, settings: Settings, flops: float, r
     return found
 
 
-def float8(policy: OpenVLAOFTPolicy, settings: Settings) -> list[list[object]]:
-    """Compare passes with rounded layers and without, eager, then compiled."""
+def float8(policy: OpenVLAOFTPolicy, settings: Settings) -> tuple[list[list[object]], list[str]]:
+    """Compare passes with rounded layers and without, eager, then compiled.
+
+    Returns lines of a table, and in which kernels compiled passes of the last size spend their time.
+    """
     kinds = learner_float8.both_kinds(policy)
     lines: list[list[object]] = []
     for how in ("eager", "compiled"):
         if how == "compiled":
             compile_blocks(policy)
         for rows in settings.rows:
-            both = passes(policy, inputs(policy, settings, rows, padded=False))["forward and backward"][1]
+            both = passes(policy, inputs(policy, settings, rows, padded=False))[BOTH][1]
             lines.append(learner_float8.compared(policy, kinds, how, rows, both))
             print(lines[-1], flush=True)
-    return lines
+    where = []
+    for name, layers in zip(("as stored", "float8"), kinds, strict=True):
+        learner_float8.put(layers)
+        both = passes(policy, inputs(policy, settings, settings.rows[-1], padded=False))[BOTH][1]
+        where.append(kernel_times.report(f"{BOTH}, compiled, {name}", both, policy.device))
+    return lines, where
 
 
 def report(readings: list[Reading]) -> str:
@@ -152,9 +163,9 @@ def main() -> None:
     print(f"{rate}\n", flush=True)
     policy = build(settings)
     if settings.float8:
-        lines = float8(policy, settings)
-        print("\n" + table(learner_float8.TITLES, lines))
-        _finish(settings, {"float8": lines})
+        lines, kernels = float8(policy, settings)
+        print("\n\n".join(["", table(learner_float8.TITLES, lines), *kernels]))
+        _finish(settings, {"float8": lines, "kernels": kernels})
         return
     one = inputs(policy, settings, 1, padded=False)
     flops = counted(passes(policy, one)["forward"][1])
@@ -162,10 +173,8 @@ def main() -> None:
     readings = read(policy, "eager", settings, flops, rate)
     compile_blocks(policy)
     readings += read(policy, "compiled", settings, flops, rate)
-    last = passes(policy, inputs(policy, settings, settings.rows[-1], padded=False))["forward and backward"][
-        1
-    ]
-    where = kernel_times.report("forward and backward, compiled", last, device)
+    last = passes(policy, inputs(policy, settings, settings.rows[-1], padded=False))[BOTH][1]
+    where = kernel_times.report(f"{BOTH}, compiled", last, device)
     print("\n" + report(readings) + "\n\n" + where)
     print("\n" + table(["layers that compute again", "rows", "ms", "ratio", "peak GiB"], fewer))
     content: dict[str, object] = {"matmul": vars(rate), "flops": flops, "kernels": where}

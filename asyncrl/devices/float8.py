@@ -62,6 +62,36 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x.float() / scale).to(DTYPE), scale
 
 
+@torch.library.custom_op("asyncrl::scaled_product", mutates_args=())
+def scaled_product(rows: Tensor, weight: Tensor, of_rows: Tensor, scale: Tensor) -> Tensor:
+    """Multiply rounded rows with rounded weights on a GPU.
+
+    An operator of its own, because not every torch that is supported can compile `functional.scaled_mm`.
+
+    Args:
+        rows: ``[M, K]`` e4m3.
+        weight: ``[N, K]`` e4m3.
+        of_rows: ``[M, 1]`` float32.
+        scale: ``[1, N]`` float32.
+
+    Returns:
+        ``[M, N]`` bfloat16.
+    """
+    by_row = ScalingType.RowWise
+    return functional.scaled_mm(rows, weight.T, of_rows, by_row, scale, by_row, output_dtype=torch.bfloat16)
+
+
+@scaled_product.register_kernel("cpu")
+def _on_cpu(rows: Tensor, weight: Tensor, of_rows: Tensor, scale: Tensor) -> Tensor:
+    """Compute it in float32: a CPU gains nothing from 8 bits, and not every torch multiplies them there."""
+    return (rows.float() @ weight.float().T * of_rows * scale).bfloat16()
+
+
+@scaled_product.register_fake
+def _shape(rows: Tensor, weight: Tensor, of_rows: Tensor, scale: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], weight.shape[0], dtype=torch.bfloat16)
+
+
 def product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """Multiply rows, which are rounded here, with weights that are rounded already.
 
@@ -74,24 +104,15 @@ def product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
         ``[..., N]`` in the dtype of `x`; the product itself is bfloat16, which is what GPUs give.
     """
     rows, of_rows = quantise(x.flatten(0, -2))
-    found = functional.scaled_mm(
-        rows,
-        weight.T,
-        of_rows,
-        ScalingType.RowWise,
-        scale,
-        ScalingType.RowWise,
-        output_dtype=torch.bfloat16,
-    )
-    return found.to(x.dtype).unflatten(0, x.shape[:-1])
+    return scaled_product(rows, weight, of_rows, scale).to(x.dtype).unflatten(0, x.shape[:-1])
 
 
-def _product_flops(left: Any, right: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    """Count a product of ``[M, K]`` with ``[K, N]``, given their shapes."""
-    return 2 * left[0] * left[1] * right[1]
+def _product_flops(rows: Any, weight: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    """Count a product of ``[M, K]`` with the transpose of ``[N, K]``, given their shapes."""
+    return 2 * rows[0] * rows[1] * weight[0]
 
 
-FLOPS: Final[Mapping[Any, Callable[..., int]]] = {torch.ops.aten._scaled_mm_v2: _product_flops}
+FLOPS: Final[Mapping[Any, Callable[..., int]]] = {torch.ops.asyncrl.scaled_product: _product_flops}
 """For `FlopCounterMode`, which does not know the operator of `product` and would count nothing."""
 
 
