@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 import sys
 from dataclasses import replace
 from importlib import import_module
@@ -20,6 +22,9 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.episode_layout import problem_with
 from asyncrl.fitting.loading import load_recordings
 from asyncrl.launch.policies import build_learning_policy
+from asyncrl.policies.openvla.policy import load_policy
+from asyncrl.rewards.libero_tasks import SUITES
+from asyncrl.worlds.start_states import load_start_states
 from support import ROOT
 from support.episodes import make_episode
 from support.recorded import recorded_spec, write_recorded
@@ -278,6 +283,75 @@ def test_key_frames_are_compared_on_the_actions_that_follow_them(
     row = benchmark.row_of(2, np.array([True, False]), drawn, whole)
     assert (row.wrong.successes, row.wrong_from_start.successes) == (0, 1)
     assert (row.psnr, row.psnr_from_start) == ((25.0, 40.0), (15.0, 30.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT", "matrix products"),
+        ("cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<...>>", "matrix products"),
+        ("sm90_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc", "convolutions"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7", "attention"),
+        ("triton_red_fused__to_copy_add_mul_native_layer_norm_3", "fused by the compiler"),
+        ("Memcpy DtoD (Device -> Device)", "copies"),
+        ("void at::native::vectorized_elementwise_kernel<4, ...>", "element by element, sums"),
+        ("ncclDevKernel_Broadcast_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "between devices"),
+        ("kernel_that_nobody_knows", "other"),
+    ],
+)
+def test_a_kernel_is_told_by_its_name(name: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    assert import_module("kernel_times").class_of(name) == expected
+
+
+def test_the_time_of_kernels_is_shared_out_and_the_rest_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    times = import_module("kernel_times")
+    spans = [("a_gemm", 0, 40), ("triton_x", 30, 50), ("a_gemm", 60, 90), ("triton_y", 65, 70)]
+    found = [times.Kernel(name=name, start=start, end=end) for name, start, end in spans]
+    assert times.busy(found) == 80  # 0 to 50 and 60 to 90, whatever ran at the same time.
+    assert times.shares(found) == {"matrix products": 70, "fused by the compiler": 25, "idle": 10}
+    assert list(times.shares(found)) == ["matrix products", "fused by the compiler", "idle"]
+
+
+def test_a_recipe_is_made_smaller_and_stands_beside_what_is_expected(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    recipes, asynchrony = import_module("recipes"), import_module("asynchrony")
+    file = ROOT / "configs" / "opensora_libero_spatial_grpo_openvlaoft.toml"
+    shipped = recipes.load_file(file)
+    settings = recipes.Settings(recipes=(file,), full=tmp_path, groups=2)
+    assert recipes.kind_of(shipped) == "opensora"
+    config = recipes.scaled(shipped, settings, 2)
+    assert (config.algorithm.groups_per_update, config.algorithm.minibatches, config.lora.rank) == (2, 2, 32)
+    assert recipes.scaled(shipped, settings, 8).lora.rank == 0  # Four learners train all weights.
+    whole = recipes.scaled(shipped, replace(settings, groups=0), 2)
+    assert whole.algorithm == shipped.algorithm
+    prediction = recipes.expected(config, 2, measured=False)
+    assert prediction.decisions == 2 * 8 * 32
+    found = asynchrony.Outcome(
+        mode="asynchronous", steps_per_hour=prediction.steps_per_hour / 2, update_seconds=1.0,
+        learner_waiting=0.5, actors_waiting=0.25, mfu=0.0, publish_seconds=0.0, published_bytes=0.0,
+        memory={"learner/peak_memory": 2.0**31}, rows=2, loaded=1.0, first_update=3.0, seconds=9.0,
+    )  # fmt: skip
+    name, decisions, taken, wanted, ratio, learner, *_ = recipes.line_of(file, found, prediction)
+    assert (name, decisions, ratio, learner) == (file.stem, 512, "2.00", "2.0")
+    assert float(taken) == pytest.approx(2 * float(wanted), rel=0.01)
+    with pytest.raises(SystemExit, match="this measures recipes in published worlds"):
+        recipes.kind_of(replace(shipped, world="tabletop_true"))
+
+
+def test_the_models_of_full_runs_are_written_by_a_plain_command(tmp_path: Path) -> None:
+    """As a user calls it: nothing of the tests is on the path of modules, and LIBERO's words are known."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, str(ROOT / "benchmarks" / "full_size.py"), str(tmp_path), "--scale", "tiny"]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    policy, world = done.stdout.split()[-2:]
+    tokenizer = load_policy(policy).tokenizer
+    assert all(tokenizer.ids(task) for task in SUITES["libero_spatial"])
+    assert len(load_start_states(Path(world) / "dataset", image_size=256)) == 40 + 20  # Key frames too.
 
 
 @pytest.mark.parametrize("change", [0, 1])

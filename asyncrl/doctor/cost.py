@@ -16,7 +16,7 @@ from asyncrl.actors.pipeline import split_slots
 from asyncrl.config.run import TrainConfig
 from asyncrl.doctor.findings import Sizes
 from asyncrl.doctor.gpus import rank_needs
-from asyncrl.doctor.rates import PASS_SECONDS, SHARED, SHARES, STEP_SECONDS, DeviceRate
+from asyncrl.doctor.rates import FLOAT8, PASS_SECONDS, SHARED, SHARES, STEP_SECONDS, DeviceRate
 from asyncrl.doctor.work import RunWork
 from asyncrl.launch.placement import Placement
 from asyncrl.learner.recipe import build_recipe
@@ -120,9 +120,9 @@ def _seconds(stages: tuple[Stage, ...], device: DeviceRate, *, compiled: bool) -
 
 
 def _stage_seconds(stage: Stage, device: DeviceRate, *, compiled: bool) -> float:
-    """Predict the seconds of a stage; its 8-bit products reach the same share of a rate of their own."""
-    at_burst = (stage.flops - stage.float8) / device.products + stage.float8 / device.float8_products
-    return stage.calls * at_burst / SHARES[stage.name].of(compiled)
+    """Predict the seconds of a stage, some of whose products are of 8-bit numbers."""
+    counted = stage.flops - stage.float8 + stage.float8 / FLOAT8.of(compiled)
+    return stage.calls * counted / (device.products * SHARES[stage.name].of(compiled))
 
 
 def learner_cost(
@@ -148,8 +148,9 @@ def learner_cost(
     counted = 2 if config.lora.rank else 3
     passes = counted + config.learner.recomputed + (chosen.kl_coef > 0)
     # What passes with a gradient add are products with the same weights, of 8-bit numbers too.
-    at_burst = (work.policy - work.frozen) / device.products + work.frozen / device.float8_products
-    forward = at_burst / SHARES["learning"].of(config.learner.compile)
+    compiled = config.learner.compile
+    products = work.policy - work.frozen + work.frozen / FLOAT8.of(compiled)
+    forward = products / (device.products * SHARES["learning"].of(compiled))
     per_host = min(learners, DEVICES_PER_HOST)
     spread = sizes.policy if learners > 1 and not sizes.unsharded else 0
     gather = spread * (per_host - 1) / per_host / device.links

@@ -29,7 +29,6 @@ Choices = list[tuple[str, TrainConfig, Sizes, RunWork]]
 """Flags, and what a run with them is."""
 ADAPTERS: Final = 32
 """Rank that the table tries where all weights do not fit."""
-ASSUMED: Final = f"assumed, not measured, to be {FLOAT8:g} times as fast as those of bfloat16"
 
 
 def check_pace(examination: Examination) -> Finding | None:
@@ -60,9 +59,12 @@ def described(config: TrainConfig, work: RunWork, found: Prediction) -> str:
     actor, learner = found.actor, found.learner
     world = sum(stage.flops * stage.calls for stage in work.world.decision)
     rounded = sum(stage.float8 * stage.calls for stage in work.world.decision)
-    narrow = f" ({rounded / 1e12:.1f} of 8-bit products, {ASSUMED})" if rounded else ""
-    narrower = f"{work.frozen / 1e12:.1f} TFLOP of a pass are 8-bit products, {ASSUMED}"
-    frozen = f"; {narrower}" if work.frozen else ""
+    narrow = ""
+    if rounded:
+        narrow = f" ({rounded / 1e12:.1f} of {float8_products(config.imagination.compile)})"
+    frozen = ""
+    if work.frozen:
+        frozen = f"; {work.frozen / 1e12:.1f} TFLOP of a pass are {float8_products(config.learner.compile)}"
     played = bool(simulator_named(config.world))
     parts = f"policy {1000 * actor.policy:.1f}"
     if not played:
@@ -77,6 +79,15 @@ def described(config: TrainConfig, work: RunWork, found: Prediction) -> str:
         f"{found.groups_per_minute:.3g} groups/min; what bounds it: {found.bottleneck}"
         + ("; the simulators' time comes on top" if played else "")
     )
+
+
+def float8_products(compiled: bool) -> str:
+    """Say how fast layers with 8-bit products are taken to be.
+
+    >>> float8_products(True)
+    '8-bit products, 1.31 times as fast as those of bfloat16'
+    """
+    return f"8-bit products, {FLOAT8.of(compiled):g} times as fast as those of bfloat16"
 
 
 def minutes(seconds: float) -> str:
@@ -137,9 +148,10 @@ def expected_table(config: TrainConfig) -> list[str]:
     ]
     if simulator_named(config.world):
         lines.append("What the simulators take comes on top.")
-    in_world = config.imagination.precision == "float8" and not simulator_named(config.world)
-    if in_world or config.learner.frozen_precision == "float8":
-        lines.append(f"8-bit products are {ASSUMED}.")
+    if config.imagination.precision == "float8" and not simulator_named(config.world):
+        lines.append(f"Actors: {float8_products(config.imagination.compile)}.")
+    if config.learner.frozen_precision == "float8":
+        lines.append(f"Learners: {float8_products(config.learner.compile)}.")
     lines.append(f"{'devices':<29}{'learner GiB':>12}{'actor GiB':>10}{'minutes an update':>19}  bound by")
     return [*lines, *_rows(config)]
 

@@ -2,7 +2,7 @@
 
 Every share is one of docs/measurements/performance.md, of an H200: of the rate of bfloat16 matrix products
 that the device reaches for a hundredth of a second (*burst*). Networks without a share of their own have that
-of the one they resemble, and the comment beside them says so. `FLOAT8` is no measurement but an assumption.
+of the one they resemble, and the comment beside them says so.
 """
 
 from __future__ import annotations
@@ -10,11 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
-
-FLOAT8: Final = 2.0
-"""Products of 8-bit numbers in the time of one of bfloat16: 1979 over 989 TFLOP/s, the peaks of H100 and H200
-by data sheet. That networks reach the same share of both is assumed: no speed was measured, nor what it takes
-to round the rows before every product."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,16 +28,11 @@ class DeviceRate:
     network: float = 50e9
     """Bytes per second of the device's own share of the network between hosts: 400 Gbit/s by data sheet."""
 
-    @property
-    def float8_products(self) -> float:
-        """FLOP/s of products of 8-bit numbers in a burst: assumed, not measured."""
-        return FLOAT8 * self.products
-
 
 H200: Final = DeviceRate(name="H200", memory=141e9, products=796e12, bandwidth=4.8e12, links=364e9)
 """Burst: the mean of 793 and 799 measured. Links: 15.0 GB to three others in 41.2 ms."""
 H100: Final = DeviceRate(name="H100", memory=80e9, products=796e12, bandwidth=3.35e12, links=364e9)
-"""The same chip with less and slower memory: its rate of products is taken to be the H200's, not measured."""
+"""The same chip with less and slower memory, and the same burst: 788, 793 and 796 measured."""
 KNOWN: Final[Mapping[str, DeviceRate]] = {"NVIDIA H200": H200, "NVIDIA H100 80GB HBM3": H100}
 """By the names that CUDA gives them."""
 
@@ -59,6 +49,10 @@ class Share:
         return self.compiled if compiled else self.eager
 
 
+FLOAT8: Final = Share(eager=0.72, compiled=1.31)
+"""Linear layers with 8-bit products in the time of one with bfloat16 ones, rounding included. Compiled: Wan's
+denoiser took 257.6 ms instead of 337.5, a learner's passes 760.5 instead of 985.9 (H100). Eager: the passes
+2181.0 instead of 1586.3; a denoiser was not timed."""
 SHARES: Final[Mapping[str, Share]] = {
     "policy": Share(eager=0.60, compiled=0.768),
     # Float32 adapters beside every layer; runs in bfloat16 have bfloat16 ones, which were not timed. Eager:

@@ -215,6 +215,34 @@ def test_memory_in_latents_saves_what_is_predicted(measured_run: TrainConfig) ->
     assert work.chunk / actor_cost(tiny, work, H200).world == pytest.approx(381, rel=TOLERANCE)
 
 
+@pytest.mark.parametrize(
+    ("changes", "frames"),
+    [({}, 190), ({"context": "latents"}, 253), ({"context": "latents", "decoder": "tiny"}, 489)],
+)
+def test_a_world_with_8_bit_products_draws_as_fast_as_predicted(
+    measured_run: TrainConfig, changes: dict[str, str], frames: float
+) -> None:
+    config = in_float8(measured_run)
+    config = replace(config, imagination=replace(config.imagination, **changes))
+    _, work = published_run(config)
+    assert work.chunk / actor_cost(config, work, H100).world == pytest.approx(frames, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(("compiled", "stored", "rounded"), [(False, 1.5863, 2.1810), (True, 0.9859, 0.7605)])
+def test_passes_of_a_learner_take_what_is_predicted(
+    measured_run: TrainConfig, compiled: bool, stored: float, rounded: float
+) -> None:
+    """Forward and backward of 32 decisions, on an H100 (docs/measurements/performance.md)."""
+    for precision, seconds in (("stored", stored), ("float8", rounded)):
+        learner = replace(
+            measured_run.learner, compile=compiled, precision="bf16", frozen_precision=precision
+        )
+        config = replace(measured_run, learner=learner)
+        sizes, work = published_run(config)
+        passes = learner_cost(config, work, sizes, H100, 1).passes
+        assert passes / 2 == pytest.approx(seconds, rel=TOLERANCE)  # The update has 64.
+
+
 @pytest.mark.parametrize("changes", [{}, {"images": 2, "proprio_dim": 8}, {"image_size": 32}])
 def test_a_policys_flops_are_those_of_a_real_pass(changes: dict[str, int]) -> None:
     size = OpenVLAOFTConfig.tiny(**changes)
@@ -297,20 +325,20 @@ def opensora_float8_flops(frames: int = 8) -> float:
         ("opensora", 10 * opensora_float8_flops() + opensora_float8_flops(frames=4)),
     ],
 )
-def test_products_of_8_bits_take_half_of_their_share(kind: str, flops: float, compiled: bool) -> None:
+def test_products_of_8_bits_are_as_fast_as_measured(kind: str, flops: float, compiled: bool) -> None:
     """OpenSora's blocks see the four condition frames once and the new ones in every step."""
     config = recipe(f"{kind}_libero_spatial_grpo_openvlaoft")
     config = replace(config, imagination=replace(config.imagination, compile=compiled))
     stored, rounded = (
         actor_cost(chosen, published_run(chosen)[1], H200) for chosen in (config, in_float8(config))
     )
-    saved = flops / (H200.products * SHARES[f"{kind} denoise"].of(compiled)) / 2
+    faster = {False: 0.72, True: 1.31}[compiled]
+    saved = flops / (H200.products * SHARES[f"{kind} denoise"].of(compiled)) * (1 - 1 / faster)
     assert stored.world - rounded.world == pytest.approx(saved)
     assert (rounded.policy, rounded.opening) == (stored.policy, stored.opening)
 
 
 def test_the_rate_of_8_bit_products_follows_the_measured_one(measured_run: TrainConfig) -> None:
-    assert H100.float8_products == H200.float8_products == 2 * 796e12
     config = in_float8(measured_run)
     _, work = published_run(config)
     slow = replace(H200, products=H200.products / 4)
@@ -318,7 +346,7 @@ def test_the_rate_of_8_bit_products_follows_the_measured_one(measured_run: Train
 
 
 @pytest.mark.parametrize("targets", ["all", "language"])
-def test_8_bit_products_of_frozen_layers_take_half_of_their_share_of_an_update(
+def test_8_bit_products_of_frozen_layers_are_as_fast_as_measured(
     measured_run: TrainConfig, models: tuple[Sizes, RunWork], targets: Literal["all", "language"]
 ) -> None:
     learner = replace(measured_run.learner, precision="bf16", frozen_precision="float8")
@@ -334,7 +362,7 @@ def test_8_bit_products_of_frozen_layers_take_half_of_their_share_of_an_update(
         learner_cost(measured_run, models[1], models[0], H200, 1),
         learner_cost(config, work, sizes, H200, 1),
     )
-    saved = work.frozen / (H200.products * SHARES["learning"].eager) / 2
+    saved = work.frozen / (H200.products * SHARES["learning"].eager) * (1 - 1 / 0.72)
     assert stored.passes - rounded.passes == pytest.approx(3 * 64 * saved, rel=1e-6)
     assert rounded.flops == stored.flops
     assert rounded.steps == pytest.approx(stored.steps, rel=1e-2)  # Fewer layers have fewer adapters.
