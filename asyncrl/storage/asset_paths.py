@@ -22,7 +22,8 @@ def policy_folder(name: str) -> Path:
         CheckpointError: there is no policy under that name.
     """
     path = Path(name)
-    for candidate in (ASSETS / name / "policy", path, path / "policy", *_newest_checkpoints(path)):
+    named = _named(name, "policy")
+    for candidate in (*named, path, path / "policy", *_newest_checkpoints(path)):
         if (candidate / "config.json").is_file() and any((candidate / name).is_file() for name in WEIGHTS):
             return candidate
     seen = "does not exist" if not path.exists() else "holds no config.json with model.safetensors"
@@ -44,7 +45,7 @@ def world_folder(name: str) -> Path:
     Raises:
         CheckpointError: there is no such folder.
     """
-    for candidate in (ASSETS / name / "world", Path(name)):
+    for candidate in (*_named(name, "world"), Path(name)):
         if candidate.is_dir():
             return candidate
     raise CheckpointError(
@@ -55,7 +56,7 @@ def world_folder(name: str) -> Path:
 
 def is_shipped_world(name: str) -> bool:
     """Whether --world names a world that comes with asyncrl."""
-    return (ASSETS / name / "world" / "world.json").is_file()
+    return any((folder / "world.json").is_file() for folder in _named(name, "world"))
 
 
 def start_states_path(name: str, world: str) -> Path:
@@ -70,8 +71,8 @@ def start_states_path(name: str, world: str) -> Path:
         CheckpointError: there are none.
     """
     beside = Path(world) / "dataset"
-    if name == DEFAULT and (ASSETS / world / "world").is_dir():
-        name = world if (ASSETS / world / START_STATES).is_file() else name
+    if name == DEFAULT and _named(world, "world"):
+        name = world if _named(world, START_STATES) else name
     elif name == DEFAULT:
         if beside.is_dir():
             return beside
@@ -80,13 +81,18 @@ def start_states_path(name: str, world: str) -> Path:
                 f"--world {world} brings no start states: {beside.absolute()} is not a folder. Put the "
                 "traj*.npy there, or say where episodes begin: --start-states FOLDER_OR_FILE."
             )
-    for candidate in (ASSETS / name / START_STATES, Path(name)):
-        if candidate.is_file() or (candidate.is_dir() and candidate == Path(name)):
+    for candidate in (*_named(name, START_STATES), Path(name)):
+        if candidate.exists():
             return candidate
     raise CheckpointError(
         f"--start-states {name} is neither a shipped collection ({', '.join(shipped(START_STATES))}), nor an "
         f"HDF5 file, nor a folder of traj*.npy. Looked for {Path(name).absolute()}."
     )
+
+
+def _named(name: str, part: str) -> list[Path]:
+    """Return that part of the shipped collection of this name, if there is one: a path is no such name."""
+    return [ASSETS / name / part] if name in shipped(part) else []
 
 
 def shipped(part: str) -> list[str]:

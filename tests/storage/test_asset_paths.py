@@ -86,6 +86,18 @@ def test_shipped_worlds_and_start_states_are_found_by_name_others_by_path(
     assert start_states_path(str(tmp_path / "mine.h5"), "tabletop") == tmp_path / "mine.h5"
 
 
+def test_a_folder_of_start_states_is_all_of_its_files(assets: Path, tmp_path: Path) -> None:
+    """Absolute paths were taken for shipped names, so of such a folder only one file was read."""
+    folder = tmp_path / "states"
+    folder.mkdir()
+    for file in ("start_states.h5", "keyframes.h5"):
+        (folder / file).write_bytes(b"")
+    assert start_states_path(str(folder), "tabletop") == folder
+    assert start_states_path("../states", "tabletop") == Path("../states")
+    (folder / "world").mkdir()
+    assert world_folder(str(folder)) == folder
+
+
 def test_an_unknown_name_is_answered_with_the_names_there_are(assets: Path) -> None:
     for part in ("policy", "world"):
         (assets / "kitchen" / part).mkdir(parents=True)
