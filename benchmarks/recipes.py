@@ -5,7 +5,8 @@
 
 A recipe runs as it is shipped, on random weights of the published size, which are written where they are not
 there; episodes have full length, and every decision counts. Only `--groups` makes an update smaller, and its
-minibatches no more than its groups. A learner that is alone trains adapters, as the recipes' headers say.
+minibatches no more than its groups. A learner that is alone trains adapters, as the recipes' headers say, and
+one rank learns and imagines (--placement collocated).
 
 The first update, which waits for everything to be compiled, does not count. Time and memory stand beside
 those of the cost model (`asyncrl doctor --costs`) for the same batch and placement, and the burst rate of the
@@ -73,13 +74,15 @@ def kind_of(config: TrainConfig) -> Kind:
 
 
 def scaled(config: TrainConfig, settings: Settings, ranks: int) -> TrainConfig:
-    """Return the recipe with a smaller batch, and adapters where one rank learns."""
+    """Return the recipe with a smaller batch, adapters where one rank learns, and both roles on one rank."""
     groups = settings.groups or config.algorithm.groups_per_update
     minibatches = min(config.algorithm.minibatches, groups)
     algorithm = replace(config.algorithm, groups_per_update=groups, minibatches=minibatches)
-    alone = len(parse_placement(config.placement, ranks, 0).learners) == 1
+    placement = config.placement if ranks > 1 else "collocated"
+    alone = len(parse_placement(placement, ranks, 0).learners) == 1
     rank = config.lora.rank or (ADAPTERS if alone else 0)
-    return replace(config, algorithm=algorithm, lora=replace(config.lora, rank=rank))
+    lora = replace(config.lora, rank=rank)
+    return replace(config, algorithm=algorithm, lora=lora, placement=placement)
 
 
 def flags_of(recipe: Path, shipped: TrainConfig, config: TrainConfig, settings: Settings) -> list[str]:
