@@ -8,7 +8,8 @@ An asynchronous run of the shipped models with --pace.every, bound to `--cores` 
 watched in turns: without a round, with one, and without one again. Where there shall be none, the fitter is
 stopped by a signal; it uses no core then and goes on later. Updates per hour are counted from the first
 update of a turn to its last. Then the training is ended, and the next round is made alone on the same cores.
-The parts of a round are what the fitter says that it does. With `--fitter-cores` the fitter is bound to
+The parts of a round are what the fitter says that it does, in any of its threads: parts that it does at once
+count each. With `--fitter-cores` the fitter is bound to
 others, as where it has a device of its own.
 
 All of it takes about `--minutes`: a round that is not over when its time is, is said to be not over. Old
@@ -88,7 +89,7 @@ class Turn:
     between: float = 0.0
     """Seconds from the first update to the last."""
     parts: dict[str, float] = field(default_factory=dict)
-    """Seconds of each of the fitter's activities."""
+    """Seconds of each of the activities of the fitter's threads."""
 
     @property
     def updates_per_hour(self) -> float:
@@ -121,10 +122,15 @@ class Run:
         return found[0] if found and found[0].activities else None
 
     @property
-    def doing(self) -> str:
-        """Return what the fitter says that it does."""
+    def doing(self) -> list[str]:
+        """Return what the fitter's threads say that they do."""
         fitter = self.fitter
-        return fitter.activities[0].what if fitter else ""
+        return [one.what for one in fitter.activities] if fitter else []
+
+    @property
+    def idle(self) -> bool:
+        """Whether the fitter waits for a round."""
+        return any(what.startswith(IDLE) for what in self.doing)
 
     @property
     def updates(self) -> int:
@@ -161,8 +167,7 @@ class Run:
                 turn.updates += newest - counted
                 counted, first, last = newest, first or now, now
             if over is not None:
-                doing = self.doing
-                if not doing.startswith(IDLE):
+                for doing in [] if self.idle else self.doing:
                     turn.parts[doing] = turn.parts.get(doing, 0.0) + now - before
                 if over():
                     turn.over = True
@@ -226,7 +231,7 @@ def measure(settings: Settings, cores: tuple[int, ...]) -> list[Turn]:
         run.until(lambda: run.fitter, "fitter", 300)
         fitter = run.fitter
         assert fitter is not None
-        run.until(lambda: run.doing.startswith(IDLE) or rounds_begun(run), "idle fitter", 300)
+        run.until(lambda: run.idle or rounds_begun(run), "idle fitter", 300)
         if settings.fitter_cores:
             bind(fitter.pid, settings.fitter_cores)
         run.tell_fitter(signal.SIGSTOP, fitter.pid)
@@ -247,7 +252,7 @@ def measure(settings: Settings, cores: tuple[int, ...]) -> list[Turn]:
 
 def rounds_begun(run: Run) -> bool:
     """Tell whether the fitter was quicker than we."""
-    return run.doing.startswith("playing")
+    return any(what.startswith("playing") for what in run.doing)
 
 
 def round_alone(run: Run, fitter: int, seconds: float) -> Turn:

@@ -6,12 +6,13 @@
     refitting world      the world in float32, gradient, moments, average of what is trained, activations
     refitting reward     the reward model likewise; before, the world that redraws its frames
 
-The policy is there all the time. Else a phase leaves nothing behind, so the largest one is what must fit.
+The policy is there all the time. Else a phase leaves nothing behind, so the largest one is what must fit. On
+a CPU two worlds are judged at once, and both models refitted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 import torch
@@ -60,6 +61,25 @@ def round_phases(config: TrainConfig, sizes: Sizes) -> dict[str, int]:
     if config.pace.reward_steps:
         found["refitting the reward model"] = reward_refit(config, first)
     return {phase: sizes.policy + nbytes for phase, nbytes in found.items()}
+
+
+def made_at_once(phases: Mapping[str, int], policy: int) -> dict[str, int]:
+    """Return the phases of a round whose parts are made at once; see `pace.side_by_side.at_once`.
+
+    Args:
+        phases: See `round_phases`.
+        policy: Its bytes, which every phase counts.
+
+    >>> made_at_once({"judging": 5, "refitting the world": 9, "refitting the reward model": 4}, 3)
+    {'judging': 7, 'refitting world and reward model': 10}
+    """
+    pair = [name for name in phases if name.startswith("refitting")]
+    found = {name: nbytes for name, nbytes in phases.items() if name not in pair}
+    if "judging" in found:
+        found["judging"] += found["judging"] - policy
+    if len(pair) == 2:
+        return found | {"refitting world and reward model": sum(phases[name] for name in pair) - policy}
+    return found | {name: phases[name] for name in pair}
 
 
 def world_refit(config: TrainConfig, at: WorldAt) -> int:

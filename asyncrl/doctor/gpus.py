@@ -238,9 +238,13 @@ def fitter_needs(config: TrainConfig, sizes: Sizes, placement: Placement, here: 
     rank = next(rank for rank in placement.ranks if placement.refits(rank))
     if not sizes.rounds or rank not in here:
         return None
-    phase = max(sizes.rounds, key=lambda name: sizes.rounds[name])
-    place = _named(fitter_device(config, rank - here.start))
-    return FitterNeeds(place=place, phase=phase, nbytes=sizes.rounds[phase])
+    from asyncrl.doctor.fitter import made_at_once
+    from asyncrl.pace.side_by_side import at_once
+
+    device = fitter_device(config, rank - here.start)
+    phases = made_at_once(sizes.rounds, sizes.policy) if at_once(config, device) else sizes.rounds
+    phase = max(phases, key=lambda name: phases[name])
+    return FitterNeeds(place=_named(device), phase=phase, nbytes=phases[phase])
 
 
 def _named(device: torch.device) -> str:

@@ -11,8 +11,9 @@ the run's before the round's line says so; nobody reads it earlier.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from asyncrl.pace import rounds
 from asyncrl.pace.new_keyframes import new_keyframes
 from asyncrl.pace.refit import Refit, RoundData, load_round, refit
 from asyncrl.pace.rounds import Round
+from asyncrl.pace.side_by_side import at_once, side_by_side
 from asyncrl.pace.true_episodes import TrueEpisodes
 from asyncrl.pace.verdicts import Verdicts, verdicts
 from asyncrl.pace.version_folder import copy_world
@@ -114,9 +116,8 @@ class Fitter:
         collected = time.monotonic()
         present, seed = self.present, self._config.seed + version
         data = load_round([*self._folders_before(), folder], self._config.pace, seed)
-        before = self._verdicts(present, data)
         candidate = self._refitted(present, data, seed)
-        after = self._verdicts(candidate, data)
+        before, after = self._verdicts((present, candidate), data)
         accepted = after.wrong < before.wrong
         found = self._new_keyframes(folder, policy, candidate if accepted else present, seed)
         if published := accepted or bool(found):
@@ -184,6 +185,8 @@ class Fitter:
                 version=version,
                 device=self._device,
                 seed=seed,
+                patience=self._patience,
+                at_once=at_once(self._config, self._device),
             )
             refit(made, data.fitted, self._config.pace)
         return WorldAt(folder=out, reward=out, version=version)
@@ -194,8 +197,8 @@ class Fitter:
         with process_status.activity("choosing key frames", self._patience):
             return new_keyframes(self._config, folder, policy, *self._load(at), seed=seed)
 
-    def _verdicts(self, at: WorldAt, data: RoundData) -> Verdicts:
-        with process_status.activity(f"judging world {at.version}", self._patience):
+    def _verdicts(self, worlds: Sequence[WorldAt], data: RoundData) -> list[Verdicts]:
+        def judge(at: WorldAt) -> Verdicts:
             world, reward = self._load(at)
             return verdicts(
                 world,
@@ -204,6 +207,10 @@ class Fitter:
                 threshold=self._config.actor.success_threshold,
                 success_frames=self._config.success_frames,
             )
+
+        parts = {f"judging world {at.version}": partial(judge, at) for at in worlds}
+        with process_status.activity("judging worlds", self._patience):
+            return side_by_side(parts, patience=self._patience, at_once=at_once(self._config, self._device))
 
 
 def _of_episodes(version: int, folder: Path, source: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -20,6 +20,7 @@ from asyncrl.fitting.loop import Schedule
 from asyncrl.fitting.recordings import Recordings, chosen, read_part, recording_files
 from asyncrl.fitting.worlds.interface import FineTunes, KeepsLayout, WorldOptions, fit_class, load_fitted
 from asyncrl.observability import process_status
+from asyncrl.pace.side_by_side import side_by_side
 from asyncrl.pace.version_folder import copy_world
 from asyncrl.rewards.kinds import reward_kind
 from asyncrl.rewards.model import load_reward, save_reward
@@ -92,6 +93,10 @@ class Refit:
     """Where the models are fitted."""
     seed: int
     """Of examples and noise."""
+    patience: float = 0.0
+    """Seconds without progress after which a fit is said to hang; 0: any."""
+    at_once: bool = False
+    """Fit world and reward model in two threads; see `side_by_side`."""
 
 
 def refit(made: Refit, recordings: Recordings, settings: PaceSettings) -> None:
@@ -108,13 +113,14 @@ def refit(made: Refit, recordings: Recordings, settings: PaceSettings) -> None:
         RunError: A loss stopped being finite.
     """
     copy_world(made.present, made.reward, made.out, made.version)
-    torch.manual_seed(made.seed)
+    parts: dict[str, Callable[[], None]] = {}
     if settings.world_steps:
-        _refit_world(made, recordings, settings)
+        parts["refitting the world"] = lambda: _refit_world(made, recordings, settings)
     if settings.reward_steps and not shows_both(recordings):
         _log.warning("the reward model stays as it is: all of the round's episodes end alike")
     elif settings.reward_steps:
-        _refit_reward(made, recordings, settings)
+        parts["refitting the reward model"] = lambda: _refit_reward(made, recordings, settings)
+    side_by_side(parts, patience=made.patience, at_once=made.at_once)
 
 
 def _refit_world(made: Refit, recordings: Recordings, settings: PaceSettings) -> None:
@@ -147,6 +153,7 @@ def _refit_reward(made: Refit, recordings: Recordings, settings: PaceSettings) -
     redrawn = to_redraw(recordings, settings.reward_steps // 2 * settings.batch, made.seed)
     drawn = load_fitted(made.present, made.device).redraw(redrawn)
     process_status.describe("refitting the reward model")
+    torch.manual_seed(made.seed)  # Of dropout. Nothing that may run beside it draws from this generator.
     fit_reward(
         judge,
         recordings,

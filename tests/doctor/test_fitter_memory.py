@@ -266,7 +266,7 @@ def test_a_published_wan_without_room_for_its_refit_is_refused(tmp_path: Path, m
     numbers = sum(tensor.numel() for tensor in held.transformer.state_dict().values())
     phases = round_phases(config, replace(SIZES, policy=0, environment=0))
     assert phases["refitting the world"] > numbers * (FLOAT32 + OPTIMIZER + AVERAGE)
-    examination = Examination(config=config, sizes=replace(SIZES, rounds=phases))
+    examination = Examination(config=config, sizes=replace(SIZES, policy=0, rounds=phases))
     monkeypatch.setattr(gpus, "free_on", lambda name: max(phases.values()) - 1)
     found = gpus.check_device_memory(examination)
     assert found is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -128,11 +129,16 @@ def test_a_refit_changes_what_it_is_told_to_and_never_the_autoencoder(
 
 
 def test_the_same_round_gives_the_same_world(present: Path, folders: list[Path], tmp_path: Path) -> None:
-    for name in ("one", "two"):
+    """Whether both models are refitted at once or one after the other."""
+    for name, at_once in (("one", False), ("two", False), ("three", True)):
         fitted = load_round([folders[1]], settings(fresh=1.0), seed=0).fitted
-        refit(made(present, tmp_path / name), fitted, settings(own_memory=0.5))
+        made_now = replace(made(present, tmp_path / name), at_once=at_once)
+        refit(made_now, fitted, settings(own_memory=0.5, world_steps=6, reward_steps=6))
+        torch.rand(3)  # The state that others leave does not matter.
     for file in ("transformer.safetensors", "reward.safetensors"):
-        assert changed(tensors(tmp_path / "one", file), tensors(tmp_path / "two", file)) == []
+        one = tensors(tmp_path / "one", file)
+        assert changed(one, tensors(tmp_path / "two", file)) == []
+        assert changed(one, tensors(tmp_path / "three", file)) == []
 
 
 def test_a_reward_model_stays_where_no_episode_shows_success(present: Path, tmp_path: Path, caplog) -> None:
@@ -160,6 +166,10 @@ def test_worlds_of_other_kinds_are_refitted_with_what_they_can_be_told(kind: str
     write_recorded(tmp_path / "data", spec, (9, 9))
     check_refittable(world, world, settings())
     refit(made(world, tmp_path / "new", version=3), load_recordings([tmp_path / "data"]), settings())
+    beside = replace(made(world, tmp_path / "beside", version=3), at_once=True)
+    refit(beside, load_recordings([tmp_path / "data"]), settings())
+    for file in sorted(path.name for path in (tmp_path / "new").glob("*.safetensors")):
+        assert changed(tensors(tmp_path / "new", file), tensors(tmp_path / "beside", file)) == []
     for name in ("vae", "autoencoder", "image_encoder"):
         if (file := world / f"{name}.safetensors").is_file():
             assert (tmp_path / "new" / file.name).read_bytes() == file.read_bytes()
