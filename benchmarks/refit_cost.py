@@ -9,8 +9,7 @@ watched in turns: without a round, with one, and without one again. Where there 
 stopped by a signal; it uses no core then and goes on later. Updates per hour are counted from the first
 update of a turn to its last. Then the training is ended, and the next round is made alone on the same cores.
 The parts of a round are what the fitter says that it does, in any of its threads: parts that it does at once
-count each. With `--fitter-cores` the fitter is bound to
-others, as where it has a device of its own.
+count each. With `--fitter-cores` the fitter is bound to others, as where it has a device of its own.
 
 All of it takes about `--minutes`: a round that is not over when its time is, is said to be not over. Old
 recordings for --pace.base are made in OUT first, and used again; that is not counted.
