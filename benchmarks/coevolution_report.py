@@ -276,7 +276,8 @@ def draw(rows: Sequence[Row], arms: Sequence[str], picture: Path) -> None:
     titles = {"rate": "true success, %", "gap": "imagined minus true success of the same actions, points",
               "wrong": "wrong verdicts, %"}  # fmt: skip
     for number, (arm, part) in enumerate(by_arm(rows, arms).items()):
-        style = {"color": f"C{number % 10}", "linestyle": ("-", "--", ":")[number // 10], "marker": "o"}
+        turn = number // 10  # There are ten colours.
+        style = {"color": f"C{number % 10}", "linestyle": ("-", "--", ":")[turn], "marker": "os^"[turn]}
         for axis, name in zip(axes.flat, titles, strict=False):
             points = _curve(part, name)
             axis.plot(list(points), list(points.values()), label=f"{arm} ({len(seeds(part))})", **style)
