@@ -13,14 +13,16 @@ Three runs of `torchrun_scripts/train.sh` with the same flags, one after the oth
     asynchronous   as a user runs it
 
 A step is one action of one episode, for which the world draws a frame. The first updates, which compile and
-fill the pipeline, do not count. Both sides' idle shares are those of the run: the learner waits for a batch,
-the actors for credit or weights. A run whose stored frames do not change from decision to decision has
-imagined nothing, and is refused: its numbers would say nothing.
+fill the pipeline, do not count. While the learner compiles, batches pile up that it works off afterwards, so
+that it learns more than is imagined: steps per hour are the smaller of both. Both sides' idle shares are
+those of the run: the learner waits for a batch, the actors for credit or weights. A run whose stored frames
+do not change from decision to decision has imagined nothing, and is refused: its numbers would say nothing.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import statistics
@@ -44,6 +46,7 @@ from asyncrl.errors import RunError
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics import Metric
+from asyncrl.records import CHUNK
 from asyncrl.replay_tools.episodes import LIGHT, replay_folder
 from asyncrl.replay_tools.episodes import read_rows as read_episodes
 
@@ -88,6 +91,11 @@ class Outcome:
 
     mode: str
     steps_per_hour: float
+    """The smaller of the two below: a learner first works off what waits for it."""
+    learned_per_hour: float
+    """Steps of the updates that count."""
+    imagined_per_hour: float
+    """Steps that actors made from the first to the last of them; not a number where they do not say."""
     update_seconds: float
     learner_waiting: float
     actors_waiting: float
@@ -206,9 +214,12 @@ def outcome(
     def middle(metric: Metric) -> float:
         return statistics.median(row.get(metric.name, 0.0) for row in rows)
 
+    learned, imagined = 60 / statistics.mean(minutes_per_step), imagined_per_hour(rows)
     return Outcome(
         mode=mode,
-        steps_per_hour=60 / statistics.mean(minutes_per_step),
+        steps_per_hour=learned if math.isnan(imagined) else min(learned, imagined),
+        learned_per_hour=learned,
+        imagined_per_hour=imagined,
         update_seconds=middle(s.UPDATE_SECONDS),
         learner_waiting=statistics.mean(row[s.LEARNER_WAITING.name] for row in rows),
         actors_waiting=statistics.mean(row[s.ACTORS_WAITING.name] for row in rows),
@@ -221,6 +232,16 @@ def outcome(
         first_update=reached.get("first update", float("nan")),
         seconds=seconds,
     )
+
+
+def imagined_per_hour(rows: list[dict[str, float]]) -> float:
+    """Return the steps that actors made per hour between the first row and the last one that count them."""
+    counted = [row for row in rows if s.ACTOR_DECISIONS.name in row]
+    if len(counted) < 2:
+        return float("nan")
+    first, last = counted[0], counted[-1]
+    decisions = last[s.ACTOR_DECISIONS.name] - first[s.ACTOR_DECISIONS.name]
+    return 3600 * CHUNK * decisions / (last["time"] - first["time"])
 
 
 def verdict(found: dict[str, Outcome]) -> str:
@@ -251,6 +272,8 @@ def main() -> None:
     titles = [
         "",
         "steps/h",
+        "learned/h",
+        "imagined/h",
         "frames/s",
         "s/update",
         "learner waits",
@@ -262,7 +285,8 @@ def main() -> None:
         "updates",
     ]
     rows = [
-        [o.mode, f"{o.steps_per_hour:,.0f}", f"{o.steps_per_hour / 3600:.0f}", f"{o.update_seconds:.2f}",
+        [o.mode, f"{o.steps_per_hour:,.0f}", f"{o.learned_per_hour:,.0f}", f"{o.imagined_per_hour:,.0f}",
+         f"{o.steps_per_hour / 3600:.0f}", f"{o.update_seconds:.2f}",
          f"{o.learner_waiting:.1%}", f"{o.actors_waiting:.1%}", f"{o.mfu:.1%}",
          f"{o.published_bytes / 1e9:.3g} GB in {1e3 * o.publish_seconds:.0f} ms",
          f"{o.loaded:.0f}", f"{o.first_update:.0f}", o.rows]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -332,6 +333,7 @@ def test_a_recipe_is_made_smaller_and_stands_beside_what_is_expected(
     assert prediction.decisions == 2 * 8 * 32
     found = asynchrony.Outcome(
         mode="asynchronous", steps_per_hour=prediction.steps_per_hour / 2, update_seconds=1.0,
+        learned_per_hour=math.nan, imagined_per_hour=math.nan,
         learner_waiting=0.5, actors_waiting=0.25, mfu=0.0, publish_seconds=0.0, published_bytes=0.0,
         memory={"learner/peak_memory": 2.0**31}, rows=2, loaded=1.0, first_update=3.0, seconds=9.0,
     )  # fmt: skip
@@ -352,6 +354,21 @@ def test_the_models_of_full_runs_are_written_by_a_plain_command(tmp_path: Path) 
     tokenizer = load_policy(policy).tokenizer
     assert all(tokenizer.ids(task) for task in SUITES["libero_spatial"])
     assert len(load_start_states(Path(world) / "dataset", image_size=256)) == 40 + 20  # Key frames too.
+
+
+def test_a_learner_that_works_off_a_backlog_does_not_count_as_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two updates of 64 decisions within 4 s each, while the actors make 32 of them each time."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    benchmark = import_module("asynchrony")
+    row = {"time/groups_per_minute": 60.0, "env/episode_len": 16.0, "time/learner_waiting": 0.0}
+    row |= {"time/actors_waiting": 0.0}
+    rows = [row | {"time": 100.0 + 4 * n, "actor/decisions": 200.0 + 32 * n} for n in range(3)]
+    found = benchmark.outcome("asynchronous", rows, 4, {}, 12.0)
+    assert found.learned_per_hour == pytest.approx(60 * 60 * 4 * 16)
+    assert found.imagined_per_hour == pytest.approx(3600 / 4 * 32 * 8)
+    assert found.steps_per_hour == found.imagined_per_hour
+    unsaid = [{key: row[key] for key in row if key != "actor/decisions"} for row in rows]
+    assert benchmark.outcome("asynchronous", unsaid, 4, {}, 12.0).steps_per_hour == found.learned_per_hour
 
 
 @pytest.mark.parametrize("change", [0, 1])

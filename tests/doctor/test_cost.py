@@ -132,6 +132,24 @@ def test_a_compiled_learner_takes_what_is_predicted(
     assert in_turns.steps_per_hour == pytest.approx(268_896, rel=TOLERANCE)
     # It waited 25 % of the time.
     assert found.bottleneck == "actors"
+    # On two H100, where what was learned of a backlog does not count.
+    assert found.steps_per_hour == pytest.approx(431_147, rel=TOLERANCE)
+    assert in_turns.steps_per_hour == pytest.approx(270_079, rel=TOLERANCE)
+
+
+def test_a_recipe_on_one_device_takes_what_is_predicted() -> None:
+    shipped = recipe("wan_libero_spatial_grpo_openvlaoft")
+    config = replace(
+        shipped,
+        placement="collocated",
+        algorithm=replace(shipped.algorithm, groups_per_update=2, minibatches=2),
+        lora=LoraSettings(rank=32),
+    )
+    sizes, work = published_run(config)
+    found = predict(config, work, sizes, H200, parse_placement(config.placement, 1, 0))
+    assert found.decisions == 512
+    assert found.seconds == pytest.approx(46.4, rel=TOLERANCE)
+    assert found.learner_bytes == pytest.approx(61.2 * 2**30, rel=TOLERANCE)
 
 
 def test_two_stages_on_two_devices_take_what_is_predicted(
