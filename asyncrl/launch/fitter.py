@@ -41,7 +41,7 @@ LOOK_EVERY: Final = 0.5
 """Seconds between two looks, for a checkpoint and for a round."""
 RESPAWNS: Final = 2
 """How often in a row it comes back when it dies."""
-NICENESS: Final = 5
+NICENESS: Final = 10
 """Of the fitter and its simulators on a CPU, where its rank has another role: what trains goes first, and a
 round still comes to its end."""
 HELD: Final = "refitting"
