@@ -2,6 +2,7 @@
 
     python benchmarks/learner_speed.py --rows 8 32
     python benchmarks/learner_speed.py --rows 8 32 --float8       # only --learner.frozen-precision float8
+    python benchmarks/learner_speed.py --rows 32 --sizes          # only what passes of several sizes cost
 
 Random weights, adapters, gradient checkpointing: one micro-batch forward, and forward and backward. The share
 is that of the device's own rates of bfloat16 matrix products over the model's FLOPs: two passes with gradient
@@ -12,6 +13,9 @@ On a GPU a third one says in which kernels a compiled pass spends its time.
 With --float8 the same weights are multiplied as stored and rounded to 8 bits, in turns: the ratio of times of
 forward and backward passes, eager and compiled, and what is left of the adapters' gradients: their cosine,
 and the mean relative error of a tensor. Random weights say little of how trained ones bear it.
+
+With --sizes a compiled pass is timed before and after passes of another size and with prompts of two lengths
+were compiled, as in an update: the compiler then takes sizes for variable, and the same pass runs other code.
 """
 
 from __future__ import annotations
@@ -51,6 +55,8 @@ class Settings(policy_speed.Settings):
     """Decisions of a micro-batch in the second table: what layers keep must fit the device."""
     float8: bool = False
     """Compare 8-bit products of the frozen layers with those of the stored numbers, and nothing else."""
+    sizes: bool = False
+    """Time a compiled pass before and after the compiler has seen other sizes, and nothing else."""
 
 
 def build(settings: Settings) -> OpenVLAOFTPolicy:
@@ -145,6 +151,25 @@ def float8(policy: OpenVLAOFTPolicy, settings: Settings) -> tuple[list[list[obje
     return lines, where
 
 
+def sizes(policy: OpenVLAOFTPolicy, settings: Settings) -> list[list[object]]:
+    """Time forward and backward of the last size: alone, after one row less, and after a mask."""
+    compile_blocks(policy)
+    rows, alone, lines = settings.rows[-1], 0.0, list[list[object]]()
+    both = passes(policy, inputs(policy, settings, rows, padded=False))[BOTH][1]
+    for seen, fewer, padded in (
+        ("its own", 0, False),
+        ("and one row less", 1, False),
+        ("and masks", 0, True),
+    ):
+        passes(policy, inputs(policy, settings, rows - fewer, padded=padded))[BOTH][1]()
+        both()
+        taken = seconds(both, policy.device, rounds=4)
+        alone = alone or taken
+        lines.append([seen, rows, f"{1000 * taken:.1f}", f"{taken / alone:.3f}"])
+        print(lines[-1], flush=True)
+    return lines
+
+
 def report(readings: list[Reading]) -> str:
     """The readings as a table."""
     lines = [
@@ -166,6 +191,11 @@ def main() -> None:
         lines, kernels = float8(policy, settings)
         print("\n\n".join(["", table(learner_float8.TITLES, lines), *kernels]))
         _finish(settings, {"float8": lines, "kernels": kernels})
+        return
+    if settings.sizes:
+        lines = sizes(policy, settings)
+        print("\n" + table(["sizes that were compiled", "rows", "ms", "ratio"], lines))
+        _finish(settings, {"sizes": lines})
         return
     one = inputs(policy, settings, 1, padded=False)
     flops = counted(passes(policy, one)["forward"][1])

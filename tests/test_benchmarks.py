@@ -22,9 +22,11 @@ from asyncrl.config.algorithm import AlgorithmSettings
 from asyncrl.config.run import TrainConfig
 from asyncrl.episode_layout import problem_with
 from asyncrl.fitting.loading import load_recordings
+from asyncrl.fitting.worlds.interface import load_fitted
 from asyncrl.launch.policies import build_learning_policy
 from asyncrl.policies.openvla.policy import load_policy
 from asyncrl.rewards.libero_tasks import SUITES
+from asyncrl.storage.asset_paths import world_folder
 from asyncrl.worlds.start_states import load_start_states
 from support import ROOT
 from support.episodes import make_episode
@@ -73,6 +75,30 @@ def test_8_bit_products_are_compared_with_those_of_stored_numbers(
     cosine, error = float(line[2]), float(line[3])
     assert 0.95 < cosine < 1
     assert 0 < error < 0.3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_pass_is_timed_before_and_after_other_sizes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    benchmark = import_module("learner_speed")
+    seen = list[tuple[int, bool]]()
+
+    def noted(policy: Any, given: Any) -> Any:
+        seen.append((len(given.input_ids), given.padded))
+        return original(policy, given)
+
+    original = benchmark.passes
+    monkeypatch.setattr(benchmark, "passes", noted)
+    monkeypatch.setattr(benchmark, "compile_blocks", lambda *_, **__: None)
+    monkeypatch.setattr(sys, "argv", ["learner_speed", *SMALLEST["learner_speed"], "--sizes"])
+    benchmark.main()
+    assert seen == [(2, False), (2, False), (1, False), (2, True)]
+    ratios = re.findall(r"^(?:its own|and .*?) +2 +[\d.]+ +([\d.]+)$", capsys.readouterr().out, re.MULTILINE)
+    assert len(ratios) == 3
+    assert ratios[0] == "1.000"
 
 
 @pytest.mark.slow
@@ -281,9 +307,30 @@ def test_key_frames_are_compared_on_the_actions_that_follow_them(
         benchmark.Drawn(judged=True, psnr=(1.0, 2.0, 10.0)),
         benchmark.Drawn(judged=True, psnr=(1.0, 2.0, 20.0, 30.0)),
     ]
-    row = benchmark.row_of(2, np.array([True, False]), drawn, whole)
+    again = [(50.0, 50.0, 31.0), (50.0, 50.0, 33.0, 60.0)]
+    row = benchmark.row_of(2, np.array([True, False]), drawn, whole, again)
     assert (row.wrong.successes, row.wrong_from_start.successes) == (0, 1)
-    assert (row.psnr, row.psnr_from_start) == ((25.0, 40.0), (15.0, 30.0))
+    assert (row.psnr, row.psnr_from_start, row.psnr_redrawn) == ((25.0, 40.0), (15.0, 30.0), 32.0)
+
+
+@pytest.mark.slow
+def test_an_autoencoder_draws_every_decision_of_the_true_episodes_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    benchmark = import_module("keyframes")
+    write_recorded(tmp_path, recorded_spec(64), (25, 30))
+    recordings = load_recordings([tmp_path])
+    settings = benchmark.Settings(data=(tmp_path,))
+    found = benchmark.redrawn(settings, recordings, torch.device("cpu"))
+    assert [len(one) for one in found] == [3, 4]
+    drawn = load_fitted(world_folder("tabletop"), torch.device("cpu")).redraw(recordings)
+    second = recordings.span(1)
+    true, again = recordings.frames[second][17:25].astype(float), drawn[second][17:25].astype(float)
+    expected = np.mean(
+        [10 * np.log10(255**2 / np.square(a - b).mean()) for a, b in zip(true, again, strict=True)]
+    )
+    assert found[1][2] == pytest.approx(expected, abs=1e-3)
 
 
 @pytest.mark.parametrize(
