@@ -340,10 +340,10 @@ def print_hand_over(setup: Setup, numbers_of_ranks: list[int], decision_seconds:
         spent = found["choose"] + found["hand-over"]
         silence = max(found["silence"], found["silence beside"])
         cells = [
-            *(f"{found[name]:.2f} s" for name in ("ingest", "choose", "hand-over", "hand-over beside")),
-            f"{silence:.2f} s",
-            f"{found['processor']:.2f} s",
-            *(f"{each:.2f} s, {found['processor'] / each:.1f}x" for each in (warm, fresh)),
+            *(f"{found[name]:.3g} s" for name in ("ingest", "choose", "hand-over", "hand-over beside")),
+            f"{silence:.3g} s",
+            f"{found['processor']:.3g} s",
+            *(f"{each:.3g} s, {found['processor'] / each:.1f}x" for each in (warm, fresh)),
             f"{100 * spent / update:.2f} %",
         ]
         print(f"| {ranks} | {nbytes / 1e9:.2f} | {' | '.join(cells)} |", flush=True)

@@ -159,11 +159,12 @@ def test_nothing_outlives_a_killed_torchrun(flags: list[str], tmp_path: Path) ->
 def test_policy_and_world_of_an_actor_are_on_two_ranks_and_wait_in_host_memory(
     flags: list[str], tmp_path: Path
 ) -> None:
-    """In turns with the learner, so that both wait long enough to offload."""
+    """In turns with the learner, with batches so large that it waits long enough to offload."""
     run = tmp_path / "run"
+    large = ["--algorithm.groups-per-update", "2", "--actor.max-decisions", "8"]
     placed = ["--placement", "learner=0,policy=1,world=2", "--actor.pipeline-stages", "2", "--synchronous"]
     offload = ["--actor.offload", "--learner.offload", "--updates", "4", "--run-dir", str(run)]
-    command = [sys.executable, "-m", "asyncrl", "train", *flags, *placed, *offload]
+    command = [sys.executable, "-m", "asyncrl", "train", *flags, *placed, *offload, *large]
     done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 learner + 1 actor on 2 devices" in done.stdout

@@ -8,13 +8,15 @@ comes back soon, however often that is.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
@@ -102,18 +104,20 @@ class Batches:
 
 def accept_refits(main: Any) -> Any:
     def accepting(*arguments: str) -> None:
-        from asyncrl.pace import fitter
-        from asyncrl.pace.verdicts import Verdicts
+        from asyncrl.pace.fitter import Fitter
 
-        wrong = itertools.cycle([1, 0])  # Of the present world, then of its refit.
+        judge = Fitter._verdicts  # pyright: ignore[reportPrivateUsage]
 
-        def verdicts(world: Any, reward: Any, recordings: Any, **rule: Any) -> Verdicts:
-            solved = recordings.solved()
-            judged = solved.copy()
-            judged[: next(wrong)] ^= True
-            return Verdicts(judged=judged, solved=solved)
+        def better(self: Fitter, worlds: Any, data: Any) -> Any:
+            """Judge the present world and its refit; then say that one verdict of the first is wrong."""
+            present, candidate = judge(self, worlds, data)
+            wrong = np.arange(len(present.solved)) < 1
+            return [
+                replace(present, judged=present.solved ^ wrong),
+                replace(candidate, judged=candidate.solved),
+            ]
 
-        fitter.verdicts = verdicts
+        Fitter._verdicts = better  # pyright: ignore[reportPrivateUsage]
         main(*arguments)
 
     return accepting
