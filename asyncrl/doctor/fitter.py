@@ -64,7 +64,7 @@ def round_phases(config: TrainConfig, sizes: Sizes) -> dict[str, int]:
 
 
 def made_at_once(phases: Mapping[str, int], policy: int) -> dict[str, int]:
-    """Return the phases of a round whose parts are made at once; see `pace.side_by_side.at_once`.
+    """Return the phases of a round whose parts are made at once; see `pace.side_by_side.parts_at_once`.
 
     Args:
         phases: See `round_phases`.

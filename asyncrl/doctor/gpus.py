@@ -239,10 +239,10 @@ def fitter_needs(config: TrainConfig, sizes: Sizes, placement: Placement, here: 
     if not sizes.rounds or rank not in here:
         return None
     from asyncrl.doctor.fitter import made_at_once
-    from asyncrl.pace.side_by_side import at_once
+    from asyncrl.pace.side_by_side import parts_at_once
 
     device = fitter_device(config, rank - here.start)
-    phases = made_at_once(sizes.rounds, sizes.policy) if at_once(config, device) else sizes.rounds
+    phases = made_at_once(sizes.rounds, sizes.policy) if parts_at_once(config, device) else sizes.rounds
     phase = max(phases, key=lambda name: phases[name])
     return FitterNeeds(place=_named(device), phase=phase, nbytes=phases[phase])
 

@@ -26,7 +26,7 @@ from asyncrl.pace import rounds
 from asyncrl.pace.new_keyframes import new_keyframes
 from asyncrl.pace.refit import Refit, RoundData, load_round, refit
 from asyncrl.pace.rounds import Round
-from asyncrl.pace.side_by_side import at_once, side_by_side
+from asyncrl.pace.side_by_side import parts_at_once, side_by_side
 from asyncrl.pace.true_episodes import TrueEpisodes
 from asyncrl.pace.verdicts import Verdicts, verdicts
 from asyncrl.pace.version_folder import copy_world
@@ -186,7 +186,7 @@ class Fitter:
                 device=self._device,
                 seed=seed,
                 patience=self._patience,
-                at_once=at_once(self._config, self._device),
+                at_once=parts_at_once(self._config, self._device),
             )
             refit(made, data.fitted, self._config.pace)
         return WorldAt(folder=out, reward=out, version=version)
@@ -210,7 +210,9 @@ class Fitter:
 
         parts = {f"judging world {at.version}": partial(judge, at) for at in worlds}
         with process_status.activity("judging worlds", self._patience):
-            return side_by_side(parts, patience=self._patience, at_once=at_once(self._config, self._device))
+            return side_by_side(
+                parts, patience=self._patience, at_once=parts_at_once(self._config, self._device)
+            )
 
 
 def _of_episodes(version: int, folder: Path, source: str) -> dict[str, Any]:

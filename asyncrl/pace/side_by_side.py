@@ -16,7 +16,7 @@ LOOK_EVERY: Final = 1.0
 """Seconds between two looks whether the parts have ended."""
 
 
-def at_once(config: TrainConfig, device: torch.device) -> bool:
+def parts_at_once(config: TrainConfig, device: torch.device) -> bool:
     """Whether two parts of a round are made at once: by a process of its own, which uses a core for each.
 
     On a GPU one part keeps the device busy, and with --inline all cores belong to every operation.
@@ -34,7 +34,7 @@ def side_by_side(
     Args:
         parts: What each does -> does it.
         patience: Seconds that a part may be without progress; see `process_status.activity`.
-        at_once: Else one after the other, in this thread.
+        at_once: Else, or where there is one, one after the other in this thread.
 
     Returns:
         Their results, in order.
@@ -49,7 +49,7 @@ def side_by_side(
         with process_status.activity(what, patience):
             return parts[what]()
 
-    if not at_once:
+    if not at_once or len(parts) < 2:
         return [do(what) for what in parts]
     with ThreadPoolExecutor(len(parts)) as pool:
         running = [pool.submit(do, what) for what in parts]

@@ -146,6 +146,7 @@ def test_a_reward_model_stays_where_no_episode_shows_success(present: Path, tmp_
     never = chosen(load_recordings([tmp_path / "data"]), [0, 2])
     assert not never.success.any()
     refit(made(present, tmp_path / "new"), never, settings())
+    refit(replace(made(present, tmp_path / "as it was"), at_once=True), never, settings(world_steps=0))
     assert "all of the round's episodes end alike" in caplog.text
     judges = (tensors(folder, "reward.safetensors") for folder in (present, tmp_path / "new"))
     assert changed(*judges) == []

@@ -12,13 +12,13 @@ import torch
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import RunError
 from asyncrl.observability import process_status
-from asyncrl.pace.side_by_side import at_once, side_by_side
+from asyncrl.pace.side_by_side import parts_at_once, side_by_side
 
 
 def test_a_process_of_its_own_on_a_cpu_does_parts_at_once() -> None:
-    assert at_once(TrainConfig(), torch.device("cpu"))
-    assert not at_once(TrainConfig(inline=True), torch.device("cpu"))
-    assert not at_once(TrainConfig(), torch.device("cuda", 0))
+    assert parts_at_once(TrainConfig(), torch.device("cpu"))
+    assert not parts_at_once(TrainConfig(inline=True), torch.device("cpu"))
+    assert not parts_at_once(TrainConfig(), torch.device("cuda", 0))
 
 
 def test_parts_that_wait_for_each_other_end_only_at_once() -> None:
@@ -33,6 +33,13 @@ def test_parts_that_wait_for_each_other_end_only_at_once() -> None:
     met = threading.Barrier(2, timeout=0.1)
     with pytest.raises(threading.BrokenBarrierError):
         side_by_side(parts, patience=0, at_once=False)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_nothing_to_do_is_done_and_one_part_needs_no_thread(together: bool) -> None:
+    assert side_by_side({}, patience=0, at_once=together) == []
+    here = {"one": threading.get_ident}
+    assert side_by_side(here, patience=0, at_once=together) == [threading.get_ident()]
 
 
 @pytest.mark.parametrize("together", [False, True])
