@@ -32,6 +32,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 
@@ -235,13 +236,15 @@ def outcome(
 
 
 def imagined_per_hour(rows: list[dict[str, float]]) -> float:
-    """Return the steps that actors made per hour between the first row and the last one that count them."""
+    """Return the steps that actors made per hour between the first row and the last one that count them.
+
+    Not a number where that cannot be told: an actor that comes back counts from zero again.
+    """
     counted = [row for row in rows if s.ACTOR_DECISIONS.name in row]
-    if len(counted) < 2:
+    made = [row[s.ACTOR_DECISIONS.name] for row in counted]
+    if len(counted) < 2 or any(later < earlier for earlier, later in pairwise(made)):
         return float("nan")
-    first, last = counted[0], counted[-1]
-    decisions = last[s.ACTOR_DECISIONS.name] - first[s.ACTOR_DECISIONS.name]
-    return 3600 * CHUNK * decisions / (last["time"] - first["time"])
+    return 3600 * CHUNK * (made[-1] - made[0]) / (counted[-1]["time"] - counted[0]["time"])
 
 
 def verdict(found: dict[str, Outcome]) -> str:

@@ -60,16 +60,21 @@ def test_a_benchmark_ends_with_its_table(
     assert re.search(LAST[name], capsys.readouterr().out)
 
 
+def small_learner_speed(monkeypatch: pytest.MonkeyPatch, flag: str) -> Any:
+    """The benchmark as its smallest command line with another flag calls it, without a compiler."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    benchmark = import_module("learner_speed")
+    monkeypatch.setattr(benchmark, "compile_blocks", lambda *_, **__: None)
+    monkeypatch.setattr(sys, "argv", ["learner_speed", *SMALLEST["learner_speed"], flag])
+    return benchmark
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_8_bit_products_are_compared_with_those_of_stored_numbers(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    benchmark = import_module("learner_speed")
-    monkeypatch.setattr(benchmark, "compile_blocks", lambda *_, **__: None)
-    monkeypatch.setattr(sys, "argv", ["learner_speed", *SMALLEST["learner_speed"], "--float8"])
-    benchmark.main()
+    small_learner_speed(monkeypatch, "--float8").main()
     line = re.search(r"compiled +2 +[\d.]+ +[\d.]+ +([\d.]+) +([\d.]+) +([\d.]+)", capsys.readouterr().out)
     assert line is not None
     cosine, error = float(line[2]), float(line[3])
@@ -82,8 +87,7 @@ def test_8_bit_products_are_compared_with_those_of_stored_numbers(
 def test_a_pass_is_timed_before_and_after_other_sizes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    benchmark = import_module("learner_speed")
+    benchmark = small_learner_speed(monkeypatch, "--sizes")
     seen = list[tuple[int, bool]]()
 
     def noted(policy: Any, given: Any) -> Any:
@@ -92,8 +96,6 @@ def test_a_pass_is_timed_before_and_after_other_sizes(
 
     original = benchmark.passes
     monkeypatch.setattr(benchmark, "passes", noted)
-    monkeypatch.setattr(benchmark, "compile_blocks", lambda *_, **__: None)
-    monkeypatch.setattr(sys, "argv", ["learner_speed", *SMALLEST["learner_speed"], "--sizes"])
     benchmark.main()
     assert seen == [(2, False), (2, False), (1, False), (2, True)]
     ratios = re.findall(r"^(?:its own|and .*?) +2 +[\d.]+ +([\d.]+)$", capsys.readouterr().out, re.MULTILINE)
@@ -374,6 +376,8 @@ def test_a_recipe_is_made_smaller_and_stands_beside_what_is_expected(
     config = recipes.scaled(shipped, settings, 2)
     assert (config.algorithm.groups_per_update, config.algorithm.minibatches, config.lora.rank) == (2, 2, 32)
     assert recipes.scaled(shipped, settings, 8).lora.rank == 0  # Four learners train all weights.
+    alone = recipes.scaled(shipped, settings, 1)
+    assert (alone.placement, alone.lora.rank, config.placement) == ("collocated", 32, shipped.placement)
     whole = recipes.scaled(shipped, replace(settings, groups=0), 2)
     assert whole.algorithm == shipped.algorithm
     prediction = recipes.expected(config, 2, measured=False)
@@ -415,7 +419,9 @@ def test_a_learner_that_works_off_a_backlog_does_not_count_as_speed(monkeypatch:
     assert found.imagined_per_hour == pytest.approx(3600 / 4 * 32 * 8)
     assert found.steps_per_hour == found.imagined_per_hour
     unsaid = [{key: row[key] for key in row if key != "actor/decisions"} for row in rows]
-    assert benchmark.outcome("asynchronous", unsaid, 4, {}, 12.0).steps_per_hour == found.learned_per_hour
+    came_back = [*rows[:2], rows[2] | {"actor/decisions": 210.0}]
+    for some in (unsaid, came_back):
+        assert benchmark.outcome("asynchronous", some, 4, {}, 12.0).steps_per_hour == found.learned_per_hour
 
 
 @pytest.mark.parametrize("change", [0, 1])

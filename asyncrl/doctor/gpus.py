@@ -235,12 +235,12 @@ def _no_room(config: TrainConfig, fitter: FitterNeeds, free: int) -> Finding:
 
 def fitter_needs(config: TrainConfig, sizes: Sizes, placement: Placement, here: range) -> FitterNeeds | None:
     """Estimate what the fitter takes; None where there is none on this host, whose ranks are `here`."""
-    rank = next(rank for rank in placement.ranks if placement.refits(rank))
-    if not sizes.rounds or rank not in here:
-        return None
     from asyncrl.doctor.fitter import made_at_once
     from asyncrl.pace.side_by_side import parts_at_once
 
+    rank = next(rank for rank in placement.ranks if placement.refits(rank))
+    if not sizes.rounds or rank not in here:
+        return None
     device = fitter_device(config, rank - here.start)
     phases = made_at_once(sizes.rounds, sizes.policy) if parts_at_once(config, device) else sizes.rounds
     phase = max(phases, key=lambda name: phases[name])

@@ -173,6 +173,10 @@ class Fitter:
     def _patience(self) -> float:
         return self._config.hang_timeout
 
+    @property
+    def _at_once(self) -> bool:
+        return parts_at_once(self._config, self._device)
+
     def _refitted(self, present: WorldAt, data: RoundData, seed: int) -> WorldAt:
         version = present.version + 1
         out = rounds.world_folder(self._run_dir, version).with_suffix(".tmp")
@@ -186,7 +190,7 @@ class Fitter:
                 device=self._device,
                 seed=seed,
                 patience=self._patience,
-                at_once=parts_at_once(self._config, self._device),
+                at_once=self._at_once,
             )
             refit(made, data.fitted, self._config.pace)
         return WorldAt(folder=out, reward=out, version=version)
@@ -210,9 +214,7 @@ class Fitter:
 
         parts = {f"judging world {at.version}": partial(judge, at) for at in worlds}
         with process_status.activity("judging worlds", self._patience):
-            return side_by_side(
-                parts, patience=self._patience, at_once=parts_at_once(self._config, self._device)
-            )
+            return side_by_side(parts, patience=self._patience, at_once=self._at_once)
 
 
 def _of_episodes(version: int, folder: Path, source: str) -> dict[str, Any]:

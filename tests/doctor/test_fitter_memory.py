@@ -235,6 +235,30 @@ def test_the_fitter_is_counted_where_it_is(monkeypatch, placement: str, device: 
     assert (needs.place, needs.phase, needs.nbytes) == (place, "refitting the world", 7 * GIB)
 
 
+@pytest.mark.parametrize(
+    ("device", "inline", "phase", "gib"),
+    [
+        ("cpu", False, "refitting world and reward model", 7 + 5 - 3),
+        ("cpu", True, "refitting the world", 7),
+        ("auto", False, "refitting the world", 7),
+    ],
+)
+def test_what_a_round_does_at_once_is_added_up_on_a_cpu(
+    monkeypatch, device: Any, inline: bool, phase: str, gib: int
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    rounds = {
+        "judging": 5 * GIB,
+        "refitting the world": 7 * GIB,
+        "refitting the reward model": 5 * GIB,
+    }
+    config = TrainConfig(inline=inline, pace=PaceSettings(every=2, device=device))
+    sizes = replace(SIZES, rounds=rounds)
+    needs = gpus.fitter_needs(config, sizes, gpus.placement_of(config), range(2))
+    assert needs is not None
+    assert (needs.phase, needs.nbytes) == (phase, gib * GIB)
+
+
 def test_a_fitter_that_does_not_fit_is_a_finding_with_a_remedy(monkeypatch) -> None:
     config = TrainConfig(device="cpu", pace=PaceSettings(every=2))
     without = replace(SIZES, rounds={})

@@ -148,8 +148,10 @@ def test_a_reward_model_stays_where_no_episode_shows_success(present: Path, tmp_
     refit(made(present, tmp_path / "new"), never, settings())
     refit(replace(made(present, tmp_path / "as it was"), at_once=True), never, settings(world_steps=0))
     assert "all of the round's episodes end alike" in caplog.text
-    judges = (tensors(folder, "reward.safetensors") for folder in (present, tmp_path / "new"))
-    assert changed(*judges) == []
+    for folder in (tmp_path / "new", tmp_path / "as it was"):
+        assert changed(tensors(present, "reward.safetensors"), tensors(folder, "reward.safetensors")) == []
+    networks = (tensors(folder, "transformer.safetensors") for folder in (present, tmp_path / "as it was"))
+    assert changed(*networks) == []
 
 
 def test_a_folder_without_a_world_is_not_refitted(present: Path, tmp_path: Path) -> None:
