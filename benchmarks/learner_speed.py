@@ -3,19 +3,21 @@
     python benchmarks/learner_speed.py --rows 8 32
     python benchmarks/learner_speed.py --rows 8 32 --float8       # only --learner.frozen-precision float8
     python benchmarks/learner_speed.py --rows 32 --sizes          # only what passes of several sizes cost
+    python benchmarks/learner_speed.py --recomputed               # only what layers that compute again cost
 
 Random weights, adapters, gradient checkpointing: one micro-batch forward, and forward and backward. The share
 is that of the device's own rates of bfloat16 matrix products over the model's FLOPs: two passes with gradient
 (adapters), one without; what checkpointing computes again counts as time only, as in `time/mfu`. The second
-table is of layers that keep what they need: time over that of a policy whose layers all compute it again.
-On a GPU a third one says in which kernels a compiled pass spends its time.
+table is of layers that keep what they need, compiled: decisions per second beside those of a policy whose
+layers all compute it again. On a GPU a third one says in which kernels a compiled pass spends its time.
 
 With --float8 the same weights are multiplied as stored and rounded to 8 bits, in turns: the ratio of times of
 forward and backward passes, eager and compiled, and what is left of the adapters' gradients: their cosine,
 and the mean relative error of a tensor. Random weights say little of how trained ones bear it.
 
 With --sizes a compiled pass is timed before and after passes of another size and with prompts of two lengths
-were compiled, as in an update: the compiler then takes sizes for variable, and the same pass runs other code.
+were compiled: the compiler then takes sizes for variable, and the same pass runs other code. The last lines
+are of code for one size only, as a learner has it, which pads prompts and passes to that size.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from asyncrl.policies.lora import add_lora
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 
 BOTH: Final = "forward and backward"
+KEPT_TITLES: Final = ["layers that compute again", "rows", "decisions/s", "ratio", "peak GiB"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +54,14 @@ class Settings(policy_speed.Settings):
     """Decisions of a micro-batch."""
     every: int = 1
     """--learner.gradient-checkpointing-every of the first table."""
-    kept_rows: int = 8
-    """Decisions of a micro-batch in the second table: what layers keep must fit the device."""
+    kept_rows: tuple[int, ...] = (16, 32)
+    """Decisions of a micro-batch in the second table."""
     float8: bool = False
     """Compare 8-bit products of the frozen layers with those of the stored numbers, and nothing else."""
     sizes: bool = False
     """Time a compiled pass before and after the compiler has seen other sizes, and nothing else."""
+    recomputed: bool = False
+    """Make the second table, and nothing else."""
 
 
 def build(settings: Settings) -> OpenVLAOFTPolicy:
@@ -75,22 +80,45 @@ def keep(policy: OpenVLAOFTPolicy, every: int) -> None:
         enable_gradient_checkpointing(policy, every=every)
 
 
+def fix(policy: OpenVLAOFTPolicy) -> None:
+    """Compile anew, for one size only."""
+    torch.compiler.reset()
+    compile_blocks(policy, dynamic=False)
+
+
 def kept(policy: OpenVLAOFTPolicy, settings: Settings) -> list[list[object]]:
-    """Time forward and backward where fewer and fewer layers compute again, not compiled."""
-    given = inputs(policy, settings, settings.kept_rows, padded=False)
-    both = passes(policy, given)[BOTH][1]
-    lines, usual = [], 0.0
-    for every in (1, 2, 4, 0):
-        keep(policy, every)
-        if policy.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(policy.device)
-        taken = seconds(both, policy.device, rounds=4)
-        usual = usual or taken
-        peak = torch.cuda.max_memory_allocated(policy.device) / 2**30 if policy.device.type == "cuda" else 0
-        name = f"one in {every}" if every else "none"
-        lines.append([name, settings.kept_rows, f"{1000 * taken:.1f}", f"{taken / usual:.3f}", f"{peak:.1f}"])
+    """Time forward and backward where fewer and fewer layers compute again, compiled."""
+    lines, usual = list[list[object]](), 0.0
+    for rows in settings.kept_rows:
+        given = inputs(policy, settings, rows, padded=False)
+        for every in (1, 2, 4, 0):
+            keep(policy, every)
+            fix(policy)
+            name = f"one in {every}" if every else "none"
+            try:
+                pace, peak = rows / timed(policy, given), peak_gib(policy.device)
+            except torch.OutOfMemoryError:
+                lines.append([name, rows, "does not fit", "", ""])
+                continue
+            usual = usual or pace
+            lines.append([name, rows, f"{pace:.1f}", f"{pace / usual:.3f}", f"{peak:.1f}"])
+            print(lines[-1], flush=True)
     keep(policy, settings.every)
     return lines
+
+
+def timed(policy: OpenVLAOFTPolicy, given: PolicyInputs) -> float:
+    """Seconds of forward and backward, once it is compiled; the peak of memory counts from there."""
+    both = passes(policy, given)[BOTH][1]
+    both()
+    if policy.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(policy.device)
+    return seconds(both, policy.device, rounds=4)
+
+
+def peak_gib(device: torch.device) -> float:
+    """Most memory that was in use."""
+    return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
 
 
 def passes(policy: OpenVLAOFTPolicy, given: PolicyInputs) -> dict[str, tuple[int, Callable[[], object]]]:
@@ -167,6 +195,13 @@ def sizes(policy: OpenVLAOFTPolicy, settings: Settings) -> list[list[object]]:
         alone = alone or taken
         lines.append([seen, rows, f"{1000 * taken:.1f}", f"{taken / alone:.3f}"])
         print(lines[-1], flush=True)
+    for name, padded in (("one only", False), ("one only, with a mask", True)):
+        fix(policy)
+        began = time.perf_counter()
+        taken = timed(policy, inputs(policy, settings, rows, padded=padded))
+        first = time.perf_counter() - began - 5 * taken
+        lines.append([f"{name}, compiled in {first:.0f} s", rows, f"{1000 * taken:.1f}", f"{taken / alone:.3f}"])
+        print(lines[-1], flush=True)
     return lines
 
 
@@ -197,16 +232,21 @@ def main() -> None:
         print("\n" + table(["sizes that were compiled", "rows", "ms", "ratio"], lines))
         _finish(settings, {"sizes": lines})
         return
+    if settings.recomputed:
+        lines = kept(policy, settings)
+        print("\n" + table(KEPT_TITLES, lines))
+        _finish(settings, {"kept": lines})
+        return
     one = inputs(policy, settings, 1, padded=False)
     flops = counted(passes(policy, one)["forward"][1])
-    fewer = kept(policy, settings)
     readings = read(policy, "eager", settings, flops, rate)
     compile_blocks(policy)
     readings += read(policy, "compiled", settings, flops, rate)
     last = passes(policy, inputs(policy, settings, settings.rows[-1], padded=False))[BOTH][1]
     where = kernel_times.report(f"{BOTH}, compiled", last, device)
     print("\n" + report(readings) + "\n\n" + where)
-    print("\n" + table(["layers that compute again", "rows", "ms", "ratio", "peak GiB"], fewer))
+    fewer = kept(policy, settings)
+    print("\n" + table(KEPT_TITLES, fewer))
     content: dict[str, object] = {"matmul": vars(rate), "flops": flops, "kernels": where}
     _finish(settings, content | {"readings": [vars(reading) for reading in readings], "kept": fewer})
 

@@ -9,13 +9,11 @@ is scaled back. A row's result depends on nothing but that row, so slots do not 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, TypeGuard
+from collections.abc import Callable, Iterable
+from typing import Final, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.nn.functional import ScalingType
 
 from asyncrl.errors import ConfigError
 
@@ -62,11 +60,11 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x.float() / scale).to(DTYPE), scale
 
 
-@torch.library.custom_op("asyncrl::scaled_product", mutates_args=())
 def scaled_product(rows: Tensor, weight: Tensor, of_rows: Tensor, scale: Tensor) -> Tensor:
-    """Multiply rounded rows with rounded weights on a GPU.
+    """Multiply rounded rows with rounded weights.
 
-    An operator of its own, because not every torch that is supported can compile `functional.scaled_mm`.
+    On a GPU with the operator below `torch.nn.functional.scaled_mm`, because that one cannot be compiled with
+    every torch that is supported. A CPU computes in float32: it gains nothing from 8 bits.
 
     Args:
         rows: ``[M, K]`` e4m3.
@@ -77,19 +75,9 @@ def scaled_product(rows: Tensor, weight: Tensor, of_rows: Tensor, scale: Tensor)
     Returns:
         ``[M, N]`` bfloat16.
     """
-    by_row = ScalingType.RowWise
-    return functional.scaled_mm(rows, weight.T, of_rows, by_row, scale, by_row, output_dtype=torch.bfloat16)
-
-
-@scaled_product.register_kernel("cpu")
-def _on_cpu(rows: Tensor, weight: Tensor, of_rows: Tensor, scale: Tensor) -> Tensor:
-    """Compute it in float32: a CPU gains nothing from 8 bits, and not every torch multiplies them there."""
-    return (rows.float() @ weight.float().T * of_rows * scale).bfloat16()
-
-
-@scaled_product.register_fake
-def _shape(rows: Tensor, weight: Tensor, of_rows: Tensor, scale: Tensor) -> Tensor:
-    return rows.new_empty(rows.shape[0], weight.shape[0], dtype=torch.bfloat16)
+    if rows.device.type == "cpu":
+        return (rows.float() @ weight.float().T * of_rows * scale).bfloat16()
+    return torch.ops.aten._scaled_mm(rows, weight.T, of_rows, scale, out_dtype=torch.bfloat16)
 
 
 def product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
@@ -105,15 +93,6 @@ def product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """
     rows, of_rows = quantise(x.flatten(0, -2))
     return scaled_product(rows, weight, of_rows, scale).to(x.dtype).unflatten(0, x.shape[:-1])
-
-
-def _product_flops(rows: Any, weight: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    """Count a product of ``[M, K]`` with the transpose of ``[N, K]``, given their shapes."""
-    return 2 * rows[0] * rows[1] * weight[0]
-
-
-FLOPS: Final[Mapping[Any, Callable[..., int]]] = {torch.ops.asyncrl.scaled_product: _product_flops}
-"""For `FlopCounterMode`, which does not know the operator of `product` and would count nothing."""
 
 
 class Float8Linear(nn.Module):

@@ -19,7 +19,6 @@ from typing import Final, Literal
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from asyncrl.devices.float8 import FLOPS
 from asyncrl.learner.batches import Batch
 from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.observability import metrics_system as m
@@ -58,7 +57,7 @@ def forward_flops(policy: Policy, batch: Batch, rows: int, device: torch.device)
     inputs = policy.preprocess(batch.frames[:rows], batch.tasks[:rows])
     sampling = SamplingParams(temperature=batch.temperature, top_k=batch.top_k)
     # Left alone, a compiler that meets the counter marks every block as not to be compiled, for good.
-    counting = FlopCounterMode(display=False, custom_mapping=dict(FLOPS))
+    counting = FlopCounterMode(display=False)
     uncompiled = torch.compiler.set_stance("force_eager")
     with uncompiled, torch.no_grad(), counting as counter:
         policy.evaluate(
