@@ -200,7 +200,9 @@ def sizes(policy: OpenVLAOFTPolicy, settings: Settings) -> list[list[object]]:
         began = time.perf_counter()
         taken = timed(policy, inputs(policy, settings, rows, padded=padded))
         first = time.perf_counter() - began - 5 * taken
-        lines.append([f"{name}, compiled in {first:.0f} s", rows, f"{1000 * taken:.1f}", f"{taken / alone:.3f}"])
+        lines.append(
+            [f"{name}, compiled in {first:.0f} s", rows, f"{1000 * taken:.1f}", f"{taken / alone:.3f}"]
+        )
         print(lines[-1], flush=True)
     return lines
 

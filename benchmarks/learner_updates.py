@@ -3,7 +3,7 @@
     python benchmarks/learner_updates.py                            # OpenVLA-OFT at full size, one GPU
     python benchmarks/learner_updates.py --tiny --device cpu        # the embedded size
 
-Random weights, adapters. The batch has `groups` groups of 8 episodes of `decisions` decisions; a `silent`
+Random weights, adapters, one learner rank as `asyncrl train` has it. The batch has `groups` groups of 8 episodes of `decisions` decisions; a `silent`
 share of the groups scored all the same. Instructions are as long as those of a LIBERO suite. Every way of
 updating is timed in turn, `rounds` times (on a CPU in seconds of the processor, which others do not disturb);
 a ratio is the median of a way over that of the update as it is:
@@ -13,7 +13,9 @@ a ratio is the median of a way over that of the update as it is:
     a pass to see movement   how far the policy moved is read from a whole micro-batch after the only step
 
 The first line of a recipe is the update over the forward and backward passes of its micro-batches alone. The
-last table counts what sorting saves at the sizes of a published recipe; it needs no device.
+second table says where an update's time goes, with a wait for the device around each part, so that its sum is
+more than an update takes. The last one counts what sorting saves at the sizes of a published recipe; it needs
+no device. With --no-ways only the first two are made, of updates with one step.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import statistics
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
@@ -31,18 +33,25 @@ from typing import Any, Final, Literal, get_args
 import numpy as np
 import policy_speed
 import torch
+import torch.distributed as dist
 import tyro
+from learner_overhead import Stopwatch
 from measuring import commit, heading, table, wait
 
 from asyncrl.config.actor import ActorSettings
 from asyncrl.config.run import TrainConfig
-from asyncrl.launch.build_learner import build_update
+from asyncrl.launch.build_learner import build_update, compile_learning
 from asyncrl.learner import prepare, update_metrics
+from asyncrl.learner import update as update_module
 from asyncrl.learner.batches import Batch, build_batch
 from asyncrl.learner.forward import longest_first
+from asyncrl.learner.fsdp import shard
 from asyncrl.learner.minibatches import split_minibatches
+from asyncrl.learner.placeholders import Shown
+from asyncrl.learner.ranks import not_finite
 from asyncrl.learner.update import Update
-from asyncrl.policies.acceleration import compile_blocks, enable_gradient_checkpointing
+from asyncrl.policies.acceleration import enable_gradient_checkpointing
+from asyncrl.policies.frozen import use_float8_where_frozen
 from asyncrl.policies.lora import add_lora
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.policies.openvla.tokenizer import WORDS
@@ -81,6 +90,12 @@ class Settings(policy_speed.Settings):
     """Updates of each way that are timed, after one that is not."""
     compile: bool = True
     """Compile the layers, on a GPU."""
+    every: int = 1
+    """--learner.gradient-checkpointing-every; 0: no layer computes again."""
+    float8: bool = False
+    """--learner.frozen-precision float8."""
+    ways: bool = True
+    """Compare ways of updating."""
 
 
 def instruction(policy: OpenVLAOFTPolicy, tokens: int) -> str:
@@ -89,7 +104,7 @@ def instruction(policy: OpenVLAOFTPolicy, tokens: int) -> str:
     return " ".join(WORDS[(tokens + k) % len(WORDS)] for k in range(words))
 
 
-def make_batch(policy: OpenVLAOFTPolicy, settings: Settings) -> Batch:
+def make_groups(policy: OpenVLAOFTPolicy, settings: Settings) -> list[list[Episode]]:
     """Noise for frames and tokens; in a group that teaches something every other episode succeeded."""
     rng = np.random.default_rng(0)
     size, chunk = (64 if settings.tiny else 256), (settings.decisions, CHUNK, policy.config.action_dim)
@@ -114,17 +129,22 @@ def make_batch(policy: OpenVLAOFTPolicy, settings: Settings) -> Batch:
         )  # fmt: skip
 
     order = rng.permutation(settings.groups).tolist()
-    return build_batch([[episode(g, i) for i in range(MEMBERS)] for g in order], version=1)
+    return [[episode(g, i) for i in range(MEMBERS)] for g in order]
 
 
 def build(settings: Settings) -> OpenVLAOFTPolicy:
-    """The policy as a learner with adapters has it."""
-    policy = policy_speed.build(settings, torch.device(settings.device))
+    """The policy as a learner with adapters has it, on the one rank of its group."""
+    device = torch.device(settings.device)
+    policy = policy_speed.build(settings, device)
     add_lora(policy, settings.lora, float(settings.lora), dtype=policy.config.torch_dtype)
-    enable_gradient_checkpointing(policy)
-    if settings.compile and policy.device.type == "cuda":
-        compile_blocks(policy)
-    return policy.eval()
+    if settings.float8:
+        use_float8_where_frozen(policy)
+    if settings.every:
+        enable_gradient_checkpointing(policy, every=settings.every)
+    dist.init_process_group(
+        "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1
+    )
+    return shard(policy.eval(), device, "bf16")
 
 
 @contextmanager
@@ -165,6 +185,12 @@ def as_it_is(update: Update) -> Iterator[None]:
     yield
 
 
+def whole(update: Update, groups: Sequence[Sequence[Episode]]) -> None:
+    """What the learner does between a batch and the next version."""
+    update(build_batch(groups, version=1), version=1)
+    assert not not_finite(update.policy.trainable_tensors(), update.ranks)
+
+
 def passes_alone(update: Update, batch: Batch) -> None:
     """Forward and backward passes of the decisions that teach something, and nothing else."""
     estimates = update.recipe.estimate(batch, None, update.ranks)
@@ -176,14 +202,44 @@ def passes_alone(update: Update, batch: Batch) -> None:
         (found.logprob.mean() + found.entropy.mean()).backward()
 
 
-def timed(update: Update, batch: Batch, settings: Settings, ways: dict[str, Any]) -> dict[str, float]:
+def parts(update: Update, groups: Sequence[Sequence[Episode]], settings: Settings) -> list[list[object]]:
+    """Time the parts of updates: a line for each, of the median update."""
+    watch = Stopwatch(update.device)
+    places: tuple[tuple[Any, str, str], ...] = (
+        (update_module, "movement_afterwards", "how far the policy moved"),
+        (update.forward, "evaluate", "forward passes"),
+        (torch.Tensor, "backward", "backward passes"),
+        (update.stepper, "clear_gradient", "clearing the gradient"),
+        (update.stepper, "step", "clipping and stepping"),
+    )
+    found: dict[str, list[float]] = {}
+    with ExitStack() as stack:
+        for owner, name, title in places:
+            stack.enter_context(put(owner, name, watch.around(title, getattr(owner, name))))
+        for number in range(settings.rounds + 1):
+            watch.seconds.clear()
+            began = watch.now()
+            whole(update, groups)
+            spent = watch.seconds | {"whole update": watch.now() - began}
+            moved = spent["how far the policy moved"]
+            spent["forward passes"] -= moved  # A pass of its own is inside of it.
+            spent["all else"] = spent["whole update"] - sum(spent[title] for _, _, title in places)
+            for title, taken in spent.items() if number else ():
+                found.setdefault(title, []).append(taken)
+    return [[title, f"{1000 * statistics.median(times):.0f}"] for title, times in found.items()]
+
+
+def timed(
+    update: Update, groups: Sequence[Sequence[Episode]], settings: Settings, ways: dict[str, Any]
+) -> dict[str, float]:
     """Median seconds of each way of updating, and of the passes alone; all in turn."""
+    batch = build_batch(groups, version=1)
     actions: dict[str, Callable[[], object]] = {"passes alone": lambda: passes_alone(update, batch)}
     for name, changed in ways.items():
 
         def run(changed: Any = changed) -> None:
             with changed(update):
-                update(batch, version=1)
+                whole(update, groups)
 
         actions[name] = run
     clock = time.perf_counter if update.device.type == "cuda" else time.process_time
@@ -199,6 +255,7 @@ def timed(update: Update, batch: Batch, settings: Settings, ways: dict[str, Any]
     return {name: statistics.median(times) for name, times in found.items()}
 
 
+ONE_STEP: Final = (1, dict[str, Any]())
 RECIPES: Final[dict[str, tuple[int, dict[str, Any]]]] = {
     "one step": (1, {"as it is": as_it_is, "in the batch's order": in_order,
                      "a pass to see movement": whole_pass}),
@@ -208,21 +265,30 @@ RECIPES: Final[dict[str, tuple[int, dict[str, Any]]]] = {
 """Minibatches, and ways to make the update."""
 
 
-def updates(settings: Settings, policy: OpenVLAOFTPolicy, batch: Batch) -> list[list[object]]:
-    """Time all ways of all recipes; a line for each."""
-    lines: list[list[object]] = []
-    for name, (minibatches, ways) in RECIPES.items():
+def updates(settings: Settings, policy: OpenVLAOFTPolicy) -> Iterator[list[object]]:
+    """Time all ways of all recipes; yields lines of two tables, the second one of parts."""
+    groups = make_groups(policy, settings)
+    shown = Shown(image_size=64 if settings.tiny else 256, tasks=tuple(sorted({g[0].task for g in groups})))
+    for name, (minibatches, ways) in RECIPES.items() if settings.ways else [("one step", ONE_STEP)]:
         config = replace(TrainConfig(), actor=ActorSettings(max_decisions=settings.decisions))
-        chosen = replace(config.algorithm, minibatches=minibatches, micro_batch=settings.rows[0])
-        update = build_update(replace(config, algorithm=chosen), policy)
-        found = timed(update, batch, settings, ways)
-        usual = found["as it is"]
-        lines.append(
-            [name, "as it is / passes alone", f"{usual:.3f}", f"{usual / found['passes alone']:.3f}"]
+        chosen = replace(
+            config.algorithm,
+            minibatches=minibatches,
+            micro_batch=settings.rows[0],
+            groups_per_update=settings.groups,
+            group_size=MEMBERS,
         )
-        for way in list(ways)[1:]:
-            lines.append([name, f"{way} / as it is", f"{found[way]:.3f}", f"{found[way] / usual:.3f}"])
-    return lines
+        update = build_update(replace(config, algorithm=chosen), policy)
+        if settings.compile and policy.device.type == "cuda":
+            torch.compiler.reset()
+            compile_learning(update, shown)
+        found = timed(update, groups, settings, ways if settings.ways else {"as it is": as_it_is})
+        usual = found["as it is"]
+        yield [name, "as it is / passes alone", f"{usual:.3f}", f"{usual / found['passes alone']:.3f}"]
+        for way, taken in list(found.items())[2:]:
+            yield [name, f"{way} / as it is", f"{taken:.3f}", f"{taken / usual:.3f}"]
+        if minibatches == 1:
+            yield from (["", *line] for line in parts(update, groups, settings))
 
 
 def padding(lengths: Sequence[int], *, ordered: bool) -> tuple[float, float]:
@@ -261,18 +327,24 @@ def main() -> None:
     device = torch.device(settings.device)
     print(heading(device), flush=True)
     policy = build(settings)
-    batch = make_batch(policy, settings)
-    print(f"{len(batch.tasks)} decisions, median of {settings.rounds} updates\n", flush=True)
-    lines = updates(settings, policy, batch)
-    print(table(["recipe", "", "s", "ratio"], lines))
-    saved = counts()
-    titles = ["suite", "padding, batch's order", "sorted", "passes with a mask, batch's order", "sorted"]
-    print("\nat the sizes of the Wan recipes\n\n" + table(titles, saved))
+    decisions = settings.groups * MEMBERS * settings.decisions
+    print(f"{decisions} decisions, median of {settings.rounds} updates\n", flush=True)
+    lines: list[list[object]] = []
+    for line in updates(settings, policy):
+        lines.append(line)
+        print(line, flush=True)
+    print("\n" + table(["recipe", "", "s", "ratio"], [line for line in lines if len(line) == 4]))
+    print("\n" + table(["part of an update", "ms"], [line[1:] for line in lines if len(line) == 3]))
+    saved = counts() if settings.ways else []
+    if saved:
+        titles = ["suite", "padding, batch's order", "sorted", "passes with a mask, batch's order", "sorted"]
+        print("\nat the sizes of the Wan recipes\n\n" + table(titles, saved))
     if device.type == "cuda":
         print(f"\npeak memory {torch.cuda.max_memory_allocated(device) / 2**30:.1f} GiB")
     if settings.json:
         content = {"commit": commit(), "updates": lines, "padding": saved}
         Path(settings.json).write_text(json.dumps(content, indent=1))
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

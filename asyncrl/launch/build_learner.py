@@ -16,7 +16,7 @@ from asyncrl.launch.idle_offload import learner_offload
 from asyncrl.launch.learner_start import LearnerStart
 from asyncrl.launch.placement import only_learns
 from asyncrl.launch.policies import build_reference
-from asyncrl.learner.early_compile import EarlyCompile
+from asyncrl.learner.early_compile import EarlyCompile, fix_sizes
 from asyncrl.learner.learner import Learner
 from asyncrl.learner.loop import Log, LoopSettings
 from asyncrl.learner.placeholders import Shown, has_known_sizes
@@ -27,6 +27,8 @@ from asyncrl.learner.throughput import Throughput
 from asyncrl.learner.update import Update
 from asyncrl.learner.weight_export import ActingWeights, copy_policy
 from asyncrl.observability.metrics_replay import GROUPS_READY
+from asyncrl.policies.acceleration import compile_blocks
+from asyncrl.policies.capabilities import FixesPrompts
 from asyncrl.policies.interface import Policy, SamplingParams
 from asyncrl.replay.interface import LearnerPort
 from asyncrl.storage import checkpoint
@@ -66,6 +68,8 @@ def build_learner(
     reference = build_reference(config, start.policy, start.policy.device)
     acting = ActingWeights(start.policy, types)
     update = build_update(config, start.policy, ranks=ranks, reference=reference)
+    if config.learner.compile:
+        compile_learning(update, start.shown)
     early = _early_compile(config, update, start.shown, stop_requested, port)
     learner = Learner(
         update,
@@ -121,6 +125,21 @@ def build_update(
         ranks=ranks,
         reference=reference,
     )
+
+
+def compile_learning(update: Update, shown: Shown | None) -> None:
+    """Compile the layers of an update's policy, at their first calls.
+
+    For one size where all instructions are known and the policy can pad them alike, for any size elsewhere:
+    then there are several graphs, which take minutes instead of half of one.
+    """
+    policy: object = update.policy
+    fixed = False
+    if shown is not None and isinstance(policy, FixesPrompts):
+        policy.fix_prompts(shown.tasks)
+        fix_sizes(update)
+        fixed = True
+    compile_blocks(update.policy, dynamic=False if fixed else None)
 
 
 def _early_compile(

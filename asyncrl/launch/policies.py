@@ -14,7 +14,7 @@ from asyncrl.devices.float8 import check_device
 from asyncrl.errors import ConfigError
 from asyncrl.launch.named_models import named_policy
 from asyncrl.learner.reference import AdapterFreeReference, FrozenReference, Reference
-from asyncrl.policies.acceleration import compile_blocks, enable_gradient_checkpointing
+from asyncrl.policies.acceleration import enable_gradient_checkpointing
 from asyncrl.policies.capabilities import HasCritic, LoraTargets
 from asyncrl.policies.checkpoints.conventions import PublishedOptions
 from asyncrl.policies.checkpoints.convert import open_source
@@ -123,8 +123,6 @@ def build_learning_policy(config: TrainConfig, device: torch.device) -> Policy:
         use_float8_where_frozen(policy)
     if config.learner.gradient_checkpointing:
         enable_gradient_checkpointing(policy, every=config.learner.gradient_checkpointing_every)
-    if config.learner.compile:
-        compile_blocks(policy)
     as_module(policy).eval()
     return policy
 

@@ -4,10 +4,11 @@ consumes   placeholder decisions     waits for: nothing; with several ranks each
 produces   compiled layers           ended by: its last pass; a batch that is ready, or a stop request, both
                                      seen between two passes
 
-A pass is made of every kind that updates make: with gradient and without, of a full micro-batch and of
-another size (the compiler then makes graphs for any size), with one length of prompts and with several (a
-mask), until the first batch is there. Nothing else remains of them: gradients, random states, optimizer,
-metrics and counters are as before.
+A pass is made of every kind that updates make, until the first batch is there. Where passes are of fixed
+sizes (`PolicyForward.fix_sizes`) these are few: with gradient, and those without that the recipe needs. Else
+there are passes of a full micro-batch and of another size (the compiler then makes graphs for any size), with
+one length of prompts and with several (a mask). Nothing else remains of them: gradients, random states,
+optimizer, metrics and counters are as before.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -24,11 +25,11 @@ from torch import nn
 from asyncrl.learner.batches import Batch
 from asyncrl.learner.placeholders import Shown, placeholder_batch
 from asyncrl.learner.update import Update
+from asyncrl.learner.update_metrics import FEWEST_ROWS, reads_movement_in_passes, rows_of_movement
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability import process_status
 from asyncrl.observability.metrics import Metric
 from asyncrl.observability.process_status import activity
-from asyncrl.policies.capabilities import HasCritic
 from asyncrl.policies.interface import SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -40,6 +41,8 @@ class Pass(NamedTuple):
     tasks: tuple[str, ...]
     """One per decision."""
     gradient: bool
+    small: bool = False
+    """See `PolicyForward.evaluate`."""
 
 
 class EarlyCompile:
@@ -97,7 +100,7 @@ class EarlyCompile:
         batch = placeholder_batch(self.update.policy, self.shown, each.tasks, self.sampling)
         rows_D = torch.arange(len(each.tasks))
         if not each.gradient:
-            self._without_gradient(batch)
+            self._without_gradient(batch, small=each.small)
             return
         update = self.update
         learns = version >= update.stepper.critic_warmup
@@ -112,30 +115,60 @@ class EarlyCompile:
         loss.backward()
 
     @torch.no_grad()
-    def _without_gradient(self, batch: Batch) -> None:
-        update = self.update
-        update.forward.evaluate(batch, torch.arange(len(batch.tasks)))
+    def _without_gradient(self, batch: Batch, *, small: bool) -> None:
+        update, rows_D = self.update, torch.arange(len(batch.tasks))
+        update.forward.evaluate(batch, rows_D, small=small)
         if update.recipe.trains_critic and update.recipe.critic.truncation == "bootstrap":
-            inputs = update.forward.inputs(
-                batch.final_frames,
-                batch.final_more_frames,
-                batch.final_states,
-                list(batch.tasks),
-                torch.arange(len(batch.tasks)).numpy(),
-            )
-            cast("HasCritic", update.policy).values(inputs)
+            update.forward.values_at_end(batch, batch.tasks.__getitem__, rows_D)
+
+
+def fix_sizes(update: Update) -> None:
+    """Let all passes of updates be of one size, and small ones of another (`PolicyForward.fix_sizes`).
+
+    With gradient they have the decisions of a micro-batch, or of a minibatch where these are fewer. The small
+    one after a single step is as large as others where it may be half of one.
+    """
+    size = pass_size(update)
+    few = rows_of_movement(_episodes(update) * update.max_decisions, size)
+    update.forward.fix_sizes(size, size if 2 * few >= size else FEWEST_ROWS)
+
+
+def pass_size(update: Update) -> int:
+    """Return the most decisions that a pass with gradient has."""
+    chosen = update.recipe.algorithm
+    episodes = max(1, -(-_episodes(update) // chosen.minibatches))
+    return min(chosen.micro_batch, episodes * update.max_decisions)
+
+
+def _episodes(update: Update) -> int:
+    """Count the episodes of a rank's part of a batch."""
+    chosen = update.recipe.algorithm
+    return chosen.groups_per_update // update.ranks.size * chosen.group_size
 
 
 def passes_of(update: Update, shown: Shown) -> list[Pass]:
-    """List the passes that compile all that updates need, the same on all ranks; what all need comes first.
+    """List the passes that compile what updates need, the same on all ranks; what all need comes first."""
+    return _of_fixed_sizes(update, shown) if update.forward.fixed else _of_any_size(update, shown)
+
+
+def _of_fixed_sizes(update: Update, shown: Shown) -> list[Pass]:
+    """List one pass for each kind."""
+    size, few, task = update.forward.micro_batch, update.forward.few, shown.tasks[0]
+    passes, moves = [Pass((task,) * size, gradient=True)], not reads_movement_in_passes(update.recipe)
+    if update.recipe.needs_old_policy_pass or (moves and few == size):
+        passes.append(Pass((task,) * size, gradient=False))
+    if moves and few < size:
+        passes.append(Pass((task,) * few, gradient=False, small=True))
+    return passes
+
+
+def _of_any_size(update: Update, shown: Shown) -> list[Pass]:
+    """List passes of two sizes.
 
     A second size makes the compiler take sizes for variable, so one other than the full one stands for all;
     but a pass of a single decision is a graph of its own, which ranks need that keep others in step.
     """
-    chosen = update.recipe.algorithm
-    episodes = chosen.groups_per_update // update.ranks.size * chosen.group_size
-    most = max(1, episodes // chosen.minibatches) * update.max_decisions
-    full = min(chosen.micro_batch, most)
+    full = pass_size(update)
     by_length = _one_task_per_length(update, shown)
     longest, other = by_length[0], by_length[-1]
     sizes = [full] if full < 3 else [full, full - 1]

@@ -8,7 +8,7 @@ Dimension letters used in this file:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, cast
 
 import numpy as np
@@ -46,27 +46,56 @@ class PolicyForward:
     def __init__(
         self, policy: Policy, ranks: LearnerRanks, device: torch.device, *, micro_batch: int
     ) -> None:
-        """Keep the parts; `micro_batch` is the number of decisions of a pass."""
+        """Keep the parts; `micro_batch` is the largest number of decisions of a pass."""
         self.policy, self.ranks, self.device, self.micro_batch = policy, ranks, device, micro_batch
+        self.few = 0
+        """Decisions of a small pass, where passes are of fixed sizes; 0: they are not. See `fix_sizes`."""
 
-    def evaluate(self, batch: Batch, rows_M: Tensor, *, through: bool = False) -> EvaluateResult:
+    @property
+    def fixed(self) -> bool:
+        """Whether passes are of fixed sizes."""
+        return self.few > 0
+
+    def fix_sizes(self, size: int, few: int) -> None:
+        """From now on fill every pass up to `size` decisions, a small one up to `few`.
+
+        What fills it up is the last decision again, whose results are thrown away: results and gradients are
+        those of the pass as it was. So compiled code is needed for one size, or two.
+        """
+        self.micro_batch, self.few = size, few
+
+    def filled(self, rows_M: Tensor, *, small: bool = False) -> Tensor:
+        """Repeat the last of rows ``[M]`` where passes are of fixed sizes; else they are returned."""
+        if not self.fixed:
+            return rows_M
+        size = self.few if small else self.micro_batch
+        return torch.cat([rows_M, rows_M[-1:].expand(max(0, size - len(rows_M)))])
+
+    def evaluate(
+        self, batch: Batch, rows_M: Tensor, *, through: bool = False, small: bool = False
+    ) -> EvaluateResult:
         """Compute log-probs, entropies and values under the distribution that was sampled.
 
         Args:
             batch: Where the decisions are.
             rows_M: ``[M]`` int64, which.
             through: Let the gradient of the values reach the policy's trunk.
+            small: A pass of few decisions, which is not filled up to the size of the others.
 
         Returns:
             Log-probs and entropies ``[M, C, A]`` in nats and values ``[M, K]``, all float32.
         """
-        result = self.policy.evaluate(*self._arguments(batch, rows_M), critic_through_policy=through)
-        value = None if result.value is None else result.value.float()
-        return EvaluateResult(logprob=result.logprob.float(), entropy=result.entropy.float(), value=value)
+        number, arguments = len(rows_M), self._arguments(batch, self.filled(rows_M, small=small))
+        result = self.policy.evaluate(*arguments, critic_through_policy=through)
+        return EvaluateResult(
+            logprob=result.logprob[:number].float(),
+            entropy=result.entropy[:number].float(),
+            value=None if result.value is None else result.value[:number].float(),
+        )
 
     def reference(self, reference: Reference, batch: Batch, rows_M: Tensor) -> Tensor:
         """Compute the reference policy's log-probs of rows ``[M]`` int64: ``[M, C, A]`` float32, in nats."""
-        return reference.logprob(*self._arguments(batch, rows_M)).float()
+        return reference.logprob(*self._arguments(batch, self.filled(rows_M)))[: len(rows_M)].float()
 
     @torch.no_grad()
     def evaluate_rows(self, batch: Batch, rows_R: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -107,13 +136,17 @@ class PolicyForward:
         value_B = torch.zeros(len(batch.returns), device=self.device)
         for rows in self.micro_batches(len(cut_T)):
             rows_M = ROW_IN_STEP if rows is None else cut_T[rows]
-            chosen = [tasks[row] for row in rows_M.tolist()]
-            final = (batch.final_frames, batch.final_more_frames, batch.final_states)
-            inputs = self.inputs(*final, chosen, rows_M.numpy())
-            value_M = cast("HasCritic", self.policy).values(inputs)[:, 0].float()
+            value_M = self.values_at_end(batch, tasks.__getitem__, rows_M)
             if rows is not None:
                 value_B[rows_M.to(self.device)] = value_M
         return value_B
+
+    def values_at_end(self, batch: Batch, task_of: Callable[[int], str], rows_M: Tensor) -> Tensor:
+        """Compute the critic's value of the final observations of episodes ``[M]``: ``[M]`` float32."""
+        filled = self.filled(rows_M)
+        final = (batch.final_frames, batch.final_more_frames, batch.final_states)
+        inputs = self.inputs(*final, [task_of(row) for row in filled.tolist()], filled.numpy())
+        return cast("HasCritic", self.policy).values(inputs)[: len(rows_M), 0].float()
 
     def micro_batches(self, rows: int) -> Iterator[slice | None]:
         """Cut `rows` rows into slices of a pass; None for every pass that only other ranks need.

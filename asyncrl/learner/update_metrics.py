@@ -72,19 +72,24 @@ def movement_afterwards(batch: Batch, prepared: PreparedBatch, forward: PolicyFo
     """Measure `movement` in a small pass of its own, after the last step; collective.
 
     For updates of one step: before it the movement is zero by definition, and no other pass comes after it.
-    The decisions are spread evenly over those that were evaluated, at most one in `MOVEMENT_SHARE` of them
-    and no more than a pass takes.
+    The decisions are spread evenly over those that were evaluated, as many as `rows_of_movement` says or,
+    where passes are of fixed sizes, as fill a small one.
     """
     evaluated = torch.nonzero(prepared.evaluated).flatten()
     if not float(forward.ranks.sum(torch.tensor([float(len(evaluated))]))):
         return MetricAccumulator()
-    most = min(forward.micro_batch, max(FEWEST_ROWS, len(evaluated) // MOVEMENT_SHARE))
+    most = forward.few or rows_of_movement(len(evaluated), forward.micro_batch)
     stride = max(1, -(-len(evaluated) // most))
     rows_M = evaluated[::stride] if len(evaluated) else ROW_IN_STEP
     with torch.no_grad():
-        after = forward.evaluate(batch, rows_M).logprob
+        after = forward.evaluate(batch, rows_M, small=True).logprob
     before = prepared.first_logprob[rows_M.to(after.device)]
     return movement(before, after, batch.mask[rows_M].to(after.device) & bool(len(evaluated)))
+
+
+def rows_of_movement(evaluated: int, most: int) -> int:
+    """Say how many of so many decisions are evaluated again after the only step, `most` at most."""
+    return min(most, max(FEWEST_ROWS, evaluated // MOVEMENT_SHARE))
 
 
 def finish_metrics(means: dict[Metric | str, float]) -> dict[Metric, float]:

@@ -119,8 +119,11 @@ def read_state(folder: Path, parameters: Parameters, optimizer: Optimizer) -> No
     except _UNREADABLE as error:
         raise unreadable(folder, first_line(error)) from error
     optimizer.state.clear()
+    fused = any(group.get("fused") for group in optimizer.param_groups)
     for name, state in states.items():
-        optimizer.state[parameters[name]] = state | {"step": state["step"].reshape(())}
+        # AdamW counts its steps on the CPU, or where the weight is when it makes all of a step at once.
+        step = state["step"].reshape(()).to(parameters[name].device if fused else "cpu")
+        optimizer.state[parameters[name]] = state | {"step": step}
 
 
 def random_file(rank: int) -> str:
@@ -187,7 +190,7 @@ def _fitting_state(
             raise CheckpointError(f"{folder}: {full_name} {list(shape)} does not fit the policy. {_REMEDY}")
         if key:
             like = torch.zeros(1) if key == "step" else torch.zeros_like(parameters[name].detach())
-            states.setdefault(name, {})[key] = like  # AdamW counts its steps on the CPU.
+            states.setdefault(name, {})[key] = like
     weightless = sorted(set(parameters) - {name.removeprefix("model.") for name in saved})
     # What has not had a gradient yet, like the policy in the critic's warm-up, has no state at all.
     keys = {key for state in states.values() for key in state}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from asyncrl.config.actor import ActorSettings
 from asyncrl.config.algorithm import AlgorithmSettings, LearnerSettings, OptimizerSettings
 from asyncrl.config.run import TrainConfig
-from asyncrl.launch.build_learner import _early_compile, build_update
+from asyncrl.launch.build_learner import _early_compile, build_update, compile_learning
 from asyncrl.learner.batches import Batch, build_batch
 from asyncrl.learner.early_compile import EarlyCompile, passes_of
 from asyncrl.learner.placeholders import Shown, placeholder_batch, shown_of
@@ -23,7 +23,7 @@ from asyncrl.learner.update import Update
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.observability.metrics_replay import GROUPS_READY
-from asyncrl.policies.acceleration import compile_blocks, enable_gradient_checkpointing
+from asyncrl.policies.acceleration import enable_gradient_checkpointing
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.openvla.vision import TowerConfig
 from asyncrl.replay.episode_format import EpisodeFormat, SimulatorFormat
@@ -60,22 +60,23 @@ def graphs() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def an_update(compiled: bool = True, checkpointed: bool = False, **changes: Any) -> Update:
+def an_update(
+    compiled: bool = True, checkpointed: bool = False, fixed: bool = False, **changes: Any
+) -> Update:
     shallow = TowerConfig(width=24, depth=2, heads=3, mlp=48)
     policy = adapted(dino=shallow, siglip=shallow, llm_layers=1)
     if checkpointed:
         enable_gradient_checkpointing(policy)
-    if compiled:
-        compile_blocks(policy)
-    algorithm = AlgorithmSettings(group_size=2, groups_per_update=3, **{"micro_batch": 4, **changes})
-    return build_update(
-        TrainConfig(
-            actor=ActorSettings(max_decisions=2),
-            algorithm=algorithm,
-            optimizer=OptimizerSettings(learning_rate=1e-3),
-        ),
-        policy,
+    algorithm = AlgorithmSettings(**{"group_size": 2, "groups_per_update": 3, "micro_batch": 4, **changes})
+    config = TrainConfig(
+        actor=ActorSettings(max_decisions=2),
+        algorithm=algorithm,
+        optimizer=OptimizerSettings(learning_rate=1e-3),
     )
+    update = build_update(config, policy)
+    if compiled:
+        compile_learning(update, SHOWN if fixed else None)
+    return update
 
 
 def batch_of(version: int) -> Batch:
@@ -101,7 +102,15 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # which the compiler reads
-@pytest.mark.parametrize("changes", [pytest.param({}, id="one step"), TWO_STEPS])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="one step"),
+        TWO_STEPS,
+        pytest.param({"fixed": True}, id="one step, one size"),
+        pytest.param({"fixed": True, "minibatches": 2, "checkpointed": True}, id="two, one size"),
+    ],
+)
 def test_no_update_compiles_anything_afterwards_and_learns_the_same(
     changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,6 +235,24 @@ def test_passes_are_as_large_as_those_of_updates(changes: dict[str, Any], sizes:
     found = passes_of(an_update(compiled=False, **changes), Shown(image_size=64, tasks=("lift it",)))
     assert [len(each.tasks) for each in found if each.gradient] == sizes
     assert [len(each.tasks) for each in found if not each.gradient] == sizes[:1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "passes"),
+    [
+        ({"micro_batch": 9}, [(9, True, False), (4, False, True)]),
+        ({"micro_batch": 100}, [(12, True, False), (4, False, True)]),
+        ({"micro_batch": 8}, [(8, True, False), (8, False, False)]),  # A reading of 4 would cost as much.
+        ({"micro_batch": 9, "minibatches": 2}, [(6, True, False), (6, False, False)]),
+        ({"micro_batch": 9, "groups_per_update": 3000}, [(9, True, False), (9, False, False)]),
+    ],
+)
+def test_there_is_one_pass_of_each_kind_where_sizes_are_fixed(
+    changes: dict[str, Any], passes: list[tuple[int, bool, bool]]
+) -> None:
+    update = an_update(fixed=True, **changes)
+    found = [(len(each.tasks), each.gradient, each.small) for each in passes_of(update, SHOWN)]
+    assert found == passes
 
 
 def test_ranks_make_the_same_passes_and_one_of_a_single_decision() -> None:

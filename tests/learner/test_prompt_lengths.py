@@ -1,4 +1,5 @@
 """Decisions whose prompts are equally long are evaluated together: the same update with less padding.
+Compiled, all are padded alike and all passes have one size: still the same update.
 
 The slow form evaluates every decision alone, where nothing is ever padded.
 """
@@ -34,6 +35,8 @@ RECIPES: dict[str, dict[str, Any]] = {
     "vtrace": {"algorithm__kind": "ppo", "correction__kind": "vtrace"},
 }
 
+FEW = 4
+"""Decisions of a small pass."""
 RUNS = {"grpo": 2, "steps": 5, "episodes": 3, "ppo": 4, "vtrace": 4}
 """Runs over decisions, each with one pass at most where the two lengths meet: before the first step, of final
 observations, of each minibatch, and after the only step."""
@@ -58,11 +61,13 @@ class Watched:
 
     def __init__(self, policy: OpenVLAOFTPolicy) -> None:
         self.passes: list[tuple[int, int]] = []
+        self.shapes: set[tuple[int, ...]] = set()
         plain = policy.preprocess
 
         def preprocess(*arguments: Any) -> PolicyInputs:
             inputs = plain(*arguments)
             self.passes.append((len(inputs.input_ids), int((inputs.attention_mask == 0).sum())))
+            self.shapes.add((*inputs.input_ids.shape, inputs.padded))
             return inputs
 
         policy.preprocess = preprocess  # type: ignore[method-assign]
@@ -74,9 +79,12 @@ class Watched:
 
 
 def updated(
-    name: str, *, decoding: str, micro_batch: int = 4, in_order: bool = False
+    name: str, *, decoding: str, micro_batch: int = 4, in_order: bool = False, fixed: bool = False
 ) -> tuple[dict[str, Tensor], dict[Metric, float], Watched]:
-    """Gradients of the last step, metrics, and the passes; `in_order`: as the batch has its decisions."""
+    """Gradients of the last step, metrics, and the passes.
+
+    With `in_order` as the batch has its decisions, with `fixed` of one shape.
+    """
     config = recipe(algorithm__micro_batch=micro_batch, **RECIPES[name])
     level = {"action": "action", "decision": "chunk"}[config.critic.level]
     head = level if config.algorithm.kind == "ppo" else "none"
@@ -86,7 +94,11 @@ def updated(
     if in_order:
         policy.prompt_tokens = lambda task: 0  # type: ignore[method-assign]
     seen = Watched(policy)
-    values = build_update(config, policy)(mixed_batch(), version=2)
+    update = build_update(config, policy)
+    if fixed:
+        policy.fix_prompts(TASKS)
+        update.forward.fix_sizes(micro_batch, FEW)
+    values = update(mixed_batch(), version=2)
     return {n: p.grad for n, p in policy.trainable_parameters().items() if p.grad is not None}, values, seen
 
 
@@ -101,14 +113,36 @@ def test_the_update_is_that_of_decisions_evaluated_alone_with_less_padding(name:
     assert seen.padding < in_order.padding
     assert sum(padded > 0 for _, padded in seen.passes) <= RUNS[name]
     assert len(seen.passes) == len(in_order.passes)
+    assert_same(found, other, alone, values)
+
+
+@pytest.mark.parametrize(
+    ("name", "decoding"), [*[(name, "parallel") for name in RECIPES], ("steps", "autoregressive")]
+)
+def test_passes_of_one_shape_make_the_same_update(name: str, decoding: str) -> None:
+    alone, values, _ = updated(name, decoding=decoding, micro_batch=1)
+    found, other, seen = updated(name, decoding=decoding, micro_batch=9, fixed=True)
+    _, length, padded = next(iter(seen.shapes))
+    few = {(FEW, length, padded)} if name in ("grpo", "episodes", "ppo", "vtrace") else set()
+    assert seen.shapes == {(9, length, True)} | few
+    assert_same(found, other, alone, values)
+
+
+def assert_same(
+    found: dict[str, Tensor],
+    values: dict[Metric, float],
+    alone: dict[str, Tensor],
+    values_alone: dict[Metric, float],
+) -> None:
+    """Compare gradients and metrics with those of decisions that were evaluated alone."""
     assert found.keys() == alone.keys()
     for parameter, gradient in alone.items():
         scale = max(float(gradient.abs().max()), 1.0)
         torch.testing.assert_close(found[parameter], gradient, atol=1e-6 * scale, rtol=1e-4)
     assert max(float(gradient.abs().max()) for gradient in alone.values()) > 1e-3
-    for metric, value in values.items():
+    for metric, value in values_alone.items():
         if metric is not m.APPROX_KL:  # After one step it is read from as many decisions as a pass takes.
-            assert other[metric] == pytest.approx(value, rel=1e-3, abs=1e-6), metric.name
+            assert values[metric] == pytest.approx(value, rel=1e-3, abs=1e-6), metric.name
 
 
 def test_long_prompts_come_first_and_equal_ones_keep_their_order() -> None:
