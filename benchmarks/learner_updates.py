@@ -3,10 +3,11 @@
     python benchmarks/learner_updates.py                            # OpenVLA-OFT at full size, one GPU
     python benchmarks/learner_updates.py --tiny --device cpu        # the embedded size
 
-Random weights, adapters, one learner rank as `asyncrl train` has it. The batch has `groups` groups of 8 episodes of `decisions` decisions; a `silent`
-share of the groups scored all the same. Instructions are as long as those of a LIBERO suite. Every way of
-updating is timed in turn, `rounds` times (on a CPU in seconds of the processor, which others do not disturb);
-a ratio is the median of a way over that of the update as it is:
+Random weights, adapters, one learner rank as `asyncrl train` has it. The batch has `groups` groups of 8
+episodes of `decisions` decisions; a `silent` share of the groups scored all the same. Instructions are as
+long as those of a LIBERO suite. Every way of updating is timed in turn, `rounds` times (on a CPU in seconds
+of the processor, which others do not disturb); a ratio is the median of a way over that of the update as it
+is:
 
     in the batch's order     micro-batches are not sorted by the length of their prompts
     all looked at before     the pass before the first of several steps has every decision
@@ -37,6 +38,7 @@ import torch.distributed as dist
 import tyro
 from learner_overhead import Stopwatch
 from measuring import commit, heading, table, wait
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from asyncrl.config.actor import ActorSettings
 from asyncrl.config.run import TrainConfig
@@ -141,9 +143,8 @@ def build(settings: Settings) -> OpenVLAOFTPolicy:
         use_float8_where_frozen(policy)
     if settings.every:
         enable_gradient_checkpointing(policy, every=settings.every)
-    dist.init_process_group(
-        "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1
-    )
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     return shard(policy.eval(), device, "bf16")
 
 

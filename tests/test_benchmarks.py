@@ -97,10 +97,25 @@ def test_a_pass_is_timed_before_and_after_other_sizes(
     original = benchmark.passes
     monkeypatch.setattr(benchmark, "passes", noted)
     benchmark.main()
-    assert seen == [(2, False), (2, False), (1, False), (2, True)]
-    ratios = re.findall(r"^(?:its own|and .*?) +2 +[\d.]+ +([\d.]+)$", capsys.readouterr().out, re.MULTILINE)
-    assert len(ratios) == 3
+    assert seen == [(2, False), (2, False), (1, False), (2, True), (2, False), (2, True)]
+    printed = capsys.readouterr().out
+    ratios = re.findall(r"^(?:its own|and .*?|one only.*?) +2 +[\d.]+ +([\d.]+)$", printed, re.MULTILINE)
+    assert len(ratios) == 5
     assert ratios[0] == "1.000"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_layers_that_keep_what_they_need_are_timed_beside_those_that_do_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    benchmark = small_learner_speed(monkeypatch, "--recomputed")
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--kept-rows", "2"])
+    benchmark.main()
+    lines = re.findall(r"^(one in \d|none) +2 +[\d.]+ +([\d.]+) ", capsys.readouterr().out, re.MULTILINE)
+    assert [name for name, _ in lines] == ["one in 1", "one in 2", "one in 4", "none"]
+    assert lines[0][1] == "1.000"
+    assert float(lines[-1][1]) > 1.05  # A third less is computed.
 
 
 @pytest.mark.slow
