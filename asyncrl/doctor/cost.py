@@ -19,7 +19,8 @@ from asyncrl.doctor.gpus import rank_needs
 from asyncrl.doctor.rates import FLOAT8, PASS_SECONDS, SHARED, SHARES, STEP_SECONDS, DeviceRate
 from asyncrl.doctor.work import RunWork
 from asyncrl.launch.placement import Placement
-from asyncrl.learner.recipe import build_recipe
+from asyncrl.learner.recipe import Recipe, build_recipe
+from asyncrl.learner.update_metrics import reads_movement_in_passes, rows_of_movement
 from asyncrl.worlds.work import Stage
 
 DEVICES_PER_HOST: Final = 8
@@ -162,10 +163,17 @@ def learner_cost(
     return LearnerCost(
         before=before * seen,
         passes=rows * chosen.epochs * learned,
-        after=min(chosen.micro_batch, rows) * seen,
+        after=_read_again(recipe, int(rows)) * seen,
         steps=steps * (STEP_SECONDS + _step_seconds(sizes, device, learners)),
         flops=counted * work.policy * rows * learners * chosen.epochs,
     )
+
+
+def _read_again(recipe: Recipe, rows: int) -> int:
+    """Count the decisions that are evaluated after the only step, to read how far the policy moved."""
+    if reads_movement_in_passes(recipe):
+        return 0
+    return rows_of_movement(rows, recipe.algorithm.micro_batch)
 
 
 def _final_values(config: TrainConfig) -> bool:

@@ -49,10 +49,10 @@ class Share:
         return self.compiled if compiled else self.eager
 
 
-FLOAT8: Final = Share(eager=0.72, compiled=1.31)
-"""Linear layers with 8-bit products in the time of one with bfloat16 ones, rounding included. Compiled: Wan's
-denoiser took 257.6 ms instead of 337.5, a learner's passes 760.5 instead of 985.9 (H100). Eager: the passes
-2181.0 instead of 1586.3; a denoiser was not timed."""
+FLOAT8: Final = Share(eager=0.71, compiled=1.38)
+"""Linear layers with 8-bit products in the time of one with bfloat16 ones, rounding included. Compiled,
+between Wan's denoiser, 257.6 ms instead of 337.5 (1.31), and a learner's passes, 658.4 instead of 949.2
+(1.44, H100). Eager: the passes 2133.3 instead of 1503.5; a denoiser was not timed."""
 SHARES: Final[Mapping[str, Share]] = {
     "policy": Share(eager=0.60, compiled=0.768),
     # Float32 adapters beside every layer; runs in bfloat16 have bfloat16 ones, which were not timed. Eager:
@@ -71,14 +71,14 @@ SHARES: Final[Mapping[str, Share]] = {
     "frame encode": Share(eager=0.22, compiled=0.52),
     "evac conditions": Share(eager=0.29, compiled=0.29),
     # Checkpointed passes with adapters, what is computed again counted. Compiled: 192 passes of a decision in
-    # 1.83 s. Eager: 224 of them in the 3.9 s of an update less `STEP_SECONDS`. Of all weights not timed.
-    "learning": Share(eager=0.40, compiled=0.655),
+    # 1.94 s alone, 2.00 s in an update (H100). Eager: 96 in 1.55 s. Of all weights not timed.
+    "learning": Share(eager=0.39, compiled=0.62),
 }
 PASS_SECONDS: Final = Share(eager=0.0385, compiled=0.0115)
 """Seconds (no shares) that a pass of the policy takes at least: those of a single row."""
-STEP_SECONDS: Final = 0.44
-"""Of an optimizer step, however many decisions it has: 2.57 s of an update of 64 decisions, compiled, less
-1.83 s for its passes and 0.30 s for the reading of how far the policy moved."""
+STEP_SECONDS: Final = 0.25
+"""Of an optimizer step, however many decisions it has: 2.27 s of an update of 64 decisions, compiled, less
+2.00 s for its passes (H100). The reading of how far the policy moved is a tenth of a second of it."""
 SHARED: Final = 0.87
 """What the shorter of a learner's and an actor's times on one device adds to the longer one: 7.4 s where they
 take 4.0 and 3.9 alone."""
