@@ -271,7 +271,7 @@ class LearnerSettings(Bounded):
     what goes in; 2 more bytes for each of their weights, and a GPU from H100 on. Nothing that is published or
     saved is rounded. With --learner.compile passes are 1.4 times as fast, without it slower."""
     compile: bool = False
-    """Compile the layers: about a minute at the start; then passes are 1.6 times as fast on a GPU. They are of
+    """Compile the layers: about a minute at the start; then passes are 1.6 times as fast on a GPU. All are of
     one size then: micro-batches are filled up, and prompts padded to the longest instruction."""
     compile_early: bool = True
     """With --learner.compile: compile while the actors imagine the first batch, not in the first update. Not

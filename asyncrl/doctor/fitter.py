@@ -36,6 +36,8 @@ OPTIMIZER: Final = 3 * FLOAT32
 """Bytes per number that is trained: its gradient and AdamW's two moments."""
 AVERAGE: Final = FLOAT32
 """And its moving average, which fits of worlds keep."""
+PLAYING, JUDGING, CHOOSING = "playing", "judging", "choosing key frames"
+OF_WORLD, OF_REWARD = "refitting the world", "refitting the reward model"
 
 
 def round_phases(config: TrainConfig, sizes: Sizes) -> dict[str, int]:
@@ -53,13 +55,13 @@ def round_phases(config: TrainConfig, sizes: Sizes) -> dict[str, int]:
     """
     first, slot = refits.first_world(config), sizes.slot
     judging = sizes.environment + BATCH * slot.kept + slot.drawing(BATCH, graphs=False)
-    found = {"playing": ROWS * sizes.acting, "judging": judging}
+    found = {PLAYING: ROWS * sizes.acting, JUDGING: judging}
     if config.keyframe_share > 0 and config.pace.keyframes and config.pace.siblings:
-        found["choosing key frames"] = judging + new_keyframes.ROWS * sizes.acting
+        found[CHOOSING] = judging + new_keyframes.ROWS * sizes.acting
     if config.pace.world_steps:
-        found["refitting the world"] = world_refit(config, first)
+        found[OF_WORLD] = world_refit(config, first)
     if config.pace.reward_steps:
-        found["refitting the reward model"] = reward_refit(config, first)
+        found[OF_REWARD] = reward_refit(config, first)
     return {phase: sizes.policy + nbytes for phase, nbytes in found.items()}
 
 
@@ -70,16 +72,17 @@ def made_at_once(phases: Mapping[str, int], policy: int) -> dict[str, int]:
         phases: See `round_phases`.
         policy: Its bytes, which every phase counts.
 
-    >>> made_at_once({"judging": 5, "refitting the world": 9, "refitting the reward model": 4}, 3)
+    >>> made_at_once({JUDGING: 5, OF_WORLD: 9, OF_REWARD: 4}, policy=3)
     {'judging': 7, 'refitting world and reward model': 10}
     """
-    pair = [name for name in phases if name.startswith("refitting")]
-    found = {name: nbytes for name, nbytes in phases.items() if name not in pair}
-    if "judging" in found:
-        found["judging"] += found["judging"] - policy
+    pair = [phases[name] for name in (OF_WORLD, OF_REWARD) if name in phases]
+    found = dict(phases)
+    if JUDGING in found:
+        found[JUDGING] += found[JUDGING] - policy
     if len(pair) == 2:
-        return found | {"refitting world and reward model": sum(phases[name] for name in pair) - policy}
-    return found | {name: phases[name] for name in pair}
+        del found[OF_WORLD], found[OF_REWARD]
+        found["refitting world and reward model"] = sum(pair) - policy
+    return found
 
 
 def world_refit(config: TrainConfig, at: WorldAt) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 from asyncrl.launch.build_learner import build_update
 from asyncrl.learner.batches import build_batch
 from asyncrl.learner.distributed_ranks import DistributedRanks
-from asyncrl.learner.early_compile import EarlyCompile
+from asyncrl.learner.early_compile import EarlyCompile, fix_sizes
 from asyncrl.learner.fsdp import shard
 from asyncrl.learner.placeholders import Shown
 from asyncrl.learner.ranks import LearnerRanks, SingleRank
@@ -41,9 +41,12 @@ RECIPES: dict[str, dict[str, Any]] = {
 
 
 def updated(
-    name: str, ranks: LearnerRanks, own_groups: slice
+    name: str, ranks: LearnerRanks, own_groups: slice, *, fixed: bool = False
 ) -> tuple[dict[str, Tensor], dict[Metric, float]]:
-    """Gradients of the last step and metrics; the policy is sharded when there are ranks to shard over."""
+    """Gradients of the last step and metrics; the policy is sharded when there are ranks to shard over.
+
+    With `fixed` all passes have five decisions.
+    """
     config = recipe(algorithm__group_size=2, algorithm__micro_batch=3, **RECIPES[name])
     torch.manual_seed(0)
     level = "chunk" if config.algorithm.kind == "ppo" else "none"
@@ -54,21 +57,26 @@ def updated(
     batch = build_batch(groups, version=0)
     if name == "weighted":
         batch = replace(batch, episode_weights=torch.where(batch.returns > 0, 0.5, 1.0))
-    values = build_update(config, policy, ranks=ranks)(batch)
+    update = build_update(config, policy, ranks=ranks)
+    if fixed:
+        update.forward.fix_sizes(5, 5)
+    values = update(batch)
     gradients = {n: p.grad for n, p in policy.trainable_parameters().items() if p.grad is not None}
     return ranks.gather_full(gradients), values
 
 
-def on_ranks(name: str) -> tuple[dict[str, Tensor], dict[str, float]]:
+def on_ranks(name: str, fixed: bool = False) -> tuple[dict[str, Tensor], dict[str, float]]:
     ranks = DistributedRanks(20.0)
-    gradients, values = updated(name, ranks, slice(ranks.rank, None, ranks.size))
+    gradients, values = updated(name, ranks, slice(ranks.rank, None, ranks.size), fixed=fixed)
     return {n: g.clone() for n, g in gradients.items()}, {metric.name: v for metric, v in values.items()}
 
 
-@pytest.mark.parametrize("name", ["grpo", "weighted", "episode"])
-def test_two_ranks_make_the_update_of_one(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "fixed"), [("grpo", False), ("weighted", False), ("episode", False), ("grpo", True)]
+)
+def test_two_ranks_make_the_update_of_one(name: str, fixed: bool) -> None:
     expected, alone = updated(name, SingleRank(), slice(None))
-    (actual, values), (_, others) = run_ranks(on_ranks, name)
+    (actual, values), (_, others) = run_ranks(on_ranks, name, fixed)
     assert actual.keys() == expected.keys()
     for parameter, gradient in actual.items():
         scale = float(expected[parameter].abs().max())
@@ -99,15 +107,18 @@ def test_a_rank_whose_groups_teach_nothing_keeps_in_step_before_the_first_of_sev
         assert values[metric.name] == pytest.approx(alone[metric], rel=1e-3, abs=1e-6), metric.name
 
 
-def after_compiling_early(early: bool) -> dict[str, Tensor]:
+def after_compiling_early(early: bool, fixed: bool) -> dict[str, Tensor]:
     """Weights after an update of two sharded ranks, which made the passes of early compilation or did not."""
     ranks = DistributedRanks(20.0)
     config = recipe(algorithm__group_size=2, algorithm__micro_batch=3)
     torch.manual_seed(0)
     policy = shard(OpenVLAOFTPolicy(OpenVLAOFTConfig.tiny()).eval(), torch.device("cpu"), "fp32")
     update = build_update(config, policy, ranks=ranks)
+    shown = Shown(image_size=64, tasks=("lift it", "put the red cube on the white plate"))
+    if fixed:
+        policy.fix_prompts(shown.tasks)
+        fix_sizes(update)
     if early:
-        shown = Shown(image_size=64, tasks=("lift it", "put the red cube on the white plate"))
         EarlyCompile(update, shown, SamplingParams(temperature=1.0))(0)
         assert all(parameter.grad is None for parameter in policy.parameters())
     groups = groups_of(OUTCOMES, image=64)[ranks.rank :: 2]
@@ -115,8 +126,9 @@ def after_compiling_early(early: bool) -> dict[str, Tensor]:
     return ranks.gather_full(policy.trainable_tensors())
 
 
-def test_ranks_compile_early_together_and_learn_the_same() -> None:
-    (early, _), (late, _) = run_ranks(after_compiling_early, True), run_ranks(after_compiling_early, False)
+@pytest.mark.parametrize("fixed", [False, True])
+def test_ranks_compile_early_together_and_learn_the_same(fixed: bool) -> None:
+    (early, _), (late, _) = (run_ranks(after_compiling_early, each, fixed) for each in (True, False))
     assert early.keys() == late.keys()
     for name, tensor in early.items():
         assert torch.equal(tensor, late[name]), name
