@@ -8,9 +8,10 @@ there; episodes have full length, and every decision counts. Only `--groups` mak
 minibatches no more than its groups. A learner that is alone trains adapters, as the recipes' headers say, and
 one rank learns and imagines (--placement collocated).
 
-The first update, which waits for everything to be compiled, does not count. Time and memory stand beside
-those of the cost model (`asyncrl doctor --costs`) for the same batch and placement, and the burst rate of the
-GPU that is here.
+The first update, which waits for everything to be compiled, does not count; with --skip 0 the time from it to
+the second one is all that counts. Time and memory stand beside those of the cost model (`asyncrl doctor
+--costs`) for the same batch and placement, and the burst rate of the GPU that is here. A recipe that does not
+get that far is named, and the others are run all the same; then the exit status is 1.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from asyncrl.doctor.host import GIB
 from asyncrl.doctor.pace import ADAPTERS, device_here
 from asyncrl.doctor.published import published_run
 from asyncrl.doctor.rates import H200
+from asyncrl.errors import RunError
 from asyncrl.launch.placement import parse_placement
 from asyncrl.observability import metrics_system as s
 
@@ -51,7 +53,9 @@ class Settings:
     groups: int = 0
     """--algorithm.groups-per-update; 0: as shipped."""
     updates: int = 3
-    """Of each run; the first one does not count."""
+    """Of each run."""
+    skip: int = 1
+    """First updates that do not count."""
     limit: float = 7200.0
     """Seconds that a run may take after its first update, and as many that it has to come to that."""
     flags: str = ""
@@ -111,12 +115,17 @@ def main() -> None:
     out = Path(settings.out or tempfile.mkdtemp(prefix="recipes-"))
     out.mkdir(parents=True, exist_ok=True)
     ranks = len(settings.gpus.split(",")) if measured else 2
-    lines, content = [], dict[str, object]()
+    lines, content, cut = list[list[object]](), dict[str, object](), list[str]()
     for recipe in settings.recipes:
         shipped = load_file(recipe)
         config = scaled(shipped, settings, ranks)
         prediction = expected(config, ranks, measured=measured)
-        result = run(recipe, shipped, config, settings, out, ranks)
+        try:
+            result = run(recipe, shipped, config, settings, out, ranks)
+        except RunError as error:
+            print(f"{recipe.stem}: {error}", flush=True)
+            cut.append(recipe.stem)
+            continue
         lines.append(line_of(recipe, result, prediction))
         content[recipe.stem] = {"run": asdict(result), "expected": asdict(prediction)}
         print(lines[-1], flush=True)
@@ -125,6 +134,8 @@ def main() -> None:
     print("\n" + table(titles, lines))
     if settings.json:
         Path(settings.json).write_text(json.dumps({"commit": commit()} | content, indent=1))
+    if cut:
+        raise SystemExit(f"not measured: {', '.join(cut)}")
 
 
 def run(
@@ -138,7 +149,7 @@ def run(
         placement=config.placement,
         ranks=ranks,
         updates=settings.updates,
-        skip=1,
+        skip=settings.skip,
         limit=settings.limit,
     )
     return asynchrony.train(of_run, "asynchronous", out, name=recipe.stem)

@@ -21,6 +21,7 @@ import tyro
 from asyncrl.config.algorithm import AlgorithmSettings
 from asyncrl.config.run import TrainConfig
 from asyncrl.episode_layout import problem_with
+from asyncrl.errors import RunError
 from asyncrl.fitting.loading import load_recordings
 from asyncrl.fitting.worlds.interface import load_fitted
 from asyncrl.launch.policies import build_learning_policy
@@ -408,6 +409,38 @@ def test_a_recipe_is_made_smaller_and_stands_beside_what_is_expected(
     assert float(taken) == pytest.approx(2 * float(wanted), rel=0.01)
     with pytest.raises(SystemExit, match="this measures recipes in published worlds"):
         recipes.kind_of(replace(shipped, world="tabletop_true"))
+
+
+def test_a_recipe_that_does_not_get_far_enough_is_named_and_the_next_one_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    recipes, asynchrony = import_module("recipes"), import_module("asynchrony")
+    outcome = asynchrony.Outcome(
+        mode="asynchronous", steps_per_hour=3600.0, update_seconds=1.0, learned_per_hour=3600.0,
+        imagined_per_hour=3600.0, learner_waiting=0.5, actors_waiting=0.25, mfu=0.0, publish_seconds=0.0,
+        published_bytes=0.0, memory={}, rows=1, loaded=1.0, first_update=3.0, seconds=9.0,
+    )  # fmt: skip
+    skipped = list[int]()
+
+    def train(settings: Any, mode: str, out: Path, *, name: str) -> Any:
+        skipped.append(settings.skip)
+        if "evac" in name:
+            raise RunError("The run ended after 1 updates; nothing to compare.")
+        return outcome
+
+    monkeypatch.setattr(asynchrony, "train", train)
+    monkeypatch.setattr(recipes, "written", lambda *_: (tmp_path, tmp_path))
+    files = [
+        str(ROOT / "configs" / f"{kind}_libero_spatial_grpo_openvlaoft.toml") for kind in ("evac", "wan")
+    ]
+    monkeypatch.setattr(
+        sys, "argv", ["recipes", *files, "--full", str(tmp_path), "--groups", "1", "--skip", "0"]
+    )
+    with pytest.raises(SystemExit, match="not measured: evac_libero_spatial"):
+        recipes.main()
+    assert skipped == [0, 0]
+    assert re.search(r"^wan_libero_spatial\S+ +256 +2048\.0 ", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_the_models_of_full_runs_are_written_by_a_plain_command(tmp_path: Path) -> None:
