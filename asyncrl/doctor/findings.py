@@ -48,6 +48,8 @@ class Sizes:
     """Activations of the policy per decision made; 0: not known."""
     learning: int = 0
     """Activations of the policy per decision of a micro-batch; 0: not known."""
+    kept: int = 0
+    """The same if no layer computed any again."""
     slot: SlotBytes = field(default_factory=SlotBytes)
     """What slots of the world take."""
     rounds: Mapping[str, int] = field(default_factory=dict)

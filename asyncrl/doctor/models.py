@@ -113,11 +113,12 @@ def measure(
     ready = wide or all(p.dtype == torch.bfloat16 for p in frozen)  # as `sharding.shard` decides
     itemsize = 4 if wide else 2
     blocks = [sum(p.numel() for p in block.parameters()) * itemsize for block in policy.blocks()]
-    acting = learning = 0
+    acting = learning = kept = 0
     counts: object = policy
     if isinstance(counts, CountsActivations):
         acting = counts.activation_bytes(1, "acting", policy.dtype.itemsize)
         learning = _learning_bytes(config.learner, counts, itemsize)
+        kept = counts.activation_bytes(1, "kept", itemsize)
     return Sizes(
         policy=_bytes(chain(parameters, policy.buffers())),
         parameters=count_parameters(policy),
@@ -132,6 +133,7 @@ def measure(
         block=max(blocks, default=0),
         acting=acting,
         learning=learning,
+        kept=kept,
         slot=slot,
     )
 

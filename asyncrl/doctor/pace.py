@@ -12,6 +12,7 @@ from asyncrl.doctor.cost import Prediction, predict
 from asyncrl.doctor.findings import Examination, Finding, Sizes, ok
 from asyncrl.doctor.host import GIB
 from asyncrl.doctor.rates import FLOAT8, H100, H200, KNOWN, DeviceRate
+from asyncrl.doctor.recomputation import advice
 from asyncrl.doctor.work import RunWork
 from asyncrl.errors import ConfigError
 from asyncrl.launch.placement import WORDS, parse_placement, ranks_named
@@ -51,7 +52,8 @@ def check_pace(examination: Examination) -> Finding | None:
     found = predict(config, work, sizes, device, placement)
     where = f"{ranks} x {device.name}" + ("" if gpus else ", none of which is here")
     where += ", other hosts taken to be as this one" if len(sizes_of_hosts(config.placement)) > 1 else ""
-    return ok("pace", f"expected, not measured ({where}): {described(config, work, found)}")
+    more = advice(config, work, sizes, device, placement)
+    return ok("pace", f"expected, not measured ({where}): {described(config, work, found)}{more}")
 
 
 def described(config: TrainConfig, work: RunWork, found: Prediction) -> str:
