@@ -16,7 +16,7 @@ from asyncrl.config.algorithm import AlgorithmSettings, LearnerSettings, Optimiz
 from asyncrl.config.run import TrainConfig
 from asyncrl.launch.build_learner import _early_compile, build_update, compile_learning
 from asyncrl.learner.batches import Batch, build_batch
-from asyncrl.learner.early_compile import EarlyCompile, passes_of
+from asyncrl.learner.early_compile import EarlyCompile, fix_sizes, passes_of
 from asyncrl.learner.placeholders import Shown, placeholder_batch, shown_of
 from asyncrl.learner.ranks import SingleRank
 from asyncrl.learner.update import Update
@@ -250,7 +250,8 @@ def test_passes_are_as_large_as_those_of_updates(changes: dict[str, Any], sizes:
 def test_there_is_one_pass_of_each_kind_where_sizes_are_fixed(
     changes: dict[str, Any], passes: list[tuple[int, bool, bool]]
 ) -> None:
-    update = an_update(fixed=True, **changes)
+    update = an_update(compiled=False, **changes)
+    fix_sizes(update)
     found = [(len(each.tasks), each.gradient, each.small) for each in passes_of(update, SHOWN)]
     assert found == passes
 
