@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from asyncrl.config.run import TrainConfig
+from asyncrl.doctor import placements, recomputation
 from asyncrl.doctor.cost import Prediction, predict
 from asyncrl.doctor.findings import Examination, Finding, Sizes, ok
 from asyncrl.doctor.host import GIB
 from asyncrl.doctor.rates import FLOAT8, H100, H200, KNOWN, DeviceRate
-from asyncrl.doctor.recomputation import advice
 from asyncrl.doctor.work import RunWork
 from asyncrl.errors import ConfigError
 from asyncrl.launch.placement import WORDS, parse_placement, ranks_named
@@ -52,7 +52,9 @@ def check_pace(examination: Examination) -> Finding | None:
     found = predict(config, work, sizes, device, placement)
     where = f"{ranks} x {device.name}" + ("" if gpus else ", none of which is here")
     where += ", other hosts taken to be as this one" if len(sizes_of_hosts(config.placement)) > 1 else ""
-    more = advice(config, work, sizes, device, placement)
+    more = recomputation.advice(config, work, sizes, device, placement)
+    if not placement.fitters and len(sizes_of_hosts(config.placement)) < 2:
+        more += placements.advice(config, work, sizes, device, ranks, found)
     return ok("pace", f"expected, not measured ({where}): {described(config, work, found)}{more}")
 
 

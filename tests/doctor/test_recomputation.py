@@ -75,5 +75,5 @@ def test_the_line_about_the_pace_names_the_flag_and_what_it_takes() -> None:
     sizes, work = published_run(config)
     finding = check_pace(Examination(config=config, sizes=sizes, work=work))
     assert finding is not None
-    assert "; a learner has room for --learner.gradient-checkpointing-every 8: " in finding.seen
-    assert finding.seen.endswith(" s for an update")
+    said = "; a learner has room for --learner.gradient-checkpointing-every 8: 69 of 131 GiB, and "
+    assert said in finding.seen
