@@ -10,6 +10,7 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final, Literal
@@ -44,19 +45,30 @@ def full_size_flags(folder: Path) -> list[str]:
 
 
 def written(folder: Path, kind: Kind = "wan", scale: Scale = "full") -> tuple[Path, Path]:
-    """Return the folders of a policy and a world, and write what is not there."""
+    """Return the folders of a policy and a world, and write what is not there, both at the same time."""
     policy = folder / "policy" / "asyncrl"
     world = folder / ("world" if kind == "wan" else kind)
-    if not (policy / "config.json").is_file():
-        size = ["--scale", scale]
-        _call("published_policy.py", str(folder / "policy"), "--only-write", *size)
-        _call("published_policy.py", str(folder / "policy"), "--step", "convert", *size)
-    if not (world / "dataset").is_dir():
-        if kind == "wan":
-            _call("published_world.py", str(world), "--only", "write", "--scale", scale)
-        else:
-            _call("random_worlds.py", str(world), "--kind", kind, "--scale", scale)
+    with ThreadPoolExecutor(2) as writers:
+        for job in (writers.submit(_policy, policy, scale), writers.submit(_world, world, kind, scale)):
+            job.result()
     return policy, world
+
+
+def _policy(folder: Path, scale: Scale) -> None:
+    if (folder / "config.json").is_file():
+        return
+    published = str(folder.parent)
+    _call("published_policy.py", published, "--only-write", "--scale", scale)
+    _call("published_policy.py", published, "--step", "convert", "--scale", scale)
+
+
+def _world(folder: Path, kind: Kind, scale: Scale) -> None:
+    if (folder / "dataset").is_dir():
+        return
+    if kind == "wan":
+        _call("published_world.py", str(folder), "--only", "write", "--scale", scale)
+    else:
+        _call("random_worlds.py", str(folder), "--kind", kind, "--scale", scale)
 
 
 def run_flags(full: str, flags: str, *, compile: bool) -> list[str]:
