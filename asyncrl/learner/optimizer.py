@@ -65,8 +65,8 @@ class ClippedOptimizer:
             critic_warmup: First updates that train only the critic.
         """
         self.settings, self.updates, self.critic_warmup = settings, updates, critic_warmup
+        self.device = next(iter(policy.trainable_parameters().values())).device
         groups = policy.parameter_groups(settings.learning_rate, critic_learning_rate)
-        self.device: torch.device = groups[0]["params"][0].device
         self.optimizer = torch.optim.AdamW(
             groups,
             lr=self.settings.learning_rate,
