@@ -256,7 +256,6 @@ def timed(
     return {name: statistics.median(times) for name, times in found.items()}
 
 
-ONE_STEP: Final = (1, dict[str, Any]())
 RECIPES: Final[dict[str, tuple[int, dict[str, Any]]]] = {
     "one step": (1, {"as it is": as_it_is, "in the batch's order": in_order,
                      "a pass to see movement": whole_pass}),
@@ -264,13 +263,16 @@ RECIPES: Final[dict[str, tuple[int, dict[str, Any]]]] = {
                        "all looked at before": all_before}),
 }  # fmt: skip
 """Minibatches, and ways to make the update."""
+ONE_STEP: Final[dict[str, tuple[int, dict[str, Any]]]] = {"one step": (1, {"as it is": as_it_is})}
+"""Without --ways."""
 
 
-def updates(settings: Settings, policy: OpenVLAOFTPolicy) -> Iterator[list[object]]:
-    """Time all ways of all recipes; yields lines of two tables, the second one of parts."""
+def updates(settings: Settings, policy: OpenVLAOFTPolicy) -> tuple[list[list[object]], list[list[object]]]:
+    """Time all ways of all recipes; returns lines of ways, and of the parts of an update with one step."""
     groups = make_groups(policy, settings)
     shown = Shown(image_size=64 if settings.tiny else 256, tasks=tuple(sorted({g[0].task for g in groups})))
-    for name, (minibatches, ways) in RECIPES.items() if settings.ways else [("one step", ONE_STEP)]:
+    lines, of_parts = list[list[object]](), list[list[object]]()
+    for name, (minibatches, ways) in RECIPES.items() if settings.ways else ONE_STEP.items():
         config = replace(TrainConfig(), actor=ActorSettings(max_decisions=settings.decisions))
         chosen = replace(
             config.algorithm,
@@ -283,13 +285,17 @@ def updates(settings: Settings, policy: OpenVLAOFTPolicy) -> Iterator[list[objec
         if settings.compile and policy.device.type == "cuda":
             torch.compiler.reset()
             compile_learning(update, shown)
-        found = timed(update, groups, settings, ways if settings.ways else {"as it is": as_it_is})
+        found = timed(update, groups, settings, ways)
         usual = found["as it is"]
-        yield [name, "as it is / passes alone", f"{usual:.3f}", f"{usual / found['passes alone']:.3f}"]
-        for way, taken in list(found.items())[2:]:
-            yield [name, f"{way} / as it is", f"{taken:.3f}", f"{taken / usual:.3f}"]
+        lines.append(
+            [name, "as it is / passes alone", f"{usual:.3f}", f"{usual / found['passes alone']:.3f}"]
+        )
+        for way in list(ways)[1:]:
+            lines.append([name, f"{way} / as it is", f"{found[way]:.3f}", f"{found[way] / usual:.3f}"])
         if minibatches == 1:
-            yield from (["", *line] for line in parts(update, groups, settings))
+            of_parts = parts(update, groups, settings)
+        print(name, found, of_parts, flush=True)
+    return lines, of_parts
 
 
 def padding(lengths: Sequence[int], *, ordered: bool) -> tuple[float, float]:
@@ -330,12 +336,9 @@ def main() -> None:
     policy = build(settings)
     decisions = settings.groups * MEMBERS * settings.decisions
     print(f"{decisions} decisions, median of {settings.rounds} updates\n", flush=True)
-    lines: list[list[object]] = []
-    for line in updates(settings, policy):
-        lines.append(line)
-        print(line, flush=True)
-    print("\n" + table(["recipe", "", "s", "ratio"], [line for line in lines if len(line) == 4]))
-    print("\n" + table(["part of an update", "ms"], [line[1:] for line in lines if len(line) == 3]))
+    lines, of_parts = updates(settings, policy)
+    print("\n" + table(["recipe", "", "s", "ratio"], lines))
+    print("\n" + table(["part of an update", "ms"], of_parts))
     saved = counts() if settings.ways else []
     if saved:
         titles = ["suite", "padding, batch's order", "sorted", "passes with a mask, batch's order", "sorted"]
@@ -343,7 +346,7 @@ def main() -> None:
     if device.type == "cuda":
         print(f"\npeak memory {torch.cuda.max_memory_allocated(device) / 2**30:.1f} GiB")
     if settings.json:
-        content = {"commit": commit(), "updates": lines, "padding": saved}
+        content = {"commit": commit(), "updates": lines, "parts": of_parts, "padding": saved}
         Path(settings.json).write_text(json.dumps(content, indent=1))
     dist.destroy_process_group()
 

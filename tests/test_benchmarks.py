@@ -61,12 +61,12 @@ def test_a_benchmark_ends_with_its_table(
     assert re.search(LAST[name], capsys.readouterr().out)
 
 
-def small_learner_speed(monkeypatch: pytest.MonkeyPatch, flag: str) -> Any:
-    """The benchmark as its smallest command line with another flag calls it, without a compiler."""
+def small_learner_speed(monkeypatch: pytest.MonkeyPatch, *flags: str) -> Any:
+    """The benchmark as its smallest command line with further flags calls it, without a compiler."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     benchmark = import_module("learner_speed")
     monkeypatch.setattr(benchmark, "compile_blocks", lambda *_, **__: None)
-    monkeypatch.setattr(sys, "argv", ["learner_speed", *SMALLEST["learner_speed"], flag])
+    monkeypatch.setattr(sys, "argv", ["learner_speed", *SMALLEST["learner_speed"], *flags])
     return benchmark
 
 
@@ -110,9 +110,7 @@ def test_a_pass_is_timed_before_and_after_other_sizes(
 def test_layers_that_keep_what_they_need_are_timed_beside_those_that_do_not(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    benchmark = small_learner_speed(monkeypatch, "--recomputed")
-    monkeypatch.setattr(sys, "argv", [*sys.argv, "--kept-rows", "2"])
-    benchmark.main()
+    small_learner_speed(monkeypatch, "--recomputed", "--kept-rows", "2").main()
     lines = re.findall(r"^(one in \d|none) +2 +[\d.]+ +([\d.]+) ", capsys.readouterr().out, re.MULTILINE)
     assert [name for name, _ in lines] == ["one in 1", "one in 2", "one in 4", "none"]
     assert lines[0][1] == "1.000"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Final
+from typing import Final, Literal
 
 from asyncrl.config.run import TrainConfig
 from asyncrl.doctor.cost import Prediction, predict
@@ -12,6 +12,7 @@ from asyncrl.doctor.findings import Sizes
 from asyncrl.doctor.rates import DeviceRate
 from asyncrl.doctor.work import RunWork
 from asyncrl.launch.placement import parse_placement
+from asyncrl.launch.placement_text import span
 from asyncrl.launch.simulated import simulator_named
 
 WORTH_SAYING: Final = 1.1
@@ -33,9 +34,14 @@ def quickest(
         ranks: Of the run, on one host.
     """
     found = []
-    for flags, changed, text in _tried(config, ranks):
-        expected = predict(changed, work, sizes, device, parse_placement(text, ranks, 0))
+    for text, stages in _tried(config, ranks):
+        placement = parse_placement(text, ranks, 0)
+        if len(placement.learners) > config.algorithm.groups_per_update:
+            continue  # Each needs a group: a run refuses it.
+        chosen = replace(config, actor=replace(config.actor, pipeline_stages=stages))
+        expected = predict(chosen, work, sizes, device, placement)
         if expected.fits(device):
+            flags = f"--placement {text}" + (f" --actor.pipeline-stages {stages}" if stages > 1 else "")
             found.append((flags, expected))
     return max(found, key=lambda pair: pair[1].steps_per_hour, default=None)
 
@@ -54,27 +60,13 @@ def advice(
     return f"; {flags} is expected to be {ratio:.2f} times as quick"
 
 
-def _tried(config: TrainConfig, ranks: int) -> Iterator[tuple[str, TrainConfig, str]]:
-    """Yield flags, the run with them, and the placement: sides apart, together, and the world alone."""
-    single = replace(config, actor=replace(config.actor, pipeline_stages=1))
-    yield "--placement collocated", single, "collocated"
-    for learners in range(1, min(ranks, config.algorithm.groups_per_update + 1)):
-        text = f"learner={_span(0, learners)},actor={_span(learners, ranks)}"
-        yield f"--placement {text}", single, text
+def _tried(config: TrainConfig, ranks: int) -> Iterator[tuple[str, Literal[1, 2]]]:
+    """Yield placements and --actor.pipeline-stages: sides together, apart, worlds on GPUs of their own."""
+    yield "collocated", 1
+    for learners in range(1, ranks):
+        yield f"learner={span(0, learners)},actor={span(learners, ranks - learners)}", 1
     if ranks % 2 or config.actor.slots < 2 or simulator_named(config.world):
         return
-    staged = replace(config, actor=replace(config.actor, pipeline_stages=2))
     half = ranks // 2
-    for learners in {half, ranks}:
-        if learners <= config.algorithm.groups_per_update:
-            text = f"learner={_span(0, learners)},policy={_span(0, half)},world={_span(half, ranks)}"
-            yield f"--placement {text} --actor.pipeline-stages 2", staged, text
-
-
-def _span(first: int, end: int) -> str:
-    """Write ranks from `first` to before `end`.
-
-    >>> _span(0, 1), _span(2, 4)
-    ('0', '2-3')
-    """
-    return str(first) if end - first == 1 else f"{first}-{end - 1}"
+    for learners in (half, ranks):
+        yield f"learner={span(0, learners)},policy={span(0, half)},world={span(half, half)}", 2

@@ -21,6 +21,7 @@ from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.launch import rendezvous
 from asyncrl.launch.hosts import Hosts
 from asyncrl.launch.placement import Placement, checked_placement
+from asyncrl.launch.placement_text import span
 from asyncrl.observability import metrics_system as s
 from asyncrl.storage import run_folder
 from asyncrl.storage.atomic import read_json, write_json
@@ -83,11 +84,7 @@ class Advice:
     @property
     def placement(self) -> str:
         """For --placement."""
-        return f"learner={_span(0, self.learners)},actor={_span(self.learners, self.actors)}"
-
-
-def _span(first: int, count: int) -> str:
-    return str(first) if count == 1 else f"{first}-{first + count - 1}"
+        return f"learner={span(0, self.learners)},actor={span(self.learners, self.actors)}"
 
 
 def measure(config: TrainConfig, placement: Placement, rows: Iterable[Mapping[str, Any]]) -> Balance | None:

@@ -134,12 +134,12 @@ def compile_learning(update: Update, shown: Shown | None) -> None:
     then there are several graphs, which take minutes instead of half of one.
     """
     policy: object = update.policy
-    fixed = False
-    if shown is not None and isinstance(policy, FixesPrompts):
-        policy.fix_prompts(shown.tasks)
-        fix_sizes(update)
-        fixed = True
-    compile_blocks(update.policy, dynamic=False if fixed else None)
+    if shown is None or not isinstance(policy, FixesPrompts):
+        compile_blocks(update.policy)
+        return
+    policy.fix_prompts(shown.tasks)
+    fix_sizes(update)
+    compile_blocks(update.policy, dynamic=False)
 
 
 def _early_compile(

@@ -53,6 +53,15 @@ def sizes_of_hosts(text: str) -> tuple[int, ...]:
     return () if text in WORDS else _sizes(_items(text))
 
 
+def span(first: int, count: int) -> str:
+    """Write `count` ranks from `first` on.
+
+    >>> span(0, 1), span(2, 2)
+    ('0', '2-3')
+    """
+    return str(first) if count == 1 else f"{first}-{first + count - 1}"
+
+
 _Item = tuple[str, range, int | None]
 """Role, ranks of the host or, without one, of the job, and the host's number."""
 

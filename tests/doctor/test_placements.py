@@ -65,6 +65,8 @@ def test_each_learner_has_a_group() -> None:
     found = best(config, H100, 8)
     assert found is not None
     assert found[0].startswith("--placement learner=0,actor=")
+    # With room for both sides on every GPU, too: a run would refuse eight learners.
+    assert best(config, H200, 8) == ("--placement learner=0,actor=1-7", of(config, H200, "auto", 8))
 
 
 def test_nothing_is_said_where_nothing_fits_or_nothing_is_gained() -> None:
