@@ -41,6 +41,21 @@ def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
     return locked.to(device, non_blocking=True)
 
 
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Move a tensor to a device, through page-locked memory as `to_device` does.
+
+    Args:
+        tensor: ``[...]`` of any dtype.
+        device: Where to.
+
+    Returns:
+        ``[...]`` of the same dtype; `tensor` itself where it is there already.
+    """
+    if device.type != "cuda" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 def constant_to_device(array: NDArray[Any], device: torch.device) -> Tensor:
     """Copy an array that is kept: a tensor made in inference mode could not take part in a gradient later.
 

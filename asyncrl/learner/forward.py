@@ -9,6 +9,7 @@ Dimension letters used in this file:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any, Final, cast
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from asyncrl.devices.tensors import moved
 from asyncrl.learner.batches import Batch
 from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.learner.reference import Reference
@@ -116,7 +118,7 @@ class PolicyForward:
             result = self.evaluate(batch, rows_M)
             if rows is None:
                 continue
-            here_M = rows_M.to(self.device)
+            here_M = moved(rows_M, self.device)
             logprob_DCA[here_M] = result.logprob
             if result.value is not None:
                 if value_DK is None:
@@ -138,7 +140,7 @@ class PolicyForward:
             rows_M = ROW_IN_STEP if rows is None else cut_T[rows]
             value_M = self.values_at_end(batch, tasks.__getitem__, rows_M)
             if rows is not None:
-                value_B[rows_M.to(self.device)] = value_M
+                value_B[moved(rows_M, self.device)] = value_M
         return value_B
 
     def values_at_end(self, batch: Batch, task_of: Callable[[int], str], rows_M: Tensor) -> Tensor:
@@ -149,21 +151,25 @@ class PolicyForward:
         return cast("HasCritic", self.policy).values(inputs)[: len(rows_M), 0].float()
 
     def micro_batches(self, rows: int) -> Iterator[slice | None]:
-        """Cut `rows` rows into slices of a pass; None for every pass that only other ranks need.
+        """Yield the slices of `cut`. Each is a sign of progress: --hang-timeout counts from the last one."""
+        for part in self.cut(rows):
+            yield part
+            process_status.progress()
 
-        Learner ranks have different numbers of decisions but make the same number of passes. Each pass is a
-        sign of progress: --hang-timeout counts from the last one. One row is never left over for a pass by
-        itself, which a compiler would make other graphs for: the last two passes then share out their rows.
+    def cut(self, rows: int) -> list[slice | None]:
+        """Cut `rows` rows into slices of a pass; None for every pass that only other ranks need; collective.
+
+        Learner ranks have different numbers of decisions but make the same number of passes. One row is never
+        left over for a pass by itself, which a compiler would make other graphs for: the last two passes then
+        share out their rows.
         """
         own = -(-rows // self.micro_batch)
         needed = int(self.ranks.max(torch.tensor([float(own)]))[0])
         ends = [min((number + 1) * self.micro_batch, rows) for number in range(own)]
         if own > 1 and rows - ends[-2] == 1 and self.micro_batch > 2:
             ends[-2] -= 1
-        for number in range(needed):
-            start = ends[number - 1] if 0 < number < own else 0
-            yield slice(start, ends[number]) if number < own else None
-            process_status.progress()
+        parts: list[slice | None] = [slice(start, end) for start, end in pairwise([0, *ends])]
+        return parts + [None] * (needed - own)
 
     def prompt_lengths(self, tasks: Sequence[str]) -> Tensor:
         """Count the tokens of each instruction's prompt: int64, on the CPU; 0 if the policy does not say."""
@@ -179,7 +185,7 @@ class PolicyForward:
         sampling = SamplingParams(temperature=batch.temperature, top_k=batch.top_k)
         return (
             inputs,
-            {name: values[rows_M].to(self.device) for name, values in batch.sample.items()},
+            {name: moved(values[rows_M], self.device) for name, values in batch.sample.items()},
             sampling,
         )
 

@@ -2,8 +2,9 @@
 
     all weights are trained    every block (Llama layer, vision block) is a unit of its own, gathered when it
                                runs and freed after it; the rest (embeddings, norms, heads) is the root
-    adapters are               one unit, the root. Frozen weights stay unsharded: nothing of them changes,
-                               and gathering them in each pass would cost more than their room
+    adapters are               one unit, the root, which stays gathered in all passes of a step. Frozen
+                               weights are never sharded: nothing of them changes, and gathering them in each
+                               pass would cost more than their room
 
 What is spread becomes DTensors, so the optimizer must be built afterwards. Works on one rank as well: there
 it only separates the float32 weights from the bfloat16 passes.
@@ -16,7 +17,8 @@ The loss of every rank is averaged by FSDP2: multiply it by the number of ranks 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any, Literal
 
@@ -79,6 +81,41 @@ def spread(
         for module in network.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)  # gloo cannot average.
+
+
+@contextmanager
+def summed_gradient(policy: object) -> Iterator[Callable[[], None]]:
+    """Add up the gradients of several passes for one optimizer step, without work in between where it pays.
+
+    Adapters, one small unit, are gathered once and stay whole; their gradients are added up over the ranks
+    behind the last pass only. So a pass costs no more than on one rank. A policy of several units goes on
+    gathering and adding up in each pass: whole, it would not fit.
+
+    Args:
+        policy: Sharded, or not: then nothing is different.
+
+    Yields:
+        To be called before the last of the passes, by all ranks.
+    """
+    modules = policy.modules() if isinstance(policy, nn.Module) else ()
+    units = [module for module in modules if isinstance(module, FSDPModule)]
+    if len(units) != 1:
+        yield lambda: None
+        return
+    unit = units[0]
+
+    def pass_is_last(last: bool = True) -> None:
+        unit.set_requires_gradient_sync(last)
+        unit.set_reshard_after_backward(last)
+
+    pass_is_last(False)
+    unit.set_reshard_after_forward(False)
+    try:
+        yield pass_is_last
+    finally:
+        pass_is_last()
+        unit.set_reshard_after_forward(True)
+        unit.reshard()  # After a failure between two passes, too: publishing and checkpoints expect it.
 
 
 def mesh_of_ranks(device: torch.device, copies: int = 1) -> DeviceMesh:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.algorithm import Level
+from asyncrl.devices.tensors import moved
 from asyncrl.learner.batches import Batch
 from asyncrl.learner.forward import longest_first
 from asyncrl.learner.levels import taught, units_per_decision, valid_units
@@ -30,7 +31,7 @@ from asyncrl.learner.recipe import Recipe
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """Decisions with all that their loss needs. A minibatch is one too; `part` cuts it for the passes."""
+    """Decisions with all that their loss needs, on the policy's device. A minibatch is one too."""
 
     rows: Tensor
     """``[M]`` int64 on the CPU, rows of the batch."""
@@ -69,12 +70,19 @@ class MicroBatch:
         """Count the decisions that count in the loss."""
         return int(self.counted.sum())
 
-    def part(self, rows: slice | None, device: torch.device) -> MicroBatch:
-        """Cut out a micro-batch, on the policy's device; None gives the row that counts nothing."""
+    def part(self, rows: slice | None) -> MicroBatch:
+        """Cut out a micro-batch; None gives the row that counts nothing."""
         rows = slice(-1, None) if rows is None else rows
-        tensors = {f.name: x[rows] for f in fields(self) if (x := getattr(self, f.name)) is not None}
-        here = {name: x if name in ("rows", "counted") else x.to(device) for name, x in tensors.items()}
-        return replace(self, **here)
+        return replace(self, **{name: x[rows] for name, x in self._tensors().items()})
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """Move all but rows and counted to a device."""
+        tensors = self._tensors()
+        stay = {name: tensors.pop(name) for name in ("rows", "counted")}
+        return replace(self, **stay, **{name: moved(x, device) for name, x in tensors.items()})
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {f.name: x for f in fields(self) if (x := getattr(self, f.name)) is not None}
 
 
 def split_minibatches(
@@ -130,7 +138,7 @@ def build_minibatch(
         prompt_lengths: ``[D]`` int64 of the batch's decisions, tokens; long ones come first.
 
     Returns:
-        On the devices of `batch` and `prepared`; its last row counts nothing.
+        On the device of `prepared`; its last row counts nothing.
     """
     chosen = recipe.algorithm
     rows_M = torch.nonzero(torch.isin(batch.episode, episodes)).flatten()
@@ -157,9 +165,9 @@ def build_minibatch(
         return torch.cat([found[kept], found.new_zeros(1, *found.shape[1:])])
 
     def at_rows(found: Tensor | None) -> Tensor | None:
-        return None if found is None else found[rows.to(found.device)]
+        return None if found is None else found[moved(rows, found.device)]
 
-    return MicroBatch(
+    minibatch = MicroBatch(
         rows=rows,
         counted=counted,
         mask=batch.mask[rows] & counted[:, None, None],
@@ -175,3 +183,4 @@ def build_minibatch(
         values=at_rows(prepared.values),
         targets=at_rows(prepared.estimates.targets),
     )
+    return minibatch.to(prepared.first_logprob.device)

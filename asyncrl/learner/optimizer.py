@@ -54,6 +54,7 @@ class ClippedOptimizer:
         updates: int,
         critic_learning_rate: float,
         critic_warmup: int = 0,
+        fused: bool | None = None,
     ) -> None:
         """Build AdamW.
 
@@ -63,9 +64,13 @@ class ClippedOptimizer:
             updates: Of the whole run.
             critic_learning_rate: Of the value head.
             critic_warmup: First updates that train only the critic.
+            fused: Step all weights at once, and let the device skip a step whose gradient is not finite: the
+                host does not wait for it. Otherwise a step over a thousand shards is mostly Python. None: on
+                a GPU.
         """
         self.settings, self.updates, self.critic_warmup = settings, updates, critic_warmup
         self.device = next(iter(policy.trainable_parameters().values())).device
+        self._fused = self.device.type == "cuda" if fused is None else fused
         groups = policy.parameter_groups(settings.learning_rate, critic_learning_rate)
         self.optimizer = torch.optim.AdamW(
             groups,
@@ -73,19 +78,22 @@ class ClippedOptimizer:
             betas=(self.settings.beta1, self.settings.beta2),
             eps=self.settings.eps,
             weight_decay=self.settings.weight_decay,
-            fused=self.device.type == "cuda",  # Otherwise a step over a thousand shards is mostly Python.
+            fused=self._fused,
         )
         self._full_rates = [float(group["lr"]) for group in groups]
         self.policy_learns = True
         """False during the critic's warm-up."""
-        self.stepped = False
-        """Whether anything was changed since `set_version`."""
         self.bad_updates = 0
         """Updates so far with steps that were skipped because their gradient was not finite."""
         self.bad_in_a_row = 0
         """The last of them, one behind the other."""
-        self._bad_now = False
-        self._norms: dict[Metric, float] = {}
+        self._steps: list[Tensor] = []
+        """Norms ``[groups]`` of each step of this update, on the device; not finite: it was skipped."""
+
+    @property
+    def stepped(self) -> bool:
+        """Whether anything may have been changed since `set_version`."""
+        return bool(self._steps)
 
     def set_version(self, version: int) -> None:
         """Take the learning rates of the update from `version` to the next one."""
@@ -93,39 +101,61 @@ class ClippedOptimizer:
         for group, full in zip(self.optimizer.param_groups, self._full_rates, strict=True):
             group["lr"] = full * share
         self.policy_learns = version >= self.critic_warmup
-        self.stepped = self._bad_now = False
-        self._norms = {}
+        self._steps = []
 
     def clear_gradient(self) -> None:
         """Begin a minibatch."""
-        for group in self._learning_groups:
-            for parameter in group["params"]:
-                # Never None: AdamW steps over None, and a batch without signal must still decay the momentum.
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                else:
-                    parameter.grad.zero_()
+        self.optimizer.zero_grad(set_to_none=True)
 
     def step(self) -> None:
-        """Clip the gradient and step, or skip and count one that is not finite: then nothing changes."""
+        """Clip the gradient and step; skip one that is not finite, which changes nothing (`end_update`)."""
         if not self.policy_learns:  # What reached the policy on the way to the critic is not its gradient.
             for group in self.optimizer.param_groups:
                 for parameter in [] if _is_critic(group) else group["params"]:
                     parameter.grad = None
-        norms = [self._clip(group) for group in self._learning_groups]
-        if all(math.isfinite(norm) for norm in norms):
-            self.stepped = True
+        for parameter in (p for group in self._learning_groups for p in group["params"] if p.grad is None):
+            # AdamW steps over None, and a batch without signal must still decay the momentum.
+            parameter.grad = torch.zeros_like(parameter)
+        norms = torch.stack([self._clip(group) for group in self._learning_groups])
+        finite = torch.isfinite(norms).all()
+        self._steps.append(norms)
+        if self._fused:
+            skip = (~finite).float()
+            self.optimizer.found_inf = skip  # pyright: ignore[reportAttributeAccessIssue]  As GradScaler says it.
             self.optimizer.step()
-            self.bad_in_a_row = self.bad_in_a_row if self._bad_now else 0
-            for group, norm in zip(self._learning_groups, norms, strict=True):
-                metric = m.CRITIC_GRAD_NORM if _is_critic(group) else m.GRAD_NORM
-                self._norms[metric] = max(norm, self._norms.get(metric, 0.0))
-            return
-        if not self._bad_now:  # What is wrong with a batch reaches all of its minibatches: that is one fault.
-            self._bad_now = True
+        elif bool(finite):
+            self.optimizer.step()
+
+    def end_update(self) -> dict[Metric, float]:
+        """Wait for the steps since `set_version`, and count an update that skipped one.
+
+        Returns:
+            Largest norms of the gradient, learning rates, updates with skipped steps so far.
+        """
+        groups = self._learning_groups
+        norms = torch.stack(self._steps).cpu() if self._steps else torch.zeros(0, len(groups))
+        finite = torch.isfinite(norms).all(dim=1)
+        self._count(finite.tolist())
+        found: dict[Metric, float] = {}
+        if finite.any():
+            for group, largest in zip(groups, norms[finite].amax(dim=0).tolist(), strict=True):
+                found[m.CRITIC_GRAD_NORM if _is_critic(group) else m.GRAD_NORM] = largest
+        for group in self.optimizer.param_groups:
+            found[m.CRITIC_LEARNING_RATE if _is_critic(group) else m.LEARNING_RATE] = float(group["lr"])
+        return found | {m.BAD_UPDATES: float(self.bad_updates)}
+
+    def _count(self, finite: list[bool]) -> None:
+        """Count an update with steps that were skipped; a good step before them ends the row of bad ones."""
+        if finite and finite[0]:
+            self.bad_in_a_row = 0
+        skipped = finite.count(False)
+        if skipped:  # What is wrong with a batch reaches all of its minibatches: that is one fault.
             self.bad_updates += 1
             self.bad_in_a_row += 1
-        _log.warning("step skipped: the gradient is not finite (%d updates in a row)", self.bad_in_a_row)
+            _log.warning(
+                "%d of %d steps skipped: the gradient is not finite (%d updates in a row)",
+                *(skipped, len(finite), self.bad_in_a_row),
+            )
 
     @property
     def failure_reason(self) -> str:
@@ -140,21 +170,14 @@ class ClippedOptimizer:
             f"{self.settings.max_grad_norm})."
         )
 
-    def metrics(self) -> dict[Metric, float]:
-        """Return gradient norms of the update, learning rates, updates with skipped steps so far."""
-        rates = {
-            m.CRITIC_LEARNING_RATE if _is_critic(group) else m.LEARNING_RATE: float(group["lr"])
-            for group in self.optimizer.param_groups
-        }
-        return self._norms | rates | {m.BAD_UPDATES: float(self.bad_updates)}
-
     @property
     def _learning_groups(self) -> list[dict[str, Any]]:
         return [g for g in self.optimizer.param_groups if self.policy_learns or _is_critic(g)]
 
-    def _clip(self, group: dict[str, Any]) -> float:
+    def _clip(self, group: dict[str, Any]) -> Tensor:
+        """Clip the gradient of a group; returns its norm ``[]`` before that."""
         norm: Any = torch.nn.utils.clip_grad_norm_(group["params"], self.settings.max_grad_norm)
-        return float(_full(norm))
+        return _full(norm)
 
 
 def _is_critic(group: dict[str, Any]) -> bool:

@@ -5,7 +5,7 @@ with an advantage.
 
 Dimension letters used in this file:
     D  decisions of the batch      R  those that are evaluated      M  those of a micro-batch
-    C  steps per decision          A  numbers per step
+    N  those of them that are new  C  steps per decision      A  numbers per step
     U, V  units of a decision (`levels`)      K  values of a decision: 1, or C
 """
 
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from asyncrl.devices.tensors import moved
 from asyncrl.learner.accumulator import MetricAccumulator
 from asyncrl.learner.batches import Batch
 from asyncrl.learner.corrections import staleness_metrics
@@ -50,10 +51,10 @@ class PreparedBatch:
             rows: ``[M]`` int64, on the CPU; which decisions of the batch.
             logprob: ``[M, C, A]`` float32, nats.
         """
-        new_M = ~self.evaluated[rows]
-        if new_M.any():
+        new_N = torch.nonzero(~self.evaluated[rows]).flatten()
+        if len(new_N):
             device = self.first_logprob.device
-            self.first_logprob[rows[new_M].to(device)] = logprob.detach()[new_M.to(device)]
+            self.first_logprob[moved(rows[new_N], device)] = logprob.detach()[moved(new_N, device)]
             self.evaluated[rows] = True
 
     def first_seen(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,7 +63,7 @@ class PreparedBatch:
         On the device of `first_logprob`: ``[M, C, A]`` float32, nats, and ``[M, 1, 1]`` bool.
         """
         device = self.first_logprob.device
-        return self.first_logprob[rows.to(device)], self.evaluated[rows].to(device)[:, None, None]
+        return self.first_logprob[moved(rows, device)], moved(self.evaluated[rows], device)[:, None, None]
 
     def end_epoch(self) -> None:
         """From the second epoch on, what the first one found is the policy before the update."""
@@ -150,7 +151,7 @@ def _weights(
     device, counts = old_logprob.device, bool(len(rows_R))
     rows_R = rows_R if counts else ROW_IN_STEP
     behaviour, episode, mask, lag, taught_R = (
-        x[rows_R].to(device)
+        moved(x[rows_R], device)
         for x in (
             batch.logprob_behaviour,
             batch.episode,
@@ -159,7 +160,7 @@ def _weights(
             taught(estimates.advantages),
         )
     )
-    here_R = rows_R.to(device)
+    here_R = moved(rows_R, device)
     old_logprob, behaviour = (torch.where(mask, x, 0.0) for x in (old_logprob[here_R], behaviour))
     proximal = recipe.proximal(old_logprob, old_logprob, behaviour, lag)
     weights = recipe.weights(torch.where(mask, log_ratio(proximal, behaviour), 0.0), mask, episode)

@@ -26,6 +26,7 @@ from asyncrl.config.algorithm import (
 from asyncrl.learner.accumulator import MetricAccumulator
 from asyncrl.learner.batches import Batch
 from asyncrl.learner.forward import PolicyForward
+from asyncrl.learner.fsdp import summed_gradient
 from asyncrl.learner.minibatches import MicroBatch, build_minibatch, episodes_before, split_minibatches
 from asyncrl.learner.objective import update_loss
 from asyncrl.learner.optimizer import ClippedOptimizer
@@ -40,6 +41,7 @@ from asyncrl.learner.update_metrics import (
     movement_afterwards,
     reads_movement_in_passes,
 )
+from asyncrl.observability import process_status
 from asyncrl.observability.metrics import Metric
 from asyncrl.policies.interface import Policy
 
@@ -147,7 +149,7 @@ class Update:
         if not in_passes:
             metrics.fold(movement_afterwards(batch, prepared, self.forward))
         means = metrics.reduce(self.ranks, chosen.epochs * chosen.minibatches)
-        return finish_metrics(means) | self.stepper.metrics()
+        return finish_metrics(means) | self.stepper.end_update()
 
     def _add_gradient(
         self, batch: Batch, prepared: PreparedBatch, minibatch: MicroBatch, *, movement_read: bool
@@ -162,20 +164,25 @@ class Update:
         # A difference of densities would say nothing.
         bound = self.trust_region if "tokens" in batch.sample else 0.0
         through = recipe.trains_critic and recipe.critic.through_policy and learns
-        for rows in self.forward.micro_batches(minibatch.decisions):
-            micro = minibatch.part(rows, self.device)
-            now = self.forward.evaluate(batch, micro.rows, through=through)
-            if self.reference is not None:
-                reference = self.forward.reference(self.reference, batch, micro.rows)
-                micro = replace(micro, reference=reference)
-            loss, found = update_loss(recipe, now, micro, policy=learns, trust_region=bound)
-            (loss * self.ranks.size).backward()  # Sharded gradients are averaged over the ranks.
-            metrics.append(found)
-            self._passes += 1
-            self.on_pass(self._passes, max(self._passes, steps * -(-minibatch.decisions // size)))
-            if movement_read:
-                first, known = prepared.first_seen(micro.rows)
-                metrics.append(movement(first, now.logprob.detach(), micro.mask & known))
-            if rows is not None:
-                prepared.record_first_logprob(micro.rows, now.logprob)
+        parts = self.forward.cut(minibatch.decisions)
+        with summed_gradient(self.policy) as pass_is_last:
+            for number, rows in enumerate(parts, start=1):
+                micro = minibatch.part(rows)
+                now = self.forward.evaluate(batch, micro.rows, through=through)
+                if self.reference is not None:
+                    reference = self.forward.reference(self.reference, batch, micro.rows)
+                    micro = replace(micro, reference=reference)
+                loss, found = update_loss(recipe, now, micro, policy=learns, trust_region=bound)
+                if number == len(parts):
+                    pass_is_last()
+                (loss * self.ranks.size).backward()  # Sharded gradients are averaged over the ranks.
+                metrics.append(found)
+                self._passes += 1
+                self.on_pass(self._passes, max(self._passes, steps * -(-minibatch.decisions // size)))
+                if movement_read:
+                    first, known = prepared.first_seen(micro.rows)
+                    metrics.append(movement(first, now.logprob.detach(), micro.mask & known))
+                if rows is not None:
+                    prepared.record_first_logprob(micro.rows, now.logprob)
+                process_status.progress()
         return metrics

@@ -8,6 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from asyncrl.devices.tensors import moved
 from asyncrl.learner.accumulator import MetricAccumulator, effective_sample_size, variance
 from asyncrl.learner.batches import Batch
 from asyncrl.learner.corrections import k3
@@ -28,14 +29,14 @@ FEWEST_ROWS: Final = 4
 def advantage_metrics(batch: Batch, prepared: PreparedBatch, device: torch.device) -> MetricAccumulator:
     """Collect advantages over valid tokens, values and targets over valid decisions or steps."""
     found = MetricAccumulator()
-    advantages, mask = prepared.estimates.advantages.to(device), batch.mask.to(device)
+    advantages, mask = moved(prepared.estimates.advantages, device), moved(batch.mask, device)
     found.mean(m.ADVANTAGES_MEAN, advantages, mask)
     found.largest(m.ADVANTAGES_MAX, advantages, mask)
     found.largest(m.ADVANTAGES_MIN, -advantages, mask)
     if prepared.values is None or prepared.estimates.targets is None:
         return found
-    valid = prepared.value_mask(batch).to(device)
-    values, targets = prepared.values.to(device), prepared.estimates.targets.to(device)
+    valid = moved(prepared.value_mask(batch), device)
+    values, targets = moved(prepared.values, device), moved(prepared.estimates.targets, device)
     found.moments("target", targets, valid)
     found.moments("error", targets - values, valid)
     found.mean(m.VALUES_MEAN, values, valid)
@@ -83,8 +84,8 @@ def movement_afterwards(batch: Batch, prepared: PreparedBatch, forward: PolicyFo
     rows_M = evaluated[::stride] if len(evaluated) else ROW_IN_STEP
     with torch.no_grad():
         after = forward.evaluate(batch, rows_M, small=True).logprob
-    before = prepared.first_logprob[rows_M.to(after.device)]
-    return movement(before, after, batch.mask[rows_M].to(after.device) & bool(len(evaluated)))
+    before = prepared.first_logprob[moved(rows_M, after.device)]
+    return movement(before, after, moved(batch.mask[rows_M], after.device) & bool(len(evaluated)))
 
 
 def rows_of_movement(evaluated: int, most: int) -> int:

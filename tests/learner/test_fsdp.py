@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncrl.devices.offload import IdleOffload, OffloadedTensors
 from asyncrl.errors import ConfigError, ReplayError, RunError
 from asyncrl.learner.distributed_ranks import DistributedRanks
-from asyncrl.learner.fsdp import shard
+from asyncrl.learner.fsdp import shard, summed_gradient
 from asyncrl.policies.acceleration import enable_gradient_checkpointing
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.lora import add_lora, merged_tensors
@@ -114,18 +117,19 @@ def test_bf16_passes_keep_float32_weights_gradients_and_logits() -> None:
     assert 0 < answer["gap"] < 0.1
 
 
-def adapters_and_patched_forwards() -> None:
-    def build() -> OpenVLAOFTPolicy:
-        policy = policy_of()
-        add_lora(policy, 2, 0.0)
-        for name, parameter in policy.named_parameters():
-            if ".lora_B." in name:
-                torch.nn.init.normal_(parameter, std=0.1)
-        return policy.eval()
+def with_adapters() -> OpenVLAOFTPolicy:
+    policy = policy_of()
+    add_lora(policy, 2, 0.0)
+    for name, parameter in policy.named_parameters():
+        if ".lora_B." in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return policy.eval()
 
-    alone = build()
+
+def adapters_and_patched_forwards() -> None:
+    alone = with_adapters()
     loss_of(alone, slice(None)).backward()
-    policy = build()
+    policy = with_adapters()
     enable_gradient_checkpointing(policy)
     shard(policy, CPU, "fp32")
     group = DistributedRanks(20.0)
@@ -155,6 +159,64 @@ def same_gradients_also_with_adapters() -> None:
 @pytest.mark.timeout(90)
 def test_two_ranks_have_the_gradient_of_one_also_with_adapters_and_activation_checkpointing() -> None:
     run_ranks(same_gradients_also_with_adapters)
+
+
+class Collectives(TorchDispatchMode):
+    """Counts operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func.name().partition(".")[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def collectives(policy: OpenVLAOFTPolicy, ranks: int, passes: list[slice]) -> list[int]:
+    """Add up the gradients of the passes for one step; how often parts were gathered and sums spread."""
+    with Collectives() as seen, summed_gradient(policy) as pass_is_last:
+        for number, rows in enumerate(passes):
+            loss = ranks * loss_of(policy, rows)
+            if number == len(passes) - 1:
+                pass_is_last()
+            loss.backward()
+    return [seen.calls["c10d::_allgather_base_"], seen.calls["c10d::_reduce_scatter_base_"]]
+
+
+def fails_between_two_passes(policy: OpenVLAOFTPolicy, rows: slice) -> None:
+    with suppress(ZeroDivisionError), summed_gradient(policy):
+        loss_of(policy, rows).backward()
+        raise ZeroDivisionError
+
+
+def adapters_are_gathered_once_in_a_step() -> list[list[int]]:
+    group, counts = DistributedRanks(20.0), list[list[int]]()
+    one_by_one = [slice(2 * group.rank + row, 2 * group.rank + row + 1) for row in range(2)]
+    alone, adapted = with_adapters(), shard(with_adapters(), CPU, "fp32")
+    loss_of(alone, slice(None)).backward()
+    for _ in range(2):  # A second step begins as the first one did.
+        adapted.zero_grad()
+        counts.append(collectives(adapted, group.size, one_by_one))
+        for name, gradient in group.gather_full(gradients(adapted)).items():
+            expected = gradients(alone)[name]
+            torch.testing.assert_close(gradient, expected, atol=1e-5 * float(expected.abs().max()), rtol=0)
+    fails_between_two_passes(adapted, one_by_one[0])
+    assert all(isinstance(p, DTensor) for p in adapted.trainable_parameters().values()), "nothing stays whole"
+    whole = shard(policy_of(), CPU, "fp32")
+    return [
+        *counts,
+        collectives(whole, group.size, one_by_one[:1]),
+        collectives(whole, group.size, one_by_one),
+    ]
+
+
+@pytest.mark.timeout(90)
+def test_adapters_are_gathered_and_summed_once_in_a_step_of_several_passes() -> None:
+    for first, second, one_pass, two_passes in run_ranks(adapters_are_gathered_once_in_a_step):
+        assert first == second == [1, 1]
+        assert two_passes == [2 * number for number in one_pass], "all weights: in each pass"
+        assert min(one_pass) > 1
 
 
 def norm_of_gradients(copies: int) -> float:

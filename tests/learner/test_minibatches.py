@@ -81,11 +81,11 @@ def test_a_pass_for_the_others_counts_nothing() -> None:
     )
     assert minibatch.decisions == 4  # The second group carries no signal.
     assert minibatch.rows.tolist() == [0, 1, 2, 3, 0]
-    part = minibatch.part(None, torch.device("cpu"))
+    part = minibatch.part(None)
     assert (part.decisions, part.rows.tolist()) == (0, [0])
     assert float(part.counts.sum() + part.token_counts.sum() + part.value_counts.sum()) == 0
     assert not part.mask.any()
-    assert minibatch.part(slice(1, 3), torch.device("cpu")).rows.tolist() == [1, 2]
+    assert minibatch.part(slice(1, 3)).rows.tolist() == [1, 2]
     assert float(minibatch.counts.sum()) == pytest.approx(float(batch.mask[:4].sum() / batch.mask.sum()))
 
 

@@ -92,7 +92,8 @@ def test_an_actor_that_leaves_hands_over_what_is_finished_and_gives_the_rest_bac
         actor.leave(5.0)
         assert {acquire(other).number for _ in range(3)} == {0, 2, 3}
         assert time.monotonic() - began < 3.0
-        status = run.learner.status()
+        while not (status := run.learner.status())[m.EPISODES] and time.monotonic() - began < 10.0:
+            time.sleep(0.02)  # What the replay holds is written a little later.
         assert status[m.EPISODES] == 2, "the complete group was delivered"
         assert status[m.DROPPED_DEADLINE] == 1, "the episode of a group that nobody will complete"
         other.leave(1.0)
