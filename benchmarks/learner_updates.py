@@ -15,8 +15,9 @@ is:
 
 The first line of a recipe is the update over the forward and backward passes of its micro-batches alone. The
 second table says where an update's time goes, with a wait for the device around each part, so that its sum is
-more than an update takes. The last one counts what sorting saves at the sizes of a published recipe; it needs
-no device. With --no-ways only the first two are made, of updates with one step.
+more than an update takes; what the device does in an update, kernel by kernel, follows. The last one counts
+what sorting saves at the sizes of a published recipe; it needs no device. With --no-ways the first ones are
+made of updates with one step only.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
+import kernel_times
 import numpy as np
 import policy_speed
 import torch
@@ -47,7 +49,7 @@ from asyncrl.learner import prepare, update_metrics
 from asyncrl.learner import update as update_module
 from asyncrl.learner.batches import Batch, build_batch
 from asyncrl.learner.forward import longest_first
-from asyncrl.learner.fsdp import shard
+from asyncrl.learner.fsdp import shard, summed_gradient
 from asyncrl.learner.minibatches import split_minibatches
 from asyncrl.learner.placeholders import Shown
 from asyncrl.learner.ranks import not_finite
@@ -198,9 +200,13 @@ def passes_alone(update: Update, batch: Batch) -> None:
     rows = torch.nonzero((estimates.advantages != 0).flatten(1).any(dim=1)).flatten()
     rows = rows[longest_first(update.forward.prompt_lengths(batch.tasks)[rows])]
     update.stepper.clear_gradient()
-    for part in update.forward.micro_batches(len(rows)):
-        found = update.forward.evaluate(batch, rows[part])
-        (found.logprob.mean() + found.entropy.mean()).backward()
+    parts = update.forward.cut(len(rows))
+    with summed_gradient(update.policy) as pass_is_last:
+        for number, part in enumerate(parts, start=1):
+            found = update.forward.evaluate(batch, rows[part])
+            if number == len(parts):
+                pass_is_last()
+            (found.logprob.mean() + found.entropy.mean()).backward()
 
 
 def parts(update: Update, groups: Sequence[Sequence[Episode]], settings: Settings) -> list[list[object]]:
@@ -267,9 +273,11 @@ ONE_STEP: Final[dict[str, tuple[int, dict[str, Any]]]] = {"one step": (1, {"as i
 """Without --ways."""
 
 
-def updates(settings: Settings, policy: OpenVLAOFTPolicy) -> tuple[list[list[object]], list[list[object]]]:
-    """Time all ways of all recipes; returns lines of ways, and of the parts of an update with one step."""
-    groups = make_groups(policy, settings)
+def updates(
+    settings: Settings, policy: OpenVLAOFTPolicy
+) -> tuple[list[list[object]], list[list[object]], str]:
+    """Time all ways of all recipes; returns lines of ways, of an update's parts, its kernels."""
+    groups, kernels = make_groups(policy, settings), ""
     shown = Shown(image_size=64 if settings.tiny else 256, tasks=tuple(sorted({g[0].task for g in groups})))
     lines, of_parts = list[list[object]](), list[list[object]]()
     for name, (minibatches, ways) in RECIPES.items() if settings.ways else ONE_STEP.items():
@@ -294,8 +302,11 @@ def updates(settings: Settings, policy: OpenVLAOFTPolicy) -> tuple[list[list[obj
             lines.append([name, f"{way} / as it is", f"{found[way]:.3f}", f"{found[way] / usual:.3f}"])
         if minibatches == 1:
             of_parts = parts(update, groups, settings)
+            kernels = kernel_times.report(
+                "update", lambda update=update: whole(update, groups), update.device
+            )
         print(name, found, of_parts, flush=True)
-    return lines, of_parts
+    return lines, of_parts, kernels
 
 
 def padding(lengths: Sequence[int], *, ordered: bool) -> tuple[float, float]:
@@ -336,9 +347,10 @@ def main() -> None:
     policy = build(settings)
     decisions = settings.groups * MEMBERS * settings.decisions
     print(f"{decisions} decisions, median of {settings.rounds} updates\n", flush=True)
-    lines, of_parts = updates(settings, policy)
+    lines, of_parts, kernels = updates(settings, policy)
     print("\n" + table(["recipe", "", "s", "ratio"], lines))
     print("\n" + table(["part of an update", "ms"], of_parts))
+    print("\n" + kernels)
     saved = counts() if settings.ways else []
     if saved:
         titles = ["suite", "padding, batch's order", "sorted", "passes with a mask, batch's order", "sorted"]

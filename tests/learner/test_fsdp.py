@@ -166,7 +166,7 @@ class Collectives(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls = Counter[str]()
+        self.calls: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.calls[func.name().partition(".")[0]] += 1

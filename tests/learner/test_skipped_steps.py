@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from asyncrl.config.algorithm import OptimizerSettings
 from asyncrl.learner.fsdp import shard
@@ -39,15 +40,9 @@ def steps(scales: list[float], *, fused: bool, sharded: bool = False) -> tuple[d
         stepper.step()
         found.append(stepper.end_update())
     state = stepper.optimizer.state_dict()["state"]
-    local = {
-        f"{index} {name}": tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        for index, tensors in state.items()
-        for name, tensor in tensors.items()
-    }
-    local |= {
-        name: p.to_local() if hasattr(p, "to_local") else p.detach()
-        for name, p in policy.trainable_parameters().items()
-    }
+    tensors = {f"{i} {name}": x for i, held in state.items() for name, x in held.items()}
+    tensors |= policy.trainable_parameters()
+    local = {name: x.to_local() if isinstance(x, DTensor) else x for name, x in tensors.items()}
     return {name: tensor.detach().clone() for name, tensor in local.items()}, found
 
 
