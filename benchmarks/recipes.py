@@ -4,9 +4,11 @@
     python benchmarks/recipes.py configs/wan_libero_spatial_*.toml --full models/random --gpus 0,1 --groups 4
 
 A recipe runs as it is shipped, on random weights of the published size, which are written where they are not
-there; episodes have full length, and every decision counts. Only `--groups` makes an update smaller, and its
-minibatches no more than its groups. A learner that is alone trains adapters, as the recipes' headers say, and
-one rank learns and imagines (--placement collocated).
+there; episodes have full length, and every decision counts. `--groups` makes an update smaller, and its
+minibatches no more than its groups; where time is short `--decisions` ends episodes early. A learner that is
+alone trains adapters, as the recipes' headers say, and one rank learns and imagines (--placement collocated).
+Random worlds of OpenSora and EVAC have asyncrl's own layout, which is computed in float32 unless told
+otherwise; they get --imagination.precision bf16, as the published ones compute.
 
 The first update, which waits for everything to be compiled, does not count; with --skip 0 the time from it to
 the second one is all that counts. Time and memory stand beside those of the cost model (`asyncrl doctor
@@ -29,6 +31,7 @@ from asynchrony import Outcome
 from full_size import Kind, Scale, written
 from measuring import commit, heading, table
 
+from asyncrl.config.imagination import ImaginationSettings
 from asyncrl.config.loading import load_file
 from asyncrl.config.run import TrainConfig
 from asyncrl.doctor.cost import Prediction, predict
@@ -52,6 +55,8 @@ class Settings:
     """CUDA_VISIBLE_DEVICES of the runs; one rank each. Empty: two ranks on the CPU."""
     groups: int = 0
     """--algorithm.groups-per-update; 0: as shipped."""
+    decisions: int = 0
+    """--actor.max-decisions; 0: as shipped."""
     updates: int = 3
     """Of each run."""
     skip: int = 1
@@ -77,6 +82,14 @@ def kind_of(config: TrainConfig) -> Kind:
     return found
 
 
+def as_published(config: TrainConfig) -> ImaginationSettings:
+    """Let a random world compute as the published one does, which only Wan's has the layout for."""
+    imagination = config.imagination
+    if kind_of(config) == "wan" or imagination.precision != "stored":
+        return imagination
+    return replace(imagination, precision="bf16")
+
+
 def scaled(config: TrainConfig, settings: Settings, ranks: int) -> TrainConfig:
     """Return the recipe with a smaller batch, adapters where one rank learns, and both roles on one rank."""
     groups = settings.groups or config.algorithm.groups_per_update
@@ -86,7 +99,15 @@ def scaled(config: TrainConfig, settings: Settings, ranks: int) -> TrainConfig:
     alone = len(parse_placement(placement, ranks, 0).learners) == 1
     rank = config.lora.rank or (ADAPTERS if alone else 0)
     lora = replace(config.lora, rank=rank)
-    return replace(config, algorithm=algorithm, lora=lora, placement=placement)
+    actor = replace(config.actor, max_decisions=settings.decisions or config.actor.max_decisions)
+    return replace(
+        config,
+        algorithm=algorithm,
+        actor=actor,
+        lora=lora,
+        placement=placement,
+        imagination=as_published(config),
+    )
 
 
 def flags_of(recipe: Path, shipped: TrainConfig, config: TrainConfig, settings: Settings) -> list[str]:
@@ -95,8 +116,11 @@ def flags_of(recipe: Path, shipped: TrainConfig, config: TrainConfig, settings: 
     flags = [str(recipe.absolute()), "--policy", str(policy), "--world", str(world)]
     flags += ["--algorithm.groups-per-update", str(config.algorithm.groups_per_update)]
     flags += ["--algorithm.minibatches", str(config.algorithm.minibatches)]
+    flags += ["--actor.max-decisions", str(config.actor.max_decisions)]
     if config.lora.rank != shipped.lora.rank:
         flags += ["--lora.rank", str(config.lora.rank), "--optimizer.learning-rate", "1e-4"]
+    if config.imagination.precision != shipped.imagination.precision:
+        flags += ["--imagination.precision", config.imagination.precision]
     return flags
 
 

@@ -402,6 +402,18 @@ def test_a_recipe_is_made_smaller_and_stands_beside_what_is_expected(
         learner_waiting=0.5, actors_waiting=0.25, mfu=0.0, publish_seconds=0.0, published_bytes=0.0,
         memory={"learner/peak_memory": 2.0**31}, rows=2, loaded=1.0, first_update=3.0, seconds=9.0,
     )  # fmt: skip
+    # Random worlds of our own layout compute as published ones, unless something else was chosen.
+    assert config.imagination == replace(shipped.imagination, precision="bf16")
+    monkeypatch.setattr(recipes, "written", lambda *_: (tmp_path / "policy", tmp_path / "world"))
+    flags = recipes.flags_of(file, shipped, config, settings)
+    assert flags[flags.index("--imagination.precision") + 1] == "bf16"
+    rounded = replace(shipped, imagination=replace(shipped.imagination, precision="float8"))
+    assert recipes.scaled(rounded, settings, 2).imagination.precision == "float8"
+    wan = recipes.load_file(ROOT / "configs" / "wan_libero_spatial_grpo_openvlaoft.toml")
+    assert recipes.scaled(wan, settings, 2).imagination == wan.imagination
+    assert "--imagination.precision" not in recipes.flags_of(
+        file, wan, recipes.scaled(wan, settings, 2), settings
+    )
     name, decisions, taken, wanted, ratio, learner, *_ = recipes.line_of(file, found, prediction)
     assert (name, decisions, ratio, learner) == (file.stem, 512, "2.00", "2.0")
     assert float(taken) == pytest.approx(2 * float(wanted), rel=0.01)

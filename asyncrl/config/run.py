@@ -157,11 +157,11 @@ class TrainConfig(Bounded):
                 f"--guard.kind is lasting and --actor.success-frames is {self.actor.success_frames}, but a "
                 "success is found by one rule: lasting looks at a decision's last frame. Leave one out."
             )
-        if self.pace.every and self.imagination.precision != "stored":
+        if self.pace.every and self.imagination.precision == "float8":
             raise ConfigError(
-                f"--pace.every is {self.pace.every} and --imagination.precision is "
-                f"{self.imagination.precision}, but rounded weights cannot be replaced by a refit's. "
-                "Use --imagination.precision stored, or leave --pace.every out."
+                f"--pace.every is {self.pace.every} and --imagination.precision is float8, but weights of 8 "
+                "bits cannot be replaced by a refit's. Use --imagination.precision stored or bf16, or leave "
+                "--pace.every out."
             )
         if self.learner.frozen_precision == "float8" and not self.lora.rank:
             raise ConfigError(

@@ -16,12 +16,12 @@ from asyncrl.actors.pipeline import split_slots
 from asyncrl.config.run import TrainConfig
 from asyncrl.doctor.findings import Sizes
 from asyncrl.doctor.gpus import rank_needs
-from asyncrl.doctor.rates import FLOAT8, PASS_SECONDS, SHARED, SHARES, STEP_SECONDS, DeviceRate
+from asyncrl.doctor.rates import FLOAT8, FLOAT32, PASS_SECONDS, SHARED, SHARES, STEP_SECONDS, DeviceRate
 from asyncrl.doctor.work import RunWork
 from asyncrl.launch.placement import Placement
 from asyncrl.learner.recipe import Recipe, build_recipe
 from asyncrl.learner.update_metrics import reads_movement_in_passes, rows_of_movement
-from asyncrl.worlds.work import Stage
+from asyncrl.worlds.work import Stage, WorldWork
 
 DEVICES_PER_HOST: Final = 8
 _OPTIMIZER_BYTES: Final = 32
@@ -111,18 +111,26 @@ def actor_cost(config: TrainConfig, work: RunWork, device: DeviceRate) -> ActorC
     tokens = work.token_passes * least
     return ActorCost(
         policy=max(work.policy / (device.products * share), least) + tokens,
-        world=_seconds(work.world.decision, device, compiled=compiled),
-        opening=_seconds(work.world.opening, device, compiled=False) / work.decisions,
+        world=_seconds(work.world, work.world.decision, device, compiled=compiled),
+        opening=_seconds(work.world, work.world.opening, device, compiled=False) / work.decisions,
     )
 
 
-def _seconds(stages: tuple[Stage, ...], device: DeviceRate, *, compiled: bool) -> float:
-    return sum(_stage_seconds(stage, device, compiled=compiled) for stage in stages)
+def _seconds(world: WorldWork, stages: tuple[Stage, ...], device: DeviceRate, *, compiled: bool) -> float:
+    times = FLOAT32 if world.float32 else 1.0
+    return sum(_stage_seconds(stage, times, device, compiled=compiled) for stage in stages)
 
 
-def _stage_seconds(stage: Stage, device: DeviceRate, *, compiled: bool) -> float:
-    """Predict the seconds of a stage, some of whose products are of 8-bit numbers."""
-    counted = stage.flops - stage.float8 + stage.float8 / FLOAT8.of(compiled)
+def _stage_seconds(stage: Stage, times: float, device: DeviceRate, *, compiled: bool) -> float:
+    """Predict the seconds of a stage, some of whose products are of 8-bit numbers.
+
+    Args:
+        stage: What is computed.
+        times: What its other products take, in those of bfloat16 numbers.
+        device: Where.
+        compiled: Whether the network is.
+    """
+    counted = times * (stage.flops - stage.float8) + stage.float8 / FLOAT8.of(compiled)
     return stage.calls * counted / (device.products * SHARES[stage.name].of(compiled))
 
 

@@ -12,7 +12,7 @@ from asyncrl.doctor import placements, recomputation
 from asyncrl.doctor.cost import Prediction, predict
 from asyncrl.doctor.findings import Examination, Finding, Sizes, ok
 from asyncrl.doctor.host import GIB
-from asyncrl.doctor.rates import FLOAT8, H100, H200, KNOWN, DeviceRate
+from asyncrl.doctor.rates import FLOAT8, FLOAT32, H100, H200, KNOWN, DeviceRate
 from asyncrl.doctor.work import RunWork
 from asyncrl.errors import ConfigError
 from asyncrl.launch.placement import WORDS, parse_placement, ranks_named
@@ -66,6 +66,8 @@ def described(config: TrainConfig, work: RunWork, found: Prediction) -> str:
     narrow = ""
     if rounded:
         narrow = f" ({rounded / 1e12:.1f} of {float8_products(config.imagination.compile)})"
+    if work.world.float32:
+        narrow += f" (the world's in float32: {FLOAT32:g} times the time of --imagination.precision bf16)"
     frozen = ""
     if work.frozen:
         frozen = f"; {work.frozen / 1e12:.1f} TFLOP of a pass are {float8_products(config.learner.compile)}"

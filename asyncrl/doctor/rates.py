@@ -53,6 +53,9 @@ FLOAT8: Final = Share(eager=0.71, compiled=1.38)
 """Linear layers with 8-bit products in the time of one with bfloat16 ones, rounding included. Compiled,
 between Wan's denoiser, 257.6 ms instead of 337.5 (1.31), and a learner's passes, 658.4 instead of 949.2
 (1.44, H100). Eager: the passes 2133.3 instead of 1503.5; a denoiser was not timed."""
+FLOAT32: Final = 4.7
+"""Times that a world takes in float32 what it takes in bfloat16: the second to the last decision of a run's
+first batch, OpenSora at the published size, 251 s instead of 53 (H100). Other worlds were not timed."""
 SHARES: Final[Mapping[str, Share]] = {
     "policy": Share(eager=0.60, compiled=0.768),
     # Float32 adapters beside every layer; runs in bfloat16 have bfloat16 ones, which were not timed. Eager:

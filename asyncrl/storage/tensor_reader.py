@@ -242,7 +242,14 @@ def check_fit(module: nn.Module, files: TensorFiles, *, unused: bool = True) -> 
         )
 
 
-def fill(module: nn.Module, files: TensorFiles, *, dtype: torch.dtype, device: torch.device | str) -> None:
+def fill(
+    module: nn.Module,
+    files: TensorFiles,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    exact: Set[str] = frozenset(),
+) -> None:
     """Give `module` (which may live on the meta device) the weights of `files`, one tensor at a time.
 
     Args:
@@ -250,6 +257,7 @@ def fill(module: nn.Module, files: TensorFiles, *, dtype: torch.dtype, device: t
         files: Its weights, under its names.
         dtype: Floating-point type of the weights afterwards; whole numbers stay what they are.
         device: Where the weights go.
+        exact: Names of weights that become float32 instead; the module may have none of these names.
 
     Raises:
         CheckpointError: See `check_fit`.
@@ -261,6 +269,7 @@ def fill(module: nn.Module, files: TensorFiles, *, dtype: torch.dtype, device: t
     title = Path(files.label).name
     for name in tqdm(wanted, desc=title, unit="tensor", delay=2, mininterval=2, leave=False):
         tensor = files.read(name, buffer)
-        kept = dtype if tensor.is_floating_point() else tensor.dtype
+        chosen = torch.float32 if name in exact else dtype
+        kept = chosen if tensor.is_floating_point() else tensor.dtype
         ready[name] = tensor.to(device, kept, copy=True)
     module.load_state_dict(ready, assign=True)

@@ -32,6 +32,8 @@ class WorldWork:
     opening: tuple[Stage, ...] = ()
     """Once for each episode. Siblings that begin together are opened once, so it is an upper bound. Never
     compiled, as the numbers of slots that begin vary."""
+    float32: bool = False
+    """Whether all products but those of 8-bit numbers are of float32 ones; else they are of bfloat16 ones."""
 
 
 @torch.no_grad()

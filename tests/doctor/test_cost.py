@@ -14,7 +14,7 @@ from asyncrl.config.algorithm import LoraSettings
 from asyncrl.config.loading import load_file
 from asyncrl.config.run import TrainConfig
 from asyncrl.doctor import cost
-from asyncrl.doctor.cost import Prediction, actor_cost, learner_cost, predict
+from asyncrl.doctor.cost import ActorCost, Prediction, actor_cost, learner_cost, predict
 from asyncrl.doctor.findings import Sizes
 from asyncrl.doctor.published import published_run
 from asyncrl.doctor.rates import H100, H200, SHARES
@@ -381,6 +381,27 @@ def test_products_of_8_bits_are_as_fast_as_measured(kind: str, flops: float, com
     saved = flops / (H200.products * SHARES[f"{kind} denoise"].of(compiled)) * (1 - 1 / faster)
     assert stored.world - rounded.world == pytest.approx(saved)
     assert (rounded.policy, rounded.opening) == (stored.policy, stored.opening)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_world_in_float32_takes_its_multiple_of_the_time_but_for_its_8_bit_products(compiled: bool) -> None:
+    config = recipe("opensora_libero_spatial_grpo_openvlaoft")
+    config = replace(config, imagination=replace(config.imagination, compile=compiled))
+    rounded = in_float8(config)
+
+    def costs(chosen: TrainConfig, *, float32: bool) -> ActorCost:
+        _, work = published_run(chosen)
+        return actor_cost(chosen, replace(work, world=replace(work.world, float32=float32)), H200)
+
+    fast, slow = costs(config, float32=False), costs(config, float32=True)
+    assert slow.world == pytest.approx(4.7 * fast.world)
+    assert slow.opening == pytest.approx(4.7 * fast.opening)
+    assert slow.policy == fast.policy
+    flops = 10 * opensora_float8_flops() + opensora_float8_flops(frames=4)
+    narrow = flops / (H200.products * SHARES["opensora denoise"].of(compiled))
+    left = costs(rounded, float32=False).world - narrow / {False: 0.71, True: 1.38}[compiled]
+    mixed = costs(rounded, float32=True).world - narrow / {False: 0.71, True: 1.38}[compiled]
+    assert mixed == pytest.approx(4.7 * left)
 
 
 def test_the_rate_of_8_bit_products_follows_the_measured_one(measured_run: TrainConfig) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from asyncrl.commands import doctor as command
 from asyncrl.config.algorithm import LoraSettings
+from asyncrl.config.imagination import Precision
 from asyncrl.config.loading import load_file
 from asyncrl.config.run import TrainConfig
 from asyncrl.doctor import pace, work
@@ -141,6 +142,34 @@ def test_8_bit_layers_of_a_world_are_read_from_its_folder(
     assert [replace(s, float8=0.0) for s in stages_of(in_float8(config), policy)] == stages_of(config, policy)
 
 
+@pytest.mark.parametrize("kind", ["wan", "opensora", "evac"])
+def test_a_world_of_ours_is_reckoned_in_float32_unless_it_is_rounded(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work, "LEAST_FLOPS", 0.0)
+    WORLDS[kind](tmp_path)
+    policy, config = new_policy(OpenVLAOFTConfig.tiny()), replace(TrainConfig(), world=str(tmp_path))
+    stored, rounded = work_of(config, policy), work_of(in_precision(config, "bf16"), policy)
+    assert stored is not None
+    assert rounded is not None
+    assert (stored.world.float32, rounded.world.float32) == (True, False)
+    assert replace(stored.world, float32=False) == rounded.world
+
+
+def test_the_line_says_that_a_world_in_float32_takes_longer() -> None:
+    config = replace(load_file(WAN), device="cpu")
+    sizes, computed = published_run(config)
+    lines = []
+    for float32 in (False, True):
+        seen = replace(computed, world=replace(computed.world, float32=float32))
+        finding = check_pace(Examination(config=config, sizes=sizes, work=seen))
+        assert finding is not None
+        lines.append(finding.seen)
+    assert "float32" not in lines[0]
+    said = "(the world's in float32: 4.7 times the time of --imagination.precision bf16)"
+    assert f"a decision is 31.7 TFLOP {said} and takes" in lines[1]
+
+
 def stages_of(config: TrainConfig, policy: Policy) -> list[Stage]:
     seen = work_of(config, policy)
     assert seen is not None
@@ -148,7 +177,11 @@ def stages_of(config: TrainConfig, policy: Policy) -> list[Stage]:
 
 
 def in_float8(config: TrainConfig) -> TrainConfig:
-    return replace(config, imagination=replace(config.imagination, precision="float8"))
+    return in_precision(config, "float8")
+
+
+def in_precision(config: TrainConfig, precision: Precision) -> TrainConfig:
+    return replace(config, imagination=replace(config.imagination, precision=precision))
 
 
 def test_the_line_and_the_table_say_how_fast_8_bit_products_are() -> None:

@@ -36,6 +36,7 @@ from asyncrl.worlds.wan.vae import VaeConfig, WanVae
 from asyncrl.worlds.wan.world import WanWorld, save_world
 from support.accepted_worlds import accept
 from support.join_site import Site
+from support.published_worlds import EXPORTS, small_world
 from support.tiny_models import SIZE, WORLDS, write_models
 from support.whole_runs import exit_code, rows
 
@@ -287,6 +288,17 @@ def test_a_world_that_cannot_draw_beside_the_first_one_is_refused(models, tmp_pa
     config = parse([*models[1], "--guard.kind", "second", "--guard.world", str(folder)])
     with pytest.raises(ConfigError, match=rf"^--guard\.world .*{said}"):
         check_second_world(config)
+
+
+def test_a_published_world_draws_beside_one_of_ours_in_one_precision(models, tmp_path: Path) -> None:
+    """What a Wan world's autoencoder remembers of a slot has the type of its weights."""
+    save_world(tmp_path / "ours", small_world())
+    EXPORTS["wan"](tmp_path / "published")
+    arguments = [*models[1], "--world", str(tmp_path / "published"), "--imagination.context", "latents"]
+    arguments += ["--guard.kind", "second", "--guard.world", str(tmp_path / "ours")]
+    with pytest.raises(ConfigError, match="bytes that it remembers of a slot are"):
+        check_second_world(parse(arguments))
+    assert check_second_world(parse([*arguments, "--imagination.precision", "bf16"])).image_size == 256
 
 
 def test_a_run_is_refused_before_anything_is_made(models, tmp_path: Path, capsys) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from asyncrl.config.imagination import ImaginationSettings, Precision
 from asyncrl.config.pace import PaceSettings
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import RunError
@@ -19,8 +22,9 @@ from asyncrl.launch.world_channel import WorldChannel
 from asyncrl.observability import metrics_pace as m
 from asyncrl.pace import rounds
 from asyncrl.pace.fitter import WorldAt
+from asyncrl.weights import packing
 from support.accepted_worlds import accept, accepted_row, write_world
-from support.tiny_models import write_models
+from support.tiny_models import WORLDS, write_models
 
 
 class Sent:
@@ -42,8 +46,9 @@ class Sent:
 
 
 @pytest.fixture
-def models(tmp_path: Path) -> Path:
-    write_models(tmp_path / "models")
+def models(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """Small models; a test may name the kind of their world."""
+    write_models(tmp_path / "models", getattr(request, "param", "wan"))
     return tmp_path / "models"
 
 
@@ -111,6 +116,35 @@ def test_only_a_world_whose_round_has_its_line_is_sent(
     assert all(sent.newest[name].equal(tensor) for name, tensor in expected.items())
     channel.close()
     assert sent.closed
+
+
+@pytest.mark.parametrize("precision", ["stored", "bf16"])
+@pytest.mark.parametrize("models", WORLDS, indirect=True)
+def test_what_is_sent_has_the_types_of_what_actors_hold_and_is_copied_as_it_is(
+    config: TrainConfig, models: Path, run: Path, looks: Callable[[], None], precision: Precision
+) -> None:
+    """A manifest of other types would be refused, see `packing.require_same`."""
+    config = replace(config, imagination=ImaginationSettings(precision=precision))
+    first = refits.first_world(config)
+    world, reward = refits.load_world(config, first, torch.device("cpu"))
+    held = refits.refreshed_tensors(config, world, reward)
+    channel, sent = opened(config, run)
+    version = first.version + 1
+    folder = write_world(run, models / "world", version)
+    for file in folder.glob("*.safetensors"):
+        save_file({n: 1.01 * x if x.is_floating_point() else x for n, x in load_file(file).items()}, file)
+    rounds.append(run, accepted_row(version))
+    looks()
+    looks()
+    channel.close()
+    assert sent.versions == [version]
+    assert packing.build_manifest(sent.newest) == packing.build_manifest(held)
+    of_world = {tensor.dtype for name, tensor in held.items() if name.startswith("world.")}
+    assert of_world == ({torch.float32, torch.bfloat16} if precision == "bf16" else {torch.float32})
+    changed = [name for name, tensor in held.items() if not tensor.equal(sent.newest[name])]
+    assert len(changed) > len(held) / 2
+    packing.fill(held, sent.newest)
+    assert all(tensor.equal(sent.newest[name]) for name, tensor in held.items())
 
 
 def test_of_several_new_worlds_the_newest_is_sent_also_by_a_rank_0_that_comes_back(

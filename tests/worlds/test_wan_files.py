@@ -137,7 +137,7 @@ def test_files_of_the_true_size_are_recognised_and_checked_without_reading_them(
     with caplog.at_level(logging.INFO):
         files = open_world(tmp_path)
     assert (files.transformer_size, files.vae_size) == (TransformerConfig.full(), VaeConfig.full())
-    assert (files.image_size, files.schedule_steps, files.dtype) == (256, 5, torch.bfloat16)
+    assert (files.image_size, files.schedule_steps, files.types().dtype) == (256, 5, torch.bfloat16)
     assert files.check() == 2 * (5_025_334_464 + 704_688_668)
     assert f"is the published action-conditioned Wan2.2-TI2V-5B ({ACTION_MODEL})" in caplog.text
     assert f"is the published autoencoder of Wan 2.2 ({AUTOENCODER})" in caplog.text
@@ -577,7 +577,7 @@ def test_a_fitted_world_without_start_states_begins_at_the_shipped_ones(tmp_path
     reward = RewardConfig.tiny(())
     save_reward(tmp_path, ResNetReward(build_network(reward), reward))
     assert len(check_environment(TrainConfig(world=str(tmp_path))).starts) > 0
-    assert open_world(tmp_path).dtype == torch.float32
+    assert open_world(tmp_path).types().dtype == torch.float32
 
 
 def test_an_index_cannot_lead_out_of_its_folder(published: Path, tmp_path: Path) -> None:

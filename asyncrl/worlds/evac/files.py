@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import nn
 
-from asyncrl.config.imagination import WorldDefaults
+from asyncrl.config.imagination import ImaginationSettings, WorldDefaults
 from asyncrl.errors import CheckpointError
 from asyncrl.storage.atomic import read_json, write_json
 from asyncrl.storage.tensor_reader import TensorFiles, check_fit, fill
@@ -19,9 +19,12 @@ from asyncrl.worlds.evac.conditions import NETWORKS, EvacNetworks
 from asyncrl.worlds.evac.config import EvacConfig
 from asyncrl.worlds.evac.published import PublishedFiles, fill_published, find_published
 from asyncrl.worlds.evac.recognition import MARK
+from asyncrl.worlds.weight_types import WeightTypes, weight_types
 
 FORMAT: Final = "asyncrl-world-1"
 KIND: Final = "evac"
+AS_SAVED: Final = ImaginationSettings()
+"""Weights as the folder says."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +38,9 @@ class EvacFiles:
     published: PublishedFiles | None
     """Of a published folder; else None."""
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """What the weights become unless told otherwise."""
-        return torch.bfloat16 if self.published else torch.float32
+    def types(self, settings: ImaginationSettings = AS_SAVED) -> WeightTypes:
+        """Say what the weights become, but for those of the model of poses."""
+        return weight_types(settings, published=self.published is not None)
 
     def defaults(self) -> WorldDefaults:
         """Say how episodes are imagined where nothing was set."""
@@ -56,14 +58,14 @@ class EvacFiles:
         with torch.device("meta"):
             return EvacNetworks.build(self.config)
 
-    def check(self) -> int:
+    def check(self, settings: ImaginationSettings = AS_SAVED) -> int:
         """Check that all tensors are there and fit; return the bytes that the loaded world takes.
 
         Raises:
             CheckpointError: A tensor is missing, unknown or has the wrong shape.
         """
         networks = self.build()
-        modules, dtypes = networks.by_name(), self._dtypes(self.dtype)
+        modules, dtypes = networks.by_name(), self._dtypes(self.types(settings).dtype)
         if self.published:
             self.published.check(networks)
         for name, files in self.own.items():
@@ -73,11 +75,15 @@ class EvacFiles:
     def load(self, device: torch.device | str, dtype: torch.dtype | None) -> EvacNetworks:
         """Load the networks for inference, one tensor at a time, straight to `device`.
 
+        Args:
+            device: Where the weights go.
+            dtype: What they become, see `types`; None: as the folder says.
+
         Raises:
             CheckpointError: See `check`.
         """
         self.check()
-        networks, dtypes = self.build(), self._dtypes(self.dtype if dtype is None else dtype)
+        networks, dtypes = self.build(), self._dtypes(dtype or self.types().dtype)
         modules = networks.by_name()
         if self.published:
             fill_published(networks, self.published, self.config, dtypes=dtypes, device=device)

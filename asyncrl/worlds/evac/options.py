@@ -48,7 +48,7 @@ class EvacOptions:
         if settings.precision == "float8":
             raise ConfigError(
                 "--imagination.precision is float8, but of an EVAC world's denoiser most are convolutions, "
-                "which have no 8-bit products. Use stored."
+                "which have no 8-bit products. Use stored or bf16."
             )
         if settings.steps > 1000:
             raise ConfigError(

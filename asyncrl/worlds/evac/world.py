@@ -11,6 +11,7 @@ Dimension letters: B slots, C steps, P frames remembered, F = P + C, Z latent ch
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -103,12 +104,14 @@ class EvacWorld:
         """Check the files of a folder without loading weights. See `interface.World.check`."""
         EvacOptions.from_settings(settings, own)
         files = open_evac(folder)
-        return ModelSummary(image_size=files.config.image_size, nbytes=files.check(), version=files.version)
+        nbytes = files.check(settings)
+        return ModelSummary(image_size=files.config.image_size, nbytes=nbytes, version=files.version)
 
     @classmethod
     def load(cls, folder: Path, device: torch.device, settings: ImaginationSettings, **own: Any) -> EvacWorld:
         """Read a folder of ours or a published one. See `interface.World.load`."""
-        return load_world(folder, device=device, options=EvacOptions.from_settings(settings, own))
+        options, files = EvacOptions.from_settings(settings, own), open_evac(folder)
+        return _opened(files, device, files.types(settings).dtype, options)
 
     @classmethod
     def defaults(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> WorldDefaults:
@@ -123,14 +126,17 @@ class EvacWorld:
         """Estimate what a slot takes, which remembers its whole episode. See `interface.CountsSlots`."""
         options = EvacOptions.from_settings(settings, own)
         files = open_evac(folder)
-        return estimate_slot(files.config, decisions, files.dtype, guided=options.guidance != 1)
+        return estimate_slot(
+            files.config, decisions, files.types(settings).dtype, guided=options.guidance != 1
+        )
 
     @classmethod
     def decision_work(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> WorldWork:
         """Count what a slot costs. See `interface.CountsWork`."""
-        options, config = EvacOptions.from_settings(settings, own), open_evac(folder).config
-        steps = options.steps or config.schedule_steps
-        return decision_work(config, steps=steps, guided=options.guidance != 1)
+        options, files = EvacOptions.from_settings(settings, own), open_evac(folder)
+        steps = options.steps or files.config.schedule_steps
+        work = decision_work(files.config, steps=steps, guided=options.guidance != 1)
+        return replace(work, float32=files.types(settings).float32)
 
     def modules(self) -> dict[str, nn.Module]:
         """Return the six networks by name."""
@@ -309,6 +315,13 @@ class EvacWorld:
         return torch.cat([self._decode_frames(self.networks.autoencoder, part, scale) for part in parts])
 
 
+def _opened(
+    files: EvacFiles, device: torch.device | str, dtype: torch.dtype | None, options: EvacOptions | None
+) -> EvacWorld:
+    networks = files.load(device, dtype)
+    return EvacWorld(networks, files.config, options=options, version=files.version, device=device)
+
+
 def load_world(
     folder: Path,
     *,
@@ -321,15 +334,13 @@ def load_world(
     Args:
         folder: See `open_evac`.
         device: Where the weights go.
-        dtype: Of the weights once loaded; None takes `EvacFiles.dtype`.
+        dtype: Of the weights once loaded, see `EvacFiles.types`; None: as the folder says.
         options: How it samples; None: as published.
 
     Raises:
         CheckpointError: A file is missing or does not fit.
     """
-    files: EvacFiles = open_evac(folder)
-    networks = files.load(device, dtype)
-    return EvacWorld(networks, files.config, options=options, version=files.version, device=device)
+    return _opened(open_evac(folder), device, dtype, options)
 
 
 def save_world(folder: Path, world: EvacWorld) -> None:

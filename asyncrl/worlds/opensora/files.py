@@ -25,12 +25,15 @@ from asyncrl.worlds.opensora.recognition import lacks
 from asyncrl.worlds.opensora.rectified_flow import STEPS
 from asyncrl.worlds.opensora.stdit3 import STDiT3, STDiT3Config
 from asyncrl.worlds.opensora.work import decision_work
+from asyncrl.worlds.weight_types import WeightTypes, weight_types
 from asyncrl.worlds.work import WorldWork
 
 FORMAT: Final = "asyncrl-world-1"
 KIND: Final = "opensora"
 TRANSFORMER: Final = "transformer.safetensors"
 VAE: Final = "vae.safetensors"
+EXACT: Final = frozenset({"rope.freqs"})
+"""Rounded, positions would turn by other angles than those of the fit."""
 AS_SAVED: Final = ImaginationSettings()
 """Steps as the folder says."""
 
@@ -53,10 +56,9 @@ class WorldFiles:
     published: bool
     """The folder has the published layout."""
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """What the weights become unless told otherwise."""
-        return torch.bfloat16 if self.published else torch.float32
+    def types(self, settings: ImaginationSettings = AS_SAVED) -> WeightTypes:
+        """Say what the weights become."""
+        return weight_types(settings, published=self.published, exact=EXACT)
 
     def defaults(self, settings: ImaginationSettings = AS_SAVED) -> WorldDefaults:
         """Say how episodes are imagined where nothing was set.
@@ -77,16 +79,17 @@ class WorldFiles:
     def slot_bytes(self, settings: ImaginationSettings = AS_SAVED) -> SlotBytes:
         """Estimate the device memory of a slot beside the weights."""
         check_settings(settings)
-        return slot_bytes(self.transformer_size, self.vae_size, self.image_size, self.dtype)
+        return slot_bytes(self.transformer_size, self.vae_size, self.image_size, self.types(settings).dtype)
 
     def decision_work(self, settings: ImaginationSettings = AS_SAVED) -> WorldWork:
         """Count what a slot costs."""
         check_settings(settings)
         transformer, vae = self.build(unused_branches=False)
         steps = settings.steps or self.schedule_steps
-        return decision_work(
+        work = decision_work(
             transformer, vae, image_size=self.image_size, steps=steps, precision=settings.precision
         )
+        return replace(work, float32=self.types(settings).float32)
 
     def build(self, *, unused_branches: bool) -> tuple[STDiT3, FrameVae]:
         """Build the modules without memory for their weights (on the meta device)."""
@@ -106,19 +109,24 @@ class WorldFiles:
         check_fit(in_files, self.transformer, unused=False)
         check_fit(vae, self.vae, unused=False)
         used, _ = self.build(unused_branches=False)
-        nbytes = sum(p.numel() * self.dtype.itemsize for m in (used, vae) for p in m.parameters())
-        blocks = (used.spatial_blocks, used.temporal_blocks)
-        saved = sum(saved_bytes(block, self.dtype) for block in blocks)
-        return nbytes - saved * (settings.precision == "float8")
+        types, blocks = self.types(settings), (used.spatial_blocks, used.temporal_blocks)
+        saved = sum(saved_bytes(block, types.dtype) for block in blocks)
+        return types.nbytes(used) + types.nbytes(vae) - saved * (settings.precision == "float8")
 
     def load(
-        self, device: torch.device | str, dtype: torch.dtype | None = None, *, unused_branches: bool = False
+        self,
+        device: torch.device | str,
+        dtype: torch.dtype | None,
+        settings: ImaginationSettings,
+        *,
+        unused_branches: bool = False,
     ) -> tuple[STDiT3, FrameVae]:
         """Load the networks for inference, one tensor at a time, straight to `device`.
 
         Args:
             device: Where the weights go.
-            dtype: What they become; None takes `dtype`.
+            dtype: What all of them become; None takes `types`.
+            settings: Of the run. Layers of 8-bit numbers are made by `load_world`.
             unused_branches: Load the branches that nothing reads too, where the files have them: to write
                 published files again.
 
@@ -126,13 +134,13 @@ class WorldFiles:
             CheckpointError: See `check`.
         """
         self.check()
-        kept = self.dtype if dtype is None else dtype
+        types = self.types(settings) if dtype is None else WeightTypes(dtype=dtype)
         transformer, vae = self.build(
             unused_branches=unused_branches and self.transformer_size.unused_branches
         )
         wanted = self.transformer.only(transformer.state_dict().keys())
-        fill(transformer, wanted, dtype=kept, device=device)
-        fill(vae, self.vae, dtype=kept, device=device)
+        fill(transformer, wanted, dtype=types.dtype, device=device, exact=types.exact)
+        fill(vae, self.vae, dtype=types.dtype, device=device)
         vae.use_channels_last()
         return transformer.eval().requires_grad_(False), vae.eval().requires_grad_(False)
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 
+from asyncrl.config.imagination import Precision
 from asyncrl.devices.float8 import float8_flops
 from asyncrl.records import CHUNK
 from asyncrl.worlds.opensora.autoencoder import FrameVae
@@ -20,7 +19,7 @@ def decision_work(
     *,
     image_size: int,
     steps: int,
-    precision: Literal["stored", "float8"] = "stored",
+    precision: Precision = "stored",
 ) -> WorldWork:
     """Count the FLOPs of one slot.
 

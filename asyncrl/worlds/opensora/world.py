@@ -267,7 +267,7 @@ def load_world(
     Args:
         folder: See `open_world`.
         device: Where the weights go.
-        dtype: Of the weights once loaded; None takes `WorldFiles.dtype`.
+        dtype: Of all weights once loaded; None takes `WorldFiles.types`.
         settings: Steps and precision; compiling is left to `OpenSoraWorld.compile`.
         unused_branches: See `WorldFiles.load`.
 
@@ -280,7 +280,7 @@ def load_world(
     if rounded:
         float8.check_device(torch.device(device))
     files: WorldFiles = open_world(folder)
-    transformer, vae = files.load(device, dtype, unused_branches=unused_branches)
+    transformer, vae = files.load(device, dtype, settings, unused_branches=unused_branches)
     for blocks in (transformer.spatial_blocks, transformer.temporal_blocks) if rounded else ():
         float8.use_float8(blocks)
     return OpenSoraWorld(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
 
@@ -27,6 +27,7 @@ from asyncrl.worlds.wan.tiny_decoder import TinyDecoder, load_decoder
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae, use_channels_last
 from asyncrl.worlds.wan.work import decision_work
+from asyncrl.worlds.weight_types import WeightTypes, weight_types
 from asyncrl.worlds.work import WorldWork
 
 FORMAT: Final = "asyncrl-world-1"
@@ -34,6 +35,10 @@ TRANSFORMER: Final = "transformer.safetensors"
 VAE: Final = "vae.safetensors"
 ADAPTER_FOLDER: Final = "adapter"
 """Where a fit puts adapters alone; those of an earlier one belong to other weights."""
+EXACT: Final = frozenset(
+    f"{layer}.{part}" for layer in ("action_mlp1.0", "action_mlp2.0") for part in ("weight", "bias")
+)
+"""What actions enter through. Rounded, these layers would not cancel what is far from zero, as in pixels."""
 AS_SAVED: Final = ImaginationSettings()
 """Memory and steps as the folder says, the full decoder."""
 
@@ -55,10 +60,9 @@ class WorldFiles:
     published: bool
     """The files have the published names of tensors."""
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """What the weights become unless told otherwise."""
-        return torch.bfloat16 if self.published else torch.float32
+    def types(self, settings: ImaginationSettings = AS_SAVED) -> WeightTypes:
+        """Say what the weights become."""
+        return weight_types(settings, published=self.published, exact=EXACT)
 
     def defaults(self, settings: ImaginationSettings = AS_SAVED) -> WorldDefaults:
         """Say how episodes are imagined where nothing was set.
@@ -83,13 +87,13 @@ class WorldFiles:
     def slot_bytes(self, settings: ImaginationSettings) -> SlotBytes:
         """Estimate the device memory of a slot beside the weights."""
         _, vae = self.build()
-        nn.Module.to(vae, self.dtype)  # diffusers' own `to` warns
+        nn.Module.to(vae, self.types(settings).dtype)  # diffusers' own `to` warns
         return slot_bytes(vae, self.image_size, self.context(settings))
 
     def decision_work(self, settings: ImaginationSettings) -> WorldWork:
         """Count what a slot costs."""
         transformer, vae = self.build()
-        return decision_work(
+        work = decision_work(
             transformer,
             vae,
             image_size=self.image_size,
@@ -100,6 +104,7 @@ class WorldFiles:
             else None,
             precision=settings.precision,
         )
+        return replace(work, float32=self.types(settings).float32)
 
     def build(self) -> tuple[ActionWanTransformer, WanVae]:
         """Build the modules without memory for their weights (on the meta device)."""
@@ -117,8 +122,9 @@ class WorldFiles:
         check_fit(vae, self.vae)
         if settings.decoder == "tiny":
             self._tiny_decoder("cpu", torch.float32)
-        nbytes = sum(p.numel() * self.dtype.itemsize for m in (transformer, vae) for p in m.parameters())
-        return nbytes - saved_bytes(transformer.blocks, self.dtype) * (settings.precision == "float8")
+        types = self.types(settings)
+        nbytes = types.nbytes(transformer) + types.nbytes(vae)
+        return nbytes - saved_bytes(transformer.blocks, types.dtype) * (settings.precision == "float8")
 
     def load(
         self, device: torch.device | str, dtype: torch.dtype | None, settings: ImaginationSettings
@@ -128,19 +134,19 @@ class WorldFiles:
         Raises:
             ConfigError: See `float8.check_device`.
         """
-        kept = self.dtype if dtype is None else dtype
+        types = self.types(settings) if dtype is None else WeightTypes(dtype=dtype)
         if settings.precision == "float8":
             check_device(torch.device(device))
         transformer, vae = self.build()
-        fill(transformer, self.transformer, dtype=kept, device=device)
+        fill(transformer, self.transformer, dtype=types.dtype, device=device, exact=types.exact)
         if settings.precision == "float8":
             use_float8(transformer.blocks)
         size = self.transformer_size
         # Not in the file: computed from the size.
         transformer.rope = WanRotaryPosEmbed(size.head_dim, (1, size.patch, size.patch), 1024).to(device)
-        fill(vae, self.vae, dtype=kept, device=device)
+        fill(vae, self.vae, dtype=types.dtype, device=device)
         use_channels_last(vae)
-        decoder = self._tiny_decoder(device, kept) if settings.decoder == "tiny" else None
+        decoder = self._tiny_decoder(device, types.dtype) if settings.decoder == "tiny" else None
         return transformer.eval().requires_grad_(False), vae.eval().requires_grad_(False), decoder
 
     def _tiny_decoder(self, device: torch.device | str, dtype: torch.dtype) -> TinyDecoder:

@@ -173,7 +173,8 @@ class ActionWanTransformer(WanTransformer3DModel):
             actions_BTA: ``[B, T, A]`` float32 raw actions; action i produced frame i; the first is the dummy.
 
         Returns:
-            ``[B, Z, F, h, w]`` in the dtype of the weights.
+            ``[B, Z, F, h, w]`` in the dtype of the weights. The layers that actions enter through may be of
+            another one.
         """
         latents = latents_BZFhw.to(self.patch_embedding.weight.dtype)
         rotary = self.rope(latents)
@@ -194,15 +195,15 @@ class ActionWanTransformer(WanTransformer3DModel):
         """Return action tokens ``[B, T, D]``, time embedding ``[B, F, D]``, modulation ``[B, F, 6, D]``."""
         embedder = self.condition_embedder
         dtype = self.patch_embedding.weight.dtype
-        actions = actions_BTA.to(dtype)
         # Frame 0 is alone in its latent frame: its action is repeated until every latent frame has four.
-        padded = torch.cat([actions[:, :1].expand(-1, FRAMES_PER_LATENT - 1, -1), actions], dim=1)
+        repeated = actions_BTA[:, :1].expand(-1, FRAMES_PER_LATENT - 1, -1)
+        padded = torch.cat([repeated, actions_BTA], dim=1)
         per_latent = padded.unflatten(1, (times_BF.shape[1], FRAMES_PER_LATENT)).flatten(2)
         times = times_BF.to(torch.bfloat16) if self.size.round_timestep else times_BF
         waves = sinusoid(times, self.size.freq_dim).to(dtype)
-        embedding_BFD = embedder.time_embedder(waves) + self.action_mlp2(per_latent)
+        embedding_BFD = embedder.time_embedder(waves) + _enter(self.action_mlp2, per_latent)
         modulation_BF6D = embedder.time_proj(functional.silu(embedding_BFD)).unflatten(2, (6, -1))
-        return self.action_mlp1(actions), embedding_BFD, modulation_BF6D
+        return _enter(self.action_mlp1, actions_BTA), embedding_BFD, modulation_BF6D
 
     def _unpatch(self, tokens_BSP: Tensor, like_BZFhw: Tensor) -> Tensor:
         patch = self.size.patch
@@ -214,6 +215,12 @@ class ActionWanTransformer(WanTransformer3DModel):
         grid = tokens_BSP.unflatten(2, (patch, patch, -1)).unflatten(1, (frames, height, width))
         # [B, F, h/p, w/p, p, p, Z] -> [B, Z, F, h/p, p, w/p, p]
         return grid.permute(0, 6, 1, 2, 4, 3, 5).flatten(5, 6).flatten(3, 4)
+
+
+def _enter(mlp: Any, actions: Tensor) -> Tensor:
+    """Turn actions ``[..., A]`` into ``[..., D]``, each layer computing in the dtype of its weights."""
+    first, activation, last = mlp
+    return last(activation(first(actions.to(first.weight.dtype))).to(last.weight.dtype))
 
 
 def sinusoid(times: Tensor, channels: int) -> Tensor:

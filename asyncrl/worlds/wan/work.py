@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 
+from asyncrl.config.imagination import Precision
 from asyncrl.devices.float8 import float8_flops
 from asyncrl.records import CHUNK
 from asyncrl.worlds.wan.tiny_decoder import Decoder, FullDecoder, TinyDecoder
@@ -25,7 +26,7 @@ def decision_work(
     context: Literal["frames", "latents"],
     steps: int,
     tiny_decoder: TinyDecoder | None = None,
-    precision: Literal["stored", "float8"] = "stored",
+    precision: Precision = "stored",
 ) -> WorldWork:
     """Count the FLOPs of one slot.
 

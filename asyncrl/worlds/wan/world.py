@@ -341,7 +341,7 @@ def load_world(
     Args:
         folder: See `open_world`.
         device: Where the weights go.
-        dtype: Of the weights once loaded; None takes `WorldFiles.dtype`.
+        dtype: Of all weights once loaded; None takes `WorldFiles.types`.
         settings: Memory, decoder, steps and precision; compiling is left to `WanWorld.compile`.
 
     Raises:

@@ -178,7 +178,7 @@ def test_a_published_checkpoint_is_read_and_runs_nothing(tmp_path: Path, small: 
     lightning(folder, checkpoint(small), proof)
     files = open_evac(folder)
     assert files.config == SMALL
-    assert files.dtype == torch.bfloat16
+    assert files.types().dtype == torch.bfloat16
     loaded = load_world(folder, dtype=torch.float32)
     equal_networks(small, loaded.networks)
     assert not proof.exists()

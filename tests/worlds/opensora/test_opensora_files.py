@@ -191,7 +191,7 @@ def test_files_of_the_true_size_are_recognised_and_checked_without_reading_them(
     with caplog.at_level(logging.INFO):
         files = open_world(tmp_path)
     assert (files.transformer_size, files.vae_size) == (STDiT3Config.xl2(), VaeConfig.published())
-    assert (files.image_size, files.schedule_steps, files.dtype) == (256, 10, torch.bfloat16)
+    assert (files.image_size, files.schedule_steps, files.types().dtype) == (256, 10, torch.bfloat16)
     assert files.check() == 2 * (907_789_892 + 83_653_863)
     assert "is an STDiT3-XL/2 with actions, as published" in caplog.text
     assert "another size" not in caplog.text
