@@ -191,7 +191,7 @@ def as_it_is(update: Update) -> Iterator[None]:
 def whole(update: Update, groups: Sequence[Sequence[Episode]]) -> None:
     """What the learner does between a batch and the next version."""
     update(build_batch(groups, version=1), version=1)
-    assert not not_finite(update.policy.trainable_tensors(), update.ranks)
+    assert not not_finite(update.policy.trainable_parameters(), update.ranks)
 
 
 def passes_alone(update: Update, batch: Batch) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import MethodType
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,8 @@ from torch.distributed.fsdp import (
 from asyncrl.policies.interface import EvaluateResult
 
 Precision = Literal["fp32", "bf16"]
+_ONE_UNIT: Final = "asyncrl_has_one_unit"
+"""Attribute of a network that was spread: whether the root is its only unit."""
 
 
 def shard(policy: Any, device: torch.device, precision: Precision, *, copies: int = 1) -> Any:
@@ -77,6 +79,7 @@ def spread(
     # The root is freed after each forward pass too. Otherwise a pass without gradient would leave gathered
     # parameters in the module, where publishing and checkpoints expect the sharded ones.
     fully_shard(network, mesh=mesh, mp_policy=passes, reshard_after_forward=True, ignored_params=unsharded)
+    setattr(network, _ONE_UNIT, bool(unsharded))
     if device.type == "cpu":
         for module in network.modules():
             if isinstance(module, FSDPModule):
@@ -97,24 +100,23 @@ def summed_gradient(policy: object) -> Iterator[Callable[[], None]]:
     Yields:
         To be called before the last of the passes, by all ranks.
     """
-    modules = policy.modules() if isinstance(policy, nn.Module) else ()
-    units = [module for module in modules if isinstance(module, FSDPModule)]
-    if len(units) != 1:
+    if not (isinstance(policy, FSDPModule) and getattr(policy, _ONE_UNIT)):
         yield lambda: None
         return
-    unit = units[0]
+    unit = policy
 
     def pass_is_last(last: bool = True) -> None:
-        unit.set_requires_gradient_sync(last)
-        unit.set_reshard_after_backward(last)
+        # Of the unit alone: to look for others takes milliseconds.
+        unit.set_requires_gradient_sync(last, recurse=False)
+        unit.set_reshard_after_backward(last, recurse=False)
 
     pass_is_last(False)
-    unit.set_reshard_after_forward(False)
+    unit.set_reshard_after_forward(False, recurse=False)
     try:
         yield pass_is_last
     finally:
         pass_is_last()
-        unit.set_reshard_after_forward(True)
+        unit.set_reshard_after_forward(True, recurse=False)
         unit.reshard()  # After a failure between two passes, too: publishing and checkpoints expect it.
 
 

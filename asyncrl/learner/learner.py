@@ -297,7 +297,7 @@ class Learner:
 
     def _require_finite(self) -> None:
         """Raise RunError unless all weights that are trained are finite, on all ranks alike."""
-        tensors = self.update.policy.trainable_tensors()
+        tensors = self._parameters()
         if names := not_finite(tensors, self.ranks):
             raise RunError(
                 f"Weights are not finite, {len(names)} of {len(tensors)} tensors ({', '.join(names[:3])}), "

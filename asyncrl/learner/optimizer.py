@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from asyncrl.config.algorithm import OptimizerSettings
+from asyncrl.learner.ranks import own_parts
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.policies.interface import Policy
@@ -176,16 +178,43 @@ class ClippedOptimizer:
 
     def _clip(self, group: dict[str, Any]) -> Tensor:
         """Clip the gradient of a group; returns its norm ``[]`` before that."""
-        norm: Any = torch.nn.utils.clip_grad_norm_(group["params"], self.settings.max_grad_norm)
-        return _full(norm)
+        return clip([parameter.grad for parameter in group["params"]], self.settings.max_grad_norm)
 
 
 def _is_critic(group: dict[str, Any]) -> bool:
     return group.get("name") == "value"
 
 
-def _full(norm: Tensor) -> Tensor:
-    """Gather a norm: over sharded gradients it is itself spread over the ranks."""
+@torch.no_grad()
+def clip(gradients: Sequence[Tensor], largest: float) -> Tensor:
+    """Scale gradients so that their norm is at most `largest`; collective where ranks hold parts of them.
+
+    What `torch.nn.utils.clip_grad_norm_` does, on the parts themselves.
+
+    Args:
+        gradients: Any shapes, one float dtype; all of them sharded alike, or none.
+        largest: Positive.
+
+    Returns:
+        ``[]``, the norm of all of them before that; on their device, and nobody waits for it.
+    """
+    parts = own_parts(gradients)
+    norm = torch.nn.utils.get_total_norm([part for part in parts if part.numel()])
+    norm = _over_ranks(norm.to(parts[0].device), gradients[0])
+    scale = torch.clamp(largest / (norm + 1e-6), max=1.0)
+    multiply: Any = torch._foreach_mul_  # pyright: ignore[reportPrivateImportUsage]
+    multiply(parts, scale)
+    return norm
+
+
+def _over_ranks(norm: Tensor, like: Tensor) -> Tensor:
+    """Make the norm of this rank's parts that of all, which are sharded like one of them."""
     from torch.distributed.tensor import DTensor
 
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    if not isinstance(like, DTensor):
+        return norm
+    squared = norm.square()
+    for dimension, placement in enumerate(like.placements):
+        if placement.is_shard() and like.device_mesh.size(dimension) > 1:
+            torch.distributed.all_reduce(squared, group=like.device_mesh.get_group(dimension))
+    return squared.sqrt()

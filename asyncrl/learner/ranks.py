@@ -6,7 +6,7 @@ Every method is a collective: all ranks call the same ones in the same order. `S
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
 from typing import Protocol
 
@@ -18,6 +18,7 @@ from asyncrl.records import Episode
 from asyncrl.replay.interface import BatchDescription
 
 
+@torch.no_grad()
 def not_finite(tensors: Mapping[str, Tensor], ranks: LearnerRanks) -> list[str]:
     """Find the tensors that hold a number which is not finite, on any rank.
 
@@ -28,7 +29,7 @@ def not_finite(tensors: Mapping[str, Tensor], ranks: LearnerRanks) -> list[str]:
     Returns:
         Their names, the same on all ranks.
     """
-    parts = [_own_part(tensor) for tensor in tensors.values()]
+    parts = own_parts(tensors.values())
     # All in a few kernels, where one for each tensor takes a thousand. NaN stays NaN; a shard may be empty.
     largest = torch.nn.utils.get_total_norm([part for part in parts if part.numel()], norm_type=math.inf)
     if not float(ranks.max((~largest.isfinite()).float().reshape(1))[0]):
@@ -38,10 +39,15 @@ def not_finite(tensors: Mapping[str, Tensor], ranks: LearnerRanks) -> list[str]:
     return [name for name, bad in zip(tensors, found, strict=True) if bad]
 
 
-def _own_part(tensor: Tensor) -> Tensor:
+@torch.no_grad()
+def own_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return this rank's part of each tensor, which may be empty; all of it where it is not sharded.
+
+    What is done with plain tensors costs a thousand of them a few calls; DTensors cost each its own.
+    """
     from torch.distributed.tensor import DTensor
 
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
 Groups = Sequence[Sequence[Episode]]

@@ -20,6 +20,8 @@ from asyncrl.devices.offload import IdleOffload, OffloadedTensors
 from asyncrl.errors import ConfigError, ReplayError, RunError
 from asyncrl.learner.distributed_ranks import DistributedRanks
 from asyncrl.learner.fsdp import shard, summed_gradient
+from asyncrl.learner.optimizer import clip
+from asyncrl.learner.ranks import own_parts
 from asyncrl.policies.acceleration import enable_gradient_checkpointing
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.lora import add_lora, merged_tensors
@@ -225,9 +227,22 @@ def norm_of_gradients(copies: int) -> float:
     rows = ROWS // torch.distributed.get_world_size()
     begin = torch.distributed.get_rank() * rows
     (torch.distributed.get_world_size() * loss_of(policy, slice(begin, begin + rows))).backward()
-    norm = torch.nn.utils.clip_grad_norm_(list(policy.trainable_parameters().values()), 1.0)
-    assert isinstance(norm, DTensor)
-    return float(norm.full_tensor())
+    held = list(gradients(policy).values())
+    wanted = [torch.nn.Parameter(gradient.detach().clone()) for gradient in held]
+    for parameter, gradient in zip(wanted, held, strict=True):
+        parameter.grad = gradient.detach().clone()
+    largest = 0.01
+    expected: Any = torch.nn.utils.clip_grad_norm_(wanted, largest)
+    norm = float(clip(held, largest))
+    assert norm > 10 * largest
+    assert norm == pytest.approx(float(expected.full_tensor()), rel=1e-5)
+    for gradient, parameter in zip(held, wanted, strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(own_parts([gradient]), own_parts([parameter.grad]), rtol=1e-5, atol=0)
+    small = clip(held, 2 * largest)
+    assert float(small) == pytest.approx(largest, rel=1e-3), "nothing is scaled up"
+    assert float(clip(held, 1.0)) == pytest.approx(float(small), rel=1e-6)
+    return norm
 
 
 def two_copies_have_the_gradient_of_one_rank() -> tuple[float, float]:
