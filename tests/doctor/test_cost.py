@@ -164,19 +164,30 @@ def test_a_learner_that_computes_less_again_takes_what_is_predicted(
     assert found.learner_bytes / 2**30 == pytest.approx(63.5, rel=TOLERANCE)
 
 
-def test_a_recipe_on_one_device_takes_what_is_predicted() -> None:
-    shipped = recipe("wan_libero_spatial_grpo_openvlaoft")
+@pytest.mark.parametrize(
+    ("kind", "groups", "decisions", "counted", "seconds", "gib"),
+    [
+        ("wan", 2, 32, 512, 46.4, 61.2),
+        ("opensora", 1, 32, 256, (40.6 + 43.3) / 2, 41.6),
+        ("evac", 4, 8, 64, 64 * 35.0 / 48, 41.1),
+    ],
+)
+def test_a_recipe_on_one_device_takes_what_is_predicted(
+    kind: str, groups: int, decisions: int, counted: int, seconds: float, gib: float
+) -> None:
+    shipped = recipe(f"{kind}_libero_spatial_grpo_openvlaoft")
     config = replace(
         shipped,
         placement="collocated",
-        algorithm=replace(shipped.algorithm, groups_per_update=2, minibatches=2),
+        algorithm=replace(shipped.algorithm, groups_per_update=groups, minibatches=groups),
+        actor=replace(shipped.actor, max_decisions=decisions),
         lora=LoraSettings(rank=32),
     )
     sizes, work = published_run(config)
     found = predict(config, work, sizes, H200, parse_placement(config.placement, 1, 0))
-    assert found.decisions == 512
-    assert found.seconds == pytest.approx(46.4, rel=TOLERANCE)
-    assert found.learner_bytes == pytest.approx(61.2 * 2**30, rel=TOLERANCE)
+    assert found.decisions == counted
+    assert found.seconds == pytest.approx(seconds, rel=TOLERANCE)
+    assert found.learner_bytes == pytest.approx(gib * 2**30, rel=TOLERANCE)
 
 
 def test_two_stages_on_two_devices_take_what_is_predicted(
