@@ -3,7 +3,7 @@
     python benchmarks/scale_simulation.py
 
 The limiter (`asyncrl/replay/limiter.py`) grants, bounds the lag and picks, as in a run (`simulated_run.py`).
-The first table makes the whole runs of docs/measurements/performance.md from their measured one-sided rates:
+The first table makes the whole runs of docs/measurements/run_speed.md from their measured one-sided rates:
 what the simulation adds is waiting. The second one is of a recipe on 8, 64 and 512 GPUs, half of them
 learners: with the recipe's own batch, and with one in proportion to the GPUs; with a replay that costs
 nothing, and with one thread that takes in, stores and hands over everything.
@@ -56,7 +56,7 @@ MEASURED = (
     (2, 1, 457_650, 222_942, 446_021, 473_715, 0.014, 0.008),
     (4, 2, 668_414, 378_705, 670_580, 1_025_215, 0.020, 0.255),
 )
-"""docs/measurements/performance.md, whole runs: 4 groups of 8 episodes of 2 decisions."""
+"""docs/measurements/run_speed.md: 4 groups of 8 episodes of 2 decisions."""
 STEPS = 8 * 64
 """Of an update of those runs."""
 

@@ -1,8 +1,8 @@
 """What devices can do, and how much of it each network was seen to use. No torch.
 
-Every share is one of docs/measurements/performance.md, of an H200: of the rate of bfloat16 matrix products
-that the device reaches for a hundredth of a second (*burst*). Networks without a share of their own have that
-of the one they resemble, and the comment beside them says so.
+Every share is one of docs/measurements/policy_speed.md or world_speed.md, of an H200: of the rate of bfloat16
+matrix products that the device reaches for a hundredth of a second (*burst*). Networks without a share of
+their own have that of the one they resemble, and the comment beside them says so.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The cost model against what docs/measurements/performance.md measured, on an H200 and on several."""
+"""The cost model against what docs/measurements/*_speed.md measured, on an H200 and on several."""
 
 from __future__ import annotations
 
@@ -288,7 +288,7 @@ def test_a_world_with_8_bit_products_draws_as_fast_as_predicted(
 def test_passes_of_a_learner_take_what_is_predicted(
     measured_run: TrainConfig, compiled: bool, stored: float, rounded: float
 ) -> None:
-    """Forward and backward of 32 decisions, on an H100 (docs/measurements/performance.md)."""
+    """Forward and backward of 32 decisions, on an H100 (docs/measurements/policy_speed.md)."""
     for precision, seconds in (("stored", stored), ("float8", rounded)):
         learner = replace(
             measured_run.learner, compile=compiled, precision="bf16", frozen_precision=precision

@@ -1,4 +1,4 @@
-"""The doctor's estimate of device memory against what docs/measurements/performance.md measured."""
+"""The doctor's estimate of device memory against what docs/measurements/run_speed.md measured."""
 
 from __future__ import annotations
 

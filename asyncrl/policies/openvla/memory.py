@@ -6,7 +6,7 @@ A token of a block of width D with an MLP of M leaves so many numbers of D and o
     learning: what every block keeps for its backward 7 D + 3 M; with gradient checkpointing its input, D
     learning: what one block needs at a time         14 D + 6 M: computed again, and the gradients
 
-Held against measurements in docs/measurements/performance.md (tests/doctor/test_memory.py).
+Held against measurements in docs/measurements/run_speed.md (tests/doctor/test_memory.py).
 """
 
 from __future__ import annotations

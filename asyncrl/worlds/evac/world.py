@@ -47,7 +47,7 @@ FRAMES_AT_ONCE: Final = 32
 """Frames that the autoencoder takes at a time: its memory grows with them."""
 _WORKING: Final = 6
 """Times that the network takes what its way down leaves for its way up. This and `_DRAWING` are chosen so
-that the published sizes take what was measured (docs/measurements/performance.md): 236 MiB a slot, 4 GiB."""
+that the published sizes take what was measured (docs/measurements/world_speed.md): 236 MiB a slot, 4 GiB."""
 _DRAWING: Final = 8
 """Of the decoder's largest tensors, alive at the same time."""
 

@@ -16,7 +16,7 @@ from asyncrl.worlds.wan.vae import WanVae, decode_step, encode_step
 
 TENSORS_AT_ONCE: Final = 10
 """So many of the decoder's largest tensors were alive at the peak: from 50.0 GiB of an actor of 16 slots
-(docs/measurements/performance.md), less its weights and states."""
+(docs/measurements/run_speed.md), less its weights and states."""
 STATES: Final = 2
 """The state before a decision and the one after it."""
 _CONTEXT: Final = 4
