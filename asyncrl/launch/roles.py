@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from asyncrl.launch.placement import Placement
     from asyncrl.weights.interface import Receiver
 
 SHUTDOWN_TIMEOUT_EPISODES = 5.0
@@ -35,15 +36,12 @@ SHUTDOWN_TIMEOUT_EPISODES = 5.0
 
 def actor_main(config_json: str, info_json: str, name: str) -> None:
     """Imagine until the learner ends the run."""
-    import torch
-
     from asyncrl.launch import endpoints
     from asyncrl.launch.build_actor import build_acting, build_actor, starts_of
-    from asyncrl.launch.compiler_cache import use_compiler_cache
     from asyncrl.launch.environment import build_environment
     from asyncrl.launch.host_weights import TRANSPORT as HOST_TRANSPORT
     from asyncrl.launch.idle_offload import actor_offload
-    from asyncrl.launch.placement import actor_devices, parse_placement, threads_of_actor
+    from asyncrl.launch.placement import parse_placement
     from asyncrl.launch.policies import build_policy
     from asyncrl.launch.weight_transport import transport_of
     from asyncrl.pace.rounds import newest_world
@@ -55,14 +53,7 @@ def actor_main(config_json: str, info_json: str, name: str) -> None:
     process_status.publish_as(status_folder(run_dir), name)
     process_status.set_activity("loading models", config.startup_timeout)
     placement = parse_placement(config.placement, world_size(), 0, joined=True)
-    # One learner mostly waits for the actors; each further one has cores of its own.
-    taken = (len(placement.learners) - 1) * config.learner.threads
-    cores = len(os.sched_getaffinity(0)) - taken
-    torch.set_num_threads(config.actor.threads or threads_of_actor(len(placement.actors), cores))
-    device, world_device = actor_devices(config.device, placement, rank(), local_rank())
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # Whatever asks for "the" device must not begin to use another one.
-    use_compiler_cache(config, device)
+    device, world_device = _use_devices(config, placement)
     policy = build_policy(config, device)
     environment = build_environment(config, world_device)
     acting = build_acting(config, policy, environment)
@@ -101,6 +92,24 @@ def actor_main(config_json: str, info_json: str, name: str) -> None:
         if worlds is not None:
             worlds.close()
         lock.release()
+
+
+def _use_devices(config: TrainConfig, placement: Placement) -> tuple[torch.device, torch.device]:
+    """Take an actor's share of the cores, its device and the compiler's cache; returns the world's device too."""
+    import torch
+
+    from asyncrl.launch.compiler_cache import use_compiler_cache
+    from asyncrl.launch.placement import actor_devices, threads_of_actor
+
+    # One learner mostly waits for the actors; each further one has cores of its own.
+    taken = (len(placement.learners) - 1) * config.learner.threads
+    cores = len(os.sched_getaffinity(0)) - taken
+    torch.set_num_threads(config.actor.threads or threads_of_actor(len(placement.actors), cores))
+    device, world_device = actor_devices(config.device, placement, rank(), local_rank())
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # Whatever asks for "the" device must not begin to use another one.
+    use_compiler_cache(config, device)
+    return device, world_device
 
 
 def _receiver(

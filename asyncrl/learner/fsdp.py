@@ -100,7 +100,7 @@ def summed_gradient(policy: object) -> Iterator[Callable[[], None]]:
     Yields:
         To be called before the last of the passes, by all ranks.
     """
-    if not (isinstance(policy, FSDPModule) and getattr(policy, _ONE_UNIT)):
+    if not (isinstance(policy, FSDPModule) and getattr(policy, _ONE_UNIT, False)):
         yield lambda: None
         return
     unit = policy
