@@ -95,7 +95,7 @@ def actor_main(config_json: str, info_json: str, name: str) -> None:
 
 
 def _use_devices(config: TrainConfig, placement: Placement) -> tuple[torch.device, torch.device]:
-    """Take an actor's share of the cores, its device and the compiler's cache; returns the world's device too."""
+    """Take an actor's share of the cores, its device and compiler cache; returns the world's device too."""
     import torch
 
     from asyncrl.launch.compiler_cache import use_compiler_cache
