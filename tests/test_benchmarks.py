@@ -407,6 +407,9 @@ def test_a_recipe_is_made_smaller_and_stands_beside_what_is_expected(
     monkeypatch.setattr(recipes, "written", lambda *_: (tmp_path / "policy", tmp_path / "world"))
     flags = recipes.flags_of(file, shipped, config, settings)
     assert flags[flags.index("--imagination.precision") + 1] == "bf16"
+    short = recipes.scaled(shipped, replace(settings, decisions=8), 2)
+    assert recipes.expected(short, 2, measured=False).decisions == config.algorithm.groups_per_update * 8 * 8
+    assert "--actor.max-decisions 8" in " ".join(recipes.flags_of(file, shipped, short, settings))
     rounded = replace(shipped, imagination=replace(shipped.imagination, precision="float8"))
     assert recipes.scaled(rounded, settings, 2).imagination.precision == "float8"
     wan = recipes.load_file(ROOT / "configs" / "wan_libero_spatial_grpo_openvlaoft.toml")
