@@ -66,9 +66,9 @@ class ClippedOptimizer:
             updates: Of the whole run.
             critic_learning_rate: Of the value head.
             critic_warmup: First updates that train only the critic.
-            fused: Step all weights at once, and let the device skip a step whose gradient is not finite: the
-                host does not wait for it. Otherwise a step over a thousand shards is mostly Python. None: on
-                a GPU.
+            fused: Step all weights at once, where a step over a thousand shards is mostly Python otherwise,
+                and let the device skip a step that is not finite: the host does not wait for it. None: on a
+                GPU.
         """
         self.settings, self.updates, self.critic_warmup = settings, updates, critic_warmup
         self.device = next(iter(policy.trainable_parameters().values())).device

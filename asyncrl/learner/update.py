@@ -159,7 +159,7 @@ class Update:
         With `movement_read` these say also how far the policy is by now from the one before the update.
         """
         recipe, learns = self.recipe, self.stepper.policy_learns
-        steps, size = recipe.algorithm.epochs * recipe.algorithm.minibatches, recipe.algorithm.micro_batch
+        steps = recipe.algorithm.epochs * recipe.algorithm.minibatches
         metrics: list[MetricAccumulator] = []
         # A difference of densities would say nothing.
         bound = self.trust_region if "tokens" in batch.sample else 0.0
@@ -178,7 +178,7 @@ class Update:
                 (loss * self.ranks.size).backward()  # Sharded gradients are averaged over the ranks.
                 metrics.append(found)
                 self._passes += 1
-                self.on_pass(self._passes, max(self._passes, steps * -(-minibatch.decisions // size)))
+                self.on_pass(self._passes, max(self._passes, steps * len(parts)))
                 if movement_read:
                     first, known = prepared.first_seen(micro.rows)
                     metrics.append(movement(first, now.logprob.detach(), micro.mask & known))

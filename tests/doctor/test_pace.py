@@ -105,11 +105,15 @@ def test_small_models_have_no_line() -> None:
     assert check_pace(Examination(config=TrainConfig())) is None
 
 
+@pytest.fixture
+def small_models_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work, "LEAST_FLOPS", 0.0)
+
+
 @pytest.mark.parametrize("kind", ["wan", "opensora", "evac"])
 def test_the_work_of_a_world_is_read_from_its_folder(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path, small_models_count: None
 ) -> None:
-    monkeypatch.setattr(work, "LEAST_FLOPS", 0.0)
     WORLDS[kind](tmp_path)
     policy = new_policy(OpenVLAOFTConfig.tiny())
     config = replace(TrainConfig(), world=str(tmp_path), actor=replace(TrainConfig().actor, max_decisions=3))
@@ -131,9 +135,8 @@ def test_the_work_of_a_world_is_read_from_its_folder(
 
 @pytest.mark.parametrize(("name", "kind"), [("tabletop", "wan"), ("tabletop_opensora", "opensora")])
 def test_8_bit_layers_of_a_world_are_read_from_its_folder(
-    name: str, kind: str, monkeypatch: pytest.MonkeyPatch
+    name: str, kind: str, small_models_count: None
 ) -> None:
-    monkeypatch.setattr(work, "LEAST_FLOPS", 0.0)
     config, policy = replace(TrainConfig(), world=name), new_policy(OpenVLAOFTConfig.tiny())
     found = {stage.name: stage for stage in stages_of(in_float8(config), policy)}
     denoise = found.pop(f"{kind} denoise")
@@ -144,9 +147,8 @@ def test_8_bit_layers_of_a_world_are_read_from_its_folder(
 
 @pytest.mark.parametrize("kind", ["wan", "opensora", "evac"])
 def test_a_world_of_ours_is_reckoned_in_float32_unless_it_is_rounded(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path, small_models_count: None
 ) -> None:
-    monkeypatch.setattr(work, "LEAST_FLOPS", 0.0)
     WORLDS[kind](tmp_path)
     policy, config = new_policy(OpenVLAOFTConfig.tiny()), replace(TrainConfig(), world=str(tmp_path))
     stored, rounded = work_of(config, policy), work_of(in_precision(config, "bf16"), policy)
