@@ -32,6 +32,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
+from asyncrl.learner.rounded_linear import round_trained_layers
 from asyncrl.policies.interface import EvaluateResult
 
 Precision = Literal["fp32", "bf16"]
@@ -67,12 +68,12 @@ def spread(
     """
     make_float32_masters(network, precision)
     mesh = mesh_of_ranks(device, copies)
+    unsharded = _frozen_and_ready(network, precision)
     passes = MixedPrecisionPolicy()
-    if precision == "bf16":
+    if precision == "bf16" and not (unsharded and round_trained_layers(network)):
         passes = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=cast_inputs
         )
-    unsharded = _frozen_and_ready(network, precision)
     for unit in [] if unsharded else blocks:
         fully_shard(unit, mesh=mesh, mp_policy=passes)
     network.register_forward_hook(_copied)
