@@ -40,7 +40,7 @@ def waits_of(micro_batch: int) -> int:
             update(batch)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    return sum("synchroniz" in str(warning.message) for warning in seen)
+    return sum("called a synchronizing CUDA operation" in str(warning.message) for warning in seen)
 
 
 def test_an_update_waits_for_the_device_at_its_end_whatever_its_passes() -> None:
@@ -49,5 +49,4 @@ def test_an_update_waits_for_the_device_at_its_end_whatever_its_passes() -> None
         one_pass, eight_passes = waits_of(16), waits_of(2)
     finally:
         dist.destroy_process_group()
-    assert 0 < one_pass < 8
-    assert eight_passes == one_pass
+    assert eight_passes == one_pass == 3  # For the means, the maxima, and the steps' norms.
