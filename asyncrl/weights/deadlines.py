@@ -117,11 +117,14 @@ class TransportSession:
         )
 
     def drop(self) -> None:
-        """Abort the link, if there is one, without ever blocking for long or failing."""
-        link, self._session = self._session, None
-        if link is None:
+        """Abort and free the link, if there is one, without ever blocking for long or failing."""
+        if self._session is None:
             return
+        # Freed where it is aborted: its destructor joins threads of its own, and may wait as well.
+        links, self._session = [self._session], None
         try:
-            run_bounded(link.abort, seconds=ABORT_SECONDS, what="ending a weight link", given_up=str)
+            run_bounded(
+                lambda: links.pop().abort(), seconds=ABORT_SECONDS, what="ending a weight link", given_up=str
+            )
         except WeightSyncError as error:
             _log.warning("%s Its memory is not freed.", error)

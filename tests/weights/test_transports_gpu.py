@@ -84,6 +84,28 @@ def test_a_killed_actor_on_the_learners_gpu_does_not_stop_those_on_others(folder
     channel.close()
 
 
+def test_a_link_over_nccl_ends_at_once_however_long_a_broadcast_may_take(folder: Path) -> None:
+    """Its group asks nobody for news through a store that was deleted, which would last as long."""
+    if GPUS < 2:
+        pytest.skip(f"needs 2 GPUs, found {GPUS}")
+    patient = 3 * PATIENCE
+    channel = build_publisher("nccl", folder, device="cuda:0", deadline=patient)
+    for version in range(2):
+        actor = Actor()
+        actor.join(channel, "far", "nccl", "cuda:1", patient)
+        timed_publish(channel, version, "cuda:0")
+        assert actor.ask(version) == (version, raw(policy(version)))
+        time.sleep(3.0)  # NCCL's monitor looks every second.
+        if version == 0:
+            actor.signal(signal.SIGKILL)
+            actor.end()
+    closing = time.monotonic()
+    channel.close()
+    assert time.monotonic() - closing < PATIENCE / 2
+    assert actor.ask("leave") == "left"
+    actor.end()
+
+
 def test_the_sum_for_gpus_is_the_same_on_both_kinds_of_device() -> None:
     generator = torch.Generator().manual_seed(0)
     words = torch.randint(-(2**63), 2**63 - 1, (1000 * packing.FOLD + 3,), generator=generator)

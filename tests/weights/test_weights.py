@@ -15,7 +15,7 @@ from asyncrl.errors import ConfigError, WeightSyncError
 from asyncrl.observability import metrics_system as m
 from asyncrl.weights import membership, packing
 from asyncrl.weights.broadcast_receiver import BroadcastReceiver
-from asyncrl.weights.deadlines import run_bounded
+from asyncrl.weights.deadlines import TransportSession, run_bounded
 from asyncrl.weights.interface import ChannelClosed
 from asyncrl.weights.membership import connect
 from asyncrl.weights.publisher import BroadcastPublisher, build_publisher
@@ -285,6 +285,26 @@ def test_an_action_that_blocks_fails_or_is_given_up_ends_with_an_error_that_name
         run_bounded(lambda: 1 // 0, seconds=PATIENCE, what="broadcasting", given_up=str)
     assert run_bounded(lambda: 7, seconds=PATIENCE, what="counting", given_up=str) == 7
     never.set()
+
+
+def test_a_link_is_freed_on_the_thread_that_may_be_left_behind() -> None:
+    freed: list[int] = []
+
+    class Slow:
+        """A link whose destructor says where it ran."""
+
+        def abort(self) -> None:
+            assert not freed
+
+        def __del__(self) -> None:
+            freed.append(threading.get_ident())
+
+    session = TransportSession(PATIENCE, str)
+    session.form("forming", Slow)  # pyright: ignore[reportArgumentType]
+    session.drop()
+    assert len(freed) == 1
+    assert freed[0] != threading.get_ident()
+    assert not session.formed
 
 
 def test_a_truncated_ipc_handle_is_refused() -> None:

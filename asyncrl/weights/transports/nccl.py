@@ -97,9 +97,17 @@ class _NcclLink:
 def _lenient_watchdog() -> Iterator[None]:
     """Build an NCCL group whose watchdog reports errors but does not end the process; the others keep theirs.
 
+    Nor does it look every second whether another rank wants a dump: the store that it would ask is deleted
+    once all members are linked, and a torch FileStore waits for its file as long as for a key. Whoever ended
+    the link would wait that long too, 60 s by default.
+
     The group reads these variables once, in its constructor.
     """
-    settings = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+    settings = {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        "TORCH_NCCL_ENABLE_MONITORING": "0",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    }
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
     try:
