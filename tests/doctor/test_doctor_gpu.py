@@ -60,6 +60,6 @@ def test_the_rate_of_this_gpu_is_measured() -> None:
     known = KNOWN.get(torch.cuda.get_device_name(device))
     if known is None:
         assert found.products > 1e12
-    else:  # Ten products, of a card that may share its power and its host's time.
-        assert found.products == pytest.approx(known.products, rel=0.25)
+    else:  # Ten products, of a card that others may use meanwhile: no faster than it is, and of its order.
+        assert known.products / 10 < found.products < 1.25 * known.products
         assert found.bandwidth == known.bandwidth

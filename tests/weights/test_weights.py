@@ -300,7 +300,7 @@ def test_a_link_is_freed_on_the_thread_that_may_be_left_behind() -> None:
             freed.append(threading.get_ident())
 
     session = TransportSession(PATIENCE, str)
-    session.form("forming", Slow)  # pyright: ignore[reportArgumentType]
+    session.form("forming", Slow)
     session.drop()
     assert len(freed) == 1
     assert freed[0] != threading.get_ident()
