@@ -13,14 +13,14 @@ from asyncrl.doctor.rates import DeviceRate
 from asyncrl.doctor.work import RunWork
 from asyncrl.launch.placement import Placement
 
-TRIED: Final = (8, 4, 2)
-"""Values of --learner.gradient-checkpointing-every, the fastest first."""
+TRIED: Final = (0, 8, 4, 2)
+"""One layer in so many computes again, the fastest first; 0: none."""
 
 
 def with_fewer(
     config: TrainConfig, work: RunWork, sizes: Sizes, device: DeviceRate, placement: Placement
 ) -> tuple[int, Prediction] | None:
-    """Return the fastest --learner.gradient-checkpointing-every that fits, and what it is expected to take.
+    """Return in how many layers one may compute again (0: none), the fastest that fits, and what it takes.
 
     None: it is in use, nothing is computed again, or the policy does not say what layers keep.
 
@@ -36,10 +36,11 @@ def with_fewer(
         return None
     saved = (sizes.kept - sizes.learning) * now.gradient_checkpointing_every
     for every in TRIED:
-        if every <= now.gradient_checkpointing_every:
+        if 0 < every <= now.gradient_checkpointing_every:
             return None
-        chosen = replace(config, learner=replace(now, gradient_checkpointing_every=every))
-        there = replace(sizes, learning=sizes.kept - saved // every)
+        learner = replace(now, gradient_checkpointing=every > 0, gradient_checkpointing_every=every or 1)
+        chosen = replace(config, learner=learner)
+        there = replace(sizes, learning=sizes.kept - (saved // every if every else 0))
         found = predict(chosen, work, there, device, placement)
         if found.fits(device):
             return every, found
@@ -52,8 +53,14 @@ def advice(config: TrainConfig, work: RunWork, sizes: Sizes, device: DeviceRate,
     if found is None:
         return ""
     every, expected = found
+    flag = f"--learner.gradient-checkpointing-every {every}"
+    if not every:
+        set_before = config.learner.gradient_checkpointing_every > 1
+        flag = "--learner.no-gradient-checkpointing" + (
+            " --learner.gradient-checkpointing-every 1" if set_before else ""
+        )
     return (
-        f"; a learner has room for --learner.gradient-checkpointing-every {every}: "
+        f"; a learner has room for {flag}: "
         f"{expected.learner_bytes / GIB:.0f} of {device.memory / GIB:.0f} GiB, and "
         f"{expected.learner.update:.1f} s for an update"
     )

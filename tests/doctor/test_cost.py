@@ -17,7 +17,7 @@ from asyncrl.doctor import cost
 from asyncrl.doctor.cost import ActorCost, Prediction, actor_cost, learner_cost, predict
 from asyncrl.doctor.findings import Sizes
 from asyncrl.doctor.published import published_run
-from asyncrl.doctor.rates import H100, H200, SHARES
+from asyncrl.doctor.rates import H100, H200, SHARES, DeviceRate
 from asyncrl.doctor.work import RunWork
 from asyncrl.errors import ConfigError
 from asyncrl.launch.placement import parse_placement
@@ -162,6 +162,51 @@ def test_a_learner_that_computes_less_again_takes_what_is_predicted(
     assert in_turns.steps_per_hour == pytest.approx(309_262, rel=TOLERANCE)
     assert found.bottleneck == "actors"  # The learner waited 47 % of the time.
     assert found.learner_bytes / 2**30 == pytest.approx(63.5, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("device", "groups", "micro_batch", "every", "seconds", "gib"),
+    [(H200, 18, 48, 0, 6.348, 105.0), (H200, 4, 32, 4, 1.643, 63.1), (H100, 16, 32, 4, 6.839, 63.9)],
+)
+def test_updates_alone_take_what_is_predicted(
+    measured_run: TrainConfig,
+    device: DeviceRate,
+    groups: int,
+    micro_batch: int,
+    every: int,
+    seconds: float,
+    gib: float,
+) -> None:
+    config = replace(
+        measured_run,
+        algorithm=replace(measured_run.algorithm, groups_per_update=groups, micro_batch=micro_batch),
+        learner=replace(
+            measured_run.learner,
+            compile=True,
+            gradient_checkpointing=every > 0,
+            gradient_checkpointing_every=every or 1,
+        ),
+    )
+    sizes, work = published_run(config)
+    found = predict(config, work, sizes, device, parse_placement(*TWO, 0))
+    assert found.decisions == 16 * groups
+    assert found.learner.update == pytest.approx(seconds, rel=TOLERANCE)
+    assert found.learner_bytes / 2**30 == pytest.approx(gib, rel=0.05)
+
+
+def test_a_shared_device_with_compiled_passes_takes_what_is_predicted(measured_run: TrainConfig) -> None:
+    config = replace(
+        measured_run,
+        actor=replace(measured_run.actor, slots=8),
+        learner=replace(measured_run.learner, compile=True),
+    )
+    sizes, work = published_run(config)
+    one = parse_placement("auto", 1, 0)
+    found = predict(config, work, sizes, H100, one)
+    in_turns = predict(replace(config, synchronous=True), work, sizes, H100, one)
+    assert found.steps_per_hour == pytest.approx(295_227, rel=TOLERANCE)
+    assert in_turns.steps_per_hour == pytest.approx(296_184, rel=TOLERANCE)
+    assert found.learner_bytes / 2**30 == pytest.approx((25_576_537_088 + 40_430_043_136) / 2**30, rel=0.05)
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,15 @@ def test_a_learner_alone_on_80_gb_keeps_what_three_layers_of_four_need() -> None
 def test_more_memory_keeps_more() -> None:
     best = found(recipe(), H200)
     assert best is not None
-    assert best[0] == 8
+    assert best[0] == 0
+    none = recipe(gradient_checkpointing=False)
+    sizes, work = published_run(none)
+    assert best[1] == predict(none, work, sizes, H200, parse_placement(*TWO, 0))
+    larger = recipe()
+    larger = replace(larger, algorithm=replace(larger.algorithm, micro_batch=64))
+    best = found(larger, H200)
+    assert best is not None
+    assert best[0] == 4
 
 
 @pytest.mark.parametrize(
@@ -75,5 +83,13 @@ def test_the_line_about_the_pace_names_the_flag_and_what_it_takes() -> None:
     sizes, work = published_run(config)
     finding = check_pace(Examination(config=config, sizes=sizes, work=work))
     assert finding is not None
-    said = "; a learner has room for --learner.gradient-checkpointing-every 8: 69 of 131 GiB, and "
+    said = "; a learner has room for --learner.no-gradient-checkpointing: 75 of 131 GiB, and "
     assert said in finding.seen
+
+
+def test_what_was_set_before_is_taken_back_too() -> None:
+    config = recipe(gradient_checkpointing_every=4)
+    sizes, work = published_run(config)
+    said = advice(config, work, sizes, H200, parse_placement(*TWO, 0))
+    wanted = "--learner.no-gradient-checkpointing --learner.gradient-checkpointing-every 1"
+    assert said.startswith(f"; a learner has room for {wanted}: 75 of 131 GiB")
