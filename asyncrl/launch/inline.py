@@ -6,26 +6,66 @@ So the lag is exactly --replay.max-lag once that many batches are ahead, and a r
 from __future__ import annotations
 
 from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from asyncrl.actors.actor import Actor
+from asyncrl.actors.imagination import Imagination
+from asyncrl.actors.play import Play
+from asyncrl.config.imagination import WorldDefaults
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch import console, learner_ranks, rendezvous, run_log
 from asyncrl.launch.build_actor import build_acting, build_actor, starts_of
 from asyncrl.launch.compiler_cache import use_compiler_cache
 from asyncrl.launch.environment import EnvironmentFiles, build_environment, with_world_defaults
-from asyncrl.launch.learner_start import load_models, start_run
+from asyncrl.launch.learner_start import LearnerStart, load_models, start_run
 from asyncrl.launch.placement import pick_device
 from asyncrl.launch.policies import build_policy
 from asyncrl.launch.roles import open_run_replay
+from asyncrl.launch.simulated import SimulatorFiles
 from asyncrl.observability import process_status
 from asyncrl.observability.process_log import logged_to
 from asyncrl.observability.signals import StopFlag
 from asyncrl.replay.in_process_ports import InProcessActorPort, InProcessLearnerPort
 from asyncrl.storage import run_folder
 from asyncrl.storage.run_folder import REPLAY
-from asyncrl.weights.transports.in_process import build_in_process
+from asyncrl.weights.transports.in_process import InProcessPublisher, build_in_process
+
+if TYPE_CHECKING:
+    from asyncrl.launch.inline_refits import InlineRefits
+    from asyncrl.learner.learner import Learner
+    from asyncrl.observability.metrics_logger import MetricsLogger
+
+
+class _Turns:
+    """What the process does while the learner waits for a batch."""
+
+    actor: Actor
+    refits: InlineRefits | None = None
+    """Of --pace.every."""
+
+    def __call__(self) -> bool:
+        """Imagine for a while. Returns whether there was anything to imagine."""
+        if self.refits is not None:
+            self.refits.turn(self.actor)
+        return self.actor.round(0.0)
+
+
+class _Roles(NamedTuple):
+    """All of them, in this process."""
+
+    config: TrainConfig
+    """With the world's defaults put in."""
+    said: WorldDefaults
+    device: torch.device
+    files: EnvironmentFiles | SimulatorFiles
+    start: LearnerStart
+    acting: Imagination[Any] | Play
+    turns: _Turns
+    port: InProcessLearnerPort
+    publisher: InProcessPublisher
 
 
 def run_inline(config: TrainConfig, stop: StopFlag) -> int:
@@ -36,25 +76,47 @@ def run_inline(config: TrainConfig, stop: StopFlag) -> int:
     """
     if (ranks := rendezvous.world_size()) > 1:
         raise ConfigError(f"--inline is one process, but torchrun started {ranks}. Leave --inline out.")
-    run_folder.check_free(config)
-    run_log.check(config)
-    torch.set_num_threads(config.learner.threads)
-    torch.manual_seed(config.seed)
-    device = pick_device(config.device)
-    use_compiler_cache(config, device)
-    asked = config
+    roles = _build(config)
+    asked, config, start = config, roles.config, roles.start
+    with (
+        logged_to(start.run_dir / "logs" / "inline.log"),
+        run_log.opened(config, start) as log,
+        ExitStack() as stack,
+    ):
+        if config.pace.every:
+            roles.turns.refits = _refits(roles, stack, log)
+        _introduce(asked, roles, log)
+        try:
+            learner = _learn(roles, stop, log)
+        finally:
+            roles.acting.close()
+            roles.port.close()
+            start.lock.release()
+        log.banner(console.final_summary(config, start.run_dir, learner.end_reason, start.simulator))
+    run_log.compact_at_end(config, start.run_dir, learner.version, stop_requested=lambda: stop.set)
+    return 0
+
+
+def _build(asked: TrainConfig) -> _Roles:
+    """Check everything, load the models, and open or find the run's folder."""
+    run_folder.check_free(asked)
+    run_log.check(asked)
+    torch.set_num_threads(asked.learner.threads)
+    torch.manual_seed(asked.seed)
+    device = pick_device(asked.device)
+    use_compiler_cache(asked, device)
     config, said = with_world_defaults(asked)
     policy, files = load_models(config, device)
     environment = build_environment(config, device)
     acting = build_acting(config, build_policy(config, device), environment)
     start = start_run(config, policy, files)
-    run_dir = start.run_dir
-    process_status.publish_as(run_dir, "inline")
+    process_status.publish_as(start.run_dir, "inline")
     publisher, receiver = build_in_process(device)
-    replay = open_run_replay(run_dir / REPLAY, config, start=start.replay)
+    replay = open_run_replay(start.run_dir / REPLAY, config, start=start.replay)
+    turns = _Turns()
     # Before the actor introduces itself: groups an earlier one left open are the resume's to give up.
-    port = InProcessLearnerPort(replay, version=start.version, imagine=lambda: imagine())
-    actor = build_actor(
+    port = InProcessLearnerPort(replay, version=start.version, imagine=turns)
+    turns.actor = build_actor(
         config,
         "inline",
         acting,
@@ -62,50 +124,46 @@ def run_inline(config: TrainConfig, stop: StopFlag) -> int:
         InProcessActorPort(replay),
         receiver,
     )
+    return _Roles(config, said, device, files, start, acting, turns, port, publisher)
 
-    with (
-        logged_to(run_dir / "logs" / "inline.log"),
-        run_log.opened(config, start) as log,
-        ExitStack() as stack,
+
+def _refits(roles: _Roles, stack: ExitStack, log: MetricsLogger) -> InlineRefits:
+    """Open the fitter, whose turn comes between two updates."""
+    from asyncrl.launch.inline_refits import InlineRefits
+
+    assert isinstance(roles.files, EnvironmentFiles)  # `load_models` refuses simulators.
+    return InlineRefits(
+        roles.config, roles.files, roles.start.run_dir, roles.device, stack, log.note, log.banner
+    )
+
+
+def _introduce(asked: TrainConfig, roles: _Roles, log: MetricsLogger) -> None:
+    """Say on the console what begins."""
+    config, start = roles.config, roles.start
+    world = console.world_line(asked, roles.said)
+    for line in (
+        console.banner(config, start.run_dir, "1 process (inline)", str(roles.device), world),
+        *console.resumed(config, start.version),
+        *console.notes(config),
+        *start.notes,
     ):
-        refits = None
-        if config.pace.every:
-            from asyncrl.launch.inline_refits import InlineRefits
+        log.banner(line)
 
-            assert isinstance(files, EnvironmentFiles)  # `load_models` refuses simulators.
-            refits = InlineRefits(config, files, run_dir, device, stack, log.note, log.banner)
 
-        def imagine() -> bool:
-            if refits is not None:
-                refits.turn(actor)
-            return actor.round(0.0)
-
-        world = console.world_line(asked, said)
-        for line in (
-            console.banner(config, run_dir, "1 process (inline)", str(device), world),
-            *console.resumed(config, start.version),
-            *console.notes(config),
-            *start.notes,
-        ):
-            log.banner(line)
-        try:
-            with learner_ranks.learner_group(config, 1, device) as group:
-                learner = learner_ranks.build_joined_learner(
-                    config,
-                    start,
-                    port,
-                    publisher,
-                    log,
-                    group,
-                    stop_requested=lambda: stop.set,
-                    tell=log.banner,
-                )
-                with console.failure_noted(lambda: console.after_failure(config, run_dir, learner.version)):
-                    learner.run()
-        finally:
-            acting.close()
-            port.close()
-            start.lock.release()
-        log.banner(console.final_summary(config, run_dir, learner.end_reason, start.simulator))
-    run_log.compact_at_end(config, run_dir, learner.version, stop_requested=lambda: stop.set)
-    return 0
+def _learn(roles: _Roles, stop: StopFlag, log: MetricsLogger) -> Learner:
+    """Learn until the run ends."""
+    config, start = roles.config, roles.start
+    with learner_ranks.learner_group(config, 1, roles.device) as group:
+        learner = learner_ranks.build_joined_learner(
+            config,
+            start,
+            roles.port,
+            roles.publisher,
+            log,
+            group,
+            stop_requested=lambda: stop.set,
+            tell=log.banner,
+        )
+        with console.failure_noted(lambda: console.after_failure(config, start.run_dir, learner.version)):
+            learner.run()
+    return learner

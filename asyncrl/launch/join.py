@@ -36,6 +36,7 @@ from asyncrl.registry import MODELS
 if TYPE_CHECKING:
     from asyncrl.actors.actor import Actor
     from asyncrl.replay.client import ZmqActorPort
+    from asyncrl.replay.join_settings import JoinSettings
     from asyncrl.weights.pull_client import PulledReceiver
 
 ANSWER_DEADLINE: Final = 30.0
@@ -158,7 +159,6 @@ def _join(settings: JoinOptions, name: str, keys: ClientKeys | None) -> _Joined:
     from asyncrl.launch.compiler_cache import use_compiler_cache
     from asyncrl.launch.environment import build_environment
     from asyncrl.launch.idle_offload import actor_offload
-    from asyncrl.launch.named_models import refuse_foreign_code
     from asyncrl.launch.placement import pick_device, threads_of_actor
     from asyncrl.launch.policies import build_policy
     from asyncrl.replay.client import WINDOW, ZmqActorPort
@@ -167,12 +167,7 @@ def _join(settings: JoinOptions, name: str, keys: ClientKeys | None) -> _Joined:
 
     device = pick_device(settings.device)
     told = ask_settings(settings.endpoint, name, keys, ANSWER_DEADLINE)
-    config: TrainConfig = overlay(TrainConfig(), json.loads(told.config), "the run's settings")
-    config = replace(config, **dict(settings.paths))
-    own = replace(TrainConfig(), **dict(settings.paths))
-    if settings.guard_world:
-        config = replace(config, guard=replace(config.guard, world=settings.guard_world))
-    refuse_foreign_code(config, own, "the run that is joined", MODELS)
+    config = _settings_here(settings, told)
     torch.set_num_threads(settings.threads or threads_of_actor(1, len(os.sched_getaffinity(0))))
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -211,6 +206,23 @@ def _join(settings: JoinOptions, name: str, keys: ClientKeys | None) -> _Joined:
         )
         closing.pop_all()  # It worked: who leaves closes them.
     return _Joined(actor=actor, port=port, receiver=receiver, worlds=worlds)
+
+
+def _settings_here(settings: JoinOptions, told: JoinSettings) -> TrainConfig:
+    """Put this host's paths into the settings of the run.
+
+    Raises:
+        ConfigError: They name code that nobody named here.
+    """
+    from asyncrl.launch.named_models import refuse_foreign_code
+
+    config: TrainConfig = overlay(TrainConfig(), json.loads(told.config), "the run's settings")
+    config = replace(config, **dict(settings.paths))
+    own = replace(TrainConfig(), **dict(settings.paths))
+    if settings.guard_world:
+        config = replace(config, guard=replace(config.guard, world=settings.guard_world))
+    refuse_foreign_code(config, own, "the run that is joined", MODELS)
+    return config
 
 
 def _pick_name(name: str) -> str:
