@@ -35,7 +35,7 @@ from support.recorded import recorded_spec, write_recorded
 from support.replay import grant_group, make_limiter, make_replay
 
 SMALLEST = {
-    "learner_speed": ["--tiny", "--device", "cpu", "--rows", "2", "--lora", "4"],
+    "learner_speed": ["--tiny", "--device", "cpu", "--rows", "2", "--kept-rows", "2", "--lora", "4"],
     "learner_updates": ["--tiny", "--device", "cpu", "--rows", "4", "--lora", "4", "--groups", "2",
                         "--decisions", "1", "--rounds", "1"],
     "policy_speed": ["--tiny", "--device", "cpu", "--rows", "2", "--lora", "4"],

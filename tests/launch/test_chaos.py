@@ -35,6 +35,7 @@ def test_a_run_survives_kills(tmp_path: Path) -> None:
 
 
 @pytest.mark.chaos
+@pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.render
 @pytest.mark.timeout(270 + 30 * REFIT_KILLS)

@@ -281,6 +281,7 @@ def parent_of(pid: int) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.render
 @pytest.mark.timeout(300)

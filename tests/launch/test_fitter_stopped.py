@@ -16,7 +16,7 @@ from asyncrl.pace import rounds
 from support.pace_runs import Running, flags, write_models_and_base
 from support.whole_runs import rows
 
-pytestmark = [pytest.mark.render, pytest.mark.slow, pytest.mark.multiprocess]
+pytestmark = [pytest.mark.render, pytest.mark.slow, pytest.mark.long, pytest.mark.multiprocess]
 STOPPED = 20.0
 """Seconds."""
 USUAL = 10.0

@@ -99,6 +99,7 @@ def test_an_interrupted_run_ends_where_the_undisturbed_one_does(models, whole: P
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_nine_updates_a_resume_and_nine_more_are_eighteen(models, tmp_path: Path, monkeypatch) -> None:
     """With a bound of 0, so that every accepted world has what waits imagined again."""
