@@ -2,8 +2,9 @@
 
     python benchmarks/learner_updates.py                            # OpenVLA-OFT at full size, one GPU
     python benchmarks/learner_updates.py --tiny --device cpu        # the embedded size
+    torchrun --nproc-per-node 4 benchmarks/learner_updates.py --lora 0 --no-ways      all weights, divided
 
-Random weights, adapters, one learner rank as `asyncrl train` has it. The batch has `groups` groups of 8
+Random weights, learner ranks as `asyncrl train` has them. The batch of each has `groups` groups of 8
 episodes of `decisions` decisions; a `silent` share of the groups scored all the same. Instructions are as
 long as those of a LIBERO suite. Every way of updating is timed in turn, `rounds` times (on a CPU in seconds
 of the processor, which others do not disturb); a ratio is the median of a way over that of the update as it
@@ -13,21 +14,26 @@ is:
     all looked at before     the pass before the first of several steps has every decision
     a pass to see movement   how far the policy moved is read from a whole micro-batch after the only step
 
-The first line of a recipe is the update over the forward and backward passes of its micro-batches alone. The
-second table says where an update's time goes, with a wait for the device around each part, so that its sum is
-more than an update takes; what the device does in an update, kernel by kernel, follows. The last one counts
-what sorting saves at the sizes of a published recipe; it needs no device. With --no-ways the first ones are
-made of updates with one step only.
+The first line of a recipe is the update over the forward and backward passes of its micro-batches alone. MFU
+counts two passes with adapters and three with all weights, as `time/mfu` does, over the data sheet's peak: of
+the whole update, and of the passes alone.
+
+The second table says where an update's time goes, with a wait for the device around each part, so that its
+sum is more than an update takes; what the device does in an update, kernel by kernel, follows. The last one
+counts what sorting saves at the sizes of a published recipe; it needs no device. With --no-ways the first two
+are of updates with one step only.
 """
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import statistics
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
@@ -48,11 +54,13 @@ from asyncrl.launch.build_learner import build_update, compile_learning
 from asyncrl.learner import prepare, update_metrics
 from asyncrl.learner import update as update_module
 from asyncrl.learner.batches import Batch, build_batch
+from asyncrl.learner.distributed_ranks import DistributedRanks
 from asyncrl.learner.forward import longest_first
 from asyncrl.learner.fsdp import shard, summed_gradient
 from asyncrl.learner.minibatches import split_minibatches
 from asyncrl.learner.placeholders import Shown
-from asyncrl.learner.ranks import not_finite
+from asyncrl.learner.ranks import LearnerRanks, not_finite
+from asyncrl.learner.throughput import forward_flops, peak_flops
 from asyncrl.learner.update import Update
 from asyncrl.policies.acceleration import enable_gradient_checkpointing
 from asyncrl.policies.frozen import use_float8_where_frozen
@@ -74,16 +82,20 @@ REST: Final = 256 + 56
 PUBLISHED: Final = (128, 8, 4, 32)
 """Groups, episodes of a group, minibatches and micro-batch of the Wan recipes."""
 MEMBERS: Final = 8
+PATIENCE: Final = 600.0
+"""Seconds that ranks wait for each other."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(policy_speed.Settings):
-    """Time whole updates; adapters of rank `lora` learn."""
+    """Time whole updates."""
 
+    lora: int = 32
+    """Rank of the adapters that learn; 0: all weights do."""
     rows: tuple[int, ...] = (32,)
     """Decisions of a micro-batch: the first number."""
     groups: int = 8
-    """Groups of 8 episodes in a batch."""
+    """Groups of 8 episodes in a rank's batch."""
     decisions: int = 4
     """Decisions of an episode."""
     silent: float = 0.5
@@ -108,9 +120,9 @@ def instruction(policy: OpenVLAOFTPolicy, tokens: int) -> str:
     return " ".join(WORDS[(tokens + k) % len(WORDS)] for k in range(words))
 
 
-def make_groups(policy: OpenVLAOFTPolicy, settings: Settings) -> list[list[Episode]]:
+def make_groups(policy: OpenVLAOFTPolicy, settings: Settings, rank: int) -> list[list[Episode]]:
     """Noise for frames and tokens; in a group that teaches something every other episode succeeded."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(rank)
     size, chunk = (64 if settings.tiny else 256), (settings.decisions, CHUNK, policy.config.action_dim)
     lengths = PROMPTS[settings.suite]
 
@@ -120,7 +132,8 @@ def make_groups(policy: OpenVLAOFTPolicy, settings: Settings) -> list[list[Episo
         rewards[-1, -1] = float(not silent and member % 2)
         frames = rng.integers(0, 256, (settings.decisions, size, size, 3), dtype=np.uint8)
         return Episode(
-            episode_id=uuid.UUID(int=(group << 32) + member).hex, group_id=f"{group:08d}", member=member,
+            episode_id=uuid.UUID(int=(rank << 64) + (group << 32) + member).hex,
+            group_id=f"{rank * settings.groups + group:08d}", member=member,
             group_size=MEMBERS, actor="actor-0", task=instruction(policy, lengths[group % len(lengths)]),
             start_state="noise", world_version=0, seed=0, temperature=1.6, top_k=0,
             end_reason="success" if rewards.any() else "truncated", frames=frames,
@@ -136,17 +149,29 @@ def make_groups(policy: OpenVLAOFTPolicy, settings: Settings) -> list[list[Episo
     return [[episode(g, i) for i in range(MEMBERS)] for g in order]
 
 
+def meet(device: torch.device) -> LearnerRanks:
+    """Form the group of what torchrun started, or of this process alone."""
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    return DistributedRanks(PATIENCE)
+
+
 def build(settings: Settings) -> OpenVLAOFTPolicy:
-    """The policy as a learner with adapters has it, on the one rank of its group."""
+    """The policy as a learner rank has it."""
     device = torch.device(settings.device)
+    torch.manual_seed(0)  # The same weights on all ranks.
     policy = policy_speed.build(settings, device)
-    add_lora(policy, settings.lora, float(settings.lora), dtype=policy.config.torch_dtype)
+    if settings.lora:
+        add_lora(policy, settings.lora, float(settings.lora), dtype=policy.config.torch_dtype)
+    else:
+        policy.requires_grad_(True)
     if settings.float8:
         use_float8_where_frozen(policy)
     if settings.every:
         enable_gradient_checkpointing(policy, every=settings.every)
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     return shard(policy.eval(), device, "bf16")
 
 
@@ -273,11 +298,22 @@ ONE_STEP: Final[dict[str, tuple[int, dict[str, Any]]]] = {"one step": (1, {"as i
 """Without --ways."""
 
 
+def needed(update: Update, groups: Sequence[Sequence[Episode]], settings: Settings) -> float:
+    """Seconds that the FLOPs of an update would take at this rank's peak; 0 where that is not known."""
+    peak = peak_flops(update.device, "bf16")
+    if not peak:
+        return 0.0
+    batch = build_batch(groups, version=1)
+    teaching = sum(any(e.rewards.any() for e in group) for group in groups) * MEMBERS * settings.decisions
+    passes = 2 if settings.lora else 3
+    return passes * teaching * forward_flops(update.policy, batch, settings.rows[0], update.device) / peak
+
+
 def updates(
-    settings: Settings, policy: OpenVLAOFTPolicy
+    settings: Settings, policy: OpenVLAOFTPolicy, ranks: LearnerRanks
 ) -> tuple[list[list[object]], list[list[object]], str]:
     """Time all ways of all recipes; returns lines of ways, of an update's parts, its kernels."""
-    groups, kernels = make_groups(policy, settings), ""
+    groups, kernels = make_groups(policy, settings, ranks.rank), ""
     shown = Shown(image_size=64 if settings.tiny else 256, tasks=tuple(sorted({g[0].task for g in groups})))
     lines, of_parts = list[list[object]](), list[list[object]]()
     for name, (minibatches, ways) in RECIPES.items() if settings.ways else ONE_STEP.items():
@@ -289,17 +325,19 @@ def updates(
             groups_per_update=settings.groups,
             group_size=MEMBERS,
         )
-        update = build_update(replace(config, algorithm=chosen), policy)
+        update = build_update(replace(config, algorithm=chosen), policy, ranks=ranks)
         if settings.compile and policy.device.type == "cuda":
             torch.compiler.reset()
             compile_learning(update, shown)
         found = timed(update, groups, settings, ways)
-        usual = found["as it is"]
-        lines.append(
-            [name, "as it is / passes alone", f"{usual:.3f}", f"{usual / found['passes alone']:.3f}"]
-        )
+        least = needed(update, groups, settings)
+        used = {way: f"{least / taken:.1%}" if least else "-" for way, taken in found.items()}
+        usual, alone = found["as it is"], found["passes alone"]
+        lines.append([name, "as it is / passes alone", f"{usual:.3f}", f"{usual / alone:.3f}",
+                      used["as it is"], used["passes alone"]])  # fmt: skip
         for way in list(ways)[1:]:
-            lines.append([name, f"{way} / as it is", f"{found[way]:.3f}", f"{found[way] / usual:.3f}"])
+            ratio = f"{found[way] / usual:.3f}"
+            lines.append([name, f"{way} / as it is", f"{found[way]:.3f}", ratio, used[way], ""])
         if minibatches == 1:
             of_parts = parts(update, groups, settings)
             kernels = kernel_times.report(
@@ -342,13 +380,30 @@ def counts() -> list[list[object]]:
 def main() -> None:
     """Measure, print."""
     settings = tyro.cli(Settings, description=__doc__)
+    rank = int(os.environ.get("RANK", "0"))
+    if settings.device == "cuda":
+        settings = replace(settings, device=f"cuda:{os.environ.get('LOCAL_RANK', '0')}")
+        torch.cuda.set_device(settings.device)
     device = torch.device(settings.device)
+    with ExitStack() as stack:
+        if rank:
+            stack.enter_context(redirect_stdout(stack.enter_context(Path(os.devnull).open("w"))))
+        measure(settings, device)
+    # What still refers to the group keeps its threads alive, one of which may want the interpreter that ends.
+    gc.collect()
+    dist.destroy_process_group()
+
+
+def measure(settings: Settings, device: torch.device) -> None:
+    """Measure on all ranks, print."""
     print(heading(device), flush=True)
+    ranks = meet(device)
     policy = build(settings)
     decisions = settings.groups * MEMBERS * settings.decisions
-    print(f"{decisions} decisions, median of {settings.rounds} updates\n", flush=True)
-    lines, of_parts, kernels = updates(settings, policy)
-    print("\n" + table(["recipe", "", "s", "ratio"], lines))
+    where = f" on each of {ranks.size} ranks" if ranks.size > 1 else ""
+    print(f"{decisions} decisions{where}, median of {settings.rounds} updates\n", flush=True)
+    lines, of_parts, kernels = updates(settings, policy, ranks)
+    print("\n" + table(["recipe", "", "s", "ratio", "MFU", "of the passes"], lines))
     print("\n" + table(["part of an update", "ms"], of_parts))
     print("\n" + kernels)
     saved = counts() if settings.ways else []
@@ -357,10 +412,9 @@ def main() -> None:
         print("\nat the sizes of the Wan recipes\n\n" + table(titles, saved))
     if device.type == "cuda":
         print(f"\npeak memory {torch.cuda.max_memory_allocated(device) / 2**30:.1f} GiB")
-    if settings.json:
+    if settings.json and not ranks.rank:
         content = {"commit": commit(), "updates": lines, "parts": of_parts, "padding": saved}
         Path(settings.json).write_text(json.dumps(content, indent=1))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import tyro
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from asyncrl.config.algorithm import AlgorithmSettings
 from asyncrl.config.run import TrainConfig
@@ -25,7 +26,9 @@ from asyncrl.errors import RunError
 from asyncrl.fitting.loading import load_recordings
 from asyncrl.fitting.worlds.interface import load_fitted
 from asyncrl.launch.policies import build_learning_policy
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.policy import load_policy
+from asyncrl.policies.openvla.work import forward_flops
 from asyncrl.rewards.libero_tasks import SUITES
 from asyncrl.storage.asset_paths import world_folder
 from asyncrl.worlds.start_states import load_start_states
@@ -33,6 +36,7 @@ from support import ROOT
 from support.episodes import make_episode
 from support.recorded import recorded_spec, write_recorded
 from support.replay import grant_group, make_limiter, make_replay
+from support.whole_runs import TORCHRUN, environment
 
 SMALLEST = {
     "learner_speed": ["--tiny", "--device", "cpu", "--rows", "2", "--kept-rows", "2", "--lora", "4"],
@@ -59,6 +63,42 @@ def test_a_benchmark_ends_with_its_table(
     monkeypatch.setattr(sys, "argv", [name, *SMALLEST[name]])
     benchmark.main()
     assert re.search(LAST[name], capsys.readouterr().out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("lora", "passes"), [("4", 2), ("0", 3)])
+def test_the_utilisation_of_updates_counts_what_teaches(
+    lora: str, passes: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    benchmark = import_module("learner_updates")
+    peak = 1e10
+    monkeypatch.setattr(benchmark, "peak_flops", lambda *_: peak)
+    flags = [*SMALLEST["learner_updates"], "--no-ways", "--lora", lora, "--json", str(tmp_path / "found")]
+    monkeypatch.setattr(sys, "argv", ["learner_updates", *flags])
+    with sdpa_kernel(SDPBackend.MATH):  # What others compute on a CPU is not counted.
+        benchmark.main()
+    [[_, _, seconds, ratio, used, of_passes]] = json.loads((tmp_path / "found").read_text())["updates"]
+    teaching = 8  # One of two groups, one decision an episode.
+    least = passes * teaching * forward_flops(OpenVLAOFTConfig.tiny()) / peak
+    assert float(used.rstrip("%")) / 100 == pytest.approx(least / float(seconds), rel=0.05)
+    assert float(of_passes.rstrip("%")) / float(used.rstrip("%")) == pytest.approx(float(ratio), rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_ranks_that_torchrun_starts_are_timed_together_and_one_speaks(tmp_path: Path) -> None:
+    flags = [*SMALLEST["learner_updates"], "--no-ways", "--lora", "0"]
+    done = subprocess.run(
+        [*TORCHRUN, "--nproc-per-node", "2", str(ROOT / "benchmarks" / "learner_updates.py"), *flags],
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("16 decisions on each of 2 ranks") == 1
+    assert len(re.findall(r"^one step  as it is / passes alone +\d", done.stdout, re.MULTILINE)) == 1
 
 
 def small_learner_speed(monkeypatch: pytest.MonkeyPatch, *flags: str) -> Any:
