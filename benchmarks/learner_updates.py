@@ -26,7 +26,6 @@ are of updates with one step only.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import statistics
@@ -54,7 +53,7 @@ from asyncrl.launch.build_learner import build_update, compile_learning
 from asyncrl.learner import prepare, update_metrics
 from asyncrl.learner import update as update_module
 from asyncrl.learner.batches import Batch, build_batch
-from asyncrl.learner.distributed_ranks import DistributedRanks
+from asyncrl.learner.distributed_ranks import DistributedRanks, leave_group
 from asyncrl.learner.forward import longest_first
 from asyncrl.learner.fsdp import shard, summed_gradient
 from asyncrl.learner.minibatches import split_minibatches
@@ -389,9 +388,7 @@ def main() -> None:
         if rank:
             stack.enter_context(redirect_stdout(stack.enter_context(Path(os.devnull).open("w"))))
         measure(settings, device)
-    # What still refers to the group keeps its threads alive, one of which may want the interpreter that ends.
-    gc.collect()
-    dist.destroy_process_group()
+    leave_group()
 
 
 def measure(settings: Settings, device: torch.device) -> None:

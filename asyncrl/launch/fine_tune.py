@@ -27,6 +27,7 @@ from asyncrl.learner.distributed_ranks import (
     DistributedRanks,
     abandon_group,
     explain_lost_peer,
+    leave_group,
 )
 from asyncrl.learner.fsdp import Precision
 from asyncrl.learner.ranks import LearnerRanks, SingleRank
@@ -65,7 +66,7 @@ def fine_tuning_ranks(what: str, precision: Precision, device: torch.device) -> 
     except BaseException:
         abandon_group(device)
         raise
-    dist.destroy_process_group()
+    leave_group()
 
 
 def fit_ranks(ranks: LearnerRanks) -> FitRanks:

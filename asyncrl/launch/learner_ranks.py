@@ -34,6 +34,7 @@ from asyncrl.learner.distributed_ranks import (
     DistributedRanks,
     abandon_group,
     explain_lost_peer,
+    leave_group,
 )
 from asyncrl.learner.fsdp import make_float32_masters, shard
 from asyncrl.learner.loop import NullLog
@@ -124,7 +125,7 @@ def learner_group(
     except BaseException:
         abandon_group(device)
         raise
-    dist.destroy_process_group()
+    leave_group()
 
 
 def build_joined_learner(

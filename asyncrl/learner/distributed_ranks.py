@@ -38,6 +38,8 @@ RESUME: Final = "continue with --resume"
 """What to do after a rank was lost, where nothing else is said."""
 POLL_INTERVAL: Final = 0.02
 """Seconds between two questions whether an announcement has arrived."""
+FREED_SECONDS: Final = 0.2
+"""How long gloo's threads have to free what was exchanged last."""
 
 
 def abandon_group(device: torch.device) -> None:
@@ -48,6 +50,18 @@ def abandon_group(device: torch.device) -> None:
     """
     if device.type == "cuda":
         dist.distributed_c10d._abort_process_group()  # pyright: ignore[reportPrivateUsage]
+
+
+def leave_group() -> None:
+    """Leave the default process group at the end of a job, behind the last exchange of its ranks.
+
+    A thread of gloo's frees the tensors of an exchange a moment after the result is there, for which it needs
+    the interpreter. Where that has begun to end, the thread is ended in the middle of it and the process with
+    it (SIGABRT), whereupon torchrun ends the other ranks, whatever they are writing. To destroy a group joins
+    its threads, but not as long as somebody refers to it; meshes do, which torch keeps.
+    """
+    dist.destroy_process_group()
+    time.sleep(FREED_SECONDS)
 
 
 class _Announcement(IntEnum):
