@@ -471,7 +471,8 @@ def test_more_groups_are_in_flight_than_the_window_of_an_outbox_holds(tmp_path: 
         while learner.status()[m.GROUPS_IN_FLIGHT] < 50:
             assert time.monotonic() < deadline, "one message asks for all of them"
         while len(grants) < 50:  # The replay has sent them; they come one by one.
-            assert (more := actor.acquire_groups(50 - len(grants), 5.0))
+            more = actor.acquire_groups(50 - len(grants), 5.0)
+            assert more
             grants += more
         assert [grant.number for grant in grants] == list(range(50))
         for grant in grants:  # One member each: all groups stay open, none is acknowledged.
