@@ -41,26 +41,27 @@ import kernel_times
 import numpy as np
 import policy_speed
 import torch
-import torch.distributed as dist
 import tyro
 from learner_overhead import Stopwatch
 from measuring import commit, heading, table, wait
-from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from asyncrl.config.actor import ActorSettings
 from asyncrl.config.run import TrainConfig
+from asyncrl.launch import rendezvous
 from asyncrl.launch.build_learner import build_update, compile_learning
+from asyncrl.launch.fine_tune import fine_tuning_ranks
+from asyncrl.launch.placement import pick_device
 from asyncrl.learner import prepare, update_metrics
 from asyncrl.learner import update as update_module
 from asyncrl.learner.batches import Batch, build_batch
-from asyncrl.learner.distributed_ranks import DistributedRanks, leave_group
 from asyncrl.learner.forward import longest_first
 from asyncrl.learner.fsdp import shard, summed_gradient
 from asyncrl.learner.minibatches import split_minibatches
 from asyncrl.learner.placeholders import Shown
 from asyncrl.learner.ranks import LearnerRanks, not_finite
-from asyncrl.learner.throughput import forward_flops, peak_flops
+from asyncrl.learner.throughput import Throughput
 from asyncrl.learner.update import Update
+from asyncrl.observability.metrics_system import MFU
 from asyncrl.policies.acceleration import enable_gradient_checkpointing
 from asyncrl.policies.frozen import use_float8_where_frozen
 from asyncrl.policies.lora import add_lora
@@ -81,8 +82,6 @@ REST: Final = 256 + 56
 PUBLISHED: Final = (128, 8, 4, 32)
 """Groups, episodes of a group, minibatches and micro-batch of the Wan recipes."""
 MEMBERS: Final = 8
-PATIENCE: Final = 600.0
-"""Seconds that ranks wait for each other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,16 +145,6 @@ def make_groups(policy: OpenVLAOFTPolicy, settings: Settings, rank: int) -> list
 
     order = rng.permutation(settings.groups).tolist()
     return [[episode(g, i) for i in range(MEMBERS)] for g in order]
-
-
-def meet(device: torch.device) -> LearnerRanks:
-    """Form the group of what torchrun started, or of this process alone."""
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-    return DistributedRanks(PATIENCE)
 
 
 def build(settings: Settings) -> OpenVLAOFTPolicy:
@@ -297,15 +286,25 @@ ONE_STEP: Final[dict[str, tuple[int, dict[str, Any]]]] = {"one step": (1, {"as i
 """Without --ways."""
 
 
-def needed(update: Update, groups: Sequence[Sequence[Episode]], settings: Settings) -> float:
-    """Seconds that the FLOPs of an update would take at this rank's peak; 0 where that is not known."""
-    peak = peak_flops(update.device, "bf16")
-    if not peak:
-        return 0.0
+def utilisation(
+    update: Update, groups: Sequence[Sequence[Episode]], settings: Settings
+) -> Callable[[float], str]:
+    """Return what tells the MFU of an update that took so many seconds; '-' where it is not known."""
     batch = build_batch(groups, version=1)
     teaching = sum(any(e.rewards.any() for e in group) for group in groups) * MEMBERS * settings.decisions
-    passes = 2 if settings.lora else 3
-    return passes * teaching * forward_flops(update.policy, batch, settings.rows[0], update.device) / peak
+    throughput = Throughput(
+        update.policy,
+        update.ranks,
+        micro_batch=settings.rows[0],
+        precision="bf16",
+        adapters=bool(settings.lora),
+    )
+
+    def read(seconds: float) -> str:
+        found = throughput.measure(batch, teaching, seconds)
+        return f"{found[MFU]:.1%}" if MFU in found else "-"
+
+    return read
 
 
 def updates(
@@ -329,8 +328,8 @@ def updates(
             torch.compiler.reset()
             compile_learning(update, shown)
         found = timed(update, groups, settings, ways)
-        least = needed(update, groups, settings)
-        used = {way: f"{least / taken:.1%}" if least else "-" for way, taken in found.items()}
+        read = utilisation(update, groups, settings)
+        used = {way: read(taken) for way, taken in found.items()}
         usual, alone = found["as it is"], found["passes alone"]
         lines.append([name, "as it is / passes alone", f"{usual:.3f}", f"{usual / alone:.3f}",
                       used["as it is"], used["passes alone"]])  # fmt: skip
@@ -377,24 +376,20 @@ def counts() -> list[list[object]]:
 
 
 def main() -> None:
-    """Measure, print."""
+    """Measure on all ranks, print on the first one."""
     settings = tyro.cli(Settings, description=__doc__)
-    rank = int(os.environ.get("RANK", "0"))
-    if settings.device == "cuda":
-        settings = replace(settings, device=f"cuda:{os.environ.get('LOCAL_RANK', '0')}")
-        torch.cuda.set_device(settings.device)
-    device = torch.device(settings.device)
+    device = pick_device(settings.device, rendezvous.local_rank())
+    settings = replace(settings, device=str(device))
     with ExitStack() as stack:
-        if rank:
+        ranks = stack.enter_context(fine_tuning_ranks("the other ranks that are timed", "bf16", device))
+        if ranks.rank:
             stack.enter_context(redirect_stdout(stack.enter_context(Path(os.devnull).open("w"))))
-        measure(settings, device)
-    leave_group()
+        measure(settings, device, ranks)
 
 
-def measure(settings: Settings, device: torch.device) -> None:
-    """Measure on all ranks, print."""
+def measure(settings: Settings, device: torch.device, ranks: LearnerRanks) -> None:
+    """Measure, print."""
     print(heading(device), flush=True)
-    ranks = meet(device)
     policy = build(settings)
     decisions = settings.groups * MEMBERS * settings.decisions
     where = f" on each of {ranks.size} ranks" if ranks.size > 1 else ""

@@ -6,13 +6,11 @@ So the lag is exactly --replay.max-lag once that many batches are ahead, and a r
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from asyncrl.actors.actor import Actor
-from asyncrl.actors.imagination import Imagination
-from asyncrl.actors.play import Play
 from asyncrl.config.imagination import WorldDefaults
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
@@ -62,7 +60,6 @@ class _Roles(NamedTuple):
     device: torch.device
     files: EnvironmentFiles | SimulatorFiles
     start: LearnerStart
-    acting: Imagination[Any] | Play
     turns: _Turns
     port: InProcessLearnerPort
     publisher: InProcessPublisher
@@ -89,7 +86,7 @@ def run_inline(config: TrainConfig, stop: StopFlag) -> int:
         try:
             learner = _learn(roles, stop, log)
         finally:
-            roles.acting.close()
+            roles.turns.actor.acting.close()
             roles.port.close()
             start.lock.release()
         log.banner(console.final_summary(config, start.run_dir, learner.end_reason, start.simulator))
@@ -124,7 +121,7 @@ def _build(asked: TrainConfig) -> _Roles:
         InProcessActorPort(replay),
         receiver,
     )
-    return _Roles(config, said, device, files, start, acting, turns, port, publisher)
+    return _Roles(config, said, device, files, start, turns, port, publisher)
 
 
 def _refits(roles: _Roles, stack: ExitStack, log: MetricsLogger) -> InlineRefits:
