@@ -13,6 +13,7 @@ is:
     in the batch's order     micro-batches are not sorted by the length of their prompts
     all looked at before     the pass before the first of several steps has every decision
     a pass to see movement   how far the policy moved is read from a whole micro-batch after the only step
+    gathered in each pass    with --reshard-after step and all weights: what --reshard-after pass would be
 
 The first line of a recipe is the update over the forward and backward passes of its micro-batches alone. MFU
 counts two passes with adapters and three with all weights, as `time/mfu` does, over the data sheet's peak: of
@@ -20,8 +21,8 @@ the whole update, and of the passes alone.
 
 The second table says where an update's time goes, with a wait for the device around each part, so that its
 sum is more than an update takes; what the device does in an update, kernel by kernel, follows. The last one
-counts what sorting saves at the sizes of a published recipe; it needs no device. With --no-ways the first two
-are of updates with one step only.
+counts what sorting saves at the sizes of a published recipe; it needs no device. With --no-ways only updates
+with one step are timed, as they are.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ from asyncrl.learner import prepare, update_metrics
 from asyncrl.learner import update as update_module
 from asyncrl.learner.batches import Batch, build_batch
 from asyncrl.learner.forward import longest_first
-from asyncrl.learner.fsdp import shard, summed_gradient
+from asyncrl.learner.fsdp import UNITS, ReshardAfter, shard, summed_gradient
 from asyncrl.learner.minibatches import split_minibatches
 from asyncrl.learner.placeholders import Shown
 from asyncrl.learner.ranks import LearnerRanks, not_finite
@@ -108,6 +109,8 @@ class Settings(policy_speed.Settings):
     """--learner.gradient-checkpointing-every; 0: no layer computes again."""
     float8: bool = False
     """--learner.frozen-precision float8."""
+    reshard_after: ReshardAfter = "pass"
+    """--learner.reshard-after."""
     ways: bool = True
     """Compare ways of updating."""
 
@@ -160,7 +163,7 @@ def build(settings: Settings) -> OpenVLAOFTPolicy:
         use_float8_where_frozen(policy)
     if settings.every:
         enable_gradient_checkpointing(policy, every=settings.every)
-    return shard(policy.eval(), device, "bf16")
+    return shard(policy.eval(), device, "bf16", reshard_after=settings.reshard_after)
 
 
 @contextmanager
@@ -192,6 +195,13 @@ def all_before(update: Update) -> Iterator[None]:
 def whole_pass(update: Update) -> Iterator[None]:
     """Read how far the policy moved from as many decisions as a pass takes."""
     with put(update_metrics, "MOVEMENT_SHARE", 1):
+        yield
+
+
+@contextmanager
+def in_each_pass(update: Update) -> Iterator[None]:
+    """Free gathered weights after each pass."""
+    with put(update.policy, UNITS, replace(getattr(update.policy, UNITS), stay=False)):
         yield
 
 
@@ -282,8 +292,16 @@ RECIPES: Final[dict[str, tuple[int, dict[str, Any]]]] = {
                        "all looked at before": all_before}),
 }  # fmt: skip
 """Minibatches, and ways to make the update."""
-ONE_STEP: Final[dict[str, tuple[int, dict[str, Any]]]] = {"one step": (1, {"as it is": as_it_is})}
-"""Without --ways."""
+
+
+def recipes(settings: Settings) -> dict[str, tuple[int, dict[str, Any]]]:
+    """Return those of `RECIPES` that were asked for, or the shortest one."""
+    if settings.ways:
+        return RECIPES
+    ways = {"as it is": as_it_is}
+    if settings.reshard_after == "step" and not settings.lora:
+        ways |= {"gathered in each pass": in_each_pass}
+    return {"one step": (1, ways)}
 
 
 def utilisation(
@@ -314,7 +332,7 @@ def updates(
     groups, kernels = make_groups(policy, settings, ranks.rank), ""
     shown = Shown(image_size=64 if settings.tiny else 256, tasks=tuple(sorted({g[0].task for g in groups})))
     lines, of_parts = list[list[object]](), list[list[object]]()
-    for name, (minibatches, ways) in RECIPES.items() if settings.ways else ONE_STEP.items():
+    for name, (minibatches, ways) in recipes(settings).items():
         config = replace(TrainConfig(), actor=ActorSettings(max_decisions=settings.decisions))
         chosen = replace(
             config.algorithm,

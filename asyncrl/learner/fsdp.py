@@ -1,7 +1,9 @@
 """Spreads a policy, or any network of blocks, over the learner ranks: FSDP2.
 
-    all weights are trained    every block (Llama layer, vision block) is a unit of its own, gathered when it
-                               runs and freed after it; the rest (embeddings, norms, heads) is the root
+    all weights are trained    blocks (Llama layers, vision blocks) are units, gathered when they run and
+                               freed after it, or behind the last pass of a step; neighbours of a kind share
+                               a unit until it is as large as the largest block, because the host needs as
+                               long for a small one; the rest (embeddings, norms, heads) is the root
     adapters are               one unit, the root, which stays gathered in all passes of a step. Frozen
                                weights are never sharded: nothing of them changes, and gathering them in each
                                pass would cost more than their room
@@ -10,7 +12,8 @@ What is spread becomes DTensors, so the optimizer must be built afterwards. Work
 it only separates the float32 weights from the bfloat16 passes.
 
 With several copies (hybrid sharding) the ranks are so many rows: a policy is spread over the ranks of a row,
-and every row has all of it. Gradients are added up within rows first, then between them.
+and every row has all of it. Gradients are added up within rows in each pass, between them behind the last
+pass of a step.
 
 The loss of every rank is averaged by FSDP2: multiply it by the number of ranks where a sum is meant.
 """
@@ -19,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Final, Literal
 
@@ -36,13 +40,35 @@ from asyncrl.learner.rounded_linear import round_trained_layers
 from asyncrl.policies.interface import EvaluateResult
 
 Precision = Literal["fp32", "bf16"]
-_ONE_UNIT: Final = "asyncrl_has_one_unit"
-"""Attribute of a network that was spread: whether the root is its only unit."""
+ReshardAfter = Literal["pass", "step"]
+UNITS: Final = "asyncrl_units"
+"""Attribute of a network that was spread: its `Units`."""
 
 
-def shard(policy: Any, device: torch.device, precision: Precision, *, copies: int = 1) -> Any:
+@dataclass(frozen=True, kw_only=True)
+class Units:
+    """What FSDP2 gathers and frees piece by piece, and when."""
+
+    modules: tuple[FSDPModule, ...]
+    """Of each unit its first module; the root comes last."""
+    only_adapters: bool
+    """The root alone is spread: gradients of several passes can be added up before ranks exchange them."""
+    stay: bool
+    """Gathered weights stay until the last pass of a step."""
+    copies: int
+    """Rows of ranks; see the module's text."""
+
+
+def shard(
+    policy: Any,
+    device: torch.device,
+    precision: Precision,
+    *,
+    copies: int = 1,
+    reshard_after: ReshardAfter = "pass",
+) -> Any:
     """Spread a policy over the ranks of the default process group, in place. See `spread`."""
-    spread(policy, policy.blocks(), device, precision, copies=copies)
+    spread(policy, policy.blocks(), device, precision, copies=copies, reshard_after=reshard_after)
     _hook_passes(policy)
     return policy
 
@@ -55,16 +81,19 @@ def spread(
     *,
     cast_inputs: bool = True,
     copies: int = 1,
+    reshard_after: ReshardAfter = "pass",
 ) -> None:
     """Spread a network over the ranks of the default process group, in place.
 
     Args:
         network: On `device`, the same on every rank.
-        blocks: Its units; see the module's text.
+        blocks: What its units are made of, in the order in which they run; see the module's text.
         device: This rank's; the process group must serve its type.
         precision: bf16: passes in bfloat16, gradients added up in float32, weights kept in float32.
         cast_inputs: Whether passes in bfloat16 round what `network` and `blocks` are given, too.
         copies: Into how many rows of equal length the ranks are cut, each with all of the network.
+        reshard_after: When ranks free the weights that they gathered, inside `summed_gradient`; elsewhere and
+            by default after each pass of a unit. Adapters stay in any case.
     """
     make_float32_masters(network, precision)
     mesh = mesh_of_ranks(device, copies)
@@ -74,17 +103,43 @@ def spread(
         passes = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=cast_inputs
         )
-    for unit in [] if unsharded else blocks:
+    units = [] if unsharded else join_small(blocks)
+    for unit in units:
         fully_shard(unit, mesh=mesh, mp_policy=passes)
     network.register_forward_hook(_copied)
     # The root is freed after each forward pass too. Otherwise a pass without gradient would leave gathered
     # parameters in the module, where publishing and checkpoints expect the sharded ones.
     fully_shard(network, mesh=mesh, mp_policy=passes, reshard_after_forward=True, ignored_params=unsharded)
-    setattr(network, _ONE_UNIT, bool(unsharded))
+    modules: list[Any] = [*(unit[0] for unit in units), network]
+    stay = bool(unsharded) or reshard_after == "step"
+    kept = Units(modules=tuple(modules), only_adapters=bool(unsharded), stay=stay, copies=copies)
+    setattr(network, UNITS, kept)
     if device.type == "cpu":
         for module in network.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)  # gloo cannot average.
+
+
+def join_small(blocks: Iterable[nn.Module]) -> list[list[nn.Module]]:
+    """Join neighbours of one class until they have as many parameters as the largest block.
+
+    Args:
+        blocks: In the order in which they run.
+
+    Returns:
+        All of them in their order, in lists with at least one.
+    """
+    found = list(blocks)
+    sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in found]
+    units, room = list[list[nn.Module]](), 0
+    for block, size in zip(found, sizes, strict=True):
+        if units and type(units[-1][-1]) is type(block) and size <= room:
+            units[-1].append(block)
+        else:
+            units.append([block])
+            room = max(sizes)
+        room -= size
+    return units
 
 
 @contextmanager
@@ -92,8 +147,9 @@ def summed_gradient(policy: object) -> Iterator[Callable[[], None]]:
     """Add up the gradients of several passes for one optimizer step, without work in between where it pays.
 
     Adapters, one small unit, are gathered once and stay whole; their gradients are added up over the ranks
-    behind the last pass only. So a pass costs no more than on one rank. A policy of several units goes on
-    gathering and adding up in each pass: whole, it would not fit.
+    behind the last pass only. So a pass costs no more than on one rank. Of a policy of several units ranks
+    add up gradients in each pass, because whole ones would not fit, and gather weights in each, or once
+    (`spread`'s `reshard_after`). Rows of ranks that have a copy each add theirs up behind the last pass.
 
     Args:
         policy: Sharded, or not: then nothing is different.
@@ -101,24 +157,33 @@ def summed_gradient(policy: object) -> Iterator[Callable[[], None]]:
     Yields:
         To be called before the last of the passes, by all ranks.
     """
-    if not (isinstance(policy, FSDPModule) and getattr(policy, _ONE_UNIT, False)):
+    units: Units | None = getattr(policy, UNITS, None)
+    if units is None:
         yield lambda: None
         return
-    unit = policy
 
     def pass_is_last(last: bool = True) -> None:
-        # Of the unit alone: to look for others takes milliseconds.
-        unit.set_requires_gradient_sync(last, recurse=False)
-        unit.set_reshard_after_backward(last, recurse=False)
+        for module in units.modules:  # Each alone: to look for others takes milliseconds.
+            if units.only_adapters:
+                module.set_requires_gradient_sync(last, recurse=False)
+            elif units.copies > 1:
+                module.set_requires_all_reduce(last, recurse=False)
+            if units.stay:
+                module.set_reshard_after_backward(last, recurse=False)
+
+    def free_after_forward(free: bool) -> None:
+        for module in units.modules if units.stay else ():
+            module.set_reshard_after_forward(free, recurse=False)
 
     pass_is_last(False)
-    unit.set_reshard_after_forward(False, recurse=False)
+    free_after_forward(False)
     try:
         yield pass_is_last
     finally:
         pass_is_last()
-        unit.set_reshard_after_forward(True, recurse=False)
-        unit.reshard()  # After a failure between two passes, too: publishing and checkpoints expect it.
+        free_after_forward(True)
+        for module in units.modules if units.stay else ():
+            module.reshard()  # After a failure between two passes, too: publishing and checkpoints expect it.
 
 
 def mesh_of_ranks(device: torch.device, copies: int = 1) -> DeviceMesh:
