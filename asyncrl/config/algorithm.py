@@ -291,6 +291,10 @@ class LearnerSettings(Bounded):
     shard: Literal["all", "host"] = "all"
     """What learner ranks spread weights, gradient and optimizer state over: all of them, or those of their
     host, so that every host has all of it: more memory, and only gradients travel between hosts."""
+    reshard_after: Literal["pass", "step"] = "pass"
+    """When learner ranks that train all weights free those that they gathered from each other: after each
+    pass of a layer, or after the passes of an optimizer step, which takes 2 bytes more for each weight in
+    bfloat16 and is 1.07 to 1.10 times as fast. Adapters stay for a step in any case."""
 
     @property
     def recomputed(self) -> float:

@@ -139,8 +139,9 @@ def learner_cost(
 ) -> LearnerCost:
     """Predict the seconds of an update.
 
-    A weight that is divided over ranks is gathered while the block before it computes, so that the slower of
-    both counts. Ranks divide weights inside a host; several hosts add up their gradients once in each step.
+    Ranks divide weights inside a host, and gather them and send gradients while other blocks compute; what
+    that takes alone is added, because both use the same multiprocessors and memory. Several hosts add up
+    their gradients once in each step.
 
     Args:
         config: Of the run.
@@ -159,22 +160,30 @@ def learner_cost(
     # What passes with a gradient add are products with the same weights, of 8-bit numbers too.
     compiled = config.learner.compile
     products = work.policy - work.frozen + work.frozen / FLOAT8.of(compiled)
-    forward = products / (device.products * SHARES["learning"].of(compiled))
-    per_host = min(learners, DEVICES_PER_HOST)
-    spread = sizes.policy if learners > 1 and not sizes.unsharded else 0
-    gather = spread * (per_host - 1) / per_host / device.links
+    share = SHARES["learning" if config.lora.rank else "learning all weights"]
+    forward = products / (device.products * share.of(compiled))
+    gather = _gather_seconds(sizes, device, learners)
     micro = min(chosen.micro_batch, rows / chosen.minibatches)
-    # Forward and backward gather bfloat16 weights, and float32 gradients go out.
-    learned = max(passes * forward * micro, 4 * gather) / micro
-    seen = max(forward * micro, gather) / micro
+    seen = forward + gather / micro
+    # Of each pass: float32 gradients go out, twice the bytes of the weights.
+    once = config.learner.reshard_after == "step"
+    exchanged = rows * chosen.epochs / micro * (2 if once else 4) * gather + steps * once * gather
     before = rows * recipe.needs_old_policy_pass + episodes * _final_values(config)
     return LearnerCost(
         before=before * seen,
-        passes=rows * chosen.epochs * learned,
+        passes=rows * chosen.epochs * passes * forward + exchanged,
         after=_read_again(recipe, int(rows)) * seen,
         steps=steps * (STEP_SECONDS + _step_seconds(sizes, device, learners)),
         flops=counted * work.policy * rows * learners * chosen.epochs,
     )
+
+
+def _gather_seconds(sizes: Sizes, device: DeviceRate, learners: int) -> float:
+    """Predict what gathering all bfloat16 weights that are divided over the ranks of a host takes."""
+    if learners == 1 or sizes.unsharded:
+        return 0.0
+    per_host = min(learners, DEVICES_PER_HOST)
+    return sizes.policy * (per_host - 1) / per_host / device.links
 
 
 def _read_again(recipe: Recipe, rows: int) -> int:

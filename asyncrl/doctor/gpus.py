@@ -274,7 +274,8 @@ def learner_needs(config: TrainConfig, sizes: Sizes, learners: int, *, first: bo
     spread = sizes.float32_masters - sizes.unsharded + sizes.training
     needed = sizes.unsharded + sizes.rounded + spread // learners
     if learners > 1 and not sizes.unsharded:
-        needed += 2 * sizes.block  # A block is gathered while the one before it computes.
+        # A block is gathered while the one before it computes.
+        needed += sizes.policy if config.learner.reshard_after == "step" else 2 * sizes.block
     if config.algorithm.kl_coef and not config.lora.rank:
         needed += sizes.policy  # The frozen reference.
     if first:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from asyncrl.config.run import TrainConfig
-from asyncrl.doctor import placements, recomputation
+from asyncrl.doctor import faster_learner, placements
 from asyncrl.doctor.cost import Prediction, predict
 from asyncrl.doctor.findings import Examination, Finding, Sizes, ok
 from asyncrl.doctor.host import GIB
@@ -52,7 +52,7 @@ def check_pace(examination: Examination) -> Finding | None:
     found = predict(config, work, sizes, device, placement)
     where = f"{ranks} x {device.name}" + ("" if gpus else ", none of which is here")
     where += ", other hosts taken to be as this one" if len(sizes_of_hosts(config.placement)) > 1 else ""
-    more = recomputation.advice(config, work, sizes, device, placement)
+    more = faster_learner.advice(config, work, sizes, device, placement)
     if not placement.fitters and len(sizes_of_hosts(config.placement)) < 2:
         more += placements.advice(config, work, sizes, device, ranks, found)
     return ok("pace", f"expected, not measured ({where}): {described(config, work, found)}{more}")

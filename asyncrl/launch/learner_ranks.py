@@ -152,7 +152,13 @@ def build_joined_learner(
     if isinstance(group, SingleRank):
         make_float32_masters(policy, "fp32")
     else:
-        shard(start.policy, start.policy.device, config.learner.precision, copies=copies)
+        shard(
+            start.policy,
+            start.policy.device,
+            config.learner.precision,
+            copies=copies,
+            reshard_after=config.learner.reshard_after,
+        )
     return build_learner(
         config,
         start,

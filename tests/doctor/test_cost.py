@@ -16,6 +16,7 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.doctor import cost
 from asyncrl.doctor.cost import ActorCost, Prediction, actor_cost, learner_cost, predict
 from asyncrl.doctor.findings import Sizes
+from asyncrl.doctor.gpus import learner_needs
 from asyncrl.doctor.published import published_run
 from asyncrl.doctor.rates import H100, H200, SHARES, DeviceRate
 from asyncrl.doctor.work import RunWork
@@ -192,6 +193,40 @@ def test_updates_alone_take_what_is_predicted(
     assert found.decisions == 16 * groups
     assert found.learner.update == pytest.approx(seconds, rel=TOLERANCE)
     assert found.learner_bytes / 2**30 == pytest.approx(gib, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("groups", "micro_batch", "every", "reshard_after", "seconds", "gib"),
+    [
+        (8, 32, 4, "pass", 4.364, 104.0),
+        (8, 32, 4, "step", 3.980, 116.5),
+        (18, 36, 4, "pass", 8.962, None),
+        (18, 36, 4, "step", 8.400, 122.3),
+        (8, 32, 1, "pass", 5.684, 64.3),  # Before small blocks shared units.
+    ],
+)
+def test_updates_of_all_weights_on_two_ranks_take_what_is_predicted(
+    measured_run: TrainConfig,
+    groups: int,
+    micro_batch: int,
+    every: int,
+    reshard_after: Literal["pass", "step"],
+    seconds: float,
+    gib: float | None,
+) -> None:
+    algorithm = replace(measured_run.algorithm, groups_per_update=2 * groups, micro_batch=micro_batch)
+    learner = replace(
+        measured_run.learner,
+        compile=True,
+        gradient_checkpointing_every=every,
+        reshard_after=reshard_after,
+    )
+    config = replace(measured_run, lora=LoraSettings(), algorithm=algorithm, learner=learner)
+    sizes, work = published_run(config)
+    found = learner_cost(config, work, sizes, H200, 2)
+    assert found.update == pytest.approx(seconds, rel=TOLERANCE)
+    if gib is not None:  # Nothing was published.
+        assert learner_needs(config, sizes, 2, first=False) / 2**30 == pytest.approx(gib, rel=0.05)
 
 
 def test_a_shared_device_with_compiled_passes_takes_what_is_predicted(measured_run: TrainConfig) -> None:
