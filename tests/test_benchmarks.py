@@ -158,6 +158,7 @@ def test_layers_that_keep_what_they_need_are_timed_beside_those_that_do_not(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(180)
 def test_the_benchmark_of_the_published_worlds_measures_all_of_its_parts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path

@@ -326,6 +326,7 @@ def test_states_that_do_not_go_together_are_found_when_the_worlds_are_loaded(mod
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.timeout(240)
 def test_an_actor_that_joins_imagines_again_in_its_own_copy_of_the_second_world(

@@ -26,7 +26,7 @@ SMALL = {
 
 
 @pytest.mark.timeout(450)
-@pytest.mark.parametrize("kind", ["wan", "opensora"])
+@pytest.mark.parametrize("kind", ["wan", pytest.param("opensora", marks=pytest.mark.long)])
 def test_a_run_goes_on_in_a_refit_of_its_published_world(kind: str, tmp_path: Path, monkeypatch) -> None:
     said = write_models(tmp_path)
     world = write_published_world(tmp_path / "published", kind)

@@ -61,6 +61,7 @@ def test_accepted_worlds_reach_actors_also_those_that_come_back(models, tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.timeout(240)
 def test_an_actor_that_dies_while_a_world_is_sent_comes_back_with_the_newest_one(models, tmp_path) -> None:
@@ -83,6 +84,7 @@ def test_an_actor_that_dies_while_a_world_is_sent_comes_back_with_the_newest_one
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.timeout(300)
 def test_accepted_worlds_reach_an_actor_that_joined(models, tmp_path) -> None:

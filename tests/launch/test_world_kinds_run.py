@@ -20,6 +20,7 @@ from support.own_world import PAINTER, commands_of_page, write_painter
 from support.tiny_models import WORLDS, write_models
 from support.whole_runs import ACTOR, PATIENCE, TRAIN, Program, free_port, left_over, reach, rows
 
+KINDS = ["wan", *(pytest.param(kind, marks=pytest.mark.long) for kind in WORLDS if kind != "wan"), "own"]
 UPDATES = 10
 MAX_LAG = 1
 OWN = "actor-1"
@@ -115,7 +116,7 @@ def lose_one_and_take_another(run: KindRun) -> Program:
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("kind", [*WORLDS, "own"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_run_survives_the_loss_of_an_actor_and_takes_another_one(kind: str, tmp_path: Path) -> None:
     folder = tmp_path / "models"
     folder.mkdir()
