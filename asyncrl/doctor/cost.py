@@ -16,7 +16,16 @@ from asyncrl.actors.pipeline import split_slots
 from asyncrl.config.run import TrainConfig
 from asyncrl.doctor.findings import Sizes
 from asyncrl.doctor.gpus import rank_needs
-from asyncrl.doctor.rates import FLOAT8, FLOAT32, PASS_SECONDS, SHARED, SHARES, STEP_SECONDS, DeviceRate
+from asyncrl.doctor.rates import (
+    FLOAT8,
+    FLOAT32,
+    PASS_SECONDS,
+    SHARED,
+    SHARES,
+    STEP_SECONDS,
+    TWO_STAGES,
+    DeviceRate,
+)
 from asyncrl.doctor.work import RunWork
 from asyncrl.launch.placement import Placement
 from asyncrl.learner.recipe import Recipe, build_recipe
@@ -231,7 +240,7 @@ def predict(
     for policy, other in placement.worlds:
         busy[policy], busy[other] = each * actor.policy, each * world
     pipelined = placement.worlds and config.actor.pipeline_stages > 1
-    batch = max(busy.values()) if pipelined else each * actor.decision
+    batch = TWO_STAGES * max(busy.values()) if pipelined else each * actor.decision
     shared = [on for rank, on in busy.items() if rank in placement.learners]
     both = max((max(learner.update, on) + SHARED * min(learner.update, on) for on in shared), default=0.0)
     if config.synchronous:

@@ -278,6 +278,19 @@ def test_two_stages_on_two_devices_take_what_is_predicted(
     assert found.steps_per_hour == pytest.approx(395_577, rel=TOLERANCE)
 
 
+def test_a_policy_on_the_learners_device_takes_what_is_predicted(measured_run: TrainConfig) -> None:
+    learner = replace(measured_run.learner, compile=True)
+    apart = replace(measured_run, learner=replace(learner, gradient_checkpointing_every=4))
+    actor = replace(measured_run.actor, pipeline_stages=2)
+    config = replace(measured_run, learner=learner, actor=actor)
+    beside = predicted(config, published_run(config), ("learner=0,policy=0,world=1", 2))
+    alone = predicted(apart, published_run(apart))
+    assert alone.steps_per_hour == pytest.approx(468_801, rel=TOLERANCE)
+    assert beside.steps_per_hour == pytest.approx(483_627, rel=TOLERANCE)
+    assert beside.steps_per_hour / alone.steps_per_hour == pytest.approx(1.03, rel=0.06)
+    assert beside.actor_bytes / 2**30 == pytest.approx(25.4, rel=TOLERANCE)  # On the world's device.
+
+
 def stage_flops(work: RunWork) -> dict[str, float]:
     return {s.name: s.flops * s.calls / TFLOP for s in work.world.decision}
 
