@@ -15,8 +15,8 @@ from asyncrl.doctor.rates import DeviceRate
 from asyncrl.doctor.work import RunWork
 from asyncrl.launch.placement import Placement
 
-TRIED: Final = (0, 8, 4, 2)
-"""One layer in so many computes its activations again; 0: none."""
+TRIED: Final = (8, 4, 2)
+"""One layer in so many computes its activations again."""
 
 
 def faster_learner(
@@ -47,14 +47,14 @@ def faster_learner(
 
 def _candidates(now: LearnerSettings, *, divided: bool) -> Iterator[LearnerSettings]:
     """Yield what takes more memory than `now`: no more layers compute again, weights are freed no sooner."""
-    computing = [(False, 1)] if now.gradient_checkpointing else []
-    computing += [(True, every) for every in TRIED if every > now.gradient_checkpointing_every and computing]
-    computing += [(now.gradient_checkpointing, now.gradient_checkpointing_every)]
-    for on, every in computing:
-        fewer = replace(now, gradient_checkpointing=on, gradient_checkpointing_every=every)
-        if divided:
-            yield replace(fewer, reshard_after="step")
-        yield fewer
+    fewer = [now]
+    if now.gradient_checkpointing:
+        fewer.append(replace(now, gradient_checkpointing=False, gradient_checkpointing_every=1))
+        more = [every for every in TRIED if every > now.gradient_checkpointing_every]
+        fewer += [replace(now, gradient_checkpointing_every=every) for every in more]
+    yield from fewer
+    if divided:
+        yield from (replace(learner, reshard_after="step") for learner in fewer)
 
 
 def _learning(now: LearnerSettings, other: LearnerSettings, sizes: Sizes) -> int:

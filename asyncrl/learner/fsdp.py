@@ -1,7 +1,7 @@
 """Spreads a policy, or any network of blocks, over the learner ranks: FSDP2.
 
     all weights are trained    blocks (Llama layers, vision blocks) are units, gathered when they run and
-                               freed after it, or behind the last pass of a step; neighbours of a kind share
+                               freed after it, or behind the last pass of a step; neighbours in a list share
                                a unit until it is as large as the largest block, because the host needs as
                                long for a small one; the rest (embeddings, norms, heads) is the root
     adapters are               one unit, the root, which stays gathered in all passes of a step. Frozen
@@ -103,7 +103,7 @@ def spread(
         passes = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=cast_inputs
         )
-    units = [] if unsharded else join_small(blocks)
+    units = [] if unsharded else join_small(network, blocks)
     for unit in units:
         fully_shard(unit, mesh=mesh, mp_policy=passes)
     network.register_forward_hook(_copied)
@@ -120,20 +120,25 @@ def spread(
                 module.set_force_sum_reduction_for_comms(True)  # gloo cannot average.
 
 
-def join_small(blocks: Iterable[nn.Module]) -> list[list[nn.Module]]:
-    """Join neighbours of one class until they have as many parameters as the largest block.
+def join_small(network: nn.Module, blocks: Iterable[nn.Module]) -> list[list[nn.Module]]:
+    """Join neighbours that are children of one module until they are as large as the largest block.
+
+    Only these: a unit is gathered for its backward pass when that of its last block begins, so that blocks
+    which do not run one after the other, as those of two towers, must not share one.
 
     Args:
+        network: Has the blocks.
         blocks: In the order in which they run.
 
     Returns:
         All of them in their order, in lists with at least one.
     """
     found = list(blocks)
+    parents = {child: parent for parent in network.modules() for child in parent.children()}
     sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in found]
     units, room = list[list[nn.Module]](), 0
     for block, size in zip(found, sizes, strict=True):
-        if units and type(units[-1][-1]) is type(block) and size <= room:
+        if units and parents[units[-1][-1]] is parents[block] and size <= room:
             units[-1].append(block)
         else:
             units.append([block])

@@ -282,13 +282,17 @@ def test_copies_are_added_up_behind_the_last_pass_of_a_step() -> None:
         assert three == again == [3 * gathered, 3 * sums, between]
 
 
-def test_small_neighbours_of_one_class_share_a_unit() -> None:
-    sizes = [8, 8, 9, 32, 8, 8, 16, 1]
-    blocks: list[torch.nn.Module] = [torch.nn.Linear(1, size, bias=False) for size in sizes]
-    blocks.insert(5, torch.nn.LayerNorm(2))
-    found = [[sum(p.numel() for p in block.parameters()) for block in unit] for unit in join_small(blocks)]
-    assert found == [[8, 8, 9], [32], [8], [4], [8, 16, 1]]
-    assert join_small([]) == []
+def test_small_neighbours_of_one_list_share_a_unit() -> None:
+    def tower(*sizes: int) -> torch.nn.ModuleList:
+        return torch.nn.ModuleList(torch.nn.Linear(1, size, bias=False) for size in sizes)
+
+    network = torch.nn.ModuleList([tower(8, 8, 9), tower(1, 1), tower(32, 8, 8, 16, 1)])
+    blocks = [block for part in network for block in part.children()]
+    units = join_small(network, blocks)
+    assert [block for unit in units for block in unit] == blocks
+    found = [[sum(p.numel() for p in block.parameters()) for block in unit] for unit in units]
+    assert found == [[8, 8, 9], [1, 1], [32], [8, 8, 16], [1]]
+    assert join_small(network, []) == []
 
 
 def norm_of_gradients(copies: int) -> float:
