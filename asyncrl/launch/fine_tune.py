@@ -11,24 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
-from typing import Final
+from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from asyncrl.fitting.loop import FitRanks
 from asyncrl.fitting.settings import FitPolicy, FitWorld
 from asyncrl.launch import rendezvous
-from asyncrl.learner.distributed_ranks import (
-    COLLECTIVE_DEADLINE,
-    DistributedRanks,
-    abandon_group,
-    explain_lost_peer,
-    leave_group,
-)
+from asyncrl.learner.distributed_ranks import COLLECTIVE_DEADLINE, DistributedRanks, default_group
 from asyncrl.learner.fsdp import Precision
 from asyncrl.learner.ranks import LearnerRanks, SingleRank
 
@@ -53,20 +45,9 @@ def fine_tuning_ranks(what: str, precision: Precision, device: torch.device) -> 
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    deadline = timedelta(seconds=COLLECTIVE_DEADLINE)
-    with explain_lost_peer(what, AGAIN):
-        if size == 1:
-            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=deadline)
-        else:
-            dist.init_process_group(backend, timeout=deadline)  # As torchrun's environment says.
-    try:
-        with explain_lost_peer(what, AGAIN):
-            yield DistributedRanks(COLLECTIVE_DEADLINE, remedy=AGAIN)
-    except BaseException:
-        abandon_group(device)
-        raise
-    leave_group()
+    alone: dict[str, Any] = {"store": HashStore(), "rank": 0, "size": 1} if size == 1 else {}
+    with default_group(device, what, what, remedy=AGAIN, **alone):
+        yield DistributedRanks(COLLECTIVE_DEADLINE, remedy=AGAIN)
 
 
 def fit_ranks(ranks: LearnerRanks) -> FitRanks:

@@ -29,13 +29,7 @@ from asyncrl.launch.hosts import Hosts
 from asyncrl.launch.learner_start import LearnerStart
 from asyncrl.launch.placement import Placement, copies_of, pick_device
 from asyncrl.launch.policies import build_learning_policy
-from asyncrl.learner.distributed_ranks import (
-    COLLECTIVE_DEADLINE,
-    DistributedRanks,
-    abandon_group,
-    explain_lost_peer,
-    leave_group,
-)
+from asyncrl.learner.distributed_ranks import DistributedRanks, default_group
 from asyncrl.learner.fsdp import make_float32_masters, shard
 from asyncrl.learner.loop import NullLog
 from asyncrl.learner.placeholders import Shown
@@ -108,24 +102,18 @@ def learner_group(
         return
     rank = rendezvous.rank() if ranks > 1 else 0
     store = rendezvous.learners_store() if ranks > 1 else HashStore()
-    with explain_lost_peer(f"learner rank {rank} of {ranks} to meet the other learners"):
-        dist.init_process_group(
-            "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
-            store=store,
-            rank=rank,
-            world_size=ranks,
-            timeout=timedelta(seconds=COLLECTIVE_DEADLINE),
-        )
-    try:
-        with explain_lost_peer(
-            f"learner rank {rank} of {ranks} to make its part of an update or a checkpoint"
-        ):
-            patience = config.batch_timeout + first_weights_deadline(config)
-            yield DistributedRanks(patience, while_waiting=while_waiting)
-    except BaseException:
-        abandon_group(device)
-        raise
-    leave_group()
+    who = f"learner rank {rank} of {ranks}"
+    joined = default_group(
+        device,
+        f"{who} to meet the other learners",
+        f"{who} to make its part of an update or a checkpoint",
+        store=store,
+        rank=rank,
+        size=ranks,
+    )
+    with joined:
+        patience = config.batch_timeout + first_weights_deadline(config)
+        yield DistributedRanks(patience, while_waiting=while_waiting)
 
 
 def build_joined_learner(

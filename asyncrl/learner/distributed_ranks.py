@@ -24,6 +24,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.tensor import DTensor
 
 from asyncrl.errors import ConfigError, RunError
@@ -40,6 +41,44 @@ POLL_INTERVAL: Final = 0.02
 """Seconds between two questions whether an announcement has arrived."""
 FREED_SECONDS: Final = 0.2
 """How long gloo's threads have to free what was exchanged last."""
+
+
+@contextmanager
+def default_group(
+    device: torch.device,
+    meeting: str,
+    work: str,
+    *,
+    store: Store | None = None,
+    rank: int = -1,
+    size: int = -1,
+    remedy: str = RESUME,
+) -> Iterator[None]:
+    """Be in the default process group for the time of the block; all ranks enter at about the same time.
+
+    Args:
+        device: This rank's, and the current one where it is a GPU.
+        meeting: What it waits for first, for errors: 'learner rank 1 of 2 to meet the other learners'.
+        work: What it waits for in the block.
+        store: Where the ranks meet. None: where torchrun's environment says, which also says who this is.
+        rank: Of this process.
+        size: Number of ranks.
+        remedy: What to do after a rank was lost.
+
+    Raises:
+        RunError: A rank did not come, or is gone.
+    """
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    deadline = timedelta(seconds=COLLECTIVE_DEADLINE)
+    with explain_lost_peer(meeting, remedy):
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=deadline)
+    try:
+        with explain_lost_peer(work, remedy):
+            yield
+    except BaseException:
+        abandon_group(device)
+        raise
+    leave_group()
 
 
 def abandon_group(device: torch.device) -> None:
