@@ -334,6 +334,7 @@ class Nodes:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.render
 @pytest.mark.timeout(300)

@@ -20,7 +20,8 @@ from support.own_world import PAINTER, commands_of_page, write_painter
 from support.tiny_models import WORLDS, write_models
 from support.whole_runs import ACTOR, PATIENCE, TRAIN, Program, free_port, left_over, reach, rows
 
-KINDS = ["wan", *(pytest.param(kind, marks=pytest.mark.long) for kind in WORLDS if kind != "wan"), "own"]
+LONG = ("own", *(kind for kind in WORLDS if kind != "wan"))
+KINDS = ["wan", *(pytest.param(kind, marks=pytest.mark.long) for kind in LONG)]
 UPDATES = 10
 MAX_LAG = 1
 OWN = "actor-1"
