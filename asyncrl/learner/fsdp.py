@@ -124,7 +124,8 @@ def join_small(network: nn.Module, blocks: Iterable[nn.Module]) -> list[list[nn.
     """Join neighbours that are children of one module until they are as large as the largest block.
 
     Only these: a unit is gathered for its backward pass when that of its last block begins, so that blocks
-    which do not run one after the other, as those of two towers, must not share one.
+    which do not run one after the other, as those of two towers, must not share one; and it is freed once all
+    of its blocks ran.
 
     Args:
         network: Has the blocks.
@@ -136,13 +137,14 @@ def join_small(network: nn.Module, blocks: Iterable[nn.Module]) -> list[list[nn.
     found = list(blocks)
     parents = {child: parent for parent in network.modules() for child in parent.children()}
     sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in found]
+    largest = max(sizes, default=0)
     units, room = list[list[nn.Module]](), 0
     for block, size in zip(found, sizes, strict=True):
         if units and parents[units[-1][-1]] is parents[block] and size <= room:
             units[-1].append(block)
         else:
             units.append([block])
-            room = max(sizes)
+            room = largest
         room -= size
     return units
 

@@ -242,7 +242,11 @@ class Policy(Protocol):
         ...
 
     def blocks(self) -> Iterable[nn.Module]:
-        """Yield the units of sharding, recomputation and compilation in the order in which they run."""
+        """Yield what is sharded, recomputed and compiled piece by piece, in the order in which it runs.
+
+        Children of one module (a list of layers) may share a unit of sharding: all of them run in each pass,
+        one after the other.
+        """
         ...
 
 

@@ -156,9 +156,8 @@ def watch(job: Job, batch: Program) -> None:
     assert up.keys() >= {"learner-0", "replay"}
     assert set(up.values()) == {1.0}
     assert "actor-1" not in up, "that is a process of another host"
-    job.until(
-        lambda values: ("process_activity_seconds", "learner-0") in values, batch
-    )  # Not in each moment.
+    # Between two activities it has none.
+    job.until(lambda values: ("process_activity_seconds", "learner-0") in values, batch)
     status, text = job.answer("/healthz")
     assert status == 200
     health = json.loads(text)
