@@ -8,10 +8,12 @@ again in each round:
 
     synchronous        the actor waits for every update: the baseline
     time slices        asynchronous; the driver lets one process after the other compute
-    mps                asynchronous; both compute at the same time, as clients of one MPS server
-    mps L/A            the learner may use L percent of the multiprocessors, the actor A
-                       (CUDA_MPS_ACTIVE_THREAD_PERCENTAGE)
-    mps, learner first the actor's kernels have a lower priority (CUDA_MPS_CLIENT_PRIORITY)
+    mps                asynchronous; both compute at the same time, as clients of one MPS server, and the
+                       learner's kernels go first
+    mps, equal         neither goes first (CUDA_MPS_CLIENT_PRIORITY)
+
+The multiprocessors are not divided (CUDA_MPS_ACTIVE_THREAD_PERCENTAGE): products of matrices come out wrong
+then, and a run refuses it.
 
 The MPS control daemon is one of this benchmark's own, with its own pipe and log folder, and is ended by its
 own `quit`; a daemon of the host's is left alone. Steps per hour are as in `asynchrony.py`.
@@ -41,6 +43,7 @@ from full_size import run_flags
 from measuring import commit, heading, table
 
 from asyncrl.errors import ConfigError
+from asyncrl.launch.own_device import PRIORITY
 
 CONTROL: Final = "nvidia-cuda-mps-control"
 ENDS_WITHIN: Final = 30.0
@@ -59,8 +62,6 @@ class Settings:
     """Recipe and flags of `asyncrl train`, behind those of --full."""
     compile: bool = True
     """Compile learner and actor."""
-    shares: tuple[str, ...] = ("50/50", "70/100", "100/70")
-    """L/A: percent of the multiprocessors for the learner and for the actor."""
     only: tuple[str, ...] = ()
     """Names of the variants to run besides the synchronous one; none: all."""
     updates: int = 8
@@ -82,31 +83,18 @@ class Variant:
     name: str
     mode: Literal["synchronous", "asynchronous"] = "asynchronous"
     mps: bool = False
-    learner: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables of the learner's rank."""
     actor: Mapping[str, str] = field(default_factory=dict)
-    """Of the rank that starts the actor."""
+    """Environment variables of the rank that starts the actor."""
 
 
 def variants_of(settings: Settings) -> list[Variant]:
-    """List the variants, the baseline first.
-
-    Raises:
-        ConfigError: A share is no pair of percentages.
-    """
+    """List the variants, the baseline first."""
     found = [
         Variant(name="synchronous", mode="synchronous"),
         Variant(name="time slices"),
         Variant(name="mps", mps=True),
+        Variant(name="mps, equal", mps=True, actor={PRIORITY: "0"}),
     ]
-    for share in settings.shares:
-        percents = share.split("/")
-        if len(percents) != 2 or not all(p.isdecimal() and 0 < int(p) <= 100 for p in percents):
-            raise ConfigError(f"--shares has {share!r}, but wants pairs of percentages like 60/100.")
-        learner, actor = ({"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": percent} for percent in percents)
-        found.append(Variant(name=f"mps {share}", mps=True, learner=learner, actor=actor))
-    second = {"CUDA_MPS_CLIENT_PRIORITY": "1"}  # 0: normal, 1: below normal.
-    found.append(Variant(name="mps, learner first", mps=True, actor=second))
     return [v for v in found if not settings.only or v.name in ("synchronous", *settings.only)]
 
 
@@ -137,10 +125,9 @@ def mps_daemon(folder: Path, gpu: str) -> Iterator[dict[str, str]]:
 
 
 def starter(variant: Variant, folder: Path) -> list[str]:
-    """Write a script that gives every rank its variables; returns the command that starts a rank with it."""
-    lines = ["#!/usr/bin/env bash", 'if [ "$RANK" = 0 ]; then :']
-    lines += [f"export {name}={shlex.quote(value)}" for name, value in variant.learner.items()]
-    lines += ["else :", *(f"export {name}={shlex.quote(value)}" for name, value in variant.actor.items())]
+    """Write a script that gives a rank its variables; returns the command that starts a rank with it."""
+    lines = ["#!/usr/bin/env bash", 'if [ "$RANK" != 0 ]; then :']
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in variant.actor.items()]
     lines += ["fi", f'exec {shlex.quote(sys.executable)} "$@"']
     path = folder / f"{variant.name.replace(' ', '-').replace('/', '-')}.sh"
     path.write_text("\n".join(lines) + "\n")

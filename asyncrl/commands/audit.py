@@ -249,10 +249,10 @@ def _audit_all(
     from asyncrl.evaluation.audit import audit
     from asyncrl.evaluation.contact_sheet import check_imagines
     from asyncrl.evaluation.evaluate import check_fits
-    from asyncrl.launch.placement import pick_device
+    from asyncrl.launch.own_device import take_device
     from asyncrl.simulators.pool import SimulatorPool
 
-    device = pick_device(config.device)
+    device = take_device(config.device)
     settings = [_in_its_world(config, run, text) for text in versions.values()]
     models = _models(settings[0], next(iter(versions.values())), device)
     source = _source(config, models)

@@ -66,10 +66,10 @@ def _checks(config: CheckConfig) -> Iterator[str]:
 def _check_policy(config: CheckConfig) -> Iterator[str]:
     from asyncrl.launch.conformance import check_policy
     from asyncrl.launch.named_models import named_policy
-    from asyncrl.launch.placement import pick_device
+    from asyncrl.launch.own_device import take_device
 
     named = named_policy(config.name, config.settings)
-    policy: Any = named.kind.load(named.folder, pick_device(config.device), **named.settings)
+    policy: Any = named.kind.load(named.folder, take_device(config.device), **named.settings)
     yield "load"
     yield from check_policy(policy, config.image_size or policy.image_size)
 
@@ -77,13 +77,13 @@ def _check_policy(config: CheckConfig) -> Iterator[str]:
 def _check_world(config: CheckConfig) -> Iterator[str]:
     from asyncrl.config.imagination import ImaginationSettings
     from asyncrl.launch.named_models import named_world
-    from asyncrl.launch.placement import pick_device
+    from asyncrl.launch.own_device import take_device
     from asyncrl.launch.world_conformance import check_world
 
     named, settings = named_world(config.name, config.settings), ImaginationSettings()
     summary = named.kind.check(named.folder, settings, **named.settings)
     yield f"check: {summary.nbytes} bytes, {summary.image_size} pixels"
-    world: Any = named.kind.load(named.folder, pick_device(config.device), settings, **named.settings)
+    world: Any = named.kind.load(named.folder, take_device(config.device), settings, **named.settings)
     if (world.image_size, world.action_spec) != (summary.image_size, summary.action_spec):
         raise ConfigError(
             f"--world names {config.name}, whose check says {summary.image_size} pixels and "
@@ -124,12 +124,12 @@ def _starts(config: CheckConfig, size: int) -> list[StartState]:
 def _check_reward(config: CheckConfig) -> Iterator[str]:
     from asyncrl.launch.conformance import check_reward
     from asyncrl.launch.named_models import named_reward
-    from asyncrl.launch.placement import pick_device
+    from asyncrl.launch.own_device import take_device
 
     named, tasks = named_reward(config.name, Path(), config.settings), [config.task]
     summary = named.kind.check(named.folder, tasks, **named.settings)
     yield f"check: {summary.nbytes} bytes, {summary.image_size or 'any number of'} pixels"
-    reward: Any = named.kind.load(named.folder, pick_device(config.device), tasks, **named.settings)
+    reward: Any = named.kind.load(named.folder, take_device(config.device), tasks, **named.settings)
     yield "load"
     yield from check_reward(reward, tasks, config.image_size or 64)
 

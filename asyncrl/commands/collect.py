@@ -15,7 +15,7 @@ from asyncrl.config.short_help import answer_help
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation.evaluate import acting, check_fits
 from asyncrl.fitting.collect import must_be_new, record, training_starts
-from asyncrl.launch.placement import pick_device
+from asyncrl.launch.own_device import take_device
 from asyncrl.simulators.build import SimulatorSource
 from asyncrl.simulators.interface import Demonstrator, SimStart
 from asyncrl.simulators.pool import SimulatorPool
@@ -121,7 +121,7 @@ def _record_policy(config: CollectConfig, source: SimulatorSource) -> int:
     from asyncrl.policies.interface import SamplingParams
 
     named = named_policy(config.policy, config.policy_settings)
-    policy = named.kind.load(named.folder, pick_device("auto"), **named.settings)
+    policy = named.kind.load(named.folder, take_device("auto"), **named.settings)
     sampling = SamplingParams(temperature=config.temperature, top_k=0)
     with SimulatorPool(source, workers=config.workers, steps=policy.action_spec.chunk) as pool:
         check_fits(policy, pool.spec)

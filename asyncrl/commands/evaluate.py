@@ -305,12 +305,12 @@ def _play_expert(config: EvaluateConfig) -> _Played:
 def _play_policy(config: EvaluateConfig, run: RunSettings | None) -> _Played:
     from asyncrl.evaluation.contact_sheet import PAIRS, check_imagines, write_contact_sheet
     from asyncrl.launch.named_models import named_policy
-    from asyncrl.launch.placement import pick_device
+    from asyncrl.launch.own_device import take_device
     from asyncrl.policies.interface import SamplingParams
     from asyncrl.simulators.pool import SimulatorPool
 
     named = named_policy(config.player, config.policy_settings)
-    device = pick_device(config.device)
+    device = take_device(config.device)
     world = _world_of_video(config) if config.video else None
     policy: Policy = named.kind.load(named.folder, device, **named.settings)
     source = _source(config, policy.image_size, _episodes(config))

@@ -16,7 +16,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.fitting.loading import load_recordings
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.fitting.settings import FitKeyframes, FitPolicy, FitReward, FitStarts, FitWorld
-from asyncrl.launch.placement import pick_device
+from asyncrl.launch.own_device import take_device
 from asyncrl.launch.rendezvous import rank, world_size
 
 _named = tyro.conf.subcommand
@@ -95,7 +95,7 @@ def fit_reward_command(config: FitReward, recordings: Recordings) -> None:
     from asyncrl.rewards.model import save_reward
 
     torch.manual_seed(config.seed)
-    device = pick_device(config.device)
+    device = take_device(config.device)
     reward = fresh_reward(config.size, recordings, device)
     drawn = redrawn(config.world, recordings, device)
     loss = fit_reward(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from asyncrl.config.bounds import SEEDS, AtLeast, Bounded, Within
 from asyncrl.errors import ConfigError
-from asyncrl.launch.placement import pick_device
+from asyncrl.launch.own_device import take_device
 from asyncrl.storage.asset_paths import policy_folder, start_states_path, world_folder
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def fit_decoder_command(config: FitDecoder) -> None:
 
     from asyncrl.fitting.fit_decoder import compare, fit_decoder
 
-    device = pick_device(config.device)
+    device = take_device(config.device)
     folder = world_folder(config.world)
     out = Path(config.out) if config.out else folder
     fitted = _distillable(folder, device)

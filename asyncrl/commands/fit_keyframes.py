@@ -66,10 +66,10 @@ def _models(config: FitKeyframes, tasks: list[str]) -> Models:
     from asyncrl.evaluation.audit import Models
     from asyncrl.launch.environment import with_world_defaults
     from asyncrl.launch.named_models import named_policy, named_reward, named_world
-    from asyncrl.launch.placement import pick_device
+    from asyncrl.launch.own_device import take_device
     from asyncrl.policies.interface import SamplingParams
 
-    device = pick_device(config.device)
+    device = take_device(config.device)
     settings, _ = with_world_defaults(TrainConfig(world=config.world))
     world = named_world(config.world, ())
     reward = named_reward("", world.folder, ())

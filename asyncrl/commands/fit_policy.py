@@ -7,7 +7,7 @@ from pathlib import Path
 from asyncrl.commands.fit_world import redrawn
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.fitting.settings import FitPolicy
-from asyncrl.launch.placement import pick_device
+from asyncrl.launch.own_device import take_device
 from asyncrl.launch.rendezvous import local_rank, world_size
 from asyncrl.storage.asset_paths import policy_folder, world_folder
 from asyncrl.storage.atomic import read_json
@@ -25,7 +25,7 @@ def fit_policy_command(config: FitPolicy, recordings: Recordings) -> None:
     if config.refine and _fine_tunes(config):
         return _fine_tune(config, recordings)
     torch.manual_seed(config.seed)
-    device = pick_device(config.device)
+    device = take_device(config.device)
     if config.refine:
         policy = load_policy(policy_folder(config.refine))
     else:
@@ -64,7 +64,7 @@ def _is_published(folder: Path) -> bool:
 def _fine_tune(config: FitPolicy, recordings: Recordings) -> None:
     from asyncrl.launch.fine_tune_policy import fine_tune_policy
 
-    device = pick_device(config.device, local_rank())
+    device = take_device(config.device, local_rank())
     drawn = redrawn(world_folder(config.world), recordings, device) if config.world else None
     if told := fine_tune_policy(config, recordings, drawn):
         print(told, flush=True)

@@ -16,7 +16,7 @@ from asyncrl.fitting.worlds.interface import (
     fit_class,
     load_fitted,
 )
-from asyncrl.launch.placement import pick_device
+from asyncrl.launch.own_device import take_device
 from asyncrl.launch.rendezvous import world_size
 from asyncrl.storage.asset_paths import world_folder
 
@@ -43,7 +43,7 @@ def fit_world_command(config: FitWorld, recordings: Recordings) -> None:
     if _fine_tunes(config):
         return _fine_tune(config, recordings)
     torch.manual_seed(config.seed)
-    device = pick_device(config.device)
+    device = take_device(config.device)
     options = WorldOptions(
         context_sigma=config.context_sigma,
         own_memory=config.own_memory,

@@ -81,7 +81,7 @@ class Imagine(ReplayCommand):
         run = self._run_folder()
         config = self._settings(run)
         from asyncrl.launch.environment import build_world_model
-        from asyncrl.launch.placement import pick_device
+        from asyncrl.launch.own_device import take_device
         from asyncrl.launch.simulated import simulator_named
 
         if simulator_named(config.world):
@@ -89,7 +89,7 @@ class Imagine(ReplayCommand):
                 f"the episodes of group {self.group} were played in the simulator {config.world}, so there "
                 "is nothing to imagine again. Name a world model with --world to see what it would imagine."
             )
-        device = pick_device(self.device)
+        device = take_device(self.device)
         environment = build_world_model(config, device)
         start = _start_of(episodes, [*environment.starts, *_keyframes_of(run, episodes[0])])
         rows, why = self._rows_of_a_pass(config, len(episodes))

@@ -30,7 +30,7 @@ class Check:
     deadline: float = DEADLINE
     """Seconds."""
     acts: bool = False
-    """Whether it writes files, opens sockets, starts processes, or computes with the world."""
+    """Whether it writes files, opens sockets, starts processes, or computes."""
 
 
 CHECKS: Final = (
@@ -49,6 +49,7 @@ CHECKS: Final = (
     Check(name="keys", where="network:check_keys"),
     Check(name="devices", where="gpus:check_devices"),
     Check(name="placement", where="gpus:check_placement"),
+    Check(name="products", where="gpus:check_products", acts=True),
     Check(name="compile cache", where="gpus:check_compiler_cache"),
     Check(name="shipped files", where="models:check_shipped_files"),
     Check(name="models", where="models:check_models", deadline=600.0),

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 HOST: Final = "memory of the host"
+PRODUCTS: Final = "products"
 
 
 def check_devices(_: Examination) -> Finding:
@@ -141,6 +142,24 @@ def check_compiler_cache(examination: Examination) -> Finding | None:
     found = f"{held / GIB:.2f} GiB" if held else "empty, so the first start compiles all"
     chosen = f" ({INDUCTOR})" if own else ""
     return ok("compile cache", f"{folder}{chosen}: {found}. It may be deleted between runs")
+
+
+def check_products(examination: Examination) -> Finding | None:
+    """See that the GPUs of this host's ranks multiply matrices right; None where they have none."""
+    from asyncrl.devices.matrix_products import check_matrix_products
+
+    try:
+        placement = placement_of(examination.config)
+        here = hosts_of(examination).ranks(examination.host)
+        devices = dict.fromkeys(devices_of(examination.config, placement, here).values())
+    except ConfigError:  # The line about the placement says so.
+        return None
+    gpus = [device for device in devices if device.type == "cuda"]
+    errors = [check_matrix_products(device) for device in gpus]
+    if not gpus:
+        return None
+    names = ", ".join(map(str, gpus))
+    return ok(PRODUCTS, f"of matrices on {names}: at most {max(errors):.1%} off, which is rounding")
 
 
 def devices_of(config: TrainConfig, placement: Placement, here: range) -> dict[int, torch.device]:

@@ -52,6 +52,7 @@ def evaluator_main(config_json: str, run_dir_text: str, local_rank: str) -> None
     import torch
 
     from asyncrl.launch.evaluation import evaluation_device, open_checkpoints
+    from asyncrl.launch.own_device import make_current
     from asyncrl.observability import descriptors
     from asyncrl.storage import run_lock
 
@@ -66,6 +67,7 @@ def evaluator_main(config_json: str, run_dir_text: str, local_rank: str) -> None
     process_status.publish_as(run_dir, ROLE)
     process_status.set_activity("loading models", config.startup_timeout)
     device = evaluation_device(config, int(local_rank))
+    make_current(device)
     if device.type == "cpu":
         os.nice(NICENESS)
         torch.set_num_threads(1)

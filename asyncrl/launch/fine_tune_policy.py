@@ -16,7 +16,7 @@ from asyncrl.fitting.settings import FitPolicy
 from asyncrl.launch import rendezvous
 from asyncrl.launch.fine_tune import count_trained, fine_tuning_ranks, fit_ranks, report
 from asyncrl.launch.named_models import named_policy
-from asyncrl.launch.placement import pick_device
+from asyncrl.launch.own_device import take_device
 from asyncrl.learner.fsdp import make_float32_masters, shard
 from asyncrl.learner.ranks import SingleRank
 from asyncrl.learner.weight_export import copy_policy
@@ -43,7 +43,7 @@ def fine_tune_policy(config: FitPolicy, recordings: Recordings, drawn: Frames | 
         RunError: The loss stopped being finite, or another rank is gone.
     """
     torch.manual_seed(config.seed)
-    device = pick_device(config.device, rendezvous.local_rank())
+    device = take_device(config.device, rendezvous.local_rank())
     policy = _load(config, recordings, device)
     with fine_tuning_ranks(WHAT, config.precision, device) as ranks:
         trained = count_trained(policy)

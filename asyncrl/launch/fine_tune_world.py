@@ -25,7 +25,7 @@ from asyncrl.fitting.worlds.interface import (
 )
 from asyncrl.launch import rendezvous
 from asyncrl.launch.fine_tune import count_trained, fine_tuning_ranks, fit_ranks, report
-from asyncrl.launch.placement import pick_device
+from asyncrl.launch.own_device import take_device
 from asyncrl.learner.fsdp import make_float32_masters, spread
 from asyncrl.learner.ranks import LearnerRanks, SingleRank
 from asyncrl.learner.weight_export import ADAPTER_FOLDER, gather_to_host
@@ -62,7 +62,7 @@ def fine_tune_world(config: FitWorld, recordings: Recordings) -> str:
     source = world_folder(config.refine)
     options = WorldOptions(context_sigma=config.context_sigma, camera=config.camera)
     torch.manual_seed(config.seed)
-    device = pick_device(config.device, rendezvous.local_rank())
+    device = take_device(config.device, rendezvous.local_rank())
     world: Any = load_fitted(source, device, torch.bfloat16 if config.precision == "bf16" else torch.float32)
     _prepare(world, config, recordings, options)
     with fine_tuning_ranks(WHAT, config.precision, device) as ranks:

@@ -24,6 +24,7 @@ from asyncrl.config.loading import overlay, to_json
 from asyncrl.config.pace import FITTER
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import RunError
+from asyncrl.launch.own_device import make_current
 from asyncrl.launch.placement import Placement, fitter_device
 from asyncrl.launch.supervisor import Supervisor
 from asyncrl.observability import metrics_pace as m
@@ -76,6 +77,7 @@ def fitter_main(config_json: str, run_dir_text: str, local_rank: str, niceness: 
     process_status.publish_as(rendezvous.status_folder(run_dir), ROLE)
     process_status.set_activity("loading models", config.startup_timeout)
     device = fitter_device(config, int(local_rank))
+    make_current(device)
     if device.type == "cpu":
         os.nice(int(niceness))
         torch.set_num_threads(1)

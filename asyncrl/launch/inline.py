@@ -19,7 +19,7 @@ from asyncrl.launch.build_actor import build_acting, build_actor, starts_of
 from asyncrl.launch.compiler_cache import use_compiler_cache
 from asyncrl.launch.environment import EnvironmentFiles, build_environment, with_world_defaults
 from asyncrl.launch.learner_start import LearnerStart, load_models, start_run
-from asyncrl.launch.placement import pick_device
+from asyncrl.launch.own_device import take_device
 from asyncrl.launch.policies import build_policy
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.launch.simulated import SimulatorFiles
@@ -100,7 +100,7 @@ def _build(asked: TrainConfig) -> _Roles:
     run_log.check(asked)
     torch.set_num_threads(asked.learner.threads)
     torch.manual_seed(asked.seed)
-    device = pick_device(asked.device)
+    device = take_device(asked.device)
     use_compiler_cache(asked, device)
     config, said = with_world_defaults(asked)
     policy, files = load_models(config, device)

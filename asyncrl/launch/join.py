@@ -159,18 +159,17 @@ def _join(settings: JoinOptions, name: str, keys: ClientKeys | None) -> _Joined:
     from asyncrl.launch.compiler_cache import use_compiler_cache
     from asyncrl.launch.environment import build_environment
     from asyncrl.launch.idle_offload import actor_offload
-    from asyncrl.launch.placement import pick_device, threads_of_actor
+    from asyncrl.launch.own_device import take_device
+    from asyncrl.launch.placement import threads_of_actor
     from asyncrl.launch.policies import build_policy
     from asyncrl.replay.client import WINDOW, ZmqActorPort
     from asyncrl.replay.join_settings import ask_settings
     from asyncrl.weights.pull_client import build_pulled_receiver
 
-    device = pick_device(settings.device)
+    device = take_device(settings.device)
     told = ask_settings(settings.endpoint, name, keys, ANSWER_DEADLINE)
     config = _settings_here(settings, told)
     torch.set_num_threads(settings.threads or threads_of_actor(1, len(os.sched_getaffinity(0))))
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     use_compiler_cache(config, device)
     policy = build_policy(config, device)
     environment = build_environment(config, device)

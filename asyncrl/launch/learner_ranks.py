@@ -27,6 +27,7 @@ from asyncrl.launch.build_learner import build_learner, first_weights_deadline
 from asyncrl.launch.compiler_cache import use_compiler_cache
 from asyncrl.launch.hosts import Hosts
 from asyncrl.launch.learner_start import LearnerStart
+from asyncrl.launch.own_device import take_device
 from asyncrl.launch.placement import Placement, copies_of, pick_device
 from asyncrl.launch.policies import build_learning_policy
 from asyncrl.learner.distributed_ranks import DistributedRanks, default_group
@@ -187,7 +188,7 @@ def run_follower_rank(
     config = load_file(Path(info.run_dir) / "config.json")
     torch.set_num_threads(config.learner.threads)
     torch.manual_seed(config.seed)
-    device = pick_device(config.device, rendezvous.local_rank())
+    device = take_device(config.device, rendezvous.local_rank())
     use_compiler_cache(config, device)
     checkpoint = Path(info.checkpoint) if info.checkpoint else None
     policy = build_learning_policy(config, device)

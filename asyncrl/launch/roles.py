@@ -99,6 +99,7 @@ def _use_devices(config: TrainConfig, placement: Placement) -> tuple[torch.devic
     import torch
 
     from asyncrl.launch.compiler_cache import use_compiler_cache
+    from asyncrl.launch.own_device import give_way, make_current
     from asyncrl.launch.placement import actor_devices, threads_of_actor
 
     # One learner mostly waits for the actors; each further one has cores of its own.
@@ -106,8 +107,9 @@ def _use_devices(config: TrainConfig, placement: Placement) -> tuple[torch.devic
     cores = len(os.sched_getaffinity(0)) - taken
     torch.set_num_threads(config.actor.threads or threads_of_actor(len(placement.actors), cores))
     device, world_device = actor_devices(config.device, placement, rank(), local_rank())
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # Whatever asks for "the" device must not begin to use another one.
+    give_way(config, placement, {device, world_device})
+    for used in (world_device, device):  # The last one stays "the" device.
+        make_current(used)
     use_compiler_cache(config, device)
     return device, world_device
 

@@ -31,13 +31,13 @@ from asyncrl.launch.followers import follow, spawn_actor, spawn_role
 from asyncrl.launch.host_facts import HostFacts, check_broadcasts, check_devices
 from asyncrl.launch.hosts import Hosts
 from asyncrl.launch.meeting import Stopped, meet
+from asyncrl.launch.own_device import take_device
 from asyncrl.launch.placement import (
     Placement,
     check_pairs,
     check_sizes,
     checked_placement,
     copies_of,
-    pick_device,
 )
 from asyncrl.launch.rendezvous import HOSTS, RunInfo
 from asyncrl.observability import descriptors, process_status
@@ -142,7 +142,7 @@ def _prepare(config: TrainConfig, placement: Placement, hosts: Hosts) -> _Prepar
     run_log.check(config)
     torch.set_num_threads(config.learner.threads)
     torch.manual_seed(config.seed)
-    device = pick_device(config.device, rendezvous.local_rank())
+    device = take_device(config.device, rendezvous.local_rank())
     use_compiler_cache(config, device)
     learner_ranks.check(config, placement, hosts)
     transport = transport_of(config, placement, hosts.ranks(0))

@@ -196,17 +196,21 @@ def test_updates_alone_take_what_is_predicted(
 
 
 @pytest.mark.parametrize(
-    ("groups", "micro_batch", "every", "reshard_after", "seconds", "gib"),
+    ("device", "ranks", "groups", "micro_batch", "every", "reshard_after", "seconds", "gib"),
     [
-        (8, 32, 4, "pass", 4.364, 104.0),
-        (8, 32, 4, "step", 3.980, 116.5),
-        (18, 36, 4, "pass", 8.962, None),
-        (18, 36, 4, "step", 8.400, 122.3),
-        (8, 32, 1, "pass", 5.684, 64.3),  # Before small blocks shared units.
+        (H200, 2, 8, 32, 4, "pass", 4.364, 104.0),
+        (H200, 2, 8, 32, 4, "step", 3.980, 116.5),
+        (H200, 2, 18, 36, 4, "pass", 8.962, None),
+        (H200, 2, 18, 36, 4, "step", 8.400, 122.3),
+        (H200, 2, 8, 32, 1, "pass", 5.684, 64.3),  # Before small blocks shared units.
+        (H100, 4, 8, 32, 2, "pass", 5.248, None),
+        (H100, 4, 8, 32, 2, "step", 4.401, 75.2),
     ],
 )
-def test_updates_of_all_weights_on_two_ranks_take_what_is_predicted(
+def test_updates_of_all_weights_on_several_ranks_take_what_is_predicted(
     measured_run: TrainConfig,
+    device: DeviceRate,
+    ranks: int,
     groups: int,
     micro_batch: int,
     every: int,
@@ -214,7 +218,7 @@ def test_updates_of_all_weights_on_two_ranks_take_what_is_predicted(
     seconds: float,
     gib: float | None,
 ) -> None:
-    algorithm = replace(measured_run.algorithm, groups_per_update=2 * groups, micro_batch=micro_batch)
+    algorithm = replace(measured_run.algorithm, groups_per_update=ranks * groups, micro_batch=micro_batch)
     learner = replace(
         measured_run.learner,
         compile=True,
@@ -223,10 +227,10 @@ def test_updates_of_all_weights_on_two_ranks_take_what_is_predicted(
     )
     config = replace(measured_run, lora=LoraSettings(), algorithm=algorithm, learner=learner)
     sizes, work = published_run(config)
-    found = learner_cost(config, work, sizes, H200, 2)
+    found = learner_cost(config, work, sizes, device, ranks)
     assert found.update == pytest.approx(seconds, rel=TOLERANCE)
     if gib is not None:  # Nothing was published.
-        assert learner_needs(config, sizes, 2, first=False) / 2**30 == pytest.approx(gib, rel=0.05)
+        assert learner_needs(config, sizes, ranks, first=False) / 2**30 == pytest.approx(gib, rel=0.05)
 
 
 def test_a_shared_device_with_compiled_passes_takes_what_is_predicted(measured_run: TrainConfig) -> None:
@@ -268,6 +272,23 @@ def test_a_recipe_on_one_device_takes_what_is_predicted(
     assert found.decisions == counted
     assert found.seconds == pytest.approx(seconds, rel=TOLERANCE)
     assert found.learner_bytes == pytest.approx(gib * 2**30, rel=TOLERANCE)
+
+
+def test_a_recipe_that_trains_all_weights_on_four_devices_takes_what_is_predicted() -> None:
+    shipped = recipe("wan_libero_spatial_grpo_openvlaoft")
+    config = replace(
+        shipped,
+        algorithm=replace(shipped.algorithm, groups_per_update=9),
+        actor=replace(shipped.actor, max_decisions=4),
+    )
+    sizes, work = published_run(config)
+    found = predict(config, work, sizes, H100, parse_placement("learner=0-2,actor=3", 4, 0))
+    assert (found.decisions, found.bottleneck) == (288, "actors")
+    assert found.seconds == pytest.approx(17.7, rel=TOLERANCE)
+    # Random scores were all the same, so no pass came before the first step.
+    assert found.learner.update - found.learner.before == pytest.approx(4.13, rel=TOLERANCE)
+    assert found.learner_bytes == pytest.approx(73_717_562_368, rel=0.06)
+    assert found.actor_bytes == pytest.approx(69_754_956_800, rel=0.05)
 
 
 def test_two_stages_on_two_devices_take_what_is_predicted(

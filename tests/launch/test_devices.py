@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
+from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
+from asyncrl.launch.own_device import PRIORITY, give_way
 from asyncrl.launch.placement import actor_devices, parse_placement, pick_device
 
 
@@ -74,3 +78,35 @@ def test_an_actor_cannot_span_two_hosts(gpus, monkeypatch):
         actor_devices("cuda", placement, 1, 1)
     on_the_second = parse_placement("learner=0,actor=1,policy=2,world=3", 4, 2)
     assert [device.index for device in actor_devices("cuda", on_the_second, 2, 0)] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("count", "ranks", "placement", "rank", "lower"),
+    [
+        (1, 1, "auto", 0, True),
+        (1, 2, "learner=0,actor=1", 1, True),
+        (2, 2, "learner=0,actor=1", 1, False),
+        (2, 3, "learner=0,actor=1-2", 2, True),  # On GPU 0 again.
+        (2, 2, "learner=0-1,policy=0,world=1", 0, True),
+        (0, 2, "learner=0,actor=1", 1, False),
+    ],
+)
+def test_an_actor_gives_way_where_it_shares_a_gpu_with_a_learner(
+    gpus, monkeypatch, count, ranks, placement, rank, lower
+):
+    gpus(count)
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, str(ranks))
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, str(rank))
+    monkeypatch.delenv(PRIORITY, raising=False)
+    config, placed = TrainConfig(), parse_placement(placement, ranks, count)
+    give_way(config, placed, set(actor_devices("auto", placed, rank, rank)))
+    assert os.environ.get(PRIORITY) == ("1" if lower else None)
+
+
+def test_a_priority_that_the_user_chose_stays(gpus, monkeypatch):
+    gpus(1)
+    monkeypatch.setenv(PRIORITY, "0")
+    give_way(TrainConfig(), parse_placement("auto", 1, 1), {torch.device("cuda", 0)})
+    assert os.environ[PRIORITY] == "0"

@@ -1,0 +1,62 @@
+"""Products that are wrong are found before anything is learned from them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from asyncrl.devices.matrix_products import (
+    SHARE,
+    SIZES,
+    TOLERANCE,
+    check_matrix_products,
+    product_error,
+)
+from asyncrl.errors import ConfigError
+
+CPU = torch.device("cpu")
+SMALL = (64, 96, 128)
+
+
+def test_products_that_are_rounded_are_right() -> None:
+    assert 0 < product_error(CPU, SMALL, torch.matmul) < 0.01
+    assert check_matrix_products(CPU, sizes=[SMALL]) == product_error(CPU, SMALL, torch.matmul)
+
+
+def test_nobody_elses_random_numbers_change() -> None:
+    torch.manual_seed(3)
+    first = torch.rand(4)
+    torch.manual_seed(3)
+    check_matrix_products(CPU, sizes=[SMALL])
+    assert torch.equal(torch.rand(4), first)
+
+
+def test_one_wrong_tile_is_found(monkeypatch) -> None:
+    def wrong(a, b):
+        found = a @ b
+        found[32:48, 64:80] = 0
+        return found
+
+    monkeypatch.delenv(SHARE, raising=False)
+    with pytest.raises(ConfigError, match=r"cpu multiplies .* wrongly: .* 64 x 96 and 96 x 128.*CUDA_VIS"):
+        check_matrix_products(CPU, wrong, [SMALL])
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_numbers_that_are_not_finite_are_found(monkeypatch, number) -> None:
+    def wrong(a, b):
+        found = a @ b
+        found[5, 7] = number
+        return found
+
+    monkeypatch.setenv(SHARE, "70")
+    with pytest.raises(ConfigError, match=f"{SHARE} is 70.*Unset it"):
+        check_matrix_products(CPU, wrong, [SMALL])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_multiplies_right_and_its_errors_are_far_from_the_limit() -> None:
+    device = torch.device("cuda", 0)
+    assert check_matrix_products(device) < TOLERANCE / 5
+    assert all(product_error(device, size, torch.matmul) > 0 for size in SIZES)
