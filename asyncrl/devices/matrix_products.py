@@ -52,7 +52,7 @@ def check_matrix_products(
     multiply: Multiply = torch.matmul,
     sizes: Sequence[tuple[int, int, int]] = SIZES,
 ) -> float:
-    """Multiply matrices of the sizes that policies have, in some 10 ms.
+    """Multiply matrices of the sizes that policies have.
 
     Args:
         device: Where.
