@@ -11,6 +11,10 @@ Runs of `torchrun_scripts/train.sh` with --learner.compile, one after the other 
 Seconds count from the start of the command. *Loaded*: all processes have their models. *First decision*: an
 actor has made one, for which it compiles with --imagination.compile. What early compilation gains is the
 ratio to the run without it, in the same call and with the same state of the cache.
+
+With --phases each run is ended in order after its second update, and a second table says how long each process
+was in which phase of torch's compiler. Only *waiting for compilers*, processes that torch starts for as many
+processors as there are, gets shorter with more of these.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -43,6 +48,17 @@ FIRST_DECISION: Final = "peak memory after the first decision"
 """What an actor writes into its log then."""
 LOADING: Final = ("loading models", "")
 POLL: Final = 0.1
+PHASES: Final = {
+    "forward": "_compile.compile_inner",
+    "backward": "backward._backward_impl",
+    "tracing": "bytecode_tracing",
+    "passes over graphs": "_recursive_joint_graph_passes",
+    "writing code": "GraphLowering.codegen",
+    "waiting for compilers": "async_compile.wait",
+}
+"""Forward and backward graphs, with all that follows, which is of both; as torch calls it."""
+ENDS_COMPILING: Final = "TorchDynamo compilation metrics:"
+"""What torch logs when a process ends, with a line for each of its phases behind it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +75,9 @@ class Settings:
     out: str = ""
     """Folder for runs and caches; default: a temporary one."""
     limit: float = 900.0
-    """Seconds that a run may take to its second update."""
+    """Seconds that a run may take to its second update, and to its end with --phases."""
+    phases: bool = False
+    """Also say in which phases of the compiler the time goes."""
     json: str = ""
     """Also write the numbers here."""
 
@@ -74,6 +92,8 @@ class Start:
     """Milestone -> seconds since the start."""
     compiled_early: float = 0.0
     """Seconds of that compilation, as the run's metrics have them."""
+    phases: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Process -> phase -> seconds."""
 
 
 def command_of(settings: Settings, run_dir: Path, *, early: bool) -> list[str]:
@@ -93,19 +113,26 @@ def command_of(settings: Settings, run_dir: Path, *, early: bool) -> list[str]:
 
 
 @contextmanager
-def started(command: list[str], cache: Path, gpus: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def started(
+    command: list[str], cache: Path, settings: Settings, log: Path
+) -> Iterator[subprocess.Popen[bytes]]:
     """Run a command with a cache folder of its own, and end it."""
     environment = {name: value for name, value in os.environ.items() if name not in (INDUCTOR, TRITON)}
     environment |= {
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "XDG_CACHE_HOME": str(cache),
     }
-    if gpus:
-        environment["CUDA_VISIBLE_DEVICES"] = gpus
+    if settings.gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = settings.gpus
+    if settings.phases:
+        environment["TORCH_LOGS"] = "dynamo"
     with log.open("w") as said:
         process = subprocess.Popen(command, env=environment, stdout=said, stderr=subprocess.STDOUT)
         try:
             yield process
+            if settings.phases:
+                process.send_signal(signal.SIGINT)
+                process.wait(settings.limit)
         finally:
             process.kill()  # Its children end with it. In order it would first write a checkpoint.
             process.wait(60)
@@ -129,6 +156,17 @@ def reached(run_dir: Path) -> set[str]:
     return found | set(MILESTONES[2 : 2 + len(rows_of(run_dir))])
 
 
+def phases_of(text: str) -> dict[str, float]:
+    r"""Read what torch logged at the end of a process; nothing where it compiled nothing.
+
+    >>> phases_of("I1 utils.py:9] TorchDynamo compilation metrics:\\nI1 utils.py:9] bytecode_tracing, 1.5000")
+    {'tracing': 1.5}
+    """
+    names = {theirs: ours for ours, theirs in PHASES.items()}
+    lines = (line.rpartition("] ")[2].split(", ") for line in text.rpartition(ENDS_COMPILING)[2].splitlines())
+    return {names[line[0]]: float(line[1]) for line in lines if len(line) == 2 and line[0] in names}
+
+
 def measure(settings: Settings, out: Path, cache: str, *, early: bool, folder: Path) -> Start:
     """Start a run and watch it until its second update."""
     run_dir = out / f"{cache}-{'early' if early else 'late'}"
@@ -136,7 +174,7 @@ def measure(settings: Settings, out: Path, cache: str, *, early: bool, folder: P
     print(f"{cache} cache: {shlex.join(command)}", flush=True)
     log, seconds = out / f"{run_dir.name}.log", dict[str, float]()
     began = time.monotonic()
-    with started(command, folder, settings.gpus, log) as process:
+    with started(command, folder, settings, log) as process:
         while len(seconds) < len(MILESTONES):
             now = time.monotonic() - began
             seconds |= {name: now for name in reached(run_dir) if name not in seconds}
@@ -145,7 +183,9 @@ def measure(settings: Settings, out: Path, cache: str, *, early: bool, folder: P
                 raise RunError(f"The run came to {sorted(seconds)} in {now:.0f} s (--limit); see {log}.")
             time.sleep(POLL)
     compiled = rows_of(run_dir)[0].get(s.COMPILE_SECONDS.name, 0.0)
-    found = Start(cache=cache, early=early, seconds=seconds, compiled_early=compiled)
+    logs = {"learner-0": log} | {path.stem: path for path in (run_dir / "logs").glob("actor-*.log")}
+    phases = {name: phases_of(path.read_text()) for name, path in sorted(logs.items())}
+    found = Start(cache=cache, early=early, seconds=seconds, compiled_early=compiled, phases=phases)
     print(f"  {found}", flush=True)
     return found
 
@@ -164,7 +204,17 @@ def report(starts: list[Start]) -> str:
         late = next(start for start in starts if start.cache == early.cache and not start.early)
         ratios = ", ".join(f"{name} {early.seconds[name] / late.seconds[name]:.2f}" for name in MILESTONES)
         text.append(f"early / late, {early.cache} cache: {ratios}")
+    if any(phases for start in starts for phases in start.phases.values()):
+        text += ["", table(["cache", "compiled early", "process", *PHASES], list(phase_lines(starts)))]
     return "\n".join(text)
+
+
+def phase_lines(starts: list[Start]) -> Iterator[list[object]]:
+    """Yield the second table's lines."""
+    for start in starts:
+        for process, phases in start.phases.items():
+            seconds = [f"{phases[name]:.1f}" if name in phases else "-" for name in PHASES]
+            yield [start.cache, "yes" if start.early else "no", process, *seconds]
 
 
 def main() -> None:
