@@ -12,9 +12,9 @@ Seconds count from the start of the command. *Loaded*: all processes have their 
 actor has made one, for which it compiles with --imagination.compile. What early compilation gains is the
 ratio to the run without it, in the same call and with the same state of the cache.
 
-With --phases each run is ended in order after its second update, and a second table says how long each process
-was in which phase of torch's compiler. Only *waiting for compilers*, processes that torch starts for as many
-processors as there are, gets shorter with more of these.
+With --phases each run is ended in order after its second update, and a second table says how long each
+process was in which phase of torch's compiler. Only *waiting for compilers*, processes that torch starts for
+as many processors as there are, gets shorter with more of these.
 """
 
 from __future__ import annotations
