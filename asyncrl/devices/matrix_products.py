@@ -1,7 +1,7 @@
 """Finds out whether a GPU multiplies matrices right, before anything is learned from what it computes.
 
 A library can be wrong without saying so. cuBLAS of CUDA 13.0 is, on an H100, in a process that may use 84 to
-104 of its 132 multiprocessors (CUDA_MPS_ACTIVE_THREAD_PERCENTAGE 64 to 79): products of 8192 rows by
+104 of its 132 multiprocessors (CUDA_MPS_ACTIVE_THREAD_PERCENTAGE 65 to 80): products of 8192 rows by
 1152 x 1152 and 4304 x 1152 bfloat16 numbers, layers of the policy's vision tower, are off by as much as the
 numbers are large, and gradients are soon not finite (docs/measurements/run_speed.md).
 """
