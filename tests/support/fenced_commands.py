@@ -42,6 +42,8 @@ PROGRAMS: Final = (
         "cp",
         "make",
         "cd",
+        "echo",
+        "nvidia-cuda-mps-control",
     ),
 )
 """What a line of a fenced block begins with when it is to be typed."""
