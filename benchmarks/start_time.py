@@ -76,6 +76,8 @@ class Settings:
     """Folder for runs and caches; default: a temporary one."""
     limit: float = 900.0
     """Seconds that a run may take to its second update, and to its end with --phases."""
+    late: bool = True
+    """Also without --learner.compile-early."""
     phases: bool = False
     """Also say in which phases of the compiler the time goes."""
     json: str = ""
@@ -200,8 +202,9 @@ def report(starts: list[Start]) -> str:
         for start in starts
     ]
     text = [table(titles, lines), ""]
-    for early in (start for start in starts if start.early):
-        late = next(start for start in starts if start.cache == early.cache and not start.early)
+    late_ones = {start.cache: start for start in starts if not start.early}
+    for early in (start for start in starts if start.early and late_ones):
+        late = late_ones[early.cache]
         ratios = ", ".join(f"{name} {early.seconds[name] / late.seconds[name]:.2f}" for name in MILESTONES)
         text.append(f"early / late, {early.cache} cache: {ratios}")
     if any(phases for start in starts for phases in start.phases.values()):
@@ -224,7 +227,7 @@ def main() -> None:
     out = Path(settings.out or tempfile.mkdtemp(prefix="start-time-"))
     out.mkdir(parents=True, exist_ok=True)
     starts = []
-    for early in (False, True):
+    for early in (False, True) if settings.late else (True,):
         folder = Path(tempfile.mkdtemp(prefix="cache-", dir=out))
         starts += [measure(settings, out, cache, early=early, folder=folder) for cache in ("empty", "filled")]
     starts.sort(key=lambda start: start.cache)
