@@ -244,8 +244,8 @@ class Policy(Protocol):
     def blocks(self) -> Iterable[nn.Module]:
         """Yield what is sharded, recomputed and compiled piece by piece, in the order in which it runs.
 
-        Children of one module (a list of layers) may share a unit of sharding: all of them run in each pass,
-        one after the other.
+        Children of one module (a list of layers) may share a unit of sharding: they run one after the other,
+        and a pass that leaves some of them out does so on every rank.
         """
         ...
 

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncrl.devices.offload import IdleOffload, OffloadedTensors
 from asyncrl.errors import ConfigError, ReplayError, RunError
 from asyncrl.learner.distributed_ranks import DistributedRanks
-from asyncrl.learner.fsdp import join_small, shard, summed_gradient
+from asyncrl.learner.fsdp import UNITS, ReshardAfter, join_small, shard, spread, summed_gradient
 from asyncrl.learner.optimizer import clip
 from asyncrl.learner.ranks import own_parts
 from asyncrl.policies.acceleration import enable_gradient_checkpointing
@@ -293,6 +293,54 @@ def test_small_neighbours_of_one_list_share_a_unit() -> None:
     found = [[sum(p.numel() for p in block.parameters()) for block in unit] for unit in units]
     assert found == [[8, 8, 9], [1, 1], [32], [8, 8, 16], [1]]
     assert join_small(network, []) == []
+
+
+class Skips(nn.Module):
+    """Three small layers that share a unit, each of which may be left out, and a large one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.small = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.large = nn.Linear(4, 40)
+        self.skipped: tuple[int, ...] = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.small):
+            x = x if index in self.skipped else torch.tanh(layer(x))
+        return self.large(x).square().mean()
+
+
+def layers_are_skipped(reshard_after: ReshardAfter) -> list[tuple[str, ...]]:
+    """Compares gradients of two passes, pair after pair; returns the layers without one."""
+    alone, net = Skips(), Skips()
+    parts = [torch.randn(5, 4) for _ in range(2)]
+    spread(net, [*net.small, net.large], CPU, "fp32", reshard_after=reshard_after)
+    assert len(getattr(net, UNITS).modules) == 3  # The small ones, the large one, the root.
+    without = []
+    for skipped in ((), (1,), (0,), (2,), (), (0, 1, 2)):
+        net.skipped = alone.skipped = skipped
+        for some in (net, alone):
+            some.zero_grad()
+            with summed_gradient(some) as pass_is_last:
+                some(parts[0]).backward()
+                pass_is_last()
+                some(parts[1]).backward()
+        found = dict(net.named_parameters())
+        for name, parameter in alone.named_parameters():
+            own: Any = found[name].grad
+            assert (own is None) == (parameter.grad is None), name
+            if own is not None:
+                torch.testing.assert_close(own.full_tensor(), parameter.grad, atol=1e-7, rtol=1e-6)
+        without.append(tuple(name for name, p in alone.named_parameters() if p.grad is None))
+    return without
+
+
+@pytest.mark.parametrize("reshard_after", ["pass", "step"])
+def test_passes_may_skip_layers_that_share_a_unit(reshard_after: ReshardAfter) -> None:
+    (found, again) = run_ranks(layers_are_skipped, reshard_after)
+    assert found == again
+    assert [len(names) for names in found] == [0, 2, 2, 2, 0, 6]
 
 
 def norm_of_gradients(copies: int) -> float:
