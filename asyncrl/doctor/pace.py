@@ -1,4 +1,4 @@
-"""Say what the cost model expects of a run: here, and of one, two and eight devices."""
+"""Say what the cost model expects of a run: here, and of one to eight devices."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 HERE_NONE: Final = 8
 """Devices that are reckoned with where there is none and the placement names no ranks."""
-COUNTS: Final = (1, 2, 8)
+COUNTS: Final = (1, 2, 4, 8)
 """Devices of the table."""
 Choices = list[tuple[str, TrainConfig, Sizes, RunWork]]
 """Flags, and what a run with them is."""

@@ -79,8 +79,8 @@ def test_the_table_is_printed_without_the_models_files(capsys: pytest.CaptureFix
     found = predict(config, computed, sizes, H200, parse_placement(config.placement, 8, 0))
     row = next(line for line in printed if line.startswith("8 x"))
     assert row.split()[-2:] == [minutes(found.seconds), found.bottleneck]
-    # All weights of 7.5 B do not fit one device, nor two with one learner: adapters do.
-    assert [", adapters" in line for line in printed[2:]] == [True, True, False]
+    # All weights of 7.5 B do not fit one device, nor two with one learner, nor two learners of 80 GB.
+    assert [", adapters" in line for line in printed[2:]] == [True, True, True, False, False]
 
 
 def test_what_fits_nowhere_says_what_it_would_need() -> None:
