@@ -24,8 +24,8 @@ ABOUT = (
     f"Exit code 1 when it cannot run. {JSON}: print the findings as a JSON list, each with name, verdict "
     f"(ok, warning or BROKEN), seen and advice. {HOST} N: where --placement names hosts (ROLE=RANKS@HOST), "
     f"which of them this one is; 0 unless said. {COSTS}: print instead what a shipped recipe is expected to "
-    f"take on 1, 2, 4 and 8 GPUs, without any file of its models. {SIMULATOR} NAME: check a simulator instead, "
-    f"see `asyncrl doctor {SIMULATOR} NAME --help`."
+    f"take on 1, 2, 4 and 8 GPUs, without any file of its models. {SIMULATOR} NAME: check a simulator "
+    f"instead, see `asyncrl doctor {SIMULATOR} NAME --help`."
 )
 
 
