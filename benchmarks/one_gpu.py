@@ -129,7 +129,7 @@ def starter(variant: Variant, folder: Path) -> list[str]:
     lines = ["#!/usr/bin/env bash", 'if [ "$RANK" != 0 ]; then :']
     lines += [f"export {name}={shlex.quote(value)}" for name, value in variant.actor.items()]
     lines += ["fi", f'exec {shlex.quote(sys.executable)} "$@"']
-    path = folder / f"{variant.name.replace(' ', '-').replace('/', '-')}.sh"
+    path = folder / f"{variant.name.replace(' ', '-')}.sh"
     path.write_text("\n".join(lines) + "\n")
     return ["bash", str(path)]
 
@@ -145,7 +145,7 @@ def run(settings: Settings, variant: Variant, out: Path, flags: str) -> Outcome:
         skip=settings.skip,
         limit=settings.limit,
     )
-    name, starts = variant.name.replace("/", "-"), starter(variant, out)
+    name, starts = variant.name, starter(variant, out)
     if not variant.mps:
         return train(of_runs, variant.mode, out, name=name, before_rank=starts)
     with mps_daemon(out, settings.gpu) as variables:

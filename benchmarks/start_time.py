@@ -203,7 +203,7 @@ def report(starts: list[Start]) -> str:
     ]
     text = [table(titles, lines), ""]
     late_ones = {start.cache: start for start in starts if not start.early}
-    for early in (start for start in starts if start.early and late_ones):
+    for early in (start for start in starts if start.early and start.cache in late_ones):
         late = late_ones[early.cache]
         ratios = ", ".join(f"{name} {early.seconds[name] / late.seconds[name]:.2f}" for name in MILESTONES)
         text.append(f"early / late, {early.cache} cache: {ratios}")

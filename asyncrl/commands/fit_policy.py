@@ -66,5 +66,5 @@ def _fine_tune(config: FitPolicy, recordings: Recordings) -> None:
 
     device = take_device(config.device, local_rank())
     drawn = redrawn(world_folder(config.world), recordings, device) if config.world else None
-    if told := fine_tune_policy(config, recordings, drawn):
+    if told := fine_tune_policy(config, recordings, device, drawn):
         print(told, flush=True)

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     import torch
 
 HOST: Final = "memory of the host"
-PRODUCTS: Final = "products"
 
 
 def check_devices(_: Examination) -> Finding:
@@ -148,18 +147,35 @@ def check_products(examination: Examination) -> Finding | None:
     """See that the GPUs of this host's ranks multiply matrices right; None where they have none."""
     from asyncrl.devices.matrix_products import check_matrix_products
 
+    placed = placed_here(examination)
+    used = placed.devices.values() if placed else ()
+    gpus = [device for device in dict.fromkeys(used) if device.type == "cuda"]
+    if not gpus:
+        return None
+    error = max(check_matrix_products(device) for device in gpus)
+    return ok("products", f"of matrices on {', '.join(map(str, gpus))}: at most {error:.1%} off, by rounding")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacedHere:
+    """What --placement puts on this host."""
+
+    placement: Placement
+    here: range
+    """Ranks of this host."""
+    devices: dict[int, torch.device]
+    """Of each of them."""
+
+
+def placed_here(examination: Examination) -> PlacedHere | None:
+    """Work out what is on this host; None where it cannot be, which the line about the placement says."""
     try:
         placement = placement_of(examination.config)
         here = hosts_of(examination).ranks(examination.host)
-        devices = dict.fromkeys(devices_of(examination.config, placement, here).values())
-    except ConfigError:  # The line about the placement says so.
+        devices = devices_of(examination.config, placement, here)
+    except ConfigError:
         return None
-    gpus = [device for device in devices if device.type == "cuda"]
-    errors = [check_matrix_products(device) for device in gpus]
-    if not gpus:
-        return None
-    names = ", ".join(map(str, gpus))
-    return ok(PRODUCTS, f"of matrices on {names}: at most {max(errors):.1%} off, which is rounding")
+    return PlacedHere(placement=placement, here=here, devices=devices)
 
 
 def devices_of(config: TrainConfig, placement: Placement, here: range) -> dict[int, torch.device]:
@@ -185,18 +201,13 @@ def devices_of(config: TrainConfig, placement: Placement, here: range) -> dict[i
 
 def check_device_memory(examination: Examination) -> Finding | None:
     """Compare what weights and training state need with what is free; None while either is unknown."""
-    if examination.sizes is None:
+    if examination.sizes is None or (placed := placed_here(examination)) is None:
         return None
-    try:
-        placement = placement_of(examination.config)
-        here = hosts_of(examination).ranks(examination.host)
-        by_rank = devices_of(examination.config, placement, here)
-    except ConfigError:  # The line about the placement says so.
-        return None
+    placement = placed.placement
     needed: Counter[str] = Counter()
-    for rank, device in by_rank.items():
+    for rank, device in placed.devices.items():
         needed[_named(device)] += rank_needs(examination.config, examination.sizes, placement, rank)
-    fitter = fitter_needs(examination.config, examination.sizes, placement, here)
+    fitter = fitter_needs(examination.config, examination.sizes, placement, placed.here)
     if fitter is not None:
         needed[fitter.place] += fitter.nbytes
     free = {name: free_on(name) for name in needed}

@@ -13,10 +13,8 @@ from asyncrl.fitting.frame_file import Frames
 from asyncrl.fitting.fresh_models import action_statistics, write_statistics
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.fitting.settings import FitPolicy
-from asyncrl.launch import rendezvous
 from asyncrl.launch.fine_tune import count_trained, fine_tuning_ranks, fit_ranks, report
 from asyncrl.launch.named_models import named_policy
-from asyncrl.launch.own_device import take_device
 from asyncrl.learner.fsdp import make_float32_masters, shard
 from asyncrl.learner.ranks import SingleRank
 from asyncrl.learner.weight_export import copy_policy
@@ -27,12 +25,15 @@ from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 WHAT: Final = "the other ranks that fine-tune a policy"
 
 
-def fine_tune_policy(config: FitPolicy, recordings: Recordings, drawn: Frames | None = None) -> str:
+def fine_tune_policy(
+    config: FitPolicy, recordings: Recordings, device: torch.device, drawn: Frames | None = None
+) -> str:
     """Fine-tune and write the policy, with adapters merged, and the adapters alone into ``out/adapter``.
 
     Args:
         config: How; names a policy to refine.
         recordings: To imitate; the same on all ranks.
+        device: This rank's.
         drawn: See `fit_policy`.
 
     Returns:
@@ -43,7 +44,6 @@ def fine_tune_policy(config: FitPolicy, recordings: Recordings, drawn: Frames | 
         RunError: The loss stopped being finite, or another rank is gone.
     """
     torch.manual_seed(config.seed)
-    device = take_device(config.device, rendezvous.local_rank())
     policy = _load(config, recordings, device)
     with fine_tuning_ranks(WHAT, config.precision, device) as ranks:
         trained = count_trained(policy)

@@ -108,8 +108,9 @@ def _use_devices(config: TrainConfig, placement: Placement) -> tuple[torch.devic
     torch.set_num_threads(config.actor.threads or threads_of_actor(len(placement.actors), cores))
     device, world_device = actor_devices(config.device, placement, rank(), local_rank())
     give_way(config, placement, {device, world_device})
-    for used in (world_device, device):  # The last one stays "the" device.
-        make_current(used)
+    if world_device != device:
+        make_current(world_device)
+    make_current(device)  # The last one stays "the" device.
     use_compiler_cache(config, device)
     return device, world_device
 
