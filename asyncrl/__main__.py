@@ -1,5 +1,5 @@
 """`python -m asyncrl` is the same as `asyncrl`."""
 
-from asyncrl.cli import main
+from asyncrl.cli import program
 
-main()
+program()

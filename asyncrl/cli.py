@@ -11,12 +11,13 @@ from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
 from asyncrl import __version__
 from asyncrl.commands.table import COMMANDS
 from asyncrl.errors import AsyncRLError, ConfigError, first_line
 from asyncrl.observability.layout import hanging
+from asyncrl.observability.process_end import expect_exit
 
 
 def usage() -> str:
@@ -40,14 +41,18 @@ def about(command: str) -> str:
     return f"{what.rstrip('.')}{': ' if arguments else ''}{arguments}"
 
 
-def main(arguments: list[str] | None = None) -> None:
+def program() -> NoReturn:
     """Entry point of the `asyncrl` program: runs one command and exits with its code."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    raise SystemExit(expect_exit(main(sys.argv[1:])))
+
+
+def main(arguments: list[str]) -> int:
+    """Answer a command line and return its exit code, see `run`."""
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        raise SystemExit(_answered("", lambda: print(usage())) or (0 if arguments else 2))
+        return _answered("", lambda: print(usage())) or (0 if arguments else 2)
     if arguments[0] == "--version":
-        raise SystemExit(_answered("", lambda: print(f"asyncrl {__version__}")))
-    raise SystemExit(run(arguments[0], arguments[1:]))
+        return _answered("", lambda: print(f"asyncrl {__version__}"))
+    return run(arguments[0], arguments[1:])
 
 
 def run(command: str, arguments: list[str]) -> int:
@@ -166,15 +171,15 @@ def _unknown(command: str) -> str:
     return f"there is no command {command!r}. {hint}"
 
 
-def torchrun_main() -> None:
+def torchrun_main() -> NoReturn:
     """Entry point of torchrun_scripts/train.sh: what a rank of torchrun runs."""
-    raise SystemExit(run("train", sys.argv[1:]))
+    raise SystemExit(expect_exit(run("train", sys.argv[1:])))
 
 
-def evaluate_main() -> None:
+def evaluate_main() -> NoReturn:
     """Entry point of torchrun_scripts/evaluate.sh."""
-    raise SystemExit(run("evaluate", sys.argv[1:]))
+    raise SystemExit(expect_exit(run("evaluate", sys.argv[1:])))
 
 
 if __name__ == "__main__":
-    main()
+    program()

@@ -58,8 +58,7 @@ def call(invocation: Invocation, folder: Path, work: Path, models: Path, allowed
 
     def program() -> int:
         sys.argv = ["asyncrl", *arguments]
-        cli.main(arguments)
-        return 0
+        return cli.main(arguments)
 
     try:
         return measured.run(program, folder, allowed=allowed, environ=invocation.environ, output=output)

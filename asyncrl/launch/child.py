@@ -17,6 +17,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from asyncrl.observability.process_end import expect_exit
 from asyncrl.observability.signals import die_with_parent
 from asyncrl.storage.regular_files import open_regular
 
@@ -43,6 +44,7 @@ def run_child(name: str, target: str, args: tuple[str, ...], log_path: str) -> N
     print(f"--- {name} starts, process {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S')}", flush=True)
     module, _, function = target.partition(":")
     getattr(importlib.import_module(module), function)(*args)
+    expect_exit(0)
 
 
 def redirect_output(log_path: str) -> None:

@@ -32,6 +32,7 @@ from asyncrl.launch.placement import Placement, checked_placement
 from asyncrl.launch.rendezvous import RunInfo
 from asyncrl.launch.supervisor import Supervisor
 from asyncrl.observability import process_status, waits
+from asyncrl.observability.process_end import leave_behind
 from asyncrl.observability.process_log import logged_to
 from asyncrl.observability.signals import StopFlag
 from asyncrl.observability.watchdog import Watchdog
@@ -228,6 +229,7 @@ class FirstHost:
         self._closing.set()
         if not self._near:
             self._thread.join(ANSWER_DEADLINE)
+            leave_behind(self._thread)
 
     def _ask(self) -> None:
         """Ask the job's store, which ends with torchrun on the first host; a cut network is heard of late."""
