@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -55,6 +56,7 @@ PHASES: Final = {
     "passes over graphs": "_recursive_joint_graph_passes",
     "writing code": "GraphLowering.codegen",
     "waiting for compilers": "async_compile.wait",
+    "choosing kernels": "CachingAutotuner.benchmark_all_configs",
 }
 """Forward and backward graphs, with all that follows, which is of both; as torch calls it."""
 ENDS_COMPILING: Final = "TorchDynamo compilation metrics:"
@@ -96,6 +98,8 @@ class Start:
     """Seconds of that compilation, as the run's metrics have them."""
     phases: dict[str, dict[str, float]] = field(default_factory=dict)
     """Process -> phase -> seconds."""
+    ending: float = 0.0
+    """Seconds from the wish to end until all was saved and torchrun had ended; 0: it was killed."""
 
 
 def command_of(settings: Settings, run_dir: Path, *, early: bool) -> list[str]:
@@ -132,12 +136,18 @@ def started(
         process = subprocess.Popen(command, env=environment, stdout=said, stderr=subprocess.STDOUT)
         try:
             yield process
-            if settings.phases:
-                process.send_signal(signal.SIGINT)
-                process.wait(settings.limit)
         finally:
             process.kill()  # Its children end with it. In order it would first write a checkpoint.
             process.wait(60)
+
+
+def end_in_order(process: subprocess.Popen[bytes], run_dir: Path, limit: float) -> float:
+    """Ask rank 0 to save and end, not torchrun, which may kill it meanwhile; returns how long it took."""
+    (learner,) = (found for found in process_status.read(run_dir) if found.role == "learner-0")
+    began = time.monotonic()
+    os.kill(learner.pid, signal.SIGINT)
+    process.wait(limit)
+    return time.monotonic() - began
 
 
 def rows_of(run_dir: Path) -> list[dict[str, float]]:
@@ -161,12 +171,16 @@ def reached(run_dir: Path) -> set[str]:
 def phases_of(text: str) -> dict[str, float]:
     r"""Read what torch logged at the end of a process; nothing where it compiled nothing.
 
+    With the package tabulate there are blanks between name and seconds, else a comma.
+
     >>> phases_of("I1 utils.py:9] TorchDynamo compilation metrics:\\nI1 utils.py:9] bytecode_tracing, 1.5000")
     {'tracing': 1.5}
+    >>> phases_of("TorchDynamo compilation metrics:\\nI1 utils.py:9] async_compile.wait      8.7079   ")
+    {'waiting for compilers': 8.7079}
     """
     names = {theirs: ours for ours, theirs in PHASES.items()}
-    lines = (line.rpartition("] ")[2].split(", ") for line in text.rpartition(ENDS_COMPILING)[2].splitlines())
-    return {names[line[0]]: float(line[1]) for line in lines if len(line) == 2 and line[0] in names}
+    found = re.findall(r"([\w.]+)(?:,| +) *([\d.]+) *$", text.rpartition(ENDS_COMPILING)[2], re.MULTILINE)
+    return {names[name]: float(seconds) for name, seconds in found if name in names}
 
 
 def measure(settings: Settings, out: Path, cache: str, *, early: bool, folder: Path) -> Start:
@@ -184,21 +198,25 @@ def measure(settings: Settings, out: Path, cache: str, *, early: bool, folder: P
                 print(log.read_text()[-4000:])
                 raise RunError(f"The run came to {sorted(seconds)} in {now:.0f} s (--limit); see {log}.")
             time.sleep(POLL)
+        ending = end_in_order(process, run_dir, settings.limit) if settings.phases else 0.0
     compiled = rows_of(run_dir)[0].get(s.COMPILE_SECONDS.name, 0.0)
     logs = {"learner-0": log} | {path.stem: path for path in (run_dir / "logs").glob("actor-*.log")}
     phases = {name: phases_of(path.read_text()) for name, path in sorted(logs.items())}
-    found = Start(cache=cache, early=early, seconds=seconds, compiled_early=compiled, phases=phases)
+    found = Start(
+        cache=cache, early=early, seconds=seconds, compiled_early=compiled, phases=phases, ending=ending
+    )
     print(f"  {found}", flush=True)
     return found
 
 
 def report(starts: list[Start]) -> str:
     """The table, and ratios to the run without early compilation at the same state of the cache."""
-    titles = ["cache", "compiled early", *MILESTONES, "of it compiling early"]
+    titles = ["cache", "compiled early", *MILESTONES, "of it compiling early", "ending"]
     lines = [
         [start.cache, "yes" if start.early else "no"]
         + [f"{start.seconds[name]:.1f}" for name in MILESTONES]
         + [f"{start.compiled_early:.1f}" if start.early else "-"]
+        + [f"{start.ending:.1f}" if start.ending else "-"]
         for start in starts
     ]
     text = [table(titles, lines), ""]

@@ -1,10 +1,11 @@
-"""Let torchrun end without its traceback when a signal ended the run in order.
+"""Let torchrun wait for the ranks that a signal ends in order, and end without its traceback.
 
-torchrun turns Ctrl-C and SIGTERM into an exception, waits for the ranks, which save and say how to go on, and
-then prints 24 lines of traceback below that. A rank cannot change what its parent prints; but torchrun loads
-the entry points of the group ``torchrun.handlers`` from every installed package, meant for rendezvous
-back-ends. This is one of them: it offers none, and where torchrun starts asyncrl's own script, and nowhere
-else, it puts a quiet end in the place of the traceback. Imports nothing but the standard library.
+torchrun turns Ctrl-C and SIGTERM into an exception, gives the ranks 30 s, in which they save and say how to
+go on, and then prints 24 lines of traceback below that. A policy of full size takes longer to save. A rank
+cannot change what its parent does; but torchrun loads the entry points of the group ``torchrun.handlers``
+from every installed package, meant for rendezvous back-ends. This is one of them: it offers none, and where
+torchrun starts asyncrl's own script, and nowhere else, it changes the time and what is printed. Imports
+nothing that torchrun has not.
 """
 
 from __future__ import annotations
@@ -14,17 +15,26 @@ import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from signal import Signals
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
+WAIT: Final = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+"""Environment variable of torchrun, from torch 2.12: seconds that ranks have which a signal ends."""
+WAIT_SECONDS: Final = 3600
+"""What it is where the user says nothing: more than the ranks' own deadlines. A second signal ends them."""
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 PACKAGE = Path(__file__).resolve().parents[1]
+SIGNAL_EXCEPTION: Final = "SignalException"
+"""What torchrun raises where a signal came."""
 
 
 def rendezvous_handler() -> Callable[..., NoReturn]:
     """Prepare the process that loads this, and return a rendezvous back-end that only says what it is."""
     if starts_asyncrl(sys.argv):
         sys.excepthook = quiet_after_signals(sys.excepthook)
+        os.environ.setdefault(WAIT, str(WAIT_SECONDS))
+        _wait_before_torch_2_12()
     return _no_rendezvous
 
 
@@ -43,6 +53,30 @@ def starts_asyncrl(command: Sequence[str]) -> bool:
     return False
 
 
+def _wait_before_torch_2_12() -> None:
+    """Let earlier versions, whose 30 s are fixed, obey the variable too."""
+    import torch
+    from torch.distributed.elastic.multiprocessing.api import PContext
+
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12):
+        PContext.close = patient(PContext.close, int(os.environ[WAIT]))
+
+
+def patient(close: Callable[[Any, Signals | None, int], None], seconds: int) -> Callable[..., None]:
+    """Return what ends the ranks of a host as `close` does, and waits longer for them where a signal came.
+
+    Args:
+        close: Given the ranks, a signal for them, and the seconds after which they are killed.
+        seconds: What these are then.
+    """
+
+    def wait(ranks: Any, death_sig: Signals | None = None, timeout: int = 30) -> None:
+        by_signal = type(sys.exc_info()[1]).__name__ == SIGNAL_EXCEPTION
+        close(ranks, death_sig, seconds if by_signal else timeout)
+
+    return wait
+
+
 def quiet_after_signals(before: _Hook, leave: Callable[[int], Any] = os._exit) -> _Hook:
     """Return what ends the process when an exception reached its top.
 
@@ -53,7 +87,7 @@ def quiet_after_signals(before: _Hook, leave: Callable[[int], Any] = os._exit) -
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         number = getattr(error, "sigval", None)
-        if kind.__name__ != "SignalException" or number is None:
+        if kind.__name__ != SIGNAL_EXCEPTION or number is None:
             before(kind, error, trace)
             return
         sys.stdout.flush()

@@ -49,7 +49,7 @@ SAMPLE_SLICE: Final = 1.0
 """Longest uninterrupted wait for a batch, in seconds: how soon a stop request is seen."""
 TELL_EVERY: Final = 5.0
 """Seconds between two words of rank 0 to the others that it still waits for a batch."""
-SHUTDOWN_TIMEOUT_CHECKPOINT: Final = 60.0
+SHUTDOWN_TIMEOUT_CHECKPOINT: Final = 300.0
 """Seconds that a checkpoint has to be written when the run has failed."""
 
 _log = logging.getLogger(__name__)
@@ -343,6 +343,7 @@ class Learner:
             m.GROUPS_PER_MINUTE: 60 * self.groups_per_update / seconds,
             m.LEARNER_WAITING: waited / seconds,
             m.CHECKPOINT_WAITING: self.checkpoints.waited(),
+            m.CHECKPOINT_COPYING: self.checkpoints.copied(),
             m.PEAK_MEMORY: host_peak(),
             **self._device_memory(),
         }
@@ -370,9 +371,11 @@ class Learner:
             bad_in_a_row=self.update.stepper.bad_in_a_row,
             config_hash=self.settings.config_hash,
         )
-        write, optimizer = self.copy_policy(), self.update.optimizer
         self.checkpoints.save(
-            progress, write_policy=write, optimizer=optimizer, parameters=self._parameters()
+            progress,
+            copy_policy=self.copy_policy,
+            optimizer=self.update.optimizer,
+            parameters=self._parameters(),
         )
         self._saved_version = self.version
 

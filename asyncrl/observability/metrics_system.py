@@ -99,6 +99,13 @@ CHECKPOINT_WAITING = define(
     "Time the learner waited for the checkpoint before to be written.",
     "0. Otherwise a checkpoint takes longer to write than the updates between two: raise --checkpoint-every.",
 )
+CHECKPOINT_COPYING = define(
+    "time/checkpoint_copying",
+    Reduction.SUM,
+    "s",
+    "Time in which the learner copied weights and optimizer to host memory for a checkpoint.",
+    "It makes no updates meanwhile. A large share of the time: raise --checkpoint-every.",
+)
 ACTORS_WAITING = define(
     "time/actors_waiting",
     Reduction.MEAN,

@@ -137,9 +137,9 @@ REPLAY_STATUS = _define(
 )
 CHECKPOINT = _define(
     "checkpoint",
-    "waiting for the checkpoint before to be written",
+    "waiting for a checkpoint to be written",
     "learner",
-    "600",
+    "1800; 300 after a failure",
     "the writer's thread",
     "the run ends with an error that names the checkpoint",
 )

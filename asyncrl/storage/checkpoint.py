@@ -23,6 +23,7 @@ import json
 import random
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
@@ -37,6 +38,7 @@ from torch.optim import Optimizer
 
 from asyncrl import __version__
 from asyncrl.errors import CheckpointError
+from asyncrl.observability.process_status import activity
 from asyncrl.storage.atomic import publish, read_json, unfinished
 from asyncrl.storage.bounded_json import check_types
 from asyncrl.storage.checkpoint_state import (
@@ -64,6 +66,8 @@ FOLDER: Final = "checkpoints"
 STATE: Final = "state"
 WRITE_DEADLINE: Final = 1800.0
 """Seconds that one checkpoint may take to be written before the run ends with an error."""
+COPYING: Final = "copying weights and optimizer for a checkpoint"
+"""What the learner does meanwhile: 16 GB of a policy of full size take it about 15 s."""
 _TYPES: Final = {"int": int, "str": str}
 _NAME = re.compile(r"update_(\d{6,})")
 CHECKSUMS: Final = "sha256"
@@ -118,12 +122,13 @@ class Checkpoints:
         """
         self.folder, self.keep, self._ledger = run_dir / FOLDER, keep, ledger
         self._ranks, self._writer = Ranks(link), WriterThread()
+        self._copied = 0.0
 
     def save(
         self,
         progress: Progress,
         *,
-        write_policy: Callable[[Path], None],
+        copy_policy: Callable[[], Callable[[Path], None]],
         optimizer: Optimizer,
         parameters: Parameters,
     ) -> Path:
@@ -133,8 +138,8 @@ class Checkpoints:
 
         Args:
             progress: Counters; `progress.version` names the folder.
-            write_policy: Writes the policy into the (existing) folder it is given. Called on another thread,
-                on rank 0 only: it must hold copies.
+            copy_policy: Copies the policy and returns what writes it into the (existing) folder it is given,
+                which is called on another thread, on rank 0 only.
             optimizer: Over `parameters`.
             parameters: What is trained, by stable name.
 
@@ -143,7 +148,11 @@ class Checkpoints:
         """
         self.finish()
         final = self.folder / f"update_{progress.version:06d}"
-        state = copy_state(parameters, optimizer, self._ranks.rank)
+        began = time.monotonic()
+        with activity(COPYING, WRITE_DEADLINE):
+            write_policy = copy_policy()
+            state = copy_state(parameters, optimizer, self._ranks.rank)
+        self._copied += time.monotonic() - began
         counters = {"progress": asdict(progress), "python_random": random.getstate()}
         action = partial(self._write, final, counters, write_policy, state, copy_generators())
         self._writer.start(final, partial(self._explained, final, action))
@@ -166,6 +175,11 @@ class Checkpoints:
     def waited(self) -> float:
         """Seconds that `save` and `finish` waited for the writer since the last call of this."""
         return self._writer.take_waited()
+
+    def copied(self) -> float:
+        """Seconds that `save` copied since the last call of this."""
+        copied, self._copied = self._copied, 0.0
+        return copied
 
     def _write(
         self,

@@ -10,9 +10,17 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.api import PContext
 
 from asyncrl.launch import torchrun_signals
-from asyncrl.launch.torchrun_signals import quiet_after_signals, rendezvous_handler, starts_asyncrl
+from asyncrl.launch.torchrun_signals import (
+    WAIT,
+    WAIT_SECONDS,
+    patient,
+    quiet_after_signals,
+    rendezvous_handler,
+    starts_asyncrl,
+)
 from support.tiny_models import write_models
 from support.whole_runs import ROOT, TORCHRUN, environment, left_over, reach
 
@@ -91,9 +99,39 @@ def test_only_torchruns_of_asyncrl_are_changed(command, ours, monkeypatch) -> No
     before = sys.excepthook
     monkeypatch.setattr(sys, "excepthook", before)
     monkeypatch.setattr(torchrun_signals.sys, "argv", command)
+    monkeypatch.setattr(PContext, "close", PContext.close)  # Put back afterwards.
+    monkeypatch.delenv(WAIT, raising=False)
     with pytest.raises(RuntimeError, match="no rendezvous back-end"):
         rendezvous_handler()("params")
     assert (sys.excepthook is not before) == ours
+    assert os.environ.get(WAIT) == (str(WAIT_SECONDS) if ours else None)
+
+
+def test_the_users_own_wait_stays(monkeypatch) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(torchrun_signals.sys, "argv", ["torchrun", SCRIPT])
+    monkeypatch.setattr(PContext, "close", PContext.close)
+    monkeypatch.setenv(WAIT, "7")
+    rendezvous_handler()
+    assert os.environ[WAIT] == "7"
+
+
+def test_earlier_torchruns_wait_longer_only_where_a_signal_came() -> None:
+    asked = list[tuple[object, object, int]]()
+    close = patient(lambda ranks, number, seconds: asked.append((ranks, number, seconds)), 77)
+    close("ranks")
+    close("ranks", signal.SIGTERM, 5)
+    try:
+        raise SignalException(signal.SIGINT)
+    except SignalException as error:
+        close("ranks", error.sigval)
+    close("ranks", signal.SIGTERM)
+    assert asked == [
+        ("ranks", None, 30),
+        ("ranks", signal.SIGTERM, 5),
+        ("ranks", signal.SIGINT, 77),
+        ("ranks", signal.SIGTERM, 30),
+    ]
 
 
 def test_the_installed_package_names_it() -> None:

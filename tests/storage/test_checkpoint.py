@@ -68,7 +68,7 @@ def begin(
 ) -> Path:
     return checkpoints.save(
         Progress(version=version, groups_used=2 * version, bad_updates=1, config_hash="abc"),
-        write_policy=write_policy or saver(training.policy),
+        copy_policy=lambda: write_policy or saver(training.policy),
         optimizer=training.optimizer,
         parameters=training.parameters,
     )
@@ -118,6 +118,8 @@ def test_what_is_trained_after_save_returned_is_not_in_the_checkpoint(tmp_path: 
     gate.set()
     begin(checkpoints, training, 3)  # Waits for the first.
     assert checkpoints.waited() > 0
+    assert checkpoints.copied() > 0
+    assert checkpoints.copied() == 0, "it counts from the last time that it was asked"
     assert checkpoint.latest(tmp_path) is not None
     actual = load(folder)[0].state()
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
@@ -338,7 +340,7 @@ def save_net(run_dir: Path, copies: int = 1) -> dict[str, list[float]]:
     checkpoints = Checkpoints(run_dir, keep=2, link=link)
     write = checkpoints.save(
         Progress(version=3, groups_used=6),
-        write_policy=lambda folder: save_file({"x": torch.ones(1)}, folder / "model.safetensors"),
+        copy_policy=lambda: lambda folder: save_file({"x": torch.ones(1)}, folder / "model.safetensors"),
         optimizer=optimizer,
         parameters=dict(net.named_parameters()),
     )
@@ -381,7 +383,7 @@ def fail_on_one_rank(run_dir: Path) -> str:
     checkpoints = Checkpoints(run_dir, keep=2, link=dist.new_group(backend="gloo"))
     checkpoint.write_state = partial(_write_or_fail, rank)
     net, optimizer = sharded(1)
-    arguments = {"write_policy": lambda folder: None, "optimizer": optimizer}
+    arguments = {"copy_policy": lambda: lambda folder: None, "optimizer": optimizer}
     checkpoints.save(Progress(version=1, groups_used=2), parameters=dict(net.named_parameters()), **arguments)
     with pytest.raises(CheckpointError) as caught:
         checkpoints.finish()
