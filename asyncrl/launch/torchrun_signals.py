@@ -23,6 +23,8 @@ WAIT: Final = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 """Environment variable of torchrun, from torch 2.12: seconds that ranks have which a signal ends."""
 WAIT_SECONDS: Final = 3600
 """What it is where the user says nothing: more than the ranks' own deadlines. A second signal ends them."""
+IMPATIENT_SECONDS: Final = 1
+"""What they are at a second signal."""
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 PACKAGE = Path(__file__).resolve().parents[1]
 SIGNAL_EXCEPTION: Final = "SignalException"
@@ -34,7 +36,7 @@ def rendezvous_handler() -> Callable[..., NoReturn]:
     if starts_asyncrl(sys.argv):
         sys.excepthook = quiet_after_signals(sys.excepthook)
         os.environ.setdefault(WAIT, str(WAIT_SECONDS))
-        _wait_before_torch_2_12()
+        _wait_for_ranks()
     return _no_rendezvous
 
 
@@ -53,26 +55,32 @@ def starts_asyncrl(command: Sequence[str]) -> bool:
     return False
 
 
-def _wait_before_torch_2_12() -> None:
-    """Let earlier versions, whose 30 s are fixed, obey the variable too."""
+def _wait_for_ranks() -> None:
+    """Let torchrun wait as long as the variable says, which versions before 2.12 do not, and only once."""
     import torch
     from torch.distributed.elastic.multiprocessing.api import PContext
 
-    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12):
-        PContext.close = patient(PContext.close, int(os.environ[WAIT]))
+    knows = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
+    PContext.close = patient(PContext.close, None if knows else int(os.environ[WAIT]))
 
 
-def patient(close: Callable[[Any, Signals | None, int], None], seconds: int) -> Callable[..., None]:
-    """Return what ends the ranks of a host as `close` does, and waits longer for them where a signal came.
+def patient(close: Callable[[Any, Signals | None, int], None], seconds: int | None) -> Callable[..., None]:
+    """Return what ends the ranks of a host as `close` does, but waits for them as a user expects.
+
+    At a second signal torchrun would begin its wait for the first one again.
 
     Args:
         close: Given the ranks, a signal for them, and the seconds after which they are killed.
-        seconds: What these are then.
+        seconds: What these are where a signal came; None: as torchrun says.
     """
+    waited = False
 
     def wait(ranks: Any, death_sig: Signals | None = None, timeout: int = 30) -> None:
-        by_signal = type(sys.exc_info()[1]).__name__ == SIGNAL_EXCEPTION
-        close(ranks, death_sig, seconds if by_signal else timeout)
+        nonlocal waited
+        if type(sys.exc_info()[1]).__name__ == SIGNAL_EXCEPTION:
+            timeout = IMPATIENT_SECONDS if waited else (seconds or timeout)
+            waited = True
+        close(ranks, death_sig, timeout)
 
     return wait
 

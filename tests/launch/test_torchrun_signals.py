@@ -21,6 +21,7 @@ from asyncrl.launch.torchrun_signals import (
     rendezvous_handler,
     starts_asyncrl,
 )
+from asyncrl.observability import process_status
 from support.tiny_models import write_models
 from support.whole_runs import ROOT, TORCHRUN, environment, left_over, reach
 
@@ -116,22 +117,53 @@ def test_the_users_own_wait_stays(monkeypatch) -> None:
     assert os.environ[WAIT] == "7"
 
 
-def test_earlier_torchruns_wait_longer_only_where_a_signal_came() -> None:
+@pytest.mark.parametrize(("seconds", "said", "waits"), [(77, {}, 77), (None, {"timeout": 66}, 66)])
+def test_ranks_have_time_at_the_first_signal_alone(seconds, said, waits) -> None:
     asked = list[tuple[object, object, int]]()
-    close = patient(lambda ranks, number, seconds: asked.append((ranks, number, seconds)), 77)
+    close = patient(lambda ranks, number, allowed: asked.append((ranks, number, allowed)), seconds)
     close("ranks")
     close("ranks", signal.SIGTERM, 5)
-    try:
-        raise SignalException(signal.SIGINT)
-    except SignalException as error:
-        close("ranks", error.sigval)
+    for _ in range(2):
+        try:
+            raise SignalException(signal.SIGINT)
+        except SignalException as error:
+            close("ranks", error.sigval, **said)
     close("ranks", signal.SIGTERM)
     assert asked == [
         ("ranks", None, 30),
         ("ranks", signal.SIGTERM, 5),
-        ("ranks", signal.SIGINT, 77),
+        ("ranks", signal.SIGINT, waits),
+        ("ranks", signal.SIGINT, 1),
         ("ranks", signal.SIGTERM, 30),
     ]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(150)
+def test_a_second_signal_ends_ranks_that_do_not_answer(models, tmp_path) -> None:
+    run = tmp_path / "run"
+    process = subprocess.Popen(
+        [*TORCHRUN, SCRIPT, *models, "--updates", "100000", "--run-dir", str(run)],
+        env=environment(tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        reach(run, 1, process, 60)
+        (learner,) = (found for found in process_status.read(run) if found.role == "learner-0")
+        os.kill(learner.pid, signal.SIGSTOP)
+        process.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(2)
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert "Traceback" not in said, said
+    assert process.returncode == 130
+    assert left_over(tmp_path) == []
 
 
 def test_the_installed_package_names_it() -> None:
