@@ -78,8 +78,8 @@ def patient(close: Callable[[Any, Signals | None, int], None], seconds: int | No
     def wait(ranks: Any, death_sig: Signals | None = None, timeout: int = 30) -> None:
         nonlocal waited
         if type(sys.exc_info()[1]).__name__ == SIGNAL_EXCEPTION:
-            timeout = IMPATIENT_SECONDS if waited else (seconds or timeout)
-            waited = True
+            first = timeout if seconds is None else seconds
+            timeout, waited = IMPATIENT_SECONDS if waited else first, True
         close(ranks, death_sig, timeout)
 
     return wait

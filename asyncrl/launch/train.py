@@ -180,7 +180,7 @@ def _learn(asked: TrainConfig, hosts: Hosts, stop: StopFlag) -> int:
         side = SideTasks(config, placement, start, log, (sockets / "worlds", pulls(worlds=True)))
         ending.callback(side.close)
         info = _run_info(start, endpoint, sockets, keys, publisher, hosts_endpoint, side, hosts.placement)
-        news = partial(_news, config, placement, publisher, (sockets, run_dir / HOSTS), side)
+        news = partial(_news, config, placement, publisher, (sockets, run_dir / HOSTS), side, stop)
         children = ChildProcesses(stop, log.banner, news)
         ending.callback(children.end, 0.0)
         ending.callback(Watchdog(run_dir, log.banner).close)
@@ -268,8 +268,9 @@ def _news(
     publisher: BroadcastPublisher,
     notices: tuple[Path, ...],
     side: SideTasks,
+    stop: StopFlag,
 ) -> list[str]:
-    """Lines about actors that joined or went, the wait when none is left, and what goes on beside.
+    """Lines about actors that joined or went, the wait when none is left, what goes on beside, and a stop.
 
     Raises:
         RunError: A child of another rank died too often; a refitted world cannot be sent.
@@ -281,7 +282,7 @@ def _news(
         lines.append(
             f"no actor is left: waits up to {config.batch_timeout:g} s (--batch-timeout) for one to join"
         )
-    return [*lines, *side.poll()]
+    return [*lines, *side.poll(), *stop.pop_events()]
 
 
 def _start(

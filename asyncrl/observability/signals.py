@@ -25,10 +25,15 @@ class StopFlag:
     """
 
     def __init__(self) -> None:
-        self.set = False
+        self.set, self._told = False, False
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.set = True
+
+    def pop_events(self) -> list[str]:
+        """Return and forget what the user is told when one came; of the thread that ends the run."""
+        told, self._told = self._told, self.set
+        return ["stopping: what was learned is saved first"] if self.set and not told else []
 
     @contextmanager
     def listening(self) -> Iterator[StopFlag]:

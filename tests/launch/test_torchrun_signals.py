@@ -61,6 +61,7 @@ def test_a_run_that_a_signal_ends_says_its_own_last_lines(models, tmp_path, form
     finally:
         process.kill()
     assert "Traceback" not in said, said
+    assert said.count("\nstopping: what was learned is saved first\n") == 1
     assert said.rstrip().splitlines()[-1].startswith("continue:               asyncrl train --run-dir")
     assert process.returncode == 128 + number
     assert left_over(tmp_path) == []
