@@ -155,6 +155,7 @@ class Learner:
             if self._failure is not None:
                 raise self._failure from error  # It came first; the other ranks could not be told.
             raise
+        process_status.set_activity("ending the run")
         if self._failure is not None:
             self._try_to_save()
             raise self._failure
