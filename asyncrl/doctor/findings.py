@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import AsyncRLError
 from asyncrl.observability.layout import hanging
-from asyncrl.observability.process_end import leave_behind
+from asyncrl.observability.process_end import BlockingThread
 from asyncrl.records import ActionSpec, SlotBytes, StartState
 
 if TYPE_CHECKING:
@@ -159,14 +159,12 @@ def run_check(name: str, check: Callable[[], Finding | None], deadline: float) -
         finally:
             done.set()
 
-    thread = threading.Thread(target=run, name=f"check of {name}", daemon=True)
-    thread.start()
+    BlockingThread(run, f"check of {name}").start()
     if not done.wait(min(PROGRESS_AFTER, deadline)):
         print(f"{name}: still looking, for at most {deadline:g} s", file=sys.stderr, flush=True)
         done.wait(deadline - PROGRESS_AFTER)
     if found:
         return found[0]
-    leave_behind(thread)
     return broken(
         name,
         f"the check did not end within {deadline:g} s.",

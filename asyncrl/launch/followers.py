@@ -32,7 +32,7 @@ from asyncrl.launch.placement import Placement, checked_placement
 from asyncrl.launch.rendezvous import RunInfo
 from asyncrl.launch.supervisor import Supervisor
 from asyncrl.observability import process_status, waits
-from asyncrl.observability.process_end import leave_behind
+from asyncrl.observability.process_end import BlockingThread
 from asyncrl.observability.process_log import logged_to
 from asyncrl.observability.signals import StopFlag
 from asyncrl.observability.watchdog import Watchdog
@@ -197,7 +197,7 @@ class FirstHost:
         self._heard, self._silent, self._looked_at = 0, 0.0, time.monotonic()
         self._over, self._asked_at = False, float("-inf")
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._ask, name="first host", daemon=True)
+        self._thread = BlockingThread(self._ask, "first host")
         if not self._near:
             self._thread.start()
 
@@ -229,7 +229,6 @@ class FirstHost:
         self._closing.set()
         if not self._near:
             self._thread.join(ANSWER_DEADLINE)
-            leave_behind(self._thread)
 
     def _ask(self) -> None:
         """Ask the job's store, which ends with torchrun on the first host; a cut network is heard of late."""

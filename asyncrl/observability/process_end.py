@@ -14,14 +14,16 @@ import contextlib
 import os
 import sys
 import threading
+from collections.abc import Callable
 
-_left: list[threading.Thread] = []
 _exit_code: int | None = None
 
 
-def leave_behind(thread: threading.Thread) -> None:
-    """Note a daemon thread that nobody waits for any more, and that may be inside a library for ever."""
-    _left[:] = [*(other for other in _left if other.is_alive()), thread]
+class BlockingThread(threading.Thread):
+    """Daemon thread for a call into a library that may block for ever."""
+
+    def __init__(self, call: Callable[[], object], name: str) -> None:
+        super().__init__(target=call, name=name, daemon=True)
 
 
 def expect_exit(code: int) -> int:
@@ -34,7 +36,7 @@ def expect_exit(code: int) -> int:
 # The first to be registered is called last: a program imports this before what has to do something at exit.
 @atexit.register
 def _end() -> None:
-    if _exit_code is None or not any(thread.is_alive() for thread in _left):
+    if _exit_code is None or not any(isinstance(thread, BlockingThread) for thread in threading.enumerate()):
         return
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, AttributeError, ValueError):  # Closed, or with nobody to read it.

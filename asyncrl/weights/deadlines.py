@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from asyncrl.errors import WeightSyncError, first_line
-from asyncrl.observability.process_end import leave_behind
+from asyncrl.observability.process_end import BlockingThread
 from asyncrl.weights.transports.interface import CountsPieces, Link
 
 ABORT_SECONDS = 10.0
@@ -56,17 +56,14 @@ def run_bounded(
         finally:
             done.set()
 
-    thread = threading.Thread(target=run, name=f"weights: {what}", daemon=True)
-    thread.start()
+    BlockingThread(run, f"weights: {what}").start()
     until, reached = time.monotonic() + seconds, progress()
     while not done.wait(POLL_SECONDS):
         if (now := progress()) != reached:
             until, reached = time.monotonic() + seconds, now
         if reason := given_up():
-            leave_behind(thread)
             raise WeightSyncError(f"{what} was given up: {reason}.")
         if time.monotonic() > until:
-            leave_behind(thread)
             raise WeightSyncError(f"{what} did not end within {seconds:g} s: a member does not take part.")
     if problem:
         raise WeightSyncError(f"{what} failed: {first_line(problem[0])}") from problem[0]

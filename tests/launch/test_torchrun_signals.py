@@ -33,6 +33,18 @@ def models(tmp_path_factory) -> list[str]:
     return write_models(tmp_path_factory.mktemp("models"))
 
 
+def started(command: list[str], run: Path, settings: dict[str, str]) -> subprocess.Popen[str]:
+    """Start a run that goes on until it is asked to stop."""
+    return subprocess.Popen(
+        [*command, "--updates", "100000", "--run-dir", str(run)],
+        env=settings,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
 @pytest.mark.multiprocess
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(
@@ -46,14 +58,7 @@ def test_a_run_that_a_signal_ends_says_its_own_last_lines(models, tmp_path, form
     run, settings = tmp_path / "run", environment(tmp_path)
     settings["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{settings['PATH']}"  # Of bash's torchrun.
     command = [*TORCHRUN, SCRIPT] if form == "torchrun" else ["bash", SCRIPT]
-    process = subprocess.Popen(
-        [*command, *models, "--updates", "100000", "--run-dir", str(run)],
-        env=settings,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    process = started([*command, *models], run, settings)
     try:
         reach(run, 1, process, 60)
         os.killpg(process.pid, number)
@@ -83,6 +88,14 @@ def test_only_signals_are_quiet() -> None:
     assert left == [130, 143]
 
 
+def keep(monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
+    """Let this process look like a torchrun, and put back afterwards what the handler changes in it."""
+    monkeypatch.setattr(torchrun_signals.sys, "argv", command)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(PContext, "close", PContext.close)
+    monkeypatch.setenv(WAIT, "")
+
+
 @pytest.mark.parametrize(
     ("command", "ours"),
     [
@@ -99,10 +112,8 @@ def test_only_signals_are_quiet() -> None:
 def test_only_torchruns_of_asyncrl_are_changed(command, ours, monkeypatch) -> None:
     assert starts_asyncrl(command) == ours
     before = sys.excepthook
-    monkeypatch.setattr(sys, "excepthook", before)
-    monkeypatch.setattr(torchrun_signals.sys, "argv", command)
-    monkeypatch.setattr(PContext, "close", PContext.close)  # Put back afterwards.
-    monkeypatch.delenv(WAIT, raising=False)
+    keep(monkeypatch, command)
+    monkeypatch.delenv(WAIT)
     with pytest.raises(RuntimeError, match="no rendezvous back-end"):
         rendezvous_handler()("params")
     assert (sys.excepthook is not before) == ours
@@ -110,9 +121,7 @@ def test_only_torchruns_of_asyncrl_are_changed(command, ours, monkeypatch) -> No
 
 
 def test_the_users_own_wait_stays(monkeypatch) -> None:
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    monkeypatch.setattr(torchrun_signals.sys, "argv", ["torchrun", SCRIPT])
-    monkeypatch.setattr(PContext, "close", PContext.close)
+    keep(monkeypatch, ["torchrun", SCRIPT])
     monkeypatch.setenv(WAIT, "7")
     rendezvous_handler()
     assert os.environ[WAIT] == "7"
@@ -143,14 +152,7 @@ def test_ranks_have_time_at_the_first_signal_alone(seconds, said, waits) -> None
 @pytest.mark.timeout(150)
 def test_a_second_signal_ends_ranks_that_do_not_answer(models, tmp_path) -> None:
     run = tmp_path / "run"
-    process = subprocess.Popen(
-        [*TORCHRUN, SCRIPT, *models, "--updates", "100000", "--run-dir", str(run)],
-        env=environment(tmp_path),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    process = started([*TORCHRUN, SCRIPT, *models], run, environment(tmp_path))
     try:
         reach(run, 1, process, 60)
         (learner,) = (found for found in process_status.read(run) if found.role == "learner-0")

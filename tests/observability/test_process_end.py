@@ -12,23 +12,24 @@ from support import child_environment
 
 PROGRAM = """
 import sys, time
-from datetime import timedelta
 from torch.distributed import FileStore
 from asyncrl.errors import WeightSyncError
 from asyncrl.observability.process_end import expect_exit
 from asyncrl.weights.deadlines import run_bounded
 
-class Slow:  # Python's end takes longer than the call.
+class Answer:  # Comes while Python ends, which takes longer than to hear it.
+    store, sleep = FileStore(sys.argv[1], -1), time.sleep
+
     def __del__(self):
-        time.sleep(3)
+        self.store.set("late", "1")
+        Answer.sleep(1)
 
 store = FileStore(sys.argv[1], -1)
-store.set_timeout(timedelta(seconds=1))
 try:
-    run_bounded(lambda: store.get("never"), seconds=9, what="a look", given_up=lambda: "nobody is there")
+    run_bounded(lambda: store.get("late"), seconds=9, what="a look", given_up=lambda: "nobody is there")
 except WeightSyncError as error:
     print(error, end="")
-sys.modules["slow"] = Slow()
+sys.modules["answer"] = Answer()
 sys.exit(expect_exit(int(sys.argv[2])) if len(sys.argv) > 2 else 0)
 """
 
