@@ -46,7 +46,7 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.episode_layout import episode_arrays
 from asyncrl.errors import ReplayError
 from asyncrl.messaging.sockets import ipc_endpoint, private_folder
-from asyncrl.observability import metrics_replay as m
+from asyncrl.observability import metrics_system as m
 from asyncrl.records import Episode
 from asyncrl.replay.interface import LearnerPort
 

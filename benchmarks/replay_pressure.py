@@ -27,7 +27,7 @@ from asyncrl.config.loading import overlay
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import SampleTimeout
 from asyncrl.messaging.sockets import ipc_endpoint, private_folder
-from asyncrl.observability import metrics_replay as m
+from asyncrl.observability import metrics_system as m
 from asyncrl.records import Episode
 from asyncrl.replay.interface import GroupGrant
 

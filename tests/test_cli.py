@@ -13,7 +13,7 @@ import pytest
 
 from asyncrl import __version__, cli
 from asyncrl.errors import RunError
-from asyncrl.observability.metrics_page import as_markdown
+from asyncrl.observability.metrics import as_markdown
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:

@@ -13,7 +13,7 @@ import pytest
 
 from asyncrl import cli
 from asyncrl.messaging.curve_keys import create_keys
-from asyncrl.observability import metrics_replay as m
+from asyncrl.observability import metrics_system as m
 from asyncrl.observability import process_status
 from asyncrl.replay_tools.episodes import read_rows, replay_folder
 from support.own_package import (

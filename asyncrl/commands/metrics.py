@@ -7,7 +7,7 @@ from typing import Final
 
 import tyro
 
-from asyncrl.observability import metrics_page, waits
+from asyncrl.observability import metrics, waits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,5 +25,5 @@ ARGUMENTS: Final = MetricsConfig
 def main(arguments: list[str]) -> int:
     """Print a page."""
     config = tyro.cli(ARGUMENTS, args=arguments, prog="asyncrl metrics")
-    print(waits.as_markdown() if config.waits else metrics_page.as_markdown(), end="")
+    print(waits.as_markdown() if config.waits else metrics.as_markdown(), end="")
     return 0

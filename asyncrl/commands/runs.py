@@ -15,7 +15,6 @@ import tyro
 from asyncrl.commands.runs_gc import MB, Gc, folder_bytes
 from asyncrl.config.bounds import Bounded
 from asyncrl.errors import ConfigError
-from asyncrl.observability import metrics_replay as r
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability import metrics_training as m
 from asyncrl.pace import rounds
@@ -34,7 +33,7 @@ PARTS: Final = ("replay", "checkpoints", "videos", "logs")
 """Folders of a run whose sizes `disk` shows apart."""
 COMPARED: Final = (
     *(m.SUCCESS_ONCE, m.EVAL_SUCCESS, m.RETURN, m.APPROX_KL, m.CLIP_FRACTION, m.GRAD_NORM, m.ENTROPY_LOSS),
-    *(r.LAG_MEAN, s.GROUPS_PER_MINUTE, s.LEARNER_WAITING, s.ACTORS_WAITING),
+    *(s.LAG_MEAN, s.GROUPS_PER_MINUTE, s.LEARNER_WAITING, s.ACTORS_WAITING),
 )
 """Metrics that `compare` shows without --all."""
 NOT_COMPARED: Final = ("run_dir", "resume")

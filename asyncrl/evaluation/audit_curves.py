@@ -14,18 +14,18 @@ from typing import Final
 
 from asyncrl.evaluation.audit import Audit
 from asyncrl.observability import curves
-from asyncrl.observability import metrics_audit as m
+from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.storage.regular_files import make_folder
 
 FOLDER: Final = Path("tensorboard", "audit")
 _RATES: Final = {
-    "imagined_success": m.IMAGINED_SUCCESS,
-    "true_success": m.TRUE_SUCCESS,
-    "wrong": m.WRONG,
-    "false": m.FALSE,
-    "missed": m.MISSED,
-    "wrong_on_true_frames": m.REWARD_WRONG,
+    "imagined_success": m.AUDIT_IMAGINED_SUCCESS,
+    "true_success": m.AUDIT_TRUE_SUCCESS,
+    "wrong": m.AUDIT_WRONG,
+    "false": m.AUDIT_FALSE,
+    "missed": m.AUDIT_MISSED,
+    "wrong_on_true_frames": m.AUDIT_REWARD_WRONG,
 }
 
 
@@ -37,9 +37,9 @@ def metrics_of(audit: Audit) -> dict[Metric, float]:
         if rate.episodes:
             values |= {metrics.rate: rate.rate, metrics.low: rate.low, metrics.high: rate.high}
     if not math.isnan(audit.correlation):
-        values[m.CORRELATION] = audit.correlation
+        values[m.AUDIT_CORRELATION] = audit.correlation
     if audit.psnr:
-        values[m.PSNR] = math.fsum(audit.psnr) / len(audit.psnr)
+        values[m.AUDIT_PSNR] = math.fsum(audit.psnr) / len(audit.psnr)
     return values
 
 

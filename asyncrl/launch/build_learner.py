@@ -26,7 +26,7 @@ from asyncrl.learner.reference import Reference
 from asyncrl.learner.throughput import Throughput
 from asyncrl.learner.update import Update
 from asyncrl.learner.weight_export import ActingWeights, copy_policy
-from asyncrl.observability.metrics_replay import GROUPS_READY
+from asyncrl.observability.metrics_system import GROUPS_READY
 from asyncrl.policies.acceleration import compile_blocks
 from asyncrl.policies.capabilities import FixesPrompts
 from asyncrl.policies.interface import Policy, SamplingParams

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from asyncrl.errors import RunError
 from asyncrl.launch.child import run_child
-from asyncrl.observability import counts
+from asyncrl.observability import waits
 
 MAX_BACK_OFF = 30.0
 """Longest pause before a respawn, in seconds."""
@@ -115,7 +115,7 @@ class Supervisor:
                 return ChildState.BACKING_OFF
             self._due = None
             self.respawns += 1
-            counts.note(counts.RESPAWNS)
+            waits.count(waits.RESPAWNS)
             self._child = self._spawn()
             return ChildState.RUNNING
         if self._child.exitcode is None:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.observability import metrics_guard as g
-from asyncrl.observability import metrics_replay as r
+from asyncrl.observability import metrics_system as r
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics import LAG_RANGES, Metric
 from asyncrl.records import Episode, Int64

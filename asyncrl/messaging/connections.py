@@ -36,7 +36,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from asyncrl.messaging.episode_codec import MAX_FRAME_BYTES, MAX_MESSAGE_BYTES
 from asyncrl.messaging.sockets import BULK_HWM
-from asyncrl.observability import counts
+from asyncrl.observability import waits
 
 UNFINISHED_BYTES: Final = MAX_MESSAGE_BYTES + MAX_FRAME_BYTES
 """Most that one connection may have received since its last whole message: what the protocol allows, and as
@@ -224,7 +224,7 @@ class ConnectionGuard:
         if not peer:
             return
         self.disconnected += 1
-        counts.note(counts.DISCONNECTED)
+        waits.count(waits.DISCONNECTED)
         if self.disconnected <= _NAMED:
             _log.warning("the peer at %s was disconnected: %s", peer, why)
 

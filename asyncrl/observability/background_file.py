@@ -19,8 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from asyncrl.observability import counts, process_status
-from asyncrl.observability.counts import Count
+from asyncrl.observability import process_status, waits
+from asyncrl.observability.waits import Count
 
 FIRST_PAUSE: Final = 0.5
 LONGEST_PAUSE: Final = 10.0
@@ -83,7 +83,7 @@ class BackgroundFile:
             else:
                 self._lost_now += 1
         if not fits:
-            counts.note(self._lost)
+            waits.count(self._lost)
         if self._began is not None and time.monotonic() - self._began > STALLED_SECONDS:
             self._tell_late("the disk does not answer")
 
@@ -109,7 +109,7 @@ class BackgroundFile:
         with self._changed:
             left = len(self._queue)
         if left:
-            counts.note(self._lost, left)
+            waits.count(self._lost, left)
             self._tell(f"{left} {self._what} were not written to {self._path}: the disk took none of them")
 
     # --- the file's thread ---

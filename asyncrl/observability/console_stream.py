@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, TextIO
 
-from asyncrl.observability import counts
+from asyncrl.observability import waits
 
 STALLED_SECONDS: Final = 5.0
 """How long a line waits for a console that takes nothing; the next ones do not wait until it does."""
@@ -151,7 +151,7 @@ class ConsoleStream(io.TextIOBase):
                 _append(_kept_in, text)
                 self._said = True
                 return
-        counts.note(counts.DROPPED_LINES, text.count("\n"))
+        waits.count(waits.DROPPED_LINES, text.count("\n"))
 
 
 def _append(path: Path, text: str) -> None:

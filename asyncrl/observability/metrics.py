@@ -1,12 +1,12 @@
-"""Keep every number that a run reports, and fold several values of one into one.
+"""Registry of every number that a run reports, rules to fold several values into one, and the reference page.
 
-A metric is defined once, with how its values are folded, its unit, its meaning and advice: in
-`metrics_training`, `metrics_replay`, `metrics_system`, and for waits in `waits`. Callers log
+A metric is defined once: in `metrics_training`, `metrics_system`, or for waits in `waits`. Callers log
 ``{m.GRAD_NORM: 3.2}``, never a bare string. `docs/metrics.md` is generated from the registry.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from typing import Any, Final
 
 
 class Reduction(Enum):
-    """How several values of one metric become one."""
+    """Rule by which several values of one metric become one."""
 
     MEAN = "mean"
     SUM = "sum"
@@ -33,10 +33,10 @@ class Metric:
     unit: str
     meaning: str
     advice: str
-    """What a healthy value looks like, and what to do about another: one or two sentences.
+    """Healthy value, and the remedy for another.
 
     Flags are written with their dashes, and numbers appear only where they follow from a definition. For a
-    name that RLinf uses too it says how its number differs.
+    name that RLinf uses too it names the difference.
     """
 
 
@@ -45,13 +45,13 @@ class LagRange:
     """Lags whose decisions are counted together."""
 
     name: str
-    """In names of metrics."""
+    """Suffix in names of metrics."""
     text: str
     low: int
     high: int
 
     def holds(self, lag: Any) -> Any:
-        """Say of an array or tensor of lags, of any shape, which are within: bool, of the same shape."""
+        """Return a bool array or tensor, of the shape of `lag`: True within the range."""
         return (lag >= self.low) & (lag <= self.high)
 
 
@@ -67,7 +67,7 @@ LAG_RANGES: Final = (
 Readings = Mapping[Metric, float]
 
 REGISTRY: dict[str, Metric] = {}
-"""Name -> metric, of all modules that were imported."""
+"""Name -> metric, of all imported modules."""
 
 _FOLD = {
     Reduction.MEAN: lambda values: math.fsum(values) / len(values),
@@ -78,10 +78,17 @@ _FOLD = {
 }
 
 
-def define(name: str, reduction: Reduction, unit: str, meaning: str, advice: str) -> Metric:
-    """Add a metric to the registry; its name must be new."""
+def define(text: str) -> Metric:
+    """Add a metric to the registry; its name must be new.
+
+    Args:
+        text: ``name, reduction, unit: Meaning. Advice.`` The meaning is one sentence.
+    """
+    head, _, about = " ".join(text.split()).partition(": ")
+    name, reduction, unit = head.split(", ")
+    meaning, _, advice = about.partition(". ")
     assert name not in REGISTRY, name
-    REGISTRY[name] = Metric(name, reduction, unit, meaning, advice)
+    REGISTRY[name] = Metric(name, Reduction(reduction), unit, f"{meaning}.", advice)
     return REGISTRY[name]
 
 
@@ -92,3 +99,78 @@ def reduce(rows: Iterable[Readings]) -> dict[Metric, float]:
         for metric, value in row.items():
             collected.setdefault(metric, []).append(float(value))
     return {metric: float(_FOLD[metric.reduction](values)) for metric, values in collected.items()}
+
+
+SECTIONS: Final = {
+    "env/": "Imagined episodes of the batch.",
+    "rollout/": "Returns and advantages of the batch.",
+    "train/actor/": "How the policy moves, and how stale its samples are.",
+    "train/critic/": "The value head; only with --algorithm.kind ppo.",
+    "train/": "The update as a whole.",
+    "replay/": "Waiting, stale and dropped episodes.",
+    "weights/": "How new weights reach the actors.",
+    "wait/": "Seconds in each wait, summed over the processes of this host since each of them began.",
+    "time/": "Who waits for whom, and how fast.",
+    "actor/": "Slots and memory of the actors.",
+    "learner/": "Device memory of the learner.",
+    "wire/": "Messages between processes.",
+    "log/": "Rows and lines that could not be written.",
+    "eval/": "Success in the true simulator.",
+    "audit/": "Results of `asyncrl audit`, in RUN/tensorboard/audit only: does imagination tell the truth?",
+    "pace/": "What the newest round of --pace.every found: of the policy in truth, and of the world.",
+    "world/": "Which world imagines.",
+    "guard/": "Whether imagined successes are some when imagined again; only with --guard.kind second.",
+}
+"""Prefix of names -> subject of its metrics. A metric belongs to the first prefix that fits."""
+_DEFINED_IN: Final = ("metrics_training", "metrics_system", "metrics_pace", "metrics_guard", "waits")
+_FOLDED: Final = (
+    "*Folded by*: how the values of several updates become one console row (--log-every). A *unit* has one "
+    "probability ratio: a token, an action or a decision (--algorithm.level)."
+)
+OLDER: Final = {
+    "actor/loss": ("train/actor/policy_loss", ""),
+    "actor/value_loss": ("train/critic/value_loss", ""),
+    "actor/entropy": ("train/entropy_loss", ""),
+    "actor/grad_norm": ("train/actor/grad_norm", "the largest of an update's steps"),
+    "actor/lr": ("train/actor/lr", ""),
+    "rollout/reward_mean": ("env/return", ""),
+    "rollout/reward_std": ("rollout/reward_std", ""),
+    "rollout/episode_length": ("env/episode_len", ""),
+    "rollout/success_rate": ("env/success_once", ""),
+    "env/success_rate": ("env/success_once", "of all environments of the batch together"),
+    "env/step_reward": ("env/step_reward", ""),
+    "env/termination_rate": ("env/termination_rate", ""),
+}
+"""Name on RLinf's pages about EVAC and simulators -> our name, and the difference."""
+
+
+def section_of(name: str) -> str:
+    """Return the prefix in `SECTIONS` that a metric belongs to."""
+    return next(prefix for prefix in SECTIONS if name.startswith(prefix))
+
+
+def as_markdown() -> str:
+    """Write the reference page of all metrics, one table per section."""
+    for module in _DEFINED_IN:
+        importlib.import_module(f"asyncrl.observability.{module}")
+    files = ", ".join(f"`{module}.py`" for module in _DEFINED_IN)
+    lines = ["# Metrics", "", f"Generated from {files} in `asyncrl/observability`;"]
+    lines += ["`asyncrl metrics` prints it.", "", _FOLDED]
+    for prefix, about in SECTIONS.items():
+        lines += ["", f"## {prefix.rstrip('/')}", "", about, ""]
+        lines += ["| name | unit | folded by | meaning | healthy, and otherwise |", "|---|---|---|---|---|"]
+        for metric in REGISTRY.values():
+            if section_of(metric.name) == prefix:
+                cells = (
+                    f"`{metric.name}`",
+                    metric.unit,
+                    metric.reduction.value,
+                    metric.meaning,
+                    metric.advice,
+                )
+                lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    lines += ["", "## Older names", ""]
+    lines += ["RLinf's pages about EVAC, LIBERO, ManiSkill and others name twelve metrics that its code no"]
+    lines += ["longer writes. Their names here:", ""]
+    lines += [f"- `{old}`: `{name}`{note and ', '}{note}" for old, (name, note) in OLDER.items()]
+    return "\n".join(lines) + "\n"

@@ -25,8 +25,7 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Protocol, TextIO
 
-from asyncrl.observability import console_stream, counts, curves, waits
-from asyncrl.observability import metrics_replay as r
+from asyncrl.observability import console_stream, curves, waits
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.background_file import BackgroundFile
@@ -77,7 +76,7 @@ def _grad(row: Readings) -> str:
 
 COLUMNS = (
     Column(title="success", width=7, text=_cell("{:.1%}", m.SUCCESS_ONCE)),
-    Column(title="lag avg/max", width=11, text=_cell("{:.1f} / {:.0f}", r.LAG_MEAN, r.LAG_MAX)),
+    Column(title="lag avg/max", width=11, text=_cell("{:.1f} / {:.0f}", s.LAG_MEAN, s.LAG_MAX)),
     Column(title="kl", width=7, text=_cell("{:.4f}", m.APPROX_KL)),
     Column(title="clip", width=6, text=_cell("{:.1%}", m.CLIP_FRACTION)),
     Column(title="grad", width=7, text=_grad),
@@ -203,13 +202,13 @@ class MetricsLogger:
                 f"{path} had {wrong} damaged lines, which are not rows of an update; they are left out"
             )
         self._rows = BackgroundFile(
-            path, "rows of metrics.jsonl", limit=ROWS_LIMIT, lost=counts.LOST_ROWS, tell=self.banner
+            path, "rows of metrics.jsonl", limit=ROWS_LIMIT, lost=waits.LOST_ROWS, tell=self.banner
         )
         self._curves = BackgroundFile(
             curves.event_file(run_dir / "tensorboard"),
             "curves",
             limit=CURVES_LIMIT,
-            lost=counts.LOST_CURVES,
+            lost=waits.LOST_CURVES,
             tell=self.banner,
         )
         self._encoder = curves.Curves()

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from asyncrl.observability import counts
+from asyncrl.observability import waits
 from asyncrl.observability.background_file import BackgroundFile
 
 CONSOLE: Final = "asyncrl.console"
@@ -50,7 +50,7 @@ def logged_to(path: Path) -> Iterator[None]:
         path: Of the file; it and its folder are made if need be.
     """
     file = BackgroundFile(
-        path, f"lines of {path.name}", limit=_LIMIT, lost=counts.DROPPED_LINES, tell=lambda line: None
+        path, f"lines of {path.name}", limit=_LIMIT, lost=waits.DROPPED_LINES, tell=lambda line: None
     )
     console = logging.StreamHandler()
     console.setLevel(logging.WARNING)

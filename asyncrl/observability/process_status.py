@@ -40,7 +40,7 @@ _WHAT: Final = _ROW.size - 88
 """Where a row's last field begins."""
 _ROWS: Final = 16
 TOTALS: Final = 40
-"""Total numbers of a process: of `waits.WAITS` from 0 on, of `counts.COUNTS` behind them."""
+"""Total numbers of a process: of `waits.WAITS` from 0 on, of `waits.COUNTS` from the end."""
 _TOTALS: Final = struct.Struct(f"<{TOTALS}d")
 _COUNTED_FROM: Final = _HEAD.size + _ROWS * _ROW.size
 _SIZE: Final = _COUNTED_FROM + _TOTALS.size

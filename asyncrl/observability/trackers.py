@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Final
 
 from asyncrl.errors import ConfigError
-from asyncrl.observability import counts, waits
+from asyncrl.observability import waits
 from asyncrl.observability.metrics import Readings
 from asyncrl.storage.regular_files import make_folder, open_regular
 
@@ -198,7 +198,7 @@ class _Tracker:
             told, state.late = state.late, state.late or now - since > self._late_seconds
             late = state.late and not told
         if gone:
-            counts.note(counts.LOST_TRACKED)
+            waits.count(waits.LOST_TRACKED)
         elif late:
             self._tell(
                 f"{self._name} is late: it has not taken update {oldest} after {now - since:.0f} s. The run "
@@ -272,7 +272,7 @@ class _Tracker:
                 told = told or f"{self._name} has all updates again"
                 state.late = False
         if failure:
-            counts.note(counts.LOST_TRACKED)
+            waits.count(waits.LOST_TRACKED)
         if told:
             self._tell(told)
 
@@ -287,7 +287,7 @@ class _Tracker:
             state.lost += left
             state.pending.clear()
         if left:
-            counts.note(counts.LOST_TRACKED, left)
+            waits.count(waits.LOST_TRACKED, left)
         if self._killed:
             return  # Who did it says so.
         if not why:

@@ -1,7 +1,8 @@
-"""Define every wait of a run once: who waits for what, how long at most, and what happens then.
+"""Every wait and every count of a run, defined once: a wait with its owner, its deadline and its end.
 
-`waiting` shows a wait to others while it lasts (`process_status`) and adds the seconds to its metric. The
-table in `docs/waits.md` is generated from here.
+`waiting` publishes a wait while it lasts (`process_status`) and adds the seconds to its metric. The table in
+`docs/waits.md` is generated from here. Waits and counts are totals of `process_status`: shared memory that
+costs microseconds to add to, from any process of the host, and that outlives the process that added.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from asyncrl.observability import counts, metrics_replay, process_status
-from asyncrl.observability.metrics import Metric, Reduction, define
+from asyncrl.observability import metrics_system, process_status
+from asyncrl.observability.metrics import Metric, define
 
 _PREFIX: Final = "wait/"
 GRACE: Final = 60.0
@@ -24,33 +25,37 @@ class Wait:
     """One kind of wait."""
 
     name: str
-    """What the process says that it does."""
+    """Activity that the process publishes."""
     owner: str
-    """Which process and thread waits."""
+    """Process and thread that waits."""
     deadline: str
     """A flag, or seconds."""
     ended_by: str
-    """What ends it in a run that is well."""
+    """Usual end, in a healthy run."""
     then: str
-    """What happens at the deadline."""
+    """Consequence at the deadline."""
     total: int
-    """Number of the total of its seconds in `process_status`."""
+    """Index of its seconds among the totals of `process_status`."""
+    metric: Metric
+
+
+@dataclass(frozen=True, kw_only=True)
+class Count:
+    """One kind of event that all processes of a run count."""
+
+    total: int
+    """Index among the totals of `process_status`."""
     metric: Metric
 
 
 WAITS: dict[str, Wait] = {}
+COUNTS: list[Count] = []
 
 
-def _define(
-    key: str, name: str, owner: str, deadline: str, ended_by: str, then: str, metric: Metric | None = None
-) -> Wait:
-    metric = metric or define(
-        f"{_PREFIX}{key}",
-        Reduction.LAST,
-        "s",
-        f"{owner.capitalize()}: {name}.",
-        f"At most {deadline}. Ended by {ended_by}. At the deadline: {then}.",
-    )
+def _define(text: str, metric: Metric | None = None) -> Wait:
+    """Define a wait by ``key | name | owner | deadline | ended by | at the deadline``."""
+    key, name, owner, deadline, ended_by, then = " ".join(text.split()).split(" | ")
+    about = f"At most {deadline}. Ended by {ended_by}. At the deadline: {then}."
     WAITS[key] = Wait(
         name=name,
         owner=owner,
@@ -58,270 +63,113 @@ def _define(
         ended_by=ended_by,
         then=then,
         total=len(WAITS),
-        metric=metric,
+        metric=metric or define(f"{_PREFIX}{key}, last, s: {owner.capitalize()}: {name}. {about}"),
     )
     return WAITS[key]
 
 
-MEETING = _define(
-    "meeting",
-    "waiting for rank 0 to say where the run is",
-    "every rank but 0",
-    "--startup-timeout",
-    "rank 0, once it has loaded the models",
-    "the rank ends with an error that names rank 0's address",
-)
-HOSTS = _define(
-    "hosts",
-    "meeting the other hosts",
-    "every rank of several hosts",
-    "--startup-timeout",
-    "the ranks of all hosts, which come when Python has started",
-    "the rank ends with an error that names the rank that did not come",
-)
-FOLDER = _define(
-    "folder",
-    "waiting to see the run folder",
-    "every rank but 0",
-    "60",
-    "the file system, at once on rank 0's host",
-    "the rank ends with an error that names the host and --run-dir",
-)
-OWNER = _define(
-    "owner",
-    "waiting for the processes of an earlier owner of the run folder",
-    "learner",
-    "20 s",
-    "their end: they end with the learner that died",
-    "the run is refused: the folder is in use",
-)
-FIRST_ACTOR = _define(
-    "first_actor",
-    "waiting for an actor to take the first weights",
-    "learner",
-    "--startup-timeout",
-    "the first actor that loaded its models",
-    "the run ends with an error that names who registered and what is missing",
-)
-BATCH = _define(
-    "batch",
-    "waiting for a batch",
-    "learner",
-    "--batch-timeout since the last sign of progress",
-    "the actors; a stop request; too many filtered groups",
-    "the run ends with a checkpoint and an error that says what the replay holds",
-)
-PART = _define(
-    "part",
-    "waiting for rank 0 to deal a batch",
-    "learner ranks but 0",
-    "--batch-timeout + --startup-timeout since rank 0 last said that it waits",
-    "rank 0, which says so every 5 s; its end",
-    "the rank ends with an error",
-)
-FETCH = _define(
-    "fetch",
-    "fetching its part of a batch",
-    "learner, each rank",
-    "--batch-timeout since the last episode that came",
-    "the replay, also one that was respawned; the other ranks, which fetch theirs",
-    "all ranks save together, and the run ends with an error",
-)
-REPLAY_STATUS = _define(
-    "replay_status",
-    "asking the replay how it is",
-    "learner",
-    "60",
-    "the replay, also one that was just respawned",
-    "the run ends with an error",
-)
-CHECKPOINT = _define(
-    "checkpoint",
-    "waiting for a checkpoint to be written",
-    "learner",
-    "1800; 300 after a failure",
-    "the writer's thread",
-    "the run ends with an error that names the checkpoint",
-)
-READY = _define(
-    "ready",
-    "waiting for the members' answer to an offer",
-    "learner's publisher",
-    "2",
-    "the members; the death of one",
-    "who did not answer is left behind and may register again",
-)
-FORMING = _define(
-    "forming",
-    "forming the weight group",
-    "learner's publisher",
-    "--weights.timeout",
-    "all members; the death of one; a new registration",
-    "the group is given up and formed anew",
-)
-BROADCAST = _define(
-    "broadcast",
-    "broadcasting weights",
-    "learner's publisher",
-    "--weights.timeout",
-    "the transport; the death of a member",
-    "the group is given up and formed anew with those that answer",
-)
-RECEIPTS = _define(
-    "receipts",
-    "waiting for the members' receipts",
-    "learner's publisher",
-    "--weights.timeout",
-    "the members; the death of one",
-    "the group is given up and formed anew with those that answer",
-)
-FIRST_WEIGHTS = _define(
-    "first_weights",
-    "waiting for the first weights",
-    "actor",
-    "--startup-timeout",
-    "the learner's first version, or its end",
-    "the actor ends with an error and is respawned",
-)
-FIRST_WORLD = _define(
-    "first_world",
-    "waiting for the refitted world",
-    "actor",
-    "--startup-timeout",
-    "rank 0, which sends the world that the run has",
-    "the actor ends with an error and is respawned",
-)
-JOINING = _define(
-    "joining",
-    "forming the weight group",
-    "actor's receiver",
-    "--weights.timeout",
-    "all members; a newer offer",
-    "the actor gives this group up and waits for the next",
-)
-RECEIVING = _define(
-    "receiving",
-    "receiving weights",
-    "actor's receiver",
-    "--weights.timeout",
-    "the transport; a newer offer",
-    "the actor gives this group up, goes on with the weights it has and waits for the next",
-)
-LEARNERS_SUM = _define(
-    "learners_sum",
-    "waiting for the learner's sum of a version that it copied",
-    "actor",
-    "5 s",
-    "the learner, which sums the version up while the actor copies it",
-    "the actor takes the version before it instead; this one when its sum is there",
-)
-HOST_WEIGHTS = _define(
-    "host_weights",
-    "waiting for the host's weights",
-    "ranks with an actor on another host than rank 0's, but its lowest",
-    "--startup-timeout",
-    "the lowest rank of the host with an actor, at its start",
-    "the rank ends with an error",
-)
-CREDIT = _define(
-    "credit",
-    "waiting for credit",
-    "actor",
-    "none; it looks every 0.2 s",
-    "the learner's next batch; the run's end",
-    "nothing: an actor that is ahead has to wait",
-)
-NEWER_WEIGHTS = _define(
-    "newer_weights",
-    "waiting for the weights that its group asks for",
-    "actor",
-    "none; it looks every 0.2 s",
-    "the learner's next version; the run's end",
-    "nothing: the learner's own deadline ends a run without versions",
-)
-DECISION = _define(
-    "decision",
-    "waiting for the devices to finish a decision",
-    "actor",
-    "--hang-timeout",
-    "the devices",
-    "the actor ends with an error and is respawned",
-)
-SIMULATORS = _define(
-    "simulators",
-    "waiting for simulators to answer",
-    "actor, evaluator, evaluate, collect",
-    "120, without any answer of a worker; 300 until it is ready",
-    "a worker's answer; its death",
-    "the worker is replaced and its episodes are played again; after five, the command ends with an error",
-)
-DEVICE_MEMORY = _define(
-    "device_memory",
-    "waiting for device memory to return to",
-    "actor and learner with --actor.offload, --learner.offload",
-    "60",
-    "the other role on that device, once it waits too",
-    "the process ends with an error: the models do not fit together",
-)
-FAREWELL = _define(
-    "farewell",
-    "handing over the last episodes",
-    "actor",
-    "5",
-    "the replay's receipts",
-    "the actor ends; the episodes are imagined again after a resume",
-)
-RESPAWN = _define(
-    "respawn",
-    "waiting to respawn the replay",
-    "learner",
-    "30",
-    "the back-off of a child that died",
-    "it is respawned, up to --actor.max-respawns times in a row",
-)
-EVALUATION = _define(
-    "evaluation",
-    "waiting for the last version's true success",
-    "learner, at the run's end, with --evaluate-every",
-    "--hang-timeout since the last episode that was played",
-    "the process that measures it; a stop request",
-    "the run ends without that number and says so; nothing else is lost",
-)
-ROW = _define(
-    "row",
-    "waiting for metrics.jsonl to be written",
-    "learner",
-    "1, and not at all while rows are late",
-    "the disk",
-    "the learner goes on; rows wait in memory, and are counted when they are lost",
-)
+def _counted(metric: Metric) -> Count:
+    """Define a count; their totals are numbered from the last one down, those of waits from 0."""
+    COUNTS.append(Count(total=process_status.TOTALS - 1 - len(COUNTS), metric=metric))
+    return COUNTS[-1]
+
+
+MEETING = _define("""meeting | waiting for rank 0 to say where the run is | every rank but 0 |
+    --startup-timeout | rank 0, once it has loaded the models | the rank ends with an error that names rank
+    0's address""")
+HOSTS = _define("""hosts | meeting the other hosts | every rank of several hosts | --startup-timeout | the
+    ranks of all hosts, which come when Python has started | the rank ends with an error that names the rank
+    that did not come""")
+FOLDER = _define("""folder | waiting to see the run folder | every rank but 0 | 60 | the file system, at once
+    on rank 0's host | the rank ends with an error that names the host and --run-dir""")
+OWNER = _define("""owner | waiting for the processes of an earlier owner of the run folder | learner | 20 s |
+    their end: they end with the learner that died | the run is refused: the folder is in use""")
+FIRST_ACTOR = _define("""first_actor | waiting for an actor to take the first weights | learner |
+    --startup-timeout | the first actor that loaded its models | the run ends with an error that names who
+    registered and what is missing""")
+BATCH = _define("""batch | waiting for a batch | learner | --batch-timeout since the last sign of progress |
+    the actors; a stop request; too many filtered groups | the run ends with a checkpoint and an error that
+    says what the replay holds""")
+PART = _define("""part | waiting for rank 0 to deal a batch | learner ranks but 0 | --batch-timeout +
+    --startup-timeout since rank 0 last said that it waits | rank 0, which says so every 5 s; its end | the
+    rank ends with an error""")
+FETCH = _define("""fetch | fetching its part of a batch | learner, each rank | --batch-timeout since the last
+    episode that came | the replay, also one that was respawned; the other ranks, which fetch theirs | all
+    ranks save together, and the run ends with an error""")
+REPLAY_STATUS = _define("""replay_status | asking the replay how it is | learner | 60 | the replay, also one
+    that was just respawned | the run ends with an error""")
+CHECKPOINT = _define("""checkpoint | waiting for a checkpoint to be written | learner | 1800; 300 after a
+    failure | the writer's thread | the run ends with an error that names the checkpoint""")
+READY = _define("""ready | waiting for the members' answer to an offer | learner's publisher | 2 | the
+    members; the death of one | who did not answer is left behind and may register again""")
+FORMING = _define("""forming | forming the weight group | learner's publisher | --weights.timeout | all
+    members; the death of one; a new registration | the group is given up and formed anew""")
+BROADCAST = _define("""broadcast | broadcasting weights | learner's publisher | --weights.timeout | the
+    transport; the death of a member | the group is given up and formed anew with those that answer""")
+RECEIPTS = _define("""receipts | waiting for the members' receipts | learner's publisher | --weights.timeout |
+    the members; the death of one | the group is given up and formed anew with those that answer""")
+FIRST_WEIGHTS = _define("""first_weights | waiting for the first weights | actor | --startup-timeout | the
+    learner's first version, or its end | the actor ends with an error and is respawned""")
+FIRST_WORLD = _define("""first_world | waiting for the refitted world | actor | --startup-timeout | rank 0,
+    which sends the world that the run has | the actor ends with an error and is respawned""")
+JOINING = _define("""joining | forming the weight group | actor's receiver | --weights.timeout | all members;
+    a newer offer | the actor gives this group up and waits for the next""")
+RECEIVING = _define("""receiving | receiving weights | actor's receiver | --weights.timeout | the transport; a
+    newer offer | the actor gives this group up, goes on with the weights it has and waits for the next""")
+LEARNERS_SUM = _define("""learners_sum | waiting for the learner's sum of a version that it copied | actor | 5
+    s | the learner, which sums the version up while the actor copies it | the actor takes the version before
+    it instead; this one when its sum is there""")
+HOST_WEIGHTS = _define("""host_weights | waiting for the host's weights | ranks with an actor on another host
+    than rank 0's, but its lowest | --startup-timeout | the lowest rank of the host with an actor, at its
+    start | the rank ends with an error""")
+CREDIT = _define("""credit | waiting for credit | actor | none; it looks every 0.2 s | the learner's next
+    batch; the run's end | nothing: an actor that is ahead has to wait""")
+NEWER_WEIGHTS = _define("""newer_weights | waiting for the weights that its group asks for | actor | none; it
+    looks every 0.2 s | the learner's next version; the run's end | nothing: the learner's own deadline ends a
+    run without versions""")
+DECISION = _define("""decision | waiting for the devices to finish a decision | actor | --hang-timeout | the
+    devices | the actor ends with an error and is respawned""")
+SIMULATORS = _define("""simulators | waiting for simulators to answer | actor, evaluator, evaluate, collect |
+    120, without any answer of a worker; 300 until it is ready | a worker's answer; its death | the worker is
+    replaced and its episodes are played again; after five, the command ends with an error""")
+DEVICE_MEMORY = _define("""device_memory | waiting for device memory to return to | actor and learner with
+    --actor.offload, --learner.offload | 60 | the other role on that device, once it waits too | the process
+    ends with an error: the models do not fit together""")
+FAREWELL = _define("""farewell | handing over the last episodes | actor | 5 | the replay's receipts | the
+    actor ends; the episodes are imagined again after a resume""")
+RESPAWN = _define("""respawn | waiting to respawn the replay | learner | 30 | the back-off of a child that
+    died | it is respawned, up to --actor.max-respawns times in a row""")
+EVALUATION = _define("""evaluation | waiting for the last version's true success | learner, at the run's end,
+    with --evaluate-every | --hang-timeout since the last episode that was played | the process that measures
+    it; a stop request | the run ends without that number and says so; nothing else is lost""")
+ROW = _define("""row | waiting for metrics.jsonl to be written | learner | 1, and not at all while rows are
+    late | the disk | the learner goes on; rows wait in memory, and are counted when they are lost""")
 DISK = _define(
-    "disk",
-    "waiting for disk space",
-    "replay",
-    "none; it tries every 0.5 to 30 s",
-    "space on the disk; a free file descriptor, where that was missing",
-    "nothing new is granted meanwhile, and nothing acknowledged is lost",
-    metrics_replay.DISK_WAITING,
+    """disk | waiting for disk space | replay | none; it tries every 0.5 to 30 s | space on the
+    disk; a free file descriptor, where that was missing | nothing new is granted meanwhile, and nothing
+    acknowledged is lost""",
+    metrics_system.DISK_WAITING,
 )
-TRACKERS = _define(
-    "trackers",
-    "waiting for the trackers to finish",
-    "learner with --log-with, at the end",
-    "20",
-    "their processes",
-    "they are ended, and how many updates may be missing there is said",
-)
+TRACKERS = _define("""trackers | waiting for the trackers to finish | learner with --log-with, at the end | 20
+    | their processes | they are ended, and how many updates may be missing there is said""")
+
+RESPAWNS: Final = _counted(metrics_system.RESPAWNS)
+WRONG_ENTRIES: Final = _counted(metrics_system.WRONG_ENTRIES)
+LOST_ROWS: Final = _counted(metrics_system.LOST_ROWS)
+LOST_CURVES: Final = _counted(metrics_system.LOST_CURVES)
+DISCONNECTED: Final = _counted(metrics_system.DISCONNECTED)
+DROPPED_LINES: Final = _counted(metrics_system.DROPPED_LINES)
+LOST_TRACKED: Final = _counted(metrics_system.LOST_TRACKED)
 
 
 @contextmanager
 def waiting(wait: Wait, allowed: float = 0.0, about: str = "") -> Iterator[None]:
-    """Show and count a wait for the length of the block.
+    """Publish and time a wait for the length of the block.
 
     Args:
-        wait: Which.
-        allowed: Its deadline in seconds; GRACE later it counts as a hang. 0: it has none.
-        about: What in particular is waited for, as ``": version 3"``.
+        wait: One of `WAITS`.
+        allowed: Its deadline in seconds; GRACE later it counts as a hang. 0: no deadline.
+        about: Suffix of its name, as ``": version 3"``.
     """
     with (
         process_status.activity(wait.name + about, allowed + GRACE if allowed else 0.0),
@@ -330,13 +178,16 @@ def waiting(wait: Wait, allowed: float = 0.0, about: str = "") -> Iterator[None]
         yield
 
 
+def count(event: Count, amount: float = 1.0) -> None:
+    """Count an event of this process."""
+    process_status.count(event.total, amount)
+
+
 def wait_metrics() -> dict[Metric, float]:
-    """Read the seconds of every wait, and all `counts`, of this host's processes since each of them began."""
+    """Read the seconds of every wait, and all counts, of this host's processes since each of them began."""
     totals = process_status.totals()
-    if not totals:
-        return {}
-    waited = {w.metric: totals[w.total] for w in WAITS.values() if w.metric.name.startswith(_PREFIX)}
-    return waited | counts.read(totals)
+    known = [wait for wait in WAITS.values() if wait.metric.name.startswith(_PREFIX)]
+    return {x.metric: totals[x.total] for x in (*known, *COUNTS)} if totals else {}
 
 
 def as_markdown() -> str:
@@ -346,8 +197,6 @@ def as_markdown() -> str:
         "",
         "Generated from `asyncrl/observability/waits.py`; `asyncrl metrics --waits` prints it.",
         "",
-    ]
-    lines += [
         "| wait | who | at most (s) | ended by | at the deadline | metric |",
         "|---|---|---|---|---|---|",
     ]

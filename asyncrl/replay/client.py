@@ -15,7 +15,7 @@ from typing import Final
 from asyncrl.errors import ReplayError, SampleTimeout
 from asyncrl.messaging.curve_keys import ClientKeys
 from asyncrl.messaging.wire import Message
-from asyncrl.observability import metrics_replay, metrics_system  # noqa: F401  What a replay reports.
+from asyncrl.observability import metrics_system  # noqa: F401  What a replay reports.
 from asyncrl.observability.metrics import REGISTRY, Metric
 from asyncrl.records import Episode
 from asyncrl.replay.connection import PING_EVERY, Connection

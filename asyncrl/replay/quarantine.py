@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Final
 
-from asyncrl.observability import metrics_replay as m
+from asyncrl.observability import metrics_system as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.replay.interface import ENDLESS, Cause, GroupFailure
 

@@ -19,7 +19,6 @@ from asyncrl.config.replay import ReplaySettings
 from asyncrl.errors import WireError
 from asyncrl.keyframe_names import version_named
 from asyncrl.messaging.episode_codec import scalars_of
-from asyncrl.observability import metrics_replay as m
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability.metrics import Metric, reduce
 from asyncrl.records import Episode, Sampling
@@ -370,13 +369,13 @@ class Replay:
         """Read `replay/*` (without the lag of batches) and what the actors report. Changes nothing."""
         state, limiter = self.state, self.state.limiter
         found = state.counters.metrics() | state.quarantine.metrics()
-        found[m.GROUPS_READY] = float(len(limiter.ready))
-        found[m.GROUPS_IN_FLIGHT] = float(len(limiter.open))
-        found[m.FILTERED_GROUPS] = float(limiter.filtered_groups)
-        found[m.REPLAY_BYTES] = float(self.store.total_bytes)
-        found[m.DISK_WAITING] = self.lifecycle.disk.seconds
+        found[s.GROUPS_READY] = float(len(limiter.ready))
+        found[s.GROUPS_IN_FLIGHT] = float(len(limiter.open))
+        found[s.FILTERED_GROUPS] = float(limiter.filtered_groups)
+        found[s.REPLAY_BYTES] = float(self.store.total_bytes)
+        found[s.DISK_WAITING] = self.lifecycle.disk.seconds
         if self.lifecycle.success.last is not None:
-            found[m.REPLAY_SUCCESS] = self.lifecycle.success.last
+            found[s.REPLAY_SUCCESS] = self.lifecycle.success.last
         heard = (report for actor, report in self._reports.items() if not limiter.timed_out(actor))
         return found | reduce(heard)
 

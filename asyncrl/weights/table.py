@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from asyncrl.errors import WeightSyncError, first_line
-from asyncrl.observability import counts
+from asyncrl.observability import waits
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
@@ -135,5 +135,5 @@ class Table(ABC):
         if self._wrong.get(key) == content_sum:
             return
         self._wrong[key] = content_sum
-        counts.note(counts.WRONG_ENTRIES)
+        waits.count(waits.WRONG_ENTRIES)
         _log.warning("The entry %r of the weights' table %s %s; it is skipped.", key, self.endpoint, why)

@@ -20,7 +20,7 @@ from asyncrl.actors.actor import Actor
 from asyncrl.actors.failures import retry_rows_singly
 from asyncrl.episode_layout import episode_arrays
 from asyncrl.errors import ReplayError, SampleTimeout
-from asyncrl.observability import metrics_replay as m
+from asyncrl.observability import metrics_system as m
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.policies.sampling import action_distribution, logprob_of

@@ -25,7 +25,6 @@ from asyncrl.episode_layout import ArraySpec, episode_arrays, problem_with
 from asyncrl.errors import ReplayError, RunError
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.launch.simulated import TrainingStarts
-from asyncrl.observability import metrics_replay as r
 from asyncrl.observability import metrics_system as m
 from asyncrl.policies.interface import ActResult, SamplingParams
 from asyncrl.records import ActionSpec, Episode
@@ -453,7 +452,7 @@ def test_a_policy_that_is_not_finite_ends_that_group_only_and_is_counted(tmp_pat
     with playing(places=6, policy=Chooser(sick=lambda seed: seed == sick)) as (play, _, _):
         run = run_of(tmp_path, play, groups=3, slots=6)
         batch = run.learner.sample(groups=3, version=0, timeout=60.0)
-        assert run.replay.status()[r.POISONED_POLICY] == 1
+        assert run.replay.status()[m.POISONED_POLICY] == 1
         run.replay.close()
     assert sorted(int(group[0].group_id) for group in batch) == [0, 2, 3]
 

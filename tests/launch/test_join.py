@@ -11,7 +11,6 @@ from asyncrl import cli
 from asyncrl.launch import endpoints
 from asyncrl.launch.placement import parse_placement
 from asyncrl.messaging.curve_keys import create_keys
-from asyncrl.observability import metrics_replay as m
 from asyncrl.observability import metrics_system as s
 from asyncrl.storage.run_identity import NO_RUN
 from support.join_site import Site
@@ -57,8 +56,8 @@ def test_actors_join_leave_die_and_come_back_while_the_run_goes_on(flags: list[s
             program.process.kill()
     reached = len(rows(site.run))
     assert [row["step"] for row in rows(site.run)] == list(range(1, reached + 1))
-    assert all(row[m.LAG_MAX.name] <= 2 for row in rows(site.run))
-    assert rows(site.run)[-1][m.DROPPED_DEADLINE.name] >= 0
+    assert all(row[s.LAG_MAX.name] <= 2 for row in rows(site.run))
+    assert rows(site.run)[-1][s.DROPPED_DEADLINE.name] >= 0
     assert left_over(tmp_path) == []
     assert list((tmp_path / "tmp").glob("asyncrl-*")) == []
 

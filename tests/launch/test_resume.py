@@ -10,7 +10,6 @@ import pytest
 from safetensors.torch import load_file
 
 from asyncrl import cli
-from asyncrl.observability import metrics_replay as m
 from asyncrl.observability import metrics_system as s
 from asyncrl.replay_tools.episodes import read_rows, replay_folder
 from asyncrl.worlds.start_states import save_start_states
@@ -124,21 +123,21 @@ def test_an_interrupted_run_ends_where_the_undisturbed_one_does(
     shutil.copytree(whole, killed)
     shutil.rmtree(killed / "checkpoints" / f"update_{WHOLE:06d}")
     train("--updates", WHOLE, "--run-dir", killed, "--resume")
-    counted_twice = frozenset({m.EPISODES.name, m.DROPPED_RESUME.name, m.DROPPED_RESUME_DECISIONS.name})
+    counted_twice = frozenset({s.EPISODES.name, s.DROPPED_RESUME.name, s.DROPPED_RESUME_DECISIONS.name})
     assert_same_run(killed, whole, leave_out=counted_twice)
     last, undisturbed = rows(killed)[-1], rows(whole)[-1]
-    lost = last[m.DROPPED_RESUME.name]
+    lost = last[s.DROPPED_RESUME.name]
     assert lost > 0
-    assert last[m.EPISODES.name] - lost == undisturbed[m.EPISODES.name]
+    assert last[s.EPISODES.name] - lost == undisturbed[s.EPISODES.name]
 
     for version, numbers in uses(whole).items():
         assert len(numbers) == PER_UPDATE
         row = rows(whole)[version]
-        assert row[m.LAG_MEAN.name] == row[m.LAG_MAX.name] == min(version, max_lag)
-    mixed = [row[m.SIGNAL_GROUPS.name] for row in rows(whole)]
+        assert row[s.LAG_MEAN.name] == row[s.LAG_MAX.name] == min(version, max_lag)
+    mixed = [row[s.SIGNAL_GROUPS.name] for row in rows(whole)]
     assert max(mixed) == 1, "choose a threshold at which the episodes of some groups differ"
     assert mixed == [1.0] * WHOLE if filtering else min(mixed) < 1
-    assert (undisturbed[m.FILTERED_GROUPS.name] > 0) == filtering
-    successes = [row[m.REPLAY_SUCCESS.name] for row in rows(whole)]
+    assert (undisturbed[s.FILTERED_GROUPS.name] > 0) == filtering
+    successes = [row[s.REPLAY_SUCCESS.name] for row in rows(whole)]
     assert 0 < sum(successes) < WHOLE, "every row has a share, with the filtered groups in it"
-    assert undisturbed[m.EPISODES.name] % GROUP_SIZE == 0
+    assert undisturbed[s.EPISODES.name] % GROUP_SIZE == 0

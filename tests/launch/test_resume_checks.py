@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from asyncrl import cli
-from asyncrl.observability import metrics_replay as m
+from asyncrl.observability import metrics_system as m
 from asyncrl.replay.store import EpisodeStore
 from asyncrl.replay_tools.episodes import find_group
 from support.tiny_models import write_models

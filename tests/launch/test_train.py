@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from asyncrl import cli
-from asyncrl.observability import metrics_replay as r
+from asyncrl.observability import metrics_system as r
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability import process_status
 from asyncrl.observability.metrics import REGISTRY

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.observability import metrics_replay as r
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability import metrics_training as m
 from asyncrl.storage import checkpoint
@@ -170,7 +169,7 @@ def test_policy_and_world_of_an_actor_are_on_two_ranks_and_wait_in_host_memory(
     assert "1 learner + 1 actor on 2 devices" in done.stdout
     found = rows(run)
     assert [row["step"] for row in found] == [1, 2, 3, 4]
-    assert {row[r.LAG_MAX.name] for row in found} == {0}
+    assert {row[s.LAG_MAX.name] for row in found} == {0}
     # A later batch may come sooner than what pays for offloading.
     assert max(row[s.LEARNER_OFFLOADED.name] for row in found) > 1e6
     assert found[-1][s.ACTOR_MEMORY.name] > 1e6

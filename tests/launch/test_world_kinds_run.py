@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from asyncrl.messaging.curve_keys import create_keys
-from asyncrl.observability import metrics_replay as m
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability import process_status
 from asyncrl.replay_tools.episodes import read_rows, replay_folder
@@ -131,7 +130,7 @@ def test_a_run_survives_the_loss_of_an_actor_and_takes_another_one(kind: str, tm
             program.process.kill()
     found = rows(run.run)
     assert [row["step"] for row in found] == list(range(1, UPDATES + 1))
-    assert all(row[m.LAG_MAX.name] <= MAX_LAG for row in found)
+    assert all(row[s.LAG_MAX.name] <= MAX_LAG for row in found)
     assert max(row.get(s.ACTOR_OFFLOADED.name, 0) for row in found) > 0
     used = [row for row in read_rows(replay_folder(run.run)) if row.used_at is not None]
     assert {row.episode.actor for row in used} == {OWN, FAR}

@@ -16,7 +16,7 @@ from asyncrl.learner.batches import build_batch
 from asyncrl.learner.outcomes import batch_metrics as metrics_of_outcomes
 from asyncrl.learner.outcomes import outcome_of
 from asyncrl.observability import metrics_guard as g
-from asyncrl.observability import metrics_replay as r
+from asyncrl.observability import metrics_system as r
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.records import Episode

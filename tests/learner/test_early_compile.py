@@ -22,7 +22,7 @@ from asyncrl.learner.ranks import SingleRank
 from asyncrl.learner.update import Update
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability.metrics import Metric
-from asyncrl.observability.metrics_replay import GROUPS_READY
+from asyncrl.observability.metrics_system import GROUPS_READY
 from asyncrl.policies.acceleration import enable_gradient_checkpointing
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.openvla.vision import TowerConfig

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from asyncrl.devices.memory import host_peak
 from asyncrl.errors import ReplayError, RunError, WeightSyncError
-from asyncrl.observability import metrics_replay as r
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability import process_status, waits
@@ -224,10 +223,10 @@ def test_a_row_has_the_metrics_of_every_part(tmp_path: Path) -> None:
     run = Run(tmp_path, updates=1)
     run.learner.run()
     row = run.log.rows[1]
-    assert row[r.GROUPS_READY] == 5.0
+    assert row[s.GROUPS_READY] == 5.0
     assert row[s.WEIGHTS_VERSION] == 1.0
     assert row[m.SUCCESS_ONCE] == 0.5
-    assert row[r.LAG_MAX] == 0.0
+    assert row[s.LAG_MAX] == 0.0
     assert row[m.LEARNING_RATE] == 0.05
     assert row[s.PEAK_MEMORY] == pytest.approx(host_peak(), rel=0.2)
     assert row[s.PEAK_MEMORY] > 1e7

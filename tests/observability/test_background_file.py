@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.observability import background_file, counts, process_status, waits
+from asyncrl.observability import background_file, process_status, waits
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.background_file import BackgroundFile
@@ -67,9 +67,7 @@ def record(number: int) -> bytes:
 
 
 def opened(path: Path, disk: Disk, said: list[str], limit: int = 1 << 20) -> BackgroundFile:
-    return BackgroundFile(
-        path, "rows", limit=limit, lost=counts.LOST_ROWS, tell=said.append, write=disk.write
-    )
+    return BackgroundFile(path, "rows", limit=limit, lost=waits.LOST_ROWS, tell=said.append, write=disk.write)
 
 
 @pytest.mark.usefixtures("counted")

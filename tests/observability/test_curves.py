@@ -4,7 +4,6 @@ import math
 
 import pytest
 
-from asyncrl.observability import metrics_replay as r
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.curves import Curves, beginning, description
@@ -23,7 +22,7 @@ def points(*rows):
 
 
 def test_a_count_that_stays_at_zero_has_no_curve():
-    assert points(*[{s.RESPAWNS: 0.0, r.DUPLICATES: 0.0}] * 3) == []
+    assert points(*[{s.RESPAWNS: 0.0, s.DUPLICATES: 0.0}] * 3) == []
 
 
 def test_a_curve_begins_with_its_first_value_and_the_zero_before_it():
@@ -65,7 +64,7 @@ def test_a_curve_says_once_what_it_means_and_what_to_do():
         "Gradient norm before clipping. Unit: 1. *Healthy, and otherwise:* Steady; of several steps the "
         "largest counts. Always above --optimizer.max-grad-norm is no harm: AdamW hardly depends on the "
         "scale. 0 means that no group differs (`replay/signal_groups`). Spikes: lower "
-        "--optimizer.learning-rate or --replay.max-lag. Absent when every step was skipped "
+        "--optimizer.learning-rate or --replay.max-lag. Absent if every step was skipped "
         "(`train/bad_updates`)."
     )
     assert first.metadata.plugin_data.plugin_name == "scalars"
@@ -99,7 +98,7 @@ def test_a_run_that_tells_nothing_has_no_pages_about_it():
     assert len(events_in(beginning(1, 0.0))) == 2
 
 
-@pytest.mark.parametrize("metric", [m.APPROX_KL, r.LAG_MAX, s.RESPAWNS])
+@pytest.mark.parametrize("metric", [m.APPROX_KL, s.LAG_MAX, s.RESPAWNS])
 def test_a_description_has_meaning_and_advice(metric):
     assert metric.meaning in description(metric)
     assert metric.advice in description(metric)

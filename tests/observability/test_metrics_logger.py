@@ -8,7 +8,6 @@ from io import BytesIO
 import pytest
 from PIL import Image
 
-from asyncrl.observability import metrics_replay as r
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics_logger import MetricsLogger, cut_rows_after, duration, header, render
@@ -16,8 +15,8 @@ from support.event_files import pictures_in
 
 VALUES = {
     m.SUCCESS_ONCE: 0.625,
-    r.LAG_MEAN: 1.23,
-    r.LAG_MAX: 2.0,
+    s.LAG_MEAN: 1.23,
+    s.LAG_MAX: 2.0,
     m.APPROX_KL: 0.00312,
     m.CLIP_FRACTION: 0.0413,
     m.GRAD_NORM: 0.842,

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl import cli
-from asyncrl.observability import counts, process_status, waits
 from asyncrl.observability import metrics_system as m
+from asyncrl.observability import process_status, waits
 from asyncrl.observability.watchdog import Watchdog
 
 CHILD = """
@@ -168,7 +168,7 @@ def test_waits_are_counted_also_from_before_the_process_joined(
     process_status.publish_as(tmp_path, "learner-0")  # The file of another process of the run counts too.
     with waits.waiting(waits.BATCH, 10.0):
         time.sleep(0.02)
-    counts.note(counts.RESPAWNS)
+    waits.count(waits.RESPAWNS)
     found = waits.wait_metrics()
     assert 0.05 <= found[waits.MEETING.metric] < 5.0
     assert 0.04 <= found[waits.BATCH.metric] < 5.0
@@ -193,6 +193,6 @@ def test_status_shows_every_thread_and_asks_for_stacks(
 
 
 def test_waits_and_counts_have_totals_of_their_own() -> None:
-    numbers = [wait.total for wait in waits.WAITS.values()] + [count.total for count in counts.COUNTS]
+    numbers = [wait.total for wait in waits.WAITS.values()] + [count.total for count in waits.COUNTS]
     assert len(set(numbers)) == len(numbers)
     assert max(numbers) < process_status.TOTALS

@@ -15,9 +15,9 @@ from PIL import Image
 from asyncrl.config.loading import to_json
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
-from asyncrl.observability import counts, process_status
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability import metrics_training as m
+from asyncrl.observability import process_status, waits
 from asyncrl.observability.metrics_logger import MetricsLogger
 from asyncrl.observability.run_facts import flat
 from asyncrl.observability.tracker_process import Filter, rows_of, send_sheet
@@ -130,14 +130,14 @@ def test_a_row_that_a_tracker_refuses_is_said_once_counted_and_the_others_arrive
 ):
     monkeypatch.setenv("WRONG", "raise")
     process_status.publish_as(tmp_path / "run", "learner-0")
-    before = process_status.totals()[counts.LOST_TRACKED.total]
+    before = process_status.totals()[waits.LOST_TRACKED.total]
     lines = run_with(tmp_path / "run", ROWS)
     assert said(lines) == [
         "trackio does not take update 2 (ConnectionError: no route to host). The run goes on",
         "trackio takes updates again; 1 are missing there",
     ]
     assert [row["step"] for row in told_in(fake_trackio) if "step" in row] == [1, 3]
-    assert process_status.totals()[counts.LOST_TRACKED.total] - before == 1
+    assert process_status.totals()[waits.LOST_TRACKED.total] - before == 1
     assert "Traceback" in (tmp_path / "run/logs/tracker-trackio.log").read_text()
 
 
@@ -155,12 +155,12 @@ def test_a_tracker_that_cannot_begin_is_said_and_the_rows_are_counted(tmp_path, 
         log.write(4, ROWS[0])
 
     process_status.publish_as(tmp_path / "run", "learner-0")
-    before = process_status.totals()[counts.LOST_TRACKED.total]
+    before = process_status.totals()[waits.LOST_TRACKED.total]
     (line,) = said(run_with(tmp_path / "run", ROWS, after_rows=wait_and_write))
     assert line.startswith(
         "trackio gets nothing any more (SystemExit: no API key). The run goes on; metrics.jsonl has every "
     )
-    assert process_status.totals()[counts.LOST_TRACKED.total] - before == 4
+    assert process_status.totals()[waits.LOST_TRACKED.total] - before == 4
 
 
 def test_a_tracker_that_dies_is_said_and_nothing_else_happens(tmp_path, fake_trackio, monkeypatch):

@@ -16,7 +16,7 @@ from asyncrl.config.replay import ReplaySettings
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ReplayError
 from asyncrl.launch.roles import open_run_replay
-from asyncrl.observability import metrics_replay as m
+from asyncrl.observability import metrics_system as m
 from asyncrl.records import ActionSpec, EndReason, Episode
 from asyncrl.replay.admission import Expected, refusal
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort

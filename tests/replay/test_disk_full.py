@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from asyncrl.errors import DiskFull
-from asyncrl.observability import metrics_replay as m
+from asyncrl.observability import metrics_system as m
 from asyncrl.replay.disk_full import DiskWait
 from asyncrl.replay.ledger import Ledger
 from asyncrl.replay.replay import Replay

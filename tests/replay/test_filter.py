@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from asyncrl.config.algorithm import AlgorithmSettings
 from asyncrl.config.replay import ReplaySettings
 from asyncrl.errors import ConfigError
-from asyncrl.observability import metrics_replay as m
 from asyncrl.observability import metrics_system as s
 from asyncrl.replay.counters import has_no_signal
 from asyncrl.replay.in_process_ports import InProcessLearnerPort
@@ -98,8 +97,8 @@ def test_a_constant_group_is_stored_but_never_ready_and_its_credit_returns(tmp_p
     replay = begun(tmp_path)
     assert push(replay, 0, (True, True)) == ["held", "stored"]
     assert [receipt.status for _, receipt in replay.take_receipts()] == ["stored"]
-    assert replay.status()[m.FILTERED_GROUPS] == 1
-    assert replay.status()[m.GROUPS_READY] == 0
+    assert replay.status()[s.FILTERED_GROUPS] == 1
+    assert replay.status()[s.GROUPS_READY] == 0
     assert replay.state.limiter.used == 0
     assert (
         "0 groups ready, 1 in flight with 0 episodes; 1 filtered; episodes dropped: none" in replay.contents()
@@ -154,7 +153,7 @@ def test_a_group_sealed_just_before_a_crash_is_filtered_when_the_folder_is_opene
     for _ in range(2):
         replay = open_filter(tmp_path)
         assert (sorted(replay.state.limiter.filtered), sorted(replay.state.limiter.ready)) == ([0], [])
-        assert replay.status()[m.EPISODES] == 2
+        assert replay.status()[s.EPISODES] == 2
         replay.close()
 
 
@@ -164,8 +163,8 @@ def test_filtered_groups_are_deleted_beyond_the_size_limit_and_stay_counted(tmp_
     assert not replay.store.group_files
     replay = reopened(replay)
     replay.set_version(1)
-    assert replay.status()[m.FILTERED_GROUPS] == 1
-    assert replay.status()[m.REPLAY_SUCCESS] == 1.0
+    assert replay.status()[s.FILTERED_GROUPS] == 1
+    assert replay.status()[s.REPLAY_SUCCESS] == 1.0
     replay.close()
 
 
@@ -248,16 +247,16 @@ def test_success_covers_all_groups_completed_at_the_last_version(tmp_path: Path)
     replay = begun(tmp_path, max_lag=3)
     push(replay, 0, (True, True))
     push(replay, 1, (True, False))
-    assert m.REPLAY_SUCCESS not in replay.status()
+    assert s.REPLAY_SUCCESS not in replay.status()
     replay.set_version(1)
     for _ in range(2):  # Reading it changes nothing.
-        assert replay.status()[m.REPLAY_SUCCESS] == 0.75
+        assert replay.status()[s.REPLAY_SUCCESS] == 0.75
     push(replay, 2, (False, False), version=1)
     replay = reopened(replay, learner="resumed", version=1)
     replay.set_version(2)
-    assert replay.status()[m.REPLAY_SUCCESS] == 0.0
+    assert replay.status()[s.REPLAY_SUCCESS] == 0.0
     replay.set_version(3)
-    assert m.REPLAY_SUCCESS not in replay.status(), "no group became complete at version 2"
+    assert s.REPLAY_SUCCESS not in replay.status(), "no group became complete at version 2"
     replay.close()
 
 
@@ -373,7 +372,7 @@ def test_a_resume_whose_used_files_were_deleted_imagines_those_groups_again(tmp_
         replay = open_filter(tmp_path)
         replay.begin("second", 0)
         assert (sorted(replay.state.limiter.ready), replay.state.limiter.to_grant_again) == ([1], {0})
-        assert replay.status()[m.DROPPED_RESUME] == 2
+        assert replay.status()[s.DROPPED_RESUME] == 2
         replay.close()
     replay = open_filter(tmp_path)
     assert replay.admit(make_episode(0, 0, image=1, versions=(0,))).status == "dropped_resume", "too early"

@@ -17,7 +17,7 @@ from asyncrl.config.algorithm import AlgorithmSettings
 from asyncrl.config.replay import ReplaySettings
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ReplayError, SampleTimeout
-from asyncrl.observability import metrics_replay as m
+from asyncrl.observability import metrics_system as m
 from asyncrl.records import Episode
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort, ZmqRankPort
 from asyncrl.replay.files.reader import GroupReader

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.observability import metrics_replay as m
+from asyncrl.observability import metrics_system as m
 from asyncrl.observability.metrics_system import ACTOR_DECISIONS
 from asyncrl.records import Sampling
 from asyncrl.replay.groups import ReadyGroup, number_of

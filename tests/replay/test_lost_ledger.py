@@ -12,7 +12,7 @@ from asyncrl.config.algorithm import AlgorithmSettings
 from asyncrl.config.replay import ReplaySettings
 from asyncrl.config.run import TrainConfig
 from asyncrl.launch.roles import open_run_replay
-from asyncrl.observability import metrics_replay as m
+from asyncrl.observability import metrics_system as m
 from asyncrl.replay.replay import Replay
 from asyncrl.replay.run_start import RunStart
 from asyncrl.replay_tools.verify import Verify

@@ -15,7 +15,6 @@ import pytest
 
 from asyncrl.errors import OutOfFiles
 from asyncrl.observability import descriptors, process_status, waits
-from asyncrl.observability import metrics_replay as m
 from asyncrl.observability import metrics_system as s
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.disk_full import DiskWait
@@ -105,7 +104,7 @@ def test_groups_wait_for_descriptors_and_none_is_lost(tmp_path: Path) -> None:
     assert "2 groups wait for files to open" in replay.contents()
     clock.now += 100.0
     replay.maintain()
-    assert replay.status()[m.DISK_WAITING] == pytest.approx(100.0)
+    assert replay.status()[s.DISK_WAITING] == pytest.approx(100.0)
     assert lines[1] == "replay: goes on after 100.0 s without files to open"
     with no_descriptors():
         assert replay.sample(2, 0, "request") is None

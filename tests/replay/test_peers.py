@@ -16,7 +16,7 @@ import pytest
 from asyncrl.config.replay import ReplaySettings
 from asyncrl.errors import ReplayError
 from asyncrl.launch.roles import open_run_replay
-from asyncrl.observability import metrics_replay as m
+from asyncrl.observability import metrics_system as m
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.join_settings import JoinSettings, ask_settings
 from asyncrl.replay.server import ReplayServer, serve_replay

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from asyncrl.config.replay import ReplaySampler, ReplaySettings
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
-from asyncrl.observability import metrics_replay as m
+from asyncrl.observability import metrics_system as m
 from asyncrl.replay.groups import ReadyGroup
 from asyncrl.replay.limiter import Limiter
 from asyncrl.replay.replay import Replay

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import ReplayError
-from asyncrl.observability import metrics_replay as m
+from asyncrl.observability import metrics_system as m
 from asyncrl.replay.interface import ENDLESS, GroupFailure
 from asyncrl.replay.replay import Replay
 from asyncrl.replay.store import EpisodeStore

@@ -13,7 +13,6 @@ from asyncrl.errors import ConfigError, ReplayError, SampleTimeout
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.messaging.sockets import bind_router
 from asyncrl.messaging.wire import decode, encode
-from asyncrl.observability import metrics_replay as m
 from asyncrl.observability import metrics_system as s
 from asyncrl.replay.client import (
     WINDOW,
@@ -89,8 +88,8 @@ def test_two_actors_and_a_learner_use_every_group_once(tmp_path: Path, endpoint:
     assert set(used) <= set(pushed["a"] + pushed["b"])
     assert all(pushed.values()), "both actors took part"
     assert status[s.WIRE_BYTES] > 0
-    assert status[s.WIRE_ERRORS] == status[m.DUPLICATES] == status[m.DROPPED_INVALID] == 0
-    assert status[m.EPISODES] >= 2 * len(used)
+    assert status[s.WIRE_ERRORS] == status[s.DUPLICATES] == status[s.DROPPED_INVALID] == 0
+    assert status[s.EPISODES] >= 2 * len(used)
 
 
 def test_a_killed_replay_loses_nothing_and_uses_nothing_twice(tmp_path: Path, endpoint: str) -> None:
@@ -140,9 +139,9 @@ def test_an_episode_sent_twice_is_recognised(tmp_path: Path, endpoint: str) -> N
         push_group(actor, grant, "actor-0", 0)
         until(actor, 0)
         status = learner.status()
-        assert status[m.DUPLICATES] == 2
-        assert status[m.EPISODES] == 2
-        assert status[m.GROUPS_READY] == 1
+        assert status[s.DUPLICATES] == 2
+        assert status[s.EPISODES] == 2
+        assert status[s.GROUPS_READY] == 1
         actor.close(1.0)
         learner.close()
 
@@ -359,12 +358,12 @@ def test_what_actors_report_is_folded_by_each_metrics_rule_and_ends_with_them(
 
 def test_an_actor_reports_of_itself_only(scripted: tuple[ReplayServer, ScriptedSocket, Clock]) -> None:
     service, socket, _ = scripted
-    socket.say(b"a", "report", readings={m.EPISODES.name: 1e9})
+    socket.say(b"a", "report", readings={s.EPISODES.name: 1e9})
     service.serve_once(0)
     to, message = socket.sent[-1]
     assert (to, message.kind) == (b"a", "refused")
     assert "do not report 'replay/episodes'" in message["reason"]
-    assert service.replay.status()[m.EPISODES] == 0
+    assert service.replay.status()[s.EPISODES] == 0
 
 
 def test_the_learner_hears_how_far_its_batch_is_and_that_there_is_nothing_to_learn(
@@ -430,7 +429,7 @@ def test_the_inline_ports_go_through_the_same_steps(tmp_path: Path) -> None:
     assert numbers == [0, 1, 2, 3, 4, 5]
     actor.report({s.ACTORS_WAITING: 0.25})
     status = learner.status()
-    assert status[m.EPISODES] == 12
+    assert status[s.EPISODES] == 12
     assert status[s.ACTORS_WAITING] == 0.25
     with pytest.raises(SampleTimeout, match="holds 0 groups ready"):
         InProcessLearnerPort(replay, version=3).sample(groups=2, version=3, timeout=0.0)
@@ -468,7 +467,7 @@ def test_more_groups_are_in_flight_than_the_window_of_an_outbox_holds(tmp_path: 
         actor = ZmqActorPort(endpoint, "actor-0", window=WINDOW + 64)
         grants = actor.acquire_groups(50, 5.0)
         deadline = time.monotonic() + 10
-        while learner.status()[m.GROUPS_IN_FLIGHT] < 50:
+        while learner.status()[s.GROUPS_IN_FLIGHT] < 50:
             assert time.monotonic() < deadline, "one message asks for all of them"
         while len(grants) < 50:  # The replay has sent them; they come one by one.
             more = actor.acquire_groups(50 - len(grants), 5.0)

@@ -15,7 +15,7 @@ from asyncrl.config.replay import ReplaySettings
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import SampleTimeout
 from asyncrl.launch.roles import open_run_replay
-from asyncrl.observability import metrics_replay as m
+from asyncrl.observability import metrics_system as m
 from asyncrl.records import ActionSpec, Episode
 from asyncrl.replay.client import ZmqLearnerPort
 from asyncrl.replay.episode_format import EpisodeFormat

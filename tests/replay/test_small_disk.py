@@ -22,7 +22,7 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.errors import DiskFull, ReplayError
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.messaging.sockets import ipc_endpoint, private_folder
-from asyncrl.observability import metrics_replay as m
+from asyncrl.observability import metrics_system as m
 from asyncrl.records import Episode
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.files import writer

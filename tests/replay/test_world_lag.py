@@ -17,7 +17,7 @@ from asyncrl.config.pace import PaceSettings
 from asyncrl.config.replay import ReplaySettings
 from asyncrl.config.run import TrainConfig
 from asyncrl.launch.learner_start import run_start
-from asyncrl.observability import metrics_replay as m
+from asyncrl.observability import metrics_system as m
 from asyncrl.pace import rounds
 from asyncrl.replay.episode_format import EpisodeFormat
 from asyncrl.replay.interface import Receipt

@@ -19,7 +19,6 @@ from asyncrl.learner.learner import Learner
 from asyncrl.learner.loop import LoopSettings
 from asyncrl.learner.ranks import LearnerRanks, SingleRank
 from asyncrl.learner.throughput import Throughput
-from asyncrl.observability import metrics_replay as r
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability.metrics import Metric
 from asyncrl.records import Episode
@@ -97,7 +96,7 @@ class MemoryReplay:
     def status(self) -> dict[Metric, float]:
         if self.status_fails is not None:
             raise self.status_fails
-        return {r.GROUPS_READY: 5.0}
+        return {s.GROUPS_READY: 5.0}
 
     def stop(self) -> None:
         self.events.append("stop")
