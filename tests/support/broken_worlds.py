@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from asyncrl.errors import ConfigError
 from asyncrl.records import ActionSpec, ModelSummary, StartState
-from asyncrl.worlds.full_batch import imagine_full
+from asyncrl.worlds.slots import TensorState, finite_rows, imagine_full
 from asyncrl.worlds.start_states import check_beginnings
-from asyncrl.worlds.tensor_state import TensorState, finite_rows
 
 SIZE = 16
 DECISIONS = 3

@@ -19,9 +19,8 @@ from asyncrl.records import StartState
 from asyncrl.storage.asset_paths import start_states_path, world_folder
 from asyncrl.worlds.evac.config import EvacConfig
 from asyncrl.worlds.evac.world import EvacWorld, save_world
-from asyncrl.worlds.opening import open_each_once
+from asyncrl.worlds.slots import TensorState, open_each_once
 from asyncrl.worlds.start_states import check_beginnings, load_start_states, save_start_states
-from asyncrl.worlds.tensor_state import TensorState
 from asyncrl.worlds.wan.world import WanWorld, load_world
 from support.evac import some_actions, start_state, tiny_networks
 from support.opensora import nano_world

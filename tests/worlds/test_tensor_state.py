@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.worlds.tensor_state import TensorState
+from asyncrl.worlds.slots import TensorState
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from asyncrl.config.imagination import ImaginationSettings
 from asyncrl.devices.tensors import to_uint8
 from asyncrl.errors import AssetError, CheckpointError, ConfigError
 from asyncrl.records import StartState
-from asyncrl.worlds.noise import draw_noise
+from asyncrl.worlds.slots import draw_noise
 from asyncrl.worlds.start_states import StartStateStream, load_start_states, save_start_states, start_state_at
 from asyncrl.worlds.wan.flow_matching import (
     CONTEXT_SIGMA,

@@ -19,12 +19,10 @@ from asyncrl.worlds.evac.conditions import NETWORKS, EvacNetworks
 from asyncrl.worlds.evac.config import EvacConfig
 from asyncrl.worlds.evac.published import PublishedFiles, fill_published, find_published
 from asyncrl.worlds.evac.recognition import MARK
-from asyncrl.worlds.weight_types import WeightTypes, weight_types
+from asyncrl.worlds.files import AS_SAVED, WeightTypes
 
 FORMAT: Final = "asyncrl-world-1"
 KIND: Final = "evac"
-AS_SAVED: Final = ImaginationSettings()
-"""Weights as the folder says."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +38,8 @@ class EvacFiles:
 
     def types(self, settings: ImaginationSettings = AS_SAVED) -> WeightTypes:
         """Say what the weights become, but for those of the model of poses."""
-        return weight_types(settings, published=self.published is not None)
+        rounded = self.published is not None or settings.precision == "bf16"
+        return WeightTypes(dtype=torch.bfloat16 if rounded else torch.float32)
 
     def defaults(self) -> WorldDefaults:
         """Say how episodes are imagined where nothing was set."""

@@ -35,10 +35,8 @@ from asyncrl.worlds.evac.noise import normal_noise, normal_words, seed_words
 from asyncrl.worlds.evac.options import EvacOptions
 from asyncrl.worlds.evac.state import EvacState
 from asyncrl.worlds.evac.work import decision_work
-from asyncrl.worlds.full_batch import imagine_full
-from asyncrl.worlds.opening import open_each_once
+from asyncrl.worlds.slots import finite_rows, imagine_full, open_each_once
 from asyncrl.worlds.start_states import check_beginnings
-from asyncrl.worlds.tensor_state import finite_rows
 from asyncrl.worlds.work import WorldWork
 
 CONTEXT: Final = 4

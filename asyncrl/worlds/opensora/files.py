@@ -17,6 +17,7 @@ from asyncrl.storage.atomic import read_json, write_json
 from asyncrl.storage.bounded_json import check_sizes
 from asyncrl.storage.tensor_reader import TensorFiles, check_fit, fill
 from asyncrl.storage.tensor_writer import write_tensors
+from asyncrl.worlds.files import AS_SAVED, WeightTypes, WorldFolder
 from asyncrl.worlds.opensora import published_world
 from asyncrl.worlds.opensora.action_range import ActionRange, read_action_range
 from asyncrl.worlds.opensora.autoencoder import FrameVae, VaeConfig
@@ -25,56 +26,31 @@ from asyncrl.worlds.opensora.recognition import lacks
 from asyncrl.worlds.opensora.rectified_flow import STEPS
 from asyncrl.worlds.opensora.stdit3 import STDiT3, STDiT3Config
 from asyncrl.worlds.opensora.work import decision_work
-from asyncrl.worlds.weight_types import WeightTypes, weight_types
 from asyncrl.worlds.work import WorldWork
 
 FORMAT: Final = "asyncrl-world-1"
 KIND: Final = "opensora"
 TRANSFORMER: Final = "transformer.safetensors"
 VAE: Final = "vae.safetensors"
-EXACT: Final = frozenset({"rope.freqs"})
-"""Rounded, positions would turn by other angles than those of the fit."""
-AS_SAVED: Final = ImaginationSettings()
-"""Steps as the folder says."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorldFiles:
+class WorldFiles(WorldFolder):
     """A world on disk: everything about it but the numbers."""
 
-    folder: Path
+    EXACT_WEIGHTS = frozenset({"rope.freqs"})
+
     transformer: TensorFiles
     transformer_size: STDiT3Config
     """As in the files, with or without the branches that nothing reads."""
     vae: TensorFiles
     vae_size: VaeConfig
     action_range: ActionRange
-    image_size: int
-    schedule_steps: int
-    """Network calls per decision."""
-    version: int
-    published: bool
-    """The folder has the published layout."""
-
-    def types(self, settings: ImaginationSettings = AS_SAVED) -> WeightTypes:
-        """Say what the weights become."""
-        return weight_types(settings, published=self.published, exact=EXACT)
 
     def defaults(self, settings: ImaginationSettings = AS_SAVED) -> WorldDefaults:
-        """Say how episodes are imagined where nothing was set.
-
-        Raises:
-            ConfigError: A setting that this kind of world cannot follow.
-        """
+        """See `WorldFolder.defaults`."""
         check_settings(settings)
-        if not self.published:
-            return WorldDefaults(source="the world's folder", steps=self.schedule_steps)
-        return WorldDefaults(
-            source="published defaults",
-            steps=self.schedule_steps,
-            max_decisions=published_world.MAX_DECISIONS,
-            temperature=published_world.TEMPERATURE,
-        )
+        return super().defaults(settings)
 
     def slot_bytes(self, settings: ImaginationSettings = AS_SAVED) -> SlotBytes:
         """Estimate the device memory of a slot beside the weights."""

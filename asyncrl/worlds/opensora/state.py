@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from asyncrl.worlds.tensor_state import TensorState
+from asyncrl.worlds.slots import TensorState
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,18 +28,15 @@ from asyncrl.devices import float8
 from asyncrl.devices.cuda_graph import CudaGraphed
 from asyncrl.devices.tensors import to_device, to_signed, to_uint8
 from asyncrl.records import CHUNK, ActionSpec, ModelSummary, SlotBytes, StartState
-from asyncrl.worlds.full_batch import imagine_full
-from asyncrl.worlds.noise import draw_noise
-from asyncrl.worlds.opening import open_each_once
+from asyncrl.worlds.files import AS_SAVED, refuse_own_settings
 from asyncrl.worlds.opensora.action_range import ActionRange, normalise
 from asyncrl.worlds.opensora.autoencoder import FrameVae
-from asyncrl.worlds.opensora.files import AS_SAVED, WorldFiles, check_settings, open_world, write_world
+from asyncrl.worlds.opensora.files import WorldFiles, check_settings, open_world, write_world
 from asyncrl.worlds.opensora.rectified_flow import STEPS, sample, sampling_times
 from asyncrl.worlds.opensora.state import OpenSoraState
 from asyncrl.worlds.opensora.stdit3 import CONDITION, STDiT3
-from asyncrl.worlds.own_settings import refuse_own_settings
+from asyncrl.worlds.slots import draw_noise, finite_rows, imagine_full, open_each_once
 from asyncrl.worlds.start_states import check_beginnings
-from asyncrl.worlds.tensor_state import finite_rows
 from asyncrl.worlds.work import WorldWork
 
 

@@ -19,6 +19,7 @@ from asyncrl.storage.atomic import read_json, replacing, write_json
 from asyncrl.storage.bounded_json import check_sizes
 from asyncrl.storage.rewriting import copy_others, rewrite_file
 from asyncrl.storage.tensor_reader import TensorFiles, check_fit, fill
+from asyncrl.worlds.files import AS_SAVED, WeightTypes, WorldFolder
 from asyncrl.worlds.wan import published_world
 from asyncrl.worlds.wan.memory import slot_bytes
 from asyncrl.worlds.wan.published_world import transformer_from_published, vae_from_published
@@ -27,7 +28,6 @@ from asyncrl.worlds.wan.tiny_decoder import TinyDecoder, load_decoder
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae, use_channels_last
 from asyncrl.worlds.wan.work import decision_work
-from asyncrl.worlds.weight_types import WeightTypes, weight_types
 from asyncrl.worlds.work import WorldWork
 
 FORMAT: Final = "asyncrl-world-1"
@@ -35,50 +35,27 @@ TRANSFORMER: Final = "transformer.safetensors"
 VAE: Final = "vae.safetensors"
 ADAPTER_FOLDER: Final = "adapter"
 """Where a fit puts adapters alone; those of an earlier one belong to other weights."""
-EXACT: Final = frozenset(
-    f"{layer}.{part}" for layer in ("action_mlp1.0", "action_mlp2.0") for part in ("weight", "bias")
-)
-"""What actions enter through. Rounded, these layers would not cancel what is far from zero, as in pixels."""
-AS_SAVED: Final = ImaginationSettings()
-"""Memory and steps as the folder says, the full decoder."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorldFiles:
+class WorldFiles(WorldFolder):
     """A world on disk: everything about it but the numbers."""
 
-    folder: Path
+    EXACT_WEIGHTS = frozenset(
+        f"{layer}.{part}" for layer in ("action_mlp1.0", "action_mlp2.0") for part in ("weight", "bias")
+    )
+
     transformer: TensorFiles
     """By our names, like `vae`."""
     transformer_size: TransformerConfig
     vae: TensorFiles
     vae_size: VaeConfig
-    image_size: int
-    schedule_steps: int
-    """Network calls per decision."""
-    version: int
-    published: bool
-    """The files have the published names of tensors."""
-
-    def types(self, settings: ImaginationSettings = AS_SAVED) -> WeightTypes:
-        """Say what the weights become."""
-        return weight_types(settings, published=self.published, exact=EXACT)
 
     def defaults(self, settings: ImaginationSettings = AS_SAVED) -> WorldDefaults:
-        """Say how episodes are imagined where nothing was set.
-
-        A published folder brings what RLinf's configuration of that world sets. A distilled decoder goes on
-        from where it stopped, so with it the memory is in latents.
-        """
-        if not self.published:
-            return WorldDefaults(source="the world's folder", steps=self.schedule_steps)
-        return WorldDefaults(
-            source="published defaults",
-            context="latents" if settings.decoder == "tiny" else "frames",
-            steps=self.schedule_steps,
-            max_decisions=published_world.MAX_DECISIONS,
-            temperature=published_world.TEMPERATURE,
-        )
+        """See `WorldFolder.defaults`."""
+        # A distilled decoder goes on from where it stopped, so with it the memory is in latents.
+        context = "frames" if self.published and settings.decoder != "tiny" else "latents"
+        return replace(super().defaults(settings), context=context)
 
     def context(self, settings: ImaginationSettings) -> Literal["frames", "latents"]:
         """Say what the next decision begins with."""

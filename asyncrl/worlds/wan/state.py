@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from asyncrl.worlds.tensor_state import TensorState
+from asyncrl.worlds.slots import TensorState
 from asyncrl.worlds.wan.vae import Cache
 
 

@@ -32,13 +32,10 @@ from asyncrl.devices.tensors import to_device, to_signed, to_uint8
 from asyncrl.records import ActionSpec, ModelSummary, SlotBytes, StartState, dummy_action
 from asyncrl.storage.atomic import write_json
 from asyncrl.storage.tensor_writer import write_tensors
-from asyncrl.worlds.full_batch import imagine_full
-from asyncrl.worlds.noise import draw_noise
-from asyncrl.worlds.opening import open_each_once
-from asyncrl.worlds.own_settings import refuse_own_settings
+from asyncrl.worlds.files import AS_SAVED, refuse_own_settings
+from asyncrl.worlds.slots import draw_noise, finite_rows, imagine_full, open_each_once
 from asyncrl.worlds.start_states import check_beginnings
-from asyncrl.worlds.tensor_state import finite_rows
-from asyncrl.worlds.wan.files import AS_SAVED, FORMAT, TRANSFORMER, VAE, WorldFiles, open_world
+from asyncrl.worlds.wan.files import FORMAT, TRANSFORMER, VAE, WorldFiles, open_world
 from asyncrl.worlds.wan.flow_matching import sampling_sigmas
 from asyncrl.worlds.wan.state import WanState
 from asyncrl.worlds.wan.tiny_decoder import Decoder, FullDecoder
