@@ -1,5 +1,10 @@
 """Simulate a run as events over the real limiter: actors, learner, replay and network are times.
 
+    python benchmarks/simulated_run.py
+
+makes the measured whole runs of docs/measurements/run_speed.md from the rates of their learner
+and actors alone: the simulation adds waiting.
+
 An episode occupies its slot for as many rounds of its actor as it has decisions; its first decision has the
 policy version that the actor holds then, its last one that which it holds at the end.
 """
@@ -12,6 +17,8 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+
+from measuring import table
 
 from asyncrl.config.replay import ReplaySettings
 from asyncrl.replay.groups import ReadyGroup
@@ -282,3 +289,50 @@ class Simulation:
         for actor in self.actors:
             actor.version = max(actor.version, version)
         self._fill_all()
+
+
+MEASURED = (
+    # GPUs, actors, steps per hour asynchronous, synchronous, learner alone, actors alone; waits of both sides
+    (2, 1, 457_650, 222_942, 446_021, 473_715, 0.014, 0.008),
+    (4, 2, 668_414, 378_705, 670_580, 1_025_215, 0.020, 0.255),
+)
+"""docs/measurements/run_speed.md: 4 groups of 8 episodes of 2 decisions."""
+STEPS = 8 * 64
+"""Per update of those runs."""
+
+
+def measured_scale(actors: int, learner: float, imagining: float, *, max_lag: int) -> Scale:
+    """Return a whole run of the page, from the steps per hour of its learner and of its actors alone."""
+    return Scale(
+        actors=actors,
+        slots=16,
+        round_seconds=16 * actors * 3600 * 8 / imagining,
+        update_seconds=3600 * STEPS / learner,
+        group_size=8,
+        groups_per_update=4,
+        decisions=2,
+        max_lag=max_lag,
+        weights_seconds=0.007,
+    )
+
+
+def main() -> None:
+    """Print measured and simulated runs."""
+    rows: list[list[object]] = []
+    for gpus, actors, asynchronous, synchronous, learner, imagining, waits, credit in MEASURED:
+        for how, lag, measured in (("asynchronous", 2, asynchronous), ("synchronous", 0, synchronous)):
+            scale = measured_scale(actors, learner, imagining, max_lag=lag)
+            found = Simulation(scale, 0).run(40, skip=10)
+            steps = found.decisions_per_second * 8 * 3600
+            rows.append([
+                f"{gpus} GPUs, {how}", f"{measured:,}", f"{steps:,.0f}", f"{steps / measured - 1:+.1%}",
+                f"{waits:.1%} / {credit:.1%}" if lag else "-",
+                f"{found.learner_waits:.1%} / {found.actors_wait:.1%}",
+                f"{found.lag_mean:.1f} / {found.lag_max}",
+            ])  # fmt: skip
+    titles = ["", "measured", "simulated", "off by", "measured waits", "simulated", "lag avg / max"]
+    print(table(titles, rows))
+
+
+if __name__ == "__main__":
+    main()

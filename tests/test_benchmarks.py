@@ -18,6 +18,7 @@ import pytest
 import torch
 import tyro
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from asyncrl.config.algorithm import AlgorithmSettings
 from asyncrl.config.run import TrainConfig
@@ -26,9 +27,12 @@ from asyncrl.errors import RunError
 from asyncrl.fitting.loading import load_recordings
 from asyncrl.fitting.worlds.interface import load_fitted
 from asyncrl.launch.policies import build_learning_policy
+from asyncrl.policies.action_tokens import BINS
+from asyncrl.policies.interface import PolicyInputs
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.memory import PROMPT
+from asyncrl.policies.openvla.parallel import OpenVLAOFT
 from asyncrl.policies.openvla.policy import load_policy
-from asyncrl.policies.openvla.work import forward_flops
 from asyncrl.rewards.libero_tasks import SUITES
 from asyncrl.storage.asset_paths import world_folder
 from asyncrl.worlds.start_states import load_start_states
@@ -63,6 +67,23 @@ def test_a_benchmark_ends_with_its_table(
     monkeypatch.setattr(sys, "argv", [name, *SMALLEST[name]])
     benchmark.main()
     assert re.search(LAST[name], capsys.readouterr().out)
+
+
+def forward_flops(config: OpenVLAOFTConfig) -> float:
+    """Count the FLOPs of a decision's matrix products, convolutions and attention."""
+    with torch.device("meta"):
+        policy = OpenVLAOFT(config)
+        policy.restore_buffers()
+        inputs = PolicyInputs(
+            pixels=torch.empty(1, config.image_size, config.image_size, 3, dtype=torch.uint8),
+            input_ids=torch.ones(1, PROMPT, dtype=torch.int64),
+            attention_mask=torch.ones(1, PROMPT, dtype=torch.int64),
+            padded=False,
+            proprio=None,
+        )
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            policy.readout(inputs)
+    return counter.get_total_flops() + 2 * config.slots * config.llm_width * BINS
 
 
 @pytest.mark.slow

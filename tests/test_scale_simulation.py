@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -70,30 +69,16 @@ def test_the_same_seed_is_the_same_run_and_another_is_not() -> None:
 
 
 def test_the_measured_runs_are_made_again() -> None:
-    scale = import_module("scale_simulation")
+    scale = import_module("simulated_run")
     for gpus, actors, asynchronous, synchronous, learner, imagining, _, credit in scale.MEASURED:
         for lag, measured in ((2, asynchronous), (0, synchronous)):
             times = scale.measured_scale(actors, learner, imagining, max_lag=lag)
-            found = import_module("simulated_run").Simulation(times, 0).run(40, skip=10)
+            found = scale.Simulation(times, 0).run(40, skip=10)
             assert found.decisions_per_second * 8 * 3600 == pytest.approx(measured, rel=0.1)
             assert found.lag_max <= lag
             if lag:
                 assert found.actors_wait == pytest.approx(credit, abs=0.1)
         assert gpus == 2 * actors
-
-
-def test_more_devices_than_groups_leave_the_others_to_the_actors() -> None:
-    scale = import_module("scale_simulation")
-    from asyncrl.config.loading import load_file
-    from asyncrl.doctor.published import published_run
-
-    config = load_file(ROOT / "configs" / "wan_libero_spatial_grpo_openvlaoft.toml")
-    sizes, work = published_run(config)
-    few = replace(config, algorithm=replace(config.algorithm, groups_per_update=8))
-    found, expected = scale.recipe_scale(few, work, sizes, 64, scale.Settings())
-    assert found.actors == 64 - 8
-    assert found.update_seconds == pytest.approx(0.75 * expected.learner.update)
-    assert found.round_seconds == pytest.approx(config.actor.slots * expected.actor.decision)
 
 
 def test_the_limiter_of_one_use_counts_as_the_real_one() -> None:

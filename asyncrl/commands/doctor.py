@@ -17,15 +17,13 @@ if TYPE_CHECKING:
 
 JSON = "--json"
 SIMULATOR = "--simulator"
-COSTS = "--costs"
 HOST = "--host"
 ABOUT = (
     "Check everything that `asyncrl train` with the same settings needs on this host; nothing is started. "
     f"Exit code 1 when it cannot run. {JSON}: print the findings as a JSON list, each with name, verdict "
     f"(ok, warning or BROKEN), seen and advice. {HOST} N: where --placement names hosts (ROLE=RANKS@HOST), "
-    f"which of them this one is; 0 unless said. {COSTS}: print instead what a shipped recipe is expected to "
-    f"take on 1, 2, 4 and 8 GPUs, without any file of its models. {SIMULATOR} NAME: check a simulator "
-    f"instead, see `asyncrl doctor {SIMULATOR} NAME --help`."
+    f"which of them this one is; 0 unless said. {SIMULATOR} NAME: check a simulator instead, see "
+    f"`asyncrl doctor {SIMULATOR} NAME --help`."
 )
 
 
@@ -51,30 +49,13 @@ ARGUMENTS: Final = TrainConfig
 
 def main(arguments: list[str]) -> int:
     """Print what works and what is missing; exit code 1 when it is needed."""
-    as_json, costs = JSON in arguments, COSTS in arguments
-    arguments = [argument for argument in arguments if argument not in (JSON, COSTS)]
-    if costs:
-        return _print_costs(arguments, as_json=as_json)
+    as_json = JSON in arguments
+    arguments = [argument for argument in arguments if argument != JSON]
     if any(argument.partition("=")[0] == SIMULATOR for argument in arguments):
         return doctor_simulator(_read_simulator(arguments), as_json=as_json)
     host, arguments = _take_host(arguments)
     examination = _read(arguments) if arguments else Examination(config=TrainConfig())
     return doctor(replace(examination, host=host), as_json=as_json)
-
-
-def _print_costs(arguments: list[str], *, as_json: bool) -> int:
-    """Print memory and minutes by number of devices.
-
-    Raises:
-        ConfigError: The settings name models that nobody published, or ask for something else too.
-    """
-    if as_json:
-        raise ConfigError(f"{COSTS} prints a table, which is no list of findings. Leave {JSON} out.")
-    from asyncrl.doctor.pace import expected_table
-
-    config = _read(arguments).config if arguments else TrainConfig()
-    print("\n".join(expected_table(config)))
-    return 0
 
 
 def _take_host(arguments: list[str]) -> tuple[int, list[str]]:

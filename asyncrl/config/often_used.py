@@ -58,7 +58,6 @@ DOCTOR: Final = ShortHelp(
     groups={"The report": (), "Models": _MODELS, "Processes": _PROCESSES},
     own={
         "--json": "a list: name, verdict, seen, advice",
-        "--costs": "what a shipped recipe is expected to take",
         "--simulator NAME": "check a simulator instead",
     },
     examples=(

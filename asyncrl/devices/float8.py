@@ -9,7 +9,6 @@ is scaled back. A row's result depends on nothing but that row, so slots do not 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Final, TypeGuard
 
 import torch
@@ -135,29 +134,3 @@ def saved_bytes(network: nn.Module, dtype: torch.dtype) -> int:
     layers = [layer for layer in network.modules() if fits(layer)]
     narrower = dtype.itemsize - DTYPE.itemsize
     return sum(layer.weight.numel() * narrower - 4 * layer.out_features for layer in layers)
-
-
-@torch.no_grad()
-def float8_flops(call: Callable[[], object], rounded: Iterable[nn.Module]) -> float:
-    """Count those FLOPs of a call that are made in linear layers of which 8-bit products can be made.
-
-    Args:
-        call: On meta tensors nothing is computed.
-        rounded: The layers, or modules of which `use_float8` replaces layers, not replaced yet; none: 0.
-    """
-    found = 0
-
-    def add(layer: nn.Linear, _: object, y: Tensor) -> None:
-        nonlocal found
-        found += 2 * layer.in_features * y.numel()
-
-    layers = [layer for module in rounded for layer in module.modules() if fits(layer)]
-    if not layers:
-        return 0.0
-    hooks = [layer.register_forward_hook(add) for layer in layers]
-    try:
-        call()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return float(found)

@@ -54,7 +54,6 @@ CHECKS: Final = (
     Check(name="shipped files", where="models:check_shipped_files"),
     Check(name="models", where="models:check_models", deadline=600.0),
     Check(name="device memory", where="gpus:check_device_memory"),
-    Check(name="pace", where="pace:check_pace", acts=True),
     Check(name="world", where="worlds:check_world_model", deadline=300.0, acts=True),
     Check(name="free disk", where="storage:check_free_disk"),
     Check(name="disk speed", where="storage:check_disk_speed", acts=True),

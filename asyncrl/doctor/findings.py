@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import AsyncRLError
 from asyncrl.observability.layout import hanging
 from asyncrl.observability.process_end import BlockingThread
 from asyncrl.records import ActionSpec, SlotBytes, StartState
-
-if TYPE_CHECKING:
-    from asyncrl.doctor.work import RunWork
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +50,6 @@ class Sizes:
     """The same if no layer computed any again."""
     slot: SlotBytes = field(default_factory=SlotBytes)
     """What slots of the world take."""
-    rounds: Mapping[str, int] = field(default_factory=dict)
-    """What the fitter takes, by the phase of a round; empty: there are no rounds."""
 
     @property
     def training(self) -> int:
@@ -79,8 +74,6 @@ class Examination:
     """Number of this host, of those that --placement names (ROLE=RANKS@HOST); 0 where it names none."""
     sizes: Sizes | None = None
     """Known once the models were loaded."""
-    work: RunWork | None = None
-    """What they compute; likewise, where it is known and enough to predict anything from."""
     starts: Sequence[StartState] = ()
     """Where imagined episodes begin; likewise."""
 

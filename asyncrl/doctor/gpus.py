@@ -18,7 +18,6 @@ from asyncrl.launch.placement import (
     Placement,
     check_pairs,
     checked_placement,
-    fitter_device,
     parse_placement,
     pick_device,
     ranks_named,
@@ -189,14 +188,7 @@ def devices_of(config: TrainConfig, placement: Placement, here: range) -> dict[i
     Raises:
         ConfigError: --device is cuda and there is none.
     """
-
-    def device(rank: int) -> torch.device:
-        local = rank - here.start
-        return (
-            fitter_device(config, local) if placement.only_refits(rank) else pick_device(config.device, local)
-        )
-
-    return {rank: device(rank) for rank in placement.ranks if rank in here}
+    return {rank: pick_device(config.device, rank - here.start) for rank in placement.ranks if rank in here}
 
 
 def check_device_memory(examination: Examination) -> Finding | None:
@@ -207,74 +199,23 @@ def check_device_memory(examination: Examination) -> Finding | None:
     needed: Counter[str] = Counter()
     for rank, device in placed.devices.items():
         needed[_named(device)] += rank_needs(examination.config, examination.sizes, placement, rank)
-    fitter = fitter_needs(examination.config, examination.sizes, placement, placed.here)
-    if fitter is not None:
-        needed[fitter.place] += fitter.nbytes
     free = {name: free_on(name) for name in needed}
     seen = "; ".join(
         f"{name}: {needed[name] / GIB:.2f} of {free[name] / GIB:.1f} GiB that are free" for name in needed
     )
     sizes = examination.sizes
     unknown = "" if sizes.acting and sizes.slot.kept else "; the activations of a class of yours come on top"
-    seen = f"models, training state and activations, estimated: {seen}{fitter or ''}{unknown}"
-    if fitter is not None and fitter.nbytes > free[fitter.place]:
-        return _no_room(examination.config, fitter, free[fitter.place])
+    seen = f"models, training state and activations, estimated: {seen}{unknown}"
     tight = [name for name in needed if needed[name] > free[name]]
     if tight:
-        for_fitter = (
-            "; for the fitter a smaller --pace.batch, --pace.device cpu, or a rank of its own by fitter= in "
-            "--placement"
-            if fitter is not None and fitter.place in tight
-            else ""
-        )
         return warning(
             "device memory",
             f"{seen}: too much for {', '.join(tight)}.",
             "For a learner use --lora.rank, --learner.precision bf16, --learner.gradient-checkpointing, a "
             "smaller --algorithm.micro-batch or more learner ranks; for an actor fewer --actor.slots, "
-            f"--actor.pipeline-stages 2, or policy and world on two devices{for_fitter}.",
+            "--actor.pipeline-stages 2, or policy and world on two devices.",
         )
     return ok("device memory", seen)
-
-
-@dataclass(frozen=True, kw_only=True)
-class FitterNeeds:
-    """What the fitter of --pace.every takes while it takes the most."""
-
-    place: str
-    """'cuda:N', or the host's memory."""
-    phase: str
-    nbytes: int
-
-    def __str__(self) -> str:
-        """Say it as a part of a line."""
-        return f"; of {self.place} the fitter {self.nbytes / GIB:.2f}, {self.phase}"
-
-
-def _no_room(config: TrainConfig, fitter: FitterNeeds, free: int) -> Finding:
-    """Say that no round can be made, whatever else is on the fitter's device."""
-    return broken(
-        "device memory",
-        f"--pace.every is {config.pace.every}, but the fitter alone takes {fitter.nbytes / GIB:.2f} GiB of "
-        f"{fitter.place} while {fitter.phase} of --world {config.world}, estimated, and {free / GIB:.2f} are "
-        "free.",
-        "Use a smaller --pace.batch, --pace.device cpu, a rank of its own by fitter= in --placement, "
-        "--pace.world-steps 0 to refit the reward model alone, or leave --pace.every out.",
-    )
-
-
-def fitter_needs(config: TrainConfig, sizes: Sizes, placement: Placement, here: range) -> FitterNeeds | None:
-    """Estimate what the fitter takes; None where there is none on this host, whose ranks are `here`."""
-    from asyncrl.doctor.fitter import made_at_once
-    from asyncrl.pace.side_by_side import parts_at_once
-
-    rank = next(rank for rank in placement.ranks if placement.refits(rank))
-    if not sizes.rounds or rank not in here:
-        return None
-    device = fitter_device(config, rank - here.start)
-    phases = made_at_once(sizes.rounds, sizes.policy) if parts_at_once(config, device) else sizes.rounds
-    phase = max(phases, key=lambda name: phases[name])
-    return FitterNeeds(place=_named(device), phase=phase, nbytes=phases[phase])
 
 
 def _named(device: torch.device) -> str:

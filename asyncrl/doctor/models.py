@@ -13,7 +13,6 @@ from torch import Tensor
 from asyncrl.config.algorithm import LearnerSettings
 from asyncrl.config.run import TrainConfig
 from asyncrl.doctor.findings import Examination, Finding, Sizes, broken, ok, one_line
-from asyncrl.doctor.work import work_of
 from asyncrl.errors import AsyncRLError, CheckpointError
 from asyncrl.launch.environment import EnvironmentFiles, with_world_defaults
 from asyncrl.launch.learner_start import load_models
@@ -64,12 +63,7 @@ def check_models(examination: Examination) -> Finding:
         return broken("models", one_line(error))
     examination.config = config
     examination.starts = environment.starts if isinstance(environment, EnvironmentFiles) else ()
-    sizes = measure(config, policy, environment, slot_of(config))
-    if config.pace.every:
-        from asyncrl.doctor.fitter import round_phases
-
-        sizes = replace(sizes, rounds=round_phases(config, sizes))
-    examination.sizes, examination.work = sizes, work_of(config, policy)
+    examination.sizes = sizes = measure(config, policy, environment, slot_of(config))
     return ok(
         "models",
         f"policy {_millions(sizes.parameters)} parameters ({_millions(sizes.trained)} trained), "

@@ -94,33 +94,6 @@ class CountsPromptTokens(Protocol):
 
 
 @runtime_checkable
-class CountsFlops(Protocol):
-    """A policy that knows what it computes: for `asyncrl doctor`."""
-
-    def decision_flops(self) -> float:
-        """Count the FLOPs of the forward pass that sees a decision, two per multiply-add."""
-        ...
-
-    @property
-    def token_passes(self) -> int:
-        """Return the passes of acting beside that one; 0 where all tokens come at once."""
-        ...
-
-
-@runtime_checkable
-class CountsFrozenFlops(Protocol):
-    """A policy that knows where --learner.frozen-precision acts: for `asyncrl doctor`."""
-
-    def frozen_flops(self, targets: str) -> float:
-        """Count those of `decision_flops` in linear layers that can be rounded.
-
-        Args:
-            targets: Which layers have adapters; see `LoraTargets`.
-        """
-        ...
-
-
-@runtime_checkable
 class CountsActivations(Protocol):
     """A policy that knows what its passes need beside the weights: for `asyncrl doctor`."""
 

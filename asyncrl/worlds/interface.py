@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from asyncrl.config.imagination import ImaginationSettings, WorldDefaults
 from asyncrl.records import ActionSpec, ModelSummary, SlotBytes, StartState
-from asyncrl.worlds.work import WorldWork
 
 State = TypeVar("State", bound="WorldState")
 
@@ -156,16 +155,6 @@ class CountsSlots(Protocol):
         cls, folder: Path, settings: ImaginationSettings, *, decisions: int, **own: Any
     ) -> SlotBytes:
         """Estimate what slots take in episodes of at most `decisions` decisions; reads no weights."""
-        ...
-
-
-@runtime_checkable
-class CountsWork(Protocol):
-    """A world that knows what it computes: for `asyncrl doctor`."""
-
-    @classmethod
-    def decision_work(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> WorldWork:
-        """Count what a slot costs; reads no weights."""
         ...
 
 

@@ -17,7 +17,6 @@ import torch
 from asyncrl import cli
 from asyncrl.commands import doctor as command
 from asyncrl.config.loading import parse
-from asyncrl.config.pace import PaceSettings
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.weights import WeightSettings
 from asyncrl.doctor import checks, gpus, host, models, packages
@@ -92,7 +91,7 @@ def test_the_report_names_everything_and_its_code_follows_from_it(capsys, tmp_pa
     code = cli.run("doctor", ["--device", "cpu", "--run-dir", str(tmp_path / "run")])
     lines = capsys.readouterr().out.splitlines()
     names = [re.split(r" (?:ok|warning|BROKEN) ", line)[0].strip() for line in lines[:-2]]
-    silent = {"torchvision", "replay.listen", "keys", "compile cache", "pace", "products"}
+    silent = {"torchvision", "replay.listen", "keys", "compile cache", "products"}
     expected = [check.name for check in checks.CHECKS if check.name not in silent]
     expected[-1] = "CPU link"
     found = [name for name in names if name != "torchvision"]
@@ -249,11 +248,6 @@ def test_a_placement_is_judged_as_training_would() -> None:
     assert (
         fine.seen == "rank 0 (learner) on cpu, rank 1 (actor) on cpu, rank 2 (actor) on cpu; weights by gloo"
     )
-    apart = TrainConfig(
-        device="cpu", placement="learner=0,actor=0,fitter=1", pace=PaceSettings(every=2, device="cpu")
-    )
-    refits = gpus.check_placement(Examination(config=apart))
-    assert refits.seen == "rank 0 (learner + actor) on cpu, rank 1 (fitter) on cpu; weights by gloo"
     for config, words in {
         TrainConfig(placement="learner=0,actor=2"): "rank 1 nothing to do",
         TrainConfig(placement="learner=0"): "names no actor",

@@ -7,20 +7,31 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from asyncrl.config.algorithm import LoraSettings
 from asyncrl.config.loading import load_file
 from asyncrl.config.run import TrainConfig
+from asyncrl.devices.float8 import saved_bytes
 from asyncrl.doctor.findings import Sizes
 from asyncrl.doctor.gpus import placement_of, rank_needs
-from asyncrl.doctor.published import published_run
+from asyncrl.doctor.models import measure
+from asyncrl.launch.environment import EnvironmentFiles
 from asyncrl.launch.placement import parse_placement
+from asyncrl.launch.policies import add_adapters
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.policy import new_policy
+from asyncrl.records import SlotBytes
+from asyncrl.worlds.evac.conditions import EvacNetworks
 from asyncrl.worlds.evac.config import EvacConfig
 from asyncrl.worlds.evac.world import estimate_slot
-from asyncrl.worlds.opensora.autoencoder import VaeConfig
+from asyncrl.worlds.opensora.autoencoder import FrameVae, VaeConfig
 from asyncrl.worlds.opensora.memory import slot_bytes
-from asyncrl.worlds.opensora.stdit3 import STDiT3Config
+from asyncrl.worlds.opensora.stdit3 import STDiT3, STDiT3Config
+from asyncrl.worlds.wan.memory import slot_bytes as wan_slot_bytes
+from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
+from asyncrl.worlds.wan.vae import VaeConfig as WanVaeConfig
+from asyncrl.worlds.wan.vae import WanVae
 from support import ROOT
 
 GIB = 2**30
@@ -29,7 +40,47 @@ TOLERANCE = 0.1
 
 def sizes_of(config: TrainConfig) -> Sizes:
     """Sizes of a run with the published models, without their weights."""
-    return published_run(config)[0]
+    with torch.device("meta"):
+        policy = new_policy(OpenVLAOFTConfig.full())
+        if config.lora.rank:
+            add_adapters(config, policy)
+        nbytes, slot = next(count for kind, count in WORLDS.items() if kind in config.world.lower())(config)
+    policy = policy.to(torch.bfloat16)
+    files = EnvironmentFiles(
+        folder=Path(), starts=[], image_size=SIDE, nbytes=nbytes + REWARD, action_spec=policy.action_spec
+    )
+    return measure(config, policy, files, slot)
+
+
+def wan(config: TrainConfig) -> tuple[int, SlotBytes]:
+    vae, transformer = WanVae(WanVaeConfig.full()), ActionWanTransformer(TransformerConfig.full())
+    rounded = saved_bytes(transformer.blocks, torch.bfloat16)
+    nn.Module.to(vae, torch.bfloat16)  # diffusers' own `to` warns
+    saved = rounded if config.imagination.precision == "float8" else 0
+    return weight_bytes(transformer, vae) - saved, wan_slot_bytes(vae, SIDE, "frames")
+
+
+def opensora(_: TrainConfig) -> tuple[int, SlotBytes]:
+    size, frames = replace(STDiT3Config.xl2(), unused_branches=False), VaeConfig.published()
+    slot = slot_bytes(size, frames, SIDE, torch.bfloat16)
+    return weight_bytes(STDiT3(size), FrameVae(frames)), slot
+
+
+def evac(config: TrainConfig) -> tuple[int, SlotBytes]:
+    size = EvacConfig.published()
+    networks = EvacNetworks.build(size).by_name().values()
+    return weight_bytes(*networks), estimate_slot(size, config.actor.max_decisions, torch.bfloat16)
+
+
+def weight_bytes(*networks: nn.Module) -> int:
+    """In bfloat16."""
+    return sum(2 * p.numel() for network in networks for p in network.parameters())
+
+
+WORLDS = {"wan": wan, "opensora": opensora, "evac": evac}
+SIDE = 256
+REWARD = 45_000_000
+"""Bytes of a published reward model."""
 
 
 @pytest.fixture(scope="module")

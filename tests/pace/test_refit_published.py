@@ -11,7 +11,6 @@ from torch import Tensor
 
 from asyncrl.config.pace import PaceSettings
 from asyncrl.config.run import TrainConfig
-from asyncrl.doctor.fitter import reward_refit, world_refit
 from asyncrl.errors import ConfigError
 from asyncrl.fitting.loading import load_recordings
 from asyncrl.fitting.recordings import Recordings
@@ -146,13 +145,9 @@ def test_a_reward_model_from_another_folder_comes_along_and_no_world_with_it(
     assert not (tmp_path / "new" / "resnet_rm.pth").exists(), "it judges nothing here"
 
 
-def test_all_kinds_can_be_refitted_and_their_memory_is_counted(config: TrainConfig) -> None:
+def test_all_kinds_can_be_refitted(config: TrainConfig) -> None:
     first = refits.first_world(config)
     check_refittable(first.folder, first.reward, config.pace)
-    world: Any = refits.load_world(config, first, CPU)[0]
-    trained = sum(p.numel() for part in world.refreshed().values() for p in part.parameters())
-    assert world_refit(config, first) > 5 * 4 * trained, "weight, gradient, moments and average in float32"
-    assert reward_refit(config, first) > 0
 
 
 def test_six_networks_that_judge_together_are_not_refitted(tmp_path: Path) -> None:

@@ -217,7 +217,7 @@ def _asyncrl(words: list[str]) -> str:
     if "--help" in arguments or "--help-all" in arguments:
         return name
     if name in ("train", "doctor"):
-        _settings(name, [word for word in arguments if word not in ("--dry-run", "--json", "--costs")])
+        _settings(name, [word for word in arguments if word not in ("--dry-run", "--json")])
         return name
     if name == "runs" and not arguments:
         arguments = ["list"]

@@ -25,7 +25,6 @@ from asyncrl.policies.openvla.autoregressive import OpenVLA
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig, require_trainable
 from asyncrl.policies.openvla.parallel import OpenVLAOFT
 from asyncrl.policies.openvla.tokenizer import PromptTokenizer
-from asyncrl.policies.openvla.work import forward_flops, frozen_flops
 from asyncrl.storage.atomic import read_json
 
 
@@ -92,19 +91,6 @@ class OpenVLAOFTPolicy(OpenVLAOFT):
     ) -> int:
         """Estimate the memory of passes. See `capabilities.CountsActivations`."""
         return memory.activation_bytes(self.config, rows, passes, itemsize)
-
-    def decision_flops(self) -> float:
-        """Count the FLOPs of a forward pass. See `capabilities.CountsFlops`."""
-        return forward_flops(self.config)
-
-    def frozen_flops(self, targets: str) -> float:
-        """Count those in layers that can be rounded. See `capabilities.CountsFrozenFlops`."""
-        return frozen_flops(self.config, targets)
-
-    @property
-    def token_passes(self) -> int:
-        """One for every token but the first where they are drawn in turns. See `capabilities.CountsFlops`."""
-        return self.config.slots - 1 if self.config.causal else 0
 
     @property
     def pictures(self) -> int:

@@ -11,7 +11,6 @@ Dimension letters: B slots, C steps, P frames remembered, F = P + C, Z latent ch
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -34,10 +33,8 @@ from asyncrl.worlds.evac.files import EvacFiles, open_evac, write_evac
 from asyncrl.worlds.evac.noise import normal_noise, normal_words, seed_words
 from asyncrl.worlds.evac.options import EvacOptions
 from asyncrl.worlds.evac.state import EvacState
-from asyncrl.worlds.evac.work import decision_work
 from asyncrl.worlds.slots import finite_rows, imagine_full, open_each_once
 from asyncrl.worlds.start_states import check_beginnings
-from asyncrl.worlds.work import WorldWork
 
 CONTEXT: Final = 4
 """Frames of a start state's context, if it has one."""
@@ -127,14 +124,6 @@ class EvacWorld:
         return estimate_slot(
             files.config, decisions, files.types(settings).dtype, guided=options.guidance != 1
         )
-
-    @classmethod
-    def decision_work(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> WorldWork:
-        """Count what a slot costs. See `interface.CountsWork`."""
-        options, files = EvacOptions.from_settings(settings, own), open_evac(folder)
-        steps = options.steps or files.config.schedule_steps
-        work = decision_work(files.config, steps=steps, guided=options.guidance != 1)
-        return replace(work, float32=files.types(settings).float32)
 
     def modules(self) -> dict[str, nn.Module]:
         """Return the six networks by name."""

@@ -25,8 +25,6 @@ from asyncrl.worlds.opensora.memory import slot_bytes
 from asyncrl.worlds.opensora.recognition import lacks
 from asyncrl.worlds.opensora.rectified_flow import STEPS
 from asyncrl.worlds.opensora.stdit3 import STDiT3, STDiT3Config
-from asyncrl.worlds.opensora.work import decision_work
-from asyncrl.worlds.work import WorldWork
 
 FORMAT: Final = "asyncrl-world-1"
 KIND: Final = "opensora"
@@ -56,16 +54,6 @@ class WorldFiles(WorldFolder):
         """Estimate the device memory of a slot beside the weights."""
         check_settings(settings)
         return slot_bytes(self.transformer_size, self.vae_size, self.image_size, self.types(settings).dtype)
-
-    def decision_work(self, settings: ImaginationSettings = AS_SAVED) -> WorldWork:
-        """Count what a slot costs."""
-        check_settings(settings)
-        transformer, vae = self.build(unused_branches=False)
-        steps = settings.steps or self.schedule_steps
-        work = decision_work(
-            transformer, vae, image_size=self.image_size, steps=steps, precision=settings.precision
-        )
-        return replace(work, float32=self.types(settings).float32)
 
     def build(self, *, unused_branches: bool) -> tuple[STDiT3, FrameVae]:
         """Build the modules without memory for their weights (on the meta device)."""

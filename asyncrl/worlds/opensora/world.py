@@ -37,7 +37,6 @@ from asyncrl.worlds.opensora.state import OpenSoraState
 from asyncrl.worlds.opensora.stdit3 import CONDITION, STDiT3
 from asyncrl.worlds.slots import draw_noise, finite_rows, imagine_full, open_each_once
 from asyncrl.worlds.start_states import check_beginnings
-from asyncrl.worlds.work import WorldWork
 
 
 class OpenSoraWorld:
@@ -115,12 +114,6 @@ class OpenSoraWorld:
         """Estimate what a slot takes. See `interface.CountsSlots`."""
         refuse_own_settings(own, "an OpenSora world")
         return open_world(folder).slot_bytes(settings)
-
-    @classmethod
-    def decision_work(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> WorldWork:
-        """Count what a slot costs. See `interface.CountsWork`."""
-        refuse_own_settings(own, "an OpenSora world")
-        return open_world(folder).decision_work(settings)
 
     @property
     def action_spec(self) -> ActionSpec:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
@@ -27,8 +27,6 @@ from asyncrl.worlds.wan.recognition import WAN_TRANSFORMER, WAN_VAE, transformer
 from asyncrl.worlds.wan.tiny_decoder import TinyDecoder, load_decoder
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae, use_channels_last
-from asyncrl.worlds.wan.work import decision_work
-from asyncrl.worlds.work import WorldWork
 
 FORMAT: Final = "asyncrl-world-1"
 TRANSFORMER: Final = "transformer.safetensors"
@@ -66,22 +64,6 @@ class WorldFiles(WorldFolder):
         _, vae = self.build()
         nn.Module.to(vae, self.types(settings).dtype)  # diffusers' own `to` warns
         return slot_bytes(vae, self.image_size, self.context(settings))
-
-    def decision_work(self, settings: ImaginationSettings) -> WorldWork:
-        """Count what a slot costs."""
-        transformer, vae = self.build()
-        work = decision_work(
-            transformer,
-            vae,
-            image_size=self.image_size,
-            context=self.context(settings),
-            steps=settings.steps or self.schedule_steps,
-            tiny_decoder=self._tiny_decoder("cpu", torch.float32).to("meta")
-            if settings.decoder == "tiny"
-            else None,
-            precision=settings.precision,
-        )
-        return replace(work, float32=self.types(settings).float32)
 
     def build(self) -> tuple[ActionWanTransformer, WanVae]:
         """Build the modules without memory for their weights (on the meta device)."""

@@ -42,7 +42,6 @@ from asyncrl.worlds.wan.tiny_decoder import Decoder, FullDecoder
 from asyncrl.worlds.wan.transformer import ActionWanTransformer
 from asyncrl.worlds.wan.vae import Cache, WanVae, encode_step
 from asyncrl.worlds.wan.vae_layers import Layers, encode_layers
-from asyncrl.worlds.work import WorldWork
 
 CONTEXT: Final = 4
 """Frames that the memory latent stands for."""
@@ -127,12 +126,6 @@ class WanWorld:
         """Estimate what a slot takes. See `interface.CountsSlots`."""
         refuse_own_settings(own, "a Wan world")
         return open_world(folder).slot_bytes(settings)
-
-    @classmethod
-    def decision_work(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> WorldWork:
-        """Count what a slot costs. See `interface.CountsWork`."""
-        refuse_own_settings(own, "a Wan world")
-        return open_world(folder).decision_work(settings)
 
     @property
     def action_spec(self) -> ActionSpec:
