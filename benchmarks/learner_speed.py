@@ -1,23 +1,13 @@
 """How fast does the 7.5 B OpenVLA-OFT policy learn, and what does compilation gain?
 
     python benchmarks/learner_speed.py --rows 8 32
-    python benchmarks/learner_speed.py --rows 8 32 --float8       # only --learner.frozen-precision float8
-    python benchmarks/learner_speed.py --rows 32 --sizes          # only what passes of several sizes cost
-    python benchmarks/learner_speed.py --recomputed               # only what layers that compute again cost
+    python benchmarks/learner_speed.py --recomputed               only the second table
 
 Random weights, adapters, gradient checkpointing: one micro-batch forward, and forward and backward. The share
 is that of the device's own rates of bfloat16 matrix products over the model's FLOPs: two passes with gradient
 (adapters), one without; what checkpointing computes again counts as time only, as in `time/mfu`. The second
 table is of layers that keep what they need, compiled: decisions per second beside those of a policy whose
 layers all compute it again. On a GPU a third one says in which kernels a compiled pass spends its time.
-
-With --float8 the same weights are multiplied as stored and rounded to 8 bits, in turns: the ratio of times of
-forward and backward passes, eager and compiled, and what is left of the adapters' gradients: their cosine,
-and the mean relative error of a tensor. Random weights say little of how trained ones bear it.
-
-With --sizes a compiled pass is timed before and after passes of another size and with prompts of two lengths
-were compiled: the compiler then takes sizes for variable, and the same pass runs other code. The last lines
-are of code for one size only, as a learner has it, which pads prompts and passes to that size.
 """
 
 from __future__ import annotations
@@ -30,7 +20,6 @@ from pathlib import Path
 from typing import Final
 
 import kernel_times
-import learner_float8
 import policy_speed
 import torch
 import tyro
@@ -56,10 +45,6 @@ class Settings(policy_speed.Settings):
     """--learner.gradient-checkpointing-every of the first table."""
     kept_rows: tuple[int, ...] = (16, 32)
     """Decisions of a micro-batch in the second table."""
-    float8: bool = False
-    """Compare 8-bit products of the frozen layers with those of the stored numbers, and nothing else."""
-    sizes: bool = False
-    """Time a compiled pass before and after the compiler has seen other sizes, and nothing else."""
     recomputed: bool = False
     """Make the second table, and nothing else."""
 
@@ -157,56 +142,6 @@ def read(policy: OpenVLAOFTPolicy, how: str, settings: Settings, flops: float, r
     return found
 
 
-def float8(policy: OpenVLAOFTPolicy, settings: Settings) -> tuple[list[list[object]], list[str]]:
-    """Compare passes with rounded layers and without, eager, then compiled.
-
-    Returns lines of a table, and in which kernels compiled passes of the last size spend their time.
-    """
-    kinds = learner_float8.both_kinds(policy)
-    lines: list[list[object]] = []
-    for how in ("eager", "compiled"):
-        if how == "compiled":
-            compile_blocks(policy)
-        for rows in settings.rows:
-            both = passes(policy, inputs(policy, settings, rows, padded=False))[BOTH][1]
-            lines.append(learner_float8.compared(policy, kinds, how, rows, both))
-            print(lines[-1], flush=True)
-    where = []
-    for name, layers in zip(("as stored", "float8"), kinds, strict=True):
-        learner_float8.put(layers)
-        both = passes(policy, inputs(policy, settings, settings.rows[-1], padded=False))[BOTH][1]
-        where.append(kernel_times.report(f"{BOTH}, compiled, {name}", both, policy.device))
-    return lines, where
-
-
-def sizes(policy: OpenVLAOFTPolicy, settings: Settings) -> list[list[object]]:
-    """Time forward and backward of the last size: alone, after one row less, and after a mask."""
-    compile_blocks(policy)
-    rows, alone, lines = settings.rows[-1], 0.0, list[list[object]]()
-    both = passes(policy, inputs(policy, settings, rows, padded=False))[BOTH][1]
-    for seen, fewer, padded in (
-        ("its own", 0, False),
-        ("and one row less", 1, False),
-        ("and masks", 0, True),
-    ):
-        passes(policy, inputs(policy, settings, rows - fewer, padded=padded))[BOTH][1]()
-        both()
-        taken = seconds(both, policy.device, rounds=4)
-        alone = alone or taken
-        lines.append([seen, rows, f"{1000 * taken:.1f}", f"{taken / alone:.3f}"])
-        print(lines[-1], flush=True)
-    for name, padded in (("one only", False), ("one only, with a mask", True)):
-        fix(policy)
-        began = time.perf_counter()
-        taken = timed(policy, inputs(policy, settings, rows, padded=padded))
-        first = time.perf_counter() - began - 5 * taken
-        lines.append(
-            [f"{name}, compiled in {first:.0f} s", rows, f"{1000 * taken:.1f}", f"{taken / alone:.3f}"]
-        )
-        print(lines[-1], flush=True)
-    return lines
-
-
 def report(readings: list[Reading]) -> str:
     """The readings as a table."""
     lines = [
@@ -224,16 +159,6 @@ def main() -> None:
     rate = matmul_rate(device)
     print(f"{rate}\n", flush=True)
     policy = build(settings)
-    if settings.float8:
-        lines, kernels = float8(policy, settings)
-        print("\n\n".join(["", table(learner_float8.TITLES, lines), *kernels]))
-        _finish(settings, {"float8": lines, "kernels": kernels})
-        return
-    if settings.sizes:
-        lines = sizes(policy, settings)
-        print("\n" + table(["sizes that were compiled", "rows", "ms", "ratio"], lines))
-        _finish(settings, {"sizes": lines})
-        return
     if settings.recomputed:
         lines = kept(policy, settings)
         print("\n" + table(KEPT_TITLES, lines))

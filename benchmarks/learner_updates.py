@@ -1,28 +1,18 @@
-"""What do whole updates gain from each thing that the learner leaves out? Ratios of the same run.
+"""How long do whole updates take over their passes alone, and in which parts and kernels is their time?
 
-    python benchmarks/learner_updates.py                            # OpenVLA-OFT at full size, one GPU
-    python benchmarks/learner_updates.py --tiny --device cpu        # the embedded size
-    torchrun --nproc-per-node 4 benchmarks/learner_updates.py --lora 0 --no-ways      all weights, divided
+    python benchmarks/learner_updates.py                            OpenVLA-OFT at full size, one GPU
+    python benchmarks/learner_updates.py --tiny --device cpu        the embedded size
+    torchrun --nproc-per-node 4 benchmarks/learner_updates.py --lora 0              all weights, divided
 
 Random weights, learner ranks as `asyncrl train` has them. The batch of each has `groups` groups of 8
-episodes of `decisions` decisions; a `silent` share of the groups scored all the same. Instructions are as
-long as those of a LIBERO suite. Every way of updating is timed in turn, `rounds` times (on a CPU in seconds
-of the processor, which others do not disturb); a ratio is the median of a way over that of the update as it
-is:
+episodes of `decisions` decisions; all members of a `silent` share of the groups score the same. Instructions
+have the lengths of a LIBERO suite. Updates are timed in turn with the forward and backward passes of their
+micro-batches alone, `rounds` times (on a CPU in processor seconds); with --reshard-after step and all
+weights, also updates that gather weights in each pass. Ratios are of medians. MFU counts two passes with
+adapters and three with all weights, as `time/mfu` does, over the data sheet's peak.
 
-    in the batch's order     micro-batches are not sorted by the length of their prompts
-    all looked at before     the pass before the first of several steps has every decision
-    a pass to see movement   how far the policy moved is read from a whole micro-batch after the only step
-    gathered in each pass    with --reshard-after step and all weights: what --reshard-after pass would be
-
-The first line of a recipe is the update over the forward and backward passes of its micro-batches alone. MFU
-counts two passes with adapters and three with all weights, as `time/mfu` does, over the data sheet's peak: of
-the whole update, and of the passes alone.
-
-The second table says where an update's time goes, with a wait for the device around each part, so that its
-sum is more than an update takes; what the device does in an update, kernel by kernel, follows. The last one
-counts what sorting saves at the sizes of a published recipe; it needs no device. With --no-ways only updates
-with one step are timed, as they are.
+The second table divides an update's time, with a wait for the device around each part, so that its sum
+exceeds an update; the device's time by kernels follows.
 """
 
 from __future__ import annotations
@@ -35,15 +25,15 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
+from functools import wraps
 from pathlib import Path
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal
 
 import kernel_times
 import numpy as np
 import policy_speed
 import torch
 import tyro
-from learner_overhead import Stopwatch
 from measuring import commit, heading, table, wait
 
 from asyncrl.config.actor import ActorSettings
@@ -52,12 +42,10 @@ from asyncrl.launch import rendezvous
 from asyncrl.launch.build_learner import build_update, compile_learning
 from asyncrl.launch.fine_tune import fine_tuning_ranks
 from asyncrl.launch.placement import pick_device
-from asyncrl.learner import prepare, update_metrics
 from asyncrl.learner import update as update_module
 from asyncrl.learner.batches import Batch, build_batch
 from asyncrl.learner.forward import longest_first
 from asyncrl.learner.fsdp import UNITS, ReshardAfter, shard, summed_gradient
-from asyncrl.learner.minibatches import split_minibatches
 from asyncrl.learner.placeholders import Shown
 from asyncrl.learner.ranks import LearnerRanks, not_finite
 from asyncrl.learner.throughput import Throughput
@@ -78,10 +66,6 @@ PROMPTS: Final[dict[Suite, tuple[int, ...]]] = {
     "10": (31, 25, 30, 29, 30, 31, 36, 38, 30, 28),
 }
 """Tokens of the prompts of each LIBERO suite, with the tokenizer of Llama 2."""
-REST: Final = 256 + 56
-"""Positions of OpenVLA-OFT beside the prompt: patches and slots."""
-PUBLISHED: Final = (128, 8, 4, 32)
-"""Groups, episodes of a group, minibatches and micro-batch of the Wan recipes."""
 MEMBERS: Final = 8
 
 
@@ -111,8 +95,32 @@ class Settings(policy_speed.Settings):
     """--learner.frozen-precision float8."""
     reshard_after: ReshardAfter = "pass"
     """--learner.reshard-after."""
-    ways: bool = True
-    """Compare ways of updating."""
+
+
+class Stopwatch:
+    """Adds up the seconds inside some calls, by name. Waits for the device before and after each."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.seconds: dict[str, float] = {}
+
+    def now(self) -> float:
+        """Return seconds, once the device has nothing left to do."""
+        wait(self.device)
+        return time.perf_counter()
+
+    def around(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the same call, timed as `name`."""
+
+        @wraps(call)
+        def timed(*arguments: Any, **more: Any) -> Any:
+            began = self.now()
+            try:
+                return call(*arguments, **more)
+            finally:
+                self.seconds[name] = self.seconds.get(name, 0.0) + self.now() - began
+
+        return timed
 
 
 def instruction(policy: OpenVLAOFTPolicy, tokens: int) -> str:
@@ -175,27 +183,6 @@ def put(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
-
-
-@contextmanager
-def in_order(update: Update) -> Iterator[None]:
-    """Leave decisions as the batch has them."""
-    with put(update.policy, "prompt_tokens", lambda task: 0):
-        yield
-
-
-@contextmanager
-def all_before(update: Update) -> Iterator[None]:
-    """Evaluate every decision before the first step."""
-    with put(prepare, "rows_that_teach", lambda batch, *_: torch.arange(len(batch.tasks))):
-        yield
-
-
-@contextmanager
-def whole_pass(update: Update) -> Iterator[None]:
-    """Read how far the policy moved from as many decisions as a pass takes."""
-    with put(update_metrics, "MOVEMENT_SHARE", 1):
-        yield
 
 
 @contextmanager
@@ -285,25 +272,6 @@ def timed(
     return {name: statistics.median(times) for name, times in found.items()}
 
 
-RECIPES: Final[dict[str, tuple[int, dict[str, Any]]]] = {
-    "one step": (1, {"as it is": as_it_is, "in the batch's order": in_order,
-                     "a pass to see movement": whole_pass}),
-    "four steps": (4, {"as it is": as_it_is, "in the batch's order": in_order,
-                       "all looked at before": all_before}),
-}  # fmt: skip
-"""Minibatches, and ways to make the update."""
-
-
-def recipes(settings: Settings) -> dict[str, tuple[int, dict[str, Any]]]:
-    """Return those of `RECIPES` that were asked for, or the shortest one."""
-    if settings.ways:
-        return RECIPES
-    ways = {"as it is": as_it_is}
-    if settings.reshard_after == "step" and not settings.lora:
-        ways |= {"gathered in each pass": in_each_pass}
-    return {"one step": (1, ways)}
-
-
 def utilisation(
     update: Update, groups: Sequence[Sequence[Episode]], settings: Settings
 ) -> Callable[[float], str]:
@@ -328,69 +296,36 @@ def utilisation(
 def updates(
     settings: Settings, policy: OpenVLAOFTPolicy, ranks: LearnerRanks
 ) -> tuple[list[list[object]], list[list[object]], str]:
-    """Time all ways of all recipes; returns lines of ways, of an update's parts, its kernels."""
-    groups, kernels = make_groups(policy, settings, ranks.rank), ""
+    """Time updates of one step; returns lines of ways, of an update's parts, its kernels."""
+    groups = make_groups(policy, settings, ranks.rank)
     shown = Shown(image_size=64 if settings.tiny else 256, tasks=tuple(sorted({g[0].task for g in groups})))
-    lines, of_parts = list[list[object]](), list[list[object]]()
-    for name, (minibatches, ways) in recipes(settings).items():
-        config = replace(TrainConfig(), actor=ActorSettings(max_decisions=settings.decisions))
-        chosen = replace(
-            config.algorithm,
-            minibatches=minibatches,
-            micro_batch=settings.rows[0],
-            groups_per_update=settings.groups,
-            group_size=MEMBERS,
-        )
-        update = build_update(replace(config, algorithm=chosen), policy, ranks=ranks)
-        if settings.compile and policy.device.type == "cuda":
-            torch.compiler.reset()
-            compile_learning(update, shown)
-        found = timed(update, groups, settings, ways)
-        read = utilisation(update, groups, settings)
-        used = {way: read(taken) for way, taken in found.items()}
-        usual, alone = found["as it is"], found["passes alone"]
-        lines.append([name, "as it is / passes alone", f"{usual:.3f}", f"{usual / alone:.3f}",
-                      used["as it is"], used["passes alone"]])  # fmt: skip
-        for way in list(ways)[1:]:
-            ratio = f"{found[way] / usual:.3f}"
-            lines.append([name, f"{way} / as it is", f"{found[way]:.3f}", ratio, used[way], ""])
-        if minibatches == 1:
-            of_parts = parts(update, groups, settings)
-            kernels = kernel_times.report(
-                "update", lambda update=update: whole(update, groups), update.device
-            )
-        print(name, found, of_parts, flush=True)
-    return lines, of_parts, kernels
-
-
-def padding(lengths: Sequence[int], *, ordered: bool) -> tuple[float, float]:
-    """Share of the positions that are padding, and of the passes that need a mask, at the published sizes.
-
-    Episodes have 16 to 32 decisions, and every group teaches something.
-    """
-    groups, members, minibatches, size = PUBLISHED
-    rng = np.random.default_rng(0)
-    tokens = torch.from_numpy(np.repeat(rng.choice(lengths, groups), members))
-    decisions = torch.from_numpy(rng.integers(16, 33, groups * members))
-    padded = positions = masked = passes = 0
-    for episodes in split_minibatches(groups * members, minibatches, (0, 0, 0)):
-        rows = tokens[episodes.sort().values].repeat_interleave(decisions[episodes.sort().values])
-        rows = rows if ordered else rows[longest_first(rows)]
-        for part in rows.split(size):
-            padded += int((part.max() - part).sum())
-            positions += int(part.max() + REST) * len(part)
-            masked += int(part.min() < part.max())
-            passes += 1
-    return padded / positions, masked / passes
-
-
-def counts() -> list[list[object]]:
-    """What sorting saves at the published sizes, suite by suite."""
-    lines: list[list[object]] = []
-    for suite in get_args(Suite):
-        before, after = (padding(PROMPTS[suite], ordered=ordered) for ordered in (True, False))
-        lines.append([suite, *(f"{share:.2%}" for pair in zip(before, after, strict=True) for share in pair)])
-    return lines
+    config = replace(TrainConfig(), actor=ActorSettings(max_decisions=settings.decisions))
+    algorithm = replace(
+        config.algorithm,
+        minibatches=1,
+        micro_batch=settings.rows[0],
+        groups_per_update=settings.groups,
+        group_size=MEMBERS,
+    )
+    update = build_update(replace(config, algorithm=algorithm), policy, ranks=ranks)
+    if settings.compile and policy.device.type == "cuda":
+        torch.compiler.reset()
+        compile_learning(update, shown)
+    ways = {"update": as_it_is}
+    if settings.reshard_after == "step" and not settings.lora:
+        ways |= {"gathered in each pass": in_each_pass}
+    found = timed(update, groups, settings, ways)
+    read = utilisation(update, groups, settings)
+    usual, alone = found["update"], found["passes alone"]
+    lines: list[list[object]] = [
+        ["update / passes alone", f"{usual:.3f}", f"{usual / alone:.3f}", read(usual), read(alone)]
+    ]
+    for way in list(ways)[1:]:
+        taken = found[way]
+        lines.append([f"{way} / update", f"{taken:.3f}", f"{taken / usual:.3f}", read(taken), ""])
+    of_parts = parts(update, groups, settings)
+    print(found, of_parts, flush=True)
+    return lines, of_parts, kernel_times.report("update", lambda: whole(update, groups), update.device)
 
 
 def main() -> None:
@@ -413,17 +348,13 @@ def measure(settings: Settings, device: torch.device, ranks: LearnerRanks) -> No
     where = f" on each of {ranks.size} ranks" if ranks.size > 1 else ""
     print(f"{decisions} decisions{where}, median of {settings.rounds} updates\n", flush=True)
     lines, of_parts, kernels = updates(settings, policy, ranks)
-    print("\n" + table(["recipe", "", "s", "ratio", "MFU", "of the passes"], lines))
+    print("\n" + table(["", "s", "ratio", "MFU", "of the passes"], lines))
     print("\n" + table(["part of an update", "ms"], of_parts))
     print("\n" + kernels)
-    saved = counts() if settings.ways else []
-    if saved:
-        titles = ["suite", "padding, batch's order", "sorted", "passes with a mask, batch's order", "sorted"]
-        print("\nat the sizes of the Wan recipes\n\n" + table(titles, saved))
     if device.type == "cuda":
         print(f"\npeak memory {torch.cuda.max_memory_allocated(device) / 2**30:.1f} GiB")
     if settings.json and not ranks.rank:
-        content = {"commit": commit(), "updates": lines, "parts": of_parts, "padding": saved}
+        content = {"commit": commit(), "updates": lines, "parts": of_parts}
         Path(settings.json).write_text(json.dumps(content, indent=1))
 
 

@@ -1,4 +1,4 @@
-"""Odd ways to call asyncrl end in a sentence and a code. All of them: benchmarks/fuzz_invocations.py."""
+"""Odd ways to call asyncrl end in a sentence and a code."""
 
 from __future__ import annotations
 

@@ -218,7 +218,7 @@ def test_the_recipes_fit_eight_devices_of_80_gb_as_their_headers_say(file: Path)
 def test_decisions_of_the_published_worlds_take_what_is_estimated(
     kind: str, weights: float, eager: float, compiled: float
 ) -> None:
-    """Of 16 slots with room for 32 decisions: GiB as `published_worlds_speed.py` measured them."""
+    """Of 16 slots with room for 32 decisions: GiB as docs/measurements/world_speed.md has them."""
     if kind == "opensora":
         slot = slot_bytes(STDiT3Config.xl2(), VaeConfig.published(), 256, torch.bfloat16)
     else:

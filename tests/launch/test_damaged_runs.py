@@ -1,7 +1,4 @@
-"""Damaged folders of runs: a resume goes on or says in a sentence what to do; nothing outside is touched.
-
-All kinds of damage: benchmarks/fuzz_folders.py.
-"""
+"""Damaged folders of runs: a resume goes on or says in a sentence what to do; nothing outside is touched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Damaged messages and files end in the one error, or arrive as they were; `benchmarks/fuzz.py` does more."""
+"""Damaged messages and files end in the one error, or arrive as they were."""
 
 import random
 import tracemalloc

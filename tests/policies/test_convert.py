@@ -601,10 +601,8 @@ def test_the_source_is_not_overwritten(tmp_path: Path) -> None:
 
 
 def test_the_benchmark_writes_a_checkpoint_that_can_be_converted(tmp_path: Path) -> None:
-    script = ROOT / "benchmarks" / "published_policy.py"
-    runpy.run_path(str(script))["write_checkpoint"](
-        tmp_path / "published", OpenVLAOFTConfig.tiny(), sizes_in_config=True
-    )
+    script = ROOT / "benchmarks" / "full_size.py"
+    runpy.run_path(str(script))["write_policy"](tmp_path / "published", OpenVLAOFTConfig.tiny())
     assert len(list((tmp_path / "published").glob("model-0000?-of-00004.safetensors"))) == 4
     convert(tmp_path / "published", tmp_path / "ours", to="asyncrl", choices=PublishedOptions())
     policy = load_policy(tmp_path / "ours")

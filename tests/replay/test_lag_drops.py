@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-from lag_drops import SETTINGS, Setting, simulate
+from support.lag_drops import SETTINGS, Setting, simulate
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)

@@ -1,11 +1,6 @@
-"""Whether start states whose episodes take longer are used as often as they are granted.
+"""The real limiter with simulated actors: half of the start states are hard, and their episodes take longer.
 
-    python benchmarks/lag_drops.py
-
-The real limiter with simulated actors: half of the start states are hard, and their episodes take longer.
-Per setting: share of hard start states among the numbers that were granted and among the groups that were
-used, in the first batches and in all; groups dropped for their lag; rounds of the actors per update. The rows
-`as ready` are the baseline: groups are used as soon as there are enough, in the order of becoming ready.
+Settings with `overtaking` are the baseline: groups are used in the order of becoming ready.
 """
 
 from __future__ import annotations
@@ -14,8 +9,6 @@ import heapq
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-import tyro
 
 from asyncrl.config.replay import ReplaySampler, ReplaySettings
 from asyncrl.replay.groups import ReadyGroup
@@ -164,24 +157,3 @@ def simulate(setting: Setting, updates: int, rounds_of_update: int = 2) -> Outco
 def _pick(limiter: Limiter, setting: Setting) -> list[int] | None:
     not_awaited = set(limiter.open) if setting.overtaking else set[int]()
     return limiter.pick(setting.groups_per_update, not_awaited=not_awaited)
-
-
-def main(updates: int = 400) -> None:
-    """Print a row per setting.
-
-    Args:
-        updates: Of each simulated run.
-    """
-    print("| slots, batch, order | hard: granted | used | first 5 | dropped for lag | rounds per update |")
-    print("|---|---|---|---|---|---|")
-    for setting in SETTINGS:
-        x = simulate(setting, updates)
-        print(
-            f"| {setting.name} | {x.granted_hard:.1%} | {x.used_hard:.1%} | {x.first_hard:.1%} | "
-            f"{x.dropped} of {x.grants} grants | {x.rounds_per_update:.2f} |",
-            flush=True,
-        )
-
-
-if __name__ == "__main__":
-    tyro.cli(main)
