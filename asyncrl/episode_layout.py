@@ -21,10 +21,12 @@ SCHEMA_VERSION: Final = 1
 """Version of messages, and of an `Episode` whose sample is action tokens, on the wire and on disk."""
 COUNTED_SCHEMA_VERSION: Final = 3
 """Of an `Episode` that says how many of its steps count."""
-WORLDS_SCHEMA_VERSION: Final = 4
-"""Of an `Episode` that says which world drew each of its decisions, and how much it counts."""
-SCHEMA_VERSIONS: Final = (SCHEMA_VERSION, 2, COUNTED_SCHEMA_VERSION, WORLDS_SCHEMA_VERSION)
-"""Versions of an `Episode` that are read; 2: its sample is other arrays than the action tokens alone."""
+SCHEMA_VERSIONS: Final = (SCHEMA_VERSION, 2, COUNTED_SCHEMA_VERSION)
+"""Versions of an `Episode` on the wire; 2: its sample is other arrays than the action tokens alone."""
+DROPPED_FIELDS_VERSION: Final = 4
+"""Of files with the array `world_versions` and the scalar `weight`, which are read without these."""
+STORED_SCHEMA_VERSIONS: Final = (*SCHEMA_VERSIONS, DROPPED_FIELDS_VERSION)
+"""Versions of an `Episode` that are read from files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +56,8 @@ OPTIONAL_ARRAYS: Final[dict[str, ArraySpec]] = {
     "states": ArraySpec(dtype="float32", shape=("N", "Q")),
     "final_more_frames": ArraySpec(dtype="uint8", shape=("V", "H", "W", 3)),
     "final_state": ArraySpec(dtype="float32", shape=("Q",)),
-    "world_versions": ArraySpec(dtype="int64", shape=("N",)),
 }
-"""The arrays that an `Episode` may have besides, behind all others: the last one one of
-`WORLDS_SCHEMA_VERSION`, the others one of `COUNTED_SCHEMA_VERSION`."""
-*_COUNTED_ARRAYS, _WORLDS = OPTIONAL_ARRAYS
+"""The arrays that an `Episode` of `COUNTED_SCHEMA_VERSION` may have besides, after all others."""
 
 TOKENS: Final[Mapping[str, ArraySpec]] = MappingProxyType(
     {"tokens": ArraySpec(dtype="int32", shape=("N", "C", "A"))}
@@ -88,52 +87,39 @@ EPISODE_SCALARS: Final[dict[str, type]] = {
 COUNTED_SCALARS: Final[dict[str, type]] = {**EPISODE_SCALARS, "steps_taken": int}
 """The scalars of an `Episode` of `COUNTED_SCHEMA_VERSION`."""
 
-WORLDS_SCALARS: Final[dict[str, type]] = {**EPISODE_SCALARS, "weight": float}
-"""The scalars of an `Episode` of `WORLDS_SCHEMA_VERSION`."""
-
-LATER_SCALARS: Final[Mapping[str, Any]] = MappingProxyType({"steps_taken": REWARDED, "weight": 1.0})
-"""What the scalars are that only later schema versions have, in an `Episode` of another one."""
-
 _FIELDS: Final = tuple(field.name for field in fields(Episode))
 _IMAGES, *_OTHERS = EPISODE_ARRAYS
-assert (*EPISODE_SCALARS, _IMAGES, "sample", *_OTHERS, "steps_taken", *OPTIONAL_ARRAYS, "weight") == _FIELDS
+assert (*EPISODE_SCALARS, _IMAGES, "sample", *_OTHERS, "steps_taken", *OPTIONAL_ARRAYS) == _FIELDS
 RESERVED: Final = frozenset(
     {*EPISODE_SCALARS, "sample", *EPISODE_ARRAYS, "steps_taken", "group", "episodes", "checksums"}
 )
 """Names that no array of a sample can have: the fields of an `Episode` and the tables of its file. Those of
-`OPTIONAL_ARRAYS`, and `weight`, are taken only where there may be such."""
+`OPTIONAL_ARRAYS` are taken only where there may be such."""
 
 
-def schema_version(sample: Iterable[str], *, counted: bool = False, worlds: bool = False) -> int:
+def schema_version(sample: Iterable[str], *, counted: bool = False) -> int:
     """Return the schema version of an episode.
 
     Args:
         sample: Names of the arrays of its sample.
         counted: Whether it says how many of its steps count.
-        worlds: Whether it says which world drew each decision.
     """
-    if worlds:
-        return WORLDS_SCHEMA_VERSION
     return COUNTED_SCHEMA_VERSION if counted else SCHEMA_VERSIONS[set(sample) != set(TOKENS)]
 
 
 def version_of(episode: Episode) -> int:
     """Return the schema version of an episode."""
-    counted, worlds = episode.steps_taken != REWARDED, episode.world_versions is not None
-    return schema_version(episode.sample, counted=counted, worlds=worlds)
+    return schema_version(episode.sample, counted=episode.steps_taken != REWARDED)
 
 
 def optional_arrays(version: int) -> tuple[str, ...]:
     """Return the names of the `OPTIONAL_ARRAYS` that an `Episode` of a schema version may have."""
-    if version == WORLDS_SCHEMA_VERSION:
-        return (_WORLDS,)
-    return tuple(_COUNTED_ARRAYS) if version == COUNTED_SCHEMA_VERSION else ()
+    return tuple(OPTIONAL_ARRAYS) if version == COUNTED_SCHEMA_VERSION else ()
 
 
 def scalar_types(version: int) -> dict[str, type]:
     """Return the scalars of an `Episode` of a schema version with their types, in wire and file order."""
-    later = {COUNTED_SCHEMA_VERSION: COUNTED_SCALARS, WORLDS_SCHEMA_VERSION: WORLDS_SCALARS}
-    return later.get(version, EPISODE_SCALARS)
+    return COUNTED_SCALARS if version == COUNTED_SCHEMA_VERSION else EPISODE_SCALARS
 
 
 def sample_specs(found: Iterable[tuple[Any, Any, Any]]) -> dict[str, ArraySpec]:
@@ -194,11 +180,9 @@ def _check_optional(sample: Iterable[str], named: list[str], counted: bool) -> N
         raise ValueError(
             f"{', '.join(map(str, named))} are not {', '.join(OPTIONAL_ARRAYS)}, or some of them"
         )
-    if _WORLDS in named and (counted or len(named) > 1):
-        raise ValueError(f"{_WORLDS} belongs to episodes that a world model imagined")
-    if named and not (counted or _WORLDS in named):
+    if named and not counted:
         raise ValueError(f"{named[0]} belongs to episodes that say how many steps were taken")
-    if taken := sorted({*OPTIONAL_ARRAYS, "weight"} & set(sample)):
+    if taken := sorted(OPTIONAL_ARRAYS.keys() & set(sample)):
         raise ValueError(f"{taken[0]} cannot be the name of a sample's array: it is taken")
     for one, final in (("more_frames", "final_more_frames"), ("states", "final_state")):
         if (one in named) != (final in named):
@@ -244,7 +228,7 @@ def problem_with(episode: Episode) -> str | None:
 
     Checks dtypes, ranks, that every letter stands for one size everywhere, 1 <= N, member < group_size,
     finite numbers, log-probs of tokens that are not positive (densities may be), versions that are not
-    negative, sampling and a weight that can have been, and an end that fits the steps and the rewards.
+    negative, sampling that can have been, and an end that fits the steps and the rewards.
     """
     try:
         specs = specs_of(episode)
@@ -282,13 +266,6 @@ def _problem_with_numbers(episode: Episode) -> str | None:
         return "action tokens must lie in 0..255"
     if (episode.policy_versions < 0).any():
         return "policy versions must not be negative"
-    worlds = episode.world_versions
-    if worlds is not None and (worlds.min() < 0 or worlds.min() != episode.world_version):
-        return f"world_versions begin at {worlds.min()}, but world_version is {episode.world_version}"
-    if not 0 <= episode.weight <= 1:
-        return f"weight is {episode.weight}, expected a number in [0, 1]"
-    if worlds is None and episode.weight != 1:
-        return f"weight is {episode.weight}, but it does not say which world drew each decision"
     for name in ("actions", "rewards", "success_scores", "states", "final_state"):
         array = getattr(episode, name)
         if array is not None and not np.isfinite(array).all():

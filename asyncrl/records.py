@@ -152,7 +152,7 @@ class Episode:
     start_state: str
     """`StartState.name`, or `SimStart.name`."""
     world_version: int
-    """Which world model imagined it, the oldest where `world_versions` has several; -1 for a simulator."""
+    """Version of the world model that imagined it; -1 for a simulator."""
     seed: int
     """Seed of the episode; the noise of decision n is drawn from ``noise_seeds[n]``."""
     temperature: float
@@ -198,11 +198,6 @@ class Episode:
     """``[V, H, W, 3]`` with `more_frames`: what they saw after the last step."""
     final_state: Float32 | None = None
     """``[Q]`` with `states`: the state after the last step."""
-    world_versions: Int64 | None = None
-    """``[N]`` world model that drew each decision, where that is said; None: `world_version` did."""
-    weight: float = 1.0
-    """How much it counts in an update, in [0, 1]; below 1 only with `world_versions`. A success that was
-    imagined again counts as much as both draws agree."""
 
     @property
     def success(self) -> bool:
@@ -213,11 +208,6 @@ class Episode:
     def oldest_version(self) -> int:
         """Return the version of the oldest decision: the one the lag bound is about."""
         return int(self.policy_versions.min())
-
-    @property
-    def newest_world_version(self) -> int:
-        """Return the newest world that drew one of its decisions."""
-        return self.world_version if self.world_versions is None else int(self.world_versions.max())
 
     @property
     def steps(self) -> int:

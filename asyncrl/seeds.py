@@ -8,8 +8,6 @@ The values are part of what a run reproduces: a formula here never changes.
 import numpy as np
 
 _POLICY_STREAM = 0x5EED
-_REPETITION_STREAM = 0xA6A17
-"""Beyond the number of any decision, so that no repetition has the seed of a decision's noise."""
 
 
 def _hash(*words: int) -> int:
@@ -19,14 +17,6 @@ def _hash(*words: int) -> int:
 def episode_seed(run_seed: int, group: int, member: int) -> int:
     """Return the seed of one imagined episode, in ``[0, 2**62)``."""
     return _hash(run_seed, group, member)
-
-
-def repetition_seed(episode: int) -> int:
-    """Return the seed of the repetition of an imagined episode with the seed `episode`, in ``[0, 2**62)``.
-
-    From there on it has seeds as every episode has: the noise of its decisions is `noise_seed` of this one.
-    """
-    return _hash(episode, _REPETITION_STREAM)
 
 
 def noise_seed(episode: int, decision: int) -> int:

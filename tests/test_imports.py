@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "asyncrl"
 FLOORS: list[set[str]] = [
-    {"errors", "seeds", "keyframe_names", "storage.regular_files", "storage.user_cache"},
+    {"errors", "seeds", "storage.regular_files", "storage.user_cache"},
     {"storage.bounded_json", "storage.version_pictures"},
     {"records", "registry", "storage.atomic"},
     {"episode_layout"},
@@ -21,7 +21,6 @@ FLOORS: list[set[str]] = [
     {"storage", "weights", "simulators"},
     {"policies", "worlds", "rewards", "replay"},
     {"actors", "learner", "fitting", "evaluation", "replay_tools"},
-    {"pace"},
     {"launch"},
     {"doctor"},
     {"commands"},

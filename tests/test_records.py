@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.episode_layout import episode_arrays, problem_with, scalar_types, version_of
+from asyncrl.episode_layout import episode_arrays, problem_with, version_of
 from asyncrl.records import EndReason, Episode
-from support.episodes import drawn_by, make_episode, simulated, with_chain
+from support.episodes import make_episode, simulated, with_chain
 from support.table_policy import episode
 
 
@@ -134,45 +134,3 @@ def test_a_policy_whose_sample_is_called_like_an_optional_array_is_still_read() 
     named = sound(sample={"states": np.zeros((3, 2), np.float32)})
     assert problem_with(named) is None
     assert list(episode_arrays(named))[:2] == ["frames", "states"]
-
-
-# ---- episodes of a world that changes ------------------------------------------------------------
-
-
-def test_every_decision_may_have_a_world_of_its_own() -> None:
-    mixed = drawn_by(sound(), 4, 4, 6)
-    assert problem_with(mixed) is None
-    assert (mixed.world_version, mixed.newest_world_version, version_of(mixed)) == (4, 6, 4)
-    assert list(episode_arrays(mixed))[-1] == "world_versions"
-    assert sound().newest_world_version == sound().world_version
-
-
-def test_an_episode_that_says_its_worlds_may_count_less() -> None:
-    assert sound().weight == 1
-    for weight in (0.0, 0.3, 1.0):
-        assert problem_with(replace(drawn_by(sound(), 4, 4, 6), weight=weight)) is None
-    assert "does not say which world" in (problem_with(sound(weight=0.5)) or "nothing")
-    assert list(scalar_types(4))[-1] == "weight"
-    assert all("weight" not in scalar_types(version) for version in (1, 2, 3))
-    named = sound(sample={"weight": np.zeros((3, 2), np.float32)})
-    assert problem_with(named) is None, "where there are no weights, a sample may be called so"
-
-
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        ({"world_version": 5}, "world_versions begin at 4, but world_version is 5"),
-        ({"world_version": -1, "world_versions": np.array([-1, 4, 6])}, "world_versions begin at -1"),
-        ({"world_versions": np.array([4, 4])}, "world_versions has shape [2], expected N = 3"),
-        ({"world_versions": np.array([4, 4, 6], np.int32)}, "world_versions is int32"),
-        ({"steps_taken": 20}, "belongs to episodes that a world model imagined"),
-        ({"states": np.zeros((3, 2), np.float32)}, "belongs to episodes that a world model imagined"),
-        ({"sample": {"world_versions": np.zeros(3, np.int64)}}, "cannot be the name of a sample's array"),
-        ({"sample": {"weight": np.zeros(3, np.int64)}}, "weight cannot be the name of a sample's array"),
-        ({"weight": -0.1}, "weight is -0.1, expected a number in [0, 1]"),
-        ({"weight": 1.5}, "weight is 1.5"),
-        ({"weight": np.nan}, "weight is nan"),
-    ],
-)
-def test_worlds_that_cannot_have_been_are_told(changes: dict[str, Any], problem: str) -> None:
-    assert problem in (problem_with(replace(drawn_by(sound(), 4, 4, 6), **changes)) or "nothing")

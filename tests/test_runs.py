@@ -14,12 +14,11 @@ from asyncrl.commands import runs as runs_command
 from asyncrl.config.algorithm import OptimizerSettings
 from asyncrl.config.replay import ReplaySettings
 from asyncrl.config.run import TrainConfig
-from asyncrl.pace import rounds
 from asyncrl.storage import run_lock
 from asyncrl.storage.checkpoint_copy import keep_copy
 from support.folder_damage import contents
 from support.recorded_run import make_run
-from support.run_folders import a_round, kill_owner, write_run
+from support.run_folders import kill_owner, write_run
 
 
 @pytest.fixture
@@ -61,17 +60,6 @@ def test_list_has_a_row_per_run_the_newest_last(folder: Path, capsys: pytest.Cap
         path.stat().st_size for path in (folder / "first").rglob("*") if path.is_file()
     )
     lock.release()
-
-
-def test_a_round_of_refits_is_a_measurement_where_there_is_no_other(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("first", "second"):
-        rounds.append(folder / name, a_round(2, 17))
-    true = {line.split()[0]: line.split()[5] for line in said([], capsys).splitlines()}
-    assert (true["first"], true["second"], true["third"]) == ("50.0%", "71.1%", "-")
-    found = json.loads(said(["--json"], capsys))
-    assert [row["true_success"] for row in found] == [0.5, 182 / 256, None]
 
 
 def test_a_damaged_run_does_not_hide_the_others(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,15 +54,7 @@ class Acting(Protocol):
 
     @property
     def version(self) -> int:
-        """Return the world's version: `Episode.world_version` where it never changes."""
-        ...
-
-    def refreshed_tensors(self) -> Mapping[str, Tensor]:
-        """Return the tensors, by name, that a later version of the world replaces; none: it never changes."""
-        ...
-
-    def note_refreshed(self, version: int) -> None:
-        """Note that these are now those of `version`."""
+        """Return `Episode.world_version`."""
         ...
 
     @property

@@ -5,9 +5,6 @@ consumes   grants       waits for: credit              ended by: the learner use
            decisions    waits for: devices, simulators ended by: these, --hang-timeout
 produces   episodes     never waits: the replay port keeps them until they are durable
 
-Where successes are imagined again, one that has ended is queued instead of handed over; it goes to the replay
-when its repetition has ended too, with the weight 1 if that one succeeded and else 0.
-
 With two stages a round launches the decision of one half of the slots and then collects that of the other
 half, launched the round before: the host works while a device does, and two devices work at the same time.
 """
@@ -19,7 +16,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from asyncrl.actors.acting import Acting, Starts
@@ -62,9 +58,6 @@ class Actor:
         startup_timeout: float = 600.0,
         hang_timeout: float = 900.0,
         offload: IdleOffload = NO_OFFLOAD,
-        worlds: Receiver | None = None,
-        first_world: int = 0,
-        repeats_successes: bool = False,
     ) -> None:
         """Join the parts.
 
@@ -80,9 +73,6 @@ class Actor:
             startup_timeout: Seconds until the first weights must have arrived; the learner may be loading.
             hang_timeout: Seconds that one round may take.
             offload: Moves the models to host memory while there is nothing to do.
-            worlds: Of later versions of the world; None: there are none.
-            first_world: Version of the world that the run already has: it must come before the first episode.
-            repeats_successes: Imagine every success again; its weight says whether that one is a success too.
         """
         assert settings.max_decisions  # 0 was replaced by what the world says.
         self.name = name
@@ -94,8 +84,6 @@ class Actor:
         self.group_size = group_size
         self.startup_timeout, self.hang_timeout = startup_timeout, hang_timeout
         self.offload = offload
-        self.worlds, self.first_world = worlds, first_world
-        self.repeats_successes = repeats_successes
         self.slots = Slots(settings.slots, run_seed=run_seed)
         self._idle_stages = deque(
             Stage[Any](indices=some) for some in split_slots(settings.slots, settings.pipeline_stages)
@@ -117,9 +105,6 @@ class Actor:
         try:
             with waits.waiting(waits.FIRST_WEIGHTS, self.startup_timeout):
                 self.version = self.receiver.wait_for_first(self.startup_timeout)
-            if self.worlds is not None and self.first_world > self.acting.version:
-                with waits.waiting(waits.FIRST_WORLD, self.startup_timeout):
-                    self.worlds.wait_for_first(self.startup_timeout)
             while not (self.port.stopped or should_leave()):
                 self.round()
         except (ChannelClosed, RunStopped):
@@ -142,7 +127,6 @@ class Actor:
         self.version = self.receiver.swap_into(
             lambda: self.offload.host_views(dict(self.acting.policy.acting_tensors()))
         )
-        self._refresh_world()
         set_activity(f"deciding with version {self.version}", self.hang_timeout)
         launched = any(self._launch(stage) for stage in list(self._idle_stages))
         if launched:
@@ -154,14 +138,6 @@ class Actor:
             return bool(self.slots.pending)
         self.telemetry.add_busy(time.monotonic() - began)
         return True
-
-    def _refresh_world(self) -> None:
-        """Go on with the newest world: like the policy, it is another one only between two launches."""
-        if self.worlds is not None:
-            version = self.worlds.swap_into(
-                lambda: self.offload.host_views(dict(self.acting.refreshed_tensors()))
-            )
-            self.acting.note_refreshed(version)
 
     def _launch(self, stage: Stage[Any]) -> bool:
         """Refill a stage and begin its next decision; returns whether there was anything to do."""
@@ -213,12 +189,8 @@ class Actor:
     def _ending_soon(self) -> int:
         """Count the episodes that end with their next decision at the latest, and some that may."""
         under_way = [self.slots.episode(index) for index in self.slots.live]
-        return max(len(under_way) // SPARE, sum(self._ends_next(episode) for episode in under_way))
-
-    def _ends_next(self, episode: EpisodeInProgress) -> bool:
-        repeats = episode.pending.repeats
-        longest = self.settings.max_decisions if repeats is None else len(repeats.actions)
-        return len(episode.decisions) >= longest - 1
+        last = self.settings.max_decisions - 1
+        return max(len(under_way) // SPARE, sum(len(episode.decisions) >= last for episode in under_way))
 
     def _take(self, grant: GroupGrant) -> None:
         start = self.starts[grant.number]
@@ -280,7 +252,7 @@ class Actor:
             )
 
     def _hand_over(self, stage: Stage[Any]) -> None:
-        """Take out the episodes that have just ended: they are done, or are imagined again."""
+        """Push the episodes that have just ended, and free their slots."""
         for index in self._live(stage):
             episode = self.slots.episode(index)
             fresh = episode.decisions[episode.counted :]
@@ -288,22 +260,14 @@ class Actor:
                 continue  # Its simulator has not answered.
             episode.counted = len(episode.decisions)
             chosen = sum(len(row["success_scores"]) for row in fresh)
-            ending, repeats = self.acting.ending(episode), episode.pending.repeats
-            if ending is not None:
-                self.slots.clear(index)
-            if repeats is not None:
-                self.telemetry.add_steps(0, chosen)  # Nothing is learned from them.
-                if ending is not None:
-                    self.port.push(replace(repeats, weight=float(ending.reason == "success")))
-            elif ending is None:
+            ending = self.acting.ending(episode)
+            if ending is None:
                 self.telemetry.add_steps(chosen, chosen)
             else:
+                self.slots.clear(index)
                 finished = self._finished(episode, ending)
                 self.telemetry.add_steps(chosen - (finished.rewards.size - finished.steps), chosen)
-                if self.repeats_successes and finished.success:
-                    self.slots.add_repetition(episode.pending, finished)
-                else:
-                    self.port.push(finished)
+                self.port.push(finished)
 
     def _finished(self, episode: EpisodeInProgress, ending: Ending) -> Episode:
         sampling = self.acting.sampling

@@ -7,9 +7,6 @@ On CUDA everything between is given to the current streams of the devices, one l
 launch never overtakes the one before, a state that is swapped or overwritten was read before, and weights
 that are copied into the policy between two launches are those of the later one. Where policy and world are on
 two devices, copying the actions makes the world's stream wait for the policy's.
-
-Of an episode that is imagined again the recorded actions go on to the world in place of the policy's. It has
-a row of the same passes; only where a second world draws the repetitions, they are passes of their own.
 """
 
 from __future__ import annotations
@@ -29,7 +26,6 @@ from asyncrl.actors.pipeline import InFlightDecision, Stage, TimedWork
 from asyncrl.actors.slots import Ending, EpisodeInProgress, Slots, Start
 from asyncrl.config.actor import SuccessFrames
 from asyncrl.devices.device_events import DeviceEvent, wait_for
-from asyncrl.devices.tensors import to_device
 from asyncrl.episode_layout import SAMPLE_DTYPES
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability.metrics import Metric
@@ -40,7 +36,6 @@ from asyncrl.rewards.interface import RewardModel
 from asyncrl.rewards.success_rule import deciding_step
 from asyncrl.seeds import sampling_seed
 from asyncrl.worlds.interface import State, World
-from asyncrl.worlds.mined_keyframes import MinedKeyframes
 
 CPU: Final = torch.device("cpu")
 TORCH_DTYPES: Final = {name: getattr(torch, name) for name in SAMPLE_DTYPES}
@@ -55,8 +50,6 @@ class EndRule:
     threshold: float = 0.7
     success_frames: SuccessFrames = 1
     """All three as in `ActorSettings`."""
-    rewards_score: bool = False
-    """A success is worth the score of its step, in [threshold, 1], instead of 1."""
 
 
 class Imagination(Generic[State]):
@@ -73,10 +66,6 @@ class Imagination(Generic[State]):
         policy_device: torch.device = CPU,
         world_device: torch.device = CPU,
         rows: int = 0,
-        refreshed: Mapping[str, Tensor] | None = None,
-        mined: MinedKeyframes | None = None,
-        repeats: bool = False,
-        second: World[State] | None = None,
     ) -> None:
         """Join the models.
 
@@ -91,12 +80,6 @@ class Imagination(Generic[State]):
             rows: Rows of every pass of every model; where fewer slots take part, copies of the first fill it
                 up. What a model computes of a row depends on how many there are, in the last digits, but not
                 on which: so an episode is the same whatever else is imagined. 0: no copies.
-            refreshed: Weights of world and reward model, by name, that later versions of the world replace;
-                None: the world stays as it is.
-            mined: Key frames that come with them.
-            repeats: Whether episodes are imagined again: each says which world drew it and has a weight.
-            second: Draws the repetitions, from their starts on, on the device of `world`; its states have the
-                same tensors. None: `world` does.
         """
         self.policy = policy
         self.world = world
@@ -105,13 +88,8 @@ class Imagination(Generic[State]):
         self.rule = rule
         self.policy_device, self.world_device = policy_device, world_device
         self.rows = rows
-        self.refreshed_weights = refreshed or {}
-        """Of world and reward model, by name; none: the world stays as it is."""
-        self._mined = mined
-        self.second = second
-        self._says_worlds = repeats or refreshed is not None
         self.decisions = 0
-        """Decisions that were made since the actor began, those of repetitions included."""
+        """Decisions that were made since the actor began."""
         self._seconds: dict[Metric, float] = {}
 
     @property
@@ -122,7 +100,7 @@ class Imagination(Generic[State]):
     @property
     def models(self) -> list[World[State] | RewardModel]:
         """What is there besides the policy."""
-        return [self.world, *([] if self.second is None else [self.second]), self.reward]
+        return [self.world, self.reward]
 
     @property
     def version(self) -> int:
@@ -133,14 +111,6 @@ class Imagination(Generic[State]):
     def counts(self) -> Mapping[Metric, int]:
         """What was counted since the actor began."""
         return {m.ACTOR_DECISIONS: self.decisions}
-
-    def refreshed_tensors(self) -> Mapping[str, Tensor]:
-        """Return what later versions of the world replace. See `Acting.refreshed_tensors`."""
-        return {**self.refreshed_weights, **(self._mined.tensors if self._mined else {})}
-
-    def note_refreshed(self, version: int) -> None:
-        """Note that they are now those of `version`: decisions launched from here on are."""
-        self.world.version = max(version, self.world.version)
 
     def suits(self, index: int, start: Start) -> bool:
         """Say that any slot takes any start state."""
@@ -157,12 +127,9 @@ class Imagination(Generic[State]):
             episode = slots.episode(index)
             episode.task, episode.frame = episode.pending.start.task, _start_state(episode).present_frame
         began = DeviceEvent(self.world_device)
-        failed = list[RowFailure]()
-        for world, some in self._by_world(slots, indices):
-            opened, raised = retry_rows_singly(some, partial(self._start, slots, world))
-            failed += raised
-            for part, fresh in opened:
-                stage.open(part, fresh)
+        opened, failed = retry_rows_singly(indices, partial(self._start, slots))
+        for part, fresh in opened:
+            stage.open(part, fresh)
         stage.timed_work.append((m.ACTOR_WORLD, began, DeviceEvent(self.world_device)))
         return failed
 
@@ -176,24 +143,11 @@ class Imagination(Generic[State]):
             Slots for which something raises at once: they make no decision and must be cleared.
         """
         stage.keep(indices)
-        failed = list[RowFailure]()
-        for world, some in self._by_world(slots, indices):
-            decide = partial(self._decide, slots, stage, world, policy_version)
-            parts, raised = retry_rows_singly(some, decide)
-            failed += raised
-            for part, (decision, after) in parts:
-                stage.replace(part, after)
-                stage.in_flight.append(decision)
+        parts, failed = retry_rows_singly(indices, partial(self._decide, slots, stage, policy_version))
+        for part, (decision, after) in parts:
+            stage.replace(part, after)
+            stage.in_flight.append(decision)
         return failed
-
-    def _by_world(self, slots: Slots, indices: list[int]) -> list[tuple[World[State], list[int]]]:
-        """Part slots by the world that draws them; there is no empty part."""
-        if self.second is None:
-            return [(self.world, indices)]
-        own, again = list[int](), list[int]()
-        for index in indices:
-            (own if slots.episode(index).pending.repeats is None else again).append(index)
-        return [(world, some) for world, some in ((self.world, own), (self.second, again)) if some]
 
     def collect(self, slots: Slots, stage: Stage[State], deadline: float) -> tuple[list[RowFailure], float]:
         """Wait for the stage's decision and append it to the episodes.
@@ -228,21 +182,15 @@ class Imagination(Generic[State]):
         stage.keep([])
 
     def ending(self, episode: EpisodeInProgress) -> Ending | None:
-        """Say that an episode is over when its scores make a success (`deciding_step`), or at the limit.
-
-        A repetition is as long as what it repeats at most.
-        """
-        rule, rows, repeats = self.rule, episode.decisions, episode.pending.repeats
+        """End an episode when its scores make a success (`deciding_step`), or at the limit."""
+        rule, rows = self.rule, episode.decisions
         scores_NC = np.stack([row["success_scores"] for row in rows])
         solved = deciding_step(scores_NC, rule.threshold, rule.success_frames)
-        longest = (
-            rule.max_decisions - _start_state(episode).elapsed if repeats is None else len(repeats.actions)
-        )
-        if solved is None and len(rows) < longest:
+        if solved is None and len(rows) < rule.max_decisions - _start_state(episode).elapsed:
             return None
         rewards = np.zeros(scores_NC.shape, np.float32)
         if solved is not None:
-            rewards[solved] = scores_NC[solved] if rule.rewards_score else 1.0
+            rewards[solved] = 1.0
         return Ending(reason="truncated" if solved is None else "success", rewards=rewards)
 
     def close(self) -> None:
@@ -258,9 +206,9 @@ class Imagination(Generic[State]):
             self._seconds[metric] = self._seconds.get(metric, 0.0) + ended.since(began)
         stage.timed_work = []
 
-    def _start(self, slots: Slots, world: World[State], indices: list[int]) -> State:
+    def _start(self, slots: Slots, indices: list[int]) -> State:
         starts = [_start_state(slots.episode(i)) for i in self._filled(indices)]
-        state = world.start(starts, decisions=self.rule.max_decisions)
+        state = self.world.start(starts, decisions=self.rule.max_decisions)
         return _first_rows(state, len(indices))
 
     def _filled(self, indices: list[int]) -> list[int]:
@@ -271,7 +219,6 @@ class Imagination(Generic[State]):
         self,
         slots: Slots,
         stage: Stage[State],
-        world: World[State],
         policy_version: int,
         indices: list[int],
     ) -> tuple[InFlightDecision, State]:
@@ -286,9 +233,9 @@ class Imagination(Generic[State]):
             self.policy.preprocess(frames_B, tasks_B), self.sampling, [sampling_seed(seed) for seed in seeds]
         )
         decided = DeviceEvent(self.policy_device)
-        actions = _with_repeated(acted.actions.to(self.world_device), episodes)
+        actions = acted.actions.to(self.world_device)
         received = DeviceEvent(self.world_device)
-        new_frames, state = world.imagine(stage.state_of(filled), actions, seeds)
+        new_frames, state = self.world.imagine(stage.state_of(filled), actions, seeds)
         drawn = DeviceEvent(self.world_device)
         scores = self.reward.score(new_frames, tasks_B)
         scored = DeviceEvent(self.world_device)
@@ -307,8 +254,6 @@ class Imagination(Generic[State]):
             "noise_seeds": torch.tensor(seeds),
             "video": _to_host(new_frames),
         }
-        if self._says_worlds:
-            arrays["world_versions"] = torch.full((len(seeds),), world.version)
         if acted.value is not None:
             arrays["values"] = _to_host(acted.value[:, 0].float())
         decision = InFlightDecision(  # Its arrays may have more rows than it has slots: nobody looks at them.
@@ -325,17 +270,6 @@ class Imagination(Generic[State]):
         """Copy the arrays that the policy declares to host memory, in the types that it declares."""
         specs = self.policy.sample_arrays
         return {name: _to_host(acted.sample[name].to(TORCH_DTYPES[specs[name].dtype])) for name in specs}
-
-
-def _with_repeated(actions_BCA: Tensor, episodes: Sequence[EpisodeInProgress]) -> Tensor:
-    """Put recorded actions in place of the policy's in the rows of the episodes that are imagined again."""
-    recorded = [(row, episode.next_repeated_actions()) for row, episode in enumerate(episodes)]
-    again = {row: actions for row, actions in recorded if actions is not None}
-    if not again:
-        return actions_BCA
-    rows = to_device(np.array(list(again), np.int64), actions_BCA.device)
-    actions_RCA = to_device(np.stack(list(again.values())), actions_BCA.device)
-    return actions_BCA.index_copy(0, rows, actions_RCA.to(actions_BCA.dtype))
 
 
 def _start_state(episode: EpisodeInProgress) -> StartState:

@@ -24,7 +24,6 @@ from typing import Any, Final, Protocol, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from asyncrl.actors.failures import RowFailure, first_failure, retry_rows_singly
 from asyncrl.actors.imagination import CPU, TORCH_DTYPES
@@ -130,13 +129,6 @@ class Play:
     def counts(self) -> Mapping[Metric, int]:
         """Decisions that were carried out, and episodes that began again, since the actor began."""
         return {m.ACTOR_DECISIONS: self.decisions, m.ACTOR_RESTARTED: self.restarted}
-
-    def refreshed_tensors(self) -> Mapping[str, Tensor]:
-        """Return nothing: a simulator is the truth."""
-        return {}
-
-    def note_refreshed(self, version: int) -> None:
-        """Do nothing."""
 
     def suits(self, index: int, start: Start) -> bool:
         """Tell whether the scene of the start's task is the one loaded in the slot."""

@@ -1,8 +1,7 @@
 """Keeps an actor's batch full: pending episodes of granted groups go into slots, finished ones come out.
 
 A slot holds one episode with its own step counter, seeds, start state and group; when it ends, the next
-pending episode takes the slot, so the batch stays full whatever the neighbours do. An episode that is
-imagined again is pending like any other: its repetition has seeds of its own, which follow from its seed.
+pending episode takes the slot, so the batch stays full whatever the neighbours do.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 from asyncrl.episode_layout import EPISODE_ARRAYS, OPTIONAL_ARRAYS
 from asyncrl.records import REWARDED, EndReason, Episode
 from asyncrl.replay.interface import GroupGrant
-from asyncrl.seeds import episode_seed, noise_seed, repetition_seed
+from asyncrl.seeds import episode_seed, noise_seed
 
 _NOTHING: Final = np.zeros((0, 0, 3), np.uint8)
 
@@ -45,14 +44,6 @@ class PendingEpisode:
     grant: GroupGrant
     member: int
     start: Start
-    repeats: Episode | None = None
-    """The finished episode whose start and actions it has; None: it is one of its own."""
-
-    def seed(self, run_seed: int) -> int:
-        """Return the seed of the episode in a run of the seed `run_seed`."""
-        if self.repeats is not None:
-            return repetition_seed(self.repeats.seed)
-        return episode_seed(run_seed, self.grant.number, self.member)
 
 
 @dataclass(kw_only=True)
@@ -79,11 +70,6 @@ class EpisodeInProgress:
     def next_noise_seed(self) -> int:
         """Return the noise seed of the decision that comes next."""
         return noise_seed(self.seed, len(self.decisions))
-
-    def next_repeated_actions(self) -> NDArray[np.float32] | None:
-        """Return the actions ``[C, A]`` of the decision that comes next; None: the policy chooses them."""
-        repeats = self.pending.repeats
-        return None if repeats is None else repeats.actions[len(self.decisions)]
 
     def add(self, decision: dict[str, NDArray[Any]]) -> None:
         """Append a decision and move on to its last frame.
@@ -134,17 +120,7 @@ class Slots:
         What there is of an earlier grant of the same number is forgotten: that one was given up.
         """
         self.remove_group(grant.number)
-        self._queue([PendingEpisode(grant=grant, member=i, start=start) for i in range(group_size)])
-
-    def add_repetition(self, pending: PendingEpisode, finished: Episode) -> None:
-        """Queue an episode that has just ended once more, with the same actions and other noise.
-
-        It goes before the groups of higher numbers, and behind siblings that have not begun: these may take
-        longer, for they may be imagined again too.
-        """
-        self._queue([replace(pending, repeats=finished)])
-
-    def _queue(self, episodes: list[PendingEpisode]) -> None:
+        episodes = [PendingEpisode(grant=grant, member=i, start=start) for i in range(group_size)]
         self.pending = deque(sorted([*self.pending, *episodes], key=lambda pending: pending.grant.number))
 
     def fill(
@@ -167,7 +143,8 @@ class Slots:
             pending = self.pending.popleft()
             index = next((index for index in free if suits(index, pending.start)), free[0])
             free.remove(index)
-            self.episodes[index] = EpisodeInProgress(pending=pending, seed=pending.seed(self._run_seed))
+            seed = episode_seed(self._run_seed, pending.grant.number, pending.member)
+            self.episodes[index] = EpisodeInProgress(pending=pending, seed=seed)
             filled.append(index)
         return sorted(filled)
 
@@ -208,8 +185,6 @@ def finished_episode(
     sample = {name: arrays.pop(name) for name in list(arrays) if name not in known}
     arrays.setdefault("values", np.full(len(rows), np.nan, np.float32))
     arrays["rewards"] = ending.rewards
-    if (drawn_by := arrays.get("world_versions")) is not None:
-        world_version = int(drawn_by.min())
     return Episode(
         episode_id=os.urandom(16).hex(),
         group_id=pending.grant.group_id,

@@ -32,8 +32,6 @@ class ActorConfig(Bounded):
     reward that is a class (package.module:Class@FOLDER) must be named here again: a peer never names code."""
     world: str = ""
     """The run's world model, where its path differs on this host. It must hold the same files."""
-    guard_world: str = ""
-    """The run's --guard.world, where its path differs on this host. It must hold the same files."""
     reward: str = ""
     """The run's reward model, where its path differs on this host. It must be the same."""
     start_states: str = ""
@@ -64,6 +62,5 @@ def main(arguments: list[str]) -> int:
             device=config.device,
             threads=config.threads,
             paths={name: path for name, path in paths.items() if path},
-            guard_world=config.guard_world,
         )
     )

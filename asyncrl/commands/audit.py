@@ -89,8 +89,6 @@ class AuditConfig(Bounded):
     """Sampling temperature of the action tokens; 0: always the most likely one."""
     top_k: Annotated[int, AtLeast(0, "it counts tokens.", "Use 0 for all.", highest=1_000_000)] = 0
     """Sample among so many of the most likely tokens; 0: among all."""
-    signals: bool = False
-    """Also say how well signals tell false imagined successes from true ones; imagines successes twice."""
     rows: Annotated[int, AtLeast(1, "a pass has a row.", "Use 16.", highest=65536)] = 16
     """Episodes imagined together, filled up with copies: so results do not depend on --workers."""
     workers: Annotated[int, AtLeast(1, "somebody has to play.", "Use 8.", highest=THREADS)] = min(
@@ -116,8 +114,6 @@ def main(arguments: list[str]) -> int:
         raise ConfigError(f"--json {config.json}: there is no folder {Path(config.json).parent}. Make it.")
     versions = _versions(config)
     audited = _audit_all(config, run, versions)
-    if len(versions) == 1:
-        config = _in_its_world(config, run, config.checkpoint)
     _print_tables(config, audited)
     _write_curves(config, versions, audited)
     if config.json:
@@ -126,13 +122,10 @@ def main(arguments: list[str]) -> int:
 
 
 def _print_tables(config: AuditConfig, audited: dict[str, list[AuditedEpisode]]) -> None:
-    from asyncrl.evaluation.audit_table import signal_table, table  # Imports torch.
+    from asyncrl.evaluation.audit_table import table  # Imports torch.
 
     head = f"world {config.world}, simulator {config.simulator}, temperature {config.temperature:g}"
     print(table(head, audited))
-    if config.signals:
-        for name, episodes in audited.items():
-            print("\n" + signal_table(name, episodes))
 
 
 def _write_curves(
@@ -203,19 +196,6 @@ def _parse(arguments: list[str]) -> tuple[AuditConfig, RunSettings | None]:
     return config, run
 
 
-def _in_its_world(config: AuditConfig, run: RunSettings | None, text: str) -> AuditConfig:
-    """Let a checkpoint be audited in the world that its run had refitted by then (--pace.every)."""
-    from asyncrl.launch.run_settings import run_of
-    from asyncrl.pace import rounds
-
-    folder = run_of(text)
-    if run is None or folder is None or config.world != run.config.world:
-        return config
-    version = _version_of(text)
-    world = None if version is None else rounds.world_at(folder, version)
-    return config if world is None else replace(config, world=str(world), reward="")
-
-
 def _versions(config: AuditConfig) -> dict[str, str]:
     """Return what is audited: its name in the table, and what --policy would call it."""
     from asyncrl.launch.run_settings import run_of
@@ -253,8 +233,7 @@ def _audit_all(
     from asyncrl.simulators.pool import SimulatorPool
 
     device = take_device(config.device)
-    settings = [_in_its_world(config, run, text) for text in versions.values()]
-    models = _models(settings[0], next(iter(versions.values())), device)
+    models = _models(config, next(iter(versions.values())), device)
     source = _source(config, models)
     with ExitStack() as stack:
         chunk = models.world.action_spec.chunk
@@ -272,21 +251,11 @@ def _audit_all(
             repeats=1,
         )
         bar = stack.enter_context(tqdm(total=len(plays) * len(versions), desc="audit", unit="episode"))
-        found, world = {}, settings[0].world
-        for (name, text), own in zip(versions.items(), settings, strict=True):
-            if own.world != world:
-                models, world = _models(own, text, device), own.world
-            elif found:
+        found = {}
+        for name, text in versions.items():
+            if found:
                 models = replace(models, policy=_load_policy(text, config, device))
-            found[name] = audit(
-                models,
-                pool,
-                plays,
-                rows=config.rows,
-                seed=config.seed,
-                signals=config.signals,
-                progress=bar.update,
-            )
+            found[name] = audit(models, pool, plays, rows=config.rows, seed=config.seed, progress=bar.update)
     return found
 
 

@@ -44,12 +44,7 @@ def fit_world_command(config: FitWorld, recordings: Recordings) -> None:
         return _fine_tune(config, recordings)
     torch.manual_seed(config.seed)
     device = take_device(config.device)
-    options = WorldOptions(
-        context_sigma=config.context_sigma,
-        own_memory=config.own_memory,
-        jumps=config.jumps,
-        camera=config.camera,
-    )
+    options = WorldOptions(context_sigma=config.context_sigma, camera=config.camera)
     check_recordings(recordings)
     if config.refine:
         world = load_fitted(world_folder(config.refine), device, torch.float32)

@@ -3,13 +3,12 @@
 The stored actions go through the world with the stored noise, so the policy decides nothing, and frames and
 scores can be compared whatever policy versions are left. The log-probs of the stored samples are compared
 where the policy of exactly their version is: a checkpoint that was kept, or for version 0 the policy that the
-run began with. With --guard.kind second, what gave a success its weight is imagined again too. Models and
-what they need are imported when the command runs.
+run began with. Models and what they need are imported when the command runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,8 +18,6 @@ import tyro
 
 from asyncrl.config.bounds import AtLeast
 from asyncrl.errors import ConfigError
-from asyncrl.keyframe_names import version_named
-from asyncrl.pace.rounds import newest_world, world_folder
 from asyncrl.records import Episode, StartState
 from asyncrl.replay_tools.comparison import (
     Comparison,
@@ -31,7 +28,6 @@ from asyncrl.replay_tools.comparison import (
 )
 from asyncrl.replay_tools.episodes import find_group
 from asyncrl.replay_tools.selection import ReplayCommand
-from asyncrl.rewards.success_rule import deciding_step
 from asyncrl.storage.drawing import require_png
 
 if TYPE_CHECKING:
@@ -40,7 +36,6 @@ if TYPE_CHECKING:
     from asyncrl.config.actor import ActorSettings
     from asyncrl.config.run import TrainConfig
     from asyncrl.launch.environment import Environment
-    from asyncrl.rewards.interface import RewardModel
     from asyncrl.worlds.interface import World
 
 FRAMES_PER_SECOND = 10
@@ -91,18 +86,15 @@ class Imagine(ReplayCommand):
             )
         device = take_device(self.device)
         environment = build_world_model(config, device)
-        start = _start_of(episodes, [*environment.starts, *_keyframes_of(run, episodes[0])])
+        start = _start_of(episodes, environment.starts)
         rows, why = self._rows_of_a_pass(config, len(episodes))
         print(f"group {self.group}: {start.task}, from start state {start.name}, {len(episodes)} members")
-        worlds = _Worlds(config, environment, Path() if self.world or self.reward else run, device)
-        print(worlds.about(episodes))
+        print(_about(config, environment.world, episodes))
         logprobs = _logprobs(run, config, episodes, device)
         print(f"rows of a pass: {why}\n")
         actor = replace(config.actor, success_frames=config.success_frames)
-        found, note = _compare(worlds, start, episodes, logprobs, rows, actor), ""
-        if config.guard.repeats:
-            found, note = _weighed(config, environment, worlds, start, found, rows)
-        print(comparison_table(found) + note)
+        found = _compare(environment, start, episodes, logprobs, rows, actor)
+        print(comparison_table(found))
         verdicts = [one.verdict for one in found]
         counts = ", ".join(f"{verdicts.count(kind)} {kind}" for kind in dict.fromkeys(verdicts))
         print(f"{len(found)} members: {counts}")
@@ -183,60 +175,15 @@ def _start_of(episodes: Sequence[Episode], starts: Sequence[StartState]) -> Star
     return start
 
 
-def _keyframes_of(run: Path, episode: Episode) -> list[StartState]:
-    """Return the key frames of the run's world version that a start state is one of; none, if it is not."""
-    from asyncrl.worlds import mined_keyframes
-
-    version = version_named(episode.start_state)
-    return [] if version is None else mined_keyframes.load(world_folder(run, version))
-
-
-class _Worlds:
-    """`stored_groups.Worlds` of a run: the one that --world names, and those that it refitted."""
-
-    def __init__(
-        self, config: TrainConfig, environment: Environment, run: Path, device: torch.device
-    ) -> None:
-        self._config, self._run, self._device = config, run, device
-        self._first = environment.world.version
-        self._loaded = {self._first: (environment.world, environment.reward)}
-
-    def __call__(self, version: int) -> tuple[World[Any], RewardModel]:
-        if version not in self._loaded:
-            from asyncrl.launch.refits import load_world
-            from asyncrl.pace.fitter import WorldAt
-
-            folder = world_folder(self._run, version)
-            at = WorldAt(folder=folder, reward=folder, version=version)
-            known = folder.is_dir()
-            self._loaded[version] = (
-                load_world(self._config, at, self._device) if known else self._loaded[self._first]
-            )
-        return self._loaded[version]
-
-    @property
-    def newest(self) -> int:
-        """Return the newest version that the run has."""
-        found = newest_world(self._run)
-        return self._first if found is None else found
-
-    def about(self, episodes: Sequence[Episode]) -> str:
-        """Say which worlds imagine, and that one is not there."""
-        drawn = {int(v) for one in episodes for v in _versions_of(one)}
-        lost = sorted(v for v in drawn if v != self._first and not world_folder(self._run, v).is_dir())
-        note = f", but the group's was {lost[0]}: it cannot come out the same" if lost else ""
-        others = sorted(drawn - {self._first} - set(lost))
-        more = f", and {', '.join(map(str, others))} of its refits" if others else ""
-        return f"world {self._config.world}, version {self._first}{more}{note}"
-
-
-def _versions_of(episode: Episode) -> Iterable[int]:
-    worlds = episode.world_versions
-    return [episode.world_version] if worlds is None else worlds.tolist()
+def _about(config: TrainConfig, world: World[Any], episodes: Sequence[Episode]) -> str:
+    """Name the world that imagines, and the version that the group was imagined with if it is another."""
+    others = {episode.world_version for episode in episodes} - {world.version}
+    note = f", but the group's was {min(others)}: it cannot come out the same" if others else ""
+    return f"world {config.world}, version {world.version}{note}"
 
 
 def _compare(
-    worlds: _Worlds,
+    environment: Environment,
     start: StartState,
     episodes: Sequence[Episode],
     logprobs: Sequence[np.ndarray],
@@ -245,7 +192,7 @@ def _compare(
 ) -> list[Comparison]:
     from asyncrl.evaluation.stored_groups import imagine_again
 
-    again = imagine_again(worlds, start, episodes, rows=rows)
+    again = imagine_again(environment.world, environment.reward, start, episodes, rows=rows)
     return [
         Comparison(
             episode=episode,
@@ -257,56 +204,6 @@ def _compare(
         )
         for episode, imagined, of_policy in zip(episodes, again, logprobs, strict=True)
     ]
-
-
-def _weighed(
-    config: TrainConfig,
-    environment: Environment,
-    worlds: _Worlds,
-    start: StartState,
-    found: Sequence[Comparison],
-    rows: int,
-) -> tuple[list[Comparison], str]:
-    """Imagine once more what gave successes their weights: the same actions with the noise of the repetition.
-
-    Where it would give another weight than the stored one, and a later world may have drawn it, nothing can
-    be said of it.
-
-    Returns:
-        All of them, and a line about it, behind a line feed; empty: there are no successes.
-    """
-    from asyncrl.evaluation.stored_groups import imagine_again, repetition_of
-    from asyncrl.launch.second_world import load_second_world
-
-    places = [place for place, one in enumerate(found) if one.episode.success]
-    if not places:
-        return list(found), ""
-    second = load_second_world(config, environment.world, start) if config.guard.world else None
-
-    def drawing(version: int) -> tuple[World[Any], RewardModel]:
-        world, reward = worlds(version)
-        return second or world, reward
-
-    repetitions = [repetition_of(found[place].episode) for place in places]
-    again = imagine_again(drawing, start, repetitions, rows=rows)
-    weighed, unknown = list(found), 0
-    for place, repetition, imagined in zip(places, repetitions, again, strict=True):
-        one = found[place]
-        solved = deciding_step(np.stack(imagined.scores), one.threshold, one.success_frames) is not None
-        new = replace(one, weight=float(solved))
-        if new.same_weight or worlds.newest <= repetition.world_version:
-            weighed[place] = new
-        else:
-            unknown += 1
-    drawn_by = config.guard.world or "the same world with other noise"
-    return weighed, f"\nweights: {len(places)} successes repeated by {drawn_by}" + _unknown(unknown)
-
-
-def _unknown(count: int) -> str:
-    """Say that some weights cannot be checked; nothing where all can."""
-    if not count:
-        return ""
-    return f"; of {count} it is not known, as a later world may have drawn what gave them their weights"
 
 
 def _logprobs(

@@ -17,7 +17,6 @@ from asyncrl.config.bounds import Bounded
 from asyncrl.errors import ConfigError
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability import metrics_training as m
-from asyncrl.pace import rounds
 from asyncrl.replay_tools.text import NOTHING, table
 from asyncrl.storage.run_state import (
     METRICS,
@@ -69,7 +68,7 @@ class List(Bounded):
                 run.state.value,
                 f"{run.version}/{run.updates}",
                 _percent(run.imagined_success),
-                _percent(_true_success(run)),
+                _percent(run.true_success),
                 f"{folder_bytes(run.path) / MB:.1f}",
             )
             for run in runs
@@ -212,12 +211,6 @@ def _flat(settings: Mapping[str, Any], section: str = "") -> Iterator[tuple[str,
             yield section + name, value
 
 
-def _true_success(run: RunSummary) -> float | None:
-    """Return what was measured last: by --evaluate-every, else by the newest round of --pace.every."""
-    row = rounds.newest(run.path)
-    return row.success if run.true_success is None and row else run.true_success
-
-
 def _as_dict(run: RunSummary) -> dict[str, Any]:
     return {
         "run": str(run.path),
@@ -226,7 +219,7 @@ def _as_dict(run: RunSummary) -> dict[str, Any]:
         "version": run.version,
         "updates": run.updates,
         "imagined_success": run.imagined_success,
-        "true_success": _true_success(run),
+        "true_success": run.true_success,
         "bytes": folder_bytes(run.path),
         "problem": run.problem,
     }

@@ -17,7 +17,6 @@ from asyncrl.config.bounds import SECONDS, AtLeast, Bounded
 from asyncrl.errors import ConfigError
 from asyncrl.observability import process_status
 from asyncrl.observability.process_status import Process
-from asyncrl.pace import rounds
 from asyncrl.storage import run_state
 from asyncrl.storage.run_state import RunSummary, State
 
@@ -46,7 +45,7 @@ class StatusConfig(Bounded):
     stacks: bool = False
     """Also make every living process append the stacks of its threads to RUN/processes/*.stacks."""
     json: bool = False
-    """Print JSON: state, version, updates, the newest round of refits, processes and their threads; with
+    """Print JSON: state, version, updates, processes and their threads; with
     --watch an object a line."""
     watch: bool = False
     """Show it again and again until the run has ended."""
@@ -95,7 +94,6 @@ def _shown(run: Path, config: StatusConfig) -> State:
     cleared = config.watch and sys.stdout.isatty()
     lines = [
         *filter(None, [head]),
-        *_lines_of_round(run),
         *(line for process in processes for line in _lines(process, state)),
     ]
     text = "\n".join([*lines, ""] if config.watch and not cleared else lines)
@@ -125,13 +123,6 @@ def _lines(process: Process, state: State) -> list[str]:
     return lines
 
 
-def _lines_of_round(run: Path) -> list[str]:
-    """Say what the newest round of --pace.every found, in at most 80 columns; nothing where there is none."""
-    row = rounds.newest(run)
-    parts = (row.truth, row.verdicts, row.outcome) if row else ()
-    return [f"{'' if number else 'refits:':<8}{part}" for number, part in enumerate(parts)]
-
-
 def _as_dict(run: Path, state: State, summary: RunSummary | None, processes: list[Process]) -> dict[str, Any]:
     rows = [
         {
@@ -150,6 +141,5 @@ def _as_dict(run: Path, state: State, summary: RunSummary | None, processes: lis
         "updates": summary.updates if summary else None,
         "imagined_success": summary.imagined_success if summary else None,
         "true_success": summary.true_success if summary else None,
-        "round": asdict(row) if (row := rounds.newest(run)) else None,
         "processes": rows,
     }

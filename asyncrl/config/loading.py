@@ -1,7 +1,6 @@
 """Reads a `TrainConfig` from flags and TOML files, and writes it for the run's folder. Imports no torch.
 
-Files give the defaults, a later one wins over those before it, and the flags win over all. A name that was
-changed or is gone is answered with what stands in its place (`old_names`).
+Files give the defaults, a later one wins over those before it, and the flags win over all.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from typing import Any, Final
 
 from asyncrl.config.arguments import split_files
 from asyncrl.config.often_used import TRAIN
-from asyncrl.config.old_names import refuse_old_flags, refuse_old_value, successor, with_present_names
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.short_help import ALL, ShortHelp, answer_help
 from asyncrl.errors import ConfigError
@@ -85,7 +83,24 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{path} is not valid {path.suffix[1:] or 'TOML'}: {error}. Correct it, or give another file."
         ) from None
-    return with_present_names(table) if of_run else table
+    return existing_settings(table, TrainConfig()) if of_run else table
+
+
+def existing_settings(table: dict[str, Any], config: Any) -> dict[str, Any]:
+    """Return the settings of a run's config.json without those that this version no longer has.
+
+    Args:
+        table: Nested like the configuration.
+        config: Has the fields that exist.
+    """
+    names = {field.name for field in dataclasses.fields(config)}
+    return {
+        name: existing_settings(value, part)
+        if dataclasses.is_dataclass(part := getattr(config, name)) and isinstance(value, dict)
+        else value
+        for name, value in table.items()
+        if name in names
+    }
 
 
 def _parse_toml(raw: bytes) -> dict[str, Any]:
@@ -121,13 +136,12 @@ def _overlaid(config: Any, layers: Sequence[tuple[str, Any]], section: str) -> A
         for key, value in _opened_parts(table, where, section).items():
             name = key.replace("-", "_")
             if name not in known:
-                hint = _hint(section + name, known)
+                hint = _hint(name, known)
                 raise ConfigError(f"{where} sets {key!r}, which does not exist.{hint}")
             current = getattr(config, name)
             if dataclasses.is_dataclass(current):
                 parts.setdefault(name, []).append((f"{where} [{key}]", value))
                 continue
-            refuse_old_value(section + name, value, f"{where}: {key}")
             changes[name] = _typed(value, current, f"{where}: {key}", typing.get_args(hints[name]))
     for name, of_part in parts.items():
         changes[name] = _overlaid(getattr(config, name), of_part, f"{section}{name}.")
@@ -149,9 +163,7 @@ def _opened_parts(table: dict[str, Any], where: str, section: str) -> dict[str, 
 
 
 def _hint(name: str, known: typing.Iterable[str]) -> str:
-    if said := successor(name):
-        return said
-    near = difflib.get_close_matches(name.rpartition(".")[2], known, n=1)
+    near = difflib.get_close_matches(name, known, n=1)
     return f" Perhaps you meant {near[0]!r}." if near else f" Known: {', '.join(sorted(known))}."
 
 
@@ -198,6 +210,5 @@ def parse(
     if ALL in flags:
         prog += f" {help_text.usage.removesuffix(' [--flags]')}"
     flags = answer_help(flags, lambda: help_text.text(default))
-    refuse_old_flags(flags)
     about = description or help_text.about_all(TrainConfig)
     return tyro.cli(TrainConfig, args=flags, default=default, prog=prog, description=about)

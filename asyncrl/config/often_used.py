@@ -92,7 +92,6 @@ AUDIT: Final = ShortHelp(
             Often("rows", "N", "episodes imagined together"),
             Often("workers", "N", "simulator processes"),
             Often("device", "auto|cpu|cuda", "where the models run"),
-            Often("signals", "", "which signals tell false successes"),
             Often("json", "FILE", "the result, with every episode"),
         ),
     },

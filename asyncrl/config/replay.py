@@ -21,8 +21,6 @@ class ReplaySettings(Bounded):
         int, AtLeast(0, "a lag cannot be negative.", "Use 2, or --synchronous for 0.", highest=100_000)
     ] = 2
     """No decision older than this many policy versions is trained on; checked at admission and sampling."""
-    max_world_lag: Annotated[int, AtLeast(0, "a lag cannot be negative.", "Use 1.")] = 1
-    """No episode is trained on that a world imagined which is more versions older than the newest one."""
     group_timeout: Annotated[
         float, AtLeast(1, "imagining a group takes time.", "Use 300.", highest=SECONDS)
     ] = 300.0

@@ -25,7 +25,6 @@ from asyncrl.config.evaluation import EvaluationSettings
 from asyncrl.config.guard import GuardSettings
 from asyncrl.config.imagination import ImaginationSettings
 from asyncrl.config.monitor import MonitorSettings
-from asyncrl.config.pace import PaceSettings, names_fitter
 from asyncrl.config.replay import ReplaySettings
 from asyncrl.config.simulator import SimulatorSettings
 from asyncrl.config.weights import WeightSettings
@@ -53,7 +52,7 @@ class TrainConfig(Bounded):
     """Actors wait for every update, so that the lag is always 0: for comparison."""
     placement: str = "auto"
     """Which rank is what: 'learner=0,actor=1-3'. A rank may be both. policy=2,world=3 is an actor on two
-    devices, fitter=4 refits the world (--pace.every). auto: rank 0 learns, the others imagine, unless a run
+    devices. auto: rank 0 learns, the others imagine, unless a run
     measured what keeps both busy (--balance-from); collocated: all do both; disaggregated: the first half
     learns, the rest imagines; hybrid: all learn, the first half has policies, the second their worlds."""
     balance_from: str = ""
@@ -125,7 +124,6 @@ class TrainConfig(Bounded):
     imagination: ImaginationSettings = field(default_factory=ImaginationSettings)
     simulator: SimulatorSettings = field(default_factory=SimulatorSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
-    pace: PaceSettings = field(default_factory=PaceSettings)
     guard: GuardSettings = field(default_factory=GuardSettings)
     weights: WeightSettings = field(default_factory=WeightSettings)
     monitor: MonitorSettings = field(default_factory=MonitorSettings)
@@ -144,8 +142,6 @@ class TrainConfig(Bounded):
                 f"--balance-from is {self.balance_from}, but --placement is {self.placement}, and only auto "
                 "chooses by what a run measured. Leave one of them out."
             )
-        if names_fitter(self.placement):
-            self._check_fitter()
         if self.replay.max_reuse > self.max_lag + 1:
             raise ConfigError(
                 f"--replay.max-reuse is {self.replay.max_reuse}, but with a lag of at most {self.max_lag} "
@@ -156,12 +152,6 @@ class TrainConfig(Bounded):
             raise ConfigError(
                 f"--guard.kind is lasting and --actor.success-frames is {self.actor.success_frames}, but a "
                 "success is found by one rule: lasting looks at a decision's last frame. Leave one out."
-            )
-        if self.pace.every and self.imagination.precision == "float8":
-            raise ConfigError(
-                f"--pace.every is {self.pace.every} and --imagination.precision is float8, but weights of 8 "
-                "bits cannot be replaced by a refit's. Use --imagination.precision stored or bf16, or leave "
-                "--pace.every out."
             )
         if self.learner.frozen_precision == "float8" and not self.lora.rank:
             raise ConfigError(
@@ -177,19 +167,6 @@ class TrainConfig(Bounded):
             check_name("transport", self.weights.transport)
         check_recipe(self.algorithm, self.correction, self.critic)
         check_names(self.log_with)
-
-    def _check_fitter(self) -> None:
-        """Refuse a fitter of its own rank where there is nothing to fit, or one process."""
-        if not self.pace.every:
-            raise ConfigError(
-                f"--placement is {self.placement}, but --pace.every is 0, so that no world is refitted and a "
-                "fitter has nothing to do. Set --pace.every, or leave fitter= out."
-            )
-        if self.inline:
-            raise ConfigError(
-                f"--placement is {self.placement}, but --inline is one process, in which the fitter takes "
-                "its turn. Leave fitter= out, or --inline."
-            )
 
     @property
     def success_frames(self) -> SuccessFrames:

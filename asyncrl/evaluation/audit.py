@@ -14,7 +14,7 @@ Dimension letters:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from asyncrl.config.actor import SuccessFrames
 from asyncrl.evaluation.contact_sheet import start_of
 from asyncrl.evaluation.evaluate import SuccessRate
-from asyncrl.evaluation.guard_signals import signals_of
 from asyncrl.policies.interface import Policy, SamplingParams
 from asyncrl.records import StartState
 from asyncrl.rewards.interface import RewardModel
@@ -69,6 +68,7 @@ class Models:
         found = deciding_step(scores_NC, self.threshold, self.success_frames)
         return None if found is None else found[0]
 
+    @torch.inference_mode()
     def imagine(self, starts: Sequence[StartState], seeds: Sequence[int]) -> Imagined:
         """Imagine episodes until all have succeeded or made the decisions that are left.
 
@@ -76,48 +76,20 @@ class Models:
             starts: ``B`` start states.
             seeds: ``B`` seeds of episodes, as `seeds.episode_seed` makes them.
         """
-        tasks = [start.task for start in starts]
-
-        def decide(decision: int, shown: NDArray[np.uint8], noise: list[int]) -> NDArray[np.float32]:
-            inputs = self.policy.preprocess(shown, tasks)
-            acted = self.policy.act(inputs, self.sampling, [sampling_seed(one) for one in noise])
-            return acted.actions.float().cpu().numpy()
-
-        def all_succeeded(scores: list[NDArray[np.float32]]) -> bool:
-            return all(self.end(scores_NC) is not None for scores_NC in np.stack(scores, axis=1))
-
-        most = self.max_decisions - min(start.elapsed for start in starts)
-        return self._imagine(starts, seeds, decide, most, all_succeeded)
-
-    def imagine_again(
-        self, starts: Sequence[StartState], actions: NDArray[np.float32], seeds: Sequence[int]
-    ) -> Imagined:
-        """Imagine the same actions ``[B, N, C, A]`` with the noise of other episode seeds."""
-        return self._imagine(
-            starts, seeds, lambda decision, *_: actions[:, decision], actions.shape[1], lambda _: False
-        )
-
-    @torch.inference_mode()
-    def _imagine(
-        self,
-        starts: Sequence[StartState],
-        seeds: Sequence[int],
-        decide: Callable[[int, NDArray[np.uint8], list[int]], NDArray[np.float32]],
-        most: int,
-        enough: Callable[[list[NDArray[np.float32]]], bool],
-    ) -> Imagined:
         tasks, shown = [start.task for start in starts], np.stack([start.present_frame for start in starts])
         state = self.world.start(starts, decisions=self.max_decisions)
         drawn, chosen, scored = [], [], []
-        for decision in range(most):
+        for decision in range(self.max_decisions - min(start.elapsed for start in starts)):
             noise = [noise_seed(seed, decision) for seed in seeds]
-            chosen.append(decide(decision, shown, noise))
+            inputs = self.policy.preprocess(shown, tasks)
+            acted = self.policy.act(inputs, self.sampling, [sampling_seed(one) for one in noise])
+            chosen.append(acted.actions.float().cpu().numpy())
             actions = torch.from_numpy(chosen[-1]).to(self.world.device)
             frames, state = self.world.imagine(state, actions, noise)
             scored.append(self.reward.score(frames, tasks).float().cpu().numpy())
             drawn.append(frames.cpu().numpy())
             shown = drawn[-1][:, -1]
-            if enough(scored):
+            if all(self.end(scores_NC) is not None for scores_NC in np.stack(scored, axis=1)):
                 break
         return Imagined(
             frames=np.concatenate(drawn, axis=1),
@@ -152,8 +124,6 @@ class AuditedEpisode:
     """The reward model calls the true frames of these steps a success."""
     psnr: tuple[float, ...]
     """dB of the imagined frames of each decision against the true ones."""
-    signals: dict[str, float] = field(default_factory=dict)
-    """Of an imagined success: by name, larger where it is more likely to be false. Empty: not computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +178,6 @@ def audit(
     *,
     rows: int,
     seed: int = 0,
-    signals: bool = False,
     progress: Callable[[int], object] = lambda _: None,
 ) -> list[AuditedEpisode]:
     """Audit an episode from every start, in the order of `plays`.
@@ -219,28 +188,24 @@ def audit(
         plays: Starts.
         rows: Episodes imagined together, filled up with copies, so that no result depends on who is beside.
         seed: Of the policy's sampling and the world's noise.
-        signals: Compute `AuditedEpisode.signals`, which imagines successes twice.
         progress: Told of every batch how many episodes it had.
     """
     audited = []
     for first in range(0, len(plays), rows):
         batch = list(plays[first : first + rows])
         numbers = [first + (row if row < len(batch) else 0) for row in range(rows)]
-        noises = [[episode_seed(seed, number, draw) for number in numbers] for draw in range(1 + signals)]
-        found = list(_audit_batch(models, pool, batch, noises))
+        found = list(_audit_batch(models, pool, batch, [episode_seed(seed, n, 0) for n in numbers]))
         progress(len(found))
         audited += found
     return audited
 
 
-def _audit_batch(
-    models: Models, pool: Pool, plays: list[Play], noises: list[list[int]]
-) -> Iterator[AuditedEpisode]:
-    """Audit as many episodes as there are plays; `noises` has the seeds of all rows, for one draw or two."""
+def _audit_batch(models: Models, pool: Pool, plays: list[Play], seeds: list[int]) -> Iterator[AuditedEpisode]:
+    """Audit as many episodes as there are plays; there is a seed for every row of a pass."""
     beginnings = _in_order(plays, rollout(pool, _end_at_once, plays, keep_frames=True))
     starts = [start_of(episode) for episode in beginnings]
-    filled = starts + starts[:1] * (len(noises[0]) - len(starts))
-    imagined = models.imagine(filled, noises[0])
+    filled = starts + starts[:1] * (len(seeds) - len(starts))
+    imagined = models.imagine(filled, seeds)
     ends = [models.end(scores_NC) for scores_NC in imagined.scores[: len(plays)]]
     lengths = [imagined.scores.shape[1] if end is None else end + 1 for end in ends]
     script = {
@@ -248,16 +213,9 @@ def _audit_batch(
         for row, (play, length) in enumerate(zip(plays, lengths, strict=True))
     }
     played = rollout(pool, _following(script), plays, keep_frames=True, extra_decisions=TO_THE_END)
-    again = None
-    if len(noises) > 1 and any(end is not None for end in ends):
-        again = models.imagine_again(filled, imagined.actions[:, : max(lengths)], noises[1])
     chunk = models.world.action_spec.chunk
     for row, episode in enumerate(_in_order(plays, played)):
         length, steps = lengths[row], lengths[row] * chunk
-        signals = {}
-        if again is not None and ends[row] is not None:
-            first, second = ((one.scores[row, :length], one.frames[row, :steps]) for one in (imagined, again))
-            signals = signals_of(first, second, threshold=models.threshold, end=models.end)
         yield AuditedEpisode(
             start=episode.start.name,
             task=episode.task,
@@ -266,7 +224,6 @@ def _audit_batch(
             true=bool(episode.success[: 1 + steps].any()),
             judged_true=models.end(models.score_true(episode, length)) is not None,
             psnr=psnr_by_decision(imagined.frames[row, :steps], episode.frames[1 : 1 + steps], chunk),
-            signals=signals,
         )
 
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from asyncrl.evaluation.audit import Audit, AuditedEpisode
-from asyncrl.evaluation.guard_signals import auroc
 
 ROWS: Final = {
     "imagined_success": "imagined success",
@@ -43,21 +42,6 @@ def _whole(audit: Audit) -> list[str]:
     numbers = "".join(f"{number:>7}" for number in range(1, 1 + len(audit.psnr)))
     decibels = "".join(f"{value:7.1f}" for value in audit.psnr)
     return [*rows, f"{'decision':<{width}}{numbers}", f"{'PSNR, dB':<{width}}{decibels}"]
-
-
-def signal_table(name: str, episodes: Sequence[AuditedEpisode]) -> str:
-    """Write how well each signal tells false imagined successes from true ones."""
-    successes = [episode for episode in episodes if episode.signals]
-    false = [not episode.true for episode in successes]
-    lines = [
-        f"{name}: {len(successes)} imagined successes, {sum(false)} of them false. AUROC, and AUROC within",
-        "one decision number, without which all that grows with an episode's length looks good:",
-    ]
-    for signal in successes[0].signals if successes else ():
-        values = [episode.signals[signal] for episode in successes]
-        found = auroc(values, false), auroc(values, false, [episode.decisions for episode in successes])
-        lines.append(f"  {signal:<34} {_number(found[0])} {_number(found[1])}")
-    return "\n".join(lines)
 
 
 def _number(value: float) -> str:

@@ -6,8 +6,8 @@ Dimension letters:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,11 +17,7 @@ from numpy.typing import NDArray
 from asyncrl.policies.interface import Policy, SamplingParams
 from asyncrl.records import Episode, StartState
 from asyncrl.rewards.interface import RewardModel
-from asyncrl.seeds import noise_seed, repetition_seed
 from asyncrl.worlds.interface import World
-
-Worlds = Callable[[int], tuple[World[Any], RewardModel]]
-"""Version of a world -> the world, and the reward model that judges it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +32,13 @@ class ImaginedAgain:
 
 @torch.inference_mode()
 def imagine_again(
-    worlds: Worlds, start: StartState, episodes: Sequence[Episode], *, rows: int = 0
+    world: World[Any], reward: RewardModel, start: StartState, episodes: Sequence[Episode], *, rows: int = 0
 ) -> list[ImaginedAgain]:
     """Imagine what the stored actions of a group lead to, with the stored noise.
 
     Args:
-        worlds: Gives the world that drew a decision, and the reward model that judged it.
+        world: Draws the frames.
+        reward: Scores them.
         start: Of the group.
         episodes: Its members, of any lengths.
         rows: Rows of every pass: members in excess of it go through the models afterwards, and where fewer
@@ -53,70 +50,32 @@ def imagine_again(
     size = rows or len(episodes)
     found = []
     for first in range(0, len(episodes), size):
-        found += _imagine_together(worlds, start, episodes[first : first + size], rows)
+        found += _imagine_together(world, reward, start, episodes[first : first + size], rows)
     return found
 
 
-def repetition_of(episode: Episode) -> Episode:
-    """Return what an actor imagined to weigh an episode, as one that `imagine_again` takes.
-
-    It has the episode's start and actions, and the noise of the seed that follows from its own. Which version
-    of the world drew it is not stored: it is taken for the one of the episode's last decision, the earliest
-    that can have been.
-    """
-    seed, decisions = repetition_seed(episode.seed), len(episode.actions)
-    noise_seeds = np.array([noise_seed(seed, n) for n in range(decisions)], episode.noise_seeds.dtype)
-    version = _drawn_by(episode, decisions - 1)
-    return replace(
-        episode,
-        noise_seeds=noise_seeds,
-        world_version=version,
-        world_versions=np.full(decisions, version, np.int64),
-    )
-
-
 def _imagine_together(
-    worlds: Worlds, start: StartState, episodes: Sequence[Episode], rows: int
+    world: World[Any], reward: RewardModel, start: StartState, episodes: Sequence[Episode], rows: int
 ) -> list[ImaginedAgain]:
     found = [ImaginedAgain() for _ in episodes]
     in_state = _filled(list(range(len(episodes))), rows)
     decisions = max(len(episode.actions) for episode in episodes)
-    world, _ = worlds(_drawn_by(episodes[0], 0))
     state = world.start([start] * len(in_state), decisions=decisions)
     for n in range(decisions):
         going_on = [member for member, episode in enumerate(episodes) if n < len(episode.actions)]
-        versions = sorted({_drawn_by(episodes[member], n) for member in going_on})
-        before, state_before = in_state, state
-        for version in versions:
-            alike = [member for member in going_on if _drawn_by(episodes[member], n) == version]
-            taking_part = _filled(alike, rows)
-            part = state_before
-            if taking_part != before:
-                part = state_before.select([before.index(member) for member in taking_part])
-            world, reward = worlds(version)
-            actions_BCA = torch.from_numpy(np.stack([episodes[member].actions[n] for member in taking_part]))
-            seeds = [int(episodes[member].noise_seeds[n]) for member in taking_part]
-            frames, after = world.imagine(part, actions_BCA.to(world.device), seeds)
-            scores_BC = reward.score(frames, [start.task] * len(taking_part)).cpu().numpy()
-            frames_BCHW3 = frames.cpu().numpy()
-            for row, member in enumerate(alike):
-                found[member].frames.append(frames_BCHW3[row])
-                found[member].scores.append(scores_BC[row])
-            if len(versions) == 1:
-                state, in_state = after, taking_part
-            else:
-                if version == versions[0]:
-                    state, in_state = state_before.select([before.index(one) for one in going_on]), going_on
-                state = state.write_rows(
-                    [going_on.index(one) for one in alike], after.select(range(len(alike)))
-                )
+        taking_part = _filled(going_on, rows)
+        if taking_part != in_state:
+            state = state.select([in_state.index(member) for member in taking_part])
+        actions_BCA = torch.from_numpy(np.stack([episodes[member].actions[n] for member in taking_part]))
+        seeds = [int(episodes[member].noise_seeds[n]) for member in taking_part]
+        frames, state = world.imagine(state, actions_BCA.to(world.device), seeds)
+        scores_BC = reward.score(frames, [start.task] * len(taking_part)).cpu().numpy()
+        frames_BCHW3 = frames.cpu().numpy()
+        for row, member in enumerate(going_on):
+            found[member].frames.append(frames_BCHW3[row])
+            found[member].scores.append(scores_BC[row])
+        in_state = taking_part
     return found
-
-
-def _drawn_by(episode: Episode, decision: int) -> int:
-    """Return the version of the world that drew a decision."""
-    found = episode.world_versions
-    return episode.world_version if found is None else int(found[decision])
 
 
 def _filled(members: list[int], rows: int) -> list[int]:

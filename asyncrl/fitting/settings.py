@@ -166,12 +166,6 @@ class FitWorld(Refinable):
     """Peak learning rate of the network that draws latents."""
     context_sigma: Annotated[float, Within(0, 1000, "it is a width.", "Use 0.1.")] = CONTEXT_SIGMA
     """Noise on the memory latent while training, against drift. Of wan only: others have a published one."""
-    jumps: Annotated[float, Within(0, 1, "it is a share.", "Use 0.2, or 0.")] = 0.0
-    """Share of the windows whose context follows at once on the episode's first frame, as where an episode
-    begins at a key frame (`asyncrl fit keyframes`). Of wan only."""
-    own_memory: Annotated[float, Within(0, 1, "it is a share.", "Use 0.5, or 0.")] = 0.0
-    """With --refine: share of the windows whose memory the world draws itself, as when it imagines, against
-    drift. Of wan only."""
     camera: str = ""
     """Of evac only: JSON file that says where the camera stands, for simulators of which it is not known."""
     refine: str = ""
@@ -185,10 +179,6 @@ class FitWorld(Refinable):
         super().__post_init__()
         check_kind(self.kind)
         self.refuse_with_refine(kind=DEFAULT_KIND, size="tiny", vae_size="tiny", camera="", autoencoder="")
-        if self.own_memory and not self.refine:
-            raise ConfigError(
-                f"--own-memory is {self.own_memory:g}, but a fresh world draws noise. Give one with --refine."
-            )
         if self.lora.targets != "all":
             raise ConfigError(
                 f"--lora.targets is {self.lora.targets}, but a world has no language model: its adapters go "

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
 from asyncrl.actors.acting import Acting, Starts
 from asyncrl.actors.actor import Actor
 from asyncrl.actors.imagination import EndRule, Imagination
@@ -15,14 +13,13 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.devices.offload import NO_OFFLOAD, IdleOffload
 from asyncrl.errors import ConfigError
 from asyncrl.launch.environment import Environment
-from asyncrl.launch.second_world import load_second_world
 from asyncrl.launch.simulated import SimulatedEnvironment
 from asyncrl.observability import process_status
 from asyncrl.policies.capabilities import FixedShapeActing, FixesPrompts
 from asyncrl.policies.interface import Policy, SamplingParams
 from asyncrl.replay.interface import ActorPort
 from asyncrl.weights.interface import Receiver
-from asyncrl.worlds.interface import CompilesWorld, World
+from asyncrl.worlds.interface import CompilesWorld
 from asyncrl.worlds.start_states import StartStateStream
 
 
@@ -44,22 +41,18 @@ def starts_of(config: TrainConfig, environment: Environment | SimulatedEnvironme
     """Return where the episodes of the run begin."""
     if isinstance(environment, SimulatedEnvironment):
         return environment.starts
-    return StartStateStream(environment.starts, config.seed, config.keyframe_share, environment.mined)
+    return StartStateStream(environment.starts, config.seed, config.keyframe_share)
 
 
 def build_imagination(config: TrainConfig, policy: Policy, environment: Environment) -> Imagination[Any]:
     """Join the models of an actor, compiled and at a fixed shape if that is wanted.
 
     Raises:
-        ConfigError: --imagination.compile is set, and a model cannot be compiled; --guard.world does not fit.
-        CheckpointError: --guard.world cannot be read.
+        ConfigError: --imagination.compile is set, and a model cannot be compiled.
     """
     sampling = SamplingParams(temperature=config.algorithm.temperature, top_k=config.algorithm.top_k)
-    second = None
-    if config.guard.world:
-        second = load_second_world(config, environment.world, environment.starts[0])
     if config.imagination.compile:
-        _compile(config, policy, environment, second)
+        _compile(config, policy, environment)
     if config.imagination.fixed_shape and isinstance(policy, FixesPrompts):
         policy.fix_prompts(tasks_of(environment))
     return Imagination(
@@ -71,24 +64,11 @@ def build_imagination(config: TrainConfig, policy: Policy, environment: Environm
             max_decisions=config.actor.max_decisions,
             threshold=config.actor.success_threshold,
             success_frames=config.success_frames,
-            rewards_score=config.guard.kind == "probability",
         ),
         policy_device=policy.device,
         world_device=environment.world.device,
         rows=rows_of_a_pass(config) if config.imagination.fixed_shape else 0,
-        refreshed=_refreshed(config, environment),
-        mined=environment.mined,
-        repeats=config.guard.repeats,
-        second=second,
     )
-
-
-def _refreshed(config: TrainConfig, environment: Environment) -> dict[str, Tensor] | None:
-    if not config.pace.every:
-        return None
-    from asyncrl.launch import refits  # It needs simulators and fits, which are not imported without cause.
-
-    return refits.refreshed_tensors(config, environment.world, environment.reward)
 
 
 def rows_of_a_pass(config: TrainConfig) -> int:
@@ -101,9 +81,7 @@ def tasks_of(environment: Environment) -> list[str]:
     return sorted({state.task for state in environment.starts})
 
 
-def _compile(
-    config: TrainConfig, policy: Policy, environment: Environment, second: World[Any] | None
-) -> None:
+def _compile(config: TrainConfig, policy: Policy, environment: Environment) -> None:
     world = environment.world
     check_compilable(type(policy), type(world))
     assert isinstance(policy, FixedShapeActing)
@@ -113,8 +91,6 @@ def _compile(
     policy.compile_acting(rows, tasks_of(environment))
     process_status.describe("compiling the world")
     world.compile(rows)
-    if isinstance(second, CompilesWorld):  # As is the first one, which is of its class.
-        second.compile(rows)
 
 
 def check_compilable(policy: type, world: type) -> None:
@@ -139,8 +115,6 @@ def build_actor(
     port: ActorPort,
     receiver: Receiver,
     offload: IdleOffload = NO_OFFLOAD,
-    worlds: Receiver | None = None,
-    first_world: int = 0,
 ) -> Actor:
     """Join the parts of the actor `name`: in a process of its own, joined from another host, or inline."""
     return Actor(
@@ -155,7 +129,4 @@ def build_actor(
         startup_timeout=config.startup_timeout,
         hang_timeout=config.hang_timeout,
         offload=offload,
-        worlds=worlds,
-        first_world=first_world,
-        repeats_successes=config.guard.repeats,
     )

@@ -179,12 +179,10 @@ def loop_settings(config: TrainConfig) -> LoopSettings:
         updates=config.updates,
         checkpoint_every=config.checkpoint_every,
         evaluate_every=config.evaluate_every,
-        refit_every=config.pace.every,
         batch_timeout=config.batch_timeout,
         hang_timeout=config.hang_timeout,
         batches_ahead=config.max_lag + 1,
         first_weights_deadline=first_weights_deadline(config),
-        weighted=config.guard.repeats,
         config_hash=config_hash(config),
     )
 

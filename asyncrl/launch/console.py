@@ -16,7 +16,6 @@ from asyncrl.launch.simulated import simulator_named
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics_logger import duration
 from asyncrl.observability.monitor_address import line_about
-from asyncrl.pace import rounds
 from asyncrl.storage import asset_paths, checkpoint
 from asyncrl.storage.best_checkpoint import BEST
 from asyncrl.storage.bounded_json import read_rows
@@ -219,7 +218,7 @@ def final_summary(config: TrainConfig, run_dir: Path, reason: str = "", simulato
     if rates:
         where = "the simulator" if simulator_named(config.world) else "imagination"
         lines.append(f"{f'success in {where}:':<23} {_change(rates)}")
-    lines += _measured(run_dir) or _refitted(run_dir)
+    lines += _measured(run_dir)
     if newest is not None:
         lines.append(f"newest checkpoint:      {short_path(newest)}")
     lines.append(f"true success rate:      {_how_to_evaluate(config, run, simulator)}")
@@ -251,26 +250,6 @@ def _measured(run_dir: Path) -> list[str]:
     if last.movie:
         lines.append(f"true and imagined:      {short_path(run_dir / last.movie)}")
     return lines
-
-
-def _refitted(run_dir: Path) -> list[str]:
-    """Lines about the true success that rounds of --pace.every found, and their world; none without them."""
-    made = rounds.read(run_dir)
-    if not made:
-        return []
-    first, last = made[0], made[-1]
-    change = [f"{_of_round(first)}", *([f"{'':<23} -> {_of_round(last)}"] if len(made) > 1 else [])]
-    accepted = sum(row.accepted for row in made)
-    lines = [f"{f'true success, {last.source}:':<23} " + "\n".join(change)]
-    lines.append(f"{'world:':<23} version {last.world}, {accepted} of {len(made)} refits accepted")
-    best = max(made, key=lambda row: (row.success, row.version))
-    if (kept := run_dir / checkpoint.FOLDER / BEST).is_dir():
-        lines.append(f"best, version {best.version}:".ljust(24) + short_path(kept))
-    return lines
-
-
-def _of_round(row: rounds.Round) -> str:
-    return f"{row.success:.1%} [{row.low:.1%}, {row.high:.1%}] of {row.episodes} (version {row.version})"
 
 
 def _how_to_continue(config: TrainConfig, run_dir: Path) -> str:

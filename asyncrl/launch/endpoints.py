@@ -235,13 +235,7 @@ def _remove_left_over(note: Path, identity: RunIdentity) -> None:
 
 
 def pull_settings(
-    config: TrainConfig,
-    at: Addresses,
-    folder: Path,
-    keys: str,
-    identity: RunIdentity,
-    *,
-    worlds: bool = False,
+    config: TrainConfig, at: Addresses, folder: Path, keys: str, identity: RunIdentity
 ) -> PullSettings:
     """Where actors that join fetch the weights: beside the replay, unless --weights.listen says otherwise.
 
@@ -251,15 +245,13 @@ def pull_settings(
         folder: The private folder of its sockets.
         keys: Folder of the keys; empty: none.
         identity: Of the run.
-        worlds: They are those of refitted worlds: at the same address, with a port that the system chooses.
     """
     from asyncrl.weights.pull_server import PullSettings  # Loads torch, which the replay must not.
 
-    near = (at.weights if worlds else "") or at.replay
-    own = ipc_endpoint(folder, "pull-worlds" if worlds else "pull")
-    beside = f"{near.rpartition(':')[0]}:0" if near.startswith("tcp") else own
+    own = ipc_endpoint(folder, "pull")
+    beside = f"{at.replay.rpartition(':')[0]}:0" if at.replay.startswith("tcp") else own
     return PullSettings(
-        listen=beside if worlds else at.weights or beside,
+        listen=at.weights or beside,
         security=server_keys(keys),
         silence=config.replay.heartbeat_timeout,
         identity=identity,

@@ -19,7 +19,6 @@ from asyncrl.errors import AssetError, CheckpointError, ConfigError
 from asyncrl.launch.conformance import try_environment
 from asyncrl.launch.named_models import NamedModel, folder_part, named_reward, named_world
 from asyncrl.launch.policies import check_tasks
-from asyncrl.launch.second_world import check_second_world
 from asyncrl.launch.simulated import (
     SimulatedEnvironment,
     SimulatorFiles,
@@ -37,7 +36,6 @@ from asyncrl.replay.episode_format import EpisodeFormat
 from asyncrl.rewards.interface import RewardModel
 from asyncrl.storage import asset_paths
 from asyncrl.worlds.interface import BringsDefaults, NeedsPose, World
-from asyncrl.worlds.mined_keyframes import MinedKeyframes
 from asyncrl.worlds.start_states import check_keyframes, check_pose, load_start_states
 
 
@@ -48,8 +46,6 @@ class Environment:
     world: World[Any]
     reward: RewardModel
     starts: list[StartState]
-    mined: MinedKeyframes | None = None
-    """Key frames that come with later versions of the world; None: none will."""
 
     def check_policy(self, policy: Policy) -> None:
         """Let the policy read every instruction, so that one it cannot read fails at the start."""
@@ -71,8 +67,6 @@ class EnvironmentFiles:
     """Of the world."""
     world_version: int | None = None
     """None: known only when it is loaded."""
-    mines_keyframes: bool = False
-    """See `mines_keyframes`."""
 
     def check_policy(self, policy: Policy) -> None:
         """Refuse a policy whose decisions the world cannot take, or that cannot read an instruction.
@@ -119,21 +113,12 @@ class EnvironmentFiles:
             max_decisions=max_decisions,
             tasks=tasks,
             world_version=self.world_version,
-            mined_keyframes=self.mines_keyframes,
         )
 
 
 def check_environment(config: TrainConfig) -> EnvironmentFiles | SimulatorFiles:
-    """Check what --world names: a simulator, or a world model as `check_world_model` does.
-
-    With --guard.world the world that actors have besides is checked too, and counted in `nbytes`.
-    """
-    if simulator_named(config.world):
-        return check_simulator(config)
-    files = check_world_model(config)
-    if not config.guard.world:
-        return files
-    return replace(files, nbytes=files.nbytes + check_second_world(config).nbytes)
+    """Check what --world names: a simulator, or a world model as `check_world_model` does."""
+    return check_simulator(config) if simulator_named(config.world) else check_world_model(config)
 
 
 def build_environment(config: TrainConfig, device: torch.device) -> Environment | SimulatedEnvironment:
@@ -152,12 +137,7 @@ def check_world_model(config: TrainConfig) -> EnvironmentFiles:
     world, reward = _named(config)
     summary = world.kind.check(world.folder, config.imagination, **world.settings)
     starts = _starts(config, summary.image_size)
-    check_keyframes(
-        starts,
-        share=config.keyframe_share,
-        max_decisions=config.actor.max_decisions,
-        others_come=mines_keyframes(config),
-    )
+    check_keyframes(starts, share=config.keyframe_share, max_decisions=config.actor.max_decisions)
     if isinstance(world.kind, NeedsPose) and world.kind.needs_pose:
         for state in starts:
             check_pose(state)
@@ -174,7 +154,6 @@ def check_world_model(config: TrainConfig) -> EnvironmentFiles:
         nbytes=summary.nbytes + judge.nbytes,
         action_spec=summary.action_spec,
         world_version=summary.version,
-        mines_keyframes=mines_keyframes(config),
     )
 
 
@@ -192,25 +171,10 @@ def build_world_model(config: TrainConfig, device: torch.device) -> Environment:
         world=loaded,
         reward=reward.kind.load(reward.folder, device, _tasks(starts), **reward.settings),
         starts=starts,
-        mined=room_for_keyframes(config, loaded, starts),
     )
     if names_code(config.world) or names_code(config.reward):
         try_environment(environment.world, environment.reward, starts)
     return environment
-
-
-def mines_keyframes(config: TrainConfig) -> bool:
-    """Tell whether a run takes key frames from its own true episodes."""
-    return bool(config.pace.every and config.pace.keyframes and config.keyframe_share > 0)
-
-
-def room_for_keyframes(
-    config: TrainConfig, world: World[Any], starts: Sequence[StartState]
-) -> MinedKeyframes | None:
-    """Make room for the key frames that come with a version of the world; None: none come."""
-    if not mines_keyframes(config):
-        return None
-    return MinedKeyframes(config.pace.keyframes, world.image_size, world.action_spec, _tasks(starts))
 
 
 def with_world_defaults(config: TrainConfig) -> tuple[TrainConfig, WorldDefaults]:

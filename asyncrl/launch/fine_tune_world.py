@@ -91,12 +91,6 @@ def check_fine_tuning(config: FitWorld) -> None:
             "--precision bf16, --micro-batch and --gradient-checkpointing are there for Wan worlds only. "
             "Leave them out, and start it without torchrun: it is then refined in one process, in float32."
         )
-    for flag in ("jumps", "own_memory"):
-        if value := getattr(config, flag):
-            raise ConfigError(
-                f"--{flag.replace('_', '-')} is {value:g}, but a world that is fine-tuned, and written as it "
-                "was read, is trained on whole episodes as recorded. Leave it out."
-            )
     if is_published(source) and config.version:
         raise ConfigError(
             f"--version is {config.version}, but --refine {config.refine} has the published layout. "

@@ -1,6 +1,6 @@
-"""Does the part of every rank but 0: it learns with the others, keeps an actor or the fitter alive, or both.
+"""Does the part of every rank but 0: it learns with the others, keeps an actor alive, or both.
 
-    rank k ──spawns──► actor-k, unless it only learns; or the fitter, when --placement says so
+    rank k ──spawns──► actor-k, unless it only learns
 
 With one host the actors use the run's private sockets. On another host they reach replay and weights over
 the network, with keys that lie in the run's folder, which all hosts see. What rank 0 cannot see there, this
@@ -26,7 +26,6 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch import balance, rendezvous
 from asyncrl.launch.children import ChildProcesses
-from asyncrl.launch.fitter import FitterProcess
 from asyncrl.launch.hosts import Hosts
 from asyncrl.launch.placement import Placement, checked_placement
 from asyncrl.launch.rendezvous import RunInfo
@@ -79,10 +78,8 @@ def follow(config: TrainConfig, hosts: Hosts, stop: StopFlag) -> int:
     lock = run_lock.join(run_dir)
     role = f"learner-{rank}" if placement.learns(rank) else f"rank-{rank}"
     process_status.publish_as(rendezvous.status_folder(run_dir), role)
-    fitter = FitterProcess(config, placement, run_dir, rank, rendezvous.local_rank())
     children = ChildProcesses(
         stop,
-        news=fitter.poll_for_rank_0,
         report_failure=lambda why: rendezvous.report_failure(told, why=why),
     )
     first_host, weights = FirstHost(info), None
@@ -103,7 +100,6 @@ def follow(config: TrainConfig, hosts: Hosts, stop: StopFlag) -> int:
         children.end(0.0)
         if weights is not None:
             weights.close()
-        fitter.close()
         first_host.close()
         lock.release()
     if children.failure is not None and not rendezvous.failure_was_taken(info):
@@ -174,7 +170,7 @@ def _wait_for_folder(info: RunInfo) -> None:
             if time.monotonic() > until:
                 raise ConfigError(
                     f"Rank {rendezvous.rank()} on {socket.gethostname()} does not see {run_dir}, the folder "
-                    "of the run, as rank 0 left it, and through it hosts get keys, checkpoints and worlds. "
+                    "of the run, as rank 0 left it, and through it hosts get keys and checkpoints. "
                     "Set --run-dir to a folder that all hosts have under one path."
                 )
             time.sleep(_POLL)

@@ -23,13 +23,12 @@ def actor_offload(config: TrainConfig, acting: Imagination[Any] | Play) -> IdleO
         return NO_OFFLOAD
     policy = acting.policy
     others = acting.models if isinstance(acting, Imagination) else []
-    refreshed = acting.refreshed_weights if isinstance(acting, Imagination) else {}
     models = [as_module(policy), *(module for other in others for module in other.modules().values())]
     movable = [model for model in (policy, *others) if isinstance(model, HoldsAddresses)]
     return IdleOffload(
         OffloadedTensors(
             partial(_tensors_of, models),
-            lambda: [*policy.acting_tensors().values(), *refreshed.values()],
+            lambda: policy.acting_tensors().values(),
             acting.devices,
             on_offload=lambda: [model.weights_moved() for model in movable],
         )

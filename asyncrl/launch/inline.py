@@ -5,7 +5,6 @@ So the lag is exactly --replay.max-lag once that many batches are ahead, and a r
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -32,7 +31,6 @@ from asyncrl.storage.run_folder import REPLAY
 from asyncrl.weights.transports.in_process import InProcessPublisher, build_in_process
 
 if TYPE_CHECKING:
-    from asyncrl.launch.inline_refits import InlineRefits
     from asyncrl.learner.learner import Learner
     from asyncrl.observability.metrics_logger import MetricsLogger
 
@@ -41,13 +39,9 @@ class _Turns:
     """What the process does while the learner waits for a batch."""
 
     actor: Actor
-    refits: InlineRefits | None = None
-    """Of --pace.every."""
 
     def __call__(self) -> bool:
         """Imagine for a while. Returns whether there was anything to imagine."""
-        if self.refits is not None:
-            self.refits.turn(self.actor)
         return self.actor.round(0.0)
 
 
@@ -78,10 +72,7 @@ def run_inline(config: TrainConfig, stop: StopFlag) -> int:
     with (
         logged_to(start.run_dir / "logs" / "inline.log"),
         run_log.opened(config, start) as log,
-        ExitStack() as stack,
     ):
-        if config.pace.every:
-            roles.turns.refits = _refits(roles, stack, log)
         _introduce(asked, roles, log)
         try:
             learner = _learn(roles, stop, log)
@@ -122,16 +113,6 @@ def _build(asked: TrainConfig) -> _Roles:
         receiver,
     )
     return _Roles(config, said, device, files, start, turns, port, publisher)
-
-
-def _refits(roles: _Roles, stack: ExitStack, log: MetricsLogger) -> InlineRefits:
-    """Open the fitter, whose turn comes between two updates."""
-    from asyncrl.launch.inline_refits import InlineRefits
-
-    assert isinstance(roles.files, EnvironmentFiles)  # `load_models` refuses simulators.
-    return InlineRefits(
-        roles.config, roles.files, roles.start.run_dir, roles.device, stack, log.note, log.banner
-    )
 
 
 def _introduce(asked: TrainConfig, roles: _Roles, log: MetricsLogger) -> None:

@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 
 ANSWER_DEADLINE: Final = 30.0
 """Seconds the replay has to tell the run's settings."""
-WORLD_WAIT: Final = 2.0
-"""Seconds to wait for a refitted world, which the run may not have."""
 SHUTDOWN_TIMEOUT_EPISODES: Final = 5.0
 """Seconds the replay has to take the last finished episodes."""
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
@@ -66,8 +64,6 @@ class JoinOptions:
     """CPU threads; 0: by the number of cores."""
     paths: Mapping[str, str]
     """Settings of the run (policy, world, start_states) that are another path on this host."""
-    guard_world: str = ""
-    """Of --guard.world, the same; empty: it is the run's."""
 
 
 def run(settings: JoinOptions) -> int:
@@ -104,8 +100,6 @@ class _Joined:
     actor: Actor
     port: ZmqActorPort
     receiver: PulledReceiver
-    worlds: PulledReceiver | None
-    """Of refitted worlds; None: the run's stays as it is."""
 
 
 def _imagine(joined: _Joined) -> bool:
@@ -127,8 +121,6 @@ def _imagine(joined: _Joined) -> bool:
             log_errors(leave, print)
             joined.actor.acting.close()
             receiver.close()
-            if joined.worlds is not None:
-                joined.worlds.close()
 
 
 def pick_key(settings: JoinOptions) -> ClientKeys | None:
@@ -185,14 +177,6 @@ def _join(settings: JoinOptions, name: str, keys: ClientKeys | None) -> _Joined:
         port = ZmqActorPort(settings.endpoint, name, window=window, security=keys, identity=told.identity)
         acting = build_acting(config, policy, environment)
         closing.callback(acting.close)
-        worlds = None
-        if told.worlds:
-            worlds = build_pulled_receiver(
-                told.worlds, name, acting.refreshed_tensors(), keys, config.weights.timeout, told.identity
-            )
-            closing.callback(worlds.close)
-            # What an older world draws is refused: one that is there already shall come first.
-            worlds.wait_newer(-1, WORLD_WAIT)
         actor = build_actor(
             config,
             name,
@@ -201,10 +185,9 @@ def _join(settings: JoinOptions, name: str, keys: ClientKeys | None) -> _Joined:
             port,
             receiver,
             actor_offload(config, acting),
-            worlds,
         )
         closing.pop_all()  # It worked: who leaves closes them.
-    return _Joined(actor=actor, port=port, receiver=receiver, worlds=worlds)
+    return _Joined(actor=actor, port=port, receiver=receiver)
 
 
 def _settings_here(settings: JoinOptions, told: JoinSettings) -> TrainConfig:
@@ -218,8 +201,6 @@ def _settings_here(settings: JoinOptions, told: JoinSettings) -> TrainConfig:
     config: TrainConfig = overlay(TrainConfig(), json.loads(told.config), "the run's settings")
     config = replace(config, **dict(settings.paths))
     own = replace(TrainConfig(), **dict(settings.paths))
-    if settings.guard_world:
-        config = replace(config, guard=replace(config.guard, world=settings.guard_world))
     refuse_foreign_code(config, own, "the run that is joined", MODELS)
     return config
 

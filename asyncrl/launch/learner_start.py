@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from asyncrl.config.run import TrainConfig
-from asyncrl.errors import ConfigError
 from asyncrl.evaluation.simulator_of_tasks import simulator_of_tasks
 from asyncrl.launch.build_actor import check_compilable
 from asyncrl.launch.conformance import try_policy
@@ -21,14 +20,11 @@ from asyncrl.launch.policies import build_learning_policy
 from asyncrl.launch.simulated import SimulatorFiles, simulator_named
 from asyncrl.learner.placeholders import Shown, shown_of
 from asyncrl.learner.recipe import build_recipe
-from asyncrl.pace import rounds
 from asyncrl.policies.interface import Policy
 from asyncrl.registry import names_code
-from asyncrl.replay.episode_format import EpisodeFormat
 from asyncrl.replay.run_start import NEW_RUN, RunStart
 from asyncrl.replay.store import read_meta
 from asyncrl.storage import checkpoint, run_folder
-from asyncrl.storage.checksums import Checksum
 from asyncrl.storage.folder_check import check_folder
 from asyncrl.storage.run_identity import RunIdentity
 from asyncrl.storage.run_lock import RunLock
@@ -79,10 +75,6 @@ def load_models(
         from asyncrl.launch import evaluation  # It needs simulators, which are not imported without cause.
 
         evaluation.plan(config, environment, policy)
-    if config.pace.every:
-        from asyncrl.launch import refits
-
-        refits.check(config, environment, policy)
     return policy, environment
 
 
@@ -114,7 +106,6 @@ def start_run(
         check_folder(found := run_folder.locate(config))
         if (found / run_folder.REPLAY / "replay.json").exists():
             read_meta(found / run_folder.REPLAY)
-        _require_its_world(config, found)
     run = run_folder.claim(config, again)
     folder, version, ledger, notes = None, 0, None, ()
     if config.resume:
@@ -123,9 +114,7 @@ def start_run(
         verified = checkpoint.verify(folder)
         version = int(folder.name.rpartition("_")[2])
         ledger, notes = verified.ledger, verified.notes
-    rounds.cut_after(run.path, version)
     episodes = files.episode_format(policy, config.actor.max_decisions)
-    episodes = replace(episodes, weighted=config.guard.repeats)
     return LearnerStart(
         policy=policy,
         run_dir=run.path,
@@ -133,47 +122,11 @@ def start_run(
         lock=run.lock,
         version=version,
         checkpoint=folder,
-        replay=run_start(config, run.path, episodes, ledger),
+        replay=RunStart(episodes=episodes, ledger=ledger),
         notes=notes,
         simulator=_simulator_of(config, files),
         shown=shown_of(episodes),
     )
-
-
-def run_start(
-    config: TrainConfig, run_dir: Path, episodes: EpisodeFormat, ledger: Checksum | None
-) -> RunStart:
-    """Say what the replay has to know, where each round that is still to come may bring a newer world.
-
-    Args:
-        config: Of the run.
-        run_dir: Its folder, without the rounds that a resume forgets.
-        episodes: Of the world that --world names.
-        ledger: See `RunStart`.
-    """
-    newest = episodes.world_version
-    if config.pace.every and newest is not None:
-        newest = rounds.newest_world(run_dir) or newest
-        episodes = replace(episodes, world_version=newest + config.updates // config.pace.every)
-    known = newest if newest is not None and newest >= 0 else None  # A simulator's is below 0.
-    return RunStart(episodes=episodes, ledger=ledger, newest_world=known)
-
-
-def _require_its_world(config: TrainConfig, run_dir: Path) -> None:
-    """Refuse to go on in the world that a run began with, when it has refitted that one since.
-
-    Raises:
-        ConfigError: It would, as --pace.every is 0 now.
-    """
-    version = max(checkpoint.kept(run_dir), default=0)
-    folder = rounds.world_at(run_dir, version + 1)
-    if folder is None or config.pace.every:
-        return
-    if Path(config.world).absolute() != folder.absolute():
-        raise ConfigError(
-            f"--pace.every is 0, but this run has refitted its world, and would go back to --world "
-            f"{config.world}. Leave --pace.every as it was, or say --world {folder}."
-        )
 
 
 def _simulator_of(config: TrainConfig, files: EnvironmentFiles | SimulatorFiles) -> str:

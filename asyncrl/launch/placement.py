@@ -1,4 +1,4 @@
-"""Decides which rank learns, which imagines, which refits the world, and on which device. Pure."""
+"""Decides which rank learns, which imagines, and on which device. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from asyncrl.config.pace import FITTER
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch.hosts import Hosts
@@ -63,19 +62,6 @@ def actor_devices(
     return pick_device(name, local_rank), pick_device(name, other)
 
 
-def fitter_device(config: TrainConfig, local_rank: int) -> torch.device:
-    """Choose the device of the fitter of --pace.every.
-
-    Args:
-        config: Of the run.
-        local_rank: On its host, of the rank that looks after the fitter.
-
-    Raises:
-        ConfigError: As `pick_device`.
-    """
-    return pick_device(config.device if config.pace.device == "auto" else config.pace.device, local_rank)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Placement:
     """The ranks of every role, ascending. A rank may learn and have a part in imagining too."""
@@ -85,8 +71,6 @@ class Placement:
     """Ranks that supervise an actor: whole ones, and the policy ranks of those on two devices."""
     worlds: tuple[tuple[int, int], ...] = ()
     """Policy rank and world rank of every actor on two devices."""
-    fitters: tuple[int, ...] = ()
-    """The rank that looks after the fitter of --pace.every. Empty: none is named, and rank 0 does."""
 
     def learns(self, rank: int) -> bool:
         """Whether this rank updates the policy."""
@@ -95,18 +79,6 @@ class Placement:
     def imagines(self, rank: int) -> bool:
         """Whether this rank supervises an actor."""
         return rank in self.actors
-
-    def refits(self, rank: int) -> bool:
-        """Whether this rank looks after the fitter of a run with --pace.every.
-
-        >>> Placement(learners=(0,), actors=(0,)).refits(0)
-        True
-        """
-        return rank in (self.fitters or (0,))
-
-    def only_refits(self, rank: int) -> bool:
-        """Whether a rank has the fitter and no other role."""
-        return self.roles(rank) == (FITTER,)
 
     def world_of(self, rank: int) -> int:
         """The rank on whose device the actor of `rank` has its world and reward models; its own, mostly."""
@@ -123,7 +95,6 @@ class Placement:
             "actor": self.imagines(rank) and rank not in dict(self.worlds),
             "policy": rank in dict(self.worlds),
             "world": rank in dict(self.worlds).values(),
-            FITTER: rank in self.fitters,
         }
         return tuple(role for role, has in of.items() if has)
 
@@ -131,7 +102,7 @@ class Placement:
     def ranks(self) -> tuple[int, ...]:
         """All ranks that have something to do, ascending."""
         worlds = (world for _, world in self.worlds)
-        return tuple(sorted({*self.learners, *self.actors, *worlds, *self.fitters}))
+        return tuple(sorted({*self.learners, *self.actors, *worlds}))
 
     @property
     def summary(self) -> str:
@@ -141,13 +112,10 @@ class Placement:
         '1 learner + 3 actors'
         >>> Placement(learners=(0,), actors=(1, 3), worlds=((1, 2),)).summary
         '1 learner + 1 actor + 1 actor on 2 devices'
-        >>> Placement(learners=(0,), actors=(0,), fitters=(1,)).summary
-        '1 learner + 1 actor + 1 fitter'
         """
         pairs = len(self.worlds)
         parts = ((len(self.learners), "learner", ""), (len(self.actors) - pairs, "actor", ""))
         parts += ((pairs, "actor", " on 2 devices" + " each" * (pairs > 1)),)
-        parts += ((len(self.fitters), FITTER, ""),)
         return " + ".join(f"{n} {role}{'s' * (n > 1)}{where}" for n, role, where in parts if n)
 
 
@@ -163,7 +131,7 @@ def parse_placement(text: str, world_size: int, devices: int, *, joined: bool = 
 
     Raises:
         ConfigError: a part that cannot be read, an unknown or missing role, a rank that does not exist, is
-            named twice or has no role, policy ranks without world ranks, several fitters, or learners that
+            named twice or has no role, policy ranks without world ranks, or learners that
             are not the first.
     """
     if text in WORDS:
@@ -181,7 +149,6 @@ def parse_placement(text: str, world_size: int, devices: int, *, joined: bool = 
         learners=tuple(ranks["learner"]),
         actors=tuple(sorted(ranks["actor"] + ranks["policy"])),
         worlds=tuple(zip(ranks["policy"], ranks["world"], strict=True)),
-        fitters=tuple(ranks[FITTER]),
     )
 
 
@@ -330,11 +297,6 @@ def _check_roles(ranks: dict[str, list[int]], joined: bool) -> None:
             f"--placement names {len(ranks['policy'])} policy and {len(ranks['world'])} world ranks, but the "
             "first policy rank and the first world rank are one actor on two devices, and so on. Name as "
             "many of both, or actor=RANK for an actor on one device."
-        )
-    if len(set(ranks[FITTER])) > 1:
-        raise ConfigError(
-            f"--placement names {len(set(ranks[FITTER]))} fitter ranks, but the rounds of a run are made one "
-            f"after the other by one fitter. Name one: fitter={ranks[FITTER][0]}."
         )
     if not (ranks["actor"] or ranks["policy"] or joined):
         raise ConfigError(

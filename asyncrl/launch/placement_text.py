@@ -11,10 +11,9 @@ import re
 from itertools import accumulate
 
 from asyncrl.config.bounds import shown
-from asyncrl.config.pace import FITTER
 from asyncrl.errors import ConfigError
 
-ROLES = ("learner", "actor", "policy", "world", FITTER)
+ROLES = ("learner", "actor", "policy", "world")
 WORDS = ("auto", "collocated", "disaggregated", "hybrid")
 """Placements that fit any number of ranks; see `placement._by_word`."""
 MOST_RANKS = 4096

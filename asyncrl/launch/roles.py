@@ -44,7 +44,6 @@ def actor_main(config_json: str, info_json: str, name: str) -> None:
     from asyncrl.launch.placement import parse_placement
     from asyncrl.launch.policies import build_policy
     from asyncrl.launch.weight_transport import transport_of
-    from asyncrl.pace.rounds import newest_world
     from asyncrl.replay.client import WINDOW, ZmqActorPort
 
     config, info = _read(config_json, info_json)
@@ -60,10 +59,6 @@ def actor_main(config_json: str, info_json: str, name: str) -> None:
     here = ranks_here()
     transport = transport_of(config, placement, here) if 0 in here else HOST_TRANSPORT
     receiver = _receiver(config, info, name, policy.acting_tensors(), transport, device)
-    worlds, first_world = None, 0
-    if info.worlds_endpoint:
-        worlds = _worlds_receiver(config, info, name, acting.refreshed_tensors())
-        first_world = newest_world(run_dir) or 0
     try:
         port = ZmqActorPort(
             info.replay_endpoint,
@@ -80,8 +75,6 @@ def actor_main(config_json: str, info_json: str, name: str) -> None:
             port,
             receiver,
             actor_offload(config, acting),
-            worlds,
-            first_world,
         )
         actor.run()
         with waits.waiting(waits.FAREWELL, SHUTDOWN_TIMEOUT_EPISODES):
@@ -89,8 +82,6 @@ def actor_main(config_json: str, info_json: str, name: str) -> None:
     finally:
         acting.close()
         receiver.close()
-        if worlds is not None:
-            worlds.close()
         lock.release()
 
 
@@ -128,30 +119,12 @@ def _receiver(
         from asyncrl.weights.receiver import build_receiver
 
         return build_receiver(transport, info.weights_endpoint, name, tensors, device, config.weights.timeout)
-    return _fetching(config, info, info.pull_endpoint, name, tensors)
-
-
-def _worlds_receiver(
-    config: TrainConfig, info: RunInfo, name: str, tensors: Mapping[str, Tensor]
-) -> Receiver:
-    """Receive refitted worlds, as `_receiver` does weights."""
-    if 0 in ranks_here():
-        from asyncrl.launch.world_channel import TRANSPORT
-        from asyncrl.weights.receiver import build_receiver
-
-        return build_receiver(TRANSPORT, info.worlds_endpoint, name, tensors, deadline=config.weights.timeout)
-    return _fetching(config, info, info.worlds_pull_endpoint, name, tensors)
-
-
-def _fetching(
-    config: TrainConfig, info: RunInfo, endpoint: str, name: str, tensors: Mapping[str, Tensor]
-) -> Receiver:
     from asyncrl.launch import endpoints
     from asyncrl.weights.pull_client import build_pulled_receiver
 
     identity = replace(run_identity.read(Path(info.run_dir)), attempt=info.attempt)
     keys = endpoints.client_keys(info.keys, name)
-    return build_pulled_receiver(endpoint, name, tensors, keys, config.weights.timeout, identity)
+    return build_pulled_receiver(info.pull_endpoint, name, tensors, keys, config.weights.timeout, identity)
 
 
 def replay_main(config_json: str, info_json: str, start_json: str = "") -> None:
@@ -173,7 +146,6 @@ def replay_main(config_json: str, info_json: str, start_json: str = "") -> None:
         settings=JoinSettings(
             config=config_json,
             weights=info.pull_endpoint,
-            worlds=info.worlds_pull_endpoint,
             identity=identity,
         ),
         identity=identity,

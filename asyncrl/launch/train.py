@@ -51,8 +51,8 @@ from asyncrl.storage import run_folder
 if TYPE_CHECKING:
     import torch
 
+    from asyncrl.launch.evaluator import EvaluatorProcess
     from asyncrl.launch.learner_start import LearnerStart
-    from asyncrl.launch.side_tasks import SideTasks
     from asyncrl.learner.learner import Learner
     from asyncrl.observability.metrics_logger import MetricsLogger
     from asyncrl.weights.publisher import BroadcastPublisher
@@ -109,7 +109,6 @@ def _checked(config: TrainConfig, hosts: Hosts, facts: list[HostFacts]) -> Hosts
     if others and (backend := config.weights.between_hosts) != "tcp":
         hosts = replace(hosts, broadcasts=(0, *sorted(others)))
         check_broadcasts(facts, hosts.broadcasts, backend)
-    # The fitter works over the run's folder.
     reached = others or learners != [0]
     return endpoints.with_addresses(config, hosts) if reached else hosts
 
@@ -158,7 +157,7 @@ def _prepare(config: TrainConfig, placement: Placement, hosts: Hosts) -> _Prepar
 def _learn(asked: TrainConfig, hosts: Hosts, stop: StopFlag) -> int:
     """Rank 0: check everything, start the children, learn, end them."""
     from asyncrl.launch import console, run_log
-    from asyncrl.launch.side_tasks import SideTasks
+    from asyncrl.launch.evaluator import EvaluatorProcess
 
     placement = checked_placement(balance.with_placement(asked, hosts.placement), hosts.size)
     prepared = _prepare(asked, placement, hosts)
@@ -172,23 +171,24 @@ def _learn(asked: TrainConfig, hosts: Hosts, stop: StopFlag) -> int:
     ):
         ending.callback(start.lock.release)
         keys = endpoints.keys_of_run(config, run_dir, placement, at)
-        pulls = partial(endpoints.pull_settings, config, at, sockets, keys, start.identity)
-        publisher, hosts_endpoint = _open_weights(prepared, hosts, sockets / "weights", pulls())
+        pulls = endpoints.pull_settings(config, at, sockets, keys, start.identity)
+        publisher, hosts_endpoint = _open_weights(prepared, hosts, sockets / "weights", pulls)
         ending.callback(publisher.close)
         hint = console.join_hint(config, endpoint, keys, waits=not placement.actors)
         _introduce(asked, prepared, placement, hint, log)
-        side = SideTasks(config, placement, start, log, (sockets / "worlds", pulls(worlds=True)))
-        ending.callback(side.close)
-        info = _run_info(start, endpoint, sockets, keys, publisher, hosts_endpoint, side, hosts.placement)
-        news = partial(_news, config, placement, publisher, (sockets, run_dir / HOSTS), side, stop)
+        local = rendezvous.local_rank()
+        evaluator = EvaluatorProcess(config, run_dir, start.version, log.write_evaluation, local)
+        ending.callback(log_errors, evaluator.close, log.banner)
+        info = _run_info(start, endpoint, sockets, keys, publisher, hosts_endpoint, hosts.placement)
+        news = partial(_news, config, placement, publisher, (sockets, run_dir / HOSTS), evaluator, stop)
         children = ChildProcesses(stop, log.banner, news)
         ending.callback(children.end, 0.0)
         ending.callback(Watchdog(run_dir, log.banner).close)
         ending.callback(StatusLine(run_dir, show_status).close)
         port = _start(config, placement, info, start, children)
         learner = _train(prepared, placement, hosts, port, publisher, children, log)
-        if not stop.set:
-            side.finish(learner.version, children.poll)
+        if not stop.set and (why := evaluator.finish(learner.version, children.poll)):
+            log.banner(why)
         ending.close()
         if said_of_both := balance.note_at_end(config, placement, run_dir, start.version):
             log.banner(said_of_both)
@@ -240,7 +240,6 @@ def _run_info(
     keys: str,
     publisher: BroadcastPublisher,
     hosts_endpoint: str,
-    side: SideTasks,
     placement: str,
 ) -> RunInfo:
     """What the other processes have to know."""
@@ -252,8 +251,6 @@ def _run_info(
         checkpoint=str(start.checkpoint or ""),
         pull_endpoint=publisher.pull_endpoint,
         hosts_endpoint=hosts_endpoint,
-        worlds_endpoint=side.worlds_endpoint,
-        worlds_pull_endpoint=side.worlds_pull_endpoint,
         keys=keys,
         placement=placement,
         attempt=start.identity.attempt,
@@ -267,13 +264,13 @@ def _news(
     placement: Placement,
     publisher: BroadcastPublisher,
     notices: tuple[Path, ...],
-    side: SideTasks,
+    evaluator: EvaluatorProcess,
     stop: StopFlag,
 ) -> list[str]:
-    """Lines about actors that joined or went, the wait when none is left, what goes on beside, and a stop.
+    """Lines about actors that joined or went, the wait when none is left, evaluations, and a stop.
 
     Raises:
-        RunError: A child of another rank died too often; a refitted world cannot be sent.
+        RunError: A child of another rank died too often.
     """
     if why := rendezvous.take_failure(*notices):
         raise RunError(why)
@@ -282,7 +279,7 @@ def _news(
         lines.append(
             f"no actor is left: waits up to {config.batch_timeout:g} s (--batch-timeout) for one to join"
         )
-    return [*lines, *side.poll(), *stop.pop_events()]
+    return [*lines, *evaluator.poll(), *stop.pop_events()]
 
 
 def _start(

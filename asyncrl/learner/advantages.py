@@ -46,24 +46,19 @@ class GroupRelative:
         """Return advantages ``[D, 1, 1]`` float32; the batch's standard deviation is that of all ranks."""
         batch_std = None
         if self.settings.advantage_scale == "batch_std":
-            _, batch_std = moments_of_all(batch.returns, batch.episode_weights, ranks)
+            _, batch_std = moments_of_all(batch.returns, ranks)
         advantages_B = group_relative_advantages(
             batch.returns,
             batch.group_size,
             baseline=self.settings.baseline,
             scale=self.settings.advantage_scale,
             batch_std=batch_std,
-            weights=batch.episode_weights,
         )
         return AdvantagesAndTargets(advantages_B[batch.episode][:, None, None], None)
 
 
 class GeneralizedAdvantage:
-    """Compares what followed with the critic's values: GAE, or what the correction computes in its place.
-
-    An episode of weight w has w times its advantages, and the critic's target is moved from its old value by
-    w times what it would be moved: of an episode that does not count the critic keeps its opinion.
-    """
+    """Compares what followed with the critic's values: GAE, or what the correction computes in its place."""
 
     def __init__(self, algorithm: AlgorithmSettings, critic: CriticSettings) -> None:
         self.critic = critic
@@ -90,14 +85,10 @@ class GeneralizedAdvantage:
         else:
             estimates = generalized_advantages(*common, gamma=critic.gamma, lam=critic.lam)
         advantages_DK, targets_DK = (_by_decision(x, batch, width) for x in Estimates(*estimates))
-        weights_D1 = batch.episode_weights[batch.episode][:, None]
         if critic.normalize_advantages:
-            mean, std = moments_of_all(advantages_DK, mask_DK * weights_D1, ranks)
+            mean, std = moments_of_all(advantages_DK[mask_DK], ranks)
             advantages_DK = whitened(advantages_DK, mask_DK, mean=mean, std=std)
-        # After whitening, whose mean would make something of the nothing that an episode of weight 0 teaches.
-        advantages_DK = advantages_DK * weights_D1
-        targets_DK = torch.where(mask_DK, torch.lerp(old.values, targets_DK, weights_D1), 0.0)
-        return AdvantagesAndTargets(advantages_DK[:, :, None], targets_DK)
+        return AdvantagesAndTargets(advantages_DK[:, :, None], torch.where(mask_DK, targets_DK, 0.0))
 
 
 def group_relative_advantages(
@@ -107,10 +98,9 @@ def group_relative_advantages(
     baseline: Baseline = "mean",
     scale: Scale = "group_std",
     batch_std: Tensor | None = None,
-    weights: Tensor | None = None,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Score each episode against its siblings: ``A = w (R - baseline) / (scale + eps)``.
+    """Score each episode against its siblings: ``A = (R - baseline) / (scale + eps)``.
 
     Siblings share a start state, so they are a baseline that needs no critic. Sources: mean and group's
     standard deviation, GRPO, arXiv 2402.03300, section 4.1.2; no division, Dr. GRPO, arXiv 2503.20783;
@@ -118,25 +108,20 @@ def group_relative_advantages(
     batch, TRL's ``scale_rewards="batch"`` (REINFORCE++ divides by that of the advantages). Standard
     deviations are the unbiased ones (divided by n - 1), as in ``torch.std``.
 
-    An episode of weight w counts w times: means are weighted (leave-one-out by the others' weights), and so
-    are standard deviations, divided by ``sum w - sum w^2 / sum w`` (unbiased for reliability weights). With a
-    weight of 0 an episode might as well not be in its group.
-
     Args:
         returns: ``[B]`` float32, sum of rewards of each episode. Siblings are adjacent.
         group_size: ``G``, at least 2; must divide ``B``.
         baseline: The mean of all siblings, or of the others.
         scale: What the difference is divided by.
         batch_std: ``[]`` float32, standard deviation of all returns of the batch when these are a part of it.
-        weights: ``[B]`` float32 in [0, 1], how much each episode counts; None: all are 1.
         eps: Keeps the division finite. Same unit as the returns.
 
     Returns:
-        ``[B]`` float32, detached, in the order of `returns`. A group whose episodes that count all scored the
-        same, or that has fewer than two of them, carries no signal and gets exactly zero.
+        ``[B]`` float32, detached, in the order of `returns`. A group whose episodes all scored the same
+        carries no signal and gets exactly zero.
 
     Raises:
-        ValueError: `returns` is not a whole number of groups, or `weights` are not as many.
+        ValueError: `returns` is not a whole number of groups.
 
     Example:
         >>> returns = torch.tensor([1.0, 0.0, 0.5, 0.5])
@@ -144,68 +129,24 @@ def group_relative_advantages(
         tensor([ 0.7071, -0.7071,  0.0000,  0.0000])
         >>> group_relative_advantages(returns, group_size=2, baseline="leave_one_out", scale="none")
         tensor([ 1., -1.,  0.,  0.])
-        >>> returns, weights = torch.tensor([1.0, 0.0, 1.0]), torch.tensor([1.0, 1.0, 0.0])
-        >>> group_relative_advantages(returns, group_size=3, weights=weights)
-        tensor([ 0.7071, -0.7071,  0.0000])
     """
     if returns.ndim != 1 or group_size < 2 or returns.shape[0] % group_size:
         raise ValueError(
             f"returns must be [B] with B a multiple of group_size={group_size} >= 2, got shape "
             f"{tuple(returns.shape)}"
         )
-    weights = torch.ones_like(returns) if weights is None else weights.detach()
-    if weights.shape != returns.shape:
-        raise ValueError(f"weights must be {list(returns.shape)} as the returns, got {list(weights.shape)}")
-    returns_NG, weights_NG = (x.detach().unflatten(0, (-1, group_size)) for x in (returns, weights))
-    mean_N1, std_N1 = weighted_moments(returns_NG, weights_NG)
-    advantages_NG = returns_NG - mean_N1
+    returns_NG = returns.detach().unflatten(0, (-1, group_size))
+    advantages_NG = returns_NG - returns_NG.mean(dim=1, keepdim=True)
     if baseline == "leave_one_out":
-        total_N1 = weights_NG.sum(dim=1, keepdim=True)
-        others_NG = total_N1 - weights_NG
-        # R - (W mean - w R) / (W - w) = (R - mean) W / (W - w)
-        advantages_NG = advantages_NG * total_N1 / torch.where(others_NG > 0, others_NG, 1.0)
+        # R - (G mean - R) / (G - 1) = (R - mean) G / (G - 1)
+        advantages_NG = advantages_NG * group_size / (group_size - 1)
     if scale == "group_std":
-        advantages_NG = advantages_NG / (std_N1 + eps)
+        advantages_NG = advantages_NG / (returns_NG.std(dim=1, keepdim=True) + eps)
     elif scale == "batch_std":
-        if batch_std is None:
-            batch_std = weighted_moments(returns_NG.reshape(1, -1), weights_NG.reshape(1, -1))[1]
-        advantages_NG = advantages_NG / (batch_std + eps)
+        advantages_NG = advantages_NG / ((returns.detach().std() if batch_std is None else batch_std) + eps)
     # The mean of equal numbers can be off by a rounding error, which the tiny divisor would blow up.
-    counts_NG = weights_NG > 0
-    highest_N1 = torch.where(counts_NG, returns_NG, -torch.inf).amax(dim=1, keepdim=True)
-    lowest_N1 = torch.where(counts_NG, returns_NG, torch.inf).amin(dim=1, keepdim=True)
-    return torch.where(highest_N1 > lowest_N1, advantages_NG * weights_NG, 0.0).flatten()
-
-
-def weighted_moments(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute mean and unbiased standard deviation of each row, each ``[N, 1]`` float32.
-
-    ``mean = sum w x / W`` with ``W = sum w``, and ``variance = sum w (x - mean)^2 / (W - sum w^2 / W)``: the
-    estimate that is unbiased when weights say how reliable values are (not how often they occurred). A row
-    whose weights are all 1 has the bits of `torch.mean` and `torch.std`.
-
-    Args:
-        values: ``[N, G]`` float32.
-        weights: ``[N, G]`` float32, at least 0.
-
-    Returns:
-        0 where no value has a weight; a standard deviation of 0 where one alone has.
-
-    Example:
-        >>> weighted_moments(torch.tensor([[1.0, 3.0, 9.0]]), torch.tensor([[1.0, 1.0, 0.0]]))
-        (tensor([[2.]]), tensor([[1.4142]]))
-    """
-    total_N1 = weights.sum(dim=1, keepdim=True)
-    some_N1 = torch.where(total_N1 > 0, total_N1, 1.0)
-    mean_N1 = (weights * values).sum(dim=1, keepdim=True) / some_N1
-    freedom_N1 = total_N1 - weights.square().sum(dim=1, keepdim=True) / some_N1
-    square_N1 = (weights * (values - mean_N1).square()).sum(dim=1, keepdim=True)
-    std_N1 = (square_N1 / torch.where(freedom_N1 > 0, freedom_N1, 1.0)).sqrt()
-    plain_N1 = (weights == 1).all(dim=1, keepdim=True)
-    return (
-        torch.where(plain_N1, values.mean(dim=1, keepdim=True), mean_N1),
-        torch.where(plain_N1, values.std(dim=1, keepdim=True), std_N1),
-    )
+    differ_N1 = returns_NG.amax(dim=1, keepdim=True) > returns_NG.amin(dim=1, keepdim=True)
+    return torch.where(differ_N1, advantages_NG, 0.0).flatten()
 
 
 def generalized_advantages(
@@ -355,23 +296,21 @@ def whitened(advantages: Tensor, mask: Tensor, *, mean: Tensor, std: Tensor, eps
     return torch.where(mask, (advantages - mean) / (std + eps), 0.0)
 
 
-def moments_of_all(values: Tensor, weights: Tensor, ranks: LearnerRanks) -> tuple[Tensor, Tensor]:
-    """Compute weighted mean and unbiased standard deviation of all ranks' values, each ``[]`` float32.
-
-    As `weighted_moments`, in float64.
+def moments_of_all(values: Tensor, ranks: LearnerRanks) -> tuple[Tensor, Tensor]:
+    """Compute mean and unbiased standard deviation of all ranks' values, each ``[]`` float32, in float64.
 
     Args:
-        values: This rank's, any shape, float32.
-        weights: float32 of the same shape, at least 0; 0: the value does not count.
+        values: This rank's, any shape, float32; there may be none.
         ranks: All of them call this.
+
+    Returns:
+        0 where there is no value; a standard deviation of 0 where there is one.
     """
-    valid, weight = values[weights > 0].double(), weights[weights > 0].double()
-    sums = ranks.sum(torch.stack([weight.sum(), weight.square().sum(), (weight * valid).sum()]))
-    number, squares, total = sums
-    some = torch.where(number > 0, number, 1.0)
-    mean, freedom = total / some, number - squares / some
-    square = ranks.sum((weight * (valid - mean).square()).sum()[None])[0]  # From the mean: no cancellation.
-    return mean.float(), (square / torch.where(freedom > 0, freedom, 1.0)).sqrt().float()
+    values = values.double()
+    number, total = ranks.sum(torch.stack([values.new_tensor(values.numel()), values.sum()]))
+    mean = total / number.clamp(min=1)
+    square = ranks.sum((values - mean).square().sum()[None])[0]  # From the mean: no cancellation.
+    return mean.float(), (square / (number - 1).clamp(min=1)).sqrt().float()
 
 
 def _by_episode(values_DK: Tensor, batch: Batch) -> Tensor:

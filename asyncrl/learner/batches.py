@@ -75,8 +75,6 @@ class Batch:
     """``[D]`` int64, number of the decision within its episode."""
     returns: Tensor
     """``[B]`` float32, sum of rewards of each episode."""
-    episode_weights: Tensor
-    """``[B]`` float32 in [0, 1], `Episode.weight`: how much each episode counts."""
     lengths: Tensor
     """``[B]`` int64, steps until the end."""
     terminated: Tensor
@@ -127,7 +125,6 @@ def build_batch(groups: Sequence[Sequence[Episode]], *, version: int) -> Batch:
         episode=episode_D,
         decision_index=torch.from_numpy(np.concatenate([np.arange(n) for n in decisions])),
         returns=torch.tensor([episode.total_reward for episode in episodes]),
-        episode_weights=torch.tensor([episode.weight for episode in episodes], dtype=torch.float32),
         lengths=torch.tensor([episode.steps for episode in episodes]),
         terminated=torch.tensor([episode.end_reason != "truncated" for episode in episodes]),
         final_frames=np.stack([episode.final_frame for episode in episodes]),

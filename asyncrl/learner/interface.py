@@ -167,8 +167,7 @@ class Advantage(Protocol):
         """Compute advantages, and with a critic its targets.
 
         Args:
-            batch: This rank's part; its tensors are on the CPU. What an episode of it teaches should be
-                `episode_weights` times what it would teach alone, in means over siblings too.
+            batch: This rank's part; its tensors are on the CPU.
             old: None unless `needs` names the policy before the update: `old_policy`, `whole_episodes` or
                 `critic`. (A correction that `CorrectsAdvantages` has the same effect.)
             correction: Of the samples; it may be one that `CorrectsAdvantages`.

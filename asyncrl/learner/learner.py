@@ -175,7 +175,7 @@ class Learner:
             with activity(f"updating version {self.version}", self.settings.hang_timeout):
                 outcomes = self.ranks.gather_outcomes([outcome_of(group) for group in part])
                 values = self._learn(part)
-                values |= batch_metrics(outcomes, self.version - 1, weighted=self.settings.weighted)
+                values |= batch_metrics(outcomes, self.version - 1)
                 self._publish()
             self._write_row(values | only_first)
             only_first = {}

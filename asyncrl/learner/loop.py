@@ -38,18 +38,15 @@ class LoopSettings:
     """Seconds the actors have to take the first version."""
     evaluate_every: int = 0
     """Updates between two versions that are measured in a simulator, thus checkpoints too; 0: none."""
-    refit_every: int = 0
-    """Updates between two versions in whose true episodes the world is refitted, thus checkpoints too."""
     hang_timeout: float = 900.0
     """Seconds that an update may take without a sign of progress."""
     batches_ahead: int = 1
     """Batches that may be imagined together, the one that is waited for included."""
-    weighted: bool = False
-    """Whether successes were imagined again, so that episodes may count less than others."""
     config_hash: str = ""
     """Identifies the settings of the run in its checkpoints."""
 
     def saves(self, version: int) -> bool:
         """Tell whether there shall be a checkpoint of `version`."""
-        intervals = (self.checkpoint_every, self.evaluate_every, self.refit_every)
-        return any(every > 0 and version % every == 0 for every in intervals)
+        return any(
+            every > 0 and version % every == 0 for every in (self.checkpoint_every, self.evaluate_every)
+        )

@@ -103,7 +103,6 @@ def placeholder_batch(policy: Policy, shown: Shown, tasks: Sequence[str], sampli
         episode=rows_D,
         decision_index=torch.zeros_like(rows_D),
         returns=torch.zeros(decisions),
-        episode_weights=torch.ones(decisions),
         lengths=torch.full_like(rows_D, spec.chunk),
         terminated=torch.zeros(decisions, dtype=torch.bool),
         final_frames=frames,

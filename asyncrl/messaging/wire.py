@@ -67,7 +67,6 @@ KINDS: Final[dict[str, dict[str, type]]] = {
         "parts": int,
         "text": str,
         "weights": str,
-        "worlds": str,
         "secret": str,
         "attempt": int,
     },

@@ -117,12 +117,9 @@ SECTIONS: Final = {
     "log/": "Rows and lines that could not be written.",
     "eval/": "Success in the true simulator.",
     "audit/": "Results of `asyncrl audit`, in RUN/tensorboard/audit only: does imagination tell the truth?",
-    "pace/": "What the newest round of --pace.every found: of the policy in truth, and of the world.",
-    "world/": "Which world imagines.",
-    "guard/": "Whether imagined successes are some when imagined again; only with --guard.kind second.",
 }
 """Prefix of names -> subject of its metrics. A metric belongs to the first prefix that fits."""
-_DEFINED_IN: Final = ("metrics_training", "metrics_system", "metrics_pace", "metrics_guard", "waits")
+_DEFINED_IN: Final = ("metrics_training", "metrics_system", "waits")
 _FOLDED: Final = (
     "*Folded by*: how the values of several updates become one console row (--log-every). A *unit* has one "
     "probability ratio: a token, an action or a decision (--algorithm.level)."

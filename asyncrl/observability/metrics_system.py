@@ -11,11 +11,6 @@ LAG_MEAN = define("""replay/lag_mean, mean, versions: Learner's version minus th
     (`time/actors_waiting`), so a lower bound costs little.""")
 LAG_MAX = define("""replay/lag_max, max, versions: The same, largest in the batch. At most --replay.max-lag,
     always: the replay guarantees it.""")
-WORLD_LAG_MEAN = define("""replay/world_lag_mean, mean, versions: Newest world that drew a decision of the
-    batch minus the decision's own, mean; with --pace.every only. 0 but for the updates after a new world. A
-    world has no importance weight, only a bound.""")
-WORLD_LAG_MAX = define("""replay/world_lag_max, max, versions: The same, largest in the batch. At most
-    --replay.max-world-lag, always.""")
 LAG_HISTOGRAM = [
     define(f"""replay/lag_{lags.name}, mean, share: Decisions of the batch with a lag of {lags.text}. The bars
         add up to 1, and none is beyond --replay.max-lag. Most of it on the right: finished groups wait for a
@@ -44,11 +39,6 @@ EPISODES = define("""replay/episodes, last, episodes: Episodes acknowledged sinc
 DROPPED_LAG = define("""replay/dropped_lag, last, episodes: Dropped: their policy is older than
     --replay.max-lag allows. Constant. Growing: episodes take longer than the bound allows; fewer
     --actor.slots, or a larger --replay.max-lag.""")
-DROPPED_WORLD = define("""replay/dropped_world, last, episodes: Dropped: drawn by a world older than
-    --replay.max-world-lag allows, by a policy that was not too old. 0 without --pace.every. Grows a little
-    with each accepted world where the bound is 0. Growing between them: an actor does not get new worlds (its
-    log gives the reason), or worlds follow faster than episodes end: a larger --pace.every or
-    --replay.max-world-lag.""")
 DROPPED_DEADLINE = define("""replay/dropped_deadline, last, episodes: Dropped: their group never became
     complete. Constant. Growing: an actor is stuck or restarts (read its log); if imagining is only slow,
     raise --replay.group-timeout.""")
@@ -60,7 +50,7 @@ DROPPED_INVALID = define("""replay/dropped_invalid, last, episodes: Refused: inc
 DROPPED_POISONED = define("""replay/dropped_poisoned, last, episodes: Dropped: finished, but a sibling was
     poisoned; episodes that had not ended are not counted. 0. Otherwise see `replay/poisoned_*`.""")
 DROPPED_OUTDATED = define("""replay/dropped_outdated, last, episodes: Dropped: imagined for a group that was
-    given up and is granted again. Follows `replay/dropped_lag`, `replay/dropped_world` and
+    given up and is granted again. Follows `replay/dropped_lag` and
     `replay/dropped_deadline`.""")
 DROPPED_UNUSABLE = define("""replay/dropped_unusable, last, episodes: Set aside: stored, but the learner
     cannot use their group (another size, sampling, picture or sample). 0. Otherwise the console and the
@@ -70,7 +60,6 @@ DROPPED_UNRECORDED = define("""replay/dropped_unrecorded, last, episodes: Given 
     groups are imagined instead.""")
 (
     DROPPED_LAG_DECISIONS,
-    DROPPED_WORLD_DECISIONS,
     DROPPED_DEADLINE_DECISIONS,
     DROPPED_RESUME_DECISIONS,
     DROPPED_INVALID_DECISIONS,
@@ -82,7 +71,6 @@ DROPPED_UNRECORDED = define("""replay/dropped_unrecorded, last, episodes: Given 
     define(f"{name}_decisions, last, decisions: Decisions in `{name}`. As the episodes.")
     for name in (
         DROPPED_LAG.name,
-        DROPPED_WORLD.name,
         DROPPED_DEADLINE.name,
         DROPPED_RESUME.name,
         DROPPED_INVALID.name,
@@ -225,11 +213,6 @@ RESPAWNS = define("""time/respawns, last, processes: Actors and replays that die
 PEAK_MEMORY = define("""time/peak_memory, sum, bytes: Peak resident memory of the learner process. Levels off
     after the first checkpoints. It is host memory of rank 0, without its children; steady growth is a
     leak.""")
-PACE_COLLECT_SECONDS = define("""time/pace_collect, last, s: Time the round's true episodes took. It delays no
-    update. Long: --pace.workers.""")
-PACE_FIT_SECONDS = define("""time/pace_fit, last, s: Time the round's refits and audits took. It delays no
-    update. Longer than --pace.every updates: rounds are skipped, the newest version counts.""")
-
 # --- actors and learner ---
 
 LIVE_SLOTS = define("""actor/live_slots, mean, share: Slots with an episode under way, at each decision of an
@@ -237,14 +220,13 @@ LIVE_SLOTS = define("""actor/live_slots, mean, share: Slots with an episode unde
     fewer --actor.slots, or a larger --replay.max-lag or --algorithm.groups-per-update.""")
 USEFUL_STEPS = define("""actor/useful_steps, mean, share: Imagined steps before their episode's end; a
     decision is imagined whole. Near 1 where episodes have many decisions. Episodes that are dropped later
-    count too. With --guard.kind second lower by the steps imagined again, from which nothing is learned.""")
+    count too.""")
 ACTOR_MEMORY = define("""actor/peak_memory, max, bytes: Most memory of an actor's tensors on a GPU (on the
     CPU: of its process), the largest of all actors. Levels off within the first episodes. Near the device's
     size: fewer --actor.slots, --actor.pipeline-stages 2, or policy and world on two devices
     (--placement).""")
 ACTOR_DECISIONS = define("""actor/decisions, sum, decisions: Decisions imagined by the present actors since
-    each of them began, repetitions included. Grows by a batch's decisions for each update, and with
-    --guard.kind second by about those of its successes once more. While it grows the learner waits on
+    each of them began. Grows by a batch's decisions for each update. While it grows the learner waits on
     (--batch-timeout), even if no episode is complete.""")
 ACTOR_RESTARTED = define("""actor/restarted_episodes, sum, episodes: Episodes that began again from their
     start because the simulator's worker was lost, since the present actors began. 0. Otherwise the actor's

@@ -110,8 +110,6 @@ RECEIPTS = _define("""receipts | waiting for the members' receipts | learner's p
     the members; the death of one | the group is given up and formed anew with those that answer""")
 FIRST_WEIGHTS = _define("""first_weights | waiting for the first weights | actor | --startup-timeout | the
     learner's first version, or its end | the actor ends with an error and is respawned""")
-FIRST_WORLD = _define("""first_world | waiting for the refitted world | actor | --startup-timeout | rank 0,
-    which sends the world that the run has | the actor ends with an error and is respawned""")
 JOINING = _define("""joining | forming the weight group | actor's receiver | --weights.timeout | all members;
     a newer offer | the actor gives this group up and waits for the next""")
 RECEIVING = _define("""receiving | receiving weights | actor's receiver | --weights.timeout | the transport; a

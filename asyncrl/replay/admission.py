@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.episode_layout import decision_layout, optional_of, problem_with, version_of
-from asyncrl.keyframe_names import version_named
 from asyncrl.records import REWARDED, Episode, Sampling
 from asyncrl.replay.episode_format import ANY_FORMAT, EpisodeFormat, SimulatorFormat
 
@@ -71,7 +70,7 @@ class Check(NamedTuple):
     """Says what is wrong, or None."""
     of_stored: bool = True
     """Whether a stored episode is held against it too: not where a learner can learn from it all the same, as
-    after a resume with other start states, another world or shorter episodes."""
+    after a resume with other start states or shorter episodes."""
 
 
 def _soundness(episode: Episode, expected: Expected) -> str | None:
@@ -161,10 +160,6 @@ def _task(episode: Episode, expected: Expected) -> str | None:
         if episode.task in known[episode.start_state]:
             return None
         return f"task {episode.task[:60]!r}, but start state {episode.start_state[:60]!r} has another one"
-    if expected.format.mined_keyframes and version_named(episode.start_state) is not None:
-        if any(episode.task in tasks for tasks in known.values()):
-            return None
-        return f"task {episode.task[:60]!r} of start state {episode.start_state[:60]!r} is none of the run's"
     if known:
         return f"start state {episode.start_state[:60]!r} is none of the run's {len(known)}"
     return _instruction(episode.task) or _start_name(episode)
@@ -272,22 +267,11 @@ def _policy_versions(episode: Episode, expected: Expected) -> str | None:
 
 
 def _world_version(episode: Episode, expected: Expected) -> str | None:
-    newest = expected.format.world_version
-    found = episode.newest_world_version
-    if found < -1 or (newest is not None and found > newest):
-        known = "at least -1" if newest is None else f"at most {newest}"
-        return f"world version {found} imagined it, in this run it is {known}"
-    return None
-
-
-def _weight(episode: Episode, expected: Expected) -> str | None:
-    weighted = expected.format.weighted
-    if weighted is False and episode.weight != 1:
-        return f"weight {episode.weight}, in this run every episode counts fully (--guard.kind)"
-    if weighted and episode.world_versions is None:
-        return "it has no weight, but in this run successes are imagined again (--guard.kind second)"
-    if weighted and episode.weight != 1 and not episode.success:
-        return f"weight {episode.weight} of a failure: only successes are imagined again"
+    known, found = expected.format.world_version, episode.world_version
+    if found < -1 or (known is not None and found != known):
+        return (
+            f"world version {found} imagined it, in this run it is {'-1 or more' if known is None else known}"
+        )
     return None
 
 
@@ -308,8 +292,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     Check("steps_taken, further cameras, states, rewards", "settings", _played, of_stored=False),
     Check("task, start_state", "settings", _task, of_stored=False),
     Check("policy_versions", "version", _policy_versions),
-    Check("world_version", "version", _world_version, of_stored=False),
-    Check("weight", "settings", _weight, of_stored=False),
+    Check("world_version", "version", _world_version),
 )
 """All that an episode must be, in this order. The ids are checked with the message (`episode_codec`) and with
 the grant; `seed` and `noise_seeds` may be any numbers: nothing is computed with them."""

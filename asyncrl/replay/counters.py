@@ -15,7 +15,7 @@ from asyncrl.replay.interface import ReceiptStatus
 
 def has_no_signal(group: Sequence[Episode]) -> bool:
     """Whether all episodes that count have the same return: compared with siblings, none is better."""
-    return len({episode.total_reward for episode in group if episode.weight}) <= 1
+    return len({episode.total_reward for episode in group}) <= 1
 
 
 class FilteredGroups:
@@ -77,7 +77,6 @@ COUNTERS: Final[dict[ReceiptStatus, Metric]] = {
     "stored": m.EPISODES,
     "duplicate": m.DUPLICATES,
     "dropped_lag": m.DROPPED_LAG,
-    "dropped_world": m.DROPPED_WORLD,
     "dropped_deadline": m.DROPPED_DEADLINE,
     "dropped_invalid": m.DROPPED_INVALID,
     "dropped_resume": m.DROPPED_RESUME,
@@ -88,7 +87,6 @@ COUNTERS: Final[dict[ReceiptStatus, Metric]] = {
 }
 DECISION_COUNTERS: Final[dict[ReceiptStatus, Metric]] = {
     "dropped_lag": m.DROPPED_LAG_DECISIONS,
-    "dropped_world": m.DROPPED_WORLD_DECISIONS,
     "dropped_deadline": m.DROPPED_DEADLINE_DECISIONS,
     "dropped_invalid": m.DROPPED_INVALID_DECISIONS,
     "dropped_resume": m.DROPPED_RESUME_DECISIONS,

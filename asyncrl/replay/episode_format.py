@@ -42,12 +42,7 @@ class EpisodeFormat:
     tasks: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Name of a start state -> its instruction, or several of as many start states; empty: not known, any."""
     world_version: int | None = None
-    """Of the world that imagines, the newest that there can be; -1: a simulator; None: not known, any."""
-    mined_keyframes: bool = False
-    """Whether episodes may also begin at key frames that came with a version of the world."""
-    weighted: bool | None = None
-    """Whether successes are imagined again (--guard.kind second), so that they may count less; None: not
-    known, any."""
+    """Of the world that imagines; -1: a simulator; None: not known, any."""
     simulator: SimulatorFormat | None = None
     """In which they are played; None: they are imagined, or nothing is known."""
 

@@ -1,8 +1,6 @@
 """Say what changes the replay's state: each event is a line of the ledger, and reads and writes itself.
 
-    {"learner": session, "version": v}                         a learner began or resumed at version v; where
-                                                               it is known, "world": the newest that the run
-                                                               goes on with
+    {"learner": session, "version": v}                         a learner began or resumed at version v
     {"actor": name, "session": s}                              an actor (re)started
     {"grant": n, "actor": name, "turn": t, "min_version": m}   group n was granted
     {"used": [n, ...], "request": r, "version": v}             a batch was given away
@@ -16,8 +14,6 @@
                                                                "why" and start states "left" besides
                                                                one that is given up for a "reason" has that
     {"refused": why, "cause": c}                               one episode was not admitted
-    {"world": w}                                               an episode came that world w drew, a newer one
-                                                               than any before
     {"group_size": k}                                          groups have k episodes from here on; before the
                                                                first such line as replay.json says
     {"ledger_lost": d}                                         lines with the SHA-256 d are gone: what was
@@ -75,20 +71,6 @@ class LearnerStarted(Event):
     KEYS = (("learner", "session", str), ("version", "version", int))
     session: str
     version: int
-    newest_world: int | None = None
-    """The newest world that the run goes on with; None: not known, as in ledgers of earlier versions."""
-
-    def to_line(self) -> Entry:
-        """Return the entry that the ledger keeps, with the world if it is known."""
-        return super().to_line() | ({} if self.newest_world is None else {"world": self.newest_world})
-
-    @classmethod
-    def from_entry(cls, entry: Entry) -> Self | None:
-        """Read an entry; None when it is no such event's."""
-        event, world = super().from_entry(entry), entry.get("world")
-        if event is None or type(world) is not int or world < 0:
-            return event
-        return replace(event, newest_world=world)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,15 +201,6 @@ class Refused(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorldCame(Event):
-    """A sound episode came of a newer world than any before, in a run whose world changes."""
-
-    KEYS = (("world", "version", int),)
-    version: int
-    """The world's."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class GroupSized(Event):
     """The run's groups have another size from here on."""
 
@@ -246,8 +219,7 @@ class LedgerLost(Event):
 
 
 KINDS: Final[tuple[type[Event], ...]] = (
-    LearnerStarted, ActorStarted, Granted, Used, Filtered, Ready, Dropped, Refused, WorldCame, GroupSized,
-    LedgerLost,
+    LearnerStarted, ActorStarted, Granted, Used, Filtered, Ready, Dropped, Refused, GroupSized, LedgerLost,
 )  # fmt: skip
 
 

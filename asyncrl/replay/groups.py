@@ -37,10 +37,6 @@ class GroupTable:
         self.uses, self.horizon = uses, horizon
         self.version = 0
         """The learner's newest policy version."""
-        self.world_version = 0
-        """The newest world that drew a decision of a sound episode, of those that the run goes on with."""
-        self._begun_in: int | None = None
-        """The run's newest world when the learner began; None: not known."""
         self.used = 0
         """Groups in the batches given away: the sampling cursor. A filtered group is in none."""
         self.next_number = 0
@@ -95,24 +91,9 @@ class GroupTable:
         used_at = self.used_at.get(number, ())
         self._take_out(number)
         self._given_up.pop(number, None)
-        self._note_world_of_file(group.world_version)
         self.ready[number] = group
         if used_at:
             self.used_at[number] = used_at
-
-    def _note_world_of_file(self, version: int) -> None:
-        """Note the world of a stored group. One that a resume forgot draws no more: it makes nothing old."""
-        known = version if self._begun_in is None else min(version, self._begun_in)
-        self.note_world(known)
-
-    def note_world(self, version: int) -> None:
-        """Note a world that drew a decision."""
-        self.world_version = max(self.world_version, version)
-
-    def go_on_in_world(self, newest: int | None) -> None:
-        """Forget the worlds that a resume forgot: those above `newest`. None: nothing is known of them."""
-        if newest is not None:
-            self._begun_in, self.world_version = newest, min(self.world_version, newest)
 
     def use(self, numbers: Sequence[int]) -> None:
         """Note that groups were given to the learner at `version`. Each is closed after `uses` times."""
@@ -171,7 +152,7 @@ class GroupTable:
         """
         if status == "dropped_deadline":
             return self._given_up.get(number, 0) < GRANTS_AGAIN
-        return status in ("dropped_resume", "dropped_lag", "dropped_world")
+        return status in ("dropped_resume", "dropped_lag")
 
     def _close(self, number: int, status: ReceiptStatus, version: int) -> None:
         self._take_out(number)
@@ -227,14 +208,11 @@ class OpenGroup:
 
     oldest_version: int = NO_VERSION
     """Version of the oldest decision of the members that are there, of which there is at least one."""
-    world_version: int = NO_VERSION
-    """Version of the oldest world of these members."""
 
     def add(self, episode: Episode) -> None:
         """Add a member. What follows from it is remembered: with many actors it is asked for all the time."""
         self.members[episode.member] = episode
         self.oldest_version = min(self.oldest_version, episode.oldest_version)
-        self.world_version = min(self.world_version, episode.world_version)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,11 +222,11 @@ class ReadyGroup:
     oldest_version: int
     newest_version: int
     spread: float = 0.0
-    """Standard deviation of the episodes' returns (1: success, 0: none), by their weights."""
+    """Standard deviation of the episodes' returns (1: success, 0: none)."""
     sampling: Sampling | None = None
     """None: as the run's."""
     world_version: int = 0
-    """The oldest of its episodes."""
+    """Of the world that imagined it."""
     size: int = 0
     """Its episodes; 0: as many as the run's groups have."""
 

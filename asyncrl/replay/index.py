@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final
 
-from asyncrl.episode_layout import SCHEMA_VERSIONS
+from asyncrl.episode_layout import STORED_SCHEMA_VERSIONS
 from asyncrl.records import Sampling
 from asyncrl.replay.files.format import FORMAT, FORMAT_VERSION, ROOT, GroupFile, fingerprint
 from asyncrl.storage.atomic import replacing
@@ -27,7 +27,7 @@ from asyncrl.storage.regular_files import LINES_BYTES, open_regular, read_lines,
 _VERSIONS: Final = {
     "format": (FORMAT,),
     "format_version": (FORMAT_VERSION,),
-    "schema_version": SCHEMA_VERSIONS,
+    "schema_version": STORED_SCHEMA_VERSIONS,
 }
 
 

@@ -20,7 +20,6 @@ ReceiptStatus = Literal[
     "stored",
     "duplicate",
     "dropped_lag",
-    "dropped_world",
     "dropped_deadline",
     "dropped_invalid",
     "dropped_resume",
@@ -30,8 +29,7 @@ ReceiptStatus = Literal[
     "dropped_unrecorded",
 ]
 """What became of an episode. Only `held` is not final: its group is incomplete, so the actor keeps it.
-`dropped_lag`: its policy is older than --replay.max-lag allows, whatever its world is; `dropped_world`: only
-its world is too old (--replay.max-world-lag).
+`dropped_lag`: its policy is older than --replay.max-lag allows.
 `dropped_outdated`: its group was given up and granted again, and that grant goes on. Of stored groups:
 `dropped_unusable`, set aside because the learner cannot use it; `dropped_unrecorded`, whether it was used is
 not known, because the ledger was lost."""

@@ -36,8 +36,6 @@ class JoinSettings:
     """JSON of the run's `TrainConfig`."""
     weights: str
     """Endpoint where the weights can be fetched."""
-    worlds: str = ""
-    """Endpoint where refitted worlds can be; empty: the world stays as it is."""
     identity: RunIdentity = NO_RUN
     """Of the run, in its present start."""
 
@@ -52,7 +50,6 @@ class JoinSettings:
             "parts": parts,
             "text": text,
             "weights": self.weights,
-            "worlds": self.worlds,
             "secret": self.identity.secret,
             "attempt": self.identity.attempt,
         }
@@ -89,7 +86,6 @@ def ask_settings(endpoint: str, name: str, security: ClientKeys | None, deadline
                     return JoinSettings(
                         config="".join(texts),
                         weights=message["weights"],
-                        worlds=message["worlds"],
                         identity=identity,
                     )
             if link.stopped:

@@ -28,11 +28,6 @@ class Aged(Protocol):
         """Policy version of the oldest decision."""
         ...
 
-    @property
-    def world_version(self) -> int:
-        """Version of the world that imagined it; the oldest, of a group."""
-        ...
-
 
 class Limiter(GroupTable):
     """All groups of a run, and what follows from them."""
@@ -77,17 +72,8 @@ class Limiter(GroupTable):
         self._listening_since = self.clock()
 
     def too_old(self, aged: Aged, version: int) -> ReceiptStatus | None:
-        """Say why a learner at `version` may not use a decision of an episode or a group; None: it may.
-
-        Returns:
-            `dropped_lag` where the policy is too old, also when the world is too; `dropped_world` where only
-            the world is.
-        """
-        if version - aged.oldest_version > self.max_lag:
-            return "dropped_lag"
-        if self.world_version - aged.world_version > self.settings.max_world_lag:
-            return "dropped_world"
-        return None
+        """Return `dropped_lag` if a learner at `version` may not use an episode or group, else None."""
+        return "dropped_lag" if version - aged.oldest_version > self.max_lag else None
 
     @property
     def ahead(self) -> int:
@@ -106,9 +92,10 @@ class Limiter(GroupTable):
         return max(0, -(-line // self.uses), batch - len(self.open) - len(self.ready))
 
     def made_alike(self, group: ReadyGroup) -> bool:
-        """Whether a group has the run's size, and its actions were drawn as the run draws them now."""
+        """Whether a group has the run's size, world, and its actions were drawn as the run draws them."""
         sampled_alike = None in (self.sampling, group.sampling) or self.sampling == group.sampling
-        return sampled_alike and group.size in (0, self.group_size)
+        world = self.episode_format.world_version
+        return sampled_alike and group.size in (0, self.group_size) and world in (None, group.world_version)
 
     def note_heartbeat(self, actor: str) -> None:
         """Note a sign of life."""
@@ -225,28 +212,13 @@ class Limiter(GroupTable):
             refused = Refusal("content", problem)
         if refused is not None:
             return receipt("dropped_invalid", refused.reason, refused.cause)
-        self.note_world(episode.newest_world_version)
         if (too_old := self.too_old(episode, self.version)) is not None:
-            return receipt(too_old, self._too_old_because(episode))
+            lag = f"policy version {episode.oldest_version} at {self.version}"
+            return receipt(too_old, f"{lag}, --replay.max-lag is {self.max_lag}")
         self.note_heartbeat(group.actor)
         self.note_progress(group.actor)
         group.add(episode)
         return receipt("held")
-
-    def _too_old_because(self, episode: Episode) -> str:
-        """Name each bound that an episode breaks."""
-        bounds = (
-            ("policy version", episode.oldest_version, self.version, "max-lag", self.max_lag),
-            (
-                *("world", episode.world_version, self.world_version),
-                *("max-world-lag", self.settings.max_world_lag),
-            ),
-        )
-        return "; ".join(
-            f"{what} {version} at {newest}, --replay.{flag} is {bound}"
-            for what, version, newest, flag, bound in bounds
-            if newest - version > bound
-        )
 
     def complete(self, number: int) -> bool:
         """Whether all members of an open group are there."""
@@ -314,16 +286,11 @@ class Limiter(GroupTable):
         overtakes = order == "oldest" and min(awaited, default=numbers[-1]) < numbers[-1]
         return None if overtakes else numbers
 
-    def begin(self, version: int, newest_world: int | None = None) -> None:
+    def begin(self, version: int) -> None:
         """Start at `version`, after the changes of `recovery.plan_resume`.
 
         `used` counts groups: every update uses `groups_per_update`, whatever was filtered
         or dropped. So it follows from the version, also when `groups_per_update` was changed for the resume.
-
-        Args:
-            version: The learner's.
-            newest_world: The newest world that the run goes on with; None: not known.
         """
-        self.go_on_in_world(newest_world)
         self.version, self.used = version, version * self.groups_per_update
         self.next_number = max(self.next_number, self.used)

@@ -36,10 +36,10 @@ def plan_resume(
 
     The aim is that it sees what it would have seen without the interruption. What is open belongs to
     actors that are gone, what a later version imagined to updates that are lost: both are imagined again
-    under the same numbers, which decide start states and seeds; so is what was drawn with another temperature
-    or top-k, or has another group size, if these were changed for the resume. What a lost update used, and
-    this version may use, waits again. A group that also counting updates used was learned from: it is never
-    dropped.
+    under the same numbers, which decide start states and seeds; so is what another world imagined, was drawn
+    with another temperature or top-k, or has another group size, if these were changed for the resume. What a
+    lost update used, and this version may use, waits again. A group that also counting updates used was
+    learned from: it is never dropped.
 
     That is exact down to `horizon` versions before the limiter's. Of older versions it is known only which
     groups were closed, and closed they stay: what a lost update of those versions used, filtered or dropped
@@ -48,8 +48,7 @@ def plan_resume(
     of successful and filtered groups are not those of the undisturbed run.
 
     Nor is it exact for what a lost update dropped as too old, whose file is gone: it is imagined again by
-    newer versions. With --inline that is so only where more than one world, and more than
-    --replay.max-world-lag, come while a group waits.
+    newer versions.
 
     Args:
         limiter: As it is before the resume.
@@ -147,26 +146,22 @@ def _give_up_unrecorded(lifecycle: GroupLifecycle, lost_ledger: str) -> None:
     )
 
 
-def roll_back_to(
-    lifecycle: GroupLifecycle, version: int, *, newest_world: int | None, in_turns: bool
-) -> None:
+def roll_back_to(lifecycle: GroupLifecycle, version: int, *, in_turns: bool) -> None:
     """Undo what a resume at `version` makes undone: see `plan_resume`.
 
     Args:
         lifecycle: As it is before the resume.
         version: Where the learner goes on.
-        newest_world: See `Limiter.begin`: no group is too old for a world that is forgotten.
         in_turns: See `plan_resume`.
     """
     state = lifecycle.state
-    state.limiter.go_on_in_world(newest_world)
     stored = _stored(lifecycle)
     plan = plan_resume(state.limiter, version, stored, in_turns=in_turns)
     other = [n for n in plan.drop if n in stored and not state.limiter.made_alike(stored[n])]
     if other:
         lifecycle.tell(
-            f"{len(other)} stored groups were made with another --algorithm.group-size, temperature or "
-            "top-k: they are given up (replay/dropped_resume) and imagined again."
+            f"{len(other)} stored groups were made in another world, or with another --algorithm.group-size, "
+            "temperature or top-k: they are given up (replay/dropped_resume) and imagined again."
         )
     for number, uses in plan.ready.items():
         state.commit(Ready(number=number, uses=uses))

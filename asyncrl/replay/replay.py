@@ -17,14 +17,13 @@ from pathlib import Path
 from asyncrl.config.algorithm import AlgorithmSettings
 from asyncrl.config.replay import ReplaySettings
 from asyncrl.errors import WireError
-from asyncrl.keyframe_names import version_named
 from asyncrl.messaging.episode_codec import scalars_of
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability.metrics import Metric, reduce
 from asyncrl.records import Episode, Sampling
 from asyncrl.replay.admission import RefusalCause, is_start_of
 from asyncrl.replay.choosing import BatchChooser
-from asyncrl.replay.events import ActorStarted, LearnerStarted, Refused, WorldCame
+from asyncrl.replay.events import ActorStarted, LearnerStarted, Refused
 from asyncrl.replay.group_lifecycle import GroupLifecycle
 from asyncrl.replay.groups import number_of
 from asyncrl.replay.interface import ENDLESS, Filling, GroupFailure, GroupGrant, Receipt
@@ -84,7 +83,6 @@ def open_replay(
         *(store, limiter, warn),
         max_filtered=max_filtered,
         lost_ledger=lost_ledger,
-        newest_world=start.newest_world,
     )
 
 
@@ -99,7 +97,6 @@ class Replay:
         *,
         max_filtered: int = 160,
         lost_ledger: str = "",
-        newest_world: int | None = None,
     ) -> None:
         """Recover the state from the store's ledger and files.
 
@@ -109,9 +106,8 @@ class Replay:
             warn: Receives a line when the disk is full.
             max_filtered: So many filtered groups without a batch end the run; see `nothing_to_learn`.
             lost_ledger: See `recovery.recover`.
-            newest_world: See `RunStart.newest_world`.
         """
-        self.store, self._max_filtered, self._newest_world = store, max_filtered, newest_world
+        self.store, self._max_filtered = store, max_filtered
         self.state = ReplayState(store.ledger, limiter, store.made_with)
         self.refused_actors = RefusedActors()
         self.lifecycle = GroupLifecycle(store, self.state, warn)
@@ -142,13 +138,12 @@ class Replay:
         """
         if session != self.state.session.learner:
             self.lifecycle.finish()
-            world = self._newest_world
             self.batches.begin()
-            roll_back_to(self.lifecycle, version, newest_world=world, in_turns=in_turns)
-            self.state.commit(LearnerStarted(session=session, version=version, newest_world=world))
+            roll_back_to(self.lifecycle, version, in_turns=in_turns)
+            self.state.commit(LearnerStarted(session=session, version=version))
             count_successes(self.lifecycle)
         for number in self.state.limiter.unlike():  # A file that this run did not make.
-            self.lifecycle.set_aside(number, "another group size, temperature or top-k than the run's")
+            self.lifecycle.set_aside(number, "another world, group size, temperature or top-k than the run's")
         self.set_version(version)
 
     def hello(self, actor: str, session: str) -> None:
@@ -204,10 +199,7 @@ class Replay:
         number, limiter = number_of(episode.group_id), self.state.limiter
         if number in self.lifecycle.unwritten:  # What is wrong with the episode could give its group up.
             self.lifecycle.finish()
-        known_world = limiter.world_version
         receipt = self._check(episode, actor)
-        if limiter.world_version > known_world and episode.world_versions is not None:
-            self.state.commit(WorldCame(version=limiter.world_version))
         if receipt.status == "held":
             if limiter.complete(number):
                 self.refused_actors.forget(limiter.open[number].actor)
@@ -225,7 +217,7 @@ class Replay:
                 if receipt.status == "dropped_invalid":
                     self.refused_actors.note_refused(limiter.open[number].actor, number, receipt.reason)
                 # The group cannot become complete any more: its credit is worth more than its siblings.
-                too_old = receipt.status in ("dropped_lag", "dropped_world")
+                too_old = receipt.status == "dropped_lag"
                 self.lifecycle.drop(number, receipt.status if too_old else "dropped_deadline")
         return receipt
 
@@ -263,8 +255,6 @@ class Replay:
             return ENDLESS if is_start_of(found.simulator.name, failure.start_state) else -1
         if not found.tasks:
             return failure.left
-        if found.mined_keyframes and version_named(failure.start_state) is not None:
-            return ENDLESS  # The next version of the world brings others.
         if failure.start_state not in found.tasks:
             return -1
         return len(found.tasks.keys() - set(self.state.quarantine.names))

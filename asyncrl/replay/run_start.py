@@ -19,14 +19,11 @@ class RunStart:
     ledger: Checksum | None = None
     """What the ledger was when the checkpoint was written that the run goes on from; None: a new run, or not
     known."""
-    newest_world: int | None = None
-    """Version of the newest world that the run goes on with; None: not known, or there is none."""
 
     def to_json(self) -> str:
         """Write it as the text that `from_json` reads."""
         ledger = None if self.ledger is None else asdict(self.ledger)
-        plain = {"episodes": self.episodes.to_json(), "ledger": ledger, "newest_world": self.newest_world}
-        return json.dumps(plain)
+        return json.dumps({"episodes": self.episodes.to_json(), "ledger": ledger})
 
     @classmethod
     def from_json(cls, text: str) -> RunStart:
@@ -35,7 +32,6 @@ class RunStart:
         return cls(
             episodes=EpisodeFormat.from_json(plain.get("episodes", "")),
             ledger=Checksum.from_json(plain.get("ledger")),
-            newest_world=plain.get("newest_world"),
         )
 
 

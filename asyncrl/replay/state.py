@@ -20,7 +20,6 @@ from asyncrl.replay.events import (
     Ready,
     Refused,
     Used,
-    WorldCame,
 )
 from asyncrl.replay.groups import ReadyGroup
 from asyncrl.replay.ledger import Ledger
@@ -83,7 +82,7 @@ class ReplayState:
         size = self.group_size
         match event:
             case LearnerStarted():
-                limiter.begin(event.version, event.newest_world)
+                limiter.begin(event.version)
                 self.quarantine.begin(event.version)
                 self.filtered.restart()
                 session.learner, session.request, session.batch = event.session, "", []
@@ -121,8 +120,6 @@ class ReplayState:
                 counters.add(event.status, 1, event.decisions)
                 if event.cause:
                     counters.refused[event.cause] += 1
-            case WorldCame():
-                limiter.note_world(event.version)
             case GroupSized():
                 self.group_size = event.size
             case LedgerLost():

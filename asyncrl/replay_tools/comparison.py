@@ -31,9 +31,6 @@ CLOSE_LOGPROBS: Final = 0.05
 AMPLIFIED: Final = 32
 """Factor by which the picture shows differences."""
 TITLES: Final = ("member", "decisions", "ended", "the same end", "frames", "scores", "log-probs", "verdict")
-WEIGHT_TITLE: Final = "weight"
-"""Of a column more, before the last one."""
-
 Verdict = Literal["equal", "close", "differs"]
 
 
@@ -53,14 +50,6 @@ class Comparison:
     """Score from which a frame scores."""
     success_frames: SuccessFrames
     """See `ActorSettings.success_frames`."""
-    weight: float | None = None
-    """Of the episode as its repetition, imagined once more, would give it; None: that cannot be known, or it
-    was not repeated."""
-
-    @property
-    def same_weight(self) -> bool:
-        """Tell whether it has the weight that its repetition gives it, as far as that is known."""
-        return self.weight is None or self.weight == self.episode.weight
 
     @property
     def frame_gap(self) -> int:
@@ -95,7 +84,7 @@ class Comparison:
         Log-probs come from `evaluate`, as in the learner, and not from `act`, so they are never asked to be
         equal.
         """
-        agreed = self.same_end and self.same_weight and not self.logprob_gap > CLOSE_LOGPROBS
+        agreed = self.same_end and not self.logprob_gap > CLOSE_LOGPROBS
         if agreed and self.frame_gap == 0 and self.score_gap == 0:
             return "equal"
         near = self.frame_gap <= CLOSE_FRAMES and self.score_gap <= CLOSE_SCORES
@@ -103,12 +92,8 @@ class Comparison:
 
 
 def comparison_table(found: Sequence[Comparison]) -> str:
-    """Return one row per member: the largest differences, and a verdict; weights, where there are any."""
-    rows = [TITLES, *(_cells(one) for one in found)]
-    if any(one.weight is not None for one in found):
-        weights = [WEIGHT_TITLE, *(_weight_cell(one) for one in found)]
-        rows = [(*row[:-1], weight, row[-1]) for row, weight in zip(rows, weights, strict=True)]
-    return table(rows)
+    """Return one row per member: the largest differences, and a verdict."""
+    return table([TITLES, *(_cells(one) for one in found)])
 
 
 def comparison_sheet(found: Sequence[Comparison]) -> Image.Image:
@@ -163,13 +148,6 @@ def _cells(found: Comparison) -> tuple[str, ...]:
         NOTHING if np.isnan(found.logprob_gap) else f"{found.logprob_gap:.2g}",
         found.verdict,
     )
-
-
-def _weight_cell(found: Comparison) -> str:
-    if found.weight is None:
-        return NOTHING
-    stored = f"{found.episode.weight:g}"
-    return stored if found.same_weight else f"{stored}, again {found.weight:g}"
 
 
 def _end(episode: Episode) -> str:

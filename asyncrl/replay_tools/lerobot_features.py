@@ -154,5 +154,4 @@ def episode_row(
         "asyncrl/episode_id": row.episode.episode_id,
         "asyncrl/success": row.episode.success,
         "asyncrl/policy_version": row.episode.oldest_version,
-        "asyncrl/weight": row.episode.weight,
     }

@@ -2,7 +2,7 @@
 
     /data               attributes: total (samples of all episodes), env_args (JSON)
     /data/demo_0        attributes: num_samples, and about the episode: episode_id, task, success,
-                        group_number, policy_version (of its oldest decision), world_version, weight
+                        group_number, policy_version (of its oldest decision), world_version
         obs/agentview_image   uint8    [T, H, W, 3]
         obs/camera_1_image    uint8    [T, H, W, 3]  the first camera beside it, and so on
         obs/robot_state       float32  [T, Q]  both where they are known of every sample
@@ -67,7 +67,6 @@ def _put_episode(group: h5py.Group, row: StoredEpisode, samples: Samples) -> Non
     group.attrs["group_number"] = row.number
     group.attrs["policy_version"] = episode.oldest_version
     group.attrs["world_version"] = episode.world_version
-    group.attrs["weight"] = episode.weight
     group.create_dataset("obs/agentview_image", data=samples.images)
     for camera in range(samples.more_images.shape[1]):
         group.create_dataset(f"obs/{camera_name(camera)}_image", data=samples.more_images[:, camera])

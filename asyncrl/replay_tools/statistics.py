@@ -137,8 +137,6 @@ class Summary:
     """Decisions begun until the end -> episodes."""
     steps: int = 0
     """Until the end, of all episodes."""
-    weight: float = 0.0
-    """How much they count in updates, added up."""
     groups: dict[int, str] = field(default_factory=dict)
     """Group -> what became of it."""
     drops: Counter[tuple[str, str, int]] = field(default_factory=Counter)
@@ -154,7 +152,6 @@ class Summary:
             self.lags.update(row.used_at - int(v) for v in row.episode.policy_versions)
         self.lengths[-(-row.steps // row.episode.rewards.shape[1])] += 1
         self.steps += row.steps
-        self.weight += row.episode.weight
         self.groups[row.number] = row.outcome
 
     def as_dict(self) -> dict[str, Any]:
@@ -166,7 +163,6 @@ class Summary:
         return {
             **counts(self.episodes),
             "mean_steps": round(self.steps / max(1, self.episodes.total), 3),
-            "mean_weight": round(self.weight / max(1, self.episodes.total), 6),
             "groups": dict(sorted(Counter(self.groups.values()).items())),
             "by_task": {task: counts(self.by_task[task]) for task in sorted(self.by_task)},
             "by_version": {str(v): counts(self.by_version[v]) for v in sorted(self.by_version)},
@@ -192,9 +188,8 @@ def heading(summary: Summary) -> str:
     found = Counter(summary.groups.values())
     outcomes = ", ".join(f"{found[outcome]} {outcome}" for outcome in sorted(found))
     total = max(1, summary.episodes.total)
-    weighed = f"of a weight of {summary.weight / total:.2f}, " if summary.weight < total else ""
     return (
-        f"{summary.episodes.total} episodes, {summary.episodes.share:.1%} successful, {weighed}"
+        f"{summary.episodes.total} episodes, {summary.episodes.share:.1%} successful, "
         f"{summary.steps / total:.1f} steps on average; {len(summary.groups)} groups: {outcomes}"
     )
 

@@ -18,8 +18,6 @@ from asyncrl.replay_tools.text import NOTHING, table
 
 SORTS = Literal["number", "success", "steps", "lag", "version"]
 TITLES = ("episode", "group", "member", "task", "success", "steps", "versions", "lag", "world", "group was")
-WEIGHT = "weight"
-"""Title of a further column, where an episode counts less than others."""
 _KEYS: dict[str, Callable[[StoredEpisode], Any]] = {
     "number": lambda row: 0,
     "success": lambda row: not row.episode.success,
@@ -53,9 +51,6 @@ class List(EpisodeSelection):
             print(json.dumps([as_dict(row) for row in shown], indent=1))
             return 0
         lines = [TITLES, *(_cells(row) for row in shown)]
-        if any(row.episode.weight != 1 for row in shown):
-            weights = (WEIGHT, *(f"{row.episode.weight:g}" for row in shown))
-            lines = [(*line, weight) for line, weight in zip(lines, weights, strict=True)]
         print(table(lines, ("world", "member", "lag", "group")))
         print(f"{len(rows)} episodes" + (f", {len(shown)} shown" if len(shown) < len(rows) else ""))
         return 0
@@ -105,7 +100,6 @@ def as_dict(row: StoredEpisode) -> dict[str, Any]:
     return {name: getattr(row.episode, name) for name in EPISODE_SCALARS} | {
         "group_number": row.number,
         "success": row.episode.success,
-        "weight": row.episode.weight,
         "steps": row.steps,
         "oldest_version": row.episode.oldest_version,
         "newest_version": row.newest_version,

@@ -8,7 +8,6 @@ runs/2025-01-31_12-00-00/
   lock              who runs it (`run_lock`)    identity.json  its secret (`run_identity`)
   provenance.json   how each start came about (`provenance`)
   balance.json      what learners and actors needed, at the end (`launch.balance`)
-  with --pace.every  pace.jsonl, true/ and worlds/ (`pace.rounds`)
 
 `claim` first takes the lock: what is alive is never touched.
 """

@@ -13,8 +13,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Final
 
-from asyncrl.config.loading import MOST_BYTES
-from asyncrl.config.old_names import with_present_names
+from asyncrl.config.loading import MOST_BYTES, existing_settings
+from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability import process_status
@@ -97,7 +97,7 @@ def settings_of(folder: Path) -> dict[str, Any]:
     """
     path = folder / SETTINGS
     try:
-        return with_present_names(load_json(path, dict, MOST_BYTES))
+        return existing_settings(load_json(path, dict, MOST_BYTES), TrainConfig())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read ({error}), so it is not known what the run is.") from None
 

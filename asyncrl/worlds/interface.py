@@ -159,20 +159,6 @@ class CountsSlots(Protocol):
 
 
 @runtime_checkable
-class RefreshesWorld(Protocol):
-    """A world that can go on with other weights in the middle of an episode: needed by --pace.every."""
-
-    version: int
-
-    def refreshed(self) -> Mapping[str, nn.Module]:
-        """Return the networks, by name, that a later version replaces: what draws latents.
-
-        The autoencoder never changes: what slots remember is made of its latents.
-        """
-        ...
-
-
-@runtime_checkable
 class CompilesWorld(Protocol):
     """A world whose networks can be compiled: needed by --imagination.compile."""
 

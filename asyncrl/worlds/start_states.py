@@ -19,7 +19,7 @@ import math
 from collections.abc import Collection, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import h5py
 import numpy as np
@@ -228,26 +228,23 @@ def is_keyframe(state: StartState) -> bool:
     return len(state.context_frames) > 0
 
 
-def check_keyframes(
-    states: Sequence[StartState], *, share: float, max_decisions: int, others_come: bool = False
-) -> None:
+def check_keyframes(states: Sequence[StartState], *, share: float, max_decisions: int) -> None:
     """Check that episodes can begin at key frames as often as asked for, with decisions left to make.
 
     Args:
         states: Start states, key frames among them.
         share: See `TrainConfig.keyframe_share`.
         max_decisions: Of an episode from an ordinary start; 0: not known.
-        others_come: Whether there will be key frames of the run's own true episodes.
 
     Raises:
         ConfigError: There are no key frames, or none but key frames, where both are needed; or one lies at
             or behind the end of an episode.
     """
     marked = [state for state in states if is_keyframe(state)]
-    if share > 0 and not marked and not others_come:
+    if share > 0 and not marked:
         raise ConfigError(
             f"--keyframe-share is {share:g}, but no start state is a key frame. Add some to --start-states "
-            "(`asyncrl fit keyframes`), let --pace.every take them from true episodes, or leave it out."
+            "(`asyncrl fit keyframes`), or leave it out."
         )
     if 0 <= share < 1 and len(marked) == len(states):
         raise ConfigError(
@@ -262,54 +259,23 @@ def check_keyframes(
         )
 
 
-class Changing(Protocol):
-    """Key frames that others replace while the run goes on; see `mined_keyframes`."""
-
-    @property
-    def version(self) -> int:
-        """Return a number that rises with every replacement."""
-        ...
-
-    @property
-    def states(self) -> list[StartState]:
-        """Return those of now."""
-        ...
-
-
 class StartStateStream:
-    """An endless list of start states whose n-th element depends on `seed`, n and the key frames only."""
+    """An endless list of start states whose n-th element depends on `seed` and n only."""
 
-    def __init__(
-        self,
-        states: Sequence[StartState],
-        seed: int,
-        keyframe_share: float = -1.0,
-        mined: Changing | None = None,
-    ) -> None:
+    def __init__(self, states: Sequence[StartState], seed: int, keyframe_share: float = -1.0) -> None:
         """Begin.
 
         Args:
             states: At least one; see `check_keyframes`.
             seed: Of the order.
             keyframe_share: Share of elements that are key frames, spread evenly; -1: every state comes alike.
-            mined: Key frames that take the place of those among `states` as soon as there are any.
         """
         if not states:
             raise AssetError("a stream of start states needs at least one. Set --start-states.")
         self.seed, self.share = seed, keyframe_share
         mixed = keyframe_share < 0
-        self._given = [] if mixed else [state for state in states if is_keyframe(state)]
+        self.keyframes = [] if mixed else [state for state in states if is_keyframe(state)]
         self.ordinary = list(states) if mixed else [state for state in states if not is_keyframe(state)]
-        self._mined = mined
-        self._taken: tuple[int, list[StartState]] = (-1, [])
-        """Version of the mined key frames that were taken over, and they."""
-
-    @property
-    def keyframes(self) -> list[StartState]:
-        """Return the key frames of now."""
-        if self._mined is not None and self._mined.version != self._taken[0]:
-            self._taken = self._mined.version, self._mined.states
-        return self._taken[1] or self._given
 
     @property
     def states(self) -> list[StartState]:
@@ -319,11 +285,11 @@ class StartStateStream:
 
     def __getitem__(self, n: int) -> StartState:
         """Return element `n` without moving the stream."""
-        if self.share <= 0 or not (keyframes := self.keyframes):
+        if self.share <= 0 or not self.keyframes:
             return start_state_at(self.ordinary, self.seed, n)
         before = math.floor(n * self.share)  # Key frames among the first n.
         if math.floor((n + 1) * self.share) > before:
-            return start_state_at(keyframes, self.seed, before)
+            return start_state_at(self.keyframes, self.seed, before)
         return start_state_at(self.ordinary, self.seed, n - before)
 
     def left(self, quarantined: Collection[str]) -> int:

@@ -148,15 +148,8 @@ def finish(
     episode: EpisodeInProgress,
     max_decisions: int = 3,
     success_frames: SuccessFrames = 1,
-    *,
-    rewards_score: bool = False,
 ) -> Episode | None:
-    rule = EndRule(
-        max_decisions=max_decisions,
-        threshold=0.9,
-        success_frames=success_frames,
-        rewards_score=rewards_score,
-    )
+    rule = EndRule(max_decisions=max_decisions, threshold=0.9, success_frames=success_frames)
     nothing: Any = None
     ending = Imagination(nothing, nothing, nothing, nothing, rule=rule).ending(episode)
     if ending is None:
@@ -237,21 +230,6 @@ def test_the_rule_says_which_step_is_the_success(
     assert ended.steps == step + 1
     assert valid_steps(ended).sum() == step + 1  # What learning counts ends there.
     assert problem_with(ended) is None
-
-
-def test_a_success_may_be_worth_its_score() -> None:
-    """Of two successes of a group, learning prefers the surer one; a failure is worth nothing as before."""
-    rewarded = []
-    for first in (0.9, 0.97):
-        ended = finish(episode_with([LOW, [0.2, first, *LOW[2:]]]), rewards_score=True)
-        assert ended is not None
-        assert problem_with(ended) is None
-        assert (ended.success, ended.steps) == (True, 10)
-        rewarded.append(ended.total_reward)
-    assert rewarded == pytest.approx([0.9, 0.97])
-    failed = finish(episode_with([LOW, LOW, LOW]), rewards_score=True)
-    assert failed is not None
-    assert (failed.success, failed.total_reward) == (False, 0)
 
 
 def by_looking(scores: np.ndarray, threshold: float, rule: SuccessFrames) -> tuple[int, int] | None:

@@ -21,7 +21,6 @@ from asyncrl.config.algorithm import (
 )
 from asyncrl.config.guard import GuardSettings
 from asyncrl.config.loading import load_file, overlay, parse, to_json
-from asyncrl.config.old_names import REMOVED, RENAMED
 from asyncrl.config.replay import ReplaySettings
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.weights import WeightSettings
@@ -366,57 +365,10 @@ def test_the_slots_of_every_recipe_fit_its_simulator(file: Path) -> None:
     refuse_idle(config)
 
 
-@pytest.mark.parametrize("old", sorted(RENAMED))
-def test_an_old_flag_is_answered_with_its_new_name(old: str) -> None:
-    new = RENAMED[old].replace("_", "-")
-    with pytest.raises(ConfigError, match=rf"--{old.replace('_', '-')} is called --{new} now"):
-        parse([f"--{old.replace('_', '-')}", "3"])
-
-
-@pytest.mark.parametrize("gone", sorted(REMOVED))
-def test_a_setting_that_is_gone_is_answered_and_in_an_old_run_left_out(gone: str, tmp_path: Path) -> None:
-    section, _, name = gone.rpartition(".")
-    flag = f"--{gone.replace('_', '-')}"
-    for arguments in ([flag, "256"], [f"{flag}=256"]):
-        with pytest.raises(ConfigError, match=rf"{flag} is gone. {REMOVED[gone]}"):
-            parse(arguments)
-    with pytest.raises(ConfigError, match=f"'{name}'.* It is gone. {REMOVED[gone]}"):
-        load_file(toml(tmp_path, f"[{section}]\n{name} = 256\n"))
-    run = tmp_path / "config.json"
-    run.write_text(json.dumps({"updates": 7, section: {name: 256}}))
-    assert load_file(run) == TrainConfig(updates=7)
-
-
-@pytest.mark.parametrize("old", sorted(RENAMED))
-def test_an_old_name_in_a_file_is_answered_and_in_an_old_run_is_read(old: str, tmp_path: Path) -> None:
-    section, _, name = old.rpartition(".")
-    value = _at(TrainConfig(), RENAMED[old])
-    table: dict[str, Any] = {section: {name: value}} if section else {name: value}
-    with pytest.raises(ConfigError, match=f"It is called '{RENAMED[old].rpartition('.')[2]}' now"):
-        overlay(TrainConfig(), table, "mine.toml")
-    run = tmp_path / "config.json"
-    run.write_text(json.dumps(table))
-    assert load_file(run) == TrainConfig()
-
-
 def _at(config: Any, name: str) -> Any:
     for part in name.split("."):
         config = getattr(config, part)
     return config
-
-
-@pytest.mark.parametrize("section", ["algorithm", "correction", "critic"])
-def test_an_old_value_is_answered_and_in_an_old_run_is_read(section: str, tmp_path: Path) -> None:
-    for arguments in ([f"--{section}.level", "chunk"], [f"--{section}.level=chunk"]):
-        with pytest.raises(
-            ConfigError, match=rf"--{section}.level chunk is called --{section}.level decision"
-        ):
-            parse(arguments)
-    with pytest.raises(ConfigError, match="level is 'chunk', which is called 'decision' now"):
-        load_file(toml(tmp_path, f'[{section}]\nlevel = "chunk"\n'))
-    old_run = tmp_path / "config.json"
-    old_run.write_text(json.dumps({section: {"level": "chunk"}}))
-    assert getattr(load_file(old_run), section).level == "decision"
 
 
 def test_settings_of_the_users_classes_come_back_from_a_runs_folder(tmp_path: Path) -> None:
@@ -438,16 +390,9 @@ def test_a_lasting_success_is_that_of_a_decisions_last_frame() -> None:
         TrainConfig(guard=lasting, actor=ActorSettings(success_frames=3))
 
 
-def test_a_second_world_has_something_to_draw_and_names_no_code() -> None:
-    assert [GuardSettings(kind=kind).repeats for kind in ("none", "lasting", "second")] == [
-        False,
-        False,
-        True,
-    ]
-    assert TrainConfig(guard=GuardSettings(kind="second", world="runs/other")).guard.world == "runs/other"
-    with pytest.raises(ConfigError, match=r"--guard\.world is runs/other, but --guard\.kind is lasting"):
-        GuardSettings(kind="lasting", world="runs/other")
-    with pytest.raises(ConfigError, match=r"--guard\.world is my\.worlds:Mine@other, which names a class"):
-        GuardSettings(kind="second", world="my.worlds:Mine@other")
-    second = ["--guard.kind", "second", "--pace.every", "6"]
-    assert parse(second).guard.repeats, "refits and a second draw go together"
+def test_a_setting_that_is_gone_is_left_out_of_the_settings_of_an_older_run(tmp_path: Path) -> None:
+    run = tmp_path / "config.json"
+    run.write_text(json.dumps({"updates": 7, "pace": {"every": 0}, "replay": {"max_world_lag": 1}}))
+    assert load_file(run) == TrainConfig(updates=7)
+    with pytest.raises(ConfigError, match="sets 'pace', which does not exist"):
+        load_file(toml(tmp_path, "[pace]\nevery = 0\n"))

@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 from torch import nn
 
 from asyncrl.config.imagination import ImaginationSettings
-from asyncrl.config.pace import PaceSettings
-from asyncrl.config.run import TrainConfig
 from asyncrl.devices.float8 import (
     Float8Linear,
     check_device,
@@ -146,8 +144,6 @@ def test_the_checked_bytes_are_those_that_are_loaded(name: str) -> None:
 def test_what_cannot_be_rounded_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--imagination.precision is float8, but of an EVAC world"):
         EvacWorld.check(world_folder("tabletop_evac"), FLOAT8)
-    with pytest.raises(ConfigError, match=r"--pace.every is 6 and --imagination.precision is float8"):
-        TrainConfig(imagination=FLOAT8, pace=PaceSettings(every=6))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
     with pytest.raises(ConfigError, match=r"A100 has compute capability 8.0 and no 8-bit products"):

@@ -14,7 +14,6 @@ from torch import Tensor
 from asyncrl.evaluation.audit import Audit, AuditedEpisode, Models, audit, psnr_by_decision
 from asyncrl.policies.interface import ActResult, SamplingParams
 from asyncrl.records import ActionSpec, StartState
-from asyncrl.seeds import episode_seed, noise_seed
 from asyncrl.simulators.build import SimulatorSource
 from asyncrl.simulators.interface import SimStart
 from asyncrl.simulators.pool import SimulatorPool
@@ -152,21 +151,6 @@ def test_the_success_rule_of_the_run_ends_episodes() -> None:
         (low,) = audit(models(threshold=0.95), simulators, plays(RIGHT), rows=1)
     assert (strict.imagined, strict.decisions, strict.judged_true) == (False, 3, False)
     assert not low.imagined
-
-
-def test_the_second_draw_has_the_same_actions_and_other_noise() -> None:
-    world = CountingWorld()
-    with pool() as simulators:
-        right, missed = audit(models(world), simulators, plays(RIGHT, MISSED), rows=2, seed=3, signals=True)
-    assert missed.signals == {}
-    assert right.signals["second draw: verdict"] == 0
-    assert right.signals["last frame"] == 1.0
-    assert right.signals["best frame"] == pytest.approx(0.1)
-    first, second = world.calls[:DECISIONS], world.calls[DECISIONS:]
-    for decision, ((acted, seeds), (again, others)) in enumerate(zip(first, second, strict=True)):
-        np.testing.assert_array_equal(acted, again)
-        assert seeds == [noise_seed(episode_seed(3, number, 0), decision) for number in range(2)]
-        assert others == [noise_seed(episode_seed(3, number, 1), decision) for number in range(2)]
 
 
 def test_nothing_audited_has_no_rates() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,6 @@ from asyncrl.simulators.interface import Demonstrator, random_start
 from asyncrl.simulators.pool import SimulatorPool
 from asyncrl.simulators.rendering import find_backend
 from asyncrl.storage.tensor_reader import TensorFiles
-from asyncrl.worlds.interface import RefreshesWorld
 from asyncrl.worlds.kinds import world_kind
 from support.recorded import recorded_spec, write_recorded
 
@@ -277,28 +275,6 @@ def test_the_loss_falls(kind: str, fitted: dict[str, Path], table: Path) -> None
 
     assert loss(20, 6) < 0.8 * loss(1, 32)
     assert loss(2, 2) == loss(2, 2)
-
-
-@pytest.mark.render
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_refit_of_a_run_trains_only_what_actors_get(
-    kind: str, fitted: dict[str, Path], table: Path
-) -> None:
-    world = load_fitted(fitted[kind], torch.device("cpu"))
-    before = {name: deepcopy(module.state_dict()) for name, module in world.world.modules().items()}
-    world.fit_network(
-        load_recordings([table]),
-        Schedule(steps=1, batch=2, learning_rate=6e-2, seed=0),
-        replace(OPTIONS, only_refreshed=True),
-    )
-    changed = {
-        name
-        for name, module in world.world.modules().items()
-        if any(not tensor.equal(before[name][key]) for key, tensor in module.state_dict().items())
-    }
-    assert isinstance(world.world, RefreshesWorld)
-    assert changed
-    assert changed <= world.world.refreshed().keys()
 
 
 @pytest.mark.render

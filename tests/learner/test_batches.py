@@ -15,12 +15,10 @@ from asyncrl.errors import ReplayError
 from asyncrl.learner.batches import build_batch
 from asyncrl.learner.outcomes import batch_metrics as metrics_of_outcomes
 from asyncrl.learner.outcomes import outcome_of
-from asyncrl.observability import metrics_guard as g
 from asyncrl.observability import metrics_system as r
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.records import Episode
-from support.episodes import drawn_by
 from support.table_policy import episode, groups_of
 
 
@@ -57,38 +55,6 @@ def test_a_batch_holds_every_decision_with_its_own_numbers() -> None:
     np.testing.assert_array_equal(batch.sample["tokens"][:2].numpy(), first.sample["tokens"])
     np.testing.assert_array_equal(batch.logprob_behaviour[:2].numpy(), first.logprobs)
     assert (batch.sample["tokens"].dtype, batch.logprob_behaviour.dtype) == (torch.int64, torch.float32)
-
-
-def test_worlds_of_a_batch_lag_behind_its_newest_one() -> None:
-    assert r.WORLD_LAG_MEAN not in batch_metrics(small_groups(), version=7)
-    worlds = iter([(3, 3), (4,), (3,), (4,)])
-    drawn = [[drawn_by(one, *next(worlds)) for one in group] for group in small_groups()]
-    values = batch_metrics(drawn, version=7)
-    assert (values[r.WORLD_LAG_MEAN], values[r.WORLD_LAG_MAX]) == (3 / 5, 1)
-
-
-def test_weights_of_episodes_reach_the_batch_in_its_order_and_are_reported_where_there_are_any() -> None:
-    groups = small_groups()
-    drawn = [[drawn_by(one, *[3] * len(one.actions)) for one in group] for group in groups]
-    drawn[0][0] = dataclasses.replace(drawn[0][0], weight=0.25)
-    batch = build_batch([drawn[1], drawn[0][::-1]], version=7)
-    assert batch.episode_weights.dtype == torch.float32
-    assert batch.episode_weights.tolist() == [1, 1, 0.25, 1]
-    assert build_batch(groups, version=7).episode_weights.tolist() == [1, 1, 1, 1]
-    values = batch_metrics(drawn, version=7, weighted=True)
-    assert values[g.WEIGHT_MEAN] == 3.25 / 4
-    assert values[g.DISAGREE] == 0.75, "of the one success"
-    assert {g.WEIGHT_MEAN, g.DISAGREE}.isdisjoint(batch_metrics(drawn, version=7))
-    failures = batch_metrics(drawn[1:], version=7, weighted=True)
-    assert failures[g.WEIGHT_MEAN] == 1
-    assert g.DISAGREE not in failures
-
-
-def test_a_group_whose_only_success_does_not_count_has_no_signal() -> None:
-    groups = [[drawn_by(one, *[3] * len(one.actions)) for one in group] for group in small_groups()]
-    assert batch_metrics(groups, version=7)[r.SIGNAL_GROUPS] == 0.5
-    groups[0][0] = dataclasses.replace(groups[0][0], weight=0.0)
-    assert batch_metrics(groups, version=7)[r.SIGNAL_GROUPS] == 0
 
 
 def test_metrics_of_a_batch_by_hand() -> None:

@@ -15,7 +15,7 @@ from asyncrl.errors import ConfigError, WireError
 from asyncrl.messaging import sockets
 from asyncrl.messaging.wire import KINDS, MAX_FRAMES, WITH_EPISODE, decode, encode
 from asyncrl.records import EndReason
-from support.episodes import SAMPLES, assert_same, drawn_by, make_episode, pack, simulated, unpack, with_chain
+from support.episodes import SAMPLES, assert_same, make_episode, pack, simulated, unpack, with_chain
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
@@ -386,46 +386,3 @@ def test_what_only_simulators_tell_is_refused_under_another_version_or_in_anothe
     entry = ["states", "float32", list(extra.shape), zlib.crc32(extra.tobytes())]
     with pytest.raises(WireError):
         decode(pack(plain | {"arrays": [*plain["arrays"], entry]}, [*own, extra.tobytes()]))
-
-
-@pytest.mark.parametrize("views", [False, True])
-def test_an_episode_of_a_world_that_changes_arrives_exactly_under_the_fourth_schema_version(
-    views: bool,
-) -> None:
-    half = dataclasses.replace(drawn_by(make_episode(), 0, 3), weight=0.5)
-    for sent in (drawn_by(make_episode(), 0, 3), half, drawn_by(with_chain(make_episode()), 2, 2)):
-        frames = encode("episode", sent)
-        assert unpack(frames)[0]["schema"] == 4
-        received = decode(frames, views=views).episode
-        assert received is not None
-        assert_same(received, sent)
-
-
-def test_a_weight_belongs_to_the_fourth_schema_version() -> None:
-    header, frames = unpack(encode("episode", drawn_by(make_episode(), 0, 3)))
-    assert header["episode"]["weight"] == 1.0
-    for weight in (None, "1", 1):
-        changed = header | {"episode": header["episode"] | {"weight": weight}}
-        with pytest.raises(WireError, match="weight is a"):
-            decode(pack(changed, frames))
-    plain, own = unpack(encode("episode", make_episode()))
-    with pytest.raises(WireError, match="the episode has the fields"):
-        decode(pack(plain | {"episode": plain["episode"] | {"weight": 0.0}}, own))
-
-
-def test_worlds_of_decisions_are_refused_under_another_version_or_in_another_place() -> None:
-    header, frames = unpack(encode("episode", drawn_by(make_episode(), 0, 3)))
-    arrays = header["arrays"]
-    assert arrays[-1][0] == "world_versions"
-    unweighted = {name: value for name, value in header["episode"].items() if name != "weight"}
-    for schema in (1, 2, 3):
-        with pytest.raises(WireError, match="the episode has the fields"):
-            decode(pack(header | {"schema": schema}, frames))
-    for schema in (1, 2):
-        with pytest.raises(WireError, match="cannot be the name of a sample's array"):
-            decode(pack(header | {"schema": schema, "episode": unweighted}, frames))
-    with pytest.raises(WireError, match="not of schema version 4"):
-        decode(pack(header | {"arrays": arrays[:-1]}, frames[:-1]))
-    moved = [arrays[-1], *arrays[:-1]]
-    with pytest.raises(WireError, match="cannot be the name of a sample's array"):
-        decode(pack(header | {"arrays": moved}, [frames[-1], *frames[:-1]]))

@@ -7,15 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from asyncrl import cli
-from asyncrl.pace import rounds
 from asyncrl.storage import run_lock
-from support.run_folders import a_round, kill_owner, row, write_run
+from support.run_folders import kill_owner, row, write_run
 
 
 def test_the_exit_code_says_what_became_of_the_run(
@@ -47,37 +45,6 @@ def test_watch_of_a_run_that_has_ended_returns_at_once(
         cli.run("status", [str(tmp_path / "a"), "--watch", "--every", "0"])
     assert left.value.code == 2
     assert "--every is 0" in capsys.readouterr().err
-
-
-def test_the_newest_round_of_refits_is_said_in_80_columns_and_in_json(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = write_run(tmp_path / "run")
-    cli.run("status", [str(run), "--json"])
-    assert json.loads(capsys.readouterr().out)["round"] is None
-    for version, wrong_after in ((2, 21), (4, 17)):
-        rounds.append(run, a_round(version, wrong_after))
-    cli.run("status", [str(run)])
-    assert capsys.readouterr().out.splitlines()[1:] == [
-        "refits: true success 71.1% [65.3%, 76.3%] of 256 (version 4)",
-        "        wrong verdicts 32.8% -> 26.6% of 64",
-        "        world 1 accepted",
-    ]
-    rounds.append(run, replace(a_round(6, 21), world=123, published=True, keyframes=4096))
-    cli.run("status", [str(run)])
-    lines = capsys.readouterr().out.splitlines()[1:]
-    assert lines[2] == "        refit refused, world 123 has new key frames (4096 key frames)"
-    assert max(map(len, lines)) <= 80
-    rounds.cut_after(run, 4)
-    cli.run("status", [str(run), "--json"])
-    found = json.loads(capsys.readouterr().out)["round"]
-    assert (found["version"], found["success"], found["wrong"], found["wrong_after"]) == (
-        4,
-        182 / 256,
-        21,
-        17,
-    )
-    assert found["accepted"] is True
 
 
 def watcher(run: Path, *flags: str) -> subprocess.Popen[str]:

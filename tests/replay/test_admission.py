@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from asyncrl.replay.interface import GroupFailure, GroupGrant
 from asyncrl.replay.refused_actors import RefusedActors
 from asyncrl.replay.replay import Replay
 from asyncrl.replay.run_start import RunStart
-from support.episodes import drawn_by, make_episode, simulated, with_chain
+from support.episodes import make_episode, simulated, with_chain
 from support.replay_server import Served, acquire, push_group, until
 
 TASK, START = "put the red cube into the bowl", "tabletop-7"
@@ -323,17 +322,6 @@ def test_a_respawned_actor_and_one_that_is_granted_a_group_anew_fill_it(replay: 
         assert replay.admit(made, "actor-1").status == status
 
 
-def test_key_frames_of_a_world_are_start_states_where_a_run_has_such() -> None:
-    mined = dataclasses.replace(FORMAT, mined_keyframes=True)
-    assert EpisodeFormat.from_json(mined.to_json()) == mined
-    one = sound(world_version=0, start_state="world-2-keyframe-5", task="lift the lid")
-    assert "is none of the run's 2" in why(one, FORMAT)
-    assert why(one, mined) == ""
-    for name in ("world-2-keyframe", "world-2-keyframe-x", "../world-2-keyframe-5"):
-        assert "is none of the run's 2" in why(dataclasses.replace(one, start_state=name), mined)
-    assert "is none of the run's" in why(dataclasses.replace(one, task="fold the towel"), mined)
-
-
 def test_nobody_is_believed_which_start_states_are_left(replay: Replay) -> None:
     for name in (START, "tabletop-8"):
         grant = replay.grant("actor-0")
@@ -348,19 +336,6 @@ def test_nobody_is_believed_which_start_states_are_left(replay: Replay) -> None:
     assert not replay.state.limiter.open
 
 
-def test_a_key_frame_that_fails_is_counted_and_others_will_come(tmp_path: Path) -> None:
-    mined = dataclasses.replace(FORMAT, mined_keyframes=True)
-    with closing(open_run_replay(tmp_path, CONFIG, start=RunStart(episodes=mined))) as replay:
-        replay.begin("learner", 0)
-        replay.hello("actor-0", "first life")
-        for name in ("world-1-keyframe-0", "world-1-keyframe-1"):
-            grant = replay.grant("actor-0")
-            assert grant is not None
-            replay.fail(failure(grant.number, name, left=0), "actor-0")
-        assert replay.status()[m.POISONED_WORLD] == 2
-        assert not replay.exhausted_reason
-
-
 def test_what_rank_0_says_of_the_episodes_arrives_as_it_was() -> None:
     start = RunStart(episodes=FORMAT)
     again = RunStart.from_json(start.to_json())
@@ -370,35 +345,6 @@ def test_what_rank_0_says_of_the_episodes_arrives_as_it_was() -> None:
 
 
 # ---- weights -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("weighted", "weight", "won", "said"),
-    [
-        (None, 0.0, True, ""),
-        (None, 1.0, False, ""),
-        (False, 1.0, True, ""),
-        (False, 0.0, True, "settings: weight 0.0, in this run every episode counts fully"),
-        (True, 0.0, True, ""),
-        (True, 1.0, True, ""),
-        (True, 1.0, False, ""),
-        (True, 0.0, False, "settings: weight 0.0 of a failure"),
-        (True, 1.5, True, "content: weight is 1.5"),
-    ],
-)
-def test_only_successes_of_a_run_that_imagines_them_again_count_less(
-    weighted: bool | None, weight: float, won: bool, said: str
-) -> None:
-    format = dataclasses.replace(FORMAT, weighted=weighted)
-    drawn = drawn_by(make_episode(0, 0, versions=(0, 0), success=won), 3, 3)
-    assert why(dataclasses.replace(drawn, weight=weight), format).startswith(said)
-    assert bool(why(dataclasses.replace(drawn, weight=weight), format)) == bool(said)
-
-
-def test_an_actor_that_does_not_imagine_successes_again_is_refused() -> None:
-    format = dataclasses.replace(FORMAT, weighted=True)
-    assert "settings: it has no weight" in why(sound(), format)
-    assert EpisodeFormat.from_json(format.to_json()).weighted is True
 
 
 # ---- episodes of a simulator ---------------------------------------------------------------------

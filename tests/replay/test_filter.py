@@ -24,7 +24,7 @@ from asyncrl.replay.limiter import Limiter
 from asyncrl.replay.replay import Replay
 from asyncrl.replay.store import EpisodeStore
 from asyncrl.replay_tools.episodes import problem_with_file, read_rows
-from support.episodes import drawn_by, make_episode
+from support.episodes import make_episode
 from support.replay import Clock
 from support.turns import Dream, Seen, learn
 
@@ -126,16 +126,6 @@ def test_equal_returns_are_what_makes_a_group_constant() -> None:
     assert has_no_signal([winner, later]), "both return 1"
     assert not has_no_signal([winner, loser])
     assert has_no_signal([loser, loser])
-
-
-def test_a_success_that_does_not_count_makes_no_difference() -> None:
-    winner, loser = (drawn_by(make_episode(0, i, success=not i), 0, 0) for i in range(2))
-    unsure = dataclasses.replace(winner, weight=0.5)
-    nothing = dataclasses.replace(winner, weight=0.0)
-    assert not has_no_signal([unsure, loser])
-    assert has_no_signal([nothing, loser])
-    assert has_no_signal([nothing, nothing])
-    assert not has_no_signal([nothing, loser, winner])
 
 
 def test_without_the_filter_constant_groups_are_used(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from asyncrl.records import Sampling
 from asyncrl.replay.groups import ReadyGroup, number_of
 from asyncrl.replay.interface import ReceiptStatus
 from asyncrl.replay.replay import Replay
-from support.episodes import drawn_by, make_episode
+from support.episodes import make_episode
 from support.replay import Clock, fill, grant_group, make_limiter, make_replay
 
 
@@ -43,7 +43,6 @@ def test_credit_and_min_version_follow_the_formula(max_lag: int, per_update: int
     ("status", "numbers"),
     [
         ("dropped_lag", [0, 0, 0, 0]),
-        ("dropped_world", [0, 0, 0, 0]),
         ("dropped_deadline", [0, 0, 2, 2]),
         ("dropped_invalid", [2, 3, 4, 5]),
         ("dropped_poisoned", [2, 3, 4, 5]),
@@ -272,29 +271,24 @@ def test_an_inconsistent_episode_is_refused_and_counted(tmp_path: Path, change: 
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.data(), st.integers(0, 3), st.sampled_from([0, 1, 3]), st.integers(1, 2))
-def test_no_batch_ever_holds_a_decision_beyond_the_lag_bounds(
+@given(st.data(), st.integers(0, 3), st.integers(1, 2))
+def test_no_batch_ever_holds_a_decision_beyond_the_lag_bound(
     tmp_path_factory: pytest.TempPathFactory,
     data: st.DataObject,
     max_lag: int,
-    max_world_lag: int,
     per_update: int,
 ) -> None:
-    """Random orders of actors with any policy and world, the learner, refits, time and restarts."""
+    """Random orders of actors with any policy, the learner, time and restarts."""
     folder, clock = tmp_path_factory.mktemp("replay"), Clock()
 
     def reopened() -> Replay:
-        limiter = make_limiter(
-            max_lag=max_lag, max_world_lag=max_world_lag, per_update=per_update, clock=clock
-        )
-        return make_replay(folder, limiter, newest_world=0)
+        return make_replay(folder, make_limiter(max_lag=max_lag, per_update=per_update, clock=clock))
 
     def books(replay: Replay) -> list[object]:
         limiter = replay.state.limiter
         numbers = [limiter.used, limiter.next_number, sorted(limiter.ready), sorted(limiter.open)]
         return [
             *numbers,
-            limiter.world_version,
             {n: closed.status for n, closed in limiter.closed.items()},
             +replay.state.counters.episodes,
         ]
@@ -307,11 +301,8 @@ def test_no_batch_ever_holds_a_decision_beyond_the_lag_bounds(
         set[str](),
         list[tuple[int, int]](),
     )
-    newest_world = newest_drawn = 0
     replay.begin("learner", 0)
-    actions = st.sampled_from(
-        ["grant", "grant", "push", "push", "push", "sample", "sample", "refit", "wait", "kill"]
-    )
+    actions = st.sampled_from(["grant", "grant", "push", "push", "push", "sample", "sample", "wait", "kill"])
     for _ in range(data.draw(st.integers(5, 40))):
         match data.draw(actions):
             case "grant":
@@ -326,19 +317,14 @@ def test_no_batch_ever_holds_a_decision_beyond_the_lag_bounds(
             case "push" if pending:
                 number, member = pending.pop(data.draw(st.integers(0, len(pending) - 1)))
                 versions = tuple(data.draw(st.lists(st.integers(0, learner), min_size=1, max_size=3)))
-                drawn = st.lists(st.integers(0, newest_world), min_size=len(versions), max_size=len(versions))
-                worlds = sorted(data.draw(drawn))
                 name = ids.setdefault((number, member), f"{next(fresh):032x}")
-                made = make_episode(number, member, versions=versions, image=1, episode_id=name)
-                episode = drawn_by(made, *worlds)
+                episode = make_episode(number, member, versions=versions, image=1, episode_id=name)
                 receipt = replay.admit(episode)
                 if receipt.status == "held":
                     held.append((number, member))
                 held = [one for one in held if one[0] in replay.state.limiter.open]
                 if receipt.status == "stored":
                     acknowledged.add(episode.group_id)
-                if receipt.status in ("held", "stored") or "--replay.max" in receipt.reason:
-                    newest_drawn = max(newest_drawn, worlds[-1])
             case "sample":
                 batch = replay.sample(per_update, learner)
                 if batch is not None:
@@ -348,12 +334,8 @@ def test_no_batch_ever_holds_a_decision_beyond_the_lag_bounds(
                         used.add(group[0].group_id)
                         for episode in group:
                             assert learner - episode.policy_versions.min() <= max_lag
-                            assert episode.world_versions is not None
-                            assert newest_drawn - episode.world_versions.min() <= max_world_lag
                     learner += 1
                     replay.set_version(learner)
-            case "refit":
-                newest_world += data.draw(st.integers(1, 2))
             case "wait":
                 clock.now += data.draw(st.sampled_from([1.0, 31.0]))
                 replay.maintain()

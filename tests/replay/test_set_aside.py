@@ -175,10 +175,24 @@ def test_the_console_of_the_learner_says_it_once(tmp_path: Path, endpoint: str) 
 
 
 def test_a_changed_setting_that_the_learner_does_not_need_sets_nothing_aside(tmp_path: Path) -> None:
-    """After a resume with shorter episodes, another world or other start states, what is stored is used."""
+    """After a resume with shorter episodes or other start states, what is stored is used."""
     plant(tmp_path, pair(1))
-    other = EpisodeFormat(image_size=4, tasks={"elsewhere": ["lift"]}, max_decisions=1, world_version=0)
+    other = EpisodeFormat(image_size=4, tasks={"elsewhere": ["lift"]}, max_decisions=1)
     replay = open_run_replay(tmp_path, CONFIG, start=RunStart(episodes=other))
     replay.begin("before", 0)
     assert [len(batch) for _ in range(2) if (batch := replay.sample(1, 0))] == [1, 1]
+    replay.close()
+
+
+@pytest.mark.parametrize(("world", "kept"), [(None, True), (3, True), (4, False)])
+def test_a_resume_in_another_world_sets_aside_what_the_older_one_imagined(
+    tmp_path: Path, world: int | None, kept: bool
+) -> None:
+    plant(tmp_path, [dataclasses.replace(episode, world_version=3) for episode in pair(1)])
+    replay = open_run_replay(
+        tmp_path, CONFIG, start=RunStart(episodes=EpisodeFormat(world_version=world)), warn=lambda line: None
+    )
+    replay.begin("before", 0)
+    assert [len(batch) for _ in range(1) if (batch := replay.sample(1, 0))] == [1] * kept
+    assert len(list(tmp_path.glob("set_aside/*"))) == (0 if kept else 2)
     replay.close()

@@ -1,9 +1,7 @@
 """What torchrun runs in chaos runs: training as ever, plus notes of what was acknowledged and learned from.
 
 Each process appends to the file that CHAOS_NOTES names; one `write` per note, so that a kill tears none. The
-learner does not go beyond the version in the file beside it, so that the run lasts as long as the kills. With
-CHAOS_ACCEPT every refit counts as better, for audits of models of random weights say anything, and what dies
-comes back soon, however often that is.
+learner does not go beyond the version in the file beside it, so that the run lasts as long as the kills.
 """
 
 from __future__ import annotations
@@ -12,11 +10,8 @@ import json
 import os
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
@@ -87,8 +82,7 @@ class Batches:
             batch, version = self._timed(fetch, port, wanted, **about), self._version
             episodes = [episode for group in batch for episode in group]
             ids, oldest = [e.episode_id for e in episodes], min(e.oldest_version for e in episodes)
-            worlds = min(e.world_version for e in episodes), max(e.newest_world_version for e in episodes)
-            note(batch=ids, version=version, oldest=oldest, worlds=worlds, waited=self._waited[version])
+            note(batch=ids, version=version, oldest=oldest, waited=self._waited[version])
             return batch
 
         return noting
@@ -101,35 +95,6 @@ class Batches:
             waited = self._waited.get(self._version, 0.0)
             self._waited[self._version] = waited + time.monotonic() - began
 
-
-def accept_refits(main: Any) -> Any:
-    def accepting(*arguments: str) -> None:
-        from asyncrl.pace.fitter import Fitter
-
-        judge = Fitter._verdicts  # pyright: ignore[reportPrivateUsage]
-
-        def better(self: Fitter, worlds: Any, data: Any) -> Any:
-            """Judge the present world and its refit; then say that one verdict of the first is wrong."""
-            present, candidate = judge(self, worlds, data)
-            wrong = np.arange(len(present.solved)) < 1
-            return [
-                replace(present, judged=present.solved ^ wrong),
-                replace(candidate, judged=candidate.solved),
-            ]
-
-        Fitter._verdicts = better  # pyright: ignore[reportPrivateUsage]
-        main(*arguments)
-
-    return accepting
-
-
-if "CHAOS_ACCEPT" in os.environ:
-    from asyncrl.launch import fitter as fitter_process
-    from asyncrl.launch import supervisor
-
-    fitter_process.fitter_main = accept_refits(fitter_process.fitter_main)
-    fitter_process.RESPAWNS = 1000  # type: ignore[misc]
-    supervisor.MAX_BACK_OFF = 2.0
 
 if "CHAOS_NOTES" in os.environ:  # Not when something merely looks at this file.
     Outbox.handle = note_receipts(Outbox.handle)

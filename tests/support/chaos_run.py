@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncrl.observability import process_status
-from asyncrl.pace.rounds import newest_world
 from asyncrl.replay.files.format import read_group_file
 from asyncrl.replay.ledger import read_entries
 from asyncrl.replay.store import PATTERN
@@ -35,16 +34,11 @@ TORCHRUN: Final = (
 MAX_LAG: Final = 2
 WEIGHTS: Final = {"actor-1": 5, "actor-2": 5, "replay": 5, "learner-0": 2, "rank-1": 1}
 """How often each role is hit, relative to the others."""
-REFIT_WEIGHTS: Final = {"actor-1": 5, "actor-2": 5, "replay": 5, "fitter": 5}
-"""The same for a run with --pace.every."""
 SIGNALS: Final = (signal.SIGKILL, signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP)
 """What actors and replay get; the ranks of torchrun always get SIGKILL."""
 STOPPED_SECONDS: Final = 3.0
-UPDATES_PER_WORLD: Final = 2
-"""See `Plan.worlds`."""
 MOMENTS: Final = ("", "imagining", "handing over", "receiving", "serving", "broadcasting")
 """What a process should be doing when it is hit, where it does so within a second; '': anything."""
-REFIT_MOMENTS: Final = (*MOMENTS, "true episodes", "refitting", "judging")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +56,6 @@ class Plan:
     """What may be hit."""
     moments: tuple[str, ...] = MOMENTS
     """When: one of these by chance."""
-    worlds: int = 0
-    """So many the fitter shall have accepted: until then the learner is not let far ahead of it."""
     deadline: float = 600.0
 
 
@@ -173,15 +165,13 @@ class Chaos:
         """Let the learner go on up to its share of the updates, and a little further."""
         part, plan = self.folder / "gate.new", self.plan
         last = plan.updates if self._share == 1.0 else int(self._share * (plan.updates - 4)) + 3
-        if plan.worlds and (accepted := newest_world(self.run) or 0) < plan.worlds:
-            last = min(last, UPDATES_PER_WORLD * (accepted + 1) + 1)
         part.write_text(str(last))
         part.replace(self.folder / "gate")
 
     def _strike(self) -> None:
         """Hit some living processes at once, then wait until all roles work again."""
         roles = list(self.plan.roles)
-        weights = [(WEIGHTS | REFIT_WEIGHTS)[role] for role in roles]
+        weights = [WEIGHTS[role] for role in roles]
         chosen = set(self.random.choices(roles, weights, k=self.plan.at_once))
         moment, plain = self.random.choice(self.plan.moments), self.random.choice(SIGNALS)
         until = time.monotonic() + 1.0
@@ -269,7 +259,7 @@ def _missing(run: Path, stored: dict[str, int]) -> set[str]:
 def at_work(process: process_status.Process) -> bool:
     """Whether a process has started up."""
     said = " ".join(activity.what for activity in process.activities)
-    working = ("imagining", "credit", "serving", "batch", "updating", "is due", "true episodes", "world")
+    working = ("imagining", "credit", "serving", "batch", "updating")
     return any(x in said for x in working) or process.role.startswith("rank-")
 
 

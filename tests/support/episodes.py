@@ -130,8 +130,3 @@ def simulated(
         states=states[:-1] if state else None,
         final_state=states[-1] if state else None,
     )
-
-
-def drawn_by(episode: Episode, *worlds: int) -> Episode:
-    """The same episode of a run whose world changes: one version for each decision."""
-    return dataclasses.replace(episode, world_version=min(worlds), world_versions=np.array(worlds, np.int64))

@@ -179,18 +179,13 @@ def actor_of(
     slots: int = 4,
     stages: int = 1,
     threshold: float = 0.9,
-    repeats: bool = False,
-    second: RowModels | None = None,
 ) -> Actor:
     models: Any = RowModels(poisoned)
     publisher, receiver = build_in_process()
     publisher.publish(models.acting_tensors(), 0)
     settings = ActorSettings(slots=slots, pipeline_stages=stages, max_decisions=3)
     rule = EndRule(max_decisions=3, threshold=threshold)
-    other: Any = second
-    imagination = Imagination(
-        models, models, models, SamplingParams(temperature=1.0), rule=rule, repeats=repeats, second=other
-    )
+    imagination = Imagination(models, models, models, SamplingParams(temperature=1.0), rule=rule)
     stream = StartStateStream([start(n) for n in range(starts)], 0)
     return Actor(
         "inline",
@@ -201,7 +196,6 @@ def actor_of(
         settings,
         group_size=GROUP,
         run_seed=0,
-        repeats_successes=repeats,
     )
 
 

@@ -37,12 +37,11 @@ def make_limiter(
     group_size: int = 2,
     per_update: int = 2,
     max_lag: int = 1,
-    max_world_lag: int = 1,
     sampling: Sampling | None = None,
     clock: Clock | None = None,
 ) -> Limiter:
     return Limiter(
-        ReplaySettings(max_lag=max_lag, max_world_lag=max_world_lag, group_timeout=30.0, keep_video_every=3),
+        ReplaySettings(max_lag=max_lag, group_timeout=30.0, keep_video_every=3),
         group_size=group_size,
         groups_per_update=per_update,
         sampling=sampling,
@@ -60,6 +59,6 @@ def grant_group(limiter: Limiter, actor: str, request_number: int = -1) -> Group
     return limiter.open[event.number].grant
 
 
-def make_replay(folder: Path, limiter: Limiter, newest_world: int | None = None) -> Replay:
+def make_replay(folder: Path, limiter: Limiter) -> Replay:
     store = EpisodeStore(folder, group_size=limiter.group_size, max_bytes=10**9)
-    return Replay(store, limiter, newest_world=newest_world)
+    return Replay(store, limiter)

@@ -11,8 +11,6 @@ from typing import Any
 
 from asyncrl.config.loading import to_json
 from asyncrl.config.run import TrainConfig
-from asyncrl.evaluation.evaluate import SuccessRate
-from asyncrl.pace.rounds import Round
 
 KILLED = """
 import os, signal, sys
@@ -69,31 +67,3 @@ def kill_owner(folder: Path) -> None:
     """Have a process take the run's lock and be killed."""
     done = subprocess.run([sys.executable, "-c", KILLED, str(folder)], timeout=60)
     assert done.returncode == -9
-
-
-def a_round(version: int, wrong_after: int) -> Round:
-    """A round of refits: 182 true successes of 256, 21 wrong verdicts of 64 before; accepted when fewer."""
-    rate, better = SuccessRate.of(182, 256), wrong_after < 21
-    return Round(
-        version=version,
-        time=1_700_000_000.0,
-        world=int(better),
-        published=better,
-        accepted=better,
-        keyframes=0,
-        source="tabletop",
-        episodes=rate.episodes,
-        successes=rate.successes,
-        success=rate.rate,
-        low=rate.low,
-        high=rate.high,
-        audited=64,
-        solved=45,
-        judged=50,
-        wrong=21,
-        false=13,
-        wrong_after=wrong_after,
-        false_after=9,
-        collect_seconds=10.0,
-        fit_seconds=60.0,
-    )

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-from torch import Tensor
 
 from asyncrl.actors.actor import Actor
 from asyncrl.actors.imagination import EndRule, Imagination
@@ -18,7 +16,6 @@ from asyncrl.launch.roles import open_run_replay
 from asyncrl.records import StartState
 from asyncrl.replay.in_process_ports import InProcessActorPort, InProcessLearnerPort
 from asyncrl.replay.replay import Replay
-from asyncrl.weights.interface import Receiver
 from asyncrl.weights.transports.in_process import build_in_process
 from asyncrl.worlds.start_states import StartStateStream
 from support.tiny_models import POSE
@@ -47,8 +44,6 @@ def actor_with(
     stages: int = 1,
     decisions: int = 1,
     groups: int = 1,
-    worlds: Receiver | None = None,
-    refreshed: Mapping[str, Tensor] | None = None,
 ) -> tuple[Actor, Replay, InProcessLearnerPort]:
     config = TrainConfig(
         algorithm=AlgorithmSettings(
@@ -66,12 +61,8 @@ def actor_with(
     settings = ActorSettings(slots=slots, pipeline_stages=stages, max_decisions=decisions)
     rule = EndRule(max_decisions=decisions, threshold=1.0)
     where = {"policy_device": models.policy_device, "world_device": models.world_device}
-    fresh = Imagination(
-        models.policy, models.world, models.reward, models.sampling, rule=rule, refreshed=refreshed, **where
-    )
+    fresh = Imagination(models.policy, models.world, models.reward, models.sampling, rule=rule, **where)
     starts = StartStateStream([start(0), start(1)], seed=0)
     port = InProcessActorPort(replay)
-    actor = Actor(
-        "inline", fresh, starts, port, receiver, settings, group_size=GROUP, run_seed=0, worlds=worlds
-    )
+    actor = Actor("inline", fresh, starts, port, receiver, settings, group_size=GROUP, run_seed=0)
     return actor, replay, learner

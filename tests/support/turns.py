@@ -12,7 +12,7 @@ from asyncrl.records import Episode
 from asyncrl.replay.in_process_ports import InProcessActorPort, InProcessLearnerPort
 from asyncrl.replay.interface import GroupGrant
 from asyncrl.replay.replay import Replay
-from support.episodes import drawn_by, make_episode
+from support.episodes import make_episode
 
 Seen = dict[int, tuple[list[tuple[str, int, int, bool]], dict[str, float]]]
 """Version -> group, policy version, world and success of its batch's episodes; and the replay's metrics."""
@@ -33,7 +33,6 @@ class Dream:
         self,
         replay: Replay,
         rounds: int = 10**6,
-        world_at: Callable[[int], int] | None = None,
         *,
         fixed_shape: bool = False,
     ) -> None:
@@ -42,13 +41,12 @@ class Dream:
         Args:
             replay: In the same thread.
             rounds: After so many it is killed.
-            world_at: World that a policy version imagines in; None: it never changes.
             fixed_shape: As --imagination.fixed-shape.
         """
         self.port, self.replay, self.left = InProcessActorPort(replay), replay, rounds
         self.pending: list[tuple[GroupGrant, int]] = []
         self.version, self.place = -1, 0
-        self.world_at, self.fixed_shape = world_at, fixed_shape
+        self.fixed_shape = fixed_shape
 
     def round(self) -> bool:
         dropped = self.port.take_dropped()
@@ -69,13 +67,11 @@ class Dream:
         assert grant.min_version <= version
         self.version, self.place = version, self.place + 1 if version == self.version else 0
         place = 0 if self.fixed_shape else self.place
-        world = -1 if self.world_at is None else self.world_at(version)
-        won = zlib.crc32(f"{grant.number} {member} {version} {place} {world}".encode()) % 3 == 0
+        won = zlib.crc32(f"{grant.number} {member} {version} {place}".encode()) % 3 == 0
         fresh = f"{np.random.default_rng().integers(2**63):032x}"  # Imagined again, it is another episode.
-        made = make_episode(
+        return make_episode(
             grant.number, member, versions=(version,), success=won, image=1, episode_id=fresh, actor="inline"
         )
-        return made if self.world_at is None else drawn_by(made, world)
 
 
 def learn(
@@ -84,13 +80,12 @@ def learn(
     begin: int,
     end: int,
     rounds: int = 10**6,
-    world_at: Callable[[int], int] | None = None,
     fixed_shape: bool = False,
 ) -> Seen:
     """Update from version `begin` to `end`, or until the actor made `rounds`; return what was seen."""
     replay, seen = open_it(), Seen()
     learner = InProcessLearnerPort(replay, version=begin, imagine=lambda: dream.round())
-    dream = Dream(replay, rounds, world_at, fixed_shape=fixed_shape)
+    dream = Dream(replay, rounds, fixed_shape=fixed_shape)
     per_update = replay.state.limiter.groups_per_update
     try:
         for version in range(begin, end):

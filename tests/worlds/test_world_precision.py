@@ -13,9 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl.config.imagination import ImaginationSettings
-from asyncrl.config.loading import parse
-from asyncrl.config.pace import PaceSettings
-from asyncrl.config.run import TrainConfig
 from asyncrl.fitting.worlds.wan_actions import ActionScale, take_raw
 from asyncrl.launch.world_conformance import check_world
 from asyncrl.records import CHUNK
@@ -271,9 +268,3 @@ def test_beside_8_bit_products_a_world_of_ours_stays_in_float32(name: str) -> No
 
 
 # ---- settings ------------------------------------------------------------------------------------
-
-
-def test_weights_of_16_bits_can_be_replaced_by_a_refit() -> None:
-    config = TrainConfig(imagination=BF16, pace=PaceSettings(every=6))
-    assert config.imagination.precision == "bf16"
-    assert parse(["--imagination.precision", "bf16", "--pace.every", "6"]) == config

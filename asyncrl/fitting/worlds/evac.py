@@ -15,7 +15,6 @@ P frames remembered, C = 8 new frames.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,6 @@ from asyncrl.devices.tensors import to_device, to_signed
 from asyncrl.fitting.autoencoder import Latents
 from asyncrl.fitting.batch_source import BatchSource
 from asyncrl.fitting.frame_file import FrameFile
-from asyncrl.fitting.kept_bytes import FLOAT32, kept_bytes
 from asyncrl.fitting.loop import Schedule, minimise, prepared, prepared_network
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.fitting.worlds.evac_poses import (
@@ -63,7 +61,6 @@ from asyncrl.worlds.evac.image_tokens import ImageEncoderConfig
 from asyncrl.worlds.evac.maps import Camera
 from asyncrl.worlds.evac.poses import MOTION_DIM, MotionStatistics
 from asyncrl.worlds.evac.resampler import ResamplerConfig
-from asyncrl.worlds.evac.rewriting import rewrite_networks
 from asyncrl.worlds.evac.state import memory_index
 from asyncrl.worlds.evac.training import chunk_loss, draw
 from asyncrl.worlds.evac.unet import UNetConfig
@@ -118,7 +115,7 @@ def fresh_config(
 
 
 class EvacFit(FrameByFrameFit):
-    """`FittedWorld` and `KeepsLayout` of EVAC."""
+    """`FittedWorld` of EVAC."""
 
     options: ClassVar = frozenset({"camera"})
 
@@ -166,47 +163,7 @@ class EvacFit(FrameByFrameFit):
         latents, maps = self.encode(recordings), self.encode_maps(told_F8)
         cut = windows(recordings, latents, told_F8, maps, self.world.config)
         names = trained_names(self.world.config)
-        if options.only_refreshed:
-            names = [name for name in names if name in self.world.refreshed()]
         return fit_unet(networks, self.world.config, cut, pictures, schedule, names)
-
-    def trained(self) -> dict[str, nn.Module]:
-        """Return what `fit_unet` trains, and the model of poses. See `CountsFit.trained`."""
-        names = [*trained_names(self.world.config), "pose_model"]
-        return {name: getattr(self.world.networks, name) for name in names}
-
-    def step_bytes(self, windows: int) -> int:
-        """Count what `chunk_loss` and what makes its tokens keep. See `CountsFit.step_bytes`."""
-        networks, config = self.world.networks, self.world.config
-        modules = self.trained().values()
-        for module in modules:
-            module.requires_grad_(True)
-        like = next(networks.unet.parameters())
-        history, frame = config.history, self._latent
-        pictures = like.new_empty(windows, 3, self.image_size, self.image_size)
-
-        def loss() -> Tensor:
-            new = like.new_empty(windows, CHUNK, *frame)
-            return chunk_loss(
-                networks.unet,
-                like.new_empty(windows, history, *frame),
-                new,
-                torch.empty_like(new),
-                like.new_empty(6, *frame[1:]),
-                networks.image_resampler(networks.image_encoder(pictures)),
-                action_tokens(
-                    networks.action_resampler, like.new_empty(windows, history + CHUNK, MOTION_DIM)
-                ),
-                fps=like.new_empty(windows),
-                domain=torch.full((windows,), config.domain, device=like.device),
-                draws=draw(torch.Generator(), new.shape, history),
-            ).loss
-
-        return kept_bytes(loss, [*modules, networks.image_encoder])
-
-    def episode_bytes(self, pictures: int) -> int:
-        """Count the latents of every picture and of its map. See `CountsFit.episode_bytes`."""
-        return 2 * pictures * math.prod(self._latent) * FLOAT32
 
     @property
     def _latent(self) -> tuple[int, int, int]:
@@ -241,10 +198,6 @@ class EvacFit(FrameByFrameFit):
             if name != "pose_model":
                 nn.Module.to(module, torch.bfloat16)  # halves the files; imagination computes in float32
         save_world(folder, self.world)
-
-    def write_refreshed(self, source: Path, folder: Path) -> None:
-        """Write the files again that hold what a refit replaces. See `KeepsLayout.write_refreshed`."""
-        rewrite_networks(source, folder, self.world.refreshed())
 
     def _encode(self, frames_N3HW: Tensor) -> Tensor:
         config = self.world.config.autoencoder

@@ -5,7 +5,6 @@ The commands, the fits of rewards and policies, and the measurements know worlds
     fresh  ->  fit_autoencoder or take_autoencoder                     `asyncrl fit world`
     fresh or load  ->  fit_network  ->  save                           `asyncrl fit world`
     load  ->  fine_tune  ->  rewrite                                   `asyncrl fit world --refine`, of some
-    load  ->  fit_network  ->  save or write_refreshed                 `asyncrl train --pace.every`
     load  ->  redraw                                                   `asyncrl fit reward|policy --world`
     load  ->  fresh_decoder  ->  save_decoder                          `asyncrl fit decoder`
 """
@@ -53,15 +52,6 @@ class WorldOptions:
 
     context_sigma: float = CONTEXT_SIGMA
     """Noise level of the memory latent while training, in [0, 1]."""
-    own_memory: float = 0.0
-    """Share of the windows, behind an episode's first decision, whose memory the network draws itself as it
-    is before the fit, in [0, 1]."""
-    jumps: float = 0.0
-    """Share of the windows, behind an episode's first decision, whose context follows at once on the first
-    frame, in [0, 1]."""
-    only_refreshed: bool = False
-    """Train only what a new version of a world replaces in a run (`RefreshesWorld.refreshed`), because what
-    slots remember was made by the rest."""
     camera: str = ""
     """JSON file that says where the camera stands; empty: what is known of the recordings' simulator."""
 
@@ -70,7 +60,7 @@ class FittedWorld(Protocol):
     """A world of one kind while it is fitted."""
 
     options: ClassVar[frozenset[str]]
-    """Fields of `WorldOptions` that mean something to this kind, but for `only_refreshed`."""
+    """Fields of `WorldOptions` that mean something to this kind."""
 
     @classmethod
     def fresh(cls, size: Size, vae_size: Size, recordings: Recordings, options: WorldOptions) -> Self:
@@ -215,49 +205,6 @@ class FineTunes(Protocol):
 
 
 @runtime_checkable
-class KeepsLayout(Protocol):
-    """A kind whose published folders are written as they were read, with what a refit of a run changed."""
-
-    def write_refreshed(self, source: Path, folder: Path) -> None:
-        """Write the files again that hold what a refit replaces (`RefreshesWorld.refreshed`).
-
-        Args:
-            source: What `load` read; of the published layout.
-            folder: Has a copy of all other files of the source. Tensors get the names and types that they
-                have in the source, so that the world's class loads from it what it loads from there.
-
-        Raises:
-            CheckpointError: The source cannot be read any more.
-        """
-        ...
-
-
-@runtime_checkable
-class CountsFit(Protocol):
-    """A kind that says what `FittedWorld.fit_network` takes on a device, also while it has no weights (meta).
-
-    What is said is of float32; a GPU computes in bfloat16 and keeps less.
-    """
-
-    @property
-    def world(self) -> Any:
-        """Return what is fitted."""
-        ...
-
-    def trained(self) -> Mapping[str, nn.Module]:
-        """Return the networks, by name, that are trained."""
-        ...
-
-    def step_bytes(self, windows: int) -> int:
-        """Count what a step on so many windows keeps until its gradients are known."""
-        ...
-
-    def episode_bytes(self, pictures: int) -> int:
-        """Count what is kept of an episode of so many pictures during the whole fit: its latents."""
-        ...
-
-
-@runtime_checkable
 class DistilsDecoder(Protocol):
     """A kind whose decoder can be replaced by a tiny one, for `fit_decoder`."""
 
@@ -367,7 +314,7 @@ def refuse_options(options: WorldOptions, fitted: type[FittedWorld], kind: str) 
     Raises:
         ConfigError: One was set.
     """
-    for name in ("context_sigma", "own_memory", "jumps", "camera"):
+    for name in ("context_sigma", "camera"):
         value = getattr(options, name)
         if name not in fitted.options and value != getattr(WorldOptions(), name):
             raise ConfigError(

@@ -10,7 +10,6 @@ A numbers of an action, P = 4 condition frames, C = 8 new frames.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,13 +18,12 @@ from typing import ClassVar, Final
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from asyncrl.devices.tensors import to_device
 from asyncrl.fitting.autoencoder import Latents
 from asyncrl.fitting.frame_file import FrameFile
 from asyncrl.fitting.fresh_models import executed
-from asyncrl.fitting.kept_bytes import FLOAT32, kept_bytes
 from asyncrl.fitting.loop import Schedule, minimise, prepared
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.fitting.worlds.frame_latents import (
@@ -42,11 +40,8 @@ from asyncrl.fitting.worlds.interface import (
     check_recordings,
     refuse_options,
 )
-from asyncrl.records import CHUNK
-from asyncrl.storage.rewriting import rewrite_file
 from asyncrl.worlds.opensora.action_range import ActionRange, normalise
 from asyncrl.worlds.opensora.autoencoder import FrameVae, VaeConfig
-from asyncrl.worlds.opensora.published_world import transformer_files
 from asyncrl.worlds.opensora.stdit3 import CONDITION, STDiT3, STDiT3Config
 from asyncrl.worlds.opensora.training import window_loss
 from asyncrl.worlds.opensora.world import OpenSoraWorld, load_world, save_world
@@ -102,22 +97,6 @@ class OpenSoraFit(FrameByFrameFit):
         network.rope.freqs.requires_grad_(False)
         return network
 
-    def trained(self) -> dict[str, nn.Module]:
-        """Return the transformer. See `CountsFit.trained`."""
-        return {"transformer": self.world.transformer}
-
-    def step_bytes(self, windows: int) -> int:
-        """Count what `window_loss` keeps. See `CountsFit.step_bytes`."""
-        network = self._trainable()
-        like = next(network.parameters())
-        latents = like.new_empty(windows, *self._latent, CONDITION + CHUNK).movedim(-1, 2)
-        actions = like.new_empty(windows, CHUNK, self.world.action_spec.dim)
-        return kept_bytes(lambda: window_loss(network, latents, actions, torch.Generator()).loss, [network])
-
-    def episode_bytes(self, pictures: int) -> int:
-        """Count a latent per picture. See `CountsFit.episode_bytes`."""
-        return pictures * math.prod(self._latent) * FLOAT32
-
     @property
     def _latent(self) -> tuple[int, int, int]:
         """Shape ``Z, h, w`` of a latent."""
@@ -141,14 +120,6 @@ class OpenSoraFit(FrameByFrameFit):
             module.to(torch.bfloat16)  # halves the files; imagination computes in float32
         self.world.transformer.rope.freqs.data = rates  # rounded, positions would turn by other angles
         save_world(folder, self.world)
-
-    def write_refreshed(self, source: Path, folder: Path) -> None:
-        """Write the transformer's files again. See `KeepsLayout.write_refreshed`.
-
-        Branches that nothing reads are not loaded; they stay as they are in the source.
-        """
-        for path in transformer_files(source).paths:
-            rewrite_file(path, folder / path.name, self.world.transformer.state_dict(), str)
 
 
 def measured_range(recordings: Recordings) -> ActionRange:

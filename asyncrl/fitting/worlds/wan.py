@@ -11,14 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from asyncrl.errors import ConfigError
 from asyncrl.fitting.autoencoder import Latents, fit_autoencoder
 from asyncrl.fitting.frame_file import FrameFile
-from asyncrl.fitting.kept_bytes import FLOAT32, kept_bytes
 from asyncrl.fitting.loop import Schedule, minimise, prepared
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.fitting.shares import Shares
@@ -35,19 +33,14 @@ from asyncrl.fitting.worlds.wan_actions import (
     take_raw,
     take_scaled,
 )
-from asyncrl.fitting.worlds.wan_jumps import LATENTS, with_jumps
 from asyncrl.fitting.worlds.wan_latents import (
     WanAutoencoder,
     encode_recordings,
-    latents_of_frames,
     redraw,
 )
-from asyncrl.fitting.worlds.wan_memory import with_own_memories
-from asyncrl.fitting.worlds.wan_windows import MEMORY, Windows, windows
-from asyncrl.records import CHUNK
-from asyncrl.worlds.wan.files import open_world, rewrite_transformer, rewrite_world
+from asyncrl.fitting.worlds.wan_windows import Windows, windows
+from asyncrl.worlds.wan.files import open_world, rewrite_world
 from asyncrl.worlds.wan.flow_matching import WindowNoise, window_loss
-from asyncrl.worlds.wan.recognition import transformer_files
 from asyncrl.worlds.wan.tiny_decoder import TinyDecoder, TinyDecoderConfig, save_decoder
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
 from asyncrl.worlds.wan.vae import SPATIAL, VaeConfig, WanVae
@@ -55,9 +48,9 @@ from asyncrl.worlds.wan.world import WanWorld, load_world, save_world
 
 
 class WanFit:
-    """`FittedWorld`, `FineTunes`, `KeepsLayout` and `DistilsDecoder` of Wan."""
+    """`FittedWorld`, `FineTunes` and `DistilsDecoder` of Wan."""
 
-    options: ClassVar = frozenset({"context_sigma", "own_memory", "jumps"})
+    options: ClassVar = frozenset({"context_sigma"})
 
     def __init__(self, world: WanWorld) -> None:
         self.world = world
@@ -105,14 +98,7 @@ class WanFit:
         check_recordings(recordings, self.world.action_spec.dim)
         self.world.vae.requires_grad_(False)
         trained, scale = self.world.transformer.requires_grad_(True), measured_scale(recordings)
-        latents = self.encode(recordings)
-        cut = windows(recordings, latents, scale)
-        if options.own_memory:
-            raw = cut if scale is None else windows(recordings, latents)
-            drawn = with_own_memories(self.world, raw, options.own_memory, schedule.seed)
-            cut = replace(cut, latents=drawn.latents, rows=drawn.rows)
-        if options.jumps:
-            cut = with_jumps(self.world.vae, cut, recordings, options.jumps, schedule.seed)
+        cut = windows(recordings, self.encode(recordings), scale)
         if scale is not None:
             take_scaled(trained, scale)
         loss = fit_transformer(trained, cut, schedule, context_sigma=options.context_sigma)
@@ -141,25 +127,6 @@ class WanFit:
             for name, parameter in layer.named_parameters():
                 parameter.data = numbers[name]
         save_world(folder, self.world)
-
-    def trained(self) -> dict[str, torch.nn.Module]:
-        """Return the transformer. See `CountsFit.trained`."""
-        return {"transformer": self.world.transformer}
-
-    def step_bytes(self, windows: int) -> int:
-        """Count what `window_loss` keeps. See `CountsFit.step_bytes`."""
-        network = self.world.transformer.requires_grad_(True)
-        like = next(network.parameters())
-        latents = like.new_empty(
-            windows, self.world.vae.size.z_dim, LATENTS, *[self.image_size // SPATIAL] * 2
-        )
-        actions = like.new_empty(windows, 1 + MEMORY + CHUNK, self.world.action_spec.dim)
-        return kept_bytes(lambda: window_loss(network, latents, actions, torch.Generator()).loss, [network])
-
-    def episode_bytes(self, pictures: int) -> int:
-        """Count the latents of an episode. See `CountsFit.episode_bytes`."""
-        count = int(latents_of_frames(np.array(pictures)))
-        return count * self.world.vae.size.z_dim * (self.image_size // SPATIAL) ** 2 * FLOAT32
 
     def network(self) -> ActionWanTransformer:
         """Return the transformer."""
@@ -203,11 +170,6 @@ class WanFit:
     def rewrite(self, source: Path, folder: Path, tensors: Mapping[str, Tensor], version: int) -> None:
         """Write the folder again with other weights. See `FineTunes.rewrite`."""
         rewrite_world(source, folder, tensors, version)
-
-    def write_refreshed(self, source: Path, folder: Path) -> None:
-        """Write the transformer's published files again. See `KeepsLayout.write_refreshed`."""
-        files, weights = transformer_files(source), self.world.transformer.state_dict()
-        rewrite_transformer(files, folder, weights, published=True)
 
     def fresh_decoder(self) -> TinyDecoder:
         """Make a tiny decoder with fresh weights on the CPU."""

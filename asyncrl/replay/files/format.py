@@ -37,7 +37,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.episode_layout import EPISODE_ARRAYS, OPTIONAL_ARRAYS, SCHEMA_VERSIONS
+from asyncrl.episode_layout import EPISODE_ARRAYS, OPTIONAL_ARRAYS, STORED_SCHEMA_VERSIONS
 from asyncrl.errors import OutOfFiles, ReplayError
 from asyncrl.observability import descriptors
 from asyncrl.records import Sampling
@@ -323,7 +323,7 @@ def read_root(path: Path, file: h5py.File) -> dict[str, Any]:
     expected = {
         "format": (FORMAT.encode(),),
         "format_version": (FORMAT_VERSION,),
-        "schema_version": SCHEMA_VERSIONS,
+        "schema_version": STORED_SCHEMA_VERSIONS,
     }
     for key, values in expected.items():
         if found[key] not in values:

@@ -25,10 +25,9 @@ from numpy.typing import NDArray
 
 from asyncrl.episode_layout import (
     COUNTED_SCHEMA_VERSION,
+    DROPPED_FIELDS_VERSION,
     EPISODE_ARRAYS,
-    LATER_SCALARS,
     OPTIONAL_ARRAYS,
-    WORLDS_SCHEMA_VERSION,
     ArraySpec,
     array_specs,
     optional_arrays,
@@ -38,7 +37,7 @@ from asyncrl.episode_layout import (
 )
 from asyncrl.errors import ReplayError
 from asyncrl.observability import descriptors
-from asyncrl.records import Episode
+from asyncrl.records import REWARDED, Episode
 from asyncrl.replay.files.compression import read_compressed
 from asyncrl.replay.files.format import (
     BOUNDS,
@@ -262,6 +261,9 @@ def read_layout(path: Path) -> GroupFileParts:
         with h5py.File(path, "r") as file:
             root = read_root(path, file)
             table, checksums = (get_table(file, name)[...] for name in (TABLE, CHECKSUMS))
+            if root["schema_version"] == DROPPED_FIELDS_VERSION:
+                kept = [name for name in checksums.dtype.names or () if name != "world_versions"]
+                checksums = checksums[kept]
             specs = _specs(file, root, checksums)
             extents = {name: _extent(path, file, name, spec) for name, spec in specs.items()}
         _check_extents(extents.values(), found.st_size)
@@ -279,8 +281,8 @@ def _specs(file: h5py.File, root: dict[str, Any], checksums: NDArray[Any]) -> di
     sample = [(name, get_dataset(file, name)) for name in names if name not in {*EPISODE_ARRAYS, *optional}]
     found = sample_specs((name, dataset.dtype.name, dataset.shape) for name, dataset in sample)
     specs = array_specs(found, optional, counted=counted)
-    worlds = version == WORLDS_SCHEMA_VERSION
-    if tuple(specs) != names or schema_version(found, counted=counted, worlds=worlds) != version:
+    expected = schema_version(found, counted=counted)
+    if tuple(specs) != names or version not in (expected, DROPPED_FIELDS_VERSION):
         raise ValueError(f"its arrays {', '.join(names)} are not those of its schema version")
     return specs
 
@@ -318,7 +320,7 @@ def _identity(found: os.stat_result) -> Identity:
 def _scalars(row: dict[str, Any], version: int) -> dict[str, Any]:
     types = scalar_types(version)
     scalars = {name: row[name].decode() if kind is str else row[name] for name, kind in types.items()}
-    return {**LATER_SCALARS, **scalars}
+    return {"steps_taken": REWARDED, **scalars}
 
 
 def _pieces(extents: dict[str, ArrayExtent]) -> Iterator[_Piece]:

@@ -129,11 +129,6 @@ class EvacWorld:
         """Return the six networks by name."""
         return self.networks.by_name()
 
-    def refreshed(self) -> dict[str, nn.Module]:
-        """Return what draws latents and what makes its conditions. See `interface.RefreshesWorld`."""
-        kept = (self.networks.autoencoder, self.networks.image_encoder)
-        return {name: module for name, module in self.modules().items() if module not in kept}
-
     def to(self, device: torch.device | str) -> EvacWorld:
         """Move the weights to `device` (host memory while they are not needed) and return this world."""
         for module in (*self.modules().values(), self._geometry):

@@ -124,10 +124,6 @@ class OpenSoraWorld:
         """Transformer and autoencoder."""
         return {"transformer": self.transformer, "vae": self.vae}
 
-    def refreshed(self) -> dict[str, nn.Module]:
-        """Return the transformer. See `interface.RefreshesWorld`."""
-        return {"transformer": self.transformer}
-
     def to(self, device: torch.device | str) -> OpenSoraWorld:
         """Move the weights to `device` (host memory while they are not needed) and return this world."""
         for module in self.modules().values():

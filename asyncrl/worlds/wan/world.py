@@ -137,10 +137,6 @@ class WanWorld:
         own = {"transformer": self.transformer, "vae": self.vae, "decoder": self.decoder}
         return {name: module for name, module in own.items() if isinstance(module, nn.Module)}
 
-    def refreshed(self) -> dict[str, nn.Module]:
-        """Return the transformer. See `interface.RefreshesWorld`."""
-        return {"transformer": self.transformer}
-
     def to(self, device: torch.device | str) -> WanWorld:
         """Move the weights to `device` (host memory while they are not needed) and return this world."""
         for module in (self.transformer, self.vae, self.decoder):
