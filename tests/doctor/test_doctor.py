@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from asyncrl.config.pace import PaceSettings
 
 from asyncrl import cli
 from asyncrl.commands import doctor as command

@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl import cli
 from asyncrl.evaluation.audit import AuditedEpisode
-from asyncrl.evaluation.audit_table import signal_table, table
+from asyncrl.evaluation.audit_table import table
 from support.event_files import curves_in
 from support.tiny_models import write_models
 
@@ -39,7 +39,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.render
 def test_what_is_left_open_is_as_in_the_run(run: Path, tmp_path: Path, capsys) -> None:
     file = tmp_path / "audit.json"
-    assert cli.run("audit", [str(run), *SHORT, "--signals", "--json", str(file)]) == 0
+    assert cli.run("audit", [str(run), *SHORT, "--json", str(file)]) == 0
     said = capsys.readouterr().out
     assert re.match(r"world \S+, simulator tabletop, temperature 1\.6\nimagined success +\d", said)
     assert re.search(r"\ndecision +1\nPSNR, dB +\d", said)
@@ -50,7 +50,6 @@ def test_what_is_left_open_is_as_in_the_run(run: Path, tmp_path: Path, capsys) -
     (only,) = content["audits"]
     assert len(only["episodes"]) == only["wrong"]["episodes"] == 3
     assert all(len(episode["psnr"]) == episode["decisions"] <= 2 for episode in only["episodes"])
-    assert all(bool(episode["signals"]) == episode["imagined"] for episode in only["episodes"])
     assert only["correlation"] is None, "no true success: there is nothing to correlate"
 
 
@@ -58,14 +57,11 @@ def test_what_is_left_open_is_as_in_the_run(run: Path, tmp_path: Path, capsys) -
 def test_flags_win_and_the_same_seed_is_the_same_audit(run: Path, tmp_path: Path, capsys) -> None:
     found = []
     for name in ("one.json", "two.json"):
-        flags = ["--success-threshold", "0.1", "--signals", "--json", str(tmp_path / name)]
+        flags = ["--success-threshold", "0.1", "--json", str(tmp_path / name)]
         assert cli.run("audit", [str(run), *SHORT, *flags]) == 0
         found.append(json.loads((tmp_path / name).read_text())["audits"])
     assert found[0] == found[1]
-    assert all(episode["imagined"] and episode["signals"] for episode in found[0][0]["episodes"])
-    assert re.search(
-        r"3 imagined successes, 3 of them false.*\n.*\n  decision +- +-\n", capsys.readouterr().out
-    )
+    assert all(episode["imagined"] for episode in found[0][0]["episodes"])
 
 
 @pytest.mark.render
@@ -165,18 +161,18 @@ def test_a_run_names_no_code(tmp_path: Path, capsys) -> None:
     assert f"{tmp_path} does not say with which world it is audited" in capsys.readouterr().err
 
 
-def episode(decisions: int, *, imagined: bool, true: bool, signal: float = 0.0) -> AuditedEpisode:
+def episode(decisions: int, *, imagined: bool, true: bool) -> AuditedEpisode:
     return AuditedEpisode(
         start="s", task="t", decisions=decisions, imagined=imagined, true=true, judged_true=true,
-        psnr=(30.0,) * decisions, signals={"last frame": signal} if imagined else {},
+        psnr=(30.0,) * decisions,
     )  # fmt: skip
 
 
 def test_tables_say_what_was_counted() -> None:
     episodes = [
-        episode(1, imagined=True, true=True, signal=0.1),
-        episode(1, imagined=True, true=False, signal=0.2),
-        episode(2, imagined=True, true=True, signal=0.3),
+        episode(1, imagined=True, true=True),
+        episode(1, imagined=True, true=False),
+        episode(2, imagined=True, true=True),
         episode(2, imagined=False, true=True),
     ]
     whole = table("head", {"mine": episodes})
@@ -186,4 +182,3 @@ def test_tables_say_what_was_counted() -> None:
     curve = table("head", {"update 1": episodes, "update 2": episodes[:2]}).splitlines()
     assert curve[2].split()[:6] == ["update", "1", "75.0%", "[", "30%,", "95%]"]
     assert curve[3].endswith(" -")
-    assert re.search(r"  last frame +0\.500 +1\.000$", signal_table("mine", episodes))

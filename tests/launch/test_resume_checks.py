@@ -131,7 +131,9 @@ def test_a_resume_with_another_group_size_goes_on(
 ) -> None:
     assert resume(run, *kind, "--algorithm.group-size", "3") == 0
     said = capfd.readouterr().out
-    assert said.count("stored groups were made in another world, or with another --algorithm.group-size") == 1, said
+    assert (
+        said.count("stored groups were made in another world, or with another --algorithm.group-size") == 1
+    ), said
     last = rows(run)[-1]
     assert last["step"] == 4
     assert last[m.DROPPED_RESUME.name] > 0
