@@ -62,17 +62,8 @@ class Actor:
         """Join the parts.
 
         Args:
-            name: Of this actor, in every episode.
-            acting: Its models, and what they act in.
-            starts: Where episodes begin, by the number of a grant.
-            port: The replay.
-            receiver: Of weights.
             settings: Section ``--actor`` of the run's settings.
-            group_size: Episodes per start.
-            run_seed: Of the run; all random numbers follow from it.
             startup_timeout: Seconds until the first weights must have arrived; the learner may be loading.
-            hang_timeout: Seconds that one round may take.
-            offload: Moves the models to host memory while there is nothing to do.
         """
         assert settings.max_decisions  # 0 was replaced by what the world says.
         self.name = name

@@ -45,7 +45,6 @@ def first_failure(
 
     Args:
         rows: Cause, what it is, ``[B, ...]`` float values; or ``[B]`` bool, False where they are not finite.
-        row: Which of the B.
     """
     for cause, what, values_B in rows:
         sound = values_B[row] if values_B.dtype == np.bool_ else np.isfinite(values_B[row]).all()
@@ -58,10 +57,6 @@ def retry_rows_singly(
     indices: Sequence[int], attempt: Callable[[list[int]], Result]
 ) -> tuple[list[tuple[list[int], Result]], list[RowFailure]]:
     """Attempt all slots together; if that raises, each alone, so that only the culprits fail.
-
-    Args:
-        indices: At least one.
-        attempt: Has no effect before it returns: it is called again for the same slots.
 
     Returns:
         What was done, each part with its slots; and the indices that raise alone.

@@ -70,13 +70,6 @@ class Imagination(Generic[State]):
         """Join the models.
 
         Args:
-            policy: Decides.
-            world: Draws frames.
-            reward: Scores them.
-            sampling: How decisions are sampled.
-            rule: When an episode is over.
-            policy_device: Where the policy is.
-            world_device: Where world and reward model are.
             rows: Rows of every pass of every model; where fewer slots take part, copies of the first fill it
                 up. What a model computes of a row depends on how many there are, in the last digits, but not
                 on which: so an episode is the same whatever else is imagined. 0: no copies.

@@ -100,16 +100,7 @@ class Play:
         """Join the parts.
 
         Args:
-            policy: Decides.
             pool: Plays; it has at least as many slots as the actor.
-            sampling: How decisions are sampled.
-            max_decisions: An episode is truncated after these at the latest.
-            cameras: How many of the simulator's cameras the policy is shown, from the first on.
-            shows_state: Whether the policy is shown the robot's state.
-            together: Decide for all slots of a stage at once, and wait for all of them: an episode then
-                repeats itself to the last bit, whoever is faster.
-            patience: Seconds that `together` waits for resets.
-            policy_device: Where the policy is.
         """
         self.policy, self.pool, self.sampling = policy, pool, sampling
         self.max_decisions, self.cameras, self.shows_state = max_decisions, cameras, shows_state

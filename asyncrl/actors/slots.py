@@ -134,9 +134,7 @@ class Slots:
         An episode waits while the policy held is older than its grant allows.
 
         Args:
-            policy_version: That of the policy held.
             among: Slots that may be filled.
-            suits: Whether an episode from this start rather goes into this slot than into others.
         """
         filled, free = [], [index for index in among if self.episodes[index] is None]
         while free and self.pending and self.pending[0].grant.min_version <= policy_version:

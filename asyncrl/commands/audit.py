@@ -260,11 +260,7 @@ def _audit_all(
 
 
 def _models(config: AuditConfig, policy: str, device: torch.device) -> Models:
-    """Load what imagines.
-
-    Raises:
-        ConfigError: --world is a simulator.
-    """
+    """Load what imagines."""
     from asyncrl.evaluation.audit import Models
     from asyncrl.launch.environment import Environment, build_environment, with_world_defaults
     from asyncrl.launch.simulated import simulator_named

@@ -137,15 +137,7 @@ def _of_others(config: ConvertConfig, done: ConversionReport) -> dict[str, str]:
 def _write_card(
     config: ConvertConfig, folder: Path, policy: OpenVLAOFTConfig, layout: Layout, **told: str
 ) -> None:
-    """Write the model card into the folder.
-
-    Args:
-        config: Of the command.
-        folder: Where the policy was read from.
-        policy: As written.
-        layout: Of what was written.
-        told: Other fields of the card.
-    """
+    """Write the model card into the folder."""
     from asyncrl.launch.model_card import CardFacts, write_card
     from asyncrl.launch.model_facts import trained_policy
 

@@ -59,11 +59,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _take_host(arguments: list[str]) -> tuple[int, list[str]]:
-    """Take `--host N` or `--host=N` out of the arguments; returns the number, 0 without, and the others.
-
-    Raises:
-        ConfigError: No number follows.
-    """
+    """Take `--host N` or `--host=N` out of the arguments; returns the number, 0 without, and the others."""
     left, number, found = list[str](), 0, iter(arguments)
     for argument in found:
         flag, _, text = argument.partition("=")
@@ -86,11 +82,7 @@ def _read(arguments: list[str]) -> Examination:
 
 
 def _read_simulator(arguments: list[str]) -> SimulatorExamination:
-    """Read the settings of a simulator; a name that nothing has is refused.
-
-    Raises:
-        ConfigError: Such a name, or one whose module cannot be imported.
-    """
+    """Read the settings of a simulator; a name that nothing has is refused."""
     import tyro
 
     from asyncrl import registry

@@ -31,9 +31,6 @@ def dry_run(config: TrainConfig) -> int:
 
     Returns:
         0: a run with these settings would start here.
-
-    Raises:
-        ConfigError: It would not; says why, as the run itself would.
     """
     if rendezvous.rank():
         return 0

@@ -103,11 +103,7 @@ class EvaluateConfig(Bounded):
 
     @property
     def player(self) -> str:
-        """Return what plays.
-
-        Raises:
-            ConfigError: It is said twice, or not at all.
-        """
+        """Return what plays."""
         if bool(self.checkpoint) == bool(self.policy):
             raise ConfigError(
                 "Say once what is evaluated: `asyncrl evaluate CHECKPOINT`, or --policy CHECKPOINT; 'expert' "
@@ -158,11 +154,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _parse(arguments: list[str]) -> tuple[EvaluateConfig, RunSettings | None]:
-    """Read the flags; what they leave open is as in the run that the policy is of, if it is of one.
-
-    Raises:
-        ConfigError: No simulator is known to have the run's tasks, and none is named.
-    """
+    """Read the flags; what they leave open is as in the run that the policy is of, if it is of one."""
     from asyncrl.launch.run_settings import run_of, settings_of_run
 
     config = tyro.cli(ARGUMENTS, args=arguments, prog="asyncrl evaluate")
@@ -229,13 +221,7 @@ def _check_outputs(config: EvaluateConfig) -> None:
 
 
 def _source(config: EvaluateConfig, wanted_size: int, episodes: int) -> SimulatorSource:
-    """Say what every worker builds.
-
-    Args:
-        config: Of the command.
-        wanted_size: What the policy is best shown, in pixels; 0: anything.
-        episodes: That are played.
-    """
+    """Say what every worker builds."""
     from asyncrl.simulators.build import SimulatorSource
 
     settle = (f"settle={config.settle}",) if config.settle >= 0 else ()

@@ -106,12 +106,7 @@ def _dtype(device: torch.device) -> torch.dtype:
 
 
 def _distillable(folder: Path, device: torch.device) -> DistilsDecoder:
-    """Read the world, whose kind must be one that can have a tiny decoder.
-
-    Raises:
-        CheckpointError: A file is missing or does not fit.
-        ConfigError: It is of another kind.
-    """
+    """Read the world, whose kind must be one that can have a tiny decoder."""
     from asyncrl.fitting.worlds.interface import DistilsDecoder, load_fitted
 
     fitted = load_fitted(folder, device, _dtype(device))

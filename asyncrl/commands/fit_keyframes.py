@@ -36,11 +36,7 @@ def fit_keyframes_command(config: FitKeyframes, recordings: Recordings) -> None:
 
 
 def _open(config: FitKeyframes, recordings: Recordings) -> list[StartState]:
-    """Choose those from which the outcome of `--policy` in `--world` is open.
-
-    Raises:
-        ConfigError: There is none.
-    """
+    """Choose those from which the outcome of `--policy` in `--world` is open."""
     from asyncrl.evaluation.open_outcomes import open_starts
     from asyncrl.fitting.keyframes import balanced, keyframe_states
 

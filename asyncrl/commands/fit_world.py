@@ -96,11 +96,7 @@ def _fine_tunes(config: FitWorld) -> bool:
 
 
 def check_fit_world(config: FitWorld) -> None:
-    """Check what can be known before the recordings are read, which may take long.
-
-    Raises:
-        ConfigError: What was asked for cannot work.
-    """
+    """Check what can be known before the recordings are read, which may take long."""
     from asyncrl.launch.fine_tune_world import check_fine_tuning
 
     if _fine_tunes(config):

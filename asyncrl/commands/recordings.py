@@ -22,12 +22,7 @@ Folders = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metava
 
 
 def _own_files(given: tuple[Path, ...]) -> list[Path]:
-    """Return the files of recordings of our own.
-
-    Raises:
-        AssetError: There are none.
-        ConfigError: It is a data set of another program.
-    """
+    """Return the files of recordings of our own."""
     from asyncrl.fitting.datasets.lerobot import is_lerobot
     from asyncrl.fitting.datasets.robomimic import is_robomimic
 

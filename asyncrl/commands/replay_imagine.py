@@ -112,11 +112,7 @@ class Imagine(ReplayCommand):
         )
 
     def _settings(self, run: Path) -> TrainConfig:
-        """Read the run's settings with the parts named here in place of its own.
-
-        Raises:
-            ConfigError: The run names code that is not named here.
-        """
+        """Read the run's settings with the parts named here in place of its own."""
         from asyncrl.config.loading import load_file
         from asyncrl.config.run import TrainConfig
         from asyncrl.launch.named_models import refuse_foreign_code
@@ -153,11 +149,7 @@ class Imagine(ReplayCommand):
 
 
 def _start_of(episodes: Sequence[Episode], starts: Sequence[StartState]) -> StartState:
-    """Find the start state of a group.
-
-    Raises:
-        ConfigError: There is none of that name, or the group began elsewhere.
-    """
+    """Find the start state of a group."""
     first = episodes[0]
     if first.world_version < 0:
         raise ConfigError("the group was recorded in a simulator: no world imagined it.")
@@ -209,11 +201,7 @@ def _compare(
 def _logprobs(
     run: Path, config: TrainConfig, episodes: Sequence[Episode], device: torch.device
 ) -> list[np.ndarray]:
-    """Compute the log-probs of the stored samples by the policies that are there, and say which are.
-
-    Returns:
-        ``[N, C, A]`` float32 per episode, NaN where the policy's version is not there.
-    """
+    """Compute the log-probs of the stored samples by the policies that are there, and say which are."""
     from asyncrl.evaluation.stored_groups import logprobs_again
     from asyncrl.launch.policies import build_policy
     from asyncrl.storage import checkpoint

@@ -124,13 +124,7 @@ class Gc(Bounded):
 
 
 def leftovers_of(run: Path, state: State, keep: int) -> Iterator[Leftover]:
-    """Find what nobody needs of a run that has ended.
-
-    Args:
-        run: Its folder.
-        state: What became of it.
-        keep: Newest checkpoints that stay.
-    """
+    """Find what nobody needs of a run that has ended."""
     if kind_of(run / "checkpoints") == "a folder":
         yield from _checkpoints(run / "checkpoints", keep)
     replay = run / "replay"
@@ -163,7 +157,6 @@ def folder_bytes(folder: Path, *, freed: bool = False) -> int:
     """Add up the sizes of all files of a folder; one that has two names there counts once.
 
     Args:
-        folder: A link in it counts as itself.
         freed: Count only what is free once the folder is deleted: no file that has a name elsewhere, as those
             of the best checkpoint have.
     """

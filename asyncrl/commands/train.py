@@ -46,11 +46,7 @@ def main(arguments: list[str]) -> int:
 def read_settings(
     arguments: list[str], help_text: ShortHelp = TRAIN, description: str | None = None
 ) -> TrainConfig:
-    """Read `[CONFIG.toml ...] [--flags]`; with --resume on top of the settings of the run that goes on.
-
-    Raises:
-        ConfigError: A setting cannot work, or there is nothing to resume. Help and mistyped flags exit.
-    """
+    """Read `[CONFIG.toml ...] [--flags]`; with --resume on top of the settings of the run that goes on."""
     config = parse(arguments, help_text, description)
     if not config.resume:
         return _with_decay(config, config)
@@ -76,12 +72,7 @@ def _with_settings_of_run(config: TrainConfig, arguments: list[str]) -> TrainCon
 
 
 def _with_decay(config: TrainConfig, begun: TrainConfig) -> TrainConfig:
-    """Fix the update at which learning rates have fallen: it must not move when a resume makes more updates.
-
-    Args:
-        config: Of the run from now on.
-        begun: Of the run as it was before; the same for one that begins.
-    """
+    """Fix the update at which learning rates have fallen; a resume with more updates must not move it."""
     chosen, before = config.optimizer, begun.optimizer
     if chosen.schedule == "constant" or chosen.decay_updates:
         return config

@@ -319,11 +319,7 @@ class LearnerSettings(Bounded):
 def check_recipe(
     algorithm: AlgorithmSettings, correction: CorrectionSettings, critic: CriticSettings
 ) -> None:
-    """Refuse combinations that cannot be computed.
-
-    Raises:
-        ConfigError: V-trace without a critic, a finer correction than objective, or another such pair.
-    """
+    """Refuse combinations that cannot be computed."""
     _check_names(algorithm, correction)
     episodes = algorithm.groups_per_update * algorithm.group_size
     if algorithm.minibatches > episodes:

@@ -103,11 +103,7 @@ class Bounded:
 
 
 def check_path(flag: str, text: str) -> None:
-    """Refuse a path that no file system takes.
-
-    Raises:
-        ConfigError: A name in it, or all of it, is too long.
-    """
+    """Refuse a path that no file system takes."""
     parts = [len(part.encode()) for part in text.split("/")]
     if max(parts) > LONGEST_NAME or sum(parts) > LONGEST_PATH:
         raise ConfigError(

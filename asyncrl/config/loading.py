@@ -62,9 +62,6 @@ def load_files(paths: Sequence[Path]) -> TrainConfig:
     """Read several files laid over each other: of a setting that more than one has the last one counts.
 
     Only what comes out must work as a whole; names and types are checked in every file.
-
-    Raises:
-        ConfigError: As for `load_file`; names the file.
     """
     return _overlaid(TrainConfig(), [(str(path), _read(path)) for path in paths], "")
 
@@ -87,12 +84,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def existing_settings(table: dict[str, Any], config: Any) -> dict[str, Any]:
-    """Return the settings of a run's config.json without those that this version no longer has.
-
-    Args:
-        table: Nested like the configuration.
-        config: Has the fields that exist.
-    """
+    """Return the settings of a run's config.json without those that this version no longer has."""
     names = {field.name for field in dataclasses.fields(config)}
     return {
         name: existing_settings(value, part)
@@ -112,11 +104,6 @@ def _parse_toml(raw: bytes) -> dict[str, Any]:
 
 def overlay(config: Any, table: Any, where: str) -> Any:
     """Return `config` with the settings of `table` (nested like the configuration) in place of its own.
-
-    Args:
-        config: Settings, such as a `TrainConfig`.
-        table: Of some of them.
-        where: It comes from, for errors.
 
     Raises:
         ConfigError: A setting is unknown, of the wrong type, or cannot work.
@@ -195,8 +182,6 @@ def parse(
     """Read `[CONFIG.toml ...] [--flags]`: files give the defaults, the flags win. Help and errors exit.
 
     Args:
-        arguments: Files may stand anywhere between the flags.
-        help_text: What --help prints.
         description: What stands above all flags (--help-all); None: what the settings say of themselves.
 
     Raises:

@@ -56,11 +56,7 @@ class ShortHelp:
     """Flags that are no settings -> what they do; shown below the first heading."""
 
     def text(self, settings: Any) -> str:
-        """Write it.
-
-        Args:
-            settings: Whose values are shown as the defaults.
-        """
+        """Write it."""
         lines = [f"usage: {self.command} {self.usage}", "", self.about]
         for number, (heading, group) in enumerate(self.groups.items()):
             lines += ["", heading, *(_line(one, settings) for one in group)]
@@ -81,10 +77,6 @@ class ShortHelp:
 
 def answer_help(arguments: Sequence[str], short: Callable[[], str]) -> list[str]:
     """Print the short help and exit where it is asked for; else return the arguments.
-
-    Args:
-        arguments: Of a command. `ALL` becomes the flag by which tyro shows every flag.
-        short: Writes the short help.
 
     Raises:
         SystemExit: With 0, after the short help.

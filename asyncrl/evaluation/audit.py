@@ -180,16 +180,7 @@ def audit(
     seed: int = 0,
     progress: Callable[[int], object] = lambda _: None,
 ) -> list[AuditedEpisode]:
-    """Audit an episode from every start, in the order of `plays`.
-
-    Args:
-        models: Imagine.
-        pool: Simulators that show what the world draws.
-        plays: Starts.
-        rows: Episodes imagined together, filled up with copies, so that no result depends on who is beside.
-        seed: Of the policy's sampling and the world's noise.
-        progress: Told of every batch how many episodes it had.
-    """
+    """Audit an episode from every start, in the order of `plays`."""
     audited = []
     for first in range(0, len(plays), rows):
         batch = list(plays[first : first + rows])
@@ -256,7 +247,6 @@ def psnr_by_decision(drawn: NDArray[np.uint8], true: NDArray[np.uint8], chunk: i
 
     Args:
         drawn: ``[N * C, H, W, 3]``.
-        true: The same, or fewer where the simulator stopped before.
         chunk: ``C``.
 
     Returns:

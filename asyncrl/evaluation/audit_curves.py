@@ -47,9 +47,7 @@ def write_curves(run_dir: Path, audits: Mapping[int, Audit], command: str) -> Pa
     """Write a file of curves; points of earlier audits from its first version on are void.
 
     Args:
-        run_dir: Of the run.
         audits: Policy version -> what was found, at least one.
-        command: That audited, for TensorBoard's page TEXT.
 
     Returns:
         Its folder.

@@ -66,7 +66,6 @@ def imagine_again(world: World[State], episodes: Sequence[Shown]) -> list[NDArra
     """Imagine what the recorded actions lead to.
 
     Args:
-        world: Draws frames of the episodes' size.
         episodes: Simulated episodes; only their first frames and poses and their actions are used.
 
     Returns:
@@ -127,11 +126,6 @@ def check_suffix(path: Path) -> None:
 def check_imagines(world: World[Any], spec: SimulatorSpec, what: str = "--video") -> None:
     """Refuse a world that cannot imagine what a simulator shows.
 
-    Args:
-        world: Draws.
-        spec: Of the simulator.
-        what: Needs both, in the message.
-
     Raises:
         ConfigError: It draws pictures of another size, takes actions of another width, or needs poses that
             the simulator does not say.
@@ -168,7 +162,6 @@ def pair(left: NDArray[np.uint8], right: NDArray[np.uint8], *, won: bool) -> NDA
     Args:
         left: ``[F, H, W, 3]`` uint8.
         right: The same shape and dtype.
-        won: Whether the edge is green, else red.
 
     Returns:
         ``[F, H + 4, 2 W + 4, 3]`` uint8.

@@ -101,8 +101,6 @@ def acting(policy: Policy, sampling: SamplingParams, rows: int) -> Act:
     """Turn a policy into the function that a rollout calls.
 
     Args:
-        policy: Decides.
-        sampling: How.
         rows: Of every pass. Fewer are filled up with copies of the first: what is computed of a row depends,
             in the last digits, on how many there are, and that must not depend on who answered first.
     """
@@ -173,13 +171,6 @@ def evaluate(
     keep_frames: int = 0,
 ) -> tuple[Evaluation, list[SimulatedEpisode]]:
     """Play every episode once and count; shows a progress bar.
-
-    Args:
-        pool: Plays.
-        act: Chooses the actions, or says how good the simulator's expert is.
-        plays: The episodes.
-        on_frames: Given each episode with all its frames as soon as it ends.
-        keep_frames: Of so many episodes, from the first play on, all frames are kept; of the others one.
 
     Returns:
         Success rates, and the episodes in the order of `plays`.

@@ -55,15 +55,7 @@ def judge(
     threshold: float,
     frames: SuccessFrames,
 ) -> list[JudgedEpisode]:
-    """Imagine what the actions of true episodes lead to, and judge it as training does.
-
-    Args:
-        episodes: With all their frames.
-        world: Draws pictures of their size.
-        reward: Judges.
-        threshold: See `ActorSettings.success_threshold`.
-        frames: See `ActorSettings.success_frames`.
-    """
+    """Imagine what the actions of true episodes lead to, and judge it as training does."""
     chunk, found = world.action_spec.chunk, []
     for episode, imagined in zip(episodes, imagine_again(world, episodes), strict=True):
         steps = len(imagined) - 1

@@ -33,11 +33,6 @@ def write_judged_movie(path: Path, episodes: Sequence[JudgedEpisode], title: str
     """Write truth beside imagination, step by step; what is over keeps its last picture.
 
     The imagined half stops at the step at which training would have called it a success.
-
-    Args:
-        path: Ending in .gif, or .mp4 where PyAV is there.
-        episodes: At least one.
-        title: The line above.
     """
     length = max(len(episode.truth) for episode in episodes)
     suffix = path.suffix
@@ -48,13 +43,7 @@ def write_judged_movie(path: Path, episodes: Sequence[JudgedEpisode], title: str
 
 
 def write_judged_sheet(path: Path, episodes: Sequence[JudgedEpisode], title: str) -> None:
-    """Write a row per episode: its first picture, the imagined one that was judged, the truth then, its end.
-
-    Args:
-        path: Ending in .png.
-        episodes: At least one.
-        title: The line above.
-    """
+    """Write a row per episode: first picture, judged imagined picture, the true one then, end."""
     with replacing(path) as part:
         judged_sheet(episodes, title).save(part, "PNG")
 

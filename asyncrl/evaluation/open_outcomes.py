@@ -53,12 +53,7 @@ def success_shares(
     """Imagine episodes from every start state, closed loop, with the decisions that are left there.
 
     Args:
-        models: Imagine.
-        starts: Where episodes begin.
         siblings: Episodes from each, at least 1.
-        rows: Episodes imagined together; the last ones are filled up with copies.
-        seed: Of the policy's sampling and the world's noise.
-        progress: Told of every batch how many episodes it had.
 
     Returns:
         Share of successes from each start state, in [0, 1].

@@ -53,17 +53,7 @@ class RunCheckpoints:
         temperature: float,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Begin; what was already measured is not measured again.
-
-        Args:
-            run_dir: Of the run.
-            measure: Plays the episodes.
-            every: Updates between two evaluations.
-            last: Update after which the run ends; it is due too.
-            simulator: That `measure` plays in.
-            temperature: At which it does.
-            clock: Seconds since 1970.
-        """
+        """Begin; what was already measured is not measured again."""
         self._run_dir, self._measure, self._every, self._last = run_dir, measure, every, last
         self._simulator, self._temperature, self._clock = simulator, temperature, clock
         self._folder = run_dir / checkpoint.FOLDER

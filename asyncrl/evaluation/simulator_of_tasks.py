@@ -21,12 +21,6 @@ def simulator_of_tasks(tasks: Collection[str]) -> str:
 def refuse_foreign_tasks(tasks: Collection[str], known: Sequence[str], simulator: str, remedy: str) -> None:
     """Refuse a simulator that does not have the tasks a policy was trained on.
 
-    Args:
-        tasks: Instructions that the policy was trained on; none: nothing is known.
-        known: Of the simulator; none: it takes any.
-        simulator: Its name.
-        remedy: What to do, when no built-in simulator has the tasks.
-
     Raises:
         ConfigError: It lacks one. Names it, what is nearest, and the simulator that has all.
     """

@@ -37,10 +37,6 @@ def imagine_again(
     """Imagine what the stored actions of a group lead to, with the stored noise.
 
     Args:
-        world: Draws the frames.
-        reward: Scores them.
-        start: Of the group.
-        episodes: Its members, of any lengths.
         rows: Rows of every pass: members in excess of it go through the models afterwards, and where fewer
             are left, copies of the first fill it up. 0: all members whose episodes go on.
 
@@ -87,8 +83,6 @@ def logprobs_again(policy: Policy, episode: Episode, decisions: Sequence[int]) -
     """Compute the log-probs that a policy gives the stored samples of some decisions.
 
     Args:
-        policy: Of the version that sampled them.
-        episode: Stored.
         decisions: Which of its decisions, at least one.
 
     Returns:

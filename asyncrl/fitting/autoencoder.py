@@ -99,14 +99,9 @@ def fit_autoencoder(autoencoder: Autoencoder, recordings: Recordings, schedule: 
 
     Args:
         autoencoder: On the device to train on, in float32.
-        recordings: What it will redraw.
-        schedule: Its batch is of clips.
 
     Returns:
         Mean loss of the last tenth.
-
-    Raises:
-        RunError: The loss stopped being finite.
     """
     rng = np.random.default_rng(schedule.seed)
     device = next(autoencoder.network.parameters()).device

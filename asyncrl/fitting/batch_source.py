@@ -23,8 +23,6 @@ class BatchSource:
 
         Args:
             frames: ``[F, H, W, 3]`` uint8.
-            device: Of the batches.
-            resident: False leaves them where they are, whatever room there is.
         """
         self.frames = frames
         self.device = device
@@ -50,7 +48,6 @@ def shown_to(policy: OpenVLAOFT, frames: Frames) -> Frames:
     """Return the pictures as the policy is shown them, where that is more work than a batch has time for.
 
     Args:
-        policy: Says what its pictures go through (`image_pipeline`).
         frames: ``[F, H, W, 3]`` uint8.
 
     Returns:

@@ -26,13 +26,6 @@ def training_starts(
 ) -> list[SimStart]:
     """List the starts of a recording, task by task.
 
-    Args:
-        spec: Of the simulator.
-        episodes: How many.
-        seed: The first one.
-        tasks: Of simulators with stored starts: numbers or instructions; none: all, in turn.
-        stored: Record the stored starts, which evaluation is about.
-
     Raises:
         ConfigError: The seeds reach those of evaluation, or the simulator does not have what was asked for.
     """
@@ -68,14 +61,6 @@ def record(
     about: dict[str, object],
 ) -> int:
     """Record one episode from each start, whole decisions with all frames, in files that hold them in order.
-
-    Args:
-        folder: Where the recordings go.
-        pool: Plays.
-        act: Chooses the actions, or says how good the simulator's expert is.
-        starts: Of the episodes.
-        extra_decisions: Recorded after the decision that solves the task.
-        about: What the files say of how they were made.
 
     Returns:
         The episodes written.

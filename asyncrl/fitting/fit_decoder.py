@@ -86,14 +86,8 @@ def imagine_episodes(
     """Imagine one episode of `decisions` decisions from each start state, whether or not it succeeds earlier.
 
     Args:
-        world: Keeps latents as its memory, so that an episode is one stream for its decoder.
-        policy: Chooses the actions; it samples.
-        sampling: How.
         starts: ``E`` start states.
         decisions: ``D``.
-        batch: Episodes imagined side by side.
-        seed: Of noise and sampling; episode e has numbers of its own, whatever `batch` is.
-        name: Shown in the progress bar.
     """
     parts: list[tuple[Tensor, Tensor]] = []
     with tqdm(total=len(starts) * decisions, desc=name, unit="decision", mininterval=2.0) as bar:
@@ -154,12 +148,6 @@ def fit_decoder(
 
     Args:
         decoder: On the device to train on, in float32.
-        imagined: What the full decoder drew.
-        steps: Optimizer steps.
-        batch: Episodes per step.
-        learning_rate: Peak learning rate.
-        seed: Of the choice of episodes.
-        compiled: Use `torch.compile`.
 
     Returns:
         Mean loss of the last tenth.
@@ -193,15 +181,7 @@ def compare(
     threshold: float,
     batch: int = 16,
 ) -> Likeness:
-    """Measure `decoder` against the full decoder's frames, the opening ones left out.
-
-    Args:
-        decoder: Draws the episodes again.
-        held_out: Episodes it was not fitted on.
-        reward: Judges both; None leaves its figures nan.
-        threshold: Probability from which a frame shows success.
-        batch: Episodes at a time.
-    """
+    """Measure `decoder` against the full decoder's frames, the opening ones left out."""
     device = next(decoder.parameters()).device
     decibels: list[Tensor] = []
     verdicts: list[tuple[Tensor, Tensor]] = []

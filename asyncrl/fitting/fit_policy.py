@@ -55,7 +55,6 @@ def tokens_of(actions: np.ndarray, config: OpenVLAOFTConfig) -> np.ndarray:
 
     Args:
         actions: ``[F, A]`` float32 in the environment's units.
-        config: Its statistics and its gripper's convention are used.
 
     Returns:
         ``[F, A]`` int32, 0..255.
@@ -85,22 +84,12 @@ def fit_policy(
     """Minimise the negative log-likelihood of the recorded actions, in nats per token.
 
     Args:
-        policy: Trained in place.
-        recordings: Demonstrations; every frame with 8 following actions is an example.
-        steps: Optimizer steps.
         batch: Examples per step.
-        learning_rate: Peak learning rate.
-        seed: Of the choice of examples.
         drawn: ``[F, H, W, 3]`` uint8, the frames as a world model's autoencoder draws them, for every
             second step: the policy will act on imagined pictures and must not take them for something else.
-        jitter: Standard deviation in bins by which the imitated tokens are moved: neighbouring bins then
-            share what is learned.
-        compiled: Run the model through `torch.compile`.
         average: Decay of the moving average of what is trained, which replaces it at the end; 0: none.
         micro_batch: Examples that a rank computes at once; 0: all of its own. The step is the same, up to
             rounding, whatever it is and however many ranks there are.
-        pictures_on_device: Whether a GPU that has room for them holds all pictures.
-        ranks: That share every batch.
 
     Returns:
         Mean loss of the last tenth.
@@ -195,11 +184,7 @@ class _Imitation:
         self.drawn = self.shares.own(rows), self.shares.own(tokens)
 
     def part(self, step: int, part: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return micro-batch `part` of this rank's examples of step `step`; the sources take turns.
-
-        Returns:
-            Pixels ``[B, H, W, 3]`` uint8, prompt ids and mask ``[B, L]`` int64, tokens ``[B, 8, A]`` int32.
-        """
+        """Return micro-batch `part` of this rank's examples of step `step`; the sources take turns."""
         rows, tokens = (self.shares.part(chosen, part) for chosen in self.drawn)
         task = self.tasks[rows]
         pixels = self.sources[step % len(self.sources)].take(rows)

@@ -23,11 +23,7 @@ class _Examples:
     """Frames with the simulator's verdict, half of them solved; a wrong task is unsolved."""
 
     def __init__(self, reward: ResNetReward, recordings: Recordings, frames: Frames) -> None:
-        """Draw from `frames`, ``[F, H, W, 3]`` uint8, which are those of the recordings or look like them.
-
-        Raises:
-            ConfigError: The recordings hold no success, or no failure.
-        """
+        """Draw from `frames`, ``[F, H, W, 3]`` uint8, which are those of the recordings or look like them."""
         self._device = next(reward.network.parameters()).device
         self._source = BatchSource(frames, self._device)
         self._success_F = recordings.success
@@ -73,14 +69,7 @@ def fit_reward(
     """Train on frames with the simulator's verdict, half of them solved; a wrong task is unsolved.
 
     Args:
-        reward: Its network is trained in place.
-        recordings: Frames, tasks and success.
         drawn: ``[F, H, W, 3]`` uint8, frames as the world's autoencoder draws them.
-        steps: Optimizer steps.
-        batch: Frames per step.
-        learning_rate: Peak learning rate.
-        seed: Of the choice of frames.
-        warmup: Steps until the peak of the learning rate.
         drawn_of: Whose frames are drawn; None: all of `recordings`.
 
     Returns:
@@ -113,11 +102,7 @@ def shows_both(recordings: Recordings) -> bool:
 
 
 def _check_both(solved_rows: np.ndarray, late_rows: np.ndarray) -> None:
-    """Refuse recordings that do not show both verdicts.
-
-    Raises:
-        ConfigError: No frame is solved, or none of the last ones is unsolved.
-    """
+    """Refuse recordings that do not show both verdicts."""
     for rows, lacking in (
         (solved_rows, "shows the task solved"),
         (late_rows, "of the end shows it unsolved"),

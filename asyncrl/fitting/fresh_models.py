@@ -35,9 +35,6 @@ def patch_size(image_size: int) -> int:
     Example:
         >>> [patch_size(side) for side in (64, 96, 128, 256)]
         [8, 12, 16, 16]
-
-    Raises:
-        ConfigError: Only far smaller patches tile such a picture: its sequence would be too long.
     """
     most = min(LARGEST_PATCH, max(1, image_size // 8))
     patch = max(side for side in range(1, most + 1) if image_size % side == 0)
@@ -56,8 +53,6 @@ def fresh_policy(size: Size, recordings: Recordings, statistics: Statistics) -> 
     """Build a policy that knows the words of the recordings, sees their pictures, and spans their actions.
 
     Args:
-        size: Of the networks.
-        recordings: What it will imitate.
         statistics: q01_q99: its tokens span what was recorded. none: they span [-1, 1]. auto: as the
             simulator asks for.
 

@@ -55,10 +55,6 @@ def keyframes(actions: NDArray[np.float32], success: NDArray[np.bool_]) -> list[
 def keyframe_states(recordings: Recordings, count: int) -> list[StartState]:
     """Make start states of key frames: of every task as many, as far as it has them.
 
-    Args:
-        recordings: Of true episodes.
-        count: At most.
-
     Returns:
         In the order of the recordings; each with the episode's first frame, the four frames up to the key
         frame with their actions, and the decisions that were made until then.
@@ -110,13 +106,7 @@ def spread(places: Sequence[T], count: int) -> list[T]:
 
 
 def state_at(recordings: Recordings, episode: int, step: int) -> StartState:
-    """Make a start state of an episode: where it began, or on the way.
-
-    Args:
-        recordings: Of true episodes.
-        episode: Number of the episode.
-        step: 0, or a multiple of 8 from which the four frames that lead there are taken.
-    """
+    """Make a start state of an episode: where it began, or on the way."""
     first = int(recordings.offsets[episode])
     seen = slice(first + step - CONTEXT + 1, first + step + 1) if step else slice(0)
     return StartState(

@@ -94,9 +94,6 @@ def open_demonstrations(path: Path) -> DemonstrationFile:
 
     The instruction is that of the file's name, as the simulator words it, where the name ends as published
     ones do (``NAME_demo.hdf5``); else the one in `problem_info`.
-
-    Raises:
-        ConfigError: It is no file of demonstrations.
     """
     try:
         with open_hdf5(path) as file:
@@ -129,11 +126,7 @@ def suite_of_files(files: Sequence[DemonstrationFile], simulator: str) -> str:
     """Return the simulator that demonstrations are of.
 
     Args:
-        files: With their instructions.
         simulator: What was asked for; empty: the suite that has all of these tasks, else the folder's name.
-
-    Raises:
-        ConfigError: It cannot be told, or lacks one of the tasks.
     """
     said = {file.instruction for file in files}
     if simulator and simulator not in (known := (*SUITES, _OTHERS)):
@@ -165,14 +158,7 @@ def read_demonstrations(
     """Yield the demonstrations of a file, one in memory at a time.
 
     Args:
-        opened: The file.
-        cameras: Of `CAMERAS`; the first is the one that models of one picture see.
-        simulator: In the names of the starts.
         task_id: Number of the task; -1: it is not known.
-        first_seed: Number of the first demonstration, by which starts are told apart.
-
-    Raises:
-        ConfigError: Something is missing or has another shape.
     """
     try:
         with open_hdf5(opened.path) as file:
@@ -242,10 +228,7 @@ def import_demonstrations(
     """Write recordings of the demonstrations of one suite, or nothing; return how many episodes.
 
     Args:
-        paths: Files as published.
         folder: New; see `collect.must_be_new`.
-        simulator: See `suite_of_files`.
-        cameras: Of `CAMERAS`.
 
     Raises:
         ConfigError: A file is none of demonstrations, or they are not of one suite.

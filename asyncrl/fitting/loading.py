@@ -58,11 +58,7 @@ class Source(Protocol):
         ...
 
     def read(self, into: FrameFile, row: int) -> RecordingFile:
-        """Write their pictures of the first camera from a row on, and return the rest.
-
-        Raises:
-            ConfigError: They are damaged.
-        """
+        """Write their pictures of the first camera from a row on, and return the rest."""
         ...
 
 
@@ -152,12 +148,7 @@ def open_data_sets(path: Path, settings: DataSetSettings = AS_STORED) -> list[Da
 
 
 def open_sources(path: Path, settings: DataSetSettings = AS_STORED) -> list[Source]:
-    """Open a path of `--data`, of any kind.
-
-    Raises:
-        AssetError: Nothing of any kind is there.
-        ConfigError: It is damaged, or cannot be read as the settings say.
-    """
+    """Open a path of `--data`, of any kind."""
     if path.is_file() and is_recording(path):
         return [_Own(path=path, part=read_part(path))]
     if not path.is_dir() or not any(path.glob("part-*.h5")):
@@ -188,10 +179,6 @@ def check_alike(sources: Sequence[Source | DataSet]) -> None:
 
 def load_recordings(paths: Iterable[Path], settings: DataSetSettings = AS_STORED) -> Recordings:
     """Read everything that is named. The pictures are unpacked into a temporary file.
-
-    Args:
-        paths: Of any kind; see the module.
-        settings: How data sets of other programs are read.
 
     Raises:
         AssetError: Nothing is there, or there is no room for the pictures.

@@ -92,11 +92,6 @@ def prepared_network(network: nn.Module, device: torch.device, *, compiled: bool
 
     A small network's thousands of kernels take longer to start than to run. Shapes, types and which inputs
     need gradients are those of the first call, and what is returned is overwritten by the next one.
-
-    Args:
-        network: Turns what it is given into the type of its weights itself; see `Rounded`.
-        device: On a CPU nothing is rounded.
-        compiled: Use `torch.compile`, and automatic mixed precision, instead.
     """
     if compiled or device.type != "cuda":
         return prepared(network, device, compiled=compiled)
@@ -134,20 +129,8 @@ def minimise(
     """Train `module` with AdamW and return the mean loss of the last tenth.
 
     Args:
-        name: Shown in the progress bar.
-        module: Its parameters are changed in place.
         loss_at: Gives a loss, ``[]`` float32, with gradient: of step i; with `parts` of part
             ``i % parts`` of step ``i // parts``.
-        steps: Optimizer steps.
-        learning_rate: Peak of a warm-up and cosine schedule.
-        weight_decay: Decoupled weight decay on matrices; vectors (norms, biases) have none.
-        warmup: Steps until the peak.
-        average: Decay of an exponential moving average that replaces the parameters at the end; 0 = off.
-        parts: Micro-batches of a step, whose gradients are averaged.
-        ranks: Those that train together; gradients are averaged by whatever spread `module` over them.
-
-    Raises:
-        RunError: the loss stopped being finite.
     """
     optimizer = _adamw(module, weight_decay)
     parameters = [p for p in module.parameters() if p.requires_grad]

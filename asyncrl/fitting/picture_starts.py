@@ -31,9 +31,6 @@ def picture_starts(pictures: Path, instructions: Path, placing: Placing, count: 
     """Read pictures and make a start state of each with each of its instructions.
 
     Args:
-        pictures: Folder of them.
-        instructions: See the module.
-        placing: What becomes of every picture.
         count: Start states at most; they are spread over all that there could be.
 
     Returns:

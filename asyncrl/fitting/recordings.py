@@ -108,12 +108,7 @@ class Recordings:
 
 
 def chosen(recordings: Recordings, episodes: Sequence[int]) -> Recordings:
-    """Return some episodes, in that order; their pictures stay where they are.
-
-    Args:
-        recordings: Their pictures are in memory or in a file, or are a choice themselves.
-        episodes: Their numbers.
-    """
+    """Return some episodes, in that order; their pictures stay where they are."""
     spans = [recordings.span(episode) for episode in episodes]
     rows = np.concatenate([np.arange(span.start, span.stop) for span in spans] or [np.empty(0, np.int64)])
     numbers = np.array(episodes, np.int64)
@@ -133,14 +128,7 @@ def chosen(recordings: Recordings, episodes: Sequence[int]) -> Recordings:
 def write_part(
     path: Path, episodes: Iterable[SimulatedEpisode], spec: SimulatorSpec, about: dict[str, object]
 ) -> int:
-    """Write episodes to one HDF5 file (complete or absent, never torn) and return how many.
-
-    Args:
-        path: Of the file.
-        episodes: With all their frames.
-        spec: Of the simulator that they were played in.
-        about: How they came to be, for who reads the file.
-    """
+    """Write episodes to one HDF5 file (complete or absent, never torn) and return how many."""
     import h5py
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -287,11 +275,7 @@ def read_part(path: Path) -> RecordingFile:
 
 
 def _numbers(stored: NDArray[np.generic], name: str) -> NDArray[np.float32]:
-    """Return numbers of any type as those of 32 bits.
-
-    Raises:
-        ValueError: They are no numbers, or not all finite.
-    """
+    """Return numbers of any type as those of 32 bits."""
     if stored.dtype.kind not in "fiu":
         raise ValueError(f"{name} are {stored.dtype}, expected float32")
     found = stored.astype(np.float32, copy=False)
@@ -329,11 +313,7 @@ def _check(part: RecordingFile, dtype: np.dtype) -> None:
 
 @contextmanager
 def opened(path: Path) -> Iterator[h5py.File]:
-    """Open a recording to read; what is wrong in it while the block reads is said with its name.
-
-    Raises:
-        ConfigError: It is no recording, or is damaged.
-    """
+    """Open a recording to read; what is wrong in it while the block reads is said with its name."""
     try:
         with open_hdf5(path) as file:
             if (found := attribute_of(file, "format")) not in FORMATS:
@@ -346,11 +326,7 @@ def opened(path: Path) -> Iterator[h5py.File]:
 
 
 def unpack_frames(path: Path, into: FrameFile, row: int) -> None:
-    """Write the pictures of a recording from a row on.
-
-    Raises:
-        ConfigError: They are damaged.
-    """
+    """Write the pictures of a recording from a row on."""
     with opened(path) as file:
         frames = dataset_in(file, "frames")
         if frames.chunks is None or frames.compression != "gzip" or frames.shuffle or frames.fletcher32:

@@ -31,9 +31,7 @@ def write_trajectories(
     """Write every episode's start and key frames.
 
     Args:
-        recordings: Of a simulator with 7 numbers per action.
         folder: Created when missing; must not hold trajectories.
-        with_keyframes: Whether key frames are written too.
 
     Returns:
         Ordinary starts and key frames that were written.

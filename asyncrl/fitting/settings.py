@@ -75,11 +75,7 @@ class Refinable(FitSettings):
         return [name for name, value in is_set.items() if value]
 
     def refuse_with_refine(self, **defaults: str) -> None:
-        """Refuse settings of fresh weights beside --refine.
-
-        Raises:
-            ConfigError: One of them is not its default.
-        """
+        """Refuse settings of fresh weights beside --refine."""
         for name, default in defaults.items():
             if self.refine and (value := getattr(self, name)) != default:
                 raise ConfigError(

@@ -90,11 +90,6 @@ class Advice:
 def measure(config: TrainConfig, placement: Placement, rows: Iterable[Mapping[str, Any]]) -> Balance | None:
     """Fold the rows of one start of a run.
 
-    Args:
-        config: Of the run.
-        placement: Of the run.
-        rows: What metrics.jsonl has of every update of this start, in order.
-
     Returns:
         None where too few updates were made, a rank both learned and imagined, an actor has two devices, or
         others could join: then the times of the sides say nothing of other placements.
@@ -187,11 +182,7 @@ def _count(number: int, what: str) -> str:
 
 
 def write(run_dir: Path, found: Balance) -> None:
-    """Write the file of a run, with what follows from it.
-
-    Raises:
-        OSError: It cannot be written.
-    """
+    """Write the file of a run, with what follows from it."""
     advice = advise(found)
     content = {"measured": dataclasses.asdict(found), "advice": dataclasses.asdict(advice)}
     content["advice"]["placement"] = advice.placement
@@ -199,14 +190,7 @@ def write(run_dir: Path, found: Balance) -> None:
 
 
 def note_at_end(config: TrainConfig, placement: Placement, run_dir: Path, version: int) -> str:
-    """Write the file of a run that ends, and return its line; empty where nothing was measured.
-
-    Args:
-        config: Of the run.
-        placement: Of the run.
-        run_dir: Its folder.
-        version: At which this start of the run began.
-    """
+    """Write the file of a run that ends, and return its line; empty where nothing was measured."""
     path = run_dir / "metrics.jsonl"
     rows = [row for _, row in read_rows(path) if row is not None] if path.exists() else []
     of_start = [
@@ -223,11 +207,7 @@ def note_at_end(config: TrainConfig, placement: Placement, run_dir: Path, versio
 
 
 def read(run_dir: Path) -> Balance | None:
-    """Read the file of a run; None where it has none.
-
-    Raises:
-        ConfigError: It holds something else.
-    """
+    """Read the file of a run; None where it has none."""
     path = run_dir / FILE
     if not path.exists():
         return None
@@ -265,12 +245,7 @@ def chosen_placement(config: TrainConfig, ranks: int, resumed: Path | None) -> s
     """Return the placement to use: that of the settings, or for `auto` what a measured balance says.
 
     Args:
-        config: Of the run.
-        ranks: That were started.
         resumed: Folder of the run that goes on; None: a new run.
-
-    Raises:
-        ConfigError: --balance-from names no run that measured this, or the file cannot be read.
     """
     if config.placement != "auto":
         return config.placement
@@ -305,15 +280,7 @@ def with_placement(config: TrainConfig, text: str) -> TrainConfig:
 
 
 def placement_of_start(config: TrainConfig, hosts: Hosts) -> str:
-    """Return --placement, or what a run measured in place of `auto`, where these hosts can do that.
-
-    Args:
-        config: Of the run.
-        hosts: Whose ranks were started.
-
-    Raises:
-        ConfigError: As `chosen_placement`; there is nothing to resume.
-    """
+    """Return --placement, or what a run measured in place of `auto`, where these hosts can do that."""
     ranks = hosts.size
     if config.placement != "auto":
         return config.placement

@@ -26,12 +26,7 @@ from asyncrl.worlds.start_states import StartStateStream
 def build_acting(
     config: TrainConfig, policy: Policy, environment: Environment | SimulatedEnvironment
 ) -> Imagination[Any] | Play:
-    """Join the models of an actor with what they act in; close it when the actor is done.
-
-    Raises:
-        ConfigError: See `build_imagination`, `SimulatedEnvironment.play`.
-        AssetError, RunError: A simulator cannot be built.
-    """
+    """Join the models of an actor with what they act in; close it when the actor is done."""
     if isinstance(environment, SimulatedEnvironment):
         return environment.play(config, policy, together=config.inline)
     return build_imagination(config, policy, environment)
@@ -45,11 +40,7 @@ def starts_of(config: TrainConfig, environment: Environment | SimulatedEnvironme
 
 
 def build_imagination(config: TrainConfig, policy: Policy, environment: Environment) -> Imagination[Any]:
-    """Join the models of an actor, compiled and at a fixed shape if that is wanted.
-
-    Raises:
-        ConfigError: --imagination.compile is set, and a model cannot be compiled.
-    """
+    """Join the models of an actor, compiled and at a fixed shape if that is wanted."""
     sampling = SamplingParams(temperature=config.algorithm.temperature, top_k=config.algorithm.top_k)
     if config.imagination.compile:
         _compile(config, policy, environment)
@@ -94,11 +85,7 @@ def _compile(config: TrainConfig, policy: Policy, environment: Environment) -> N
 
 
 def check_compilable(policy: type, world: type) -> None:
-    """Refuse --imagination.compile where a class lacks what it needs.
-
-    Raises:
-        ConfigError: `FixedShapeActing.compile_acting` or `CompilesWorld.compile` is not there.
-    """
+    """Refuse --imagination.compile where a class lacks what it needs."""
     for kind, method in ((policy, "compile_acting"), (world, "compile")):
         if not hasattr(kind, method):
             raise ConfigError(

@@ -48,23 +48,7 @@ def build_learner(
     stop_requested: Callable[[], bool],
     tell_estimate: Told,
 ) -> Learner:
-    """Build the learner and, when the run resumes, bring it to where the checkpoint stopped.
-
-    Args:
-        config: Of the run.
-        start: Its policy is already spread over the `ranks`.
-        port: The replay.
-        publisher: The weight channel.
-        log: For the metrics.
-        ranks: The learner ranks.
-        types: In which the actors hold the weights (`acting_types`).
-        checkpoints: Shared by the ranks.
-        stop_requested: Whether the run shall end.
-        tell_estimate: Hears how long a batch and an update take.
-
-    Raises:
-        CheckpointError: The checkpoint does not fit the policy.
-    """
+    """Build the learner and, when the run resumes, bring it to where the checkpoint stopped."""
     reference = build_reference(config, start.policy, start.policy.device)
     acting = ActingWeights(start.policy, types)
     update = build_update(config, start.policy, ranks=ranks, reference=reference)
@@ -107,10 +91,7 @@ def build_update(
     """Build what updates the policy, over its (already sharded) parameters.
 
     Args:
-        config: Of the run.
-        policy: With a value head when the algorithm is ppo.
         ranks: The learner ranks; None: this one alone.
-        reference: Policy that the KL penalty is about.
     """
     return Update(
         policy,

@@ -23,14 +23,7 @@ from asyncrl.storage.regular_files import open_regular
 
 
 def run_child(name: str, target: str, args: tuple[str, ...], log_path: str) -> None:
-    """Send all output to the log, tie this process's life to its parent's, then call ``target(*args)``.
-
-    Args:
-        name: For the log's first line.
-        target: 'package.module:function'.
-        args: The function's arguments.
-        log_path: Appended to.
-    """
+    """Send all output to the log, tie this process's life to its parent's, then call ``target(*args)``."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     assert parent.pid is not None

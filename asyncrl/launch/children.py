@@ -47,9 +47,6 @@ class ChildProcesses:
         """Begin without children.
 
         Args:
-            stop: Whether a stop was asked for.
-            tell: Receives a line when a child came back, and what else is new.
-            news: What else is new, asked often.
             report_failure: Receives, once, why a child died too often; the run's end follows from elsewhere.
                 None: `poll` raises that.
         """
@@ -81,11 +78,7 @@ class ChildProcesses:
             raise error
 
     def poll(self) -> bool:
-        """Tell who came back; returns whether the run shall stop. The learner's `stop_requested`.
-
-        Raises:
-            RunError: One died too often, unless that is reported.
-        """
+        """Tell who came back; returns whether the run shall stop. The learner's `stop_requested`."""
         if self._failure is not None:
             if self._report_failure is None:
                 raise self._failure
@@ -217,11 +210,7 @@ class WatchedPublisher:
         self._publisher.publish(weights, version)
 
     def wait_for_first(self, version: int, deadline: float, actors: int = 1) -> None:
-        """See `Publisher.wait_for_first`.
-
-        Raises:
-            KeyboardInterrupt: A stop was asked for; the learner then ends the run in order.
-        """
+        """See `Publisher.wait_for_first`."""
         until = time.monotonic() + deadline
         with waits.waiting(waits.FIRST_ACTOR, deadline):
             while self._publisher.status()[m.WEIGHTS_MEMBERS] < actors and time.monotonic() < until:

@@ -36,11 +36,7 @@ LOGPROB_TOLERANCE: Final = 0.05
 
 
 def try_policy(policy: Policy, starts: Sequence[StartState]) -> None:
-    """Let a policy make one decision and evaluate it.
-
-    Raises:
-        ConfigError: Something has another type, shape or dtype than `Policy` says.
-    """
+    """Let a policy make one decision and evaluate it."""
     frames, tasks = _two_frames(starts)
     with torch.no_grad():
         acted = _decide(policy, frames, tasks, SEEDS)
@@ -49,10 +45,6 @@ def try_policy(policy: Policy, starts: Sequence[StartState]) -> None:
 
 def check_policy(policy: Policy, image_size: int) -> Iterator[str]:
     """Check all that a run needs of a policy; yields a line for everything that holds.
-
-    Args:
-        policy: Just loaded.
-        image_size: Height and width of random pictures that it is shown.
 
     Raises:
         ConfigError: Something does not.
@@ -173,11 +165,7 @@ def _alike(one: ActResult, other: ActResult) -> bool:
 
 
 def try_environment(world: World[Any], reward: RewardModel, starts: Sequence[StartState]) -> None:
-    """Let a world imagine one decision of two slots, and the reward model score it.
-
-    Raises:
-        ConfigError: Something has another type, shape or dtype than `World` or `RewardModel` says.
-    """
+    """Let a world imagine one decision of two slots, and the reward model score it."""
     two = [starts[0], starts[-1]]
     trial = Trial(world, starts)
     frames, _ = trial.imagine(trial.start(two, decisions=1), trial.actions(2), SEEDS)
@@ -186,11 +174,6 @@ def try_environment(world: World[Any], reward: RewardModel, starts: Sequence[Sta
 
 def check_reward(reward: RewardModel, tasks: Sequence[str], image_size: int) -> Iterator[str]:
     """Check all that a run needs of a reward model; yields a line for everything that holds.
-
-    Args:
-        reward: Just loaded.
-        tasks: Instructions.
-        image_size: Of the frames, where it takes any size.
 
     Raises:
         ConfigError: Something does not.

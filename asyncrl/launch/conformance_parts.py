@@ -30,9 +30,6 @@ from asyncrl.simulators.interface import (
 def check_simulator(simulator: Simulator) -> Iterator[str]:
     """Check all that `evaluate` and `collect` need of a simulator; yields a line for everything that holds.
 
-    Args:
-        simulator: Just built; all of its places are used.
-
     Raises:
         ConfigError: Something does not.
     """

@@ -29,15 +29,7 @@ WIDTH = 80
 
 
 def banner(config: TrainConfig, run_dir: Path, processes: str, device: str, world: str = "") -> str:
-    """What runs where, in lines of at most `WIDTH` columns where the parts allow it; and one about the world.
-
-    Args:
-        config: Settings of the run.
-        run_dir: Its folder.
-        processes: For example '1 learner + 3 actors'.
-        device: For example 'cpu'.
-        world: See `world_line`.
-    """
+    """Describe what runs where in lines of at most `WIDTH` columns, and the world in one."""
     parts = (
         f"asyncrl {__version__}",
         f"run {short_path(run_dir)}",
@@ -67,12 +59,7 @@ def joined(parts: Iterable[str]) -> list[str]:
 
 
 def world_line(asked: TrainConfig, said: WorldDefaults) -> str:
-    """One line: how long and with what the world imagines, and who says so; empty for a shipped world.
-
-    Args:
-        asked: Settings before the world's defaults were put in.
-        said: The world's defaults.
-    """
+    """One line: how long and with what the world imagines, and who says so; empty for a shipped world."""
     if asset_paths.is_shipped_world(asked.world):
         return ""
     if said.simulated:
@@ -114,10 +101,7 @@ def join_hint(config: TrainConfig, endpoint: str, keys: str, *, waits: bool) -> 
     """One line: how an actor joins, and (`waits`) that nothing happens before one does.
 
     Args:
-        config: Of the run.
-        endpoint: Of the replay.
         keys: Folder of the keys it is used with; empty: none.
-        waits: Whether no actor is there.
     """
     # Keys of the user's own are copied to wherever the actor runs.
     where = "DIR" if config.replay.keys else keys
@@ -147,12 +131,7 @@ def notes(config: TrainConfig) -> list[str]:
 
 
 def tell_estimate(config: TrainConfig, tell: Callable[[str], None]) -> Callable[[str, float], None]:
-    """Return what says how long a batch or an update takes, in a line, when that is long.
-
-    Args:
-        config: Of the run.
-        tell: Prints a line.
-    """
+    """Return what says how long a batch or an update takes, in a line, when that is long."""
 
     def told(what: str, seconds: float) -> None:
         flag, limit, sign = (
@@ -170,13 +149,7 @@ def tell_estimate(config: TrainConfig, tell: Callable[[str], None]) -> Callable[
 
 
 def after_failure(config: TrainConfig, run_dir: Path, version: int) -> str:
-    """Say what of a run that failed is saved, and how it goes on.
-
-    Args:
-        config: Settings of the run.
-        run_dir: Its folder.
-        version: Of the last finished update.
-    """
+    """Say what of a run that failed is saved, and how it goes on."""
     newest = checkpoint.latest(run_dir)
     if newest is None:
         return f"Nothing is saved: the run has no checkpoint. Its logs are in {run_dir / 'logs'}"
@@ -204,9 +177,6 @@ def final_summary(config: TrainConfig, run_dir: Path, reason: str = "", simulato
     """What was reached, where the newest checkpoint is, and the command that comes next.
 
     Args:
-        config: Settings of the run.
-        run_dir: Its folder.
-        reason: Why it ended well before its last update.
         simulator: That has the tasks of the run; empty: none is known.
     """
     rates = successes(run_dir / "metrics.jsonl")

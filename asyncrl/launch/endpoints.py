@@ -75,10 +75,6 @@ def check(config: TrainConfig, placement: Placement, *, several_hosts: bool = Fa
 def check_listen(config: TrainConfig, *, several_hosts: bool = False) -> ServerKeys | None:
     """Check the addresses alone; returns the keys that it is used with.
 
-    Args:
-        config: Of the run.
-        several_hosts: torchrun started ranks on several: without --replay.keys the run makes its own keys.
-
     Raises:
         ConfigError: The address is not safe, or the replay's own keys cannot be used.
     """
@@ -132,11 +128,7 @@ def _is_private(endpoint: str) -> bool:
 
 
 def _on_first_host(flag: str, endpoint: str, hosts: Hosts) -> str:
-    """Complete an address, of which none or only the port may be missing.
-
-    Raises:
-        ConfigError: The first host cannot listen there.
-    """
+    """Complete an address, of which none or only the port may be missing."""
     address, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     address = address or hosts.addresses[0]
     try:
@@ -240,11 +232,7 @@ def pull_settings(
     """Where actors that join fetch the weights: beside the replay, unless --weights.listen says otherwise.
 
     Args:
-        config: Of the run.
-        at: Where the run listens.
-        folder: The private folder of its sockets.
         keys: Folder of the keys; empty: none.
-        identity: Of the run.
     """
     from asyncrl.weights.pull_server import PullSettings  # Loads torch, which the replay must not.
 

@@ -92,12 +92,7 @@ class EnvironmentFiles:
         return f"{len(self.starts)} start states with {len(tasks)} tasks, {size} x {size} pixels"
 
     def episode_format(self, policy: Policy, max_decisions: int) -> EpisodeFormat:
-        """Say what all episodes have in common that are imagined with these models.
-
-        Args:
-            policy: What decides.
-            max_decisions: Of the run.
-        """
+        """Say what all episodes have in common that are imagined with these models."""
         spec = policy.action_spec
         letters: dict[object, int] = {"C": spec.chunk, "A": spec.dim}
         tasks: dict[str, list[str]] = {}
@@ -127,12 +122,7 @@ def build_environment(config: TrainConfig, device: torch.device) -> Environment 
 
 
 def check_world_model(config: TrainConfig) -> EnvironmentFiles:
-    """Check that world, reward model and start states are there and fit each other, without loading weights.
-
-    Raises:
-        CheckpointError: A file is missing, cannot be read, or does not fit the others.
-        ConfigError: A class or a setting cannot work, or start states lack the pose that the world needs.
-    """
+    """Check that world, reward model and start states exist and fit each other; loads no weights."""
     refuse_simulator_settings(config)
     world, reward = _named(config)
     summary = world.kind.check(world.folder, config.imagination, **world.settings)

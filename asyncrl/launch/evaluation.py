@@ -59,14 +59,7 @@ def plan(
     """Choose the simulator and the episodes.
 
     Args:
-        config: Of the run.
-        files: Of what it trains in.
         policy: Of the run, to be checked too; None: that was done before.
-
-    Raises:
-        ConfigError: No simulator is known to have the run's tasks, or the one that was named lacks one; the
-            policy cannot play in it; the world draws pictures of another size.
-        AssetError: A library that it needs is not there.
     """
     tasks = [] if isinstance(files, SimulatorFiles) else sorted({state.task for state in files.starts})
     source = _source(config, files, tasks)
@@ -109,14 +102,7 @@ class VersionPlayer:
     def __init__(
         self, config: TrainConfig, plan: EvaluationPlan, run_dir: Path, device: torch.device
     ) -> None:
-        """Begin without a simulator: the first version builds it.
-
-        Args:
-            config: Of the run, with the world's defaults put in.
-            plan: Simulator and episodes.
-            run_dir: Of the run.
-            device: Of the models.
-        """
+        """Begin without a simulator: the first version builds it."""
         self._config, self._plan, self._run_dir, self._device = config, plan, run_dir, device
         self._pool: SimulatorPool | None = None
 
@@ -204,11 +190,7 @@ def _doing(version: int, played: int, total: int) -> str:
 def open_checkpoints(
     config: TrainConfig, run_dir: Path, device: torch.device, stack: ExitStack
 ) -> RunCheckpoints:
-    """Join simulator, models and the run's checkpoints; `stack` ends the simulators.
-
-    Raises:
-        ConfigError, AssetError: See `plan`.
-    """
+    """Join simulator, models and the run's checkpoints; `stack` ends the simulators."""
     chosen = plan(config, check_environment(config))
     player = VersionPlayer(config, chosen, run_dir, device)
     stack.callback(player.close)

@@ -91,15 +91,7 @@ class EvaluatorProcess:
         report: Callable[[int, dict[Metric, float], dict[str, bytes]], None],
         local_rank: int,
     ) -> None:
-        """Start the evaluator, unless --evaluate-every is 0.
-
-        Args:
-            config: Of the run, with the world's defaults put in.
-            run_dir: Of the run.
-            version: That the run goes on from; what was measured of later ones is made anew.
-            report: Given a version, what was measured of it, and its pictures (`pictures_of`).
-            local_rank: Of this rank, whose device it shares.
-        """
+        """Start the evaluator, unless --evaluate-every is 0."""
         self._config, self._run_dir, self._report = config, run_dir, report
         self._child: Supervisor | None = None
         self._looked_at = -LOOK_EVERY
@@ -134,10 +126,6 @@ class EvaluatorProcess:
 
     def finish(self, version: int, poll: Callable[[], bool]) -> str:
         """Wait for the result of the run's last version, as long as episodes are played.
-
-        Args:
-            version: That was saved last.
-            poll: Looks after everything, this too; returns whether the run shall stop.
 
         Returns:
             Why there is none; empty: there is one, or it is not due.

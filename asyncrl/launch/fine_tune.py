@@ -32,12 +32,7 @@ def fine_tuning_ranks(what: str, precision: Precision, device: torch.device) -> 
     """Meet the other ranks of torchrun for the time of the block.
 
     Args:
-        what: Why, for errors: 'the other ranks that fine-tune a policy'.
         precision: Passes in bfloat16 need a group also where a rank is alone (`fsdp`).
-        device: This rank's.
-
-    Raises:
-        RunError: Another rank did not come, or is gone.
     """
     size = rendezvous.world_size()
     if size == 1 and precision == "fp32":

@@ -30,12 +30,6 @@ def fine_tune_policy(
 ) -> str:
     """Fine-tune and write the policy, with adapters merged, and the adapters alone into ``out/adapter``.
 
-    Args:
-        config: How; names a policy to refine.
-        recordings: To imitate; the same on all ranks.
-        device: This rank's.
-        drawn: See `fit_policy`.
-
     Returns:
         What was done, in a line; empty on other ranks than 0.
 

@@ -46,10 +46,6 @@ def can_fine_tune(folder: Path) -> bool:
 def fine_tune_world(config: FitWorld, recordings: Recordings) -> str:
     """Fine-tune and write the world as it was read: adapters merged, and alone in ``out/adapter``.
 
-    Args:
-        config: How; names a world to refine.
-        recordings: What it will imagine; the same on all ranks.
-
     Returns:
         What was done, in a line; empty on other ranks than 0.
 

@@ -54,17 +54,7 @@ _POLL: Final = 0.5
 
 
 def follow(config: TrainConfig, hosts: Hosts, stop: StopFlag) -> int:
-    """Do the part of a rank other than 0 until rank 0 ends the run.
-
-    Args:
-        config: As this host was told it; that of the run is in its folder.
-        hosts: Of the job.
-        stop: Whether a stop was asked for.
-
-    Raises:
-        ConfigError: This host does not see the run's folder.
-        AsyncRLError: The run failed.
-    """
+    """Do the part of a rank other than 0 until rank 0 ends the run."""
     rank = rendezvous.rank()
     told = rendezvous.receive(config.startup_timeout, stop_requested=lambda: stop.set)
     if told is None:
@@ -159,11 +149,7 @@ def _watched(run_dir: Path) -> Iterator[None]:
 
 
 def _wait_for_folder(info: RunInfo) -> None:
-    """Wait until this host sees the run's folder as rank 0 left it.
-
-    Raises:
-        ConfigError: It does not.
-    """
+    """Wait until this host sees the run's folder as rank 0 left it."""
     run_dir, until = Path(info.run_dir), time.monotonic() + FOLDER_DEADLINE
     with waits.waiting(waits.FOLDER, FOLDER_DEADLINE):
         while not _is_here(run_dir, info.mark):

@@ -64,14 +64,7 @@ class HostFacts:
 def own(
     config: TrainConfig, ranks: range, environ: Mapping[str, str] = os.environ, **measured: Any
 ) -> HostFacts:
-    """Return this host's facts.
-
-    Args:
-        config: As this host was told it.
-        ranks: Of this host.
-        environ: Where the variables are.
-        measured: Fields that the meeting found out.
-    """
+    """Return this host's facts."""
     import torch
 
     return HostFacts(
@@ -113,11 +106,7 @@ def digest_of_code() -> str:
 
 
 def read(text: str, rank: int) -> HostFacts:
-    """Read what another host wrote into the store.
-
-    Raises:
-        RunError: It is not what a host of this version writes.
-    """
+    """Read what another host wrote into the store."""
     kinds = {"str": str, "int": int, "float": (int, float), "dict[str, str]": dict}
     try:
         row: Any = json.loads(text[:MOST_CHARACTERS])
@@ -133,14 +122,7 @@ def read(text: str, rank: int) -> HostFacts:
 
 
 def check_agree(hosts: Sequence[HostFacts]) -> None:
-    """Check that all hosts have the same code and settings, and clocks that agree.
-
-    Args:
-        hosts: In the order of their ranks.
-
-    Raises:
-        ConfigError: One does not agree with the first.
-    """
+    """Check that all hosts have the same code and settings, and clocks that agree."""
     first = hosts[0]
     for other in hosts[1:]:
         for what, here, there in (("asyncrl", first.code, other.code), ("torch", first.torch, other.torch)):
@@ -171,11 +153,7 @@ def check_agree(hosts: Sequence[HostFacts]) -> None:
 
 
 def check_devices(hosts: Sequence[HostFacts], learners: Sequence[int]) -> None:
-    """Check that learner ranks have GPUs of their own and interfaces to talk over.
-
-    Raises:
-        ConfigError: A host has fewer GPUs than learner ranks, GPUs on one host only, or lacks an interface.
-    """
+    """Check that learner ranks have GPUs of their own and interfaces to talk over."""
     counts = [(host, sum(_has(host, rank) for rank in learners)) for host in hosts]
     concerned = [(host, count) for host, count in counts if count]
     for host, count in concerned:
@@ -198,16 +176,7 @@ def check_devices(hosts: Sequence[HostFacts], learners: Sequence[int]) -> None:
 
 
 def check_broadcasts(hosts: Sequence[HostFacts], numbers: Sequence[int], backend: str) -> None:
-    """Check that hosts can broadcast weights to each other.
-
-    Args:
-        hosts: In the order of their ranks.
-        numbers: Of those that do.
-        backend: gloo or nccl.
-
-    Raises:
-        ConfigError: One has no GPU, which NCCL needs, or lacks an interface.
-    """
+    """Check that hosts can broadcast weights to each other."""
     for host in (hosts[number] for number in numbers):
         if backend == "nccl" and not host.gpus:
             raise ConfigError(

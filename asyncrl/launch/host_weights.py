@@ -62,18 +62,7 @@ class HostWeights:
     """Hands the learner's weights on to the actors of this host. Made and closed by one thread."""
 
     def __init__(self, config: TrainConfig, info: RunInfo, hosts: Hosts, rank: int) -> None:
-        """Begin to receive, and tell the other ranks of the host where the channel is.
-
-        Args:
-            config: Of the run.
-            info: Of the run.
-            hosts: Of the job; the console shows this one's name when it comes and goes.
-            rank: This one. It uses the key of its own actor.
-
-        Raises:
-            WeightSyncError: The learner does not answer.
-            ConfigError: The learner's address cannot be used safely, or NCCL finds no GPU.
-        """
+        """Begin to receive, and tell the other ranks of the host where the channel is."""
         self._folder = private_folder()
         self._publisher = build_publisher(TRANSPORT, self._folder / NOTE, deadline=config.weights.timeout)
         receive = _broadcast if info.hosts_endpoint else _fetched
@@ -143,17 +132,8 @@ def to_other_hosts(
 ) -> tuple[Callable[[DoubleBuffer], HostBroadcasts], str]:
     """Open on rank 0 what broadcasts weights to the other hosts.
 
-    Args:
-        config: Of the run.
-        hosts: Of the job.
-        identity: Of the run.
-        device: The learner's.
-
     Returns:
         What makes its end, given where versions are packed; and the address where hosts agree on broadcasts.
-
-    Raises:
-        ConfigError: Its address cannot be used, or NCCL finds no GPU.
     """
     from asyncrl.weights.between_hosts import build_backend, host_broadcasts
     from asyncrl.weights.store_table import serve_table
@@ -178,12 +158,7 @@ def wait_for_endpoint(info: RunInfo, deadline: float, stop_requested: Callable[[
     """Wait until the lowest rank of this host with an actor has opened the channel; returns where.
 
     Args:
-        info: Of the run.
         deadline: Longest wait in seconds.
-        stop_requested: Ends the wait without an answer.
-
-    Raises:
-        RunError: It does not come.
     """
     note, until = rendezvous.status_folder(Path(info.run_dir)) / NOTE, time.monotonic() + deadline
     with waits.waiting(waits.HOST_WEIGHTS, deadline):

@@ -60,11 +60,7 @@ class _Roles(NamedTuple):
 
 
 def run_inline(config: TrainConfig, stop: StopFlag) -> int:
-    """Train without a child process or a socket.
-
-    Raises:
-        ConfigError: It was started on several ranks, or something else that cannot work.
-    """
+    """Train without a child process or a socket."""
     if (ranks := rendezvous.world_size()) > 1:
         raise ConfigError(f"--inline is one process, but torchrun started {ranks}. Leave --inline out.")
     roles = _build(config)

@@ -103,11 +103,7 @@ class _Joined:
 
 
 def _imagine(joined: _Joined) -> bool:
-    """Imagine until the run is over or this process shall leave it; returns whether it is over.
-
-    Raises:
-        AttemptEnded: The run was started again.
-    """
+    """Imagine until the run is over or this process shall leave it; returns whether it is over."""
     port, receiver = joined.port, joined.receiver
     leave = partial(port.leave, SHUTDOWN_TIMEOUT_EPISODES)
     with StopFlag().listening() as stop:
@@ -124,11 +120,7 @@ def _imagine(joined: _Joined) -> bool:
 
 
 def pick_key(settings: JoinOptions) -> ClientKeys | None:
-    """Choose the key of an actor: the named one, one called like it, or the only one that can be meant.
-
-    Raises:
-        ConfigError: There is none, or more than one.
-    """
+    """Choose the key of an actor: the named one, one called like it, or the only one that can be meant."""
     if not settings.keys:
         return None
     folder = Path(settings.keys).expanduser()
@@ -191,11 +183,7 @@ def _join(settings: JoinOptions, name: str, keys: ClientKeys | None) -> _Joined:
 
 
 def _settings_here(settings: JoinOptions, told: JoinSettings) -> TrainConfig:
-    """Put this host's paths into the settings of the run.
-
-    Raises:
-        ConfigError: They name code that nobody named here.
-    """
+    """Put this host's paths into the settings of the run."""
     from asyncrl.launch.named_models import refuse_foreign_code
 
     config: TrainConfig = overlay(TrainConfig(), json.loads(told.config), "the run's settings")

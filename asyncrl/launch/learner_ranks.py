@@ -58,12 +58,6 @@ def check(config: TrainConfig, placement: Placement, hosts: Hosts, number: int =
 
     The others are checked when the hosts meet: `host_facts.check_devices`.
 
-    Args:
-        config: Of the run.
-        placement: Of the run.
-        hosts: Of the run.
-        number: Of this host.
-
     Raises:
         ConfigError: NCCL takes one rank per GPU.
     """
@@ -86,12 +80,6 @@ def learner_group(
     while_waiting: Callable[[], object] = lambda: None,
 ) -> Iterator[LearnerRanks]:
     """Meet the other learner ranks for the time of the block; all call it at about the same time.
-
-    Args:
-        config: Of the run.
-        ranks: Number of learner ranks.
-        device: This rank's.
-        while_waiting: Called often while this rank waits for rank 0's batch.
 
     Raises:
         RunError: A rank did not come.
@@ -175,12 +163,6 @@ def run_follower_rank(
     info: rendezvous.RunInfo, placement: Placement, hosts: Hosts, children: ChildProcesses
 ) -> None:
     """Learn on a rank other than 0 until rank 0 ends the run.
-
-    Args:
-        info: From rank 0.
-        placement: Of the run.
-        hosts: Of the job.
-        children: This rank's children; looked after while it waits.
 
     Raises:
         AsyncRLError: The run failed, or another rank is gone.

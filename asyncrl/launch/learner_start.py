@@ -87,17 +87,7 @@ def prepare(config: TrainConfig, device: torch.device, again: Path | None = None
 def start_run(
     config: TrainConfig, policy: Policy, files: EnvironmentFiles | SimulatorFiles, again: Path | None = None
 ) -> LearnerStart:
-    """Make or find the run's folder.
-
-    Args:
-        config: Of the run.
-        policy: Of the learner, from `load_models`.
-        files: What the actors act in, from there too.
-        again: Folder of a run that died; it goes on there, also when it had no checkpoint yet.
-
-    Raises:
-        ConfigError: There is a run in the folder, or none to resume.
-    """
+    """Make or find the run's folder."""
     if again is not None and run_folder.has_checkpoint(again):
         config, again = replace(config, run_dir=str(again), resume=True), None
     elif again is not None:

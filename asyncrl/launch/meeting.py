@@ -67,18 +67,7 @@ class _Seat:
     stop_requested: Callable[[], bool]
 
     def take(self, key: str, who: str, start: str = "") -> str:
-        """Wait for a key.
-
-        Args:
-            key: Which.
-            who: Sets it.
-            start: That it belongs to; empty: to none.
-
-        Raises:
-            RunError: It does not come.
-            Stopped: A stop was asked for.
-            _StartedAnew: Another start is being led.
-        """
+        """Wait for a key."""
         while not self.store.check([key]):
             if start and self.store.get(_START).decode() != start:
                 raise _StartedAnew
@@ -105,20 +94,7 @@ def meet(
     stop_requested: Callable[[], bool] = lambda: False,
     now: Callable[[], float] = time.time,
 ) -> Hosts:
-    """Meet the other hosts of this job; called by every rank. With one host it returns at once.
-
-    Args:
-        config: As this host was told it.
-        checks: What rank 0 checks of all hosts.
-        environ: Where torchrun's variables are; gets the name of this start of the job.
-        stop_requested: Ends the wait.
-        now: Seconds since 1970 by this host's clock.
-
-    Raises:
-        ConfigError: The hosts cannot work together; every rank gets the same sentence.
-        RunError: A rank did not come, or the store is gone.
-        Stopped: A stop was asked for.
-    """
+    """Meet the other hosts of this job; called by every rank. With one host it returns at once."""
     here, ranks = rendezvous.ranks_here(environ), rendezvous.world_size(environ)
     if len(here) == ranks:
         hosts = Hosts(size=ranks)
@@ -361,11 +337,7 @@ def _try(ports: list[_Port], hosts: Hosts, me: int) -> str:
 
 
 def _leave_file(config: TrainConfig, start: str, closing: ExitStack) -> Path:
-    """Leave a file beside the run's folder, which all hosts must see; it goes with the meeting.
-
-    Raises:
-        ConfigError: It cannot be written.
-    """
+    """Leave a file beside the run's folder, which all hosts must see; it goes with the meeting."""
     file = run_folder.parent_of(config) / f".asyncrl-{start}"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

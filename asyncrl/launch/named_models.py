@@ -76,12 +76,6 @@ def refuse_foreign_code(
 ) -> None:
     """Refuse classes that a run names and the user of this process did not: a file or peer never names code.
 
-    Args:
-        config: The run's settings, with the user's own in place of some.
-        own: Settings of this command line alone.
-        source: Where the others came from, for people.
-        kinds: Of the parts that this process uses.
-
     Raises:
         ConfigError: Says which flag to give.
     """

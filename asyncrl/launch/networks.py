@@ -19,11 +19,7 @@ _SIOCGIFADDR: Final = 0x8915
 
 
 def addresses_towards(host: str, port: int, deadline: float) -> tuple[str, str]:
-    """Connect to a port; returns the IPv4 address of this end, and that of the other.
-
-    Raises:
-        OSError: It cannot be reached.
-    """
+    """Connect to a port; returns the IPv4 address of this end, and that of the other."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as link:
         link.settimeout(deadline)
@@ -32,11 +28,7 @@ def addresses_towards(host: str, port: int, deadline: float) -> tuple[str, str]:
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
-    """Open a TCP port that answers who tries it, until it is closed; port 0: one that is free.
-
-    Raises:
-        OSError: It is taken, or the address is not one of this host.
-    """
+    """Open a TCP port that answers who tries it, until it is closed; port 0: one that is free."""
     return socket.create_server((address, port), backlog=1024)
 
 
@@ -92,10 +84,6 @@ def missing_interface(environ: Mapping[str, str], names: Mapping[str, str]) -> s
     """Name a variable of `NAMES_OF_INTERFACES` that fits no interface of this host; empty when there is none.
 
     The variables list beginnings of names; with `=` before them whole names, with `^` what is left out.
-
-    Args:
-        environ: Has the variables.
-        names: The host's interfaces, see `interfaces`.
 
     >>> missing_interface({"NCCL_SOCKET_IFNAME": "ib"}, {"lo": "127.0.0.1", "eth0": ""})
     'NCCL_SOCKET_IFNAME=ib'

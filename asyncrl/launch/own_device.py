@@ -21,7 +21,6 @@ def take_device(name: str, local_rank: int = 0) -> torch.device:
 
     Args:
         name: See `pick_device`, which only plans and leaves the device alone.
-        local_rank: The process's number on its host.
 
     Raises:
         ConfigError: As `pick_device`, or the GPU gives wrong products.
@@ -32,11 +31,7 @@ def take_device(name: str, local_rank: int = 0) -> torch.device:
 
 
 def make_current(device: torch.device) -> None:
-    """See that a device multiplies right, and let what asks for "the" device get this one.
-
-    Raises:
-        ConfigError: It gives wrong products.
-    """
+    """See that a device multiplies right, and let what asks for "the" device get this one."""
     import torch
 
     from asyncrl.devices.matrix_products import check_matrix_products
@@ -53,11 +48,6 @@ def give_way(config: TrainConfig, placement: Placement, devices: set[torch.devic
 
     Without a server of MPS the variable means nothing, and one that the user set stays. No GPU has been used
     by this process yet.
-
-    Args:
-        config: Of the run.
-        placement: Of the run.
-        devices: Of this actor.
     """
     here = rendezvous.ranks_here()
     learners = {pick_device(config.device, rank - here.start) for rank in placement.learners if rank in here}

@@ -19,10 +19,6 @@ if TYPE_CHECKING:
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
     """Choose the device of a process.
 
-    Args:
-        name: cpu, cuda, or auto: cuda where there is a GPU.
-        local_rank: The process's number on its host; ranks beyond the number of GPUs share them.
-
     Raises:
         ConfigError: cuda was asked for and there is none, or `name` is something else.
     """
@@ -41,17 +37,7 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
 def actor_devices(
     name: str, placement: Placement, rank: int, local_rank: int
 ) -> tuple[torch.device, torch.device]:
-    """Choose the devices of an actor: of its policy, and of its world and reward models.
-
-    Args:
-        name: See `pick_device`.
-        placement: Of the run.
-        rank: Supervises the actor.
-        local_rank: Its number on its host.
-
-    Raises:
-        ConfigError: As `pick_device`, or the rank that lends its device to the world is on another host.
-    """
+    """Choose the devices of an actor: of its policy, and of its world and reward models."""
     other = local_rank + placement.world_of(rank) - rank
     # Ranks are numbered host by host.
     if not 0 <= other < int(os.environ.get("LOCAL_WORLD_SIZE") or other + 1):
@@ -123,11 +109,8 @@ def parse_placement(text: str, world_size: int, devices: int, *, joined: bool = 
     """Read `--placement`.
 
     Args:
-        text: One of `WORDS`, or comma-separated 'role=rank' and 'role=first-last'; a number without a role
-            belongs to the role before it ('actor=1,3').
         world_size: Number of ranks that were started, at least 1.
         devices: GPUs of this host; only the advice in an error depends on it.
-        joined: Whether actors can join later, so that none need be named.
 
     Raises:
         ConfigError: a part that cannot be read, an unknown or missing role, a rank that does not exist, is
@@ -155,10 +138,6 @@ def parse_placement(text: str, world_size: int, devices: int, *, joined: bool = 
 def checked_placement(config: TrainConfig, world_size: int) -> Placement:
     """Read the placement of a run, and check it against the run's other settings.
 
-    Args:
-        config: Of the run.
-        world_size: Number of ranks that were started, or will be.
-
     Raises:
         ConfigError: See `parse_placement`, `check_groups`.
     """
@@ -184,11 +163,7 @@ def _by_word(word: str, ranks: int) -> Placement:
 
 
 def check_groups(placement: Placement, groups_per_update: int) -> None:
-    """Refuse an update that cannot be dealt out: every learner rank needs a group of episodes.
-
-    Raises:
-        ConfigError: There are fewer groups than learner ranks.
-    """
+    """Refuse an update that cannot be dealt out: every learner rank needs a group of episodes."""
     ranks = len(placement.learners)
     if groups_per_update < ranks:
         raise ConfigError(
@@ -199,15 +174,7 @@ def check_groups(placement: Placement, groups_per_update: int) -> None:
 
 
 def check_sizes(text: str, hosts: Hosts) -> None:
-    """Check the hosts that a placement names against those that torchrun started ranks on.
-
-    Args:
-        text: --placement, which may name hosts (`learner=0-7@0`).
-        hosts: Of the job.
-
-    Raises:
-        ConfigError: It cannot be read, or names other numbers of ranks per host.
-    """
+    """Check the hosts that a placement names against those that torchrun started ranks on."""
     if named := sizes_of_hosts(text):
         started = tuple(len(hosts.ranks(number)) for number in range(len(hosts.names)))
         for number in range(max(len(named), len(started))):
@@ -237,11 +204,7 @@ def check_pairs(placement: Placement, hosts: Hosts) -> None:
 
 
 def copies_of(config: TrainConfig, placement: Placement, hosts: Hosts) -> int:
-    """Return in how many copies the learner ranks have the policy: one, or one on each of their hosts.
-
-    Raises:
-        ConfigError: With --learner.shard host, hosts have different numbers of learner ranks.
-    """
+    """Return in how many copies the learner ranks have the policy: one, or one on each of their hosts."""
     counts = Counter(hosts.of(rank) for rank in placement.learners)
     if config.learner.shard == "all" or len(counts) == 1:
         return 1
@@ -278,11 +241,7 @@ def ranks_named(text: str) -> int:
 
 
 def only_learns(text: str) -> bool:
-    """Whether `--placement` names no actor: all of them join later.
-
-    Raises:
-        ConfigError: It cannot be read.
-    """
+    """Whether `--placement` names no actor: all of them join later."""
     if text in WORDS:
         return False
     ranks = read_ranks(text)

@@ -23,14 +23,7 @@ _ITEM = re.compile(r"(?:(?P<role>[a-z]+)=)?(?P<first>\d+)(?:-(?P<last>\d+))?(?:@
 
 
 def read_ranks(text: str) -> dict[str, list[int]]:
-    """Return the ranks of every role, ascending, counted over all hosts.
-
-    Raises:
-        ConfigError: A part cannot be read, or some parts name a host and others do not.
-
-    >>> {role: ranks for role, ranks in read_ranks("learner=0-1@0,actor=0-2@1").items() if ranks}
-    {'learner': [0, 1], 'actor': [2, 3, 4]}
-    """
+    """Return the ranks of every role, ascending, counted over all hosts."""
     items = _items(text)
     before = (0, *accumulate(_sizes(items)))
     ranks: dict[str, list[int]] = {role: [] for role in ROLES}

@@ -31,11 +31,7 @@ def _load_policy(config: TrainConfig, device: torch.device) -> Policy:
 
 
 def policy_chunk(config: TrainConfig) -> int:
-    """Return the steps per decision of --policy, without loading it; 1 where only its class knows them.
-
-    Raises:
-        CheckpointError: There is no policy under that name, or it is broken.
-    """
+    """Return the steps per decision of --policy, without loading it; 1 where only its class knows them."""
     if names_code(config.policy):
         return 1
     named = named_policy(config.policy, config.policy_settings)
@@ -45,11 +41,7 @@ def policy_chunk(config: TrainConfig) -> int:
 
 
 def as_module(policy: Policy) -> nn.Module:
-    """Return the policy as the module that it must be.
-
-    Raises:
-        ConfigError: It is none.
-    """
+    """Return the policy as the module that it must be."""
     if not isinstance(policy, nn.Module):
         raise ConfigError(
             f"--policy is a {type(policy).__name__}, which is no torch.nn.Module. Derive it from one."
@@ -61,9 +53,7 @@ def load_policy_version(config: TrainConfig, folder: Path | None, device: torch.
     """Load what a run's policy is at a checkpoint, to be measured.
 
     Args:
-        config: Of the run.
         folder: The checkpoint; None: what the run began with.
-        device: Where the weights go.
     """
     name, _ = split(config.policy)
     text = config.policy if folder is None else f"{name}@{folder}" if name else str(folder)
@@ -88,11 +78,7 @@ def build_policy(config: TrainConfig, device: torch.device) -> Policy:
 
 
 def add_adapters(config: TrainConfig, policy: Policy) -> None:
-    """Give the policy adapters, in bfloat16 where both it and the learner's passes are.
-
-    Raises:
-        ConfigError: The policy does not say where adapters go.
-    """
+    """Give the policy adapters, in bfloat16 where both it and the learner's passes are."""
     if not isinstance(policy, LoraTargets):
         raise ConfigError(
             f"--lora.rank is {config.lora.rank}, but {type(policy).__name__} has no lora_layers, so it is "
@@ -108,9 +94,6 @@ def build_learning_policy(config: TrainConfig, device: torch.device) -> Policy:
 
     A critic of the right level in the policy's folder is kept. What a resumed run loads afterwards is trained
     weights only, so copies of frozen ones that are rounded here stay right.
-
-    Raises:
-        ConfigError: A flag needs a capability that the policy or the device lacks.
     """
     rounded = config.learner.frozen_precision == "float8"
     if rounded:

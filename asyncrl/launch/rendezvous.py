@@ -106,11 +106,6 @@ def ranks_here(environ: Mapping[str, str] = os.environ) -> range:
 def share(info: RunInfo, deadline: float = DEADLINE, environ: Mapping[str, str] = os.environ) -> None:
     """Tell the other ranks. Called by rank 0; does nothing when it is alone.
 
-    Args:
-        info: What to tell.
-        deadline: Seconds to reach the store, and where this rank hosts it, for all others to read.
-        environ: Where torchrun's variables are.
-
     Raises:
         RunError: the store cannot be reached, or a rank did not come to read.
     """
@@ -143,11 +138,6 @@ def receive(
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> RunInfo | None:
     """Wait for what rank 0 decided. Called by every other rank.
-
-    Args:
-        deadline: Seconds to wait.
-        environ: Where torchrun's variables are.
-        stop_requested: Ends the wait: torchrun sends SIGTERM when another rank has failed.
 
     Returns:
         None when a stop was requested before rank 0 said anything.
@@ -307,11 +297,6 @@ def job_store(
     deadline: float, environ: Mapping[str, str] = os.environ, *, every_attempt: bool = False
 ) -> Store:
     """Open the job's store, in the part of this start of the ranks.
-
-    Args:
-        deadline: Seconds that it has to answer.
-        environ: Where torchrun's variables are.
-        every_attempt: In the part that all starts of the job share.
 
     Raises:
         DistError: It cannot be reached.

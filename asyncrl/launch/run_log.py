@@ -26,11 +26,7 @@ LEAVE_POLL: Final = 0.5
 
 
 def check(config: TrainConfig) -> None:
-    """Check before anything starts that the trackers are installed and the monitor can listen.
-
-    Raises:
-        ConfigError: One is not, or it cannot.
-    """
+    """Check before anything starts that the trackers are installed and the monitor can listen."""
     trackers.check_installed(config.log_with)
     monitor_address.check_free(config.monitor.listen)
 
@@ -81,13 +77,6 @@ def compact_at_end(
 
     Whatever goes wrong is told and changes nothing of how the run ended; a group that is not compressed is as
     it was.
-
-    Args:
-        config: Of the run.
-        run_dir: Its folder, which no process of the run writes to any more.
-        version: Of its last update.
-        stop_requested: Ends it after the group under way.
-        tell: Receives lines.
     """
     if not config.replay.compact_at_end or version < config.updates or stop_requested():
         return

@@ -108,12 +108,7 @@ class SimulatorFiles:
             policy.preprocess(pictures if cameras > 1 else pictures[:, 0], [task], *states)
 
     def episode_format(self, policy: Policy, max_decisions: int) -> EpisodeFormat:
-        """Say what all episodes have in common that the policy plays here.
-
-        Args:
-            policy: What decides.
-            max_decisions: Of the run.
-        """
+        """Say what all episodes have in common that the policy plays here."""
         spec, (cameras, shows_state) = policy.action_spec, inputs_of(policy, self.spec)
         letters: dict[object, int] = {"C": spec.chunk, "A": spec.dim}
         return EpisodeFormat(
@@ -148,16 +143,7 @@ class SimulatedEnvironment:
         self.files.check_policy(policy)
 
     def play(self, config: TrainConfig, policy: Policy, *, together: bool) -> Play:
-        """Start the workers and join them with the policy.
-
-        Args:
-            config: Of the run.
-            policy: Decides.
-            together: See `Play`.
-
-        Raises:
-            ConfigError, RunError: A simulator cannot be built.
-        """
+        """Start the workers and join them with the policy."""
         process = multiprocessing.current_process()
         if process.daemon:  # It may have no children, for they would be left behind; its workers end with it.
             process.daemon = False
@@ -203,12 +189,7 @@ def sized_for(source: SimulatorSource, policy: Policy) -> SimulatorSource:
 
 
 def check_simulator(config: TrainConfig) -> SimulatorFiles:
-    """Look at the simulator that --world names, without building a scene where its class can say what it is.
-
-    Raises:
-        ConfigError: A setting cannot work, or means nothing for a simulator.
-        AssetError: A library that it needs is not there.
-    """
+    """Describe the simulator of --world; builds a scene only if its class cannot describe itself."""
     refuse_idle(config)
     name, settings = simulator_named(config.world), config.simulator
     workers = max(settings.workers, 1)
@@ -253,11 +234,7 @@ def simulator_defaults(config: TrainConfig) -> WorldDefaults:
 
 
 def refuse_idle(config: TrainConfig) -> None:
-    """Refuse settings of world models, which would do nothing in a simulator.
-
-    Raises:
-        ConfigError: Names the first.
-    """
+    """Refuse settings of world models, which would do nothing in a simulator."""
     default, changed = TrainConfig(), list[tuple[str, str]]()
     for field in fields(config.imagination):
         if getattr(config.imagination, field.name) != getattr(default.imagination, field.name):
@@ -287,11 +264,7 @@ def refuse_idle(config: TrainConfig) -> None:
 
 
 def refuse_simulator_settings(config: TrainConfig) -> None:
-    """Refuse settings of simulators where --world is a world model.
-
-    Raises:
-        ConfigError: Names the first.
-    """
+    """Refuse settings of simulators where --world is a world model."""
     default = SimulatorSettings()
     for field in fields(default):
         if getattr(config.simulator, field.name) != getattr(default, field.name):
@@ -309,16 +282,7 @@ class TrainingStarts:
     """
 
     def __init__(self, spec: SimulatorSpec, seed: int, kind: str) -> None:
-        """Choose the starts.
-
-        Args:
-            spec: Of the simulator.
-            seed: Of the run.
-            kind: See `SimulatorSettings.starts`.
-
-        Raises:
-            ConfigError: The simulator has no such starts.
-        """
+        """Choose the starts."""
         self.spec, self.seed, self.kind = spec, seed, kind
         if kind == "random":
             return

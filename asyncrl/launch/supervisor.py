@@ -69,15 +69,9 @@ class Supervisor:
         """Start the child.
 
         Args:
-            name: For messages and the process list, like 'actor-1'.
             target: What the child calls, 'package.module:function'; imported by the child only.
-            args: Text arguments of the function; pass anything larger as JSON.
-            log_path: File that receives the child's output, appended to.
-            max_respawns: The child may die this often in a row and come back; one death more raises. A
-                child that lived for HEALTHY_SECONDS begins a new row.
             back_off: Seconds before a respawn, >= 0; doubled when it lived shorter than QUICK_SECONDS, at
                 most 30.
-            clock: Seconds that never go backwards.
         """
         self.name = name
         self.respawns = 0
@@ -103,11 +97,7 @@ class Supervisor:
         return self._child.pid
 
     def poll(self) -> ChildState:
-        """Look after the child, without waiting: respawn it when its back-off is over.
-
-        Raises:
-            RunError: it died more than `max_respawns` times in a row.
-        """
+        """Look after the child, without waiting: respawn it when its back-off is over."""
         if self._stopped:
             return ChildState.FINISHED
         if self._due is not None:
@@ -140,9 +130,6 @@ class Supervisor:
 
         Returns:
             Its exit code; ``-signal`` when a signal ended it.
-
-        Raises:
-            RunError: the operating system could not end it.
         """
         self._due, self._stopped = None, True
         for end, seconds in ((self._child.terminate, deadline), (self._child.kill, KILL_DEADLINE)):

@@ -86,12 +86,7 @@ def patient(close: Callable[[Any, Signals | None, int], None], seconds: int | No
 
 
 def quiet_after_signals(before: _Hook, leave: Callable[[int], Any] = os._exit) -> _Hook:
-    """Return what ends the process when an exception reached its top.
-
-    Args:
-        before: Does that for all but signals.
-        leave: Ends the process with an exit code.
-    """
+    """Return what ends the process when an exception reached its top."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         number = getattr(error, "sigval", None)

@@ -89,11 +89,7 @@ def run(config: TrainConfig) -> int:
 
 
 def _checked(config: TrainConfig, hosts: Hosts, facts: list[HostFacts]) -> Hosts:
-    """Check on rank 0, before anything is loaded, what the ranks shall do on these hosts.
-
-    Raises:
-        ConfigError: It cannot work.
-    """
+    """Check on rank 0, before anything is loaded, what the ranks shall do on these hosts."""
     hosts = replace(hosts, placement=balance.placement_of_start(config, hosts))
     config = balance.with_placement(config, hosts.placement)
     check_sizes(config.placement, hosts)
@@ -267,11 +263,7 @@ def _news(
     evaluator: EvaluatorProcess,
     stop: StopFlag,
 ) -> list[str]:
-    """Lines about actors that joined or went, the wait when none is left, evaluations, and a stop.
-
-    Raises:
-        RunError: A child of another rank died too often.
-    """
+    """Lines about actors that joined or went, the wait when none is left, evaluations, and a stop."""
     if why := rendezvous.take_failure(*notices):
         raise RunError(why)
     lines = publisher.pop_events()

@@ -7,13 +7,7 @@ from asyncrl.launch.placement import Placement, pick_device
 
 
 def transport_of(config: TrainConfig, placement: Placement, here: range) -> str:
-    """Choose what carries the weights on rank 0's host; every rank there comes to the same answer.
-
-    Args:
-        config: Of the run.
-        placement: Of the run.
-        here: Ranks of that host. Actors of others fetch the weights over the network.
-    """
+    """Choose what carries the weights on rank 0's host; every rank there comes to the same answer."""
     if config.weights.transport != "auto":
         return config.weights.transport
     learner = pick_device(config.device, placement.learners[0])

@@ -43,12 +43,7 @@ class Trial:
     """A world under check, two slots of it with their first two decisions, and what is known of them."""
 
     def __init__(self, world: World[Any], starts: Sequence[StartState]) -> None:
-        """Begin.
-
-        Args:
-            world: Just loaded.
-            starts: At least one, of its size; the first and the last are used.
-        """
+        """Begin."""
         self.world = world
         self.two = [starts[0], starts[-1]]
         self.report = Reporter("world", world)
@@ -131,10 +126,6 @@ class Trial:
 
 def check_world(world: World[Any], starts: Sequence[StartState]) -> Iterator[str]:
     """Make all checks; yields a line for everything that holds.
-
-    Args:
-        world: Just loaded.
-        starts: At least one, of its size, with what the world needs.
 
     Raises:
         ConfigError: The first thing that does not hold, in a sentence.

@@ -27,7 +27,6 @@ class MetricAccumulator:
         """Add values to a mean.
 
         Args:
-            metric: Which.
             values: Any shape and float dtype, added up in float64; what is masked may be anything.
             mask: bool, broadcasts with `values`.
         """
@@ -38,7 +37,6 @@ class MetricAccumulator:
         """Add a part of what all micro-batches and ranks make up together, once per optimizer step.
 
         Args:
-            metric: Which.
             part: ``[]``, any float dtype; added up in float64.
         """
         held, part = self._totals.get(metric), part.detach().double()
@@ -70,12 +68,7 @@ class MetricAccumulator:
             self._maxima[metric] = torch.maximum(self._maxima.get(metric, top), top)
 
     def reduce(self, ranks: LearnerRanks, steps: int = 1) -> dict[Metric | str, float]:
-        """Fold the ranks: means by name (also of squares), totals per optimizer step, maxima.
-
-        Args:
-            ranks: All of them call this, and hold the same names.
-            steps: Optimizer steps that the totals are of.
-        """
+        """Fold the ranks: means by name (also of squares), totals per optimizer step, maxima."""
         for metric, value in self._totals.items():
             self._sums[metric] = value, torch.full_like(value, steps / ranks.size)
         names = sorted(self._sums, key=str)

@@ -111,17 +111,11 @@ def group_relative_advantages(
     Args:
         returns: ``[B]`` float32, sum of rewards of each episode. Siblings are adjacent.
         group_size: ``G``, at least 2; must divide ``B``.
-        baseline: The mean of all siblings, or of the others.
-        scale: What the difference is divided by.
         batch_std: ``[]`` float32, standard deviation of all returns of the batch when these are a part of it.
-        eps: Keeps the division finite. Same unit as the returns.
 
     Returns:
         ``[B]`` float32, detached, in the order of `returns`. A group whose episodes all scored the same
         carries no signal and gets exactly zero.
-
-    Raises:
-        ValueError: `returns` is not a whole number of groups.
 
     Example:
         >>> returns = torch.tensor([1.0, 0.0, 0.5, 0.5])
@@ -223,11 +217,7 @@ def vtrace(
         mask: ``[B, T]`` bool.
         terminated: ``[B]`` bool.
         log_ratios: ``[B, T]`` float32, ``log pi - log mu`` of each time step: pi is learned, mu sampled.
-        gamma: Discount per time step.
-        lam: Extra discount of the traces.
         rho_cap: Decides which policy's values are learned (infinite: pi's); at least `trace_cap`.
-        trace_cap: Decides how far corrections reach back: variance, not the result.
-        bootstrap: See above.
 
     Returns:
         Advantages, which contain ``rho_t`` (do not weigh them again), and targets ``v_t``, each ``[B, T]``
@@ -287,7 +277,6 @@ def whitened(advantages: Tensor, mask: Tensor, *, mean: Tensor, std: Tensor, eps
         mask: bool, of the same shape.
         mean: ``[]`` float32.
         std: ``[]`` float32.
-        eps: Keeps the division finite. Same unit as the advantages.
 
     >>> values, one = torch.tensor([1.0, 3.0]), torch.tensor(1.0)
     >>> whitened(values, values > 0, mean=one * 2, std=one)
@@ -301,7 +290,6 @@ def moments_of_all(values: Tensor, ranks: LearnerRanks) -> tuple[Tensor, Tensor]
 
     Args:
         values: This rank's, any shape, float32; there may be none.
-        ranks: All of them call this.
 
     Returns:
         0 where there is no value; a standard deviation of 0 where there is one.

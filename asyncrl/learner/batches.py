@@ -99,10 +99,6 @@ class Batch:
 def build_batch(groups: Sequence[Sequence[Episode]], *, version: int) -> Batch:
     """Flatten groups into decisions, with masks and lags.
 
-    Args:
-        groups: Complete groups; the order of siblings does not matter.
-        version: Learner's policy version, from which the lag counts.
-
     Raises:
         ReplayError: A group is incomplete, a decision is newer than the learner, or the episodes differ in
             what one batch must share (group size, sampling, image size).

@@ -197,8 +197,6 @@ def truncated_weights(log_ratios: Tensor, *, low: float = 0.0, cap: float) -> Te
 
     Args:
         log_ratios: ``log r``, any shape and float dtype, nats.
-        low: Smallest weight.
-        cap: Largest weight.
 
     Returns:
         Of the same shape and dtype, detached.
@@ -218,8 +216,6 @@ def masked_weights(log_ratios: Tensor, *, low: float = 0.0, cap: float) -> Tenso
 
     Args:
         log_ratios: ``log r``, any shape and float dtype, nats.
-        low: Smallest weight that is kept.
-        cap: Largest weight that is kept.
 
     Returns:
         Of the same shape and dtype, detached.
@@ -267,7 +263,6 @@ def beyond_trust_region(
         behaviour: ``[D, C, A]`` float32.
         mask: ``[D, C, A]`` bool.
         advantages: float32, broadcasts to the units.
-        level: What a unit is.
         bound: Of the difference of probabilities, in [0, 1].
 
     Returns:
@@ -345,8 +340,6 @@ def staleness_metrics(
     All readings are of the decisions that are taught something: in some recipes the others are not evaluated.
 
     Args:
-        settings: Level, mean and veto of the ratios that are compared.
-        level: The objective's.
         old_logprob: ``[D, C, A]`` float32 before the update; 0 where the mask is False, as `behaviour`.
         proximal: ``[D, C, A]`` float32, what the weights compare with `behaviour`; the same.
         behaviour: ``[D, C, A]`` float32.

@@ -57,13 +57,7 @@ def default_group(
     """Be in the default process group for the time of the block; all ranks enter at about the same time.
 
     Args:
-        device: This rank's, and the current one where it is a GPU.
-        meeting: What it waits for first, for errors: 'learner rank 1 of 2 to meet the other learners'.
-        work: What it waits for in the block.
         store: Where the ranks meet. None: where torchrun's environment says, which also says who this is.
-        rank: Of this process.
-        size: Number of ranks.
-        remedy: What to do after a rank was lost.
 
     Raises:
         RunError: A rank did not come, or is gone.
@@ -122,13 +116,7 @@ class DistributedRanks:
         while_waiting: Callable[[], object] = lambda: None,
         remedy: str = RESUME,
     ) -> None:
-        """Make the link for batches; collective, like every method.
-
-        Args:
-            batch_timeout: Seconds that rank 0 may say nothing (`still_waiting`) while the others wait.
-            while_waiting: Called often while this rank waits in `deal`.
-            remedy: What to do after a rank was lost.
-        """
+        """Make the link for batches; collective, like every method."""
         self.rank, self.size, self.remedy = dist.get_rank(), dist.get_world_size(), remedy
         self.batch_timeout, self.while_waiting = batch_timeout, while_waiting
         self._link: Any = dist.new_group(
@@ -266,15 +254,7 @@ def too_few(ranks: int) -> ConfigError:
 
 @contextmanager
 def explain_lost_peer(awaited: str, remedy: str = RESUME) -> Iterator[None]:
-    """Turn the failure of a collective into an error that says what was waited for.
-
-    Args:
-        awaited: For example 'learner rank 1 of 2 to gather the weights'.
-        remedy: What to do once the cause is known.
-
-    Raises:
-        RunError: A peer is gone or did not come in time.
-    """
+    """Turn the failure of a collective into an error that says what was waited for."""
     try:
         yield
     except RuntimeError as error:

@@ -61,12 +61,6 @@ class EarlyCompile:
         """Choose the passes.
 
         Args:
-            update: Whose passes are compiled.
-            shown: What decisions of the run look at; the same on all ranks.
-            sampling: Of the run.
-            stop_requested: Whether the run shall end; asked before each pass.
-            batch_ready: Whether the first batch is there; asked before each pass but the first. What is left
-                is then compiled when an update needs it, if ever.
             hang_timeout: Seconds that a pass may take; 0: any.
         """
         self.update, self.shown, self.sampling = update, shown, sampling
@@ -163,11 +157,7 @@ def _of_fixed_sizes(update: Update, shown: Shown) -> list[Pass]:
 
 
 def _of_any_size(update: Update, shown: Shown) -> list[Pass]:
-    """List passes of two sizes.
-
-    A second size makes the compiler take sizes for variable, so one other than the full one stands for all;
-    but a pass of a single decision is a graph of its own, which ranks need that keep others in step.
-    """
+    """List passes of two sizes."""
     full = pass_size(update)
     by_length = _one_task_per_length(update, shown)
     longest, other = by_length[0], by_length[-1]

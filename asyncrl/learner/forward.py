@@ -79,10 +79,7 @@ class PolicyForward:
         """Compute log-probs, entropies and values under the distribution that was sampled.
 
         Args:
-            batch: Where the decisions are.
             rows_M: ``[M]`` int64, which.
-            through: Let the gradient of the values reach the policy's trunk.
-            small: A pass of few decisions, which is not filled up to the size of the others.
 
         Returns:
             Log-probs and entropies ``[M, C, A]`` in nats and values ``[M, K]``, all float32.
@@ -104,7 +101,6 @@ class PolicyForward:
         """Compute the log-probs of some decisions and, with a critic, their values; collective.
 
         Args:
-            batch: Where the decisions are.
             rows_R: ``[R]`` int64 on the CPU, which; a rank may have none.
 
         Returns:

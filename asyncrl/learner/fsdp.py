@@ -86,12 +86,9 @@ def spread(
     """Spread a network over the ranks of the default process group, in place.
 
     Args:
-        network: On `device`, the same on every rank.
-        blocks: What its units are made of, in the order in which they run; see the module's text.
         device: This rank's; the process group must serve its type.
         precision: bf16: passes in bfloat16, gradients added up in float32, weights kept in float32.
         cast_inputs: Whether passes in bfloat16 round what `network` and `blocks` are given, too.
-        copies: Into how many rows of equal length the ranks are cut, each with all of the network.
         reshard_after: When ranks free the weights that they gathered, inside `summed_gradient`; elsewhere and
             by default after each pass of a unit. Adapters stay in any case.
     """
@@ -127,10 +124,6 @@ def join_small(network: nn.Module, blocks: Iterable[nn.Module]) -> list[list[nn.
     which do not run one after the other, as those of two towers, must not share one; and it is freed once all
     of its blocks ran.
 
-    Args:
-        network: Has the blocks.
-        blocks: In the order in which they run.
-
     Returns:
         All of them in their order, in lists with at least one.
     """
@@ -157,9 +150,6 @@ def summed_gradient(policy: object) -> Iterator[Callable[[], None]]:
     behind the last pass only. So a pass costs no more than on one rank. Of a policy of several units ranks
     add up gradients in each pass, because whole ones would not fit, and gather weights in each, or once
     (`spread`'s `reshard_after`). Rows of ranks that have a copy each add theirs up behind the last pass.
-
-    Args:
-        policy: Sharded, or not: then nothing is different.
 
     Yields:
         To be called before the last of the passes, by all ranks.
@@ -221,11 +211,7 @@ def _frozen_and_ready(network: nn.Module, precision: Precision) -> set[nn.Parame
 
 
 def _hook_passes(policy: Any) -> None:
-    """Let FSDP gather the root's parameters around `evaluate` and `values`, as it does around `passes`.
-
-    FSDP looks for tensors in what a forward method returns, and not into our records: it is given tuples, of
-    tensors that are no views, because its hook on a view is lost when somebody writes into the view.
-    """
+    """Let FSDP gather the root's parameters around `evaluate` and `values`, as it does around `passes`."""
     evaluate, values = policy.evaluate, policy.values
 
     def evaluated_fields(self: Any, *args: Any, **more: Any) -> tuple[Tensor, Tensor, Tensor | None]:

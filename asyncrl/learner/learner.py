@@ -186,10 +186,7 @@ class Learner:
                 raise RunError(f"{failure_reason} {self._where_to_go_on(checkpoint.WRITE_DEADLINE)}")
 
     def _next_part(self) -> Groups | None:
-        """Wait for this rank's part of a batch; None at the end.
-
-        A failure ends the run in order: all ranks are told, save together, and it is raised then.
-        """
+        """Wait for this rank's part of a batch; None at the end."""
         try:
             while (mine := self._next_description()) is not None:
                 began, patience = self.clock(), self.settings.batch_timeout
@@ -255,11 +252,7 @@ class Learner:
         return None
 
     def _go_on_waiting(self, wait: BatchWait, seen: SampleTimeout) -> None:
-        """Renew the deadline when the batch moved on, and say once how long it takes.
-
-        Raises:
-            RunError: It did not move on for too long.
-        """
+        """Renew the deadline when the batch moved on, and say once how long it takes."""
         if wait.note(seen):
             process_status.progress()
         process_status.describe(

@@ -27,8 +27,6 @@ def summed(values_DCA: Tensor, mask_DCA: Tensor, level: Level, *, mean: bool = F
     Args:
         values_DCA: ``[D, C, A]``, any float type. What is masked may be NaN.
         mask_DCA: ``[D, C, A]`` bool.
-        level: What a unit is.
-        mean: Divide by how many are valid (log-probs: the geometric mean).
 
     Example:
         >>> ones = torch.ones(2, 8, 7)
@@ -89,9 +87,7 @@ def reduce_to_level(
     Args:
         values_DCA: ``[D, C, A]``, any float type.
         mask_DCA: ``[D, C, A]`` bool.
-        level: What a unit is.
         episode: ``[D]`` int64, index of each decision's episode; all of its decisions must be there.
-        mean: Divide by how many are valid.
     """
     if level != "episode":
         return summed(values_DCA, mask_DCA, level, mean=mean)

@@ -143,7 +143,6 @@ def cispo_loss(
         logprob: ``[D, U, V]`` float32 of the current policy, with gradient.
         log_ratio: ``[D, U, V]`` float32, current against proximal policy.
         advantages: Broadcasts to ``[D, U, V]``, float32.
-        clip_low: 1 leaves the lower limit out, as the paper does.
         clip_high: The weight is kept below ``1 + clip_high``.
 
     Returns:
@@ -167,8 +166,6 @@ def value_loss(
         values: ``[D, K]`` float32, with gradient.
         old_values: ``[D, K]`` float32, before the update.
         targets: ``[D, K]`` float32.
-        clip: Widest move that still has a gradient; 0 = no clip.
-        huber: Where the loss becomes linear.
 
     Returns:
         ``[D, K]`` float32 the loss, and ``[D, K]`` bool: True where the clip decided it.
@@ -194,8 +191,6 @@ def kl_penalty(logprob: Tensor, logprob_reference: Tensor, estimator: Estimator)
 
     Args:
         logprob: ``[D, U, V]`` float32, with gradient.
-        logprob_reference: The same, of the reference policy; detached.
-        estimator: Which.
 
     Returns:
         ``[D, U, V]`` float32, with gradient, nats.
@@ -229,10 +224,6 @@ def aggregation_weights(
     Args:
         mask: ``[D, U, V]`` bool, which units are valid.
         episode: ``[D]`` int64, index of each decision's episode; all of an episode is on one rank.
-        aggregation: Which.
-        units: Valid units of the whole batch.
-        episodes: Episodes of the whole batch.
-        longest: Units of an episode of full length.
 
     Returns:
         ``[D, U, V]`` float32, 0 where the mask is False.

@@ -94,12 +94,6 @@ def split_minibatches(
     is empty while there are as many episodes as minibatches. An empty one would still move the weights, by
     the optimizer's momentum.
 
-    Args:
-        episodes: Of this rank.
-        minibatches: How many.
-        seed: Of their order.
-        before: Episodes of the ranks before this one.
-
     Returns:
         ``[E]`` int64 indices of episodes per minibatch. The same seed gives the same ones: nothing to save.
     """
@@ -129,12 +123,7 @@ def build_minibatch(
     """Collect the decisions of some episodes that can have a gradient; collective.
 
     Args:
-        batch: This rank's part.
-        prepared: What was known of it before the first step.
         episodes: ``[E]`` int64, this rank's episodes of the minibatch.
-        recipe: What each unit counts, and which decisions can have a gradient.
-        ranks: The counts' denominators are those of all of them.
-        max_decisions: Decisions of an episode of full length.
         prompt_lengths: ``[D]`` int64 of the batch's decisions, tokens; long ones come first.
 
     Returns:

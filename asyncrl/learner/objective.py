@@ -37,9 +37,6 @@ def update_loss(
     """Return the loss ``[]`` with gradient, and its metrics.
 
     Args:
-        recipe: Correction, objective, coefficients.
-        now: What the current weights say.
-        micro: The decisions, on the policy's device.
         policy: False while only the critic learns.
         trust_region: Bound of `beyond_trust_region`; 0: none.
     """
@@ -105,11 +102,7 @@ def _policy_loss(
 
 
 def _regularisers(recipe: Recipe, now: EvaluateResult, logprob: Tensor, micro: MicroBatch) -> LossAndMetrics:
-    """Entropy bonus and KL penalty.
-
-    The penalty is an expectation over the current policy's tokens, so those of an older one are weighed, with
-    a weight per token of at most --correction.max-weight; with --correction.kind none they count as fresh.
-    """
+    """Entropy bonus and KL penalty."""
     metrics, chosen, mask = MetricAccumulator(), recipe.algorithm, micro.mask
     read = mask & taught(micro.advantages)[:, None, None]
     metrics.mean(m.ENTROPY_LOSS, now.entropy, read)

@@ -20,11 +20,6 @@ from asyncrl.policies.interface import Policy
 def learning_rate_share(settings: OptimizerSettings, version: int, updates: int) -> float:
     """Return the share of the full learning rate for the update from `version` to `version + 1`.
 
-    Args:
-        settings: Schedule, warm-up, end and final share.
-        version: Updates made so far.
-        updates: Updates of the whole run; the end of the decay unless `decay_updates` says otherwise.
-
     Example:
         >>> settings = OptimizerSettings(schedule="linear", warmup_updates=2)
         >>> [learning_rate_share(settings, version, updates=6) for version in range(6)]
@@ -61,10 +56,6 @@ class ClippedOptimizer:
         """Build AdamW.
 
         Args:
-            policy: Its trainable parameters, already sharded if they will be.
-            settings: Learning rates, limits.
-            updates: Of the whole run.
-            critic_learning_rate: Of the value head.
             critic_warmup: First updates that train only the critic.
             fused: Step all weights at once, where a step over a thousand shards is mostly Python otherwise,
                 and let the device skip a step that is not finite: the host does not wait for it. None: on a
@@ -193,7 +184,6 @@ def clip(gradients: Sequence[Tensor], largest: float) -> Tensor:
 
     Args:
         gradients: Any shapes, one float dtype; all of them sharded alike, or none.
-        largest: Positive.
 
     Returns:
         ``[]``, the norm of all of them before that; on their device, and nobody waits for it.

@@ -46,12 +46,7 @@ def outcome_of(group: Sequence[Episode]) -> GroupOutcome:
 
 
 def batch_metrics(outcomes: Sequence[GroupOutcome], version: int) -> dict[Metric, float]:
-    """Describe the groups of an update: episodes, and lags over decisions.
-
-    Args:
-        outcomes: Of the update's groups; without any, as on other ranks than 0, nothing is said.
-        version: Learner's policy version, from which the lag counts.
-    """
+    """Describe the groups of an update: episodes, and lags over decisions."""
     if not outcomes:
         return {}
     scores, lengths, success, ended = (

@@ -33,14 +33,7 @@ def fetch_part(
     """Fetch this rank's part and wait until the others have theirs.
 
     Args:
-        replay: Where it is.
-        ranks: All of them call this.
-        mine: Which groups are this rank's.
-        timeout: Seconds since the last episode that came.
         while_waiting: Called about once a second.
-
-    Raises:
-        RunError: Another rank is gone.
     """
     state, groups, failure = PartState.FAILED, None, None
     try:

@@ -79,10 +79,7 @@ def placeholder_batch(policy: Policy, shown: Shown, tasks: Sequence[str], sampli
     """Make a batch of one decision per instruction.
 
     Args:
-        policy: See `has_known_sizes`.
-        shown: What it looks at.
         tasks: ``D`` instructions; each decision is an episode of its own.
-        sampling: Of the run.
 
     Returns:
         ``D`` decisions, with shapes and types as in `build_batch`.

@@ -144,10 +144,7 @@ def rows_that_teach(batch: Batch, estimates: AdvantagesAndTargets, recipe: Recip
 def _weights(
     batch: Batch, old_logprob: Tensor, recipe: Recipe, estimates: AdvantagesAndTargets, rows_R: Tensor
 ) -> tuple[Tensor | None, MetricAccumulator]:
-    """Importance weights ``[D, ...]``, 1 where nothing was evaluated; how stale what is taught something is.
-
-    A rank without such rows takes one that counts nothing: the readings of all ranks have the same names.
-    """
+    """Return importance weights ``[D, ...]`` (1 for rows not evaluated) and the staleness metrics."""
     device, counts = old_logprob.device, bool(len(rows_R))
     rows_R = rows_R if counts else ROW_IN_STEP
     behaviour, episode, mask, lag, taught_R = (

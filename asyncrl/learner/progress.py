@@ -29,10 +29,6 @@ class BatchWait:
         """Begin to wait.
 
         Args:
-            timeout: Seconds.
-            clock: Seconds.
-            episodes: Of a batch.
-            decisions: Of an episode of full length.
             ahead: Batches that may be under way together. So many decisions without a single episode are
                 progress; more are not: an actor whose episodes never arrive must not keep a run alive.
         """
@@ -83,12 +79,7 @@ class BatchWait:
         return self.seconds / min(1.0, share) if share > 0 else None
 
     def in_vain(self, awaited: str, seen: SampleTimeout) -> RunError:
-        """Return the error that ends a run whose batch did not move on.
-
-        Args:
-            awaited: For example '8 groups at version 3'.
-            seen: What the replay said last.
-        """
+        """Return the error that ends a run whose batch did not move on."""
         return RunError(
             f"The learner waited {self._timeout:g} s (--batch-timeout) for {awaited} and nothing moved on: "
             f"no episode was admitted and no actor reported decisions ({self.seconds:.0f} s in all). {seen} "
@@ -100,13 +91,7 @@ class UpdateProgress:
     """Estimates once in a run, from its second micro-batch with a gradient, how long an update takes."""
 
     def __init__(self, told: Told, clock: Callable[[], float], device: torch.device) -> None:
-        """Begin.
-
-        Args:
-            told: Called once.
-            clock: Seconds.
-            device: What it was given has to be done before a time is taken; twice in a run.
-        """
+        """Begin."""
         self._told, self._clock, self._device = told, clock, device
         self._began = self._first = 0.0
         self._done = False

@@ -24,7 +24,6 @@ def not_finite(tensors: Mapping[str, Tensor], ranks: LearnerRanks) -> list[str]:
 
     Args:
         tensors: Not empty, any shapes and float dtypes; this rank's part where they are sharded.
-        ranks: All of them have to call this.
 
     Returns:
         Their names, the same on all ranks.

@@ -26,7 +26,6 @@ class Reference(Protocol):
         Args:
             inputs: Of ``B`` rows; what the policy's `preprocess` gives.
             sample: See `Policy.evaluate`; each ``[B, ...]``.
-            sampling: What it was sampled with.
 
         Returns:
             ``[B, C, A]`` float32, nats.

@@ -82,10 +82,6 @@ class Throughput:
         """Look up the device's peak; nothing is counted or exchanged before the first `measure`.
 
         Args:
-            policy: What is evaluated.
-            ranks: The learner ranks.
-            micro_batch: Decisions of a pass.
-            precision: Of the passes.
             adapters: Whether only adapters learn.
         """
         self.policy, self.ranks, self.micro_batch, self.adapters = policy, ranks, micro_batch, adapters
@@ -100,10 +96,7 @@ class Throughput:
         """Return the metrics of an update; collective.
 
         Args:
-            batch: This rank's part.
-            decisions: How many of them had a gradient, each once per epoch.
             seconds: Duration of the update on this rank.
-            policy_learned: False in the critic's warm-up.
         """
         if self._flops is None:
             self._count_flops(batch)

@@ -67,17 +67,8 @@ class Update:
         """Build the optimizer over the policy's (already sharded) parameters.
 
         Args:
-            policy: With a value head when the algorithm is ppo.
-            algorithm: Advantages and objective.
-            correction: Of samples of older policies.
-            critic: Its loss and learning rate; without effect under grpo.
-            optimizer: AdamW and its learning rate.
-            updates: Of the whole run, for learning rates that fall.
-            max_decisions: Decisions of an episode of full length.
             trust_region: Bound of `corrections.beyond_trust_region`; 0: none.
-            seed: Of how episodes are shared out to minibatches.
             ranks: The learner ranks; None: this one alone.
-            reference: Policy that the KL penalty is about; needed when its coefficient is not 0.
 
         Raises:
             ConfigError: What the settings name is not there, or needs a critic that the policy does not have.
@@ -108,10 +99,6 @@ class Update:
 
         Decisions that can have no gradient (all tokens masked, or with grpo a group that scored all the same)
         are not evaluated, but stay in the denominator: the result is that of the whole batch.
-
-        Args:
-            batch: This rank's part.
-            version: Learner's policy version: decides learning rates, warm-up and the minibatches.
 
         Raises:
             ConfigError: The batch lacks behaviour log-probs that the correction needs, or a class of the
@@ -154,10 +141,7 @@ class Update:
     def _add_gradient(
         self, batch: Batch, prepared: PreparedBatch, minibatch: MicroBatch, *, movement_read: bool
     ) -> list[MetricAccumulator]:
-        """Evaluate a minibatch in micro-batches; leave its gradient in ``.grad``, return their metrics.
-
-        With `movement_read` these say also how far the policy is by now from the one before the update.
-        """
+        """Evaluate a minibatch in micro-batches; leave its gradient in ``.grad``, return their metrics."""
         recipe, learns = self.recipe, self.stepper.policy_learns
         steps = recipe.algorithm.epochs * recipe.algorithm.minibatches
         metrics: list[MetricAccumulator] = []

@@ -59,7 +59,6 @@ def movement(before: Tensor, after: Tensor, mask: Tensor) -> MetricAccumulator:
 
     Args:
         before: ``[M, C, A]`` float32 log-probs when the decisions were first evaluated, nats.
-        after: The same, later.
         mask: ``[M, C, A]`` bool.
     """
     found = MetricAccumulator()

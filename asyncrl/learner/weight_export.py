@@ -50,12 +50,7 @@ class ActingWeights:
     """What actors need of the learner's policy, in their types. See `weights.interface.WeightSource`."""
 
     def __init__(self, policy: Any, types: Mapping[str, torch.dtype]) -> None:
-        """Begin with a policy that is spread over the ranks already, or lies unsharded on one.
-
-        Args:
-            policy: This rank's part; its weights are read at every `write`.
-            types: In which actors hold them (`acting_types`).
-        """
+        """Begin with a policy that is spread over the ranks already, or lies unsharded on one."""
         self._policy, self._types = policy, types
         tensors = self._tensors()
         self._gathering = Gathering(tensors, types)
@@ -93,7 +88,6 @@ def gather_to_host(ranks: LearnerRanks, tensors: Iterable[tuple[str, Tensor]]) -
     """Gather tensors in host memory, one at a time; collective.
 
     Args:
-        ranks: All of them call this with the same names.
         tensors: Name and tensor, sharded or not, of any shape and dtype; each may be freed after.
 
     Returns:
@@ -127,9 +121,6 @@ class Gathering:
         Args:
             tensors: Any shapes and float dtypes; the same names on every rank, sharded or not.
             types: The dtypes that they are cast to, by name.
-
-        Raises:
-            ConfigError: a tensor is sharded in another way than by rows over one group of ranks.
         """
         sharded = {name: t for name, t in tensors.items() if isinstance(t, DTensor)}
         self._unsharded = [name for name in tensors if name not in sharded]
@@ -145,9 +136,6 @@ class Gathering:
                 ones are rank 0's.
             targets: Rank 0: where they go, of full shape and of the dtypes in `types`; always the same few
                 mappings. Other ranks: empty.
-
-        Raises:
-            RunError: another learner rank is gone or late.
         """
         if targets:
             packing.copy(

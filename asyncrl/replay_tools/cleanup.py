@@ -68,13 +68,6 @@ def compact_folder(
 ) -> Compaction:
     """Compress the images of one file of a replay after the other.
 
-    Args:
-        folder: Of the replay.
-        codec: With what.
-        everything: Also groups that wait.
-        dry_run: Only say what would be compressed.
-        stop_requested: Ends it after the file under way.
-
     Raises:
         FolderInUse, ReplayError: See `locked`, `compact`, `settings_of`.
     """
@@ -115,11 +108,7 @@ def _choose(
 
 
 def codec_in(path: Path) -> Codec | None:
-    """Return the codec of a sealed file's images; None when they are not compressed.
-
-    Raises:
-        ReplayError: It is damaged.
-    """
+    """Return the codec of a sealed file's images; None when they are not compressed."""
     check_whole(path)
     with h5py.File(path, "r") as file:
         there = [*IMAGES, *(name for name in MORE_IMAGES if name in file)]
@@ -129,15 +118,8 @@ def codec_in(path: Path) -> Codec | None:
 def compact(path: Path, settings: dict[str, Any]) -> int | None:
     """Compress the images of a sealed file durably; at any moment its name leads to a whole file.
 
-    Args:
-        path: A sealed file, written by nobody else.
-        settings: See `compression.settings_of`.
-
     Returns:
         Bytes of the new file; None when the old one is damaged, which is reported and left as it is.
-
-    Raises:
-        ReplayError: The disk does not take it. The old file is as it was.
     """
     try:
         read_group(path)
@@ -235,13 +217,7 @@ class Prune(ReplayCommand):
 
 
 def expendable(group_file: GroupFile, outcomes: GroupOutcomes, resume: int | None) -> bool:
-    """Tell whether nobody needs a group: it is closed, and a resume would not use it again.
-
-    Args:
-        group_file: The group.
-        outcomes: What became of the groups.
-        resume: Version of the newest checkpoint; what was used later is used again after a resume.
-    """
+    """Tell whether nobody needs a group: it is closed, and a resume would not use it again."""
     if outcomes.of(group_file.number) == "unused":
         return False
     used_at = outcomes.used.get(group_file.number)
@@ -257,12 +233,7 @@ def resume_version(folder: Path) -> int | None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the locks of run and replay, so that no run begins meanwhile.
-
-    Raises:
-        FolderInUse: The run is alive.
-        ReplayError: Another process writes the replay, or the folder is read-only.
-    """
+    """Hold the locks of run and replay, so that no run begins meanwhile."""
     try:
         with run_lock.owned(folder.parent, f"changing {folder}"), (folder / "lock").open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

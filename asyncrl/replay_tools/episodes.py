@@ -82,12 +82,7 @@ class GroupOutcomes:
 
 
 def read_outcomes(folder: Path, warn: Callable[[str], None]) -> GroupOutcomes:
-    """Read a replay folder's ledger.
-
-    Args:
-        folder: The replay folder; without a ledger nothing is known.
-        warn: Receives one line per damaged line.
-    """
+    """Read a replay folder's ledger."""
     outcomes = GroupOutcomes()
     for event in read_events(read_entries(folder / "ledger.log", warn)):
         outcomes.apply(event)
@@ -140,12 +135,7 @@ class StoredEpisode:
 
 
 def replay_folder(path: Path) -> Path:
-    """Find the replay folder of a run.
-
-    Raises:
-        ConfigError: There is none.
-        ReplayError: Its replay.json cannot be read.
-    """
+    """Find the replay folder of a run."""
     for folder in (path, path / "replay"):
         if (folder / "replay.json").is_file():
             read_meta(folder)
@@ -162,9 +152,7 @@ def read_rows(
     """Yield every episode of the readable files, in the order of groups and members.
 
     Args:
-        folder: The replay folder.
         names: Arrays to read, at least `LIGHT`.
-        more: Optional arrays to read too, of groups that have them.
     """
     outcomes = read_outcomes(folder, warn)
     for path in watched(sorted(folder.glob(PATTERN)), "reading groups"):
@@ -197,11 +185,7 @@ def group_file_or_none(path: Path) -> GroupFile | None:
 
 
 def reread(row: StoredEpisode, names: Sequence[str] | None = None) -> Episode:
-    """Read an episode's other arrays.
-
-    Raises:
-        ReplayError: Its file is damaged, or the run deleted it meanwhile.
-    """
+    """Read an episode's other arrays."""
     for episode in read_group(row.path, names):
         if episode.episode_id == row.episode.episode_id:
             return episode
@@ -211,12 +195,7 @@ def reread(row: StoredEpisode, names: Sequence[str] | None = None) -> Episode:
 
 
 def find_row(folder: Path, beginning: str) -> StoredEpisode:
-    """Find the one episode whose id begins with `beginning`, with all its arrays.
-
-    Raises:
-        ConfigError: There is none, or several.
-        ReplayError: Its file is damaged.
-    """
+    """Find the one episode whose id begins with `beginning`, with all its arrays."""
     found: list[tuple[GroupFile, str]] = []
     for path in watched(sorted(folder.glob(PATTERN)), "looking for it"):
         group_file = group_file_or_none(path)

@@ -34,16 +34,8 @@ ENCODING: Final = {"g": "2", "crf": "18"}
 def write_lerobot(out: Path, episodes: Iterable[tuple[StoredEpisode, Samples]], rate: Rate) -> int:
     """Write the episodes.
 
-    Args:
-        out: A new folder; written beside itself first, so that it is whole once it is there.
-        episodes: With their samples, all of one layout.
-        rate: What a sample is.
-
     Returns:
         Samples of all episodes.
-
-    Raises:
-        ConfigError: pyarrow or PyAV is not installed, or the episodes have other cameras, sizes or numbers.
     """
     _require_packages()
     with replacing(out) as part:

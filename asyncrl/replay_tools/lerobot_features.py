@@ -102,11 +102,7 @@ def info_of(
     """Describe a data set.
 
     Args:
-        layout: Of its samples.
         rate: Samples per second.
-        episodes: How many.
-        frames: Of all episodes.
-        tasks: Different ones.
     """
     fps = whole_or_float(rate)
     return {
@@ -132,12 +128,7 @@ def episode_row(
     """Return one row of meta/episodes: what LeRobot asks for, then where the episode comes from.
 
     Args:
-        row: The episode.
-        layout: Of its samples.
         rate: Samples per second.
-        number: Of the episode in the data set.
-        begin: Index of its first sample.
-        end: Index behind its last.
     """
     position = {"chunk_index": 0, "file_index": 0}
     seconds = {"from_timestamp": float(begin / rate), "to_timestamp": float(end / rate)}

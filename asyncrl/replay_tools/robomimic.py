@@ -35,11 +35,6 @@ GYM = 2
 def write_robomimic(out: Path, episodes: Iterable[tuple[StoredEpisode, Samples]], rate: Rate) -> int:
     """Write the episodes, one demonstration each.
 
-    Args:
-        out: A new file; written beside itself first, so that it is whole once it is there.
-        episodes: With their samples.
-        rate: What a sample is; noted in env_args.
-
     Returns:
         Samples of all episodes.
     """

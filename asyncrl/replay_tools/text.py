@@ -22,10 +22,6 @@ def table(rows: Sequence[Sequence[str]], left_out: Sequence[str] = ()) -> str:
 
     A file or a pipe gets all of them, a line per row. In a terminal that is too narrow columns are left out,
     then the others broken into lines.
-
-    Args:
-        rows: The first may hold titles.
-        left_out: Titles of the columns that a narrow terminal does without, the first of these first.
     """
     if not sys.stdout.isatty():
         return _aligned(rows)

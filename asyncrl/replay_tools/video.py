@@ -60,11 +60,7 @@ class Video(ReplayCommand):
         return 0
 
     def _target(self, beginning: str) -> Path:
-        """Say where one episode goes: a folder, or a file.
-
-        Raises:
-            ConfigError: Nothing can be written there.
-        """
+        """Say where one episode goes: a folder, or a file."""
         named = self.out.suffix in (".mp4", ".gif")
         if named and len(self.episodes) > 1:
             raise ConfigError(

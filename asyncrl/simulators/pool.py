@@ -164,13 +164,7 @@ class SimulatorPool:
         self.slots = self.places * len(self._members)
 
     def reset(self, slot: int, start: SimStart, expert: Demonstrator | None = None) -> None:
-        """Ask for an episode; the answer comes with `ready`.
-
-        Args:
-            slot: One that is asked nothing else.
-            start: Of the episode.
-            expert: How good the simulator's expert shall be, which then may choose the actions.
-        """
+        """Ask for an episode; the answer comes with `ready`."""
         place = self._ask(slot, _Asked(since=time.monotonic()))
         self._tasks[slot] = start.task_id
         demonstrator = None if expert is None else asdict(expert)
@@ -187,12 +181,8 @@ class SimulatorPool:
         """Ask for steps; the answer comes with `ready`. They stop early where the episode ends.
 
         Args:
-            slot: One with an episode that is not over, and that is asked nothing else.
             actions: ``[S, A]`` float32, finite; or how many steps the expert shall choose. At most the steps
                 of the pool.
-            frames: Which pictures are drawn: of every step, the last one, or none (what the answer then
-                has is without meaning).
-            past_success: Whether the steps behind a success are made too.
 
         Raises:
             ValueError: The actions are not finite or of another shape.

@@ -74,12 +74,7 @@ class WorkerMember:
             return  # It died: that is noticed, and said, where answers are taken.
 
     def answers(self) -> list[dict[str, Any]]:
-        """Take what has come without waiting.
-
-        Raises:
-            RunError: The worker died or failed.
-            ConfigError: It cannot be built.
-        """
+        """Take what has come without waiting."""
         found = []
         try:
             while self.pipe.poll():

@@ -227,10 +227,7 @@ def worker_main(pipe: Connection, source: SimulatorSource, steps: int, parent: i
     """Serve requests until the pipe closes. What a worker cannot do goes to the parent as a message.
 
     Args:
-        pipe: To the parent.
-        source: Of the simulator.
         steps: ``C``.
-        parent: Process id; the worker ends with it.
     """
     die_with_parent(parent)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # As a lost terminal is:

@@ -162,7 +162,6 @@ class Renderer:
         Args:
             model: The ``mujoco.MjModel`` (its colours are read anew each time).
             state: Its ``mujoco.MjData``.
-            camera: Name of a camera of the model.
 
         Returns:
             ``[size, size, 3]`` uint8, a new array, first row on top.

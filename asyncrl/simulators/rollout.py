@@ -173,10 +173,6 @@ def rollout(
     worker is lost is played again from its start, with the same seeds.
 
     Args:
-        pool: Plays.
-        act: Chooses the actions; or how good the simulator's expert is that chooses them.
-        plays: Episodes.
-        keep_frames: Whether every frame and state is drawn and kept.
         extra_decisions: Decisions that are made after the one with the success, which then is carried out as
             a whole; -1: the episode ends with the very step that succeeds.
 

@@ -37,12 +37,8 @@ def evaluation_plays(
     """List every episode of an evaluation once: of stored starts trial by trial, else by seed.
 
     Args:
-        spec: Of the simulator.
         episodes: Where every seed is a start: how many; 0: 256.
-        seed: Which of them.
-        tasks: Where starts are stored: their tasks, as numbers or instructions; none: all.
         trials: Of each task; 0: all that are stored.
-        repeats: How often each start is played.
 
     Raises:
         ConfigError: The simulator does not have what was asked for.
@@ -81,11 +77,7 @@ def chosen_tasks(spec: SimulatorSpec, tasks: Sequence[str]) -> list[int]:
 
 
 def task_id(spec: SimulatorSpec, text: str) -> int:
-    """Return the number of a task that is named by it or by its instruction.
-
-    Raises:
-        ConfigError: There is no such task; says the nearest instruction.
-    """
+    """Return the number of a task that is named by it or by its instruction."""
     if text.isdecimal() and int(text) < len(spec.tasks):
         return int(text)
     if text in spec.tasks:

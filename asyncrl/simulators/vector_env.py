@@ -117,12 +117,7 @@ class VectorEnvSimulator:
         return self._spec
 
     def reset(self, places: Sequence[int], starts: Sequence[SimStart]) -> Seen:
-        """See `Simulator.reset`.
-
-        Raises:
-            ConfigError: A stored start, or the environment says no instruction.
-            RunError: The environment resets other places too.
-        """
+        """See `Simulator.reset`."""
         rows = list(places)
         for start in starts:
             if start.trial >= 0 or start.seed < 0:
@@ -140,12 +135,7 @@ class VectorEnvSimulator:
         return self.look(rows)._replace(tasks=tasks)
 
     def step(self, places: Sequence[int], actions: NDArray[np.float32], *, draw: bool) -> Stepped:
-        """See `Simulator.step`.
-
-        Raises:
-            ValueError: A place has no episode under way, or an action is not finite or of another width.
-            RunError: The environment gave a reward that is not finite, or hides how an episode ended.
-        """
+        """See `Simulator.step`."""
         rows = list(places)
         self._check_actions(rows, actions)
         left_out = np.ones(len(self._playing), np.bool_)
@@ -200,11 +190,7 @@ class VectorEnvSimulator:
             raise ValueError(f"places {over} have no episode under way: it ended, or was left out of a step")
 
     def _reset_env(self, mask: NDArray[np.bool_]) -> tuple[Any, Mapping[str, Any]]:
-        """Reset the places of a mask ``[P]``, each with its seed; return observation and infos of all.
-
-        Raises:
-            RunError: Others changed too.
-        """
+        """Reset the places of a mask ``[P]``, each with its seed; return observation and infos of all."""
         seeds = [int(seed) if masked else None for seed, masked in zip(self._seeds, mask, strict=True)]
         observation, infos = self._env.reset(seed=seeds, options={"reset_mask": mask.copy()})
         shown = self._pictures(observation)
@@ -232,11 +218,7 @@ class VectorEnvSimulator:
             self._states[rows] = states.reshape(len(rows), -1)
 
     def _note_last(self, infos: Mapping[str, Any], ended: list[int]) -> None:
-        """Keep what episodes showed at their end: with SAME_STEP the observation is the next one's first.
-
-        Raises:
-            RunError: It is not there.
-        """
+        """Keep what episodes showed at their end: with SAME_STEP the observation is the next one's first."""
         for row in ended:
             last = _row_of(infos, "final_obs", row)
             if last is None:

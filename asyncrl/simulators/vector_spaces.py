@@ -46,11 +46,7 @@ def find_picture(space: Any, image_key: str) -> tuple[str, int]:
     """Return path and side in pixels of the picture in an observation.
 
     Args:
-        space: Of the observation of one environment.
         image_key: Path of the picture; empty: the only one that looks like a picture.
-
-    Raises:
-        ConfigError: There is none, more than one, or it is not square.
     """
     leaves = leaves_of(space)
     has = f"Its observation has {', '.join(_describe(path, leaf) for path, leaf in leaves.items())}."
@@ -87,11 +83,7 @@ def find_picture(space: Any, image_key: str) -> tuple[str, int]:
 
 
 def state_width(space: Any, state_key: str) -> int:
-    """Return how many numbers the state called `state_key` has; 0 without a key.
-
-    Raises:
-        ConfigError: There is no such observation, or it is no box of numbers.
-    """
+    """Return how many numbers the state called `state_key` has; 0 without a key."""
     if not state_key:
         return 0
     leaves = leaves_of(space)
@@ -105,11 +97,7 @@ def state_width(space: Any, state_key: str) -> int:
 
 
 def action_bounds(space: Any) -> ActionBounds:
-    """Read the action space of one environment.
-
-    Raises:
-        ConfigError: It is no box of numbers in a row with finite bounds.
-    """
+    """Read the action space of one environment."""
     low, high = getattr(space, "low", None), getattr(space, "high", None)
     if low is None or high is None or len(space.shape) != 1 or not np.issubdtype(space.dtype, np.floating):
         raise ConfigError(

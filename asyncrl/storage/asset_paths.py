@@ -63,7 +63,6 @@ def start_states_path(name: str, world: str) -> Path:
     """Where episodes begin: a shipped name, a file or a folder.
 
     Args:
-        name: As set; while it is the default, a world brings its own, if it has any.
         world: As set; the published layout has start states in its folder ``dataset``, a shipped world may
             have some beside its folder.
 

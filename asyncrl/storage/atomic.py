@@ -29,9 +29,6 @@ def replacing(path: Path) -> Iterator[Path]:
     """Give the name under which to write a file or folder; it becomes `path` when the block ends.
 
     What the block began is deleted when it fails. What was there before stays until the new one is complete.
-
-    Args:
-        path: The final name, in an existing folder.
     """
     part = unfinished(path)
     remove(part)
@@ -86,10 +83,6 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 def read_json(path: Path, remedy: str = _COPY_AGAIN) -> dict[str, Any]:
     """Read a JSON object.
-
-    Args:
-        path: Of the file.
-        remedy: What to do when it cannot be read, for the error.
 
     Raises:
         CheckpointError: the file is missing, no regular file, or holds something else (see `bounded_json`).

@@ -24,10 +24,6 @@ Kind = TypeVar("Kind")
 def parse_json(raw: bytes, kind: type[Kind]) -> Kind:
     """Read one JSON value.
 
-    Args:
-        raw: UTF-8.
-        kind: Type of the value, such as `dict`.
-
     Raises:
         ValueError: It is no JSON, of another type, too deep, or has a number that is too large or none.
     """
@@ -58,10 +54,6 @@ def load_json(path: Path, kind: type[Kind], limit: int = TEXT_BYTES) -> Kind:
 def check_types(found: Mapping[str, Any], expected: Mapping[str, type | tuple[type, ...]]) -> None:
     """Check the types of an object's values. A whole number is a float too; true and false are no numbers.
 
-    Args:
-        found: Read from JSON.
-        expected: Key -> type, of all keys that there have to be; others are not looked at.
-
     Raises:
         ValueError: A key is missing or its value is of another type; names it.
     """
@@ -77,11 +69,6 @@ def check_types(found: Mapping[str, Any], expected: Mapping[str, type | tuple[ty
 
 def check_sizes(model: Mapping[str, Any], most: int = 2**24, most_layers: int = 1024) -> None:
     """Check the sizes of a model that a file describes: layers are made before their weights are looked for.
-
-    Args:
-        model: Name -> size, or a list of sizes; what are no numbers is not looked at.
-        most: Largest size.
-        most_layers: Largest one of what counts layers or blocks.
 
     Raises:
         ValueError: One is larger, or below zero; names it.

@@ -115,8 +115,6 @@ class Checkpoints:
         """Write into `run_dir`/checkpoints and keep the `keep` newest checkpoints (at least 1).
 
         Args:
-            run_dir: The same on every rank.
-            keep: How many stay.
             link: Process group (gloo, of its own) in which the ranks' writers agree; None: one rank.
             ledger: Of the replay: what it is then is noted in every checkpoint. None: there is none.
         """
@@ -137,11 +135,8 @@ class Checkpoints:
         Waits while the one before it is still being written. `finish` waits for this one.
 
         Args:
-            progress: Counters; `progress.version` names the folder.
             copy_policy: Copies the policy and returns what writes it into the (existing) folder it is given,
                 which is called on another thread, on rank 0 only.
-            optimizer: Over `parameters`.
-            parameters: What is trained, by stable name.
 
         Raises:
             CheckpointError: The one before it could not be written, on any rank.
@@ -239,13 +234,6 @@ def load(
 ) -> Progress:
     """Restore trained weights, optimizer and random states; frozen weights come from the policy's files.
 
-    Args:
-        folder: A checkpoint, for example from `latest`; it may come from another number of ranks.
-        optimizer: Fresh, over `parameters`; its state is replaced.
-        parameters: What is trained, by stable name; changed in place.
-        rank: This rank. One that the checkpoint does not know keeps its random state.
-        verified: `verify` was called, on any rank: the files of the state are not summed up once more.
-
     Raises:
         CheckpointError: A file is missing, truncated or changed, or the state does not fit the parameters.
     """
@@ -270,7 +258,6 @@ def verify(folder: Path, *, policy_only: bool = False) -> Verified:
     the sizes are compared; a note says so.
 
     Args:
-        folder: The checkpoint.
         policy_only: Read only the files of the policy, not the learner's state.
 
     Raises:
@@ -328,11 +315,7 @@ def _digest_of_state(state: dict[str, Any]) -> str:
 
 
 def _check_content(folder: Path, state: dict[str, Any], names: Iterable[str]) -> None:
-    """Compare the content of files with what state.json says, where it says something.
-
-    Raises:
-        CheckpointError: A file was changed.
-    """
+    """Compare the content of files with what state.json says, where it says something."""
     wanted = {name: state[CHECKSUMS][name] for name in names if name in state.get(CHECKSUMS, {})}
     try:
         found = _digests(folder, wanted)

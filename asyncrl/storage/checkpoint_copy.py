@@ -21,10 +21,6 @@ def keep_copy(checkpoint: Path, target: Path) -> None:
     Files of a checkpoint are never changed once it is complete, so a link is as good as a copy and takes no
     space; where the file system has no links, the files are copied.
 
-    Args:
-        checkpoint: Complete.
-        target: Folder in the same run; replaced.
-
     Raises:
         FileNotFoundError: The checkpoint was deleted meanwhile. Nothing of `target` is left.
         OSError: A file cannot be written.

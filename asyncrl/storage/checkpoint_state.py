@@ -44,8 +44,6 @@ def copy_state(parameters: Parameters, optimizer: Optimizer, rank: int) -> dict[
     """Copy this rank's part of weights and optimizer to host memory.
 
     Args:
-        parameters: What is trained, by stable name; the optimizer's own parameters.
-        optimizer: Over these parameters; it may have no state yet.
         rank: This rank; what is not sharded is kept by rank 0 only.
 
     Returns:
@@ -73,11 +71,6 @@ def write_state(state: Mapping[str, Tensor], folder: Path, rank: int) -> None:
 
     Args:
         state: What `copy_state` returned: by name, any shapes and dtypes, sharded or not.
-        folder: Exists.
-        rank: This rank.
-
-    Raises:
-        OSError: The disk refused.
     """
     writer = HuggingFaceStorageWriter(
         str(folder), fqn_to_index_mapping=_files_of(state), save_distributed=True
@@ -92,16 +85,7 @@ def write_state(state: Mapping[str, Tensor], folder: Path, rank: int) -> None:
 
 
 def read_state(folder: Path, parameters: Parameters, optimizer: Optimizer) -> None:
-    """Put back what `write_state` wrote, bit for bit, whatever the number of ranks was then.
-
-    Args:
-        folder: Holds the files of all ranks.
-        parameters: What is trained, by stable name; changed in place.
-        optimizer: Fresh, over these parameters; its state is replaced.
-
-    Raises:
-        CheckpointError: A file cannot be read, or names or shapes do not fit the parameters.
-    """
+    """Put back what `write_state` wrote, bit for bit, whatever the number of ranks was then."""
     reader = HuggingFaceStorageReader(str(folder))
     try:
         for path in folder.glob("*.safetensors"):
@@ -140,11 +124,7 @@ def copy_generators() -> dict[str, Tensor]:
 
 
 def restore_generators(path: Path) -> None:
-    """Put back what `copy_generators` returned; without the file nothing changes.
-
-    Raises:
-        CheckpointError: The file cannot be read.
-    """
+    """Put back what `copy_generators` returned; without the file nothing changes."""
     if not path.exists():  # The checkpoint comes from fewer ranks.
         return
     try:

@@ -28,11 +28,7 @@ class Ranks:
         self._link = link
 
     def all(self, action: Callable[[], None]) -> None:
-        """Do it on every rank; returns when all have.
-
-        Raises:
-            OSError: It failed on another rank. This rank's own error is raised as it is.
-        """
+        """Do it on every rank; returns when all have."""
         failure: Exception | None = None
         try:
             action()
@@ -83,11 +79,7 @@ class WriterThread:
         self._thread.start()
 
     def finish(self, deadline: float) -> None:
-        """Wait for the action, if there is one, and raise its error.
-
-        Raises:
-            CheckpointError: It failed, or was not done within `deadline` seconds.
-        """
+        """Wait for the action, if there is one, and raise its error."""
         if self._thread is None:
             return
         began = time.monotonic()

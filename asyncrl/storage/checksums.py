@@ -41,21 +41,13 @@ def _open(path: Path) -> io.BufferedReader:
 
 
 def digest_of(path: Path) -> str:
-    """Read a file and return its SHA-256 as 64 hexadecimal digits.
-
-    Raises:
-        OSError: It cannot be read.
-    """
+    """Read a file and return its SHA-256 as 64 hexadecimal digits."""
     with _open(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def checksum_of_lines(path: Path) -> Checksum | None:
-    """Sum up the whole lines of a file that another process appends to; None when there is no file.
-
-    Raises:
-        OSError: It cannot be read.
-    """
+    """Sum up the whole lines of a file that another process appends to; None when there is no file."""
     whole, length = hashlib.sha256(), 0
     all_of_it, read = whole.copy(), 0  # Summed up as it is read: a line may be as long as the file.
     try:

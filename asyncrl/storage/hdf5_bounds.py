@@ -39,10 +39,6 @@ def open_hdf5(path: Path) -> h5py.File:
 def dataset_in(file: h5py.File, name: str) -> h5py.Dataset:
     """Find a dataset that can be read with no more memory than its file warrants.
 
-    Args:
-        file: Open to read, by its path.
-        name: Of the dataset.
-
     Raises:
         KeyError: There is nothing of that name.
         TypeError: It is no dataset of this file, or holds texts of no fixed length.
@@ -90,11 +86,7 @@ def group_in(file: h5py.Group, name: str) -> h5py.Group:
 
 
 def _object_in(file: h5py.Group, name: str) -> h5py.Group | h5py.Dataset | h5py.Datatype | None:
-    """Go to an object by hard links only, for others may lead to another file; None: it has another link.
-
-    Raises:
-        KeyError: There is nothing of that name.
-    """
+    """Go to an object by hard links only, for others may lead to another file; None: it has another link."""
     found: Any = file
     for part in name.split("/"):
         link = found.get(part, getlink=True) if isinstance(found, h5py.Group) else None

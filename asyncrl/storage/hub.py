@@ -58,11 +58,7 @@ def push(
     """Send a folder; what is sent is told first.
 
     Args:
-        folder: Complete.
-        repo: OWNER/NAME; made when there is none, else files of the same names are replaced.
         private: Whether a new one can be seen by its owner only; one that exists stays as it is.
-        tell: Receives the lines.
-        hub: Stands for the real one.
 
     Raises:
         AsyncRLError: No token, no network, no right to write there. The folder stays.

@@ -21,10 +21,6 @@ _TYPES: Final = {"int": int, "float": _NUMBER, "str": str, "bool": bool}
 def append(path: Path, record: Any) -> None:
     """Add a line, behind one that was torn too.
 
-    Args:
-        path: Made where it does not exist.
-        record: A dataclass of numbers, texts and truth values.
-
     Raises:
         OSError: It cannot be written.
         ValueError: A number is not finite.
@@ -42,7 +38,6 @@ def read(path: Path, kind: type[Record]) -> list[Record]:
     """Return all records that can be read, oldest first; a line that is torn or something else is left out.
 
     Args:
-        path: Of the file; nothing is there where it does not exist.
         kind: A dataclass whose fields are int, float, str or bool.
     """
     if not path.is_file():

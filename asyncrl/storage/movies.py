@@ -53,7 +53,6 @@ def write_movie(path: Path, frames: Iterable[NDArray[np.uint8]], *, rate: int) -
     """Write a movie of the kind its suffix says.
 
     Args:
-        path: Ends in .mp4 or .gif.
         frames: ``[H, W, 3]`` uint8 each, at least one, all of one size.
         rate: Frames per second.
 
@@ -72,7 +71,6 @@ def write_gif(path: Path, frames: Iterable[NDArray[np.uint8]], *, rate: int) -> 
     """Write an endless animation with one palette of 256 colours, so that what rests keeps its colour.
 
     Args:
-        path: Of the file.
         frames: ``[H, W, 3]`` uint8 each, at least one, all of one size.
         rate: Frames per second.
     """
@@ -101,13 +99,9 @@ def write_mp4(
     """Write H.264.
 
     Args:
-        path: Of the file.
         frames: ``[H, W, 3]`` uint8 each; with an odd height or width the last row or column is left out.
         rate: Frames per second.
         options: Of the encoder; by default what the encoder takes.
-
-    Raises:
-        ConfigError: PyAV is not installed.
     """
     with Mp4Writer(path, rate=Fraction(rate), options=options) as movie:
         for frame in frames:

@@ -79,15 +79,7 @@ class Start:
 
 
 def this_start(*, attempt: int, command: str, from_update: int, ranks: int, gpus: bool = False) -> Start:
-    """Describe the start of a run by this process.
-
-    Args:
-        attempt: Number of the start.
-        command: As one would type it.
-        from_update: Where it goes on.
-        ranks: Of torchrun.
-        gpus: Whether the run uses GPUs: asking for them starts CUDA.
-    """
+    """Describe the start of a run by this process."""
     commit, dirty = git_state(_CHECKOUT)
     return Start(
         attempt=attempt,
@@ -112,14 +104,7 @@ class Provenance:
     """Keeps the entry of a start that is under way: use it as a context. It hears of rows by `note`."""
 
     def __init__(self, run_dir: Path, start: Start, *, updates: int, tell: Callable[[str], None]) -> None:
-        """Add the start to the run's file.
-
-        Args:
-            run_dir: Of the run, which this process owns.
-            start: See `this_start`.
-            updates: At which the run is finished.
-            tell: Receives a line when the file cannot be read or written.
-        """
+        """Add the start to the run's file."""
         self._run_dir, self._start, self._updates, self._tell = run_dir, start, updates, tell
         self._step = start.from_update
         self._put(start)

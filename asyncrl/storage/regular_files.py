@@ -41,11 +41,6 @@ _KINDS: Final = (
 def open_regular(path: Path, flags: int = os.O_RDONLY, mode: int = 0o644) -> int:
     """Open a regular file, never waiting for anybody; return its handle, which the caller closes.
 
-    Args:
-        path: Of the file.
-        flags: As of `os.open`. With any that writes or makes a file a link is refused.
-        mode: Of a file that is made.
-
     Raises:
         OSError: It cannot be opened, or is something else than a regular file; says what.
     """
@@ -118,10 +113,6 @@ def read_text(path: Path, limit: int = TEXT_BYTES) -> str:
 
 def read_lines(file: BinaryIO, longest: int = LINE_BYTES) -> Iterator[tuple[int, bytes | None]]:
     r"""Read one line after the other, whatever their length, in memory for one.
-
-    Args:
-        file: Open to read.
-        longest: Bytes of the longest line that is given.
 
     Yields:
         Number from 1, and the line with its line feed, which the last one may lack; None for a longer line.

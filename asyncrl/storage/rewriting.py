@@ -18,10 +18,7 @@ def rewrite_file(
     """Write a safetensors file as `source` is, one tensor at a time.
 
     Args:
-        source: Says names, order, types and shapes.
-        target: Of the new file.
         tensors: New numbers, of the shapes in the file and any dtype. What is not among them is copied.
-        rename: Gives the name in `tensors` of a name in the file.
 
     Raises:
         CheckpointError: The source cannot be read.
@@ -37,13 +34,7 @@ def rewrite_file(
 
 
 def copy_others(source: Path, folder: Path, besides: Set[str]) -> None:
-    """Copy what lies in a folder, but for some names and hidden ones; links are followed.
-
-    Args:
-        source: The folder.
-        folder: Exists.
-        besides: Names in the folder that stay behind.
-    """
+    """Copy what lies in a folder, but for some names and hidden ones; links are followed."""
     for path in sorted(source.iterdir()):
         if path.name in besides or path.name.startswith("."):
             continue

@@ -50,10 +50,6 @@ class ClaimedRun:
 def claim(config: TrainConfig, again: Path | None = None) -> ClaimedRun:
     """Make (or with `--resume` find) the run's folder, become its owner and write its config.json.
 
-    Args:
-        config: Of the run.
-        again: Folder of a run that torchrun starts again, which went wrong before its first checkpoint.
-
     Raises:
         FolderInUse: A process of the run lives. Nothing was changed.
         ConfigError: The folder exists without `--resume`, nothing can be resumed, or it cannot be written.

@@ -139,10 +139,7 @@ def _wait_for(handle: int, run_dir: Path) -> bool | None:
 
 
 def _share(handle: int, run_dir: Path) -> None:
-    """Turn the exclusive lock into a shared one.
-
-    The kernel does it in two steps, so another one may get in between; then the folder names that one.
-    """
+    """Turn the exclusive lock into a shared one."""
     until = time.monotonic() + _MOMENT
     while not _take(handle, fcntl.LOCK_SH) and time.monotonic() < until:
         time.sleep(_POLL)
@@ -170,10 +167,6 @@ def join(run_dir: Path) -> RunLock:
 @contextmanager
 def owned(run_dir: Path, what: str) -> Iterator[None]:
     """Own a run folder for the time of a command that changes it.
-
-    Args:
-        run_dir: A run's folder; one without config.json is no run and is not locked.
-        what: The command, for the error.
 
     Raises:
         FolderInUse: The run is alive.
@@ -213,10 +206,6 @@ def left_by(run_dir: Path) -> Owner | None:
 @contextmanager
 def kept_unowned(run_dir: Path, what: str) -> Iterator[None]:
     """Keep a run from beginning in a folder, which nobody owns; what the lock says of its last owner stays.
-
-    Args:
-        run_dir: A run's folder.
-        what: What is done meanwhile, for the error.
 
     Raises:
         FolderInUse: The run is alive, or another command changes its folder.

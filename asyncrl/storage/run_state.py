@@ -128,12 +128,7 @@ def summarise(folder: Path) -> RunSummary:
 
 
 def state_of(folder: Path, *, finished: bool) -> State:
-    """Tell what became of a run.
-
-    Args:
-        folder: Of the run.
-        finished: Whether it made all its updates.
-    """
+    """Tell what became of a run."""
     if run_lock.owner(folder) is not None:
         return State.RUNNING
     if run_lock.left_by(folder) is not None:
@@ -151,9 +146,6 @@ def newest_rows(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Read the newest row of an update in a metrics.jsonl, and the newest of a true measurement.
 
     A measurement has a row of its own, with the number of an earlier update.
-
-    Args:
-        path: Of the file; one that is not there has no rows.
 
     Returns:
         Both rows; empty for one that the end of the file does not have.

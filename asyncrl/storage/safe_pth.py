@@ -63,9 +63,6 @@ def load_pth(path: Path) -> Any:
 
     Returns:
         Tensors of any shape and dtype on the CPU, in the containers of the file.
-
-    Raises:
-        CheckpointError: The file is broken, or holds something that only code could read; names it.
     """
     mapped = zipfile.is_zipfile(path)  # files of PyTorch before 1.6 cannot be mapped
     try:

@@ -54,10 +54,6 @@ class TensorFiles:
     def __init__(self, source: Path | Sequence[Path], *, rename: Callable[[str], str] = str) -> None:
         """Read the headers.
 
-        Args:
-            source: A file, a folder with `model.safetensors` or its shards and their index, or several files.
-            rename: Maps the names in the files to the names used here.
-
         Raises:
             CheckpointError: a file is missing, truncated or holds something else than tensors, the index and
                 the files do not agree, or two tensors have one name.
@@ -136,7 +132,6 @@ class TensorFiles:
         """Compare names, shapes and types with what a policy needs; reads no numbers.
 
         Args:
-            expected: Shape by name.
             optional: Names in `expected` that may be absent.
 
         Raises:
@@ -158,7 +153,6 @@ class TensorFiles:
         """Return one tensor on the CPU, as its file has it or `changes` makes it. Any thread may call this.
 
         Args:
-            name: Of the tensor.
             buffer: ``[bytes]`` uint8 on the CPU, at least as large: whose memory the tensor gets. None: it
                 gets memory of its own.
 
@@ -184,7 +178,6 @@ class TensorFiles:
         """Read tensors one after the other, the next few of them ahead on other threads.
 
         Args:
-            names: In the order wanted.
             what: Shown beside a progress bar when it takes longer than two seconds.
 
         Yields:
@@ -213,11 +206,6 @@ class TensorFiles:
 
 def check_fit(module: nn.Module, files: TensorFiles, *, unused: bool = True) -> None:
     """Check that `files` hold all tensors of `module`, in its shapes. Reads no number.
-
-    Args:
-        module: On any device, also meta.
-        files: Its weights, under its names.
-        unused: Whether the files may hold more; what they hold is reported in the log by name.
 
     Raises:
         CheckpointError: A tensor is missing or has the wrong shape; names file, tensor and both shapes.
@@ -253,10 +241,7 @@ def fill(
     """Give `module` (which may live on the meta device) the weights of `files`, one tensor at a time.
 
     Args:
-        module: Receives tensors of its own, on `device`.
-        files: Its weights, under its names.
         dtype: Floating-point type of the weights afterwards; whole numbers stay what they are.
-        device: Where the weights go.
         exact: Names of weights that become float32 instead; the module may have none of these names.
 
     Raises:

@@ -34,8 +34,6 @@ def write_folder(
     """Write the weight files of a folder; those that were there are replaced, each as a whole.
 
     Args:
-        folder: Exists.
-        specs: What the files will hold, in their order.
         tensors: Name and tensor in the order of `specs`, each of its shape there, any dtype and device; it is
             cast to its dtype there and may be freed after.
         shard_bytes: Size above which a further file is begun. One file is called `model.safetensors`.
@@ -81,8 +79,6 @@ def write_file(path: Path, specs: Mapping[str, Spec], tensors: Iterator[tuple[st
     """Write one safetensors file, tensor by tensor; it appears under its name when it is complete.
 
     Args:
-        path: Of the file.
-        specs: What it will hold, in its order.
         tensors: Gives name and tensor of at least these, in this order, each of its shape there, any dtype
             and device; no more than these are taken.
     """

@@ -110,11 +110,7 @@ class SafetensorsFile:
             ) from error
 
     def read(self, stored: str, into: Tensor) -> None:
-        """Read a tensor into one of its shape and dtype, contiguous, on the CPU. Any thread may call this.
-
-        Raises:
-            CheckpointError: The file cannot be read, or became shorter.
-        """
+        """Read a tensor into one of its shape and dtype, contiguous, on the CPU. Any thread may call this."""
         try:
             with self.path.open("rb", buffering=0) as file:
                 file.seek(self.headers[stored].begin)

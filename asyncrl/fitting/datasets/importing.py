@@ -27,7 +27,6 @@ def import_data_sets(data_sets: Sequence[DataSet], folder: Path) -> int:
     """Write recordings of data sets that look alike, or nothing; return how many episodes.
 
     Args:
-        data_sets: Open ones.
         folder: New; see `collect.must_be_new`.
 
     Raises:
@@ -69,10 +68,7 @@ def _spec_of(data_set: DataSet) -> SimulatorSpec:
 def _in_parts(
     episodes: Iterator[SimulatedEpisode] | tqdm[SimulatedEpisode],
 ) -> Iterator[Iterator[SimulatedEpisode]]:
-    """Divide a stream into files of at most `EPISODES_PER_PART`, fewer of long episodes.
-
-    Every part has to be read to its end before the next one.
-    """
+    """Divide a stream into files of at most `EPISODES_PER_PART`, fewer of long episodes."""
     stream = iter(episodes)
     for first in stream:
         nbytes = first.frames.nbytes + first.more_frames.nbytes

@@ -57,11 +57,7 @@ def is_lerobot(path: Path) -> bool:
 
 
 def require_packages(path: Path) -> None:
-    """Refuse a folder that cannot be read for lack of packages.
-
-    Raises:
-        ConfigError: pyarrow or PyAV is not installed.
-    """
+    """Refuse a folder that cannot be read for lack of packages."""
     missing = [name for name in ("pyarrow", "av") if find_spec(name) is None]
     if missing:
         raise ConfigError(
@@ -86,12 +82,7 @@ class LeRobotFolder:
     """`DataSet` of one folder."""
 
     def __init__(self, path: Path, settings: DataSetSettings) -> None:
-        """Look into the folder, without its rows and pictures.
-
-        Raises:
-            ConfigError: A key that was asked for is not there (those there are, are listed), the folder is
-                damaged or of another version, or a package is missing.
-        """
+        """Look into the folder, without its rows and pictures."""
         require_packages(path)
         self.path = path
         self._settings = settings

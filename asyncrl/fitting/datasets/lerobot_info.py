@@ -23,11 +23,7 @@ VIDEO: Final = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}
 
 
 def read_info(path: Path) -> tuple[dict[str, dict[str, Any]], float, str]:
-    """Return a folder's features, its steps per second and the robot, if that is said.
-
-    Raises:
-        ConfigError: The folder is of another version, or damaged.
-    """
+    """Return a folder's features, its steps per second and the robot, if that is said."""
     try:
         info = load_json(path / INFO, dict)
         check_types(info, {"codebase_version": str, "fps": float, "features": dict})

@@ -28,11 +28,7 @@ PICTURES_AT_ONCE: Final = 32
 
 @contextmanager
 def reading_table(path: Path) -> Iterator[None]:
-    """Say what is wrong with a parquet file with its name.
-
-    Raises:
-        ConfigError: It cannot be read.
-    """
+    """Say what is wrong with a parquet file with its name."""
     import pyarrow as pa  # pyright: ignore[reportMissingImports]
 
     try:
@@ -59,11 +55,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def columns_of(path: Path) -> list[str]:
-    """Return the names of the columns of a file.
-
-    Raises:
-        ConfigError: It cannot be read.
-    """
+    """Return the names of the columns of a file."""
     with _opened(path) as file:
         return list(file.schema_arrow.names)
 
@@ -71,16 +63,8 @@ def columns_of(path: Path) -> list[str]:
 def batches(path: Path, columns: Sequence[str], *, rows: int = ROWS_AT_ONCE) -> Iterator[Any]:
     """Read a file some rows at a time.
 
-    Args:
-        path: Of the file.
-        columns: Names of those that are read.
-        rows: At most, at a time.
-
     Yields:
         Batches of Arrow.
-
-    Raises:
-        ConfigError: It cannot be read, lacks a column, or declares more than is read.
     """
     with _opened(path) as file:
         there = file.schema_arrow.names
@@ -100,11 +84,7 @@ def batches(path: Path, columns: Sequence[str], *, rows: int = ROWS_AT_ONCE) -> 
 
 
 def numbers_in(batch: Any, column: str) -> NDArray[Any]:
-    """Return a column of numbers, or of lists of equally many: ``[T, n]``.
-
-    Raises:
-        ValueError: It holds something else, or rows without a value.
-    """
+    """Return a column of numbers, or of lists of equally many: ``[T, n]``."""
     import pyarrow as pa  # pyright: ignore[reportMissingImports]
 
     array = batch.column(batch.schema.get_field_index(column))
@@ -126,11 +106,7 @@ def numbers_in(batch: Any, column: str) -> NDArray[Any]:
 
 
 def texts_in(batch: Any, column: str) -> list[str]:
-    """Return a column of texts.
-
-    Raises:
-        ValueError: It holds something else.
-    """
+    """Return a column of texts."""
     found = batch.column(batch.schema.get_field_index(column)).to_pylist()
     if not all(isinstance(text, str) for text in found):
         raise ValueError(f"{column} does not hold texts")
@@ -141,13 +117,7 @@ class RowStream:
     """Rows of a file in their order, as many at a time as an episode has."""
 
     def __init__(self, path: Path, columns: Sequence[str], *, pictures: Sequence[str] = ()) -> None:
-        """Open a file.
-
-        Args:
-            path: Of the file.
-            columns: Of numbers.
-            pictures: Columns of pictures as files, which are left packed.
-        """
+        """Open a file."""
         self._columns, self._pictures = tuple(columns), tuple(pictures)
         rows = PICTURES_AT_ONCE if pictures else ROWS_AT_ONCE
         self._path = path
@@ -158,14 +128,8 @@ class RowStream:
     def take(self, count: int) -> Iterator[tuple[dict[str, NDArray[Any]], dict[str, list[bytes]]]]:
         """Return the next rows, in one or several pieces.
 
-        Args:
-            count: Of the rows.
-
         Yields:
             Numbers ``[n, ...]`` and pictures (their files) by column, of ``n`` rows.
-
-        Raises:
-            ConfigError: The file has fewer rows, or cannot be read.
         """
         while count:
             if self._batch is None or self._used == len(self._batch):

@@ -37,13 +37,8 @@ class Movie:
         """Open it.
 
         Args:
-            path: An mp4.
             size: Height and width that its frames must have, in pixels.
             rate: Frames per second.
-            placing: What becomes of every frame.
-
-        Raises:
-            ConfigError: It cannot be read, or has frames of another size.
         """
         import av  # pyright: ignore[reportMissingImports]
 
@@ -69,12 +64,8 @@ class Movie:
         """Decode some frames of an episode.
 
         Args:
-            begin: Seconds at which the episode begins; not before what was read last.
             steps: ``[n]`` of the episode, rising.
             into: ``[n, H, W, 3]`` of the placed frames, which are written to it.
-
-        Raises:
-            ConfigError: There is no frame at one of the times, or it cannot be decoded.
         """
         with _reading(self.path):
             for place, step in enumerate(steps.tolist()):

@@ -76,14 +76,10 @@ def decoded(content: bytes, size: Sequence[int] = ()) -> NDArray[np.uint8]:
     """Read a file with one picture, of any of `FORMATS`.
 
     Args:
-        content: Of the file.
         size: Height and width that it must have; none: any up to `PIXELS`.
 
     Returns:
         ``[H, W, 3]`` uint8.
-
-    Raises:
-        ValueError: It is no such picture, or has another size.
     """
     from PIL import Image
 
@@ -99,11 +95,7 @@ def decoded(content: bytes, size: Sequence[int] = ()) -> NDArray[np.uint8]:
 
 
 def check_resizable(height: int, width: int, placing: Placing, where: str) -> None:
-    """Refuse pictures that are stored larger than any that is read.
-
-    Raises:
-        ConfigError: They are; or are empty.
-    """
+    """Refuse pictures that are stored larger than any that is read."""
     if not 0 < max(height, width, *placing.size_of(height, width)) <= PIXELS or not min(height, width):
         raise ConfigError(
             f"{where} has pictures of {height} x {width} pixels, but at most {PIXELS} x {PIXELS} are read. "

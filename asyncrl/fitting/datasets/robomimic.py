@@ -89,12 +89,7 @@ class RobomimicFile:
     """`DataSet` of one file."""
 
     def __init__(self, path: Path, settings: DataSetSettings) -> None:
-        """Look into the file, without its pictures.
-
-        Raises:
-            ConfigError: A key that was asked for is not there (those there are, are listed), or the file is
-                damaged or of another layout.
-        """
+        """Look into the file, without its pictures."""
         self.path = path
         self._settings = settings
         self._placing = placing_of(settings)

@@ -81,11 +81,7 @@ _AUTOENCODERS: Final = {
 def fresh_config(
     size: Size, vae_size: Size, *, image_size: int, camera: Camera, motions: MotionStatistics
 ) -> EvacConfig:
-    """Return the sizes of a fresh world: tiny 3.6 and small 13 million parameters beside the autoencoder's.
-
-    Raises:
-        ValueError: The networks cannot cut the pictures into their latents.
-    """
+    """Return the sizes of a fresh world: tiny 3.6, small 13 million parameters without the autoencoder."""
     channels = _CHANNELS[size]
     width = 2 * channels
     encoder = ImageEncoderConfig(width=width, layers=3, heads=4, mlp=4 * width, patch=8, size=64)
@@ -231,11 +227,7 @@ def windows(
     """Cut episodes into windows, one behind every frame with eight more behind it.
 
     Args:
-        recordings: With a decision.
-        latents: A latent of every frame.
         poses_F8: ``[F, 8]`` float32 of the hand, on the device of the maps.
-        maps_FZhw: Of `EvacFit.encode_maps`.
-        config: Of the world.
     """
     device = maps_FZhw.device
     before_F8 = poses_F8.roll(1, 0)
@@ -270,12 +262,7 @@ def fit_unet(
     """Train the network and what makes its tokens. See `worlds.evac.training.chunk_loss`.
 
     Args:
-        networks: Trained in place, on the device of the latents.
-        config: Of the world.
-        windows: See `windows`.
         pictures: ``[F, H, W, 3]`` uint8, as recorded: the image encoder sees the first of an episode.
-        schedule: Its batch is of windows.
-        names: Of the networks that are trained, some of `trained_names`.
 
     Returns:
         Mean loss of the last tenth.

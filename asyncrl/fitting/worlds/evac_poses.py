@@ -55,11 +55,7 @@ CAMERAS: Final = MappingProxyType(
 
 
 def check_poses(recordings: Recordings) -> None:
-    """Check that it is known of every frame where the hand is.
-
-    Raises:
-        ConfigError: It is not.
-    """
+    """Check that it is known of every frame where the hand is."""
     if len(recordings.poses) != len(recordings.frames):
         raise ConfigError(
             "--data has recordings without poses of the robot's hand, which a world of kind evac is told. "
@@ -71,11 +67,7 @@ def camera_of(simulator: str, file: str) -> Camera:
     """Say where the camera stands.
 
     Args:
-        simulator: That the recordings were made in.
         file: JSON object with numbers of `Camera`; what it leaves out is as published. Empty: as is known.
-
-    Raises:
-        ConfigError: The camera is not known, or the file does not describe one.
     """
     if not file:
         for name, camera in CAMERAS.items():
@@ -100,11 +92,7 @@ def camera_of(simulator: str, file: str) -> Camera:
 
 
 def measured_motions(recordings: Recordings) -> MotionStatistics:
-    """Measure mean and deviation of what moves from one frame to the next, the same for both arms.
-
-    Args:
-        recordings: With poses.
-    """
+    """Measure mean and deviation of what moves from one frame to the next, the same for both arms."""
     after = np.delete(np.arange(len(recordings.poses)), recordings.offsets[:-1])
     plain = MotionStatistics(mean=(0.0,) * 12, std=(1.0,) * 12, stride=1)
     poses, before = (torch.from_numpy(recordings.poses[rows])[None] for rows in (after, after - 1))
@@ -124,7 +112,6 @@ def prepare_poses(model: PoseModel, poses_F8: NDArray[np.float32]) -> None:
     goes through both layers in twice eight of their channels, and the others add nothing yet.
 
     Args:
-        model: At least 16 channels wide, on the CPU.
         poses_F8: ``[F, 8]`` recorded poses.
     """
     model.abs_action_mean.copy_(torch.from_numpy(poses_F8.mean(0)))
@@ -145,7 +132,6 @@ def pose_loss(model: PoseModel, actions_BC7: Tensor, poses_BC8: Tensor, first_B8
     The model goes on from its own poses, as in imagination: an error of each step is one of the next.
 
     Args:
-        model: Of poses.
         actions_BC7: ``[B, C, 7]`` float32.
         poses_BC8: ``[B, C, 8]`` float32: where they took the hand.
         first_B8: ``[B, 8]`` float32: where it was before.
@@ -162,7 +148,6 @@ def fit_poses(model: PoseModel, recordings: Recordings, schedule: Schedule) -> f
 
     Args:
         model: Trained in place, in float32.
-        recordings: With poses.
         schedule: Its number of steps, but at most `STEPS`, and its seed; it is small and learns fast.
 
     Returns:
@@ -188,10 +173,6 @@ def followed_poses(model: PoseModel, recordings: Recordings) -> Tensor:
     That is what the network is told there. Trained on the recorded poses, it would take these for as exact as
     those and draw the hand where they say; trained on these, it learns what they are worth beside the last
     picture, which shows where the hand was.
-
-    Args:
-        model: Of poses, fitted.
-        recordings: With poses, of which the first of each episode is used.
 
     Returns:
         ``[F, 8]`` float32, on the model's device.

@@ -49,7 +49,6 @@ class FrameAutoencoder:
         Args:
             network: With ``encoder``, ``quant_conv``, ``post_quant_conv`` and ``decoder``.
             channels: ``Z``.
-            scale: What its world multiplies latents by.
         """
         self.network = network
         self.channels = channels
@@ -93,11 +92,7 @@ class FrameAutoencoder:
         out.weight *= std_Z[:, None, None]
 
     def take(self, source: FrameAutoencoder) -> None:
-        """Take over the weights of another one, so that both worlds' latents of a frame are the same.
-
-        Raises:
-            ConfigError: It has other layers.
-        """
+        """Take over the weights of another one, so that both worlds' latents of a frame are the same."""
         own, given = self.network.state_dict(), source.network.state_dict()
         if {name: tensor.shape for name, tensor in own.items()} != {n: t.shape for n, t in given.items()}:
             count, other = (sum(tensor.numel() for tensor in tensors.values()) for tensors in (own, given))
@@ -160,7 +155,6 @@ def encode_each(
         encode: Turns ``[N, 3, H, W]`` in [-1, 1] into ``[N, Z, h, w]``.
         recordings: ``F`` frames.
         shape: ``Z, h, w``.
-        device: Of the network and of the latents.
 
     Returns:
         A latent of every frame, so that row i of `Latents.all` is that of frame i.
@@ -183,9 +177,7 @@ def redraw_each(
 
     Args:
         encode: Turns ``[N, 3, H, W]`` in [-1, 1] into ``[N, Z, h, w]``.
-        decode: The way back, not clamped.
         recordings: ``F`` frames.
-        device: Of the network.
     """
     count, height, width, _ = recordings.frames.shape
     drawn = FrameFile((count, height, width, 3))

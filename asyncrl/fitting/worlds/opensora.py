@@ -163,13 +163,7 @@ def last_frames(seen: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def windows(recordings: Recordings, latents: Latents, action_range: ActionRange) -> Windows:
-    """Cut episodes into windows, one behind every frame with eight more behind it.
-
-    Args:
-        recordings: With a decision, of the world's width of actions.
-        latents: A latent of every frame.
-        action_range: What actions are scaled by.
-    """
+    """Cut episodes into windows, one behind every frame with eight more behind it."""
     device = latents.all.device
     actions = to_device(recordings.actions, device)
     return Windows(
@@ -181,11 +175,6 @@ def windows(recordings: Recordings, latents: Latents, action_range: ActionRange)
 
 def fit_transformer(transformer: STDiT3, windows: Windows, schedule: Schedule) -> float:
     """Train by rectified flow on the new frames. See `worlds.opensora.training.window_loss`.
-
-    Args:
-        transformer: Trained in place, on the device of the latents.
-        windows: See `windows`.
-        schedule: Its batch is of windows.
 
     Returns:
         Mean loss of the last tenth.

@@ -190,16 +190,10 @@ def fit_transformer(
     """Train by flow matching on the two new latents; the memory latent is noised (see `window_loss`).
 
     Args:
-        transformer: Trained in place, on the device of the latents.
-        windows: See `windows`; on the device of the transformer, or on the CPU.
-        schedule: Its batch is of windows.
         context_sigma: Noise level of the memory latent, in [0, 1].
 
     Returns:
         Mean loss of the last tenth.
-
-    Raises:
-        ConfigError: The batch cannot be shared out evenly.
     """
     shares = Shares.of(schedule.batch, schedule.ranks, schedule.micro_batch)
     return minimise(

@@ -98,8 +98,6 @@ def encode_recordings(
     """Encode every episode as one stream; the last frame is repeated where the length asks for it.
 
     Args:
-        vae: The same on all ranks.
-        recordings: The same on all ranks.
         kept: Where the latents are put; None: on the VAE's device. With several ranks the CPU.
         ranks: Each encodes some batches of episodes, and all get all latents; a collective.
 
@@ -141,11 +139,7 @@ def _batches(lengths: NDArray[np.int64], device: torch.device, picture_bytes: in
 
 
 def _shared_out(episodes: list[int], most: int) -> list[list[int]]:
-    """Part episodes into as few batches as can be, of equal sizes: the last one is not smaller by far.
-
-    >>> _shared_out([1, 2, 3, 4, 5], 4)
-    [[1, 2, 3], [4, 5]]
-    """
+    """Part episodes into as few batches as can be, of equal sizes: the last one is not smaller by far."""
     return [part.tolist() for part in np.array_split(np.array(episodes), -(-len(episodes) // most))]
 
 
@@ -164,11 +158,6 @@ def _whole_groups(recordings: Recordings, episode: int, frames: int) -> Tensor:
 @torch.no_grad()
 def redraw(vae: WanVae, latents: Latents, recordings: Recordings) -> FrameFile:
     """Decode encoded episodes back to frames.
-
-    Args:
-        vae: Encoded the episodes.
-        latents: See `encode_recordings`.
-        recordings: What was encoded.
 
     Returns:
         ``[F, H, W, 3]`` uint8, in the recordings' order, in a temporary file.

@@ -48,12 +48,7 @@ def windows(recordings: Recordings, latents: Latents, scale: ActionScale | None 
     2k + 3; its actions are the dummy, the last 4 and the 8 new ones.
 
     Args:
-        recordings: With a decision.
-        latents: Of all episodes.
         scale: Of the actions; None: raw.
-
-    Raises:
-        ConfigError: No episode has a decision.
     """
     check_recordings(recordings)
     dummy = dummy_action(recordings.actions.shape[1])

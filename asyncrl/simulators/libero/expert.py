@@ -227,7 +227,6 @@ def rotation_between(now: NDArray[np.float64], wanted: NDArray[np.float64]) -> N
 
     Args:
         now: ``[3, 3]`` axes as columns.
-        wanted: Likewise; turned by less than 180 degrees.
 
     Example:
         >>> rotation_between(np.eye(3), turned_about_z(0.5)).round(6).tolist()

@@ -49,11 +49,7 @@ class LightReport:
 
 
 def light_files(suite: str) -> dict[str, str]:
-    """Return what `make_light` made of a suite: paths of the package's files, and of those in their place.
-
-    Raises:
-        AssetError: Nothing was made, or for another version of the package.
-    """
+    """Return what `make_light` made of a suite: paths of the package's files, and of those in their place."""
     index = _index(suite)
     remedy = f"Make them: asyncrl simulators lite {suite}"
     if not index.is_file():
@@ -74,10 +70,8 @@ def make_light(
     """Make the light files of all scenes of a suite, in place of those that were made before.
 
     Args:
-        suite: Its name.
         faces: That a shape keeps at most.
         texture: Pixels that a texture's longer side keeps at most.
-        say: Told of each task.
 
     Raises:
         ConfigError: See `check_versions`; or what simplifies shapes is not installed.

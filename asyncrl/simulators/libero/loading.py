@@ -44,11 +44,7 @@ _QUIET_LOGGERS: Final = ("robosuite_logs",)
 
 
 def check_versions() -> None:
-    """Check what is installed, by its metadata: nothing is imported.
-
-    Raises:
-        ConfigError: A distribution is missing, of another version, or takes another one's place.
-    """
+    """Check what is installed, by its metadata: nothing is imported."""
     found = {name: _version(name) for name in TESTED}
     if missing := [name for name, version in found.items() if not version]:
         raise ConfigError(
@@ -84,11 +80,7 @@ def cache_folder() -> Path:
 
 @functools.cache
 def libero_package() -> Path:
-    """Return the folder of `libero.libero`, which holds tasks and stored starts.
-
-    Raises:
-        ConfigError: As `check_versions`.
-    """
+    """Return the folder of `libero.libero`, which holds tasks and stored starts."""
     check_versions()
     spec = importlib.util.find_spec("libero")
     if spec is None or not spec.submodule_search_locations:
@@ -100,11 +92,7 @@ def libero_package() -> Path:
 
 @functools.cache
 def load_robosuite() -> types.ModuleType:
-    """Import robosuite and LIBERO's scenes; return the module `libero.libero.envs`.
-
-    Raises:
-        ConfigError: As `check_versions`.
-    """
+    """Import robosuite and LIBERO's scenes; return the module `libero.libero.envs`."""
     check_versions()
     load_mujoco()
     os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_folder() / "numba"))

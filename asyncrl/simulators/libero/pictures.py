@@ -110,12 +110,7 @@ class Pictures:
 
 
 def drawing_device() -> str:
-    """Return which EGL device draws, by its number: the first that CUDA may use. Empty: EGL's first.
-
-    Raises:
-        ConfigError: ``CUDA_VISIBLE_DEVICES`` names devices otherwise than by numbers.
-        AssetError: There is no OpenGL library.
-    """
+    """Return which EGL device draws, by its number: the first that CUDA may use. Empty: EGL's first."""
     if require_backend() != "egl" or os.environ.get("MUJOCO_EGL_DEVICE_ID"):
         return ""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip()

@@ -81,11 +81,7 @@ class Scene:
         """Begin an episode.
 
         Args:
-            entropy: What all random draws follow from.
             stored: ``[1 + positions + velocities]``, the state to begin in; None: a random one.
-
-        Raises:
-            ConfigError: The stored state is of another scene, or no random layout was found.
         """
         env = self._env
         with quiet(), numpy_generator(entropy):
@@ -179,10 +175,7 @@ class Scene:
         self.sim.model.body_quat[body] = fixture.rotation
 
     def _watch(self) -> None:
-        """Look at cameras and state when the official environment does, and at nothing else.
-
-        An observable of the same rate as the cameras' is due at the same physics step.
-        """
+        """Look at cameras and state when the official environment does, and at nothing else."""
         observables = importlib.import_module("robosuite.utils.observables")
 
         @observables.sensor(modality="image")
@@ -270,12 +263,7 @@ def _take_over_fixtures(env: Any) -> list[_Fixture]:
 
 
 def build_environment(bddl: Path, files: Mapping[str, str]) -> Any:
-    """Construct robosuite's environment as the official wrapper does, but for cameras and resets.
-
-    Args:
-        bddl: The task's file.
-        files: Paths of shapes and textures, and of what is read in their place.
-    """
+    """Construct robosuite's environment as the official wrapper does, but for cameras and resets."""
     robosuite = importlib.import_module("robosuite")
     parser = importlib.import_module("libero.libero.envs.bddl_utils")
     kinds = importlib.import_module("libero.libero.envs.bddl_base_domain").TASK_MAPPING

@@ -87,10 +87,7 @@ def simplified(shape: Shape, faces: int) -> Shape:
 
 
 def _laid_on(shape: Shape, corners: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return texture places ``[F, 3, 2]`` of new faces, from the old face nearest to each.
-
-    A new face takes all three from one old face, continued over its edges, so that none spans a seam.
-    """
+    """Return texture places ``[F, 3, 2]`` of new faces, from the old face nearest to each."""
     tree: Any = importlib.import_module("scipy.spatial").cKDTree(shape.points[shape.faces].mean(axis=1))
     nearest = tree.query(corners.mean(axis=1))[1]
     assert shape.texture is not None
@@ -118,11 +115,7 @@ def point_normals(points: NDArray[np.float64], faces: NDArray[np.int32]) -> NDAr
 
 
 def load_simplifier() -> Callable[..., Any]:
-    """Return what reduces the faces of a shape.
-
-    Raises:
-        ConfigError: It is not installed.
-    """
+    """Return what reduces the faces of a shape."""
     try:
         return importlib.import_module("fast_simplification").simplify
     except ModuleNotFoundError as error:

@@ -177,11 +177,7 @@ class LiberoSuite:
     def expert(
         self, place: int, settings: Demonstrator, rng: np.random.Generator
     ) -> Callable[[], NDArray[np.float32]]:
-        """Return what chooses the next action: see `HasExpert.expert`.
-
-        Raises:
-            ConfigError: There is none for the task.
-        """
+        """Return what chooses the next action: see `HasExpert.expert`."""
         if self._scene is None or place != 0:
             raise ConfigError(f"an expert of {self.suite} begins after a reset of place 0, not of {place}.")
         plans = PLANS.get(self.suite, {})

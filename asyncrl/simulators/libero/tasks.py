@@ -20,11 +20,7 @@ SUITES: Final = ("libero_spatial", "libero_object", "libero_goal", "libero_10", 
 
 @functools.cache
 def task_names(suite: str) -> tuple[str, ...]:
-    """Return the names of a suite's tasks in the benchmark's order, as the files are called.
-
-    Raises:
-        ConfigError: See `check_versions`.
-    """
+    """Return the names of a suite's tasks in the benchmark's order, as the files are called."""
     libero_package()
     with quiet():
         tasks = importlib.import_module("libero.libero.benchmark.libero_suite_task_map")
@@ -50,11 +46,7 @@ def bddl_file(suite: str, task_id: int) -> Path:
 
 @functools.lru_cache(maxsize=16)
 def stored_states(suite: str, task_id: int) -> NDArray[np.float64]:
-    """Read the stored starts of a task, ``[50, numbers of its state]``.
-
-    Raises:
-        ConfigError: They are not there or damaged.
-    """
+    """Read the stored starts of a task, ``[50, numbers of its state]``."""
     file = libero_package() / "init_files" / suite / f"{task_names(suite)[task_id]}.pruned_init.npz"
     try:
         with np.load(file, allow_pickle=False) as archive:

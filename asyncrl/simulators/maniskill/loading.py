@@ -13,12 +13,7 @@ from asyncrl.simulators.maniskill.vulkan import PIP, load_sapien, require_device
 
 
 def load_maniskill(name: str, task: ManiSkillTask, module: str) -> Any:
-    """Import ManiSkill and return gymnasium, where the environment is registered.
-
-    Raises:
-        AssetError: ManiSkill, a device to draw with, or files of the task are missing.
-        ConfigError: `module` cannot be imported.
-    """
+    """Import ManiSkill and return gymnasium, where the environment is registered."""
     require_device()
     logging.getLogger("mani_skill").setLevel(logging.ERROR)  # It warns of how its own tasks are written.
     try:

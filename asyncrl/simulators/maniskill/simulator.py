@@ -136,11 +136,7 @@ class ManiSkill:
         )
 
     def reset(self, places: Sequence[int], starts: Sequence[SimStart]) -> Seen:
-        """Begin one episode in each place, alone: in a batch, its draws would depend on its neighbours.
-
-        Raises:
-            ConfigError: A stored start.
-        """
+        """Begin one episode in each place, alone: in a batch, its draws would depend on its neighbours."""
         tasks = []
         for place, start in zip(places, starts, strict=True):
             if start.trial >= 0:
@@ -162,11 +158,7 @@ class ManiSkill:
         return self.look(places)._replace(tasks=tuple(tasks))
 
     def step(self, places: Sequence[int], actions: NDArray[np.float32], *, draw: bool) -> Stepped:
-        """See `Simulator.step`.
-
-        Raises:
-            ValueError: A place has no episode under way, or an action is not finite or of another width.
-        """
+        """See `Simulator.step`."""
         rows, width = list(places), self.spec.action_dim
         if actions.shape != (len(rows), width) or not np.isfinite(actions).all():
             raise ValueError(f"actions must be finite [{len(rows)}, {width}], got shape {actions.shape}")
@@ -358,10 +350,7 @@ def _bounds(space: Any) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
 
 
 def _signs(task: ManiSkillTask, width: int) -> NDArray[np.float64]:
-    """Return ``[A]`` signs between our convention and ManiSkill's.
-
-    ManiSkill 3.0.1 multiplies rotations of `pd_ee_delta_pose` with their lower bound, a negative number.
-    """
+    """Return ``[A]`` signs between our convention and ManiSkill's."""
     if task.robot == "hand":
         return np.ones(width)
     rotation = 1.0 if task.published else -1.0

@@ -24,11 +24,7 @@ _RAY_TRACING: Final = "SAPIEN_DISABLE_RAY_TRACING"
 
 
 def load_sapien() -> Any:
-    """Import SAPIEN.
-
-    Raises:
-        AssetError: The extra is not installed.
-    """
+    """Import SAPIEN."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # It says that it brings a Vulkan loader of its own.

@@ -86,9 +86,6 @@ class Table:
                 [-1, 1]. Translations scale with `TRANSLATION` and rotations, a rotation vector about the
                 world axes, with `ROTATION`, both from the present tool pose; gripper > 0 closes the
                 fingers, else they open.
-
-        Raises:
-            ValueError: The action does not have 7 finite numbers.
         """
         clipped = np.clip(np.asarray(action, np.float64), -1, 1)
         if clipped.shape != (ACTION_DIM,) or not np.isfinite(clipped).all():
@@ -181,10 +178,7 @@ class Table:
             self._mujoco.mj_step(self.model, self.data, _IK_EVERY)
 
     def _joint_goal(self) -> NDArray[np.float64]:
-        """Compute joint angles ``[7]`` one damped-least-squares step towards the goal pose.
-
-        The redundant joint is drawn home; damping keeps the step finite near singular postures.
-        """
+        """Compute joint angles ``[7]`` one damped-least-squares step towards the goal pose."""
         angles = self.data.qpos[:7]
         turn = self._goal_rotation @ self.data.site_xmat[self._tool].reshape(3, 3).T
         error = np.concatenate([self._goal_position - self.data.site_xpos[self._tool], skew_part(turn)])
