@@ -16,8 +16,8 @@ from typing import Final, NoReturn
 from asyncrl import __version__
 from asyncrl.commands.table import COMMANDS
 from asyncrl.errors import AsyncRLError, ConfigError, first_line
-from asyncrl.observability.layout import hanging
-from asyncrl.observability.process_end import expect_exit
+from asyncrl.observability.console import hanging
+from asyncrl.observability.signals import expect_exit
 
 
 def usage() -> str:

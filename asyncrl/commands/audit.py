@@ -135,7 +135,7 @@ def _write_curves(
     from asyncrl.evaluation.audit import Audit
     from asyncrl.evaluation.audit_curves import write_curves
     from asyncrl.launch.run_settings import run_of
-    from asyncrl.observability.run_facts import start_command
+    from asyncrl.observability.logger import start_command
 
     run_dir = run_of(config.checkpoint)
     found = {_version_of(versions[name]): Audit.of(episodes) for name, episodes in audited.items()}

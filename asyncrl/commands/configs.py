@@ -9,7 +9,7 @@ from typing import Final
 import tyro
 
 import asyncrl
-from asyncrl.observability.layout import hanging
+from asyncrl.observability.console import hanging
 
 
 @dataclass(frozen=True, kw_only=True)

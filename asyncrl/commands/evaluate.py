@@ -353,10 +353,8 @@ def _movie_writer(config: EvaluateConfig) -> Callable[[SimulatedEpisode], None] 
 
 def _write_curves(folder: Path, checkpoint: str, simulator: str, result: Evaluation) -> None:
     """Write the rates as one point of the curves eval/*: at the update that the checkpoint's name says."""
-    import time
-
-    from asyncrl.observability import curves
     from asyncrl.observability import metrics_training as m
+    from asyncrl.observability.logger import write_curves
 
     number = Path(checkpoint).name.rpartition("_")[2]
     step = int(number) if Path(checkpoint).name.startswith("update_") and number.isdecimal() else 0
@@ -367,10 +365,7 @@ def _write_curves(folder: Path, checkpoint: str, simulator: str, result: Evaluat
         m.EVAL_EPISODES: float(result.overall.episodes),
         m.EVAL_STEPS: result.mean_steps,
     }
-    (folder / simulator.replace(":", "_")).mkdir(parents=True, exist_ok=True)
-    file = curves.event_file(folder / simulator.replace(":", "_"))
-    now = time.time()
-    file.write_bytes(curves.beginning(step, now) + curves.Curves().scalars(step, values, now))
+    write_curves(folder / simulator.replace(":", "_"), {step: values})
 
 
 def table(result: Evaluation) -> str:

@@ -21,7 +21,7 @@ class List:
 
     def run(self) -> int:
         """Print one line each; what cannot be used here stands below, by the reason."""
-        from asyncrl.observability.layout import hanging
+        from asyncrl.observability.console import hanging
         from asyncrl.simulators.build import SimulatorSource
 
         unusable: dict[str, list[str]] = {}

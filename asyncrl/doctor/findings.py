@@ -11,8 +11,8 @@ from typing import Final
 
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import AsyncRLError
-from asyncrl.observability.layout import hanging
-from asyncrl.observability.process_end import BlockingThread
+from asyncrl.observability.console import hanging
+from asyncrl.observability.signals import BlockingThread
 from asyncrl.records import ActionSpec, SlotBytes, StartState
 
 

@@ -7,16 +7,14 @@ written beside those of a run that goes on would end the run's own curves.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
 from asyncrl.evaluation.audit import Audit
-from asyncrl.observability import curves
 from asyncrl.observability import metrics_training as m
+from asyncrl.observability.logger import write_curves as write_points
 from asyncrl.observability.metrics import Metric
-from asyncrl.storage.regular_files import make_folder
 
 FOLDER: Final = Path("tensorboard", "audit")
 _RATES: Final = {
@@ -55,9 +53,6 @@ def write_curves(run_dir: Path, audits: Mapping[int, Audit], command: str) -> Pa
     Raises:
         OSError: It cannot be written.
     """
-    folder, encoder, now = run_dir / FOLDER, curves.Curves(), time.time()
-    points = [encoder.scalars(version, metrics_of(audits[version]), now) for version in sorted(audits)]
-    make_folder(folder)
-    file = curves.event_file(folder)
-    file.write_bytes(curves.beginning(min(audits), now, command=command) + b"".join(points))
+    folder = run_dir / FOLDER
+    write_points(folder, {version: metrics_of(audit) for version, audit in audits.items()}, command)
     return folder

@@ -17,8 +17,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from asyncrl.observability.process_end import expect_exit
-from asyncrl.observability.signals import die_with_parent
+from asyncrl.observability.signals import die_with_parent, expect_exit
 from asyncrl.storage.regular_files import open_regular
 
 

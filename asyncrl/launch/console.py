@@ -14,7 +14,7 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.evaluation import evaluations_file
 from asyncrl.launch.simulated import simulator_named
 from asyncrl.observability import metrics_training as m
-from asyncrl.observability.metrics_logger import duration
+from asyncrl.observability.console import duration
 from asyncrl.observability.monitor_address import line_about
 from asyncrl.storage import asset_paths, checkpoint
 from asyncrl.storage.best_checkpoint import BEST

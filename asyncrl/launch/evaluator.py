@@ -53,10 +53,10 @@ def evaluator_main(config_json: str, run_dir_text: str, local_rank: str) -> None
 
     from asyncrl.launch.evaluation import evaluation_device, open_checkpoints
     from asyncrl.launch.own_device import make_current
-    from asyncrl.observability import descriptors
+    from asyncrl.observability import signals
     from asyncrl.storage import run_lock
 
-    descriptors.raise_limit()
+    signals.raise_limit()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     config, run_dir = (
         overlay(TrainConfig(), json.loads(config_json), "the run's settings"),

@@ -31,9 +31,8 @@ from asyncrl.launch.placement import Placement, checked_placement
 from asyncrl.launch.rendezvous import RunInfo
 from asyncrl.launch.supervisor import Supervisor
 from asyncrl.observability import process_status, waits
-from asyncrl.observability.process_end import BlockingThread
 from asyncrl.observability.process_log import logged_to
-from asyncrl.observability.signals import StopFlag
+from asyncrl.observability.signals import BlockingThread, StopFlag
 from asyncrl.observability.watchdog import Watchdog
 from asyncrl.storage import run_identity, run_lock
 

@@ -32,7 +32,7 @@ from asyncrl.weights.transports.in_process import InProcessPublisher, build_in_p
 
 if TYPE_CHECKING:
     from asyncrl.learner.learner import Learner
-    from asyncrl.observability.metrics_logger import MetricsLogger
+    from asyncrl.observability.logger import MetricsLogger
 
 
 class _Turns:

@@ -29,8 +29,7 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.errors import AttemptEnded, ConfigError
 from asyncrl.launch.children import log_errors
 from asyncrl.messaging.curve_keys import ClientKeys, load_client_keys
-from asyncrl.observability.descriptors import raise_limit
-from asyncrl.observability.signals import StopFlag, interrupts_raised
+from asyncrl.observability.signals import StopFlag, interrupts_raised, raise_limit
 from asyncrl.registry import MODELS
 
 if TYPE_CHECKING:

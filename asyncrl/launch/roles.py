@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from asyncrl.config.loading import overlay
 from asyncrl.config.run import TrainConfig
 from asyncrl.launch.rendezvous import RunInfo, local_rank, rank, ranks_here, status_folder, world_size
-from asyncrl.observability import descriptors, process_status, waits
+from asyncrl.observability import process_status, signals, waits
 from asyncrl.replay.replay import Replay, open_replay
 from asyncrl.replay.run_start import NEW_RUN, RunStart
 from asyncrl.storage import run_identity, run_lock
@@ -174,7 +174,7 @@ def open_run_replay(
 
 
 def _read(config_json: str, info_json: str) -> tuple[TrainConfig, RunInfo]:
-    descriptors.raise_limit()
+    signals.raise_limit()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     config = overlay(TrainConfig(), json.loads(config_json), "the run's settings")
     return config, RunInfo(**json.loads(info_json))

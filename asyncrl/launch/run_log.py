@@ -13,8 +13,7 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.errors import AsyncRLError
 from asyncrl.launch import rendezvous
 from asyncrl.observability import monitor_address, process_status, trackers
-from asyncrl.observability.metrics_logger import MetricsLogger
-from asyncrl.observability.run_facts import RunFacts, flat, start_command
+from asyncrl.observability.logger import MetricsLogger, flat, start_command
 from asyncrl.storage import provenance, run_lock
 from asyncrl.storage.run_folder import REPLAY
 
@@ -41,7 +40,8 @@ def opened(config: TrainConfig, start: LearnerStart) -> Iterator[MetricsLogger]:
         resume_step=start.version,
         log_every=config.log_every,
         evaluates=config.evaluate_every > 0,
-        about=RunFacts(settings=flat(dataclasses.asdict(config)), command=command),
+        settings=flat(dataclasses.asdict(config)),
+        command=command,
     )
     with ExitStack() as stack:
         sent = trackers.Trackers(config.log_with, start.run_dir, log.banner, command=command)

@@ -40,11 +40,10 @@ from asyncrl.launch.placement import (
     copies_of,
 )
 from asyncrl.launch.rendezvous import HOSTS, RunInfo
-from asyncrl.observability import descriptors, process_status
-from asyncrl.observability.console_stream import show_status, steady_console
+from asyncrl.observability import process_status, signals
+from asyncrl.observability.console import StatusLine, steady_console
 from asyncrl.observability.process_log import logged_to
 from asyncrl.observability.signals import StopFlag, die_with_parent
-from asyncrl.observability.status_line import StatusLine
 from asyncrl.observability.watchdog import Watchdog
 from asyncrl.storage import run_folder
 
@@ -54,7 +53,7 @@ if TYPE_CHECKING:
     from asyncrl.launch.evaluator import EvaluatorProcess
     from asyncrl.launch.learner_start import LearnerStart
     from asyncrl.learner.learner import Learner
-    from asyncrl.observability.metrics_logger import MetricsLogger
+    from asyncrl.observability.logger import MetricsLogger
     from asyncrl.weights.publisher import BroadcastPublisher
     from asyncrl.weights.pull_server import PullSettings
 
@@ -71,7 +70,7 @@ def run(config: TrainConfig) -> int:
     """
     if (torchrun := rendezvous.torchrun_pid()) is not None:
         die_with_parent(torchrun)
-    descriptors.raise_limit()
+    signals.raise_limit()
     with steady_console(), StopFlag().listening() as stop:
         if config.inline:
             from asyncrl.launch.inline import run_inline
@@ -180,7 +179,7 @@ def _learn(asked: TrainConfig, hosts: Hosts, stop: StopFlag) -> int:
         children = ChildProcesses(stop, log.banner, news)
         ending.callback(children.end, 0.0)
         ending.callback(Watchdog(run_dir, log.banner).close)
-        ending.callback(StatusLine(run_dir, show_status).close)
+        ending.callback(StatusLine(run_dir).close)
         port = _start(config, placement, info, start, children)
         learner = _train(prepared, placement, hosts, port, publisher, children, log)
         if not stop.set and (why := evaluator.finish(learner.version, children.poll)):

@@ -1,17 +1,17 @@
-"""Append records to a file from a thread of its own: a disk that is full, slow or gone holds nobody up.
+"""Append records to a file from a thread of its own, so that a full, slow or lost disk blocks no caller.
 
-add (any thread)     puts a record into a queue of bounded bytes; waits for nobody
+add (any thread)     puts a record into a queue of bounded bytes; returns at once
 the file's thread    consumes   the queue                  waits for: the disk
                      produces   whole records, in order    ended by:  close
 
-A write that fails is taken back and tried again, so that no record is cut short. Records for which the queue
-has no room are lost; they are counted, and the console says so once, and once more when all goes well again.
+A failed write is undone and repeated, so that no record is cut short. Records for which the queue has no room
+are lost and counted; the console gets one line when writing begins to fail, and one when it works again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-import stat
 import threading
 import time
 from collections import deque
@@ -21,12 +21,13 @@ from typing import Final
 
 from asyncrl.observability import process_status, waits
 from asyncrl.observability.waits import Count
+from asyncrl.storage.regular_files import open_regular
 
 FIRST_PAUSE: Final = 0.5
 LONGEST_PAUSE: Final = 10.0
 """Seconds between two attempts to write; doubled from the first to the longest."""
 STALLED_SECONDS: Final = 10.0
-"""A write that takes longer is told."""
+"""A write that takes longer is reported."""
 LARGEST_WRITE: Final = 1 << 20
 
 
@@ -43,37 +44,37 @@ class BackgroundFile:
         tell: Callable[[str], None],
         write: Callable[[int, bytes], int] = os.write,
     ) -> None:
-        """Begin with an empty queue; the file and its folder are made with the first record.
+        """Start with an empty queue; the file and its folder are made with the first record.
 
         Args:
-            path: Of the file. It is appended to when it is there.
-            what: The records, for people: 'curves'.
+            path: Existing content is kept.
+            what: Plural name of the records for messages: 'curves'.
             limit: Bytes that may wait in memory.
-            lost: Counts the records that were not written.
-            tell: Receives a line when records begin to be late, and when all are written again.
-            write: Writes bytes to a file descriptor and returns how many.
+            lost: Counts the lost records.
+            tell: Receives a line when writing begins to fail, and when it works again.
+            write: Writes bytes to a file descriptor and returns their number.
         """
         self._path, self._what, self._limit, self._lost = path, what, limit, lost
         self._tell, self._write = tell, write
         self._file: int | None = None
         self._whole: int | None = None
-        """Bytes of the file that are whole records, after a write that failed and could not be taken back."""
-        # Everything below is shared between the threads and guarded by this condition.
+        """Bytes of whole records in the file before the last write."""
+        # The fields below are shared between the threads and guarded by this condition.
         self._changed = threading.Condition()
         self._queue = deque[bytes]()
         self._bytes, self._lost_now = 0, 0
         self._began: float | None = None
-        """Of the write under way."""
+        """Start of the write under way."""
         self._late = False
-        """The records are late, and `tell` knows."""
+        """Writing fails, and `tell` was called."""
         self._behind = False
-        """A wait for the records was in vain, and not all are written since."""
+        """A `settle` timed out, and the queue was never empty since."""
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=f"writer of {what}", daemon=True)
         self._thread.start()
 
     def add(self, record: bytes) -> None:
-        """Append a record soon. It is lost, and counted, when too much waits already."""
+        """Queue a record; it is lost, and counted, if the queue is full."""
         with self._changed:
             fits = self._bytes + len(record) <= self._limit and not self._closing
             if fits:
@@ -84,14 +85,14 @@ class BackgroundFile:
                 self._lost_now += 1
         if not fits:
             waits.count(self._lost)
-        if self._began is not None and time.monotonic() - self._began > STALLED_SECONDS:
-            self._tell_late("the disk does not answer")
+        if (began := self._began) is not None and time.monotonic() - began > STALLED_SECONDS:
+            self._on_failure("the disk does not answer")
 
     def settle(self, seconds: float) -> bool:
-        """Wait until all records are written, at most so long, and not at all after a wait that was in vain.
+        """Wait until all records are written; returns True if they are.
 
-        Returns:
-            Whether all are written.
+        Args:
+            seconds: Longest wait; there is none while the file is behind already.
         """
         with self._changed:
             self._changed.wait_for(lambda: not self._queue or self._late or self._behind, seconds)
@@ -99,7 +100,7 @@ class BackgroundFile:
             return not self._queue
 
     def close(self, seconds: float) -> None:
-        """Write what waits, for at most so long, and stop. What is not written then is lost and counted."""
+        """Write the queue, within `seconds`, and stop. The rest is lost and counted."""
         with self._changed:
             if self._closing:
                 return
@@ -121,17 +122,11 @@ class BackgroundFile:
                 problem = self._append(b"".join(records))
             with self._changed:
                 self._began = None
-                if problem is None:
-                    for record in records:
-                        self._queue.popleft()
-                        self._bytes -= len(record)
-                    self._behind = self._behind and bool(self._queue)
-                    self._changed.notify_all()
             if problem is None:
                 pause = FIRST_PAUSE
-                self._tell_over()
+                self._on_success(records)
                 continue
-            self._tell_late(problem.strerror or str(problem))
+            self._on_failure(problem.strerror or str(problem))
             with self._changed:
                 if self._closing:
                     break
@@ -146,70 +141,58 @@ class BackgroundFile:
             self._changed.wait_for(lambda: self._queue or self._closing)  # Idle: it has no deadline.
             records, size = list[bytes](), 0
             for record in self._queue:
-                if records and size + len(record) > LARGEST_WRITE:
+                size += len(record)
+                if records and size > LARGEST_WRITE:
                     break
                 records.append(record)
-                size += len(record)
             self._began = time.monotonic() if records else None
             return records
 
     def _append(self, content: bytes) -> OSError | None:
-        """Write all of it, or nothing; returns why nothing."""
+        """Write all of it or nothing; returns the reason for nothing."""
         try:
-            file = self._file = self._open() if self._file is None else self._file
-            end = os.lseek(file, 0, os.SEEK_END)
+            if self._file is None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = open_regular(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+                self._cut(self._file)
+            self._whole = os.lseek(self._file, 0, os.SEEK_END)
+            while content:
+                content = content[self._write(self._file, content) :]
         except OSError as error:
-            return error
-        try:
-            written = 0
-            while written < len(content):
-                written += self._write(file, content[written:])
-        except OSError as error:
-            self._take_back(file, end)
+            if self._file is not None:
+                file, self._file = self._file, None
+                with contextlib.suppress(OSError):  # The next attempt cuts it, before it writes.
+                    self._cut(file)
+                with contextlib.suppress(OSError):
+                    os.close(file)
             return error
         return None
 
-    def _take_back(self, file: int, end: int) -> None:
-        """Cut off what a failed write left, now or before the next attempt, and open the file anew then."""
-        self._file, self._whole = None, end
-        try:
-            os.ftruncate(file, end)
-            os.close(file)
-            self._whole = None
-        except OSError:
-            pass  # The next attempt cuts it off, before it writes.
-
-    def _open(self) -> int:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        # Not blocking: a named pipe of this name would hold the thread for ever.
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        file = os.open(self._path, flags, 0o666)
-        try:
-            if not stat.S_ISREG(os.fstat(file).st_mode):
-                raise OSError(f"{self._path.name} is not a regular file")
-            if self._whole is not None:
-                os.ftruncate(file, self._whole)
-                self._whole = None
-        except OSError:
-            os.close(file)
-            raise
-        return file
+    def _cut(self, file: int) -> None:
+        """Remove the part of a record that a failed write left."""
+        if self._whole is not None and self._whole < os.fstat(file).st_size:
+            os.ftruncate(file, self._whole)
 
     # --- any thread ---
 
-    def _tell_late(self, why: str) -> None:
+    def _on_failure(self, reason: str) -> None:
         with self._changed:
             if self._late:
                 return
             self._late = True
             self._changed.notify_all()
         self._tell(
-            f"{self._what} are late: {self._path} cannot be written ({why}). The run goes on; up to "
-            f"{self._limit >> 20} MiB of them wait in memory, and what comes then is lost"
+            f"{self._what} are late: {self._path} cannot be written ({reason}). The run goes on; up to "
+            f"{self._limit >> 20} MiB of them wait in memory, and later ones are lost"
         )
 
-    def _tell_over(self) -> None:
+    def _on_success(self, records: list[bytes]) -> None:
         with self._changed:
+            for record in records:
+                self._queue.popleft()
+                self._bytes -= len(record)
+            self._behind = self._behind and bool(self._queue)
+            self._changed.notify_all()
             if not self._late or self._queue:
                 return
             self._late, lost, self._lost_now = False, self._lost_now, 0

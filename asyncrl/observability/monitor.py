@@ -1,21 +1,23 @@
-"""Answer monitoring by HTTP: `/metrics` for Prometheus, `/healthz` for whoever restarts what hangs.
+"""Monitoring by HTTP: `/metrics` for Prometheus, and `/healthz` for a supervisor that restarts hanging runs.
 
 monitor's thread   consumes   connections                  waits for: a connection   ended by: `close`
 a thread of each   produces   one answer, then it closes   waits for: the client     ended by: REQUEST_SECONDS
 
-It reads what the run publishes anyway (`process_status`) and the last row it was told, and changes nothing.
-There are at most CONNECTIONS at once; one more is closed unanswered.
+It reads the run's published activities (`process_status`) and the last row, and changes nothing. There are at
+most CONNECTIONS at once; one more is closed unanswered.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import re
 import socket
 import socketserver
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import TracebackType
@@ -24,35 +26,35 @@ from typing import Any, Final
 from asyncrl import __version__
 from asyncrl.errors import ConfigError
 from asyncrl.observability import process_status
-from asyncrl.observability.exposition import CONTENT_TYPE, Progress, exposition
 from asyncrl.observability.metrics import Readings
 from asyncrl.observability.monitor_address import family
 from asyncrl.observability.waits import GRACE
 
 CONNECTIONS: Final = 16
 REQUEST_SECONDS: Final = 5.0
-"""From a connection's begin to its end, whatever the client does."""
+"""Longest life of a connection."""
 FRESH_SECONDS: Final = 1.0
-"""An answer is given again for so long: however many ask, training is held up no more."""
-Reply = tuple[int, str, str]
-"""Status, type and text of an answer."""
+"""Time for which an answer is repeated, so that many clients do not slow the training."""
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+PREFIX: Final = "asyncrl_"
+Reply = tuple[int, str, bytes]
+"""Status, type and content of an answer."""
 _POLL: Final = 0.2
 _log = logging.getLogger(__name__)
 
 
 def stalled(activity: process_status.ThreadActivity) -> bool:
-    """Whether an activity shows no progress: nearly all of the time it may take without a sign is over.
+    """Return True if nearly all of an activity's allowed time passed without progress.
 
-    That time is each activity's and wait's own, renewed by each sign (`process_status.progress`).
-    Of a wait its last GRACE seconds lie behind its deadline already; then the watchdog ends the process.
+    The last GRACE seconds of a wait's time lie behind its deadline; after them the watchdog ends the process.
     """
     return 0 < activity.allowed - min(GRACE, activity.allowed / 2) < activity.seconds
 
 
 def unhealthy(processes: Sequence[process_status.Process]) -> list[str]:
-    """Say which living processes make no progress.
+    """List the stalled activities of living processes.
 
-    A dead actor or replay is respawned; that it stays away, the learner's wait for a batch shows.
+    Dead actors and replays are respawned; if one stays away, the learner's wait for a batch stalls.
     """
     return [
         f"{process.role}: {activity.what!r} takes {activity.seconds:.0f} s, and may {activity.allowed:.0f} s"
@@ -63,8 +65,17 @@ def unhealthy(processes: Sequence[process_status.Process]) -> list[str]:
     ]
 
 
+def name_of(metric: str) -> str:
+    """Return a metric's name in Prometheus.
+
+    >>> name_of("train/actor/grad_norm")
+    'asyncrl_train_actor_grad_norm'
+    """
+    return PREFIX + re.sub(r"[^a-zA-Z0-9_]", "_", metric)
+
+
 class Monitor:
-    """Answers for one run. It hears of rows by `note`."""
+    """Answers for one run, and collects its numbers for prometheus_client."""
 
     def __init__(
         self,
@@ -81,10 +92,10 @@ class Monitor:
         """Begin to listen.
 
         Args:
-            address: Host and port; port 0: one that is free (`address`).
-            run_dir: Of the run.
-            updates: At which it ends.
-            resume_step: Update that it goes on from.
+            address: Host and port; port 0: a free one, given by `address`.
+            run_dir: Folder of the run.
+            updates: Last update of the run.
+            resume_step: Update that it continues from.
             clock: Seconds since 1970.
             request_seconds: See `REQUEST_SECONDS`.
             connections: See `CONNECTIONS`.
@@ -97,9 +108,9 @@ class Monitor:
         self._began, self._since = clock(), time.time()
         self._fresh_seconds = fresh_seconds
         self._answers = dict[str, tuple[float, Reply]]()
-        """Path -> until when, and what is answered."""
+        """Path -> end of its validity, and the answer."""
         self._lock = threading.Lock()
-        """Around them: an answer is made by one thread at a time."""
+        """Guards the answers: one thread at a time makes one."""
         self._last: tuple[int, float, Readings] = (resume_step, self._began, {})
         """Replaced as a whole, so that no lock is needed."""
         try:
@@ -116,11 +127,11 @@ class Monitor:
         self._thread.start()
 
     def note(self, step: int, values: Readings) -> None:
-        """Hear of a row; see `RowReader`."""
+        """Receive a row; see `RowReader`."""
         self._last = (step, self._clock(), dict(values))
 
     def close(self) -> None:
-        """Stop listening, and end what is under way. May be called twice."""
+        """Stop listening, and end open connections. May be called twice."""
         if self._thread.is_alive():
             self._server.shutdown()
             self._thread.join()
@@ -133,12 +144,49 @@ class Monitor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close, whatever happened."""
+        """Close."""
         self.close()
+
+    def collect(self) -> Iterator[Any]:
+        """Yield the families of `/metrics`: progress, processes and the last row."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        run = self._run_dir.name
+
+        def gauge(name: str, about: str, value: float) -> Any:
+            made = GaugeMetricFamily(name_of(name), about, labels=["run"])
+            made.add_metric([run], value)
+            return made
+
+        processes, (step, at, values) = self._processes(), self._last
+        about = "Constant 1; name and version of the run."
+        info = GaugeMetricFamily(name_of("run_info"), about, labels=["run", "version"])
+        info.add_metric([run, __version__], 1.0)
+        yield info
+        yield gauge("run_healthy", "1 where /healthz answers 200.", float(not unhealthy(processes)))
+        yield gauge("run_updates", "Updates at which the run ends.", self._updates)
+        yield gauge("run_update", "Update last written.", step)
+        yield gauge("run_last_update_timestamp_seconds", "Its time; before the first, the run's start.", at)
+        yield gauge("run_start_timestamp_seconds", "Time at which this start of the run began.", self._began)
+        # Names of activities are no labels: each new one would be a series of its own.
+        labels = ["run", "role", "name"]
+        up = GaugeMetricFamily(name_of("process_up"), "1 while a process of the run lives.", labels=labels)
+        about = "Age of its main thread's activity (`asyncrl status`)."
+        busy = GaugeMetricFamily(name_of("process_activity_seconds"), about, labels=labels)
+        for process in processes:
+            names = [run, process.role.partition("-")[0], process.role]
+            up.add_metric(names, float(process.alive))
+            if process.alive and process.main is not None:
+                busy.add_metric(names, process.main.seconds)
+        yield up
+        yield busy
+        for metric, value in values.items():
+            about = f"{metric.meaning} Unit: {metric.unit}. {metric.advice}"
+            yield gauge(metric.name, about, value)
 
     def _answer(self, path: str) -> Reply:
         if path not in ("/healthz", "/metrics"):
-            return 404, "text/plain; charset=utf-8", "There are /metrics and /healthz.\n"
+            return 404, "text/plain; charset=utf-8", b"There are /metrics and /healthz.\n"
         with self._lock:
             until, reply = self._answers.get(path, (0.0, None))
             if reply is None or time.monotonic() >= until:
@@ -146,21 +194,21 @@ class Monitor:
                 self._answers[path] = (time.monotonic() + self._fresh_seconds, reply)
             return reply
 
+    def _metrics(self) -> Reply:
+        from prometheus_client import CollectorRegistry, generate_latest
+
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self)
+        return 200, CONTENT_TYPE, generate_latest(registry)
+
     def _health(self) -> Reply:
         reasons, (step, at, _) = unhealthy(self._processes()), self._last
-        told = {"healthy": not reasons, "update": step, "seconds_since": round(self._clock() - at, 1)}
-        text = json.dumps(told | {"reasons": reasons}) + "\n"
-        return 503 if reasons else 200, "application/json", text
-
-    def _metrics(self) -> Reply:
-        processes, (step, at, values) = self._processes(), self._last
-        progress = Progress(
-            run=self._run_dir.name, updates=self._updates, step=step, at=at, began=self._began
-        )
-        return 200, CONTENT_TYPE, exposition(progress, values, processes, healthy=not unhealthy(processes))
+        found = {"healthy": not reasons, "update": step, "seconds_since": round(self._clock() - at, 1)}
+        text = json.dumps(found | {"reasons": reasons}) + "\n"
+        return 503 if reasons else 200, "application/json", text.encode()
 
     def _processes(self) -> list[process_status.Process]:
-        """Those of this start of the run, and what else lives; not the dead ones of an earlier start."""
+        """Read the processes of this start of the run, without those that died in an earlier one."""
         folder = self._run_dir / process_status.FOLDER
         return [
             process
@@ -170,10 +218,9 @@ class Monitor:
 
 
 def _changed_at(path: Path) -> float:
-    try:
+    with suppress(OSError):  # Replaced at this moment: the next look finds the new file.
         return path.stat().st_ctime
-    except OSError:
-        return 0.0  # It was replaced at this moment, and the next look finds the new one.
+    return 0.0
 
 
 class _Server(ThreadingHTTPServer):
@@ -193,12 +240,12 @@ class _Server(ThreadingHTTPServer):
         self.address_family = family(address[0])
         self.answer, self._seconds, self._most = answer, request_seconds, connections
         self._open = dict[socket.socket, float]()
-        """Connection -> when it must be over."""
+        """Connection -> its deadline."""
         self._lock = threading.Lock()
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
-        """Bind without asking a name server what this host is called."""
+        """Bind without asking a name server for this host's name."""
         socketserver.TCPServer.server_bind(self)
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -218,29 +265,24 @@ class _Server(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """Cut what takes too long; called several times a second."""
-        now = time.monotonic()
-        with self._lock:
-            late = [request for request, until in self._open.items() if now > until]
-        self._cut(late)
+        """Cut connections at their deadline; called several times a second."""
+        self._cut(time.monotonic())
 
     def server_close(self) -> None:
-        """Stop listening and cut what is open."""
+        """Stop listening and cut open connections."""
         super().server_close()
-        with self._lock:
-            left = list(self._open)
-        self._cut(left)
+        self._cut(float("inf"))
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Note a connection that broke, which is the client's matter."""
+        """Log a broken connection, which is the client's concern."""
         _log.info("a monitoring request of %s broke off", client_address, exc_info=True)
 
-    def _cut(self, requests: Sequence[socket.socket]) -> None:
-        for request in requests:
-            try:
+    def _cut(self, now: float) -> None:
+        with self._lock:
+            late = [request for request, until in self._open.items() if now > until]
+        for request in late:
+            with suppress(OSError):  # It is over already.
                 request.shutdown(socket.SHUT_RDWR)  # Its thread wakes up and closes it.
-            except OSError:
-                continue  # It is over already.
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -252,23 +294,17 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer a request."""
-        self._reply(with_text=True)
-
-    def do_HEAD(self) -> None:
-        """Answer without the text."""
-        self._reply(with_text=False)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing: a request every few seconds is no news."""
-
-    def _reply(self, *, with_text: bool) -> None:
         server: Any = self.server
-        status, kind, text = server.answer(self.path.partition("?")[0])
-        content = text.encode()
+        status, kind, content = server.answer(self.path.partition("?")[0])
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(content)))
         self.send_header("X-Content-Type-Options", "nosniff")
         self.end_headers()
-        if with_text:
+        if self.command != "HEAD":
             self.wfile.write(content)
+
+    do_HEAD = do_GET
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log nothing: a request every few seconds is no news."""

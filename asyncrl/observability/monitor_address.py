@@ -1,7 +1,8 @@
-"""Read where a run's monitor shall listen, and say who can read what there."""
+"""Address of a run's monitor: parsing, checks before a run begins, and the console's line about it."""
 
 from __future__ import annotations
 
+import importlib
 import socket
 from typing import Final
 
@@ -11,7 +12,7 @@ LOOPBACK: Final = "127.0.0.1"
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Read HOST:PORT, :PORT or PORT; without a host it is the loopback device.
+    """Parse HOST:PORT, :PORT or PORT; the default host is the loopback device.
 
     Raises:
         ConfigError: It is none of them.
@@ -27,13 +28,20 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 def check_free(text: str) -> None:
-    """Check before a run begins that its monitor can listen.
+    """Check before a run begins that its monitor can listen; an empty address needs none.
 
     Raises:
-        ConfigError: Somebody has the address, or this host has no such address.
+        ConfigError: The address is in use or not of this host, or prometheus_client is missing.
     """
     if not text:
         return
+    try:
+        importlib.import_module("prometheus_client")
+    except ImportError:
+        raise ConfigError(
+            f"--monitor.listen is {text}, but prometheus_client is not installed. Install it with: pip "
+            "install 'asyncrl[monitor]'. Or leave --monitor.listen out."
+        ) from None
     try:
         with socket.create_server(parse_address(text), family=family(text)):
             pass
@@ -44,17 +52,12 @@ def check_free(text: str) -> None:
         ) from None
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this host can reach an address."""
-    return host in ("localhost", "::1") or host.startswith("127.")
-
-
 def line_about(text: str) -> str:
-    """Say where the monitor is, and who can read what there."""
+    """Write the console's line: the monitor's address, and a warning if other hosts can read it."""
     host, port = parse_address(text)
     shown = f"[{host}]" if ":" in host else host
     where = f"monitor:                http://{shown}:{port}/metrics and /healthz"
-    if is_loopback(host):
+    if host in ("localhost", "::1") or host.startswith("127."):
         return where
     return (
         f"{where}\n--monitor.listen is beyond loopback: whoever reaches it reads, without a key, the run's "

@@ -1,12 +1,11 @@
-"""Show what every process of a run is doing and since when, to anyone who reads the run's folder.
+"""Publish the activity of every thread of a run's processes in the run's folder.
 
-    run/processes/actor-1     which process it is; one row per thread: what, since when, how long it may; and
-                              how many seconds went into each of `waits.WAITS`
-    run/processes/actor-1.stacks   where its threads were, each time somebody asked (`dump_stacks`)
+    run/processes/actor-1          process id; for each thread activity, start and allowed seconds; totals of
+                                   `waits.WAITS` and `waits.COUNTS`
+    run/processes/actor-1.stacks   stacks of its threads, at each `dump_stacks`
 
-The file is shared memory: an entry costs microseconds, nothing is sent, and what a process was doing can
-still be read when it hangs or is dead. A signal makes the interpreter write the stacks, even while it is
-stuck in a library and runs no Python.
+The file is shared memory: an entry costs microseconds, nothing is sent, and it can be read after the process
+hangs or died. A signal makes the interpreter write the stacks, even while it is stuck in a library.
 """
 
 from __future__ import annotations
@@ -25,17 +24,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TextIO
 
-from asyncrl.observability import descriptors
-from asyncrl.observability.descriptors import Reserve
+from asyncrl.observability.signals import Reserve, exhausted
 from asyncrl.storage.regular_files import make_folder, open_regular, read_bytes, remove
 
 FOLDER: Final = "processes"
 STACKS: Final = ".stacks"
 _MAGIC: Final = b"ARLPROC1"
 _HEAD: Final = struct.Struct("<8sQQ")
-"""Magic, process id, its start (see `started`)."""
+"""Magic, process id, its start (`started`)."""
 _ROW: Final = struct.Struct("<d d 24s 88s")
-"""Since (0: an unused or changing row), seconds it may take (0: any), thread, what."""
+"""Since (0: an unused or changing row), allowed seconds (0: any), thread, activity."""
 _WHAT: Final = _ROW.size - 88
 """Where a row's last field begins."""
 _ROWS: Final = 16
@@ -55,11 +53,11 @@ class ThreadActivity:
     seconds: float
     """Since it began."""
     allowed: float
-    """Seconds it may take; 0: any. It grows with every sign of `progress`."""
+    """Allowed seconds; 0: any. `progress` extends them."""
 
     @property
     def overdue(self) -> bool:
-        """Whether it takes longer than it may."""
+        """True if it takes longer than allowed."""
         return 0 < self.allowed < self.seconds
 
 
@@ -71,11 +69,16 @@ class Process:
     pid: int
     alive: bool
     activities: tuple[ThreadActivity, ...]
-    """One for each thread that named one."""
+    """One for each thread that published one."""
+
+    @property
+    def main(self) -> ThreadActivity | None:
+        """Activity of the main thread, if it published one."""
+        return next((activity for activity in self.activities if activity.thread == "MainThread"), None)
 
 
 class _StatusFile:
-    """This process's file."""
+    """Status file of this process."""
 
     def __init__(self, path: Path) -> None:
         make_folder(path.parent)
@@ -106,7 +109,7 @@ class _StatusFile:
         self._memory[begin : begin + 8] = content[:8]
 
     def describe(self, what: str) -> None:
-        """Write another name into the row of this thread; the rest of it stays."""
+        """Rename the activity of this thread."""
         if (row := self._row()) < _ROWS:
             begin = _HEAD.size + row * _ROW.size
             since = self._memory[begin : begin + 8]
@@ -115,7 +118,7 @@ class _StatusFile:
             self._memory[begin : begin + 8] = since
 
     def allow(self, allowed: float) -> None:
-        """Change how many seconds after its beginning this thread's activity must be over."""
+        """Set the allowed seconds of this thread's activity, from its start."""
         if (row := self._row()) < _ROWS:
             struct.pack_into("<d", self._memory, _HEAD.size + row * _ROW.size + 8, allowed)
 
@@ -137,9 +140,9 @@ class _StatusFile:
 
 _own_file: _StatusFile | None = None
 _reserve: Reserve | None = None
-"""To read the files with when no other descriptor is free."""
+"""Descriptors to read the files with if no other is free."""
 _read_before = dict[Path, dict[str, bytes]]()
-"""Run folder -> what its files said when they could last be read."""
+"""Run folder -> content of its files at the last successful read."""
 _run_dir = Path()
 _stacks: TextIO | None = None
 _early = dict[int, float]()
@@ -148,7 +151,7 @@ _now = threading.local()
 
 
 def publish_as(run_dir: Path, role: str) -> None:
-    """Publish from now on what this process does, as `role` of the run in `run_dir`."""
+    """Publish the activities of this process from now on, as `role` of the run in `run_dir`."""
     global _own_file, _run_dir, _stacks, _reserve
     path = run_dir / FOLDER / role
     _own_file, _run_dir, _reserve = _StatusFile(path), run_dir, _reserve or Reserve(2)
@@ -163,11 +166,11 @@ def publish_as(run_dir: Path, role: str) -> None:
 
 @contextmanager
 def activity(what: str, allowed: float = 0.0) -> Iterator[None]:
-    """Publish what this thread does within the block; afterwards it does again what it did before.
+    """Publish the activity of this thread within the block, afterwards the previous one.
 
     Args:
         what: Name of the activity.
-        allowed: Seconds it may take; see `ThreadActivity.overdue`. 0: any.
+        allowed: Allowed seconds; 0: any.
     """
     before: tuple[str, float] = getattr(_now, "activity", ("", 0.0))
     set_activity(what, allowed)
@@ -178,21 +181,21 @@ def activity(what: str, allowed: float = 0.0) -> Iterator[None]:
 
 
 def set_activity(what: str, allowed: float = 0.0) -> None:
-    """Publish what this thread does from now on, in a process that called `publish_as`."""
+    """Publish the activity of this thread from now on."""
     _now.activity, _now.began = (what, allowed), time.monotonic()
     if _own_file is not None:
         _own_file.write(what, allowed)
 
 
 def progress() -> None:
-    """Note that this thread's activity moved on: it may take as long again, counted from now."""
+    """Restart the allowed time of this thread's activity."""
     _, allowed = getattr(_now, "activity", ("", 0.0))
     if allowed and _own_file is not None:
         _own_file.allow(time.monotonic() - _now.began + allowed)
 
 
 def describe(what: str) -> None:
-    """Name this thread's activity anew, as it moves on; when it began and how long it may take stay."""
+    """Rename this thread's activity; its start and allowed time stay."""
     _, allowed = getattr(_now, "activity", ("", 0.0))
     _now.activity = (what, allowed)
     if _own_file is not None:
@@ -201,7 +204,7 @@ def describe(what: str) -> None:
 
 @contextmanager
 def timed(index: int) -> Iterator[None]:
-    """Add the seconds of the block to the total number `index` of this process."""
+    """Add the seconds of the block to the total `index` of this process."""
     began = time.monotonic()
     try:
         yield
@@ -210,7 +213,7 @@ def timed(index: int) -> Iterator[None]:
 
 
 def count(index: int, amount: float) -> None:
-    """Add to the total number `index` of this process."""
+    """Add to the total `index` of this process."""
     if _own_file is None:
         _early[index] = _early.get(index, 0.0) + amount
     else:
@@ -218,17 +221,13 @@ def count(index: int, amount: float) -> None:
 
 
 def totals() -> tuple[float, ...]:
-    """Read the totals of `count`, summed over the processes on this host of this one's run.
-
-    Returns:
-        Nothing in a process that did not `publish_as` a role.
-    """
+    """Read the totals, summed over this run's processes on this host; empty before `publish_as`."""
     files = _status_files(_run_dir).values() if _own_file is not None else ()
     return tuple(map(sum, zip(*(_TOTALS.unpack_from(file, _COUNTED_FROM) for file in files), strict=True)))
 
 
 def read(run_dir: Path) -> list[Process]:
-    """Read what the processes of a run on this host are doing, or were doing when they died."""
+    """Read the activities of a run's processes on this host; of dead ones the last."""
     return [_process(role, content) for role, content in _status_files(run_dir).items()]
 
 
@@ -243,21 +242,17 @@ def dump_stacks(run_dir: Path) -> list[Path]:
 
 
 def started(pid: int) -> int:
-    """Read when a process began, in clock ticks since boot: with its id it names one process for ever.
-
-    Returns:
-        0 when it is gone, or where the system does not tell.
-    """
+    """Read the start of a process in clock ticks since boot (with its id it is unique); 0 if unknown."""
     fields = _stat(pid)
     return int(fields[19]) if fields and fields[0] not in "ZX" else 0
 
 
 def is_gone(pid: int, began: int) -> bool:
-    """Tell whether a process has ended; also when this process may open no further file.
+    """Return True if a process has ended; works without a free file descriptor.
 
     Args:
-        pid: Its id, which another process may have by now.
-        began: What `started` said of it; with 0 nobody can tell.
+        pid: Its id, which may be reused.
+        began: Its `started`; 0: unknown, so False.
     """
     if not began:
         return False
@@ -281,7 +276,7 @@ def _exists(pid: int) -> bool:
 
 
 def is_stopped(pid: int) -> bool:
-    """Tell whether a process was halted, by SIGSTOP or a debugger."""
+    """Return True if a process is halted, by SIGSTOP or a debugger."""
     return _stat(pid)[:1] in (["T"], ["t"])
 
 
@@ -298,15 +293,11 @@ def _read_stat(pid: int) -> list[str]:
 
 
 def _status_files(run_dir: Path) -> dict[str, bytes]:
-    """Read the files of all roles; those of another kind are left out.
-
-    Returns:
-        Role -> content of its file.
-    """
+    """Read the valid files of all roles: role -> content."""
     try:
         return _read_files(run_dir)
     except OSError as error:
-        if not descriptors.exhausted(error):
+        if not exhausted(error):
             raise
     try:
         with contextlib.ExitStack() as stack:
@@ -314,7 +305,7 @@ def _status_files(run_dir: Path) -> dict[str, bytes]:
                 stack.enter_context(_reserve.lent())
             return _read_files(run_dir)
     except OSError:
-        return dict(_read_before.get(run_dir, {}))  # Who was there, which is all that can be said.
+        return dict(_read_before.get(run_dir, {}))
 
 
 def _read_files(run_dir: Path) -> dict[str, bytes]:
@@ -323,7 +314,7 @@ def _read_files(run_dir: Path) -> dict[str, bytes]:
         try:
             content = read_bytes(path, _SIZE)
         except OSError as error:  # A process that begins anew replaces its file.
-            if descriptors.exhausted(error):
+            if exhausted(error):
                 raise
             continue
         if len(content) == _SIZE and content[: len(_MAGIC)] == _MAGIC:

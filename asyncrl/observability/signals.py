@@ -1,9 +1,20 @@
-"""Answer signals: note a wish to stop, raise or hold back an interrupt, end with the parent process."""
+"""Signals, the end of a process, and file descriptors.
+
+`expect_exit` ends a process in order while a thread of it is still inside a library. Calls that may block for
+ever run on a `BlockingThread`, which is abandoned at its deadline. If such a call returns just when Python
+ends, Python up to 3.13 ends the thread where it asks for the interpreter; within a destructor of torch's that
+aborts the whole process (SIGABRT), and torchrun then ends the other ranks too. Such a process therefore ends
+with its exit code after Python's exit handlers, before Python takes the interpreter apart.
+"""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
+import errno
 import os
+import resource
 import signal
 import sys
 import threading
@@ -11,15 +22,23 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Final
 
-PARENT_POLL_INTERVAL = 0.5
-"""Seconds between two looks after the parent where the kernel does not tell."""
-_PR_SET_PDEATHSIG = 1
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PARENT_POLL_INTERVAL: Final = 0.5
+"""Seconds between two looks at the parent where the kernel sends no signal."""
+_PR_SET_PDEATHSIG: Final = 1
+_ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+REMEDY: Final = (
+    "This process may open no more files. Raise its limit (ulimit -n) before the run is started, or see what "
+    "holds them: ls -l /proc/PID/fd, and for connections ss -tnp."
+)
+
+
+# --- stop requests ---
 
 
 class StopFlag:
-    """Whether SIGINT, SIGTERM or SIGHUP (a terminal that is gone) came.
+    """Set once SIGINT, SIGTERM or SIGHUP (a lost terminal) came.
 
     Later ones change nothing: torchrun repeats the terminal's signal.
     """
@@ -31,20 +50,20 @@ class StopFlag:
         self.set = True
 
     def pop_events(self) -> list[str]:
-        """Return and forget what the user is told when one came; of the thread that ends the run."""
+        """Return the user's message once, after the first signal; for the thread that ends the run."""
         told, self._told = self._told, self.set
         return ["stopping: what was learned is saved first"] if self.set and not told else []
 
     @contextmanager
     def listening(self) -> Iterator[StopFlag]:
-        """Take these signals over within the block; main thread only."""
+        """Handle these signals within the block; main thread only."""
         with _handled(self._note, *_ENDING):
             yield self
 
 
 @contextmanager
 def interrupts_raised() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP, like SIGINT, raise KeyboardInterrupt within the block; main thread only."""
+    """Make SIGTERM and SIGHUP, like SIGINT, raise KeyboardInterrupt within the block; main thread only."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -55,7 +74,7 @@ def interrupts_raised() -> Iterator[None]:
 
 @contextmanager
 def interrupts_deferred() -> Iterator[None]:
-    """Hold back the first Ctrl-C until the end of the block; a second one interrupts at once."""
+    """Defer the first Ctrl-C to the end of the block; a second one interrupts at once."""
     in_main = threading.current_thread() is threading.main_thread()
     if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield  # Ctrl-C raises no KeyboardInterrupt here.
@@ -87,11 +106,41 @@ def _handled(handler: Callable[[int, FrameType | None], None], *numbers: signal.
             signal.signal(number, former)
 
 
+# --- ends ---
+
+_exit_code: int | None = None
+
+
+class BlockingThread(threading.Thread):
+    """Daemon thread for a call into a library that may block for ever."""
+
+    def __init__(self, call: Callable[[], object], name: str) -> None:
+        super().__init__(target=call, name=name, daemon=True)
+
+
+def expect_exit(code: int) -> int:
+    """Register the exit code and return it; the last call of a program."""
+    global _exit_code
+    _exit_code = code
+    return code
+
+
+# Exit handlers run in reverse order: a program imports this module before those that register others.
+@atexit.register
+def _end() -> None:
+    if _exit_code is None or not any(isinstance(thread, BlockingThread) for thread in threading.enumerate()):
+        return
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, AttributeError, ValueError):  # Closed, or without a reader.
+            stream.flush()
+    os._exit(_exit_code)
+
+
 def die_with_parent(parent: int) -> None:
     """Make this process end when the process `parent` does, however that ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # It died before the kernel was told.
+        if os.getppid() != parent:  # It died before the call.
             os._exit(1)
     else:
         threading.Thread(
@@ -103,3 +152,55 @@ def _end_after_parent(parent: int) -> None:
     while os.getppid() == parent:  # Ended by the parent's death; that is its purpose, so it has no deadline.
         time.sleep(PARENT_POLL_INTERVAL)
     os._exit(1)
+
+
+# --- file descriptors ---
+
+
+def raise_limit() -> int:
+    """Raise the soft limit of open files to the hard one; returns it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):  # Some systems have a lower limit of their own.
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def exhausted(error: BaseException) -> bool:
+    """Return True if an error means that this process, or the system, has no free file descriptor."""
+    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+
+
+class Reserve:
+    """Spare file descriptors that are closed for a moment to make room. Any thread may use it."""
+
+    def __init__(self, number: int = 8) -> None:
+        """Open `number` descriptors, or as many as possible."""
+        self._number, self._lock = number, threading.Lock()
+        self._held: list[int] = []
+        self._fill()
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Free the descriptors for others within the block."""
+        with self._lock:
+            self._release()
+            try:
+                yield
+            finally:
+                self._fill()
+
+    def close(self) -> None:
+        """Free them for good."""
+        with self._lock:
+            self._number = 0
+            self._release()
+
+    def _release(self) -> None:
+        while self._held:
+            os.close(self._held.pop())
+
+    def _fill(self) -> None:
+        with contextlib.suppress(OSError):
+            while len(self._held) < self._number:
+                self._held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))

@@ -1,13 +1,13 @@
-"""Run one tracker of a run: read its rows from metrics.jsonl and hand them to accelerate's tracker.
+"""Process of one tracker: reads a run's rows from metrics.jsonl and hands them to accelerate's tracker.
 
     python -m asyncrl.observability.tracker_process NAME RUN_DIR SENT      started by `trackers`
 
 input      a line, the command that started the run; its end is the run's end
-output     "took STEP", "lost STEP WHY", "refused WHY": one line each
-error      what the tracker prints, in RUN/logs/tracker-NAME.log
+output     "took STEP", "lost STEP REASON", "refused REASON": one line each
+error      output of the tracker, in RUN/logs/tracker-NAME.log
 
-SENT is the size of metrics.jsonl when the tracker was started: what comes behind it is sent.
-Once the input has ended, the kernel ends this process after END_SECONDS, whatever its library is doing.
+SENT is the size of metrics.jsonl at the start: later rows are sent. After the end of the input the kernel
+ends the process within END_SECONDS, whatever its library does.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from typing import Any, Final
 
 from asyncrl.errors import first_line
 from asyncrl.observability import process_status
-from asyncrl.observability.curves import is_result
+from asyncrl.observability.logger import flat, is_result
 from asyncrl.observability.metrics_training import EVAL_SUCCESS, EVAL_VERSION
-from asyncrl.observability.run_facts import flat
 from asyncrl.storage.bounded_json import load_json, parse_json
 from asyncrl.storage.regular_files import LINE_BYTES, open_regular
 from asyncrl.storage.version_pictures import SHEET, VIDEOS, picture_name, read_picture
 
+END_SECONDS: Final = 60
+"""Longest life of the process after the run."""
 POLL: Final = 0.5
 """Seconds between two looks for new rows."""
-END_SECONDS: Final = 60
-"""Time to send what is left and to finish, after the run's end."""
-NICENESS: Final = 5
 LONGEST_VALUE: Final = 250
 """Characters of a setting that are sent; MLflow's older stores take no more."""
-_TAKE_LISTS: Final = ("swanlab", "wandb")
-"""Trackers that take several pictures under one name, always; the others take one."""
 PROJECT: Final = "asyncrl"
-"""Under which the trackers group the runs."""
+"""Group of the runs in every tracker."""
+_TAKE_LISTS: Final = ("swanlab", "wandb")
+"""Trackers that take pictures as a list; the others take one."""
 
 
 def main(name: str, run_dir: Path, sent: int) -> int:
-    """Send rows until the run is over; return 0, or 1 when the tracker cannot begin."""
-    answers = _own_output()
-    os.nice(NICENESS)
+    """Send rows until the run is over; returns 0, or 1 if the tracker cannot begin."""
+    answers = os.dup(1)  # Output of a library goes where its errors go.
+    os.set_inheritable(answers, False)
+    os.dup2(2, 1)
+    os.nice(5)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     process_status.publish_as(run_dir, f"tracker-{name}")
     command = sys.stdin.buffer.readline().decode(errors="replace").strip()
@@ -60,20 +60,20 @@ def main(name: str, run_dir: Path, sent: int) -> int:
             tracker = begin(name, run_dir, command)
     except BaseException as error:
         logging.exception("%s cannot begin", name)
-        _answer(answers, f"refused {_why(error)}")
+        _answer(answers, f"refused {_reason(error)}")
         return 1
-    held_back, newest = Filter(), 0
+    shown, newest = Filter(), 0
     for row in rows_of(run_dir / "metrics.jsonl", sent, over):
         step = row["step"]
         newest = max(newest, step)
         try:
             with process_status.activity(f"sending update {step} to {name}"):
-                tracker.log(held_back(row), step=newest)  # Trackers take no step back.
+                tracker.log(shown(row), step=newest)  # Trackers take no step back.
                 if EVAL_SUCCESS.name in row:
                     send_sheet(tracker, run_dir, step, newest)
-        except Exception as error:  # This process's boundary to a library: the learner says it.
+        except Exception as error:  # This process's boundary to a library: the learner reports it.
             logging.exception("%s did not take update %d", name, step)
-            _answer(answers, f"lost {step} {_why(error)}")
+            _answer(answers, f"lost {step} {_reason(error)}")
             continue
         _answer(answers, f"took {step}")
     with process_status.activity(f"finishing {name}"):
@@ -82,33 +82,49 @@ def main(name: str, run_dir: Path, sent: int) -> int:
 
 
 def begin(name: str, run_dir: Path, command: str) -> Any:
-    """Build accelerate's tracker, begin a run with it and tell it the settings and the start command.
+    """Begin a run of accelerate's tracker, with settings and start command.
 
     Args:
-        name: One of `trackers.PACKAGES`.
-        run_dir: Of the run, whose name the tracker's run gets.
-        command: With which it was started.
+        name: Key of `PACKAGES`.
+        run_dir: Folder of the run, which gives its name.
+        command: Start command of the run.
     """
     from accelerate import PartialState
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-    PartialState(cpu=True)  # What accelerate logs through asks it which rank this is: the only one.
-    first, options = _call(name, run_dir, command)
+    PartialState(cpu=True)  # accelerate's logging asks it for the rank.
+    run = run_dir.name
+    # Most classes take the project first, some the run itself.
+    of_project: dict[str, dict[str, Any]] = {
+        "comet_ml": {},
+        "mlflow": {"run_name": run, "description": command},
+        "swanlab": {"experiment_name": run, "logdir": str(run_dir / "swanlab")},
+        "trackio": {"name": run},
+        "wandb": {"name": run, "dir": str(run_dir), "notes": command},
+    }
+    of_run: dict[str, dict[str, Any]] = {
+        "aim": {"logging_dir": str(run_dir.parent), "experiment": PROJECT},
+        "clearml": {},
+        "dvclive": {"dir": str(run_dir / "dvclive")},
+    }
+    first, options = (PROJECT, of_project[name]) if name in of_project else (run, of_run[name])
     tracker = LOGGER_TYPE_TO_CLASS[name](first, **options)
     tracker.start()
-    settings = flat(load_json(run_dir / "config.json", dict))
-    plain = {k: v if isinstance(v, bool | int | float) else str(v) for k, v in settings.items()}
-    tracker.store_init_configuration({k: shortened(v) for k, v in (plain | {"command": command}).items()})
+    settings = flat(load_json(run_dir / "config.json", dict)) | {"command": command}
+    plain = {
+        k: v if isinstance(v, bool | int | float) else str(v)[:LONGEST_VALUE] for k, v in settings.items()
+    }
+    tracker.store_init_configuration(plain)
     return tracker
 
 
 def send_sheet(tracker: Any, run_dir: Path, version: int, step: int) -> None:
-    """Show the sheet of a measured version, where one was drawn and the tracker takes pictures or files.
+    """Send the sheet of a measured version, if one was drawn and the tracker takes pictures or files.
 
     Args:
-        tracker: As of `begin`.
-        run_dir: Of the run.
-        version: That was measured.
+        tracker: From `begin`.
+        run_dir: Folder of the run.
+        version: Measured policy version.
         step: Update under which the tracker gets it.
     """
     try:
@@ -124,38 +140,13 @@ def send_sheet(tracker: Any, run_dir: Path, version: int, step: int) -> None:
         shown = [pixels] if tracker.name in _TAKE_LISTS else pixels
         tracker.log_images({"eval/sheet": shown}, step=step)
     elif hasattr(tracker, "log_artifact"):
-        path = run_dir / picture_name(version, SHEET)
-        tracker.log_artifact(str(path), VIDEOS)
-
-
-def shortened(value: str | float) -> str | float:
-    """Cut a text to what every tracker takes as a parameter."""
-    return value[:LONGEST_VALUE] if isinstance(value, str) else value
-
-
-def _call(name: str, run_dir: Path, command: str) -> tuple[str, dict[str, Any]]:
-    """What a tracker's class is called with: for most the project first, for some the run itself."""
-    run = run_dir.name
-    project: dict[str, dict[str, Any]] = {
-        "comet_ml": {},
-        "mlflow": {"run_name": run, "description": command},
-        "swanlab": {"experiment_name": run, "logdir": str(run_dir / "swanlab")},
-        "trackio": {"name": run},
-        "wandb": {"name": run, "dir": str(run_dir), "notes": command},
-    }
-    if name in project:
-        return PROJECT, project[name]
-    own: dict[str, dict[str, Any]] = {
-        "aim": {"logging_dir": str(run_dir.parent), "experiment": PROJECT},
-        "dvclive": {"dir": str(run_dir / "dvclive")},
-    }
-    return run, own.get(name, {})
+        tracker.log_artifact(str(run_dir / picture_name(version, SHEET)), VIDEOS)
 
 
 class Filter:
-    """Leaves out what is no number, and a metric until it was something else than 0, as in `curves`.
+    """Leaves out values that are no numbers, and metrics that have always been 0 (`logger.Curves`).
 
-    What was measured of an earlier update (`MetricsLogger.write_evaluation`) comes with `EVAL_VERSION`.
+    The measurement of an earlier update comes with `EVAL_VERSION`.
     """
 
     def __init__(self) -> None:
@@ -178,9 +169,9 @@ def rows_of(path: Path, at: int, over: threading.Event) -> Iterator[dict[str, An
     """Read a metrics.jsonl as it grows, until the run is over and its last row was read.
 
     Args:
-        path: Of the file; it may be there only later.
-        at: Byte from which on it is read.
-        over: Set when no row will come any more.
+        path: It may appear later.
+        at: First byte.
+        over: Set after the last row.
 
     Yields:
         Whole rows with a number ``step``.
@@ -192,7 +183,7 @@ def rows_of(path: Path, at: int, over: threading.Event) -> Iterator[dict[str, An
             try:
                 row = parse_json(line, dict)
             except ValueError:
-                continue  # A damaged line is no row for anybody (`metrics_logger.cut_rows_after`).
+                continue  # A damaged line is no row (`logger.cut_rows_after`).
             if type(row.get("step")) is int:
                 yield row
         if last and not lines:
@@ -202,7 +193,7 @@ def rows_of(path: Path, at: int, over: threading.Event) -> Iterator[dict[str, An
 
 
 def _new_lines(path: Path, at: int) -> tuple[list[bytes], int]:
-    """Read whole lines behind position `at`, and return where they end. A line may still be cut short."""
+    """Read whole lines from position `at` on, and return their end. A line may still be cut short."""
     try:
         handle = open_regular(path)
     except OSError:
@@ -212,12 +203,12 @@ def _new_lines(path: Path, at: int) -> tuple[list[bytes], int]:
         content = file.read(LINE_BYTES)
     whole = content[: content.rfind(b"\n") + 1]
     if not whole and len(content) == LINE_BYTES:
-        return [b""], at + LINE_BYTES  # Longer than any row of ours: skipped.
+        return [b""], at + LINE_BYTES  # Longer than any row: skipped.
     return whole.splitlines(keepends=True), at + len(whole)
 
 
 def _wait_for_end(over: threading.Event) -> None:
-    """Read the input to its end, the run's; from then on the kernel counts."""
+    """Read the input to its end, the run's; from then on the kernel's alarm runs."""
     # Not through Python's buffer: an interpreter that ends while a thread holds its lock aborts.
     while os.read(sys.stdin.fileno(), 1):
         pass
@@ -225,21 +216,13 @@ def _wait_for_end(over: threading.Event) -> None:
     over.set()
 
 
-def _own_output() -> int:
-    """Keep the output for answers: what a library prints goes where its errors go."""
-    answers = os.dup(1)
-    os.set_inheritable(answers, False)
-    os.dup2(2, 1)
-    return answers
-
-
 def _answer(answers: int, line: str) -> None:
-    """Write a line, whole: it is shorter than what a pipe takes at once."""
-    with contextlib.suppress(BrokenPipeError):  # The learner is gone; what is left is sent all the same.
+    """Write a line, shorter than a pipe takes at once."""
+    with contextlib.suppress(BrokenPipeError):  # The learner is gone; the remaining rows are sent.
         os.write(answers, line.encode("utf-8", "replace")[:500].replace(b"\n", b" ") + b"\n")
 
 
-def _why(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line(error)}"[:300]
 
 

@@ -1,16 +1,17 @@
-"""Send a run's rows to trackers (Weights & Biases, MLflow, ...), each from a process of its own.
+"""Send a run's rows to trackers (Weights & Biases, MLflow, ...), each in a process of its own.
 
-learner's thread     note: says that a row is coming; waits for nobody
+learner's thread     note: expects an answer for a row; returns at once
 tracker's process    consumes   RUN/metrics.jsonl, from its first new row on   waits for: rows, its library
-(`tracker_process`)  produces   calls of its library, a line for each row      ended by:  the end of its input
-tracker's thread     consumes   these lines; tells what is late, or fails      ended by:  the process's end
+(`tracker_process`)  produces   calls of accelerate's tracker, a line per row  ended by:  the end of its input
+tracker's thread     consumes   these lines; reports late and failed rows      ended by:  the process's end
 
 A row that a tracker does not take is lost for it alone. A library that blocks, raises, kills its process or
-takes signals over does so in that process: the learner neither waits for it nor ends with it.
+handles signals does so in that process: neither the learner nor another tracker waits for it or ends with it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import subprocess
@@ -19,7 +20,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -30,7 +30,7 @@ from asyncrl.observability.metrics import Readings
 from asyncrl.storage.regular_files import make_folder, open_regular
 
 ALWAYS: Final = "tensorboard"
-"""Is written in any case, by `curves`."""
+"""Is written in any case, by `logger`."""
 PACKAGES: Final = {
     "aim": "aim",
     "clearml": "clearml",
@@ -41,14 +41,13 @@ PACKAGES: Final = {
     "trackio": "trackio",
     "wandb": "wandb",
 }
-"""Tracker that accelerate knows, which is also what it imports -> what pip installs."""
+"""Tracker that accelerate knows, which is also the imported package -> name for pip."""
 LATE_SECONDS: Final = 60.0
-"""A row that a tracker has not taken after so long is told."""
+"""Age at which a row that a tracker has not taken is reported."""
 CLOSE_SECONDS: Final = 20.0
-"""Time that all trackers have to finish once the run is over."""
+"""Time for all trackers to finish after the run."""
 _PENDING: Final = 10_000
 _RANKS: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_PACKAGE: Final = Path(__file__).parents[2]
 
 
 def check_names(names: Sequence[str]) -> None:
@@ -69,10 +68,10 @@ def check_names(names: Sequence[str]) -> None:
 
 
 def check_installed(names: Sequence[str]) -> None:
-    """Check before a run begins that its trackers are there.
+    """Check before a run begins that its trackers are installed.
 
     Raises:
-        ConfigError: One is not installed; says how it is.
+        ConfigError: One is missing; with the command that installs it.
     """
     missing = [name for name in names if name in PACKAGES and not _is_package(name)]
     if missing:
@@ -84,13 +83,13 @@ def check_installed(names: Sequence[str]) -> None:
 
 
 def _is_package(name: str) -> bool:
-    """Tell whether a package can be imported; a folder of its name, such as a tracker's output, is none."""
+    """Return True if a package can be imported; a folder of its name, such as a tracker's output, is none."""
     spec = importlib.util.find_spec(name)
     return spec is not None and spec.origin is not None
 
 
 class Trackers:
-    """The trackers of one run. Use it as a context; it hears of rows by `note`."""
+    """The trackers of one run. Use it as a context; it receives rows by `note`."""
 
     def __init__(
         self,
@@ -102,15 +101,13 @@ class Trackers:
         late_seconds: float = LATE_SECONDS,
         close_seconds: float = CLOSE_SECONDS,
     ) -> None:
-        """Start a process for each tracker; whether it can begin is told when it knows.
-
-        Rows that are in metrics.jsonl by now were sent when they were written.
+        """Start a process for each tracker, which gets the rows after those in metrics.jsonl.
 
         Args:
-            names: Of `PACKAGES`, or `ALWAYS`, for which nothing is done.
-            run_dir: Of the run.
-            tell: Receives a line when one is late, fails, ends, or is well again.
-            command: With which the run was started; its settings are in its config.json.
+            names: Keys of `PACKAGES`, or `ALWAYS`, which needs none.
+            run_dir: Folder of the run, with its config.json.
+            tell: Receives a line when one is late, fails, ends, or recovers.
+            command: Start command of the run.
             late_seconds: See `LATE_SECONDS`.
             close_seconds: See `CLOSE_SECONDS`.
         """
@@ -125,15 +122,15 @@ class Trackers:
                     tell(f"{name} could not be started ({error}). The run goes on without it")
 
     def note(self, step: int, values: Readings) -> None:
-        """Hear of a row; see `RowReader`."""
+        """Receive a row; see `RowReader`."""
         for tracker in self._all:
             tracker.note(step)
 
     def close(self) -> None:
-        """Let the trackers take what is left, for a bounded time; then end them. May be called twice."""
+        """Give the trackers a bounded time for the remaining rows, then end them. May be called twice."""
         until = time.monotonic() + self._seconds
         for tracker in self._all:
-            tracker.say_end()
+            tracker.end_input()
         with waits.waiting(waits.TRACKERS, self._seconds):
             for tracker in self._all:
                 tracker.close(max(0.1, until - time.monotonic()))
@@ -145,25 +142,13 @@ class Trackers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close, whatever happened."""
+        """Close."""
         self.close()
 
 
-@dataclass(kw_only=True)
-class _State:
-    """What the learner's thread and the tracker's share."""
-
-    pending: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_PENDING))
-    """Rows that the tracker has not answered for: update, and when it was written."""
-    late: bool = False
-    failing: bool = False
-    gone: bool = False
-    closing: bool = False
-    lost: int = 0
-    """Rows it did not take, since it was last well."""
-
-
 class _Tracker:
+    """Process of one tracker, and the thread that reads its answers."""
+
     def __init__(
         self,
         name: str,
@@ -175,13 +160,19 @@ class _Tracker:
     ) -> None:
         self._name, self._tell, self._late_seconds = name, tell, late_seconds
         self._log_path = run_dir / "logs" / f"tracker-{name}.log"
-        self._state = _State()
         self._lock = threading.Lock()
-        """Around the state."""
+        """Guards the fields up to the process."""
+        self._pending: deque[tuple[int, float]] = deque(maxlen=_PENDING)
+        """Unanswered rows: update and time."""
+        self._lost = 0
+        """Rows it did not take, since it last recovered."""
+        self._late = self._failing = self._gone = self._closing = self._closed = self._killed = False
         self._process = _start(name, run_dir, self._log_path, sent)
-        self._closed = self._killed = False
-        # Less than a pipe holds (`run_facts.LONGEST_COMMAND`), so that this waits for nobody.
-        self._send(command.replace("\n", " ").encode() + b"\n")
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # If it has ended, its thread reports it.
+            # Shorter than a pipe's buffer (`logger.LONGEST_COMMAND`), so that this does not block.
+            self._process.stdin.write(command.replace("\n", " ").encode() + b"\n")
+            self._process.stdin.flush()
         self._thread = threading.Thread(target=self._listen, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
@@ -189,34 +180,31 @@ class _Tracker:
         """Expect an answer for a row."""
         now = time.monotonic()
         with self._lock:
-            state = self._state
-            if gone := state.gone:
-                state.lost += 1
+            if gone := self._gone:
+                self._lost += 1
             else:
-                state.pending.append((step, now))
-            oldest, since = state.pending[0] if state.pending else (step, now)
-            told, state.late = state.late, state.late or now - since > self._late_seconds
-            late = state.late and not told
+                self._pending.append((step, now))
+            oldest, since = self._pending[0] if self._pending else (step, now)
+            newly_late = not self._late and now - since > self._late_seconds
+            self._late = self._late or newly_late
         if gone:
             waits.count(waits.LOST_TRACKED)
-        elif late:
+        elif newly_late:
             self._tell(
                 f"{self._name} is late: it has not taken update {oldest} after {now - since:.0f} s. The run "
                 "goes on, and its rows wait in metrics.jsonl"
             )
 
-    def say_end(self) -> None:
-        """Tell the process that there will be no further rows."""
+    def end_input(self) -> None:
+        """End the input of the process: there are no further rows."""
         with self._lock:
-            self._state.closing = True
-        if self._process.stdin is not None and not self._process.stdin.closed:
-            try:
+            self._closing = True
+        with contextlib.suppress(OSError):  # If it has ended, its thread reports it.
+            if self._process.stdin is not None:
                 self._process.stdin.close()
-            except OSError:  # It has ended; its thread says so.
-                return
 
     def close(self, seconds: float) -> None:
-        """Wait for the end of the process, at most so long."""
+        """Wait for the end of the process, then kill it."""
         if self._closed:
             return
         self._closed = True
@@ -224,7 +212,7 @@ class _Tracker:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             with self._lock:
-                left, self._killed = len(self._state.pending), True
+                left, self._killed = len(self._pending), True
             self._process.kill()
             self._process.wait()
             self._tell(
@@ -233,70 +221,61 @@ class _Tracker:
             )
         self._thread.join(1.0)
 
-    def _send(self, line: bytes) -> None:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(line)
-            self._process.stdin.flush()
-        except OSError:  # It has ended; its thread says so.
-            return
-
     # --- the tracker's thread ---
 
     def _listen(self) -> None:
         assert self._process.stdout is not None
         with self._process.stdout as answers:
             for line in answers:  # Ended by the process's end.
-                what, _, rest = line.decode(errors="replace").strip().partition(" ")
-                number, _, why = rest.partition(" ")
-                if what in ("took", "lost") and number.isdecimal():
-                    self._answered(int(number), why if what == "lost" else "")
-                elif what == "refused":
-                    self._ended(rest)
-        self._ended("")
+                kind, _, rest = line.decode(errors="replace").strip().partition(" ")
+                number, _, reason = rest.partition(" ")
+                if kind in ("took", "lost") and number.isdecimal():
+                    self._on_answer(int(number), reason if kind == "lost" else "")
+                elif kind == "refused":
+                    self._on_end(rest)
+        self._on_end("")
 
-    def _answered(self, step: int, failure: str) -> None:
+    def _on_answer(self, step: int, failure: str) -> None:
+        text = ""
         with self._lock:
-            state, told = self._state, ""
-            while state.pending and state.pending[0][0] <= step:
-                state.pending.popleft()
+            while self._pending and self._pending[0][0] <= step:
+                self._pending.popleft()
             if failure:
-                state.lost += 1
-                if not state.failing:
-                    told = f"{self._name} does not take update {step} ({failure}). The run goes on"
-                state.failing = True
-            elif state.failing:
-                told = f"{self._name} takes updates again; {state.lost} are missing there"
-                state.failing, state.lost = False, 0
-            if state.late and not state.pending:
-                told = told or f"{self._name} has all updates again"
-                state.late = False
+                self._lost += 1
+                if not self._failing:
+                    text = f"{self._name} does not take update {step} ({failure}). The run goes on"
+                self._failing = True
+            elif self._failing:
+                text = f"{self._name} takes updates again; {self._lost} are missing there"
+                self._failing, self._lost = False, 0
+            if self._late and not self._pending:
+                text = text or f"{self._name} has all updates again"
+                self._late = False
         if failure:
             waits.count(waits.LOST_TRACKED)
-        if told:
-            self._tell(told)
+        if text:
+            self._tell(text)
 
-    def _ended(self, why: str) -> None:
-        """The process says that it gives up, or is over."""
+    def _on_end(self, reason: str) -> None:
+        """Handle the end of the process, or its refusal to begin."""
         with self._lock:
-            state = self._state
-            if state.gone:
+            if self._gone:
                 return
-            state.gone = True
-            left, expected = len(state.pending), state.closing and not why
-            state.lost += left
-            state.pending.clear()
+            self._gone = True
+            left, expected = len(self._pending), self._closing and not reason
+            self._lost += left
+            self._pending.clear()
         if left:
             waits.count(waits.LOST_TRACKED, left)
         if self._killed:
-            return  # Who did it says so.
-        if not why:
+            return
+        if not reason:
             code = self._process.wait()
             expected = expected and code == 0 and not left
-            why = f"its process ended with exit code {code}"
+            reason = f"its process ended with exit code {code}"
         if not expected:
             self._tell(
-                f"{self._name} gets nothing any more ({why}). The run goes on; "
+                f"{self._name} gets nothing any more ({reason}). The run goes on; "
                 f"metrics.jsonl has every update, and {self._log_path} what the tracker said"
             )
 
@@ -318,9 +297,9 @@ def _start(name: str, run_dir: Path, log_path: Path, sent: int) -> subprocess.Po
 
 
 def environment_of_tracker(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what a tracker's process sees: no torchrun, whose ranks it must not join, and no GPU."""
+    """Return the environment of a tracker's process: without torchrun's ranks, and without a GPU."""
     kept = {k: v for k, v in environ.items() if k not in _RANKS and not k.startswith("TORCHELASTIC_")}
-    path = os.pathsep.join(filter(None, [environ.get("PYTHONPATH"), str(_PACKAGE)]))
+    path = os.pathsep.join(filter(None, [environ.get("PYTHONPATH"), str(Path(__file__).parents[2])]))
     return kept | {
         "PYTHONPATH": path,
         "CUDA_VISIBLE_DEVICES": "",

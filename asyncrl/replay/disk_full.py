@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from asyncrl.errors import DiskFull, OutOfFiles, ReplayError
-from asyncrl.observability import descriptors
+from asyncrl.observability import signals
 
 FIRST_PAUSE: Final = 0.5
 LONGEST_PAUSE: Final = 30.0
@@ -26,8 +26,8 @@ def is_full(error: OSError) -> bool:
 
 def write_error(what: str, error: OSError) -> ReplayError:
     """Say why something could not be written (`what` as in 'X could not be written'), and what to do."""
-    if descriptors.exhausted(error):
-        return OutOfFiles(f"{what}: {error}. {descriptors.REMEDY}")
+    if signals.exhausted(error):
+        return OutOfFiles(f"{what}: {error}. {signals.REMEDY}")
     kind = DiskFull if is_full(error) else ReplayError
     return kind(f"{what}: {error}. Free disk space, or lower --replay.max-gigabytes.")
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from asyncrl.episode_layout import SCHEMA_VERSION
 from asyncrl.errors import CodecMissing, OutOfFiles, ReplayError
-from asyncrl.observability.descriptors import Reserve
+from asyncrl.observability.signals import Reserve
 from asyncrl.records import Episode
 from asyncrl.replay.disk_full import write_error
 from asyncrl.replay.files.format import (

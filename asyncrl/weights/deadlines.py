@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from asyncrl.errors import WeightSyncError, first_line
-from asyncrl.observability.process_end import BlockingThread
+from asyncrl.observability.signals import BlockingThread
 from asyncrl.weights.transports.interface import CountsPieces, Link
 
 ABORT_SECONDS = 10.0

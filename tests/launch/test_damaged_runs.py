@@ -12,7 +12,7 @@ from asyncrl import cli
 from asyncrl.errors import ConfigError
 from asyncrl.launch.console import successes
 from asyncrl.observability import process_status
-from asyncrl.observability.metrics_logger import cut_rows_after
+from asyncrl.observability.logger import cut_rows_after
 from asyncrl.storage.folder_check import check_folder
 from support.folder_damage import DAMAGES, READ, contents, copy_run, make_neighbour, write
 from support.tiny_models import write_models

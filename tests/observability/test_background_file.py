@@ -19,7 +19,7 @@ from asyncrl.observability import background_file, process_status, waits
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.background_file import BackgroundFile
-from asyncrl.observability.metrics_logger import MetricsLogger
+from asyncrl.observability.logger import MetricsLogger
 from support import child_environment
 from support.small_disk import leave, play_on_a_small_disk
 from support.tiny_models import write_models
@@ -200,7 +200,7 @@ def steps_of_curves(run: Path) -> list[int]:
 HANGING = """
 import os, sys, threading
 from pathlib import Path
-from asyncrl.observability import metrics_logger, metrics_training as m, process_status
+from asyncrl.observability import logger, metrics_training as m, process_status
 from asyncrl.observability.background_file import BackgroundFile
 from asyncrl.observability.signals import StopFlag
 
@@ -209,7 +209,7 @@ make = BackgroundFile.__init__
 BackgroundFile.__init__ = lambda *a, **k: make(*a, **k, write=lambda file, content: never.wait())
 run = Path(sys.argv[1])
 process_status.publish_as(run, "learner-0")
-with StopFlag().listening() as stop, metrics_logger.MetricsLogger(run, updates=10**9) as log:
+with StopFlag().listening() as stop, logger.MetricsLogger(run, updates=10**9) as log:
     step = 0
     while not stop.set:
         step += 1

@@ -3,9 +3,11 @@
 import http.client
 import json
 import socket
+import sys
 import time
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from asyncrl.config.monitor import MonitorSettings
 from asyncrl.config.run import TrainConfig
@@ -13,9 +15,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability import process_status
-from asyncrl.observability.exposition import name_of
 from asyncrl.observability.metrics import REGISTRY
-from asyncrl.observability.monitor import Monitor, stalled, unhealthy
+from asyncrl.observability.monitor import Monitor, name_of, stalled, unhealthy
 from asyncrl.observability.monitor_address import check_free, line_about, parse_address
 from asyncrl.observability.process_status import Process, ThreadActivity
 
@@ -48,10 +49,9 @@ def ask(monitor, path, method="GET"):
 
 def values_in(text):
     """(name, labels) -> value, as Prometheus's own parser reads them."""
-    parser = pytest.importorskip("prometheus_client.parser")
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
-        for family in parser.text_string_to_metric_families(text)
+        for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
 
@@ -74,12 +74,11 @@ def test_prometheus_reads_the_last_row_the_progress_and_the_processes(monitor):
 
 
 def test_every_metric_has_help_and_type_that_the_parser_reads(monitor):
-    parser = pytest.importorskip("prometheus_client.parser")
     monitor.note(1, dict.fromkeys(REGISTRY.values(), 2.0))
     _, _, text = ask(monitor, "/metrics")
-    families = {family.name: family for family in parser.text_string_to_metric_families(text)}
+    families = {family.name: family for family in text_string_to_metric_families(text)}
     for metric in REGISTRY.values():
-        family = families[f"asyncrl_{name_of(metric.name)}"]
+        family = families[name_of(metric.name)]
         assert family.type == "gauge"
         assert family.documentation.startswith(metric.meaning)
         assert [sample.value for sample in family.samples] == [2.0]
@@ -239,6 +238,12 @@ def test_an_address_that_somebody_has_is_refused_before_anything_starts():
         with pytest.raises(ConfigError, match=f"--monitor.listen is {port}, but it cannot be opened"):
             check_free(str(port))
     check_free("")
+
+
+def test_a_missing_package_is_refused_before_anything_starts(monkeypatch):
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(ConfigError, match=r"prometheus_client is not installed.*asyncrl\[monitor\]"):
+        check_free("9400")
 
 
 def test_the_console_says_what_can_be_read_beyond_this_host():

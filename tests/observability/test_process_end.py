@@ -14,7 +14,7 @@ PROGRAM = """
 import sys, time
 from torch.distributed import FileStore
 from asyncrl.errors import WeightSyncError
-from asyncrl.observability.process_end import expect_exit
+from asyncrl.observability.signals import expect_exit
 from asyncrl.weights.deadlines import run_bounded
 
 class Answer:  # Comes while Python ends, which takes longer than to hear it.

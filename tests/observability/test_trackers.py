@@ -18,8 +18,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability import process_status, waits
-from asyncrl.observability.metrics_logger import MetricsLogger
-from asyncrl.observability.run_facts import flat
+from asyncrl.observability.logger import MetricsLogger, flat
 from asyncrl.observability.tracker_process import Filter, rows_of, send_sheet
 from asyncrl.observability.trackers import Trackers, check_installed, check_names, environment_of_tracker
 from asyncrl.storage.version_pictures import SHEET, picture_name
@@ -194,7 +193,7 @@ def test_a_tracker_of_a_run_that_was_killed_sends_what_is_there_and_ends(tmp_pat
         "import io, os, sys, time; from pathlib import Path\n"
         "from asyncrl.config.loading import to_json; from asyncrl.config.run import TrainConfig\n"
         "from asyncrl.observability import metrics_training as m\n"
-        "from asyncrl.observability.metrics_logger import MetricsLogger\n"
+        "from asyncrl.observability.logger import MetricsLogger\n"
         "from asyncrl.observability.trackers import Trackers\n"
         "run = Path(sys.argv[1]); run.mkdir(); (run / 'config.json').write_text(to_json(TrainConfig()))\n"
         "log = MetricsLogger(run, updates=9, stream=io.StringIO())\n"

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import OutOfFiles
-from asyncrl.observability import descriptors, process_status, waits
 from asyncrl.observability import metrics_system as s
+from asyncrl.observability import process_status, signals, waits
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.disk_full import DiskWait
 from asyncrl.replay.files.format import GroupFile, read_group_file
@@ -131,7 +131,7 @@ def test_the_soft_limit_is_raised_to_the_hard_one() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
-        assert descriptors.raise_limit() == before[1]
+        assert signals.raise_limit() == before[1]
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)

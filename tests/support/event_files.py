@@ -26,20 +26,9 @@ def curves_in(folder: Path) -> dict[str, list[tuple[int, float]]]:
     for path in sorted(folder.iterdir()):
         for event in events_in(path.read_bytes()):
             for value in event.summary.value:
-                if is_point(value):
-                    points.setdefault(value.tag, []).append((event.step, number_of(value)))
+                if value.WhichOneof("value") == "simple_value":
+                    points.setdefault(value.tag, []).append((event.step, value.simple_value))
     return points
-
-
-def is_point(value) -> bool:
-    """Whether a value of a summary is a number, not a text."""
-    return value.WhichOneof("value") == "tensor" and value.tensor.dtype == 1
-
-
-def number_of(value) -> float:
-    """The number of a point."""
-    (number,) = value.tensor.float_val
-    return number
 
 
 def pictures_in(folder: Path) -> dict[str, list[tuple[int, bytes]]]:

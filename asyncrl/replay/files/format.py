@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 
 from asyncrl.episode_layout import EPISODE_ARRAYS, OPTIONAL_ARRAYS, STORED_SCHEMA_VERSIONS
 from asyncrl.errors import OutOfFiles, ReplayError
-from asyncrl.observability import descriptors
+from asyncrl.observability import signals
 from asyncrl.records import Sampling
 from asyncrl.storage.hdf5_bounds import attribute_of, dataset_in
 from asyncrl.storage.regular_files import open_regular
@@ -303,8 +303,8 @@ UNREADABLE = (
 
 def unreadable(path: Path, error: Exception) -> ReplayError:
     """Say that a file is damaged; or, when it could not even be opened for want of descriptors, that."""
-    if descriptors.exhausted(error):
-        return OutOfFiles(f"{path} cannot be read now ({error}). {descriptors.REMEDY}")
+    if signals.exhausted(error):
+        return OutOfFiles(f"{path} cannot be read now ({error}). {signals.REMEDY}")
     return damaged(path, str(error))
 
 
@@ -369,7 +369,7 @@ def check_whole(path: Path) -> os.stat_result:
     try:
         handle = open_regular(path)
     except OSError as error:
-        if descriptors.exhausted(error):
+        if signals.exhausted(error):
             raise unreadable(path, error) from None
         raise ReplayError(f"{path} cannot be read ({error.strerror}). Check the path.") from None
     try:

@@ -36,7 +36,7 @@ from asyncrl.episode_layout import (
     schema_version,
 )
 from asyncrl.errors import ReplayError
-from asyncrl.observability import descriptors
+from asyncrl.observability import signals
 from asyncrl.records import REWARDED, Episode
 from asyncrl.replay.files.compression import read_compressed
 from asyncrl.replay.files.format import (
@@ -150,7 +150,7 @@ class GroupReader:
         try:
             handle = open_regular(path)
         except OSError as error:
-            if descriptors.exhausted(error):
+            if signals.exhausted(error):
                 raise unreadable(path, error) from None
             raise ReplayError(f"{path} cannot be read ({error.strerror}). Check the path.") from None
         try:

@@ -1,8 +1,9 @@
-"""The numbers of a run: console rows as they are printed, metrics.jsonl as it is read back."""
+"""The numbers of a run: console rows as printed, metrics.jsonl and TensorBoard's files as read back."""
 
 import io
 import json
 import math
+import time
 from io import BytesIO
 
 import pytest
@@ -10,8 +11,9 @@ from PIL import Image
 
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability import metrics_training as m
-from asyncrl.observability.metrics_logger import MetricsLogger, cut_rows_after, duration, header, render
-from support.event_files import pictures_in
+from asyncrl.observability.console import duration, header, render
+from asyncrl.observability.logger import Curves, MetricsLogger, cut_rows_after, write_curves
+from support.event_files import curves_in, events_in, pictures_in
 
 VALUES = {
     m.SUCCESS_ONCE: 0.625,
@@ -249,3 +251,108 @@ def test_a_picture_of_what_was_measured_is_at_its_update_and_one_that_is_none_is
     assert pictures_in(tmp_path / "tensorboard") == {"eval/sheet": [(5, content.getvalue())]}
     (line,) = stream.getvalue().splitlines()
     assert line.startswith("TensorBoard does not get eval/sheet of update 6: no PNG or GIF")
+
+
+# --- TensorBoard ---
+
+
+def curves_of(tmp_path, *rows, **about):
+    """Events of a file with rows at steps 1, 2, ... and times 101, 102, ..."""
+    said = []
+    curves = Curves(tmp_path, 1, said.append, **about)
+    for step, row in enumerate(rows, start=1):
+        curves.write(step, row, 100.0 + step)
+    curves.close()
+    assert said == []
+    (path,) = tmp_path.iterdir()
+    return events_in(path.read_bytes())
+
+
+def points(tmp_path, *rows):
+    """(tag, step, value, time) of rows at steps 1, 2, ..., in the order of the file."""
+    return [
+        (value.tag, event.step, value.simple_value, event.wall_time)
+        for event in curves_of(tmp_path, *rows)
+        for value in event.summary.value
+    ]
+
+
+def test_a_count_that_stays_at_zero_has_no_curve(tmp_path):
+    assert points(tmp_path, *[{s.RESPAWNS: 0.0, s.DUPLICATES: 0.0}] * 3) == []
+
+
+def test_a_curve_begins_with_its_first_value_and_the_zero_before_it_at_its_own_time(tmp_path):
+    rows = [{s.RESPAWNS: value} for value in (0.0, 0.0, 2.0, 0.0)]
+    name = s.RESPAWNS.name
+    assert points(tmp_path, *rows) == [(name, 2, 0.0, 102.0), (name, 3, 2.0, 103.0), (name, 4, 0.0, 104.0)]
+
+
+def test_a_curve_without_a_zero_before_it_begins_at_once(tmp_path):
+    assert points(tmp_path, {m.GRAD_NORM: 0.5}, {m.GRAD_NORM: 0.25}) == [
+        ("train/actor/grad_norm", 1, 0.5, 101.0),
+        ("train/actor/grad_norm", 2, 0.25, 102.0),
+    ]
+
+
+@pytest.mark.parametrize("metric", [m.SUCCESS_ONCE, m.EVAL_SUCCESS])
+def test_no_success_at_all_is_a_curve_too(tmp_path, metric):
+    assert points(tmp_path, {metric: 0.0}) == [(metric.name, 1, 0.0, 101.0)]
+
+
+def test_a_value_that_is_no_number_begins_a_curve(tmp_path):
+    ((tag, step, value, _),) = points(tmp_path, {m.APPROX_KL: math.nan})
+    assert (tag, step) == ("train/actor/approx_kl", 1)
+    assert math.isnan(value)
+
+
+def test_the_file_begins_with_the_command_and_the_settings(tmp_path):
+    settings = {"seed": 3, "actor.success_threshold": 0.7, "resume": False, "world": "tabletop"}
+    events = curves_of(tmp_path, settings=settings, command="asyncrl train --seed 3")
+    assert events[0].file_version == "brain.Event:2"
+    (start,) = [event for event in events if event.HasField("session_log")]
+    assert (start.step, start.session_log.status) == (1, start.session_log.START)
+    values = {value.tag: value for event in events for value in event.summary.value}
+    command = values["run/command/text_summary"].tensor.string_val[0].decode()
+    assert command == "    asyncrl train --seed 3"
+    table = values["run/settings/text_summary"].tensor.string_val[0].decode()
+    assert "| actor.success_threshold | 0.7 |" in table.splitlines()
+    from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
+
+    raw = values["_hparams_/session_start_info"].metadata.plugin_data.content
+    told = HParamsPluginData.FromString(raw).session_start_info.hparams
+    assert {name: told[name].number_value for name in ("seed", "actor.success_threshold")} == {
+        "seed": 3.0,
+        "actor.success_threshold": 0.7,
+    }
+    assert told["resume"].WhichOneof("kind") == "bool_value"
+    assert told["world"].string_value == "tabletop"
+    assert "_hparams_/session_end_info" not in values
+
+
+def test_a_run_without_settings_has_no_pages_about_it(tmp_path):
+    assert not any(event.summary.value for event in curves_of(tmp_path))
+
+
+def test_curves_can_be_read_while_the_run_goes_on(tmp_path):
+    with MetricsLogger(tmp_path, updates=9, stream=io.StringIO()) as logbook:
+        logbook.write(1, VALUES)
+        until = time.monotonic() + 30.0
+        while not (tmp_path / "tensorboard").exists() or not curves_in(tmp_path / "tensorboard"):
+            assert time.monotonic() < until
+    assert curves_in(tmp_path / "tensorboard")["train/actor/grad_norm"] == [(1, pytest.approx(0.842))]
+
+
+def test_a_file_of_curves_is_written_at_once_and_one_that_cannot_be_is_an_error(tmp_path):
+    write_curves(tmp_path / "a", {4: {m.EVAL_SUCCESS: 0.5}, 2: {m.EVAL_SUCCESS: 0.0}}, "asyncrl audit")
+    assert curves_in(tmp_path / "a")["eval/success_once"] == [(2, 0.0), (4, 0.5)]
+    (tmp_path / "b").write_text("")
+    with pytest.raises(NotADirectoryError):
+        write_curves(tmp_path / "b", {1: {m.EVAL_SUCCESS: 0.5}})
+
+
+def test_tensorboard_itself_reads_the_numbers(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    curves_of(tmp_path, {m.GRAD_NORM: 0.5}, {m.GRAD_NORM: 0.25})
+    reader = accumulator.EventAccumulator(str(tmp_path))
+    reader.Reload()
+    assert [(x.step, x.value) for x in reader.Scalars("train/actor/grad_norm")] == [(1, 0.5), (2, 0.25)]

@@ -1,20 +1,24 @@
-"""A run whose console goes away or stands still goes on, and its lines are found in a file."""
+"""The console: lines outlive their reader, long ones are wrapped, and a status line stands below them."""
 
 from __future__ import annotations
 
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from asyncrl.observability import console, process_status, waits
 from asyncrl.observability import metrics_system as s
-from asyncrl.observability import process_status, waits
+from asyncrl.observability.console import hanging, status_line
+from asyncrl.observability.process_status import Process, ThreadActivity
 from asyncrl.storage import checkpoint
 from support import child_environment
 from support.tiny_models import write_models
@@ -24,15 +28,15 @@ PATIENCE = 30.0
 WRITER = """
 import logging, sys, time
 from pathlib import Path
-from asyncrl.observability import console_stream, process_status
-console_stream.STALLED_SECONDS = 0.3
+from asyncrl.observability import console, process_status
+console.STALLED_SECONDS = 0.3
 run = Path(sys.argv[1])
 process_status.publish_as(run, "learner-0")
 logging.basicConfig(level=logging.INFO, stream=sys.stderr)
-with console_stream.steady_console():
+with console.steady_console():
     print("first line", flush=True)
     if sys.argv[2] == "kept":
-        console_stream.keep_in(run / "logs" / "console.log")
+        console.keep_in(run / "logs" / "console.log")
     sys.stdin.readline()
     for number in range(int(sys.argv[3])):
         print(f"line {number}", flush=True)
@@ -109,6 +113,109 @@ def test_a_console_that_stands_still_is_waited_for_once(tmp_path: Path) -> None:
     shown = [line for line in said.splitlines() if line.startswith("line")]
     assert shown + kept[1:] == [f"line {number}" for number in range(20_000)]
     writer.stdout.close()
+
+
+# --- wrapped lines ---
+
+WORDS = "ten words that say what was found here and there"
+
+
+def test_a_file_gets_whole_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert hanging("name  ", WORDS) == f"name  {WORDS}"
+
+
+def test_a_terminal_gets_lines_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "32")
+    assert hanging("name  ", WORDS) == ("name  ten words that say what\n      was found here and there")
+    assert hanging("name  ", "/a/path/that/is/longer/than/the/terminal") == (
+        "name  /a/path/that/is/longer/than/the/terminal"
+    )
+    assert hanging("name  ", "") == "name  "
+
+
+def test_a_long_first_part_has_a_line_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "32")
+    assert hanging("a_rather_long_name.toml  ", WORDS) == (
+        "a_rather_long_name.toml\n    ten words that say what was\n    found here and there"
+    )
+
+
+# --- the status line ---
+
+
+def process(role: str, what: str, *, alive: bool = True) -> Process:
+    doing = (
+        ThreadActivity(thread="writer", what="writing rows", seconds=1.0, allowed=0.0),
+        ThreadActivity(thread="MainThread", what=what, seconds=1.0, allowed=0.0),
+    )
+    return Process(role=role, pid=1, alive=alive, activities=doing if what else doing[:1])
+
+
+def test_the_learner_comes_first_and_the_replay_not_at_all() -> None:
+    some = [
+        process("actor-1", "deciding with version 2"),
+        process("learner-0", "waiting for a batch: 1 of 8 groups"),
+        process("replay", "serving"),
+        process("actor-2", ""),
+        process("actor-3", "deciding", alive=False),
+    ]
+    assert status_line(some, 65.0, 200) == (
+        "0:01:05  [#-----------]  learner-0: waiting for a batch: 1 of 8 groups  "
+        "actor-1: deciding with version 2  actor-2: starting  actor-3: ended"
+    )
+    cut = status_line(some, 65.0, 40)
+    assert cut == "0:01:05  [#-----------]  learner-0: ..."
+    assert len(cut) < 40, "a terminal that is filled to its last column begins a new line"
+
+
+def test_a_wait_says_how_far_it_is_and_keeps_its_deadline(tmp_path: Path) -> None:
+    process_status.publish_as(tmp_path, "learner-0")
+    with process_status.activity("waiting for a batch", 30.0):
+        process_status.describe("waiting for a batch: 3 of 8 groups")
+        process_status.progress()
+        (now,) = (a for p in process_status.read(tmp_path) for a in p.activities if a.thread == "MainThread")
+    assert now.what == "waiting for a batch: 3 of 8 groups"
+    assert 30.0 <= now.allowed < 31.0
+    assert now.seconds < 1.0
+
+
+def read_within(terminal: int, length: int, seconds: float) -> str:
+    """Read so many characters, which a terminal hands over piece by piece, or what has come by then."""
+    seen, until = b"", time.monotonic() + seconds
+    while len(seen) < length and select.select([terminal], [], [], max(0.0, until - time.monotonic()))[0]:
+        seen += os.read(terminal, 1000)
+    return seen.decode()
+
+
+def test_lines_are_written_above_the_status_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    master, slave = pty.openpty()
+    attributes = termios.tcgetattr(slave)
+    attributes[1] &= ~termios.OPOST  # no carriage returns of the terminal's own
+    termios.tcsetattr(slave, termios.TCSANOW, attributes)
+    with os.fdopen(slave, "w") as terminal:
+        monkeypatch.setattr(sys, "stdout", terminal)
+        with console.steady_console():
+            console.show_status("busy")
+            print("a row")
+            console.show_status("")
+            print("the end")
+            console.show_status("")
+        expected = "\r\033[Kbusy" + "\r\033[Ka row\nbusy" + "\r\033[K" + "the end\n"
+        seen = read_within(master, len(expected), 10.0)
+    os.close(master)
+    assert seen == expected
+
+
+def test_a_pipe_never_sees_a_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "out"
+    with path.open("w") as file:
+        monkeypatch.setattr(sys, "stdout", file)
+        with console.steady_console():
+            console.show_status("busy")
+            print("a row")
+    assert path.read_text() == "a row\n"
 
 
 # --- whole runs ---

@@ -1,0 +1,360 @@
+"""Console of a run: lines that never fail or block it, its rows of numbers, and a status line on a terminal.
+
+Within `steady_console` text for stdout and stderr goes there as long as it is read. Lines that the console
+does not take (`| head` has ended, the terminal is lost or stopped) go to a file of the run (`keep_in`), with
+time and reason; lines that the file does not take either are dropped and counted (`log/dropped_lines`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import math
+import os
+import re
+import select
+import shutil
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TextIO
+
+from asyncrl.observability import metrics_system as s
+from asyncrl.observability import metrics_training as m
+from asyncrl.observability import process_status, waits
+from asyncrl.observability.metrics import Metric, Readings
+from asyncrl.storage.regular_files import open_regular
+
+STALLED_SECONDS: Final = 5.0
+"""Longest wait of a line for a console that takes nothing; later lines do not wait until it takes one."""
+_AT_ONCE: Final = select.PIPE_BUF
+"""Bytes that a writable pipe takes without blocking."""
+_GONE: Final = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO)
+_CLEARED: Final = "\r\033[K"
+"""Moves to the line's beginning and clears it."""
+
+_kept_in: Path | None = None
+_status = ""
+"""Line shown below all others, on a terminal."""
+_lock = threading.RLock()
+"""Guards all writing: standard output and standard error may be one terminal."""
+
+
+def duration(seconds: float) -> str:
+    """Format seconds as h:mm:ss, NaN as '-'.
+
+    >>> duration(6730)
+    '1:52:10'
+    """
+    if not math.isfinite(seconds):
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+
+
+def hanging(head: str, text: str, *, least: int = 20) -> str:
+    """Put `text` behind `head`; on a terminal it is wrapped between words and indented to its beginning.
+
+    Args:
+        head: First part, with the blanks behind it.
+        text: Second part. Words are never cut, so that paths and commands can be copied.
+        least: Columns of the second part; in a narrower terminal it begins below the first.
+    """
+    if not sys.stdout.isatty():
+        return head + text
+    width = shutil.get_terminal_size().columns
+    indent = len(head) if width - len(head) >= least else 4
+    lines = textwrap.wrap(text, width - indent, break_long_words=False, break_on_hyphens=False) or [""]
+    first = [head + lines[0]] if indent == len(head) else [head.rstrip(), " " * indent + lines[0]]
+    return "\n".join([*first, *(" " * indent + line for line in lines[1:])])
+
+
+def keep_in(path: Path) -> None:
+    """Choose the file of lines that the console does not take; it is made with the first of them."""
+    global _kept_in
+    _kept_in = path
+
+
+class ConsoleStream(io.TextIOBase):
+    """Writes lines to a file descriptor, and never fails or blocks for long."""
+
+    def __init__(self, stream: TextIO) -> None:
+        """Replace `stream`, whose descriptor is used.
+
+        Raises:
+            OSError: It has none.
+        """
+        self._stream, self._descriptor = stream, stream.fileno()
+        self._line = ""
+        self._gone, self._stalled, self._headed = False, False, False
+        self._poll = select.poll()
+        self._poll.register(self._descriptor, select.POLLOUT)
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """Return the encoding of the replaced stream."""
+        return self._stream.encoding
+
+    def fileno(self) -> int:
+        """Return the descriptor."""
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        """Return True for a terminal."""
+        return self._stream.isatty()
+
+    def writable(self) -> bool:
+        """Return True."""
+        return True
+
+    def write(self, text: str, /) -> int:
+        """Write whole lines at once; the rest waits for its end, or for `flush`."""
+        with _lock:
+            whole, newline, self._line = (self._line + text).rpartition("\n")
+            if newline:
+                self._put(whole + newline)
+        return len(text)
+
+    def flush(self) -> None:
+        """Write a line that has no end yet."""
+        with _lock:
+            text, self._line = self._line, ""
+            if text:
+                self._put(text)
+
+    def draw(self, text: str) -> None:
+        """Write text that may get lost: it is never kept elsewhere."""
+        with contextlib.suppress(OSError):
+            if not self._gone and not self._stalled:
+                self._written(text)
+
+    def _put(self, text: str) -> None:
+        shown = f"{_CLEARED}{text}{_status}" if _status and self.isatty() else text
+        try:
+            if not self._gone and self._written(shown):
+                return
+            reason = "nobody reads it"
+        except OSError as error:
+            reason = error.strerror or str(error)
+            if error.errno in _GONE:
+                self._leave()
+        self._keep(text, reason)
+
+    def _written(self, text: str) -> bool:
+        """Write to the console; False when it takes nothing, or no more."""
+        content = text.encode(self.encoding, errors="backslashreplace")
+        until = time.monotonic() + (0.0 if self._stalled else STALLED_SECONDS)
+        while content:
+            left = max(0.0, until - time.monotonic())
+            if not self._poll.poll(1000 * left):
+                self._stalled = True
+                return False
+            content = content[os.write(self._descriptor, content[:_AT_ONCE]) :]
+        self._stalled = False
+        return True
+
+    def _leave(self) -> None:
+        """Abandon the console, also for writers that bypass this object: libraries, and Python at its end."""
+        self._gone = True
+        with contextlib.suppress(OSError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._descriptor)
+            os.close(nowhere)
+
+    def _keep(self, text: str, reason: str) -> None:
+        if _kept_in is not None:
+            if not self._headed:
+                now = time.strftime("%Y-%m-%d %H:%M:%S")
+                text = f"--- {now}: the console takes no lines ({reason}); they follow here\n{text}"
+            with contextlib.suppress(OSError):
+                _kept_in.parent.mkdir(parents=True, exist_ok=True)
+                handle = open_regular(_kept_in, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+                with os.fdopen(handle, "wb") as file:
+                    file.write(text.encode(errors="backslashreplace"))
+                self._headed = True
+                return
+        waits.count(waits.DROPPED_LINES, text.count("\n"))
+
+
+@contextlib.contextmanager
+def steady_console() -> Iterator[None]:
+    """Make stdout and stderr outlive their readers within the block, if they are files."""
+    before = (sys.stdout, sys.stderr)
+    for name, stream in zip(("stdout", "stderr"), before, strict=True):
+        with contextlib.suppress(OSError, AttributeError, ValueError):
+            stream.flush()
+            setattr(sys, name, ConsoleStream(stream))
+    try:
+        yield
+    finally:
+        for name, stream in zip(("stdout", "stderr"), before, strict=True):
+            with contextlib.suppress(OSError, ValueError):
+                getattr(sys, name).flush()
+            setattr(sys, name, stream)
+
+
+# --- rows of updates ---
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """One column of the console row, right-aligned."""
+
+    title: str
+    width: int
+    text: Callable[[Readings], str]
+
+
+def _cell(pattern: str, *needed: Metric) -> Callable[[Readings], str]:
+    """Fill the parts of `pattern` ('a / b') with one value each; '-' if it, or all, are absent."""
+    parts = list(zip(pattern.split(" / "), needed, strict=True))
+
+    def text(row: Readings) -> str:
+        known = any(x in row for x in needed)
+        return " / ".join(part.format(row[x]) if x in row else "-" for part, x in parts) if known else "-"
+
+    return text
+
+
+def _grad(row: Readings) -> str:
+    value = row.get(m.GRAD_NORM)
+    return "-" if value is None else f"{value:.2f}" if value < 10_000 else f"{value:.1e}"
+
+
+def _truth(row: Readings) -> str:
+    if m.EVAL_SUCCESS not in row:
+        return "-"
+    low, high = row[m.EVAL_LOW], row[m.EVAL_HIGH]
+    return f"{row[m.EVAL_SUCCESS]:.0%} [{low:.0%}, {high:.0%}] @{row[m.EVAL_VERSION]:.0f}"
+
+
+COLUMNS: Final = (
+    Column(title="success", width=7, text=_cell("{:.1%}", m.SUCCESS_ONCE)),
+    Column(title="lag avg/max", width=11, text=_cell("{:.1f} / {:.0f}", s.LAG_MEAN, s.LAG_MAX)),
+    Column(title="kl", width=7, text=_cell("{:.4f}", m.APPROX_KL)),
+    Column(title="clip", width=6, text=_cell("{:.1%}", m.CLIP_FRACTION)),
+    Column(title="grad", width=7, text=_grad),
+    Column(title="groups/min", width=10, text=_cell("{:.1f}", s.GROUPS_PER_MINUTE)),
+    Column(  # Learner, actors.
+        title="waiting l/a", width=11, text=_cell("{:.0%} / {:.0%}", s.LEARNER_WAITING, s.ACTORS_WAITING)
+    ),
+    Column(title="live/useful", width=11, text=_cell("{:.0%} / {:.0%}", s.LIVE_SLOTS, s.USEFUL_STEPS)),
+)
+"""The columns between 'update' and 'eta'."""
+TRUTH: Final = Column(title="true [95 %] @update", width=19, text=_truth)
+"""The last column, in a run that measures the true success."""
+LEFT_OUT: Final = ("live/useful", "clip", "grad", "waiting l/a", "kl")
+"""Columns that a narrow terminal lacks, the first of these first. A file or a pipe gets all columns."""
+
+
+def columns_in(width: int, columns: tuple[Column, ...] = COLUMNS) -> tuple[Column, ...]:
+    """Choose those of `columns` that fit into a terminal of `width`; at least those not in `LEFT_OUT`."""
+    for title in LEFT_OUT:
+        if len(header(columns)) > width:
+            columns = tuple(column for column in columns if column.title != title)
+    return columns
+
+
+def header(columns: Sequence[Column] = COLUMNS) -> str:
+    """Write the console's header line."""
+    titles = [f"{'update':>6}", *(f"{column.title:>{column.width}}" for column in columns), f"{'eta':>8}"]
+    return "  ".join(titles)
+
+
+def render(step: int, values: Readings, eta: float, columns: Sequence[Column] = COLUMNS) -> str:
+    """Write one console row; an absent value shows as '-'.
+
+    Args:
+        step: The update.
+        values: Its values.
+        eta: Seconds until the run ends; NaN if unknown.
+        columns: Shown columns.
+    """
+    cells = [f"{step:>6}", *(f"{column.text(values):>{column.width}}" for column in columns)]
+    return "  ".join([*cells, f"{duration(eta):>8}"])
+
+
+# --- status line ---
+
+STATUS_SECONDS: Final = 0.5
+"""Pause between two drawings."""
+_BAR: Final = 12
+"""Width of the bar."""
+_COUNTED: Final = re.compile(r"(\d+) of (\d+)")
+_SILENT: Final = ("replay", "tracker-")
+"""Prefixes of roles that are not shown."""
+
+
+def show_status(text: str) -> None:
+    """Draw a line below all others on the terminal of standard output, if it is one.
+
+    Args:
+        text: Shorter than the terminal is wide; empty: remove the line.
+    """
+    global _status
+    stream = sys.stdout
+    if isinstance(stream, ConsoleStream) and stream.isatty():
+        with _lock:
+            if text or _status:
+                _status = text
+                stream.draw(_CLEARED + text)
+
+
+class StatusLine:
+    """Shows in a terminal's last line the activities of a run until its next row, from a thread of its own.
+
+    0:00:41  [########----]  learner-0: waiting for a batch: 5 of 8 groups, 43 of 64 episodes  actor-0: ...
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir, self._began = run_dir, time.monotonic()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="status line", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop and remove the line. May be called again."""
+        self._closing.set()
+        self._thread.join(2 * STATUS_SECONDS)
+        show_status("")
+
+    def _run(self) -> None:
+        while not self._closing.wait(STATUS_SECONDS):
+            width, elapsed = shutil.get_terminal_size().columns, time.monotonic() - self._began
+            show_status(status_line(process_status.read(self._run_dir), elapsed, width))
+
+
+def status_line(processes: Sequence[process_status.Process], seconds: float, width: int) -> str:
+    """Write the activities of a run's processes on this host in one line, the learner first.
+
+    Args:
+        processes: From `process_status.read`.
+        seconds: Since the run began.
+        width: Columns of the terminal; a longer line is cut.
+    """
+    shown = []
+    for process in sorted(processes, key=lambda process: not process.role.startswith("learner")):
+        if not process.role.startswith(_SILENT):
+            doing = process.main.what if process.main is not None else "starting"
+            shown.append(f"{process.role}: {doing if process.alive else 'ended'}")
+    text = "  ".join([duration(seconds), *filter(None, [bar("".join(shown[:1]))]), *shown])
+    return text if len(text) < width else f"{text[: width - 4]}..."
+
+
+def bar(doing: str) -> str:
+    """Draw the progress of an activity with 'M of N' in its name: of the last such pair, the finest.
+
+    >>> bar("waiting for a batch: 5 of 8 groups, 48 of 64 episodes"), bar("loading models")
+    ('[#########---]', '')
+    """
+    counted = _COUNTED.findall(doing)
+    if not counted or not int(counted[-1][1]):
+        return ""
+    done, total = map(int, counted[-1])
+    full = min(_BAR, _BAR * done // total)
+    return f"[{'#' * full}{'-' * (_BAR - full)}]"

@@ -1,0 +1,434 @@
+"""Write a run's numbers to metrics.jsonl, TensorBoard and the console.
+
+Files are written by threads of their own (`background_file`): with a full or hanging disk rows and curves
+come late, or are lost and counted, but the learner goes on.
+
+The console shows one row per update, with a header every 20 rows:
+
+    update  success  lag avg/max       kl    clip     grad  groups/min  waiting learner/actors       eta
+        41    62.5%      1.2 / 2   0.0031    4.1%     0.84        11.3                 3% / 0%   1:52:10
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import shlex
+import shutil
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from io import BytesIO
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any, Final, Protocol, TextIO
+
+from asyncrl.observability import console, waits
+from asyncrl.observability import metrics_training as m
+from asyncrl.observability.background_file import BackgroundFile
+from asyncrl.observability.console import COLUMNS, TRUTH, Column, columns_in, header, render
+from asyncrl.observability.metrics import Metric, Readings, reduce
+from asyncrl.observability.process_log import CONSOLE
+from asyncrl.storage.atomic import replacing
+from asyncrl.storage.bounded_json import read_rows
+from asyncrl.storage.regular_files import make_folder
+
+_console = logging.getLogger(CONSOLE)
+HEADER_EVERY: Final = 20
+"""Console rows between two headers."""
+_WINDOW: Final = 20
+"""Updates whose pace gives the remaining time."""
+ROW_SECONDS: Final = 1.0
+"""Longest wait of the learner for its row to be written."""
+CLOSE_SECONDS: Final = 5.0
+ROWS_LIMIT: Final = 64 << 20
+"""Bytes of rows that wait in memory while the disk takes none: about 10,000 updates."""
+CURVES_LIMIT: Final = 16 << 20
+HPARAM_METRICS: Final = ("env/success_once", "eval/success_once", "train/actor/approx_kl", "env/return")
+"""Metrics by which TensorBoard's page HPARAMS compares runs."""
+LONGEST_COMMAND: Final = 4000
+"""Characters of a start command that are kept."""
+_BOLD, _RED, _END = "\033[1m", "\033[31m", "\033[0m"
+
+
+# --- settings and command of a run ---
+
+
+def flat(table: Mapping[str, Any]) -> dict[str, object]:
+    """Name nested settings by their flags, lists as one text.
+
+    >>> flat({"seed": 1, "actor": {"max_decisions": 6}, "log_with": ["wandb"]})
+    {'seed': 1, 'actor.max-decisions': 6, 'log-with': 'wandb'}
+    """
+    return dict(_named(table, ""))
+
+
+def _named(table: Mapping[str, Any], section: str) -> Iterator[tuple[str, object]]:
+    for key, value in table.items():
+        name = section + key.replace("_", "-")
+        if isinstance(value, Mapping):
+            yield from _named(value, f"{name}.")
+        else:
+            yield name, " ".join(map(str, value)) if isinstance(value, list | tuple) else value
+
+
+def start_command() -> str:
+    """Return the command that started this process, as typed; a long one is cut."""
+    program, *arguments = sys.argv
+    first = "asyncrl" if Path(program).name in ("asyncrl", "__main__.py") else program
+    ranks = os.environ.get("WORLD_SIZE", "1") if "RANK" in os.environ else ""
+    launcher = f"torchrun --nproc-per-node {ranks} " if ranks and first != "asyncrl" else ""
+    text = launcher + shlex.join([first, *arguments])
+    return text if len(text) <= LONGEST_COMMAND else f"{text[: LONGEST_COMMAND - 3]}..."
+
+
+# --- TensorBoard ---
+
+
+def is_result(name: str) -> bool:
+    """Return True if a metric of this name measures the policy: there a 0 is news."""
+    return name.startswith(("env/", "eval/", "audit/"))
+
+
+class _EventFile:
+    """File of tensorboardX: whole records go to `add` at each flush, on its writer thread."""
+
+    def __init__(self, add: Callable[[bytes], None]) -> None:
+        self._add, self._records = add, bytearray()
+
+    def write(self, content: bytes) -> None:
+        self._records += content
+
+    def flush(self) -> None:
+        if self._records:
+            content, self._records = bytes(self._records), bytearray()
+            self._add(content)
+
+    close = flush
+
+
+class Curves:
+    """Curves of one TensorBoard file, by tensorboardX, whose thread hands its records to a `BackgroundFile`.
+
+    A curve begins with its metric's first value other than 0, and with the 0 before it: most counts of a
+    healthy run stay at 0, and their empty cards hide the others; of a result (`is_result`) also 0 is shown.
+    """
+
+    _SCHEME: Final = "asyncrl"
+
+    def __init__(
+        self,
+        folder: Path,
+        first_step: int,
+        tell: Callable[[str], None],
+        *,
+        settings: Mapping[str, object] = MappingProxyType({}),
+        command: str = "",
+    ) -> None:
+        """Begin a file in which points of earlier files from `first_step` on are void.
+
+        Args:
+            folder: Made with the file.
+            first_step: First update of the file.
+            tell: See `BackgroundFile`.
+            settings: Name -> value, for the pages TEXT and HPARAMS; empty: neither.
+            command: Start command, for the page TEXT; empty: none.
+        """
+        from tensorboardX import SummaryWriter
+        from tensorboardX.record_writer import register_writer_factory
+        from tensorboardX.summary import hparams
+
+        self._tell, self._begun, self._zeros = tell, set[str](), dict[str, tuple[int, float]]()
+        register_writer_factory(self._SCHEME, self)  # Its `open` is called within the next line.
+        self._writer = SummaryWriter(
+            f"{self._SCHEME}:{folder}", purge_step=first_step, max_queue=0, flush_secs=1
+        )
+        self._events: Any = self._writer.file_writer
+        if command:
+            self._writer.add_text("run/command", f"    {command}", first_step)
+        if settings:
+            rows = "\n".join(
+                f"| {name} | {str(value).replace('|', ' ')} |" for name, value in settings.items()
+            )
+            self._writer.add_text("run/settings", f"| setting | value |\n|---|---|\n{rows}", first_step)
+            plain = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in settings.items()}
+            # `add_hparams` would write a second run, which is over.
+            for summary in hparams(plain, dict.fromkeys(HPARAM_METRICS))[:2]:
+                self._events.add_summary(summary, first_step)
+
+    def directory_check(self, path: str) -> None:
+        """Do nothing: the folder is made with the file."""
+
+    def open(self, path: str) -> _EventFile:
+        """Open the file that tensorboardX writes to."""
+        self._file = BackgroundFile(
+            Path(path.removeprefix(f"{self._SCHEME}:")),
+            "curves",
+            limit=CURVES_LIMIT,
+            lost=waits.LOST_CURVES,
+            tell=self._tell,
+        )
+        return _EventFile(self._file.add)
+
+    def write(self, step: int, values: Readings, now: float) -> None:
+        """Add one update's numbers.
+
+        Args:
+            step: The update.
+            values: Its numbers.
+            now: Seconds since 1970.
+        """
+        shown = dict[str, float]()
+        for metric, value in values.items():
+            name = metric.name
+            if value == 0 and name not in self._begun and not is_result(name):
+                self._zeros[name] = (step, now)
+                continue
+            if name in self._zeros:
+                at, then = self._zeros.pop(name)
+                self._add({name: 0.0}, at, then)
+            self._begun.add(name)
+            shown[name] = value
+        self._add(shown, step, now)
+
+    def _add(self, values: Mapping[str, float], step: int, now: float) -> None:
+        from tensorboardX.proto import summary_pb2
+
+        proto: Any = summary_pb2
+        found = [proto.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._events.add_summary(proto.Summary(value=found), step, now)
+
+    def write_picture(self, step: int, tag: str, content: bytes, now: float) -> None:
+        """Add a picture for TensorBoard's page IMAGES, as it is: a GIF moves there.
+
+        Args:
+            step: Its update.
+            tag: Name of its card.
+            content: A PNG or GIF file.
+            now: Seconds since 1970.
+
+        Raises:
+            ValueError: It is no such file.
+        """
+        from PIL import Image, UnidentifiedImageError
+        from tensorboardX.proto import summary_pb2
+
+        try:
+            with Image.open(BytesIO(content), formats=("PNG", "GIF")) as opened:
+                width, height = opened.size
+        except (UnidentifiedImageError, OSError, Image.DecompressionBombError) as error:
+            raise ValueError(f"no PNG or GIF: {error}") from error
+        proto: Any = summary_pb2
+        image = proto.Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=content)
+        self._events.add_summary(proto.Summary(value=[proto.Summary.Value(tag=tag, image=image)]), step, now)
+
+    def close(self, seconds: float = CLOSE_SECONDS) -> None:
+        """Finish the file, within `seconds`. Safe to call twice."""
+        self._writer.close()
+        self._file.close(seconds)
+
+
+def write_curves(folder: Path, points: Mapping[int, Readings], command: str = "") -> None:
+    """Write a file of curves at once; points of earlier files from its first update on are void.
+
+    Args:
+        folder: Made if need be.
+        points: Update -> its numbers, at least one.
+        command: For TensorBoard's page TEXT.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    make_folder(folder)
+    problems = list[str]()
+    with contextlib.closing(Curves(folder, min(points), problems.append, command=command)) as curves:
+        for step in sorted(points):
+            curves.write(step, points[step], time.time())
+    if problems:
+        raise OSError(problems[-1])
+
+
+# --- the logger ---
+
+
+class RowReader(Protocol):
+    """Reader of every row, such as a tracker."""
+
+    def note(self, step: int, values: Readings) -> None:
+        """Receive an update's numbers before they are in metrics.jsonl; returns at once."""
+        ...
+
+
+class MetricsLogger:
+    """Writes the numbers of a run. Opened by the learner only.
+
+    A row is in its file when `write` returns, unless the disk needs longer than ROW_SECONDS.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        updates: int,
+        resume_step: int = 0,
+        log_every: int = 1,
+        evaluates: bool = False,
+        settings: Mapping[str, object] = MappingProxyType({}),
+        command: str = "",
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Open the run's files; rows of an interrupted run after `resume_step` are cut off.
+
+        Args:
+            run_dir: Folder of the run.
+            updates: Update after which the run ends.
+            resume_step: Update that the run continues from; 0 for a new run.
+            log_every: Updates folded into one console row.
+            evaluates: True if `write_evaluation` will be called: rows then show its newest result.
+            settings: Name -> value, for TensorBoard.
+            command: Start command, for TensorBoard.
+            stream: Console; standard output when None.
+            clock: Seconds since 1970.
+        """
+        self._updates = updates
+        self._log_every = log_every
+        self._stream = sys.stdout if stream is None else stream
+        self._colour = self._stream.isatty() and not os.environ.get("NO_COLOR")
+        self._clock = clock
+        self._pace: deque[tuple[int, float]] = deque([(resume_step, clock())], maxlen=_WINDOW + 1)
+        self._unshown: list[Readings] = []
+        self._rows_shown = 0
+        self._all_columns = (*COLUMNS, TRUTH) if evaluates else COLUMNS
+        self._columns: tuple[Column, ...] = ()
+        self._noted: dict[Metric, float] = {}
+        """Values of every row until they are noted again."""
+        self._evaluated: dict[Metric, float] = {}
+        """Result of the newest version that was measured in the true simulator."""
+        console.keep_in(run_dir / "logs" / "console.log")
+        path = run_dir / "metrics.jsonl"
+        if wrong := cut_rows_after(path, resume_step):
+            self.banner(
+                f"{path} had {wrong} damaged lines, which are not rows of an update; they are left out"
+            )
+        self._rows = BackgroundFile(
+            path, "rows of metrics.jsonl", limit=ROWS_LIMIT, lost=waits.LOST_ROWS, tell=self.banner
+        )
+        self._curves = Curves(
+            run_dir / "tensorboard", resume_step + 1, self.banner, settings=settings, command=command
+        )
+        self.readers: list[RowReader] = []
+        """Readers of every row, such as trackers."""
+
+    def write(self, step: int, values: Readings) -> None:
+        """Record one update everywhere; the console shows every `log_every`-th and the last one.
+
+        Args:
+            step: The update, counted from 1 over all resumes.
+            values: Its numbers.
+        """
+        now = self._clock()
+        values = {**self._noted, **values}
+        for reader in self.readers:  # First, as a tracker may acknowledge the row as soon as it is written.
+            reader.note(step, {**values, **self._evaluated})
+        self._record(step, values, now)
+        with waits.waiting(waits.ROW, ROW_SECONDS):
+            self._rows.settle(ROW_SECONDS)
+        self._pace.append((step, now))
+        self._unshown.append(values)
+        if step % self._log_every == 0 or step >= self._updates:
+            self._show(step, reduce(self._unshown))
+            self._unshown.clear()
+
+    def write_evaluation(
+        self, step: int, values: Readings, pictures: Mapping[str, bytes] = MappingProxyType({})
+    ) -> None:
+        """Record the measurement of an earlier update: in a line and a point of their own, at that update.
+
+        Args:
+            step: The update; later console rows show it.
+            values: Its measurement, in metrics that `write` is never given.
+            pictures: Name of a card of TensorBoard -> content of a PNG or GIF file.
+        """
+        now = self._clock()
+        self._record(step, values, now)
+        for tag, content in pictures.items():
+            try:
+                self._curves.write_picture(step, tag, content, now)
+            except ValueError as error:
+                self.banner(f"TensorBoard does not get {tag} of update {step}: {error}")
+        if step >= self._evaluated.get(m.EVAL_VERSION, 0):
+            self._evaluated = {**values, m.EVAL_VERSION: float(step)}
+
+    def note(self, values: Readings) -> None:
+        """Put values into every later row, until they are noted again."""
+        self._noted |= values
+
+    def banner(self, text: str) -> None:
+        """Print a line that is not a row, such as the parts of the run or the return of an actor."""
+        self._print(text, _BOLD)
+
+    def close(self) -> None:
+        """Finish the files, as far as the disk allows it in CLOSE_SECONDS. Safe to call twice."""
+        until = time.monotonic() + CLOSE_SECONDS
+        self._rows.close(CLOSE_SECONDS)
+        self._curves.close(max(0.1, until - time.monotonic()))
+
+    def __enter__(self) -> MetricsLogger:
+        """Close at the end of a `with` block."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close."""
+        self.close()
+
+    def _record(self, step: int, values: Readings, now: float) -> None:
+        # JSON has no NaN and no infinity; null is what every reader understands.
+        finite = {x.name: value if math.isfinite(value) else None for x, value in values.items()}
+        self._rows.add((json.dumps({"step": step, "time": round(now, 3)} | finite) + "\n").encode())
+        self._curves.write(step, values, now)
+
+    def _show(self, step: int, values: Readings) -> None:
+        columns = self._all_columns
+        if self._stream.isatty():
+            columns = columns_in(shutil.get_terminal_size().columns, columns)
+        if self._rows_shown % HEADER_EVERY == 0 or columns != self._columns:
+            self._print(header(columns), _BOLD)
+            self._columns = columns
+        self._rows_shown += 1
+        (first, began), (last, now) = self._pace[0], self._pace[-1]
+        eta = (self._updates - last) * (now - began) / (last - first) if last > first else math.nan
+        sound = math.isfinite(values.get(m.GRAD_NORM, 0.0))
+        self._print(render(step, {**values, **self._evaluated}, eta, columns), "" if sound else _RED)
+
+    def _print(self, text: str, colour: str) -> None:
+        _console.info(text)
+        print(f"{colour}{text}{_END}" if self._colour and colour else text, file=self._stream, flush=True)
+
+
+def cut_rows_after(path: Path, step: int) -> int:
+    """Remove the rows of updates after `step` from a metrics.jsonl, and a row that a crash cut short.
+
+    Returns:
+        Number of other damaged lines that were removed; the last one counts only when it is a whole line.
+
+    Raises:
+        OSError: It is no regular file, or cannot be read or written.
+    """
+    if not path.exists():
+        return 0
+    wrong = 0
+    with replacing(path) as part, part.open("wb") as kept:
+        for line, row in read_rows(path):
+            at = row.get("step") if row is not None else None
+            if type(at) is not int:
+                wrong += not line or line.endswith(b"\n")
+            elif at <= step:
+                kept.write(line)
+    return wrong
