@@ -24,8 +24,8 @@ from asyncrl.actors.pipeline import Stage, split_slots
 from asyncrl.actors.slots import Ending, EpisodeInProgress, Slots, Start, finished_episode
 from asyncrl.actors.telemetry import ActorTelemetry
 from asyncrl.config.actor import ActorSettings
-from asyncrl.devices.memory import peak_memory
 from asyncrl.devices.offload import NO_OFFLOAD, IdleOffload
+from asyncrl.devices.tensors import peak_memory
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability import waits
 from asyncrl.observability.process_status import set_activity

@@ -25,7 +25,7 @@ from asyncrl.actors.failures import RowFailure, first_failure, retry_rows_singly
 from asyncrl.actors.pipeline import InFlightDecision, Stage, TimedWork
 from asyncrl.actors.slots import Ending, EpisodeInProgress, Slots, Start
 from asyncrl.config.actor import SuccessFrames
-from asyncrl.devices.device_events import DeviceEvent, wait_for
+from asyncrl.devices.events import DeviceEvent, wait_for
 from asyncrl.episode_layout import SAMPLE_DTYPES
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability.metrics import Metric

@@ -13,7 +13,7 @@ from typing import Any, Generic
 from torch import Tensor
 
 from asyncrl.actors.slots import EpisodeInProgress
-from asyncrl.devices.device_events import DeviceEvent
+from asyncrl.devices.events import DeviceEvent
 from asyncrl.observability.metrics import Metric
 from asyncrl.worlds.interface import State
 

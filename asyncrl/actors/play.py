@@ -29,7 +29,7 @@ from asyncrl.actors.failures import RowFailure, first_failure, retry_rows_singly
 from asyncrl.actors.imagination import CPU, TORCH_DTYPES
 from asyncrl.actors.pipeline import Stage
 from asyncrl.actors.slots import Ending, EpisodeInProgress, Slots, Start
-from asyncrl.devices.device_events import DeviceEvent
+from asyncrl.devices.events import DeviceEvent
 from asyncrl.errors import RunError
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability.metrics import Metric

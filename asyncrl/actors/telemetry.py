@@ -6,8 +6,8 @@ import time
 from typing import Final
 
 from asyncrl.actors.acting import Acting
-from asyncrl.devices.memory import peak_memory
 from asyncrl.devices.offload import IdleOffload
+from asyncrl.devices.tensors import peak_memory
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability.metrics import Metric
 

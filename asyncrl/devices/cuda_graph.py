@@ -17,25 +17,21 @@ WARM_UP: Final = 2
 
 
 class CudaGraphed:
-    """Replays what `function` did at its first call, with new numbers in the inputs.
+    """Replays the first call of `function` with new numbers in the inputs.
 
-    What it returns is overwritten by the next call, in stream order: use it up before. Weights may change in
-    place, but must not move (`forget`); shapes and types of the inputs stay those of the first call.
+    The next call overwrites the result, in stream order. Weights may change in place, but must not move
+    (`forget`); shapes and types of the inputs stay those of the first call.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        """Capture nothing yet.
-
-        Args:
-            function: Of tensors on one GPU; no step of it may wait for the device.
-        """
+        """Store a function of tensors on one GPU, which must not wait for the device."""
         self._function = function
         self._graph: torch.cuda.CUDAGraph | None = None
         self._inputs: Sequence[Tensor] = ()
         self._result: Any = None
 
     def __call__(self, *inputs: Tensor) -> Any:
-        """Copy the inputs to where the graph reads them, and replay it."""
+        """Copy the inputs into the graph's, and replay it."""
         if self._graph is None:
             self._capture(inputs)
         assert self._graph is not None
@@ -45,7 +41,7 @@ class CudaGraphed:
         return self._result
 
     def forget(self) -> None:
-        """Give the graph and its memory back, and capture anew at the next call."""
+        """Free the graph and its memory; the next call captures it again."""
         self._graph, self._inputs, self._result = None, (), None
 
     def _capture(self, inputs: Sequence[Tensor]) -> None:
@@ -58,8 +54,8 @@ class CudaGraphed:
                 self._function(*self._inputs)
         torch.cuda.current_stream(device).wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
-        # On a stream of their device, which need not be the current one: of another device's work nothing is
-        # captured. Other threads of an actor receive weights meanwhile, which a capture of all would forbid.
+        # On a stream of the inputs' device, which need not be the current one. Other threads of an actor may
+        # receive weights during the capture, which the default mode forbids.
         with torch.cuda.graph(graph, stream=aside, capture_error_mode="thread_local"):
             self._result = self._function(*self._inputs)
         self._graph = graph

@@ -1,15 +1,26 @@
-"""Linear layers whose products are computed with 8-bit numbers, for networks that are not trained.
+"""Linear layers with 8-bit products, for weights that are not trained.
 
-Weights are rounded once, per output channel; what they multiply is rounded at every call, per row. Both are
-scaled so that the largest magnitude becomes the largest that ``e4m3`` has (arXiv 2209.05433), and the product
-is scaled back. A row's result depends on nothing but that row, so slots do not feel each other.
+Weights are rounded once, per output channel; the input is rounded at every call, per row. Both are scaled so
+that the largest magnitude becomes the largest of ``e4m3`` (arXiv 2209.05433), and the product is scaled back.
+A row's result depends only on that row, so slots do not influence each other.
 
-`frozen_float8` has such layers with a gradient for what they multiply.
+`FrozenFloat8Linear` also has a gradient for its input:
+
+    forward     y  = x W^T     x is rounded per row, W per output channel
+    backward    dx = dy W      dy is rounded per row, W per input channel
+
+The two products sum over different sides of W, a scale must be equal for all terms of a sum, and GPUs need W
+transposed in memory for the second: so it has two rounded copies. The gradient is rounded to ``e4m3`` too,
+not to ``e5m2``, which has more range and one bit less precision: scaled row by row, a number becomes 0 only
+below 2^-18 of its row's largest.
+
+Dimension letters:
+    K, N  features into and out of the layer
 """
 
 from __future__ import annotations
 
-from typing import Final, TypeGuard
+from typing import Any, Final, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,23 +31,18 @@ DTYPE: Final = torch.float8_e4m3fn
 LARGEST: Final = torch.finfo(DTYPE).max
 """448."""
 SMALLEST: Final = 1e-30
-"""Largest magnitude of a row below which it is rounded as if it had this one: no gradient is that small, and
-a scale is still a number that GPUs do not take for 0."""
+"""Least magnitude for the scale of a row: below any gradient, and GPUs do not flush the scale to 0."""
 ALIGNMENT: Final = 16
-"""Widths that GPUs multiply are multiples of this."""
+"""Divides the widths that GPUs can multiply."""
 CAPABILITY: Final = (8, 9)
-"""Least compute capability of a GPU that multiplies such numbers: Ada and Hopper have it."""
+"""Least compute capability with 8-bit products: Ada and Hopper."""
 
 
 def check_device(device: torch.device, flag: str = "--imagination.precision") -> None:
-    """Refuse a GPU that has no 8-bit products. CPUs have slow ones.
-
-    Args:
-        device: Where they are to be computed.
-        flag: That asks for them; the other choice is called stored.
+    """Check that a GPU has 8-bit products; CPUs have slow ones.
 
     Raises:
-        ConfigError: It has none.
+        ConfigError: It has none; names `flag`, whose other value is 'stored'.
     """
     if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < CAPABILITY:
         raise ConfigError(
@@ -62,9 +68,6 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
 def scaled_product(rows: Tensor, weight: Tensor, of_rows: Tensor, scale: Tensor) -> Tensor:
     """Multiply rounded rows with rounded weights.
 
-    On a GPU with the operator below `torch.nn.functional.scaled_mm`, because that one cannot be compiled with
-    every torch that is supported. A CPU computes in float32: it gains nothing from 8 bits.
-
     Args:
         rows: ``[M, K]`` e4m3.
         weight: ``[N, K]`` e4m3.
@@ -74,28 +77,29 @@ def scaled_product(rows: Tensor, weight: Tensor, of_rows: Tensor, scale: Tensor)
     Returns:
         ``[M, N]`` bfloat16.
     """
-    if rows.device.type == "cpu":
+    if rows.device.type == "cpu":  # 8 bits are no faster there.
         return (rows.float() @ weight.float().T * of_rows * scale).bfloat16()
+    # `torch.nn.functional.scaled_mm` cannot be compiled with every supported torch.
     return torch.ops.aten._scaled_mm(rows, weight.T, of_rows, scale, out_dtype=torch.bfloat16)
 
 
 def product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """Multiply rows, which are rounded here, with weights that are rounded already.
+    """Round rows and multiply them with rounded weights.
 
     Args:
         x: ``[..., K]`` of any float dtype.
-        weight: ``[N, K]`` e4m3, row after row: the layout that GPUs multiply.
+        weight: ``[N, K]`` e4m3, contiguous: the layout that GPUs multiply.
         scale: ``[1, N]`` float32.
 
     Returns:
-        ``[..., N]`` in the dtype of `x`; the product itself is bfloat16, which is what GPUs give.
+        ``[..., N]`` in the dtype of `x`, rounded to bfloat16.
     """
     rows, of_rows = quantise(x.flatten(0, -2))
     return scaled_product(rows, weight, of_rows, scale).to(x.dtype).unflatten(0, x.shape[:-1])
 
 
 class Float8Linear(nn.Module):
-    """A linear layer's weights, rounded."""
+    """A linear layer with rounded weights."""
 
     weight: Tensor
     """``[N, K]`` e4m3."""
@@ -111,18 +115,18 @@ class Float8Linear(nn.Module):
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``[..., K]`` to ``[..., N]``, in the dtype of `x`; the product itself is bfloat16."""
+        """Map ``[..., K]`` to ``[..., N]``, in the dtype of `x`, rounded to bfloat16."""
         y = product(x, self.weight, self.scale)
         return y if self.bias is None else y + self.bias
 
 
 def fits(layer: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether a layer is linear and of widths that GPUs multiply."""
+    """Return True if a layer is linear, with widths that GPUs multiply."""
     return type(layer) is nn.Linear and not (layer.in_features % ALIGNMENT or layer.out_features % ALIGNMENT)
 
 
 def use_float8(network: nn.Module) -> None:
-    """Replace the linear layers of a network by rounded ones; a layer that does not fit stays."""
+    """Replace the fitting linear layers of a network by rounded ones."""
     for parent in list(network.modules()):
         for name, layer in list(parent.named_children()):
             if fits(layer):
@@ -130,7 +134,62 @@ def use_float8(network: nn.Module) -> None:
 
 
 def saved_bytes(network: nn.Module, dtype: torch.dtype) -> int:
-    """Return by how many bytes `use_float8` makes a network smaller whose weights are of `dtype`."""
+    """Return the bytes that `use_float8` saves in a network with weights of `dtype`."""
     layers = [layer for layer in network.modules() if fits(layer)]
     narrower = dtype.itemsize - DTYPE.itemsize
     return sum(layer.weight.numel() * narrower - 4 * layer.out_features for layer in layers)
+
+
+class _Product(torch.autograd.Function):
+    """``x W^T``, and ``dy W`` in the backward pass, which needs no activations."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, scale: Tensor, transposed: Tensor, of_transposed: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(transposed, of_transposed)
+        return product(x, weight, scale)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return product(gradients[0], *ctx.saved_tensors), None, None, None, None
+
+
+class FrozenFloat8Linear(nn.Linear):
+    """A frozen linear layer that multiplies rounded copies of its weight.
+
+    The weight stays the layer's parameter, never rounded: it is published, saved and merged with adapters.
+    The copies are buffers outside the state dict, of two bytes per weight.
+    """
+
+    forward_weight: Tensor
+    """``[N, K]`` e4m3."""
+    forward_scale: Tensor
+    """``[1, N]`` float32."""
+    backward_weight: Tensor
+    """``[K, N]`` e4m3."""
+    backward_scale: Tensor
+    """``[1, K]`` float32."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        """Share the parameters of a frozen layer, whose weight must not change, and round copies of it."""
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias = linear.weight, linear.bias
+        weight = linear.weight.detach()
+        for name, copied in (("forward", weight), ("backward", weight.T.contiguous())):
+            rounded, scale = quantise(copied)
+            self.register_buffer(f"{name}_weight", rounded, persistent=False)
+            self.register_buffer(f"{name}_scale", scale.T.contiguous(), persistent=False)
+        self.train(linear.training)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map ``[..., K]`` to ``[..., N]``, in the dtype of `input`, rounded to bfloat16."""
+        copies = self.forward_weight, self.forward_scale, self.backward_weight, self.backward_scale
+        y = cast("Tensor", _Product.apply(input, *copies))
+        return y if self.bias is None else y + self.bias
+
+
+def copied_bytes(linear: nn.Linear) -> int:
+    """Return the bytes of the two copies of a layer's weight, with their scales."""
+    return 2 * linear.weight.numel() * DTYPE.itemsize + 4 * (linear.in_features + linear.out_features)

@@ -1,11 +1,11 @@
-"""Move tensors that nobody needs for a while from a device to pinned host memory, and back.
+"""Move idle tensors from a device to pinned host memory, and back.
 
-`OffloadedTensors` moves whole storages and leaves every tensor, view and parameter object as it is, so
-optimizers, modules and shards notice nothing; only, an offloaded tensor must not be touched. `IdleOffload`
-decides when: after a wait has lasted a moment, so that short ones cost nothing.
+`OffloadedTensors` moves whole storages; every tensor, view and parameter object stays, so that optimizers,
+modules and shards need no change, but an offloaded tensor must not be used. `IdleOffload` offloads after a
+wait has lasted a moment, so that short waits cost nothing.
 
-Storages may come back at other addresses. What knows addresses, like a captured CUDA graph, must be told, and
-then gives its own memory back as well: `on_offload` of `OffloadedTensors`.
+Storages may come back at other addresses: `on_offload` of `OffloadedTensors` invalidates captured CUDA
+graphs, which then free their memory too.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor
 from asyncrl.observability import waits
 
 OFFLOAD_AFTER: Final = 0.2
-"""Seconds that a wait must have lasted."""
+"""Least seconds of a wait before tensors are moved."""
 MEMORY_TIMEOUT: Final = 60.0
-"""Seconds that another process on the device has to offload, when there is no memory to return to."""
+"""Seconds to wait for another process on the device to free memory."""
 _RETRY_INTERVAL: Final = 0.2
 """Seconds between two attempts to get that memory."""
 
@@ -41,7 +41,7 @@ class _HostCopy:
     """``[bytes]`` uint8, pinned where the storage is on a GPU."""
     frozen: bool
     filled: bool = False
-    """Whether `host` holds what the storage held once; for a frozen one that is what it holds."""
+    """True if `host` holds an earlier content of the storage; a frozen one never changes."""
 
 
 class OffloadedTensors:
@@ -55,31 +55,31 @@ class OffloadedTensors:
         *,
         on_offload: Callable[[], object] = lambda: None,
     ) -> None:
-        """Begin with all tensors on their devices.
+        """Start with all tensors on their devices.
 
         Args:
-            frozen: Tensors that never change: they are copied to the host once.
-            changing: All others. Both are asked anew each time, because gradients and moments come later.
+            frozen: Returns tensors that never change; they are copied to the host once.
+            changing: Returns all others, each time, as gradients and moments come later.
             devices: Only tensors there are offloaded.
-            on_offload: Called each time the tensors have left their devices.
+            on_offload: Called each time after the tensors left their devices.
         """
         self._frozen, self._changing, self._devices = frozen, changing, set(devices)
         self._on_offload = on_offload
         self._copies: dict[int, _HostCopy] = {}
         self._buffers: dict[int, Tensor] = {}
-        """Host memory of changing storages, which others may have replaced by now, for the next time."""
+        """Host memory of changing storages, for reuse; the storages may have been replaced."""
         self.offloaded = False
         self.bytes = 0
-        """Bytes of devices that are free now because of this."""
+        """Freed bytes of the devices."""
         self.seconds = 0.0
-        """Time spent moving, in all."""
+        """Total time of moves."""
 
     def offload(self) -> None:
-        """Move all tensors to host memory and give their device memory back, also to other processes."""
+        """Move all tensors to host memory and free their device memory, also for other processes."""
         if self.offloaded:
             return
         began = time.monotonic()
-        self._synchronize()  # Whatever stream still reads them.
+        self._synchronize()  # Any stream may still read them.
         self._copies = self._host_copies()
         for copy in self._copies.values():
             if not (copy.frozen and copy.filled):
@@ -98,7 +98,7 @@ class OffloadedTensors:
         """Move all tensors back.
 
         Raises:
-            torch.OutOfMemoryError: There was no room for MEMORY_TIMEOUT seconds.
+            torch.OutOfMemoryError: No memory was free for MEMORY_TIMEOUT seconds.
         """
         if not self.offloaded:
             return
@@ -114,12 +114,9 @@ class OffloadedTensors:
         self.seconds += time.monotonic() - began
 
     def host_views(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors by name; those that are offloaded as views of their copies in host memory.
+        """Return the tensors by name, offloaded ones as views of their copies in host memory.
 
-        What is written there comes back with them, so it must be among the changing ones.
-
-        Args:
-            tensors: Any shapes and dtypes, which stay.
+        Writes to such a view are restored with the tensor, if it is among the changing ones.
         """
         return {name: self._host_view(tensor) for name, tensor in tensors.items()}
 
@@ -131,7 +128,7 @@ class OffloadedTensors:
         return view.set_(copy.host.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def _host_copies(self) -> dict[int, _HostCopy]:
-        """Find all storages, each once, and give each host memory: that of last time where there is one."""
+        """Find all storages, each once, with host memory, which is reused."""
         found: dict[int, _HostCopy] = {}
         for tensors, frozen in ((self._frozen, True), (self._changing, False)):
             for storage in self._storages(tensors()):
@@ -143,7 +140,7 @@ class OffloadedTensors:
         return found
 
     def _buffer(self, storage: torch.UntypedStorage) -> Tensor:
-        """Return ``[bytes]`` uint8 in host memory, that of last time where it fits."""
+        """Return ``[bytes]`` uint8 in host memory, reused if it fits."""
         buffer = self._buffers.get(storage._cdata)
         if buffer is not None and buffer.nbytes == storage.nbytes():
             return buffer
@@ -151,7 +148,7 @@ class OffloadedTensors:
 
     @torch.no_grad()
     def _storages(self, tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-        """Return the storages on the devices that can be emptied; those of files that are mapped cannot."""
+        """Return the resizable storages on the devices; those of mapped files are not."""
         found = []
         for tensor in tensors:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -167,10 +164,10 @@ class OffloadedTensors:
 
 @runtime_checkable
 class HoldsAddresses(Protocol):
-    """A model that knows addresses of its weights, as captured CUDA graphs do."""
+    """A model that stores addresses of its weights, as captured CUDA graphs do."""
 
     def weights_moved(self) -> None:
-        """Forget the addresses: the weights will be elsewhere when they return."""
+        """Forget the addresses: the weights will return elsewhere."""
         ...
 
 
@@ -178,26 +175,26 @@ class IdleOffload:
     """Offloads tensors while their owner waits. Used by one thread."""
 
     def __init__(self, tensors: OffloadedTensors | None, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin with an owner that works; None never offloads."""
+        """Start with a working owner; None never offloads."""
         self._tensors, self._clock = tensors, clock
         self._since: float | None = None
         self._seconds, self._most = 0.0, 0
 
     @property
     def enabled(self) -> bool:
-        """Tell whether anything is ever offloaded."""
+        """True if anything is ever offloaded."""
         return self._tensors is not None
 
     @property
     def next_check_in(self) -> float:
-        """Return the seconds within which a wait must call `offload_if_idle` again; inf: it need not."""
+        """Seconds until a wait must call `offload_if_idle` again; inf: never."""
         if self._tensors is None or self._tensors.offloaded:
             return math.inf
         waited = 0.0 if self._since is None else self._clock() - self._since
         return max(0.0, OFFLOAD_AFTER - waited)
 
     def offload_if_idle(self) -> None:
-        """Note that the owner waits; offload when it has for long enough. Call it again and again."""
+        """Record that the owner waits; offloads once it waited OFFLOAD_AFTER. Call it repeatedly."""
         if self._tensors is None:
             return
         if self._since is None:
@@ -207,17 +204,17 @@ class IdleOffload:
             self._most = max(self._most, self._tensors.bytes)
 
     def restore(self) -> None:
-        """Note that the owner goes on: everything is on its device when this returns."""
+        """Record that the owner works, and restore its tensors."""
         self._since = None
         if self._tensors is not None:
             self._tensors.restore()
 
     def host_views(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the tensors, or views of their copies. See `OffloadedTensors.host_views`."""
+        """See `OffloadedTensors.host_views`."""
         return tensors if self._tensors is None else self._tensors.host_views(tensors)
 
     def pop_metrics(self) -> tuple[float, int]:
-        """Return the seconds spent moving, and the most bytes offloaded, since this was asked last."""
+        """Return the seconds of moves, and the most bytes offloaded, since the last call."""
         if self._tensors is None:
             return 0.0, 0
         found = self._tensors.seconds - self._seconds, self._most
@@ -235,7 +232,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
 
 
 def _allocate(copy: _HostCopy) -> None:
-    """Allocate a storage again; another process that shares the device may have to offload first."""
+    """Allocate a storage again; another process on the device may have to offload first."""
     until = time.monotonic() + MEMORY_TIMEOUT
     while True:
         try:

@@ -1,13 +1,19 @@
-"""Copy arrays to a device without ever waiting for it, and turn pictures into numbers and back."""
+"""Copies to a device that never block, pictures as numbers, memory peaks, and a check of matrix products."""
 
 from __future__ import annotations
 
-from typing import Any
+import os
+import resource
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from asyncrl.errors import ConfigError
 
 
 def to_signed(pictures: Tensor) -> Tensor:
@@ -21,14 +27,14 @@ def to_uint8(pictures: Tensor) -> Tensor:
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Copy an array to a device.
+    """Copy an array to a device, without blocking.
 
-    On CUDA through page-locked memory: the copy is queued like a kernel and the host goes on. A copy from
-    ordinary memory would wait until all kernels before it are done.
+    On CUDA the copy goes through page-locked memory and is queued like a kernel; from ordinary memory it
+    would wait for all kernels before it.
 
     Args:
         array: ``[...]`` of any numeric dtype; may be read-only.
-        device: Where to.
+        device: Target.
 
     Returns:
         ``[...]`` of the same dtype; shares no memory with `array`.
@@ -41,25 +47,102 @@ def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
     return locked.to(device, non_blocking=True)
 
 
+def constant_to_device(array: NDArray[Any], device: torch.device) -> Tensor:
+    """Copy an array as `to_device`; in inference mode too, the result can take part in a gradient later."""
+    with torch.inference_mode(False):
+        return to_device(array, device)
+
+
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Move a tensor to a device, through page-locked memory as `to_device` does.
-
-    Args:
-        tensor: ``[...]`` of any dtype.
-        device: Where to.
-
-    Returns:
-        ``[...]`` of the same dtype; `tensor` itself where it is there already.
-    """
+    """Move a tensor ``[...]`` to a device as `to_device`; a tensor that is there is returned itself."""
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def constant_to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Copy an array that is kept: a tensor made in inference mode could not take part in a gradient later.
+def host_peak() -> float:
+    """Return the peak resident memory of this process, in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return float(peak if sys.platform == "darwin" else peak * 1024)
 
-    ``[...]`` of any numeric dtype, as `to_device`.
+
+def peak_memory(devices: Iterable[torch.device]) -> float:
+    """Return the peak bytes of this process's tensors on one GPU; without a GPU, `host_peak`."""
+    gpus = [device for device in devices if device.type == "cuda"]
+    return float(max(map(torch.cuda.max_memory_allocated, gpus))) if gpus else host_peak()
+
+
+# --- matrix products ---
+
+# cuBLAS of CUDA 13.0 is wrong on an H100, in a process that may use 84 to 104 of its 132 multiprocessors
+# (CUDA_MPS_ACTIVE_THREAD_PERCENTAGE 65 to 80): products of 8192 rows by 1152 x 1152 and 4304 x 1152 bfloat16
+# numbers, layers of the policy's vision tower, are off by as much as the numbers are large, and gradients are
+# soon not finite (docs/measurements/run_speed.md).
+SHARE: Final = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+"""Environment variable: share of the multiprocessors that a client of MPS may use."""
+SIZES: Final = ((8192, 1152, 1152), (8192, 4304, 1152), (8192, 1024, 4096), (2048, 4096, 4096))
+"""Rows, width and columns: linear layers of the vision towers and of the language model."""
+TOLERANCE: Final = 0.03
+"""Largest difference, relative to the largest number of the product. Rounding makes 0.002 to 0.004."""
+Multiply = Callable[[Tensor, Tensor], Tensor]
+
+
+def product_error(device: torch.device, size: tuple[int, int, int], multiply: Multiply) -> float:
+    """Return the error of a bfloat16 product against float32, relative to its largest number.
+
+    Args:
+        device: Tested device.
+        size: M, K and N.
+        multiply: Multiplies ``[M, K]`` with a ``[K, N]`` that is stored by columns, as weights are.
     """
-    with torch.inference_mode(False):
-        return to_device(array, device)
+    rows, width, columns = size
+    generator = torch.Generator(device).manual_seed(0)  # The global one is left alone.
+    a_MK, b_NK = (
+        torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
+        for shape in ((rows, width), (columns, width))
+    )
+    exact_MN = a_MK.float() @ b_NK.float().T
+    return float((multiply(a_MK, b_NK.T).float() - exact_MN).abs().max() / exact_MN.abs().max())
+
+
+def check_matrix_products(
+    device: torch.device,
+    multiply: Multiply = torch.matmul,
+    sizes: Sequence[tuple[int, int, int]] = SIZES,
+) -> float:
+    """Check products of the sizes that policies have, and return the largest error.
+
+    Args:
+        device: Tested device.
+        multiply: See `product_error`.
+        sizes: M, K and N of each product.
+
+    Raises:
+        ConfigError: A product is wrong.
+    """
+    largest = 0.0
+    for size in sizes:
+        error = product_error(device, size, multiply)
+        if not error < TOLERANCE:  # NaN is not.
+            raise ConfigError(_refusal(device, size, error))
+        largest = max(largest, error)
+    return largest
+
+
+def _refusal(device: torch.device, size: tuple[int, int, int], error: float) -> str:
+    cuda = device.type == "cuda"
+    name = f"{device} ({torch.cuda.get_device_name(device)})" if cuda else str(device)
+    rows, width, columns = size
+    wrong = (
+        f"{name} multiplies matrices wrongly: the product of {rows} x {width} and {width} x {columns} "
+        f"bfloat16 numbers is off by {error:.3g} of its largest number, where rounding makes 0.004."
+    )
+    if share := os.environ.get(SHARE, ""):
+        return (
+            f"{wrong} {SHARE} is {share}, and cuBLAS is known to do that where a process may use only some "
+            "of the multiprocessors. Unset it: MPS shares a GPU without it."
+        )
+    return (
+        f"{wrong} Nothing that it computes can be trusted. Leave it out (CUDA_VISIBLE_DEVICES), or try "
+        "another build of PyTorch."
+    )

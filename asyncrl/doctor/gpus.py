@@ -144,7 +144,7 @@ def check_compiler_cache(examination: Examination) -> Finding | None:
 
 def check_products(examination: Examination) -> Finding | None:
     """See that the GPUs of this host's ranks multiply matrices right; None where they have none."""
-    from asyncrl.devices.matrix_products import check_matrix_products
+    from asyncrl.devices.tensors import check_matrix_products
 
     placed = placed_here(examination)
     used = placed.devices.values() if placed else ()

@@ -34,7 +34,7 @@ def make_current(device: torch.device) -> None:
     """See that a device multiplies right, and let what asks for "the" device get this one."""
     import torch
 
-    from asyncrl.devices.matrix_products import check_matrix_products
+    from asyncrl.devices.tensors import check_matrix_products
 
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -24,8 +24,8 @@ from typing import Final
 
 from torch import Tensor, nn
 
-from asyncrl.devices.memory import host_peak, peak_memory
 from asyncrl.devices.offload import NO_OFFLOAD, IdleOffload
+from asyncrl.devices.tensors import host_peak, peak_memory
 from asyncrl.errors import CheckpointError, RunError, SampleTimeout
 from asyncrl.learner.batches import build_batch
 from asyncrl.learner.loop import Log, LoopSettings

@@ -1,6 +1,6 @@
 """Give the frozen layers below a learner's adapters 8-bit products: --learner.frozen-precision float8.
 
-Actors, checkpoints and exports have the weights as they are stored (`devices.frozen_float8` says how), so a
+Actors, checkpoints and exports have the weights as they are stored (`devices.float8`), so a
 learner's log-probs differ from the actors' by the rounding, and adapters are trained on top of it. With its
 adapters disabled, as reference of the KL penalty, a policy goes through the same layers: where adapters do
 not change anything the penalty is 0. The adapters' own products stay as they are.
@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
-from asyncrl.devices.float8 import ALIGNMENT, fits
-from asyncrl.devices.frozen_float8 import FrozenFloat8Linear, copied_bytes
+from asyncrl.devices.float8 import ALIGNMENT, FrozenFloat8Linear, copied_bytes, fits
 from asyncrl.errors import ConfigError
 from asyncrl.policies.acceleration import HasBlocks
 

@@ -15,7 +15,7 @@ from asyncrl.actors.imagination import EndRule, Imagination
 from asyncrl.actors.pipeline import Stage
 from asyncrl.actors.slots import EpisodeInProgress, PendingEpisode, Slots, finished_episode
 from asyncrl.config.actor import SuccessFrames
-from asyncrl.devices.memory import host_peak
+from asyncrl.devices.tensors import host_peak
 from asyncrl.episode_layout import episode_arrays, problem_with
 from asyncrl.errors import SampleTimeout
 from asyncrl.learner.batches import valid_steps

@@ -16,8 +16,8 @@ from asyncrl.actors.pipeline import Stage, split_slots
 from asyncrl.actors.slots import EpisodeInProgress
 from asyncrl.actors.telemetry import ActorTelemetry
 from asyncrl.config.actor import ActorSettings
-from asyncrl.devices import device_events
-from asyncrl.devices.device_events import DeviceEvent, wait_for
+from asyncrl.devices import events
+from asyncrl.devices.events import DeviceEvent, wait_for
 from asyncrl.devices.offload import NO_OFFLOAD
 from asyncrl.episode_layout import episode_arrays
 from asyncrl.errors import ConfigError, RunError
@@ -281,7 +281,7 @@ def test_a_device_that_does_not_finish_ends_the_wait_at_its_deadline() -> None:
 
 def test_the_seconds_of_each_model_are_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     clock = [0.0]
-    monkeypatch.setattr(device_events.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(events.time, "perf_counter", lambda: clock[0])
 
     def slowed(original: Any, seconds: float) -> Any:
         def slow(self: RowModels, *args: Any, **more: Any) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from asyncrl.devices.frozen_float8 import FrozenFloat8Linear, copied_bytes
+from asyncrl.devices.float8 import FrozenFloat8Linear, copied_bytes
 from asyncrl.policies.lora import adapt
 
 K, N = 96, 64

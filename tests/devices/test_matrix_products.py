@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from asyncrl.devices.matrix_products import (
+from asyncrl.devices.tensors import (
     SHARE,
     SIZES,
     TOLERANCE,

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from asyncrl.devices.memory import host_peak
+from asyncrl.devices.tensors import host_peak
 from asyncrl.errors import ReplayError, RunError, WeightSyncError
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability import metrics_training as m

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from asyncrl.config.algorithm import LearnerSettings, LoraSettings
 from asyncrl.config.loading import parse
 from asyncrl.config.run import TrainConfig
-from asyncrl.devices.frozen_float8 import FrozenFloat8Linear
+from asyncrl.devices.float8 import FrozenFloat8Linear
 from asyncrl.devices.offload import OffloadedTensors
 from asyncrl.errors import ConfigError
 from asyncrl.launch.policies import build_learning_policy, build_policy

@@ -1,4 +1,4 @@
-"""Mark how far a device's stream has come, and measure the seconds between two marks.
+"""Events of a device's stream, and the seconds between two of them.
 
 On the CPU work is done when the call returns, so every event has passed and the clock is the host's.
 """
@@ -15,11 +15,11 @@ from asyncrl.errors import RunError
 from asyncrl.observability import waits
 
 POLL_INTERVAL: Final = 0.0002
-"""Seconds between two questions to a device; a call that blocks until it is done has no deadline."""
+"""Seconds between two queries of a device; a blocking call would have no deadline."""
 
 
 class DeviceEvent:
-    """The point that the current stream of a device has been given work up to."""
+    """End of the work queued so far on the current stream of a device."""
 
     def __init__(self, device: torch.device) -> None:
         self._at = time.perf_counter()
@@ -30,7 +30,7 @@ class DeviceEvent:
 
     @property
     def passed(self) -> bool:
-        """Whether the device has come this far; raises what went wrong on it before."""
+        """True if the device has come this far; raises an earlier error of the device."""
         return self._event is None or self._event.query()
 
     def since(self, earlier: DeviceEvent) -> float:
@@ -41,7 +41,7 @@ class DeviceEvent:
 
 
 def wait_for(events: Sequence[DeviceEvent], deadline: float) -> float:
-    """Wait until all `events` have passed; return the seconds that took.
+    """Wait until all `events` have passed; returns the seconds.
 
     Raises:
         RunError: They did not pass within `deadline` seconds.
