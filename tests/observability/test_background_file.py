@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,24 +22,8 @@ from asyncrl.observability.logger import MetricsLogger
 from support import child_environment
 from support.small_disk import leave, play_on_a_small_disk
 from support.tiny_models import write_models
+from support.waiting import PATIENCE, wait_for
 from support.whole_runs import TRAIN, rows
-
-PATIENCE = 60.0
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
-@pytest.fixture
-def counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process has counts, which begin at 0."""
-    monkeypatch.setattr(process_status, "_own_file", None)
-    monkeypatch.setattr(process_status, "_early", {})
-    process_status.publish_as(tmp_path, "learner-0")
 
 
 class Disk:

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,9 +21,9 @@ from asyncrl.observability.process_status import Process, ThreadActivity
 from asyncrl.storage import checkpoint
 from support import child_environment
 from support.tiny_models import write_models
+from support.waiting import PATIENCE, wait_for
 from support.whole_runs import TRAIN, environment, left_over, reach, rows
 
-PATIENCE = 30.0
 WRITER = """
 import logging, sys, time
 from pathlib import Path
@@ -46,13 +45,6 @@ print("past it", flush=True)
 """
 
 
-def wait_for(condition: Callable[[], object], what: Callable[[], str] = str) -> None:
-    until = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < until, what()
-        time.sleep(0.01)
-
-
 def start(run: Path, mode: str, lines: int, **streams: int) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-c", WRITER, str(run), mode, str(lines)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, env=child_environment(), **streams)
@@ -71,10 +63,8 @@ def test_a_reader_that_left_costs_neither_the_run_nor_its_lines(tmp_path: Path) 
     assert kept[1:] == ["line 0", "line 1", "line 2"]
 
 
-def test_lines_without_a_file_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_status, "_own_file", None)
-    monkeypatch.setattr(process_status, "_early", {})
-    process_status.publish_as(tmp_path, "rank-1")
+@pytest.mark.usefixtures("counted")
+def test_lines_without_a_file_are_counted(tmp_path: Path) -> None:
     writer = start(tmp_path, "dropped", 5, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert writer.stdout is not None
     assert writer.stdin is not None

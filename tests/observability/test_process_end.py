@@ -1,13 +1,15 @@
-"""A thread that was left inside a library does not spoil the end of its process."""
+"""A thread left in a library does not spoil its process's end; the log of a process tells why it failed."""
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from asyncrl.observability.process_log import CONSOLE, logged_to
 from support import child_environment
 
 PROGRAM = """
@@ -54,3 +56,33 @@ def test_a_call_that_returns_while_the_process_ends_changes_nothing(tmp_path: Pa
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="Python 3.14 halts such a thread")
 def test_without_it_the_process_is_aborted(tmp_path: Path) -> None:
     assert end(tmp_path / "store").returncode == -6, "what the module is for"
+
+
+def test_console_lines_the_log_and_a_failure_are_kept_with_times(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "logs" / "learner-0.log"
+
+    def fail() -> None:
+        with logged_to(path):
+            logging.getLogger(CONSOLE).info("update 1")
+            logging.getLogger("asyncrl.learner.learner").info("interrupted at version 3")
+            logging.getLogger("asyncrl.learner.learner").warning("a bad step")
+            raise ZeroDivisionError("division by zero")
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    lines = path.read_text().splitlines()
+    assert all(line[:2] == "20" for line in lines[:4])
+    assert [line.split(": ", 1)[1] for line in lines[1:4]] == [
+        "update 1",
+        "interrupted at version 3",
+        "a bad step",
+    ]
+    assert "WARNING asyncrl.learner.learner" in lines[3]
+    assert lines[-1] == "ZeroDivisionError: division by zero"
+    assert "Traceback (most recent call last):" in lines
+    assert capsys.readouterr().err == "a bad step\n"
+    logging.getLogger(CONSOLE).info("later")
+    assert "later" not in path.read_text()
+    assert not logging.getLogger("asyncrl").handlers

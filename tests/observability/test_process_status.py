@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from asyncrl import cli
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability import process_status, waits
 from asyncrl.observability.watchdog import Watchdog
+from support.waiting import wait_for
 
 CHILD = """
 import ctypes, sys, threading, time
@@ -41,13 +41,6 @@ time.sleep(0.3)
 print("ready", flush=True)
 stuck_in_a_library()
 """
-
-
-def wait_for(true: Callable[[], object], seconds: float = 10.0) -> None:
-    until = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < until
-        time.sleep(0.02)
 
 
 @pytest.fixture
