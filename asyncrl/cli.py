@@ -16,12 +16,13 @@ from typing import Final, NoReturn
 from asyncrl import __version__
 from asyncrl.commands.table import COMMANDS
 from asyncrl.errors import AsyncRLError, ConfigError, first_line
-from asyncrl.observability.console import hanging
 from asyncrl.observability.signals import expect_exit
 
 
 def usage() -> str:
     """Return the text of `asyncrl --help`; in a terminal its rows are broken where it ends."""
+    from asyncrl.observability.console import hanging
+
     rows = "\n".join(hanging(f"  {name:<10} ", about(name)) for name in COMMANDS)
     return (
         f"asyncrl {__version__}: reinforcement learning of robot policies inside world models\n\n"

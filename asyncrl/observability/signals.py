@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import errno
 import os
 import resource
@@ -139,6 +138,8 @@ def _end() -> None:
 def die_with_parent(parent: int) -> None:
     """Make this process end when the process `parent` does, however that ends."""
     if sys.platform == "linux":
+        import ctypes
+
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # It died before the call.
             os._exit(1)
