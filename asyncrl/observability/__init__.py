@@ -1,1 +1,1 @@
-"""What a run tells about itself: metrics, waits, what each process is doing, signals and hangs."""
+"""Metrics, waits, activities of processes, console, signals and the watchdog of a run."""

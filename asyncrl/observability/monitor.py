@@ -130,7 +130,7 @@ class Monitor:
         self._last = (step, self._clock(), dict(values))
 
     def close(self) -> None:
-        """Stop listening, and end open connections. May be called twice."""
+        """Stop listening; open connections end at their deadline. May be called twice."""
         if self._thread.is_alive():
             self._server.shutdown()
             self._thread.join()
@@ -235,10 +235,8 @@ class _Server(ThreadingHTTPServer):
         connections: int,
     ) -> None:
         self.address_family = family(address[0])
-        self.answer, self._seconds, self._most = answer, request_seconds, connections
-        self._open = dict[socket.socket, float]()
-        """Connection -> its deadline."""
-        self._lock = threading.Lock()
+        self.answer, self._seconds = answer, request_seconds
+        self._free = threading.Semaphore(connections)
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
@@ -247,39 +245,30 @@ class _Server(ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer on a thread of its own, unless there are too many."""
-        with self._lock:
-            if fits := len(self._open) < self._most:
-                self._open[request] = time.monotonic() + self._seconds
-        if fits:
+        if self._free.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
-            super().shutdown_request(request)
+            self.shutdown_request(request)
 
-    def shutdown_request(self, request: Any) -> None:
-        """Forget a connection that is over."""
-        with self._lock:
-            self._open.pop(request, None)
-        super().shutdown_request(request)
-
-    def service_actions(self) -> None:
-        """Cut connections at their deadline; called several times a second."""
-        self._cut(time.monotonic())
-
-    def server_close(self) -> None:
-        """Stop listening and cut open connections."""
-        super().server_close()
-        self._cut(float("inf"))
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer, and cut the connection at its deadline."""
+        cut = threading.Timer(self._seconds, _cut, [request])
+        cut.daemon = True
+        cut.start()
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            cut.cancel()
+            self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log a broken connection, which is the client's concern."""
         _log.info("a monitoring request of %s broke off", client_address, exc_info=True)
 
-    def _cut(self, now: float) -> None:
-        with self._lock:
-            late = [request for request, until in self._open.items() if now > until]
-        for request in late:
-            with suppress(OSError):  # It is over already.
-                request.shutdown(socket.SHUT_RDWR)  # Its thread wakes up and closes it.
+
+def _cut(request: socket.socket) -> None:
+    with suppress(OSError):  # It is over already.
+        request.shutdown(socket.SHUT_RDWR)  # Its thread wakes up and closes it.
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -15,7 +15,7 @@ def parse_address(text: str) -> tuple[str, int]:
     """Parse HOST:PORT, :PORT or PORT; the default host is the loopback device.
 
     Raises:
-        ConfigError: It is none of them.
+        ConfigError: It is neither.
     """
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")

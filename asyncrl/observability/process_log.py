@@ -1,7 +1,7 @@
-"""Keep what a process says in a file of its run, with times: console lines, its log, and why it failed.
+"""Log file of a process, with times: console lines, log records, and the traceback of its failure.
 
-Children of a run send all their output to such a file by themselves. The learner's goes to the console; here
-it is written down as well, by a thread that a slow disk may hold up instead of the learner.
+Children of a run redirect their output to such a file. The learner writes to the console and, by a thread
+that a slow disk may block instead of the learner, to its file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from asyncrl.observability import waits
 from asyncrl.observability.background_file import BackgroundFile
 
 CONSOLE: Final = "asyncrl.console"
-"""Name of the logger of console lines."""
+"""Logger of console lines."""
 _LIMIT: Final = 4 << 20
 _CLOSE_SECONDS: Final = 2.0
 _log = logging.getLogger(__name__)
@@ -36,18 +36,15 @@ class _FileHandler(logging.Handler):
 
 class _OnConsole(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
-        """Pass what is not there already."""
+        """Pass records that are not on the console already."""
         return record.name not in (CONSOLE, __name__)
 
 
 @contextmanager
 def logged_to(path: Path) -> Iterator[None]:
-    """Append to a file what this process logs from the level INFO on, and the traceback of what it raises.
+    """Append log records from the level INFO on, and an exception's traceback, to a file within the block.
 
-    Warnings go to standard error as before.
-
-    Args:
-        path: Of the file; it and its folder are made if need be.
+    Warnings go to standard error too.
     """
     file = BackgroundFile(
         path, f"lines of {path.name}", limit=_LIMIT, lost=waits.DROPPED_LINES, tell=lambda line: None

@@ -313,7 +313,7 @@ def _read_files(run_dir: Path) -> dict[str, bytes]:
     for path in sorted((run_dir / FOLDER).glob("[!.]*")):
         try:
             content = read_bytes(path, _SIZE)
-        except OSError as error:  # A process that begins anew replaces its file.
+        except OSError as error:  # A restarted process replaces its file.
             if exhausted(error):
                 raise
             continue
@@ -332,7 +332,7 @@ def _process(role: str, content: bytes) -> Process:
         for since, allowed, thread, what in rows
         if since > 0
     )
-    # Of a file that was damaged neither may be zero: process 0 is the group of whoever sends it a signal.
+    # In a damaged file both may be zero, and a signal to process 0 goes to the sender's group.
     alive = pid > 0 and began > 0 and not is_gone(pid, began)
     return Process(role=role, pid=pid, alive=alive, activities=activities)
 

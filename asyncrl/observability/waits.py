@@ -89,10 +89,10 @@ FIRST_ACTOR = _define("""first_actor | waiting for an actor to take the first we
     registered and what is missing""")
 BATCH = _define("""batch | waiting for a batch | learner | --batch-timeout since the last sign of progress |
     the actors; a stop request; too many filtered groups | the run ends with a checkpoint and an error that
-    says what the replay holds""")
+    lists the replay's content""")
 PART = _define("""part | waiting for rank 0 to deal a batch | learner ranks but 0 | --batch-timeout +
-    --startup-timeout since rank 0 last said that it waits | rank 0, which says so every 5 s; its end | the
-    rank ends with an error""")
+    --startup-timeout since rank 0's last message | rank 0, which sends one every 5 s; its end | the rank ends
+    with an error""")
 FETCH = _define("""fetch | fetching its part of a batch | learner, each rank | --batch-timeout since the last
     episode that came | the replay, also one that was respawned; the other ranks, which fetch theirs | all
     ranks save together, and the run ends with an error""")
@@ -139,17 +139,16 @@ RESPAWN = _define("""respawn | waiting to respawn the replay | learner | 30 | th
     died | it is respawned, up to --actor.max-respawns times in a row""")
 EVALUATION = _define("""evaluation | waiting for the last version's true success | learner, at the run's end,
     with --evaluate-every | --hang-timeout since the last episode that was played | the process that measures
-    it; a stop request | the run ends without that number and says so; nothing else is lost""")
+    it; a stop request | the run ends without that number, with a message; nothing else is lost""")
 ROW = _define("""row | waiting for metrics.jsonl to be written | learner | 1, and not at all while rows are
     late | the disk | the learner goes on; rows wait in memory, and are counted when they are lost""")
 DISK = _define(
-    """disk | waiting for disk space | replay | none; it tries every 0.5 to 30 s | space on the
-    disk; a free file descriptor, where that was missing | nothing new is granted meanwhile, and nothing
-    acknowledged is lost""",
+    """disk | waiting for disk space | replay | none; it tries every 0.5 to 30 s | space on the disk; a free
+    file descriptor, where that was missing | nothing new is granted, and nothing acknowledged is lost""",
     metrics_system.DISK_WAITING,
 )
 TRACKERS = _define("""trackers | waiting for the trackers to finish | learner with --log-with, at the end | 20
-    | their processes | they are ended, and how many updates may be missing there is said""")
+    | their processes | they are ended, with a message that counts the updates that may be missing""")
 
 RESPAWNS: Final = _counted(metrics_system.RESPAWNS)
 WRONG_ENTRIES: Final = _counted(metrics_system.WRONG_ENTRIES)

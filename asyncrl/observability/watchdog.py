@@ -1,10 +1,10 @@
-"""End a process of a run that hangs, after writing down the stacks of all.
+"""End a process of a run that hangs, after dumping the stacks of all.
 
 watchdog's thread (rank 0)   consumes   activities, once a second     ended by: `close`
                              produces   run/processes/*.stacks, and SIGKILL for a child or SIGABRT for itself
 
-A child that was ended is respawned like one that died. A learner that was ended is a failed rank: torchrun
-starts the job again (`--max-restarts`) or ends it.
+An ended child is respawned like one that died. An ended learner is a failed rank: torchrun restarts the job
+(`--max-restarts`) or ends it.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from asyncrl.observability import process_status
 
 POLL_INTERVAL: Final = 1.0
 STACKS_SECONDS: Final = 2.0
-"""Time that processes get to write their stacks before one of them is ended."""
+"""Time for processes to write their stacks before one of them is ended."""
 
 
 class Watchdog:
-    """Ends the processes of a run on this host that take longer than they may."""
+    """Ends the overdue processes of a run on this host."""
 
     def __init__(self, run_dir: Path, tell: Callable[[str], None]) -> None:
         """Start checking; `tell` receives a line per hang."""
         self.run_dir, self._tell = run_dir, tell
         self.hangs = 0
-        """Processes that were ended because they hung."""
+        """Ended processes."""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hang watch", daemon=True)
         self._thread.start()
 
     def check(self) -> None:
-        """End what takes longer than it may."""
+        """End overdue processes."""
         for process in process_status.read(self.run_dir):
             late = next((activity for activity in process.activities if activity.overdue), None)
             if process.alive and late is not None:
