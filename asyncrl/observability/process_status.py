@@ -34,8 +34,6 @@ _HEAD: Final = struct.Struct("<8sQQ")
 """Magic, process id, its start (`started`)."""
 _ROW: Final = struct.Struct("<d d 24s 88s")
 """Since (0: an unused or changing row), allowed seconds (0: any), thread, activity."""
-_WHAT: Final = _ROW.size - 88
-"""Where a row's last field begins."""
 _ROWS: Final = 16
 TOTALS: Final = 40
 """Total numbers of a process: of `waits.WAITS` from 0 on, of `waits.COUNTS` from the end."""
@@ -95,32 +93,21 @@ class _StatusFile:
         """Thread's identifier -> its row."""
         self._lock = threading.Lock()
 
-    def write(self, what: str, allowed: float) -> None:
+    def write(self, what: str, began: float, allowed: float) -> None:
         """Set the row of this thread. Nothing is written when no row is free."""
-        row = self._row()
+        thread = threading.get_ident()
+        row = self._rows.get(thread)
+        if row is None:
+            with self._lock:  # Rows of ended threads are free again: Python reuses their numbers.
+                row = self._rows.setdefault(thread, len(self._rows))
         if row >= _ROWS:
             return
         begin = _HEAD.size + row * _ROW.size
-        thread = threading.current_thread().name.encode()[:24]
+        name = threading.current_thread().name.encode()[:24]
+        content = _ROW.pack(began if what else 0.0, allowed, name, what.encode()[:88])
         self._memory[begin : begin + 8] = bytes(8)
-        since = time.monotonic() if what else 0.0
-        content = _ROW.pack(since, allowed, thread, what.encode()[:88])
         self._memory[begin + 8 : begin + _ROW.size] = content[8:]
         self._memory[begin : begin + 8] = content[:8]
-
-    def describe(self, what: str) -> None:
-        """Rename the activity of this thread."""
-        if (row := self._row()) < _ROWS:
-            begin = _HEAD.size + row * _ROW.size
-            since = self._memory[begin : begin + 8]
-            self._memory[begin : begin + 8] = bytes(8)
-            self._memory[begin + _WHAT : begin + _ROW.size] = what.encode()[:88].ljust(88, b"\0")
-            self._memory[begin : begin + 8] = since
-
-    def allow(self, allowed: float) -> None:
-        """Set the allowed seconds of this thread's activity, from its start."""
-        if (row := self._row()) < _ROWS:
-            struct.pack_into("<d", self._memory, _HEAD.size + row * _ROW.size + 8, allowed)
 
     def add(self, index: int, amount: float) -> None:
         """Add to the total number `index`."""
@@ -128,14 +115,13 @@ class _StatusFile:
             total = struct.unpack_from("<d", self._memory, _COUNTED_FROM + 8 * index)[0]
             struct.pack_into("<d", self._memory, _COUNTED_FROM + 8 * index, total + amount)
 
-    def _row(self) -> int:
-        """Return the number of this thread's row."""
-        thread = threading.get_ident()
-        row = self._rows.get(thread)
-        if row is None:
-            with self._lock:  # Rows of ended threads are free again: Python reuses their numbers.
-                row = self._rows.setdefault(thread, len(self._rows))
-        return row
+
+class _Now(threading.local):
+    """Activity of a thread."""
+
+    what, allowed, began = "", 0.0, 0.0
+    extended = 0.0
+    """Allowed seconds since it began, with `progress`."""
 
 
 _own_file: _StatusFile | None = None
@@ -147,7 +133,7 @@ _run_dir = Path()
 _stacks: TextIO | None = None
 _early = dict[int, float]()
 """Totals from before `publish_as`."""
-_now = threading.local()
+_now = _Now()
 
 
 def publish_as(run_dir: Path, role: str) -> None:
@@ -172,7 +158,7 @@ def activity(what: str, allowed: float = 0.0) -> Iterator[None]:
         what: Name of the activity.
         allowed: Allowed seconds; 0: any.
     """
-    before: tuple[str, float] = getattr(_now, "activity", ("", 0.0))
+    before = (_now.what, _now.allowed)
     set_activity(what, allowed)
     try:
         yield
@@ -182,24 +168,26 @@ def activity(what: str, allowed: float = 0.0) -> Iterator[None]:
 
 def set_activity(what: str, allowed: float = 0.0) -> None:
     """Publish the activity of this thread from now on."""
-    _now.activity, _now.began = (what, allowed), time.monotonic()
-    if _own_file is not None:
-        _own_file.write(what, allowed)
+    _now.what, _now.allowed, _now.began, _now.extended = what, allowed, time.monotonic(), allowed
+    _publish()
 
 
 def progress() -> None:
     """Restart the allowed time of this thread's activity."""
-    _, allowed = getattr(_now, "activity", ("", 0.0))
-    if allowed and _own_file is not None:
-        _own_file.allow(time.monotonic() - _now.began + allowed)
+    if _now.allowed:
+        _now.extended = time.monotonic() - _now.began + _now.allowed
+        _publish()
 
 
 def describe(what: str) -> None:
     """Rename this thread's activity; its start and allowed time stay."""
-    _, allowed = getattr(_now, "activity", ("", 0.0))
-    _now.activity = (what, allowed)
+    _now.what = what
+    _publish()
+
+
+def _publish() -> None:
     if _own_file is not None:
-        _own_file.describe(what)
+        _own_file.write(_now.what, _now.began, _now.extended)
 
 
 @contextmanager
