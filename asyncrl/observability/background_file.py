@@ -52,7 +52,7 @@ class BackgroundFile:
             limit: Bytes that may wait in memory.
             lost: Counts the lost records.
             tell: Receives a line when writing begins to fail, and when it works again.
-            write: Writes bytes to a file descriptor and returns their number.
+            write: As `os.write`.
         """
         self._path, self._what, self._limit, self._lost = path, what, limit, lost
         self._tell, self._write = tell, write
@@ -89,11 +89,7 @@ class BackgroundFile:
             self._on_failure("the disk does not answer")
 
     def settle(self, seconds: float) -> bool:
-        """Wait until all records are written; returns True if they are.
-
-        Args:
-            seconds: Longest wait; there is none while the file is behind already.
-        """
+        """Wait for at most `seconds`, not while writing fails; returns True if all is written."""
         with self._changed:
             self._changed.wait_for(lambda: not self._queue or self._late or self._behind, seconds)
             self._behind = bool(self._queue)

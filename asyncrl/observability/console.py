@@ -60,10 +60,8 @@ def duration(seconds: float) -> str:
 def hanging(head: str, text: str, *, least: int = 20) -> str:
     """Put `text` behind `head`; on a terminal it is wrapped between words and indented to its beginning.
 
-    Args:
-        head: First part, with the blanks behind it.
-        text: Second part. Words are never cut, so that paths and commands can be copied.
-        least: Columns of the second part; in a narrower terminal it begins below the first.
+    Words are never cut, so that paths and commands can be copied. With fewer than `least` columns left the
+    text begins below `head`.
     """
     if not sys.stdout.isatty():
         return head + text
@@ -267,14 +265,7 @@ def header(columns: Sequence[Column] = COLUMNS) -> str:
 
 
 def render(step: int, values: Readings, eta: float, columns: Sequence[Column] = COLUMNS) -> str:
-    """Write one console row; an absent value shows as '-'.
-
-    Args:
-        step: The update.
-        values: Its values.
-        eta: Seconds until the run ends; NaN if unknown.
-        columns: Shown columns.
-    """
+    """Write one console row; an absent value shows as '-', and so does a remaining time (seconds) of NaN."""
     cells = [f"{step:>6}", *(f"{column.text(values):>{column.width}}" for column in columns)]
     return "  ".join([*cells, f"{duration(eta):>8}"])
 
@@ -291,11 +282,7 @@ _SILENT: Final = ("replay", "tracker-")
 
 
 def show_status(text: str) -> None:
-    """Draw a line below all others on the terminal of standard output, if it is one.
-
-    Args:
-        text: Shorter than the terminal is wide; empty: remove the line.
-    """
+    """Draw a line, shorter than its width, below all others on a terminal; an empty one removes it."""
     global _status
     stream = sys.stdout
     if isinstance(stream, ConsoleStream) and stream.isatty():
@@ -330,13 +317,7 @@ class StatusLine:
 
 
 def status_line(processes: Sequence[process_status.Process], seconds: float, width: int) -> str:
-    """Write the activities of a run's processes on this host in one line, the learner first.
-
-    Args:
-        processes: From `process_status.read`.
-        seconds: Since the run began.
-        width: Columns of the terminal; a longer line is cut.
-    """
+    """Write the activities of a run's processes in one line of at most `width` columns, the learner first."""
     shown = []
     for process in sorted(processes, key=lambda process: not process.role.startswith("learner")):
         if not process.role.startswith(_SILENT):

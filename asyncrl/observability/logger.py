@@ -129,14 +129,9 @@ class Curves:
         settings: Mapping[str, object] = MappingProxyType({}),
         command: str = "",
     ) -> None:
-        """Begin a file in which points of earlier files from `first_step` on are void.
+        """Begin a file that voids points of earlier files from `first_step` on.
 
-        Args:
-            folder: Made with the file.
-            first_step: First update of the file.
-            tell: See `BackgroundFile`.
-            settings: Name -> value, for the pages TEXT and HPARAMS; empty: neither.
-            command: Start command, for the page TEXT; empty: none.
+        `settings` are for the pages TEXT and HPARAMS, `command` for TEXT.
         """
         from tensorboardX import SummaryWriter
         from tensorboardX.record_writer import register_writer_factory
@@ -175,13 +170,7 @@ class Curves:
         return _EventFile(self._file.add)
 
     def write(self, step: int, values: Readings, now: float) -> None:
-        """Add one update's numbers.
-
-        Args:
-            step: The update.
-            values: Its numbers.
-            now: Seconds since 1970.
-        """
+        """Add an update's numbers, of the time `now` (seconds since 1970)."""
         shown = dict[str, float]()
         for metric, value in values.items():
             name = metric.name
@@ -203,13 +192,7 @@ class Curves:
         self._events.add_summary(proto.Summary(value=found), step, now)
 
     def write_picture(self, step: int, tag: str, content: bytes, now: float) -> None:
-        """Add a picture for TensorBoard's page IMAGES, as it is: a GIF moves there.
-
-        Args:
-            step: Its update.
-            tag: Name of its card.
-            content: A PNG or GIF file.
-            now: Seconds since 1970.
+        """Add a PNG or GIF file for TensorBoard's page IMAGES, on the card `tag`.
 
         Raises:
             ValueError: It is no such file.
@@ -233,12 +216,7 @@ class Curves:
 
 
 def write_curves(folder: Path, points: Mapping[int, Readings], command: str = "") -> None:
-    """Write a file of curves at once; points of earlier files from its first update on are void.
-
-    Args:
-        folder: Made if need be.
-        points: Update -> its numbers, at least one.
-        command: For TensorBoard's page TEXT.
+    """Write a file of curves at once, of at least one update, which voids later points of earlier files.
 
     Raises:
         OSError: It cannot be written.
@@ -286,13 +264,13 @@ class MetricsLogger:
 
         Args:
             run_dir: Folder of the run.
-            updates: Update after which the run ends.
+            updates: Last update of the run.
             resume_step: Update that the run continues from; 0 for a new run.
             log_every: Updates folded into one console row.
             evaluates: True if `write_evaluation` will be called: rows then show its newest result.
-            settings: Name -> value, for TensorBoard.
-            command: Start command, for TensorBoard.
-            stream: Console; standard output when None.
+            settings: See `Curves`.
+            command: See `Curves`.
+            stream: Standard output when None.
             clock: Seconds since 1970.
         """
         self._updates = updates
@@ -325,12 +303,7 @@ class MetricsLogger:
         """Readers of every row, such as trackers."""
 
     def write(self, step: int, values: Readings) -> None:
-        """Record one update everywhere; the console shows every `log_every`-th and the last one.
-
-        Args:
-            step: The update, counted from 1 over all resumes.
-            values: Its numbers.
-        """
+        """Record an update, counted from 1; the console shows every `log_every`-th and the last."""
         now = self._clock()
         values = {**self._noted, **values}
         for reader in self.readers:  # First, as a tracker may acknowledge the row as soon as it is written.
@@ -347,12 +320,9 @@ class MetricsLogger:
     def write_evaluation(
         self, step: int, values: Readings, pictures: Mapping[str, bytes] = MappingProxyType({})
     ) -> None:
-        """Record the measurement of an earlier update: in a line and a point of their own, at that update.
+        """Record the measurement of an earlier update, in metrics that `write` never gets, at that update.
 
-        Args:
-            step: The update; later console rows show it.
-            values: Its measurement, in metrics that `write` is never given.
-            pictures: Name of a card of TensorBoard -> content of a PNG or GIF file.
+        Later console rows show it. Pictures are PNG or GIF files by the name of their card of TensorBoard.
         """
         now = self._clock()
         self._record(step, values, now)

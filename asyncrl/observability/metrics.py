@@ -156,15 +156,9 @@ def as_markdown() -> str:
     for prefix, about in SECTIONS.items():
         lines += ["", f"## {prefix.rstrip('/')}", "", about, ""]
         lines += ["| name | unit | folded by | meaning | healthy, and otherwise |", "|---|---|---|---|---|"]
-        for metric in REGISTRY.values():
-            if section_of(metric.name) == prefix:
-                cells = (
-                    f"`{metric.name}`",
-                    metric.unit,
-                    metric.reduction.value,
-                    metric.meaning,
-                    metric.advice,
-                )
+        for x in REGISTRY.values():
+            if section_of(x.name) == prefix:
+                cells = (f"`{x.name}`", x.unit, x.reduction.value, x.meaning, x.advice)
                 lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     lines += ["", "## Older names", ""]
     lines += ["RLinf's pages about EVAC, LIBERO, ManiSkill and others name twelve metrics that its code no"]

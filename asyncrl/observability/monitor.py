@@ -88,17 +88,7 @@ class Monitor:
         connections: int = CONNECTIONS,
         fresh_seconds: float = FRESH_SECONDS,
     ) -> None:
-        """Begin to listen.
-
-        Args:
-            address: Host and port; port 0: a free one, given by `address`.
-            run_dir: Folder of the run.
-            updates: Last update of the run.
-            resume_step: Update that it continues from.
-            clock: Seconds since 1970.
-            request_seconds: See `REQUEST_SECONDS`.
-            connections: See `CONNECTIONS`.
-            fresh_seconds: See `FRESH_SECONDS`.
+        """Begin to listen; port 0 is a free one, then given by `address`.
 
         Raises:
             ConfigError: It cannot listen there.

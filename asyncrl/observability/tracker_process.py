@@ -82,13 +82,7 @@ def main(name: str, run_dir: Path, sent: int) -> int:
 
 
 def begin(name: str, run_dir: Path, command: str) -> Any:
-    """Begin a run of accelerate's tracker, with settings and start command.
-
-    Args:
-        name: Key of `PACKAGES`.
-        run_dir: Folder of the run, which gives its name.
-        command: Start command of the run.
-    """
+    """Begin a run of accelerate's tracker, with the run's name, settings and start command."""
     from accelerate import PartialState
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
@@ -119,14 +113,7 @@ def begin(name: str, run_dir: Path, command: str) -> Any:
 
 
 def send_sheet(tracker: Any, run_dir: Path, version: int, step: int) -> None:
-    """Send the sheet of a measured version, if one was drawn and the tracker takes pictures or files.
-
-    Args:
-        tracker: From `begin`.
-        run_dir: Folder of the run.
-        version: Measured policy version.
-        step: Update under which the tracker gets it.
-    """
+    """Send the sheet of a measured version, if one was drawn and the tracker takes pictures or files."""
     try:
         content = read_picture(run_dir, version, SHEET)
     except FileNotFoundError:
@@ -166,16 +153,7 @@ class Filter:
 
 
 def rows_of(path: Path, at: int, over: threading.Event) -> Iterator[dict[str, Any]]:
-    """Read a metrics.jsonl as it grows, until the run is over and its last row was read.
-
-    Args:
-        path: It may appear later.
-        at: First byte.
-        over: Set after the last row.
-
-    Yields:
-        Whole rows with a number ``step``.
-    """
+    """Yield rows with a ``step`` of a growing metrics.jsonl, from byte `at` on, until `over`."""
     while True:
         last = over.is_set()
         lines, at = _new_lines(path, at)

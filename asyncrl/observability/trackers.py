@@ -100,15 +100,9 @@ class Trackers:
         late_seconds: float = LATE_SECONDS,
         close_seconds: float = CLOSE_SECONDS,
     ) -> None:
-        """Start a process for each tracker, which gets the rows after those in metrics.jsonl.
+        """Start a process for each tracker but `ALWAYS`; it gets the rows after those in metrics.jsonl.
 
-        Args:
-            names: Keys of `PACKAGES`, or `ALWAYS`, which needs none.
-            run_dir: Folder of the run, with its config.json.
-            tell: Receives a line when one is late, fails, ends, or recovers.
-            command: Start command of the run.
-            late_seconds: See `LATE_SECONDS`.
-            close_seconds: See `CLOSE_SECONDS`.
+        `tell` receives a line when one is late, fails, ends, or recovers.
         """
         self._seconds = close_seconds
         self._all, rows = list[_Tracker](), run_dir / "metrics.jsonl"
