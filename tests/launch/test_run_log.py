@@ -145,9 +145,9 @@ def test_a_run_is_monitored_from_its_first_moment_until_it_is_stopped(flags, tmp
                     values[name.partition("{")[0]] = float(value)
                     values[name] = float(value)
             time.sleep(0.1)
-        assert values['asyncrl_process_up{run="run",role="learner",name="learner-0"}'] == 1
-        assert values['asyncrl_process_up{run="run",role="actor",name="actor-0"}'] == 1
-        assert values['asyncrl_process_up{run="run",role="replay",name="replay"}'] == 1
+        assert values['asyncrl_process_up{name="learner-0",role="learner",run="run"}'] == 1
+        assert values['asyncrl_process_up{name="actor-0",role="actor",run="run"}'] == 1
+        assert values['asyncrl_process_up{name="replay",role="replay",run="run"}'] == 1
         assert values["asyncrl_weights_version"] >= 1
         status, text = answer(port, "/healthz")
         assert (status, json.loads(text)["healthy"]) == (200, True)
