@@ -46,7 +46,7 @@ BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
     {
         "policy": {
             "openvla_oft": "asyncrl.policies.openvla.policy:OpenVLAOFTPolicy",
-            "openvla": "asyncrl.policies.openvla.policy:OpenVLAPolicy",
+            "openvla": "asyncrl.policies.openvla.autoregressive:OpenVLAPolicy",
         },
         "world": {
             "wan": "asyncrl.worlds.wan.world:WanWorld",

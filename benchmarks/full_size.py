@@ -25,17 +25,9 @@ import torch
 import tyro
 from torch import Tensor
 
-from asyncrl.policies.checkpoints.convert import PublishedOptions, convert
-from asyncrl.policies.checkpoints.folder import build_on_meta
-from asyncrl.policies.checkpoints.published_names import (
-    dropped_tensors,
-    native_specs,
-    published_config,
-    published_specs,
-    tensor_map,
-)
-from asyncrl.policies.checkpoints.published_policy import SECTION, STATISTICS
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.files import SECTION, STATISTICS
+from asyncrl.policies.openvla.names import published_config, published_shapes, unused_shapes
 from asyncrl.policies.openvla.tokenizer import PromptTokenizer, build_word_tokenizer, words_for
 from asyncrl.rewards.files import PUBLISHED
 from asyncrl.rewards.libero_tasks import SUITES
@@ -106,11 +98,9 @@ def run_flags(full: str, flags: str, *, compile: bool) -> list[str]:
 
 def written(folder: Path, scale: Scale = "full") -> tuple[Path, Path]:
     """Return the folders of a policy and a world, writing them if they are missing."""
-    policy, world = folder / "policy" / "asyncrl", folder / "world"
+    policy, world = folder / "policy", folder / "world"
     if not (policy / "config.json").is_file():
-        published = folder / "policy" / "published"
-        write_policy(published, OpenVLAOFTConfig.tiny() if scale == "tiny" else OpenVLAOFTConfig.full())
-        convert(published, policy, to="asyncrl", choices=PublishedOptions())
+        write_policy(policy, OpenVLAOFTConfig.tiny() if scale == "tiny" else OpenVLAOFTConfig.full())
     if not (world / "dataset").is_dir():
         write_world(world, scale)
     return policy, world
@@ -130,9 +120,7 @@ def write_policy(folder: Path, config: OpenVLAOFTConfig) -> None:
     known = build_word_tokenizer(words).get_vocab_size()
     unused = [f"unused{i}" for i in range(config.first_action_id - known)]
     tokenizer = PromptTokenizer(build_word_tokenizer([*words, *unused]), pad_id=config.token_count)
-    policy = build_on_meta(config, tokenizer)
-    shapes = {n: spec.shape for n, spec in published_specs(tensor_map(policy), native_specs(policy)).items()}
-    shapes |= dropped_tensors(config)
+    shapes = published_shapes(config) | unused_shapes(config)
     specs = {name: Spec(torch.bfloat16, shape) for name, shape in sorted(shapes.items())}
     total = sum(spec.nbytes for spec in specs.values())
     shards = split_evenly(specs, total)
@@ -147,7 +135,7 @@ def write_policy(folder: Path, config: OpenVLAOFTConfig) -> None:
     statistics = {KEY: {"action": ACTION, "proprio": PROPRIO}}
     fields = published_config(config) | {"torch_dtype": "bfloat16", "norm_stats": statistics}
     if config != OpenVLAOFTConfig.full():
-        fields[SECTION] = config.to_json()
+        fields[SECTION] = {k: v for k, v in config.to_json().items() if k not in ("norm_key", "norm_stats")}
     write_json(folder / STATISTICS, statistics)
     write_json(folder / "config.json", fields)
     tokenizer.save(folder / "tokenizer.json")

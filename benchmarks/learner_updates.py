@@ -51,8 +51,7 @@ from asyncrl.learner.ranks import LearnerRanks, not_finite
 from asyncrl.learner.throughput import Throughput
 from asyncrl.learner.update import Update
 from asyncrl.observability.metrics_system import MFU
-from asyncrl.policies.acceleration import enable_gradient_checkpointing
-from asyncrl.policies.frozen import use_float8_where_frozen
+from asyncrl.policies.acceleration import enable_gradient_checkpointing, use_float8_where_frozen
 from asyncrl.policies.lora import add_lora
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.policies.openvla.tokenizer import WORDS

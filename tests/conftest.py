@@ -18,9 +18,8 @@ import torch
 from asyncrl.actors.imagination import Imagination
 from asyncrl.messaging.sockets import ipc_endpoint, private_folder
 from asyncrl.policies.interface import SamplingParams
-from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig, TowerConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
-from asyncrl.policies.openvla.vision import TowerConfig
 from asyncrl.replay.server import ReplayServer
 from asyncrl.rewards.model import ResNetReward
 from asyncrl.rewards.resnet import RewardConfig, build_network

@@ -19,10 +19,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from asyncrl.policies.action_tokens import BINS
 from asyncrl.policies.interface import PolicyInputs
-from asyncrl.policies.openvla.config import OpenVLAOFTConfig
-from asyncrl.policies.openvla.memory import PROMPT
-from asyncrl.policies.openvla.parallel import OpenVLAOFT
-from asyncrl.policies.openvla.policy import load_policy
+from asyncrl.policies.openvla.autoregressive import load_policy
+from asyncrl.policies.openvla.config import PROMPT, OpenVLAOFTConfig
+from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.rewards.libero_tasks import SUITES
 from asyncrl.worlds.start_states import load_start_states
 from support import ROOT
@@ -60,7 +59,7 @@ def test_a_benchmark_ends_with_its_table(
 def forward_flops(config: OpenVLAOFTConfig) -> float:
     """Count the FLOPs of a decision's matrix products, convolutions and attention."""
     with torch.device("meta"):
-        policy = OpenVLAOFT(config)
+        policy = OpenVLAOFTPolicy(config)
         policy.restore_buffers()
         inputs = PolicyInputs(
             pixels=torch.empty(1, config.image_size, config.image_size, 3, dtype=torch.uint8),

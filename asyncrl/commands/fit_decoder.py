@@ -122,7 +122,7 @@ def _episodes(config: FitDecoder, world: Any, device: torch.device) -> tuple[Ima
     """Episodes to learn from and, from other start states, to measure on."""
     from asyncrl.fitting.fit_decoder import imagine_episodes
     from asyncrl.policies.interface import SamplingParams
-    from asyncrl.policies.openvla.policy import load_policy
+    from asyncrl.policies.openvla.autoregressive import load_policy
     from asyncrl.worlds.start_states import load_start_states, start_state_at
 
     policy = load_policy(policy_folder(config.policy), device=device, dtype=_dtype(device)).eval()

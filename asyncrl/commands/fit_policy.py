@@ -10,7 +10,6 @@ from asyncrl.fitting.settings import FitPolicy
 from asyncrl.launch.own_device import take_device
 from asyncrl.launch.rendezvous import local_rank, world_size
 from asyncrl.storage.asset_paths import policy_folder, world_folder
-from asyncrl.storage.atomic import read_json
 
 
 def fit_policy_command(config: FitPolicy, recordings: Recordings) -> None:
@@ -19,8 +18,7 @@ def fit_policy_command(config: FitPolicy, recordings: Recordings) -> None:
 
     from asyncrl.fitting.fit_policy import check_imitable, fit_policy
     from asyncrl.fitting.fresh_models import fresh_policy, write_statistics
-    from asyncrl.policies.checkpoints.folder import save_policy
-    from asyncrl.policies.openvla.policy import load_policy
+    from asyncrl.policies.openvla.autoregressive import load_policy
 
     if config.refine and _fine_tunes(config):
         return _fine_tune(config, recordings)
@@ -44,7 +42,7 @@ def fit_policy_command(config: FitPolicy, recordings: Recordings) -> None:
         compiled=config.compile,
         average=config.average,
     )
-    save_policy(policy, config.out, dtype=torch.bfloat16)
+    policy.save(config.out, dtype=torch.bfloat16)
     write_statistics(config.out, policy, recordings)
     print(f"policy in {config.out}: {loss:.3f} nats per action token")
 
@@ -56,9 +54,11 @@ def _fine_tunes(config: FitPolicy) -> bool:
 
 
 def _is_published(folder: Path) -> bool:
-    from asyncrl.policies.checkpoints.published_policy import MODEL_TYPE
+    """Return True if a folder has all published tensors; those that asyncrl saves lack the unused ones."""
+    from asyncrl.policies.openvla.names import UNUSED_NORM
+    from asyncrl.storage.tensor_reader import TensorFiles
 
-    return read_json(folder / "config.json").get("model_type") == MODEL_TYPE
+    return UNUSED_NORM in TensorFiles(folder).names()
 
 
 def _fine_tune(config: FitPolicy, recordings: Recordings) -> None:

@@ -157,11 +157,10 @@ COLLECT: Final = ShortHelp(
 CONVERT: Final = ShortHelp(
     command="asyncrl convert",
     usage="SOURCE OUT [--flags]",
-    about="Turn a published OpenVLA(-OFT) checkpoint into an asyncrl policy, or a policy\n"
-    "into that layout, with a model card.",
+    about="Write a policy with chosen conventions or merged adapters, complete for other\n"
+    "stacks, with a model card.",
     groups={
         "What is written": (
-            Often("to", "asyncrl|openvla", "openvla: what other stacks load"),
             Often("original", "FOLDER", "published; gives back what only others need"),
             Often("dtype", "TYPE", "source, bfloat16 or float32"),
             Often("push", "OWNER/NAME", "send it to a hub"),
@@ -175,5 +174,5 @@ CONVERT: Final = ShortHelp(
             Often("adapter", "FOLDER", "peft adapter to merge on the way"),
         ),
     },
-    examples=("asyncrl convert runs/mine EXPORT --to openvla --original PUBLISHED",),
+    examples=("asyncrl convert runs/mine EXPORT --original PUBLISHED",),
 )

@@ -81,7 +81,7 @@ def check_placement(examination: Examination) -> Finding:
     from asyncrl.devices.float8 import check_device
     from asyncrl.launch import learner_ranks
     from asyncrl.launch.weight_transport import transport_of
-    from asyncrl.policies.frozen import FLAG
+    from asyncrl.policies.acceleration import FLAG
     from asyncrl.weights.transports.interface import build_transport
 
     config = examination.config

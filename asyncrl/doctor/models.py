@@ -18,9 +18,8 @@ from asyncrl.launch.environment import EnvironmentFiles, with_world_defaults
 from asyncrl.launch.learner_start import load_models
 from asyncrl.launch.named_models import named_world
 from asyncrl.launch.simulated import SimulatorFiles, simulator_named
-from asyncrl.policies.capabilities import CountsActivations
-from asyncrl.policies.frozen import frozen_float8_bytes
-from asyncrl.policies.openvla.parallel import count_parameters
+from asyncrl.policies.acceleration import frozen_float8_bytes
+from asyncrl.policies.interface import CountsActivations
 from asyncrl.records import SlotBytes
 from asyncrl.storage import asset_paths, checkpoint, run_folder
 from asyncrl.worlds.interface import CountsSlots
@@ -115,7 +114,7 @@ def measure(
         kept = counts.activation_bytes(1, "kept", itemsize)
     return Sizes(
         policy=_bytes(chain(parameters, policy.buffers())),
-        parameters=count_parameters(policy),
+        parameters=sum(p.numel() for p in policy.parameters()),
         trained=sum(p.numel() for p in parameters if p.requires_grad),
         float32_masters=sum(p.numel() * 4 if wide or p.requires_grad else p.nbytes for p in parameters),
         unsharded=sum(p.numel() * 4 if wide else p.nbytes for p in frozen) if ready else 0,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from asyncrl.devices.tensors import to_device
 from asyncrl.fitting.frame_file import FrameFile, Frames, blocks
-from asyncrl.policies.openvla.parallel import OpenVLAOFT
+from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 
 ON_DEVICE: Final = 0.4
 """Share of a GPU's free memory that the pictures of one source may take there."""
@@ -44,7 +44,7 @@ class BatchSource:
         return to_device(found, self.device) if self.device.type == "cuda" else torch.from_numpy(found)
 
 
-def shown_to(policy: OpenVLAOFT, frames: Frames) -> Frames:
+def shown_to(policy: OpenVLAOFTPolicy, frames: Frames) -> Frames:
     """Return the pictures as the policy is shown them, where that is more work than a batch has time for.
 
     Args:

@@ -15,7 +15,7 @@ from asyncrl.fitting.shares import Shares
 from asyncrl.policies.action_tokens import BINS, encode, normalise, opening_of
 from asyncrl.policies.interface import PolicyInputs, SamplingParams
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig, require_trainable
-from asyncrl.policies.openvla.parallel import OpenVLAOFT
+from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.records import CHUNK
 
 
@@ -35,7 +35,7 @@ def examples(recordings: Recordings) -> np.ndarray:
     return np.concatenate(rows)
 
 
-def check_imitable(policy: OpenVLAOFT, recordings: Recordings) -> None:
+def check_imitable(policy: OpenVLAOFTPolicy, recordings: Recordings) -> None:
     """Check that the policy can say what was done and can tell the tasks apart.
 
     Raises:
@@ -66,7 +66,7 @@ def tokens_of(actions: np.ndarray, config: OpenVLAOFTConfig) -> np.ndarray:
 
 
 def fit_policy(
-    policy: OpenVLAOFT,
+    policy: OpenVLAOFTPolicy,
     recordings: Recordings,
     *,
     steps: int,
@@ -146,7 +146,7 @@ class _Imitation:
 
     def __init__(
         self,
-        policy: OpenVLAOFT,
+        policy: OpenVLAOFTPolicy,
         recordings: Recordings,
         drawn: Frames | None,
         *,

@@ -15,9 +15,10 @@ from asyncrl.errors import ConfigError
 from asyncrl.fitting.recordings import FIRST_SIMULATOR, Recordings
 from asyncrl.fitting.worlds.interface import Size
 from asyncrl.policies.action_tokens import BINS, NormStats
-from asyncrl.policies.checkpoints.published_policy import STATISTICS
+from asyncrl.policies.openvla.autoregressive import new_policy
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
-from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy, new_policy
+from asyncrl.policies.openvla.files import STATISTICS
+from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.policies.openvla.tokenizer import PromptTokenizer, build_word_tokenizer, words_for
 from asyncrl.records import ACTION_DIM
 from asyncrl.rewards.model import ResNetReward

@@ -15,8 +15,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.environment import Environment
 from asyncrl.launch.simulated import SimulatedEnvironment
 from asyncrl.observability import process_status
-from asyncrl.policies.capabilities import FixedShapeActing, FixesPrompts
-from asyncrl.policies.interface import Policy, SamplingParams
+from asyncrl.policies.interface import FixedShapeActing, FixesPrompts, Policy, SamplingParams
 from asyncrl.replay.interface import ActorPort
 from asyncrl.weights.interface import Receiver
 from asyncrl.worlds.interface import CompilesWorld

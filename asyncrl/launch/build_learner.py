@@ -28,8 +28,7 @@ from asyncrl.learner.update import Update
 from asyncrl.learner.weight_export import ActingWeights, copy_policy
 from asyncrl.observability.metrics_system import GROUPS_READY
 from asyncrl.policies.acceleration import compile_blocks
-from asyncrl.policies.capabilities import FixesPrompts
-from asyncrl.policies.interface import Policy, SamplingParams
+from asyncrl.policies.interface import FixesPrompts, Policy, SamplingParams
 from asyncrl.replay.interface import LearnerPort
 from asyncrl.storage import checkpoint
 from asyncrl.weights.interface import Publisher

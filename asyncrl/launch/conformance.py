@@ -20,8 +20,7 @@ from asyncrl.episode_layout import SAMPLE_DTYPES, sample_specs
 from asyncrl.launch.reporter import Reporter
 from asyncrl.launch.world_conformance import Trial
 from asyncrl.learner.interface import describe_tensor
-from asyncrl.policies.capabilities import HasCritic
-from asyncrl.policies.interface import ActResult, Policy, SamplingParams
+from asyncrl.policies.interface import ActResult, HasCritic, Policy, SamplingParams
 from asyncrl.records import ActionSpec, StartState
 from asyncrl.rewards.interface import RewardModel
 from asyncrl.worlds.interface import World

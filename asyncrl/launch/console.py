@@ -243,7 +243,7 @@ def _how_to_evaluate(config: TrainConfig, run: str, simulator: str) -> str:
     known = "not measured here: no built-in simulator plays the tasks of this world"
     if policy:
         return f"{known}. With a simulator of your own: {command} --simulator SIMULATOR"
-    export = f"asyncrl convert {run} EXPORT --to openvla --original PUBLISHED"
+    export = f"asyncrl convert {run} EXPORT --original PUBLISHED"
     return f"{known}. Evaluate it where the policy came from: {export}"
 
 

@@ -28,8 +28,7 @@ from asyncrl.launch.simulated import (
     simulator_defaults,
     simulator_named,
 )
-from asyncrl.policies.capabilities import ChecksTraining
-from asyncrl.policies.interface import Policy
+from asyncrl.policies.interface import ChecksTraining, Policy
 from asyncrl.records import ActionSpec, StartState
 from asyncrl.registry import names_code
 from asyncrl.replay.episode_format import EpisodeFormat

@@ -30,8 +30,7 @@ from asyncrl.learner.fsdp import make_float32_masters, spread
 from asyncrl.learner.ranks import LearnerRanks, SingleRank
 from asyncrl.learner.weight_export import ADAPTER_FOLDER, gather_to_host
 from asyncrl.policies.acceleration import recompute
-from asyncrl.policies.checkpoints.adapters import adapter_tensors, save_adapter
-from asyncrl.policies.lora import adapt, merged_tensors
+from asyncrl.policies.lora import adapt, adapter_tensors, merged_tensors, save_adapter
 from asyncrl.storage.asset_paths import world_folder
 from asyncrl.worlds.kinds import is_published, world_kind, world_title
 

@@ -40,7 +40,8 @@ def named_policy(text: str, settings: Iterable[str] = ()) -> NamedModel:
     if registry.names_code(text):
         return _of_user("policy", text, settings)
     folder, keywords = _policy_folder(text), registry.keywords("--policy-settings", settings)
-    decoding = keywords.get("decoding") or read_json(folder / "config.json").get("decoding")
+    saved = read_json(folder / "config.json").get("asyncrl")  # openvla.files.SECTION
+    decoding = keywords.get("decoding") or (saved.get("decoding") if isinstance(saved, dict) else "")
     name = "openvla" if decoding == "autoregressive" else "openvla_oft"
     return NamedModel(kind=registry.resolve("policy", name), folder=folder, settings=keywords)
 

@@ -14,13 +14,10 @@ from asyncrl.devices.float8 import check_device
 from asyncrl.errors import ConfigError
 from asyncrl.launch.named_models import named_policy
 from asyncrl.learner.reference import AdapterFreeReference, FrozenReference, Reference
-from asyncrl.policies.acceleration import enable_gradient_checkpointing
-from asyncrl.policies.capabilities import HasCritic, LoraTargets
-from asyncrl.policies.checkpoints.conventions import PublishedOptions
-from asyncrl.policies.checkpoints.convert import open_source
-from asyncrl.policies.frozen import FLAG, use_float8_where_frozen
-from asyncrl.policies.interface import Policy
+from asyncrl.policies.acceleration import FLAG, enable_gradient_checkpointing, use_float8_where_frozen
+from asyncrl.policies.interface import HasCritic, LoraTargets, Policy
 from asyncrl.policies.lora import add_lora
+from asyncrl.policies.openvla.files import PublishedOptions, open_folder
 from asyncrl.records import StartState
 from asyncrl.registry import names_code, split
 
@@ -37,7 +34,7 @@ def policy_chunk(config: TrainConfig) -> int:
     named = named_policy(config.policy, config.policy_settings)
     known = {field.name for field in fields(PublishedOptions)}
     options = {key: value for key, value in named.settings.items() if key in known}
-    return open_source(named.folder, PublishedOptions(**options)).config.chunk
+    return open_folder(named.folder, PublishedOptions(**options)).config.chunk
 
 
 def as_module(policy: Policy) -> nn.Module:

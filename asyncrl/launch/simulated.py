@@ -22,8 +22,7 @@ from asyncrl.config.simulator import SimulatorSettings
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.evaluation.evaluate import check_fits
 from asyncrl.launch.policies import policy_chunk
-from asyncrl.policies.capabilities import SaysInputs
-from asyncrl.policies.interface import Policy, SamplingParams
+from asyncrl.policies.interface import Policy, SamplingParams, SaysInputs
 from asyncrl.replay.episode_format import EpisodeFormat, SimulatorFormat
 from asyncrl.replay.interface import ENDLESS
 from asyncrl.simulators.build import SimulatorSource

@@ -22,8 +22,7 @@ from asyncrl.learner.batches import Batch
 from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.learner.reference import Reference
 from asyncrl.observability import process_status
-from asyncrl.policies.capabilities import CountsPromptTokens, HasCritic
-from asyncrl.policies.interface import EvaluateResult, Policy, SamplingParams
+from asyncrl.policies.interface import CountsPromptTokens, EvaluateResult, HasCritic, Policy, SamplingParams
 from asyncrl.records import Float32, Uint8
 
 ROW_IN_STEP: Final = torch.zeros(1, dtype=torch.int64)

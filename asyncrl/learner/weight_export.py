@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from asyncrl.errors import ConfigError
 from asyncrl.learner.distributed_ranks import explain_lost_peer
 from asyncrl.learner.ranks import LearnerRanks
-from asyncrl.policies.checkpoints.adapters import adapter_tensors, save_adapter
+from asyncrl.policies.lora import adapter_tensors, save_adapter
 from asyncrl.weights import packing
 from asyncrl.weights.packing import build_manifest
 

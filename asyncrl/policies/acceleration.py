@@ -1,8 +1,14 @@
-"""Make acting fast and learning small: compilation at one shape, CUDA graphs, gradient checkpointing."""
+"""Faster acting, smaller learning: compilation, CUDA graphs, gradient checkpointing, frozen float8 layers.
+
+Float8 layers lie below a learner's adapters (--learner.frozen-precision). Actors, checkpoints and exports
+keep the stored weights, so a learner's log-probs differ from the actors' by the rounding, and adapters are
+trained on top of it. With its adapters disabled, as reference of the KL penalty, a policy runs the same
+layers: adapters without effect give a penalty of 0.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from itertools import islice
 from types import MethodType
@@ -13,23 +19,25 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from asyncrl.devices.cuda_graph import CudaGraphed
+from asyncrl.devices.float8 import ALIGNMENT, FrozenFloat8Linear, copied_bytes, fits
 from asyncrl.errors import ConfigError
 from asyncrl.policies.interface import PolicyInputs, SamplingParams
-from asyncrl.policies.openvla.parallel import OpenVLAOFT, SampledTokens
+from asyncrl.policies.sampling import SampledTokens
+
+FLAG: Final = "--learner.frozen-precision"
+GRAPHS: Final = 64
+"""Limit of graphs per code object. Checkpointed blocks of all three kinds share one, and each has graphs with
+and without gradient, padding, adapters, and for varying sizes. Beyond the limit, by default 8, the compiler
+runs such code uncompiled without an error."""
+Choose = Callable[[PolicyInputs, SamplingParams, Tensor | None], SampledTokens]
 
 
 class HasBlocks(Protocol):
-    """A policy that says what its units are."""
+    """A policy with `interface.Policy.blocks`."""
 
     def blocks(self) -> Iterable[nn.Module]:
-        """See `interface.Policy.blocks`."""
+        """Yield the units of compilation and recomputation."""
         ...
-
-
-GRAPHS: Final = 64
-"""Graphs that one piece of code may have. Checkpointed blocks of all three kinds share a piece, and each has
-graphs with and without gradient, padding, adapters, and for sizes that vary. Beyond its limit, by default 8,
-the compiler runs such code uncompiled without an error."""
 
 
 def compile_blocks(policy: HasBlocks, *, dynamic: bool | None = None) -> None:
@@ -37,7 +45,7 @@ def compile_blocks(policy: HasBlocks, *, dynamic: bool | None = None) -> None:
 
     Args:
         policy: Finished: adapters and gradient checkpointing are there or will never be.
-        dynamic: Whether graphs are for any size: False: none is, None: those of which a second size comes.
+        dynamic: False: no graph is for any size. None: those that meet a second size are.
     """
     from torch._dynamo import config  # takes a second to import
 
@@ -46,26 +54,23 @@ def compile_blocks(policy: HasBlocks, *, dynamic: bool | None = None) -> None:
         block.compile(dynamic=dynamic)
 
 
-Choose = Callable[[PolicyInputs, SamplingParams, Tensor | None], SampledTokens]
-
-
-def compile(policy: OpenVLAOFT, rows: int, tasks: Sequence[str]) -> Callable[[], None] | None:
+def compile(policy: Any, rows: int, tasks: Sequence[str]) -> Callable[[], None] | None:
     """Compile acting in place; the first decision then takes about a quarter of a minute.
 
     Args:
-        policy: Finished: adapters and value head are there or gone.
+        policy: An OpenVLA policy with its final adapters and value head.
         rows: Largest batch from now on; smaller ones cost as much.
-        tasks: All instructions that will come.
+        tasks: All instructions to come.
 
     Returns:
-        What to call when the weights move, where acting is a CUDA graph.
+        A function to call after the weights moved, if acting is a CUDA graph.
     """
     policy.tokenizer.fix_shape(tasks)
     compile_blocks(policy, dynamic=False)
     choose: Choose = policy.choose
     if policy.device.type == "cuda":
         choose = GraphedChoice(policy.choose)
-    policy.choose = FixedShape(choose, rows)  # type: ignore[method-assign]
+    policy.choose = FixedShape(choose, rows)
     return choose.forget if isinstance(choose, GraphedChoice) else None
 
 
@@ -78,11 +83,7 @@ class FixedShape:
     def __call__(
         self, inputs: PolicyInputs, sampling: SamplingParams, uniforms_BK: Tensor | None
     ) -> SampledTokens:
-        """Fill the batch up, choose, cut off what was filled up; shape and dtype as in `OpenVLAOFT.choose`.
-
-        Raises:
-            ConfigError: There are too many rows.
-        """
+        """Pad the batch to `rows`, choose, drop the padding; shape and dtype as in `choose`."""
         live = len(inputs.input_ids)
         if live > self.rows:
             raise ConfigError(
@@ -103,7 +104,7 @@ class FixedShape:
 
 
 class GraphedChoice:
-    """`choose` as a CUDA graph, captured at the first call. See `CudaGraphed`."""
+    """`choose` as a CUDA graph, captured at the first call."""
 
     def __init__(self, choose: Choose) -> None:
         self._choose = choose
@@ -112,20 +113,20 @@ class GraphedChoice:
     def __call__(
         self, inputs: PolicyInputs, sampling: SamplingParams, uniforms_BK: Tensor | None
     ) -> SampledTokens:
-        """Choose; shape and dtype as in `OpenVLAOFT.choose`, overwritten by the next call."""
+        """Choose; the result is overwritten by the next call."""
         given = _tensors(inputs)
         if self._captured is None:
             self._given, self._kind = tuple(given), (sampling, uniforms_BK is None)
-            self._captured = CudaGraphed(self._of_tensors(inputs, sampling))
+            self._captured = CudaGraphed(self._with_tensors(inputs, sampling))
         # Another sampling would be another graph, and so would be choosing without numbers.
         assert (tuple(given), (sampling, uniforms_BK is None)) == (self._given, self._kind)
         return self._captured(*given.values(), *([] if uniforms_BK is None else [uniforms_BK]))
 
     def forget(self) -> None:
-        """Capture anew at the next call: weights may change in place, but these move."""
+        """Capture again at the next call: weights may change in place, but these moved."""
         self._captured = None
 
-    def _of_tensors(self, like: PolicyInputs, sampling: SamplingParams) -> Callable[..., SampledTokens]:
+    def _with_tensors(self, like: PolicyInputs, sampling: SamplingParams) -> Callable[..., SampledTokens]:
         def choose(*tensors: Tensor) -> SampledTokens:
             named = dict(zip(self._given, tensors, strict=False))
             uniforms = tensors[len(named)] if len(tensors) > len(named) else None
@@ -140,20 +141,20 @@ def _tensors(inputs: PolicyInputs) -> dict[str, Tensor]:
 
 
 def enable_gradient_checkpointing(policy: HasBlocks, *, every: int = 1) -> None:
-    """Let Llama layers and vision blocks keep only their input, in eval mode as well.
+    """Make Llama layers and vision blocks keep only their input, in eval mode as well.
 
     Gradients stay the same. Only `forward` of each block's instance is replaced: no module is wrapped and no
     name changes, and hooks of the block (sharding) run outside. Calling it twice changes nothing more.
 
     Args:
-        policy: Has the blocks.
-        every: Of so many successive blocks the first does so; the others keep all that they need. 1: all do.
+        policy: Provides the blocks.
+        every: The first of so many successive blocks is recomputed; the others keep their activations.
     """
     recompute(islice(policy.blocks(), 0, None, every))
 
 
 def recompute(blocks: Iterable[nn.Module]) -> None:
-    """Let blocks keep only their input, in place. See `enable_gradient_checkpointing`."""
+    """Make blocks keep only their input, in place; see `enable_gradient_checkpointing`."""
     for block in blocks:
         block.forward = MethodType(_recomputed, block)  # bound, so that a deep copy runs its own block
 
@@ -164,3 +165,46 @@ def _recomputed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return forward(block, *args, **kwargs)
     # No block draws random numbers, so there is no generator state to keep.
     return checkpoint(forward, block, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+
+def use_float8_where_frozen(policy: HasBlocks) -> None:
+    """Replace the frozen linear layers below adapters, in place; one that does not fit stays.
+
+    Args:
+        policy: With adapters, its weights loaded, on its device, not sharded and not compiled. Only trained
+            weights may be loaded into it afterwards, as a resumed run does.
+
+    Raises:
+        ConfigError: No layer fits.
+    """
+    for layer in _required(policy):
+        layer.base_layer = FrozenFloat8Linear(layer.base_layer)
+
+
+def frozen_float8_bytes(policy: HasBlocks) -> int:
+    """Count the bytes that `use_float8_where_frozen` adds to a policy; it may be on device meta.
+
+    Raises:
+        ConfigError: No layer fits.
+    """
+    return sum(copied_bytes(layer.base_layer) for layer in _required(policy))
+
+
+def _required(policy: HasBlocks) -> list[Any]:
+    found = list(_adapted(policy))
+    if not found:
+        raise ConfigError(
+            f"{FLAG} is float8, but no layer of {type(policy).__name__} can be rounded: it takes linear "
+            f"layers with adapters, inside `blocks`, whose widths are multiples of {ALIGNMENT}. Use {FLAG} "
+            "stored."
+        )
+    return found
+
+
+def _adapted(policy: HasBlocks) -> Iterator[Any]:
+    """Yield the layers of blocks that have adapters, over a frozen layer that fits. Needs no peft."""
+    for block in policy.blocks():
+        for module in block.modules():
+            base: Any = getattr(module, "base_layer", None)
+            if hasattr(module, "lora_A") and fits(base) and not base.weight.requires_grad:
+                yield module

@@ -1,6 +1,4 @@
-"""Turn actions into tokens and back: values in [-1, 1], bins 0..255, the environment's units.
-
-Proprioception is scaled by the same kind of statistics, the other way round.
+"""Actions to tokens and back: the environment's units, values in [-1, 1], bins 0..255.
 
 One convention everywhere (records, wire, replay, losses): a token is the *bin* ``j``, 0..255, counted from
 the first of the 256 action rows of the vocabulary: id = first_action_id + j (31744 + j for Llama 2).
@@ -39,7 +37,7 @@ Gripper = Literal["none", "libero", "maniskill"]
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """Range of some numbers in the data a policy was fine-tuned on (OpenVLA calls this BOUNDS_Q99)."""
+    """Range of numbers in a policy's fine-tuning data (OpenVLA calls this BOUNDS_Q99)."""
 
     q01: tuple[float, ...]
     """First percentile of each, in the environment's units."""
@@ -51,21 +49,21 @@ class Bounds:
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Bounds:
         """Read one entry of a `dataset_statistics.json`; without a mask, everything is scaled."""
-        q01, q99 = fields["q01"], fields["q99"]
-        mask = fields.get("mask", [True] * len(q01))
-        return cls(q01=tuple(map(float, q01)), q99=tuple(map(float, q99)), mask=tuple(map(bool, mask)))
+        mask = fields.get("mask", [True] * len(fields["q01"]))
+        low, high = (tuple(map(float, fields[name])) for name in ("q01", "q99"))
+        return cls(q01=low, q99=high, mask=tuple(map(bool, mask)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class NormStats(Bounds):
-    """Range of each action dimension, and of the robot's own state where the data has it."""
+    """Range of each action dimension, and of proprioception where the data has it."""
 
     proprio: Bounds | None = None
     """``[Q]`` of proprioception; None: the data has none."""
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> NormStats:
-        """Read the `action` entry of a data set; our own files keep `proprio` inside it."""
+        """Read an `action` entry, with `proprio` inside it as `OpenVLAOFTConfig.to_json` has it."""
         action, proprio = Bounds.from_json(fields), fields.get("proprio")
         own = None if proprio is None else Bounds.from_json(proprio)
         return cls(q01=action.q01, q99=action.q99, mask=action.mask, proprio=own)
@@ -76,7 +74,7 @@ class NormStats(Bounds):
         return cls.from_json({**entry["action"], "proprio": entry.get("proprio")})
 
     def to_published(self) -> dict[str, Any]:
-        """Write what `from_published` reads."""
+        """Return an entry that `from_published` reads."""
         entries = {"action": self, "proprio": self.proprio}
         return {
             name: {"q01": list(b.q01), "q99": list(b.q99), "mask": list(b.mask)}
@@ -86,26 +84,12 @@ class NormStats(Bounds):
 
 
 def encode(actions: NDArray[np.floating]) -> NDArray[np.int32]:
-    """Find the bins of normalised actions; values outside [-1, 1] are clipped.
-
-    Args:
-        actions: ``[...]`` of any float dtype, normalised to [-1, 1].
-
-    Returns:
-        ``[...]`` int32, 0..255.
-    """
+    """Return the bins ``[...]`` int32 of actions normalised to [-1, 1]; others are clipped."""
     return (BINS - np.digitize(np.clip(actions, -1.0, 1.0), _EDGES)).astype(np.int32)
 
 
 def decode(tokens: Tensor) -> Tensor:
-    """Return the centers of the tokens' cells: the inverse of `encode` up to half a cell (1/255).
-
-    Args:
-        tokens: ``[...]`` of any integer dtype, 0..255.
-
-    Returns:
-        ``[...]`` float32 in [-0.99608, 0.99608], on the device of `tokens`.
-    """
+    """Return the centers of the tokens' cells, ``[...]`` float32 in [-0.99608, 0.99608], on their device."""
     return _decoded_on(tokens.device)[tokens.long()]
 
 
@@ -115,15 +99,7 @@ def _decoded_on(device: torch.device) -> Tensor:
 
 
 def unnormalise(actions: Tensor, stats: Bounds) -> Tensor:
-    """Scale [-1, 1] back to the range of the data: ``(a + 1) / 2 * (q99 - q01 + 1e-8) + q01`` where masked.
-
-    Args:
-        actions: ``[..., A]`` float32 in [-1, 1].
-        stats: Percentiles.
-
-    Returns:
-        ``[..., A]`` float32 in the environment's units.
-    """
+    """Scale ``[..., A]`` float32 in [-1, 1] back: ``(a + 1) / 2 * (q99 - q01 + 1e-8) + q01`` where masked."""
     low, width, mask = _bounds_on(stats.q01, stats.q99, stats.mask, actions.device)
     return torch.where(mask, 0.5 * (actions + 1) * width + low, actions)
 
@@ -142,29 +118,18 @@ def _bounds_on(
 
 
 def normalise(values: NDArray[np.floating], stats: Bounds) -> NDArray[np.float32]:
-    """Scale numbers to [-1, 1], clipped: ``2 (x - q01) / (q99 - q01 + 1e-8) - 1`` where masked.
-
-    Args:
-        values: ``[..., Q]`` of any float dtype, in the environment's units.
-        stats: Percentiles.
-
-    Returns:
-        ``[..., Q]`` float32.
-    """
+    """Scale ``[..., Q]`` to float32, clipped to [-1, 1]: ``2 (x - q01) / (q99 - q01 + 1e-8) - 1``."""
     low, high = np.array(stats.q01), np.array(stats.q99)
     scaled = 2 * (values - low) / (high - low + _EPSILON) - 1
     return np.clip(np.where(stats.mask, scaled, values), -1, 1).astype(np.float32)
 
 
 def with_gripper(actions: Tensor, gripper: Gripper) -> Tensor:
-    """Turn the last number of every action, 0 = closed to 1 = open in the data, into the robot's command.
+    """Map the last number of every action, 0 = closed to 1 = open in the data, to the robot's command.
 
     Args:
         actions: ``[..., A]`` of any float dtype, in the units of the data.
-        gripper: none: as it is. libero: -1 open, +1 closed. maniskill: +1 open, -1 closed.
-
-    Returns:
-        ``[..., A]`` of the same dtype.
+        gripper: none: unchanged. libero: -1 open, +1 closed. maniskill: +1 open, -1 closed.
     """
     if gripper == "none":
         return actions
@@ -178,13 +143,6 @@ def with_gripper(actions: Tensor, gripper: Gripper) -> Tensor:
 
 def opening_of(actions: NDArray[np.floating], gripper: Gripper) -> NDArray[np.floating]:
     """Undo `with_gripper` of an open or closed gripper: the robot's command becomes 0 = closed to 1 = open.
-
-    Args:
-        actions: ``[..., A]`` of any float dtype, as the robot takes them.
-        gripper: As in `with_gripper`.
-
-    Returns:
-        ``[..., A]`` of the same dtype.
 
     Example:
         >>> opening_of(np.array([0.5, -1.0]), "libero").tolist()

@@ -1,7 +1,7 @@
-"""The interface of every policy, and the records at its border.
+"""Interface of every policy and its optional capabilities.
 
-`Policy` is what a run needs; `capabilities` are what a class may offer beside it. `PolicyModule` has what
-most of them share.
+`Policy` lists the required methods, `PolicyModule` implements the common ones. The small protocols at the end
+are optional and tested with `isinstance`; a flag that needs a missing one is refused.
 
 Dimension letters:
     B  rows (observations)           L  prompt tokens
@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Literal, Protocol, Self, runtime_checkable
 
 import numpy as np
 import torch
@@ -53,7 +53,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyInputs:
-    """What a policy looks at. Tensors only, on the policy's device: rows can be picked and stacked."""
+    """Inputs of the OpenVLA policies, on the policy's device: rows can be picked and stacked."""
 
     pixels: Tensor
     """``[B, H, W, 3]``, or ``[B, N, H, W, 3]`` where the policy looks at several pictures; uint8, any size:
@@ -63,8 +63,8 @@ class PolicyInputs:
     attention_mask: Tensor
     """``[B, L]`` int64, 1 = token, 0 = padding."""
     padded: bool = True
-    """False: the mask is all ones, so attention needs none. Known on the host, because looking at the mask
-    would wait for the device."""
+    """False: the mask is all ones, so attention needs none. Kept on the host: reading the mask waits for the
+    device."""
     proprio: Tensor | None = None
     """``[B, Q]`` float32 in [-1, 1], the robot's own state; None where the policy does not see it."""
 
@@ -74,11 +74,11 @@ class ActResult:
     """One decision per row, without gradient."""
 
     actions: Tensor
-    """``[B, C, A]`` float32 in the environment's units: what the world receives."""
+    """``[B, C, A]`` float32 in the environment's units."""
     sample: Mapping[str, Tensor]
-    """What `evaluate` must be shown again, by the names of `Policy.sample_arrays`; each ``[B, ...]``."""
+    """Arrays that `evaluate` needs again, by the names of `Policy.sample_arrays`; each ``[B, ...]``."""
     logprob: Tensor
-    """``[B, C, A]`` float32, natural log of the probability (density) of what was sampled."""
+    """``[B, C, A]`` float32, natural log of the probability (density) of the sample."""
     value: Tensor | None
     """``[B, V]`` float32 critic's estimates of the return; None without a critic."""
     entropy: Tensor
@@ -87,7 +87,7 @@ class ActResult:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateResult:
-    """The same decisions seen by the current weights, with gradient."""
+    """The same decisions under the current weights, with gradient."""
 
     logprob: Tensor
     """``[B, C, A]`` float32, natural log."""
@@ -103,15 +103,12 @@ class Policy(Protocol):
 
     @classmethod
     def load(cls, folder: Path, device: torch.device, **settings: Any) -> Self:
-        """Read a policy, in evaluation mode, everything trainable.
+        """Read a policy, in evaluation mode, everything trainable; raises CheckpointError if it does not fit.
 
         Args:
-            folder: What stands behind the @ of --policy, a folder of `save`, or a checkpoint of a run.
+            folder: The part of --policy behind the @, a folder of `save`, or a checkpoint of a run.
             device: Where the weights go.
             settings: Of ``[policy.settings]`` or --policy-settings.
-
-        Raises:
-            CheckpointError: A file is missing or does not fit.
         """
         ...
 
@@ -126,10 +123,10 @@ class Policy(Protocol):
         ...
 
     def saved_tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """Yield the weights that a folder holds, adapters merged; any shapes, in the dtypes of the file.
+        """Yield the weights of a folder, adapters merged; any shapes, in the dtypes of the file.
 
-        They are sharded where the policy's are. One at a time, and every learner rank takes every one:
-        merging may be a computation of all ranks.
+        They are sharded like the policy's. Every learner rank must iterate over all: merging may be a
+        collective.
         """
         ...
 
@@ -153,7 +150,7 @@ class Policy(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Say where the weights are."""
+        """Return the device of the weights."""
         ...
 
     @property
@@ -173,27 +170,17 @@ class Policy(Protocol):
             proprio: ``[B, Q]``, any float dtype, in the environment's units, for policies that see it.
 
         Returns:
-            What `act` and `evaluate` take. Nobody else looks into it.
+            Inputs of `act` and `evaluate`, opaque to all others.
 
         Raises:
-            ConfigError: Something that the policy needs is missing or has another shape, or it cannot read a
-                task.
+            ConfigError: An input is missing or has another shape, or a task cannot be tokenised.
         """
         ...
 
     def act(self, inputs: Any, sampling: SamplingParams, seeds: Sequence[int]) -> ActResult:
-        """Decide. Row b draws from its own stream ``seeds[b]``, whatever its row and neighbours.
+        """Decide. Row b draws from its own stream ``seeds[b]``, independent of its row and neighbours.
 
-        What it draws from may differ in the last digits when the number of rows does: matrix products of
-        other sizes round differently.
-
-        Args:
-            inputs: What `preprocess` gives.
-            sampling: How to sample.
-            seeds: One per row.
-
-        Returns:
-            Actions, log-probs and entropies ``[B, C, A]``, values ``[B, V]``; float32, without gradient.
+        Logits may differ in the last digits with the number of rows: other sizes round differently.
         """
         ...
 
@@ -208,14 +195,10 @@ class Policy(Protocol):
         """Compute log-probs of a given sample with gradient; equal to those of `act` at equal weights.
 
         Args:
-            inputs: What `preprocess` gives.
-            sample: As `act` returned it, each ``[B, ...]`` in the dtypes of `sample_arrays`; integers may
-                come as int64.
-            sampling: What it was sampled with.
+            inputs: From `preprocess`.
+            sample: From `act`, in the dtypes of `sample_arrays`; integers may come as int64.
+            sampling: Of that `act`.
             critic_through_policy: The value's gradient reaches the trunk as well, not only the value head.
-
-        Returns:
-            Log-probs and entropies ``[B, C, A]`` in nats, values ``[B, V]``; float32, with gradient.
         """
         ...
 
@@ -227,7 +210,7 @@ class Policy(Protocol):
         ...
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
-        """Return what an update changes, by name."""
+        """Return the parameters that an update changes, by name."""
         ...
 
     def trainable_tensors(self) -> dict[str, Tensor]:
@@ -235,35 +218,32 @@ class Policy(Protocol):
         ...
 
     def acting_tensors(self) -> dict[str, Tensor]:
-        """Return what actors need after an update: `trainable_tensors` without the critic.
-
-        By name, any shapes, in the dtypes of the parameters.
-        """
+        """Return `trainable_tensors` without the critic: the tensors that actors receive after an update."""
         ...
 
     def blocks(self) -> Iterable[nn.Module]:
-        """Yield what is sharded, recomputed and compiled piece by piece, in the order in which it runs.
+        """Yield the units of sharding, recomputation and compilation, in the order in which they run.
 
         Children of one module (a list of layers) may share a unit of sharding: they run one after the other,
-        and a pass that leaves some of them out does so on every rank.
+        and a pass that skips some of them does so on every rank.
         """
         ...
 
 
 class PolicyModule(nn.Module):
-    """What most policies share; a subclass adds `load`, `save`, `preprocess`, `act` and `evaluate`."""
+    """Base of most policies; a subclass adds `load`, `save`, `preprocess`, `act` and `evaluate`."""
 
     critic_prefix = "value_head."
-    """Names of parameters that begin so are the critic's."""
+    """Prefix of the critic's parameter names."""
 
     @property
     def action_spec(self) -> ActionSpec:
-        """See `Policy.action_spec`: 8 steps of 7 numbers."""
+        """Return 8 steps of 7 numbers."""
         return ActionSpec()
 
     @property
     def device(self) -> torch.device:
-        """Say where the weights are."""
+        """Return the device of the first weight."""
         return next(self.parameters()).device
 
     @property
@@ -272,7 +252,7 @@ class PolicyModule(nn.Module):
         return next(self.parameters()).dtype
 
     def saved_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield parameters and buffers by name. See `Policy.saved_tensors`."""
+        """Yield parameters and buffers by name."""
         yield from ((name, tensor.detach()) for name, tensor in self.state_dict().items())
 
     def parameter_groups(self, lr: float, value_lr: float) -> list[dict[str, Any]]:
@@ -287,18 +267,121 @@ class PolicyModule(nn.Module):
         return [group for group in groups if group["params"]]
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
-        """Return what an update changes, by name."""
+        """Return the parameters that an update changes, by name."""
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
     def trainable_tensors(self) -> dict[str, Tensor]:
-        """Return views of the parameters without gradient. See `Policy.trainable_tensors`."""
+        """Return `trainable_parameters` without gradient; memory is shared with them."""
         return {name: p.detach() for name, p in self.trainable_parameters().items()}
 
     def acting_tensors(self) -> dict[str, Tensor]:
-        """Return `trainable_tensors` without the critic. See `Policy.acting_tensors`."""
+        """Return `trainable_tensors` without the critic."""
         tensors = self.trainable_tensors()
         return {name: t for name, t in tensors.items() if not name.startswith(self.critic_prefix)}
 
     def blocks(self) -> Iterable[nn.Module]:
         """Return no units: the whole policy is one."""
         return ()
+
+
+# --- optional capabilities ----------------------------------------------------
+
+
+@runtime_checkable
+class HasCritic(Protocol):
+    """A policy with values: needed by --algorithm.kind ppo."""
+
+    @property
+    def critic(self) -> str:
+        """Return the unit of one value: none, decision or action."""
+        ...
+
+    def add_critic(self, level: str) -> None:
+        """Add or replace the critic, with fresh weights; level decision: V = 1, action: V = C."""
+        ...
+
+    def drop_critic(self) -> None:
+        """Remove the critic: actors and grpo need none."""
+        ...
+
+    def values(self, inputs: Any, *, critic_through_policy: bool = False) -> Tensor:
+        """Compute the critic's values ``[B, V]`` float32 as in `evaluate`; raises ConfigError without one."""
+        ...
+
+
+@runtime_checkable
+class LoraTargets(Protocol):
+    """A policy that lists the layers of adapters: needed by --lora.rank."""
+
+    def lora_layers(self, targets: str) -> list[str]:
+        """Return the linear layers that get adapters, as in `named_modules`; targets: language or all."""
+        ...
+
+
+@runtime_checkable
+class FixedShapeActing(Protocol):
+    """A policy that can act in compiled graphs of one shape: needed by --imagination.compile."""
+
+    def compile_acting(self, rows: int, tasks: Sequence[str]) -> None:
+        """Compile `act` in place for batches of at most `rows` and these instructions."""
+        ...
+
+
+@runtime_checkable
+class FixesPrompts(Protocol):
+    """A policy whose numbers depend on the batch's longest prompt; for --imagination.fixed-shape."""
+
+    def fix_prompts(self, tasks: Sequence[str]) -> None:
+        """Give every batch from now on the shape of one with all `tasks`."""
+        ...
+
+
+@runtime_checkable
+class CountsPromptTokens(Protocol):
+    """A policy whose passes pad short instructions: the learner batches those of one length."""
+
+    def prompt_tokens(self, task: str) -> int:
+        """Count the tokens of an instruction's prompt."""
+        ...
+
+
+@runtime_checkable
+class CountsActivations(Protocol):
+    """A policy that estimates the memory of its passes, for `asyncrl doctor`."""
+
+    def activation_bytes(
+        self, rows: int, passes: Literal["acting", "checkpointed", "kept"], itemsize: int
+    ) -> int:
+        """Estimate the memory of passes over `rows` decisions.
+
+        Args:
+            rows: Decisions in one pass.
+            passes: acting: forward. checkpointed, kept: forward and backward, with gradient checkpointing or
+                not.
+            itemsize: Bytes of a number.
+        """
+        ...
+
+
+@runtime_checkable
+class ChecksTraining(Protocol):
+    """A policy that not every run in a world model can train."""
+
+    def check_trainable(self) -> None:
+        """Raise `ConfigError` if the world lacks inputs of the policy."""
+        ...
+
+
+@runtime_checkable
+class SaysInputs(Protocol):
+    """A policy that names its inputs; any other gets all that a simulator has."""
+
+    @property
+    def pictures(self) -> int:
+        """Return the number of pictures, those of a simulator's first cameras."""
+        ...
+
+    @property
+    def proprio_numbers(self) -> int:
+        """Return the count of numbers of proprioception; 0: none."""
+        ...

@@ -1,7 +1,7 @@
-"""Train low-rank adapters (peft) inside the policy: ``W x`` becomes ``W x + alpha / r * B A x``.
+"""Low-rank adapters (peft) inside a policy or world: ``W x`` becomes ``W x + alpha / r * B A x``.
 
-The layers are exchanged in place: the policy stays an `OpenVLAOFT`. Its files stay plain policies with the
-adapters merged; `checkpoints.adapters` reads and writes the adapters alone.
+The layers are exchanged in place: the policy keeps its class. Policy folders hold the merged weights; adapter
+folders (`adapter_config.json`, `adapter_model.safetensors`) are peft's.
 
 Dimension letters:
     I, O  features into and out of a linear layer      r  rank
@@ -10,20 +10,32 @@ Dimension letters:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+import re
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
 
-from asyncrl.errors import ConfigError
-from asyncrl.policies.openvla.parallel import OpenVLAOFT
-from asyncrl.policies.openvla.vision import stable_name
+from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.policies.openvla.files import read_pt
+from asyncrl.policies.openvla.names import TensorMapping
+from asyncrl.policies.openvla.networks import stable_name
+from asyncrl.storage.atomic import read_json, write_json
+from asyncrl.storage.tensor_reader import TensorFiles
+from asyncrl.storage.tensor_writer import write_tensors
 
 Targets = Literal["language", "all"]
 ADAPTER: Final = "default"
-"""Name under which peft keeps the adapters; it appears in no file and no broadcast."""
+"""peft's key of the adapters; it appears in no file and no broadcast."""
+PREFIX: Final = "base_model.model."
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_PICKLED: Final = "adapter_model.bin"
+_ADAPTER_NAME = re.compile(r"(?P<layer>.+)\.lora_(?P<which>[AB])(?:\.default)?\.weight")
 _LLAMA: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LINEARS: Final = {
     "llm.layers.": _LLAMA,
@@ -31,36 +43,46 @@ LINEARS: Final = {
     "vision.dino.encoder.": ("q_proj", "k_proj", "v_proj", "o_proj", "fc1", "fc2"),
     "vision.siglip.encoder.": ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"),
 }
-"""Last parts of the names of the linear layers that get adapters, by part of the policy."""
+"""Last parts of the names of OpenVLA's linear layers that get adapters, by part of the policy."""
+_UNSUPPORTED: Final = (
+    *("use_rslora", "use_dora", "fan_in_fan_out", "modules_to_save", "lora_bias"),
+    *("target_parameters", "trainable_token_indices", "layer_replication"),
+)
+"""Settings of peft that change the meaning of the tensors."""
 
 
 def add_lora(
-    policy: Any,
-    rank: int,
-    alpha: float,
-    targets: Targets = "all",
-    *,
-    dtype: torch.dtype = torch.float32,
+    policy: Any, rank: int, alpha: float, targets: Targets = "all", *, dtype: torch.dtype = torch.float32
 ) -> None:
     """Put adapters into the policy, in place. Only they and the value head are trainable afterwards.
 
     B is zero, so the policy acts as before; A is random (torch's generator) and there is no dropout. The
     output layer (`lm_head`) gets no adapter: only its 256 action rows are ever multiplied. Nor do the two
-    patch embeddings, which are convolutions. Every adapter gets a gradient, as the vision towers end after
-    the block that is read.
+    patch embeddings, which are convolutions.
 
     Args:
-        policy: Without adapters; an `nn.Module` that has `capabilities.LoraTargets`.
+        policy: Without adapters; an `nn.Module` with `interface.LoraTargets`.
         rank: ``r``.
         alpha: The adapters' output is scaled by ``alpha / rank``; 0 = rank.
         targets: language: every linear layer of the Llama model. all: those of the vision towers and of
             the projector as well.
-        dtype: Of the adapters, whatever that of the weights below.
+        dtype: Of the adapters, independent of the weights' below.
 
     Raises:
-        ConfigError: the rank or targets cannot work, the policy already has adapters, or it lacks a layer.
+        ConfigError: A setting is invalid, the policy already has adapters, or it lacks a layer.
     """
-    _check_settings(policy, rank, alpha, targets)
+    if rank < 1 or not alpha >= 0:
+        raise ConfigError(
+            f"Adapters of rank {rank} with alpha {alpha} cannot be made: the rank counts directions and "
+            "alpha is a scale. Use --lora.rank 32 and --lora.alpha 0 (the rank)."
+        )
+    if targets not in ("language", "all"):
+        raise ConfigError(f"--lora.targets is {targets!r}, but adapters go into: language, all. Use all.")
+    if has_lora(policy):
+        raise ConfigError(
+            "The policy already has adapters, and a second set would train on top of them. Load the policy "
+            "again, or go on with the adapters that it has."
+        )
     adapt(policy, set(policy.lora_layers(targets)), rank, alpha, dtype=dtype)
     for name, parameter in policy.named_parameters():
         if not is_adapter(name) and name.startswith(policy.critic_prefix):
@@ -70,14 +92,14 @@ def add_lora(
 def adapt(
     network: Any, layers: Set[str], rank: int, alpha: float, *, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Put adapters into some linear layers of any network, in place; they alone are trainable afterwards.
+    """Put adapters into linear layers of a network, in place; they alone are trainable afterwards.
 
     Args:
         network: Without adapters.
         layers: By their names in `named_modules`.
         rank: ``r``, at least 1.
         alpha: The adapters' output is scaled by ``alpha / rank``; 0 = rank.
-        dtype: Of the adapters, whatever that of the weights below.
+        dtype: Of the adapters, independent of the weights' below.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -100,36 +122,17 @@ def adapt(
             parameter.data = parameter.data.to(dtype)
 
 
-def _check_settings(policy: nn.Module, rank: int, alpha: float, targets: str) -> None:
-    if rank < 1 or not alpha >= 0:
-        raise ConfigError(
-            f"Adapters of rank {rank} with alpha {alpha} cannot be made: the rank counts directions and "
-            "alpha is a scale. Use --lora.rank 32 and --lora.alpha 0 (the rank)."
-        )
-    if targets not in ("language", "all"):
-        raise ConfigError(f"--lora.targets is {targets!r}, but adapters go into: language, all. Use all.")
-    if has_lora(policy):
-        raise ConfigError(
-            "The policy already has adapters, and a second set would train on top of them. Load the policy "
-            "again, or go on with the adapters that it has."
-        )
-
-
-def target_layers(policy: OpenVLAOFT, targets: Targets) -> dict[str, nn.Linear]:
-    """Find the linear layers that get adapters, by the module's own name.
+def target_layers(policy: nn.Module, targets: Targets) -> dict[str, nn.Linear]:
+    """Return OpenVLA's linear layers that get adapters, by their names in `named_modules`.
 
     Raises:
-        ConfigError: a kind of layer on the list is not in the policy.
+        ConfigError: The policy lacks a kind of layer.
     """
-    parts = ["llm.layers."] if targets == "language" else list(LINEARS)
+    linears = {name: m for name, m in policy.named_modules() if isinstance(m, nn.Linear)}
     found: dict[str, nn.Linear] = {}
-    for part in parts:
+    for part in ["llm.layers."] if targets == "language" else LINEARS:
         for kind in LINEARS[part]:
-            layers = {
-                name: module
-                for name, module in policy.named_modules()
-                if isinstance(module, nn.Linear) and _is_target(name, part, kind)
-            }
+            layers = {name: m for name, m in linears.items() if _is_target(name, part, kind)}
             if not layers:
                 raise ConfigError(
                     f"--lora.targets is {targets}, but the policy has no linear layer {part}*.{kind}: its "
@@ -146,17 +149,17 @@ def _is_target(name: str, part: str, kind: str) -> bool:
 
 
 def is_adapter(name: str) -> bool:
-    """Tell whether a parameter of this name is an adapter's."""
+    """Return True if a parameter of this name is an adapter's."""
     return ".lora_A." in name or ".lora_B." in name
 
 
 def has_lora(policy: nn.Module) -> bool:
-    """Tell whether the policy has adapters."""
+    """Return True if the policy has adapters."""
     return next(_adapted(policy), None) is not None
 
 
 def _adapted(policy: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the layers with adapters, by the module's own name. Needs no peft."""
+    """Yield the layers with adapters, by their names in `named_modules`. Needs no peft."""
     for name, module in policy.named_modules():
         if hasattr(module, "lora_A") and hasattr(module, "base_layer"):
             yield name, module
@@ -164,9 +167,9 @@ def _adapted(policy: nn.Module) -> Iterator[tuple[str, Any]]:
 
 @contextmanager
 def adapters_disabled(policy: nn.Module) -> Iterator[None]:
-    """Let the policy compute without its adapters within the block: as it was when training began.
+    """Disable the adapters within the block, so that the policy computes as before training.
 
-    Only a flag of each layer is turned, so it works on sharded policies too. Run no backward pass of an
+    Only a flag of each layer changes, so it works on sharded policies too. Run no backward pass of an
     earlier forward pass inside: recomputed activations would lack the adapters.
     """
     layers = [layer for _, layer in _adapted(policy)]
@@ -180,19 +183,14 @@ def adapters_disabled(policy: nn.Module) -> Iterator[None]:
             layer._disable_adapters = flag
 
 
-def native_names(policy: nn.Module) -> list[str]:
-    """List the stable names of all parameters but the adapters, in the policy's order."""
-    return [stable_name(name) for name, _ in policy.named_parameters() if not is_adapter(name)]
+# --- merging ------------------------------------------------------------------
 
 
 def merged_tensors(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters with their adapters merged, by the names that the policy has without adapters.
+    """Yield the parameters with their adapters merged, by stable name, in their shape and dtype.
 
-    Each has the same shape and dtype as the parameter.
-
-    One at a time: a merged weight needs the memory of one layer; the other tensors share memory with the
-    parameters. Without adapters these are all. Where weights are sharded too, so is what comes; every
-    rank must take every one.
+    A merged weight needs the memory of one layer; the other tensors share memory with the parameters. Sharded
+    weights stay sharded, and every rank must take every tensor.
     """
     layers = {f"{name}.base_layer.weight": layer for name, layer in _adapted(policy)}
     for name, parameter in policy.named_parameters():
@@ -211,3 +209,232 @@ def _merged_weight(layer: Any) -> Tensor:
         into, out = (t.full_tensor() if isinstance(t, DTensor) else t for t in (into, out))
     merged = weight.float() + layer.scaling[ADAPTER] * (out.float() @ into.float())
     return merged.to(weight.dtype)
+
+
+# --- files --------------------------------------------------------------------
+
+
+def save_adapter(
+    policy: nn.Module, folder: str | Path, *, tensors: Mapping[str, Tensor] | None = None
+) -> None:
+    """Write the adapters in peft's layout and their own dtype, without the value head.
+
+    Args:
+        policy: With adapters.
+        folder: Created if missing.
+        tensors: Copies of `adapter_tensors`, gathered from shards; None: the policy's.
+    """
+    if not has_lora(policy):
+        raise CheckpointError("The policy has no adapters to write. Use save, or add_lora first.")
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    chosen = adapter_tensors(policy) if tensors is None else tensors
+    write_tensors(folder / TENSORS, {PREFIX + name: tensor for name, tensor in chosen.items()})
+    fields = _settings(policy).to_dict() | {"inference_mode": True}
+    write_json(folder / CONFIG, {k: sorted(v) if isinstance(v, set) else v for k, v in fields.items()})
+
+
+def adapter_tensors(policy: nn.Module) -> dict[str, Tensor]:
+    """Return the adapters by stable name: A ``[r, I]`` and B ``[O, r]``, dtype kept, without gradient."""
+    return {stable_name(name): p.detach() for name, p in policy.named_parameters() if is_adapter(name)}
+
+
+def _settings(policy: nn.Module) -> Any:
+    """Return the LoraConfig that peft left in the policy."""
+    return policy.peft_config[ADAPTER]  # type: ignore[index]
+
+
+# --- adapters of policy folders -------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Pair:
+    into: Tensor
+    """A ``[r, I]``."""
+    out: Tensor
+    """B ``[O, r]``."""
+    scale: float
+
+
+def merge_adapter(files: TensorFiles, rows: Sequence[TensorMapping], folder: Path) -> int:
+    """Make the source's weights read as ``W + alpha / r * B A``: in float32, rounded once to W's dtype.
+
+    Args:
+        files: Weights, by published names or the policy's; their reading is changed.
+        rows: See `names.tensor_map`.
+        folder: peft's adapters with the published layer names, or the policy's.
+
+    Returns:
+        Layers with an adapter.
+
+    Raises:
+        CheckpointError: A file is missing or truncated, or the adapter is of another kind or policy.
+    """
+    pairs = read_pairs(folder)
+    if not all(f"{layer}.weight" in files.names() for layer in pairs):
+        pairs = _published_pairs(folder, pairs, rows)
+    unknown = sorted(layer for layer in pairs if f"{layer}.weight" not in files.names())
+    if unknown:
+        raise CheckpointError(
+            f"{folder} has adapters for {len(unknown)} layers that {files.label} lacks: "
+            f"{', '.join(unknown[:5])}. Give the checkpoint that the adapters were trained on."
+        )
+    for layer, pair in pairs.items():
+        shape = files.spec(f"{layer}.weight").shape
+        if pair.into.shape[1:] != shape[1:] or pair.out.shape[0] != shape[0]:
+            raise CheckpointError(
+                f"{folder}: the adapter of {layer} has shapes {list(pair.into.shape)} and "
+                f"{list(pair.out.shape)}, which do not fit a weight {list(shape)}. Give the checkpoint that "
+                "the adapters were trained on."
+            )
+        files.changes[f"{layer}.weight"] = partial(_merged, pair=pair)
+    return len(pairs)
+
+
+def _merged(weight: Tensor, *, pair: _Pair) -> Tensor:
+    delta = pair.out.flatten(1).float() @ pair.into.flatten(1).float()
+    return (weight.float() + pair.scale * delta.view_as(weight)).to(weight.dtype)
+
+
+def read_pairs(folder: Path) -> dict[str, _Pair]:
+    """Read the adapters by layer, in the dtype of the file; raises CheckpointError for an incomplete one."""
+    fields = _adapter_fields(folder)
+    ranks, alphas = (
+        _pattern(folder, name, fields.get(name) or {}) for name in ("rank_pattern", "alpha_pattern")
+    )
+    if (folder / _PICKLED).is_file() and not (folder / TENSORS).is_file():
+        tensors = read_pt(folder / _PICKLED)
+    else:
+        files = TensorFiles(folder / TENSORS)
+        tensors = {name: files.read(name) for name in files.names()}
+    halves: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        match = _ADAPTER_NAME.fullmatch(name.removeprefix(PREFIX))
+        if match is None:
+            raise CheckpointError(
+                f"{folder} has tensor {name}, which is neither lora_A nor lora_B of a layer. Merge the "
+                "adapter with peft and convert the merged checkpoint."
+            )
+        halves.setdefault(match["layer"], {})[match["which"]] = tensor
+    lonely = [layer for layer, found in halves.items() if len(found) < 2]
+    if lonely or not halves:
+        raise CheckpointError(
+            f"{folder} has {'only one of lora_A and lora_B for ' + lonely[0] if lonely else 'no adapters'}. "
+            "Copy it again."
+        )
+    pairs: dict[str, _Pair] = {}
+    for layer, found in halves.items():
+        rank = pattern_value(ranks, layer, fields["r"])
+        if not found["A"].shape[0] == found["B"].shape[1] == rank:
+            raise CheckpointError(
+                f"{folder}: the adapter of {layer} has shapes {list(found['A'].shape)} and "
+                f"{list(found['B'].shape)}, which do not fit with rank {rank:g}. Copy it again."
+            )
+        pairs[layer] = _Pair(
+            found["A"], found["B"], pattern_value(alphas, layer, fields["lora_alpha"]) / rank
+        )
+    return pairs
+
+
+def _pattern(folder: Path, name: str, pattern: Any) -> dict[str, float]:
+    try:
+        return {key: float(value) for key, value in pattern.items() if re.compile(key)}
+    except (AttributeError, TypeError, ValueError, re.error) as error:
+        raise CheckpointError(
+            f"{folder / CONFIG} has a {name} that cannot be read ({error}). Copy it again."
+        ) from error
+
+
+def _adapter_fields(folder: Path) -> dict[str, Any]:
+    """Read an `adapter_config.json` whose tensors mean ``W + alpha / r * B A``."""
+    file = folder / CONFIG
+    fields = read_json(file)
+    if fields.get("peft_type") != "LORA":
+        raise CheckpointError(
+            f"{file} is of kind {fields.get('peft_type')!r}, but asyncrl's adapters are LORA. Merge it into "
+            "the policy with peft and load the merged policy."
+        )
+    used = [name for name in _UNSUPPORTED if fields.get(name)]
+    used += ["bias"] if fields.get("bias", "none") != "none" else []
+    if used:
+        raise CheckpointError(
+            f"{file} sets {', '.join(used)}, which changes what the adapters mean and is not supported. "
+            "Merge them into the policy with peft and load the merged policy."
+        )
+    rank, alpha = fields.get("r"), fields.get("lora_alpha")
+    if not (isinstance(rank, int) and isinstance(alpha, int | float) and rank > 0 and alpha > 0):
+        raise CheckpointError(f"{file} has rank (r) {rank} and lora_alpha {alpha}. Copy it again.")
+    return fields
+
+
+def pattern_value(pattern: Mapping[str, float], layer: str, default: float) -> float:
+    """Look a layer up in peft's `rank_pattern` or `alpha_pattern`: the first key that fits it counts."""
+    return next((value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", layer)), default)
+
+
+def export_adapter(source: Path, folder: Path, rows: Sequence[TensorMapping]) -> int:
+    """Write an adapter folder of `save_adapter` so that peft puts it on the published model.
+
+    The published vision towers have one layer for query, key and value. Its adapter is made of ours exactly:
+    A is the three A stacked, B has the three B on its diagonal; rank and alpha of these layers are three
+    times the others' (`rank_pattern`, `alpha_pattern`), so the scale is the same.
+
+    Args:
+        source: Folder with adapters under the policy's names.
+        folder: Created if missing.
+        rows: Of the policy, see `names.tensor_map`.
+
+    Returns:
+        Layers with an adapter.
+
+    Raises:
+        CheckpointError: The adapters are not of a policy of asyncrl.
+    """
+    pairs, fields = read_pairs(source), read_json(source / CONFIG)
+    known = {ours.removesuffix(".weight") for ours, _, _ in rows}
+    if unknown := sorted(pairs.keys() - known):
+        raise CheckpointError(
+            f"{source} has adapters for layers that are not of asyncrl's policy, for example {unknown[0]}. "
+            "Only adapters that asyncrl wrote can be exported."
+        )
+    joined = _published_pairs(source, pairs, rows)
+    tripled = [re.escape(layer) for layer, pair in joined.items() if len(pair.into) == 3 * fields["r"]]
+    fields |= {
+        "target_modules": sorted(joined),
+        "exclude_modules": None,
+        "rank_pattern": dict.fromkeys(tripled, 3 * fields["r"]),
+        "alpha_pattern": dict.fromkeys(tripled, 3 * fields["lora_alpha"]),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    halves = {f"{PREFIX}{layer}.lora_A.weight": pair.into for layer, pair in joined.items()}
+    halves |= {f"{PREFIX}{layer}.lora_B.weight": pair.out for layer, pair in joined.items()}
+    write_tensors(folder / TENSORS, halves)
+    write_json(folder / CONFIG, fields)
+    return len(joined)
+
+
+def _published_pairs(
+    source: Path, pairs: Mapping[str, _Pair], rows: Sequence[TensorMapping]
+) -> dict[str, _Pair]:
+    """Rename adapters from the policy's layers to the published ones; those of q, k and v are joined."""
+    layers: dict[str, list[str]] = {}
+    for ours, theirs, _ in rows:
+        if ours.endswith(".weight"):
+            layers.setdefault(theirs.removesuffix(".weight"), []).append(ours.removesuffix(".weight"))
+    joined: dict[str, _Pair] = {}
+    for theirs, parts in layers.items():
+        present = [pairs[layer] for layer in parts if layer in pairs]
+        if present and len(present) < len(parts):
+            raise CheckpointError(
+                f"{source} has an adapter for some of {', '.join(parts)}, and the published model has one "
+                "layer for query, key and value. Export the merged policy instead."
+            )
+        if len(present) > 1:
+            stacked = torch.cat([pair.into for pair in present])
+            joined[theirs] = _Pair(
+                stacked, torch.block_diag(*(pair.out for pair in present)), present[0].scale
+            )
+        elif present:
+            joined[theirs] = present[0]
+    inside = {layer for parts in layers.values() for layer in parts}
+    return joined | {layer: pair for layer, pair in pairs.items() if layer not in inside}

@@ -1,12 +1,13 @@
 """Turn logits into tokens and log-probs: the one distribution that acting and learning share.
 
 Dimension letters:
-    B  rows      K  tokens of one decision (56)      N  action bins (256)
+    B  rows      K  tokens of one decision (56)      N  action bins (256)      D  width of the policy
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,17 +16,27 @@ from asyncrl.devices.tensors import to_device
 from asyncrl.policies.interface import SamplingParams
 
 
+class SampledTokens(NamedTuple):
+    """Sampled tokens of a policy, on the device."""
+
+    tokens: Tensor
+    """``[B, K]`` int64 bins."""
+    logprobs: Tensor
+    """``[B, K, N]`` float32, of the distribution that was sampled."""
+    hidden: Tensor
+    """``[B, 1 or more, D]`` final hidden states; the first is at the last prompt token."""
+
+
 def action_distribution(
     logits_BKN: Tensor, sampling: SamplingParams, taken_BK: Tensor | None = None
 ) -> Tensor:
-    """Compute the log-probs that are really sampled from: after temperature and top-k, in float32.
+    """Compute the log-probs that are sampled from: after temperature and top-k, in float32.
 
     Args:
         logits_BKN: ``[B, K, N]`` of the action bins, any float dtype.
         sampling: Temperature 0 gives the distribution at temperature 1 without top-k.
-        taken_BK: ``[B, K]`` integer tokens that stay possible even when they are not (or no longer) among
-            the `top_k` most likely: other weights or another kernel may rank them lower, and a ratio needs a
-            number.
+        taken_BK: ``[B, K]`` integer tokens that stay possible below the `top_k` most likely: other weights or
+            another kernel may rank them lower, and a ratio needs a finite number.
 
     Returns:
         ``[B, K, N]`` float32, at most 0; -inf where top-k forbids a bin.
@@ -44,17 +55,9 @@ def action_distribution(
 
 
 def row_uniforms(seeds: Sequence[int], count: int) -> Tensor:
-    """Draw `count` uniform numbers per row, each row from its own stream on the CPU.
-
-    Returns:
-        ``[B, count]`` float64 in [0, 1), on the CPU. Row b depends on ``seeds[b]`` alone.
-    """
-    return torch.stack(
-        [
-            torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-            for seed in seeds
-        ]
-    )
+    """Draw ``[B, count]`` float64 in [0, 1) on the CPU; row b depends on ``seeds[b]`` alone."""
+    streams = [torch.Generator().manual_seed(seed) for seed in seeds]
+    return torch.stack([torch.rand(count, generator=one, dtype=torch.float64) for one in streams])
 
 
 def pick_tokens(logprobs_BKN: Tensor, uniforms_BK: Tensor) -> Tensor:
@@ -63,9 +66,6 @@ def pick_tokens(logprobs_BKN: Tensor, uniforms_BK: Tensor) -> Tensor:
     Args:
         logprobs_BKN: ``[B, K, N]`` float32; a bin at -inf is never picked.
         uniforms_BK: ``[B, K]`` float64 in [0, 1), same device.
-
-    Returns:
-        ``[B, K]`` int64, 0..N-1.
     """
     cumulated_BKN = logprobs_BKN.double().exp().cumsum(dim=-1)
     total_BK1 = cumulated_BKN[..., -1:]
@@ -84,15 +84,7 @@ def uniforms_for(
 
 
 def take_tokens(logprobs_BKN: Tensor, uniforms_BK: Tensor | None) -> Tensor:
-    """Pick tokens by uniforms, or the most likely ones without.
-
-    Args:
-        logprobs_BKN: ``[B, K, N]`` float32.
-        uniforms_BK: ``[B, K]`` float64 in [0, 1), or None.
-
-    Returns:
-        ``[B, K]`` int64, 0..N-1.
-    """
+    """Pick tokens ``[B, K]`` int64 by uniforms, or the most likely ones without."""
     return logprobs_BKN.argmax(dim=-1) if uniforms_BK is None else pick_tokens(logprobs_BKN, uniforms_BK)
 
 
@@ -102,13 +94,6 @@ def logprob_of(logprobs_BKN: Tensor, tokens_BK: Tensor) -> Tensor:
 
 
 def entropy_of(logprobs_BKN: Tensor) -> Tensor:
-    """Compute the entropy ``-sum p log p`` in nats; impossible bins count nothing and pass no gradient.
-
-    Args:
-        logprobs_BKN: ``[B, K, N]`` float32.
-
-    Returns:
-        ``[B, K]`` float32.
-    """
+    """Compute the entropy ``[B, K]`` float32 in nats; impossible bins count nothing and pass no gradient."""
     finite_BKN = logprobs_BKN.masked_fill(logprobs_BKN == float("-inf"), 0.0)
     return -(logprobs_BKN.exp() * finite_BKN).sum(dim=-1)

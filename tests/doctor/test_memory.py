@@ -19,8 +19,8 @@ from asyncrl.doctor.models import measure
 from asyncrl.launch.environment import EnvironmentFiles
 from asyncrl.launch.placement import parse_placement
 from asyncrl.launch.policies import add_adapters
+from asyncrl.policies.openvla.autoregressive import new_policy
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
-from asyncrl.policies.openvla.policy import new_policy
 from asyncrl.records import SlotBytes
 from asyncrl.worlds.evac.conditions import EvacNetworks
 from asyncrl.worlds.evac.config import EvacConfig

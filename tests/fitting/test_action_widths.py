@@ -18,7 +18,7 @@ from asyncrl.fitting.recordings import Recordings
 from asyncrl.fitting.worlds.interface import WorldOptions, check_picture_size, fit_class
 from asyncrl.fitting.worlds.wan_actions import ActionScale, measured_scale, take_raw, take_scaled
 from asyncrl.fitting.worlds.wan_windows import windows
-from asyncrl.policies.openvla.policy import load_policy
+from asyncrl.policies.openvla.autoregressive import load_policy
 from asyncrl.records import ActionSpec, StartState
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
 from asyncrl.worlds.wan.world import load_world

@@ -15,12 +15,11 @@ from asyncrl.errors import ConfigError
 from asyncrl.fitting.fit_policy import fit_policy
 from asyncrl.fitting.loading import load_recordings
 from asyncrl.fitting.shares import parts_of
-from asyncrl.policies.checkpoints.conventions import PublishedOptions
-from asyncrl.policies.checkpoints.convert import convert
-from asyncrl.policies.checkpoints.folder import save_policy
 from asyncrl.policies.lora import add_lora, merged_tensors
+from asyncrl.policies.openvla.autoregressive import load_policy
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
-from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy, load_policy
+from asyncrl.policies.openvla.export import convert
+from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.simulators.tabletop.scene import TASKS
 from asyncrl.storage.tensor_reader import TensorFiles
 from support.recorded import recorded_spec, write_recorded
@@ -34,7 +33,7 @@ def folders(tmp_path_factory) -> Path:
     """Recordings and a tiny policy to begin with."""
     folder = tmp_path_factory.mktemp("fine")
     torch.manual_seed(0)
-    save_policy(OpenVLAOFTPolicy(OpenVLAOFTConfig.tiny()), folder / "policy")
+    OpenVLAOFTPolicy(OpenVLAOFTConfig.tiny()).save(folder / "policy")
     write_recorded(folder / "data", recorded_spec(64, tasks=TASKS[:3]), (20, 20, 20))
     return folder
 
@@ -164,7 +163,7 @@ def test_a_batch_that_cannot_be_shared_out_is_refused() -> None:
 
 @pytest.mark.timeout(120)
 def test_a_published_policy_needs_no_flag_besides(folders, tmp_path) -> None:
-    convert(folders / "policy", tmp_path / "published", to="openvla", choices=PublishedOptions())
+    convert(folders / "policy", tmp_path / "published")
     flags = ["policy", "--data", str(folders / "data"), "--out", str(tmp_path / "out")]
     assert cli.run("fit", [*flags, "--refine", str(tmp_path / "published"), *STEPS]) == 0
     assert load_policy(tmp_path / "out").config.dtype == "float32"

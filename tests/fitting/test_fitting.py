@@ -22,9 +22,8 @@ from asyncrl.fitting.worlds.wan_latents import stream_of
 from asyncrl.fitting.worlds.wan_windows import windows
 from asyncrl.policies.action_tokens import encode
 from asyncrl.policies.interface import SamplingParams
-from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig, TowerConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
-from asyncrl.policies.openvla.vision import TowerConfig
 from asyncrl.records import DUMMY_ACTION
 from asyncrl.simulators.build import SimulatorSource
 from asyncrl.simulators.interface import Demonstrator, SimulatorSpec, random_start

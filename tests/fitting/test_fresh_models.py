@@ -28,11 +28,10 @@ from asyncrl.fitting.settings import FitPolicy, FitWorld
 from asyncrl.fitting.worlds.interface import Size, WorldOptions, fit_class
 from asyncrl.fitting.worlds.wan import WanFit
 from asyncrl.policies.action_tokens import BINS, NormStats, decode, opening_of, unnormalise, with_gripper
-from asyncrl.policies.checkpoints.conventions import PublishedOptions
-from asyncrl.policies.checkpoints.convert import convert
+from asyncrl.policies.openvla.autoregressive import load_policy
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
-from asyncrl.policies.openvla.parallel import count_parameters
-from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy, load_policy
+from asyncrl.policies.openvla.export import convert
+from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.policies.openvla.tokenizer import WORDS, PromptTokenizer, build_word_tokenizer, words_for
 from asyncrl.records import DUMMY_ACTION
 from asyncrl.rewards.files import open_reward
@@ -42,6 +41,7 @@ from asyncrl.storage.atomic import read_json
 from asyncrl.worlds.wan.files import open_world
 from asyncrl.worlds.wan.world import WanWorld
 from support.recorded import KITCHEN, recorded_spec, write_recorded
+from support.tiny_models import count_parameters
 
 
 def recorded(
@@ -338,9 +338,9 @@ def test_a_fitted_policy_acts_within_what_was_recorded_and_converts(kitchen: Pat
     assert written["kitchen"]["num_trajectories"] == 4
     assert written["kitchen"]["num_transitions"] == len(read.actions) - 4
     assert written["kitchen"]["action"]["max"][6] == 1
-    convert(kitchen / "policy", tmp_path / "published", to="openvla", choices=PublishedOptions())
+    convert(kitchen / "policy", tmp_path / "published")
     assert json.loads((tmp_path / "published" / "dataset_statistics.json").read_text()) == written
-    convert(tmp_path / "published", tmp_path / "own", to="asyncrl", choices=PublishedOptions())
+    convert(tmp_path / "published", tmp_path / "own")
     again = load_policy(tmp_path / "own")
     assert again.config == policy.config, "what it computes in too, however its numbers are stored"
     assert again.tokenizer.ids(KITCHEN[0]) == policy.tokenizer.ids(KITCHEN[0])

@@ -23,9 +23,8 @@ from asyncrl.fitting.recordings import Recordings
 from asyncrl.fitting.settings import FitStarts
 from asyncrl.fitting.worlds.wan_latents import encode_recordings, redraw
 from asyncrl.fitting.worlds.wan_windows import windows
-from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig, TowerConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
-from asyncrl.policies.openvla.vision import TowerConfig
 from asyncrl.worlds.start_states import load_start_states
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae
 from support import ROOT
@@ -397,7 +396,7 @@ from asyncrl.fitting.fit_policy import fit_policy
 from asyncrl.fitting.loading import load_recordings
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
-from asyncrl.policies.openvla.vision import TowerConfig
+from asyncrl.policies.openvla.config import TowerConfig
 
 def peak():
     lines = Path("/proc/self/status").read_text().splitlines()

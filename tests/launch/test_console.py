@@ -26,7 +26,7 @@ from asyncrl.observability import metrics_training as m
             "models/libero",
             "",
             "not measured here: no built-in simulator plays the tasks of this world. Evaluate it where the "
-            "policy came from: asyncrl convert RUN EXPORT --to openvla --original PUBLISHED",
+            "policy came from: asyncrl convert RUN EXPORT --original PUBLISHED",
         ),
         ("worlds/published", "my.flow:Flow@x", "", "asyncrl evaluate my.flow:Flow@RUN --simulator SIMULATOR"),
     ],

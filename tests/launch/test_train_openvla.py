@@ -11,15 +11,15 @@ import torch
 
 from asyncrl import cli
 from asyncrl.observability import metrics_training as m
-from asyncrl.policies.checkpoints.folder import save_policy
+from asyncrl.policies.openvla.autoregressive import OpenVLAPolicy, load_policy
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
-from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy, OpenVLAPolicy, load_policy
+from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from support.tiny_models import write_models
 
 
 def with_policy(folder: Path, policy: OpenVLAOFTPolicy) -> list[str]:
     flags = write_models(folder)
-    save_policy(policy, folder / "policy")
+    policy.save(folder / "policy")
     return [*flags, "--inline", "--updates", "1", "--run-dir", str(folder / "run")]
 
 
@@ -27,7 +27,7 @@ def with_policy(folder: Path, policy: OpenVLAOFTPolicy) -> list[str]:
 def test_a_folder_in_the_published_layout_is_trained_as_it_is(tmp_path: Path) -> None:
     flags = with_policy(tmp_path, OpenVLAOFTPolicy(OpenVLAOFTConfig.tiny(llm_layers=1)))
     published = str(tmp_path / "published")
-    assert cli.run("convert", [str(tmp_path / "policy"), published, "--to", "openvla"]) == 0
+    assert cli.run("convert", [str(tmp_path / "policy"), published]) == 0
     assert json.loads((tmp_path / "published" / "config.json").read_text())["model_type"] == "openvla"
     # A critic gives every decision an advantage, also where no episode succeeds.
     settings = ["--policy-settings", "gripper=none", "--algorithm.kind", "ppo"]

@@ -25,7 +25,7 @@ from asyncrl.observability.metrics import Metric
 from asyncrl.observability.metrics_system import GROUPS_READY
 from asyncrl.policies.acceleration import enable_gradient_checkpointing
 from asyncrl.policies.interface import SamplingParams
-from asyncrl.policies.openvla.vision import TowerConfig
+from asyncrl.policies.openvla.config import TowerConfig
 from asyncrl.replay.episode_format import EpisodeFormat, SimulatorFormat
 from asyncrl.replay.interface import LearnerPort
 from support.adapters import TASKS, adapted

@@ -159,7 +159,7 @@ def read_on_one_of_two_ranks() -> tuple[float, float, float]:
 
     from asyncrl.learner.distributed_ranks import DistributedRanks
     from asyncrl.learner.fsdp import shard
-    from asyncrl.policies.openvla.policy import load_policy
+    from asyncrl.policies.openvla.autoregressive import load_policy
     from asyncrl.storage.asset_paths import policy_folder
 
     ranks = DistributedRanks(30.0)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from asyncrl.policies.acceleration import compile_blocks, enable_gradient_checkpointing
 from asyncrl.policies.interface import SamplingParams
+from asyncrl.policies.openvla.config import TowerConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
-from asyncrl.policies.openvla.vision import TowerConfig
 from support.adapters import TASKS, adapted, move_adapters
 
 

@@ -17,19 +17,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from asyncrl.errors import CheckpointError, ConfigError
-from asyncrl.policies.checkpoints.conventions import PublishedOptions
-from asyncrl.policies.checkpoints.convert import UNUSED, convert, open_source, pass_through_of
-from asyncrl.policies.checkpoints.folder import build_on_meta, save_policy
-from asyncrl.policies.checkpoints.published_names import (
-    dropped_tensors,
-    native_specs,
-    published_specs,
-    tensor_map,
-)
-from asyncrl.policies.checkpoints.published_policy import read_proprio
+from asyncrl.policies.openvla.autoregressive import load_policy
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
-from asyncrl.policies.openvla.policy import load_policy
-from asyncrl.policies.openvla.tokenizer import PromptTokenizer, build_word_tokenizer
+from asyncrl.policies.openvla.export import convert
+from asyncrl.policies.openvla.files import PublishedOptions, open_folder, read_original, read_pt
+from asyncrl.policies.openvla.names import published_shapes, tensor_map, to_native, unused_shapes
+from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.storage.asset_paths import policy_folder
 from asyncrl.storage.tensor_reader import TensorFiles
 from asyncrl.storage.weight_files import INDEX
@@ -53,8 +46,8 @@ from support.published_exports import export_openvla, load_openvla
 
 
 def in_and_out(source: Path, tmp_path: Path, **settings: object) -> Path:
-    convert(source, tmp_path / "ours", to="asyncrl", choices=PublishedOptions(), **settings)  # type: ignore[arg-type]
-    convert(tmp_path / "ours", tmp_path / "back", to="openvla", choices=PublishedOptions(), **settings)  # type: ignore[arg-type]
+    convert(source, tmp_path / "ours", **settings)  # type: ignore[arg-type]
+    convert(tmp_path / "ours", tmp_path / "back", **settings)  # type: ignore[arg-type]
     return tmp_path / "back"
 
 
@@ -99,9 +92,8 @@ def test_raw_timm_names_of_layer_scales_come_back_as_the_published_ones(tmp_path
 
 def test_the_full_size_has_the_published_names_shapes_and_numbers() -> None:
     config = OpenVLAOFTConfig.full()
-    policy = build_on_meta(config, PromptTokenizer(build_word_tokenizer(), pad_id=32000))
-    specs = published_specs(tensor_map(policy), native_specs(policy))
-    shapes = {name: spec.shape for name, spec in specs.items()} | dropped_tensors(config)
+    used = published_shapes(config)
+    shapes = used | unused_shapes(config)
     table = {
         DINO: (343, 303_230_976),
         SIGLIP: (342, 427_680_704),
@@ -114,9 +106,7 @@ def test_the_full_size_has_the_published_names_shapes_and_numbers() -> None:
         of_it = [size for name, size in sizes.items() if name.startswith(prefix)]
         assert (len(of_it), sum(of_it)) == expected, prefix
     assert (len(sizes), sum(sizes.values())) == (982, 7_541_237_184)
-    assert sum(spec.nbytes for spec in specs.values()) == 2 * (
-        7_541_237_184 - _numel(dropped_tensors(config))
-    )
+    assert _numel(used) == 7_541_237_184 - _numel(unused_shapes(config))
     samples = {
         f"{DINO}pos_embed": (1, 256, 1024),
         f"{DINO}reg_token": (1, 4, 1024),
@@ -142,32 +132,30 @@ def _numel(shapes: dict[str, tuple[int, ...]]) -> int:
 def test_what_training_changed_goes_out_with_what_the_original_had_besides(tmp_path: Path) -> None:
     tensors = published_tensors()
     original = write_published(tmp_path / "in", tensors, config=CONFIG)
-    convert(original, tmp_path / "ours", to="asyncrl", choices=PublishedOptions())
+    convert(original, tmp_path / "ours")
     policy = load_policy(tmp_path / "ours")
     with torch.no_grad():
         policy.projector.fc3.weight.add_(1.0)
     run = tmp_path / "run" / "checkpoints" / "update_000003"
-    save_policy(policy, run)
-    done = convert(
-        policy_folder(str(tmp_path / "run")), tmp_path / "plain", to="openvla", choices=PublishedOptions()
-    )
-    assert (done.zeros, len(done.kept)) == (43, 0)
+    policy.save(run)
+    done = convert(policy_folder(str(tmp_path / "run")), tmp_path / "plain", choices=PublishedOptions())
+    assert (done.zeros, done.kept) == (43, 0)
     expected = tensors | {"projector.fc3.weight": tensors["projector.fc3.weight"] + 1.0}
-    zeros = {name: torch.zeros(shape) for name, shape in dropped_tensors(CONFIG).items()}
+    zeros = {name: torch.zeros(shape) for name, shape in unused_shapes(CONFIG).items()}
     assert_same(all_tensors(tmp_path / "plain"), expected | zeros)
     for number, kept_in in enumerate((original, tmp_path / "ours")):
         out = tmp_path / f"out{number}"
-        done = convert(run, out, to="openvla", choices=PublishedOptions(), original=kept_in)
-        assert (done.zeros, len(done.kept)) == (0, 43)
+        done = convert(run, out, original=kept_in)
+        assert (done.zeros, done.kept) == (0, 43)
         assert_same(all_tensors(out), expected)
-    export_openvla(policy, tmp_path / "live", pass_through=pass_through_of(original))
+    export_openvla(policy, tmp_path / "live", original=read_original(original))
     assert_same(all_tensors(tmp_path / "live"), expected)
 
 
 def test_another_type_is_rounded_once(tmp_path: Path) -> None:
     tensors = published_tensors()
     source = write_published(tmp_path / "in", tensors, config=CONFIG)
-    done = convert(source, tmp_path / "ours", to="asyncrl", choices=PublishedOptions(), dtype=torch.bfloat16)
+    done = convert(source, tmp_path / "ours", dtype=torch.bfloat16)
     policy = load_policy(tmp_path / "ours")
     assert done.config.dtype == policy.config.dtype == "bfloat16"
     assert torch.equal(policy.lm_head.weight, tensors["language_model.lm_head.weight"].bfloat16())
@@ -180,22 +168,22 @@ def test_what_a_policy_computes_in_is_kept_whatever_its_numbers_are_stored_in(
     tmp_path: Path, stored: str, computed: str
 ) -> None:
     config = OpenVLAOFTConfig.from_json(CONFIG.to_json() | {"dtype": computed})
-    save_policy(some_policy(config), tmp_path / "ours", dtype=getattr(torch, stored))
-    convert(tmp_path / "ours", tmp_path / "out", to="openvla", choices=PublishedOptions())
+    some_policy(config).save(tmp_path / "ours", dtype=getattr(torch, stored))
+    convert(tmp_path / "ours", tmp_path / "out")
     fields = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (fields["torch_dtype"], fields["text_config"]["torch_dtype"]) == (computed, computed)
-    done = convert(tmp_path / "out", tmp_path / "back", to="asyncrl", choices=PublishedOptions())
+    done = convert(tmp_path / "out", tmp_path / "back")
     assert done.config.dtype == load_policy(tmp_path / "back").config.dtype == computed
     assert {str(t.dtype) for t in all_tensors(tmp_path / "back").values()} == {f"torch.{stored}"}
 
 
 def test_every_field_of_the_original_that_names_the_type_is_rewritten(tmp_path: Path) -> None:
-    save_policy(some_policy(), tmp_path / "ours")
+    some_policy().save(tmp_path / "ours")
     text = {"model_type": "llama", "dtype": "bfloat16", "torch_dtype": "bfloat16"}
     original = write_published(
         tmp_path / "in", published_tensors(), dtype="bfloat16", torch_dtype="bfloat16", text_config=text
     )
-    convert(tmp_path / "ours", tmp_path / "out", to="openvla", choices=PublishedOptions(), original=original)
+    convert(tmp_path / "ours", tmp_path / "out", original=original)
     fields = json.loads((tmp_path / "out" / "config.json").read_text())
     assert fields["text_config"] == {"model_type": "llama", "dtype": "float32", "torch_dtype": "float32"}
     assert (fields["dtype"], fields["torch_dtype"]) == ("float32", "float32")
@@ -204,26 +192,78 @@ def test_every_field_of_the_original_that_names_the_type_is_rewritten(tmp_path: 
 # --- the command --------------------------------------------------------------
 
 
-def test_the_command_that_load_policy_names_makes_the_folder_loadable(
+def write_old(folder: Path, policy: OpenVLAOFTPolicy) -> Path:
+    """Write a policy in the layout of asyncrl 0.1, with a published folder's keepsakes."""
+    folder.mkdir(parents=True)
+    save_file(dict(policy.saved_tensors()), folder / "model.safetensors")
+    unused = {n: t for n, t in published_tensors().items() if n in unused_shapes(policy.config)}
+    save_file(unused, folder / "unused.safetensors")
+    fields = {"format": "asyncrl-openvla-oft", "format_version": 1, **policy.config.to_json()}
+    (folder / "config.json").write_text(json.dumps(fields))
+    (folder / "published").mkdir()
+    (folder / "published" / "config.json").write_text(json.dumps({"model_type": "openvla", "kept": 1}))
+    (folder / "published" / "modeling_prismatic.py").write_text("")
+    policy.tokenizer.save(folder / "tokenizer.json")
+    return folder
+
+
+def test_the_command_that_load_policy_names_converts_a_folder_of_asyncrl_0_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source = write_published(tmp_path / "a folder", published_tensors(), config=CONFIG)
+    policy = some_policy(OpenVLAOFTConfig.from_json(CONFIG.to_json() | {"value_head": "action"}))
+    source = write_old(tmp_path / "a folder", policy)
     with pytest.raises(CheckpointError, match="asyncrl convert") as refused:
         load_policy(source)
     command = shlex.split(str(refused.value).split("`")[1])
     assert command[:2] == ["asyncrl", "convert"]
     assert run_cli(*command[2:]) == 0
     printed = capsys.readouterr().out
-    policy = load_policy(command[3])
-    assert torch.equal(logits_of(policy), logits_of(load_openvla(source, CONFIG, norm_key="desk")))
+    converted = load_policy(command[3])
+    assert converted.config == policy.config
+    assert torch.equal(logits_of(converted), logits_of(policy))
+    out = Path(command[3])
+    kept = {n: t for n, t in published_tensors().items() if n in unused_shapes(CONFIG)}
+    assert_same({name: all_tensors(out)[name] for name in kept}, kept)
+    assert json.loads((out / "config.json").read_text())["kept"] == 1
+    assert (out / "modeling_prismatic.py").is_file()
+    for text in ("kept      43 tensors", "statistics desk_no_noops", "GB in"):
+        assert text in printed
+
+
+def test_an_old_folder_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    source = write_old(tmp_path / "old", some_policy())
+    tensors = load_file(source / "model.safetensors")
+    save_file({n: t for n, t in tensors.items() if n != "lm_head.weight"}, source / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"lacks 1 tensors: lm_head\.weight"):
+        convert(source, tmp_path / "out")
+    fields = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(fields | {"format_version": 2}))
+    with pytest.raises(CheckpointError, match="another version"):
+        convert(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_published_folder_is_read_as_it_is(tmp_path: Path) -> None:
+    source = write_published(tmp_path / "in", published_tensors(), config=CONFIG)
+    policy = load_policy(source, options=PublishedOptions(convention="oft"))
     assert policy.config.norm_stats == {"desk_no_noops": STATS}
-    for said in (
-        "published OpenVLA layout, 90 tensors",
-        "kept      43 tensors",
-        "statistics desk_no_noops",
-        "GB in",
-    ):
-        assert said in printed
+    assert (policy.config.stop_token, policy.config.image_pipeline) == (True, "oft")
+    convert(source, tmp_path / "out", choices=PublishedOptions(convention="oft"))
+    assert torch.equal(logits_of(load_policy(tmp_path / "out")), logits_of(policy))
+
+
+def test_a_saved_policy_keeps_the_class_tokens_position_bit_for_bit(tmp_path: Path) -> None:
+    policy = some_policy()
+    policy.save(tmp_path / "saved")
+    saved, expected = (
+        dict(load_policy(tmp_path / "saved").named_parameters()),
+        dict(policy.named_parameters()),
+    )
+    assert expected["vision.dino.embeddings.position_embeddings"][:, 0].abs().max() > 0
+    assert all(torch.equal(saved[name], parameter) for name, parameter in expected.items())
+    convert(tmp_path / "saved", tmp_path / "export")
+    assert all_tensors(tmp_path / "export")[f"{DINO}pos_embed"].shape == (1, 64, 24)
+    torch.testing.assert_close(logits_of(load_policy(tmp_path / "export")), logits_of(policy))
 
 
 def test_what_cannot_work_is_answered_with_code_two(
@@ -256,10 +296,8 @@ def test_several_statistics_ask_for_a_choice(tmp_path: Path) -> None:
         tmp_path / "in", published_tensors(), config=CONFIG, norm_stats={"b_no_noops": entry, "a": entry}
     )
     with pytest.raises(CheckpointError, match=r"has 2 action statistics.*--unnorm-key: a, b_no_noops"):
-        open_source(source, PublishedOptions())
-    with pytest.raises(CheckpointError, match=r"--unnorm-key 'a\|b_no_noops'|--unnorm-key a\|b_no_noops"):
-        load_policy(source)
-    assert open_source(source, PublishedOptions(norm_key="b")).config.norm_key == "b_no_noops"
+        open_folder(source)
+    assert open_folder(source, PublishedOptions(norm_key="b")).config.norm_key == "b_no_noops"
 
 
 @pytest.mark.parametrize(
@@ -274,15 +312,15 @@ def test_the_statistics_tell_the_gripper_of_a_folder_from_elsewhere(
     )
     entry = {"action": {"q01": [0.0] * 7, "q99": [1.0] * 7}}
     source = write_published(tmp_path / "in", published_tensors(), norm_stats={key: entry})
-    config = open_source(source, PublishedOptions()).config
+    config = open_folder(source).config
     assert (config.gripper, config.stop_token, config.chunk) == (gripper, False, 8)
-    assert open_source(source, PublishedOptions(gripper="none", chunk=5)).config.gripper == "none"
+    assert open_folder(source, PublishedOptions(gripper="none", chunk=5)).config.gripper == "none"
 
 
 def test_an_export_remembers_its_conventions(tmp_path: Path) -> None:
     policy = some_policy(OpenVLAOFTConfig.from_json(CONFIG.to_json() | {"stop_token": True, "chunk": 5}))
     export_openvla(policy, tmp_path / "out")
-    assert open_source(tmp_path / "out", PublishedOptions()).config == policy.config
+    assert open_folder(tmp_path / "out").config == policy.config
 
 
 # --- what does not fit --------------------------------------------------------
@@ -301,19 +339,19 @@ def test_a_converted_folder_names_what_is_missing_unknown_or_of_the_wrong_type(t
         chosen = {name: t for name, t in (tensors | changed).items() if t is not None}
         source = write_published(tmp_path / "in", chosen, config=CONFIG)
         with pytest.raises(CheckpointError, match=said):
-            convert(source, tmp_path / "out", to="asyncrl", choices=PublishedOptions())
+            convert(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_shards_and_their_index_must_agree(tmp_path: Path) -> None:
-    save_policy(some_policy(), tmp_path / "p", shard_bytes=200_000)
+    some_policy().save(tmp_path / "p", shard_bytes=200_000)
     listed = json.loads((tmp_path / "p" / INDEX).read_text())["weight_map"]
-    file = listed["llm.layers.0.input_layernorm.weight"]
+    file = listed[f"{LLAMA}layers.0.input_layernorm.weight"]
     fewer = {name: place for name, place in listed.items() if "input_layernorm" not in name}
     assert file in fewer.values()
     for weight_map, said in (
         (listed | {"ghost": file}, rf"{file} lacks 1 tensors: ghost"),
-        (fewer, r"unknown 1 tensors: llm\.layers\.0\.input_layernorm"),
+        (fewer, r"unknown 1 tensors: language_model\.model\.layers\.0\.input_layernorm"),
         ({"x": "../elsewhere.safetensors"}, "no weight_map"),
         (None, "no weight_map"),
     ):
@@ -327,7 +365,7 @@ def test_shards_and_their_index_must_agree(tmp_path: Path) -> None:
 
 def test_our_own_folder_may_be_in_shards_and_in_one_piece_again(tmp_path: Path) -> None:
     policy, folder = some_policy(), tmp_path / "p"
-    save_policy(policy, folder, shard_bytes=200_000)
+    policy.save(folder, shard_bytes=200_000)
     group_files = sorted(path.name for path in folder.glob("*.safetensors"))
     count = len(group_files)
     assert count > 3
@@ -336,19 +374,20 @@ def test_our_own_folder_may_be_in_shards_and_in_one_piece_again(tmp_path: Path) 
     assert policy_folder(str(folder)) == folder
     assert torch.equal(logits_of(load_policy(folder)), logits_of(policy))
     fewer = group_files[-1]
-    save_policy(policy, folder, shard_bytes=400_000)
+    policy.save(folder, shard_bytes=400_000)
     assert not (folder / fewer).exists()
     assert torch.equal(logits_of(load_policy(folder)), logits_of(policy))
-    save_policy(policy, folder)
+    policy.save(folder)
     assert [p.name for p in folder.glob("model*")] == ["model.safetensors"]
     assert torch.equal(logits_of(load_policy(folder)), logits_of(policy))
 
 
 def test_files_are_read_by_the_library_too_and_parameters_share_no_memory(tmp_path: Path) -> None:
     policy = some_policy()
-    save_policy(policy, tmp_path)
+    policy.save(tmp_path)
     expected = {name: p.detach() for name, p in policy.named_parameters()}
-    assert_same(load_file(tmp_path / "model.safetensors"), expected)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert_same(dict(to_native(tensor_map(CONFIG), saved.items(), CONFIG)), expected)
     export_openvla(policy, tmp_path / "out")
     restored = load_openvla(tmp_path / "out", CONFIG, norm_key="desk")
     for parameter in restored.parameters():
@@ -360,11 +399,11 @@ MEMORY = """
 import sys, torch
 from pathlib import Path
 from asyncrl.policies.action_tokens import NormStats
-from asyncrl.policies.checkpoints.folder import save_policy
 sys.path.insert(0, sys.argv[-1])
 from support.published_exports import load_openvla
-from asyncrl.policies.openvla.policy import load_policy
-from asyncrl.policies.checkpoints.convert import PublishedOptions, convert
+from asyncrl.policies.openvla.autoregressive import load_policy
+from asyncrl.policies.openvla.files import PublishedOptions
+from asyncrl.policies.openvla.export import convert
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 
@@ -387,10 +426,10 @@ for parameter in policy.parameters():
     torch.nn.init.constant_(parameter, 0.5)
 size = 4 * sum(p.numel() for p in policy.parameters())
 print("bytes", size)
-peak("save", lambda: save_policy(policy, folder / "ours", dtype=torch.float32))
+peak("save", lambda: policy.save(folder / "ours", dtype=torch.float32))
 del policy
-peak("out", lambda: convert(folder / "ours", folder / "published", to="openvla", choices=PublishedOptions()))
-peak("in", lambda: convert(folder / "published", folder / "again", to="asyncrl", choices=PublishedOptions()))
+peak("out", lambda: convert(folder / "ours", folder / "published"))
+peak("in", lambda: convert(folder / "published", folder / "again"))
 peak("load", lambda: load_policy(folder / "ours", dtype=torch.float32))
 peak("half", lambda: load_policy(folder / "ours", dtype=torch.bfloat16))
 peak("openvla", lambda: load_openvla(folder / "published", config, norm_key="desk", dtype=torch.float32))
@@ -440,7 +479,7 @@ def test_critics_come_in_and_go_out(tmp_path: Path, outputs: int, level: str) ->
     assert policy.config.value_head == level
     inputs = policy.preprocess(torch.zeros(1, 64, 64, 3, dtype=torch.uint8).numpy(), [TASK])
     assert policy.values(inputs).shape == (1, outputs)
-    done = convert(source, tmp_path / "without", to="asyncrl", choices=PublishedOptions(critic=False))
+    done = convert(source, tmp_path / "without", choices=PublishedOptions(critic=False))
     assert sorted(done.left_out) == sorted(critic(1))
     assert load_policy(tmp_path / "without").value_head is None
 
@@ -450,10 +489,10 @@ def test_half_a_critic_and_one_of_another_chunk_are_refused(tmp_path: Path) -> N
     part.pop("value_head.mlp.2.bias")
     source = write_published(tmp_path / "in", published_tensors() | part, config=CONFIG)
     with pytest.raises(CheckpointError, match=r"lacks 1 tensors: value_head\.mlp\.2\.bias"):
-        open_source(source, PublishedOptions())
+        open_folder(source)
     source = write_published(tmp_path / "in", published_tensors() | critic(5), config=CONFIG)
     with pytest.raises(CheckpointError, match=r"has 5 rows.*--chunk"):
-        open_source(source, PublishedOptions())
+        open_folder(source)
 
 
 @pytest.mark.parametrize("module", ["action_head", "noisy_action_projector", "vision_backbone"])
@@ -467,15 +506,15 @@ def test_a_policy_without_log_probabilities_is_refused(tmp_path: Path, module: s
 def test_the_proprioception_projector_is_read_without_running_code(tmp_path: Path) -> None:
     file = tmp_path / "proprio_projector--10_checkpoint.pt"
     torch.save({"module.fc1.weight": torch.ones(128, 8), "fc2.bias": torch.zeros(128)}, file)
-    found = read_proprio(file)
-    assert found.keys() == {"proprio_projector.fc1.weight", "proprio_projector.fc2.bias"}
-    assert found["proprio_projector.fc1.weight"].shape == (128, 8)
+    found = read_pt(file)
+    assert found.keys() == {"fc1.weight", "fc2.bias"}
+    assert found["fc1.weight"].shape == (128, 8)
     torch.save({"a": Path("x")}, file)
     with pytest.raises(CheckpointError, match="stranger's code"):
-        read_proprio(file)
+        read_pt(file)
     file.write_bytes(b"half")
     with pytest.raises(CheckpointError, match="cannot be read as tensors"):
-        read_proprio(file)
+        read_pt(file)
 
 
 def write_proprio(folder: Path, step: int = 10) -> dict[str, Tensor]:
@@ -494,7 +533,7 @@ def test_two_proprioception_projectors_are_one_too_many(tmp_path: Path) -> None:
     for step in (10, 20):
         write_proprio(source, step)
     with pytest.raises(CheckpointError, match="2 proprioception projectors"):
-        open_source(source, PublishedOptions())
+        open_folder(source)
 
 
 def test_a_policy_without_proprioception_leaves_the_projector_out(tmp_path: Path) -> None:
@@ -538,9 +577,9 @@ def test_proprioception_and_the_official_conventions_come_in_and_go_out(
     assert {name: getattr(policy.config, name) for name in chosen} == chosen
     parameters = dict(policy.named_parameters())
     assert_same({name: parameters[name].detach() for name in projector}, projector)
-    assert run_cli(tmp_path / "ours", tmp_path / "back", "--to", "openvla") == 0
+    assert run_cli(tmp_path / "ours", tmp_path / "back") == 0
     assert_same(all_tensors(tmp_path / "back"), published_tensors() | projector)
-    assert open_source(tmp_path / "back", PublishedOptions()).config == policy.config
+    assert open_folder(tmp_path / "back").config == policy.config
     capsys.readouterr()
     assert run_cli(source, tmp_path / "without", "--no-proprio") == 0
     assert "left out  4 tensors: proprio_projector.fc1.bias" in capsys.readouterr().out
@@ -551,15 +590,15 @@ def test_proprioception_and_the_official_conventions_come_in_and_go_out(
 def test_an_autoregressive_policy_comes_in_and_goes_out(tmp_path: Path) -> None:
     source = with_proprio_statistics(tmp_path / "in")
     choices = PublishedOptions(convention="oft", decoding="autoregressive")
-    convert(source, tmp_path / "ours", to="asyncrl", choices=choices)
+    convert(source, tmp_path / "ours", choices=choices)
     policy = load_policy(tmp_path / "ours")
     found = {name: policy.config.to_json()[name] for name in ("decoding", "chunk", "stop_token")}
     assert found == {"decoding": "autoregressive", "chunk": 1, "stop_token": False}
-    export_openvla(policy, tmp_path / "back", pass_through=pass_through_of(source))
+    export_openvla(policy, tmp_path / "back", original=read_original(source))
     assert_same(all_tensors(tmp_path / "back"), published_tensors())
     statistics = json.loads((tmp_path / "back" / "dataset_statistics.json").read_text())
     assert statistics == json.loads((source / "dataset_statistics.json").read_text())
-    assert open_source(tmp_path / "back", PublishedOptions()).config == policy.config
+    assert open_folder(tmp_path / "back").config == policy.config
 
 
 def test_tensors_can_be_added_and_changed_on_the_way(tmp_path: Path) -> None:
@@ -591,10 +630,9 @@ def test_names_that_become_equal_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_source_is_not_overwritten(tmp_path: Path) -> None:
-    save_policy(some_policy(), tmp_path / "p")
+    some_policy().save(tmp_path / "p")
     with pytest.raises(ConfigError, match="is the source itself"):
-        convert(tmp_path / "p", tmp_path / "." / "p", to="openvla", choices=PublishedOptions())
-    assert not (tmp_path / "p" / UNUSED).exists()
+        convert(tmp_path / "p", tmp_path / "." / "p")
 
 
 # --- the benchmark's checkpoint -----------------------------------------------
@@ -604,7 +642,7 @@ def test_the_benchmark_writes_a_checkpoint_that_can_be_converted(tmp_path: Path)
     script = ROOT / "benchmarks" / "full_size.py"
     runpy.run_path(str(script))["write_policy"](tmp_path / "published", OpenVLAOFTConfig.tiny())
     assert len(list((tmp_path / "published").glob("model-0000?-of-00004.safetensors"))) == 4
-    convert(tmp_path / "published", tmp_path / "ours", to="asyncrl", choices=PublishedOptions())
+    convert(tmp_path / "published", tmp_path / "ours")
     policy = load_policy(tmp_path / "ours")
     assert policy.config.norm_key == "libero_spatial_no_noops"
     assert policy.tokenizer.begin_id == 1
@@ -617,7 +655,7 @@ def test_weights_are_put_onto_the_gpu(tmp_path: Path) -> None:
     policy = some_policy()
     with torch.no_grad():
         policy.vision.dino.embeddings.position_embeddings[:, 0] = 0  # the published layout has none
-    save_policy(policy, tmp_path, shard_bytes=200_000)
+    policy.save(tmp_path, shard_bytes=200_000)
     export_openvla(policy, tmp_path / "published")
     loaded = (
         load_policy(tmp_path, device="cuda"),

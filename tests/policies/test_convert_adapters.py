@@ -12,11 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from asyncrl.errors import CheckpointError
-from asyncrl.policies.checkpoints.adapters import pattern_value, save_adapter
-from asyncrl.policies.checkpoints.conventions import PublishedOptions
-from asyncrl.policies.checkpoints.convert import convert
-from asyncrl.policies.checkpoints.folder import save_policy
-from support.adapters import adapted, small
+from asyncrl.policies.lora import pattern_value, save_adapter
+from asyncrl.policies.openvla.autoregressive import load_policy
+from asyncrl.policies.openvla.export import convert
+from support.adapters import adapted, logits_of, small
 from support.published import (
     CONFIG,
     LLAMA,
@@ -102,11 +101,9 @@ def test_published_adapters_are_merged_as_peft_does(tmp_path: Path, settings: di
         assert f"base_model.model.{layer}.lora_A.weight" in names
     expected = merged_by_peft(wrapped)
     source = write_published(tmp_path / "in", tensors, config=CONFIG)
-    done = convert(
-        source, tmp_path / "ours", to="asyncrl", choices=PublishedOptions(), adapter=tmp_path / "adapter"
-    )
+    done = convert(source, tmp_path / "ours", adapter=tmp_path / "adapter")
     assert done.merged == len(names) // 2
-    convert(tmp_path / "ours", tmp_path / "back", to="openvla", choices=PublishedOptions())
+    convert(tmp_path / "ours", tmp_path / "back")
     found = all_tensors(tmp_path / "back")
     changed = 0
     for name, tensor in expected.items():
@@ -119,7 +116,7 @@ def test_half_precision_weights_are_merged_in_float32_and_rounded_once(tmp_path:
     tensors = {name: tensor.bfloat16() for name, tensor in published_tensors().items()}
     published_adapter(tmp_path / "adapter", published_tensors())
     source = write_published(tmp_path / "in", tensors, config=CONFIG)
-    convert(source, tmp_path / "out", to="openvla", choices=PublishedOptions(), adapter=tmp_path / "adapter")
+    convert(source, tmp_path / "out", adapter=tmp_path / "adapter")
     pairs = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     layer = f"{LLAMA}layers.0.mlp.down_proj"
     into, out = (pairs[f"base_model.model.{layer}.lora_{x}.weight"] for x in "AB")
@@ -131,6 +128,10 @@ def test_half_precision_weights_are_merged_in_float32_and_rounded_once(tmp_path:
     ("changed", "said"),
     [
         ({"use_rslora": True}, "use_rslora"),
+        ({"peft_type": "IA3"}, "IA3"),
+        ({"bias": "all"}, "bias"),
+        ({"r": None}, "rank .* None"),
+        ({"lora_alpha": 0}, "lora_alpha 0"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"fan_in_fan_out": True}, "fan_in_fan_out"),
         ({"r": 5}, "with rank 5"),
@@ -145,9 +146,7 @@ def test_adapters_of_another_kind_are_refused(tmp_path: Path, changed: dict[str,
     file.write_text(json.dumps(json.loads(file.read_text()) | changed))
     source = write_published(tmp_path / "in", tensors, config=CONFIG)
     with pytest.raises(CheckpointError, match=said):
-        convert(
-            source, tmp_path / "out", to="asyncrl", choices=PublishedOptions(), adapter=tmp_path / "adapter"
-        )
+        convert(source, tmp_path / "out", adapter=tmp_path / "adapter")
 
 
 @pytest.mark.parametrize(
@@ -167,36 +166,29 @@ def test_adapter_tensors_that_do_not_fit_are_named(
     save_file(load_file(file) | {f"base_model.model.{name}": torch.zeros(shape)}, file)
     source = write_published(tmp_path / "in", tensors, config=CONFIG)
     with pytest.raises(CheckpointError, match=said):
-        convert(
-            source, tmp_path / "out", to="asyncrl", choices=PublishedOptions(), adapter=tmp_path / "adapter"
-        )
+        convert(source, tmp_path / "out", adapter=tmp_path / "adapter")
 
 
 def test_adapters_of_another_policy_are_refused(tmp_path: Path) -> None:
     save_adapter(adapted(), tmp_path / "adapter")
     source = write_published(tmp_path / "in", published_tensors(), config=CONFIG)
     with pytest.raises(CheckpointError, match=r"layers that .* lacks: llm\.layers"):
-        convert(
-            source, tmp_path / "out", to="asyncrl", choices=PublishedOptions(), adapter=tmp_path / "adapter"
-        )
+        convert(source, tmp_path / "out", adapter=tmp_path / "adapter")
 
 
 def test_our_adapters_are_merged_into_our_folder(tmp_path: Path) -> None:
     trained = adapted()
     save_adapter(trained, tmp_path / "adapter")
-    save_policy(small(), tmp_path / "start")
-    save_policy(trained, tmp_path / "expected")
+    small().save(tmp_path / "start")
+    trained.save(tmp_path / "expected")
     convert(
         tmp_path / "start",
         tmp_path / "out",
-        to="asyncrl",
-        choices=PublishedOptions(),
         adapter=tmp_path / "adapter",
     )
-    expected, found = all_tensors(tmp_path / "expected"), all_tensors(tmp_path / "out")
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=1e-6, msg=name)
+    expected, found = (load_policy(tmp_path / name) for name in ("expected", "out"))
+    torch.testing.assert_close(logits_of(found), logits_of(expected), atol=1e-5, rtol=0)
+    assert not torch.equal(logits_of(found), logits_of(small()))
 
 
 @pytest.mark.parametrize("targets", ["all", "language"])
@@ -205,9 +197,9 @@ def test_peft_puts_our_exported_adapters_on_the_published_model(
 ) -> None:
     trained = adapted(targets)
     run = tmp_path / "update_000001"
-    save_policy(small(), run)
+    small().save(run)
     save_adapter(trained, run / "adapter")
-    assert run_cli(run / "adapter", tmp_path / "out", "--to", "openvla") == 0
+    assert run_cli(run / "adapter", tmp_path / "out") == 0
     assert "adapters of" in capsys.readouterr().out
     export_openvla(small(), tmp_path / "plain")
     export_openvla(trained, tmp_path / "trained")
@@ -221,8 +213,6 @@ def test_peft_puts_our_exported_adapters_on_the_published_model(
     convert(
         tmp_path / "plain",
         tmp_path / "own",
-        to="openvla",
-        choices=PublishedOptions(),
         adapter=tmp_path / "out",
     )
     for name, tensor in all_tensors(tmp_path / "own").items():
@@ -255,7 +245,7 @@ def test_an_adapter_inside_a_merged_checkpoint_is_not_merged_again(
         (tmp_path / "link").symlink_to(adapter)
         adapter = tmp_path / "link"
     with pytest.raises(CheckpointError, match=r"merged already.*add it twice\. Leave --adapter out; or"):
-        convert(source, tmp_path / "out", to="asyncrl", choices=PublishedOptions(), adapter=adapter)
+        convert(source, tmp_path / "out", adapter=adapter)
     assert not (tmp_path / "out").exists()
 
 
@@ -263,7 +253,7 @@ def test_the_adapter_of_a_runs_checkpoint_is_not_merged_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trained, checkpoint = adapted(), tmp_path / "RUN/checkpoints/update_000001"
-    save_policy(trained, checkpoint)
+    trained.save(checkpoint)
     save_adapter(trained, checkpoint / "adapter")
     said = run_cli(tmp_path / "RUN", tmp_path / "out", "--adapter", str(checkpoint / "adapter"))
     assert said == 2

@@ -16,11 +16,11 @@ from torch import Tensor
 from asyncrl.errors import ConfigError
 from asyncrl.policies.action_tokens import Bounds, NormStats, decode, encode, normalise, unnormalise
 from asyncrl.policies.interface import Policy, SamplingParams
+from asyncrl.policies.openvla.autoregressive import new_policy
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig, require_trainable
-from asyncrl.policies.openvla.parallel import count_parameters
-from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy, new_policy
+from asyncrl.policies.openvla.networks import DINO_MEAN, DINO_STD, resize
+from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.policies.openvla.tokenizer import PromptTokenizer, build_word_tokenizer
-from asyncrl.policies.openvla.vision import DINO_MEAN, DINO_STD, resize
 from asyncrl.policies.sampling import (
     action_distribution,
     entropy_of,
@@ -29,6 +29,7 @@ from asyncrl.policies.sampling import (
 )
 from support import ROOT
 from support.sampling import choose_tokens
+from support.tiny_models import count_parameters
 
 SHORT, LONG = "lift the cube", "put the red cube on the white plate"
 AS_IS = SamplingParams(temperature=1.0)

@@ -12,12 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from asyncrl.policies.checkpoints.conventions import PublishedOptions
-from asyncrl.policies.checkpoints.convert import convert
-from asyncrl.policies.checkpoints.folder import save_policy
-from asyncrl.policies.checkpoints.other_stacks import by_reader, missing_files, unpublished_size
+from asyncrl.policies.openvla.autoregressive import load_policy
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
-from asyncrl.policies.openvla.policy import load_policy
+from asyncrl.policies.openvla.export import convert, listed, missing_files, unpublished_size
 from support.published import (
     CONFIG,
     TASK,
@@ -117,11 +114,11 @@ def original_of_another_stack(folder: Path) -> Path:
 
 def trained(original: Path, folder: Path) -> Path:
     """What training makes of it: a checkpoint that carries nothing of other stacks."""
-    convert(original, folder / "ours", to="asyncrl", choices=PublishedOptions())
+    convert(original, folder / "ours")
     policy = load_policy(folder / "ours")
     with torch.no_grad():
         policy.projector.fc3.weight.add_(1.0)
-    save_policy(policy, folder / "trained")
+    policy.save(folder / "trained")
     return folder / "trained"
 
 
@@ -146,7 +143,7 @@ def test_another_process_opens_an_export_with_the_originals_own_classes(
 ) -> None:
     original = original_of_another_stack(tmp_path / "original")
     checkpoint, out = trained(original, tmp_path), tmp_path / "out"
-    assert run_cli(checkpoint, out, "--to", "openvla", "--original", original) == 0
+    assert run_cli(checkpoint, out, "--original", original) == 0
     printed = capsys.readouterr().out
     assert "missing" not in printed
     code = "configuration_some.py, generation_config.json, modeling_some.py"
@@ -167,10 +164,10 @@ def test_without_the_original_the_command_says_what_is_missing_and_how_to_give_i
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     original = original_of_another_stack(tmp_path / "original")
-    assert run_cli(trained(original, tmp_path), tmp_path / "out", "--to", "openvla") == 0
+    assert run_cli(trained(original, tmp_path), tmp_path / "out") == 0
     printed = capsys.readouterr().out
     assert "missing   other stacks cannot build vision towers of 24 and 32 channels" in printed
-    assert by_reader(missing_files(tmp_path / "out")) == (
+    assert listed(missing_files(tmp_path / "out")) == (
         "config.json with auto_map, configuration_prismatic.py, modeling_prismatic.py "
         "(for AutoConfig and AutoModel); preprocessor_config.json, processing_prismatic.py "
         "(for AutoProcessor)"
@@ -187,7 +184,7 @@ def test_an_original_that_lacks_files_is_told_apart_from_none(
     checkpoint = trained(original, tmp_path)
     (original / "configuration_some.py").unlink()
     (original / "processing_some.py").unlink()
-    assert run_cli(checkpoint, tmp_path / "out", "--to", "openvla", "--original", original) == 0
+    assert run_cli(checkpoint, tmp_path / "out", "--original", original) == 0
     printed = capsys.readouterr().out
     of_model, of_processor = "configuration_some.py (for AutoConfig and AutoModel)", "processing_some.py (for"
     assert f"missing   {of_model}; {of_processor} AutoProcessor)" in printed
@@ -199,10 +196,9 @@ def test_a_module_that_another_one_imports_is_needed_too(tmp_path: Path) -> None
     fields = json.loads((folder / "config.json").read_text())
     hub = {"AutoConfig": "owner/name--configuration_x.Config", "AutoModel": "modeling_some.SomeModel"}
     (folder / "config.json").write_text(json.dumps(fields | {"auto_map": hub}))
-    assert missing_files(folder) == []
+    assert missing_files(folder) == {}
     (folder / "configuration_some.py").unlink()
-    (missing,) = missing_files(folder)
-    assert (missing.name, missing.needed_by) == ("configuration_some.py", "AutoConfig and AutoModel")
+    assert missing_files(folder) == {"AutoConfig and AutoModel": ["configuration_some.py"]}
 
 
 @pytest.mark.parametrize(
@@ -220,7 +216,7 @@ def test_names_and_files_that_no_loader_can_use_are_missing(tmp_path: Path, name
     fields = json.loads((folder / "config.json").read_text())
     fields["auto_map"] |= {"AutoModel": named}
     (folder / "config.json").write_text(json.dumps(fields))
-    assert [one.name for one in missing_files(folder)] == [said]
+    assert missing_files(folder) == {"AutoConfig and AutoModel": [said]}
 
 
 def test_only_the_published_size_can_be_built_by_others() -> None:

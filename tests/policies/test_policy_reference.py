@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from asyncrl.policies.action_tokens import Bounds, NormStats
-from asyncrl.policies.checkpoints.folder import save_policy
 from asyncrl.policies.interface import PolicyInputs, SamplingParams
-from asyncrl.policies.openvla.config import OpenVLAOFTConfig
-from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy, OpenVLAPolicy, load_policy, new_policy
-from asyncrl.policies.openvla.vision import TowerConfig
+from asyncrl.policies.openvla.autoregressive import OpenVLAPolicy, load_policy, new_policy
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig, TowerConfig
+from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.policies.sampling import row_uniforms
 from support.slow_policy import SlowPolicy
 
@@ -221,7 +220,7 @@ def test_the_factory_and_a_saved_folder_give_the_class_that_decodes_so(tmp_path:
     for variant in ("oft", "openvla with all of it"):
         policy = small(**VARIANTS[variant])
         assert isinstance(policy, OpenVLAPolicy) == (variant != "oft")
-        save_policy(policy, tmp_path / variant)
+        policy.save(tmp_path / variant)
         again = load_policy(tmp_path / variant)
         assert type(again) is type(policy)
         assert again.config == policy.config

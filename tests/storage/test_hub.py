@@ -9,7 +9,6 @@ import pytest
 
 from asyncrl.commands import convert
 from asyncrl.errors import AsyncRLError, ConfigError
-from asyncrl.policies.checkpoints.folder import save_policy
 from asyncrl.storage.hub import check_repo, files_of, push
 from support.published import run_cli, some_policy
 
@@ -36,7 +35,7 @@ class SomeHub:
 
 @pytest.fixture
 def policy(tmp_path: Path) -> Path:
-    save_policy(some_policy(), tmp_path / "policy")
+    some_policy().save(tmp_path / "policy")
     return tmp_path / "policy"
 
 
@@ -44,7 +43,7 @@ def test_an_export_is_sent_whole_and_its_files_are_named_first(
     tmp_path: Path, policy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hub, out = SomeHub(), tmp_path / "out"
-    arguments = [str(policy), str(out), "--to", "openvla", "--push", "owner/name", "--private"]
+    arguments = [str(policy), str(out), "--push", "owner/name", "--private"]
     assert convert.main(arguments, hub) == 0
     assert hub.made == [("owner/name", True, True)]
     assert hub.sent["owner/name"] == sorted(path.name for path in out.iterdir())

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from asyncrl.policies.interface import PolicyInputs
 from asyncrl.policies.lora import add_lora, is_adapter
-from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig, TowerConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
-from asyncrl.policies.openvla.vision import TowerConfig
 
 TASKS = ["put the red cube on the white plate", "lift it"]
 RANK, ALPHA = 4, 6.0

@@ -224,7 +224,7 @@ for _text in (
         "tabletop {w}/file",
         f"tabletop {LONG}",
     ),
-    *("tabletop {n}/new --chunk " + HUGE, "tabletop {n}/new --to openvla --images -1", f"{LONG} {{n}}/new"),
+    *("tabletop {n}/new --chunk " + HUGE, "tabletop {n}/new --images -1", f"{LONG} {{n}}/new"),
     *("{w}/policy_infinity {n}/new", "tabletop /proc/1/new"),
 ):
     _add(f"convert {_text}")

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from asyncrl import cli
 from asyncrl.policies.action_tokens import NormStats
-from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig, TowerConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
-from asyncrl.policies.openvla.vision import TowerConfig
 
 STATS = NormStats(q01=(-0.5,) * 7, q99=(0.9,) * 7, mask=(True,) * 6 + (False,))
 CONFIG = OpenVLAOFTConfig.tiny(

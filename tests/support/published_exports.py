@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
+import json
 from pathlib import Path
 
 import torch
 
 from asyncrl.errors import CheckpointError
-from asyncrl.policies.checkpoints.folder import Dtype, check_published, fill_policy
-from asyncrl.policies.checkpoints.published_names import native_specs, tensor_map, to_native
-from asyncrl.policies.checkpoints.published_policy import (
-    CRITIC,
-    PROPRIO,
-    PassThroughFiles,
-    PublishedFolder,
-    write_published,
-)
-from asyncrl.policies.lora import merged_tensors
+from asyncrl.policies.lora import is_adapter, merged_tensors
+from asyncrl.policies.openvla.autoregressive import load_policy
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
-from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy, new_policy
-from asyncrl.policies.openvla.tokenizer import PromptTokenizer
+from asyncrl.policies.openvla.files import SECTION, Original, PublishedOptions, write_policy
+from asyncrl.policies.openvla.networks import stable_name
+from asyncrl.policies.openvla.policy import Dtype, OpenVLAOFTPolicy
 from asyncrl.rewards.files import PUBLISHED
 from asyncrl.rewards.libero_tasks import SUITES
 from asyncrl.rewards.model import ResNetReward
@@ -32,6 +25,11 @@ from asyncrl.worlds.wan.vae import VaeConfig
 from asyncrl.worlds.wan.world import WanWorld
 
 
+def section_of(config: OpenVLAOFTConfig) -> dict[str, object]:
+    """Return sizes and conventions as asyncrl saves them, without those of the statistics."""
+    return {key: value for key, value in config.to_json().items() if key not in ("norm_stats", "norm_key")}
+
+
 def load_openvla(
     folder: str | Path,
     config: OpenVLAOFTConfig,
@@ -40,59 +38,36 @@ def load_openvla(
     device: str | torch.device = "cpu",
     dtype: Dtype = "config",
 ) -> OpenVLAOFTPolicy:
-    """Read a published OpenVLA or OpenVLA-OFT checkpoint.
-
-    Args:
-        folder: Shards with `model.safetensors.index.json`, or one `model.safetensors`; `config.json`,
-            `tokenizer.json`, and `dataset_statistics.json` if there is one.
-        config: Sizes and conventions, usually ``OpenVLAOFTConfig.full(gripper="libero")``; its statistics are
-            replaced by those of the folder.
-        norm_key: Statistics to scale actions with; `norm_key` + "_no_noops" is tried as well.
-        device: Where the weights go.
-        dtype: What they become.
-
-    A critic that `config` asks for and the folder does not hold begins with random weights.
-
-    Raises:
-        CheckpointError: a file or tensor is missing, unknown, truncated or misshapen, or no `norm_key`.
-    """
-    opened = PublishedFolder.open(Path(folder))
-    key = opened.statistics_key(norm_key)
-    config = dataclasses.replace(config, norm_key=key, norm_stats=opened.action_stats())
-    tokenizer = PromptTokenizer.from_file(opened.folder / "tokenizer.json", pad_id=config.token_count)
-    with torch.device("meta"):
-        policy = new_policy(config, tokenizer)
-    rows, files = tensor_map(policy), opened.files
-    side = set() if any(row[1].startswith(PROPRIO) for row in rows) else set(files.extra)
-    wanted = check_published(files, policy, leave_out=side)
-    stream = to_native(rows, files.stream(wanted, what="load policy"))
-    return fill_policy(policy, stream, device, dtype, critic=any(n.startswith(CRITIC) for n in files.names()))
+    """Read a published checkpoint of the sizes and conventions in `config`: they go into its config.json."""
+    file = Path(folder) / "config.json"
+    fields = json.loads(file.read_text())
+    file.write_text(json.dumps(fields | {SECTION: section_of(config)}))
+    return load_policy(
+        folder,
+        device=device,
+        dtype=dtype,
+        options=PublishedOptions(norm_key=norm_key, proprio=bool(config.proprio_dim)),
+    )
 
 
 def export_openvla(
     policy: OpenVLAOFTPolicy,
     folder: str | Path,
     *,
-    pass_through: PassThroughFiles | None = None,
+    original: Original | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write the published layout, all its tensors included, in `config.dtype`; adapters are merged.
-
-    Args:
-        policy: Any device.
-        folder: Created when missing.
-        pass_through: What the policy came from (`pass_through_of` reads it); without, the
-            tensors that never matter are zeros, and the files that only other stacks read are missing.
-        shard_bytes: Size above which a further weight file is begun.
-    """
-    write_published(
+    """Write the published layout, all its tensors included, in `config.dtype`; adapters are merged."""
+    dtype = policy.config.torch_dtype
+    own = {stable_name(name): p for name, p in policy.named_parameters() if not is_adapter(name)}
+    write_policy(
         Path(folder),
         policy.config,
         policy.tokenizer,
-        tensor_map(policy),
-        {name: Spec(policy.config.torch_dtype, spec.shape) for name, spec in native_specs(policy).items()},
+        {name: Spec(dtype, tuple(p.shape)) for name, p in own.items()},
         merged_tensors(policy),
-        pass_through=pass_through or PassThroughFiles(),
+        original=original,
+        whole=True,
         shard_bytes=shard_bytes,
     )
 

@@ -9,7 +9,6 @@ from typing import Final
 import numpy as np
 import torch
 
-from asyncrl.policies.checkpoints.folder import save_policy
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.records import StartState
@@ -25,6 +24,10 @@ GROUP_SIZE = 2
 SIZE = 64
 POSE = (-0.1, 0.02, 0.88, 0.1, 0.0, 0.0, 1.0, 0.5)
 """Of the hand, in every start state."""
+
+
+def count_parameters(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def write_wan(folder: Path) -> None:
@@ -67,7 +70,7 @@ def write_models(folder: Path, world: str = "wan") -> list[str]:
         world: Kind of the world, one of `WORLDS`.
     """
     torch.manual_seed(0)
-    save_policy(OpenVLAOFTPolicy(OpenVLAOFTConfig.tiny()), folder / "policy")
+    OpenVLAOFTPolicy(OpenVLAOFTConfig.tiny()).save(folder / "policy")
     WORLDS[world](folder / "world")
     reward = RewardConfig.tiny(tasks=tuple(TASKS))
     save_reward(folder / "world", ResNetReward(build_network(reward), reward))

@@ -28,9 +28,8 @@ from asyncrl.fitting.fit_decoder import (
     psnr,
 )
 from asyncrl.policies.interface import SamplingParams
-from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig, TowerConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
-from asyncrl.policies.openvla.vision import TowerConfig
 from asyncrl.records import StartState
 from asyncrl.rewards.model import ResNetReward, load_reward
 from asyncrl.rewards.resnet import RewardConfig, build_network

@@ -1,4 +1,4 @@
-"""OpenVLA, which writes its action like text: C x 7 tokens, one after another.
+"""OpenVLA, which writes its action like text: C x 7 tokens, one after another; and the choice of the class.
 
 The language model reads ``[<s>][patches][proprioception?][rest of the prompt]`` and attends to the past only.
 The last prompt token speaks for token 0; every chosen token is read in turn and speaks for the next one.
@@ -10,28 +10,31 @@ Dimension letters:
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
 from asyncrl.policies.interface import PolicyInputs, SamplingParams
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
-from asyncrl.policies.openvla.language import run_trunk
-from asyncrl.policies.openvla.parallel import OpenVLAOFT, SampledTokens
+from asyncrl.policies.openvla.files import PublishedOptions, open_folder
+from asyncrl.policies.openvla.networks import run_trunk
+from asyncrl.policies.openvla.policy import Dtype, OpenVLAOFTPolicy
 from asyncrl.policies.openvla.tokenizer import PromptTokenizer
-from asyncrl.policies.sampling import action_distribution, take_tokens
+from asyncrl.policies.sampling import SampledTokens, action_distribution, take_tokens
 
 
-class OpenVLA(OpenVLAOFT):
+class OpenVLAPolicy(OpenVLAOFTPolicy):
     """The autoregressive policy: the same modules, names and interface as OpenVLA-OFT."""
 
     def embed(
         self, inputs: PolicyInputs, tokens_BK: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None, int]:
-        """Lay out the prompt, and behind it the tokens but the last, which speaks for nothing.
+        """Embed the prompt, followed by the tokens but the last, which speaks for nothing.
 
         Args:
-            inputs: What `preprocess` gives.
+            inputs: From `preprocess`.
             tokens_BK: ``[B, K]`` bins of any integer dtype; None: the prompt alone.
 
         Returns:
@@ -52,10 +55,8 @@ class OpenVLA(OpenVLAOFT):
     ) -> SampledTokens:
         """Choose one token after the other; token k takes uniform k.
 
-        Shapes and dtypes are those of `OpenVLAOFT.choose`: ``[B, K]`` uniforms float64, tokens int64.
-
-        The cache of keys and values grows by one position per token: no shape depends on numbers, so the
-        whole call can be captured as one CUDA graph.
+        Shapes and dtypes are those of `OpenVLAOFTPolicy.choose`. The cache of keys and values grows by one
+        position per token: no shape depends on numbers, so the whole call can be one CUDA graph.
         """
         embeddings, mask, _ = self.embed(inputs)
         cache = DynamicCache(config=self.llm.config)
@@ -67,19 +68,35 @@ class OpenVLA(OpenVLAOFT):
                     mask = nn.functional.pad(mask, (0, 1), value=1)
                 hidden = self._read(self._embed_bins(tokens[-1]), mask, cache)
             logprobs.append(action_distribution(self.lm_head(hidden), sampling))
-            tokens.append(
-                take_tokens(logprobs[-1], None if uniforms_BK is None else uniforms_BK[:, k : k + 1])
-            )
+            uniform_B1 = None if uniforms_BK is None else uniforms_BK[:, k : k + 1]
+            tokens.append(take_tokens(logprobs[-1], uniform_B1))
         return SampledTokens(torch.cat(tokens, dim=1), torch.cat(logprobs, dim=1), prompt_B1D)
 
     def _read(self, embeddings: Tensor, mask: Tensor | None, cache: DynamicCache) -> Tensor:
-        """Read some more positions; return the final hidden state ``[B, 1, D]`` of the last one."""
+        """Read further positions; return the final hidden state ``[B, 1, D]`` of the last one."""
         return run_trunk(self.llm, embeddings, mask, causal=True, cache=cache)[:, -1:]
 
     def _embed_bins(self, tokens: Tensor) -> Tensor:
         return self.llm.embed_tokens(tokens.long() + self.config.first_action_id)
 
 
-def build_policy_model(config: OpenVLAOFTConfig, tokenizer: PromptTokenizer | None = None) -> OpenVLAOFT:
+def new_policy(config: OpenVLAOFTConfig, tokenizer: PromptTokenizer | None = None) -> OpenVLAOFTPolicy:
     """Build the class that `config.decoding` asks for, with random weights."""
-    return (OpenVLA if config.causal else OpenVLAOFT)(config, tokenizer)
+    return (OpenVLAPolicy if config.causal else OpenVLAOFTPolicy)(config, tokenizer)
+
+
+def load_policy(
+    folder: str | Path,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: Dtype = "config",
+    options: PublishedOptions | None = None,
+) -> OpenVLAOFTPolicy:
+    """Read a policy folder with the class that its decoding asks for; in evaluation mode, all trainable.
+
+    Raises:
+        CheckpointError: A file is missing, truncated, or does not fit the configuration.
+    """
+    opened = open_folder(Path(folder), options)
+    kind = OpenVLAPolicy if opened.config.causal else OpenVLAOFTPolicy
+    return kind.from_folder(opened, device, dtype)

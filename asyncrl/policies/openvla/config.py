@@ -1,4 +1,4 @@
-"""Describe an OpenVLA(-OFT) policy: its sizes, and what its tokens mean. Checks what `config.json` says."""
+"""Sizes and conventions of an OpenVLA(-OFT) policy."""
 
 from __future__ import annotations
 
@@ -11,31 +11,57 @@ import torch
 
 from asyncrl.errors import ConfigError
 from asyncrl.policies.action_tokens import BINS, Bounds, Gripper, NormStats
-from asyncrl.policies.openvla.vision import TowerConfig
 from asyncrl.records import CHUNK
 from asyncrl.storage.bounded_json import check_sizes
+
+Passes = Literal["acting", "checkpointed", "kept"]
+PROMPT: Final = 35
+"""Tokens of a prompt of LIBERO."""
+_REGISTERS: Final = 5
+"""Class and register tokens of DINOv2."""
+_ACTING, _KEPT, _WORKING = (8, 3), (7, 3), (14, 6)
+"""Numbers per token, as multiples of a block's width and of its MLP's: of one block at a time while acting,
+of every block kept for its backward, of one block recomputed with its gradients. Held against measurements in
+docs/measurements/run_speed.md."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TowerConfig:
+    """Size of one vision transformer."""
+
+    width: int
+    """Features per patch."""
+    depth: int
+    """Blocks of the published tower; ``depth - 1`` are built."""
+    heads: int
+    """Attention heads; divides `width`."""
+    mlp: int
+    """Hidden features of a block's MLP; in DINOv2 a multiple of `width`."""
+
+    def __post_init__(self) -> None:
+        if self.depth < 2 or self.width % self.heads:
+            raise ConfigError(
+                f"A vision tower of width {self.width} with {self.heads} heads and {self.depth} blocks "
+                "cannot be built: heads must divide the width, and the features are those of the "
+                "second-to-last block. Correct config.json."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenVLAOFTConfig:
-    """Everything that shapes the policy and gives its tokens a meaning. Stored as `config.json`."""
+    """Sizes of the policy and the meaning of its tokens; the entry `asyncrl` of its `config.json`."""
 
     image_size: int
-    """Side of the picture the towers see, in pixels."""
+    """Height and width of the towers' picture, in pixels."""
     patch_size: int
-    """Side of a patch, in pixels."""
+    """Height and width of a patch, in pixels."""
     dino: TowerConfig
-    """DINOv2 with registers."""
     siglip: TowerConfig
-    """SigLIP."""
     llm_width: int
-    """Width of the Llama model."""
     llm_layers: int
-    """Its layers."""
     llm_heads: int
-    """Its attention heads."""
     llm_mlp: int
-    """Hidden features of its MLPs."""
+    """Hidden features of the language model's MLPs."""
     vocab_size: int
     """Rows of the embedding, padding included."""
     token_count: int
@@ -56,7 +82,7 @@ class OpenVLAOFTConfig:
     images: int = 1
     """Pictures per decision, one after another in the sequence (main camera, wrist camera, ...)."""
     image_pipeline: Literal["rlinf", "oft"] = "rlinf"
-    """rlinf: frames of another size are resized (bicubic), nothing else. oft: what `pictures` does."""
+    """rlinf: frames of another size are resized (bicubic), nothing else. oft: `preprocess.prepare_oft`."""
     proprio_dim: int = 0
     """Numbers of the robot's own state, as one token behind the patches; 0: the policy does not see it."""
     gripper: Gripper = "none"
@@ -77,7 +103,7 @@ class OpenVLAOFTConfig:
 
     @classmethod
     def tiny(cls, **changes: Any) -> OpenVLAOFTConfig:
-        """Return a size of about two million parameters: the same path on a laptop."""
+        """Return a size of about two million parameters."""
         tower = TowerConfig(width=96, depth=5, heads=3, mlp=192)
         sizes: dict[str, Any] = {"image_size": 64, "patch_size": 8, "dino": tower, "siglip": tower}
         sizes |= {"llm_width": 128, "llm_layers": 4, "llm_heads": 4, "llm_mlp": 384}
@@ -90,8 +116,7 @@ class OpenVLAOFTConfig:
         tower = TowerConfig(width=192, depth=6, heads=6, mlp=384)
         sizes: dict[str, Any] = {"image_size": 128, "patch_size": 16, "dino": tower, "siglip": tower}
         sizes |= {"llm_width": 256, "llm_layers": 6, "llm_heads": 8, "llm_mlp": 1024}
-        sizes |= {"vocab_size": 512, "token_count": 448, "value_hidden": (128, 64)}
-        return cls(**(sizes | changes))
+        return cls.tiny(**({"value_hidden": (128, 64)} | sizes | changes))
 
     @classmethod
     def full(cls, **changes: Any) -> OpenVLAOFTConfig:
@@ -115,17 +140,17 @@ class OpenVLAOFTConfig:
 
     @property
     def prefix(self) -> int:
-        """Places between the first and the second prompt token: all pictures' patches and proprioception."""
+        """Positions between the first two prompt tokens: patches of all pictures, proprioception."""
         return self.images * self.patches + (self.proprio_dim > 0)
 
     @property
     def causal(self) -> bool:
-        """Whether a place sees only those before it."""
+        """True if a position sees only those before it."""
         return self.decoding == "autoregressive"
 
     @property
     def proprio_bounds(self) -> Bounds | None:
-        """What proprioception is scaled with; None: nothing."""
+        """Statistics that proprioception is scaled with; None: it is not scaled."""
         return self.norm_stats[self.norm_key].proprio if self.proprio_dim and self.norm_key else None
 
     @property
@@ -143,8 +168,23 @@ class OpenVLAOFTConfig:
         """`dtype` as PyTorch names it."""
         return getattr(torch, self.dtype)
 
+    def activation_bytes(self, rows: int, passes: Passes, itemsize: int) -> int:
+        """Estimate the memory of passes over `rows` decisions, without the weights, in bytes."""
+        patches = self.images * self.patches
+        stacks = (  # tokens, width, MLP, blocks
+            (patches + self.images * _REGISTERS, self.dino.width, self.dino.mlp, self.dino.depth),
+            (patches, self.siglip.width, self.siglip.mlp, self.siglip.depth),
+            (self.prefix + PROMPT + self.slots, self.llm_width, self.llm_mlp, self.llm_layers),
+        )
+        one, more = _ACTING if passes == "acting" else _WORKING
+        kept = {"acting": (0, 0), "checkpointed": (1, 0), "kept": _KEPT}[passes]
+        working = max(tokens * (one * width + more * mlp) for tokens, width, mlp, _ in stacks)
+        for tokens, width, mlp, blocks in stacks:
+            working += blocks * tokens * (kept[0] * width + kept[1] * mlp)
+        return rows * working * itemsize
+
     def to_json(self) -> dict[str, Any]:
-        """Write plain dictionaries, lists and numbers."""
+        """Return plain dictionaries, lists and numbers."""
         return dataclasses.asdict(self)
 
     @classmethod
@@ -172,14 +212,7 @@ class OpenVLAOFTConfig:
 
 
 def require_trainable(config: OpenVLAOFTConfig) -> None:
-    """Refuse a policy that cannot be trained in a world model, which draws one picture for each of 8 steps.
-
-    Such a policy can be evaluated and trained in simulators.
-
-    Raises:
-        ConfigError: The policy makes other than 8 steps per decision, or needs several pictures or
-            proprioception.
-    """
+    """Raise ConfigError if a world model, which draws one picture for each of 8 steps, cannot train it."""
     has = ""
     if config.chunk != CHUNK:
         has = f"makes {config.chunk} steps per decision (chunk), but world models draw {CHUNK}"
@@ -205,6 +238,9 @@ def _size_problem(config: OpenVLAOFTConfig) -> str:
     problem = ""
     if config.image_size % config.patch_size:
         problem = f"patches of {config.patch_size} pixels do not tile a picture of {config.image_size}"
+    elif config.dino.mlp % config.dino.width:
+        problem = f"the DINOv2 MLP has {config.dino.mlp} features, not a multiple of its width "
+        problem += f"{config.dino.width}"
     elif config.llm_width % config.llm_heads:
         problem = f"{config.llm_heads} attention heads do not divide the width {config.llm_width}"
     elif not BINS < config.token_count < config.vocab_size:

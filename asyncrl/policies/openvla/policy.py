@@ -1,145 +1,442 @@
-"""The OpenVLA policies that a run names: the networks with their files, adapters and compiled acting.
+"""OpenVLA-OFT with discrete actions, on transformers: all 8 x 7 action tokens in one pass.
 
-A folder of ours and a published OpenVLA or OpenVLA-OFT folder are read alike.
+The language model reads ``[<s>][patches][proprioception?][rest of the prompt][56 empty slots][</s>?]`` once
+and attends in both directions. The output at a position speaks for the slot after it: token 0 is read at the
+last prompt token, and the last slot is not read. Acting never waits for the device.
+
+Dimension letters:
+    B  rows      H, W  frame size in pixels      L  prompt tokens      P  patches of all pictures, + 1 with
+    D  width of the language model                  proprioception
+    C = 8 steps per decision      A = 7 action dimensions      K = C * A slots      N = 256 action bins
+    S = L + P + K (+ 1 with a stop token) positions      V  values per decision: 1, or C
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Final, Literal, Self
 
+import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from asyncrl.episode_layout import TOKENS, ArraySpec
 from asyncrl.errors import ConfigError
-from asyncrl.policies import acceleration
-from asyncrl.policies.checkpoints.conventions import PublishedOptions
-from asyncrl.policies.checkpoints.convert import open_source
-from asyncrl.policies.checkpoints.folder import Dtype, fill_policy, read_config, read_policy, save_policy
-from asyncrl.policies.checkpoints.published_policy import CRITIC, MODEL_TYPE
-from asyncrl.policies.lora import Targets, merged_tensors, target_layers
-from asyncrl.policies.openvla import memory
-from asyncrl.policies.openvla.autoregressive import OpenVLA
-from asyncrl.policies.openvla.config import OpenVLAOFTConfig, require_trainable
-from asyncrl.policies.openvla.parallel import OpenVLAOFT
-from asyncrl.policies.openvla.tokenizer import PromptTokenizer
-from asyncrl.storage.atomic import read_json
+from asyncrl.policies import acceleration, action_tokens
+from asyncrl.policies.interface import (
+    ActResult,
+    EvaluateResult,
+    PolicyInputs,
+    PolicyModule,
+    SamplingParams,
+)
+from asyncrl.policies.lora import is_adapter, merged_tensors, target_layers
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig, Passes, require_trainable
+from asyncrl.policies.openvla.files import PolicyFolder, PublishedOptions, open_folder, write_policy
+from asyncrl.policies.openvla.networks import (
+    ActionHead,
+    FusedVision,
+    Projector,
+    ProprioProjector,
+    ValueHead,
+    build_llm,
+    run_trunk,
+    stable_name,
+)
+from asyncrl.policies.openvla.preprocess import build_inputs, place_pictures, require_complete
+from asyncrl.policies.openvla.tokenizer import PromptTokenizer, build_word_tokenizer
+from asyncrl.policies.sampling import (
+    SampledTokens,
+    action_distribution,
+    entropy_of,
+    logprob_of,
+    take_tokens,
+    uniforms_for,
+)
+from asyncrl.records import ActionSpec
+from asyncrl.storage.tensor_reader import Spec
+from asyncrl.storage.tensor_writer import SHARD_BYTES
+
+Dtype = torch.dtype | Literal["config"]
+LEVELS: Final = {"none": "none", "chunk": "decision", "action": "action"}
+"""A critic's level in config.json -> in `interface.HasCritic`."""
 
 
-class OpenVLAOFTPolicy(OpenVLAOFT):
-    """OpenVLA-OFT: all tokens of a decision from one pass. Has all capabilities of `interface`."""
+class OpenVLAOFTPolicy(PolicyModule):
+    """OpenVLA-OFT; implements `interface.Policy` and all optional capabilities."""
 
     forget_graphs: Callable[[], None] | None = None
     """Set when acting was captured as a CUDA graph."""
 
+    def __init__(self, config: OpenVLAOFTConfig, tokenizer: PromptTokenizer | None = None) -> None:
+        """Build with random weights, in `config.dtype`.
+
+        Args:
+            config: Sizes and conventions.
+            tokenizer: None: the built-in word tokenizer, which only policies trained with it understand.
+        """
+        super().__init__()
+        self.config = config
+        self.tokenizer = tokenizer or PromptTokenizer(build_word_tokenizer(), pad_id=config.token_count)
+        self.vision = FusedVision(
+            config.dino, config.siglip, image_size=config.image_size, patch_size=config.patch_size
+        )
+        self.projector = Projector(config.dino.width + config.siglip.width, config.llm_width)
+        self.proprio_projector: ProprioProjector | None = None
+        if config.proprio_dim:
+            self.proprio_projector = ProprioProjector(config.proprio_dim, config.llm_width)
+        self.llm = build_llm(config)
+        self.lm_head = ActionHead(config)
+        self.value_head: ValueHead | None = None
+        self.to(config.torch_dtype)
+        if config.value_head != "none":
+            self.add_critic(self.critic)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self.restore_buffers()
+        return self
+
+    def restore_buffers(self) -> None:
+        """Compute the buffers that no checkpoint holds: rotary frequencies (always float32) and indices."""
+        with self.device:
+            self.llm.rotary_emb = LlamaRotaryEmbedding(self.llm.config)
+            indices = torch.arange(self.config.patches)[None]
+            self.vision.siglip.embeddings.register_buffer("position_ids", indices, persistent=False)
+
+    # --- files ----------------------------------------------------------------
+
     @classmethod
     def load(cls, folder: Path, device: torch.device, **settings: Any) -> Self:
-        """Read a folder of ours, or a published one. See `interface.Policy.load`.
+        """Read a policy folder: published, or written by asyncrl.
 
         Args:
             folder: Holds config.json and weights.
             device: Where the weights go.
-            settings: Of a published folder: what it does not say about itself (`PublishedOptions`).
+            settings: Fields of `PublishedOptions`, for conventions that the folder lacks.
 
         Raises:
             CheckpointError: A file is missing, truncated, or does not fit.
-            ConfigError: A setting is not known, or the folder is one of ours, which needs none.
+            ConfigError: A setting is not known.
         """
-        if read_json(folder / "config.json").get("model_type") == MODEL_TYPE:
-            return cls._load_published(folder, device, settings)
-        if settings:
-            raise ConfigError(
-                f"--policy-settings has {', '.join(settings)}, but {folder} says all about itself: settings "
-                "are for published folders. Leave them out."
-            )
-        return read_policy(folder, cls, device=device)
-
-    @classmethod
-    def _load_published(cls, folder: Path, device: torch.device, settings: Mapping[str, Any]) -> Self:
         known = {field.name for field in dataclasses.fields(PublishedOptions)}
         if unknown := sorted(settings.keys() - known):
             raise ConfigError(
-                f"--policy-settings has {unknown[0]!r}, but a published folder takes: "
+                f"--policy-settings has {unknown[0]!r}, but a policy folder takes: "
                 f"{', '.join(sorted(known))}."
             )
-        source = open_source(folder, PublishedOptions(**settings))
-        with torch.device("meta"):
-            policy = cls(source.config, source.tokenizer)
-        critic = any(name.startswith(CRITIC) for name in source.specs)
-        return fill_policy(policy, source.natives(), device, "config", critic=critic)
+        return cls.from_folder(open_folder(folder, PublishedOptions(**settings)), device)
 
-    def save(self, folder: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
-        """Write a folder of ours, in the dtype `config.dtype`. See `interface.Policy.save`."""
-        save_policy(self, folder, tensors=tensors)
+    @classmethod
+    def from_folder(cls, opened: PolicyFolder, device: str | torch.device, dtype: Dtype = "config") -> Self:
+        """Read the weights tensor by tensor; in evaluation mode, everything trainable.
+
+        Args:
+            opened: The policy's folder.
+            device: Where the weights go.
+            dtype: Of the weights; "config": `config.dtype`.
+        """
+        with torch.device("meta"):
+            policy = cls(opened.config, opened.tokenizer)
+        wanted = policy.config.torch_dtype if dtype == "config" else dtype
+        own_names = {stable_name(name): name for name, _ in policy.named_parameters()}
+        state: dict[str, Tensor] = {}
+        for name, tensor in opened.natives():
+            placed = tensor.to(device=device, dtype=wanted)
+            if placed.untyped_storage().nbytes() != placed.nbytes:
+                placed = placed.clone()  # A part of a larger tensor would keep all of it.
+            state[own_names[name]] = placed.contiguous()
+        policy.load_state_dict(state, strict=True, assign=True)
+        policy.restore_buffers()
+        return policy.requires_grad_(True).eval()
+
+    def save(
+        self,
+        folder: Path,
+        tensors: Mapping[str, Tensor] | None = None,
+        *,
+        dtype: Dtype = "config",
+        shard_bytes: int = SHARD_BYTES,
+    ) -> None:
+        """Write a policy folder, adapters merged; each file appears whole or not at all.
+
+        Args:
+            folder: Created if missing; a policy in it is replaced.
+            tensors: All weights by stable name, each whole, any dtype; None: the policy's own.
+            dtype: Of the numbers in the file; the policy computes in `config.dtype` all the same.
+            shard_bytes: Size above which a further weight file is begun.
+        """
+        kept = self.config.torch_dtype if dtype == "config" else dtype
+        shapes = {name: p.shape for name, p in (self._own_shapes() if tensors is None else tensors.items())}
+        specs = {name: Spec(kept, tuple(shape)) for name, shape in shapes.items()}
+        stream: Iterable[tuple[str, Tensor]] = merged_tensors(self) if tensors is None else tensors.items()
+        write_policy(folder, self.config, self.tokenizer, specs, stream, shard_bytes=shard_bytes)
+
+    def _own_shapes(self) -> Iterator[tuple[str, Tensor]]:
+        yield from ((stable_name(name), p) for name, p in self.named_parameters() if not is_adapter(name))
 
     def saved_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parameters by stable name, adapters merged, any shape, in the dtype `config.dtype`.
-
-        See `interface.Policy.saved_tensors`.
-        """
+        """Yield the parameters by stable name, adapters merged, any shape, in `config.dtype`."""
         yield from ((name, tensor.to(self.config.torch_dtype)) for name, tensor in merged_tensors(self))
 
-    def lora_layers(self, targets: str) -> list[str]:
-        """List the linear layers that get adapters. See `capabilities.LoraTargets`."""
-        chosen: Targets = "language" if targets == "language" else "all"
-        return list(target_layers(self, chosen))
+    # --- facts ----------------------------------------------------------------
 
-    def activation_bytes(
-        self, rows: int, passes: Literal["acting", "checkpointed", "kept"], itemsize: int
-    ) -> int:
-        """Estimate the memory of passes. See `capabilities.CountsActivations`."""
-        return memory.activation_bytes(self.config, rows, passes, itemsize)
+    @property
+    def action_spec(self) -> ActionSpec:
+        """Return the steps per decision and the numbers per step."""
+        return ActionSpec(chunk=self.config.chunk, dim=self.config.action_dim)
+
+    @property
+    def sample_arrays(self) -> Mapping[str, ArraySpec]:
+        """Return the arrays of a sample: action tokens ``[N, C, A]`` int32, bins 0..255."""
+        return TOKENS
+
+    @property
+    def image_size(self) -> int:
+        """Return height and width of the towers' picture, in pixels."""
+        return self.config.image_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the compute dtype, which that of weights in training may differ from."""
+        return self.config.torch_dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of the weights."""
+        return self.lm_head.weight.device
+
+    @property
+    def critic(self) -> str:
+        """Return the unit of one value: none, decision or action."""
+        return LEVELS[self.config.value_head]
 
     @property
     def pictures(self) -> int:
-        """Return the pictures per decision. See `capabilities.SaysInputs`."""
+        """Return the pictures per decision."""
         return self.config.images
 
     @property
     def proprio_numbers(self) -> int:
-        """Return the numbers of proprioception. See `capabilities.SaysInputs`."""
+        """Return the numbers of proprioception."""
         return self.config.proprio_dim
+
+    def trainable_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters that an update changes, by stable name."""
+        return {stable_name(name): p for name, p in self.named_parameters() if p.requires_grad}
+
+    def blocks(self) -> Iterator[nn.Module]:
+        """Yield vision blocks and Llama layers in the order in which they run."""
+        yield from self.vision.dino.encoder.layer
+        yield from self.vision.siglip.encoder.layers
+        yield from self.llm.layers
+
+    def lora_layers(self, targets: str) -> list[str]:
+        """Return the names of the linear layers that get adapters."""
+        return list(target_layers(self, "language" if targets == "language" else "all"))
+
+    def activation_bytes(self, rows: int, passes: Passes, itemsize: int) -> int:
+        """Estimate the memory of passes over `rows` decisions."""
+        return self.config.activation_bytes(rows, passes, itemsize)
 
     def check_trainable(self) -> None:
         """Refuse several pictures, proprioception and other decisions than a world's."""
         require_trainable(self.config)
 
+    # --- changes --------------------------------------------------------------
+
+    def add_critic(self, level: str = "decision") -> None:
+        """Add a critic with fresh random weights, or replace the present one.
+
+        Args:
+            level: decision: one value per decision. action: one per step.
+        """
+        stored: Any = next(name for name, ours in LEVELS.items() if ours == level)
+        self.config = dataclasses.replace(self.config, value_head=stored)
+        head = ValueHead(self.config.llm_width, self.config.value_hidden, self.config.values)
+        self.value_head = head.to(self.device, self.lm_head.weight.dtype)
+
+    def drop_critic(self) -> None:
+        """Remove the critic."""
+        self.config = dataclasses.replace(self.config, value_head="none")
+        self.value_head = None
+
     def compile_acting(self, rows: int, tasks: Sequence[str]) -> None:
-        """Compile and capture acting at one shape. See `capabilities.FixedShapeActing`."""
+        """Compile and capture acting at one shape."""
         self.forget_graphs = acceleration.compile(self, rows, tasks)
 
-    def prompt_tokens(self, task: str) -> int:
-        """Count the tokens of an instruction's prompt. See `capabilities.CountsPromptTokens`."""
-        return len(self.tokenizer.ids(task))
-
-    def fix_prompts(self, tasks: Sequence[str]) -> None:
-        """Pad all prompts alike. See `capabilities.FixesPrompts`."""
-        self.tokenizer.fix_shape(tasks)
-
     def weights_moved(self) -> None:
-        """Forget the graphs that know addresses of the weights: these will be elsewhere when they return."""
+        """Drop the graphs that hold addresses of the weights."""
         if self.forget_graphs is not None:
             self.forget_graphs()
 
+    def fix_prompts(self, tasks: Sequence[str]) -> None:
+        """Pad all prompts to one length."""
+        self.tokenizer.fix_shape(tasks)
 
-class OpenVLAPolicy(OpenVLAOFTPolicy, OpenVLA):
-    """OpenVLA: one token after the other."""
+    def prompt_tokens(self, task: str) -> int:
+        """Count the tokens of an instruction's prompt."""
+        return len(self.tokenizer.ids(task))
 
+    # --- passes ---------------------------------------------------------------
 
-def new_policy(config: OpenVLAOFTConfig, tokenizer: PromptTokenizer | None = None) -> OpenVLAOFTPolicy:
-    """Build the class that `config.decoding` asks for, with random weights."""
-    return (OpenVLAPolicy if config.causal else OpenVLAOFTPolicy)(config, tokenizer)
+    def preprocess(
+        self, frames: NDArray[np.uint8], tasks: Sequence[str], proprio: NDArray[np.floating] | None = None
+    ) -> PolicyInputs:
+        """Move frames ``[B, H, W, 3]`` uint8, prompts and proprioception to the device."""
+        return build_inputs(self.config, self.tokenizer, self.device, frames, tasks, proprio)
 
+    def place_pictures(self, frames: NDArray[np.uint8]) -> Tensor:
+        """Turn frames ``[..., H, W, 3]`` uint8 into `PolicyInputs.pixels`, as `preprocess` does."""
+        return place_pictures(self.config, frames, self.device)
 
-def load_policy(
-    folder: str | Path, *, device: str | torch.device = "cpu", dtype: Dtype = "config"
-) -> OpenVLAOFTPolicy:
-    """Read a folder of ours, of the class that its decoding asks for; in evaluation mode, all trainable.
+    def embed_prompt(self, inputs: PolicyInputs) -> tuple[Tensor, Tensor | None]:
+        """Embed all positions before the action tokens.
 
-    Raises:
-        CheckpointError: a file is missing, truncated, or does not fit the configuration.
-    """
-    kind = OpenVLAPolicy if read_config(Path(folder)).causal else OpenVLAOFTPolicy
-    return read_policy(folder, kind, device=device, dtype=dtype)
+        Returns:
+            Embeddings ``[B, L + P, D]`` in the weights' dtype, mask ``[B, L + P]`` int64 (None: no padding).
+
+        Raises:
+            ConfigError: The inputs lack a picture or proprioception that the policy needs.
+        """
+        require_complete(self.config, inputs)
+        text_BLD = self.llm.embed_tokens(inputs.input_ids)
+        features = self.vision(inputs.pixels.flatten(0, -4))
+        patches_BPD = self.projector(features.reshape(len(text_BLD), -1, features.shape[-1]))
+        parts = [text_BLD[:, :1], patches_BPD.to(text_BLD.dtype), text_BLD[:, 1:]]
+        if self.proprio_projector is not None and inputs.proprio is not None:
+            parts.insert(2, self.proprio_projector(inputs.proprio).to(text_BLD.dtype))
+        embeddings = torch.cat(parts, dim=1)
+        if not inputs.padded:
+            return embeddings, None
+        mask_BL = inputs.attention_mask
+        between = mask_BL.new_ones(len(mask_BL), self.config.prefix)
+        return embeddings, torch.cat([mask_BL[:, :1], between, mask_BL[:, 1:]], dim=1)
+
+    def embed(
+        self, inputs: PolicyInputs, tokens_BK: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None, int]:
+        """Embed the whole sequence.
+
+        Args:
+            inputs: From `preprocess`.
+            tokens_BK: Ignored: the slots are zeros.
+
+        Returns:
+            Embeddings ``[B, S, D]`` in the weights' dtype, mask ``[B, S]`` int64 (None: no padding), index of
+            the last prompt token.
+        """
+        prompt, mask = self.embed_prompt(inputs)
+        parts = [prompt, prompt.new_zeros(len(prompt), self.config.slots, self.config.llm_width)]
+        if self.config.stop_token:
+            stop_B1 = inputs.input_ids.new_full((len(prompt), 1), self.tokenizer.end_id)
+            parts.append(self.llm.embed_tokens(stop_B1))
+        embeddings_BSD = torch.cat(parts, dim=1)
+        if mask is not None:
+            mask = nn.functional.pad(mask, (0, embeddings_BSD.shape[1] - mask.shape[1]), value=1)
+        return embeddings_BSD, mask, prompt.shape[1] - 1
+
+    def readout(self, inputs: PolicyInputs, tokens_BK: Tensor | None = None) -> Tensor:
+        """Compute the final hidden states of the action tokens; the first is at the last prompt token.
+
+        Shapes depend on those of `inputs` alone, and on `PolicyInputs.padded`.
+
+        Args:
+            inputs: From `preprocess`.
+            tokens_BK: ``[B, K]`` bins of any integer dtype, for autoregressive decoding.
+
+        Returns:
+            ``[B, K, D]`` in the weights' dtype.
+        """
+        embeddings_BSD, mask_BS, last_prompt = self.embed(inputs, tokens_BK)
+        hidden_BSD = run_trunk(self.llm, embeddings_BSD, mask_BS, causal=self.config.causal)
+        return hidden_BSD[:, last_prompt : last_prompt + self.config.slots]
+
+    def choose(
+        self, inputs: PolicyInputs, sampling: SamplingParams, uniforms_BK: Tensor | None
+    ) -> SampledTokens:
+        """Choose the tokens of a decision: on the device alone, with shapes as in `readout`.
+
+        Args:
+            inputs: From `preprocess`.
+            sampling: Temperature and top-k.
+            uniforms_BK: ``[B, K]`` float64 in [0, 1), one number per token; None: the most likely tokens.
+        """
+        hidden_BKD = self.readout(inputs)
+        logprobs_BKN = action_distribution(self.lm_head(hidden_BKD), sampling)
+        return SampledTokens(take_tokens(logprobs_BKN, uniforms_BK), logprobs_BKN, hidden_BKD)
+
+    def value_of(self, hidden_BKD: Tensor, *, critic_through_policy: bool = False) -> Tensor | None:
+        """Compute the critic's values ``[B, V]`` float32 from `readout`; None without a critic."""
+        if self.value_head is None:
+            return None
+        hidden_BD = hidden_BKD[:, 0]
+        return self.value_head(hidden_BD if critic_through_policy else hidden_BD.detach())
+
+    def values(self, inputs: PolicyInputs, *, critic_through_policy: bool = False) -> Tensor:
+        """Compute the critic's values ``[B, V]`` float32 alone; raises ConfigError without a critic."""
+        with torch.set_grad_enabled(critic_through_policy and torch.is_grad_enabled()):
+            hidden_BKD = self.readout(inputs)
+        values = self.value_of(hidden_BKD, critic_through_policy=critic_through_policy)
+        if values is None:
+            raise ConfigError(
+                "The policy was asked for values, but it has no value head (value_head is none in its "
+                "config.json). Add one with add_critic, or use --algorithm.kind grpo."
+            )
+        return values
+
+    def as_chunk(self, per_token_BK: Tensor) -> Tensor:
+        """Fold ``[B, K]`` of any dtype into ``[B, C, A]``."""
+        return per_token_BK.unflatten(1, (self.config.chunk, self.config.action_dim))
+
+    @torch.no_grad()
+    def act(self, inputs: PolicyInputs, sampling: SamplingParams, seeds: Sequence[int]) -> ActResult:
+        """Decide; raises ConfigError if there is not one seed per row."""
+        if len(seeds) != len(inputs.pixels):
+            raise ConfigError(
+                f"{len(seeds)} seeds for {len(inputs.pixels)} rows: every row samples from its own stream. "
+                "Pass one seed per row."
+            )
+        uniforms_BK = uniforms_for(sampling, seeds, self.config.slots, self.device)
+        chosen = self.choose(inputs, sampling, uniforms_BK)
+        tokens = self.as_chunk(chosen.tokens).int()
+        return ActResult(
+            actions=self.decode(tokens),
+            sample={"tokens": tokens},
+            logprob=self.as_chunk(logprob_of(chosen.logprobs, chosen.tokens)),
+            value=self.value_of(chosen.hidden),
+            entropy=self.as_chunk(entropy_of(chosen.logprobs)),
+        )
+
+    def evaluate(
+        self,
+        inputs: PolicyInputs,
+        sample: Mapping[str, Tensor],
+        sampling: SamplingParams,
+        *,
+        critic_through_policy: bool = False,
+    ) -> EvaluateResult:
+        """Compute ``[B, C, A]`` float32 log-probs of given tokens, with gradient."""
+        tokens_BK = sample["tokens"].flatten(1)
+        hidden_BKD = self.readout(inputs, tokens_BK)
+        logprobs_BKN = action_distribution(self.lm_head(hidden_BKD), sampling, tokens_BK)
+        return EvaluateResult(
+            logprob=self.as_chunk(logprob_of(logprobs_BKN, tokens_BK)),
+            entropy=self.as_chunk(entropy_of(logprobs_BKN)),
+            value=self.value_of(hidden_BKD, critic_through_policy=critic_through_policy),
+        )
+
+    def forward(self, *args: Any, **settings: Any) -> EvaluateResult:
+        """Evaluate: sharding hooks onto `forward`."""
+        return self.evaluate(*args, **settings)
+
+    def decode(self, tokens: Tensor) -> Tensor:
+        """Turn integer bins ``[..., A]`` into float32 actions in the environment's units and conventions."""
+        actions = action_tokens.decode(tokens)
+        if self.config.norm_key:
+            actions = action_tokens.unnormalise(actions, self.config.norm_stats[self.config.norm_key])
+        return action_tokens.with_gripper(actions, self.config.gripper)

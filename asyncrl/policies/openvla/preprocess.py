@@ -1,4 +1,4 @@
-"""Build `PolicyInputs` on the device from frames, instructions and proprioception; name what is missing.
+"""Frames, instructions and proprioception to `PolicyInputs` on the device.
 
 Dimension letters:
     B  rows      H, W  frame size in pixels      N  pictures per row      Q  numbers of proprioception
@@ -34,16 +34,7 @@ _THREADS: Final = 8
 
 
 def prepare_oft(frames: NDArray[np.uint8], size: int, device: torch.device) -> Tensor:
-    """Carry out the whole pipeline.
-
-    Args:
-        frames: ``[..., H, W, 3]`` uint8.
-        size: ``S``.
-        device: Of the result, and of all steps but the first.
-
-    Returns:
-        ``[..., S, S, 3]`` uint8.
-    """
+    """Turn ``[..., H, W, 3]`` uint8 into ``[..., S, S, 3]``: JPEG, Lanczos resize, centre crop."""
     flat = frames.reshape(-1, *frames.shape[-3:])
     parts = []
     with ThreadPoolExecutor(min(_THREADS, len(flat))) as pool:  # Pillow lets other threads run meanwhile
@@ -55,15 +46,13 @@ def prepare_oft(frames: NDArray[np.uint8], size: int, device: torch.device) -> T
 
 def encode_jpeg(frame: NDArray[np.uint8]) -> bytes:
     """Write a frame ``[H, W, 3]`` uint8 as a JPEG file: quality 95, colours at half resolution (4:2:0)."""
-    file = io.BytesIO()
-    Image.fromarray(np.ascontiguousarray(frame)).save(
-        file, format="JPEG", quality=JPEG_QUALITY, subsampling="4:2:0"
-    )
+    file, image = io.BytesIO(), Image.fromarray(np.ascontiguousarray(frame))
+    image.save(file, format="JPEG", quality=JPEG_QUALITY, subsampling="4:2:0")
     return file.getvalue()
 
 
 def through_jpeg(frame: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Pass ``[H, W, 3]`` uint8 through a JPEG file and back, as the fine-tuning data was."""
+    """Pass ``[H, W, 3]`` uint8 through a JPEG file and back, like the fine-tuning data."""
     with Image.open(io.BytesIO(encode_jpeg(frame))) as image:
         return np.asarray(image.convert("RGB"))
 
@@ -90,14 +79,8 @@ def _weights_on(source: int, target: int, device: torch.device) -> Tensor:
 
 
 def resize_lanczos3(frames_BHW3: Tensor, size: int) -> Tensor:
-    """Resize to ``[B, S, S, 3]`` uint8; halves are rounded to even.
-
-    Float64 because reduced-precision matrix products (TF32, autocast) would miss grey levels.
-
-    Args:
-        frames_BHW3: ``[B, H, W, 3]`` uint8.
-        size: ``S``.
-    """
+    """Resize ``[B, H, W, 3]`` uint8 to ``[B, S, S, 3]`` uint8; halves are rounded to even."""
+    # Float64 because reduced-precision matrix products (TF32, autocast) would miss grey levels.
     rows_SH = _weights_on(frames_BHW3.shape[1], size, frames_BHW3.device)
     columns_SW = _weights_on(frames_BHW3.shape[2], size, frames_BHW3.device)
     levels_BSW3 = torch.einsum("sh,bhwc->bswc", rows_SH, frames_BHW3.double())
@@ -107,27 +90,20 @@ def resize_lanczos3(frames_BHW3: Tensor, size: int) -> Tensor:
 
 @lru_cache(maxsize=32)
 def _crop_neighbours(size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute lower and upper neighbour ``[S]`` int64 of every sample, and the upper one's share ``[S]``."""
+    """Return lower and upper neighbour ``[S]`` int64 of every sample, and the upper one's share ``[S]``."""
     side = np.sqrt(CROPPED_AREA)
     samples = ((1 - side) / 2 + np.linspace(0, 1, size) * side) * (size - 1)  # corners meet corners
     lower = np.floor(samples).astype(np.int64)
     upper = np.minimum(lower + 1, size - 1)
     share = (samples - lower).astype(np.float32)
-    return (
-        constant_to_device(lower, device),
-        constant_to_device(upper, device),
-        constant_to_device(share, device),
-    )
+    lower_S, upper_S, share_S = (constant_to_device(array, device) for array in (lower, upper, share))
+    return lower_S, upper_S, share_S
 
 
 def crop_centre(frames_BSS3: Tensor) -> Tensor:
-    """Cut out the centre (side ``sqrt(0.9)``) and stretch it to the old size, bilinear, corners on corners.
+    """Crop the centre of ``[B, S, S, 3]`` uint8 (side ``sqrt(0.9)``) and stretch it to the old size.
 
-    Args:
-        frames_BSS3: ``[B, S, S, 3]`` uint8.
-
-    Returns:
-        ``[B, S, S, 3]`` uint8: ``255.5 x`` without its fraction, for x in [0, 1].
+    Bilinear, corners on corners; the result is ``255.5 x`` without its fraction, for x in [0, 1].
     """
     lower, upper, share_S = _crop_neighbours(frames_BSS3.shape[1], frames_BSS3.device)
     levels = frames_BSS3.float() / 255
@@ -152,20 +128,7 @@ def build_inputs(
     tasks: Sequence[str],
     proprio: NDArray[np.floating] | None,
 ) -> PolicyInputs:
-    """Do what `interface.Policy.preprocess` says, without waiting for the device.
-
-    Args:
-        config: Of the policy.
-        tokenizer: Of the policy.
-        device: Of the result.
-        frames: ``[B, H, W, 3]`` uint8, or ``[B, N, H, W, 3]``: a policy reads the first as many of the N
-            pictures as it was made for.
-        tasks: ``B`` instructions.
-        proprio: ``[B, Q]`` of any float dtype, in the environment's units.
-
-    Raises:
-        ConfigError: The frames or the proprioception are missing, or not of the type and shape needed.
-    """
+    """Implement `interface.Policy.preprocess` without waiting for the device."""
     if frames.ndim == 5:
         frames = frames[:, : config.images]
     _check_frames(config, frames, len(tasks))
@@ -182,18 +145,14 @@ def build_inputs(
 
 
 def place_pictures(config: OpenVLAOFTConfig, frames: NDArray[np.uint8], device: torch.device) -> Tensor:
-    """Move ``[..., H, W, 3]`` uint8 to the device, through the `image_pipeline` that the policy wants."""
+    """Move ``[..., H, W, 3]`` uint8 to the device, through the policy's `image_pipeline`."""
     if config.image_pipeline == "oft":
         return prepare_oft(frames, config.image_size, device)
     return to_device(frames, device)
 
 
 def require_complete(config: OpenVLAOFTConfig, inputs: PolicyInputs) -> None:
-    """Refuse inputs that lack a picture or the proprioception (they need not come from `build_inputs`).
-
-    Raises:
-        ConfigError: Says what is missing.
-    """
+    """Refuse inputs, built elsewhere, that lack a picture or the proprioception."""
     shape = tuple(inputs.pixels.shape)
     if shape[1:-3] != ((config.images,) if config.images > 1 else ()):
         raise ConfigError(f"{_wanted_frames(config)}, but it got pixels {list(shape)}. {_WORLDS}")
@@ -227,7 +186,7 @@ def _lacks_proprio(config: OpenVLAOFTConfig) -> ConfigError:
 def _place_proprio(
     config: OpenVLAOFTConfig, proprio: NDArray[np.floating] | None, rows: int, device: torch.device
 ) -> Tensor | None:
-    """Scale proprioception to ``[B, Q]`` float32 in [-1, 1]; what a policy does not look at is ignored."""
+    """Scale proprioception to ``[B, Q]`` float32 in [-1, 1]; None if the policy reads none."""
     if not config.proprio_dim:
         return None
     if proprio is None:

@@ -1,4 +1,4 @@
-"""Turn instructions into left-padded prompt tokens and their mask.
+"""Instructions to left-padded prompt tokens and their mask.
 
 The prompt is OpenVLA's. Its last token announces the action: the policy's first output is read there, so
 padding goes to the left; the beginning-of-sequence token stays in column 0, where the picture follows it.
@@ -20,80 +20,21 @@ from asyncrl.storage.regular_files import read_text
 
 PROMPT: Final = "In: What action should the robot take to {task}?\nOut: "
 UNKNOWN, BEGIN, END = "<unk>", "<s>", "</s>"
-WORDS: Final[tuple[str, ...]] = (
-    *(
-        "a",
-        "the",
-        "it",
-        "and",
-        "of",
-        "to",
-        "in",
-        "into",
-        "on",
-        "onto",
-        "from",
-        "at",
-        "next",
-        "between",
-        "under",
-    ),
-    *(
-        "put",
-        "pick",
-        "place",
-        "move",
-        "push",
-        "pull",
-        "lift",
-        "open",
-        "close",
-        "turn",
-        "stack",
-        "up",
-        "down",
-        "off",
-    ),
-    *("left", "right", "front", "back", "top", "bottom", "middle", "first", "second", "small", "large"),
-    *(
-        "red",
-        "green",
-        "blue",
-        "yellow",
-        "purple",
-        "white",
-        "black",
-        "orange",
-        "pink",
-        "brown",
-        "grey",
-        "cyan",
-    ),
-    *(
-        "cube",
-        "block",
-        "ball",
-        "plate",
-        "bowl",
-        "mug",
-        "cup",
-        "box",
-        "basket",
-        "tray",
-        "table",
-        "drawer",
-        "cabinet",
-    ),
-    *("stove", "bottle", "rack", "shelf", "door", "button", "handle", "side"),
-)
-"""The words the small policies know besides the prompt's own; every other word is `<unk>`."""
+_WORDS: Final = """
+a the it and of to in into on onto from at next between under put pick place move push pull lift open close
+turn stack up down off left right front back top bottom middle first second small large red green blue
+yellow purple white black orange pink brown grey cyan cube block ball plate bowl mug cup box basket tray
+table drawer cabinet stove bottle rack shelf door button handle side
+"""
+WORDS: Final = tuple(_WORDS.split())
+"""Vocabulary of the small policies besides the prompt's own words; every other word is `<unk>`."""
 
 _PIECE: Final = r"\w+|[^\w\s]|\n"
 _OF_PROMPT: Final = re.findall(_PIECE, PROMPT.replace("{task}", ""))
 
 
 def words_for(tasks: Iterable[str]) -> tuple[str, ...]:
-    """Return `WORDS` and, behind them in the order of the alphabet, what else these instructions say.
+    """Return `WORDS`, followed by the other words of these instructions in alphabetical order.
 
     Example:
         >>> words_for(["pick up the ketchup", "Open the moka-pot"])[len(WORDS) :]
@@ -114,13 +55,8 @@ def build_word_tokenizer(words: Iterable[str] = WORDS) -> Tokenizer:
     return tokenizer
 
 
-def _plain(task: str) -> str:
-    """Return what an instruction says: its words without case and distances."""
-    return " ".join(task.lower().split())
-
-
 class PromptTokenizer:
-    """A `tokenizers` tokenizer that makes whole prompts and remembers them by task."""
+    """A tokenizer of whole prompts, cached by task."""
 
     def __init__(self, tokenizer: Tokenizer, *, pad_id: int) -> None:
         """Wrap a tokenizer.
@@ -140,22 +76,15 @@ class PromptTokenizer:
         self.end_id: int = end
         self.pad_id = pad_id
         self.shortest = 0
-        """Length that every batch is padded to at least."""
+        """Minimum length of a batch."""
         self.always_masked = False
-        """Whether attention has a mask also where a batch needs none."""
+        """True if attention gets a mask even where a batch needs none."""
         self._known: dict[str, tuple[int, ...]] = {}
         self._first: dict[tuple[int, ...], str] = {}
 
     @classmethod
     def from_file(cls, path: Path, *, pad_id: int) -> PromptTokenizer:
-        """Read a `tokenizer.json`. Its own `truncation` and `padding` are switched off.
-
-        Some are saved with the settings of the last call before. Truncation would cut the end of a prompt,
-        which announces the action; padding is done by `batch`, on the left and behind `<s>`.
-
-        Raises:
-            CheckpointError: the file is missing or is not a tokenizer.
-        """
+        """Read a `tokenizer.json`; raises CheckpointError if it is missing or no tokenizer."""
         if not path.is_file():
             raise CheckpointError(
                 f"{path} is missing: instructions cannot become tokens. "
@@ -167,12 +96,14 @@ class PromptTokenizer:
             raise CheckpointError(
                 f"{path} is not a tokenizer ({error}). Copy it again from the checkpoint."
             ) from error
+        # Some files keep the settings of the last call. Truncation would cut the end of a prompt, which
+        # announces the action; `batch` pads on the left, behind `<s>`.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         return cls(tokenizer, pad_id=pad_id)
 
     def fix_shape(self, tasks: Iterable[str]) -> None:
-        """Pad every batch to the longest prompt of `tasks` from now on; mask all if any is shorter."""
+        """Pad every batch from now on to the longest prompt of `tasks`; mask all if any is shorter."""
         lengths = {len(self.ids(task)) for task in tasks}
         self.shortest, self.always_masked = max(lengths), len(lengths) > 1
 
@@ -181,33 +112,32 @@ class PromptTokenizer:
         path.write_text(self.tokenizer.to_str(pretty=False), encoding="utf-8")
 
     def ids(self, task: str) -> tuple[int, ...]:
-        """Tokenise the prompt of one task, beginning with `<s>`; the task is put into lower case.
+        """Tokenise the prompt of one task in lower case, beginning with `<s>`.
 
         Raises:
             CheckpointError: The tokenizer is another policy's.
-            ConfigError: The tokenizer does not know a word; or another instruction has the same prompt: the
-                policy could not tell them apart.
+            ConfigError: The tokenizer lacks a word, or another instruction has the same prompt.
         """
-        known = self._known.get(task)
-        if known is None:
-            prompt = PROMPT.format(task=task.lower())
-            encoded = self.tokenizer.encode(prompt)
-            ids = encoded.ids
-            known = tuple(ids) if ids[:1] == [self.begin_id] else (self.begin_id, *ids)
-            if max(known) >= self.pad_id:
-                raise CheckpointError(
-                    f"The tokenizer gives id {max(known)} for the task {task!r}, but the policy knows ids "
-                    f"below {self.pad_id}: tokenizer.json belongs to another checkpoint. Copy the right one."
-                )
-            self._refuse_unknown(task, prompt, ids, encoded.offsets)
-            self._refuse_second(task, known)
-            self._known[task] = known
+        if task in self._known:
+            return self._known[task]
+        prompt = PROMPT.format(task=task.lower())
+        encoded = self.tokenizer.encode(prompt)
+        ids = encoded.ids
+        known = tuple(ids) if ids[:1] == [self.begin_id] else (self.begin_id, *ids)
+        if max(known) >= self.pad_id:
+            raise CheckpointError(
+                f"The tokenizer gives id {max(known)} for the task {task!r}, but the policy knows ids "
+                f"below {self.pad_id}: tokenizer.json belongs to another checkpoint. Copy the right one."
+            )
+        self._refuse_unknown(task, prompt, ids, encoded.offsets)
+        self._refuse_second(task, known)
+        self._known[task] = known
         return known
 
     def _refuse_unknown(
         self, task: str, prompt: str, ids: Sequence[int], places: Sequence[tuple[int, int]]
     ) -> None:
-        """Refuse words that all become one token; a punctuation mark that does says nothing anyway."""
+        """Refuse words that all become `<unk>`; an unknown punctuation mark is harmless."""
         of_unknown = self.tokenizer.token_to_id(UNKNOWN)
         spans = [place for number, place in zip(ids, places, strict=True) if number == of_unknown]
         words = dict.fromkeys(prompt[begin:end] for begin, end in spans)
@@ -220,17 +150,15 @@ class PromptTokenizer:
 
     def _refuse_second(self, task: str, ids: tuple[int, ...]) -> None:
         other = self._first.setdefault(ids, task)
-        if _plain(task) != _plain(other):
+        if task.lower().split() != other.lower().split():
+            pieces = sorted({piece for text in (other, task) for piece in re.findall(_PIECE, text.lower())})
+            unknown = [repr(piece) for piece in pieces if self.tokenizer.token_to_id(piece) is None]
             raise ConfigError(
                 f"The policy reads {other!r} and {task!r} as the same prompt, because its tokenizer does not "
-                f"know {' nor '.join(self._unknown(other, task))}: it cannot tell these tasks apart. Use a "
+                f"know {' nor '.join(unknown)}: it cannot tell these tasks apart. Use a "
                 "policy that knows what tells them apart; `asyncrl fit policy` takes it from its recordings "
                 "(not with --refine)."
             )
-
-    def _unknown(self, *tasks: str) -> list[str]:
-        pieces = sorted({piece for task in tasks for piece in re.findall(_PIECE, task.lower())})
-        return [repr(piece) for piece in pieces if self.tokenizer.token_to_id(piece) is None]
 
     def batch(self, tasks: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Tokenise prompts and bring them to equal length: `<s>`, padding, the rest.

@@ -1,1 +1,0 @@
-"""Policy folders: our layout, the published ones, adapters, and conversion between them."""

@@ -1,0 +1,270 @@
+"""Convert policy folders tensor by tensor: conventions, adapters, completion for other stacks.
+
+`from_pretrained(..., trust_remote_code=True)` of other stacks reads, besides weights and tokenizer.json:
+
+    AutoConfig, AutoModel   config.json: `auto_map` names classes; the .py with these, and those that they
+                            import from their folder
+    AutoProcessor           preprocessor_config.json, its `auto_map`, the .py
+    AutoTokenizer           tokenizer_config.json, which is written where the original has none
+
+The .py are read as text and never run. One that `auto_map` takes from a hub (OWNER/NAME--module.Class) is not
+checked.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from asyncrl.errors import CheckpointError
+from asyncrl.policies.lora import merge_adapter
+from asyncrl.policies.openvla import names, old_layout
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.files import (
+    STATISTICS,
+    Original,
+    PolicyFolder,
+    PublishedOptions,
+    kept_names,
+    open_folder,
+    read_original,
+    write_policy,
+)
+from asyncrl.policies.openvla.tokenizer import BEGIN, END, UNKNOWN, PromptTokenizer
+from asyncrl.storage.atomic import read_json, replacing, write_json
+from asyncrl.storage.regular_files import read_text
+from asyncrl.storage.tensor_reader import Spec
+from asyncrl.storage.tensor_writer import SHARD_BYTES
+from asyncrl.storage.weight_files import INDEX
+
+TOKENIZER_CONFIG: Final = "tokenizer_config.json"
+_OWN: Final = {"config.json", "tokenizer.json", "state.json", STATISTICS, INDEX}
+_CARRIED: Final = (".json", ".py", ".model", ".txt", ".jinja")
+_CARRIED_BYTES: Final = 20_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversionReport:
+    """Result of a conversion."""
+
+    config: OpenVLAOFTConfig
+    """Of the policy written."""
+    used: int
+    """Tensors read that the policy uses."""
+    kept: int
+    """Unused tensors of the original, written again."""
+    zeros: int
+    """Unused tensors written as zeros."""
+    left_out: tuple[str, ...]
+    """Tensors of the source that the options exclude."""
+    merged: int
+    """Layers with an adapter merged."""
+    carried: tuple[str, ...]
+    """Files copied that only other stacks read."""
+    missing: Mapping[str, list[str]]
+    """Files that other stacks lack, by the classes that read them."""
+    unpublished: str
+    """Reason why no code of other stacks builds a policy of this size; empty: it may."""
+    nbytes: int
+    """Size of the weights written."""
+
+
+def convert(
+    source: Path,
+    folder: Path,
+    *,
+    choices: PublishedOptions | None = None,
+    adapter: Path | None = None,
+    original: Path | None = None,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> ConversionReport:
+    """Write the policy of one folder into another, complete for other stacks.
+
+    Args:
+        source: Policy folder.
+        folder: Created if missing; a policy in it is replaced.
+        choices: Conventions that the source lacks.
+        adapter: peft folder, merged on the way. Not one inside `source`.
+        original: Published folder that training began with: provides the unused tensors and other stacks'
+            files; None: the source itself.
+        dtype: Of all numbers written, and of the policy's arithmetic; None: those of the source.
+        shard_bytes: Size above which a further weight file is begun.
+
+    Raises:
+        CheckpointError: Something does not fit; before anything is written.
+    """
+    if folder.resolve() == source.resolve():
+        raise CheckpointError(f"{folder} is the source itself. Choose another folder to write to.")
+    if adapter is not None and adapter.resolve().is_relative_to(source.resolve()):
+        raise CheckpointError(
+            f"--adapter {adapter} lies inside {source}, whose weights have it merged already: such a folder "
+            "(lora_adapter of OpenVLA-OFT's fine-tuning, adapter of a checkpoint) is the record of what was "
+            "merged, and merging it again would add it twice. Leave --adapter out; or give the base that it "
+            "was trained on as SOURCE and an adapter that was downloaded by itself."
+        )
+    opened = open_any(source, choices)
+    merged = merge_adapter(opened.files, opened.rows, adapter) if adapter else 0
+    specs, config = dict(opened.specs), opened.config
+    if dtype is not None:
+        specs = {name: Spec(dtype, spec.shape) for name, spec in specs.items()}
+        config = dataclasses.replace(config, dtype=str(dtype).removeprefix("torch."))  # type: ignore[arg-type]
+    whole = _read_original(original) if original else opened.original
+    kept = len(kept_names(config, whole))
+    nbytes = write_policy(
+        folder,
+        config,
+        opened.tokenizer,
+        specs,
+        opened.natives(),
+        original=whole,
+        whole=True,
+        shard_bytes=shard_bytes,
+    )
+    carried = _copy_foreign_files(whole.carried, folder) if whole.carried else []
+    _write_tokenizer_config(folder, opened.tokenizer)
+    return ConversionReport(
+        config=config,
+        used=len(opened.used),
+        kept=kept,
+        zeros=len(names.unused_shapes(config)) - kept,
+        left_out=tuple(opened.left_out),
+        merged=merged,
+        carried=tuple(carried),
+        missing=missing_files(folder),
+        unpublished="" if whole.fields.get("auto_map") else unpublished_size(config),
+        nbytes=nbytes,
+    )
+
+
+def open_any(folder: Path, options: PublishedOptions | None = None) -> PolicyFolder:
+    """Open a policy folder of the published or of asyncrl 0.1's layout."""
+    return old_layout.open_folder(folder) if old_layout.is_old(folder) else open_folder(folder, options)
+
+
+def _read_original(folder: Path) -> Original:
+    return old_layout.read_original(folder) if old_layout.is_old(folder) else read_original(folder)
+
+
+# --- other stacks -------------------------------------------------------------
+
+
+def _copy_foreign_files(source: Path, folder: Path) -> list[str]:
+    """Copy the small files that only other stacks read; returns their names."""
+    chosen = [
+        file
+        for file in sorted(source.iterdir())
+        if file.is_file()
+        and file.suffix in _CARRIED
+        and file.name not in _OWN
+        and file.stat().st_size <= _CARRIED_BYTES
+    ]
+    for file in chosen:
+        with replacing(folder / file.name) as part:
+            shutil.copyfile(file, part)
+    return [file.name for file in chosen]
+
+
+def _write_tokenizer_config(folder: Path, tokenizer: PromptTokenizer) -> None:
+    if (folder / TOKENIZER_CONFIG).exists():
+        return
+    kinds = {"bos_token": BEGIN, "eos_token": END, "unk_token": UNKNOWN, "pad_token": "<PAD>"}
+    known = {kind: text for kind, text in kinds.items() if tokenizer.tokenizer.token_to_id(text) is not None}
+    fields = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **known}
+    write_json(folder / TOKENIZER_CONFIG, fields)
+
+
+def unpublished_size(config: OpenVLAOFTConfig) -> str:
+    """Return the reason why no other stack builds a policy of this size; empty for the published 7B size."""
+    full = OpenVLAOFTConfig.full()
+    if all(getattr(config, n) == getattr(full, n) for n in ("dino", "siglip", "patch_size", "image_size")):
+        return ""
+    return (
+        f"vision towers of {config.dino.width} and {config.siglip.width} channels at {config.image_size} "
+        "pixels: OpenVLA's code builds its towers by the names of timm's models, and timm has none of this "
+        "size"
+    )
+
+
+def missing_files(folder: Path) -> dict[str, list[str]]:
+    """List the files that other stacks need and a policy folder lacks, by the classes that read them.
+
+    Raises:
+        CheckpointError: A JSON file of the folder is broken.
+    """
+    maps = {
+        name: _auto_map(read_json(folder / name))
+        for name in ("config.json", "preprocessor_config.json", "processor_config.json", TOKENIZER_CONFIG)
+        if (folder / name).is_file()
+    }
+    others = ("AutoProcessor", "AutoImageProcessor", "AutoFeatureExtractor", "AutoTokenizer")
+    classes = maps["config.json"]
+    if "AutoConfig" in classes and model_class(folder):
+        of_model = [of for name, of in classes.items() if not name.startswith(others)]
+        model = list(_lacking(folder, of_model))
+    else:
+        code = ("configuration_prismatic.py", "modeling_prismatic.py")
+        model = ["config.json with auto_map", *(name for name in code if not (folder / name).is_file())]
+    processor: list[str] = []
+    if not maps.keys() & {"preprocessor_config.json", "processor_config.json"}:
+        code = ("preprocessor_config.json", "processing_prismatic.py")
+        processor = [name for name in code if not (folder / name).is_file()]
+    of_processor = [of for found in maps.values() for name, of in found.items() if name.startswith(others)]
+    processor += [name for name in _lacking(folder, of_processor) if name not in processor]
+    found = {"AutoConfig and AutoModel": model, "AutoProcessor": processor}
+    return {reader: lacking for reader, lacking in found.items() if lacking}
+
+
+def listed(missing: Mapping[str, list[str]]) -> str:
+    """Format `missing_files` on a line: ``a.py, b.json (for AutoProcessor)``."""
+    return "; ".join(f"{', '.join(files)} (for {reader})" for reader, files in missing.items())
+
+
+def model_class(folder: Path) -> str:
+    """Return the class of transformers that opens the policy: the first AutoModel of its auto_map."""
+    classes = _auto_map(read_json(folder / "config.json"))
+    return next((name for name in classes if name.startswith("AutoModel") and name.isidentifier()), "")
+
+
+def _auto_map(fields: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Read the classes of the folder's own code by Auto class."""
+    found = fields.get("auto_map")
+    if not isinstance(found, Mapping):
+        return {}
+    several = {name: of if isinstance(of, list) else [of] for name, of in found.items()}
+    return {name: [one for one in of if isinstance(one, str)] for name, of in several.items()}
+
+
+def _lacking(folder: Path, classes: list[list[str]]) -> Iterator[str]:
+    """Yield the missing .py of these classes, and of the files that theirs import from their folder."""
+    modules: list[str] = []
+    for one in (one for several in classes for one in several if "--" not in one):
+        if match := re.fullmatch(r"([A-Za-z_]\w*)\.[A-Za-z_]\w*", one):
+            modules.append(match[1])
+        else:
+            yield f"{one!r:.80} of auto_map (it is no MODULE.CLASS)"
+    seen: set[str] = set()
+    while modules:
+        module = modules.pop(0)
+        file = folder / f"{module}.py"
+        if module in seen:
+            continue
+        seen.add(module)
+        if not file.is_file():
+            yield file.name
+            continue
+        try:
+            nodes = list(ast.walk(ast.parse(read_text(file))))
+        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            yield f"{file.name} (it is no Python: {type(error).__name__})"
+            continue
+        near = [n.module for n in nodes if isinstance(n, ast.ImportFrom) and n.level == 1 and n.module]
+        modules += sorted({name.split(".")[0] for name in near})

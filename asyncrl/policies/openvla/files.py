@@ -1,0 +1,378 @@
+"""Policy folders in the published OpenVLA layout: open, check, write.
+
+config.json               conventions; `asyncrl` holds those that other stacks do not have
+model.safetensors         weights by published names, or shards with an index
+tokenizer.json            of the language model
+dataset_statistics.json   ranges of actions and proprioception; they override those of config.json
+(others)                  read by other stacks only, copied by `convert`
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor
+
+from asyncrl.errors import CheckpointError
+from asyncrl.policies.action_tokens import NormStats
+from asyncrl.policies.openvla import names
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.names import CRITIC, LM_HEAD, PROPRIO, TensorMapping
+from asyncrl.policies.openvla.tokenizer import PromptTokenizer
+from asyncrl.storage.atomic import read_json, replacing, write_json
+from asyncrl.storage.tensor_reader import Spec, TensorFiles
+from asyncrl.storage.tensor_writer import SHARD_BYTES, write_folder
+
+MODEL_TYPE: Final = "openvla"
+SECTION: Final = "asyncrl"
+"""Entry of config.json: the fields of `OpenVLAOFTConfig`, statistics excepted."""
+STATISTICS: Final = "dataset_statistics.json"
+OLD_FORMAT: Final = "asyncrl-openvla-oft"
+"""`format` in the config.json of asyncrl 0.1's own layout."""
+_REFUSED: Final = {
+    "action_head": "a continuous action head (L1 regression or diffusion). It gives actions without "
+    "probabilities, and the policy gradient needs the log-probability of every action",
+    "noisy_action_projector": "the projector of a diffusion action head, which gives no log-probabilities",
+    "vision_backbone": "a vision tower with FiLM (language-modulated features), which asyncrl does "
+    "not compute",
+}
+"""Modules whose files mark another kind of policy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedOptions:
+    """Conventions that a published folder may lack; "folder", 0 and "" read them from the folder."""
+
+    norm_key: str = ""
+    """Statistics to scale actions with; empty: the only ones there are."""
+    convention: Literal["folder", "rlinf", "oft"] = "folder"
+    """rlinf: no stop token, bicubic resize. oft: stop token, Lanczos resize and centre crop, as supervised
+    OFT training. folder: as saved by asyncrl, else rlinf."""
+    gripper: Literal["folder", "none", "libero", "maniskill"] = "folder"
+    """folder: as saved by asyncrl, else by the statistics: libero*, bridge*; else none."""
+    decoding: Literal["folder", "parallel", "autoregressive"] = "folder"
+    """folder: as saved by asyncrl, else parallel."""
+    images: int = 0
+    """Pictures per decision; 0: as saved by asyncrl, else 1."""
+    chunk: int = 0
+    """Steps per decision; 0: as saved by asyncrl, else 8, or 1 for autoregressive."""
+    proprio: bool = True
+    """Read the proprioception projector if there is one."""
+    critic: bool = True
+    """Read the value head if there is one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Original:
+    """The parts of a published folder that the policy does not use."""
+
+    fields: Mapping[str, Any]
+    """Its config.json; empty if unknown."""
+    statistics: Mapping[str, Any]
+    """By data set, as in the files: `action`, and perhaps `proprio` and others."""
+    files: TensorFiles | None = None
+    """File that may hold published tensors that never affect the output."""
+    carried: Path | None = None
+    """Folder with the files that only other stacks read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyFolder:
+    """An opened policy folder; of its weights only the headers were read."""
+
+    original: Original
+    config: OpenVLAOFTConfig
+    tokenizer: PromptTokenizer
+    rows: Sequence[TensorMapping]
+    files: TensorFiles
+    """Weights; the proprioception projector's among them if it has a file of its own."""
+    used: Sequence[str]
+    """Names in `files` that the policy uses."""
+    natives: Callable[[], Iterator[tuple[str, Tensor]]]
+    """Streams the policy's tensors by stable name."""
+    specs: Mapping[str, Spec]
+    """Dtype and shape of the tensors of `natives`, in its order."""
+    left_out: Sequence[str] = ()
+    """Tensors of the folder that the options exclude."""
+
+
+def open_folder(folder: Path, options: PublishedOptions | None = None) -> PolicyFolder:
+    """Open a policy folder and check that it is complete.
+
+    Raises:
+        CheckpointError: It is no policy, or a file or tensor is missing, unknown or misshapen.
+        ConfigError: Its conventions do not fit together.
+    """
+    options = options or PublishedOptions()
+    original, files = _open(folder)
+    config = _config(folder, original, files, options)
+    tokenizer = PromptTokenizer.from_file(folder / "tokenizer.json", pad_id=config.token_count)
+    refused = tuple(
+        prefix for prefix, wanted in ((PROPRIO, options.proprio), (CRITIC, options.critic)) if not wanted
+    )
+    left_out = {name for name in files.names() if refused and name.startswith(refused)}
+    used = _check(files, config, left_out)
+    rows = names.tensor_map(config)
+    empty = ((name, files.spec(name).empty()) for name in used)
+    return PolicyFolder(
+        original=original,
+        config=config,
+        tokenizer=tokenizer,
+        rows=rows,
+        files=files,
+        used=used,
+        natives=lambda: names.to_native(rows, files.stream(used, what="load policy"), config),
+        specs={name: Spec(t.dtype, tuple(t.shape)) for name, t in names.to_native(rows, empty, config)},
+        left_out=sorted(left_out),
+    )
+
+
+def read_original(folder: Path) -> Original:
+    """Open a published folder without checking its weights; raises CheckpointError for other folders."""
+    return _open(folder)[0]
+
+
+def _open(folder: Path) -> tuple[Original, TensorFiles]:
+    fields = read_json(folder / "config.json")
+    _refuse_others(folder, fields)
+    files, statistics = _weights(folder), read_statistics(folder, fields)
+    return Original(fields=fields, statistics=statistics, files=files, carried=folder), files
+
+
+def _refuse_others(folder: Path, fields: Mapping[str, Any]) -> None:
+    if fields.get("format") == OLD_FORMAT:
+        source, out = (shlex.quote(str(path)) for path in (folder, folder.with_name(f"{folder.name}-new")))
+        raise CheckpointError(
+            f"{folder} has the policy layout of asyncrl 0.1. Convert it once with `asyncrl convert {source} "
+            f"{out}`, and give the new folder."
+        )
+    if fields.get("model_type") != MODEL_TYPE:
+        raise CheckpointError(
+            f"{folder / 'config.json'} is not of an OpenVLA policy (model_type {MODEL_TYPE}). Give a "
+            "published OpenVLA or OpenVLA-OFT folder, or one written by asyncrl."
+        )
+    for module, meaning in _REFUSED.items():
+        if found := sorted(folder.glob(f"{module}--*.pt")):
+            raise CheckpointError(
+                f"{found[0]} is {meaning}. Take a checkpoint that was fine-tuned with discrete action "
+                "tokens; if this one was, and the file is a leftover, move the file away."
+            )
+
+
+def _weights(folder: Path) -> TensorFiles:
+    files = TensorFiles(folder, rename=names.modern_name)
+    found = sorted(folder.glob(f"{PROPRIO.rstrip('.')}--*.pt"))
+    if len(found) > 1:
+        raise CheckpointError(
+            f"{folder} has {len(found)} proprioception projectors ({', '.join(f.name for f in found)}). "
+            "Keep the one that was trained with these weights."
+        )
+    if found and not any(name.startswith(PROPRIO) for name in files.names()):
+        files.extra |= {PROPRIO + name: tensor for name, tensor in read_pt(found[0]).items()}
+    return files
+
+
+def read_pt(file: Path) -> dict[str, Tensor]:
+    """Read a `.pt` or `.bin` state dict; the prefix `module.` of data-parallel runs is removed.
+
+    Raises:
+        CheckpointError: The file is missing, truncated, or holds something else than tensors.
+    """
+    files = TensorFiles(file, rename=lambda name: name.removeprefix("module."))
+    return {name: files.read(name) for name in files.names()}
+
+
+def _check(files: TensorFiles, config: OpenVLAOFTConfig, left_out: set[str]) -> list[str]:
+    """Compare the tensors with those of the policy; return the used ones in the order of the files."""
+    position = files.shapes.get(names.POSITIONS, torch.Size()).numel() > config.patches * config.dino.width
+    used = names.published_shapes(config, class_position=position)
+    unused = names.unused_shapes(config)
+    ignored = {name: files.spec(name).shape for name in left_out}
+    files.check(used | unused | ignored, optional=unused.keys())
+    return [name for name in files.names() if name in used]
+
+
+# --- conventions --------------------------------------------------------------
+
+
+def _config(
+    folder: Path, original: Original, files: TensorFiles, options: PublishedOptions
+) -> OpenVLAOFTConfig:
+    saved = original.fields.get(SECTION)
+    section = saved if isinstance(saved, dict) else {}
+    stats = _action_stats(folder, original.statistics)
+    wanted = options.norm_key or section.get("norm_key", "")
+    key = "" if section and not (stats or options.norm_key) else _statistics_key(folder, stats, wanted)
+    changes: dict[str, Any] = {"norm_key": key, "norm_stats": stats}
+    changes |= {"action_dim": len(stats[key].q01)} if key else {}
+    if options.convention != "folder":
+        stop = options.convention == "oft" and options.decoding != "autoregressive"
+        changes |= {"stop_token": stop, "image_pipeline": options.convention}
+    if options.decoding != "folder":
+        changes |= {"decoding": options.decoding}
+        changes |= {"chunk": 1} if options.decoding == "autoregressive" else {}
+    changes |= {name: n for name in ("chunk", "images") if (n := getattr(options, name))}
+    if options.gripper != "folder":
+        changes["gripper"] = options.gripper
+    projector = f"{PROPRIO}fc1.weight"
+    if projector in files.names():
+        changes["proprio_dim"] = files.spec(projector).shape[1] if options.proprio else 0
+    if section:
+        base = OpenVLAOFTConfig.from_json({**section, "norm_key": "", "norm_stats": {}, "value_head": "none"})
+        config = dataclasses.replace(base, **changes)
+    else:
+        gripper = {"libero": "libero", "bridge": "maniskill"}.get(key.split("_")[0], "none")
+        half = LM_HEAD in files.names() and files.spec(LM_HEAD).dtype == torch.bfloat16
+        unsaid = {"gripper": gripper, "dtype": "bfloat16" if half else "float32"}
+        config = OpenVLAOFTConfig.full(**(unsaid | changes))
+    return dataclasses.replace(config, **_critic(files, config, options.critic))
+
+
+def _critic(files: TensorFiles, config: OpenVLAOFTConfig, wanted: bool) -> dict[str, Any]:
+    """Read level and hidden features of the folder's value head; its last layer tells the level."""
+    heads = [f"{CRITIC}mlp.{layer}.weight" for layer in (0, 2, 4)]
+    if not wanted or not all(name in files.names() for name in heads):
+        return {"value_head": "none"}
+    first, second, outputs = (files.spec(name).shape[0] for name in heads)
+    if outputs not in (1, config.chunk):
+        raise CheckpointError(
+            f"{files.label}: {heads[2]} has {outputs} rows, but a critic gives 1 value per decision or "
+            f"{config.chunk} (one per step). Leave it out with --no-critic, or correct --chunk."
+        )
+    return {"value_head": "chunk" if outputs == 1 else "action", "value_hidden": (first, second)}
+
+
+def read_statistics(folder: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the action statistics of config.json, overridden by those of `dataset_statistics.json`."""
+    statistics: dict[str, Any] = dict(fields.get("norm_stats") or {})
+    if (folder / STATISTICS).exists():
+        statistics |= read_json(folder / STATISTICS)
+    return {key: value for key, value in statistics.items() if isinstance(value, dict) and "action" in value}
+
+
+def _action_stats(folder: Path, statistics: Mapping[str, Any]) -> dict[str, NormStats]:
+    """Parse the action ranges by data set; raises CheckpointError for an incomplete entry."""
+    try:
+        return {key: NormStats.from_published(entry) for key, entry in statistics.items()}
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"The action statistics in {folder} lack or spoil {error}: tokens cannot become actions. "
+            f"Copy config.json and {STATISTICS} again."
+        ) from error
+
+
+def _statistics_key(folder: Path, stats: Mapping[str, NormStats], wanted: str) -> str:
+    known = sorted(stats)
+    if not wanted and len(known) == 1:
+        return known[0]
+    for key in (wanted, f"{wanted}_no_noops"):
+        if key in stats:
+            return key
+    seen = f"has no action statistics for {wanted!r}" if wanted else f"has {len(known)} action statistics"
+    choices = ", ".join(known) or f"none found ({STATISTICS} is missing)"
+    raise CheckpointError(
+        f"{folder} {seen}, so tokens cannot become actions. Choose one of them with --policy-settings "
+        f"norm_key=KEY, or asyncrl convert --unnorm-key: {choices}."
+    )
+
+
+# --- writing ------------------------------------------------------------------
+
+
+def write_policy(
+    folder: Path,
+    config: OpenVLAOFTConfig,
+    tokenizer: PromptTokenizer,
+    specs: Mapping[str, Spec],
+    natives: Iterable[tuple[str, Tensor]],
+    *,
+    original: Original | None = None,
+    whole: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+) -> int:
+    """Write a policy folder tensor by tensor; each file appears whole or not at all.
+
+    Args:
+        folder: Created if missing; a policy in it is replaced.
+        config: Of the policy.
+        tokenizer: Of the policy.
+        specs: Of the policy's tensors by stable name, in the order in which they come.
+        natives: The policy's tensors, adapters merged, in the order and shapes of `specs`, any dtype.
+        original: Provides config.json, statistics and unused tensors.
+        whole: Write a folder for other stacks: all published tensors (zeros for unknown unused ones), and the
+            position of DINOv2's class token added to that token.
+        shard_bytes: Size above which a further weight file is begun.
+
+    Returns:
+        Bytes of the weights that the policy uses.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = names.tensor_map(config)
+    used = names.published_specs(rows, specs, fold=whole)
+    unused = _unused_specs(config, original, specs["lm_head.weight"].dtype) if whole else {}
+    stream = chain(names.to_published(rows, natives, fold=whole), _unused_tensors(unused, original))
+    write_folder(folder, used | unused, stream, shard_bytes=shard_bytes)
+    known = original.statistics if original else {}
+    statistics = {key: _entry(stats, known.get(key)) for key, stats in config.norm_stats.items()}
+    fields = dict(original.fields) if original and original.fields else names.published_config(config)
+    section = {key: value for key, value in config.to_json().items() if key != "norm_stats"}
+    fields = _typed(fields, config.dtype) | {"norm_stats": statistics, SECTION: section}
+    if statistics:
+        write_json(folder / STATISTICS, statistics)
+    else:
+        (folder / STATISTICS).unlink(missing_ok=True)
+    write_json(folder / "config.json", fields)
+    with replacing(folder / "tokenizer.json") as part:
+        tokenizer.save(part)
+    return sum(spec.nbytes for spec in used.values())
+
+
+def _entry(stats: NormStats, raw: Any) -> Any:
+    """Return the raw entry of the original if it has the same ranges."""
+    return raw if raw is not None and NormStats.from_published(raw) == stats else stats.to_published()
+
+
+def _typed(fields: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """Set the model's type: `torch_dtype`, which newer folders call `dtype`."""
+    changed = {**fields, "torch_dtype": dtype} | ({"dtype": dtype} if "dtype" in fields else {})
+    text = fields.get("text_config")
+    if isinstance(text, Mapping):
+        known = {name: dtype for name in ("torch_dtype", "dtype") if name in text}
+        changed["text_config"] = {**text, **known}
+    return changed
+
+
+def kept_names(config: OpenVLAOFTConfig, original: Original | None) -> list[str]:
+    """Return the unused published tensors that the original provides."""
+    if original is None or original.files is None:
+        return []
+    return [name for name in names.unused_shapes(config) if name in original.files.names()]
+
+
+def _unused_specs(config: OpenVLAOFTConfig, original: Original | None, dtype: torch.dtype) -> dict[str, Spec]:
+    shapes = names.unused_shapes(config)
+    specs = {name: Spec(dtype, shape) for name, shape in shapes.items()}
+    for name in kept_names(config, original):
+        assert original is not None
+        assert original.files is not None
+        specs[name] = original.files.spec(name)
+        if specs[name].shape != shapes[name]:
+            raise CheckpointError(
+                f"{original.files.label}: tensor {name} has shape {list(specs[name].shape)}, expected "
+                f"{list(shapes[name])}. It is of a policy of another size: name the right --original."
+            )
+    return specs
+
+
+def _unused_tensors(specs: Mapping[str, Spec], original: Original | None) -> Iterator[tuple[str, Tensor]]:
+    kept = original.files if original else None
+    for name, spec in specs.items():
+        known = kept is not None and name in kept.names()
+        yield name, kept.read(name) if kept and known else torch.zeros(spec.shape, dtype=spec.dtype)
