@@ -92,15 +92,7 @@ def add_lora(
 def adapt(
     network: Any, layers: Set[str], rank: int, alpha: float, *, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Put adapters into linear layers of a network, in place; they alone are trainable afterwards.
-
-    Args:
-        network: Without adapters.
-        layers: By their names in `named_modules`.
-        rank: ``r``, at least 1.
-        alpha: The adapters' output is scaled by ``alpha / rank``; 0 = rank.
-        dtype: Of the adapters, independent of the weights' below.
-    """
+    """Put adapters into linear layers (names of `named_modules`) in place; they alone are trainable then."""
     from peft import LoraConfig, inject_adapter_in_model
 
     kinds = {name.rpartition(".")[2] for name in layers}

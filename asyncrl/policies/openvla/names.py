@@ -139,16 +139,7 @@ def modern_name(name: str) -> str:
 def to_native(
     rows: Sequence[TensorMapping], published: Iterable[tuple[str, Tensor]], config: OpenVLAOFTConfig
 ) -> Iterator[tuple[str, Tensor]]:
-    """Turn published tensors into the policy's, one by one; parts of one tensor share its memory.
-
-    Args:
-        rows: See `tensor_map`.
-        published: Only names that the rows have, any dtype.
-        config: Of the policy.
-
-    Yields:
-        The policy's name, and a tensor of the same dtype in the shape of its parameter.
-    """
+    """Turn published tensors, any dtype, into the policy's; parts of one tensor share its memory."""
     parts: dict[str, list[tuple[str, str]]] = {}
     for ours, theirs, part in rows:
         parts.setdefault(theirs, []).append((ours, part))

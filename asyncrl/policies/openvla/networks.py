@@ -90,14 +90,9 @@ def build_siglip(size: TowerConfig, image_size: int, patch_size: int) -> SiglipV
 
 
 def resize(frames_BHW3: Tensor, image_size: int) -> Tensor:
-    """Resize frames to whole grey levels: bicubic with antialiasing, rounded, as image libraries do.
+    """Resize ``[B, H, W, 3]`` uint8 to whole grey levels ``[B, 3, image_size, image_size]`` float32.
 
-    Args:
-        frames_BHW3: ``[B, H, W, 3]`` uint8.
-        image_size: Height and width of the result, in pixels.
-
-    Returns:
-        ``[B, 3, image_size, image_size]`` float32, whole numbers in [0, 255].
+    Bicubic with antialiasing, rounded, as image libraries do.
     """
     pixels = frames_BHW3.permute(0, 3, 1, 2).float()
     if pixels.shape[-2:] == (image_size, image_size):
@@ -179,10 +174,10 @@ def build_llm(config: OpenVLAOFTConfig) -> LlamaModel:
 def run_trunk(
     llm: LlamaModel, x_BQD: Tensor, mask_BS: Tensor | None, *, causal: bool, cache: Cache | None = None
 ) -> Tensor:
-    """Run the layers and the final norm over some more positions.
+    """Run the layers and the final norm over further positions.
 
-    Not by the model's own `forward`: that looks at the numbers of a mask, which waits for the device, and
-    makes a mask where none is needed once it is compiled or captured, which costs the fast attention.
+    The model's own `forward` reads the numbers of a mask, which waits for the device, and makes a needless
+    mask once it is compiled or captured, which costs the fast attention.
 
     Args:
         llm: Its layers, rotary embedding and final norm are used.
@@ -218,7 +213,7 @@ def run_trunk(
 
 
 def _attends(mask_BS: Tensor, new: int, *, causal: bool) -> Tensor:
-    """Tell which positions the last Q see: ``[B, 1, Q, S]`` bool."""
+    """Return the positions that the last Q see: ``[B, 1, Q, S]`` bool."""
     seen = mask_BS.shape[1]
     attends_B1QS = mask_BS.bool()[:, None, None, :].expand(-1, 1, new, -1)
     if not causal:
@@ -248,13 +243,6 @@ class ValueHead(nn.Module):
     """
 
     def __init__(self, width: int, hidden: tuple[int, int], outputs: int) -> None:
-        """Build with fresh random weights, drawn from torch's generator.
-
-        Args:
-            width: ``D``.
-            hidden: Features of the two hidden layers.
-            outputs: ``V``.
-        """
         super().__init__()
         first, second = hidden
         layers = nn.Linear(width, first), nn.Linear(first, second), nn.Linear(second, outputs, bias=False)

@@ -108,8 +108,6 @@ class OpenVLAOFTPolicy(PolicyModule):
             indices = torch.arange(self.config.patches)[None]
             self.vision.siglip.embeddings.register_buffer("position_ids", indices, persistent=False)
 
-    # --- files ----------------------------------------------------------------
-
     @classmethod
     def load(cls, folder: Path, device: torch.device, **settings: Any) -> Self:
         """Read a policy folder: published, or written by asyncrl.
@@ -183,8 +181,6 @@ class OpenVLAOFTPolicy(PolicyModule):
         """Yield the parameters by stable name, adapters merged, any shape, in `config.dtype`."""
         yield from ((name, tensor.to(self.config.torch_dtype)) for name, tensor in merged_tensors(self))
 
-    # --- facts ----------------------------------------------------------------
-
     @property
     def action_spec(self) -> ActionSpec:
         """Return the steps per decision and the numbers per step."""
@@ -247,8 +243,6 @@ class OpenVLAOFTPolicy(PolicyModule):
         """Refuse several pictures, proprioception and other decisions than a world's."""
         require_trainable(self.config)
 
-    # --- changes --------------------------------------------------------------
-
     def add_critic(self, level: str = "decision") -> None:
         """Add a critic with fresh random weights, or replace the present one.
 
@@ -282,8 +276,6 @@ class OpenVLAOFTPolicy(PolicyModule):
         """Count the tokens of an instruction's prompt."""
         return len(self.tokenizer.ids(task))
 
-    # --- passes ---------------------------------------------------------------
-
     def preprocess(
         self, frames: NDArray[np.uint8], tasks: Sequence[str], proprio: NDArray[np.floating] | None = None
     ) -> PolicyInputs:
@@ -299,9 +291,6 @@ class OpenVLAOFTPolicy(PolicyModule):
 
         Returns:
             Embeddings ``[B, L + P, D]`` in the weights' dtype, mask ``[B, L + P]`` int64 (None: no padding).
-
-        Raises:
-            ConfigError: The inputs lack a picture or proprioception that the policy needs.
         """
         require_complete(self.config, inputs)
         text_BLD = self.llm.embed_tokens(inputs.input_ids)
@@ -320,11 +309,7 @@ class OpenVLAOFTPolicy(PolicyModule):
     def embed(
         self, inputs: PolicyInputs, tokens_BK: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None, int]:
-        """Embed the whole sequence.
-
-        Args:
-            inputs: From `preprocess`.
-            tokens_BK: Ignored: the slots are zeros.
+        """Embed the whole sequence; `tokens_BK` is ignored, since the slots are zeros.
 
         Returns:
             Embeddings ``[B, S, D]`` in the weights' dtype, mask ``[B, S]`` int64 (None: no padding), index of
