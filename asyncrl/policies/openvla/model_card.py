@@ -185,7 +185,7 @@ def _header(facts: CardFacts) -> str:
     if facts.trained is not None:
         tags += ["reinforcement-learning", *["world-model"] * (facts.trained.simulator == "")]
     library = "peft" if facts.adapter else "transformers"
-    given = {name: value for name, value in facts.hub.items() if value}
+    given: dict[str, Any] = {name: value for name, value in facts.hub.items() if value}
     data = ModelCardData(
         library_name=library, pipeline_tag="robotics", tags=tags, ignore_metadata_errors=False, **given
     )
