@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from asyncrl.errors import ConfigError
 from asyncrl.simulators.interface import hand_pose
@@ -33,6 +33,8 @@ OPEN: Final = 0.08
 CONTROL_HZ: Final = 20
 _STATE: Final = ("robot0_eef_pos", "robot0_eef_quat", "robot0_gripper_qpos")
 _LAYOUT_TRIES: Final = 20
+_JOINT_NOISE: Final = 0.02
+"""Standard deviation of the arm's joints (rad) in stored starts: what LIBERO drew them with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,12 +89,16 @@ class Scene:
         with quiet(), numpy_generator(entropy):
             for fixture in self._fixtures:
                 fixture.draw()
-                self._write(fixture)
+                # LIBERO adds the fixture's pose to the scene position of a region: right only at the origin.
+                self._write(fixture, (0.0, 0.0, 0.0), (1.0, 0.0, 0.0, 0.0))
             self._lay_out()
             for fixture in self._fixtures:
-                self._write(fixture)
+                self._write(fixture, fixture.position, fixture.rotation)
             env.robots[0].gripper.current_action = np.zeros_like(env.robots[0].gripper.current_action)
             state = self.sim.get_state().flatten() if stored is None else stored
+            if stored is None:
+                joints = 1 + np.asarray(env.robots[0]._ref_joint_pos_indexes)
+                state[joints] += _JOINT_NOISE * np.random.standard_normal(len(joints))
             if state.shape != (1 + self.sim.model.nq + self.sim.model.nv,):
                 raise ConfigError(
                     f"a stored state has {state.shape[0]} numbers, but the scene of {env.bddl_file_name} has "
@@ -169,10 +175,10 @@ class Scene:
             "Use another seed."
         )
 
-    def _write(self, fixture: _Fixture) -> None:
+    def _write(self, fixture: _Fixture, position: ArrayLike, rotation: ArrayLike) -> None:
         body = self.sim.model.body_name2id(fixture.root)
-        self.sim.model.body_pos[body] = fixture.position
-        self.sim.model.body_quat[body] = fixture.rotation
+        self.sim.model.body_pos[body] = position
+        self.sim.model.body_quat[body] = rotation
 
     def _watch(self) -> None:
         """Look at cameras and state when the official environment does, and at nothing else."""

@@ -179,6 +179,27 @@ def test_a_random_start_is_decided_by_its_seed_also_where_an_object_stands_in_a_
     assert bowl[2] > 0.95, "it fell out of the drawer"
 
 
+@pytest.mark.parametrize("task", [4, 7, 9])
+def test_random_starts_have_bowl_and_arm_where_stored_ones_have_them(simulator, task):
+    """Task 4: the bowl lies in the drawer, 7: on the stove, 9: on the cabinet."""
+
+    def begun(starts):
+        bowls, arms = [], []
+        for start in starts:
+            begin(simulator, start)
+            bowls.append(simulator._scene.position("akita_black_bowl_1"))
+            arms.append(positions(simulator)[:7])
+        return np.array(bowls), np.array(arms)
+
+    spec = simulator.spec
+    stored, arms = begun([stored_start(spec, task, trial) for trial in range(8)])
+    random, random_arms = begun([random_start(spec, 10 * seed + task) for seed in range(8)])
+    np.testing.assert_allclose(random.mean(0), stored.mean(0), atol=0.03)
+    assert (np.abs(random - stored.mean(0)) < 0.08).all()
+    np.testing.assert_allclose(random_arms.mean(0), arms.mean(0), atol=0.04)
+    assert (random_arms.std(0) > arms.std(0) / 4).all(), "the arm of stored starts varies too"
+
+
 def test_numpys_global_generator_goes_on_as_if_nothing_had_been_drawn(simulator):
     np.random.seed(3)
     begin(simulator, stored_start(simulator.spec, 0, 0))
