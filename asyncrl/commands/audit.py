@@ -29,11 +29,14 @@ if TYPE_CHECKING:
 
     from asyncrl.evaluation.audit import AuditedEpisode, Models
     from asyncrl.launch.run_settings import RunSettings
+    from asyncrl.rewards.interface import RewardModel
     from asyncrl.simulators.build import SimulatorSource
     from asyncrl.worlds.interface import World
 
 EPISODES: Final = 128
 """Where nobody says another number."""
+START_STATES: Final = "tabletop"
+"""Where nobody names any, and the simulator names no tasks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +63,9 @@ class AuditConfig(Bounded):
     """Reward model; empty: the world's own."""
     reward_settings: tuple[str, ...] = ()
     """Keywords of the reward model's class: key=value ..."""
-    start_states: str = "tabletop"
-    """Start states of training, whose tasks the reward model must know; episodes begin in the simulator."""
+    start_states: str = ""
+    """Start states of training, whose tasks the reward model must know; empty: it must know those of the
+    simulator, if it names them. Episodes begin in the simulator."""
     imagination: ImaginationSettings = field(default_factory=ImaginationSettings)
     max_decisions: Annotated[int, AtLeast(0, "it counts decisions.", "Use 0.", highest=100_000)] = 0
     """Decisions after which an episode has failed; 0: what the world says."""
@@ -262,7 +266,7 @@ def _audit_all(
 def _models(config: AuditConfig, policy: str, device: torch.device) -> Models:
     """Load what imagines."""
     from asyncrl.evaluation.audit import Models
-    from asyncrl.launch.environment import Environment, build_environment, with_world_defaults
+    from asyncrl.launch.environment import with_world_defaults
     from asyncrl.launch.simulated import simulator_named
     from asyncrl.policies.interface import SamplingParams
 
@@ -277,7 +281,7 @@ def _models(config: AuditConfig, policy: str, device: torch.device) -> Models:
             world_settings=config.world_settings,
             reward=config.reward,
             reward_settings=config.reward_settings,
-            start_states=config.start_states,
+            start_states=config.start_states or START_STATES,
             imagination=config.imagination,
             actor=ActorSettings(
                 max_decisions=config.max_decisions,
@@ -286,17 +290,38 @@ def _models(config: AuditConfig, policy: str, device: torch.device) -> Models:
             ),
         )
     )
-    environment = build_environment(settings, device)
-    assert isinstance(environment, Environment)
+    world, reward = _world_and_reward(config, settings, device)
     return Models(
         policy=_load_policy(policy, config, device),
-        world=environment.world,
-        reward=environment.reward,
+        world=world,
+        reward=reward,
         sampling=SamplingParams(temperature=config.temperature, top_k=config.top_k),
         max_decisions=settings.actor.max_decisions,
         threshold=config.success_threshold,
         success_frames=config.success_frames,
     )
+
+
+def _world_and_reward(
+    config: AuditConfig, settings: TrainConfig, device: torch.device
+) -> tuple[World[Any], RewardModel]:
+    """Load both for the tasks of the start states; where none are named, for those of the simulator."""
+    from asyncrl.launch.environment import Environment, build_environment
+    from asyncrl.launch.named_models import named_reward, named_world
+    from asyncrl.simulators.build import SimulatorSource
+
+    if not config.start_states:
+        tasks = SimulatorSource(name=config.simulator, settings=config.simulator_settings).spec().tasks
+        if tasks:
+            world = named_world(settings.world, settings.world_settings)
+            reward = named_reward(settings.reward, world.folder, settings.reward_settings)
+            return (
+                world.kind.load(world.folder, device, settings.imagination, **world.settings),
+                reward.kind.load(reward.folder, device, list(tasks), **reward.settings),
+            )
+    environment = build_environment(settings, device)
+    assert isinstance(environment, Environment)
+    return environment.world, environment.reward
 
 
 def _load_policy(text: str, config: AuditConfig, device: torch.device) -> Any:
@@ -314,10 +339,9 @@ def _source(config: AuditConfig, models: Models) -> SimulatorSource:
     source = SimulatorSource(
         name=config.simulator,
         settings=config.simulator_settings,
+        image_size=world.image_size,
         horizon=models.max_decisions * world.action_spec.chunk,
     )
-    if getattr(registry.resolve("simulator", config.simulator), "any_image_size", False):
-        source = source.with_(image_size=world.image_size)
     return source.with_(places=max(1, min(source.usual_places(), -(-config.rows // config.workers))))
 
 

@@ -62,6 +62,8 @@ class CollectConfig(Bounded):
     """Simulator processes."""
     places: Annotated[int, AtLeast(0, "it counts episodes.", "Use 0.", highest=65536)] = 0
     """Episodes that each process plays at once; 0: as many as the simulator likes, at most 8."""
+    device: str = "auto"
+    """Where --policy runs: cpu, cuda, or auto."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -121,7 +123,7 @@ def _record_policy(config: CollectConfig, source: SimulatorSource) -> int:
     from asyncrl.policies.interface import SamplingParams
 
     named = named_policy(config.policy, config.policy_settings)
-    policy = named.kind.load(named.folder, take_device("auto"), **named.settings)
+    policy = named.kind.load(named.folder, take_device(config.device), **named.settings)
     sampling = SamplingParams(temperature=config.temperature, top_k=0)
     with SimulatorPool(source, workers=config.workers, steps=policy.action_spec.chunk) as pool:
         check_fits(policy, pool.spec)

@@ -65,6 +65,18 @@ def test_flags_win_and_the_same_seed_is_the_same_audit(run: Path, tmp_path: Path
 
 
 @pytest.mark.render
+def test_without_start_states_the_tasks_are_the_simulators(run: Path, monkeypatch, capsys) -> None:
+    def none(*_: object) -> Path:
+        raise AssertionError("no start states were named")
+
+    monkeypatch.setattr("asyncrl.storage.asset_paths.start_states_path", none)
+    models = run.parent
+    named = [str(models / "policy"), "--world", str(models / "world"), "--max-decisions", "1"]
+    assert cli.run("audit", [*named, *SHORT]) == 0
+    assert "imagined success" in capsys.readouterr().out
+
+
+@pytest.mark.render
 def test_every_checkpoint_is_a_row(run: Path, capsys) -> None:
     assert cli.run("audit", [str(run), *SHORT, "--every-checkpoint"]) == 0
     rows = capsys.readouterr().out.splitlines()

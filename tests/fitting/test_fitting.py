@@ -333,3 +333,11 @@ def test_training_starts_keep_away_from_those_of_evaluation() -> None:
         training_starts(spec, episodes=2, seed=500_000, tasks=(), stored=False)
     with pytest.raises(ConfigError, match="the nearest is 0, 'put a on b'"):
         training_starts(spec, episodes=2, seed=0, tasks=("put a on a b",), stored=False)
+
+
+def test_collect_runs_its_policy_on_the_device_that_is_named(tmp_path: Path, capsys) -> None:
+    from asyncrl import cli
+
+    flags = ["--policy", "tabletop", "--device", "gpu", "--out", str(tmp_path / "out")]
+    assert cli.run("collect", flags) == 2
+    assert "--device is 'gpu'. Use cpu, cuda or auto" in capsys.readouterr().err
