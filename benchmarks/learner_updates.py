@@ -44,11 +44,11 @@ from asyncrl.launch.fine_tune import fine_tuning_ranks
 from asyncrl.launch.placement import pick_device
 from asyncrl.learner import update as update_module
 from asyncrl.learner.batches import Batch, build_batch
+from asyncrl.learner.early_compile import Shown
 from asyncrl.learner.forward import longest_first
 from asyncrl.learner.fsdp import UNITS, ReshardAfter, shard, summed_gradient
-from asyncrl.learner.placeholders import Shown
+from asyncrl.learner.metrics import Throughput
 from asyncrl.learner.ranks import LearnerRanks, not_finite
-from asyncrl.learner.throughput import Throughput
 from asyncrl.learner.update import Update
 from asyncrl.observability.metrics_system import MFU
 from asyncrl.policies.acceleration import enable_gradient_checkpointing, use_float8_where_frozen

@@ -81,7 +81,7 @@ def test_the_utilisation_of_updates_counts_what_teaches(
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     benchmark = import_module("learner_updates")
     peak = 1e10
-    monkeypatch.setattr("asyncrl.learner.throughput.peak_flops", lambda *_: peak)
+    monkeypatch.setattr("asyncrl.learner.metrics.peak_flops", lambda *_: peak)
     flags = [*SMALLEST["learner_updates"], "--lora", lora, "--json", str(tmp_path / "found")]
     monkeypatch.setattr(sys, "argv", ["learner_updates", *flags])
     with sdpa_kernel(SDPBackend.MATH):  # What others compute on a CPU is not counted.

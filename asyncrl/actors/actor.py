@@ -4,6 +4,7 @@ consumes   weights      waits for: version 0           ended by: the learner pub
 consumes   grants       waits for: credit              ended by: the learner uses a batch, or the run stops
            decisions    waits for: devices, simulators ended by: these, --hang-timeout
 produces   episodes     never waits: the replay port keeps them until they are durable
+produces   reports      every few seconds: where time and memory went
 
 With two stages a round launches the decision of one half of the slots and then collects that of the other
 half, launched the round before: the host works while a device does, and two devices work at the same time.
@@ -16,22 +17,86 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
-from asyncrl.actors.acting import Acting, Starts
-from asyncrl.actors.failures import RowFailure
-from asyncrl.actors.pipeline import Stage, split_slots
-from asyncrl.actors.slots import Ending, EpisodeInProgress, Slots, Start, finished_episode
-from asyncrl.actors.telemetry import ActorTelemetry
+from asyncrl.actors.acting import Acting, RowFailure, Starts
+from asyncrl.actors.slots import Ending, EpisodeInProgress, Slots, Stage, Start, finished_episode, split_slots
 from asyncrl.config.actor import ActorSettings
 from asyncrl.devices.offload import NO_OFFLOAD, IdleOffload
 from asyncrl.devices.tensors import peak_memory
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability import waits
+from asyncrl.observability.metrics import Metric
 from asyncrl.observability.process_status import set_activity
 from asyncrl.records import Episode
 from asyncrl.replay.interface import ActorPort, GroupFailure, GroupGrant, RunStopped
 from asyncrl.weights.interface import ChannelClosed, Receiver
+
+FIRST_REPORT = 0.2
+"""Seconds until the first report, which short runs would not have otherwise."""
+REPORT_EVERY: Final = 2.0
+"""Seconds between two reports."""
+
+
+class ActorTelemetry:
+    """Adds up seconds, slots and steps between two reports."""
+
+    def __init__(self, acting: Acting, offload: IdleOffload) -> None:
+        self._acting, self._offload = acting, offload
+        self._seconds: dict[Metric, float] = {}
+        self._live = self._slots = self._useful = self._imagined = 0
+        self._since = time.monotonic()
+        self._every = FIRST_REPORT
+
+    def add(self, metric: Metric, seconds: float) -> None:
+        """Count seconds for a metric that is a share of the time."""
+        self._seconds[metric] = self._seconds.get(metric, 0.0) + seconds
+
+    def add_busy(self, seconds: float) -> None:
+        """Count a round of the actor's thread, waits for devices included."""
+        self.add(m.ACTOR_HOST, seconds)
+
+    def add_live_slots(self, live: int, slots: int) -> None:
+        """Count the slots with an episode, when a decision is launched."""
+        self._live, self._slots = self._live + live, self._slots + slots
+
+    def add_steps(self, useful: int, imagined: int) -> None:
+        """Count steps that were decided, and those of them that lie before their episode's end."""
+        self._useful, self._imagined = self._useful + useful, self._imagined + imagined
+
+    def add_device_wait(self, seconds: float) -> None:
+        """Count what a round waited for devices."""
+        self.add(m.ACTOR_HOST, -seconds)
+
+    def report_if_due(self) -> dict[Metric, float] | None:
+        """Return the report, when it is time for one."""
+        now = time.monotonic()
+        elapsed = now - self._since
+        if elapsed < self._every or (self._every == FIRST_REPORT and not self._seconds):
+            return None
+        self._every = REPORT_EVERY
+        devices = self._acting.pop_device_seconds()
+        for metric, seconds in devices.items():
+            self.add(metric, seconds)
+        if all(device.type == "cpu" for device in self._acting.devices):
+            self.add(m.ACTOR_HOST, -sum(devices.values()))  # The models ran on the actor's own thread.
+        shares = {metric: min(1.0, max(0.0, s / elapsed)) for metric, s in self._seconds.items()}
+        self._seconds, self._since = {}, now
+        report = {
+            m.ACTORS_WAITING: 0.0,
+            m.ACTOR_MEMORY: peak_memory(set(self._acting.devices)),
+            **{metric: float(count) for metric, count in self._acting.counts.items()},
+        } | shares
+        if self._slots:
+            report[m.LIVE_SLOTS] = self._live / self._slots
+        if self._imagined:
+            report[m.USEFUL_STEPS] = self._useful / self._imagined
+        self._live = self._slots = self._useful = self._imagined = 0
+        if self._offload.enabled:
+            moving, offloaded = self._offload.pop_metrics()
+            report |= {m.ACTOR_OFFLOAD: min(1.0, moving / elapsed), m.ACTOR_OFFLOADED: float(offloaded)}
+        return report
+
 
 _log = logging.getLogger(__name__)
 

@@ -21,9 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.actors.failures import RowFailure, first_failure, retry_rows_singly
-from asyncrl.actors.pipeline import InFlightDecision, Stage, TimedWork
-from asyncrl.actors.slots import Ending, EpisodeInProgress, Slots, Start
+from asyncrl.actors.acting import RowFailure, first_failure, retry_rows_singly
+from asyncrl.actors.slots import Ending, EpisodeInProgress, InFlightDecision, Slots, Stage, Start, TimedWork
 from asyncrl.config.actor import SuccessFrames
 from asyncrl.devices.events import DeviceEvent, wait_for
 from asyncrl.episode_layout import SAMPLE_DTYPES

@@ -25,10 +25,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncrl.actors.failures import RowFailure, first_failure, retry_rows_singly
+from asyncrl.actors.acting import RowFailure, first_failure, retry_rows_singly
 from asyncrl.actors.imagination import CPU, TORCH_DTYPES
-from asyncrl.actors.pipeline import Stage
-from asyncrl.actors.slots import Ending, EpisodeInProgress, Slots, Start
+from asyncrl.actors.slots import Ending, EpisodeInProgress, Slots, Stage, Start
 from asyncrl.devices.events import DeviceEvent
 from asyncrl.errors import RunError
 from asyncrl.observability import metrics_system as m

@@ -224,7 +224,7 @@ def _named(device: torch.device) -> str:
 
 def rank_needs(config: TrainConfig, sizes: Sizes, placement: Placement, rank: int) -> int:
     """Estimate the bytes on a rank's device: weights, training state, versions on their way, activations."""
-    from asyncrl.actors.pipeline import split_slots
+    from asyncrl.actors.slots import split_slots
 
     roles = placement.roles(rank)
     needed = (

@@ -7,8 +7,8 @@ from typing import Any
 from asyncrl.actors.acting import Acting, Starts
 from asyncrl.actors.actor import Actor
 from asyncrl.actors.imagination import EndRule, Imagination
-from asyncrl.actors.pipeline import split_slots
 from asyncrl.actors.play import Play
+from asyncrl.actors.slots import split_slots
 from asyncrl.config.run import TrainConfig
 from asyncrl.devices.offload import NO_OFFLOAD, IdleOffload
 from asyncrl.errors import ConfigError

@@ -16,14 +16,13 @@ from asyncrl.launch.idle_offload import learner_offload
 from asyncrl.launch.learner_start import LearnerStart
 from asyncrl.launch.placement import only_learns
 from asyncrl.launch.policies import build_reference
-from asyncrl.learner.early_compile import EarlyCompile, fix_sizes
+from asyncrl.learner.early_compile import EarlyCompile, Shown, fix_sizes, has_known_sizes
+from asyncrl.learner.forward import Reference
 from asyncrl.learner.learner import Learner
 from asyncrl.learner.loop import Log, LoopSettings
-from asyncrl.learner.placeholders import Shown, has_known_sizes
+from asyncrl.learner.metrics import Throughput
 from asyncrl.learner.progress import Told
 from asyncrl.learner.ranks import LearnerRanks
-from asyncrl.learner.reference import Reference
-from asyncrl.learner.throughput import Throughput
 from asyncrl.learner.update import Update
 from asyncrl.learner.weight_export import ActingWeights, copy_policy
 from asyncrl.observability.metrics_system import GROUPS_READY

@@ -12,8 +12,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.reporter import Reporter
 from asyncrl.learner.batches import Batch, build_batch
 from asyncrl.learner.interface import OldPolicy, describe_tensor
-from asyncrl.learner.levels import valid_units
-from asyncrl.learner.losses import log_ratio
+from asyncrl.learner.losses import log_ratio, valid_units
 from asyncrl.learner.ranks import SingleRank
 from asyncrl.learner.recipe import Recipe
 from asyncrl.records import POSE_DIM, Episode

@@ -20,9 +20,14 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 from asyncrl.fitting.loop import FitRanks
 from asyncrl.fitting.settings import FitPolicy, FitWorld
 from asyncrl.launch import rendezvous
-from asyncrl.learner.distributed_ranks import COLLECTIVE_DEADLINE, DistributedRanks, default_group
 from asyncrl.learner.fsdp import Precision
-from asyncrl.learner.ranks import LearnerRanks, SingleRank
+from asyncrl.learner.ranks import (
+    COLLECTIVE_DEADLINE,
+    DistributedRanks,
+    LearnerRanks,
+    SingleRank,
+    default_group,
+)
 
 AGAIN: Final = "start it again"
 

@@ -30,11 +30,10 @@ from asyncrl.launch.learner_start import LearnerStart
 from asyncrl.launch.own_device import take_device
 from asyncrl.launch.placement import Placement, copies_of, pick_device
 from asyncrl.launch.policies import build_learning_policy
-from asyncrl.learner.distributed_ranks import DistributedRanks, default_group
+from asyncrl.learner.early_compile import Shown
 from asyncrl.learner.fsdp import make_float32_masters, shard
 from asyncrl.learner.loop import NullLog
-from asyncrl.learner.placeholders import Shown
-from asyncrl.learner.ranks import LearnerRanks, SingleRank
+from asyncrl.learner.ranks import DistributedRanks, LearnerRanks, SingleRank, default_group
 from asyncrl.learner.weight_export import acting_types
 from asyncrl.replay.part_fetch import ZmqRankPort
 from asyncrl.replay.store import LEDGER

@@ -18,7 +18,7 @@ from asyncrl.launch.environment import EnvironmentFiles, check_environment
 from asyncrl.launch.named_models import named_policy, named_world
 from asyncrl.launch.policies import build_learning_policy
 from asyncrl.launch.simulated import SimulatorFiles, simulator_named
-from asyncrl.learner.placeholders import Shown, shown_of
+from asyncrl.learner.early_compile import Shown, shown_of
 from asyncrl.learner.recipe import build_recipe
 from asyncrl.policies.interface import Policy
 from asyncrl.registry import names_code

@@ -13,7 +13,7 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.devices.float8 import check_device
 from asyncrl.errors import ConfigError
 from asyncrl.launch.named_models import named_policy
-from asyncrl.learner.reference import AdapterFreeReference, FrozenReference, Reference
+from asyncrl.learner.forward import AdapterFreeReference, FrozenReference, Reference
 from asyncrl.policies.acceleration import FLAG, enable_gradient_checkpointing, use_float8_where_frozen
 from asyncrl.policies.interface import HasCritic, LoraTargets, Policy
 from asyncrl.policies.lora import add_lora

@@ -25,8 +25,7 @@ from asyncrl.learner.interface import (
     Estimates,
     OldPolicy,
 )
-from asyncrl.learner.levels import summed
-from asyncrl.learner.losses import log_ratio
+from asyncrl.learner.losses import log_ratio, summed
 from asyncrl.learner.ranks import LearnerRanks
 
 Baseline = Literal["mean", "leave_one_out"]

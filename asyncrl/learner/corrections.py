@@ -19,7 +19,7 @@ the denominator of the loss: it counts as "learn nothing from it", not as "never
 nats.
 
 Dimension letters used in this file:
-    D  decisions     C  steps per decision     A  numbers per step     U, V  units of a decision (`levels`)
+    D  decisions     C  steps per decision     A  numbers per step     U, V  units of a decision (`losses`)
     B  episodes      T  time steps of the longest episode
 """
 
@@ -29,11 +29,17 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.algorithm import CorrectionLevel, CorrectionSettings, Level
-from asyncrl.learner.accumulator import MetricAccumulator
 from asyncrl.learner.advantages import vtrace
 from asyncrl.learner.interface import Estimates
-from asyncrl.learner.levels import reduce_to_level, sum_per_episode, summed, valid_units
-from asyncrl.learner.losses import MAX_LOG_RATIO, log_ratio
+from asyncrl.learner.losses import (
+    MAX_LOG_RATIO,
+    log_ratio,
+    reduce_to_level,
+    sum_per_episode,
+    summed,
+    valid_units,
+)
+from asyncrl.learner.metrics import MetricAccumulator
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics import LAG_RANGES
 

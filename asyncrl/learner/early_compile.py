@@ -1,36 +1,145 @@
 """Compiles the learner's passes before its first batch is there, while the actors imagine it.
 
-consumes   placeholder decisions     waits for: nothing; with several ranks each other, in each pass
+consumes   dummy decisions           waits for: nothing; with several ranks each other, in each pass
 produces   compiled layers           ended by: its last pass; a batch that is ready, or a stop request, both
                                      seen between two passes
 
 A pass is made of every kind that updates make, until the first batch is there. Where passes are of fixed
 sizes (`PolicyForward.fix_sizes`) these are few: with gradient, and those without that the recipe needs. Else
 there are passes of a full micro-batch and of another size (the compiler then makes graphs for any size), with
-one length of prompts and with several (a mask). Nothing else remains of them: gradients, random states,
-optimizer, metrics and counters are as before.
+one length of prompts and with several (a mask). Gradients, random states, optimizer, metrics and counters are
+as before. Dummy decisions have the run's shapes and dtypes; pictures are black and samples zeros.
+
+Dimension letters used in this file:
+    D  decisions      C  steps per decision      A  numbers per step      H, W  image size in pixels
+    V  cameras beside the first                  Q  numbers of state
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from dataclasses import asdict, dataclass
+from typing import NamedTuple, Self
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from asyncrl.episode_layout import ArraySpec
 from asyncrl.learner.batches import Batch
-from asyncrl.learner.placeholders import Shown, placeholder_batch
-from asyncrl.learner.update import Update
-from asyncrl.learner.update_metrics import FEWEST_ROWS, reads_movement_in_passes, rows_of_movement
+from asyncrl.learner.update import FEWEST_ROWS, Update, reads_movement_in_passes, rows_of_movement
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability import process_status
 from asyncrl.observability.metrics import Metric
 from asyncrl.observability.process_status import activity
-from asyncrl.policies.interface import SamplingParams
+from asyncrl.policies.interface import Policy, SamplingParams
+from asyncrl.replay.episode_format import EpisodeFormat
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """What decisions of a run look at. Rank 0 knows it and tells the other learner ranks."""
+
+    image_size: int
+    """Height and width of all pictures in pixels."""
+    tasks: tuple[str, ...]
+    """All instructions, each once."""
+    more_cameras: int = 0
+    """``V``."""
+    state_dim: int = 0
+    """``Q``; 0: the policy is shown none."""
+
+    def to_json(self) -> str:
+        """Write it as the text that `from_json` reads."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self | None:
+        """Read what `to_json` wrote; an empty text: it is not known."""
+        if not text:
+            return None
+        plain = json.loads(text)
+        return cls(**{**plain, "tasks": tuple(plain["tasks"])})
+
+
+def shown_of(episodes: EpisodeFormat) -> Shown | None:
+    """Return what decisions of such episodes look at; None where pictures or instructions are not known."""
+    simulator = episodes.simulator
+    named = (
+        simulator.tasks if simulator is not None else [t for some in episodes.tasks.values() for t in some]
+    )
+    if not episodes.image_size or not named:
+        return None
+    return Shown(
+        image_size=episodes.image_size,
+        tasks=tuple(sorted(set(named))),
+        more_cameras=simulator.more_cameras if simulator is not None else 0,
+        state_dim=simulator.state_dim if simulator is not None else 0,
+    )
+
+
+def has_known_sizes(policy: Policy) -> bool:
+    """Tell whether all arrays of the policy's samples have sizes that it says before anything is decided."""
+    return all(
+        isinstance(size, int) or size in ("C", "A")
+        for spec in policy.sample_arrays.values()
+        for size in spec.shape[1:]
+    )
+
+
+def placeholder_batch(policy: Policy, shown: Shown, tasks: Sequence[str], sampling: SamplingParams) -> Batch:
+    """Make a batch of one decision per instruction.
+
+    Args:
+        tasks: ``D`` instructions; each decision is an episode of its own.
+
+    Returns:
+        ``D`` decisions, with shapes and types as in `build_batch`.
+    """
+    decisions, spec = len(tasks), policy.action_spec
+    frames = np.zeros((decisions, shown.image_size, shown.image_size, 3), np.uint8)
+    more = np.repeat(frames[:, None], shown.more_cameras, axis=1) if shown.more_cameras else None
+    states = np.zeros((decisions, shown.state_dim), np.float32) if shown.state_dim else None
+    rows_D = torch.arange(decisions)
+    return Batch(
+        frames=frames,
+        tasks=tuple(tasks),
+        sample=_samples(policy.sample_arrays, decisions, {"C": spec.chunk, "A": spec.dim}),
+        logprob_behaviour=torch.zeros(decisions, spec.chunk, spec.dim),
+        mask=torch.ones(decisions, spec.chunk, spec.dim, dtype=torch.bool),
+        rewards=torch.zeros(decisions, spec.chunk),
+        lag=torch.zeros_like(rows_D),
+        episode=rows_D,
+        decision_index=torch.zeros_like(rows_D),
+        returns=torch.zeros(decisions),
+        lengths=torch.full_like(rows_D, spec.chunk),
+        terminated=torch.zeros(decisions, dtype=torch.bool),
+        final_frames=frames,
+        more_frames=more,
+        states=states,
+        final_more_frames=more,
+        final_states=states,
+        group_size=1,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+    )
+
+
+def _samples(specs: Mapping[str, ArraySpec], decisions: int, letters: Mapping[str, int]) -> dict[str, Tensor]:
+    """Name -> zeros ``[D, ...]``; integers as int64, as `build_batch` gives them."""
+    return {
+        name: torch.zeros(
+            decisions,
+            *(size if isinstance(size, int) else letters[size] for size in spec.shape[1:]),
+            dtype=torch.float32 if spec.dtype.startswith("float") else torch.int64,
+        )
+        for name, spec in specs.items()
+    }
+
 
 _log = logging.getLogger(__name__)
 

@@ -1,5 +1,7 @@
 """Runs the policy over rows of a batch, in micro-batches and in step with the other ranks.
 
+The policy is the learner's, or for the KL penalty the one the run began with (`Reference`).
+
 Dimension letters used in this file:
     D  decisions of the batch      B  its episodes      M  rows of a micro-batch
     C  steps per decision          A  numbers per step      K  values of a decision: 1, or C
@@ -8,21 +10,29 @@ Dimension letters used in this file:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Final, cast
+from typing import Any, Final, Protocol, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from asyncrl.devices.tensors import moved
+from asyncrl.errors import ConfigError
 from asyncrl.learner.batches import Batch
 from asyncrl.learner.ranks import LearnerRanks
-from asyncrl.learner.reference import Reference
 from asyncrl.observability import process_status
-from asyncrl.policies.interface import CountsPromptTokens, EvaluateResult, HasCritic, Policy, SamplingParams
+from asyncrl.policies.interface import (
+    CountsPromptTokens,
+    EvaluateResult,
+    HasCritic,
+    Policy,
+    PolicyInputs,
+    SamplingParams,
+)
+from asyncrl.policies.lora import adapters_disabled, has_lora
 from asyncrl.records import Float32, Uint8
 
 ROW_IN_STEP: Final = torch.zeros(1, dtype=torch.int64)
@@ -202,3 +212,57 @@ class PolicyForward:
         if states is None:
             return self.policy.preprocess(shown, tasks)
         return self.policy.preprocess(shown, tasks, states[rows])
+
+
+class Reference(Protocol):
+    """Does not change while the policy learns."""
+
+    def logprob(self, inputs: PolicyInputs, sample: Mapping[str, Tensor], sampling: SamplingParams) -> Tensor:
+        """Compute the log-probs of a sample, without gradient.
+
+        Args:
+            inputs: Of ``B`` rows; what the policy's `preprocess` gives.
+            sample: See `Policy.evaluate`; each ``[B, ...]``.
+
+        Returns:
+            ``[B, C, A]`` float32, nats.
+        """
+        ...
+
+
+class FrozenReference:
+    """A second policy object, for full fine-tuning."""
+
+    def __init__(self, policy: Policy) -> None:
+        """Freeze the policy; it must not share weights with the one that learns."""
+        self.policy = policy
+        if isinstance(policy, nn.Module):
+            policy.requires_grad_(False).eval()
+
+    @torch.no_grad()
+    def logprob(self, inputs: PolicyInputs, sample: Mapping[str, Tensor], sampling: SamplingParams) -> Tensor:
+        """Compute log-probs by the second policy. See `Reference.logprob`."""
+        return self.policy.evaluate(inputs, sample, sampling).logprob
+
+
+class AdapterFreeReference:
+    """The policy that learns, with its adapters disabled: no second copy of the weights."""
+
+    def __init__(self, policy: Any) -> None:
+        """Take the learning policy.
+
+        Raises:
+            ConfigError: it has no adapters, so that it would be compared with itself.
+        """
+        if not has_lora(policy):
+            raise ConfigError(
+                "The policy has no adapters, so the policy without adapters is the one that learns and the "
+                "KL penalty would be zero. Set --lora.rank, or load the reference as a second policy."
+            )
+        self.policy = policy
+
+    @torch.no_grad()
+    def logprob(self, inputs: PolicyInputs, sample: Mapping[str, Tensor], sampling: SamplingParams) -> Tensor:
+        """Compute log-probs with the adapters disabled. See `Reference.logprob`."""
+        with adapters_disabled(self.policy):
+            return self.policy.evaluate(inputs, sample, sampling).logprob

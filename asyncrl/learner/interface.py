@@ -9,7 +9,7 @@ A name is a short one of ours or `package.module:Class` of the user's; `own` are
 
 Dimension letters used in this file:
     D  decisions                      C  steps per decision         A  numbers per step
-    U, V  units of a decision: what has one probability ratio (`levels`)
+    U, V  units of a decision: what has one probability ratio (`losses`)
     B  episodes                       T  time steps of the longest episode
     K  values of a decision: 1, or C
 """

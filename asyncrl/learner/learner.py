@@ -27,13 +27,11 @@ from torch import Tensor, nn
 from asyncrl.devices.offload import NO_OFFLOAD, IdleOffload
 from asyncrl.devices.tensors import host_peak, peak_memory
 from asyncrl.errors import CheckpointError, RunError, SampleTimeout
-from asyncrl.learner.batches import build_batch
+from asyncrl.learner.batches import batch_metrics, build_batch, outcome_of
 from asyncrl.learner.loop import Log, LoopSettings
-from asyncrl.learner.outcomes import batch_metrics, outcome_of
-from asyncrl.learner.parts import fetch_part
-from asyncrl.learner.progress import BatchWait, Told, UpdateProgress
+from asyncrl.learner.metrics import Throughput
+from asyncrl.learner.progress import BatchWait, Told, UpdateProgress, fetch_part
 from asyncrl.learner.ranks import Groups, not_finite
-from asyncrl.learner.throughput import Throughput
 from asyncrl.learner.update import Update
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability import process_status, waits

@@ -7,7 +7,7 @@ has no decisions left repeats one that counts nothing, to keep in step with othe
 Dimension letters used in this file:
     M  decisions of a micro-batch, or minibatch     E  episodes of a minibatch, on this rank
     C  steps per decision                           A  numbers per step
-    U, V  units of a decision (`levels`)            K  values of a decision: 1, or C
+    U, V  units of a decision (`losses`)            K  values of a decision: 1, or C
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from asyncrl.config.algorithm import Level
 from asyncrl.devices.tensors import moved
 from asyncrl.learner.batches import Batch
 from asyncrl.learner.forward import longest_first
-from asyncrl.learner.levels import taught, units_per_decision, valid_units
-from asyncrl.learner.losses import aggregation_weights
+from asyncrl.learner.losses import aggregation_weights, taught, units_per_decision, valid_units
 from asyncrl.learner.prepare import PreparedBatch
 from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.learner.recipe import Recipe

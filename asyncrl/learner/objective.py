@@ -5,7 +5,7 @@
 
 Dimension letters used in this file:
     M  decisions of the micro-batch     C  steps per decision      A  numbers per step
-    U, V  units of a decision (`levels`)     K  values of a decision: 1, or C
+    U, V  units of a decision (`losses`)     K  values of a decision: 1, or C
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from asyncrl.learner.accumulator import MetricAccumulator
 from asyncrl.learner.corrections import beyond_trust_region, staleness_metrics, truncated_weights
-from asyncrl.learner.levels import taught, valid_units
-from asyncrl.learner.losses import kl_penalty, log_ratio, value_loss
+from asyncrl.learner.losses import kl_penalty, log_ratio, taught, valid_units, value_loss
+from asyncrl.learner.metrics import MetricAccumulator
 from asyncrl.learner.minibatches import MicroBatch
 from asyncrl.learner.recipe import Recipe
 from asyncrl.observability import metrics_training as m

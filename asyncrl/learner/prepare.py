@@ -6,7 +6,7 @@ with an advantage.
 Dimension letters used in this file:
     D  decisions of the batch      R  those that are evaluated      M  those of a micro-batch
     N  those of them that are new  C  steps per decision      A  numbers per step
-    U, V  units of a decision (`levels`)      K  values of a decision: 1, or C
+    U, V  units of a decision (`losses`)      K  values of a decision: 1, or C
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 
 from asyncrl.devices.tensors import moved
-from asyncrl.learner.accumulator import MetricAccumulator
 from asyncrl.learner.batches import Batch
 from asyncrl.learner.corrections import staleness_metrics
 from asyncrl.learner.forward import ROW_IN_STEP, PolicyForward
 from asyncrl.learner.interface import AdvantagesAndTargets, OldPolicy
-from asyncrl.learner.levels import sum_per_episode, taught
-from asyncrl.learner.losses import log_ratio
+from asyncrl.learner.losses import log_ratio, sum_per_episode, taught
+from asyncrl.learner.metrics import MetricAccumulator
 from asyncrl.learner.recipe import Recipe
 
 

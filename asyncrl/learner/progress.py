@@ -1,17 +1,21 @@
-"""Follow how a batch and an update move on: when a wait is given up, and how long one will take.
+"""Follow how a batch and an update progress, and fetch a rank's part of a batch.
 
-A batch moves on when an episode of it is admitted, or when the actors have made decisions for it. An update
-moves on with every micro-batch (`process_status.progress`).
+A batch progresses when an episode of it is admitted, or when the actors have made decisions for it; an update
+with every micro-batch (`process_status.progress`). An update begins when every rank has its part.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import torch
 
 from asyncrl.errors import RunError, SampleTimeout
+from asyncrl.learner.ranks import Groups, LearnerRanks, PartState
+from asyncrl.observability import waits
+from asyncrl.replay.interface import BatchDescription, GroupLost, LearnerPort
 
 ESTIMATED_FROM: Final = 2
 """Micro-batches after which the time of an update is estimated: the first one warms up."""
@@ -112,3 +116,47 @@ class UpdateProgress:
         else:
             self._done = True
             self._told("update", now - self._began + (passes - number) * (now - self._first))
+
+
+_log = logging.getLogger(__name__)
+
+
+class Part(NamedTuple):
+    """What came of the fetch, on all ranks alike: groups, or nothing, or a failure."""
+
+    groups: Groups | None = None
+    """This rank's; None: on some rank one cannot be read any more, so another batch has to be chosen."""
+    failure: Exception | None = None
+    """Why the run ends: what failed here, or that it failed on another rank."""
+
+
+def fetch_part(
+    replay: LearnerPort,
+    ranks: LearnerRanks,
+    mine: BatchDescription,
+    timeout: float,
+    while_waiting: Callable[[], object],
+) -> Part:
+    """Fetch this rank's part and wait until the others have theirs.
+
+    Args:
+        while_waiting: Called about once a second.
+    """
+    state, groups, failure = PartState.FAILED, None, None
+    try:
+        with waits.waiting(waits.FETCH, timeout):
+            groups = replay.fetch(mine, timeout=timeout, while_waiting=while_waiting)
+        state = PartState.HELD
+    except GroupLost as lost:
+        _log.warning("%s Another batch is chosen.", lost)
+        state = PartState.LOST
+    except Exception as error:  # Kept until the other ranks know; the learner raises it.
+        failure = error
+    states = ranks.gather_states(state)
+    if PartState.FAILED in states:
+        elsewhere = RunError(
+            f"Learner rank {states.index(PartState.FAILED)} of {ranks.size} did not get its part of a batch. "
+            "Its output says why."
+        )
+        return Part(failure=failure or elsewhere)
+    return Part() if PartState.LOST in states else Part(groups)

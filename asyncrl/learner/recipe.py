@@ -4,7 +4,7 @@ What a class of the user's gets wrong is answered with one sentence: class, meth
 expected.
 
 Dimension letters used in this file:
-    D  decisions      C  steps per decision      A  numbers per step      U, V  units of a decision (`levels`)
+    D  decisions      C  steps per decision      A  numbers per step      U, V  units of a decision (`losses`)
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from asyncrl.learner.interface import (
     UnitLoss,
     describe_tensor,
 )
-from asyncrl.learner.levels import valid_units
+from asyncrl.learner.losses import valid_units
 from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.registry import FLAGS, keywords, names_code, resolve
 

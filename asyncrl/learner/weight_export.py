@@ -32,8 +32,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from asyncrl.errors import ConfigError
-from asyncrl.learner.distributed_ranks import explain_lost_peer
-from asyncrl.learner.ranks import LearnerRanks
+from asyncrl.learner.ranks import LearnerRanks, explain_lost_peer
 from asyncrl.policies.lora import adapter_tensors, save_adapter
 from asyncrl.weights import packing
 from asyncrl.weights.packing import build_manifest

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.actors import telemetry
+from asyncrl.actors import actor as actor_module
 from asyncrl.actors.imagination import EndRule, Imagination
-from asyncrl.actors.pipeline import Stage
-from asyncrl.actors.slots import EpisodeInProgress, PendingEpisode, Slots, finished_episode
+from asyncrl.actors.slots import EpisodeInProgress, PendingEpisode, Slots, Stage, finished_episode
 from asyncrl.config.actor import SuccessFrames
 from asyncrl.devices.tensors import host_peak
 from asyncrl.episode_layout import episode_arrays, problem_with
@@ -446,7 +445,7 @@ def test_a_run_that_is_over_ends_the_actor(imagination: Imagination, tmp_path: P
 def test_an_actor_reports_how_full_its_slots_are_and_how_many_steps_are_of_use(
     imagination: Imagination, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(telemetry, "FIRST_REPORT", 0.0)
+    monkeypatch.setattr(actor_module, "FIRST_REPORT", 0.0)
     actor, _, _ = actor_with(imagination, tmp_path, slots=4, decisions=2)
     assert actor.round(wait=0.0)
     assert (report := actor.telemetry.report_if_due()) is not None

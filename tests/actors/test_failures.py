@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from asyncrl import cli
-from asyncrl.actors import failures
+from asyncrl.actors import acting
+from asyncrl.actors.acting import retry_rows_singly
 from asyncrl.actors.actor import Actor
-from asyncrl.actors.failures import retry_rows_singly
 from asyncrl.episode_layout import episode_arrays
 from asyncrl.errors import ReplayError, SampleTimeout
 from asyncrl.observability import metrics_system as m
@@ -204,8 +204,8 @@ def test_a_device_that_is_broken_only_shows_when_it_is_waited_for(monkeypatch: p
     def attempt(places: list[int]) -> None:
         raise ValueError("what came after it")
 
-    monkeypatch.setattr(failures.torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(failures.torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(acting.torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(acting.torch.cuda, "synchronize", synchronize)
     with pytest.raises(torch.AcceleratorError):
         retry_rows_singly([1, 2], attempt)
 

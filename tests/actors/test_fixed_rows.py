@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from asyncrl.actors.imagination import Imagination
-from asyncrl.actors.pipeline import Stage
-from asyncrl.actors.slots import PendingEpisode, Slots
+from asyncrl.actors.slots import PendingEpisode, Slots, Stage
 from asyncrl.config.actor import ActorSettings
 from asyncrl.config.imagination import ImaginationSettings
 from asyncrl.config.run import TrainConfig

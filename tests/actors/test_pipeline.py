@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from asyncrl.actors import imagination
-from asyncrl.actors.pipeline import Stage, split_slots
-from asyncrl.actors.slots import EpisodeInProgress
-from asyncrl.actors.telemetry import ActorTelemetry
+from asyncrl.actors.actor import ActorTelemetry
+from asyncrl.actors.slots import EpisodeInProgress, Stage, split_slots
 from asyncrl.config.actor import ActorSettings
 from asyncrl.devices import events
 from asyncrl.devices.events import DeviceEvent, wait_for
@@ -328,7 +327,7 @@ def test_a_report_tells_shares_of_the_time_and_reaches_the_learners_row(
 
 def test_an_actor_reports_by_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("FIRST_REPORT", "REPORT_EVERY"):
-        monkeypatch.setattr(f"asyncrl.actors.telemetry.{name}", 0.0)
+        monkeypatch.setattr(f"asyncrl.actors.actor.{name}", 0.0)
     run = inline_run(tmp_path, Poisoned())
     for _ in range(3):
         run.actor.round(0.0)

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from asyncrl.actors.actor import Actor
-from asyncrl.actors.pipeline import Stage
 from asyncrl.actors.play import MOST_RESTARTS, Play
-from asyncrl.actors.slots import Slots, finished_episode
+from asyncrl.actors.slots import Slots, Stage, finished_episode
 from asyncrl.config.actor import ActorSettings
 from asyncrl.config.algorithm import AlgorithmSettings
 from asyncrl.config.replay import ReplaySettings

@@ -14,9 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from asyncrl.actors.actor import Actor
+from asyncrl.actors.actor import Actor, ActorTelemetry
 from asyncrl.actors.imagination import Imagination
-from asyncrl.actors.telemetry import ActorTelemetry
 from asyncrl.config.actor import ActorSettings
 from asyncrl.config.algorithm import LearnerSettings
 from asyncrl.config.run import TrainConfig
@@ -323,7 +322,7 @@ def test_an_actor_that_was_parked_imagines_what_it_would_have_imagined(
 def test_an_actor_reports_what_it_parked(
     imagination: Imagination, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.actors.telemetry.REPORT_EVERY", 0.0)
+    monkeypatch.setattr("asyncrl.actors.actor.REPORT_EVERY", 0.0)
     actor, replay, _ = actor_with(imagination, tmp_path, slots=GROUP)
     offloaded = offloading(actor)
     while not replay.state.limiter.ready:

@@ -24,8 +24,8 @@ from asyncrl.fitting.worlds.interface import WorldOptions
 from asyncrl.fitting.worlds.wan import WanFit, window_losses
 from asyncrl.fitting.worlds.wan_latents import encode_recordings
 from asyncrl.fitting.worlds.wan_windows import Windows
-from asyncrl.learner.distributed_ranks import DistributedRanks
 from asyncrl.learner.fsdp import make_float32_masters, spread
+from asyncrl.learner.ranks import DistributedRanks
 from asyncrl.policies.acceleration import recompute
 from asyncrl.policies.lora import adapt
 from asyncrl.simulators.tabletop.scene import TASKS

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from asyncrl.learner.accumulator import MetricAccumulator, effective_sample_size, variance
+from asyncrl.learner.metrics import MetricAccumulator, effective_sample_size, variance
 from asyncrl.learner.ranks import SingleRank
 from asyncrl.observability import metrics_training as m
 

@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.errors import ReplayError
-from asyncrl.learner.batches import build_batch
-from asyncrl.learner.outcomes import batch_metrics as metrics_of_outcomes
-from asyncrl.learner.outcomes import outcome_of
+from asyncrl.learner.batches import batch_metrics as metrics_of_outcomes
+from asyncrl.learner.batches import build_batch, outcome_of
 from asyncrl.observability import metrics_system as r
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics import Metric

@@ -23,8 +23,7 @@ from asyncrl.learner.corrections import (
     vetoed,
 )
 from asyncrl.learner.interface import Correction
-from asyncrl.learner.levels import reduce_to_level
-from asyncrl.learner.losses import log_ratio
+from asyncrl.learner.losses import log_ratio, reduce_to_level
 from asyncrl.learner.recipe import Recipe, build_recipe
 from support.table_policy import groups_of
 

@@ -16,8 +16,14 @@ from asyncrl.config.algorithm import AlgorithmSettings, LearnerSettings, Optimiz
 from asyncrl.config.run import TrainConfig
 from asyncrl.launch.build_learner import _early_compile, build_update, compile_learning
 from asyncrl.learner.batches import Batch, build_batch
-from asyncrl.learner.early_compile import EarlyCompile, fix_sizes, passes_of
-from asyncrl.learner.placeholders import Shown, placeholder_batch, shown_of
+from asyncrl.learner.early_compile import (
+    EarlyCompile,
+    Shown,
+    fix_sizes,
+    passes_of,
+    placeholder_batch,
+    shown_of,
+)
 from asyncrl.learner.ranks import SingleRank
 from asyncrl.learner.update import Update
 from asyncrl.observability import metrics_system as m

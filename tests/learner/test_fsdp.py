@@ -18,10 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncrl.devices.offload import IdleOffload, OffloadedTensors
 from asyncrl.errors import ConfigError, ReplayError, RunError
-from asyncrl.learner.distributed_ranks import DistributedRanks
 from asyncrl.learner.fsdp import UNITS, ReshardAfter, join_small, shard, spread, summed_gradient
 from asyncrl.learner.optimizer import clip
-from asyncrl.learner.ranks import own_parts
+from asyncrl.learner.ranks import DistributedRanks, own_parts
 from asyncrl.policies.acceleration import enable_gradient_checkpointing
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.lora import add_lora, merged_tensors

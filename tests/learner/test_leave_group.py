@@ -13,7 +13,7 @@ from support.whole_runs import environment
 RANK = """
 import sys
 import torch, torch.distributed as dist
-from asyncrl.learner.distributed_ranks import DistributedRanks, leave_group
+from asyncrl.learner.ranks import DistributedRanks, leave_group
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 2), rank=int(sys.argv[2]), world_size=2)
 kept, ranks = dist.group.WORLD, DistributedRanks(10.0)  # As a mesh refers to the group of a sharded policy.
 for _ in range(20):

@@ -17,12 +17,11 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.launch.build_learner import build_update
 from asyncrl.learner import prepare
 from asyncrl.learner.batches import Batch, build_batch
-from asyncrl.learner.forward import PolicyForward
+from asyncrl.learner.forward import FrozenReference, PolicyForward
 from asyncrl.learner.interface import AdvantagesAndTargets
 from asyncrl.learner.minibatches import split_minibatches
 from asyncrl.learner.ranks import SingleRank
 from asyncrl.learner.recipe import build_recipe
-from asyncrl.learner.reference import FrozenReference
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics import Metric
 from support.slow_update import Table, recipe

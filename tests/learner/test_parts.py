@@ -13,11 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import ReplayError, RunError
-from asyncrl.learner.batches import build_batch
-from asyncrl.learner.distributed_ranks import DistributedRanks
-from asyncrl.learner.outcomes import batch_metrics, outcome_of, pack, unpack
-from asyncrl.learner.parts import fetch_part
-from asyncrl.learner.ranks import Groups, SingleRank
+from asyncrl.learner.batches import batch_metrics, build_batch, outcome_of, pack, unpack
+from asyncrl.learner.progress import fetch_part
+from asyncrl.learner.ranks import DistributedRanks, Groups, SingleRank
 from asyncrl.records import Episode
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort, ZmqRankPort
 from asyncrl.replay.interface import GroupLost

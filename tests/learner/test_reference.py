@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from asyncrl.errors import ConfigError
-from asyncrl.learner.reference import AdapterFreeReference, FrozenReference, Reference
+from asyncrl.learner.forward import AdapterFreeReference, FrozenReference, Reference
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.lora import add_lora
 from support.adapters import ALPHA, RANK, move_adapters, small, some_inputs, some_tokens

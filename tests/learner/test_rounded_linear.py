@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl.learner import fsdp
-from asyncrl.learner.rounded_linear import RoundedLinear, round_trained_layers
+from asyncrl.learner.fsdp import RoundedLinear, round_trained_layers
 from asyncrl.policies.acceleration import enable_gradient_checkpointing
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.lora import add_lora, merged_tensors

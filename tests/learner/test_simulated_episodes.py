@@ -12,9 +12,8 @@ from torch import Tensor
 
 from asyncrl.episode_layout import problem_with
 from asyncrl.errors import ReplayError
-from asyncrl.learner.batches import Batch, build_batch, valid_steps
+from asyncrl.learner.batches import Batch, batch_metrics, build_batch, outcome_of, valid_steps
 from asyncrl.learner.forward import PolicyForward
-from asyncrl.learner.outcomes import batch_metrics, outcome_of
 from asyncrl.learner.prepare import PreparedBatch, prepare_batch
 from asyncrl.learner.ranks import SingleRank
 from asyncrl.learner.recipe import build_recipe

@@ -13,9 +13,9 @@ from asyncrl.config.algorithm import AlgorithmSettings
 from asyncrl.config.run import TrainConfig
 from asyncrl.launch.build_learner import build_update
 from asyncrl.learner.batches import Batch, build_batch
+from asyncrl.learner.metrics import Throughput, forward_flops, peak_flops
 from asyncrl.learner.objective import update_loss
 from asyncrl.learner.ranks import SingleRank
-from asyncrl.learner.throughput import Throughput, forward_flops, peak_flops
 from asyncrl.observability import metrics_system as m
 from support.ranks import run_ranks
 from support.table_policy import BINS, Evaluation, TableActorCritic, TablePolicy, groups_of
@@ -157,7 +157,6 @@ def read_on_one_of_two_ranks() -> tuple[float, float, float]:
     """Both ranks have half of the decisions; only rank 1's device is known at first."""
     import torch.distributed as dist
 
-    from asyncrl.learner.distributed_ranks import DistributedRanks
     from asyncrl.learner.fsdp import shard
     from asyncrl.policies.openvla.autoregressive import load_policy
     from asyncrl.storage.asset_paths import policy_folder

@@ -11,11 +11,9 @@ from torch import Tensor
 
 from asyncrl.launch.build_learner import build_update
 from asyncrl.learner.batches import build_batch
-from asyncrl.learner.distributed_ranks import DistributedRanks
-from asyncrl.learner.early_compile import EarlyCompile, fix_sizes
+from asyncrl.learner.early_compile import EarlyCompile, Shown, fix_sizes
 from asyncrl.learner.fsdp import shard
-from asyncrl.learner.placeholders import Shown
-from asyncrl.learner.ranks import LearnerRanks, SingleRank
+from asyncrl.learner.ranks import DistributedRanks, LearnerRanks, SingleRank
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.policies.interface import SamplingParams

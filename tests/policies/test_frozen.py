@@ -17,8 +17,8 @@ from asyncrl.devices.float8 import FrozenFloat8Linear
 from asyncrl.devices.offload import OffloadedTensors
 from asyncrl.errors import ConfigError
 from asyncrl.launch.policies import build_learning_policy, build_policy
+from asyncrl.learner.forward import AdapterFreeReference
 from asyncrl.learner.fsdp import shard
-from asyncrl.learner.reference import AdapterFreeReference
 from asyncrl.policies.acceleration import (
     enable_gradient_checkpointing,
     frozen_float8_bytes,

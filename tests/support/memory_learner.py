@@ -17,8 +17,8 @@ from asyncrl.errors import SampleTimeout, WeightSyncError
 from asyncrl.launch.build_learner import build_update
 from asyncrl.learner.learner import Learner
 from asyncrl.learner.loop import LoopSettings
+from asyncrl.learner.metrics import Throughput
 from asyncrl.learner.ranks import LearnerRanks, SingleRank
-from asyncrl.learner.throughput import Throughput
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability.metrics import Metric
 from asyncrl.records import Episode

@@ -10,7 +10,7 @@ FORKS.set_forkserver_preload(
     [
         "pytest",
         "torch.distributed.fsdp",
-        "asyncrl.learner.distributed_ranks",
+        "asyncrl.learner.ranks",
         "asyncrl.learner.fsdp",
         "asyncrl.learner.update",
         "asyncrl.weights.publisher",

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from asyncrl.actors.acting import RowFailure
 from asyncrl.actors.actor import Actor
-from asyncrl.actors.failures import RowFailure
-from asyncrl.actors.pipeline import InFlightDecision, Stage
-from asyncrl.actors.slots import Ending, EpisodeInProgress, Slots
+from asyncrl.actors.slots import Ending, EpisodeInProgress, InFlightDecision, Slots, Stage
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import SampleTimeout
 from asyncrl.observability import metrics_system as m
