@@ -158,6 +158,7 @@ def read_on_one_of_two_ranks() -> tuple[float, float, float]:
     import torch.distributed as dist
 
     from asyncrl.learner.fsdp import shard
+    from asyncrl.learner.ranks import DistributedRanks
     from asyncrl.policies.openvla.autoregressive import load_policy
     from asyncrl.storage.asset_paths import policy_folder
 
