@@ -1,10 +1,7 @@
-"""Read what `torch.save` wrote without running a stranger's code: tensors, plain containers, NumPy numbers.
+"""Read files of `torch.save`: tensors, plain containers and NumPy numbers; never a stranger's code.
 
-A file names functions, and reading it calls them. ``torch.load(weights_only=True)`` calls only those that
-make tensors and containers. Checkpoints often hold a number of NumPy's beside the weights, such as a
-validation loss. The names that make one are answered with stand-ins of this file, which know numbers and
-nothing else: NumPy's own functions would take any type, and change one in place. PyTorch knows the stand-ins
-during this read only.
+Training scripts leave NumPy numbers, such as a validation loss, beside the weights. The names that make one
+are answered with stand-ins, since NumPy's own functions would make any type and change one in place.
 """
 
 from __future__ import annotations
@@ -23,11 +20,8 @@ import torch
 from asyncrl.errors import CheckpointError, first_line
 
 _NUMBER: Final = re.compile(r"[biufc]\d{1,2}")
-"""Types of numbers, as NumPy writes them: bool, whole, unsigned, floating and complex, with their bytes."""
 _REFUSED: Final = re.compile(r"GLOBAL (\S+)")
-"""Where PyTorch's text says which name it did not follow."""
-_LOCK: Final = threading.Lock()
-"""What PyTorch allows is one list of the whole process."""
+_LOCK: Final = threading.Lock()  # PyTorch allows names for the whole process
 
 
 class _NumberType:
@@ -39,8 +33,7 @@ class _NumberType:
         self.dtype = np.dtype(code)
 
     def __setstate__(self, state: Sequence[Any]) -> None:
-        """Take over the byte order, which is the second of NumPy's entries; the others are not of numbers."""
-        if state[1] == ">":
+        if state[1] == ">":  # the byte order; the other entries do not concern numbers
             self.dtype = self.dtype.newbyteorder(">")
 
 
@@ -73,7 +66,7 @@ def load_pth(path: Path) -> Any:
 
 
 def _explained(path: Path, error: Exception) -> str:
-    """Say why a file was not read, without PyTorch's advice to read it all the same."""
+    # Without PyTorch's advice to read it all the same.
     if refused := _REFUSED.search(str(error)):
         return (
             f"{path} holds more than tensors and numbers: {refused[1]}. To make that again a stranger's code "

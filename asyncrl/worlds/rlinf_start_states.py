@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from asyncrl.errors import AssetError
 from asyncrl.records import ACTION_DIM, POSE_DIM, StartState
-from asyncrl.worlds.safe_npy import read_object_array
+from asyncrl.worlds.safe_pickle import read_object_array
 
 CONTEXT: Final = 4
 KEYFRAME_MARK: Final = "_kir"

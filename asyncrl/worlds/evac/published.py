@@ -25,7 +25,6 @@ from asyncrl.worlds.evac.autoencoder import (
     autoencoder_tensor_from_published,
     published_autoencoder,
 )
-from asyncrl.worlds.evac.ckpt_reader import CkptFile
 from asyncrl.worlds.evac.conditions import EvacNetworks
 from asyncrl.worlds.evac.config import EvacConfig
 from asyncrl.worlds.evac.image_tokens import (
@@ -36,6 +35,7 @@ from asyncrl.worlds.evac.image_tokens import (
 from asyncrl.worlds.evac.recognition import MARK, PICKLED, WRAPPED
 from asyncrl.worlds.evac.resampler import ResamplerConfig
 from asyncrl.worlds.evac.unet import UNetConfig
+from asyncrl.worlds.safe_pickle import CkptFile
 
 PREFIXES: Final = {
     "unet": "model.diffusion_model.",

@@ -18,7 +18,7 @@ PICKLED: Final = (".ckpt", ".pt", ".pth", ".bin")
 
 def lacks(folder: Path) -> str:
     """Say what a folder lacks to hold an EVAC checkpoint, empty if it holds one. Runs no code of a file."""
-    from asyncrl.worlds.evac.ckpt_reader import CkptFile  # It needs torch.
+    from asyncrl.worlds.safe_pickle import CkptFile  # It needs torch.
 
     unreadable = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:

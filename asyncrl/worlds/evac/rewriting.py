@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from asyncrl.errors import CheckpointError
 from asyncrl.storage.tensor_reader import Spec
 from asyncrl.storage.tensor_writer import write_file
-from asyncrl.worlds.evac.ckpt_reader import CkptFile
 from asyncrl.worlds.evac.published import Entry, find_published
 from asyncrl.worlds.evac.recognition import WRAPPED
+from asyncrl.worlds.safe_pickle import CkptFile
 
 Held = dict[str, tuple[Entry, Tensor | None]]
 """Name in a new file -> where the tensor is, and what it becomes; None: it stays."""

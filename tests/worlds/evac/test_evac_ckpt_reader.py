@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from asyncrl.errors import CheckpointError
-from asyncrl.worlds.evac.ckpt_reader import CkptFile
+from asyncrl.worlds.safe_pickle import CkptFile
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -127,10 +127,16 @@ def beyond_its_storage(entries: dict[str, bytes]) -> None:
         (beyond_its_storage, "does not lie in its storage"),
         (set_pickle(b"\x80\x02]."), "no state dict"),
         (set_pickle(b"\x80\x02}."), "no tensors by name"),
-        (set_pickle(b"\x80\x02h\x05."), "recalls what it did not keep"),
+        (set_pickle(b"\x80\x02h\x05."), "Memo value not found"),
         (set_pickle(b"\x80\x02(ios\nsystem\n."), "the instruction INST"),
         (set_pickle(b"\x80\x02K\x01Q."), "no storage"),
-        (set_pickle(b"\x80\x02R."), "pop from empty list"),
+        (set_pickle(b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n}b."), "sets the state of something"),
+        (
+            set_pickle(b"\x80\x02ccollections\nOrderedDict\nN}X\x01\x00\x00\x00aK\x01s\x86b."),
+            "sets the state",
+        ),
+        (set_pickle(b"\x80\x02cos\nsystem\n}X\x01\x00\x00\x00aK\x01sb."), "was not read"),
+        (set_pickle(b"\x80\x02R."), "stack underflow"),
         (set_pickle(b"\x80\x02}"), "not read"),
         (set_pickle(b""), "not read"),
     ],
