@@ -54,8 +54,8 @@ BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
             "evac": "asyncrl.worlds.evac.world:EvacWorld",
         },
         "reward": {
-            "resnet": "asyncrl.rewards.model:ResNetReward",
-            "libero_long": "asyncrl.rewards.grouped:GroupedReward",
+            "resnet": "asyncrl.rewards.resnet:ResNetReward",
+            "libero_long": "asyncrl.rewards.resnet:GroupedReward",
         },
         "simulator": {
             "tabletop": "asyncrl.simulators.tabletop.simulator:Tabletop",

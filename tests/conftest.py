@@ -21,8 +21,8 @@ from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig, TowerConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.replay.server import ReplayServer
-from asyncrl.rewards.model import ResNetReward
-from asyncrl.rewards.resnet import RewardConfig, build_network
+from asyncrl.rewards.files import RewardConfig
+from asyncrl.rewards.resnet import ResNetReward, build_network
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae
 from asyncrl.worlds.wan.world import WanWorld

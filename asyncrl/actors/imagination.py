@@ -31,8 +31,7 @@ from asyncrl.observability.metrics import Metric
 from asyncrl.policies.interface import ActResult, Policy, SamplingParams
 from asyncrl.records import StartState
 from asyncrl.replay.interface import Cause
-from asyncrl.rewards.interface import RewardModel
-from asyncrl.rewards.success_rule import deciding_step
+from asyncrl.rewards.interface import RewardModel, deciding_step
 from asyncrl.seeds import sampling_seed
 from asyncrl.worlds.interface import State, World
 

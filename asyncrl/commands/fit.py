@@ -92,7 +92,7 @@ def fit_reward_command(config: FitReward, recordings: Recordings) -> None:
 
     from asyncrl.fitting.fit_reward import fit_reward
     from asyncrl.fitting.fresh_models import fresh_reward
-    from asyncrl.rewards.model import save_reward
+    from asyncrl.rewards.resnet import save_reward
 
     torch.manual_seed(config.seed)
     device = take_device(config.device)

@@ -26,8 +26,7 @@ from asyncrl.evaluation.contact_sheet import start_of
 from asyncrl.evaluation.evaluate import SuccessRate
 from asyncrl.policies.interface import Policy, SamplingParams
 from asyncrl.records import StartState
-from asyncrl.rewards.interface import RewardModel
-from asyncrl.rewards.success_rule import deciding_step
+from asyncrl.rewards.interface import RewardModel, deciding_step
 from asyncrl.seeds import episode_seed, noise_seed, sampling_seed
 from asyncrl.simulators.pool import Pool
 from asyncrl.simulators.rollout import Observations, Play, SimulatedEpisode, rollout

@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 
 from asyncrl.config.actor import SuccessFrames
 from asyncrl.evaluation.contact_sheet import imagine_again
-from asyncrl.rewards.interface import RewardModel
-from asyncrl.rewards.success_rule import deciding_step
+from asyncrl.rewards.interface import RewardModel, deciding_step
 from asyncrl.simulators.rollout import SimulatedEpisode
 from asyncrl.worlds.interface import World
 

@@ -16,7 +16,7 @@ from asyncrl.fitting.batch_source import BatchSource
 from asyncrl.fitting.frame_file import Frames
 from asyncrl.fitting.loop import WARMUP, minimise
 from asyncrl.fitting.recordings import Recordings
-from asyncrl.rewards.model import ResNetReward
+from asyncrl.rewards.resnet import ResNetReward
 
 
 class _Examples:

@@ -21,8 +21,8 @@ from asyncrl.policies.openvla.files import STATISTICS
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.policies.openvla.tokenizer import PromptTokenizer, build_word_tokenizer, words_for
 from asyncrl.records import ACTION_DIM
-from asyncrl.rewards.model import ResNetReward
-from asyncrl.rewards.resnet import RewardConfig, build_network
+from asyncrl.rewards.files import RewardConfig
+from asyncrl.rewards.resnet import ResNetReward, build_network
 from asyncrl.storage.atomic import write_json
 
 Statistics = Literal["auto", "q01_q99", "none"]

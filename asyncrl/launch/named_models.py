@@ -13,7 +13,7 @@ from typing import Any
 from asyncrl import registry
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import CheckpointError, ConfigError
-from asyncrl.rewards.kinds import reward_kind
+from asyncrl.rewards.libero_tasks import reward_kind
 from asyncrl.storage import asset_paths
 from asyncrl.storage.atomic import read_json
 from asyncrl.worlds.kinds import world_class, world_title

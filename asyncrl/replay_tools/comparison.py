@@ -19,7 +19,7 @@ from asyncrl.config.actor import SuccessFrames
 from asyncrl.records import Episode
 from asyncrl.replay_tools.sheet import WIDTH, lay_out
 from asyncrl.replay_tools.text import NOTHING, table
-from asyncrl.rewards.success_rule import deciding_step
+from asyncrl.rewards.interface import deciding_step
 from asyncrl.storage.drawing import PAPER, captioned, enlarged
 from asyncrl.storage.movies import GREEN, RED
 

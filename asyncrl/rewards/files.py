@@ -1,33 +1,88 @@
-"""Read and write reward models: our own files, and the published ones.
+"""Find reward models on disk and read their sizes: ours, and the published ones.
 
-Which of the published networks a file holds is told by its tensors (`published`) and not by its name. The six
-that judge LIBERO-Long together are put together in `grouped`.
+The published networks are told apart by the names of their tensors, and their sizes read from the shapes:
+
+    task_embedding.*              a LIBERO suite's tasks, by number (``taskemb_resnet_rm.pth``); rounded
+    net.*, blocks with conv3      any task (``resnet_rm.pth``); rounded
+    net.*, blocks with shortcut   any task, EVAC's: no biases in the blocks, a normed shortcut; not rounded
+
+Rounded scores are 0 or 1, as RLinf trains with them. All published ones take frames of 256 pixels. For
+LIBERO-Long there are six networks in ``group_1`` to ``group_6``, each with the embedding of all ten tasks; of
+several ``N.pth`` in a group the largest number counts, as published.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 import torch
 
-from asyncrl.errors import CheckpointError
-from asyncrl.rewards.kinds import GROUPS, group_folders
-from asyncrl.rewards.published import PUBLISHED, find_published, recognise
-from asyncrl.rewards.resnet import (
-    ResnetRewModel,
-    RewardConfig,
-    TaskEmbedResnetRewModel,
-    build_network,
-)
+from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.rewards.libero_tasks import GROUPS, LONG, SUITES, group_folders, suite_of
 from asyncrl.storage.atomic import read_json
 from asyncrl.storage.bounded_json import check_sizes
-from asyncrl.storage.tensor_reader import TensorFiles, check_fit, fill
+from asyncrl.storage.tensor_reader import TensorFiles
 
 FORMAT: Final = "asyncrl-reward-1"
 WEIGHTS: Final = "reward.safetensors"
+PUBLISHED: Final = ("resnet_rm.pth", "taskemb_resnet_rm.pth")
+"""Taken for reward models by their names; other files by their tensors."""
+_EMBEDDING: Final = "task_embedding.weight"
+_FUSION: Final = "fusion_layer.0.weight"
+_STAGES: Final = ("0.0", "2.0.conv1", "3.0.conv1", "4.0.conv1")
+"""Layers of the trunk whose channels are those of the four stages."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig:
+    """Size and tasks of a reward model."""
+
+    widths: tuple[int, int, int, int]
+    """Channels of the four stages."""
+    tasks: tuple[str, ...]
+    """Instructions it was fitted on, in the order of their ids; empty: one network for any task."""
+    embed_dim: int
+    """Channels of the task embedding (unused without tasks)."""
+    hidden_dim: int
+    """Width between trunk and probability (unused without tasks)."""
+    image_size: int
+    """Height and width of the frames in pixels."""
+    normed_shortcut: bool = False
+    """Blocks as in EVAC's reward model: `NormedBlock` and not `ResidualBlock`."""
+
+    @classmethod
+    def tiny(cls, tasks: Sequence[str], image_size: int = 64) -> RewardConfig:
+        """Return the embedded size."""
+        widths = (12, 24, 48, 96)
+        return cls(widths=widths, tasks=tuple(tasks), embed_dim=16, hidden_dim=48, image_size=image_size)
+
+    @classmethod
+    def small(cls, tasks: Sequence[str], image_size: int = 128) -> RewardConfig:
+        """Return a size of 0.7 million parameters."""
+        widths = (16, 32, 64, 128)
+        return cls(widths=widths, tasks=tuple(tasks), embed_dim=16, hidden_dim=64, image_size=image_size)
+
+    @classmethod
+    def full(cls, tasks: Sequence[str] = ()) -> RewardConfig:
+        """Return the published size: 127 tensors without tasks, 130 with ten, 123 in EVAC's layout."""
+        widths = (64, 128, 256, 512)
+        return cls(widths=widths, tasks=tuple(tasks), embed_dim=64, hidden_dim=256, image_size=256)
+
+    def check_tasks(self, tasks: Sequence[str]) -> None:
+        """Check that the model can score `tasks`.
+
+        Raises:
+            ConfigError: It was not fitted on one of them.
+        """
+        if self.tasks and (unknown := sorted(set(tasks) - set(self.tasks))):
+            raise ConfigError(
+                f"the reward model does not know the task {unknown[0]!r}. It was fitted on: "
+                f"{', '.join(repr(task) for task in self.tasks)}. "
+                "Use --start-states of these tasks, or a --world whose reward model was fitted on yours."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,79 +93,30 @@ class RewardFiles:
     config: RewardConfig
     rounded: bool
 
-    def build(self) -> ResnetRewModel | TaskEmbedResnetRewModel:
-        """Build the network without memory for its weights (on the meta device)."""
-        with torch.device("meta"):
-            return build_network(self.config)
-
-    def check(self) -> int:
-        """Check that all tensors are there and fit; return the bytes of the loaded model.
-
-        Raises:
-            CheckpointError: A tensor is missing, has the wrong shape, or is unknown.
-        """
-        network = self.build()
-        check_fit(network, self.weights, unused=False)
-        return sum(tensor.nbytes for tensor in network.state_dict().values())
-
-    def network(self, device: torch.device | str) -> ResnetRewModel | TaskEmbedResnetRewModel:
-        """Load the network; float32, because rewards are not worth a rounding error."""
-        self.check()
-        network = self.build()
-        fill(network, self.weights, dtype=torch.float32, device=device)
-        return network.requires_grad_(False)
-
 
 def open_reward(folder: Path, tasks: Collection[str] = ()) -> RewardFiles:
-    """Read what a folder says about its reward model, without its numbers.
+    """Read the description of a folder's reward model.
 
     Args:
         folder: Holds ``reward.json``, or a file with a published network.
-        tasks: Instructions of the start states; a published model of a suite needs them to know which.
+        tasks: Instructions of the start states, by which a published model of a suite is told its tasks.
 
     Raises:
         CheckpointError: A file is missing or cannot be read, or the tasks are not of one suite.
     """
     if (folder / "reward.json").is_file():
-        return _open_ours(folder)
-    weights = find_published(folder)
+        return _open_own(folder)
+    weights = _find_published(folder)
     if weights is None:
         raise CheckpointError(
             f"{folder} holds no readable reward model (looked for reward.json, {', '.join(PUBLISHED)}, "
             "another *.pth with the tensors of one, and group_1 to group_6). Fit one with "
             "`asyncrl fit reward`, download it beside the world, or set another --world."
         )
-    return published_files(weights, tasks)
+    return _recognised(weights, tasks)
 
 
-def published_files(weights: TensorFiles, tasks: Collection[str]) -> RewardFiles:
-    """Read from the tensors of a published file which network it holds, and how large.
-
-    Raises:
-        CheckpointError: It is none of the published ones, or the tasks are not of one suite.
-    """
-    config, rounded = recognise(weights, tasks)
-    return RewardFiles(weights=weights, config=config, rounded=rounded)
-
-
-def reward_parts(folder: Path) -> list[Path]:
-    """Name the files, and the folders of groups, that the reward model in a folder is read from.
-
-    Returns:
-        Those of ours where both lie there; none: there is no reward model.
-
-    Raises:
-        CheckpointError: There are several, or one cannot be read.
-    """
-    if (folder / "reward.json").is_file():
-        return [folder / "reward.json", folder / WEIGHTS]
-    if (place := group_folders(folder)) is not None:
-        return [place / group for group in GROUPS]
-    found = find_published(folder)
-    return found.paths if found is not None else []
-
-
-def _open_ours(folder: Path) -> RewardFiles:
+def _open_own(folder: Path) -> RewardFiles:
     content = read_json(folder / "reward.json")
     try:
         raw = content["config"]
@@ -120,6 +126,130 @@ def _open_ours(folder: Path) -> RewardFiles:
         raise CheckpointError(
             f"{folder / 'reward.json'} is incomplete ({error}). Fit the reward model again."
         ) from error
-    return RewardFiles(
-        weights=TensorFiles(folder / WEIGHTS), config=config, rounded=bool(content.get("rounded"))
+    rounded = bool(content.get("rounded"))
+    return RewardFiles(weights=TensorFiles(folder / WEIGHTS), config=config, rounded=rounded)
+
+
+def open_groups(folder: Path, tasks: Sequence[str]) -> dict[str, RewardFiles]:
+    """Read the descriptions of the six networks of LIBERO-Long, by group.
+
+    Args:
+        folder: See `group_folders`.
+        tasks: Instructions of the start states.
+
+    Raises:
+        CheckpointError: A group is missing or is no network with an embedding of ten tasks, or the tasks are
+            not those of LIBERO-Long.
+    """
+    place = group_folders(folder)
+    if place is None:
+        raise CheckpointError(
+            f"{folder} holds no {GROUPS[0]} to {GROUPS[-1]}, the reward models of LIBERO-Long. Download them "
+            "beside the world."
+        )
+    if (suite := suite_of(tasks)) != LONG:
+        raise CheckpointError(
+            f"{place} holds the reward models of {LONG}, and the start states are of {suite}. Use "
+            "--start-states of LIBERO-Long, or --world of their suite."
+        )
+    files = {group: _recognised(TensorFiles(_newest(place / group)), tasks) for group in GROUPS}
+    for group, one in files.items():
+        if not one.config.tasks:
+            raise CheckpointError(
+                f"{one.weights.label} lacks task_embedding.weight: it is no network of {group}, whose tasks "
+                "are told by their numbers. Download it again."
+            )
+    return files
+
+
+def _newest(folder: Path) -> Path:
+    files = sorted(folder.glob("*.pth")) if folder.is_dir() else []
+    numbered = {int(path.stem): path for path in files if path.stem.isdecimal()}
+    if len(files) == 1:
+        return files[0]
+    if files and len(numbered) == len(files):
+        return numbered[max(numbered)]
+    seen = ", ".join(path.name for path in files) or "none"
+    raise CheckpointError(
+        f"{folder} should hold one reward model (*.pth), or several called by numbers, of which the largest "
+        f"counts; it holds {seen}. All of {GROUPS[0]} to {GROUPS[-1]} are needed: download them again."
     )
+
+
+def reward_parts(folder: Path) -> list[Path]:
+    """List the files, and the folders of groups, that a folder's reward model is read from.
+
+    Raises:
+        CheckpointError: There are several, or one cannot be read.
+    """
+    if (folder / "reward.json").is_file():
+        return [folder / "reward.json", folder / WEIGHTS]
+    if (place := group_folders(folder)) is not None:
+        return [place / group for group in GROUPS]
+    weights = _find_published(folder)
+    return weights.paths if weights is not None else []
+
+
+def _find_published(folder: Path) -> TensorFiles | None:
+    """Open a folder's published model; raises if several files hold one, or one cannot be read."""
+    for name in PUBLISHED:
+        if (folder / name).is_file():
+            return TensorFiles(folder / name)
+    models: list[TensorFiles] = []
+    unreadable: list[CheckpointError] = []
+    for path in sorted(folder.glob("*.pth")):
+        try:
+            weights = TensorFiles(path)
+        except CheckpointError as error:
+            unreadable.append(error)
+            continue
+        if not _absent_layers(weights.shapes):
+            models.append(weights)
+    if len(models) > 1:
+        raise CheckpointError(
+            f"{folder} holds several reward models: {models[0].label} and {models[1].label}. Keep one of "
+            "them."
+        )
+    if not models and unreadable:  # Perhaps it is the one that cannot be read.
+        raise unreadable[0]
+    return models[0] if models else None
+
+
+def _recognised(weights: TensorFiles, tasks: Collection[str]) -> RewardFiles:
+    """Read size and tasks of a published network; raises if it is none, or `tasks` are not of one suite."""
+    shapes = weights.shapes
+    if absent := _absent_layers(shapes):
+        raise CheckpointError(
+            f"{weights.label} is no reward model for world models: it lacks {absent[0]}. Its tensors begin "
+            f"with {', '.join(sorted(shapes)[:3])}. Use resnet_rm.pth, taskemb_resnet_rm.pth, or EVAC's."
+        )
+    first, second, third, fourth = (shapes[name][0] for name in _stage_weights(shapes))
+    config = replace(RewardConfig.full(), widths=(first, second, third, fourth))
+    if not _embeds(shapes):
+        normed = any(".shortcut." in name for name in shapes)
+        config = replace(config, normed_shortcut=normed)
+        return RewardFiles(weights=weights, config=config, rounded=not normed)
+    for name in (_EMBEDDING, _FUSION):
+        if len(shapes.get(name, ())) != 2:
+            raise CheckpointError(f"{weights.label} lacks {name}, a matrix. Download it again.")
+    (count, embed_dim), suite = shapes[_EMBEDDING], SUITES[suite_of(tasks)]
+    if count != len(suite):
+        raise CheckpointError(
+            f"{weights.label} knows {count} tasks, a LIBERO suite has {len(suite)}. Use the reward model of "
+            "the suite that the start states are of."
+        )
+    config = replace(config, tasks=suite, embed_dim=embed_dim, hidden_dim=shapes[_FUSION][0])
+    return RewardFiles(weights=weights, config=config, rounded=True)
+
+
+def _embeds(shapes: dict[str, torch.Size]) -> bool:
+    return any(name.startswith(("task_embedding.", "visual_encoder.")) for name in shapes)
+
+
+def _stage_weights(shapes: dict[str, torch.Size]) -> list[str]:
+    trunk = "visual_encoder" if _embeds(shapes) else "net"
+    return [f"{trunk}.{layer}.weight" for layer in _STAGES]
+
+
+def _absent_layers(shapes: dict[str, torch.Size]) -> list[str]:
+    return [name for name in _stage_weights(shapes) if len(shapes.get(name, ())) != 4]

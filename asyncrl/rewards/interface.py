@@ -1,26 +1,31 @@
-"""The interface of every reward model.
+"""The interface of every reward model, and the rule of success on its scores.
 
-Dimension letters: B slots, C frames per slot, H/W pixels.
+Dimension letters: B slots, C frames per slot (steps per decision), N decisions so far, H/W pixels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
-import torch
-from torch import Tensor, nn
+import numpy as np
+from numpy.typing import NDArray
 
+from asyncrl.config.actor import SuccessFrames
 from asyncrl.records import ModelSummary
+
+if TYPE_CHECKING:  # The rule alone needs no torch.
+    import torch
+    from torch import Tensor, nn
 
 
 class RewardModel(Protocol):
-    """Judges frames: how probable is it that the task is fulfilled in each."""
+    """Estimates the probability that the task is fulfilled in each frame."""
 
     @classmethod
     def check(cls, folder: Path, tasks: Sequence[str], **own: Any) -> ModelSummary:
-        """Check, without loading any weight, that a folder holds a model of these tasks that `load` can read.
+        """Check that `load` can read a folder for these tasks; reads no weights.
 
         Raises:
             CheckpointError: A file is missing, cannot be read, or does not fit.
@@ -33,8 +38,8 @@ class RewardModel(Protocol):
         """Read a model for inference.
 
         Args:
-            folder: The world's folder, or what stands behind the @ of --reward.
-            device: Where the weights go: the world's.
+            folder: The world's folder, or the part of --reward behind the @.
+            device: The world's.
             tasks: Instructions of the start states.
             own: Of ``[reward.settings]`` or --reward-settings.
 
@@ -45,11 +50,11 @@ class RewardModel(Protocol):
 
     @property
     def image_size(self) -> int:
-        """Return height and width of the frames in pixels; 0: any."""
+        """Height and width of the frames in pixels; 0: any."""
         ...
 
     def modules(self) -> Mapping[str, nn.Module]:
-        """Return its networks by name: what is moved to host memory while there is nothing to imagine."""
+        """Return the networks by name, which move to host memory while nothing is imagined."""
         ...
 
     def score(self, frames: Tensor, tasks: Sequence[str]) -> Tensor:
@@ -66,3 +71,41 @@ class RewardModel(Protocol):
             ConfigError: An unknown task, or frames of another size.
         """
         ...
+
+
+def deciding_step(
+    scores_NC: NDArray[np.float32], threshold: float, frames: SuccessFrames
+) -> tuple[int, int] | None:
+    """Find where an episode succeeds: the step that gets the reward and ends what learning counts.
+
+    RLinf ends an episode when the largest score of a decision reaches the threshold, and pays
+    ``coefficient * (score_t - score_{t-1})`` at step t, which sums up to the score of the decision's last
+    frame: a success that relapses within its decision ends the episode with the return 0. Here ``frames=1``
+    ends it at the same decision and pays it, since a success that is not paid teaches the opposite;
+    ``"last"`` neither pays nor ends it. The coefficient is no setting: it cancels in group advantages.
+
+    Args:
+        scores_NC: ``[N, C]`` float32 probabilities of success.
+        threshold: From which a frame scores.
+        frames: k: at the first step that ends k scoring frames in a row, which may reach over the border of
+            two decisions. "last": at the last step of the first decision whose last frame scores.
+
+    Returns:
+        Decision and step within it; None while the episode has not succeeded.
+
+    Example:
+        >>> scores = np.array([[0, 1, 0, 0], [0, 0, 0, 1], [1, 0, 0, 0]], np.float32)
+        >>> [deciding_step(scores, 0.7, frames) for frames in (1, 2, 3, "last")]
+        [(0, 1), (2, 0), None, (1, 3)]
+    """
+    solved_NC = scores_NC >= threshold
+    steps = solved_NC.shape[1]
+    if frames == "last":
+        ends = np.flatnonzero(solved_NC[:, -1])
+        return (int(ends[0]), steps - 1) if ends.size else None
+    scored = np.concatenate([[0], np.cumsum(solved_NC)])
+    ends = np.flatnonzero(scored[frames:] - scored[:-frames] == frames)
+    if not ends.size:
+        return None
+    decision, step = divmod(int(ends[0]) + frames - 1, steps)
+    return decision, step

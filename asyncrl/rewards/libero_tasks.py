@@ -1,8 +1,9 @@
-"""Instructions of the LIBERO suites in the order of their ids, which published reward models embed."""
+"""Instructions of the LIBERO suites by id, and where the reward models of LIBERO-Long lie."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from pathlib import Path
 from typing import Final
 
 from asyncrl.errors import CheckpointError
@@ -60,13 +61,15 @@ SUITES: Final[dict[str, tuple[str, ...]]] = {
 """The id of an instruction is its index in the suite."""
 LONG: Final = "libero_10"
 """LIBERO-Long."""
+GROUPS: Final = tuple(f"group_{number}" for number in range(1, 7))
+"""Folders of the networks that judge LIBERO-Long together."""
 LONG_GROUPS: Final = (5, 2, 1, 1, 1, 3, 4, 4, 6, 2)
-"""By id, which of the six reward models of LIBERO-Long knows a task: 1 things into the basket, 2 moka pots on
+"""Group number of each task of LIBERO-Long, by id: 1 things into the basket, 2 moka pots on
 the stove, 3 the bowl into the drawer, 4 the white mug on a plate, 5 the book into the caddy, 6 microwave."""
 
 
 def suite_of(tasks: Collection[str]) -> str:
-    """Name the suite that all `tasks` belong to.
+    """Return the name of the suite that all `tasks` belong to.
 
     Raises:
         CheckpointError: There are no tasks, one is in no suite, or they are of several suites.
@@ -85,3 +88,30 @@ def suite_of(tasks: Collection[str]) -> str:
             f"{' and '.join(suites) or 'none'}. Use --start-states of the suite of --world."
         )
     return suites[0]
+
+
+def reward_kind(folder: Path) -> str:
+    """Return the short name of a folder's reward model, one of `registry.BUILT_IN`.
+
+    Raises:
+        CheckpointError: It holds the reward models of LIBERO-Long twice.
+    """
+    if (folder / "reward.json").is_file() or group_folders(folder) is None:
+        return "resnet"
+    return "libero_long"
+
+
+def group_folders(folder: Path) -> Path | None:
+    """Find the parent of ``group_1`` to ``group_6``: `folder` or one below it; None: there is none.
+
+    Raises:
+        CheckpointError: There are several such places.
+    """
+    below = sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+    places = [place for place in (folder, *below) if any((place / group).is_dir() for group in GROUPS)]
+    if len(places) > 1:
+        raise CheckpointError(
+            f"{folder} holds the reward models of LIBERO-Long twice, in {places[0]} and in {places[1]}. Keep "
+            "one."
+        )
+    return places[0] if places else None

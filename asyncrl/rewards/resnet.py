@@ -1,4 +1,4 @@
-"""Judge the success of frames with ResNet reward models of any size.
+"""ResNet reward models of any size: their networks, and the judges that a run names.
 
 Tensor names equal those of the published files (``resnet_rm.pth``, ``taskemb_resnet_rm.pth``, and the file of
 RLinf's first EVAC environment, whose blocks are others).
@@ -8,65 +8,25 @@ Dimension letters: B slots, C frames per slot (8), N = B * C images, H/W pixels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from asyncrl.devices.tensors import to_device, to_signed
 from asyncrl.errors import ConfigError
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardConfig:
-    """Size and tasks of a reward model."""
-
-    widths: tuple[int, int, int, int]
-    """Channels of the four stages."""
-    tasks: tuple[str, ...]
-    """Instructions it was fitted on, in the order of their ids; empty: one network for any task."""
-    embed_dim: int
-    """Channels of the task embedding (unused without tasks)."""
-    hidden_dim: int
-    """Width between trunk and probability (unused without tasks)."""
-    image_size: int
-    """Height and width of the frames in pixels."""
-    normed_shortcut: bool = False
-    """Blocks as in EVAC's reward model: `NormedBlock` and not `ResidualBlock`."""
-
-    @classmethod
-    def tiny(cls, tasks: Sequence[str], image_size: int = 64) -> RewardConfig:
-        """Return the embedded size."""
-        widths = (12, 24, 48, 96)
-        return cls(widths=widths, tasks=tuple(tasks), embed_dim=16, hidden_dim=48, image_size=image_size)
-
-    @classmethod
-    def small(cls, tasks: Sequence[str], image_size: int = 128) -> RewardConfig:
-        """Return a size of 0.7 million parameters."""
-        widths = (16, 32, 64, 128)
-        return cls(widths=widths, tasks=tuple(tasks), embed_dim=16, hidden_dim=64, image_size=image_size)
-
-    @classmethod
-    def full(cls, tasks: Sequence[str] = ()) -> RewardConfig:
-        """Return the published size: 127 tensors without tasks, 130 with ten, 123 in EVAC's layout."""
-        return cls(
-            widths=(64, 128, 256, 512), tasks=tuple(tasks), embed_dim=64, hidden_dim=256, image_size=256
-        )
-
-    def check_tasks(self, tasks: Sequence[str]) -> None:
-        """Check that the model can score `tasks`.
-
-        Raises:
-            ConfigError: It was not fitted on one of them.
-        """
-        if self.tasks and (unknown := sorted(set(tasks) - set(self.tasks))):
-            raise ConfigError(
-                f"the reward model does not know the task {unknown[0]!r}. It was fitted on: "
-                f"{', '.join(repr(task) for task in self.tasks)}. "
-                "Use --start-states of these tasks, or a --world whose reward model was fitted on yours."
-            )
+from asyncrl.records import ModelSummary
+from asyncrl.rewards.files import FORMAT, WEIGHTS, RewardConfig, RewardFiles, open_groups, open_reward
+from asyncrl.rewards.libero_tasks import GROUPS, LONG, LONG_GROUPS, SUITES
+from asyncrl.storage.atomic import write_json
+from asyncrl.storage.tensor_reader import check_fit, fill
+from asyncrl.storage.tensor_writer import write_tensors
 
 
 class ResidualBlock(nn.Module):
@@ -173,3 +133,186 @@ class TaskEmbedResnetRewModel(nn.Module):
 def build_network(config: RewardConfig) -> ResnetRewModel | TaskEmbedResnetRewModel:
     """Build the network `config` describes, with fresh weights."""
     return TaskEmbedResnetRewModel(config) if config.tasks else ResnetRewModel(config)
+
+
+class ResNetReward:
+    """Scores frames. Batch normalisation always uses its running statistics here."""
+
+    def __init__(
+        self,
+        network: ResnetRewModel | TaskEmbedResnetRewModel,
+        config: RewardConfig,
+        *,
+        rounded: bool = False,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.network = network.to(device).eval()
+        self.config = config
+        self.rounded = rounded
+        """Round probabilities to 0 or 1, as training with most published checkpoints does."""
+        self.device = torch.device(device)
+        self._ids = {task: i for i, task in enumerate(config.tasks)}
+
+    @classmethod
+    def check(cls, folder: Path, tasks: Sequence[str], **own: Any) -> ModelSummary:
+        """Check files and tasks without loading weights."""
+        _refuse_settings(own)
+        files = open_reward(folder, tasks)
+        files.config.check_tasks(tasks)
+        return ModelSummary(image_size=files.config.image_size, nbytes=_check_files(files))
+
+    @classmethod
+    def load(cls, folder: Path, device: torch.device, tasks: Sequence[str], **own: Any) -> ResNetReward:
+        """Read ours or a published model."""
+        _refuse_settings(own)
+        return load_reward(folder, tasks=tasks, device=device)
+
+    @property
+    def image_size(self) -> int:
+        """Height and width of the frames in pixels."""
+        return self.config.image_size
+
+    def modules(self) -> dict[str, nn.Module]:
+        """Return the network."""
+        return {"network": self.network}
+
+    def to(self, device: torch.device | str) -> ResNetReward:
+        """Move the weights to `device` and return this model."""
+        self.network.to(device)
+        self.device = torch.device(device)
+        return self
+
+    def task_ids(self, tasks: Sequence[str]) -> Tensor:
+        """Look up ``[B]`` int64 ids of instructions (zeros for a model of any task)."""
+        self.config.check_tasks(tasks)
+        return to_device(np.array([self._ids.get(task, 0) for task in tasks], np.int64), self.device)
+
+    @torch.no_grad()
+    def score(self, frames: Tensor, tasks: Sequence[str]) -> Tensor:
+        """Score every frame on its own.
+
+        Args:
+            frames: ``[B, C, H, W, 3]`` uint8 at the model's image size.
+            tasks: ``B`` instructions.
+
+        Returns:
+            ``[B, C]`` float32 probability of success; exactly 0 or 1 when `rounded`.
+
+        Raises:
+            ConfigError: An unknown task, or frames of another size.
+        """
+        batch, count, height, width, _ = frames.shape
+        if height != self.config.image_size or width != self.config.image_size or batch != len(tasks):
+            raise ConfigError(
+                f"the reward model looks at {self.config.image_size}-pixel frames with one task per slot; it "
+                f"was given frames {list(frames.shape)} and {len(tasks)} tasks. Choose a --world whose "
+                "reward model was fitted on its frames."
+            )
+        images = to_signed(frames.to(self.device).flatten(0, 1).permute(0, 3, 1, 2))
+        logits_N = self.network.logits(images, self.task_ids(tasks).repeat_interleave(count))
+        probability = logits_N.float().sigmoid().unflatten(0, (batch, count))
+        return probability.round() if self.rounded else probability
+
+
+class GroupedReward:
+    """Scores frames of LIBERO-Long with the network of their task's group."""
+
+    def __init__(self, models: Mapping[str, ResNetReward]) -> None:
+        """Join the networks.
+
+        Args:
+            models: By the name of their group, all of `GROUPS`, on one device.
+        """
+        self.models = dict(models)
+        self._group = {
+            task: GROUPS[number - 1] for task, number in zip(SUITES[LONG], LONG_GROUPS, strict=True)
+        }
+
+    @classmethod
+    def check(cls, folder: Path, tasks: Sequence[str], **own: Any) -> ModelSummary:
+        """Check files and tasks without loading weights."""
+        _refuse_settings(own)
+        files = open_groups(folder, tasks).values()
+        size = max(one.config.image_size for one in files)
+        return ModelSummary(image_size=size, nbytes=sum(_check_files(one) for one in files))
+
+    @classmethod
+    def load(cls, folder: Path, device: torch.device, tasks: Sequence[str], **own: Any) -> GroupedReward:
+        """Read the six networks."""
+        _refuse_settings(own)
+        return cls({group: _loaded(one, device) for group, one in open_groups(folder, tasks).items()})
+
+    @property
+    def image_size(self) -> int:
+        """Height and width of the frames in pixels."""
+        return self.models[GROUPS[0]].image_size
+
+    def modules(self) -> dict[str, nn.Module]:
+        """Return the six networks."""
+        return {group: model.network for group, model in self.models.items()}
+
+    def to(self, device: torch.device | str) -> GroupedReward:
+        """Move the weights to `device` and return this model."""
+        for model in self.models.values():
+            model.to(device)
+        return self
+
+    def score(self, frames: Tensor, tasks: Sequence[str]) -> Tensor:
+        """Score every frame with the network of its task; see `ResNetReward.score`."""
+        if len(tasks) != len(frames):
+            raise ConfigError(f"the reward model was given {len(frames)} slots and {len(tasks)} tasks.")
+        # Rows are grouped on the host, so nothing waits for the device.
+        frames, rows = frames.to(self.models[GROUPS[0]].device), dict[str, list[int]]()
+        for row, task in enumerate(tasks):
+            rows.setdefault(self._group_of(task), []).append(row)
+        scores = torch.zeros(frames.shape[:2], dtype=torch.float32, device=frames.device)
+        for group, members in rows.items():
+            index = to_device(np.array(members, np.int64), frames.device)
+            group_tasks = [tasks[row] for row in members]
+            scores.index_copy_(0, index, self.models[group].score(frames.index_select(0, index), group_tasks))
+        return scores
+
+    def _group_of(self, task: str) -> str:
+        if task not in self._group:
+            raise ConfigError(
+                f"the reward models of LIBERO-Long do not know the task {task!r}. They know: "
+                f"{', '.join(map(repr, self._group))}. Use --start-states of these tasks."
+            )
+        return self._group[task]
+
+
+def _refuse_settings(own: Mapping[str, Any]) -> None:
+    if own:
+        raise ConfigError(f"--reward-settings has {', '.join(own)}, but this reward model takes none.")
+
+
+def _check_files(files: RewardFiles) -> int:
+    """Check that all tensors are there and fit; return the bytes of the loaded model."""
+    with torch.device("meta"):
+        network = build_network(files.config)
+    check_fit(network, files.weights, unused=False)
+    return sum(tensor.nbytes for tensor in network.state_dict().values())
+
+
+def _loaded(files: RewardFiles, device: torch.device | str) -> ResNetReward:
+    _check_files(files)
+    with torch.device("meta"):
+        network = build_network(files.config)
+    # In float32: rewards are not worth a rounding error.
+    fill(network, files.weights, dtype=torch.float32, device=device)
+    return ResNetReward(network.requires_grad_(False), files.config, rounded=files.rounded, device=device)
+
+
+def load_reward(
+    folder: Path, *, tasks: Collection[str] = (), device: torch.device | str = "cpu"
+) -> ResNetReward:
+    """Load a reward model; see `open_reward` for the arguments."""
+    return _loaded(open_reward(folder, tasks), device)
+
+
+def save_reward(folder: Path, model: ResNetReward) -> None:
+    """Write ``reward.safetensors`` and ``reward.json``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tensors(folder / WEIGHTS, model.network.state_dict())
+    content = {"format": FORMAT, "rounded": model.rounded, "config": asdict(model.config)}
+    write_json(folder / "reward.json", content)

@@ -291,7 +291,7 @@ class _Names(dict[Any, Any]):
 class _Storage(NamedTuple):
     dtype: torch.dtype
     key: str
-    count: int
+    length: int
 
 
 class StoredTensor(NamedTuple):
@@ -311,7 +311,7 @@ def _stored_tensor(arguments: tuple[Any, ...]) -> Any:
             if fits and all(type(size) is int and 0 <= size < 2**48 for size in sizes):
                 last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
                 end = 0 if 0 in shape else offset + last + 1
-                if max(end, math.prod(shape)) <= storage.count:
+                if max(end, math.prod(shape)) <= storage.length:
                     return StoredTensor(storage, offset, shape, strides)
         case (Inert(), *_):
             return Inert()
@@ -364,7 +364,7 @@ class CkptFile:
             self.tensors = _named_tensors(content)
             sizes = {entry.filename: entry.file_size for entry in self._archive.infolist()}
             for name, (storage, *_) in self.tensors.items():
-                if sizes.get(f"{self._root}data/{storage.key}") != storage.count * storage.dtype.itemsize:
+                if sizes.get(f"{self._root}data/{storage.key}") != storage.length * storage.dtype.itemsize:
                     raise UnsafePickle(f"the numbers of tensor {name} are not all there")
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read ({error.strerror}). Check the path.") from error
@@ -385,14 +385,14 @@ class CkptFile:
         Raises:
             CheckpointError: The file cannot be read, or was changed.
         """
-        (dtype, key, count), offset, shape, strides = self.tensors[name]
+        (dtype, key, length), offset, shape, strides = self.tensors[name]
         try:
             raw = bytearray(self._archive.read(f"{self._root}data/{key}"))
         except (OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             raise CheckpointError(f"{self.path} cannot be read ({error}). Download it again.") from error
         if not raw:
             return torch.empty(shape, dtype=dtype)
-        numbers = torch.frombuffer(raw, dtype=dtype, count=count)
+        numbers = torch.frombuffer(raw, dtype=dtype, count=length)
         return numbers.as_strided(shape, strides, offset).clone(memory_format=torch.contiguous_format)
 
 

@@ -22,7 +22,7 @@ from asyncrl.observability import metrics_system as s
 from asyncrl.records import Episode
 from asyncrl.replay.in_process_ports import InProcessLearnerPort
 from asyncrl.replay.interface import GroupGrant
-from asyncrl.rewards.success_rule import deciding_step
+from asyncrl.rewards.interface import deciding_step
 from asyncrl.seeds import episode_seed, noise_seed, sampling_seed
 from asyncrl.weights.interface import ChannelClosed
 from support.tiny_actor import GROUP, TASKS, actor_with, start

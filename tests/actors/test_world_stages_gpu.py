@@ -18,8 +18,8 @@ from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.records import StartState
-from asyncrl.rewards.model import ResNetReward
-from asyncrl.rewards.resnet import RewardConfig, build_network
+from asyncrl.rewards.files import RewardConfig
+from asyncrl.rewards.resnet import ResNetReward, build_network
 from asyncrl.worlds.kinds import KINDS, world_class
 from support.tiny_actor import GROUP, TASKS, actor_with, start
 from support.tiny_models import WORLDS

@@ -17,8 +17,8 @@ from asyncrl.fitting.picture_starts import picture_starts
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.policies.openvla.tokenizer import PromptTokenizer, build_word_tokenizer
-from asyncrl.rewards.model import ResNetReward, save_reward
-from asyncrl.rewards.resnet import RewardConfig, build_network
+from asyncrl.rewards.files import RewardConfig
+from asyncrl.rewards.resnet import ResNetReward, build_network, save_reward
 from asyncrl.storage.asset_paths import world_folder
 from asyncrl.worlds.start_states import load_start_states
 from support.recorded import recorded_spec, write_recorded

@@ -14,13 +14,10 @@ from torch import Tensor
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.launch.named_models import named_reward
 from asyncrl.learner.advantages import group_relative_advantages
-from asyncrl.rewards.files import open_reward
-from asyncrl.rewards.grouped import GroupedReward
-from asyncrl.rewards.kinds import GROUPS
-from asyncrl.rewards.libero_tasks import LONG_GROUPS, SUITES
-from asyncrl.rewards.model import load_reward, save_reward
-from asyncrl.rewards.resnet import RewardConfig, build_network
-from asyncrl.rewards.success_rule import deciding_step
+from asyncrl.rewards.files import RewardConfig, open_reward
+from asyncrl.rewards.interface import deciding_step
+from asyncrl.rewards.libero_tasks import GROUPS, LONG_GROUPS, SUITES
+from asyncrl.rewards.resnet import GroupedReward, build_network, load_reward, save_reward
 from asyncrl.storage.tensor_writer import write_pth
 
 LONG = SUITES["libero_10"]

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from asyncrl.errors import CheckpointError, ConfigError
-from asyncrl.rewards.model import ResNetReward, load_reward, save_reward
-from asyncrl.rewards.resnet import RewardConfig, build_network
+from asyncrl.rewards.files import RewardConfig
+from asyncrl.rewards.resnet import ResNetReward, build_network, load_reward, save_reward
 
 TASKS = ("open the drawer", "close the drawer", "push the plate")
 

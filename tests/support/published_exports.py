@@ -16,7 +16,7 @@ from asyncrl.policies.openvla.networks import stable_name
 from asyncrl.policies.openvla.policy import Dtype, OpenVLAOFTPolicy
 from asyncrl.rewards.files import PUBLISHED
 from asyncrl.rewards.libero_tasks import SUITES
-from asyncrl.rewards.model import ResNetReward
+from asyncrl.rewards.resnet import ResNetReward
 from asyncrl.storage.tensor_reader import Spec
 from asyncrl.storage.tensor_writer import SHARD_BYTES, write_pth, write_tensors
 from asyncrl.worlds.wan.published_world import HEAD_DIM, IMAGE_SIZE, published_transformer, published_vae

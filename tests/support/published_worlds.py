@@ -9,8 +9,8 @@ from typing import Any, Final
 
 import torch
 
-from asyncrl.rewards.model import ResNetReward
-from asyncrl.rewards.resnet import RewardConfig, build_network
+from asyncrl.rewards.files import RewardConfig
+from asyncrl.rewards.resnet import ResNetReward, build_network
 from asyncrl.storage.tensor_writer import write_pth
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae

@@ -12,8 +12,8 @@ import torch
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.records import StartState
-from asyncrl.rewards.model import ResNetReward, save_reward
-from asyncrl.rewards.resnet import RewardConfig, build_network
+from asyncrl.rewards.files import RewardConfig
+from asyncrl.rewards.resnet import ResNetReward, build_network, save_reward
 from asyncrl.simulators.tabletop.scene import TASKS
 from asyncrl.worlds.start_states import save_start_states
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig

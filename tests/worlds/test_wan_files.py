@@ -23,10 +23,9 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.errors import AsyncRLError, CheckpointError
 from asyncrl.launch.console import world_line
 from asyncrl.launch.environment import build_environment, check_environment, with_world_defaults
-from asyncrl.rewards.files import open_reward
+from asyncrl.rewards.files import RewardConfig, open_reward
 from asyncrl.rewards.libero_tasks import SUITES, suite_of
-from asyncrl.rewards.model import ResNetReward, load_reward, save_reward
-from asyncrl.rewards.resnet import RewardConfig, build_network
+from asyncrl.rewards.resnet import ResNetReward, build_network, load_reward, save_reward
 from asyncrl.storage import weight_files
 from asyncrl.storage.tensor_reader import TensorFiles, fill
 from asyncrl.storage.tensor_writer import write_pth
