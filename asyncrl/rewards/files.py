@@ -176,20 +176,6 @@ def _newest(folder: Path) -> Path:
     )
 
 
-def reward_parts(folder: Path) -> list[Path]:
-    """List the files, and the folders of groups, that a folder's reward model is read from.
-
-    Raises:
-        CheckpointError: There are several, or one cannot be read.
-    """
-    if (folder / "reward.json").is_file():
-        return [folder / "reward.json", folder / WEIGHTS]
-    if (place := group_folders(folder)) is not None:
-        return [place / group for group in GROUPS]
-    weights = _find_published(folder)
-    return weights.paths if weights is not None else []
-
-
 def _find_published(folder: Path) -> TensorFiles | None:
     """Open a folder's published model; raises if several files hold one, or one cannot be read."""
     for name in PUBLISHED:
