@@ -14,12 +14,12 @@ import math
 import pickle
 import pickletools
 import re
+import struct
 import warnings
 import zipfile
-import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, BinaryIO, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -359,13 +359,18 @@ class CkptFile:
         """
         self.path = path
         try:
-            self._archive = zipfile.ZipFile(path)
-            self._root, content = _read_content(self._archive)
-            self.tensors = _named_tensors(content)
-            sizes = {entry.filename: entry.file_size for entry in self._archive.infolist()}
-            for name, (storage, *_) in self.tensors.items():
-                if sizes.get(f"{self._root}data/{storage.key}") != storage.length * storage.dtype.itemsize:
-                    raise UnsafePickle(f"the numbers of tensor {name} are not all there")
+            with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+                root, content = _read_content(archive)
+                self.tensors = _named_tensors(content)
+                entries = {entry.filename: entry for entry in archive.infolist()}
+                self._begins: dict[str, int] = {}
+                for name, (storage, *_) in self.tensors.items():
+                    entry = entries.get(f"{root}data/{storage.key}")
+                    whole = storage.length * storage.dtype.itemsize
+                    if entry is None or entry.compress_type or entry.file_size != whole:
+                        raise UnsafePickle(f"the numbers of tensor {name} are not all there")
+                    if storage.key not in self._begins:
+                        self._begins[storage.key] = _first_byte(file, entry)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read ({error.strerror}). Check the path.") from error
         except (zipfile.BadZipFile, ValueError, OverflowError, NotImplementedError) as error:
@@ -383,17 +388,30 @@ class CkptFile:
         """Read one tensor, on the CPU, into memory of its own.
 
         Raises:
-            CheckpointError: The file cannot be read, or was changed.
+            CheckpointError: The file cannot be read, or became shorter.
         """
-        (dtype, key, length), offset, shape, strides = self.tensors[name]
+        (dtype, key, _), offset, shape, strides = self.tensors[name]
+        span = 0 if 0 in shape else 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
         try:
-            raw = bytearray(self._archive.read(f"{self._root}data/{key}"))
-        except (OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-            raise CheckpointError(f"{self.path} cannot be read ({error}). Download it again.") from error
+            with self.path.open("rb") as file:  # a storage may hold many tensors
+                file.seek(self._begins[key] + offset * dtype.itemsize)
+                raw = bytearray(file.read(span * dtype.itemsize))
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read ({error.strerror}).") from error
+        if len(raw) != span * dtype.itemsize:
+            raise CheckpointError(f"{self.path} became shorter while it was read. Download it again.")
         if not raw:
             return torch.empty(shape, dtype=dtype)
-        numbers = torch.frombuffer(raw, dtype=dtype, count=length)
-        return numbers.as_strided(shape, strides, offset).clone(memory_format=torch.contiguous_format)
+        return torch.frombuffer(raw, dtype=dtype).as_strided(shape, strides).contiguous()
+
+
+def _first_byte(file: BinaryIO, entry: zipfile.ZipInfo) -> int:
+    """Find where an uncompressed entry's bytes begin: behind its own header, whose end has two lengths."""
+    file.seek(entry.header_offset)
+    header = file.read(30)
+    if len(header) != 30 or header[:4] != b"PK\x03\x04":
+        raise UnsafePickle(f"{entry.filename} does not begin where its list says")
+    return entry.header_offset + 30 + sum(struct.unpack("<HH", header[26:]))
 
 
 def _read_content(archive: zipfile.ZipFile) -> tuple[str, Any]:
