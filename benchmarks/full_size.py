@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import shlex
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,14 +36,8 @@ from asyncrl.storage.atomic import write_json
 from asyncrl.storage.tensor_reader import Spec
 from asyncrl.storage.tensor_writer import write_file, write_pth, write_tensors
 from asyncrl.storage.weight_files import INDEX
-from asyncrl.worlds.wan.published_world import (
-    HEAD_DIM,
-    IMAGE_SIZE,
-    transformer_to_published,
-    vae_to_published,
-)
-from asyncrl.worlds.wan.recognition import WAN_TRANSFORMER, WAN_VAE
-from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
+from asyncrl.worlds.wan.files import HEAD_DIM, IMAGE_SIZE, WAN_TRANSFORMER, WAN_VAE, vae_name
+from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig, transformer_name
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -178,15 +172,22 @@ def write_world(folder: Path, scale: Scale) -> None:
         transformer, vae = ActionWanTransformer(transformer_size), WanVae(vae_size)
         reward = build_network(reward_size)
     folder.mkdir(parents=True, exist_ok=True)
-    names = {transformer_to_published(n): t.shape for n, t in transformer.state_dict().items()}
+    known = published_names("wan_action_transformer", transformer_name)
+    names = {known[n]: t.shape for n, t in transformer.state_dict().items()}
     write_tensors(folder / WAN_TRANSFORMER, {n: world_value(n, s, torch.bfloat16) for n, s in names.items()})
-    blocks = vae_size.res_blocks
-    names = {vae_to_published(n, res_blocks=blocks): t.shape for n, t in vae.state_dict().items()}
+    known = published_names("wan_vae", vae_name)
+    names = {known[n]: t.shape for n, t in vae.state_dict().items()}
     write_pth(folder / WAN_VAE, {n: world_value(n, s, torch.float32) for n, s in names.items()})
     scores = {n: world_value(n, t.shape, t.dtype) for n, t in reward.state_dict().items()}
     scores[list(scores)[-1]] -= 5.0  # No frame is a success, so that every imagined episode has full length.
     write_pth(folder / PUBLISHED[False], scores)
     write_dataset(folder / "dataset", SUITES["libero_spatial"])
+
+
+def published_names(listed: str, rename: Callable[[str], str]) -> dict[str, str]:
+    """Return our name -> published name of all tensors of a list in tests/data."""
+    rows = (ROOT / "tests" / "data" / f"{listed}.txt").read_text().splitlines()
+    return {rename(name): name for name in (row.partition(" ")[0] for row in rows)}
 
 
 def world_value(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:

@@ -27,11 +27,10 @@ from measuring import Rate, commit, counted, heading, matmul_rate, randomised, s
 
 from asyncrl.devices.float8 import use_float8
 from asyncrl.records import ACTION_DIM, CHUNK, StartState
-from asyncrl.worlds.wan.state import WanState
 from asyncrl.worlds.wan.tiny_decoder import TinyDecoder, TinyDecoderConfig
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae, encode_step, use_channels_last
-from asyncrl.worlds.wan.world import WanWorld
+from asyncrl.worlds.wan.world import WanState, WanWorld
 
 
 @dataclass(frozen=True, kw_only=True)

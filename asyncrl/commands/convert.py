@@ -34,8 +34,8 @@ class ConvertConfig(Bounded):
     """
 
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
-    """Published folder, checkpoint, run folder (its newest one), shipped name, policy folder of asyncrl 0.1,
-    or an adapter folder of asyncrl, which is written for peft and the published model."""
+    """Published folder, checkpoint, run folder (its newest one), shipped name, policy or world folder of
+    asyncrl 0.1, or an adapter folder of asyncrl, which is written for peft and the published model."""
     out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """Folder to write; new or empty."""
     unnorm_key: str = ""
@@ -89,6 +89,12 @@ def main(arguments: list[str], hub: Hub | None = None) -> int:
     config = tyro.cli(ARGUMENTS, args=arguments, prog="asyncrl convert")
     _check(config)
     source = Path(config.source)
+    if (source / "world.json").is_file():
+        from asyncrl.worlds.files import convert_world
+
+        convert_world(source, config.out)
+        print(f"wrote the world of {source} in the layout of this version to {config.out}")
+        return 0
     if (source / ADAPTER).is_file() and not (source / "config.json").is_file():
         _convert_adapter(config, source)
     else:

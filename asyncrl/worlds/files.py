@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -15,10 +16,18 @@ import torch
 from torch import nn
 
 from asyncrl.config.imagination import ImaginationSettings, WorldDefaults
-from asyncrl.errors import ConfigError
+from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.storage.atomic import read_json, replacing, write_json
+from asyncrl.storage.bounded_json import check_sizes, check_types
+from asyncrl.storage.rewriting import copy_others
+from asyncrl.storage.tensor_reader import TensorFiles
+from asyncrl.worlds.kinds import ABOUT
 
+FORMAT: Final = "asyncrl-world-2"
+_OLD_FORMAT: Final = "asyncrl-world-1"
+"""Had all sizes in world.json, and layouts of its own; `convert_world` reads it."""
 AS_SAVED: Final = ImaginationSettings()
-"""Everything as the folder says."""
+"""Settings that change nothing of a folder."""
 EXACT: Final = torch.float32
 MAX_DECISIONS: Final = 32
 """256 steps, the length of episodes in RLinf's files for its worlds."""
@@ -31,7 +40,7 @@ class WeightTypes:
     """Types of a world's weights once loaded."""
 
     dtype: torch.dtype
-    """Of nearly all weights, and of the computation."""
+    """Type of nearly all weights, and of the computation."""
     exact: frozenset[str] = frozenset()
     """Names of weights, in any of the networks, that are float32 all the same."""
 
@@ -98,3 +107,84 @@ def refuse_own_settings(own: Mapping[str, Any], world: str) -> None:
             f"--world-settings has {', '.join(own)}, but {world} takes none{unguided}. Leave it out; what "
             "can be chosen are --imagination.steps, .context, .decoder and .precision."
         )
+
+
+def read_about(folder: Path, kind: str, *, published: bool) -> dict[str, Any]:
+    """Read world.json.
+
+    Args:
+        folder: Of the world.
+        kind: Expected in the file.
+        published: The folder has the tensors of a published world: without a world.json nothing is returned.
+
+    Raises:
+        CheckpointError: It is missing, of another kind or format, or lacks version, image size or steps.
+    """
+    path = folder / ABOUT
+    if published and not path.is_file():
+        return {}
+    content = read_json(path)
+    if content.get("format") == _OLD_FORMAT:
+        raise CheckpointError(
+            f"{path} has the format of an earlier version, {_OLD_FORMAT!r}. Write it anew: "
+            f"asyncrl convert {folder} NEW_FOLDER"
+        )
+    if content.get("format") != FORMAT or content.get("kind") != kind:
+        raise CheckpointError(
+            f"{path} describes {content.get('kind')!r} in format {content.get('format')!r}; this version "
+            f"reads {kind!r} in format {FORMAT!r}."
+        )
+    try:
+        check_types(content, {"version": int, "image_size": int, "schedule_steps": int})
+        check_sizes(content)
+        for name, most in (("image_size", 2**14), ("schedule_steps", 10_000)):
+            if not 1 <= content[name] <= most:
+                raise ValueError(f"{name} is {content[name]}, expected 1 to {most}")
+    except ValueError as error:
+        raise CheckpointError(f"{path} is incomplete ({error}). Save the world again.") from error
+    return content
+
+
+def write_about(folder: Path, kind: str, **facts: Any) -> None:
+    """Write world.json: `version`, `image_size`, `schedule_steps`, and other facts of the kind."""
+    write_json(folder / ABOUT, {"format": FORMAT, "kind": kind, **facts})
+
+
+def shape_of(
+    files: TensorFiles, shapes: Mapping[str, torch.Size], name: str, axes: int, model: str
+) -> torch.Size:
+    """Return the shape of a tensor that tells a size of `model`.
+
+    Raises:
+        CheckpointError: There is no such tensor, or it has not `axes` axes.
+    """
+    if name not in shapes or len(shapes[name]) != axes:
+        seen = f"has {name} of shape {list(shapes[name])}" if name in shapes else f"lacks tensor {name}"
+        raise CheckpointError(
+            f"{files.label} {seen}, so it is not the {model} it should be. Download it again."
+        )
+    return shapes[name]
+
+
+def convert_world(source: Path, out: Path) -> None:
+    """Write a world of an earlier version, in format 1, as this version reads it; tensors stay as they are.
+
+    Each kind has `convert_old`, which changes a copied folder and returns its facts for world.json.
+
+    Raises:
+        CheckpointError: There is no world of format 1 in `source`.
+    """
+    about = read_json(source / ABOUT)
+    if (found := about.get("format")) != _OLD_FORMAT:
+        raise CheckpointError(f"{source / ABOUT} has format {found!r}; {_OLD_FORMAT!r} can be converted.")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        kind = import_module(f"asyncrl.worlds.{about['kind']}.files")
+        with replacing(out) as part:
+            part.mkdir()
+            copy_others(source, part, {ABOUT})
+            common = {"version", "image_size", "schedule_steps"} & about.keys()
+            facts = {name: about[name] for name in sorted(common)}
+            write_about(part, kind.KIND, **facts, **kind.convert_old(about, part))
+    except (KeyError, TypeError, ValueError, AttributeError, ImportError, OSError) as error:
+        raise CheckpointError(f"{source / ABOUT} is incomplete ({error!r}).") from error

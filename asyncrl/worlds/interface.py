@@ -1,4 +1,4 @@
-"""The interface every world keeps, and what a world may offer beside it.
+"""The interface of worlds, and their optional capabilities.
 
 Dimension letters: B slots, C steps per decision, A numbers per step, H/W image size in pixels.
 """
@@ -21,14 +21,11 @@ State = TypeVar("State", bound="WorldState")
 
 
 class WorldState(Protocol):
-    """What a world remembers about each of `B` slots. Row i belongs to slot i and to nobody else."""
+    """Memory of `B` slots of a world; row i belongs to slot i."""
 
     @property
     def finite(self) -> Tensor:
-        """Say for which slots all that was drawn was finite: ``[B]`` bool on the state's device.
-
-        Frames cannot tell: they are uint8, whatever they were made of.
-        """
+        """``[B]`` bool on the state's device: all values drawn so far were finite (frames are uint8)."""
         ...
 
     def __len__(self) -> int:
@@ -36,7 +33,7 @@ class WorldState(Protocol):
         ...
 
     def select(self: State, indices: Sequence[int]) -> State:
-        """Return a state of its own that holds copies of the rows `indices`, in that order."""
+        """Return a new state with copies of the rows `indices`, in that order."""
         ...
 
     def write_rows(self: State, indices: Sequence[int], other: State) -> State:
@@ -52,11 +49,11 @@ class World(Protocol[State]):
     """Imagines what the robot's actions lead to, one decision (C actions, C frames) at a time."""
 
     version: int
-    """Which weights imagine; travels with every episode."""
+    """Version of the weights; travels with every episode."""
 
     @classmethod
     def check(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> ModelSummary:
-        """Check, without loading any weight, that a folder holds a world that `load` can read.
+        """Check, without loading any weight, that `load` can read a folder.
 
         Raises:
             CheckpointError: A file is missing, cannot be read, or does not fit.
@@ -68,9 +65,9 @@ class World(Protocol[State]):
         """Read a world for inference.
 
         Args:
-            folder: What --world names, or what stands behind its @.
-            device: Where the weights go.
-            settings: --imagination.*: what is not in this world's power is refused, not ignored.
+            folder: Of --world, or behind its @.
+            device: Of the weights.
+            settings: --imagination.*; unsupported ones are refused.
             own: Of ``[world.settings]`` or --world-settings.
 
         Raises:
@@ -86,16 +83,16 @@ class World(Protocol[State]):
 
     @property
     def action_spec(self) -> ActionSpec:
-        """Return the steps per decision and numbers per step that it takes; the policy's must equal it."""
+        """Return steps per decision and numbers per step; the policy's must be equal."""
         ...
 
     @property
     def device(self) -> torch.device:
-        """Say where the weights are."""
+        """Return the device of the weights."""
         ...
 
     def modules(self) -> Mapping[str, nn.Module]:
-        """Return its networks by name: what is moved to host memory while there is nothing to imagine."""
+        """Return the networks by name: they are moved to host memory while nothing is imagined."""
         ...
 
     def start(self, states: Sequence[StartState], *, decisions: int) -> State:
@@ -103,8 +100,7 @@ class World(Protocol[State]):
 
         Args:
             states: `B` start states whose frames ``[H, W, 3]`` uint8 are `image_size` pixels high and wide.
-            decisions: That will be imagined from here at most: a world that remembers all of an episode has
-                room for them.
+            decisions: Largest number of decisions from here, for worlds that remember a whole episode.
         """
         ...
 
@@ -114,10 +110,10 @@ class World(Protocol[State]):
         """Draw the C frames that C actions lead to. Never waits for the device.
 
         Args:
-            state: What `start` or the last `imagine` returned; it is not changed.
+            state: Returned by `start` or the last `imagine`; it is not changed.
             actions: ``[B, C, A]`` float32; action i produced frame i.
-            noise_seeds: ``B`` seeds; row i depends on ``noise_seeds[i]`` only, not on its slot or neighbours;
-                but for the last digits, in which the number of rows may show.
+            noise_seeds: ``B`` seeds; row i depends on ``noise_seeds[i]`` only, not on its slot or neighbours,
+                except for last digits that depend on the number of rows.
 
         Returns:
             Frames ``[B, C, H, W, 3]`` uint8, and the state after them.
@@ -127,11 +123,11 @@ class World(Protocol[State]):
 
 @runtime_checkable
 class BringsDefaults(Protocol):
-    """A world that says how its episodes are imagined where the user does not."""
+    """A world with defaults for the settings of episodes."""
 
     @classmethod
     def defaults(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> WorldDefaults:
-        """Say what a folder brings; reads no weights.
+        """Return the defaults of a folder; reads no weights.
 
         Raises:
             CheckpointError: There is no world in the folder.
@@ -141,20 +137,20 @@ class BringsDefaults(Protocol):
 
 @runtime_checkable
 class NeedsPose(Protocol):
-    """A world that says whether its start states must have a pose, `StartState.ee_pose`; others need none."""
+    """A world whose start states may need a pose, `StartState.ee_pose`; others need none."""
 
     needs_pose: bool
 
 
 @runtime_checkable
 class CountsSlots(Protocol):
-    """A world that knows what a slot takes: for `asyncrl doctor`."""
+    """A world that estimates the memory of a slot, for `asyncrl doctor`."""
 
     @classmethod
     def slot_bytes(
         cls, folder: Path, settings: ImaginationSettings, *, decisions: int, **own: Any
     ) -> SlotBytes:
-        """Estimate what slots take in episodes of at most `decisions` decisions; reads no weights."""
+        """Estimate the memory of slots in episodes of at most `decisions` decisions; reads no weights."""
         ...
 
 
@@ -163,5 +159,5 @@ class CompilesWorld(Protocol):
     """A world whose networks can be compiled: needed by --imagination.compile."""
 
     def compile(self, rows: int) -> Any:
-        """Compile what takes the time, for decisions of `rows` slots; fewer are filled up."""
+        """Compile for decisions of `rows` slots; fewer are padded and cost as much."""
         ...

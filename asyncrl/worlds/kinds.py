@@ -1,11 +1,11 @@
-"""The kinds of world models there are: world.json says a folder's, else the names of its tensors do.
+"""Kinds of world models, recognised by world.json, else by the names of a folder's tensors. Imports no torch.
 
 A further kind needs an entry in `KINDS` and nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -14,9 +14,19 @@ from typing import Any, Final
 from asyncrl import registry
 from asyncrl.errors import CheckpointError
 from asyncrl.storage.atomic import read_json
+from asyncrl.storage.tensor_names import names_in
 
 ABOUT: Final = "world.json"
-"""A folder of ours has it, a published one has not."""
+"""In folders that asyncrl wrote, not in published ones."""
+WAN_PREFIX: Final = "pipe.dit."
+"""May stand in front of all names of a Wan transformer."""
+WAN_MARKS: Final = ("patch_embedding.weight", "blocks.0.self_attn.q.weight")
+OPENSORA_MARKS: Final = (
+    "x_embedder.proj.weight",
+    "spatial_blocks.0.attn.qkv.weight",
+    "temporal_blocks.0.attn.qkv.weight",
+)
+"""Tensors that every published transformer of the kind has, and no other world or policy."""
 _SHOWN: Final = 8
 
 
@@ -25,31 +35,44 @@ class Kind:
     """A kind of world models."""
 
     title: str
-    """What people call it."""
+    """Name for people."""
     world: str
     """Its class, as `registry.resolve` takes it."""
     recogniser: str
-    """'module:function': says of a folder what it lacks to hold such a world as published, empty: nothing."""
+    """'module:function': returns the reason why a folder holds no published world of this kind, or ""."""
 
     def lacks(self, folder: Path) -> str:
-        """Say what `folder` lacks; see `recogniser`."""
+        """Return the reason why `folder` holds no published world of this kind, or ""."""
         module, _, function = self.recogniser.partition(":")
         recogniser: Callable[[Path], str] = getattr(import_module(module), function)
         return recogniser(folder)
 
 
 KINDS: Final = {
-    "wan": Kind(title="Wan", world="wan", recogniser="asyncrl.worlds.wan.recognition:lacks"),
-    "opensora": Kind(
-        title="OpenSora", world="opensora", recogniser="asyncrl.worlds.opensora.recognition:lacks"
-    ),
+    "wan": Kind(title="Wan", world="wan", recogniser="asyncrl.worlds.kinds:lacks_wan"),
+    "opensora": Kind(title="OpenSora", world="opensora", recogniser="asyncrl.worlds.kinds:lacks_opensora"),
     "evac": Kind(title="EVAC", world="evac", recogniser="asyncrl.worlds.evac.recognition:lacks"),
 }
-"""By the name that world.json has. Cheap recognisers come first: the first that fits ends it."""
+"""By the name in world.json. Cheap recognisers come first: the first that fits is taken."""
+
+
+def lacks_wan(folder: Path) -> str:
+    """Return the tensor that a folder lacks to hold a Wan transformer, or ""; torn files count as whole."""
+    return _absent({name.removeprefix(WAN_PREFIX) for name in names_in(folder)}, WAN_MARKS)
+
+
+def lacks_opensora(folder: Path) -> str:
+    """Return the tensor that a folder lacks to hold an STDiT3, or ""; torn files count as whole."""
+    return _absent(names_in(folder), OPENSORA_MARKS)
+
+
+def _absent(names: Set[str], marks: Sequence[str]) -> str:
+    absent = next((name for name in marks if name not in names), "")
+    return f"no tensor {absent} in its *.safetensors" if absent else ""
 
 
 def is_published(folder: Path) -> bool:
-    """Tell whether a world's folder has a published layout and not ours."""
+    """Return True if a world's folder is as published: without world.json."""
     return not (folder / ABOUT).is_file()
 
 
@@ -57,7 +80,7 @@ def world_kind(folder: Path) -> str:
     """Return the name of the kind of world in a folder, one of `KINDS`.
 
     Raises:
-        CheckpointError: There is no world of a known kind; says for each kind what was looked for.
+        CheckpointError: There is no world of a known kind; names the missing tensor of each kind.
     """
     name, reasons = _recognised(folder)
     if name:
@@ -78,7 +101,7 @@ def world_class(folder: Path) -> type[Any]:
 
 
 def world_title(folder: Path) -> str:
-    """Return what people call the kind of world in a folder; empty: it holds none.
+    """Return the name for people of the kind of world in a folder; empty: it holds none.
 
     Raises:
         CheckpointError: world.json names a kind that there is not.
@@ -88,7 +111,7 @@ def world_title(folder: Path) -> str:
 
 
 def _recognised(folder: Path) -> tuple[str, dict[str, str]]:
-    """Find the name of a folder's kind; else, with an empty name, what it lacks to be of each, by title."""
+    """Return the name of a folder's kind; else an empty name, and the reason against each kind by title."""
     described = folder / ABOUT
     if described.is_file():
         name = read_json(described, "Save the world again.").get("kind")

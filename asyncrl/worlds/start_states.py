@@ -194,7 +194,7 @@ def check_beginnings(
 
 
 def check_pose(state: StartState) -> None:
-    """Check that a start state says where the hand is, for a world that needs it.
+    """Check the pose of the hand in a start state, for a world that needs it.
 
     Raises:
         ConfigError: It does not.
@@ -224,7 +224,7 @@ def start_state_at(states: Sequence[StartState], seed: int, n: int) -> StartStat
 
 
 def is_keyframe(state: StartState) -> bool:
-    """Tell whether an episode begins here on the way: it has seen more than the first frame."""
+    """Return True for a start state with context frames: an episode that begins on the way."""
     return len(state.context_frames) > 0
 
 
@@ -263,7 +263,7 @@ class StartStateStream:
     """An endless list of start states whose n-th element depends on `seed` and n only."""
 
     def __init__(self, states: Sequence[StartState], seed: int, keyframe_share: float = -1.0) -> None:
-        """Begin.
+        """Make a stream.
 
         Args:
             states: At least one; see `check_keyframes`.
@@ -279,7 +279,7 @@ class StartStateStream:
 
     @property
     def states(self) -> list[StartState]:
-        """Return all that may come."""
+        """Return all possible elements."""
         keyframes = self.keyframes if self.share > 0 else []
         return [*(self.ordinary if self.share < 1 or not keyframes else []), *keyframes]
 

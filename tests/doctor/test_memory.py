@@ -26,9 +26,9 @@ from asyncrl.worlds.evac.conditions import EvacNetworks
 from asyncrl.worlds.evac.config import EvacConfig
 from asyncrl.worlds.evac.world import estimate_slot
 from asyncrl.worlds.opensora.autoencoder import FrameVae, VaeConfig
-from asyncrl.worlds.opensora.memory import slot_bytes
+from asyncrl.worlds.opensora.files import slot_bytes
 from asyncrl.worlds.opensora.stdit3 import STDiT3, STDiT3Config
-from asyncrl.worlds.wan.memory import slot_bytes as wan_slot_bytes
+from asyncrl.worlds.wan.files import slot_bytes as wan_slot_bytes
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
 from asyncrl.worlds.wan.vae import VaeConfig as WanVaeConfig
 from asyncrl.worlds.wan.vae import WanVae

@@ -32,8 +32,7 @@ from asyncrl.simulators.tabletop.scene import TASKS
 from asyncrl.storage.atomic import write_json
 from asyncrl.storage.tensor_reader import TensorFiles
 from asyncrl.storage.tensor_writer import write_folder
-from asyncrl.worlds.wan.published_world import transformer_from_published
-from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
+from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig, transformer_name
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae
 from asyncrl.worlds.wan.world import load_world, save_world
 from support.published_exports import export_world
@@ -263,7 +262,7 @@ def test_a_world_of_our_own_keeps_its_layout_too(
     assert cli.run("fit", ["world", *arguments, "--out", str(tmp_path / "out"), "--micro-batch", "2"]) == 0
     found, before = (load_file(tmp_path / name / "transformer.safetensors") for name in ("out", "own"))
     assert {n: t.dtype for n, t in found.items()} == {n: t.dtype for n, t in before.items()}
-    assert all(torch.equal(found[transformer_from_published(n)], t) for n, t in fitted.items())
+    assert all(torch.equal(found[transformer_name(n)], t) for n, t in fitted.items())
     assert load_world(tmp_path / "out").version == 3
     assert json.loads((tmp_path / "out" / "note.json").read_text()) == {"by": "hand"}
 

@@ -188,7 +188,11 @@ def test_a_fitted_world_is_recognised_checked_loaded_and_imagines(
 @pytest.mark.render
 @pytest.mark.parametrize(
     ("kind", "network", "kept"),
-    [("wan", "transformer", "vae"), ("opensora", "transformer", "vae"), ("evac", "unet", "autoencoder")],
+    [
+        ("wan", "transformer", "vae"),
+        ("opensora", "transformer", "vae/diffusion_pytorch_model"),
+        ("evac", "unet", "autoencoder"),
+    ],
 )
 def test_a_refined_world_keeps_its_autoencoder_and_what_it_was_normalised_by(
     kind: str, network: str, kept: str, fitted: dict[str, Path], tmp_path: Path

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from asyncrl.storage.tensor_reader import Spec
 from asyncrl.storage.tensor_writer import write_folder
-from asyncrl.worlds.opensora.action_range import ActionRange
 from asyncrl.worlds.opensora.autoencoder import FrameVae, VaeConfig
+from asyncrl.worlds.opensora.flow import ActionRange
 from asyncrl.worlds.opensora.stdit3 import STDiT3, STDiT3Config
 from asyncrl.worlds.opensora.world import OpenSoraWorld
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -19,10 +20,17 @@ from asyncrl.rewards.libero_tasks import SUITES
 from asyncrl.rewards.resnet import ResNetReward
 from asyncrl.storage.tensor_reader import Spec
 from asyncrl.storage.tensor_writer import SHARD_BYTES, write_pth, write_tensors
-from asyncrl.worlds.wan.published_world import HEAD_DIM, IMAGE_SIZE, published_transformer, published_vae
-from asyncrl.worlds.wan.recognition import WAN_TRANSFORMER, WAN_VAE
+from asyncrl.worlds.wan.files import (
+    HEAD_DIM,
+    IMAGE_SIZE,
+    WAN_TRANSFORMER,
+    WAN_VAE,
+    vae_name,
+)
+from asyncrl.worlds.wan.transformer import transformer_name
 from asyncrl.worlds.wan.vae import VaeConfig
 from asyncrl.worlds.wan.world import WanWorld
+from support import ROOT
 
 
 def section_of(config: OpenVLAOFTConfig) -> dict[str, object]:
@@ -104,5 +112,17 @@ def export_world(folder: Path, world: WanWorld) -> None:
             f"{HEAD_DIM}, {full.z_dim} with their statistics, and {IMAGE_SIZE}. Use save_world."
         )
     folder.mkdir(parents=True, exist_ok=True)
-    write_tensors(folder / WAN_TRANSFORMER, published_transformer(world))
-    write_pth(folder / WAN_VAE, published_vae(world))
+    transformer, autoencoder = world.transformer.state_dict(), world.vae.state_dict()
+    bfloat16 = {TRANSFORMER_NAMES[name]: tensor.to(torch.bfloat16) for name, tensor in transformer.items()}
+    write_tensors(folder / WAN_TRANSFORMER, bfloat16)
+    write_pth(folder / WAN_VAE, {VAE_NAMES[name]: tensor.float() for name, tensor in autoencoder.items()})
+
+
+def _published_names(listed: str, rename: Callable[[str], str]) -> dict[str, str]:
+    """Our name -> published name of all tensors of a list in tests/data."""
+    rows = (ROOT / "tests" / "data" / f"{listed}.txt").read_text().splitlines()
+    return {rename(name): name for name in (row.partition(" ")[0] for row in rows)}
+
+
+TRANSFORMER_NAMES = _published_names("wan_action_transformer", transformer_name)
+VAE_NAMES = _published_names("wan_vae", vae_name)

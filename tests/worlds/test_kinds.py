@@ -20,9 +20,7 @@ from asyncrl.worlds.evac import recognition as evac
 from asyncrl.worlds.evac.config import EvacConfig
 from asyncrl.worlds.evac.world import EvacWorld
 from asyncrl.worlds.evac.world import save_world as save_evac
-from asyncrl.worlds.opensora import recognition as opensora
 from asyncrl.worlds.opensora.world import save_world as save_opensora
-from asyncrl.worlds.wan import recognition as wan
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae
 from asyncrl.worlds.wan.world import WanWorld
@@ -41,11 +39,13 @@ def write_tensors(folder: Path, names: tuple[str, ...], file: str = "weights.saf
 
 
 def write_wan(folder: Path) -> Path:
-    return write_tensors(folder, tuple(wan.PIPELINE + name for name in wan.MARKS), "dit.safetensors")
+    return write_tensors(
+        folder, tuple(kinds.WAN_PREFIX + name for name in kinds.WAN_MARKS), "dit.safetensors"
+    )
 
 
 def write_opensora(folder: Path) -> Path:
-    return write_tensors(folder, opensora.MARKS, "ema.safetensors")
+    return write_tensors(folder, kinds.OPENSORA_MARKS, "ema.safetensors")
 
 
 def write_evac(folder: Path) -> Path:
@@ -85,13 +85,13 @@ def test_a_published_kind_is_told_by_tensors_whatever_the_files_are_called(tmp_p
 
 
 def test_what_is_no_world_is_told_for_each_kind_what_was_looked_for(tmp_path: Path) -> None:
-    folder = write_tensors(tmp_path / "world", ("patch_embedding.weight", opensora.MARKS[0]))
+    folder = write_tensors(tmp_path / "world", ("patch_embedding.weight", kinds.OPENSORA_MARKS[0]))
     with pytest.raises(CheckpointError) as raised:
         named_world(str(folder))
     for part in (
         "holds weights.safetensors: no world model",
-        f"Wan's (no tensor {wan.MARKS[1]} in",
-        f"OpenSora's (no tensor {opensora.MARKS[1]} in",
+        f"Wan's (no tensor {kinds.WAN_MARKS[1]} in",
+        f"OpenSora's (no tensor {kinds.OPENSORA_MARKS[1]} in",
         f"EVAC's (no tensor {evac.MARK} in",
     ):
         assert part in str(raised.value)

@@ -20,8 +20,10 @@ from asyncrl.config.imagination import ImaginationSettings
 from asyncrl.devices.tensors import to_uint8
 from asyncrl.errors import AssetError, CheckpointError, ConfigError
 from asyncrl.records import StartState
+from asyncrl.worlds.layers import sinusoid
 from asyncrl.worlds.slots import draw_noise
 from asyncrl.worlds.start_states import StartStateStream, load_start_states, save_start_states, start_state_at
+from asyncrl.worlds.wan.files import vae_name
 from asyncrl.worlds.wan.flow_matching import (
     CONTEXT_SIGMA,
     sampling_sigmas,
@@ -29,13 +31,7 @@ from asyncrl.worlds.wan.flow_matching import (
     training_weights,
     window_loss,
 )
-from asyncrl.worlds.wan.published_world import (
-    transformer_from_published,
-    transformer_to_published,
-    vae_from_published,
-    vae_to_published,
-)
-from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig, sinusoid
+from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig, transformer_name
 from asyncrl.worlds.wan.vae import (
     VaeConfig,
     WanVae,
@@ -45,6 +41,7 @@ from asyncrl.worlds.wan.vae import (
     encode_stream,
 )
 from asyncrl.worlds.wan.world import WanWorld, load_world, save_world
+from support.published_exports import TRANSFORMER_NAMES, VAE_NAMES
 
 NANO = TransformerConfig(heads=2, head_dim=24, layers=2, ffn_dim=40, channels=32, patch=2, freq_dim=32)
 
@@ -229,7 +226,7 @@ def test_the_transformer_computes_what_the_published_one_is_said_to(patch: int) 
         parameter.add_(0.05 * torch.randn(parameter.shape))
     latents, actions = torch.randn(2, 32, 4, 4, 4), torch.randn(2, 13, 7)
     times = torch.tensor([[0, 0, 952.381, 952.381], [0, 0, 555.5556, 555.5556]])
-    weights = {transformer_to_published(name): value for name, value in model.state_dict().items()}
+    weights = {TRANSFORMER_NAMES[name]: value for name, value in model.state_dict().items()}
     expected = [slow_transformer(weights, size, latents[i], times[i].tolist(), actions[i]) for i in range(2)]
     torch.testing.assert_close(model(latents, times, actions), torch.stack(expected), atol=1e-5, rtol=1e-5)
 
@@ -263,19 +260,21 @@ def key_hash(shapes: dict[str, torch.Size]) -> str:
 def test_the_full_transformer_has_the_published_tensors() -> None:
     with torch.device("meta"):
         model = ActionWanTransformer(TransformerConfig.full())
-    shapes = {transformer_to_published(name): t.shape for name, t in model.state_dict().items()}
+    shapes = {TRANSFORMER_NAMES[name]: t.shape for name, t in model.state_dict().items()}
     assert (len(shapes), sum(p.numel() for p in model.parameters())) == (829, 5_025_334_464)
     assert key_hash(shapes) == "bc4824aef7c3f23d3378cec6e2b1316c"
-    assert [transformer_from_published(name) for name in shapes] == list(model.state_dict())
+    assert [transformer_name(name) for name in shapes] == list(model.state_dict())
+    assert [transformer_name(name) for name in model.state_dict()] == list(model.state_dict())
 
 
 def test_the_full_autoencoder_has_the_published_tensors() -> None:
     with torch.device("meta"):
         vae = WanVae(VaeConfig.full())
-    shapes = {vae_to_published(name): t.shape for name, t in vae.state_dict().items()}
+    shapes = {VAE_NAMES[name]: t.shape for name, t in vae.state_dict().items()}
     assert (len(shapes), sum(p.numel() for p in vae.parameters())) == (196, 704_688_668)
     assert key_hash(shapes) == "e1de6c02cdac79f8b739f4d3698cd216"
-    assert [vae_from_published(name) for name in shapes] == list(vae.state_dict())
+    assert [vae_name(name) for name in shapes] == list(vae.state_dict())
+    assert [vae_name(name) for name in vae.state_dict()] == list(vae.state_dict())
     assert len(vae.size.latents_mean) == len(vae.size.latents_std) == 48
     assert (vae.size.latents_mean[47], vae.size.latents_std[37]) == (-0.0667, 1.2042)
 
@@ -666,7 +665,7 @@ def test_a_broken_world_names_file_tensor_and_shapes(world: WanWorld, tmp_path: 
     file.unlink()
     with pytest.raises(CheckpointError, match="is missing"):
         load_world(tmp_path)
-    (tmp_path / "world.json").write_text(json.dumps({"format": "asyncrl-world-1", "kind": "wan"}))
+    (tmp_path / "world.json").write_text(json.dumps({"format": "asyncrl-world-2", "kind": "wan"}))
     with pytest.raises(CheckpointError, match="incomplete"):
         load_world(tmp_path)
 

@@ -29,8 +29,7 @@ from asyncrl.rewards.resnet import ResNetReward, build_network, load_reward, sav
 from asyncrl.storage import weight_files
 from asyncrl.storage.tensor_reader import TensorFiles, fill
 from asyncrl.storage.tensor_writer import write_pth
-from asyncrl.worlds.wan.files import open_world
-from asyncrl.worlds.wan.published_world import ACTION_MODEL, AUTOENCODER, fingerprint, recognise_transformer
+from asyncrl.worlds.wan.files import ACTION_MODEL, AUTOENCODER, fingerprint, open_world, recognise_transformer
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae
 from asyncrl.worlds.wan.world import WanWorld, load_world, save_world
@@ -203,7 +202,7 @@ def test_variants_that_are_steered_otherwise_are_refused_by_name(tmp_path: Path,
     assert fingerprint(shapes).startswith(known)
     sparse_safetensors(tmp_path / MODEL, {f"pipe.dit.{name}": shape for name, shape in shapes.items()})
     with pytest.raises(CheckpointError, match=rf"model-00001\.safetensors .*{words}.*TI2V2"):
-        recognise_transformer(TensorFiles([tmp_path / MODEL]))
+        recognise_transformer(TensorFiles([tmp_path / MODEL]), {})
 
 
 # ---- round trips ---------------------------------------------------------------------------------

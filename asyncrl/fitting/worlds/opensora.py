@@ -1,6 +1,6 @@
 """Fit an OpenSora world: its frame autoencoder, then its transformer by rectified flow.
 
-As published (`worlds.opensora.training`): times whose logit is normal, a little noise on the condition
+As published (`worlds.opensora.flow`): times whose logit is normal, a little noise on the condition
 frames, a loss on the new frames only, a moving average by 0.99. A window may begin at any frame. The range of
 the actions is that of the recordings; a world that is refined keeps its own.
 
@@ -40,10 +40,9 @@ from asyncrl.fitting.worlds.interface import (
     check_recordings,
     refuse_options,
 )
-from asyncrl.worlds.opensora.action_range import ActionRange, normalise
 from asyncrl.worlds.opensora.autoencoder import FrameVae, VaeConfig
+from asyncrl.worlds.opensora.flow import ActionRange, normalise, window_loss
 from asyncrl.worlds.opensora.stdit3 import CONDITION, STDiT3, STDiT3Config
-from asyncrl.worlds.opensora.training import window_loss
 from asyncrl.worlds.opensora.world import OpenSoraWorld, load_world, save_world
 
 AVERAGE: Final = 0.99
@@ -174,7 +173,7 @@ def windows(recordings: Recordings, latents: Latents, action_range: ActionRange)
 
 
 def fit_transformer(transformer: STDiT3, windows: Windows, schedule: Schedule) -> float:
-    """Train by rectified flow on the new frames. See `worlds.opensora.training.window_loss`.
+    """Train by rectified flow on the new frames. See `worlds.opensora.flow.window_loss`.
 
     Returns:
         Mean loss of the last tenth.

@@ -142,7 +142,7 @@ class WanFit:
         return {n for n, layer in named if n.startswith("blocks.") and isinstance(layer, torch.nn.Linear)}
 
     def types(self, source: Path) -> dict[str, torch.dtype]:
-        """Return the types of the transformer's weights in a folder, by our names."""
+        """Return the types of the transformer's weights in a folder, by diffusers' names."""
         files = open_world(source).transformer
         return {name: files.spec(name).dtype for name in files.names()}
 

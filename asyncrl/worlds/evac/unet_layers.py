@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from asyncrl.worlds.few_frames import attend_few
+from asyncrl.worlds.layers import attend_few
 
 _EPS: Final = 1e-6
 """Of the group norms in front of transformers; those of residual blocks have PyTorch's 1e-5."""

@@ -9,7 +9,7 @@ Dimension letters:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 FRAMES_AT_ONCE: Final = 16
-"""Frames that are encoded or decoded together: what it takes does not grow with the number of slots."""
+"""Frames that are encoded or decoded together: memory does not grow with the number of slots."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,23 +54,31 @@ class VaeConfig:
 
     @classmethod
     def tiny(cls) -> VaeConfig:
-        """A size of 1.0 million parameters, whose latents need no scale once they are fitted."""
+        """Return a size of 1.0 million parameters, whose fitted latents need no scale."""
         return cls(widths=(16, 32, 64, 64), layers_per_block=1, norm_groups=8, scale=1.0)
 
     @classmethod
     def small(cls) -> VaeConfig:
-        """A size of 2.4 million parameters with latents of the same shape: decoding costs three times."""
+        """Return a size of 2.4 million parameters with equal latents: decoding costs three times."""
         return cls(widths=(32, 64, 96, 96), layers_per_block=1, norm_groups=8, scale=1.0)
 
     @classmethod
     def published(cls) -> VaeConfig:
-        """The published size (SDXL's): 248 tensors, 83,653,863 parameters."""
+        """Return the published size (SDXL's): 248 tensors, 83,653,863 parameters."""
         return cls(widths=(128, 256, 512, 512), layers_per_block=2)
 
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> VaeConfig:
-        """Build the config that ``asdict`` and JSON turned into `content`."""
-        return cls(**{**content, "widths": tuple(content["widths"])})
+    def options(self) -> dict[str, Any]:
+        """Return the size as diffusers' AutoencoderKL takes it."""
+        return {
+            "down_block_types": ("DownEncoderBlock2D",) * len(self.widths),
+            "up_block_types": ("UpDecoderBlock2D",) * len(self.widths),
+            "block_out_channels": self.widths,
+            "layers_per_block": self.layers_per_block,
+            "latent_channels": self.channels,
+            "norm_num_groups": self.norm_groups,
+            "in_channels": 3,
+            "out_channels": 3,
+        }
 
 
 class FrameVae(nn.Module):
@@ -80,16 +88,7 @@ class FrameVae(nn.Module):
         from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
         super().__init__()
-        levels = len(size.widths)
-        options: dict[str, Any] = {
-            "down_block_types": ("DownEncoderBlock2D",) * levels,
-            "up_block_types": ("UpDecoderBlock2D",) * levels,
-            "block_out_channels": size.widths,
-            "layers_per_block": size.layers_per_block,
-            "latent_channels": size.channels,
-            "norm_num_groups": size.norm_groups,
-        }
-        made: Any = AutoencoderKL(in_channels=3, out_channels=3, **options)
+        made: Any = AutoencoderKL(**size.options())
         self.size = size
         self.encoder, self.decoder = made.encoder, made.decoder
         self.quant_conv, self.post_quant_conv = made.quant_conv, made.post_quant_conv
@@ -98,11 +97,11 @@ class FrameVae(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """Type of the weights."""
         return self.encoder.conv_in.weight.dtype
 
     def use_channels_last(self) -> None:
-        """Lay the weights out as convolutions want them; to be called again once they were replaced."""
+        """Store the weights channels last; to be called again after they were replaced."""
         self.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 
     def compile_decoder(self) -> None:
@@ -110,25 +109,11 @@ class FrameVae(nn.Module):
         self._draw = torch.compile(self._decode, fullgraph=True, dynamic=False)
 
     def encode(self, frames_N3HW: Tensor) -> Tensor:
-        """Encode frames.
-
-        Args:
-            frames_N3HW: ``[N, 3, H, W]`` of any float dtype, in [-1, 1]; H and W are multiples of `spatial`.
-
-        Returns:
-            ``[N, Z, h, w]`` float32, scaled.
-        """
+        """Encode ``[N, 3, H, W]`` of any float dtype, in [-1, 1], to ``[N, Z, h, w]`` float32, scaled."""
         return _in_pieces(self._encode, frames_N3HW)
 
     def decode(self, latents_NZhw: Tensor) -> Tensor:
-        """Decode frames.
-
-        Args:
-            latents_NZhw: ``[N, Z, h, w]`` of any float dtype, scaled.
-
-        Returns:
-            ``[N, 3, H, W]`` in the dtype of the weights, about [-1, 1], not clamped.
-        """
+        """Decode scaled ``[N, Z, h, w]`` to ``[N, 3, H, W]`` in the weights' dtype, not clamped."""
         return _in_pieces(self._draw, latents_NZhw)
 
     def _encode(self, frames_N3HW: Tensor) -> Tensor:

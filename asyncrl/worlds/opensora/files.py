@@ -1,9 +1,17 @@
-"""Read and write folders of OpenSora worlds: our own layout (``world.json``), and the published one."""
+"""Read and write folders of OpenSora worlds.
+
+A folder like RLinf-OpenSora-LIBERO-Spatial holds the transformer (one safetensors file, or shards with an
+index), the autoencoder in ``vae/``, ``dataset_statistics.json``, a reward model and ``dataset/``. Sizes are
+read from shapes and from ``vae/config.json``; world.json has the image size and the steps. Without it these,
+and the scale of the latents, are those of all published OpenSora worlds.
+"""
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,30 +20,49 @@ import torch
 from asyncrl.config.imagination import ImaginationSettings, WorldDefaults
 from asyncrl.devices.float8 import saved_bytes
 from asyncrl.errors import CheckpointError, ConfigError
-from asyncrl.records import SlotBytes
+from asyncrl.records import ACTION_DIM, CHUNK, SlotBytes
 from asyncrl.storage.atomic import read_json, write_json
 from asyncrl.storage.bounded_json import check_sizes
+from asyncrl.storage.tensor_names import header_names, indexed_names
 from asyncrl.storage.tensor_reader import TensorFiles, check_fit, fill
-from asyncrl.storage.tensor_writer import write_tensors
-from asyncrl.worlds.files import AS_SAVED, WeightTypes, WorldFolder
-from asyncrl.worlds.opensora import published_world
-from asyncrl.worlds.opensora.action_range import ActionRange, read_action_range
-from asyncrl.worlds.opensora.autoencoder import FrameVae, VaeConfig
-from asyncrl.worlds.opensora.memory import slot_bytes
-from asyncrl.worlds.opensora.recognition import lacks
-from asyncrl.worlds.opensora.rectified_flow import STEPS
-from asyncrl.worlds.opensora.stdit3 import STDiT3, STDiT3Config
+from asyncrl.worlds.files import AS_SAVED, WeightTypes, WorldFolder, read_about, shape_of
+from asyncrl.worlds.kinds import OPENSORA_MARKS, lacks_opensora
+from asyncrl.worlds.opensora.autoencoder import FRAMES_AT_ONCE, FrameVae, VaeConfig
+from asyncrl.worlds.opensora.flow import STEPS, ActionRange, read_action_range
+from asyncrl.worlds.opensora.stdit3 import CONDITION, STDiT3, STDiT3Config
 
-FORMAT: Final = "asyncrl-world-1"
+_log = logging.getLogger(__name__)
+
 KIND: Final = "opensora"
 TRANSFORMER: Final = "transformer.safetensors"
-VAE: Final = "vae.safetensors"
+VAE: Final = "vae"
+VAE_FILE: Final = "diffusion_pytorch_model.safetensors"
+IMAGE_SIZE: Final = 256
+_OWN: Final = (
+    "spatial_blocks.",
+    "temporal_blocks.",
+    "x_embedder.",
+    "final_layer.",
+    "t_embedder.",
+    "t_block.",
+)
+_VAE_MARK: Final = "decoder.conv_in.weight"
+_OLD_ATTENTION: Final = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
+"""Names in autoencoders of an old version of diffusers."""
+_BLOCK: Final = 8
+"""Tensors of the model's width alive in a block, without the inner ones of the MLP. These two are chosen so
+that a step of the published size takes the measured 117 MiB a slot."""
+_INNER: Final = 4
+"""Tensors of the MLP's width alive in a block."""
+_DRAWING: Final = 4
+"""Largest tensors of the decoder alive at the same time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorldFiles(WorldFolder):
-    """A world on disk: everything about it but the numbers."""
+    """An OpenSora world on disk without its weights."""
 
+    # Rounded, positions would turn by other angles than those of the fit.
     EXACT_WEIGHTS = frozenset({"rope.freqs"})
 
     transformer: TensorFiles
@@ -51,7 +78,7 @@ class WorldFiles(WorldFolder):
         return super().defaults(settings)
 
     def slot_bytes(self, settings: ImaginationSettings = AS_SAVED) -> SlotBytes:
-        """Estimate the device memory of a slot beside the weights."""
+        """Estimate the device memory of a slot, excluding the weights."""
         check_settings(settings)
         return slot_bytes(self.transformer_size, self.vae_size, self.image_size, self.types(settings).dtype)
 
@@ -89,7 +116,7 @@ class WorldFiles(WorldFolder):
 
         Args:
             device: Where the weights go.
-            dtype: What all of them become; None takes `types`.
+            dtype: Of all weights; None takes `types`.
             settings: Of the run. Layers of 8-bit numbers are made by `load_world`.
             unused_branches: Load the branches that nothing reads too, where the files have them: to write
                 published files again.
@@ -99,9 +126,8 @@ class WorldFiles(WorldFolder):
         """
         self.check()
         types = self.types(settings) if dtype is None else WeightTypes(dtype=dtype)
-        transformer, vae = self.build(
-            unused_branches=unused_branches and self.transformer_size.unused_branches
-        )
+        unused_branches = unused_branches and self.transformer_size.unused_branches
+        transformer, vae = self.build(unused_branches=unused_branches)
         wanted = self.transformer.only(transformer.state_dict().keys())
         fill(transformer, wanted, dtype=types.dtype, device=device, exact=types.exact)
         fill(vae, self.vae, dtype=types.dtype, device=device)
@@ -110,10 +136,10 @@ class WorldFiles(WorldFolder):
 
 
 def check_settings(settings: ImaginationSettings) -> None:
-    """Refuse what this kind of world cannot do.
+    """Refuse settings that this kind of world cannot follow.
 
     Raises:
-        ConfigError: Names the flag, and what it can be instead.
+        ConfigError: Names the flag, and its possible values.
     """
     if settings.context == "frames":
         raise ConfigError(
@@ -127,116 +153,206 @@ def check_settings(settings: ImaginationSettings) -> None:
         )
 
 
-def open_world(folder: Path) -> WorldFiles:
-    """Read what a folder says about its world, without its numbers.
+def slot_bytes(size: STDiT3Config, vae: VaeConfig, image_size: int, dtype: torch.dtype) -> SlotBytes:
+    """Estimate the bytes of slots, excluding the weights, from sizes alone.
 
-    Args:
-        folder: One of ours (``world.json``), or one with the published files.
+    The state, and keys and values of the condition frames, are exact; the largest tensors of a block are
+    estimated. The decoder draws a fixed number of frames at once, so its memory does not grow with the slots.
+    """
+    side = image_size // vae.spatial
+    state = 4 * vae.channels * CONDITION * side**2 + 1  # latents in float32, and `finite`
+    frame = (side // size.patch) ** 2 * size.width * dtype.itemsize  # one tensor of the model's width
+    prefix = 2 * size.depth * CONDITION * frame
+    block = CHUNK * frame * (_BLOCK + _INNER * size.mlp_ratio)
+    pixels = CHUNK * 3 * image_size**2 * (2 * dtype.itemsize + torch.float32.itemsize)
+    # The decoder's finest level begins with the channels of the next coarser one.
+    drawing = _DRAWING * FRAMES_AT_ONCE * max(vae.widths[:2]) * image_size**2 * dtype.itemsize
+    # Two states: the one before a decision and the one after it.
+    return SlotBytes(kept=2 * state, scratch=prefix + block + pixels, shared=drawing)
+
+
+def open_world(folder: Path) -> WorldFiles:
+    """Read sizes and facts of a world, without its weights.
 
     Raises:
         CheckpointError: A file is missing, cannot be read, or is of a kind that is not known.
     """
-    if not (folder / "world.json").is_file() and not lacks(folder):
-        return _open_published(folder)
-    content = read_json(folder / "world.json")
-    if content.get("format") != FORMAT or content.get("kind") != KIND:
+    about = read_about(folder, KIND, published=not lacks_opensora(folder))
+    transformer = transformer_files(folder)
+    size = recognise_transformer(transformer, about)
+    vae, vae_size = recognise_vae(folder, about)
+    if size.channels != vae_size.channels:
         raise CheckpointError(
-            f"{folder / 'world.json'} describes {content.get('kind')!r} in format {content.get('format')!r}; "
-            f"this class reads {KIND!r} in format {FORMAT!r}."
+            f"{folder}: the transformer has {size.channels} latent channels, the autoencoder "
+            f"{vae_size.channels}. Download transformer and vae/ of one world."
         )
-    try:
-        size, vae = _sizes(content)
-        image_size, steps, version = (int(content[k]) for k in ("image_size", "schedule_steps", "version"))
-        if not 1 <= steps <= 10_000:
-            raise ValueError(f"schedule_steps is {steps}")
-        _check_image_size(image_size, size, vae)
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+    image_size = about.get("image_size", IMAGE_SIZE)
+    if image_size % (size.patch * vae_size.spatial):
         raise CheckpointError(
-            f"{folder / 'world.json'} is incomplete ({error}). Save the world again."
-        ) from error
-    return WorldFiles(
-        folder=folder,
-        transformer=TensorFiles(folder / TRANSFORMER),
-        transformer_size=size,
-        vae=TensorFiles(folder / VAE),
-        vae_size=vae,
-        action_range=read_action_range(folder, size.action_dim),
-        image_size=image_size,
-        schedule_steps=steps,
-        version=version,
-        published=False,
-    )
-
-
-def _sizes(content: Mapping[str, Any]) -> tuple[STDiT3Config, VaeConfig]:
-    for part in ("transformer", "vae"):
-        check_sizes(content[part])
-    size, vae = STDiT3Config(**content["transformer"]), VaeConfig.from_json(content["vae"])
-    _check_channels(size, vae)
-    return size, vae
-
-
-def _check_channels(size: STDiT3Config, vae: VaeConfig) -> None:
-    if size.channels != vae.channels:
-        raise ValueError(
-            f"the transformer has {size.channels} latent channels, the autoencoder {vae.channels}"
+            f"{folder}: image_size {image_size} is no multiple of {size.patch * vae_size.spatial}, a token's "
+            "side. Save the world again."
         )
-
-
-def _check_image_size(image_size: int, size: STDiT3Config, vae: VaeConfig) -> None:
-    if image_size < 1 or image_size % (size.patch * vae.spatial):
-        raise ValueError(
-            f"image_size {image_size} is no multiple of {size.patch * vae.spatial}, a token's side"
-        )
-
-
-def _open_published(folder: Path) -> WorldFiles:
-    transformer = published_world.transformer_files(folder)
-    size = published_world.recognise_transformer(transformer)
-    vae, vae_size = published_world.recognise_vae(folder)
-    try:
-        _check_channels(size, vae_size)
-    except ValueError as error:
-        raise CheckpointError(f"{folder}: {error}. Download transformer and vae/ of one world.") from error
     return WorldFiles(
         folder=folder,
         transformer=transformer,
         transformer_size=size,
         vae=vae,
         vae_size=vae_size,
-        action_range=read_action_range(folder),
-        image_size=published_world.IMAGE_SIZE,
-        schedule_steps=STEPS,
-        version=0,
-        published=True,
+        action_range=read_action_range(folder, size.action_dim),
+        image_size=image_size,
+        schedule_steps=about.get("schedule_steps", STEPS),
+        version=about.get("version", 0),
+        published=not about,
     )
 
 
-def write_world(
-    folder: Path,
-    transformer: STDiT3,
-    vae: FrameVae,
-    action_range: ActionRange,
-    *,
-    image_size: int,
-    schedule_steps: int,
-    version: int,
-) -> None:
-    """Write ``transformer.safetensors``, ``vae.safetensors``, ``dataset_statistics.json``, ``world.json``.
+def transformer_files(folder: Path) -> TensorFiles:
+    """Open the files of the transformer: those of the index, else all that hold tensors of an STDiT3.
 
-    The last one is written when all others are there.
+    Raises:
+        CheckpointError: None does, one is missing or truncated, or index and files do not agree.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    write_tensors(folder / TRANSFORMER, transformer.state_dict())
-    write_tensors(folder / VAE, vae.state_dict())
-    action_range.write(folder)
-    content = {
-        "format": FORMAT,
-        "kind": KIND,
-        "version": version,
-        "image_size": image_size,
-        "schedule_steps": schedule_steps,
-        "transformer": asdict(transformer.size),
-        "vae": asdict(vae.size),
-    }
-    write_json(folder / "world.json", content)
+    if indexed_names(folder):
+        return TensorFiles(folder)
+    files = sorted(
+        path
+        for path in folder.glob("*.safetensors")
+        if any(name.startswith(_OWN) for name in header_names(path))
+    )
+    if not files:
+        raise CheckpointError(
+            f"{folder} holds no transformer of an OpenSora world: no safetensors file in it has tensors "
+            f"{', '.join(OPENSORA_MARKS)}. Download the folder again (RLinf-OpenSora-LIBERO-*)."
+        )
+    return TensorFiles(files)
+
+
+def recognise_transformer(files: TensorFiles, about: Mapping[str, Any]) -> STDiT3Config:
+    """Return the size of the transformer in `files`.
+
+    Args:
+        files: Of the transformer.
+        about: Content of world.json, or nothing.
+
+    Raises:
+        CheckpointError: It is no STDiT3, or one without actions, or (published) of others than 7 numbers.
+    """
+    shapes = files.shapes
+    if "action_embedder.fc.0.weight" not in shapes:
+        raise CheckpointError(
+            f"{files.label} lacks tensor action_embedder.fc.0.weight: it takes no actions, like the "
+            "OpenSora-STDiT-v3 that videos are made with. Use a world (RLinf-OpenSora-LIBERO-*)."
+        )
+
+    def shape(name: str, axes: int) -> torch.Size:
+        return shape_of(files, shapes, name, axes, "STDiT3")
+
+    numbers = shape("action_embedder.fc.0.weight", 2)[1]
+    if numbers != ACTION_DIM and not about:
+        raise CheckpointError(
+            f"{files.label} takes actions of {numbers} numbers; policies here give {ACTION_DIM}."
+        )
+    width, channels, _, patch, _ = shape("x_embedder.proj.weight", 5)
+    head_dim = shape("spatial_blocks.0.attn.q_norm.weight", 1)[0]
+    inner = shape("spatial_blocks.0.mlp.fc1.weight", 2)[0]
+    unused = not about or "y_embedder.y_embedding" in shapes
+    text = shape("y_embedder.y_embedding", 2) if unused else ()
+    depths = (re.match(r"(?:spatial|temporal)_blocks\.(\d+)\.", name) for name in shapes)
+    try:
+        size = STDiT3Config(
+            depth=len({match[1] for match in depths if match}),
+            width=width,
+            heads=width // head_dim if head_dim else 0,
+            channels=channels,
+            patch=patch,
+            mlp_ratio=inner // width if width else 0,
+            freq_dim=shape("t_embedder.mlp.0.weight", 2)[1],
+            action_dim=numbers,
+            unused_branches=unused,
+            **dict(zip(("text_tokens", "text_channels"), text, strict=False)),
+        )
+    except ValueError as error:
+        raise CheckpointError(f"{files.label} is no STDiT3: {error}. Download it again.") from error
+    if size == STDiT3Config.xl2():
+        _log.info("%s is an STDiT3-XL/2 with actions, as published", files.label)
+    elif not about:
+        _log.warning("%s has another size than the published STDiT3-XL/2: %s", files.label, size)
+    return size
+
+
+def recognise_vae(folder: Path, about: Mapping[str, Any]) -> tuple[TensorFiles, VaeConfig]:
+    """Open the autoencoder of a folder, by diffusers' names of today, and return its size.
+
+    Raises:
+        CheckpointError: ``vae/`` or its ``config.json`` is missing or wrong, or it holds not one autoencoder.
+    """
+    inside = folder / VAE
+    if not inside.is_dir():
+        raise CheckpointError(
+            f"{folder} holds a transformer of an OpenSora world and no autoencoder: {inside} is missing. "
+            "Download it beside the transformer."
+        )
+    files = TensorFiles(_vae_file(inside)).renamed(_today)
+    content = read_json(inside / "config.json", "Download it again.")
+    try:
+        check_sizes(content)
+        size = VaeConfig(
+            widths=tuple(content["block_out_channels"]),
+            layers_per_block=content["layers_per_block"],
+            channels=content["latent_channels"],
+            norm_groups=content.get("norm_num_groups", 32),
+        )
+        scale = content.get("scaling_factor", size.scale)
+        if about:
+            size = replace(size, scale=scale)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{inside / 'config.json'} does not describe an AutoencoderKL ({error!r}). Download it again."
+        ) from error
+    if scale != size.scale:
+        _log.warning(
+            "%s says scaling_factor %s; worlds of this kind are trained with %s, which is used",
+            inside / "config.json",
+            scale,
+            size.scale,
+        )
+    return files, size
+
+
+def _vae_file(folder: Path) -> Path:
+    found = sorted(path for path in folder.glob("*.safetensors") if _VAE_MARK in header_names(path))
+    plain = [path for path in found if path.name.count(".") == 1]  # not *.fp16.safetensors
+    for files in (plain, found, sorted(folder.glob("*.bin"))):
+        if len(files) == 1:
+            return files[0]
+    seen = f"{len(found)} of them" if found else "none"
+    raise CheckpointError(
+        f"{folder} should hold one file with an AutoencoderKL (tensor {_VAE_MARK}), and holds {seen}. "
+        f"Download {VAE_FILE} there again."
+    )
+
+
+def _today(name: str) -> str:
+    """Map a name of diffusers' old attention to today's.
+
+    Example:
+        >>> _today("encoder.mid_block.attentions.0.proj_attn.bias")
+        'encoder.mid_block.attentions.0.to_out.0.bias'
+    """
+    match = re.fullmatch(r"(.+\.attentions\.\d+)\.(query|key|value|proj_attn)\.(weight|bias)", name)
+    return f"{match[1]}.{_OLD_ATTENTION[match[2]]}.{match[3]}" if match else name
+
+
+def write_vae_config(folder: Path, size: VaeConfig) -> None:
+    """Write ``vae/config.json`` with the fields that diffusers and `recognise_vae` read."""
+    content = {"_class_name": "AutoencoderKL", **size.options(), "scaling_factor": size.scale}
+    write_json(folder / VAE / "config.json", content)
+
+
+def convert_old(content: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Move the autoencoder of a copied folder of format 1 to ``vae/``; return the facts for world.json."""
+    (folder / VAE).mkdir()
+    (folder / "vae.safetensors").rename(folder / VAE / VAE_FILE)
+    vae = content["vae"]
+    write_vae_config(folder, VaeConfig(**{**vae, "widths": tuple(vae["widths"])}))
+    return {}

@@ -8,9 +8,12 @@ Temporal attention is causal, and the condition frames have a time of their own 
 network makes of them depends neither on the new frames nor on their time. `STDiT3.prefix` computes it once,
 and `STDiT3.step` continues from there; `STDiT3.forward` computes the whole window.
 
+Modules and their attributes have the published names, since the names of the tensors follow from them.
+
 Dimension letters:
     B  samples            Z  latent channels      F  frames      C  new frames, one per action
-    h, w  latent size     S  tokens of a frame    D  model width
+    h, w  latent size     S  tokens of a frame    D  model width    E  channels of a head
+    N  sequences          L  tokens of a sequence                   K  frames that are attended to
 """
 
 from __future__ import annotations
@@ -22,17 +25,11 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from asyncrl.records import ACTION_DIM
-from asyncrl.worlds.opensora.layers import (
-    KeysValues,
-    Mlp,
-    Rotary,
-    SpatialBlock,
-    TemporalBlock,
-    modulate,
-)
+from asyncrl.worlds.layers import attend_few, sinusoid
 
 CONDITION: Final = 4
 """Frames that are given; the embedding of no action stands for the actions that made them."""
@@ -65,20 +62,12 @@ class STDiT3Config:
     action_dim: int = ACTION_DIM
     """Numbers per action; published: 7."""
     text_channels: int = 4096
-    """Of the text embedding; only with `unused_branches`, like `text_tokens`."""
+    """Channels of the text embedding; only with `unused_branches`, like `text_tokens`."""
     text_tokens: int = 300
 
     def __post_init__(self) -> None:
-        counts = (
-            self.depth,
-            self.width,
-            self.heads,
-            self.channels,
-            self.patch,
-            self.mlp_ratio,
-            self.action_dim,
-        )
-        if min(counts) < 1 or self.freq_dim < 2 or self.freq_dim % 2:
+        sizes = (self.depth, self.width, self.heads, self.channels, self.patch, self.mlp_ratio)
+        if min(*sizes, self.action_dim) < 1 or self.freq_dim < 2 or self.freq_dim % 2:
             raise ValueError(f"{self} has a size that is no size")
         if self.width % 4 or self.width % (2 * self.heads):
             raise ValueError(
@@ -88,18 +77,157 @@ class STDiT3Config:
 
     @classmethod
     def tiny(cls) -> STDiT3Config:
-        """A size of 4.0 million parameters, for small frames."""
+        """Return a size of 4.0 million parameters, for small frames."""
         return cls(depth=4, width=192, heads=4, freq_dim=64)
 
     @classmethod
     def small(cls) -> STDiT3Config:
-        """A size of 10 million parameters, for small frames."""
+        """Return a size of 10 million parameters, for small frames."""
         return cls(depth=6, width=256, heads=4, freq_dim=64)
 
     @classmethod
     def xl2(cls) -> STDiT3Config:
-        """The published size: 978 tensors, 1,212,991,556 parameters, of which 907,789,892 are used."""
+        """Return the published size: 978 tensors, 1,212,991,556 parameters, of which 907,789,892 are used."""
         return cls(depth=28, width=1152, heads=16, unused_branches=True)
+
+
+EPS: Final = 1e-6
+"""Epsilon of all norms."""
+Rotary = tuple[Tensor, Tensor]
+"""Cosines and sines of the angles of each frame, ``[F, E / 2]`` float32."""
+KeysValues = tuple[Tensor, Tensor]
+"""Keys (turned) and values of some frames, ``[B * S, heads, F, E]`` in the dtype of the weights."""
+
+
+class Attention(nn.Module):
+    """Multi-head attention whose queries and keys are normalised per head."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.q_norm = nn.RMSNorm(width // heads, eps=EPS)
+        self.k_norm = nn.RMSNorm(width // heads, eps=EPS)
+        self.proj = nn.Linear(width, width)
+
+    def project(self, x_NLD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return normalised queries, normalised keys, and values: ``[N, heads, L, E]`` each."""
+        parts = self.qkv(x_NLD).unflatten(2, (3, self.heads, -1))
+        query, key, value = parts.permute(2, 0, 3, 1, 4).unbind(0)
+        return self.q_norm(query), self.k_norm(key), value
+
+    def join(self, mixed_NHLE: Tensor) -> Tensor:
+        """Join the heads: ``[N, heads, L, E]`` to ``[N, L, D]``."""
+        return self.proj(mixed_NHLE.transpose(1, 2).flatten(2))
+
+
+class Mlp(nn.Module):
+    """Two linear layers with GELU (tanh) between them."""
+
+    def __init__(self, width_in: int, hidden: int, width_out: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(width_in, hidden)
+        self.fc2 = nn.Linear(hidden, width_out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[..., width_in]`` to ``[..., width_out]``."""
+        return self.fc2(functional.gelu(self.fc1(x), approximate="tanh"))
+
+
+class TextAttention(nn.Module):
+    """The text's cross-attention: in the published files, in no computation."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.q_linear = nn.Linear(width, width)
+        self.kv_linear = nn.Linear(width, 2 * width)
+        self.proj = nn.Linear(width, width)
+
+
+class Block(nn.Module):
+    """Common part of spatial and temporal blocks: attention and MLP between modulated norms."""
+
+    def __init__(self, width: int, heads: int, hidden: int, *, text: bool) -> None:
+        """Make the layers; `hidden` is the inner width of the MLP, `text` adds the unused cross-attention."""
+        super().__init__()
+        self.scale_shift_table = nn.Parameter(torch.randn(6, width) / width**0.5)
+        self.attn = Attention(width, heads)
+        if text:
+            self.cross_attn = TextAttention(width)
+        self.mlp = Mlp(width, hidden, width)
+
+    def modulation(self, shared_BF6D: Tensor) -> tuple[Tensor, ...]:
+        """Return shift, scale, gate of the attention, then of the MLP: ``[B, F, 1, D]`` each."""
+        return (self.scale_shift_table + shared_BF6D).unsqueeze(3).unbind(2)
+
+    def add_mlp(self, x_BFSD: Tensor, shift: Tensor, scale: Tensor, gate: Tensor) -> Tensor:
+        """Return ``x + gate * mlp(norm(x) * (1 + scale) + shift)``, ``[B, F, S, D]``."""
+        return x_BFSD + gate * self.mlp(modulate(x_BFSD, shift, scale))
+
+
+class SpatialBlock(Block):
+    """Mixes the tokens of each frame by full attention."""
+
+    def forward(self, x_BFSD: Tensor, shared_BF6D: Tensor) -> Tensor:
+        """Mix the tokens of ``[B, F, S, D]`` in the dtype of the weights.
+
+        The modulation that all blocks share is ``[B, F, 6, D]`` in the same, or with 1 for B and F.
+        """
+        shift, scale, gate, *of_mlp = self.modulation(shared_BF6D)
+        query, key, value = self.attn.project(modulate(x_BFSD, shift, scale).flatten(0, 1))
+        mixed = functional.scaled_dot_product_attention(query, key, value)
+        x_BFSD = x_BFSD + gate * self.attn.join(mixed).view_as(x_BFSD)
+        return self.add_mlp(x_BFSD, *of_mlp)
+
+
+class TemporalBlock(Block):
+    """Mixes the frames of each token by causal attention: a frame sees itself and those before it."""
+
+    def forward(
+        self,
+        x_BFSD: Tensor,
+        shared_BF6D: Tensor,
+        rotary: Rotary,
+        visible_FK: Tensor,
+        before: KeysValues | None = None,
+    ) -> tuple[Tensor, KeysValues]:
+        """Mix the frames; return them, and their keys and values.
+
+        Args:
+            x_BFSD: As in `SpatialBlock`, like `shared_BF6D`.
+            shared_BF6D: Modulation.
+            rotary: Of these frames.
+            visible_FK: ``[F, K]`` bool: the frames, earlier ones first, that each frame sees.
+            before: Keys and values of earlier frames; None: there are none.
+        """
+        shift, scale, gate, *of_mlp = self.modulation(shared_BF6D)
+        by_token = modulate(x_BFSD, shift, scale).transpose(1, 2)
+        query, key, value = self.attn.project(by_token.flatten(0, 1))
+        query, own = rotate(query, rotary), (rotate(key, rotary), value)
+        keys, values = own
+        if before is not None:
+            keys, values = torch.cat([before[0], keys], dim=2), torch.cat([before[1], values], dim=2)
+        mixed = attend_few(query, keys, values, visible_FK)
+        x_BFSD = x_BFSD + gate * self.attn.join(mixed).view_as(by_token).transpose(1, 2)
+        return self.add_mlp(x_BFSD, *of_mlp), own
+
+
+def modulate(x_BFSD: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """Return ``norm(x) * (1 + scale) + shift``: adaptive layer norm (DiT, arXiv 2212.09748)."""
+    return functional.layer_norm(x_BFSD, x_BFSD.shape[-1:], eps=EPS) * (1 + scale) + shift
+
+
+def rotate(x_NHFE: Tensor, rotary: Rotary) -> Tensor:
+    """Rotate neighbouring channels of ``[N, heads, F, E]`` by the angles of their frame, in float32 or more.
+
+    Rotary position embedding (arXiv 2104.09864).
+    """
+    cos, sin = rotary
+    exact = x_NHFE.to(torch.promote_types(x_NHFE.dtype, torch.float32))
+    # Of channels a, b: a * cos - b * sin and b * cos + a * sin.
+    signed = torch.stack([-sin, sin], dim=-1).flatten(-2)
+    across = exact.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return (exact * cos.repeat_interleave(2, dim=-1) + across * signed).type_as(x_NHFE)
 
 
 class STDiT3(nn.Module):
@@ -133,7 +261,7 @@ class STDiT3(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """Type of the weights."""
         return self.x_embedder.proj.weight.dtype
 
     def forward(self, latents_BZFhw: Tensor, times_B: Tensor, actions_BCA: Tensor) -> Tensor:
@@ -164,14 +292,7 @@ class STDiT3(nn.Module):
         return self._velocity(x_BFSD[:, CONDITION:], time_B1D, latents_BZFhw)
 
     def prefix(self, condition_BZFhw: Tensor) -> list[KeysValues]:
-        """Compute what the new frames see of the condition frames: it is the same in every step.
-
-        Args:
-            condition_BZFhw: ``[B, Z, 4, h, w]`` of any float dtype.
-
-        Returns:
-            Keys and values of each temporal block.
-        """
+        """Compute keys and values of the condition frames ``[B, Z, 4, h, w]``, the same in every step."""
         shared = self._share(self._condition_time(condition_BZFhw))
         rotary, visible = self.angles(0, CONDITION), _visible(CONDITION, CONDITION, condition_BZFhw.device)
         x_BFSD, kept = self._tokens(condition_BZFhw), list[KeysValues]()
@@ -184,17 +305,7 @@ class STDiT3(nn.Module):
     def step(
         self, new_BZChw: Tensor, times_B: Tensor, actions_BCA: Tensor, prefix: list[KeysValues]
     ) -> Tensor:
-        """Predict the velocity of the new frames behind condition frames that `prefix` has seen.
-
-        Args:
-            new_BZChw: ``[B, Z, C, h, w]`` of any float dtype: the noisy new frames.
-            times_B: As in `forward`.
-            actions_BCA: As in `forward`.
-            prefix: What `prefix` returned.
-
-        Returns:
-            ``[B, Z, C, h, w]`` in the dtype of the weights; `forward` returns the same.
-        """
+        """Return the same as `forward`, from the noisy new frames ``[B, Z, C, h, w]`` and a `prefix`."""
         frames = new_BZChw.shape[2]
         time_B1D = self.embed_times(times_B)
         spatial = self._share(time_B1D + self._embed_actions(actions_BCA))
@@ -223,7 +334,7 @@ class STDiT3(nn.Module):
         return block(*inputs)
 
     def _tokens(self, latents_BZFhw: Tensor) -> Tensor:
-        """Cut frames into patches and say where each one is: ``[B, F, S, D]``."""
+        """Cut frames into patches and add their positions: ``[B, F, S, D]``."""
         patches: Tensor = self.x_embedder.proj(latents_BZFhw.to(self.dtype))
         rows, columns = patches.shape[-2:]
         table = positions(rows, columns, self.size.width, latents_BZFhw.device).to(self.dtype)
@@ -263,37 +374,12 @@ class STDiT3(nn.Module):
         return frames[:, : size.channels]
 
 
-def sinusoid(times: Tensor, channels: int) -> Tensor:
-    """Encode times as ``[cos, sin]`` waves, in float64 because sin(1000) needs the digits.
-
-    Args:
-        times: ``[...]`` of any float dtype, in 0..1000.
-        channels: Even number of output channels.
-
-    Returns:
-        ``[..., channels]`` float64.
-    """
-    half = channels // 2
-    rates = 10000.0 ** (-torch.arange(half, dtype=torch.float64, device=times.device) / half)
-    angles = times.double().unsqueeze(-1) * rates
-    return torch.cat([angles.cos(), angles.sin()], dim=-1)
-
-
 @cache  # never dropped: a CUDA graph reads it where it is
 def positions(rows: int, columns: int, width: int, device: torch.device) -> Tensor:
-    """Encode where the patches of a frame are: waves of the column, then of the row.
+    """Encode the positions of a frame's patches, ``[S, D]`` float32: waves of the column, then of the row.
 
     Positions are stretched as if every frame had the published one's size: with 8 pixels per latent pixel and
     patches of 2, a token is 32 / sqrt(S) units wide, where ``S = rows * columns`` (256 pixels: 2).
-
-    Args:
-        rows: Tokens from top to bottom.
-        columns: Tokens from left to right.
-        width: ``D``, a multiple of 4.
-        device: Of the result.
-
-    Returns:
-        ``[S, D]`` float32.
     """
     with torch.inference_mode(False):
         rates = 10000.0 ** (
@@ -312,7 +398,7 @@ def positions(rows: int, columns: int, width: int, device: torch.device) -> Tens
 
 @cache
 def _visible(frames: int, seen: int, device: torch.device) -> Tensor:
-    """Tell which of `seen` frames the last `frames` of them see, ``[F, K]`` bool: none that comes later."""
+    """Return the causal mask of the last `frames` of `seen` frames, ``[F, K]`` bool."""
     with torch.inference_mode(False):
         return torch.ones(frames, seen, dtype=torch.bool, device=device).tril(seen - frames)
 

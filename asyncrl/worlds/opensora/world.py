@@ -13,7 +13,8 @@ differ, A numbers of an action.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,15 +29,31 @@ from asyncrl.devices import float8
 from asyncrl.devices.cuda_graph import CudaGraphed
 from asyncrl.devices.tensors import to_device, to_signed, to_uint8
 from asyncrl.records import CHUNK, ActionSpec, ModelSummary, SlotBytes, StartState
-from asyncrl.worlds.files import AS_SAVED, refuse_own_settings
-from asyncrl.worlds.opensora.action_range import ActionRange, normalise
+from asyncrl.storage.tensor_writer import write_tensors
+from asyncrl.worlds.files import AS_SAVED, refuse_own_settings, write_about
 from asyncrl.worlds.opensora.autoencoder import FrameVae
-from asyncrl.worlds.opensora.files import WorldFiles, check_settings, open_world, write_world
-from asyncrl.worlds.opensora.rectified_flow import STEPS, sample, sampling_times
-from asyncrl.worlds.opensora.state import OpenSoraState
+from asyncrl.worlds.opensora.files import (
+    KIND,
+    TRANSFORMER,
+    VAE,
+    VAE_FILE,
+    WorldFiles,
+    check_settings,
+    open_world,
+    write_vae_config,
+)
+from asyncrl.worlds.opensora.flow import STEPS, ActionRange, normalise, sample, sampling_times
 from asyncrl.worlds.opensora.stdit3 import CONDITION, STDiT3
-from asyncrl.worlds.slots import draw_noise, finite_rows, imagine_full, open_each_once
+from asyncrl.worlds.slots import TensorState, draw_noise, finite_rows, imagine_full, open_each_once
 from asyncrl.worlds.start_states import check_beginnings
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenSoraState(TensorState):
+    """The last four frames of `B` slots, as latents as they were drawn."""
+
+    latents: Tensor
+    """``[B, Z, 4, h, w]`` float32, scaled; the oldest first."""
 
 
 class OpenSoraWorld:
@@ -53,16 +70,16 @@ class OpenSoraWorld:
         version: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Join the networks.
+        """Join the networks and move them to `device`.
 
         Args:
             transformer: Draws latents.
             vae: Encodes and draws frames.
-            action_range: What actions are scaled by.
+            action_range: Scales actions.
             image_size: Height and width of the frames in pixels.
             schedule_steps: Network calls per decision.
-            version: Which weights these are.
-            device: Where they go.
+            version: Of the weights.
+            device: Of the weights.
         """
         self.transformer = transformer
         self.vae = vae
@@ -82,9 +99,8 @@ class OpenSoraWorld:
 
     @classmethod
     def check(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> ModelSummary:
-        """Check the files of a folder without loading weights. See `interface.World.check`."""
-        refuse_own_settings(own, "an OpenSora world")
-        files = open_world(folder)
+        """See `World.check`."""
+        files = _files(folder, own)
         nbytes = files.check(settings)
         return ModelSummary(
             image_size=files.image_size,
@@ -97,27 +113,25 @@ class OpenSoraWorld:
     def load(
         cls, folder: Path, device: torch.device, settings: ImaginationSettings, **own: Any
     ) -> OpenSoraWorld:
-        """Read a folder of ours or a published one. See `interface.World.load`."""
+        """See `World.load`."""
         refuse_own_settings(own, "an OpenSora world")
         return load_world(folder, device=device, settings=settings)
 
     @classmethod
     def defaults(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> WorldDefaults:
-        """Say what a folder of ours or a published one brings. See `interface.BringsDefaults`."""
-        refuse_own_settings(own, "an OpenSora world")
-        return open_world(folder).defaults(settings)
+        """See `BringsDefaults`."""
+        return _files(folder, own).defaults(settings)
 
     @classmethod
     def slot_bytes(
         cls, folder: Path, settings: ImaginationSettings, *, decisions: int = 0, **own: Any
     ) -> SlotBytes:
-        """Estimate what a slot takes. See `interface.CountsSlots`."""
-        refuse_own_settings(own, "an OpenSora world")
-        return open_world(folder).slot_bytes(settings)
+        """See `CountsSlots`."""
+        return _files(folder, own).slot_bytes(settings)
 
     @property
     def action_spec(self) -> ActionSpec:
-        """8 steps of 7 numbers as published; of as many as a fitted world's recordings had."""
+        """8 steps of 7 numbers as published; of a fitted world, as many numbers as in its recordings."""
         return ActionSpec(dim=self.transformer.size.action_dim)
 
     def modules(self) -> dict[str, nn.Module]:
@@ -125,7 +139,7 @@ class OpenSoraWorld:
         return {"transformer": self.transformer, "vae": self.vae}
 
     def to(self, device: torch.device | str) -> OpenSoraWorld:
-        """Move the weights to `device` (host memory while they are not needed) and return this world."""
+        """Move the weights to `device` and return this world."""
         for module in self.modules().values():
             module.to(device)
         self.device = torch.device(device)
@@ -133,11 +147,7 @@ class OpenSoraWorld:
         return self
 
     def compile(self, rows: int) -> OpenSoraWorld:
-        """Compile what takes the time; the first decision takes about a minute longer.
-
-        Args:
-            rows: Slots of a decision from now on; fewer are filled up with copies and cost as much.
-        """
+        """Compile for decisions of `rows` slots; see `CompilesWorld`. The first takes a minute longer."""
         self._rows = rows
         self.transformer.compile_blocks()
         self.vae.compile_decoder()
@@ -147,15 +157,13 @@ class OpenSoraWorld:
         return self
 
     def weights_moved(self) -> None:
-        """Forget where the weights were; they return to other addresses."""
+        """Drop CUDA graphs, which hold the old addresses of the weights."""
         if isinstance(self._sampler, CudaGraphed):
             self._sampler.forget()
 
     @torch.no_grad()
     def start(self, states: Sequence[StartState], *, decisions: int = 0) -> OpenSoraState:
-        """Open one slot per start state; siblings are opened once.
-
-        What is remembered has one size, however many decisions follow.
+        """Open one slot per start state; equal ones are opened once. The state's size is fixed.
 
         Raises:
             ConfigError: A frame has another size than the world's, or there are not 0 or 4 context frames.
@@ -179,16 +187,7 @@ class OpenSoraWorld:
     def imagine(
         self, state: OpenSoraState, actions: Tensor | NDArray[np.float32], noise_seeds: Sequence[int]
     ) -> tuple[Tensor, OpenSoraState]:
-        """Draw the 8 frames that 8 actions lead to.
-
-        Args:
-            state: What `start` or the last `imagine` returned; it is not changed.
-            actions: ``[B, 8, A]`` float32 in the policy's units; action i produced frame i.
-            noise_seeds: ``B`` seeds; row i depends on ``noise_seeds[i]`` only.
-
-        Returns:
-            Frames ``[B, 8, H, W, 3]`` uint8, and the state after them.
-        """
+        """Draw 8 frames ``[B, 8, H, W, 3]`` for 8 actions in the policy's units; see `World.imagine`."""
         return imagine_full(
             self._imagine,
             state,
@@ -238,6 +237,11 @@ class OpenSoraWorld:
         return sample(velocity, noise_BZChw, steps=self.schedule_steps)
 
 
+def _files(folder: Path, own: Mapping[str, Any]) -> WorldFiles:
+    refuse_own_settings(own, "an OpenSora world")
+    return open_world(folder)
+
+
 def load_world(
     folder: Path,
     *,
@@ -246,14 +250,12 @@ def load_world(
     settings: ImaginationSettings = AS_SAVED,
     unused_branches: bool = False,
 ) -> OpenSoraWorld:
-    """Load a world for inference from a folder of ours or one with the published files.
-
-    Tensors are read one at a time and go straight to `device`.
+    """Load a world for inference; tensors are read one at a time and go straight to `device`.
 
     Args:
         folder: See `open_world`.
-        device: Where the weights go.
-        dtype: Of all weights once loaded; None takes `WorldFiles.types`.
+        device: Of the weights.
+        dtype: Of all weights; None takes `WorldFolder.types`.
         settings: Steps and precision; compiling is left to `OpenSoraWorld.compile`.
         unused_branches: See `WorldFiles.load`.
 
@@ -281,13 +283,11 @@ def load_world(
 
 
 def save_world(folder: Path, world: OpenSoraWorld) -> None:
-    """Write `world` so that `load_world` reads it."""
-    write_world(
-        folder,
-        world.transformer,
-        world.vae,
-        world.action_range,
-        image_size=world.image_size,
-        schedule_steps=world.schedule_steps,
-        version=world.version,
-    )
+    """Write `world` so that `load_world` reads it; world.json comes last."""
+    (folder / VAE).mkdir(parents=True, exist_ok=True)
+    write_tensors(folder / TRANSFORMER, world.transformer.state_dict())
+    write_tensors(folder / VAE / VAE_FILE, world.vae.state_dict())
+    write_vae_config(folder, world.vae.size)
+    world.action_range.write(folder)
+    facts = {"image_size": world.image_size, "schedule_steps": world.schedule_steps}
+    write_about(folder, KIND, version=world.version, **facts)

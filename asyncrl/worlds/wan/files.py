@@ -1,11 +1,21 @@
-"""Read and write folders of Wan worlds: our own layout (``world.json``), and the published one."""
+"""Read and write folders of Wan worlds.
+
+A folder like RLinf-Wan-LIBERO-Spatial holds the transformer (``model-00001.safetensors``, or shards), the
+autoencoder ``Wan2.2_VAE.pth``, a reward model and ``dataset/``; asyncrl writes ``transformer.safetensors``
+and ``vae.safetensors``. Tensors have the names of Wan's authors or those of diffusers, and both are read as
+diffusers'. Sizes are read from shapes; world.json has the facts that shapes do not tell. Without it they are
+those of all published Wan models: heads of 128 channels, and the statistics of the 48 latent channels.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+import logging
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import torch
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
@@ -14,37 +24,133 @@ from torch import Tensor, nn
 from asyncrl.config.imagination import ImaginationSettings, WorldDefaults
 from asyncrl.devices.float8 import check_device, saved_bytes, use_float8
 from asyncrl.errors import CheckpointError
-from asyncrl.records import SlotBytes
+from asyncrl.records import ACTION_DIM, CHUNK, SlotBytes
 from asyncrl.storage.atomic import read_json, replacing, write_json
-from asyncrl.storage.bounded_json import check_sizes
 from asyncrl.storage.rewriting import copy_others, rewrite_file
+from asyncrl.storage.tensor_names import INDEX, header_names
 from asyncrl.storage.tensor_reader import TensorFiles, check_fit, fill
-from asyncrl.worlds.files import AS_SAVED, WeightTypes, WorldFolder
-from asyncrl.worlds.wan import published_world
-from asyncrl.worlds.wan.memory import slot_bytes
-from asyncrl.worlds.wan.published_world import transformer_from_published, vae_from_published
-from asyncrl.worlds.wan.recognition import WAN_TRANSFORMER, WAN_VAE, transformer_files
+from asyncrl.worlds.files import AS_SAVED, WeightTypes, WorldFolder, read_about, shape_of
+from asyncrl.worlds.kinds import ABOUT, WAN_MARKS, WAN_PREFIX
 from asyncrl.worlds.wan.tiny_decoder import TinyDecoder, load_decoder
-from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
-from asyncrl.worlds.wan.vae import VaeConfig, WanVae, use_channels_last
+from asyncrl.worlds.wan.transformer import (
+    FRAMES_PER_LATENT,
+    ActionWanTransformer,
+    TransformerConfig,
+    renamed,
+    transformer_name,
+)
+from asyncrl.worlds.wan.vae import VaeConfig, WanVae, decode_step, encode_step, use_channels_last
 
-FORMAT: Final = "asyncrl-world-1"
+_log = logging.getLogger(__name__)
+
+KIND: Final = "wan"
 TRANSFORMER: Final = "transformer.safetensors"
 VAE: Final = "vae.safetensors"
+WAN_TRANSFORMER: Final = "model-00001.safetensors"
+WAN_VAE: Final = "Wan2.2_VAE.pth"
 ADAPTER_FOLDER: Final = "adapter"
 """Where a fit puts adapters alone; those of an earlier one belong to other weights."""
+HEAD_DIM: Final = 128
+IMAGE_SIZE: Final = 256
+SCHEDULE_STEPS: Final = 5
+ACTION_MODEL: Final = "bc4824aef7c3f23d3378cec6e2b1316c"
+"""Fingerprint of the published action-conditioned transformer (829 tensors)."""
+AUTOENCODER: Final = "e1de6c02cdac79f8b739f4d3698cd216"
+"""Fingerprint of ``Wan2.2_VAE.pth`` (196 tensors)."""
+OPENSORA: Final = "x_embedder.proj.weight"
+"""A tensor of OpenSora's transformer, which is published in a file of the same name, and not of Wan's."""
+TENSORS_AT_ONCE: Final = 10
+"""So many of the decoder's largest tensors were alive at the peak: from 50.0 GiB of an actor of 16 slots
+(docs/measurements/run_speed.md), less its weights and states."""
+_OWN: Final = ("patch_embedding.", "blocks.", "time_embedding.", "time_projection.", "action_mlp", "head.")
+_SHARD: Final = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
+
+_VAE_NAMES: Final = (
+    (r"^conv1\.", "quant_conv."),
+    (r"^conv2\.", "post_quant_conv."),
+    (r"^(encoder|decoder)\.conv1\.", r"\1.conv_in."),
+    (r"^(encoder|decoder)\.head\.0\.", r"\1.norm_out."),
+    (r"^(encoder|decoder)\.head\.2\.", r"\1.conv_out."),
+    (r"\.middle\.0\.", ".mid_block.resnets.0."),
+    (r"\.middle\.1\.", ".mid_block.attentions.0."),
+    (r"\.middle\.2\.", ".mid_block.resnets.1."),
+    (r"\.(down|up)samples\.(\d)\.\1samples\.\d\.(resample|time_conv)\.", r".\1_blocks.\2.\1sampler.\3."),
+    (r"\.(down|up)samples\.(\d)\.\1samples\.(\d)\.", r".\1_blocks.\2.resnets.\3."),
+    (r"\.residual\.0\.", ".norm1."),
+    (r"\.residual\.2\.", ".conv1."),
+    (r"\.residual\.3\.", ".norm2."),
+    (r"\.residual\.6\.", ".conv2."),
+    (r"\.shortcut\.", ".conv_shortcut."),
+)
+"""As in `transformer`: patterns in names of Wan's authors, and the text of diffusers."""
+
+
+def vae_name(name: str) -> str:
+    """Map a tensor name of ``Wan2.2_VAE.pth``, or of diffusers, to that of diffusers.
+
+    Example:
+        >>> vae_name("decoder.upsamples.0.upsamples.3.time_conv.bias")
+        'decoder.up_blocks.0.upsampler.time_conv.bias'
+    """
+    return renamed(name, _VAE_NAMES)
+
+
+def fingerprint(shapes: Mapping[str, Sequence[int]]) -> str:
+    """Hash names and shapes as DiffSynth does: MD5 of all "name:d0_d1" and "name", sorted, joined by commas.
+
+    Example:
+        >>> fingerprint({"a": (2, 3)}) == hashlib.md5(b"a,a:2_3", usedforsecurity=False).hexdigest()
+        True
+    """
+    words = [f"{name}:{'_'.join(map(str, shape))}" for name, shape in shapes.items()] + list(shapes)
+    return hashlib.md5(",".join(sorted(words)).encode(), usedforsecurity=False).hexdigest()
+
+
+def transformer_files(folder: Path) -> list[Path]:
+    """Return the files of the transformer: those of the index, one file, or all shards.
+
+    Under other names, those with tensors of a Wan transformer; none where there are none.
+
+    Raises:
+        CheckpointError: The index is none, or a shard is missing.
+    """
+    index = folder / INDEX
+    if index.is_file():
+        weight_map = read_json(index, "Download it again.").get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(x, str) for x in weight_map.values()):
+            raise CheckpointError(
+                f"{index} is not an index of weights: it has no weight_map. Download it again."
+            )
+        named = sorted(set(weight_map.values()))
+        # A name like ../x or /x would lead out of the folder.
+        files = [folder / name for name in named if Path(name).name == name]
+        if len(files) == len(named) > 0 and all(file.is_file() for file in files):
+            return files
+    for name in (WAN_TRANSFORMER, TRANSFORMER):
+        if (folder / name).is_file():
+            return [folder / name]
+    shards = {file: match for file in folder.iterdir() if (match := _SHARD.fullmatch(file.name))}
+    if not shards:
+        named = {path: header_names(path) for path in sorted(folder.glob("*.safetensors"))}
+        own = tuple(f"{prefix}{name}" for prefix in ("", WAN_PREFIX) for name in _OWN)
+        return [path for path, names in named.items() if any(name.startswith(own) for name in names)]
+    counts = {int(match[2]) for match in shards.values()}
+    missing = {f"model-{i + 1:05d}-of-{n:05d}.safetensors" for n in counts for i in range(n)}
+    if absent := sorted(missing - {file.name for file in shards}):
+        raise CheckpointError(f"{folder} lacks {absent[0]} of its shards. Download it again.")
+    return sorted(shards)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorldFiles(WorldFolder):
-    """A world on disk: everything about it but the numbers."""
+    """A Wan world on disk without its weights; tensors have diffusers' names."""
 
+    # Actions enter through these: rounded, they would not cancel what is far from zero, as in pixels.
     EXACT_WEIGHTS = frozenset(
         f"{layer}.{part}" for layer in ("action_mlp1.0", "action_mlp2.0") for part in ("weight", "bias")
     )
 
     transformer: TensorFiles
-    """By our names, like `vae`."""
     transformer_size: TransformerConfig
     vae: TensorFiles
     vae_size: VaeConfig
@@ -56,11 +162,11 @@ class WorldFiles(WorldFolder):
         return replace(super().defaults(settings), context=context)
 
     def context(self, settings: ImaginationSettings) -> Literal["frames", "latents"]:
-        """Say what the next decision begins with."""
+        """Return the form of the memory, see `ImaginationSettings.context`."""
         return self.defaults(settings).context if settings.context == "auto" else settings.context
 
     def slot_bytes(self, settings: ImaginationSettings) -> SlotBytes:
-        """Estimate the device memory of a slot beside the weights."""
+        """Estimate the device memory of a slot, excluding the weights."""
         _, vae = self.build()
         nn.Module.to(vae, self.types(settings).dtype)  # diffusers' own `to` warns
         return slot_bytes(vae, self.image_size, self.context(settings))
@@ -109,74 +215,181 @@ class WorldFiles(WorldFolder):
         return transformer.eval().requires_grad_(False), vae.eval().requires_grad_(False), decoder
 
     def _tiny_decoder(self, device: torch.device | str, dtype: torch.dtype) -> TinyDecoder:
-        size = self.vae_size
-        return load_decoder(
-            self.folder,
-            latents_mean=size.latents_mean,
-            latents_std=size.latents_std,
-            device=device,
-            dtype=dtype,
-        )
+        mean, std = self.vae_size.latents_mean, self.vae_size.latents_std
+        return load_decoder(self.folder, latents_mean=mean, latents_std=std, device=device, dtype=dtype)
+
+
+@torch.no_grad()
+def slot_bytes(vae: WanVae, image_size: int, context: Literal["frames", "latents"]) -> SlotBytes:
+    """Estimate the bytes of a slot, excluding the weights: caches are exact, a decision's tensors estimated.
+
+    Args:
+        vae: The autoencoder on the meta device, in the dtype that it is used in.
+        image_size: Height and width of the frames in pixels.
+        context: See `ImaginationSettings`. With a distilled decoder the estimate is an upper bound.
+    """
+
+    def pixels(frames: int) -> Tensor:
+        return torch.empty(1, 3, frames, image_size, image_size, device="meta", dtype=vae.dtype)
+
+    anchor, seen = encode_step(vae, pixels(1), None)
+    memory, _ = encode_step(vae, pixels(FRAMES_PER_LATENT), seen)
+    _, cache = decode_step(vae, anchor, None)
+    if context == "latents":
+        _, cache = decode_step(vae, memory, cache)
+        seen = []
+    state = [anchor.float(), memory.float(), *cache, *seen]
+    frames = CHUNK + (FRAMES_PER_LATENT if context == "frames" else 0)
+    # The decoder's last level has half the picture's height and width.
+    largest = vae.size.decoder_base_dim * frames * (image_size // 2) ** 2 * vae.dtype.itemsize
+    kept = 2 * sum(tensor.nbytes for tensor in state)  # before and after a decision
+    return SlotBytes(kept=kept, scratch=TENSORS_AT_ONCE * largest)
 
 
 def open_world(folder: Path) -> WorldFiles:
-    """Read what a folder says about its world, without its numbers.
-
-    Args:
-        folder: One of ours (``world.json``), or one with the published files.
+    """Read sizes and facts of a world, without its weights.
 
     Raises:
         CheckpointError: A file is missing, cannot be read, or is of a kind that is not known.
     """
-    if not (folder / "world.json").is_file() and (files := transformer_files(folder)):
-        return _open_published(folder, files)
-    content = read_json(folder / "world.json")
-    if content.get("format") != FORMAT or content.get("kind") != "wan":
+    files = transformer_files(folder)
+    about = read_about(folder, KIND, published=bool(files))
+    if not files:
+        raise CheckpointError(f"{folder / TRANSFORMER} is missing. Save the world again.")
+    vae_file = next((path for name in (WAN_VAE, VAE) if (path := folder / name).is_file()), None)
+    if vae_file is None:
+        wanted = VAE if about else WAN_VAE
         raise CheckpointError(
-            f"{folder / 'world.json'} describes {content.get('kind')!r} in format {content.get('format')!r}; "
-            f"this version reads 'wan' in format {FORMAT!r}."
+            f"{folder} holds a transformer ({files[0].name}) and no autoencoder: {folder / wanted} does not "
+            f"exist. Download it beside {files[0].name}."
         )
+    transformer, vae = TensorFiles(files), TensorFiles(vae_file)
     try:
-        for part in ("transformer", "vae"):
-            check_sizes(content[part])
-        transformer_size = TransformerConfig(**content["transformer"])
-        vae_size = VaeConfig.from_json(content["vae"])
-        image_size, steps, version = (int(content[k]) for k in ("image_size", "schedule_steps", "version"))
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise CheckpointError(
-            f"{folder / 'world.json'} is incomplete ({error}). Save the world again."
-        ) from error
-    return WorldFiles(
-        folder=folder,
-        transformer=TensorFiles(folder / TRANSFORMER),
-        transformer_size=transformer_size,
-        vae=TensorFiles(folder / VAE),
-        vae_size=vae_size,
-        image_size=image_size,
-        schedule_steps=steps,
-        version=version,
-        published=False,
-    )
-
-
-def _open_published(folder: Path, transformer_files: list[Path]) -> WorldFiles:
-    if not (folder / WAN_VAE).is_file():
-        raise CheckpointError(
-            f"{folder} holds a transformer ({transformer_files[0].name}) and no autoencoder: "
-            f"{folder / WAN_VAE} does not exist. Download it beside {WAN_TRANSFORMER}."
+        return WorldFiles(
+            folder=folder,
+            transformer=transformer.renamed(transformer_name),
+            transformer_size=recognise_transformer(transformer, about),
+            vae=vae.renamed(vae_name),
+            vae_size=recognise_vae(vae, about),
+            image_size=about.get("image_size", IMAGE_SIZE),
+            schedule_steps=about.get("schedule_steps", SCHEDULE_STEPS),
+            version=about.get("version", 0),
+            published=not about,
         )
-    transformer, vae = TensorFiles(transformer_files), TensorFiles(folder / WAN_VAE)
-    return WorldFiles(
-        folder=folder,
-        transformer=transformer.renamed(transformer_from_published),
-        transformer_size=published_world.recognise_transformer(transformer),
-        vae=vae.renamed(vae_from_published),
-        vae_size=published_world.recognise_vae(vae),
-        image_size=published_world.IMAGE_SIZE,
-        schedule_steps=published_world.SCHEDULE_STEPS,
-        version=0,
-        published=True,
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise CheckpointError(f"{folder / ABOUT} is incomplete ({error}). Save the world again.") from error
+
+
+def recognise_transformer(files: TensorFiles, about: Mapping[str, Any]) -> TransformerConfig:
+    """Return the size of the transformer in `files`; log whether it is the very one that was published.
+
+    Args:
+        files: Under the names of the files.
+        about: Content of world.json, or nothing.
+
+    Raises:
+        CheckpointError: It is a variant that takes actions in another way, or none that is known.
+    """
+    shapes = {transformer_name(name): shape for name, shape in files.shapes.items()}
+    numbers = shapes.get("action_mlp1.0.weight", (0,))[-1] if about else ACTION_DIM
+    if why := _unsupported(shapes, numbers):
+        raise CheckpointError(
+            f"{files.label} {why}. The variant that can be read takes 7-D actions in cross-attention and in "
+            "the modulation (TI2V2): the model-00001.safetensors of RLinf-Wan-LIBERO-Spatial, -Object or "
+            "-Goal."
+        )
+    if not about:
+        _log_fingerprint(files, ACTION_MODEL, "the published action-conditioned Wan2.2-TI2V-5B")
+
+    def shape(name: str, axes: int) -> torch.Size:
+        return shape_of(files, shapes, name, axes, "Wan model")
+
+    width, channels, _, patch, _ = shape("patch_embedding.weight", 5)
+    head_dim = int(about["head_dim"]) if about else HEAD_DIM
+    if head_dim < 1 or width % head_dim:
+        raise CheckpointError(
+            f"{files.label} is {width} channels wide; Wan models have heads of {head_dim}. Save it with "
+            "save_world instead, whose folders say how many heads there are."
+        )
+    return TransformerConfig(
+        heads=width // head_dim,
+        head_dim=head_dim,
+        layers=_count(r"blocks\.(\d+)\.", shapes),
+        ffn_dim=shape("blocks.0.ffn.net.0.proj.weight", 2)[0],
+        channels=channels,
+        patch=patch,
+        freq_dim=shape("condition_embedder.time_embedder.linear_1.weight", 2)[1],
+        round_timestep=bool(about["round_timestep"]) if about else True,
+        action_dim=numbers,
     )
+
+
+def _unsupported(shapes: Mapping[str, torch.Size], numbers: int) -> str | None:
+    """Return the reason against a transformer with these tensors and actions of `numbers`."""
+    token, vector = (shapes.get(f"action_mlp{n}.0.weight") for n in (1, 2))
+    scales = sorted(name for name in shapes if name.startswith("action_scale"))
+    if OPENSORA in shapes:
+        return "is OpenSora's (STDiT3), and not Wan's"
+    if any(transformer_name(mark) not in shapes for mark in WAN_MARKS):
+        return f"is no Wan transformer (it lacks {' or '.join(WAN_MARKS)})"
+    if token is None and vector is None:
+        return (
+            "takes no actions (no action_mlp1, no action_mlp2): a Wan2.2-TI2V-5B as its makers published it"
+        )
+    scaled = f", scaled by {scales[0]}" if scales else ""
+    if token is None:
+        return f"takes actions in the modulation only (TI2V3: no action_mlp1{scaled})"
+    if vector is None:
+        return f"takes actions in cross-attention only (TI2V1: no action_mlp2{scaled})"
+    if scales:
+        return f"scales its actions by {scales[0]}, and how is not published"
+    if (token[-1], vector[-1]) != (numbers, FRAMES_PER_LATENT * numbers):
+        return f"takes actions of {token[-1]} numbers"
+    return None
+
+
+def recognise_vae(files: TensorFiles, about: Mapping[str, Any]) -> VaeConfig:
+    """Return the size of the autoencoder in `files`; arguments as of `recognise_transformer`.
+
+    Raises:
+        CheckpointError: It is none of Wan 2.2 with 48 latent channels, and there is no world.json.
+    """
+    shapes = {vae_name(name): shape for name, shape in files.shapes.items()}
+    z_dim = shape_of(files, shapes, "post_quant_conv.weight", 5, "Wan model")[0]
+    if about:
+        mean, std = (tuple(map(float, about[name])) for name in ("latents_mean", "latents_std"))
+        if not len(mean) == len(std) == z_dim:
+            raise ValueError(f"latents_mean and latents_std need {z_dim} numbers each")
+    else:
+        full = VaeConfig.full()
+        if z_dim != full.z_dim:
+            raise CheckpointError(
+                f"{files.label} has {z_dim} latent channels; Wan 2.2 has {full.z_dim}, and the statistics of "
+                "others are not known here. Use Wan2.2_VAE.pth."
+            )
+        mean, std = full.latents_mean, full.latents_std
+        _log_fingerprint(files, AUTOENCODER, "the published autoencoder of Wan 2.2")
+    return VaeConfig(
+        z_dim=z_dim,
+        base_dim=shape_of(files, shapes, "encoder.conv_in.weight", 5, "Wan model")[0],
+        decoder_base_dim=shape_of(files, shapes, "decoder.norm_out.gamma", 4, "Wan model")[0],
+        res_blocks=_count(r"encoder\.down_blocks\.0\.resnets\.(\d+)\.", shapes),
+        latents_mean=mean,
+        latents_std=std,
+    )
+
+
+def _log_fingerprint(files: TensorFiles, known: str, title: str) -> None:
+    found = fingerprint({name.removeprefix(WAN_PREFIX): shape for name, shape in files.shapes.items()})
+    if found == known:
+        _log.info("%s is %s (%s)", files.label, title, found)
+    else:
+        _log.warning("%s has the unknown fingerprint %s; its tensors decide", files.label, found)
+
+
+def _count(pattern: str, names: Iterable[str]) -> int:
+    matches = (re.match(pattern, name) for name in names)
+    return len({match[1] for match in matches if match})
 
 
 def rewrite_world(source: Path, folder: Path, tensors: Mapping[str, Tensor], version: int) -> None:
@@ -185,33 +398,24 @@ def rewrite_world(source: Path, folder: Path, tensors: Mapping[str, Tensor], ver
     Args:
         source: As `open_world` takes it.
         folder: New, or empty; it appears when it is complete.
-        tensors: Weights of the transformer by our names, of any dtype: they get the file's.
-        version: Of the world; a published folder cannot say another than 0.
+        tensors: Weights of the transformer by diffusers' names, of any dtype: they get the file's.
+        version: Of the world; a folder without world.json cannot have another than 0.
 
     Raises:
         CheckpointError: The source cannot be read any more.
     """
-    published = not (source / "world.json").is_file()
-    files = transformer_files(source) if published else [source / TRANSFORMER]
+    files = transformer_files(source)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with replacing(folder) as part:
         part.mkdir()
         copy_others(source, part, {ADAPTER_FOLDER, *(file.name for file in files)})
-        rewrite_transformer(files, part, tensors, published=published)
-        if not published:
-            write_json(part / "world.json", read_json(part / "world.json") | {"version": version})
+        for file in files:
+            rewrite_file(file, part / file.name, tensors, transformer_name)
+        if (part / ABOUT).is_file():
+            write_json(part / ABOUT, read_json(part / ABOUT) | {"version": version})
 
 
-def rewrite_transformer(
-    files: Sequence[Path], folder: Path, tensors: Mapping[str, Tensor], *, published: bool
-) -> None:
-    """Write the files of a transformer again with other weights; arguments as of `rewrite_world`.
-
-    Args:
-        files: That hold it.
-        folder: Exists; its files of these names are replaced.
-        tensors: Weights by our names, of any dtype: they get the file's.
-        published: Whether the files have the published names of tensors.
-    """
-    for file in files:
-        rewrite_file(file, folder / file.name, tensors, transformer_from_published if published else str)
+def convert_old(content: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the facts for world.json from that of a folder in format 1, whose weight files stay."""
+    vae = {name: content["vae"][name] for name in ("latents_mean", "latents_std")}
+    return {name: content["transformer"][name] for name in ("head_dim", "round_timestep")} | vae

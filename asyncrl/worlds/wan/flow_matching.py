@@ -1,8 +1,9 @@
-"""Compute the noise levels that sampling visits, and the loss that training minimises.
+"""Noise levels of sampling, and the loss of training, of Wan worlds.
 
 Sources: rectified flow with shift 5 as used by Wan (arXiv 2503.20314); the bell-shaped training weight is the
 one DiffSynth trains Wan with. Data and noise mix as ``x = (1 - sigma) * data + sigma * noise``; the network
-is told the time ``1000 * sigma``.
+gets the time ``1000 * sigma``. Levels are float64: diffusers' FlowMatchEulerDiscreteScheduler has float32
+tables, whose last digits give other frames.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ CONTEXT_SIGMA: Final = 5 * 0.05 / 1.2
 
 
 class WindowLoss(NamedTuple):
-    """How wrong the predicted velocity was."""
+    """Error of the predicted velocity."""
 
     loss: Tensor
     """``[]`` float32, mean of `per_sample`, with gradient."""
@@ -70,7 +71,7 @@ class WindowLoss(NamedTuple):
 
 
 class WindowNoise(NamedTuple):
-    """What is drawn at random for a batch of windows, on the CPU."""
+    """Random numbers of a batch of windows, on the CPU."""
 
     ids: Tensor
     """``[B]`` int64, rows of `training_sigmas`."""
@@ -81,7 +82,7 @@ class WindowNoise(NamedTuple):
 
     @classmethod
     def drawn(cls, batch: int, latent: Sequence[int], generator: torch.Generator) -> WindowNoise:
-        """Draw for `batch` windows of latents of shape ``[Z, h, w]``; the generator is on the CPU."""
+        """Draw for `batch` windows of latents ``[Z, h, w]``; the generator is on the CPU."""
         channels, *grid = latent
         return cls(
             ids=torch.randint(0, TRAIN_LEVELS, (batch,), generator=generator),
@@ -99,16 +100,16 @@ def window_loss(
     context_noise: bool = True,
     context_sigma: float = CONTEXT_SIGMA,
 ) -> WindowLoss:
-    """Compute how well ``noise - clean`` of the two new latents is predicted, given the first two.
+    """Compute the weighted error of ``noise - clean`` of the two new latents, given the first two.
 
-    The anchor is clean. The memory is noised a little while the network is told that it is clean, so that the
-    imperfect memories of a long imagined episode do not make it drift (WoVR, arXiv 2602.13977).
+    The anchor is clean. The memory is noised a little, at time 0, so that the imperfect memories of a long
+    imagined episode do not make it drift (WoVR, arXiv 2602.13977).
 
     Args:
         transformer: An `ActionWanTransformer`, in the mode the caller wants.
         latents_BZ4hw: ``[B, Z, 4, h, w]`` of any float dtype, clean and normalised: anchor, memory, two new.
         actions_BTA: ``[B, 13, A]`` float32 raw actions, the first of them the dummy.
-        noise: What was drawn for these windows, or the generator on the CPU that draws it.
+        noise: Of these windows, or the generator on the CPU that draws it.
         context_noise: Whether the memory is noised.
         context_sigma: Noise level of the memory, in [0, 1].
     """

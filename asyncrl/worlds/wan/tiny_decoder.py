@@ -1,9 +1,9 @@
 """Draw frames from latents at a small part of the autoencoder's cost, with a distilled decoder.
 
 Every level works on whole latent frames, that is on four video frames at once, with two-dimensional
-convolutions; only the last layer turns channels into time. What a latent frame looks like depends on those
-before it through memory blocks: each sees half of the channels that it was given one latent frame earlier.
-So a stream's memory is one tensor per block, and all latents of a call run side by side as one batch.
+convolutions; only the last layer turns channels into time. A latent frame depends on those before it through
+memory blocks: each sees half of the channels of its input one latent frame earlier. So a stream's memory is
+one tensor per block, and all latents of a call run side by side as one batch.
 
 A small network in place of a video autoencoder's decoder is a known idea (TAEHV for Wan); this architecture
 is our own. `asyncrl fit decoder` trains it.
@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,23 +29,22 @@ from asyncrl.errors import CheckpointError
 from asyncrl.storage.atomic import read_json, write_json
 from asyncrl.storage.tensor_reader import TensorFiles, fill
 from asyncrl.storage.tensor_writer import write_tensors
-from asyncrl.worlds.wan.vae import Cache, WanVae, decode_step
-from asyncrl.worlds.wan.vae_layers import FRAMES_PER_LATENT, Layers, decode_layers
+from asyncrl.worlds.wan.vae import (
+    FRAMES_PER_LATENT,
+    Cache,
+    Layers,
+    WanVae,
+    decode_layers,
+    decode_step,
+    use_channels_last,
+)
 
 
 class Decoder(Protocol):
     """The full decoder, or a `TinyDecoder`."""
 
     def decode(self, latents_BZFhw: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
-        """Draw the next frames of `B` videos.
-
-        Args:
-            latents_BZFhw: ``[B, Z, F, h, w]`` of any float dtype, normalised; F is 1 when `cache` is None.
-            cache: What the last call returned, or None at the first latent. Not changed.
-
-        Returns:
-            Frames ``[B, 3, T, H, W]`` in the weights' dtype, in [-1, 1], and the cache after them.
-        """
+        """Draw the next frames of `B` videos in [-1, 1]; arguments and result as of `decode_step`."""
         ...
 
     def compile(self) -> None:
@@ -61,15 +60,13 @@ class FullDecoder:
         self._layers: Layers = decode_layers
 
     def decode(self, latents_BZFhw: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
-        """Draw the next frames. See `Decoder.decode`.
-
-        Single latents open videos, in numbers that vary, so nothing is compiled for them.
-        """
+        """See `Decoder.decode`."""
+        # Single latents open videos, in batches of many sizes: compiling would begin again for each.
         layers = decode_layers if latents_BZFhw.shape[2] == 1 else self._layers
         return decode_step(self.vae, latents_BZFhw, cache, layers=layers)
 
     def compile(self) -> None:
-        """Compile the layers into one graph."""
+        """See `Decoder.compile`."""
         self._layers = torch.compile(decode_layers, fullgraph=True, dynamic=False)
 
 
@@ -96,28 +93,22 @@ class TinyDecoderConfig:
 
     @classmethod
     def tiny(cls) -> TinyDecoderConfig:
-        """Fit the embedded world: 64-pixel frames from ``[32, 4, 4]`` latents, an eighth of the full cost."""
+        """Return the shipped size: 64-pixel frames of ``[32, 4, 4]`` latents, an eighth of the full cost."""
         return cls(z_dim=32, widths=(48, 64, 48, 32), blocks=(1, 1, 1, 1))
 
     @classmethod
     def full(cls) -> TinyDecoderConfig:
-        """Fit the published size: 256-pixel frames from ``[48, 16, 16]`` latents, a fiftieth of the cost."""
+        """Return the published size: 256-pixel frames of ``[48, 16, 16]`` latents, a fiftieth of the cost."""
         return cls(z_dim=48, widths=(512, 384, 256, 128), blocks=(2, 2, 3, 3))
 
     @classmethod
     def for_world(cls, z_dim: int, image_size: int) -> TinyDecoderConfig:
-        """Choose the size that suits a world: `full` from 128 pixels on, else `tiny`."""
+        """Return the size for a world: `full` from 128 pixels on, else `tiny`."""
         return replace(cls.full() if image_size >= 128 else cls.tiny(), z_dim=z_dim)
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> TinyDecoderConfig:
-        """Build the config that ``asdict`` and JSON turned into `content`."""
-        lists = {name: tuple(int(n) for n in content[name]) for name in ("widths", "blocks")}
-        return cls(**{**content, **lists})
 
 
 class MemoryBlock(nn.Module):
-    """A residual block that also sees half of the channels it was given one latent frame earlier."""
+    """A residual block that also sees half of its input channels of one latent frame earlier."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -128,15 +119,12 @@ class MemoryBlock(nn.Module):
             self.add.weight.mul_(0.2)  # a deep stack of fresh blocks begins near the identity
 
     def forward(self, x_NChw: Tensor, frames: int, memory_BhwK: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Map ``[N, C, h, w]`` to the same shape and dtype.
+        """Return new features ``[N, C, h, w]``, and the memory after them as a tensor of its own.
 
         Args:
             x_NChw: Features, the `frames` latent frames of a video side by side.
             frames: ``F``.
-            memory_BhwK: ``[B, h, w, K]`` of the latent frame before these; None where there is none.
-
-        Returns:
-            The new features, and the memory ``[B, h, w, K]`` after them (a tensor of its own).
+            memory_BhwK: ``[B, h, w, K]`` of the latent frame before; None: there is none.
         """
         # Channels last throughout: these permutations are views, and the convolutions are faster.
         x_BFhwC = x_NChw.permute(0, 2, 3, 1).unflatten(0, (-1, frames))
@@ -163,35 +151,15 @@ class TinyDecoder(nn.Module):
         self.widen = nn.ModuleList(nn.Conv2d(before, width, 1) for before, width in pairwise(widths))
         self.draw = nn.Conv2d(widths[-1], FRAMES_PER_LATENT * 3 * PATCH * PATCH, 3, padding=1)
         self._stream: Callable[[Tensor, Memory | None], tuple[Tensor, Memory]] = self._run
-        self.use_channels_last()
-
-    def use_channels_last(self) -> None:
-        """Store the convolutions' weights in the layout that they compute in."""
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                module.weight.data = module.weight.data.contiguous(memory_format=torch.channels_last)
+        use_channels_last(self)
 
     def decode(
         self, latents_BZFhw: Tensor, cache: Memory | None, *, clamp: bool = True
     ) -> tuple[Tensor, Memory]:
-        """Draw the next frames of `B` videos.
-
-        Args:
-            latents_BZFhw: ``[B, Z, F, h, w]`` normalised, any float dtype; F is 1 when `cache` is None.
-            cache: What the last call returned, or None at the first latent. Not changed.
-            clamp: Keep pixels in [-1, 1]. Off while fitting, where a clamp would stop the gradient.
-
-        Returns:
-            Frames ``[B, 3, 1 or 4 F, 16 h, 16 w]`` in the weights' dtype, and the memory after them.
-
-        Raises:
-            ValueError: A video would start with more than one latent frame.
-        """
+        """See `Decoder.decode`; `clamp` as of `decode_step`."""
         if cache is None and latents_BZFhw.shape[2] != 1:
             raise ValueError(f"a video starts with a single latent frame, got {latents_BZFhw.shape[2]}")
-        # Single latents open videos, one batch for all slots that begin: their number varies, so every new
-        # one would be compiled for again.
-        opens = latents_BZFhw.shape[2] == 1
+        opens = latents_BZFhw.shape[2] == 1  # not compiled, as in `FullDecoder`
         frames, after = (self._run if opens else self._stream)(latents_BZFhw, cache)
         # The first latent stands for one frame: the last of the four that the network draws.
         frames = frames[:, :, -1:] if cache is None else frames
@@ -202,14 +170,7 @@ class TinyDecoder(nn.Module):
         self._stream = torch.compile(self._run, fullgraph=True, dynamic=False)
 
     def forward(self, latents_BZFhw: Tensor) -> Tensor:
-        """Draw whole videos, not clamped.
-
-        Args:
-            latents_BZFhw: ``[B, Z, F, h, w]`` normalised, any float dtype.
-
-        Returns:
-            ``[B, 3, 1 + 4 (F - 1), 16 h, 16 w]`` in the weights' dtype.
-        """
+        """Draw whole videos ``[B, 3, 1 + 4 (F - 1), 16 h, 16 w]`` in the weights' dtype, not clamped."""
         frames, _ = self._run(latents_BZFhw, None)
         return frames[:, :, FRAMES_PER_LATENT - 1 :]
 
@@ -249,9 +210,9 @@ def save_decoder(
     Args:
         folder: Usually the world's.
         decoder: Its weights are written in the type they have.
-        latents_mean: ``[Z]`` of the autoencoder it was distilled from: says whose latents it can read.
+        latents_mean: ``[Z]`` of the autoencoder whose latents it reads.
         latents_std: ``[Z]`` of the same.
-        fit: How it was made and how good it is; for people, nothing reads it.
+        fit: How it was made and how good it is, for people.
     """
     folder.mkdir(parents=True, exist_ok=True)
     write_tensors(folder / WEIGHTS, decoder.state_dict())
@@ -273,13 +234,13 @@ def load_decoder(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> TinyDecoder:
-    """Load for inference what `save_decoder` wrote.
+    """Load a decoder for inference.
 
     Args:
-        folder: Holds the two files.
+        folder: With the files of `save_decoder`.
         latents_mean: ``[Z]`` of the autoencoder whose latents it is to read.
         latents_std: ``[Z]`` of the same.
-        device: Where the weights go.
+        device: Of the weights.
         dtype: Of the weights once loaded.
 
     Raises:
@@ -298,7 +259,8 @@ def load_decoder(
             f"asyncrl fit decoder --world {folder}."
         )
     try:
-        config = TinyDecoderConfig.from_json(content["config"])
+        lists = {name: tuple(map(int, content["config"][name])) for name in ("widths", "blocks")}
+        config = TinyDecoderConfig(**content["config"] | lists)
         statistics = [[float(n) for n in content[name]] for name in ("latents_mean", "latents_std")]
         with torch.device("meta"):
             decoder = TinyDecoder(config)
@@ -310,5 +272,5 @@ def load_decoder(
             f"world's. Fit it again: asyncrl fit decoder --world {folder}."
         )
     fill(decoder, TensorFiles(folder / WEIGHTS), dtype=dtype, device=device)
-    decoder.use_channels_last()
+    use_channels_last(decoder)
     return decoder.eval().requires_grad_(False)

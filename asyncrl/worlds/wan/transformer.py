@@ -10,8 +10,10 @@ Dimension letters:
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel, WanTransformerBlock
@@ -20,14 +22,32 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from asyncrl.records import ACTION_DIM
-from asyncrl.worlds.wan.vae_layers import FRAMES_PER_LATENT
+from asyncrl.worlds.layers import sinusoid
+from asyncrl.worlds.wan.vae import FRAMES_PER_LATENT
 
 Rotary = tuple[Tensor, Tensor]
 """Cosines and sines, ``[1, S, 1, E]`` float32, every number twice."""
+_TRANSFORMER_NAMES: Final = (
+    (r"^pipe\.dit\.", ""),
+    (r"^time_embedding\.0\.", "condition_embedder.time_embedder.linear_1."),
+    (r"^time_embedding\.2\.", "condition_embedder.time_embedder.linear_2."),
+    (r"^time_projection\.1\.", "condition_embedder.time_proj."),
+    (r"^head\.head\.", "proj_out."),
+    (r"^head\.modulation$", "scale_shift_table"),
+    (r"\.modulation$", ".scale_shift_table"),
+    (r"\.self_attn\.", ".attn1."),
+    (r"\.cross_attn\.", ".attn2."),
+    (r"\.(attn\d)\.([qkv])\.", r".\1.to_\2."),
+    (r"\.(attn\d)\.o\.", r".\1.to_out.0."),
+    (r"\.norm3\.", ".norm2."),
+    (r"\.ffn\.0\.", ".ffn.net.0.proj."),
+    (r"\.ffn\.2\.", ".ffn.net.2."),
+)
+"""Patterns in names of Wan's authors, and the text that diffusers has in their place; applied in order."""
 
 
 class WanBlock(WanTransformerBlock):
-    """diffusers' block with its weights and numbers, reading the modulation per latent frame."""
+    """diffusers' block with its weights and numbers, but one modulation per latent frame."""
 
     def __init__(self, width: int, ffn_dim: int, heads: int) -> None:
         super().__init__(width, ffn_dim, heads, "rms_norm_across_heads", True)
@@ -60,16 +80,13 @@ class WanBlock(WanTransformerBlock):
 
 
 def attend(layer: Any, x_BSD: Tensor, context_BTD: Tensor | None, rotary: Rotary | None) -> Tensor:
-    """Attend over the tokens themselves, or over a context.
+    """Attend over the tokens, or over a context: ``[B, S, D]`` in the dtype of the weights.
 
     Args:
         layer: diffusers' attention with its projections and norms.
-        x_BSD: ``[B, S, D]`` tokens in the dtype of the weights.
+        x_BSD: Tokens.
         context_BTD: ``[B, T, D]``, the same dtype; None: over `x_BSD`.
-        rotary: Of all S tokens; None: positions do not matter.
-
-    Returns:
-        ``[B, S, D]`` in the same dtype.
+        rotary: Of all S tokens; None: without positions.
     """
     source = x_BSD if context_BTD is None else context_BTD
     query, key = layer.norm_q(layer.to_q(x_BSD)), layer.norm_k(layer.to_k(source))
@@ -82,15 +99,7 @@ def attend(layer: Any, x_BSD: Tensor, context_BTD: Tensor | None, rotary: Rotary
 
 
 def rotate(x_BSHE: Tensor, rotary: Rotary) -> Tensor:
-    """Turn neighbouring channels against each other by the angles of their token.
-
-    Args:
-        x_BSHE: ``[B, S, heads, E]`` of any float dtype.
-        rotary: Of all S tokens.
-
-    Returns:
-        The same shape and dtype; computed in float32.
-    """
+    """Rotate neighbouring channels of ``[B, S, heads, E]`` by the angles of their token, in float32."""
     cos, sin = (part[..., 0::2] for part in rotary)
     first, second = x_BSHE.float().unflatten(-1, (-1, 2)).unbind(-1)
     turned = torch.stack([first * cos - second * sin, first * sin + second * cos], dim=-1)
@@ -122,17 +131,17 @@ class TransformerConfig:
 
     @classmethod
     def tiny(cls) -> TransformerConfig:
-        """The embedded size: 64-pixel images with 4x4 latents."""
+        """Return the shipped size: 64-pixel images with 4x4 latents."""
         return cls(heads=4, head_dim=48, layers=4, ffn_dim=768, channels=32, patch=1)
 
     @classmethod
     def small(cls) -> TransformerConfig:
-        """A size of seven million parameters, for the latents of the tiny autoencoder."""
+        """Return a size of seven million parameters, for the latents of the tiny autoencoder."""
         return cls(heads=4, head_dim=64, layers=6, ffn_dim=1024, channels=32, patch=1)
 
     @classmethod
     def full(cls) -> TransformerConfig:
-        """The published size: 829 tensors, 5,025,334,464 parameters."""
+        """Return the published size: 829 tensors, 5,025,334,464 parameters."""
         return cls(
             heads=24, head_dim=128, layers=30, ffn_dim=14336, channels=48, patch=2, round_timestep=True
         )
@@ -223,17 +232,18 @@ def _enter(mlp: Any, actions: Tensor) -> Tensor:
     return last(activation(first(actions.to(first.weight.dtype))).to(last.weight.dtype))
 
 
-def sinusoid(times: Tensor, channels: int) -> Tensor:
-    """Encode times as ``[cos, sin]`` waves, in float64 because sin(1000) needs the digits.
+def transformer_name(name: str) -> str:
+    """Map a tensor name of Wan's authors, or of diffusers, to that of diffusers.
 
-    Args:
-        times: ``[...]`` of any float dtype, in 0..1000.
-        channels: Even number of output channels.
-
-    Returns:
-        ``[..., channels]`` float64.
+    Example:
+        >>> transformer_name("blocks.3.self_attn.o.bias"), transformer_name("blocks.3.attn1.to_out.0.bias")
+        ('blocks.3.attn1.to_out.0.bias', 'blocks.3.attn1.to_out.0.bias')
     """
-    half = channels // 2
-    rates = 10000.0 ** (-torch.arange(half, dtype=torch.float64, device=times.device) / half)
-    angles = times.double().unsqueeze(-1) * rates
-    return torch.cat([angles.cos(), angles.sin()], dim=-1)
+    return renamed(name, _TRANSFORMER_NAMES)
+
+
+def renamed(name: str, table: Sequence[tuple[str, str]]) -> str:
+    """Replace patterns in a name, in their order."""
+    for pattern, text in table:
+        name = re.sub(pattern, text, name)
+    return name

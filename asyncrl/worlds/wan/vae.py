@@ -1,17 +1,18 @@
 """Encode frames into latents and decode them: Wan 2.2's causal video autoencoder, step by step.
 
-The autoencoder sees a video as one frame, then groups of four. Every causal convolution needs its last two
-inputs from the frames before; here these are a list of tensors, batch first, so that a slot can be refilled
-without touching the others.
+The autoencoder sees a video as one frame, then groups of four. diffusers owns the modules and their weights;
+the arithmetic of a step is written here, because a cache that is a list of tensors of fixed shapes, batch
+first, lets a slot be refilled without the others and compiles into one graph, and because norms are computed
+in float32: with diffusers' own pass 8 % of the pixels differ in bfloat16.
 
 Dimension letters:
     B  videos      T  frames = 1 + 4 (F - 1)    H, W  pixels      F  latent frames    Z  latent channels
-    h, w  latent height and width (H / 16, W / 16)
+    C  channels    h, w  height and width at a layer; of latents H / 16, W / 16
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Final
@@ -19,13 +20,20 @@ from typing import Any, Final
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan, patchify, unpatchify
 from torch import Tensor, nn
-
-from asyncrl.worlds.wan.vae_layers import Layers, channels_last, decode_layers, encode_layers
+from torch.nn import functional
 
 SPATIAL: Final = 16
 """Pixels per latent pixel."""
+FRAMES_PER_LATENT: Final = 4
+"""Video frames of a latent frame; the first latent frame of a video has one."""
+CACHED_FRAMES: Final = 2
+"""Frames of its input that a causal convolution needs from before."""
 Cache = list[Tensor]
-"""One ``[B, C, 2, ., .]`` tensor per causal convolution, in the order the network meets them."""
+"""One ``[B, C, 2, ., .]`` tensor per causal convolution, in the order of the network."""
+FrameCache = tuple[Tensor, ...]
+"""The same inside of a compiled graph."""
+Layers = Callable[[Any, Tensor, Sequence[Tensor] | None], tuple[Tensor, FrameCache]]
+"""`encode_layers` or `decode_layers`, or one of them compiled."""
 
 # fmt: off
 _FULL_MEAN: Final = (
@@ -62,7 +70,7 @@ class VaeConfig:
 
     @classmethod
     def tiny(cls) -> VaeConfig:
-        """The embedded size, with statistics that leave latents as they are until they are measured."""
+        """Return the shipped size; its statistics leave latents as they are until they are measured."""
         mean, std = (0.0,) * 32, (1.0,) * 32
         return cls(
             base_dim=8, decoder_base_dim=16, z_dim=32, res_blocks=1, latents_mean=mean, latents_std=std
@@ -70,12 +78,12 @@ class VaeConfig:
 
     @classmethod
     def small(cls) -> VaeConfig:
-        """One and a half times as wide as `tiny`, with latents of the same shape: decoding costs twice."""
+        """Return a size 1.5 times as wide as `tiny`, with latents of the same shape: decoding costs twice."""
         return replace(cls.tiny(), base_dim=12, decoder_base_dim=24)
 
     @classmethod
     def full(cls) -> VaeConfig:
-        """The published size: 196 tensors, 704,688,668 parameters."""
+        """Return the published size: 196 tensors, 704,688,668 parameters."""
         return cls(
             base_dim=160,
             decoder_base_dim=256,
@@ -84,14 +92,6 @@ class VaeConfig:
             latents_mean=_FULL_MEAN,
             latents_std=_FULL_STD,
         )
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> VaeConfig:
-        """Build the config that ``asdict`` and JSON turned into `content`."""
-        fields: dict[str, Any] = {**content}
-        for name in ("latents_mean", "latents_std"):
-            fields[name] = tuple(content[name])
-        return cls(**fields)
 
 
 class WanVae(AutoencoderKLWan):
@@ -118,14 +118,14 @@ class WanVae(AutoencoderKLWan):
         use_channels_last(self)
 
     def set_statistics(self, mean: Sequence[float], std: Sequence[float]) -> None:
-        """Use another mean and standard deviation of the raw latents, ``[Z]`` each."""
+        """Set mean and standard deviation of the raw latents, ``[Z]`` each."""
         self.size = replace(self.size, latents_mean=tuple(mean), latents_std=tuple(std))
         self.register_to_config(latents_mean=list(mean), latents_std=list(std))
 
 
-def use_channels_last(vae: WanVae) -> None:
-    """Store convolution weights channels last: the decoder takes a third less time and computes the same."""
-    for module in vae.modules():
+def use_channels_last(network: nn.Module) -> None:
+    """Store convolution weights channels last: the decoder takes a third less time, the result is equal."""
+    for module in network.modules():
         if isinstance(module, nn.Conv2d | nn.Conv3d):
             layout = torch.channels_last if isinstance(module, nn.Conv2d) else torch.channels_last_3d
             module.weight.data = module.weight.data.contiguous(memory_format=layout)
@@ -135,17 +135,185 @@ def use_channels_last(vae: WanVae) -> None:
 def _statistics(
     mean: tuple[float, ...], std: tuple[float, ...], device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return mean and deviation, ``[1, Z, 1, 1, 1]`` each; kept, for a copy to a device would wait for it.
-
-    A tensor made in inference mode could not take part in a gradient later.
-    """
-    with torch.inference_mode(False):
+    """Return mean and deviation, ``[1, Z, 1, 1, 1]`` each; cached, for a copy to a device would wait."""
+    with torch.inference_mode(False):  # A tensor made in inference mode could not take part in a gradient.
         both = torch.tensor([mean, std], device=device, dtype=dtype)[:, None, :, None, None, None]
     return both[0], both[1]
 
 
-def _statistics_for(vae: WanVae, like: Tensor) -> tuple[Tensor, Tensor]:
-    return _statistics(vae.size.latents_mean, vae.size.latents_std, like.device, like.dtype)
+# --- layers ---------------------------------------------------------------------
+
+
+class _Step:
+    """Caches of one step: those that its layers read, and those that they store for the next step."""
+
+    def __init__(self, cache: Sequence[Tensor] | None) -> None:
+        self.first = cache is None
+        self._cache: Iterator[Tensor] | None = None if cache is None else iter(cache)
+        self.stored: list[Tensor] = []
+
+    def cached_frames(self, x: Tensor) -> Tensor:
+        """Return the two frames before `x`: zeros, like padding, at the beginning of a video."""
+        if self._cache is None:
+            shape = (x.shape[0], x.shape[1], CACHED_FRAMES, x.shape[3], x.shape[4])
+            return _channels_last(torch.zeros(shape, dtype=x.dtype, device=x.device))
+        return next(self._cache)
+
+    def store_frames(self, frames: Tensor) -> None:
+        """Store the last two of `frames` ``[B, C, T >= 2, h, w]`` for the next step."""
+        self.stored.append(_channels_last(frames[:, :, -CACHED_FRAMES:].clone()))
+
+
+def _channels_last(frames: Tensor) -> Tensor:
+    return frames.contiguous(memory_format=torch.channels_last_3d)
+
+
+def _causal(conv: Any, x: Tensor, step: _Step) -> Tensor:
+    """Convolve over the last two frames and `x`; a kernel of one frame needs no cache."""
+    space = conv.kernel_size[1] // 2
+    if conv.kernel_size[0] == 1:
+        return functional.conv3d(x, conv.weight, conv.bias, padding=(0, space, space))
+    frames = torch.cat([step.cached_frames(x), x], dim=2)
+    step.store_frames(frames)
+    return functional.conv3d(frames, conv.weight, conv.bias, padding=(0, space, space))
+
+
+def _norm(norm: Any, x: Tensor) -> Tensor:
+    """Normalise by the RMS over the channels, in float32, rounded before the scale as in diffusers."""
+    length = torch.linalg.vector_norm(x.float(), dim=1, keepdim=True).clamp(min=1e-12)
+    gamma = norm.gamma.view(1, -1, *[1] * (x.ndim - 2))
+    return (x.float() / length).to(x.dtype) * norm.scale * gamma
+
+
+def _norm_silu(norm: Any, x: Tensor) -> Tensor:
+    return functional.silu(_norm(norm, x))
+
+
+def _residual_block(block: Any, x: Tensor, step: _Step) -> Tensor:
+    shortcut = x if isinstance(block.conv_shortcut, nn.Identity) else _causal(block.conv_shortcut, x, step)
+    x = _causal(block.conv1, _norm_silu(block.norm1, x), step)
+    return _causal(block.conv2, _norm_silu(block.norm2, x), step) + shortcut
+
+
+def _attention_block(block: Any, x: Tensor) -> Tensor:
+    """Attend within each frame, with one head."""
+    batch, channels, frames, height, width = x.shape
+    images = _norm(block.norm, x.transpose(1, 2).flatten(0, 1))
+    qkv = functional.conv2d(images, block.to_qkv.weight, block.to_qkv.bias)
+    q, k, v = qkv.flatten(2).transpose(1, 2).unsqueeze(1).chunk(3, dim=-1)
+    mixed = functional.scaled_dot_product_attention(q, k, v).squeeze(1).transpose(1, 2)
+    mixed = mixed.reshape(batch * frames, channels, height, width)
+    drawn = functional.conv2d(mixed, block.proj.weight, block.proj.bias)
+    return x + drawn.unflatten(0, (batch, frames)).transpose(1, 2)
+
+
+def _middle_block(block: Any, x: Tensor, step: _Step) -> Tensor:
+    x = _residual_block(block.resnets[0], x, step)
+    for attention, resnet in zip(block.attentions, block.resnets[1:], strict=True):
+        x = _residual_block(resnet, _attention_block(attention, x), step)
+    return x
+
+
+def _upsample(sampler: Any, x: Tensor, step: _Step) -> Tensor:
+    """Double height and width, and the frames where the level does; the first frame of all stays alone."""
+    if sampler.mode == "upsample3d":
+        if step.first:
+            step.stored.append(step.cached_frames(x))
+        else:
+            pairs = _causal(sampler.time_conv, x, step).unflatten(1, (2, x.shape[1]))
+            x = pairs.permute(0, 2, 3, 1, 4, 5).flatten(2, 3)
+    conv = sampler.resample[1]
+    images = x.transpose(1, 2).flatten(0, 1)
+    images = images.repeat_interleave(2, dim=2).repeat_interleave(2, dim=3)
+    drawn = functional.conv2d(images, conv.weight, conv.bias, padding=1)
+    return drawn.unflatten(0, (x.shape[0], x.shape[2])).transpose(1, 2)
+
+
+def _repeat_shortcut(shortcut: Any, x: Tensor, step: _Step) -> Tensor:
+    """Spread the channels over new pixels and frames; the first frame of all keeps its last copy only."""
+    t, s, out = shortcut.factor_t, shortcut.factor_s, shortcut.out_channels
+    x = x.repeat_interleave(shortcut.repeats, dim=1).unflatten(1, (out, t, s, s))
+    # [B, out, t, s, s, T, h, w] -> [B, out, T t, h s, w s]
+    x = x.permute(0, 1, 5, 2, 6, 3, 7, 4).flatten(6, 7).flatten(4, 5).flatten(2, 3)
+    return x[:, :, t - 1 :] if step.first else x
+
+
+def decode_layers(decoder: Any, x: Tensor, cache: Sequence[Tensor] | None) -> tuple[Tensor, FrameCache]:
+    """Run the decoder over the next latents.
+
+    Args:
+        decoder: `WanDecoder3d` of Wan 2.2 (residual).
+        x: ``[B, C, T, h, w]`` in the weights' dtype, after `post_quant_conv`; T is 1 at the beginning.
+        cache: ``[B, C, 2, h, w]`` per layer, of the last call; None at the beginning of a video.
+
+    Returns:
+        ``[B, 12, 1 or 4 T, 8 h, 8 w]``, in the dtype of `x`, and the cache after them.
+    """
+    step = _Step(cache)
+    x = _middle_block(decoder.mid_block, _causal(decoder.conv_in, x, step), step)
+    for block in decoder.up_blocks:
+        before = x
+        for resnet in block.resnets:
+            x = _residual_block(resnet, x, step)
+        if block.upsampler is not None:
+            x = _upsample(block.upsampler, x, step) + _repeat_shortcut(block.avg_shortcut, before, step)
+    x = _causal(decoder.conv_out, _norm_silu(decoder.norm_out, x), step)
+    return x, tuple(step.stored)
+
+
+def _downsample(sampler: Any, x: Tensor, step: _Step) -> Tensor:
+    """Halve height and width, and the frames where the level does; the first frame of all stays alone."""
+    conv = sampler.resample[1]
+    images = functional.pad(x.transpose(1, 2).flatten(0, 1), (0, 1, 0, 1))
+    images = functional.conv2d(images, conv.weight, conv.bias, stride=2)
+    x = images.unflatten(0, (x.shape[0], x.shape[2])).transpose(1, 2)
+    if sampler.mode != "downsample3d":
+        return x
+    frames = torch.cat([step.cached_frames(x), x], dim=2)
+    step.store_frames(frames)
+    if step.first:
+        return x
+    time = sampler.time_conv
+    return functional.conv3d(frames[:, :, CACHED_FRAMES - 1 :], time.weight, time.bias, stride=(2, 1, 1))
+
+
+def _average_shortcut(shortcut: Any, x: Tensor) -> Tensor:
+    """Fold frames and pixels into channels and average groups of those; an odd frame follows a black one."""
+    t, s = shortcut.factor_t, shortcut.factor_s
+    x = functional.pad(x, (0, 0, 0, 0, -x.shape[2] % t, 0))
+    x = x.unflatten(4, (-1, s)).unflatten(3, (-1, s)).unflatten(2, (-1, t))
+    # [B, C, T/t, t, h/s, s, w/s, s] -> [B, C t s s, T/t, h/s, w/s]
+    x = x.permute(0, 1, 3, 5, 7, 2, 4, 6).flatten(1, 4)
+    return x.unflatten(1, (shortcut.out_channels, shortcut.group_size)).mean(dim=2)
+
+
+def encode_layers(encoder: Any, x: Tensor, cache: Sequence[Tensor] | None) -> tuple[Tensor, FrameCache]:
+    """Run the encoder over the next frames.
+
+    Args:
+        encoder: `WanEncoder3d` of Wan 2.2 (residual).
+        x: ``[B, 12, T, h, w]`` patches of pixels in the weights' dtype; T is 1 at the beginning, then a
+            multiple of 4.
+        cache: ``[B, C, 2, h, w]`` per layer, of the last call; None at the beginning of a video.
+
+    Returns:
+        Moments ``[B, 2 Z, 1 or T / 4, h / 8, w / 8]``, in the dtype of `x`, and the cache after them.
+    """
+    step = _Step(cache)
+    x = _causal(encoder.conv_in, x, step)
+    for block in encoder.down_blocks:
+        before = x
+        for resnet in block.resnets:
+            x = _residual_block(resnet, x, step)
+        if block.downsampler is not None:
+            x = _downsample(block.downsampler, x, step)
+        x = x + _average_shortcut(block.avg_shortcut, before)
+    x = _middle_block(encoder.mid_block, x, step)
+    x = _causal(encoder.conv_out, _norm_silu(encoder.norm_out, x), step)
+    return x, tuple(step.stored)
+
+
+# --- videos ---------------------------------------------------------------------
 
 
 def encode_step(
@@ -157,8 +325,8 @@ def encode_step(
         vae: The autoencoder.
         frames_B3THW: ``[B, 3, T, H, W]`` of any float dtype, in [-1, 1]; T is 1 when `cache` is None, else a
             multiple of 4.
-        cache: What the last call returned, or None at the first frame. Not changed.
-        layers: `vae_layers.encode_layers`, or the same compiled.
+        cache: Returned by the last call, or None at the first frame. Not changed.
+        layers: `encode_layers`, or the same compiled.
 
     Returns:
         Normalised latents ``[B, Z, 1 or T / 4, h, w]`` in the weights' dtype (mode of the posterior), and the
@@ -168,9 +336,9 @@ def encode_step(
     if frames != 1 if cache is None else frames % 4:
         raise ValueError(f"a video is encoded as 1 frame, then groups of 4; got {frames} frames")
     x = patchify(frames_B3THW.to(vae.dtype), 2)
-    moments, after = layers(vae.encoder, channels_last(x), cache)
+    moments, after = layers(vae.encoder, _channels_last(x), cache)
     mode = vae.quant_conv(moments)[:, : vae.size.z_dim]
-    mean, std = _statistics_for(vae, mode)
+    mean, std = _statistics(vae.size.latents_mean, vae.size.latents_std, mode.device, mode.dtype)
     return (mode - mean) / std, list(after)
 
 
@@ -187,9 +355,9 @@ def decode_step(
     Args:
         vae: The autoencoder.
         latents_BZFhw: ``[B, Z, F, h, w]`` of any float dtype, normalised; F is 1 when `cache` is None.
-        cache: What the last call returned, or None at the first latent. Not changed.
+        cache: Returned by the last call, or None at the first latent. Not changed.
         clamp: Keep pixels in [-1, 1]. Off while fitting, where a clamp would stop the gradient.
-        layers: `vae_layers.decode_layers`, or the same compiled.
+        layers: `decode_layers`, or the same compiled.
 
     Returns:
         Frames ``[B, 3, 1 or 4 F, H, W]`` in the weights' dtype, and the cache after them.
@@ -197,8 +365,8 @@ def decode_step(
     if cache is None and latents_BZFhw.shape[2] != 1:
         raise ValueError(f"a video starts with a single latent frame, got {latents_BZFhw.shape[2]}")
     raw = latents_BZFhw.to(vae.dtype)
-    mean, std = _statistics_for(vae, raw)
-    x, after = layers(vae.decoder, channels_last(vae.post_quant_conv(raw * std + mean)), cache)
+    mean, std = _statistics(vae.size.latents_mean, vae.size.latents_std, raw.device, raw.dtype)
+    x, after = layers(vae.decoder, _channels_last(vae.post_quant_conv(raw * std + mean)), cache)
     frames = unpatchify(x, 2)
     return (frames.clamp(-1, 1) if clamp else frames), list(after)
 
@@ -241,8 +409,7 @@ def decode_stream(
     frames, cache = decode_step(vae, latents_BZFhw[:, :, :1], None, clamp=clamp)
     parts = [frames]
     for start in range(1, latents_BZFhw.shape[2], latents_per_step):
-        frames, cache = decode_step(
-            vae, latents_BZFhw[:, :, start : start + latents_per_step], cache, clamp=clamp
-        )
+        step = latents_BZFhw[:, :, start : start + latents_per_step]
+        frames, cache = decode_step(vae, step, cache, clamp=clamp)
         parts.append(frames)
     return torch.cat(parts, dim=2)

@@ -6,7 +6,7 @@ memory stands for the last four frames, and every decision makes two latents (8 
     latents   the memory is the last latent, and the decoder goes on from where it stopped: for the
               autoencoder an episode is one continuous causal video
     frames    as published: the last four frames become uint8 pixels and are encoded again behind the first
-              one, and the decoder draws [memory, new, new] anew behind the first frame. What encoder and
+              one, and the decoder draws [memory, new, new] again behind the first frame. What encoder and
               decoder remember of the first frame is the same for the whole episode and is kept
 
 Dimension letters: B slots, Z latent channels, h/w latent size, H/W pixels, T = 13 actions of a window.
@@ -14,8 +14,8 @@ Dimension letters: B slots, Z latent channels, h/w latent size, H/W pixels, T = 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -30,23 +30,36 @@ from asyncrl.config.imagination import ImaginationSettings, WorldDefaults
 from asyncrl.devices.cuda_graph import CudaGraphed
 from asyncrl.devices.tensors import to_device, to_signed, to_uint8
 from asyncrl.records import ActionSpec, ModelSummary, SlotBytes, StartState, dummy_action
-from asyncrl.storage.atomic import write_json
 from asyncrl.storage.tensor_writer import write_tensors
-from asyncrl.worlds.files import AS_SAVED, refuse_own_settings
-from asyncrl.worlds.slots import draw_noise, finite_rows, imagine_full, open_each_once
+from asyncrl.worlds.files import AS_SAVED, refuse_own_settings, write_about
+from asyncrl.worlds.slots import TensorState, draw_noise, finite_rows, imagine_full, open_each_once
 from asyncrl.worlds.start_states import check_beginnings
-from asyncrl.worlds.wan.files import FORMAT, TRANSFORMER, VAE, WorldFiles, open_world
+from asyncrl.worlds.wan.files import KIND, TRANSFORMER, VAE, WorldFiles, open_world
 from asyncrl.worlds.wan.flow_matching import sampling_sigmas
-from asyncrl.worlds.wan.state import WanState
 from asyncrl.worlds.wan.tiny_decoder import Decoder, FullDecoder
 from asyncrl.worlds.wan.transformer import ActionWanTransformer
-from asyncrl.worlds.wan.vae import Cache, WanVae, encode_step
-from asyncrl.worlds.wan.vae_layers import Layers, encode_layers
+from asyncrl.worlds.wan.vae import Cache, Layers, WanVae, encode_layers, encode_step
 
 CONTEXT: Final = 4
 """Frames that the memory latent stands for."""
 WINDOW: Final = 4
 """Latent frames the transformer sees: anchor, memory and two new ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WanState(TensorState):
+    """Memory of `B` slots; `finite` covers latents and pixels."""
+
+    anchor: Tensor
+    """``[B, Z, 1, h, w]`` float32 latent of the first frame."""
+    memory: Tensor
+    """``[B, Z, 1, h, w]`` float32 latent of the last four frames."""
+    last_actions: Tensor
+    """``[B, 4, A]`` float32 actions that produced the last four frames."""
+    cache: Cache
+    """Decoder cache: of the frames so far, or (memory in frames) of the first frame."""
+    encoder_cache: Cache = field(default_factory=list)
+    """Encoder cache of the first frame; empty when the memory is a latent."""
 
 
 class WanWorld:
@@ -64,17 +77,17 @@ class WanWorld:
         memory: Literal["frames", "latents"] = "latents",
         decoder: Decoder | None = None,
     ) -> None:
-        """Join the networks.
+        """Join the networks and move them to `device`.
 
         Args:
             transformer: Draws latents.
             vae: Encodes frames; draws them too unless `decoder` is given.
             image_size: Height and width of the frames in pixels.
             schedule_steps: Network calls per decision.
-            version: Which weights these are.
-            device: Where they go.
+            version: Of the weights.
+            device: Of the weights.
             memory: See `ImaginationSettings.context`.
-            decoder: Draws frames instead of the autoencoder's own.
+            decoder: None: the autoencoder's own.
         """
         self.transformer = transformer
         self.vae = vae
@@ -96,9 +109,8 @@ class WanWorld:
 
     @classmethod
     def check(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> ModelSummary:
-        """Check the files of a folder without loading weights. See `interface.World.check`."""
-        refuse_own_settings(own, "a Wan world")
-        files = open_world(folder)
+        """See `World.check`."""
+        files = _files(folder, own)
         nbytes = files.check(settings)
         return ModelSummary(
             image_size=files.image_size,
@@ -109,27 +121,25 @@ class WanWorld:
 
     @classmethod
     def load(cls, folder: Path, device: torch.device, settings: ImaginationSettings, **own: Any) -> WanWorld:
-        """Read a folder of ours or a published one. See `interface.World.load`."""
+        """See `World.load`."""
         refuse_own_settings(own, "a Wan world")
-        return _opened(open_world(folder), device, None, settings)
+        return load_world(folder, device=device, settings=settings)
 
     @classmethod
     def defaults(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> WorldDefaults:
-        """Say what a folder of ours or a published one brings. See `interface.BringsDefaults`."""
-        refuse_own_settings(own, "a Wan world")
-        return open_world(folder).defaults(settings)
+        """See `BringsDefaults`."""
+        return _files(folder, own).defaults(settings)
 
     @classmethod
     def slot_bytes(
         cls, folder: Path, settings: ImaginationSettings, *, decisions: int = 0, **own: Any
     ) -> SlotBytes:
-        """Estimate what a slot takes. See `interface.CountsSlots`."""
-        refuse_own_settings(own, "a Wan world")
-        return open_world(folder).slot_bytes(settings)
+        """See `CountsSlots`."""
+        return _files(folder, own).slot_bytes(settings)
 
     @property
     def action_spec(self) -> ActionSpec:
-        """8 steps of 7 numbers as published; of as many as a fitted world's recordings had."""
+        """8 steps of 7 numbers as published; of a fitted world, as many numbers as in its recordings."""
         return ActionSpec(dim=self.transformer.size.action_dim)
 
     def modules(self) -> dict[str, nn.Module]:
@@ -138,7 +148,7 @@ class WanWorld:
         return {name: module for name, module in own.items() if isinstance(module, nn.Module)}
 
     def to(self, device: torch.device | str) -> WanWorld:
-        """Move the weights to `device` (host memory while they are not needed) and return this world."""
+        """Move the weights to `device` and return this world."""
         for module in (self.transformer, self.vae, self.decoder):
             if isinstance(module, nn.Module):
                 nn.Module.to(module, device)  # diffusers' own `to` is untyped
@@ -146,11 +156,7 @@ class WanWorld:
         return self
 
     def compile(self, rows: int) -> WanWorld:
-        """Compile what takes the time; the first decision takes about a minute longer.
-
-        Args:
-            rows: Slots of a decision from now on; fewer are filled up with copies and cost as much.
-        """
+        """Compile for decisions of `rows` slots; see `CompilesWorld`. The first takes a minute longer."""
         self._rows = rows
         for block in self.transformer.blocks:
             block.compile(fullgraph=True, dynamic=False)
@@ -161,15 +167,13 @@ class WanWorld:
         return self
 
     def weights_moved(self) -> None:
-        """Forget where the weights were; they return to other addresses."""
+        """Drop CUDA graphs, which hold the old addresses of the weights."""
         if isinstance(self._velocity, CudaGraphed):
             self._velocity.forget()
 
     @torch.no_grad()
     def start(self, states: Sequence[StartState], *, decisions: int = 0) -> WanState:
-        """Open one slot per start state: encode what was seen and let the decoder see it too.
-
-        Siblings are opened once. What is remembered has one size, however many decisions follow.
+        """Open one slot per start state; equal ones are opened once. The state's size is fixed.
 
         Raises:
             ConfigError: A frame has another size than the world's, or there are not 0 or 4 context frames.
@@ -178,7 +182,7 @@ class WanWorld:
 
     @torch.no_grad()
     def open_slots(self, states: Sequence[StartState]) -> WanState:
-        """Do what `start` does, for siblings too: every slot passes through encoder and decoder."""
+        """Open every slot by itself: `start` without sharing between equal start states."""
         numbers = self.transformer.size.action_dim
         check_beginnings(states, image_size=self.image_size, context=CONTEXT, action_dim=numbers)
         clips = np.stack([_opening_frames(state) for state in states])
@@ -203,16 +207,7 @@ class WanWorld:
     def imagine(
         self, state: WanState, actions: Tensor | NDArray[np.float32], noise_seeds: Sequence[int]
     ) -> tuple[Tensor, WanState]:
-        """Draw the 8 frames that 8 actions lead to.
-
-        Args:
-            state: What `start` or the last `imagine` returned; it is not changed.
-            actions: ``[B, 8, A]`` float32; action i produced frame i.
-            noise_seeds: ``B`` seeds; row i depends on ``noise_seeds[i]`` only.
-
-        Returns:
-            Frames ``[B, 8, H, W, 3]`` uint8, and the state after them.
-        """
+        """Draw 8 frames ``[B, 8, H, W, 3]`` for 8 actions; see `World.imagine`."""
         return imagine_full(
             self._imagine,
             state,
@@ -297,9 +292,31 @@ def _opening_actions(state: StartState, numbers: int) -> NDArray[np.float32]:
     return np.tile(dummy_action(numbers), (CONTEXT, 1))
 
 
-def _opened(
-    files: WorldFiles, device: torch.device | str, dtype: torch.dtype | None, settings: ImaginationSettings
+def _files(folder: Path, own: Mapping[str, Any]) -> WorldFiles:
+    refuse_own_settings(own, "a Wan world")
+    return open_world(folder)
+
+
+def load_world(
+    folder: Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    settings: ImaginationSettings = AS_SAVED,
 ) -> WanWorld:
+    """Load a world for inference; tensors are read one at a time and go straight to `device`.
+
+    Args:
+        folder: See `open_world`.
+        device: Of the weights.
+        dtype: Of all weights; None takes `WorldFolder.types`.
+        settings: Memory, decoder, steps and precision; compiling is left to `WanWorld.compile`.
+
+    Raises:
+        CheckpointError: A file is missing or does not fit.
+        ConfigError: A setting that the device cannot follow.
+    """
+    files = open_world(folder)
     transformer, vae, decoder = files.load(device, dtype, settings)
     return WanWorld(
         transformer,
@@ -313,42 +330,20 @@ def _opened(
     )
 
 
-def load_world(
-    folder: Path,
-    *,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype | None = None,
-    settings: ImaginationSettings = AS_SAVED,
-) -> WanWorld:
-    """Load a world for inference from a folder of ours or one with the published files.
-
-    Tensors are read one at a time and go straight to `device`.
-
-    Args:
-        folder: See `open_world`.
-        device: Where the weights go.
-        dtype: Of all weights once loaded; None takes `WorldFiles.types`.
-        settings: Memory, decoder, steps and precision; compiling is left to `WanWorld.compile`.
-
-    Raises:
-        CheckpointError: A file is missing or does not fit.
-        ConfigError: A setting that the device cannot follow.
-    """
-    return _opened(open_world(folder), device, dtype, settings)
-
-
 def save_world(folder: Path, world: WanWorld) -> None:
     """Write `world` as ``transformer.safetensors``, ``vae.safetensors`` and ``world.json``."""
     folder.mkdir(parents=True, exist_ok=True)
     write_tensors(folder / TRANSFORMER, world.transformer.state_dict())
     write_tensors(folder / VAE, world.vae.state_dict())
-    content = {
-        "format": FORMAT,
-        "kind": "wan",
-        "version": world.version,
-        "image_size": world.image_size,
-        "schedule_steps": world.schedule_steps,
-        "transformer": asdict(world.transformer.size),
-        "vae": asdict(world.vae.size),
-    }
-    write_json(folder / "world.json", content)
+    size, vae = world.transformer.size, world.vae.size
+    write_about(
+        folder,
+        KIND,
+        version=world.version,
+        image_size=world.image_size,
+        schedule_steps=world.schedule_steps,
+        head_dim=size.head_dim,
+        round_timestep=size.round_timestep,
+        latents_mean=vae.latents_mean,
+        latents_std=vae.latents_std,
+    )

@@ -66,14 +66,3 @@ def test_the_published_size_has_the_published_tensors() -> None:
     assert shapes["decoder.mid_block.attentions.0.to_out.0.weight"] == (512, 512)
     assert shapes["decoder.up_blocks.2.resnets.0.conv_shortcut.weight"] == (256, 512, 1, 1)
     assert vae.size.spatial == 8
-
-
-def test_a_size_survives_json() -> None:
-    content = {
-        "widths": [4, 4, 8, 8],
-        "layers_per_block": 1,
-        "channels": 4,
-        "norm_groups": 2,
-        "scale": 0.13025,
-    }
-    assert VaeConfig.from_json(content) == NANO_VAE

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.worlds.opensora.rectified_flow import STEPS, mix, sample, sampling_times
+from asyncrl.worlds.opensora.flow import STEPS, mix, sample, sampling_times
 
 
 def test_the_sampler_visits_the_published_times() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.worlds.opensora.training import training_times, window_loss
+from asyncrl.worlds.opensora.flow import training_times, window_loss
 from support.opensora import nano_transformer
 
 

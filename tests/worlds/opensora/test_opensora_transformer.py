@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.worlds.opensora.layers import rotate
-from asyncrl.worlds.opensora.stdit3 import UNUSED, STDiT3, STDiT3Config, positions, sinusoid
+from asyncrl.worlds.layers import sinusoid
+from asyncrl.worlds.opensora.stdit3 import UNUSED, STDiT3, STDiT3Config, positions, rotate
 from support.opensora import NANO, nano_transformer
 
 

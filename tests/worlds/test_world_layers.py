@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from asyncrl.worlds.few_frames import attend_by_products, attend_few
+from asyncrl.worlds.layers import attend_by_products, attend_few
 
 PLACES, HEADS, FRAMES, SEEN, CHANNELS = 5, 3, 8, 12, 6
 

@@ -1,4 +1,4 @@
-"""Attention between the few frames of a window, at every place of a picture.
+"""Layers that several kinds of worlds share: attention between few frames, and waves of times.
 
 Dimension letters: N places, H heads, F frames that see, K frames that are seen, E channels of a head.
 """
@@ -13,10 +13,10 @@ from torch.nn import functional
 def attend_few(
     query_NHFE: Tensor, key_NHKE: Tensor, value_NHKE: Tensor, visible_FK: Tensor | None = None
 ) -> Tensor:
-    """Mix the values of the frames that each frame sees: scaled dot-product attention.
+    """Compute scaled dot-product attention between the few frames of a window, at every place of a picture.
 
-    Of tens of thousands of sequences of a dozen frames a GPU's fused kernels compute a whole tile each:
-    on an H200 that takes eight times as long as two products. A CPU has no tiles to waste.
+    On an H200 the fused kernels take eight times as long as two products for tens of thousands of sequences
+    of a dozen frames: they compute a whole tile each.
 
     Args:
         query_NHFE: ``[N, H, F, E]`` of any float dtype.
@@ -35,9 +35,25 @@ def attend_few(
 def attend_by_products(
     query_NHFE: Tensor, key_NHKE: Tensor, value_NHKE: Tensor, visible_FK: Tensor | None = None
 ) -> Tensor:
-    """Compute what `attend_few` returns by two batched products; shares in float32 at least."""
+    """Compute the same by two batched products; the softmax is in float32 at least."""
     exact = torch.promote_types(query_NHFE.dtype, torch.float32)
     scores_NHFK = (query_NHFE @ key_NHKE.transpose(2, 3)).to(exact) * query_NHFE.shape[-1] ** -0.5
     if visible_FK is not None:
         scores_NHFK = scores_NHFK.masked_fill(~visible_FK, float("-inf"))
     return scores_NHFK.softmax(-1).type_as(value_NHKE) @ value_NHKE
+
+
+def sinusoid(times: Tensor, channels: int) -> Tensor:
+    """Encode times as ``[cos, sin]`` waves, in float64 because sin(1000) needs the digits.
+
+    Args:
+        times: ``[...]`` of any float dtype, in 0..1000.
+        channels: Even number of output channels.
+
+    Returns:
+        ``[..., channels]`` float64.
+    """
+    half = channels // 2
+    rates = 10000.0 ** (-torch.arange(half, dtype=torch.float64, device=times.device) / half)
+    angles = times.double().unsqueeze(-1) * rates
+    return torch.cat([angles.cos(), angles.sin()], dim=-1)
