@@ -29,12 +29,12 @@ from typing import Any
 
 import h5py
 import numpy as np
+from asyncrl.replay.files.format import GroupFileParts
+from asyncrl.replay.files.reader import Buffers, GroupReader, read_layout
 from replay_episodes import make_group, write_raw
 
 from asyncrl.episode_layout import TOKENS, array_specs, episode_arrays
 from asyncrl.records import Episode
-from asyncrl.replay.files.format import GroupFileParts
-from asyncrl.replay.files.reader import Buffers, GroupReader, read_layout
 from asyncrl.replay.store import EpisodeStore
 from asyncrl.storage.atomic import flush
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl import cli
-from asyncrl.messaging.curve_keys import create_keys
+from asyncrl.messaging.keys import create_keys
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability import process_status
 from asyncrl.replay_tools.episodes import read_rows, replay_folder

@@ -9,7 +9,7 @@ from typing import Annotated, Final
 import tyro
 
 from asyncrl.errors import ConfigError
-from asyncrl.messaging.curve_keys import ALLOWED, create_keys
+from asyncrl.messaging.keys import ALLOWED, create_keys
 
 
 @dataclass(frozen=True, kw_only=True)

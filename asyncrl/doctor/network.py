@@ -14,7 +14,7 @@ from asyncrl.doctor.findings import Examination, Finding, broken, ok, one_line
 from asyncrl.doctor.gpus import placement_of
 from asyncrl.errors import ConfigError
 from asyncrl.launch import endpoints
-from asyncrl.messaging.curve_keys import ALLOWED
+from asyncrl.messaging.keys import ALLOWED
 from asyncrl.messaging.sockets import ipc_endpoint, private_folder
 
 SOCKET_DEADLINE: Final = 2000

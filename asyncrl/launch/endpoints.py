@@ -15,7 +15,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch import networks, rendezvous
 from asyncrl.launch.hosts import Hosts
 from asyncrl.launch.placement import Placement
-from asyncrl.messaging.curve_keys import (
+from asyncrl.messaging.keys import (
     ClientKeys,
     ServerKeys,
     create_keys,

@@ -25,7 +25,7 @@ from asyncrl.launch.simulated import SimulatorFiles
 from asyncrl.observability import process_status
 from asyncrl.observability.process_log import logged_to
 from asyncrl.observability.signals import StopFlag
-from asyncrl.replay.in_process_ports import InProcessActorPort, InProcessLearnerPort
+from asyncrl.replay.in_process import InProcessActorPort, InProcessLearnerPort
 from asyncrl.storage import run_folder
 from asyncrl.storage.run_folder import REPLAY
 from asyncrl.weights.transports.in_process import InProcessPublisher, build_in_process

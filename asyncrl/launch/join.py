@@ -28,13 +28,13 @@ from asyncrl.config.loading import overlay
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import AttemptEnded, ConfigError
 from asyncrl.launch.children import log_errors
-from asyncrl.messaging.curve_keys import ClientKeys, load_client_keys
+from asyncrl.messaging.keys import ClientKeys, load_client_keys
 from asyncrl.observability.signals import StopFlag, interrupts_raised, raise_limit
 from asyncrl.registry import MODELS
 
 if TYPE_CHECKING:
     from asyncrl.actors.actor import Actor
-    from asyncrl.replay.client import ZmqActorPort
+    from asyncrl.replay.actor_client import ZmqActorPort
     from asyncrl.replay.join_settings import JoinSettings
     from asyncrl.weights.pull_client import PulledReceiver
 
@@ -145,7 +145,7 @@ def _join(settings: JoinOptions, name: str, keys: ClientKeys | None) -> _Joined:
     from asyncrl.launch.own_device import take_device
     from asyncrl.launch.placement import threads_of_actor
     from asyncrl.launch.policies import build_policy
-    from asyncrl.replay.client import WINDOW, ZmqActorPort
+    from asyncrl.replay.actor_client import WINDOW, ZmqActorPort
     from asyncrl.replay.join_settings import ask_settings
     from asyncrl.weights.pull_client import build_pulled_receiver
 

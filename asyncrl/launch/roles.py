@@ -44,7 +44,7 @@ def actor_main(config_json: str, info_json: str, name: str) -> None:
     from asyncrl.launch.placement import parse_placement
     from asyncrl.launch.policies import build_policy
     from asyncrl.launch.weight_transport import transport_of
-    from asyncrl.replay.client import WINDOW, ZmqActorPort
+    from asyncrl.replay.actor_client import WINDOW, ZmqActorPort
 
     config, info = _read(config_json, info_json)
     run_dir = Path(info.run_dir)

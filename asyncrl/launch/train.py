@@ -277,7 +277,7 @@ def _start(
     config: TrainConfig, placement: Placement, info: RunInfo, start: LearnerStart, children: ChildProcesses
 ) -> WatchedReplay:
     """Start this rank's children and tell the other ranks; returns the learner's port."""
-    from asyncrl.replay.client import ZmqLearnerPort
+    from asyncrl.replay.learner_client import ZmqLearnerPort
 
     children.spawn(partial(spawn_role, REPLAY, "replay_main", config, info, start.replay.to_json()))
     rank = rendezvous.rank()

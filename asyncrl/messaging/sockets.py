@@ -1,25 +1,31 @@
 """Open ZeroMQ sockets: in a private ipc folder, on loopback tcp, or on any tcp address with keys.
 
-Without keys (see `curve_keys`) an address that other hosts can reach is refused.
+Without keys (see `keys`) an address that other hosts can reach is refused. A listening socket leaves half of
+the process's open files to others.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
+import logging
 import os
+import resource
 import socket
 import stat
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from asyncrl.errors import ConfigError
-from asyncrl.messaging.authentication import secure
-from asyncrl.messaging.curve_keys import ClientKeys, Security, ServerKeys
 from asyncrl.messaging.episode_codec import MAX_FRAME_BYTES
+from asyncrl.messaging.keys import ClientKeys, Security, ServerKeys, secure
+from asyncrl.observability import waits
 
 MAX_IPC_PATH: Final = 107
 """Longest path of a unix socket, in bytes."""
@@ -34,6 +40,14 @@ BULK_HWM: Final = 4
 """Messages queued in a direction that carries episodes. ZeroMQ counts messages, not bytes."""
 CONTROL_HWM: Final = 1024
 """Messages queued in a direction that carries small messages, and one batch for the learner."""
+
+
+SHARE_OF_FILES: Final = 0.5
+"""Share of the descriptors that the process may have, for connections of one listening socket."""
+_CLOSE_SECONDS: Final = 10.0
+_NAMED: Final = 100
+"""Disconnections that appear in the log."""
+_log = logging.getLogger(__name__)
 
 
 def private_folder() -> Path:
@@ -174,7 +188,7 @@ def bind_router(
     """Bind a server's socket. A vanished peer raises on send; a returning peer takes its name over.
 
     Args:
-        context: Where the socket lives. With keys it must be `authentication.admitting`, or nobody gets in.
+        context: Where the socket lives. With keys it must be `keys.admitting`, or every client is refused.
         endpoint: See `check_endpoint`; port 0: `zmq.LAST_ENDPOINT` tells the one that the system chose.
         security: The server's keys and its allow-list.
         prepare: Gets the socket before it is bound.
@@ -224,3 +238,65 @@ def open_dealer(
     dealer.setsockopt(zmq.RECONNECT_IVL, 20)
     dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
     return dealer
+
+
+class ConnectionGuard:
+    """Ends new connections of a listening socket beyond a limit, so that the process can still open files.
+
+    Idle connections end by themselves (`HANDSHAKE_MS`). Counted as `wire/disconnected`.
+    """
+
+    def __init__(self, listening: zmq.Socket[bytes], *, connections: int | None = None) -> None:
+        """Watch in a thread of its own, until `close`.
+
+        Args:
+            listening: Not bound yet, or connections would be missed. It may have no other monitor.
+            connections: Limit; None: `SHARE_OF_FILES`.
+        """
+        limit = int(resource.getrlimit(resource.RLIMIT_NOFILE)[0] * SHARE_OF_FILES)
+        self._most = max(1, limit) if connections is None else connections
+        self.disconnected = 0
+        """Connections that were ended here."""
+        self._listening, self._closing = listening, threading.Event()
+        self._monitor = listening.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._thread = threading.Thread(target=self._run, name="connections", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop watching, before the socket's context ends."""
+        self._closing.set()
+        self._thread.join(_CLOSE_SECONDS)
+
+    def _run(self) -> None:
+        there = set[int]()
+        while not self._closing.is_set():
+            if not self._monitor.poll(100):
+                continue
+            event = parse_monitor_message(self._monitor.recv_multipart())
+            descriptor = int(event["value"])
+            if event["event"] == zmq.EVENT_DISCONNECTED:
+                there.discard(descriptor)
+            elif len(there) < self._most:
+                there.add(descriptor)
+            else:
+                self._end(descriptor)
+        # libzmq's own thread waits for a monitor that does not read its events.
+        with contextlib.suppress(zmq.ZMQError):  # It could not be bound, and was closed.
+            self._listening.disable_monitor()
+        self._monitor.close(0)
+
+    def _end(self, descriptor: int) -> None:
+        with contextlib.suppress(OSError):  # It is gone already.
+            connection = socket.socket(fileno=descriptor)
+            try:
+                connection.shutdown(socket.SHUT_RDWR)  # libzmq closes it.
+            finally:
+                connection.detach()
+            self.disconnected += 1
+            waits.count(waits.DISCONNECTED)
+            if self.disconnected <= _NAMED:
+                _log.warning(
+                    "a new connection was ended: there are %d, as many as half of the open files that the "
+                    "process may have (ulimit -n)",
+                    self._most,
+                )

@@ -17,9 +17,8 @@ import zmq
 
 from asyncrl import __version__
 from asyncrl.errors import AttemptEnded, ReplayError
-from asyncrl.messaging.authentication import Handshakes
-from asyncrl.messaging.curve_keys import ClientKeys
 from asyncrl.messaging.episode_codec import Buffer
+from asyncrl.messaging.keys import ClientKeys, Handshakes
 from asyncrl.messaging.sockets import LINGER_MS, open_dealer
 from asyncrl.messaging.wire import Message, decode, encode
 from asyncrl.storage.run_identity import NO_RUN, RunIdentity

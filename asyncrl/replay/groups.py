@@ -10,7 +10,7 @@ from typing import Final
 
 from asyncrl.records import Episode, Sampling
 from asyncrl.replay.admission import unlike
-from asyncrl.replay.files.format import GroupFile
+from asyncrl.replay.group_file import GroupFile
 from asyncrl.replay.interface import GroupGrant, ReceiptStatus
 
 NO_VERSION: Final = 2**63 - 1

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncrl.errors import ReplayError
-from asyncrl.messaging.curve_keys import ClientKeys
 from asyncrl.messaging.episode_codec import MAX_TEXT
+from asyncrl.messaging.keys import ClientKeys
 from asyncrl.messaging.sockets import IDENTITY
 from asyncrl.replay.connection import PING_EVERY, Connection
 from asyncrl.storage.private_files import read_small

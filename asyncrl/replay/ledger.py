@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from asyncrl.errors import ReplayError
-from asyncrl.replay.disk_full import is_full
+from asyncrl.replay.sealed_file import is_full
 from asyncrl.storage.bounded_json import parse_json
 from asyncrl.storage.regular_files import LINES_BYTES, open_regular, read_lines, reading, remove
 

@@ -6,18 +6,22 @@ groups is in `groups.py`.
 
 from __future__ import annotations
 
+import math
+import random
 import time
-from collections.abc import Callable, Collection
-from typing import Protocol
+from collections.abc import Callable, Collection, Mapping
+from typing import Final, Protocol
 
-from asyncrl.config.replay import ReplaySettings
+from asyncrl.config.replay import ReplaySampler, ReplaySettings
 from asyncrl.records import Episode, Sampling
 from asyncrl.replay.admission import Expected, Refusal, RefusalCause, refusal
 from asyncrl.replay.episode_format import ANY_FORMAT, EpisodeFormat
 from asyncrl.replay.events import Granted
 from asyncrl.replay.groups import GroupTable, OpenGroup, ReadyGroup, mismatch, number_of
 from asyncrl.replay.interface import GroupGrant, Receipt, ReceiptStatus
-from asyncrl.replay.samplers import pick_in_order
+
+FLOOR: Final = 0.05
+"""Least weight of a group in `prioritized`: one without spread (0 of at most 0.5) comes rarely, but comes."""
 
 
 class Aged(Protocol):
@@ -294,3 +298,34 @@ class Limiter(GroupTable):
         """
         self.version, self.used = version, version * self.groups_per_update
         self.next_number = max(self.next_number, self.used)
+
+
+def pick_in_order(
+    usable: Mapping[int, ReadyGroup], groups: int, order: ReplaySampler, *, seed: int, cursor: int
+) -> list[int]:
+    """Choose `groups` different groups.
+
+    Every number has its own draw from seed and cursor: other groups do not change it, nor does a restart.
+
+    Args:
+        usable: Group number -> group; at least `groups` of them.
+        groups: How many.
+        order: oldest: by number. newest: by the version of the oldest decision, then by number. uniform:
+            equal chances. prioritized: in proportion to the spread of returns, at least `FLOOR`, without
+            repetition.
+        seed: The run's.
+        cursor: Groups of the batches so far.
+    """
+    numbers = sorted(usable)
+    if order == "oldest":
+        return numbers[:groups]
+    if order == "newest":
+        by_age = sorted(numbers, key=lambda number: (usable[number].oldest_version, number))
+        return by_age[: -groups - 1 : -1]
+
+    def key(number: int) -> float:  # An exponential waiting time at the rate of the weight: the soonest win.
+        draw = random.Random(f"{seed}/{cursor}/{number}").random()
+        weight = 1.0 if order == "uniform" else max(FLOOR, usable[number].spread)
+        return -math.log(1.0 - draw) / weight
+
+    return sorted(numbers, key=lambda number: (key(number), number))[:groups]

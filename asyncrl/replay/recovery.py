@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from asyncrl.replay.counters import has_no_signal
 from asyncrl.replay.events import Dropped, Event, GroupSized, LedgerLost, Ready, read_events
-from asyncrl.replay.group_lifecycle import GroupLifecycle
 from asyncrl.replay.groups import ReadyGroup, ready_group
 from asyncrl.replay.interface import ReceiptStatus
+from asyncrl.replay.lifecycle import GroupLifecycle
 
 if TYPE_CHECKING:
     from asyncrl.replay.limiter import Limiter

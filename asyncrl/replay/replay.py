@@ -1,7 +1,7 @@
 """Answer the actors and the learner, without sockets: grants, receipts and batches.
 
-One thread decides; a second one may write the files (`group_lifecycle.py`), and others read those that the
-learner gets (`loading.py`).
+One thread decides; a second one may write the files (`lifecycle.py`), and others read those that the
+learner gets (`sampling.py`).
 
 Order of effects, which makes a kill at any moment harmless: a grant is in the ledger before the actor hears
 of it; a group is a sealed file before its members are acknowledged; a use is in the ledger before the learner
@@ -22,15 +22,15 @@ from asyncrl.observability import metrics_system as s
 from asyncrl.observability.metrics import Metric, reduce
 from asyncrl.records import Episode, Sampling
 from asyncrl.replay.admission import RefusalCause, is_start_of
-from asyncrl.replay.choosing import BatchChooser
 from asyncrl.replay.events import ActorStarted, LearnerStarted, Refused
-from asyncrl.replay.group_lifecycle import GroupLifecycle
 from asyncrl.replay.groups import number_of
 from asyncrl.replay.interface import ENDLESS, Filling, GroupFailure, GroupGrant, Receipt
+from asyncrl.replay.lifecycle import GroupLifecycle
 from asyncrl.replay.limiter import Limiter
 from asyncrl.replay.recovery import count_successes, recover, roll_back_to
 from asyncrl.replay.refused_actors import RefusedActors
 from asyncrl.replay.run_start import NEW_RUN, RunStart
+from asyncrl.replay.sampling import BatchChooser
 from asyncrl.replay.state import ReplayState
 from asyncrl.replay.store import LEDGER, EpisodeStore
 from asyncrl.storage.checksums import begins_with

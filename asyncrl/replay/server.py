@@ -1,11 +1,11 @@
 """Serve the replay to actors and the learner over one ROUTER socket.
 
-One thread serves, one writes files, some read those that the learner gets.
+One thread serves, one writes files, some read the files of batches.
 
 consumes   episodes          waits for: messages, at most 100 ms     ended by: any peer
 produces   grants, batches   parks acquire, sample and fetch         ended by: the learner's next version, the
                              until they can be answered              actors' next complete group, the readers
-ends when the learner said stop and the actors left (or 5 s later), on its stop event, or with its parent
+ends after the learner's stop once the actors left (or 5 s later), on its stop event, or with its parent
 """
 
 from __future__ import annotations
@@ -15,26 +15,25 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import asdict, fields
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, field, fields
 from typing import Final
 
 import zmq
 
-from asyncrl.errors import WireError
-from asyncrl.messaging.authentication import admitting
-from asyncrl.messaging.connections import UNFINISHED_BYTES, ConnectionGuard
-from asyncrl.messaging.curve_keys import ServerKeys
+from asyncrl.errors import OutOfFiles, WireError
 from asyncrl.messaging.episode_codec import Buffer
-from asyncrl.messaging.sockets import LINGER_MS, bind_router
+from asyncrl.messaging.keys import ServerKeys, admitting
+from asyncrl.messaging.sockets import LINGER_MS, ConnectionGuard, bind_router
 from asyncrl.messaging.wire import WITH_EPISODE, Message, decode, encode
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability.process_status import set_activity
-from asyncrl.replay.hand_over import HandOver
 from asyncrl.replay.interface import CAUSES, REPORTED, GroupFailure
 from asyncrl.replay.join_settings import JoinSettings
 from asyncrl.replay.peers import Peers, PeerSender
 from asyncrl.replay.replay import Replay
+from asyncrl.replay.sampling import BatchChooser
+from asyncrl.replay.state import Session
 from asyncrl.storage.run_identity import NO_RUN, RunIdentity
 
 POLL_MS: Final = 100
@@ -62,19 +61,17 @@ def serve_replay(
     identity: RunIdentity = NO_RUN,
     stop_event: threading.Event | None = None,
     ready: Callable[[], None] | None = None,
-    unfinished: int = UNFINISHED_BYTES,
 ) -> None:
     """Run the replay until it is over.
 
     Args:
         replay: Closed at the end.
         endpoint: To bind; see `sockets.check_endpoint`.
-        security: The replay's keys and whom it admits; None for an endpoint that only this user can reach.
-        settings: What actors that join are told; None: nobody can join.
-        identity: Of the run; who belongs to another one is refused.
+        security: The replay's keys and allow-list; None for an endpoint that only this user can reach.
+        settings: Sent to actors that join; None: none can join.
+        identity: The run's; peers of another run are refused.
         stop_event: Ends the loop from another thread.
         ready: Called once peers can connect.
-        unfinished: Bytes of an unfinished message after which a TCP connection is ended.
 
     Raises:
         ConfigError: The endpoint cannot be used.
@@ -83,18 +80,16 @@ def serve_replay(
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         with admitting(context, security), ExitStack() as guards:
-            watched = list[ConnectionGuard]()
-
-            def watch(socket: zmq.Socket[bytes]) -> None:
-                watched.append(guards.enter_context(ConnectionGuard(socket, unfinished=unfinished)))
-
-            socket = bind_router(context, endpoint, security, prepare=watch)
+            socket = bind_router(
+                *(context, endpoint, security),
+                prepare=lambda made: guards.enter_context(closing(ConnectionGuard(made))),
+            )
             if ready is not None:
                 ready()
             replay.write_in_background()
             replay.batches.read_in_background()
             learner_key = security.learner if security else b""
-            server = ReplayServer(replay, socket, settings, identity, learner_key, *watched)
+            server = ReplayServer(replay, socket, settings, identity, learner_key)
             server.run(stop_event or threading.Event())
     finally:
         context.destroy(linger=LINGER_MS)
@@ -111,10 +106,8 @@ class ReplayServer:
         settings: JoinSettings | None = None,
         identity: RunIdentity = NO_RUN,
         learner_key: bytes = b"",
-        guard: ConnectionGuard | None = None,
     ) -> None:
-        """Begin without peers; those of an earlier process introduce themselves again. See `Peers`."""
-        self._guard = guard
+        """Start without peers; those of an earlier process introduce themselves again. See `Peers`."""
         self.replay, self.socket, self.sender = replay, socket, PeerSender(socket)
         self.peers = Peers(replay, self.sender, settings, identity, learner_key)
         self._keyed = bool(learner_key)
@@ -122,10 +115,10 @@ class ReplayServer:
         self._acquires: dict[bytes, deque[int]] = {}
         """Actor -> its requests for a group that have no answer."""
         self._asked = set[bytes]()
-        """Those that asked since the last pass: what they ask for may have been granted, and got lost."""
+        """Actors that asked since the last pass: their group may have been granted, and the answer lost."""
         self._sample_request: Message | None = None
         self._chosen: deque[list[Buffer]] = deque()
-        """The rest of the answer to it."""
+        """Remaining messages of the answer to it."""
         self._hand_over = HandOver(replay.batches, replay.state.session, self.sender)
         self._bytes = self._episodes = 0
         self._handlers: dict[str, Callable[[bytes, Message], None]] = {
@@ -156,13 +149,13 @@ class ReplayServer:
 
     @property
     def _poll_ms(self) -> int:
-        """Longest sleep: short while something is under way that no message tells the end of."""
+        """Longest sleep: short while threads work, whose end no message reports."""
         if self.replay.writing or self._hand_over.busy:
             return 1
-        return 5 if self._chosen or self.replay.batches.loader.busy else POLL_MS
+        return 5 if self._chosen or self.replay.batches.busy else POLL_MS
 
     def serve_once(self, wait_ms: int) -> None:
-        """Handle what came within `wait_ms` milliseconds, then send what is due."""
+        """Handle the messages that came within `wait_ms` milliseconds, then send all that is due."""
         set_activity("serving", HANG_TIMEOUT)
         self.socket.poll(wait_ms)
         self._receive()
@@ -180,12 +173,8 @@ class ReplayServer:
             try:
                 peer, *frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
-                if self._guard is not None:
-                    self._guard.note_drained()
                 return
-            if self._guard is not None:
-                self._guard.note(peer)
-            # What the handshake proved; every frame of a connection has it.
+            # The handshake proved it; every frame of a connection has it.
             key = str(peer.get("User-Id")) if self._keyed else ""
             self._handle(peer.bytes, [frame.buffer for frame in frames], key)
 
@@ -219,14 +208,14 @@ class ReplayServer:
             self.peers.introduce(peer)
 
     def _answer(self) -> None:
-        """Send what is due: receipts, grants, the batch."""
+        """Send all that is due: receipts, grants, the batch."""
         routes = {name: peer for peer, name in self.peers.actors.items()}
         for actor, receipt in self.replay.take_receipts():
             if actor in routes:
                 self._receipt(routes[actor], receipt.episode_id, receipt.status, receipt.reason)
         if self.replay.stopped:
             return
-        if self.peers.learner:  # Before it, nobody knows which version the run begins at.
+        if self.peers.learner:  # It brings the version at which the run begins.
             self._grant()
         self._try_sample()
         notices = self.replay.lifecycle.notices
@@ -243,7 +232,7 @@ class ReplayServer:
         self.sender.unreachable.clear()
 
     def _grant(self) -> None:
-        """Answer parked requests in turns, one group for each actor, until nobody gets any more."""
+        """Answer parked requests in turns, one group for each actor, until none gets any more."""
         answered = True
         while answered:
             hopeful = (
@@ -253,9 +242,9 @@ class ReplayServer:
         self._asked.clear()
 
     def _grant_one(self, peer: bytes) -> bool:
-        """Answer an actor's oldest request: with a new group, or again with one that got lost."""
+        """Answer an actor's oldest request with a group: a new one, or one whose answer was lost."""
         requests = self._acquires[peer]
-        # Whoever hangs would keep the credit; awake, it asks again.
+        # An actor that hangs would keep the credit; awake, it asks again.
         if peer not in self.peers.actors or self.replay.state.limiter.timed_out(self.peers.actors[peer]):
             del self._acquires[peer]
             return False
@@ -313,7 +302,7 @@ class ReplayServer:
         self._receipt(peer, receipt.episode_id, receipt.status, receipt.reason)
 
     def _failed(self, peer: bytes, message: Message) -> None:
-        about = {field.name: message[field.name] for field in fields(GroupFailure)}
+        about = {x.name: message[x.name] for x in fields(GroupFailure)}
         self.replay.fail(GroupFailure(**about), self.peers.actors.get(peer, ""))
         self._receipt(peer, message["report"], "dropped_poisoned", "")
 
@@ -353,3 +342,90 @@ class ReplayServer:
 
     def _receipt(self, peer: bytes, episode_id: str, status: str, reason: str) -> None:
         self.sender.send(peer, "receipt", episode_id=episode_id, status=status, reason=reason[:1000])
+
+
+@dataclass(kw_only=True)
+class _Outgoing:
+    """Groups that one rank requested and did not receive."""
+
+    request: str
+    """Id of the batch."""
+    numbers: deque[int] = field(default_factory=deque)
+    """In the order of the requests; the first one may be on its way."""
+    messages: deque[list[Buffer]] = field(default_factory=deque)
+    """Remaining messages of the first one; empty if none was sent."""
+
+
+class HandOver:
+    """Sends each learner rank the groups of the chosen batch that it requests.
+
+    It waits neither for files nor for a rank. A rank requests a few groups at a time, so no more are on their
+    way to it, and other messages come between them.
+    """
+
+    def __init__(self, batches: BatchChooser, session: Session, sender: PeerSender) -> None:
+        """Start without requests; ranks repeat theirs to a new process of the replay."""
+        self._batches, self._session, self._sender = batches, session, sender
+        self._outgoing: dict[bytes, _Outgoing] = {}
+        """Routing id of a rank -> its groups."""
+
+    @property
+    def busy(self) -> bool:
+        """True if a rank waits for a group."""
+        return bool(self._outgoing)
+
+    def ask(self, rank: bytes, message: Message) -> None:
+        """Add a rank's request for a group; a repeated one changes nothing."""
+        request, number = message["request"], message["number"]
+        if request != self._session.request or number not in self._session.batch:
+            self._send_lost(rank, request, number, "it is not of the batch that was chosen last")
+            return
+        outgoing = self._outgoing.get(rank)
+        if outgoing is None or outgoing.request != request:
+            outgoing = self._outgoing[rank] = _Outgoing(request=request)
+        if number not in outgoing.numbers:
+            outgoing.numbers.append(number)
+
+    def forget(self, rank: bytes) -> None:
+        """Drop a rank's requests: it is gone, or starts again."""
+        self._outgoing.pop(rank, None)
+
+    def send_due(self) -> None:
+        """Send every rank as much as it accepts of the groups that are read; start to read the next."""
+        for rank, outgoing in list(self._outgoing.items()):
+            while outgoing.numbers and self._begun(rank, outgoing) and self._sent(rank, outgoing):
+                number = outgoing.numbers.popleft()
+                if number in self._session.batch:
+                    self._batches.forget(number)
+            if not outgoing.numbers or rank in self._sender.unreachable:
+                self.forget(rank)  # It will ask again.
+
+    def _begun(self, rank: bytes, outgoing: _Outgoing) -> bool:
+        """True if the first group, the first of those requested that is read, has messages to send."""
+        if outgoing.messages:
+            return True
+        for number in list(outgoing.numbers):
+            try:
+                group = self._batches.load(number)
+            except OutOfFiles:  # Tried again in the next pass.
+                continue
+            if group is None:
+                continue
+            outgoing.numbers.remove(number)
+            if why := group.damaged or group.unusable:
+                self._send_lost(rank, outgoing.request, number, why)
+            elif not outgoing.messages:
+                outgoing.messages.extend(group.messages)
+                outgoing.numbers.appendleft(number)
+            else:
+                outgoing.numbers.append(number)
+        return bool(outgoing.messages)
+
+    def _sent(self, rank: bytes, outgoing: _Outgoing) -> bool:
+        """Send as much of the first group as the rank accepts; True if that was the rest of it."""
+        while outgoing.messages and self._sender.send_frames(rank, outgoing.messages[0]):
+            outgoing.messages.popleft()
+        return not outgoing.messages
+
+    def _send_lost(self, rank: bytes, request: str, number: int, why: str) -> None:
+        self._sender.send(rank, "lost", request=request, number=number, reason=why[:1000])

@@ -1,51 +1,58 @@
-"""Keep complete groups in a folder of HDF5 files, and give them back whatever crash lies between.
+"""Keep complete groups in a folder of HDF5 files, and recover them after a crash.
 
     replay.json                format, versions and group size
-    ledger.log                 see `ledger.py`
-    index.log                  a cache of what the files say; see `index.py`
+    ledger.log                 see `events`
+    index.log                  a cache of facts about the files; see `FileIndex`
     lock                       held by the one process that writes
     group-00000012.h5          a sealed group; `.h5.tmp` while it is written
     quarantine/                files that could not be read
     set_aside/                 files of groups that the learner cannot use
 
 A file counts once it is complete: written as `.tmp`, closed, synced, renamed, and the folder synced. Only
-after that an episode is acknowledged: what was acknowledged is readable, and what is readable is whole.
+after that an episode is acknowledged: everything acknowledged is readable, and everything readable is whole.
 """
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import weakref
+import zlib
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from asyncrl.episode_layout import SCHEMA_VERSION
 from asyncrl.errors import CodecMissing, OutOfFiles, ReplayError
 from asyncrl.observability.signals import Reserve
-from asyncrl.records import Episode
-from asyncrl.replay.disk_full import write_error
-from asyncrl.replay.files.format import (
+from asyncrl.records import Episode, Sampling
+from asyncrl.replay.group_file import (
     FORMAT,
     FORMAT_VERSION,
     GroupFile,
-    GroupFileParts,
-    damaged,
-    describe,
+    read_group,
     read_group_file,
+    write_group,
 )
-from asyncrl.replay.files.reader import Buffers, GroupReader
-from asyncrl.replay.files.writer import write_group
-from asyncrl.replay.index import FileIndex
 from asyncrl.replay.ledger import MAX_LINE, Ledger, read_line, write_line
-from asyncrl.storage.atomic import flush
+from asyncrl.replay.sealed_file import damaged, fingerprint, write_error
+from asyncrl.storage.atomic import flush, replacing
 from asyncrl.storage.bounded_json import parse_json
-from asyncrl.storage.regular_files import kind_of, make_folder, open_regular, read_bytes, remove
+from asyncrl.storage.regular_files import (
+    LINES_BYTES,
+    kind_of,
+    make_folder,
+    open_regular,
+    read_bytes,
+    read_lines,
+    reading,
+    remove,
+)
 
-PATTERN = "group-*.h5"
-LEDGER = "ledger.log"
+PATTERN: Final = "group-*.h5"
+LEDGER: Final = "ledger.log"
 
 
 def file_name(number: int) -> str:
@@ -63,20 +70,19 @@ class EpisodeStore:
 
         Args:
             folder: The run's replay folder.
-            group_size: Episodes per group, noted in a new folder; see `made_with`.
-            max_bytes: Beyond this, groups that are no longer needed are deleted, oldest first.
+            group_size: Episodes per group, recorded in a new folder.
+            max_bytes: Size beyond which groups that are no longer needed are deleted, oldest first.
             warn: Receives one line per damaged file.
 
         Raises:
-            ReplayError: The folder belongs to another writer, format or version, or the disk does not take
-                it.
+            ReplayError: The folder belongs to another writer, format or version, or cannot be written.
         """
         self.folder, self.max_bytes, self._warn = folder, max_bytes, warn
         try:
             make_folder(folder)
             self._unlock = weakref.finalize(self, os.close, _lock(folder))
             self.made_with = _check_meta(folder / "replay.json", group_size)
-            """Episodes per group when the folder was made; the ledger says what a resume changed."""
+            """Episodes per group when the folder was made; the ledger has later sizes."""
             for torn in folder.glob("*.tmp"):
                 remove(torn)
         except OSError as error:
@@ -87,7 +93,7 @@ class EpisodeStore:
         """Size of all sealed files."""
         self._removed: dict[int, tuple[str, ...]] = {}  # Ids of those that are to be sealed anew.
         self._reserve = Reserve()
-        self._reader, self._index = GroupReader(), FileIndex(folder / "index.log", warn)
+        self._index = FileIndex(folder / "index.log", warn)
         self._recover()
         try:
             self.ledger = Ledger(folder / LEDGER, warn)
@@ -95,20 +101,16 @@ class EpisodeStore:
             raise _unwritable(folder, error) from None
 
     def store_group(self, number: int, episodes: Sequence[Episode]) -> GroupFile:
-        """Write a complete group durably; when this returns it survives a crash. See `write`."""
+        """Write a complete group durably and enter it."""
         return self.enter(self.write(number, episodes))
 
-    def write(self, number: int, episodes: Sequence[Episode]) -> GroupFileParts:
-        """Make the durable file of a complete group. Any thread may call this; the caller has to `enter` it.
-
-        Args:
-            number: Of its grant; not stored yet.
-            episodes: All members.
+    def write(self, number: int, episodes: Sequence[Episode]) -> GroupFile:
+        """Write the durable file of a complete group, in any thread; the caller has to `enter` it.
 
         Raises:
-            DiskFull: There is no space. Nothing is left behind; it can be tried again.
-            OutOfFiles: No file can be opened. Nothing is left behind; it can be tried again.
-            ReplayError: The disk does not take it for another reason. Nothing is left behind.
+            DiskFull: There is no space; it can be tried again.
+            OutOfFiles: No file can be opened; it can be tried again.
+            ReplayError: The disk refuses the write for another reason. A failure leaves nothing behind.
         """
         members = sorted(episodes, key=lambda episode: episode.member)
         try:
@@ -117,96 +119,64 @@ class EpisodeStore:
             with self._reserve.lent():
                 return self._write(number, members)
 
-    def _write(self, number: int, members: Sequence[Episode]) -> GroupFileParts:
-        path = self._path(number)
-        temporary = path.with_suffix(".h5.tmp")
+    def _write(self, number: int, members: Sequence[Episode]) -> GroupFile:
         try:
-            written = write_group(temporary, number, members)
-            temporary.rename(path)
-            flush(self.folder)
+            return write_group(self._path(number), number, members)
         except OSError as error:
-            temporary.unlink(missing_ok=True)
             raise write_error(f"group {number} could not be written to {self.folder}", error) from None
-        return written
 
-    def enter(self, written: GroupFileParts) -> GroupFile:
-        """Note a group whose file is durable."""
-        path = self._path(written.attributes["group_number"])
-        group_file = describe(path, written.attributes, written.table, written.found)
+    def enter(self, group_file: GroupFile) -> GroupFile:
+        """Record a group whose file is durable."""
         self._enter(group_file)
-        self._reader.remember(path, written)
         self._index.add(group_file)
         return group_file
 
-    def load(
-        self, number: int, *, buffers: Buffers | None = None, verify: bool = False
-    ) -> list[Episode] | None:
-        """Read a group; None when its file is damaged, which is then in quarantine.
-
-        Args:
-            number: Of a group in `group_files`.
-            buffers: See `GroupReader.read`; the episodes are then valid until the next load into them.
-            verify: Check the checksums also when they were checked before.
+    def load(self, number: int) -> list[Episode] | None:
+        """Read a group of `group_files`; None when its file is damaged, which is then in quarantine.
 
         Raises:
             CodecMissing: It was compacted with a codec that is not installed here.
             OutOfFiles: No file can be opened; it can be tried again.
         """
         try:
-            return self.read(self.group_files[number], buffers=buffers, verify=verify)
+            return self.read(self.group_files[number])
         except (CodecMissing, OutOfFiles):
             raise
         except ReplayError as error:
             self.put_away(number, str(error))
             return None
 
-    def read(
-        self,
-        group_file: GroupFile,
-        *,
-        without: Collection[str] = (),
-        buffers: Buffers | None = None,
-        verify: bool = False,
-    ) -> list[Episode]:
-        """Read a group's file. Any thread may call this, for each file one.
+    def read(self, group_file: GroupFile, *, without: Collection[str] = ()) -> list[Episode]:
+        """Read a group's file. Any thread may call this.
 
         Args:
             group_file: From `group_files`.
-            without: See `GroupReader.read`.
-            buffers: The same.
-            verify: The same.
+            without: Arrays not to read, which come back empty.
 
         Raises:
             CodecMissing: It was compacted with a codec that is not installed here.
             OutOfFiles: No file can be opened; it can be tried again.
             ReplayError: It is damaged, or gone.
         """
-        read = partial(
-            self._reader.read,
-            group_file.path,
-            without=without,
-            buffers=buffers,
-            verify=verify,
-            attributes=group_file.attributes,
-        )
+        path, expected = group_file.path, group_file.attributes
         try:
-            return read()
+            return read_group(path, without=without, attributes=expected)
         except OutOfFiles:
             with self._reserve.lent():
-                return read()
+                return read_group(path, without=without, attributes=expected)
 
     def put_away(self, number: int, why: str) -> None:
-        """Move the file of a group into quarantine: it is damaged."""
+        """Move the damaged file of a group into quarantine."""
         group_file = self._take_out(number)
         if group_file is not None:
             self._quarantine(group_file.path, why)
 
     def trim(self, expendable: Iterable[int], aged: Iterable[int] = ()) -> list[int]:
-        """Delete groups, lowest number first, until the size is within the limit; return what was deleted.
+        """Delete groups and return their numbers.
 
         Args:
-            expendable: Groups that may be deleted.
-            aged: Groups that are deleted whatever the size.
+            expendable: Groups that may be deleted, lowest number first, until the size is within the limit.
+            aged: Groups that are deleted at any size.
         """
         deleted = sorted(set(aged) & self.group_files.keys())
         for number in deleted:
@@ -220,17 +190,17 @@ class EpisodeStore:
         return deleted
 
     def remove(self, number: int) -> None:
-        """Delete a group durably, so that its number can be sealed again. `holds` knows its episodes."""
+        """Delete a group durably, so that its number can be sealed again; `holds` remembers its episodes."""
         if number in self.group_files:
             self._removed[number] = self.group_files[number].episode_ids
             self._delete(number)
             flush(self.folder)
 
     def set_aside(self, number: int) -> Path:
-        """Move the file of a group away, where it is neither read nor deleted; returns where it is now.
+        """Move the file of a group to `set_aside/`, where it is neither read nor deleted; return its path.
 
         Raises:
-            ReplayError: The disk does not take it.
+            ReplayError: The folder cannot be written.
         """
         group_file = self._take_out(number)
         assert group_file is not None
@@ -250,7 +220,7 @@ class EpisodeStore:
         return kept
 
     def holds(self, number: int, episode_id: str) -> bool:
-        """Tell whether an episode is in a group's file, or in the removed one that was to be sealed anew."""
+        """True if an episode is in a group's file, or was in the removed one that is to be sealed again."""
         group_file = self.group_files.get(number)
         return episode_id in (group_file.episode_ids if group_file else self._removed.get(number, ()))
 
@@ -262,7 +232,7 @@ class EpisodeStore:
         self._unlock()
 
     def _recover(self) -> None:
-        """Find the sealed files: in the index where it can be believed, else in the files themselves."""
+        """Find the sealed files: from the index where it matches, else from the files themselves."""
         misses = 0
         for path in sorted(self.folder.glob(PATTERN)):
             group_file = self._index.find(path)
@@ -292,7 +262,6 @@ class EpisodeStore:
         group_file = self.group_files.pop(number, None)
         if group_file is not None:
             self.total_bytes -= group_file.size
-            self._reader.forget(group_file.path)
         return group_file
 
     def _delete(self, number: int) -> None:
@@ -318,7 +287,7 @@ def _unwritable(folder: Path, error: OSError) -> ReplayError:
 
 
 def _quarantine_folder(folder: Path) -> Path:
-    """Make the folder of damaged files. What has its name and is none is a damaged file too."""
+    """Make the folder of damaged files; anything else that has its name is moved into it."""
     away = folder / "quarantine"
     if kind_of(away) != "a folder" and (away.is_symlink() or away.exists()):
         away.rename(other := _free_name(folder / "quarantine.file"))
@@ -398,3 +367,81 @@ def _lock(folder: Path) -> int:
             f"{folder} is written by another process. Wait until it ended, or choose another --run-dir."
         ) from None
     return handle
+
+
+class FileIndex:
+    """A cache of facts about the files of a store, so that opening costs a stat and a short read per file.
+
+    One line per sealed group: CRC-32 of the rest of the line, then JSON. An entry counts only if its checksum
+    holds and its file has the same size, modification time and footer; every other file is read, and the
+    index is written again. So a line needs no fsync, and nothing here fails.
+    """
+
+    def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
+        """Read it; `warn` receives a line when the index can no longer be written."""
+        self.path, self._warn, self._file = path, warn, -1
+        self.lines = 0
+        """Lines of the file, right or wrong."""
+        self._entries = dict[str, dict[str, Any]]()
+        try:
+            with reading(path, LINES_BYTES) as file:
+                for self.lines, line in read_lines(file):
+                    self._read(line or b"")
+        except OSError:
+            self._entries.clear()
+
+    def _read(self, line: bytes) -> None:
+        line = line.rstrip(b"\n")
+        try:
+            if int(line[:8], 16) == zlib.crc32(line[9:]):
+                entry = parse_json(line[9:], dict)
+                self._entries[entry["path"]] = entry
+        except (ValueError, KeyError, TypeError):  # Damaged, or of an earlier version.
+            return
+
+    def find(self, path: Path) -> GroupFile | None:
+        """Return the facts about a file, or None if it has to be read."""
+        try:
+            entry, found = dict(self._entries[path.name]), path.stat()
+            now = [found.st_size, found.st_mtime_ns, fingerprint(path)]
+            if now != [entry["size"], entry["mtime_ns"], entry.pop("footer")]:
+                return None
+            entry["path"], entry["episode_ids"] = path, tuple(entry["episode_ids"])
+            return GroupFile(**entry | {"sampling": Sampling(*entry["sampling"])})
+        except (OSError, KeyError, TypeError, ValueError):
+            return None
+
+    def add(self, group_file: GroupFile) -> None:
+        """Append a file that is durable."""
+        if self._file >= 0:
+            try:
+                os.write(self._file, _index_line(group_file))
+            except OSError as error:
+                self._give_up(error)
+
+    def begin(self, group_files: Iterable[GroupFile], *, complete: bool) -> None:
+        """Open the index for new lines; unless it is `complete`, write it again with `group_files`."""
+        self._entries = {}
+        try:
+            if not complete:
+                with replacing(self.path) as part:
+                    part.write_bytes(b"".join(map(_index_line, group_files)))
+            self._file = open_regular(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        except OSError as error:
+            self._give_up(error)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
+
+    def _give_up(self, error: OSError) -> None:
+        self.close()
+        self._warn(f"{self.path} could not be written: {error}. The next start is slower; nothing is lost.")
+
+
+def _index_line(group_file: GroupFile) -> bytes:
+    entry = asdict(group_file) | {"path": group_file.path.name, "footer": fingerprint(group_file.path)}
+    text = json.dumps(entry, separators=(",", ":")).encode()
+    return b"%08x %b\n" % (zlib.crc32(text), text)

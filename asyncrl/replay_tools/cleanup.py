@@ -13,15 +13,16 @@ from typing import Any, Final
 import h5py
 
 from asyncrl.errors import ConfigError, ReplayError
-from asyncrl.replay.files.compression import Codec, codec_of, new_hdf5, settings_of
-from asyncrl.replay.files.format import GroupFile, append_footer, check_whole, get_dataset
-from asyncrl.replay.files.reader import read_group
+from asyncrl.replay.compression import Codec, codec_of, settings_of
+from asyncrl.replay.group_file import GroupFile, read_group
+from asyncrl.replay.sealed_file import opened, sealing
 from asyncrl.replay.store import PATTERN
 from asyncrl.replay_tools.episodes import GroupOutcomes, group_file_or_none, read_outcomes, warn
 from asyncrl.replay_tools.selection import ReplayCommand
 from asyncrl.replay_tools.text import watched
 from asyncrl.storage import run_lock
 from asyncrl.storage.atomic import flush, replacing
+from asyncrl.storage.hdf5_bounds import dataset_in
 
 IMAGES: Final = ("frames", "final_frame", "video")
 MORE_IMAGES: Final = ("more_frames", "final_more_frames")
@@ -108,11 +109,14 @@ def _choose(
 
 
 def codec_in(path: Path) -> Codec | None:
-    """Return the codec of a sealed file's images; None when they are not compressed."""
-    check_whole(path)
-    with h5py.File(path, "r") as file:
+    """Return the codec of a sealed file's images; None when they are not compressed.
+
+    Raises:
+        ReplayError: It is damaged.
+    """
+    with opened(path) as (file, _):
         there = [*IMAGES, *(name for name in MORE_IMAGES if name in file)]
-        return next((codec for name in there if (codec := codec_of(get_dataset(file, name)))), None)
+        return next((codec for name in there if (codec := codec_of(dataset_in(file, name)))), None)
 
 
 def compact(path: Path, settings: dict[str, Any]) -> int | None:
@@ -124,9 +128,8 @@ def compact(path: Path, settings: dict[str, Any]) -> int | None:
     try:
         read_group(path)
         with replacing(path) as part:
-            with h5py.File(path, "r") as old, new_hdf5(part) as new:
+            with h5py.File(path, "r") as old, sealing(part) as new:
                 _copy(old, new, settings)
-            append_footer(part)
             read_group(part)  # Its checksums are those of the old file.
         return path.stat().st_size
     except ReplayError as error:
@@ -143,7 +146,7 @@ def _copy(old: h5py.File, new: h5py.File, settings: dict[str, Any]) -> None:
     for name, value in old.attrs.items():
         new.attrs[name] = value
     for name in map(str, old):
-        dataset = get_dataset(old, name)
+        dataset = dataset_in(old, name)
         if name in (*IMAGES, *MORE_IMAGES) and dataset.size:
             values, chunks = dataset[...], (min(PER_CHUNK, len(dataset)), *dataset.shape[1:])
             packed = new.create_dataset(name, data=values, chunks=chunks, track_times=False, **settings)

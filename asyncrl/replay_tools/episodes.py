@@ -17,8 +17,7 @@ from asyncrl.episode_layout import problem_with
 from asyncrl.errors import ConfigError, ReplayError
 from asyncrl.records import Episode
 from asyncrl.replay.events import Dropped, Event, Filtered, Granted, Ready, Used, read_events
-from asyncrl.replay.files.format import GroupFile, read_group_file
-from asyncrl.replay.files.reader import read_group
+from asyncrl.replay.group_file import GroupFile, read_group, read_group_file
 from asyncrl.replay.ledger import read_entries
 from asyncrl.replay.store import PATTERN, file_name, read_meta
 from asyncrl.replay_tools.text import watched

@@ -25,8 +25,7 @@ import zmq
 from torch import Tensor
 
 from asyncrl.errors import AttemptEnded, WeightSyncError, WireError
-from asyncrl.messaging.authentication import Handshakes
-from asyncrl.messaging.curve_keys import ClientKeys
+from asyncrl.messaging.keys import ClientKeys, Handshakes
 from asyncrl.messaging.sockets import LINGER_MS, open_dealer
 from asyncrl.messaging.weight_messages import CHUNK, WeightMessage, decode, encode
 from asyncrl.storage.run_identity import NO_RUN, RunIdentity

@@ -18,7 +18,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -26,10 +26,8 @@ import torch
 import zmq
 
 from asyncrl.errors import WeightSyncError, WireError
-from asyncrl.messaging.authentication import admitting
-from asyncrl.messaging.connections import ConnectionGuard
-from asyncrl.messaging.curve_keys import ServerKeys
-from asyncrl.messaging.sockets import LINGER_MS, bind_router
+from asyncrl.messaging.keys import ServerKeys, admitting
+from asyncrl.messaging.sockets import LINGER_MS, ConnectionGuard, bind_router
 from asyncrl.messaging.weight_messages import CHUNK, MAX_PAYLOAD, Buffer, WeightMessage, decode, encode
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability.metrics import Metric
@@ -101,8 +99,6 @@ GOODBYE: Final = 2.0
 """Seconds the actors have to read that the channel is closed."""
 MOST_LETTERS: Final = 100
 """Longest name of an actor: people see it on the console."""
-UNFINISHED_REQUEST: Final = 1 << 20
-"""Bytes of an unfinished request after which a TCP connection is ended; a request has less than a tenth."""
 _POLL_MS: Final = 50
 _AT_ONCE: Final = 64
 _LOGGED: Final = 100
@@ -184,7 +180,7 @@ class PullServer:
         self._thread.start()
 
     def _watch_connections(self, socket: zmq.Socket[bytes]) -> None:
-        self._guard = self._admission.enter_context(ConnectionGuard(socket, unfinished=UNFINISHED_REQUEST))
+        self._guard = self._admission.enter_context(closing(ConnectionGuard(socket)))
 
     # --- the learner's thread ---
 
@@ -253,9 +249,7 @@ class PullServer:
             try:
                 peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
-                self._guard.note_drained()
                 break
-            self._guard.note(peer)
             self._handle(peer.bytes, [frame.buffer for frame in frames])
         self._offer_parked()
         for peer, puller in list(self._pullers.items()):

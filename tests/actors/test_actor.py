@@ -20,7 +20,7 @@ from asyncrl.errors import SampleTimeout
 from asyncrl.learner.batches import valid_steps
 from asyncrl.observability import metrics_system as s
 from asyncrl.records import Episode
-from asyncrl.replay.in_process_ports import InProcessLearnerPort
+from asyncrl.replay.in_process import InProcessLearnerPort
 from asyncrl.replay.interface import GroupGrant
 from asyncrl.rewards.interface import deciding_step
 from asyncrl.seeds import episode_seed, noise_seed, sampling_seed

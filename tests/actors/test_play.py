@@ -27,7 +27,7 @@ from asyncrl.launch.simulated import TrainingStarts
 from asyncrl.observability import metrics_system as m
 from asyncrl.policies.interface import ActResult, SamplingParams
 from asyncrl.records import ActionSpec, Episode
-from asyncrl.replay.in_process_ports import InProcessActorPort, InProcessLearnerPort
+from asyncrl.replay.in_process import InProcessActorPort, InProcessLearnerPort
 from asyncrl.replay.interface import GroupGrant
 from asyncrl.seeds import episode_seed, noise_seed, sampling_seed
 from asyncrl.simulators.build import SimulatorSource

@@ -14,7 +14,7 @@ from asyncrl.config.replay import ReplaySettings
 from asyncrl.config.run import TrainConfig
 from asyncrl.doctor import network, storage
 from asyncrl.doctor.findings import Examination, Finding, Sizes, Verdict
-from asyncrl.messaging.curve_keys import create_keys
+from asyncrl.messaging.keys import create_keys
 from asyncrl.records import ActionSpec
 
 SIZES = Sizes(

@@ -15,7 +15,7 @@ from asyncrl.launch.host_weights import HostWeights, actors_here, wait_for_endpo
 from asyncrl.launch.hosts import Hosts
 from asyncrl.launch.placement import parse_placement
 from asyncrl.launch.rendezvous import RunInfo
-from asyncrl.messaging.curve_keys import create_keys
+from asyncrl.messaging.keys import create_keys
 from asyncrl.observability import metrics_system as m
 from asyncrl.storage import run_identity
 from asyncrl.weights.publisher import BroadcastPublisher, build_publisher

@@ -10,7 +10,7 @@ import pytest
 from asyncrl import cli
 from asyncrl.launch import endpoints
 from asyncrl.launch.placement import parse_placement
-from asyncrl.messaging.curve_keys import create_keys
+from asyncrl.messaging.keys import create_keys
 from asyncrl.observability import metrics_system as s
 from asyncrl.storage.run_identity import NO_RUN
 from support.join_site import Site

@@ -14,7 +14,7 @@ from asyncrl import cli
 from asyncrl.config.replay import ReplaySettings
 from asyncrl.config.run import TrainConfig
 from asyncrl.launch import run_log
-from asyncrl.replay.files.reader import read_group
+from asyncrl.replay.group_file import read_group
 from asyncrl.replay_tools.cleanup import codec_in
 from asyncrl.storage import provenance
 from support.event_files import curves_in

@@ -16,7 +16,7 @@ import pytest
 
 from asyncrl.errors import ReplayError
 from asyncrl.observability import process_status
-from asyncrl.replay.files.format import GroupFile, read_group_file
+from asyncrl.replay.group_file import GroupFile, read_group_file
 from asyncrl.replay.store import PATTERN
 from support.chaos_run import Report
 from support.several_hosts import SeveralHosts, address, no_namespaces

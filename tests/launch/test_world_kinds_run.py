@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.messaging.curve_keys import create_keys
+from asyncrl.messaging.keys import create_keys
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability import process_status
 from asyncrl.replay_tools.episodes import read_rows, replay_folder

@@ -17,12 +17,13 @@ from asyncrl.errors import ReplayError
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.observability import metrics_system as m
 from asyncrl.records import ActionSpec, EndReason, Episode
+from asyncrl.replay.actor_client import ZmqActorPort
 from asyncrl.replay.admission import Expected, refusal
-from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.counters import REFUSED
 from asyncrl.replay.episode_format import EpisodeFormat, SimulatorFormat
-from asyncrl.replay.in_process_ports import InProcessActorPort, InProcessLearnerPort
+from asyncrl.replay.in_process import InProcessActorPort, InProcessLearnerPort
 from asyncrl.replay.interface import GroupFailure, GroupGrant
+from asyncrl.replay.learner_client import ZmqLearnerPort
 from asyncrl.replay.refused_actors import RefusedActors
 from asyncrl.replay.replay import Replay
 from asyncrl.replay.run_start import RunStart

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import ReplayError
-from asyncrl.replay.files import compression
-from asyncrl.replay.files.reader import read_group
+from asyncrl.replay import compression
+from asyncrl.replay.group_file import read_group
 from asyncrl.replay.store import EpisodeStore, read_meta
 from asyncrl.replay_tools import cleanup
 from asyncrl.storage import hdf5_bounds
@@ -70,29 +70,6 @@ def test_a_file_that_declares_too_much_is_refused_and_goes_to_quarantine(name: s
     assert taken_by(open_and_load) < 64 * 2**20
     assert [path.name for path in (run_dir / "replay" / "quarantine").iterdir()] == ["group-00000002.h5"]
     assert "moved group-00000002.h5 to" in warnings[0]
-
-
-@pytest.mark.parametrize("codec", ["lz4", "blosc", "zstd"])
-def test_a_chunk_of_a_plugin_that_says_it_is_large_is_not_given_to_the_plugin(codec: Any) -> None:
-    size = 2**31
-    packed = {
-        "lz4": size.to_bytes(8, "big") + b"\0\0\1\0",
-        "blosc": b"\2\1\1\1" + size.to_bytes(4, "little") + bytes(8),
-        "zstd": b"\x28\xb5\x2f\xfd\xe0" + size.to_bytes(8, "little"),
-    }[codec]
-    assert compression._unpacks_to(codec, packed) == size
-
-
-def test_the_size_that_a_zstd_frame_states_is_read_in_all_its_forms() -> None:
-    magic = b"\x28\xb5\x2f\xfd"
-    for frame, size in (
-        (magic + b"\x20\x07", 7),  # one segment, one byte
-        (magic + b"\x40\x00" + (1000 - 256).to_bytes(2, "little"), 1000),
-        (magic + b"\x81\x00\x05" + (70_000).to_bytes(4, "little"), 70_000),  # with a dictionary
-        (magic + b"\x00\x00", -1),  # not stated
-        (b"something else", -1),
-    ):
-        assert compression._zstd_content(frame) == size
 
 
 def test_pictures_that_compress_well_are_compacted_and_read_all_the_same(run_dir: Path) -> None:

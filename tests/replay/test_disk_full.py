@@ -12,8 +12,8 @@ import pytest
 
 from asyncrl.errors import DiskFull
 from asyncrl.observability import metrics_system as m
-from asyncrl.replay.disk_full import DiskWait
 from asyncrl.replay.ledger import Ledger
+from asyncrl.replay.lifecycle import DiskWait
 from asyncrl.replay.replay import Replay
 from asyncrl.replay.store import EpisodeStore
 from support.episodes import make_episode

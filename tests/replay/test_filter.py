@@ -18,7 +18,7 @@ from asyncrl.config.replay import ReplaySettings
 from asyncrl.errors import ConfigError
 from asyncrl.observability import metrics_system as s
 from asyncrl.replay.counters import has_no_signal
-from asyncrl.replay.in_process_ports import InProcessLearnerPort
+from asyncrl.replay.in_process import InProcessLearnerPort
 from asyncrl.replay.interface import Filling, GroupGrant, NothingToLearn
 from asyncrl.replay.limiter import Limiter
 from asyncrl.replay.replay import Replay

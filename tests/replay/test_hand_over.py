@@ -19,10 +19,10 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ReplayError, SampleTimeout
 from asyncrl.observability import metrics_system as m
 from asyncrl.records import Episode
-from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort, ZmqRankPort
-from asyncrl.replay.files.reader import GroupReader
+from asyncrl.replay import store
+from asyncrl.replay.actor_client import ZmqActorPort
 from asyncrl.replay.interface import BatchDescription, GroupLost
-from asyncrl.replay.part_fetch import WINDOW
+from asyncrl.replay.learner_client import WINDOW, ZmqLearnerPort, ZmqRankPort
 from asyncrl.replay.store import file_name
 from support.episodes import assert_same, make_episode
 from support.replay import fill as admit_all
@@ -154,14 +154,14 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open, self.came = threading.Event(), threading.Semaphore(0)
-        read = GroupReader.read
+        read = store.read_group
 
-        def held_up(reader: GroupReader, *arguments: Any, **about: Any) -> list[Episode]:
+        def held_up(path: Path, **about: Any) -> list[Episode]:
             self.came.release()
             assert self.open.wait(30)
-            return read(reader, *arguments, **about)
+            return read(path, **about)
 
-        monkeypatch.setattr(GroupReader, "read", held_up)
+        monkeypatch.setattr(store, "read_group", held_up)
 
 
 def test_ingest_goes_on_while_a_batch_is_read(

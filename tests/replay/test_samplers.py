@@ -15,9 +15,8 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.observability import metrics_system as m
 from asyncrl.replay.groups import ReadyGroup
-from asyncrl.replay.limiter import Limiter
+from asyncrl.replay.limiter import Limiter, pick_in_order
 from asyncrl.replay.replay import Replay
-from asyncrl.replay.samplers import pick_in_order
 from asyncrl.replay.store import EpisodeStore
 from asyncrl.replay_tools.episodes import read_outcomes
 from support.episodes import make_episode

@@ -24,9 +24,10 @@ from asyncrl.launch.roles import open_run_replay
 from asyncrl.messaging.sockets import ipc_endpoint, private_folder
 from asyncrl.observability import metrics_system as m
 from asyncrl.records import Episode
-from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
-from asyncrl.replay.files import writer
-from asyncrl.replay.files.reader import read_group
+from asyncrl.replay import sealed_file
+from asyncrl.replay.actor_client import ZmqActorPort
+from asyncrl.replay.group_file import read_group
+from asyncrl.replay.learner_client import ZmqLearnerPort
 from asyncrl.replay.ledger import SPARE_BYTES, Ledger
 from asyncrl.replay.server import serve_replay
 from asyncrl.replay.store import EpisodeStore
@@ -170,7 +171,7 @@ def every_amount_of_free_space(disk: Path) -> None:
         if not ask:
             never = ModuleType("os")
             never.__dict__.update(os.__dict__, posix_fallocate=lambda handle, offset, length: None)
-            writer.os = never  # pyright: ignore[reportPrivateImportUsage]
+            sealed_file.os = never  # pyright: ignore[reportPrivateImportUsage]
         outcomes = []
         for pages in range(48):
             leave(disk, pages * PAGE)

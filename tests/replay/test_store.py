@@ -18,11 +18,10 @@ import pytest
 from asyncrl.episode_layout import OPTIONAL_ARRAYS
 from asyncrl.errors import ReplayError
 from asyncrl.records import REWARDED, EndReason
-from asyncrl.replay.files import format
-from asyncrl.replay.files.format import append_footer, read_group_file
-from asyncrl.replay.files.reader import read_group
-from asyncrl.replay.files.writer import write_group
+from asyncrl.replay import group_file as group_files
+from asyncrl.replay.group_file import read_group, read_group_file, write_group
 from asyncrl.replay.ledger import Ledger
+from asyncrl.replay.sealed_file import append_footer
 from support import child_environment
 from support.episodes import assert_same, make_episode, simulated, with_chain
 from support.replay_store import group_of, open_store
@@ -200,7 +199,7 @@ def test_another_version_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     store = open_store(tmp_path)
     path = store.store_group(0, group_of(0)).path
     store.close()
-    monkeypatch.setattr(format, "STORED_SCHEMA_VERSIONS", (8, 9))
+    monkeypatch.setattr(group_files, "STORED_SCHEMA_VERSIONS", (8, 9))
     with pytest.raises(ReplayError, match="schema_version 1, this asyncrl reads 8 and 9"):
         read_group_file(path)
 

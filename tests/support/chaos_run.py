@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncrl.observability import process_status
-from asyncrl.replay.files.format import read_group_file
+from asyncrl.replay.group_file import read_group_file
 from asyncrl.replay.ledger import read_entries
 from asyncrl.replay.store import PATTERN
 

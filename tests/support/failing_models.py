@@ -25,7 +25,7 @@ from asyncrl.episode_layout import TOKENS
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.policies.interface import ActResult, SamplingParams
 from asyncrl.records import Episode, StartState
-from asyncrl.replay.in_process_ports import InProcessActorPort, InProcessLearnerPort
+from asyncrl.replay.in_process import InProcessActorPort, InProcessLearnerPort
 from asyncrl.replay.interface import ActorPort
 from asyncrl.replay.quarantine import COUNTERS
 from asyncrl.replay.replay import Replay

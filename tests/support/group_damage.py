@@ -11,7 +11,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from asyncrl.replay.files.format import append_footer
+from asyncrl.replay.sealed_file import append_footer
 
 Change = Callable[[Any], None]
 """Changes an open HDF5 file."""
@@ -84,15 +84,6 @@ def _(file: Any) -> None:
     packed = zlib.compress(bytes(rows * 12_288), 9)
     for number in range(count):
         made.id.write_direct_chunk((number * rows, 0, 0, 0), packed)
-
-
-@_crafted("a chunk that unpacks to 3 GB instead of its 98 kB")
-def _(file: Any) -> None:
-    made = _replaced(file, "video", shape=(8, 64, 64, 3), chunks=(8, 64, 64, 3), compression="gzip")
-    packer = zlib.compressobj(9)
-    begin, block = (packer.compress(bytes(2**24)) + packer.flush(zlib.Z_FULL_FLUSH) for _ in range(2))
-    packed = begin + 190 * block + packer.flush()
-    made.id.write_direct_chunk((0, 0, 0, 0), packed)
 
 
 @_crafted("pictures in another file")

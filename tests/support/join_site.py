@@ -6,7 +6,7 @@ import shutil
 import time
 from pathlib import Path
 
-from asyncrl.messaging.curve_keys import create_keys
+from asyncrl.messaging.keys import create_keys
 from support.whole_runs import ACTOR, PATIENCE, TRAIN, Program, free_port, rows
 
 

@@ -15,7 +15,7 @@ from asyncrl.config.replay import ReplaySettings
 from asyncrl.config.run import TrainConfig
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.messaging.wire import Message, decode, encode
-from asyncrl.replay.client import ZmqActorPort
+from asyncrl.replay.actor_client import ZmqActorPort
 from asyncrl.replay.interface import ActorPort, GroupGrant
 from asyncrl.replay.run_start import NEW_RUN, RunStart
 from asyncrl.replay.server import serve_replay

@@ -2,7 +2,7 @@
 
 import zmq
 
-from asyncrl.messaging.curve_keys import ClientKeys
+from asyncrl.messaging.keys import ClientKeys
 from asyncrl.messaging.sockets import open_dealer
 
 

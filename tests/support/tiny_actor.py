@@ -14,7 +14,7 @@ from asyncrl.config.replay import ReplaySettings
 from asyncrl.config.run import TrainConfig
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.records import StartState
-from asyncrl.replay.in_process_ports import InProcessActorPort, InProcessLearnerPort
+from asyncrl.replay.in_process import InProcessActorPort, InProcessLearnerPort
 from asyncrl.replay.replay import Replay
 from asyncrl.weights.transports.in_process import build_in_process
 from asyncrl.worlds.start_states import StartStateStream

@@ -9,7 +9,7 @@ import numpy as np
 
 from asyncrl.observability import metrics_system as m
 from asyncrl.records import Episode
-from asyncrl.replay.in_process_ports import InProcessActorPort, InProcessLearnerPort
+from asyncrl.replay.in_process import InProcessActorPort, InProcessLearnerPort
 from asyncrl.replay.interface import GroupGrant
 from asyncrl.replay.replay import Replay
 from support.episodes import make_episode

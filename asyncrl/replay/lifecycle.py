@@ -1,66 +1,32 @@
-"""Carry one group from its last episode to its end: its file, its event in the ledger, and its receipts."""
+"""Carry one group from its last episode to its end: its file, its event in the ledger, and its receipts.
+
+While the disk is full, or no file can be opened, complete groups stay in memory and no new group is granted:
+the credit bounds the memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import os
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Final
 
 from asyncrl.errors import DiskFull, OutOfFiles
 from asyncrl.records import Episode
 from asyncrl.replay.counters import SuccessWindow, has_no_signal
-from asyncrl.replay.disk_full import DiskWait
 from asyncrl.replay.events import Dropped, Filtered
-from asyncrl.replay.files.format import GroupFile, GroupFileParts
+from asyncrl.replay.group_file import GroupFile
 from asyncrl.replay.groups import ready_group
 from asyncrl.replay.interface import GroupFailure, Receipt, ReceiptStatus
 from asyncrl.replay.state import ReplayState
 from asyncrl.replay.store import EpisodeStore
 
 NOTICES: Final = 20
-"""Lines that the replay says on the learner's console, at most."""
-
-
-class BackgroundWriter:
-    """Writes groups in a thread of its own, one after another."""
-
-    def __init__(self, store: EpisodeStore) -> None:
-        """Write nothing yet."""
-        self._store, self._pool = store, ThreadPoolExecutor(1, "seal")
-        self._futures: dict[int, Future[GroupFileParts]] = {}
-        """Group -> its file, in the order of writing."""
-
-    @property
-    def numbers(self) -> Collection[int]:
-        """The groups that are being written, or wait for that, or to be finished."""
-        return self._futures.keys()
-
-    @property
-    def done(self) -> bool:
-        """Whether `finish` has something to say and would not wait."""
-        return bool(self._futures) and next(iter(self._futures.values())).done()
-
-    def begin(self, number: int, episodes: Sequence[Episode]) -> None:
-        """Have a group written. See `EpisodeStore.write`."""
-        self._futures[number] = self._pool.submit(self._store.write, number, episodes)
-
-    def next(self) -> int:
-        """Return the group that `finish` is about; there is one."""
-        return next(iter(self._futures))
-
-    def finish(self) -> GroupFileParts:
-        """Wait for the group that was begun first; the disk ends that, well or with an error.
-
-        Raises:
-            DiskFull: See `EpisodeStore.write`.
-            OutOfFiles: See `EpisodeStore.write`.
-            ReplayError: See `EpisodeStore.write`.
-        """
-        return self._futures.pop(self.next()).result()
-
-    def close(self) -> None:
-        """Wait for the thread's end."""
-        self._pool.shutdown()
+"""Most lines of the replay on the learner's console."""
+FIRST_PAUSE: Final = 0.5
+LONGEST_PAUSE: Final = 30.0
+"""Seconds between two attempts while no space is seen to return; doubled from the first to the longest."""
 
 
 class GroupLifecycle:
@@ -82,26 +48,27 @@ class GroupLifecycle:
         self.notices: list[str] = []
         """Lines for the learner's console."""
         self._warn, self._told = warn, 0
-        self._writer: BackgroundWriter | None = None
+        self._writer: ThreadPoolExecutor | None = None
+        self._unwritten: dict[int, Future[GroupFile]] = {}
 
     def write_in_background(self) -> None:
-        """Let a thread write the files from now on."""
-        self._writer = BackgroundWriter(self.store)
+        """Let a thread write the files from now on, one after another."""
+        self._writer = ThreadPoolExecutor(1, "seal")
 
     @property
     def unwritten(self) -> Collection[int]:
-        """Complete groups that the thread writes, or will. Nothing gives them up before they are written."""
-        return () if self._writer is None else self._writer.numbers
+        """Complete groups in the thread's queue. Nothing gives them up before they are written."""
+        return self._unwritten.keys()
 
     def take(self, number: int, newest: str) -> bool:
-        """Store a complete group, or hand it to the thread; returns whether it is stored already."""
+        """Store a complete group, or queue it for the thread; True if it is stored already."""
         if self._writer is None:
             return self.store_group(number, newest)
-        self._writer.begin(number, self._members(number))
+        self._unwritten[number] = self._writer.submit(self.store.write, number, self._members(number))
         return False
 
     def store_group(self, number: int, newest: str = "") -> bool:
-        """Store a complete group; False when the disk is full. The episode `newest` gets no receipt here."""
+        """Store a complete group; False if the disk is full. The episode `newest` gets no receipt here."""
         self.finish()
         try:
             group_file = self.store.store_group(number, self._members(number))
@@ -112,41 +79,44 @@ class GroupLifecycle:
         return True
 
     def finish(self, *, wait: bool = True) -> None:
-        """Note the groups that the thread wrote, if there are some.
+        """Enter the groups that the thread wrote.
 
         Args:
             wait: Until all are written; False: only those that are.
+
+        Raises:
+            ReplayError: See `EpisodeStore.write`.
         """
-        while self._writer is not None and self.unwritten and (wait or self._writer.done):
-            number = self._writer.next()
+        while self._unwritten and (wait or next(iter(self._unwritten.values())).done()):
+            number = next(iter(self._unwritten))
             try:
-                written = self._writer.finish()
+                group_file = self._unwritten.pop(number).result()
             except (DiskFull, OutOfFiles) as error:
                 self.disk.failed(number, error)
             else:
-                self._stored_group(number, self.store.enter(written))
+                self._stored_group(number, self.store.enter(group_file))
 
     def retry(self) -> None:
-        """Try again to store what the disk did not take, when it is time to."""
+        """Store the waiting groups again once that is due."""
         if self.disk.due:
             for number in sorted(self.disk.groups):
                 if not self.store_group(number):
                     break
 
     def close(self) -> None:
-        """Let go of the folder, once the thread has written what it was given."""
+        """Wait for the thread, then close the folder."""
         try:
             self.finish()
         finally:
             if self._writer is not None:
-                self._writer.close()
+                self._writer.shutdown()
             self.store.close()
 
     def _members(self, number: int) -> list[Episode]:
         return list(self.state.limiter.open[number].members.values())
 
     def _stored_group(self, number: int, group_file: GroupFile, newest: str = "") -> None:
-        """Note that a complete group is durable."""
+        """Enter a durable group: receipts, filter, trim."""
         actor, members = self.state.limiter.open[number].actor, self._members(number)
         if self.disk.groups:
             self.disk.over(number)
@@ -161,7 +131,7 @@ class GroupLifecycle:
         self.trim()
 
     def filter(self, number: int) -> None:
-        """Close a stored group that teaches nothing."""
+        """Close a stored group without a learning signal."""
         group_file = self.store.group_files[number]
         successes = int(group_file.attributes["successes"])
         self.state.commit(
@@ -169,7 +139,7 @@ class GroupLifecycle:
         )
 
     def tell(self, line: str) -> None:
-        """Say something once, in the log and on the learner's console; there `NOTICES` lines at most."""
+        """Write a line to the log and to the learner's console, there `NOTICES` lines at most."""
         line = "".join(letter if letter.isprintable() else "?" for letter in line)[:2000]  # It is sent.
         self._warn(f"replay: {line}")
         self._told += 1
@@ -179,7 +149,7 @@ class GroupLifecycle:
             self.notices.append("the replay has more to say: see its log")
 
     def set_aside(self, number: int, why: str) -> None:
-        """Close a ready group that the learner cannot use, for ever, and keep its file in a folder apart."""
+        """Close a ready group that the learner cannot use; keep its file in another folder."""
         self.drop(number, "dropped_unusable", stored=True, reason=why[:1000])
         kept = self.store.set_aside(number)
         self.tell(
@@ -196,14 +166,14 @@ class GroupLifecycle:
         failure: GroupFailure | None = None,
         reason: str = "",
     ) -> None:
-        """Give a group up. If its number is granted again, its file is deleted before the ledger says so.
+        """Give a group up. If its number is granted again, its file is deleted before the event is written.
 
         Args:
             number: Of the group.
-            status: Why.
-            stored: It has or had a file, also when it is not ready (any more).
-            failure: Why it could not be imagined, if that is so.
-            reason: What is wrong with a stored group, if something is.
+            status: The reason.
+            stored: True if it has or had a file, ready or not.
+            failure: The reason why it could not be imagined, if any.
+            reason: The problem of a stored group, if any.
         """
         limiter = self.state.limiter
         stored = stored or number in limiter.ready
@@ -238,7 +208,7 @@ class GroupLifecycle:
             self.receipts.append((group.actor if group else episode.actor, receipt))
 
     def trim(self) -> None:
-        """Delete closed groups that are too old or too much; what a repeated request may get again stays."""
+        """Delete closed groups beyond the limits of age and size, except those of the last batch."""
         limiter, max_age = self.state.limiter, self.state.limiter.settings.max_age_versions
         if not max_age and self.store.total_bytes <= self.store.max_bytes:
             return
@@ -252,3 +222,58 @@ class GroupLifecycle:
         self.store.trim(
             expendable, aged=[n for n, s in expendable.items() if max_age and s.newest_version < oldest]
         )
+
+
+class DiskWait:
+    """Complete groups that wait for disk space or for file descriptors."""
+
+    def __init__(self, folder: Path, clock: Callable[[], float], warn: Callable[[str], None]) -> None:
+        """Start without groups; `warn` receives one line when waiting begins and one when it ends."""
+        self._folder, self._clock, self._warn = folder, clock, warn
+        self.groups: set[int] = set()
+        """Numbers of the waiting groups."""
+        self._since, self._failed_at, self._pause, self._before = 0.0, 0.0, FIRST_PAUSE, 0.0
+        self._free = 0
+        self.wanted = "disk space"
+        """The missing resource."""
+
+    @property
+    def seconds(self) -> float:
+        """Time waited since the replay was opened."""
+        return self._before + (self._clock() - self._since if self.groups else 0.0)
+
+    @property
+    def due(self) -> bool:
+        """True if it is time to try again.
+
+        That is `FIRST_PAUSE` after a failure once more space is free than there was, or else after a growing
+        pause: a quota may be used up.
+        """
+        if not self.groups:
+            return False
+        pause = self._clock() - self._failed_at
+        return pause >= self._pause or (pause >= FIRST_PAUSE and self._free_bytes() > self._free)
+
+    def failed(self, number: int, error: DiskFull | OutOfFiles) -> None:
+        """Record that a group could not be written."""
+        if not self.groups:
+            self._since, self._pause = self._clock(), FIRST_PAUSE
+            self.wanted = "disk space" if isinstance(error, DiskFull) else "files to open"
+            self._warn(f"replay: waiting for {self.wanted}, actors get no new groups: {error}")
+        else:
+            self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        self.groups.add(number)
+        self._failed_at, self._free = self._clock(), self._free_bytes()
+
+    def over(self, number: int) -> None:
+        """Record that a group was written or given up."""
+        if number in self.groups:
+            now_waited = self.seconds
+            self.groups.discard(number)
+            if not self.groups:
+                self._before = now_waited
+                self._warn(f"replay: goes on after {self._clock() - self._since:.1f} s without {self.wanted}")
+
+    def _free_bytes(self) -> int:
+        about = os.statvfs(self._folder)
+        return about.f_bavail * about.f_frsize

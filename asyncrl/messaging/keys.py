@@ -1,29 +1,38 @@
-"""Make and read key pairs for CURVE.
+"""Make and read CURVE key pairs, put them onto sockets, admit listed clients, and report refused handshakes.
 
     DIR/                   mode 0700
       server.secret        mode 0600; stays on the replay's host
       server.public        every client needs it to know the replay by
       NAME.secret          mode 0600; belongs to the process NAME: learner, actor-0, ...
-      clients/NAME.public  the allow-list: whoever holds the matching secret is admitted, nobody else;
-                           files may come and go while the replay runs
+      clients/NAME.public  the allow-list: the holder of the matching secret is admitted, nobody else;
+                           it is read at every handshake
 
 A key file is one line of 40 characters in ZeroMQ's Z85 alphabet. Files are never overwritten.
+
+CURVE by itself admits every client that knows the server's public key. So a server's context runs an
+authenticator that admits listed keys only, and a socket with keys admits nobody while it does not run. A
+refused client would retry for ever in silence; `Handshakes` watches for that.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Final
 
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
+from zmq.utils.monitor import parse_monitor_message
 
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, ReplayError
 from asyncrl.storage.private_files import check_private
 
 LEARNER: Final = "learner"
@@ -33,25 +42,37 @@ ALLOWED: Final = "clients"
 _SERVER: Final = "server"
 _KEY: Final = re.compile(rb"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+_DOMAIN: Final = "asyncrl"
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerKeys:
-    """What the replay needs: its own pair and whom it admits. Keys are 40 bytes of Z85."""
+    """A server's own pair and its allow-list. Keys are 40 bytes of Z85."""
 
     public: bytes
     secret: bytes = field(repr=False)
     allowed: frozenset[bytes]
-    """Public keys of the clients when they were read; nobody else is admitted."""
+    """Public keys of the clients at the time of loading."""
     folder: Path
-    """Holds the allow-list, which may change: see `authentication.AllowList`."""
+    """Folder of the allow-list."""
     learner: bytes = b""
-    """Public key of the one client that may speak as the learner, and as nothing else; empty: nobody may."""
+    """Public key of the one client that may speak as the learner, and as nothing else; empty: none."""
+
+    def admits(self, key: bytes) -> bool:
+        """True if a client's public key is in the allow-list now; a file without a key admits nobody."""
+        for path in self.folder.glob("*.public"):
+            try:
+                if read_key(path) == key:
+                    return True
+            except ConfigError as error:
+                _LOG.warning("this entry of the allow-list admits nobody: %s", error)
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClientKeys:
-    """What a peer of the replay needs: its own pair and the replay's public key, each 40 bytes of Z85."""
+    """A client's own pair and the server's public key, each 40 bytes of Z85."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -209,3 +230,95 @@ def _unreadable(path: Path, error: OSError) -> ConfigError:
         f"the key file {path} cannot be read ({error.strerror}). Make keys with `asyncrl keys DIR`, or copy "
         "this file from where they were made."
     )
+
+
+def secure(socket: zmq.Socket[bytes], security: Security | None) -> None:
+    """Set the keys of a socket that is not bound or connected yet."""
+    if security is None:
+        return
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, security.public)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, security.secret)
+    if isinstance(security, ServerKeys):
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN.encode())
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # Without the authenticator nobody gets in.
+    else:
+        socket.setsockopt(zmq.CURVE_SERVERKEY, security.server)
+
+
+@contextmanager
+def admitting(context: zmq.Context[zmq.Socket[bytes]], security: ServerKeys | None) -> Iterator[None]:
+    """Admit the listed clients to the sockets of `context`. Enter before binding, leave before destroying."""
+    if security is None:
+        yield
+        return
+    authenticator = ThreadAuthenticator(context)
+    authenticator.start()
+    try:
+        allow_list = SimpleNamespace(callback=lambda domain, key: security.admits(key))
+        authenticator.configure_curve_callback(_DOMAIN, allow_list)
+        yield
+    finally:
+        authenticator.stop()
+
+
+_BROKEN_OFF: Final = 5
+"""Handshakes in a row that the other side broke off without a reason that count as a refusal."""
+_MECHANISM_MISMATCH: Final = 0x11000002
+_ONE_SIDED: Final = "one side uses keys and the other does not. Set --replay.keys on both"
+# A server without keys and one with another key look alike to a client with keys, when the server hangs up
+# before the client has read its greeting.
+_WRONG_SERVER: Final = (
+    "it broke off every handshake: one side uses keys and the other does not, or DIR/server.public is not "
+    "its public key. Set --replay.keys on both, and copy server.public again from the replay's host"
+)
+
+
+class Handshakes:
+    """Watches one connecting socket for refusals."""
+
+    def __init__(self, socket: zmq.Socket[bytes], endpoint: str, who: str = "replay") -> None:
+        """Begin before the socket connects; `who` is at the other end."""
+        self._who = who
+        self._endpoint, self._broken_off = endpoint, 0
+        self._without_keys = socket.getsockopt(zmq.MECHANISM) == zmq.NULL
+        events = (
+            zmq.Event.HANDSHAKE_SUCCEEDED
+            | zmq.Event.HANDSHAKE_FAILED_AUTH
+            | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+            | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+        )
+        self._monitor = socket.get_monitor_socket(events)
+
+    def check(self) -> None:
+        """Look at what happened since the last call; never waits.
+
+        Raises:
+            ReplayError: The replay refuses this process, or is not the one that the keys are for.
+        """
+        while True:
+            try:
+                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            kind = event["event"]
+            if kind == zmq.Event.HANDSHAKE_SUCCEEDED:
+                self._broken_off = 0
+            elif kind == zmq.Event.HANDSHAKE_FAILED_AUTH:
+                raise self._refused(
+                    "this process's public key is not on its allow-list. Add the key to DIR/clients on the "
+                    "replay's host and start this process again"
+                )
+            elif kind == zmq.Event.HANDSHAKE_FAILED_PROTOCOL:
+                raise self._refused(
+                    _ONE_SIDED
+                    if event["value"] == _MECHANISM_MISMATCH
+                    else f"its handshake breaks the protocol ({event['value']:#x}). Is it asyncrl's at all?"
+                )
+            else:
+                self._broken_off += 1
+                if self._broken_off >= _BROKEN_OFF:
+                    raise self._refused(_ONE_SIDED if self._without_keys else _WRONG_SERVER)
+
+    def _refused(self, why: str) -> ReplayError:
+        return ReplayError(f"the {self._who} at {self._endpoint} refused the connection: {why}.")

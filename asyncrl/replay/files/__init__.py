@@ -1,1 +1,0 @@
-"""Write, read and compress the HDF5 file of one group."""

@@ -1,0 +1,215 @@
+"""Write an HDF5 file whole and durably, with a footer that is checked before libhdf5 opens the file.
+
+The footer has a checksum of everything but the arrays' values, which have checksums of their own: libhdf5 may
+crash on a damaged structure. libhdf5 writes to memory only, so it never meets a full disk.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import h5py
+
+from asyncrl.errors import DiskFull, OutOfFiles, ReplayError
+from asyncrl.observability import signals
+from asyncrl.storage.atomic import flush, unfinished
+from asyncrl.storage.regular_files import open_regular, remove
+
+LIBVER: Final = ("v110", "v110")
+"""HDF5 1.10 tools can read the files, whatever HDF5 version writes them."""
+UNREADABLE: Final = (
+    OSError,
+    KeyError,
+    ValueError,
+    TypeError,
+    RuntimeError,
+    IndexError,
+    OverflowError,
+    MemoryError,
+    struct.error,
+    zlib.error,
+)
+"""Errors that h5py raises on a damaged file."""
+
+_MAGIC: Final = b"ARLFOOT1"
+_EXTENT: Final = struct.Struct("<QQ")
+_TAIL: Final = struct.Struct("<8sIIQ")
+_CRC: Final = struct.Struct("<I")
+_MAX_EXTENTS: Final = 64
+_PIECE: Final = 2**20
+
+
+@contextmanager
+def sealing(path: Path, outside: Sequence[str] = ()) -> Iterator[h5py.File]:
+    """Build an HDF5 file in memory; write it durably with its footer when the block ends.
+
+    Args:
+        path: Must not exist.
+        outside: Contiguous arrays whose values the footer's checksum leaves out.
+
+    Raises:
+        OSError: `path` exists, or the disk refuses the write. Nothing is left behind.
+    """
+    memory = io.BytesIO()
+    with h5py.File(memory, "w", libver=LIBVER) as file:
+        yield file
+        arrays: list[Any] = [file[name] for name in outside]
+        extents = sorted((array.id.get_offset(), array.nbytes) for array in arrays if array.size)
+    content = memory.getbuffer()
+    checksum = _checksum_outside(lambda begin, count: content[begin : begin + count], extents, len(content))
+    _write_new_file(path, content, _make_footer(extents, checksum, len(content)))
+
+
+def _write_new_file(path: Path, *parts: memoryview | bytes) -> None:
+    if path.exists():
+        raise FileExistsError(f"{path} exists")
+    part = unfinished(path)
+    remove(part)
+    try:
+        with part.open("xb", buffering=0) as file:
+            os.posix_fallocate(file.fileno(), 0, sum(map(len, parts)))
+            for content in map(memoryview, parts):
+                while content:
+                    content = content[file.write(content) :]
+            os.fsync(file.fileno())
+        part.rename(path)
+        flush(path.parent)
+    except OSError:
+        part.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[tuple[h5py.File, os.stat_result]]:
+    """Open a sealed file to read; errors of h5py in the block become those of a damaged file.
+
+    Raises:
+        OutOfFiles: No file can be opened now.
+        ReplayError: It cannot be read, was cut short, or was changed.
+    """
+    found = check_whole(path)
+    try:
+        with h5py.File(path, "r") as file:
+            yield file, found
+    except UNREADABLE as error:
+        raise unreadable(path, error) from None
+
+
+def _make_footer(extents: Sequence[tuple[int, int]], checksum: int, length: int) -> bytes:
+    """Return the footer: (offset, bytes) of each array's values, checksum and length of the HDF5 content."""
+    body = b"".join(_EXTENT.pack(*extent) for extent in extents)
+    body += _TAIL.pack(_MAGIC, len(extents), checksum, length)
+    return body + _CRC.pack(zlib.crc32(body))
+
+
+def append_footer(path: Path) -> None:
+    """Add a footer without extents to a closed HDF5 file: every byte counts as structure."""
+    content = path.read_bytes()
+    with path.open("ab") as file:
+        file.write(_make_footer((), zlib.crc32(content), len(content)))
+
+
+def check_whole(path: Path) -> os.stat_result:
+    """Check length and structure of a file against its footer, before HDF5 opens it.
+
+    Raises:
+        OutOfFiles: No file can be opened now.
+        ReplayError: It cannot be read, was cut short, or was changed.
+    """
+    try:
+        handle = open_regular(path)
+        try:
+            _check_footer(handle)
+            return os.fstat(handle)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        if signals.exhausted(error):
+            raise unreadable(path, error) from None
+        raise ReplayError(f"{path} cannot be read ({error.strerror}). Check the path.") from None
+    except ValueError as error:
+        raise damaged(path, str(error)) from None
+
+
+def _check_footer(handle: int) -> None:
+    fixed, size = _TAIL.size + _CRC.size, os.fstat(handle).st_size
+    if size < fixed:
+        raise ValueError(f"it has {size} bytes, too few for a footer")
+    magic, count, checksum, length = _TAIL.unpack_from(os.pread(handle, fixed, size - fixed))
+    start = size - fixed - count * _EXTENT.size
+    if magic != _MAGIC or count > _MAX_EXTENTS or start != length:
+        raise ValueError("it does not end with its footer: it was cut short, or is not of this format")
+    footer = os.pread(handle, size - start, start)
+    if zlib.crc32(footer[: -_CRC.size]) != _CRC.unpack(footer[-_CRC.size :])[0]:
+        raise ValueError("the checksum of its footer does not match")
+    extents = list(_EXTENT.iter_unpack(footer[: count * _EXTENT.size]))
+    if _checksum_outside(lambda begin, count: os.pread(handle, count, begin), extents, length) != checksum:
+        raise ValueError("the checksum of its HDF5 structure does not match")
+
+
+def _checksum_outside(
+    read: Callable[[int, int], bytes | memoryview], extents: Sequence[tuple[int, int]], length: int
+) -> int:
+    """Return the CRC-32 of the first `length` bytes without the extents, read in pieces."""
+    checksum, begin = 0, 0
+    for offset, count in [*extents, (length, 0)]:
+        if not begin <= offset <= offset + count <= length:
+            raise ValueError(f"bytes {offset} to {offset + count} of a dataset lie outside of the file")
+        while begin < offset:
+            piece = read(begin, min(_PIECE, offset - begin))
+            if not piece:
+                raise ValueError(f"it ends at byte {begin}")
+            checksum, begin = zlib.crc32(piece, checksum), begin + len(piece)
+        begin = offset + count
+    return checksum
+
+
+def fingerprint(path: Path) -> int:
+    """Return the checksum of a sealed file's footer, which covers those of its tables and arrays.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is too short.
+    """
+    handle = open_regular(path)
+    try:
+        size = os.fstat(handle).st_size
+        if size < _CRC.size:
+            raise ValueError(f"it has {size} bytes, too few for a footer")
+        return _CRC.unpack(os.pread(handle, _CRC.size, size - _CRC.size))[0]
+    finally:
+        os.close(handle)
+
+
+def unreadable(path: Path, error: Exception) -> ReplayError:
+    """Return the error of a damaged file, or of too few file descriptors."""
+    if signals.exhausted(error):
+        return OutOfFiles(f"{path} cannot be read now ({error}). {signals.REMEDY}")
+    return damaged(path, str(error))
+
+
+def damaged(path: Path, why: str) -> ReplayError:
+    """Return the error of a file that cannot be used."""
+    return ReplayError(f"{path} is damaged: {why}. Move it away; the rest of the replay does not need it.")
+
+
+def is_full(error: OSError) -> bool:
+    """True if an error of writing means that there is no space."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def write_error(what: str, error: OSError) -> ReplayError:
+    """Return the error of a failed write; `what` as in "X could not be written"."""
+    if signals.exhausted(error):
+        return OutOfFiles(f"{what}: {error}. {signals.REMEDY}")
+    kind = DiskFull if is_full(error) else ReplayError
+    return kind(f"{what}: {error}. Free disk space, or lower --replay.max-gigabytes.")
