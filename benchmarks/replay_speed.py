@@ -1,184 +1,132 @@
-"""The replay against the plain ways of doing the same, in interleaved rounds of one run.
+"""Writing and reading of the replay at 64 actors: how far it is from what GPUs produce.
 
     python benchmarks/replay_speed.py
 
-Ratios are speeds relative to the plain way (above 1: the replay is quicker), from the medians of all rounds:
+    write        a group's durable file (checksums, HDF5 in memory, fsync, rename)
+    raw          the same bytes into a file without a format, as durable
+    read         all of a group from the page cache, checksums verified
+    to learn     the same without the video, as the learner gets it
+    ingest       64 actors (one process plays them) push groups to a replay process until every receipt came
+    hand over    the learner fetches all these groups
 
-    seal            a group's file, durable, against a raw file of the same bytes, as durable
-    fresh, reused   whole groups from the page cache against copies out of np.memmap; not verified
-    verified        the same into fresh memory with every checksum checked, as on the first read of a file
-    cold            whole groups that are not in the page cache, fresh, against cold copies out of np.memmap
-    small           all but the images of a group, against h5py
-    torchrl         seals and whole groups against LazyMemmapStorage, its writes flushed and synced, when
-                    torchrl is installed
+All in MB/s, medians of the rounds. Two H100 produce 3 MB/s of episodes, 25 MB/s if every drawn frame is kept.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import random
+import multiprocessing
 import shutil
 import statistics
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import h5py
-import numpy as np
-from asyncrl.replay.files.format import GroupFileParts
-from asyncrl.replay.files.reader import Buffers, GroupReader, read_layout
 from replay_episodes import make_group, write_raw
 
-from asyncrl.episode_layout import TOKENS, array_specs, episode_arrays
+from asyncrl.config.loading import overlay
+from asyncrl.config.run import TrainConfig
+from asyncrl.episode_layout import episode_arrays
+from asyncrl.launch.roles import open_run_replay
+from asyncrl.messaging.episode_codec import as_bytes
+from asyncrl.messaging.sockets import ipc_endpoint, private_folder
 from asyncrl.records import Episode
+from asyncrl.replay.actor_client import ZmqActorPort
+from asyncrl.replay.group_file import read_group
+from asyncrl.replay.learner_client import ZmqLearnerPort
+from asyncrl.replay.server import serve_replay
 from asyncrl.replay.store import EpisodeStore
-from asyncrl.storage.atomic import flush
 
-SIZES = {"tabletop": (6, 64), "large": (32, 224)}
-"""Decisions and pixels per side of an episode."""
-SMALL = tuple(name for name in array_specs(TOKENS) if name not in ("frames", "final_frame", "video"))
-
-
-def by_memmap(path: Path, layout: GroupFileParts) -> Callable[[], Any]:
-    """Return what copies every array out of a mapping of the file. Where they lie is known before."""
-    mapped = np.memmap(path, np.uint8, "r")
-    extents = [(p.offset, p.offset + p.nbytes) for p in layout.extents.values()]
-    return lambda: [np.array(mapped[begin:end]) for begin, end in extents]
+ACTORS, GROUP_SIZE = 64, 8
+SIZES = {"64 x 64": (6, 64, False), "224 x 224": (32, 224, False), "224 x 224 with video": (10, 224, True)}
+"""Decisions, pixels per side, whether all frames are kept."""
 
 
-def by_h5py(path: Path) -> None:
-    """Read the small arrays of a file."""
-    with h5py.File(path, "r") as file:
-        for name in SMALL:
-            file[name][...]  # type: ignore[index]
-
-
-def forget(path: Path) -> None:
-    """Take a file, synced before, out of the page cache."""
-    handle = os.open(path, os.O_RDONLY)
-    os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(handle)
-
-
-class TorchRL:
-    """A LazyMemmapStorage with one row per episode."""
-
-    def __init__(self, groups: list[list[Episode]], folder: Path) -> None:
-        """Make room and write the first group, which makes the files."""
-        import torch
-        from tensordict import TensorDict  # type: ignore[import-not-found]
-        from torchrl.data import LazyMemmapStorage  # type: ignore[import-not-found]
-
-        self._torch, self._dict, self._size, self._folder = torch, TensorDict, len(groups[0]), folder
-        self._storage = LazyMemmapStorage(self._size * len(groups), scratch_dir=str(folder))
-        self.write(0, groups[0])
-
-    def write(self, index: int, group: list[Episode]) -> None:
-        """Store a group durably: copy it into the mapping, write that back, sync the files."""
-        arrays = [episode_arrays(episode) for episode in group]
-        names = [name for name in arrays[0] if name != "video"]
-        parts = {name: self._torch.from_numpy(np.stack([e[name] for e in arrays])) for name in names}
-        self._storage.set(self._rows(index), self._dict(parts, [self._size]))
-        for path in self._folder.rglob("*.memmap"):
-            flush(path)
-
-    def read(self, index: int) -> Any:
-        """Copy a group out."""
-        return self._storage.get(self._torch.tensor(self._rows(index)))
-
-    def _rows(self, index: int) -> list[int]:
-        return list(range(index * self._size, (index + 1) * self._size))
-
-
-def torchrl_or_none(groups: list[list[Episode]], folder: Path) -> TorchRL | None:
-    """The storage, when torchrl is installed."""
-    try:
-        return TorchRL(groups, folder)
-    except ImportError:
-        return None
-
-
-def measure(decisions: int, image: int, groups: int, rounds: int, folder: Path) -> dict[str, list[float]]:
-    """Seconds per round of every way, in interleaved rounds."""
-    episodes = [make_group(number, size=8, decisions=decisions, image=image) for number in range(groups)]
-    seconds, order = defaultdict[str, list[float]](list), random.Random(0)
+def files(group: list[Episode], groups: int, folder: Path) -> dict[str, list[float]]:
+    """Return the seconds of each way to write and read one group, once per group."""
+    seconds = defaultdict[str, list[float]](list)
 
     def timed(name: str, work: Callable[[], object]) -> None:
-        began = time.perf_counter()
+        begin = time.perf_counter()
         work()
-        seconds[name].append(time.perf_counter() - began)
+        seconds[name].append(time.perf_counter() - begin)
 
-    raw = [
-        [a.reshape(-1).view(np.uint8).data for e in g for a in episode_arrays(e).values()] for g in episodes
-    ]
-    peer = torchrl_or_none(episodes, folder / "torchrl")
-    for turn in range(rounds):
-        store = EpisodeStore(folder / f"seal-{turn}", group_size=8, max_bytes=1 << 60)
-        for number, group in enumerate(episodes):
-            ways = {
-                "raw write": lambda: write_raw(folder / f"raw-{number}", raw[number]),  # noqa: B023
-                "seal": lambda: store.store_group(number, group),  # noqa: B023
-            }
-            if peer is not None:
-                ways["torchrl write"] = lambda: peer.write(number, group)  # noqa: B023
-            for way in sorted(ways, key=lambda _: order.random()):
-                timed(way, ways[way])
-        for path in folder.glob("raw-*"):
-            path.unlink()
-        store.close()
-        if turn:
-            shutil.rmtree(folder / f"seal-{turn}")
-    paths = sorted((folder / "seal-0").glob("group-*.h5"))
-    reader, buffers = GroupReader(), Buffers()
-    layouts = {path: read_layout(path) for path in paths}
-    for path in paths:
-        reader.read(path)
-    for _ in range(rounds):
-        for index, path in enumerate(paths):
-            mapped = by_memmap(path, layouts[path])
-            timed("memmap", mapped)
-            timed("fresh", lambda: reader.read(path))  # noqa: B023
-            timed("reused", lambda: reader.read(path, buffers=buffers))  # noqa: B023
-            timed("verified", lambda: reader.read(path, verify=True))  # noqa: B023
-            timed("h5py small", lambda: by_h5py(path))  # noqa: B023
-            timed("small", lambda: reader.read(path, SMALL))  # noqa: B023
-            if peer is not None:
-                timed("torchrl", lambda: peer.read(index))  # noqa: B023
-            del mapped  # What is mapped stays in the page cache.
-            forget(path)
-            timed("cold", lambda: reader.read(path))  # noqa: B023
-            forget(path)
-            timed("cold memmap", by_memmap(path, layouts[path]))
+    arrays = [as_bytes(array) for episode in group for array in episode_arrays(episode).values()]
+    store = EpisodeStore(folder / "replay", group_size=GROUP_SIZE, max_bytes=1 << 60)
+    for number in range(groups):
+        timed("raw", lambda: write_raw(folder / f"raw-{number}", list(arrays)))  # noqa: B023
+        timed("write", lambda: store.store_group(number, group))  # noqa: B023
+    for group_file in store.group_files.values():
+        timed("read", lambda: read_group(group_file.path))  # noqa: B023
+        timed("to learn", lambda: read_group(group_file.path, without=("video",)))  # noqa: B023
+    store.close()
     return seconds
 
 
-def report(name: str, seconds: dict[str, list[float]]) -> None:
-    """Print the medians and ratios of one size."""
-    median = {way: statistics.median(times) for way, times in seconds.items()}
-    print(f"{name}: ms per group: " + ", ".join(f"{way} {1e3 * t:.2f}" for way, t in median.items()))
-    pairs = [("raw write", "seal"), ("memmap", "fresh"), ("memmap", "reused"), ("memmap", "verified")]
-    pairs += [("cold memmap", "cold"), ("h5py small", "small")]
-    if "torchrl" in median:
-        pairs += [("torchrl", "fresh"), ("torchrl", "reused"), ("torchrl write", "seal")]
-    else:
-        print("  torchrl is not installed")
-    for plain, ours in pairs:
-        print(f"  {ours} against {plain}: {median[plain] / median[ours]:.2f}x")
+def serve(folder: Path, endpoint: str) -> None:
+    """Be the process of the replay."""
+    settings = {
+        "algorithm": {"group_size": GROUP_SIZE, "groups_per_update": ACTORS},
+        "replay": {"max_lag": 100_000, "max_gigabytes": 1000.0},
+    }
+    serve_replay(open_run_replay(folder, overlay(TrainConfig(), settings, "speed")), endpoint)
+
+
+def service(group: list[Episode], folder: Path) -> dict[str, float]:
+    """Return the seconds until one group of each actor is durable, and until the learner has all of them."""
+    sockets = private_folder()
+    endpoint = ipc_endpoint(sockets)
+    process = multiprocessing.get_context("spawn").Process(target=serve, args=(folder, endpoint))
+    process.start()
+    learner = ZmqLearnerPort(endpoint)
+    learner.status()
+    actors = [ZmqActorPort(endpoint, f"actor-{number}") for number in range(ACTORS)]
+    grants = [actor.acquire_groups(1, 60.0)[0] for actor in actors]
+    begin = time.perf_counter()
+    for number, (actor, grant) in enumerate(zip(actors, grants, strict=True)):
+        for member, episode in enumerate(group):
+            own = {"episode_id": f"{number:024x}{member:08x}", "group_id": grant.group_id}
+            actor.push(replace(episode, **own, actor=f"actor-{number}"))
+    while any(actor.unacknowledged for actor in actors):
+        for actor in actors:
+            actor.serve()
+    ingested = time.perf_counter()
+    batch = learner.choose(groups=ACTORS, version=0, timeout=300.0)
+    learner.fetch(batch, timeout=300.0)
+    done = time.perf_counter()
+    for actor in actors:
+        actor.close(5.0)
+    learner.stop()
+    learner.close()
+    process.join(30)
+    shutil.rmtree(sockets)
+    return {"ingest": ingested - begin, "hand over": done - ingested}
 
 
 def main() -> None:
-    """Measure both sizes."""
+    """Measure every size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--groups", type=int, default=6)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--groups", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=SIZES)
     arguments = parser.parse_args()
-    for name, (decisions, image) in SIZES.items():
-        with tempfile.TemporaryDirectory() as folder:
-            report(name, measure(decisions, image, arguments.groups, arguments.rounds, Path(folder)))
+    for size in arguments.sizes:
+        decisions, image, video = SIZES[size]
+        group = make_group(0, size=GROUP_SIZE, decisions=decisions, image=image, video=video)
+        nbytes = sum(array.nbytes for episode in group for array in episode_arrays(episode).values())
+        speeds = defaultdict[str, list[float]](list)
+        for _ in range(arguments.rounds):
+            with tempfile.TemporaryDirectory() as name:
+                for way, seconds in files(group, arguments.groups, Path(name)).items():
+                    speeds[way].append(nbytes / statistics.median(seconds) / 1e6)
+            with tempfile.TemporaryDirectory() as name:
+                for way, took in service(group, Path(name) / "replay").items():
+                    speeds[way].append(ACTORS * nbytes / took / 1e6)
+        shown = ", ".join(f"{way} {statistics.median(found):.0f}" for way, found in speeds.items())
+        print(f"{size}, {nbytes / 1e6:.1f} MB per group: {shown} MB/s", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
-"""One socket to the replay that keeps itself introduced: messages out, messages in.
+"""One socket to the replay that keeps itself introduced.
 
-It says `hello` and pings once a second; an actor does so on a thread, because one round of imagination may
-take long. A replay that was restarted answers that it does not know the peer; then the connection introduces
-itself again, and `Connection.server_id` names the new process, so that its owner repeats what was not
-answered for good.
+It sends `hello` and pings once a second; an actor does so on a thread, because one step of imagination may
+take long. A restarted replay answers that it does not know the peer; then the connection introduces itself
+again, and `Connection.server_id` names the new process, so that its owner repeats everything unanswered.
 """
 
 from __future__ import annotations
@@ -44,12 +43,12 @@ class Connection:
         self._identity = identity
         self.session = os.urandom(8).hex()
         self.server_id = ""
-        """Which process of the replay knows this port; empty: none."""
+        """Id of the replay process that knows this port; empty if none."""
         self.stopped = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self._socket = open_dealer(self._context, endpoint, f"{role}-{self.session}".encode(), security)
-            # Who can open a private ipc folder is let in.
+            # A private ipc folder admits nobody else, and has no handshake.
             self._handshakes = Handshakes(self._socket, endpoint) if endpoint.startswith("tcp") else None
             self._socket.connect(endpoint)
         except BaseException:
@@ -63,7 +62,7 @@ class Connection:
             self._pulse.start()
 
     def exchange(self, wait: float) -> list[Message]:
-        """Keep in touch and return what came; waits up to `wait` seconds when nothing is there.
+        """Keep in touch and return the messages that came; waits up to `wait` seconds for one.
 
         Images of episodes are read-only views of their messages.
 
@@ -101,11 +100,11 @@ class Connection:
                 found.append(message)
 
     def send_now(self, kind: str, **fields: Any) -> bool:
-        """Send a message without waiting; False when the queue is full."""
+        """Send a message without waiting; False if the queue is full."""
         return self.send_frames(encode(kind, **fields))
 
     def send_frames(self, frames: list[Buffer]) -> bool:
-        """Send an encoded message without waiting; False when the queue is full."""
+        """Send an encoded message without waiting; False if the queue is full."""
         try:
             with self._lock:
                 self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
@@ -114,25 +113,25 @@ class Connection:
         return True
 
     def _quiet(self) -> bool:
-        """Whether it is time to say something; notes that it is said now."""
+        """True once a second: it is time to send a sign of life."""
         now = time.monotonic()
         quiet = now - self._spoke >= PING_EVERY
         self._spoke = now if quiet else self._spoke
         return quiet
 
     def _beat(self) -> None:
-        """Keep in touch while nobody exchanges messages. Ended by `close`."""
+        """Keep in touch while no messages are exchanged. Ended by `close`."""
         while not self._closing.wait(PING_EVERY / 4):
             if self._lock.acquire(timeout=PING_EVERY):
                 try:
-                    # Not a ping: nobody reads now that a restarted replay does not know this actor.
+                    # Not a ping: the answer of a restarted replay would not be read now.
                     if not self._closing.is_set() and self._quiet():
                         self._introduce()
                 finally:
                     self._lock.release()
 
     def close(self) -> None:
-        """Disconnect; what was sent is still delivered for a second."""
+        """Disconnect; sent messages are still delivered for a second."""
         self._closing.set()
         if self._pulse.is_alive():
             self._pulse.join(2 * PING_EVERY)

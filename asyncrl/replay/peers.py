@@ -1,7 +1,4 @@
-"""Keep track of who talks to the replay, and answer who comes and goes.
-
-Part of the replay's one serving thread. `PeerSender` is the way back to the peers.
-"""
+"""Peers of the replay: who may talk to it, who is there, and the way back to them."""
 
 from __future__ import annotations
 
@@ -20,11 +17,11 @@ from asyncrl.replay.replay import Replay
 from asyncrl.storage.run_identity import NO_RUN, RunIdentity
 
 RANK: Final = "rank"
-"""Role of a learner rank but 0: it fetches its part of batches."""
+"""Role of a learner rank other than 0: it fetches its part of batches."""
 NAME_RESERVED: Final = 5.0
 """Seconds after its last sign of life for which an actor's name is not given to one that joins."""
 _VISITORS: Final = 256
-"""Processes that may be asking for the settings at the same time."""
+"""Most processes that ask for the settings at one time."""
 _LOG = logging.getLogger(__name__)
 _LOGGED: Final = 100
 """Refused messages that are written to the log; all are counted."""
@@ -41,7 +38,7 @@ class PeerSender:
         """Peers that were gone when something was sent to them."""
 
     def send(self, peer: bytes, kind: str, **fields: Any) -> bool:
-        """Send a message; False when the peer takes nothing now: it will ask again."""
+        """Send a message; False if the peer accepts nothing now: it will ask again."""
         return self.send_frames(peer, encode(kind, **fields))
 
     def send_frames(self, peer: bytes, frames: list[Buffer]) -> bool:
@@ -58,7 +55,7 @@ class PeerSender:
         return True
 
     def refuse(self, peer: bytes, error: WireError) -> None:
-        """Say what is wrong with a message, and count it."""
+        """Refuse a message with its error, and count it."""
         self.errors += 1
         if self.errors <= _LOGGED:
             _LOG.warning("refused a message: %s", error)
@@ -76,14 +73,14 @@ class Peers:
         identity: RunIdentity = NO_RUN,
         learner_key: bytes = b"",
     ) -> None:
-        """Begin without peers; those of an earlier process introduce themselves again.
+        """Start without peers; those of an earlier process introduce themselves again.
 
         Args:
-            replay: Of the run.
+            replay: The run's.
             sender: The way back to the peers.
-            settings: What actors that join are told; None: nobody can join.
-            identity: Of the run; who belongs to another one is refused.
-            learner_key: Public key of the learner, where peers have keys.
+            settings: Sent to actors that join; None: none can join.
+            identity: The run's; peers of another run are refused.
+            learner_key: The learner's public key; empty without keys.
         """
         self.replay, self.sender, self.settings = replay, sender, settings
         self.identity, self._learner_key = identity, learner_key.decode()
@@ -96,36 +93,43 @@ class Peers:
         self.ranks: dict[str, bytes] = {}
         """Name of each other learner rank that is there -> its routing id."""
         self._visitors: dict[bytes, None] = {}
-        """Who may ask for the settings, the newest last."""
+        """Peers that may ask for the settings, the newest last."""
         self._replaced: set[str] = set()
         """Sessions of actors whose name a newer one took."""
         self._told: dict[bytes, int] = {}
         """Actor -> quarantined start states that it knows of: the first of the list."""
 
     def knows(self, peer: bytes) -> bool:
-        """Whether a peer has introduced itself as a part of this run."""
+        """True if a peer has introduced itself as a part of this run."""
         return peer in self.actors or self.learns(peer)
 
     def learns(self, peer: bytes) -> bool:
-        """Whether a peer is a learner rank of this run: it gets groups."""
+        """True if a peer is a learner rank of this run: it gets groups."""
         return peer == self.learner or peer in self.ranks.values()
 
     def check(self, message: Message, key: str) -> None:
-        """Refuse who does not belong to this run, or has another role's key, by name.
+        """Check that a peer belongs to this run and has the key of its role.
 
         Args:
             message: A `hello`.
-            key: Public key of the peer, as its handshake proved it; empty where there are no keys.
+            key: The peer's public key, proved by its handshake; empty without keys.
 
         Raises:
-            WireError: Says why.
+            WireError: It has another package version, role, key or run.
         """
-        check_hello(message)
+        if message["package"] != __version__:
+            raise WireError(
+                f"{message['role'][:40]!r} {message['name'][:40]!r} runs asyncrl "
+                f"{message['package'][:40]!r}, the replay runs {__version__!r}. Run the same asyncrl version on "
+                "both sides."
+            )
+        if message["role"] not in ("actor", "learner", RANK, ROLE):
+            raise WireError(f"role {message['role'][:40]!r} is not 'actor', 'learner', {RANK!r} or {ROLE!r}.")
         who = f"{message['role'][:40]} {message['name'][:40]!r}"
         if key and (key == self._learner_key) != (message["role"] in ("learner", RANK)):
             raise WireError(f"{who} has the key of another role: the key 'learner' is the learners' alone.")
         if message["role"] == ROLE and key:
-            return  # Its key admits it; the run's secret is what it comes for.
+            return  # Its key admits it; it comes for the run's secret.
         if not self.identity.knows(message["secret"]):
             raise WireError(
                 f"{who} belongs to another run than this replay, or to none. Perhaps two runs have the same "
@@ -135,7 +139,7 @@ class Peers:
             raise WireError(f"{who} belongs to a newer start of the run than this replay.")
 
     def hello(self, peer: bytes, message: Message) -> None:
-        """Note a peer, which `check` let in, and welcome it."""
+        """Record a peer that `check` let in, and welcome it."""
         if message["role"] == ROLE:
             self._visitors.pop(peer, None)
             self._visitors[peer] = None
@@ -159,21 +163,22 @@ class Peers:
         self.ping(peer, message)
 
     def ping(self, peer: bytes, message: Message) -> None:
-        """Say that this process knows the peer."""
+        """Answer that this process knows the peer."""
         self.sender.send(peer, "welcome", boot=self.server_id, known=True)
 
     def introduce(self, peer: bytes) -> None:
-        """Ask a peer, which knew an earlier process, to introduce itself and to say it again."""
+        """Ask a peer of an earlier process to introduce itself and to repeat its requests."""
         self.sender.send(peer, "welcome", boot=self.server_id, known=False)
 
     def bye(self, peer: bytes, message: Message) -> None:
-        """Let an actor go. What it leaves open at the run's end is for a resume to settle."""
-        name = self._forget(peer)
+        """Remove an actor. After the stop its open groups stay, for a resume."""
+        self._told.pop(peer, None)
+        name = self.actors.pop(peer, None)
         if name is not None and not self.replay.stopped:
             self.replay.leave(name)
 
-    def tell_settings(self, peer: bytes, message: Message) -> None:
-        """Give one that wants to join a part of the run's settings."""
+    def send_settings(self, peer: bytes, message: Message) -> None:
+        """Send a part of the run's settings to a process that wants to join."""
         if peer not in self._visitors:
             self.introduce(peer)
             return
@@ -187,8 +192,8 @@ class Peers:
         else:
             self.sender.send(peer, "settings_part", **part)
 
-    def tell_quarantined(self, peer: bytes) -> bool:
-        """Tell an actor the start states that it does not know to be quarantined; False: it takes no more."""
+    def send_quarantined(self, peer: bytes) -> bool:
+        """Send an actor the quarantined start states that it does not know; False if it accepts no more."""
         names = self.replay.state.quarantine.names
         while (told := self._told.get(peer, 0)) < len(names):
             if not self.sender.send(peer, "quarantined", start_state=names[told]):
@@ -197,7 +202,7 @@ class Peers:
         return True
 
     def _admit(self, peer: bytes, message: Message) -> bool:
-        """Note an actor. Of two with one name the newer stays: a respawned actor has its predecessor's."""
+        """Record an actor. Of two with one name the newer stays: a respawned actor keeps the name."""
         name, session = message["name"], message["session"]
         if session in self._replaced:
             why = f"another actor called {name!r} took this one's place. Give each a --name of its own."
@@ -206,28 +211,9 @@ class Peers:
         if (before := self.replay.state.session.actors.get(name)) not in (None, session):
             self._replaced.add(str(before))
         for other in [other for other, known in self.actors.items() if known == name]:
-            self._forget(other)
+            self._told.pop(other, None)
+            del self.actors[other]
         self.actors[peer] = name
         self._told.pop(peer, None)
         self.replay.hello(name, session)
         return True
-
-    def _forget(self, peer: bytes) -> str | None:
-        """Forget a peer; returns its name when it was an actor."""
-        self._told.pop(peer, None)
-        return self.actors.pop(peer, None)
-
-
-def check_hello(message: Message) -> None:
-    """Refuse a peer of another package version or role, by name.
-
-    Raises:
-        WireError: Says which.
-    """
-    if message["package"] != __version__:
-        raise WireError(
-            f"{message['role'][:40]!r} {message['name'][:40]!r} runs asyncrl {message['package'][:40]!r}, "
-            f"the replay runs {__version__!r}. Run the same asyncrl version on both sides."
-        )
-    if message["role"] not in ("actor", "learner", RANK, ROLE):
-        raise WireError(f"role {message['role'][:40]!r} is not 'actor', 'learner', {RANK!r} or {ROLE!r}.")

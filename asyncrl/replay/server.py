@@ -125,7 +125,7 @@ class ReplayServer:
             "hello": self._hello,
             "ping": self.peers.ping,
             "bye": self.peers.bye,
-            "settings": self.peers.tell_settings,
+            "settings": self.peers.send_settings,
             "acquire": self._acquire,
             "episode": self._episode,
             "failed": self._failed,
@@ -248,7 +248,7 @@ class ReplayServer:
         if peer not in self.peers.actors or self.replay.state.limiter.timed_out(self.peers.actors[peer]):
             del self._acquires[peer]
             return False
-        if not self.peers.tell_quarantined(peer):
+        if not self.peers.send_quarantined(peer):
             return False  # Its queue is full: it hears the names before its next grant.
         name = self.peers.actors[peer]
         if self.replay.was_given_up(name, requests[0]):
