@@ -83,18 +83,17 @@ Security = ServerKeys | ClientKeys
 
 
 def create_keys(folder: Path, clients: Sequence[str]) -> list[Path]:
-    """Make the key pairs that are not there yet; what is there stays as it is.
+    """Make missing key pairs; existing files stay as they are.
 
     Args:
-        folder: Made with mode 0700 when it is not there.
+        folder: Made with mode 0700 if it is missing.
         clients: Names of the processes that may connect: letters, digits, '-' and '_'.
 
     Returns:
         The secret files that were written.
 
     Raises:
-        ConfigError: A name cannot be used, others can enter the folder, a key there is damaged or cannot be
-            written.
+        ConfigError: A name is invalid, others can enter the folder, or a key is damaged or cannot be written.
     """
     for name in clients:
         if not _NAME.fullmatch(name) or name == _SERVER:
@@ -115,10 +114,10 @@ def create_keys(folder: Path, clients: Sequence[str]) -> list[Path]:
 
 
 def load_server_keys(folder: Path) -> ServerKeys:
-    """Read the replay's keys and the allow-list.
+    """Read a server's keys and its allow-list.
 
     Raises:
-        ConfigError: A file is missing, damaged or open to others, or nobody would be admitted.
+        ConfigError: A file is missing, damaged or open to others, or the allow-list is empty.
     """
     secret = _read_secret(folder, _SERVER)
     public = read_key(folder / f"{_SERVER}.public")
@@ -144,7 +143,7 @@ def load_server_keys(folder: Path) -> ServerKeys:
 
 
 def load_client_keys(folder: Path, name: str) -> ClientKeys:
-    """Read the keys of the process `name`: NAME.secret and server.public are enough.
+    """Read the keys of the process `name` from NAME.secret and server.public.
 
     Raises:
         ConfigError: A file is missing, damaged or open to others.
@@ -156,7 +155,7 @@ def load_client_keys(folder: Path, name: str) -> ClientKeys:
 
 
 def _create_pair(secret_path: Path, public_path: Path) -> Path | None:
-    """Complete one pair; None when its secret was there."""
+    """Complete one pair; return the secret's path if it is new."""
     if secret_path.exists():
         secret, made = _read_secret(secret_path.parent, secret_path.stem), None
     elif public_path.exists():  # The secret was moved to its client's host.
@@ -278,7 +277,7 @@ class Handshakes:
     """Watches one connecting socket for refusals."""
 
     def __init__(self, socket: zmq.Socket[bytes], endpoint: str, who: str = "replay") -> None:
-        """Begin before the socket connects; `who` is at the other end."""
+        """Start before the socket connects; `who` names the other end."""
         self._who = who
         self._endpoint, self._broken_off = endpoint, 0
         self._without_keys = socket.getsockopt(zmq.MECHANISM) == zmq.NULL
@@ -291,10 +290,10 @@ class Handshakes:
         self._monitor = socket.get_monitor_socket(events)
 
     def check(self) -> None:
-        """Look at what happened since the last call; never waits.
+        """Handle the events since the last call; never waits.
 
         Raises:
-            ReplayError: The replay refuses this process, or is not the one that the keys are for.
+            ReplayError: The server refuses this process, or does not have the expected key.
         """
         while True:
             try:

@@ -30,7 +30,7 @@ from asyncrl.observability import waits
 MAX_IPC_PATH: Final = 107
 """Longest path of a unix socket, in bytes."""
 PREFIX: Final = "asyncrl-"
-"""How the names of private folders begin."""
+"""Prefix of the names of private folders."""
 IDENTITY: Final = "identity"
 """File of a private folder with the run's secret, for actors of this host that join."""
 LINGER_MS: Final = 1000
@@ -51,10 +51,9 @@ _log = logging.getLogger(__name__)
 
 
 def private_folder() -> Path:
-    """Make a folder for the sockets of one run that only this user can enter (mode 0700).
+    """Make a folder that only this user can enter (mode 0700) for the sockets of one run; the caller removes it.
 
-    The caller removes it. It lies in the system's temporary folder, because the run folder's path may be too
-    long for a unix socket.
+    It lies in the system's temporary folder: the run folder's path may be too long for a unix socket.
 
     Raises:
         ConfigError: The temporary folder's path is too long.
@@ -77,12 +76,12 @@ def ipc_endpoint(folder: Path, name: str = "replay") -> str:
 def check_endpoint(
     endpoint: str, security: Security | None = None, *, any_port: bool = False, keys_follow: bool = False
 ) -> str:
-    """Return `endpoint` when it can be used safely.
+    """Return `endpoint` if it is safe.
 
     Args:
         endpoint: ipc:///absolute/path or tcp://ADDRESS:PORT.
-        security: The keys that go with it; None for an address that only this host reaches.
-        any_port: Port 0 stands for one that the system chooses.
+        security: Its keys; None for an address that only this host reaches.
+        any_port: Allow port 0, which the system replaces.
         keys_follow: The keys are made later, before anything listens there.
 
     Raises:
@@ -146,9 +145,9 @@ def _check_tcp(
 
 
 def why_taken(endpoint: str) -> str:
-    """Say why nobody can listen on an endpoint now; empty when one can. It is free again afterwards.
+    """Return why no process can listen on an endpoint now; empty if one can. It is free again afterwards.
 
-    ZeroMQ itself would take an ipc endpoint away from the process that has it.
+    ZeroMQ itself would take an ipc endpoint from the process that has it.
     """
     kind, _, rest = endpoint.partition("://")
     if kind == "ipc":
@@ -156,7 +155,7 @@ def why_taken(endpoint: str) -> str:
             probe.settimeout(1.0)
             try:
                 probe.connect(rest)
-            except (FileNotFoundError, ConnectionRefusedError):  # Nobody listens, at most a file is left.
+            except (FileNotFoundError, ConnectionRefusedError):  # At most a file is left.
                 return ""
             except OSError as error:
                 return f"it cannot be used ({error.strerror or error})"
@@ -188,10 +187,10 @@ def bind_router(
     """Bind a server's socket. A vanished peer raises on send; a returning peer takes its name over.
 
     Args:
-        context: Where the socket lives. With keys it must be `keys.admitting`, or every client is refused.
-        endpoint: See `check_endpoint`; port 0: `zmq.LAST_ENDPOINT` tells the one that the system chose.
+        context: With keys it must be `keys.admitting`, or every client is refused.
+        endpoint: See `check_endpoint`; `zmq.LAST_ENDPOINT` has the port that replaced 0.
         security: The server's keys and its allow-list.
-        prepare: Gets the socket before it is bound.
+        prepare: Receives the socket before it is bound.
 
     Raises:
         ConfigError: The endpoint is not allowed, or someone else has it.
@@ -224,10 +223,10 @@ def open_dealer(
     """Make a peer's socket; the caller connects it to `endpoint`, and ZeroMQ reconnects it by itself.
 
     Args:
-        context: Where the socket lives.
-        endpoint: Of the replay; see `check_endpoint`.
+        context: The socket's.
+        endpoint: The server's; see `check_endpoint`.
         identity: Unique for this process's life, so that replies find it after a reconnect.
-        security: This client's keys and the replay's public key.
+        security: This client's keys and the server's public key.
     """
     check_endpoint(endpoint, security)
     dealer = _limited(context, zmq.DEALER)

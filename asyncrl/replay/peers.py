@@ -120,8 +120,8 @@ class Peers:
         if message["package"] != __version__:
             raise WireError(
                 f"{message['role'][:40]!r} {message['name'][:40]!r} runs asyncrl "
-                f"{message['package'][:40]!r}, the replay runs {__version__!r}. Run the same asyncrl version on "
-                "both sides."
+                f"{message['package'][:40]!r}, the replay runs {__version__!r}. "
+                "Run the same asyncrl version on both sides."
             )
         if message["role"] not in ("actor", "learner", RANK, ROLE):
             raise WireError(f"role {message['role'][:40]!r} is not 'actor', 'learner', {RANK!r} or {ROLE!r}.")
