@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 
 
 def private_folder() -> Path:
-    """Make a folder that only this user can enter (mode 0700) for the sockets of one run; the caller removes it.
+    """Make a folder for one run's sockets that only this user can enter (mode 0700). The caller removes it.
 
     It lies in the system's temporary folder: the run folder's path may be too long for a unix socket.
 
