@@ -153,7 +153,7 @@ def write_group(path: Path, number: int, episodes: Sequence[Episode]) -> GroupFi
     specs = specs_of(episodes[0])
     with sealing(path, outside=tuple(specs)) as file:
         for name in CONSTANT:
-            _write_attribute(file, name, attributes[name])
+            _write_attribute(file.id, name, attributes[name])
         _write_dataset(file, GROUP, _table([row]), "1")
         _write_dataset(file, TABLE, table, "E")
         _write_dataset(file, CHECKSUMS, np.array(sums, [(name, "<u4") for name in members[0]]), "E")
