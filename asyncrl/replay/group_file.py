@@ -91,7 +91,6 @@ UNITS: Final = {
     "states": "simulator's unit per number",
     "final_more_frames": "8-bit sRGB",
     "final_state": "simulator's unit per number",
-    "world_versions": "version",
 }
 MOST_TABLE_BYTES: Final = 2**26
 """Limit of one table: 100,000 episodes with texts of 600 bytes."""
