@@ -200,7 +200,7 @@ class Simulation:
                 if event is None:
                     self.no_credit = True
                     break
-                self.limiter.note_grant(event)
+                self.limiter.grant(event)
                 actor.queue.extend([(event.number, event.min_version)] * self.scale.group_size)
             number, asked = actor.queue[0]
             if asked > actor.version:

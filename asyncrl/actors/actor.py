@@ -239,7 +239,7 @@ class Actor:
 
     def _forget_dropped(self) -> None:
         """Stop the groups that the replay gave up: what is left of them is of no use."""
-        for number in self.port.take_dropped():
+        for number in self.port.pop_dropped():
             self.slots.remove_group(number)
 
     def _ending_soon(self) -> int:

@@ -117,7 +117,7 @@ class ZmqActorPort:
         """See `ActorPort`."""
         return self._quarantined
 
-    def take_dropped(self) -> set[int]:
+    def pop_dropped(self) -> set[int]:
         """See `ActorPort`."""
         dropped, self._outbox.dropped = self._outbox.dropped, set()
         return dropped

@@ -1,4 +1,4 @@
-"""Say what changes the replay's state: each event is a line of the ledger, and reads and writes itself.
+"""Events change the replay's state; each is a line of the ledger, appended and synced before it takes effect.
 
     {"learner": session, "version": v}                         a learner began or resumed at version v
     {"actor": name, "session": s}                              an actor (re)started
@@ -7,69 +7,88 @@
     {"filtered": n, "newest_version": v, "successes": k}       group n is complete but will never be used
     {"ready": n}                                               group n, used by a lost update, waits again;
                                                                "uses": versions of the uses that count
-    {"dropped": n, "status": why, "episodes": k, "stored": b,  group n was given up when the learner was at
-     "task": t, "version": v}                                  version v; `GroupTable.grants_again` says
-                                                               whether its number is granted again;
-                                                               dropped_poisoned has "cause", "start_state",
-                                                               "why" and start states "left" besides
-                                                               one that is given up for a "reason" has that
-    {"refused": why, "cause": c}                               one episode was not admitted
-    {"group_size": k}                                          groups have k episodes from here on; before the
-                                                               first such line as replay.json says
-    {"ledger_lost": d}                                         lines with the SHA-256 d are gone: what was
-                                                               stored before was given up
+    {"dropped": n, "status": why, "episodes": k, "stored": b,  group n was given up; dropped_poisoned has also
+     "decisions": d, "task": t, "version": v}                  "cause", "start_state", "why" and "left",
+                                                               dropped_unusable a "reason"
+    {"refused": why, "decisions": d, "cause": c}               one episode was not admitted
+    {"group_size": k}                                          groups have k episodes from here on
+    {"ledger_lost": d}                                         lines with the SHA-256 d are gone
 
-Those about dropped or refused episodes also count their "decisions". What follows from an event has an event
-of its own. `ReplayState.apply` says what each one changes.
+`ReplayState.apply` has the effect of each. Every line has a checksum that covers that of the line before: a
+line that was changed, copied, moved, or came from elsewhere is reported and skipped, and so is the line
+behind a missing one. A crash can tear only the last line, which never took effect; opening removes it.
+Decisions have to be written on a full disk too: 1 MiB lies ready in `ledger.spare`, given back when a line
+finds no space.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import contextlib
+import json
+import os
+import re
+import weakref
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from types import UnionType
-from typing import Any, ClassVar, Final, Literal, Self
+from functools import cache
+from pathlib import Path
+from typing import Any, BinaryIO, Final, Literal, Self, get_args, get_type_hints
 
-from asyncrl.replay.admission import RefusalCause
-from asyncrl.replay.counters import COUNTERS
-from asyncrl.replay.interface import CAUSES, GroupFailure, ReceiptStatus
+from asyncrl.errors import ReplayError
+from asyncrl.replay.interface import CAUSES, GroupFailure, ReceiptStatus, RefusalCause
+from asyncrl.replay.sealed_file import is_full
+from asyncrl.storage.bounded_json import parse_json
+from asyncrl.storage.regular_files import LINES_BYTES, open_regular, read_lines, reading, remove
 
 Entry = dict[str, Any]
-"""What a line of the ledger holds besides its checksum."""
+"""A line of the ledger without its checksum."""
+MAX_LINE: Final = 2**20
+"""Bytes; longer lines are damaged."""
+_CHECKSUM: Final = re.compile(rb',"crc32":"([0-9a-f]{8})"}')
+_LENGTH: Final = len(b',"crc32":"01234567"}')
+SPARE_BYTES: Final = 1 << 20
+START: Final = b"asyncrl-replay ledger"
+"""Stands for the checksum of the line before the first, and of a line without a checksum."""
+FINAL_STATUSES: Final = frozenset(get_args(ReceiptStatus)) - {"held"}
 
 
 class Event:
-    """What changes the replay's state, and is a line of the ledger."""
-
-    KEYS: ClassVar[tuple[tuple[str, str, type | UnionType], ...]]
-    """Key in the line, name of the field and its type, in the line's order."""
+    """A change of the replay's state. The fields are the keys of its line, in the line's order."""
 
     def to_line(self) -> Entry:
-        """Return the entry that the ledger keeps."""
-        return {key: getattr(self, name) for key, name, _ in self.KEYS}
+        """Return the entry of the ledger; what is empty and optional is left out."""
+        return {key: value for key, value in vars(self).items() if key not in ("uses", "reason") or value}
 
     @classmethod
     def from_entry(cls, entry: Entry) -> Self | None:
-        """Read an entry; None when it is no such event's. A key may lack when its field has a default."""
-        fields = {name: entry.get(key, getattr(cls, name, None)) for key, name, _ in cls.KEYS}
-        right = all(isinstance(fields[name], kind) for _, name, kind in cls.KEYS)
-        right = right and all(_is_counted(name, value) for name, value in fields.items())
-        return cls(**fields) if right and fields.get("status", "stored") in COUNTERS else None
+        """Read an entry; None if it is another event's. Keys with a default may be missing."""
+        kinds = _kinds(cls)
+        found = {key: entry.get(key, getattr(cls, key, None)) for key in kinds}
+        return cls(**found) if all(_is_right(key, found[key], kinds[key]) for key in kinds) else None
 
 
-def _is_counted(name: str, value: Any) -> bool:
-    """Whether what is a number, or a list of them, is none below zero; others are right as they are."""
-    if isinstance(value, list):
-        return all(type(number) is int and number >= 0 for number in value)
-    return type(value) is not int or value >= (-1 if name == "request_number" else 0)
+@cache
+def _kinds(event: type[Event]) -> dict[str, Any]:
+    """Return the keys of an event's line with their types."""
+    return {key: kind for key, kind in get_type_hints(event).items() if key != "failure"}
+
+
+def _is_right(key: str, value: Any, kind: Any) -> bool:
+    """True if a value has the type of its key; no number may be negative, but for a request without one."""
+    if kind in (int, bool):
+        return isinstance(value, kind) and value >= (-1 if key == "turn" else 0)
+    if kind == Sequence[int]:
+        return isinstance(value, (list, tuple)) and all(type(x) is int and x >= 0 for x in value)
+    return value in FINAL_STATUSES if kind == ReceiptStatus else isinstance(value, str)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LearnerStarted(Event):
     """A learner began or resumed."""
 
-    KEYS = (("learner", "session", str), ("version", "version", int))
-    session: str
+    learner: str
+    """Session of the learner."""
     version: int
 
 
@@ -77,7 +96,6 @@ class LearnerStarted(Event):
 class ActorStarted(Event):
     """An actor started, or started again under a new session."""
 
-    KEYS = (("actor", "actor", str), ("session", "session", str))
     actor: str
     session: str
 
@@ -86,16 +104,11 @@ class ActorStarted(Event):
 class Granted(Event):
     """A group was granted."""
 
-    KEYS = (
-        ("grant", "number", int),
-        ("actor", "actor", str),
-        ("turn", "request_number", int),
-        ("min_version", "min_version", int),
-    )
-    number: int
+    grant: int
+    """Number of the group."""
     actor: str
-    request_number: int
-    """The actor's count of acquisitions; -1: it does not count them."""
+    turn: int
+    """The actor's count of requests; -1 if it does not count them."""
     min_version: int
 
 
@@ -103,8 +116,8 @@ class Granted(Event):
 class Used(Event):
     """A batch was given to the learner."""
 
-    KEYS = (("used", "numbers", list), ("request", "request", str), ("version", "version", int))
-    numbers: list[int]
+    used: Sequence[int]
+    """Numbers of the groups."""
     request: str
     version: int
     """The learner's."""
@@ -114,12 +127,8 @@ class Used(Event):
 class Filtered(Event):
     """A complete group will never be used, because its episodes all had the same return."""
 
-    KEYS = (
-        ("filtered", "number", int),
-        ("newest_version", "newest_version", int),
-        ("successes", "successes", int),
-    )
-    number: int
+    filtered: int
+    """Number of the group."""
     newest_version: int
     successes: int
     """Episodes that succeeded."""
@@ -129,93 +138,84 @@ class Filtered(Event):
 class Ready(Event):
     """A group that a lost update used waits to be used again."""
 
-    KEYS = (("ready", "number", int), ("uses", "uses", list | tuple))
-    number: int
+    ready: int
+    """Number of the group."""
     uses: Sequence[int] = ()
     """The learner's versions at the uses that count."""
-
-    def to_line(self) -> Entry:
-        """Return the entry that the ledger keeps, with the uses that there are."""
-        return super().to_line() if self.uses else {"ready": self.number}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dropped(Event):
     """A group was given up."""
 
-    KEYS = (
-        ("dropped", "number", int),
-        ("status", "status", str),
-        ("episodes", "episodes", int),
-        ("stored", "stored", bool),
-        ("decisions", "decisions", int),
-        ("task", "task", str),
-        ("version", "version", int),
-    )
-    number: int
+    dropped: int
+    """Number of the group."""
     status: ReceiptStatus
     episodes: int
-    """Of the group, as far as they had come."""
+    """Episodes of the group that had come."""
     stored: bool
-    """Whether the group has or had a file."""
+    """True if the group has or had a file."""
     decisions: int = 0
-    """Of these episodes."""
+    """Decisions of these episodes."""
     task: str = ""
-    """Of the group; empty when no episode of it had come."""
+    """The group's; empty if no episode of it had come."""
     version: int = 0
     """The learner's."""
-    failure: GroupFailure | None = None
-    """Why it could not be imagined, when it was given up for that. The ledger does not keep its `member`."""
     reason: str = ""
-    """What is wrong with it, of a group that is set aside."""
+    """Problem of a group that is set aside."""
+    failure: GroupFailure | None = None
+    """Reason why it could not be imagined, if any. The ledger does not keep its `member`."""
 
     def to_line(self) -> Entry:
-        """Return the entry that the ledger keeps, with the failure and the reason that there are."""
+        """Return the entry of the ledger."""
         line, why = super().to_line(), self.failure
-        if self.reason:
-            line |= {"reason": self.reason}
+        del line["failure"]
         if why is not None:
             line |= {"cause": why.cause, "start_state": why.start_state, "why": why.reason, "left": why.left}
         return line
 
     @classmethod
     def from_entry(cls, entry: Entry) -> Self | None:
-        """Read an entry; None when it is no such event's."""
-        event, reason = super().from_entry(entry), entry.get("reason")
-        if event is None:
-            return None
-        reason = reason if isinstance(reason, str) else ""
-        return replace(event, failure=_failure(event.number, entry), reason=reason)
+        """Read an entry; None if it is another event's."""
+        if entry.get("status") == "dropped_world":  # Written while worlds were refitted during a run.
+            entry = entry | {"status": "dropped_lag"}
+        event = super().from_entry(entry)
+        match entry:
+            case {"cause": cause, "start_state": str(name), "why": str(why), "left": int(left)} if (
+                event is not None and cause in CAUSES
+            ):
+                failure = GroupFailure(
+                    number=event.dropped, member=-1, cause=cause, start_state=name, reason=why, left=left
+                )
+                return replace(event, failure=failure)
+        return event
 
 
 @dataclass(frozen=True, kw_only=True)
 class Refused(Event):
     """An episode was not admitted."""
 
-    KEYS = (("refused", "status", str), ("decisions", "decisions", int), ("cause", "cause", str))
-    status: ReceiptStatus
+    refused: ReceiptStatus
     decisions: int = 0
-    """Of the episode."""
+    """Decisions of the episode."""
     cause: RefusalCause | Literal[""] = ""
-    """Of one that is invalid; empty for others, and in ledgers of earlier versions."""
+    """Cause of `dropped_invalid`; empty for others, and in ledgers of earlier versions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSized(Event):
     """The run's groups have another size from here on."""
 
-    KEYS = (("group_size", "size", int),)
-    size: int
+    group_size: int
     """Episodes per group."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerLost(Event):
-    """What was stored before the ledger was lost has been given up."""
+    """All that was stored before the ledger was lost has been given up."""
 
-    KEYS = (("ledger_lost", "digest", str),)
-    digest: str
-    """SHA-256 of the lines that are gone."""
+    ledger_lost: str
+    """SHA-256 of the missing lines."""
 
 
 KINDS: Final[tuple[type[Event], ...]] = (
@@ -224,19 +224,151 @@ KINDS: Final[tuple[type[Event], ...]] = (
 
 
 def read_events(entries: Iterable[Entry]) -> Iterator[Event]:
-    """Read the entries of a ledger; those that are no event's are passed over."""
+    """Read the entries of a ledger; unknown ones are skipped."""
     for entry in entries:
         found = (kind.from_entry(entry) for kind in KINDS)
         if (event := next(filter(None, found), None)) is not None:
             yield event
 
 
-def _failure(number: int, entry: Entry) -> GroupFailure | None:
-    match entry:
-        case {"cause": cause, "start_state": str(name), "why": str(why), "left": int(left)} if (
-            cause in CAUSES
-        ):
-            return GroupFailure(
-                number=number, member=-1, cause=cause, start_state=name, reason=why, left=left
-            )
-    return None
+def write_line(entry: Entry, previous: bytes = b"") -> bytes:
+    """Write one entry (not empty) without the line feed; `previous` has the digits of the line before."""
+    body = json.dumps(entry, separators=(",", ":")).encode()
+    return body[:-1] + b',"crc32":"%08x"}' % zlib.crc32(previous + body)
+
+
+def read_line(line: bytes, previous: bytes = b"") -> Entry:
+    """Read one entry, without its checksum.
+
+    Raises:
+        ValueError: It was changed, was not written behind the digits `previous`, or is no such line.
+    """
+    checksum = checksum_of(line)
+    if checksum is None or len(line) > MAX_LINE:
+        raise ValueError("it does not end with a checksum")
+    body = line[:-_LENGTH] + b"}"
+    # Not `crc32(body, previous)`: a bit of `previous` would make up for one of the body's first four bytes.
+    if zlib.crc32(previous + body) != int(checksum, 16):
+        raise ValueError("its checksum does not match")
+    return parse_json(body, dict)
+
+
+def checksum_of(line: bytes) -> bytes | None:
+    """Return the 8 digits that a line claims, right or wrong; None if it claims none."""
+    found = _CHECKSUM.fullmatch(line, max(0, len(line) - _LENGTH))
+    return None if found is None else found[1]
+
+
+class Ledger:
+    """An append-only file of JSON lines."""
+
+    def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
+        """Open or create it, and remove a torn last line; `warn` receives one line per damaged line."""
+        self.path, self._warn = path, warn
+        self._file = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        self.close = weakref.finalize(self, os.close, self._file)
+        sound, self._last = _end(path)
+        if sound < os.fstat(self._file).st_size:
+            os.ftruncate(self._file, sound)
+        self._spare = path.with_suffix(".spare")
+        self.keep_spare()
+
+    def read(self) -> Iterator[Entry]:
+        """Read one entry after another."""
+        return read_entries(self.path, self._warn)
+
+    def append(self, **entry: Any) -> None:
+        """Append one line durably.
+
+        Raises:
+            ReplayError: The disk refuses the write. The next opening removes a torn line.
+        """
+        line = write_line(entry, self._last)
+        size = os.fstat(self._file).st_size
+        try:
+            self._write(line + b"\n")
+        except OSError as error:
+            if not (is_full(error) and self._spare.is_file()):
+                raise self._refused(str(error)) from None
+            self._spare.unlink()
+            os.ftruncate(self._file, size)
+            try:
+                self._write(line + b"\n")
+            except OSError as again:
+                raise self._refused(str(again)) from None
+        self._last = _link(line)
+
+    def keep_spare(self) -> None:
+        """Reserve the spare space; without space now, nothing happens."""
+        with contextlib.suppress(OSError):
+            if self._spare.is_symlink() or not self._spare.is_file():
+                remove(self._spare)
+            handle = open_regular(self._spare, os.O_WRONLY | os.O_CREAT)
+            try:
+                if os.fstat(handle).st_size < SPARE_BYTES:
+                    os.posix_fallocate(handle, 0, SPARE_BYTES)
+            finally:
+                os.close(handle)
+
+    def _write(self, line: bytes) -> None:
+        """Append and sync; a disk that becomes full accepts a part first."""
+        while line:
+            line = line[os.write(self._file, line) :]
+        os.fdatasync(self._file)
+
+    def _refused(self, why: str) -> ReplayError:
+        return ReplayError(
+            f"{self.path} could not be written: {why}. Free disk space, or lower --replay.max-gigabytes."
+        )
+
+
+def read_entries(path: Path, warn: Callable[[str], None]) -> Iterator[Entry]:
+    """Read the whole lines of a ledger, also while it is written; others are reported and skipped.
+
+    A line is believed if its checksum covers that of the last believed line, or the one that the line before
+    it claims: so reading goes on behind a damaged line. Damage in a checksum costs the next line too.
+    """
+    if not path.exists():
+        return
+    believed = claimed = START
+    with reading(path, LINES_BYTES) as file:
+        for number, whole in read_lines(file, MAX_LINE + 1):
+            if whole is not None and not whole.endswith(b"\n"):
+                return
+            line = b"" if whole is None else whole[:-1]
+            before, claimed = claimed, _link(line)
+            for previous in (believed, before):
+                try:
+                    entry = read_line(line, previous)
+                except ValueError as error:
+                    problem = error
+                else:
+                    believed = claimed
+                    yield entry
+                    break
+            else:
+                warn(f"{path}: line {number} is damaged or out of place and was skipped: {problem}.")
+
+
+def _end(path: Path) -> tuple[int, bytes]:
+    """Return the byte behind the last whole line, and the digits that the next line's checksum covers."""
+    with reading(path, LINES_BYTES) as file:
+        end = _line_feed_before(file, file.seek(0, os.SEEK_END))
+        begin = max(_line_feed_before(file, max(0, end)) + 1, end - MAX_LINE)  # A longer line is damaged.
+        file.seek(begin)
+        return end + 1, _link(file.read(max(0, end - begin)))
+
+
+def _line_feed_before(file: BinaryIO, end: int) -> int:
+    """Return the last line feed before byte `end`, searched in pieces; -1 if there is none."""
+    while end > 0:
+        begin = max(0, end - MAX_LINE)
+        file.seek(begin)
+        if (found := file.read(end - begin).rfind(b"\n")) >= 0:
+            return begin + found
+        end = begin
+    return -1
+
+
+def _link(line: bytes) -> bytes:
+    return checksum_of(line) or START

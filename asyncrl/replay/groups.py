@@ -1,4 +1,4 @@
-"""Keep what the replay knows of each group: granted and open, then complete and ready, then closed."""
+"""Table of the groups: granted and open, then complete and ready, then closed."""
 
 from __future__ import annotations
 
@@ -14,36 +14,35 @@ from asyncrl.replay.group_file import GroupFile
 from asyncrl.replay.interface import GroupGrant, ReceiptStatus
 
 NO_VERSION: Final = 2**63 - 1
-"""Above all versions: of a group without members."""
+"""Oldest version of a group without members."""
 GRANTS_AGAIN: Final = 2
-"""How often a number is granted again whose group its actors did not complete."""
+"""Repeated grants of a number whose group its actors did not complete."""
 
 
 class GroupTable:
     """The groups of a run, each open, ready or closed.
 
-    Events change it (`ReplayState.apply`), and what follows from the learner's version and from the files.
-    Numbers are granted in ascending order. So what is below `next_number` and neither open nor ready is
-    closed, also when nothing else of it is remembered; see `is_closed`.
+    Events, the learner's version and the files change it. Numbers are granted in ascending order: a number
+    below `next_number` that is neither open nor ready is closed, also if nothing else of it is remembered.
     """
 
     def __init__(self, *, uses: int, horizon: int) -> None:
         """Start empty.
 
         Args:
-            uses: How often a group is used, at most.
-            horizon: Versions after which of a closed group nothing is remembered.
+            uses: Most uses of a group.
+            horizon: Versions after which a closed group is forgotten.
         """
         self.uses, self.horizon = uses, horizon
         self.version = 0
         """The learner's newest policy version."""
         self.used = 0
-        """Groups in the batches given away: the sampling cursor. A filtered group is in none."""
+        """Groups in all batches: the sampling cursor. A filtered group is in none."""
         self.next_number = 0
         self.open: dict[int, OpenGroup] = {}
         self.ready: dict[int, ReadyGroup] = {}
         self.closed: dict[int, ClosedGroup] = {}
-        """Those not yet forgotten, about in the order of closing."""
+        """Closed groups that are not forgotten, about in the order of closing."""
         self.used_at: dict[int, tuple[int, ...]] = {}
         """Ready or recently closed group -> the learner's version at each use."""
         self.filtered: dict[int, FilteredGroup] = {}
@@ -51,43 +50,43 @@ class GroupTable:
         self.to_grant_again: set[int] = set()
         """Closed groups whose numbers are granted again, before any new number."""
         self._given_up: dict[int, int] = {}
-        """Number that is not closed for good -> how often its actor did not complete it."""
+        """Number that may be granted again -> times that its actor did not complete it."""
         self._filtered_before = 0
         self._forgotten: set[int] | None = set()
-        """Until `end_recovery`, the closed groups that are not in `closed` any more."""
+        """Until `end_recovery`, the forgotten closed groups."""
 
     @property
     def filtered_groups(self) -> int:
-        """Groups whose episodes all had the same return, since the run began."""
+        """Count the groups whose episodes all had the same return, since the run began."""
         return self._filtered_before + len(self.filtered)
 
     def is_closed(self, number: int) -> bool:
-        """Whether a group was used up, filtered or given up.
+        """True if a group was used up, filtered or given up.
 
-        While the ledger is read, only a group that it closed counts: a damaged line may hide a grant whose
-        file is there. After that, every file of a group that is not closed has made it ready.
+        While the ledger is read, only groups that it closed count: a damaged line may hide a grant whose file
+        exists. After that, every file of a group that is not closed has made it ready.
         """
         if self._forgotten is not None:
             return number in self.closed or number in self._forgotten
         return 0 <= number < self.next_number and number not in self.open and number not in self.ready
 
     def is_counted(self, number: int) -> bool:
-        """Whether a group is known to have been stored: ready, used or closed."""
+        """True if the episodes of a stored group are counted: it is ready, used or closed."""
         return number in self.ready or number in self.used_at or self.is_closed(number)
 
     def end_recovery(self) -> None:
-        """Note that the ledger was read and the files were looked at."""
+        """Finish recovery from the ledger and the files."""
         self.forget()
         self._forgotten = None
 
     def open_group(self, number: int, group: OpenGroup) -> None:
-        """Note that a group was granted."""
+        """Add a granted group."""
         group.granted_before = number in self.to_grant_again
         self._take_out(number)
         self.open[number] = group
 
     def make_ready(self, number: int, group: ReadyGroup) -> None:
-        """Move a stored group to the ready ones. What it was used for before stays known."""
+        """Make a stored group ready; its earlier uses stay known."""
         used_at = self.used_at.get(number, ())
         self._take_out(number)
         self._given_up.pop(number, None)
@@ -96,7 +95,7 @@ class GroupTable:
             self.used_at[number] = used_at
 
     def use(self, numbers: Sequence[int]) -> None:
-        """Note that groups were given to the learner at `version`. Each is closed after `uses` times."""
+        """Record that groups were given to the learner at `version`; each is closed after `uses` times."""
         for number in numbers:
             self.open.pop(number, None)  # When the ledger is read, before the files are looked at.
             used_at = (*self.used_at.get(number, ()), self.version)
@@ -106,24 +105,24 @@ class GroupTable:
         self.used += len(numbers)
 
     def close_used(self, number: int) -> None:
-        """Close a group that was used but not as often as it might have been. That drops nothing."""
+        """Close a group that was used, but less than `uses` times. That drops nothing."""
         used_at = self.used_at[number]
         self._close(number, "duplicate", used_at[-1])
         self.used_at[number] = used_at
 
     def undo_uses(self, number: int, kept: tuple[int, ...]) -> None:
-        """Undo the uses of a group but those at the versions `kept`; nothing else is known of it then."""
+        """Forget a group and its uses, except those at the versions `kept`."""
         self._take_out(number)
         if kept:
             self.used_at[number] = kept
 
     def filter(self, number: int, newest_version: int, successes: int, size: int) -> None:
-        """Close a stored group that teaches nothing: its credit returns, and it does not count as used."""
+        """Close a stored group without a learning signal: its credit returns, it does not count as used."""
         self._close(number, "duplicate", newest_version)
         self.filtered[number] = FilteredGroup(newest_version=newest_version, successes=successes, size=size)
 
     def forget_uses(self) -> None:
-        """Let no resume undo what closed a group until now: closed it stays."""
+        """Make all closings final: no resume undoes them."""
         self._filtered_before += len(self.filtered)
         self.used_at.clear()
         self.filtered.clear()
@@ -133,8 +132,8 @@ class GroupTable:
 
         Args:
             number: Of the group.
-            status: Why; also what late episodes are told.
-            stored: It was complete and stored: all are counted, so late ones are told `duplicate`.
+            status: The reason, also sent for late episodes.
+            stored: It was stored and its episodes counted, so late ones are answered `duplicate`.
         """
         again = self.grants_again(number, status)
         given_up = self._given_up.get(number, 0) + (status == "dropped_deadline")
@@ -145,10 +144,10 @@ class GroupTable:
             self._given_up[number] = given_up
 
     def grants_again(self, number: int, status: ReceiptStatus) -> bool:
-        """Whether a number is granted again when its group is dropped for this reason.
+        """True if a number is granted again after its group is dropped for this reason.
 
-        Otherwise those start states would be used less whose groups take longer. What cannot be imagined or
-        is not admitted would fail again; and a group may be what its actors die of, so not for ever.
+        Otherwise start states with slow groups would be used less. A group that cannot be imagined or is not
+        admitted would fail again; and its actors may die of a group, so the number of repetitions is bounded.
         """
         if status == "dropped_deadline":
             return self._given_up.get(number, 0) < GRANTS_AGAIN
@@ -168,17 +167,14 @@ class GroupTable:
         self.next_number = max(self.next_number, number + 1)
 
     def advance(self, version: int) -> None:
-        """Note a version of the learner that is newer; forget what no resume has to undo any more."""
+        """Set a newer version of the learner; forget everything that no resume has to undo."""
         self.version = version
         self.forget()
 
     def forget(self) -> None:
-        """Forget the groups that were closed more than `horizon` versions ago.
-
-        A group that was closed after one of a later version, as around a resume, is remembered longer.
-        """
+        """Forget the groups that were closed more than `horizon` versions ago; around a resume some later."""
         before = self.version - self.horizon
-        if self.uses > 1:  # Read from the ledger, which does not say that a used group became too old.
+        if self.uses > 1:  # No event records that a used group became too old.
             stale = [number for number, used_at in self.used_at.items() if used_at[-1] < before]
             for number in stale:
                 if number not in self.ready and number not in self.closed:
@@ -203,14 +199,14 @@ class OpenGroup:
     granted_at: float
     """In seconds of the limiter's clock."""
     granted_before: bool = False
-    """It was given up then; episodes of that grant may still come."""
+    """True if it was given up before; episodes of that grant may still come."""
     members: dict[int, Episode] = field(default_factory=dict)
 
     oldest_version: int = NO_VERSION
-    """Version of the oldest decision of the members that are there, of which there is at least one."""
+    """Version of the oldest decision of the present members."""
 
     def add(self, episode: Episode) -> None:
-        """Add a member. What follows from it is remembered: with many actors it is asked for all the time."""
+        """Add a member."""
         self.members[episode.member] = episode
         self.oldest_version = min(self.oldest_version, episode.oldest_version)
 
@@ -236,9 +232,9 @@ class ClosedGroup:
     """A group that will not be used (any more)."""
 
     status: ReceiptStatus
-    """What its late or repeated episodes are told."""
+    """Answer to its late or repeated episodes."""
     version: int
-    """From this version on, the learner learned or could have learned from it, or saw it go."""
+    """The learner's version at its last use or at its closing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,8 +249,8 @@ class FilteredGroup:
 
 
 def ready_group(group_file: GroupFile) -> ReadyGroup:
-    """Return what the limiter has to know of a sealed group."""
-    share = min(1.0, max(0.0, group_file.success))  # It may come from a file that anybody wrote.
+    """Return the limiter's view of a sealed group."""
+    share = min(1.0, max(0.0, group_file.success))  # The file may have any origin.
     return ReadyGroup(
         oldest_version=group_file.oldest_version,
         newest_version=group_file.newest_version,
@@ -266,15 +262,12 @@ def ready_group(group_file: GroupFile) -> ReadyGroup:
 
 
 def mismatch(group: OpenGroup, episode: Episode) -> str | None:
-    """Say why an episode cannot be added to a group, or None when it can."""
+    """Return why an episode cannot be added to a group, or None if it can."""
     if episode.member in group.members:
         return f"member {episode.member} came twice, with different ids"
-    for sibling in group.members.values():
-        if (problem := unlike(sibling, episode)) is not None:
-            return problem
-    return None
+    return next((problem for x in group.members.values() if (problem := unlike(x, episode))), None)
 
 
 def number_of(group_id: str) -> int:
-    """Return the number in a `GroupGrant.group_id`, or -1 when it is none."""
+    """Return the number in a `GroupGrant.group_id`, or -1 if it has none."""
     return int(group_id) if len(group_id) == 8 and group_id.isascii() and group_id.isdecimal() else -1

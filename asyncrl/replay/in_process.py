@@ -68,15 +68,15 @@ class InProcessActorPort:
         """See `ActorPort.quarantined`."""
         return self._replay.state.quarantine.names
 
-    def take_dropped(self) -> set[int]:
-        """See `ActorPort.take_dropped`."""
+    def pop_dropped(self) -> set[int]:
+        """See `ActorPort.pop_dropped`."""
         dropped, self._dropped = self._dropped, set()
         return dropped
 
     def serve(self) -> None:
         """See `ActorPort.serve`."""
-        self._replay.state.limiter.note_heartbeat(self._name)
-        self._replay.take_receipts()
+        self._replay.state.limiter.record_heartbeat(self._name)
+        self._replay.pop_receipts()
 
     def report(self, metrics: Mapping[Metric, float]) -> None:
         """See `ActorPort.report`."""

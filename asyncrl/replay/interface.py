@@ -1,6 +1,6 @@
-"""Say what the actors and the learner see of the replay: `ActorPort` and `LearnerPort`.
+"""Interfaces of the replay: `ActorPort` and `LearnerPort`.
 
-Two pairs of ports keep these protocols: over ZeroMQ (`client.py`) and in one process (`in_process_ports.py`).
+They are implemented over ZeroMQ (`actor_client`, `learner_client`) and in one process (`in_process`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from asyncrl.errors import AsyncRLError, ReplayError
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.records import Episode
-from asyncrl.replay.admission import RefusalCause
 
 ReceiptStatus = Literal[
     "held",
@@ -28,15 +27,19 @@ ReceiptStatus = Literal[
     "dropped_unusable",
     "dropped_unrecorded",
 ]
-"""What became of an episode. Only `held` is not final: its group is incomplete, so the actor keeps it.
+"""Fate of an episode. Only `held` is not final: its group is incomplete, so the actor keeps it.
 `dropped_lag`: its policy is older than --replay.max-lag allows.
 `dropped_outdated`: its group was given up and granted again, and that grant goes on. Of stored groups:
 `dropped_unusable`, set aside because the learner cannot use it; `dropped_unrecorded`, whether it was used is
 not known, because the ledger was lost."""
 
 Cause = Literal["policy", "world", "reward", "raised", "quarantined"]
-"""Why a group cannot be imagined: one of the models gave a number that is not finite, something raised, or
+"""Why a group cannot be imagined: a model returned a number that is not finite, an exception was raised, or
 the group was not begun because its start state failed too often."""
+RefusalCause = Literal["content", "settings", "version", "grant"]
+"""Why an episode is refused: it contradicts itself or holds numbers that no model returns; it was made with
+other settings or models than the run's; an unpublished version made it; its group was not granted to its
+sender."""
 CAUSES: Final = get_args(Cause)
 
 REPORTED: Final = {
@@ -58,10 +61,8 @@ REPORTED: Final = {
     )
 }
 """Readings that an actor reports of itself, by name."""
-
-
 ENDLESS: Final = 2**31
-"""`GroupFailure.left` where starts are drawn for ever: there are always others."""
+"""`GroupFailure.left` where starts are drawn for ever."""
 
 
 class RunStopped(AsyncRLError):
@@ -78,21 +79,21 @@ class GroupLost(ReplayError):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchDescription:
-    """Which groups an update learns from, or the part of them that one learner rank gets."""
+    """The groups of an update, or the part of them that one learner rank gets."""
 
     request: str
-    """Names the batch: who fetches a group of it says this."""
+    """Id of the batch."""
     numbers: tuple[int, ...]
     """Of the groups, in the batch's order."""
 
     def part(self, rank: int, ranks: int) -> BatchDescription:
-        """Return what learner rank `rank` of `ranks` gets: group n of a batch goes to rank ``n % ranks``."""
+        """Return the part of learner rank `rank` of `ranks`: group n goes to rank ``n % ranks``."""
         return replace(self, numbers=self.numbers[rank::ranks])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Filling:
-    """How far the next batch is."""
+    """Progress of the next batch."""
 
     groups: int
     """Complete groups that wait to be used."""
@@ -104,19 +105,19 @@ class Filling:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupGrant:
-    """Leave to imagine one group."""
+    """Permission to imagine one group."""
 
     number: int
-    """0, 1, 2 ... in the order of granting; decides the start state and all seeds. Never given twice within
-    one learner session. A resumed session gives the numbers that were lost with the old one again."""
+    """0, 1, 2 ... in the order of granting; decides the start state and all seeds. Unique within one learner
+    session. A resumed session repeats the numbers that were lost with the old one."""
     min_version: int
-    """The actor holds at least this policy version before it samples the group's first decision."""
+    """Oldest policy version that may sample the group's first decision."""
     keep_video: bool
-    """Fill `Episode.video`."""
+    """True to fill `Episode.video`."""
 
     @property
     def group_id(self) -> str:
-        """`Episode.group_id` of the group's members: how the replay finds the grant again."""
+        """Return `Episode.group_id` of the group's members."""
         return f"{self.number:08d}"
 
 
@@ -134,12 +135,12 @@ class GroupFailure:
     reason: str
     """One line."""
     left: int
-    """The actor's start states that are not quarantined. 0: the run cannot go on. Or `ENDLESS`."""
+    """The actor's start states that are not quarantined, or `ENDLESS`; 0 ends the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Receipt:
-    """What became of one episode."""
+    """Fate of one episode."""
 
     episode_id: str
     status: ReceiptStatus
@@ -150,7 +151,7 @@ class Receipt:
 
     @property
     def final(self) -> bool:
-        """Whether the actor can forget the episode."""
+        """True if the actor can forget the episode."""
         return self.status != "held"
 
 
@@ -158,9 +159,9 @@ class ActorPort(Protocol):
     """The actor's side of the replay. Used by one thread."""
 
     def acquire_groups(self, groups: int, timeout: float) -> list[GroupGrant]:
-        """Ask for up to `groups` >= 1 more groups; empty when there is no credit within `timeout` seconds.
+        """Ask for up to `groups` >= 1 more groups; return as soon as there is one.
 
-        Returns as soon as there is one. What is not granted by then may come with the next call.
+        Further ones may come with the next call. Empty without credit within `timeout` seconds.
 
         Raises:
             RunStopped: The learner ended the run.
@@ -168,40 +169,40 @@ class ActorPort(Protocol):
         ...
 
     def push(self, episode: Episode) -> None:
-        """Take over an episode: keep and resend it until it is durable. Never drops, never blocks."""
+        """Keep and resend an episode until it is durable. Never blocks."""
         ...
 
     def fail(self, failure: GroupFailure) -> None:
-        """Give a granted group up, for all its members; said again until it is durable. Never blocks."""
+        """Give a granted group up; resent until it is durable. Never blocks."""
         ...
 
     @property
     def quarantined(self) -> Collection[str]:
-        """Names of start states not to be imagined, as of the last grant."""
+        """Return the names of quarantined start states, as of the last grant."""
         ...
 
-    def take_dropped(self) -> set[int]:
-        """Return and forget the groups of this actor that were given up: the rest of them is of no use."""
+    def pop_dropped(self) -> set[int]:
+        """Return and forget the groups of this actor that were given up."""
         ...
 
     def serve(self) -> None:
-        """Exchange receipts, heartbeats and the stop notice. Never blocks; call it once per round."""
+        """Exchange receipts, heartbeats and the stop notice. Never blocks; call it once per step."""
         ...
 
     def report(self, metrics: Mapping[Metric, float]) -> None:
-        """Report where this actor's time and memory went: some of `REPORTED`. May be lost; never blocks."""
+        """Report some of `REPORTED`. May be lost; never blocks."""
         ...
 
     @property
     def stopped(self) -> bool:
-        """Whether the learner ended the run."""
+        """True if the learner ended the run."""
         ...
 
     def close(self, deadline: float) -> None:
-        """Deliver what is unacknowledged within `deadline` seconds, then leave.
+        """Deliver unacknowledged episodes within `deadline` seconds, then leave.
 
         Raises:
-            ReplayError: Episodes were left over; says how many.
+            ReplayError: Episodes were left over.
         """
         ...
 
@@ -212,22 +213,22 @@ class LearnerPort(Protocol):
     def choose(self, *, groups: int, version: int, timeout: float) -> BatchDescription:
         """Wait for a batch: `groups` complete groups, no decision older than the lag bound at `version`.
 
-        From then on they count as used, whoever fetches them.
+        From then on they count as used.
 
         Raises:
-            SampleTimeout: No batch within `timeout` seconds; says what the replay holds, and its `Filling`.
+            SampleTimeout: No batch within `timeout` seconds; has the replay's `Filling`.
             NothingToLearn: Too many groups in a row were filtered.
-            ReplayError: There will be none, since no start state is left that can be imagined.
+            ReplayError: No start state is left that can be imagined.
         """
         ...
 
     def fetch(
         self, wanted: BatchDescription, *, timeout: float, while_waiting: Callable[[], object]
     ) -> list[list[Episode]]:
-        """Fetch the groups of a batch, or of a part of it, in its order. Any learner rank may.
+        """Fetch the groups of a batch, or of a part of it, in its order, on any learner rank.
 
         Args:
-            wanted: Of the batch that was chosen last.
+            wanted: The last batch, or a part of it.
             timeout: Seconds since the last episode that came.
             while_waiting: Called about once a second.
 
@@ -238,11 +239,11 @@ class LearnerPort(Protocol):
         ...
 
     def report_version(self, version: int) -> None:
-        """Announce the learner's newest policy version: credit follows from it."""
+        """Report the learner's newest policy version: credit follows from it."""
         ...
 
     def status(self) -> dict[Metric, float]:
-        """Read `replay/*`, `wire/*` and what the actors report (`REPORTED`)."""
+        """Return `replay/*`, `wire/*` and the actors' readings (`REPORTED`)."""
         ...
 
     def stop(self) -> None:
@@ -250,7 +251,7 @@ class LearnerPort(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         ...
 
 
@@ -258,13 +259,13 @@ class NullLearnerPort:
     """A `LearnerPort` without a replay."""
 
     def choose(self, *, groups: int, version: int, timeout: float) -> BatchDescription:
-        """Never asked: rank 0 says what this rank gets."""
+        """Never called: rank 0 chooses."""
         raise AssertionError("only rank 0 chooses")
 
     def fetch(
         self, wanted: BatchDescription, *, timeout: float, while_waiting: Callable[[], object]
     ) -> list[list[Episode]]:
-        """Never asked: there is no replay."""
+        """Never called: there is no replay."""
         raise AssertionError("there is no replay to fetch from")
 
     def report_version(self, version: int) -> None:

@@ -14,12 +14,11 @@ from typing import Final
 
 from asyncrl.errors import DiskFull, OutOfFiles
 from asyncrl.records import Episode
-from asyncrl.replay.counters import SuccessWindow, has_no_signal
 from asyncrl.replay.events import Dropped, Filtered
 from asyncrl.replay.group_file import GroupFile
 from asyncrl.replay.groups import ready_group
 from asyncrl.replay.interface import GroupFailure, Receipt, ReceiptStatus
-from asyncrl.replay.state import ReplayState
+from asyncrl.replay.state import ReplayState, SuccessWindow, has_no_signal
 from asyncrl.replay.store import EpisodeStore
 
 NOTICES: Final = 20
@@ -135,7 +134,7 @@ class GroupLifecycle:
         group_file = self.store.group_files[number]
         successes = int(group_file.attributes["successes"])
         self.state.commit(
-            Filtered(number=number, newest_version=group_file.newest_version, successes=successes)
+            Filtered(filtered=number, newest_version=group_file.newest_version, successes=successes)
         )
 
     def tell(self, line: str) -> None:
@@ -192,7 +191,7 @@ class GroupLifecycle:
             self.store.remove(number)
         self.state.commit(
             Dropped(
-                number=number,
+                dropped=number,
                 status=status,
                 episodes=count,
                 stored=stored,

@@ -1,7 +1,7 @@
-"""Decide who may imagine, what is admitted, and what may be used. No I/O.
+"""Decide who may imagine, which episodes are admitted, and which groups may be used. No I/O.
 
-Everything about lag, use counts, credit and completeness is decided here and nowhere else; what became of the
-groups is in `groups.py`.
+Lag, use counts, credit and completeness are decided here and nowhere else; the fate of the groups is in
+`groups`.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Final, Protocol
 
 from asyncrl.config.replay import ReplaySampler, ReplaySettings
 from asyncrl.records import Episode, Sampling
-from asyncrl.replay.admission import Expected, Refusal, RefusalCause, refusal
-from asyncrl.replay.episode_format import ANY_FORMAT, EpisodeFormat
+from asyncrl.replay.admission import Expected, Refusal, refusal
 from asyncrl.replay.events import Granted
 from asyncrl.replay.groups import GroupTable, OpenGroup, ReadyGroup, mismatch, number_of
-from asyncrl.replay.interface import GroupGrant, Receipt, ReceiptStatus
+from asyncrl.replay.interface import GroupGrant, Receipt, ReceiptStatus, RefusalCause
+from asyncrl.replay.run_start import ANY_FORMAT, EpisodeFormat
 
 FLOOR: Final = 0.05
 """Least weight of a group in `prioritized`: one without spread (0 of at most 0.5) comes rarely, but comes."""
 
 
-class Aged(Protocol):
+class HasVersions(Protocol):
     """An episode or a group of them."""
 
     @property
@@ -34,7 +34,7 @@ class Aged(Protocol):
 
 
 class Limiter(GroupTable):
-    """All groups of a run, and what follows from them."""
+    """All groups of a run, and the rules that follow from them."""
 
     def __init__(
         self,
@@ -52,16 +52,16 @@ class Limiter(GroupTable):
         """Start without groups.
 
         Args:
-            settings: Their `max_lag` is the bound that holds in this run.
+            settings: Their `max_lag` is the lag bound of this run.
             group_size: Episodes per group.
             groups_per_update: Groups per batch.
             filter_groups: Close groups whose episodes all had the same return; see `AlgorithmSettings`.
             sampling: How the run's actors draw actions; None admits any.
-            episode_format: What all episodes of the run have in common.
-            seed: Of the run.
-            horizon: Versions that a resume may go back and find everything, see `recovery.plan_resume`. It is
-                at least `max_lag`.
-            clock: Seconds.
+            episode_format: Common properties of the run's episodes.
+            seed: The run's.
+            horizon: Versions that a resume may go back without loss, at least `max_lag`; see
+                `recovery.plan_resume`.
+            clock: Returns seconds.
         """
         super().__init__(uses=settings.max_reuse, horizon=max(horizon, settings.max_lag))
         self.settings, self.max_lag, self.clock = settings, settings.max_lag, clock
@@ -72,121 +72,115 @@ class Limiter(GroupTable):
         """Seconds without a sign of life after which an actor's open groups are given up."""
         self._heartbeats: dict[str, float] = {}
         self._progress: dict[str, float] = {}
-        """Actor -> when it last made a decision, as far as it said."""
+        """Actor -> time of its last reported decision."""
         self._listening_since = self.clock()
 
-    def too_old(self, aged: Aged, version: int) -> ReceiptStatus | None:
+    def too_old(self, aged: HasVersions, version: int) -> ReceiptStatus | None:
         """Return `dropped_lag` if a learner at `version` may not use an episode or group, else None."""
         return "dropped_lag" if version - aged.oldest_version > self.max_lag else None
 
     @property
-    def ahead(self) -> int:
-        """Uses made, and uses that granted groups still promise."""
+    def uses_reserved(self) -> int:
+        """Uses made, plus uses that granted and ready groups still promise."""
         left = sum(self.uses - len(self.used_at.get(number, ())) for number in self.ready)
         return self.used + self.uses * len(self.open) + left
 
     @property
     def credit(self) -> int:
-        """Groups that may be granted now: what the learner can use before the lag bound drops it.
+        """Groups that may be granted now: those that the learner can use before the lag bound drops them.
 
         With several uses a batch still needs as many different groups, so there is credit for these.
         """
-        line = (self.max_lag + self.version + 1) * self.groups_per_update - self.ahead
+        line = (self.max_lag + self.version + 1) * self.groups_per_update - self.uses_reserved
         batch = min(self.groups_per_update, (self.version + 1) * self.groups_per_update - self.used)
         return max(0, -(-line // self.uses), batch - len(self.open) - len(self.ready))
 
-    def made_alike(self, group: ReadyGroup) -> bool:
-        """Whether a group has the run's size, world, and its actions were drawn as the run draws them."""
-        sampled_alike = None in (self.sampling, group.sampling) or self.sampling == group.sampling
+    def matches_run(self, group: ReadyGroup) -> bool:
+        """True if a group has the run's size, world and sampling."""
+        sampled = None in (self.sampling, group.sampling) or self.sampling == group.sampling
         world = self.episode_format.world_version
-        return sampled_alike and group.size in (0, self.group_size) and world in (None, group.world_version)
+        return sampled and group.size in (0, self.group_size) and world in (None, group.world_version)
 
-    def note_heartbeat(self, actor: str) -> None:
-        """Note a sign of life."""
+    def record_heartbeat(self, actor: str) -> None:
+        """Record a sign of life."""
         self._heartbeats[actor] = self.clock()
+
+    def record_progress(self, actor: str) -> None:
+        """Record that an actor made a decision or an episode."""
+        self._progress[actor] = self.clock()
 
     @property
     def actors_heard(self) -> list[str]:
-        """Actors that gave a sign of life, not too long ago, to this process."""
+        """Actors that sent this process a sign of life within the timeout."""
         return [actor for actor in self._heartbeats if not self.timed_out(actor)]
 
-    def note_progress(self, actor: str) -> None:
-        """Note that an actor imagines: it is not merely there."""
-        self._progress[actor] = self.clock()
-
     def since_heartbeat(self, actor: str) -> float:
-        """Seconds since an actor's last sign of life."""
+        """Return the seconds since an actor's last sign of life."""
         return self.clock() - max(self._heartbeats.get(actor, 0.0), self._listening_since)
 
     def timed_out(self, actor: str) -> bool:
-        """Whether an actor gave no sign of life for more than `heartbeat_timeout` seconds."""
+        """True if an actor gave no sign of life for more than `heartbeat_timeout` seconds."""
         return self.since_heartbeat(actor) > self.heartbeat_timeout
 
-    def forgive_silence(self) -> None:
-        """Note that nobody could be heard until now: the replay itself was held up."""
+    def restart_heartbeat_timers(self) -> None:
+        """Restart all heartbeat timers after the replay itself stalled."""
         self._listening_since = self.clock()
 
     def granted(self, actor: str, request_number: int) -> GroupGrant | None:
-        """Return the open group that was granted for the same request >= 0 of an actor, if there is one."""
+        """Return the open group that was granted for the same request >= 0 of an actor, if any."""
         for group in self.open.values():
             if request_number >= 0 and group.actor == actor and group.request_number == request_number:
                 return group.grant
         return None
 
     def next_grant(self, actor: str, request_number: int = -1) -> Granted | None:
-        """Say which group an actor would get now, or None without credit."""
+        """Return the event that would grant the next group to an actor; None without credit."""
         if not self.credit:
             return None
-        first_use = self.ahead // self.groups_per_update
+        first_use = self.uses_reserved // self.groups_per_update
         return Granted(
-            number=min(self.to_grant_again, default=self.next_number),
+            grant=min(self.to_grant_again, default=self.next_number),
             actor=actor,
-            request_number=request_number,
+            turn=request_number,
             min_version=max(0, min(first_use - self.max_lag, self.version)),
         )
 
-    def note_grant(self, event: Granted) -> None:
+    def grant(self, event: Granted) -> None:
         """Open a group that was granted, also before a restart."""
-        every = self.settings.keep_video_every
-        keep_video = every > 0 and event.number % every == 0
+        every, number = self.settings.keep_video_every, event.grant
+        keep_video = every > 0 and number % every == 0
         group = OpenGroup(
-            grant=GroupGrant(number=event.number, min_version=event.min_version, keep_video=keep_video),
+            grant=GroupGrant(number=number, min_version=event.min_version, keep_video=keep_video),
             actor=event.actor,
-            request_number=event.request_number,
+            request_number=event.turn,
             granted_at=self.clock(),
         )
-        self.open_group(event.number, group)
-
-    @property
-    def newest_acting_version(self) -> int:
-        """Newest policy version that an actor can hold.
-
-        The learner publishes a version and says so to the replay right after that, so an actor may be one
-        ahead of what is known here, whichever message is faster; also of a replay that was away meanwhile,
-        because no update begins without a batch of it.
-        """
-        return self.version + 1
+        self.open_group(number, group)
 
     def expected(self, actor: str | None = None) -> Expected:
-        """Say what an episode of the actor with that name must be like; None: of any."""
+        """Return the properties that an episode of this actor must have; None: of any actor.
+
+        An actor may be one version ahead of the learner known here: the learner publishes a version before it
+        tells the replay, and no later update begins without a batch of the replay.
+        """
         return Expected(
             format=self.episode_format,
             group_size=self.group_size,
             sampling=self.sampling,
-            newest_version=self.newest_acting_version,
+            newest_version=self.version + 1,
             actor=actor,
         )
 
     def owns(self, number: int, actor: str | None) -> bool:
-        """Whether an open group was granted to an actor; None: whoever asks is not known by name."""
+        """True if an open group was granted to an actor; None: its name is unknown."""
         return number in self.open and actor in (None, self.open[number].actor)
 
     def admit(self, episode: Episode, actor: str | None = None) -> Receipt:
-        """Decide about an episode: `held` means that it was entered into its group.
+        """Decide about an episode: `held` means that it was added to its group.
 
         Args:
             episode: Of any content.
-            actor: Who sent it: only the actor that a group was granted to fills it. None: not known.
+            actor: The sender: only the actor to which a group was granted fills it. None: unknown.
         """
         number = number_of(episode.group_id)
 
@@ -197,7 +191,7 @@ class Limiter(GroupTable):
             return receipt("duplicate")
         if number in self.closed and self.closed[number].status != "duplicate":
             return receipt(self.closed[number].status, "its group was given up")
-        if self.is_closed(number):  # And perhaps forgotten: then nobody knows what became of it.
+        if self.is_closed(number):  # Its fate may be forgotten.
             return receipt("duplicate")
         if number not in self.open:
             return receipt("dropped_invalid", f"group {episode.group_id[:40]!r} was never granted", "grant")
@@ -219,19 +213,19 @@ class Limiter(GroupTable):
         if (too_old := self.too_old(episode, self.version)) is not None:
             lag = f"policy version {episode.oldest_version} at {self.version}"
             return receipt(too_old, f"{lag}, --replay.max-lag is {self.max_lag}")
-        self.note_heartbeat(group.actor)
-        self.note_progress(group.actor)
+        self.record_heartbeat(group.actor)
+        self.record_progress(group.actor)
         group.add(episode)
         return receipt("held")
 
     def complete(self, number: int) -> bool:
-        """Whether all members of an open group are there."""
+        """True if all members of an open group are there."""
         return number in self.open and len(self.open[number].members) == self.group_size
 
     def overdue(self) -> list[int]:
-        """List the open groups to give up: of actors that make no progress, or that fell silent.
+        """List the open groups of actors that make no progress or fell silent.
 
-        A complete one waits for the disk; that is not its actor's fault.
+        A complete group waits for the disk, which is not its actor's fault.
         """
         now, found = self.clock(), []
         for number, group in self.open.items():
@@ -243,11 +237,11 @@ class Limiter(GroupTable):
         return found
 
     def unfinished(self, actor: str) -> list[int]:
-        """List the open groups of an actor whose members are not all there."""
+        """List the incomplete open groups of an actor."""
         return [n for n, group in self.open.items() if group.actor == actor and not self.complete(n)]
 
     def stale(self) -> dict[int, ReceiptStatus]:
-        """Return the ready and open groups that hold a decision beyond a lag bound, and which: `too_old`."""
+        """Return the ready and open groups with a decision beyond the lag bound, each with its status."""
         begun = {number: group for number, group in self.open.items() if group.members}
         found = dict[int, ReceiptStatus]()
         for number, group in {**self.ready, **begun}.items():
@@ -255,9 +249,9 @@ class Limiter(GroupTable):
                 found[number] = why
         return found
 
-    def unlike(self) -> list[int]:
-        """List the ready groups that the run would not have made: see `made_alike`."""
-        return [number for number, group in self.ready.items() if not self.made_alike(group)]
+    def mismatched(self) -> list[int]:
+        """List the ready groups that the run would not have made: see `matches_run`."""
+        return [number for number, group in self.ready.items() if not self.matches_run(group)]
 
     @property
     def usable(self) -> dict[int, ReadyGroup]:
@@ -267,15 +261,15 @@ class Limiter(GroupTable):
             for number, group in sorted(self.ready.items())
             if group.newest_version <= self.version
             and self.too_old(group, self.version) is None
-            and self.made_alike(group)
+            and self.matches_run(group)
         }
 
     def pick(self, groups: int, *, not_awaited: Collection[int] = ()) -> list[int] | None:
-        """Choose ready groups within the lag bound at `version`; None when there are too few.
+        """Choose ready groups within the lag bound at `version`; None if there are too few.
 
-        A group with a decision of a later version than the learner's waits until the learner is there. In the
-        order `oldest` the groups are used as they were granted: one that takes longer is waited for. If
-        others overtook it, it would be the one that becomes too old, and what takes longer is what fails.
+        A group with a decision of a later version waits until the learner is there. In the order `oldest`,
+        slow groups are waited for: they are mostly failures, and skipping them would let them expire and bias
+        the batch.
 
         Args:
             groups: How many.
@@ -293,8 +287,8 @@ class Limiter(GroupTable):
     def begin(self, version: int) -> None:
         """Start at `version`, after the changes of `recovery.plan_resume`.
 
-        `used` counts groups: every update uses `groups_per_update`, whatever was filtered
-        or dropped. So it follows from the version, also when `groups_per_update` was changed for the resume.
+        Every update uses `groups_per_update` groups, however many were filtered or dropped. So `used` follows
+        from the version, also if `groups_per_update` was changed for the resume.
         """
         self.version, self.used = version, version * self.groups_per_update
         self.next_number = max(self.next_number, self.used)

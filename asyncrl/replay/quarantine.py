@@ -1,21 +1,18 @@
-"""Decide from the groups that actors could not imagine which start states are not used any more. No I/O.
+"""Start states that cannot be imagined, and actors of which nothing is admitted. No I/O.
 
-The replay decides, because only it hears of the failures of all actors and its ledger outlives them all. It
-does not know which start state a number stands for: the actors do, so it tells them the names before the next
-grant, and an actor answers the grant of such a start state at once, without imagining. That costs a message
-per such grant, and start states stay a pure function of seed and number, whatever failed.
+The replay decides, because it alone hears of the failures of all actors and its ledger outlives them. It
+sends the names to the actors, and an actor answers the grant of a quarantined start state at once: start
+states stay a pure function of seed and number. A failure is part of the event that gives its group up
+(`events.Dropped`).
 
-A failure is part of the event that gives its group up (`events.Dropped`): both are durable, or neither.
-
-What the policy did wrong is no start state's fault: it is counted, and when it fails for all of them in a row
-the run cannot go on with this version, but no start state is quarantined. A resume from an earlier version
-forgets the failures of later ones: a policy that was thrown away may have driven the world where no sound
-one goes.
+A failure of the policy quarantines no start state: if it fails for all of them in a row, the run cannot go on
+with this version. A resume from an earlier version forgets the failures of later ones.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Final
 
 from asyncrl.observability import metrics_system as m
@@ -32,17 +29,17 @@ COUNTERS: Final[dict[Cause, Metric]] = {
 IN_A_ROW: Final = 16
 """Groups that may fail one after the other where every one begins elsewhere (`ENDLESS`)."""
 _NAMED: Final = 10
-"""Start states that a message names at most."""
+"""Most start states in a message."""
 
 
 class Quarantine:
-    """What failed, by start state and by cause."""
+    """Failures by start state and by cause."""
 
     def __init__(self, after: int) -> None:
-        """Nothing failed yet; a start state is quarantined `after` failures in as many groups."""
+        """Start without failures; a start state is quarantined `after` failures in as many groups."""
         self.after = after
         self.names: list[str] = []
-        """Quarantined start states in the order in which they came here."""
+        """Quarantined start states in order."""
         self.counts: Counter[Cause] = Counter()
         """Groups given up, by cause."""
         self._groups: dict[str, dict[int, int]] = {}
@@ -54,10 +51,7 @@ class Quarantine:
         self._in_a_row, self._last = 0, ""
 
     def begin(self, version: int) -> None:
-        """A learner began or resumed at `version`: forget what failed later than that.
-
-        It may have brought other start states and another policy, so that there is hope again.
-        """
+        """Forget the failures after `version`: a resume may have other start states and another policy."""
         self._left, self._policy_fails, self._in_a_row = True, False, 0
         self._failed_by_policy.clear()
         for name, groups in self._groups.items():
@@ -65,12 +59,12 @@ class Quarantine:
         self.names = [name for name in self.names if len(self._groups[name]) >= self.after]
         self._first = self._first if any(self._groups.values()) else ""
 
-    def note_complete(self) -> None:
-        """Note that a group is complete: not everything fails."""
+    def on_complete_group(self) -> None:
+        """Restart the counts of failures in a row."""
         self._failed_by_policy.clear()
         self._in_a_row = 0
 
-    def note(self, failure: GroupFailure, version: int) -> None:
+    def add(self, failure: GroupFailure, version: int) -> None:
         """Count a group that was given up while the learner was at `version`."""
         self.counts[failure.cause] += 1
         name, number = failure.start_state, failure.number
@@ -91,13 +85,13 @@ class Quarantine:
                 self.names.append(name)
 
     def metrics(self) -> dict[Metric, float]:
-        """Read the counts."""
+        """Return all counts."""
         counts = {metric: float(self.counts[cause]) for cause, metric in COUNTERS.items()}
         return counts | {m.QUARANTINED: float(len(self.names))}
 
     @property
     def exhausted(self) -> str:
-        """Why no group can be imagined any more; empty while a start state is left."""
+        """Reason why no group can be imagined any more; empty while a start state is left."""
         if self._policy_fails:
             return (
                 f"The policy failed for all {len(self._failed_by_policy)} start states, last for "
@@ -120,10 +114,44 @@ class Quarantine:
         )
 
     def contents(self) -> str:
-        """Say in a few words what failed, for an error message; empty when nothing did."""
+        """Return a summary for an error message; empty without failures."""
         if not self.counts:
             return ""
         counts = ", ".join(f"{n} {cause}" for cause, n in sorted(self.counts.items()))
         names = f", {len(self.names)} start states quarantined" if self.names else ""
         first = self._first or self._first_of_policy
         return f"groups poisoned: {counts}{names}; first: {first}; "
+
+
+class RefusedActors:
+    """Notices that nothing which the actors imagine is admitted: such a run would go on for ever.
+
+    An actor cannot end a run with it as long as another one's groups are complete.
+    """
+
+    def __init__(self, after: int = 8) -> None:
+        """Start without refusals; `after` groups without a complete one, an actor is hopeless."""
+        self._after = after
+        self._refused: Counter[str] = Counter()
+        """Actor -> its refused groups since it completed one."""
+        self._last: dict[str, str] = {}
+
+    def add(self, actor: str, number: int, reason: str) -> None:
+        """Count a group that was given up because an episode of it was refused."""
+        self._refused[actor] += 1
+        self._last[actor] = f"group {number} of {actor!r}: {reason}"
+
+    def forget(self, actor: str) -> None:
+        """Restart the count of an actor that completed a group, started again or left."""
+        self._refused.pop(actor, None)
+        self._last.pop(actor, None)
+
+    def exhausted(self, actors: Sequence[str]) -> str:
+        """Return why none of the present `actors` will complete a group; empty while there is hope."""
+        if not actors or any(self._refused[actor] < self._after for actor in actors):
+            return ""
+        return (
+            f"Nothing that the actors imagine is admitted: of each of {len(actors)} actors {self._after} "
+            f"groups in a row were refused (replay/refused_*), last {self._last[actors[-1]][:500]}. Actors "
+            "and learner have other settings, models or code: start all with the run's config.json and files."
+        )

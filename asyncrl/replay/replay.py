@@ -1,11 +1,11 @@
 """Answer the actors and the learner, without sockets: grants, receipts and batches.
 
-One thread decides; a second one may write the files (`lifecycle.py`), and others read those that the
-learner gets (`sampling.py`).
+One thread decides; a second one may write the files (`lifecycle`), and others read the learner's
+(`sampling`).
 
-Order of effects, which makes a kill at any moment harmless: a grant is in the ledger before the actor hears
-of it; a group is a sealed file before its members are acknowledged; a use is in the ledger before the learner
-gets the batch; a file that a resume gives up is deleted before the ledger says that its number is free.
+Order of effects, which makes a kill at any moment harmless: a grant is in the ledger before the actor gets
+it; a group is a sealed file before its members are acknowledged; a use is in the ledger before the learner
+gets the batch; a file that a resume gives up is deleted before the ledger frees its number.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from asyncrl.messaging.episode_codec import scalars_of
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability.metrics import Metric, reduce
 from asyncrl.records import Episode, Sampling
-from asyncrl.replay.admission import RefusalCause, is_start_of
+from asyncrl.replay.admission import is_start_of
 from asyncrl.replay.events import ActorStarted, LearnerStarted, Refused
 from asyncrl.replay.groups import number_of
-from asyncrl.replay.interface import ENDLESS, Filling, GroupFailure, GroupGrant, Receipt
+from asyncrl.replay.interface import ENDLESS, Filling, GroupFailure, GroupGrant, Receipt, RefusalCause
 from asyncrl.replay.lifecycle import GroupLifecycle
 from asyncrl.replay.limiter import Limiter
+from asyncrl.replay.quarantine import RefusedActors
 from asyncrl.replay.recovery import count_successes, recover, roll_back_to
-from asyncrl.replay.refused_actors import RefusedActors
 from asyncrl.replay.run_start import NEW_RUN, RunStart
 from asyncrl.replay.sampling import BatchChooser
 from asyncrl.replay.state import ReplayState
@@ -46,14 +46,14 @@ def open_replay(
     horizon: int = 20,
     warn: Callable[[str], None] = print,
 ) -> Replay:
-    """Open the replay of a run, recovering what is in its folder.
+    """Open the replay of a run and recover its folder.
 
     Args:
         folder: The run's replay folder.
-        settings: Their `max_lag` is the bound that holds in this run.
-        algorithm: Says how large groups and batches are, and whether groups are filtered.
-        start: What rank 0 knows of the run's episodes, and of the ledger that they are noted in.
-        seed: Of the run.
+        settings: Their `max_lag` is the lag bound of this run.
+        algorithm: Sizes of groups and batches, and the filter.
+        start: Properties of the run's episodes, and the ledger's checksum.
+        seed: The run's.
         horizon: See `Limiter`.
         warn: Receives one line per damaged file or line, and when the disk is full.
 
@@ -102,9 +102,9 @@ class Replay:
 
         Args:
             store: The files.
-            limiter: Knows no group yet.
+            limiter: Without groups.
             warn: Receives a line when the disk is full.
-            max_filtered: So many filtered groups without a batch end the run; see `nothing_to_learn`.
+            max_filtered: Filtered groups without a batch that end the run; see `nothing_to_learn`.
             lost_ledger: See `recovery.recover`.
         """
         self.store, self._max_filtered = store, max_filtered
@@ -113,23 +113,14 @@ class Replay:
         self.lifecycle = GroupLifecycle(store, self.state, warn)
         self.batches = BatchChooser(self.lifecycle, warn)
         self.stopped = False
-        """Whether the learner ended the run."""
+        """True if the learner ended the run."""
         self._reports: dict[str, dict[Metric, float]] = {}
-        """Actor -> what it last reported of itself."""
+        """Actor -> its last report."""
         self._decisions = 0.0
         recover(self.lifecycle, lost_ledger)
 
-    def write_in_background(self) -> None:
-        """Write files in a thread of their own from now on; all receipts of a group follow later then."""
-        self.lifecycle.write_in_background()
-
-    @property
-    def writing(self) -> bool:
-        """Whether groups are on their way to the disk: call `maintain` soon."""
-        return bool(self.lifecycle.unwritten)
-
     def begin(self, session: str, version: int, *, in_turns: bool = False) -> None:
-        """Note a learner at `version`. A new session starts or resumes the run; a known one reconnected.
+        """Record a learner at `version`. A new session starts or resumes the run; a known one reconnected.
 
         Args:
             session: The learner's, drawn at random.
@@ -142,19 +133,19 @@ class Replay:
             roll_back_to(self.lifecycle, version, in_turns=in_turns)
             self.state.commit(LearnerStarted(session=session, version=version))
             count_successes(self.lifecycle)
-        for number in self.state.limiter.unlike():  # A file that this run did not make.
+        for number in self.state.limiter.mismatched():
             self.lifecycle.set_aside(number, "another world, group size, temperature or top-k than the run's")
         self.set_version(version)
 
     def hello(self, actor: str, session: str) -> None:
-        """Note an actor. Under a new session it forgot the groups it was granted, so they are given up."""
+        """Record an actor. A new session does not know the groups of the former: they are given up."""
         if self.state.session.actors.get(actor) != session:
             self.state.commit(ActorStarted(actor=actor, session=session))
             self.leave(actor)
-        self.state.limiter.note_heartbeat(actor)
+        self.state.limiter.record_heartbeat(actor)
 
     def leave(self, actor: str) -> None:
-        """Give up what an actor did not finish: it went, or forgot. Others get the credit at once."""
+        """Give up an actor's unfinished groups; others get the credit at once."""
         for number in self.state.limiter.unfinished(actor):
             self.lifecycle.drop(number, "dropped_deadline")
         self._reports.pop(actor, None)
@@ -176,13 +167,12 @@ class Replay:
         if event is None:
             return None
         state.commit(event)
-        return state.limiter.open[event.number].grant
+        return state.limiter.open[event.grant].grant
 
     def was_given_up(self, actor: str, request_number: int) -> bool:
-        """Whether a request was answered with a group that is not open any more.
+        """True if a request was answered with a group that is not open any more.
 
-        Its actor may know that answer or not, so it gets no other one: it would go on with the first one, and
-        nobody would imagine the group of the second.
+        Its actor may know that answer, so it gets no other one: it would ignore the second group.
         """
         answered = self.state.session.answered.get(actor, -1)
         if not 0 <= request_number <= answered:
@@ -190,14 +180,14 @@ class Replay:
         return self.state.limiter.granted(actor, request_number) is None
 
     def admit(self, episode: Episode, actor: str | None = None) -> Receipt:
-        """Take an episode. When it decides about its siblings, their receipts follow by `take_receipts`.
+        """Admit an episode. Receipts of its siblings follow by `pop_receipts`.
 
         Args:
             episode: Of any content.
-            actor: Name of who sent it, which must be the one that its group was granted to; None: not known.
+            actor: Name of the sender, to which its group must have been granted; None: unknown.
         """
         number, limiter = number_of(episode.group_id), self.state.limiter
-        if number in self.lifecycle.unwritten:  # What is wrong with the episode could give its group up.
+        if number in self.lifecycle.unwritten:  # Its problem could give the group up.
             self.lifecycle.finish()
         receipt = self._check(episode, actor)
         if receipt.status == "held":
@@ -211,22 +201,22 @@ class Replay:
                 receipt = Receipt(episode_id=episode.episode_id, status="held")  # Known, but not yet durable.
         else:
             decisions = len(episode.policy_versions)
-            self.state.commit(Refused(status=receipt.status, decisions=decisions, cause=receipt.cause or ""))
+            self.state.commit(Refused(refused=receipt.status, decisions=decisions, cause=receipt.cause or ""))
             of_this_grant = receipt.status != "dropped_outdated" and receipt.cause != "grant"
             if number in limiter.open and of_this_grant:
                 if receipt.status == "dropped_invalid":
-                    self.refused_actors.note_refused(limiter.open[number].actor, number, receipt.reason)
+                    self.refused_actors.add(limiter.open[number].actor, number, receipt.reason)
                 # The group cannot become complete any more: its credit is worth more than its siblings.
                 too_old = receipt.status == "dropped_lag"
-                self.lifecycle.drop(number, receipt.status if too_old else "dropped_deadline")
+                self.lifecycle.drop(number, "dropped_lag" if too_old else "dropped_deadline")
         return receipt
 
     def fail(self, failure: GroupFailure, actor: str | None = None) -> None:
-        """Give up a group that cannot be imagined: its credit returns. What is closed already stays so.
+        """Give up a group that cannot be imagined: its credit returns. A closed group stays closed.
 
         Args:
-            failure: What an actor says.
-            actor: Its name; it gives up only what it was granted. None: not known.
+            failure: An actor's report.
+            actor: Its name; it gives up only groups that it was granted. None: unknown.
         """
         if failure.number in self.lifecycle.unwritten:
             self.lifecycle.finish()
@@ -234,22 +224,19 @@ class Replay:
         if not limiter.owns(failure.number, actor):
             group = limiter.open.get(failure.number)
             if group is not None and not group.granted_before:  # Else it may have been this actor's.
-                self.state.commit(Refused(status="dropped_invalid", cause="grant"))
+                self.state.commit(Refused(refused="dropped_invalid", cause="grant"))
             return
         left = self._starts_left(failure)
         if left < 0:
             known = limiter.episode_format.tasks
             why = f"start state {failure.start_state[:60]!r} is none of the run's {len(known) or 'simulator'}"
-            self.refused_actors.note_refused(limiter.open[failure.number].actor, failure.number, why)
+            self.refused_actors.add(limiter.open[failure.number].actor, failure.number, why)
             self.lifecycle.drop(failure.number, "dropped_deadline")
             return
         self.lifecycle.drop(failure.number, "dropped_poisoned", failure=replace(failure, left=left))
 
     def _starts_left(self, failure: GroupFailure) -> int:
-        """Count the starts that are not quarantined; -1: the run has none of that name.
-
-        The actor is believed only where nothing is known of the run.
-        """
+        """Count the starts that are not quarantined, by the actor if nothing is known; -1: unknown name."""
         found = self.state.limiter.episode_format
         if found.simulator is not None:
             return ENDLESS if is_start_of(found.simulator.name, failure.start_state) else -1
@@ -261,7 +248,7 @@ class Replay:
 
     @property
     def exhausted_reason(self) -> str:
-        """Why no further group will ever be ready; empty while there is hope."""
+        """Reason why no further group will ever be ready; empty while there is hope."""
         limiter = self.state.limiter
         if refused := self.refused_actors.exhausted(limiter.actors_heard):
             return refused
@@ -269,7 +256,7 @@ class Replay:
 
     @property
     def nothing_to_learn(self) -> str:
-        """Why the filter ends the run, which is no failure; empty while there is hope."""
+        """Reason why the filter ends the run, which is no failure; empty while there is hope."""
         limiter, filtered = self.state.limiter, self.state.filtered
         ready, needed = len(limiter.ready), limiter.groups_per_update
         if filtered.groups < self._max_filtered or ready >= needed:
@@ -282,7 +269,7 @@ class Replay:
 
     @property
     def filling(self) -> Filling:
-        """How far the next batch is."""
+        """Progress of the next batch."""
         limiter = self.state.limiter
         whole = len(limiter.ready) + self.state.filtered.groups
         held = sum(len(group.members) for group in limiter.open.values())
@@ -292,8 +279,8 @@ class Replay:
             decisions=int(self._decisions),
         )
 
-    def take_receipts(self) -> list[tuple[str, Receipt]]:
-        """Return and forget the receipts that are due, each with its actor."""
+    def pop_receipts(self) -> list[tuple[str, Receipt]]:
+        """Return and remove the receipts that are due, each with its actor."""
         due, self.lifecycle.receipts = self.lifecycle.receipts, []
         return due
 
@@ -303,29 +290,25 @@ class Replay:
         Args:
             groups: How many.
             version: The learner's; no decision is older than ``version - max_lag``.
-            request: A repeated request gets the same batch again (its first answer may have been lost).
+            request: A repeated request gets the same batch again: its first answer may be lost.
         """
         self.set_version(version)
         return self.batches.choose(groups, request)
 
     def sample(self, groups: int, version: int, request: str = "") -> list[list[Episode]] | None:
-        """Choose a batch and read it, in this thread; see `choose`.
-
-        Returns:
-            Groups of episodes in the order of their members.
-        """
+        """Choose a batch and read it, in this thread; see `choose`."""
         self.set_version(version)
         return self.batches.sample(groups, request)
 
     def set_version(self, version: int) -> None:
-        """Note the learner's newest version; drop what it makes too old."""
+        """Set the learner's newest version; drop the groups that it makes too old."""
         if version > self.state.limiter.version:
             self.state.limiter.advance(version)
             self.lifecycle.success.close()
         self.maintain()
 
     def maintain(self) -> None:
-        """Give up what is overdue or too old; try again what the disk did not take. Call it often."""
+        """Give up overdue and old groups; retry those that wait for the disk. Call it often."""
         limiter = self.state.limiter
         self.lifecycle.finish(wait=False)
         for number, why in limiter.stale().items():
@@ -340,12 +323,12 @@ class Replay:
         self.lifecycle.retry()
 
     def report(self, actor: str, metrics: Mapping[Metric, float]) -> None:
-        """Note where an actor's time and memory go; a share is cut to [0, 1]."""
-        self.state.limiter.note_heartbeat(actor)
+        """Record an actor's readings; a share is clipped to [0, 1]."""
+        self.state.limiter.record_heartbeat(actor)
         before = self._reports.get(actor, {}).get(s.ACTOR_DECISIONS, 0.0)
         self._decisions += max(0.0, metrics.get(s.ACTOR_DECISIONS, before) - before)
         if metrics.get(s.ACTOR_DECISIONS, before) > before:
-            self.state.limiter.note_progress(actor)
+            self.state.limiter.record_progress(actor)
         self._reports[actor] = {
             metric: min(1.0, max(0.0, value)) if metric.unit == "share" else value
             for metric, value in metrics.items()
@@ -356,7 +339,7 @@ class Replay:
         self.stopped = True
 
     def status(self) -> dict[Metric, float]:
-        """Read `replay/*` (without the lag of batches) and what the actors report. Changes nothing."""
+        """Return `replay/*` (without the lag of batches) and the actors' readings."""
         state, limiter = self.state, self.state.limiter
         found = state.counters.metrics() | state.quarantine.metrics()
         found[s.GROUPS_READY] = float(len(limiter.ready))
@@ -370,7 +353,7 @@ class Replay:
         return found | reduce(heard)
 
     def contents(self) -> str:
-        """Say in one line what the replay holds, for an error message."""
+        """Return one line about the contents, for an error message."""
         state, limiter = self.state, self.state.limiter
         held = sum(len(group.members) for group in limiter.open.values())
         filtered = f"{limiter.filtered_groups} filtered; " if limiter.filter_groups else ""
@@ -384,7 +367,7 @@ class Replay:
         )
 
     def close(self) -> None:
-        """Let go of the folder."""
+        """Close the folder."""
         self.batches.close()
         self.lifecycle.close()
 

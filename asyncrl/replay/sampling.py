@@ -114,7 +114,7 @@ class BatchChooser:
                 sound = [self._is_sound(number) for number in numbers]
                 if all(sound):
                     self._out_of_files = False
-                    self._state.commit(Used(numbers=numbers, request=request, version=limiter.version))
+                    self._state.commit(Used(used=numbers, request=request, version=limiter.version))
                     self._lifecycle.trim()
                     return numbers
                 self.reading = None in sound

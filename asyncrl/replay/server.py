@@ -86,7 +86,7 @@ def serve_replay(
             )
             if ready is not None:
                 ready()
-            replay.write_in_background()
+            replay.lifecycle.write_in_background()
             replay.batches.read_in_background()
             learner_key = security.learner if security else b""
             server = ReplayServer(replay, socket, settings, identity, learner_key)
@@ -150,7 +150,7 @@ class ReplayServer:
     @property
     def _poll_ms(self) -> int:
         """Longest sleep: short while threads work, whose end no message reports."""
-        if self.replay.writing or self._hand_over.busy:
+        if self.replay.lifecycle.unwritten or self._hand_over.busy:
             return 1
         return 5 if self._chosen or self.replay.batches.busy else POLL_MS
 
@@ -160,7 +160,7 @@ class ReplayServer:
         self.socket.poll(wait_ms)
         self._receive()
         if time.monotonic() - self._served_at > LONG_PASS:
-            self.replay.state.limiter.forgive_silence()
+            self.replay.state.limiter.restart_heartbeat_timers()
         self.replay.maintain()
         self._answer()
         self._served_at = time.monotonic()
@@ -195,7 +195,7 @@ class ReplayServer:
             self.sender.refuse(peer, error)
             return
         if peer in self.peers.actors:
-            self.replay.state.limiter.note_heartbeat(self.peers.actors[peer])
+            self.replay.state.limiter.record_heartbeat(self.peers.actors[peer])
         if message.kind in WITH_EPISODE:
             self._bytes += sum(map(len, frames))
             self._episodes += 1
@@ -210,7 +210,7 @@ class ReplayServer:
     def _answer(self) -> None:
         """Send all that is due: receipts, grants, the batch."""
         routes = {name: peer for peer, name in self.peers.actors.items()}
-        for actor, receipt in self.replay.take_receipts():
+        for actor, receipt in self.replay.pop_receipts():
             if actor in routes:
                 self._receipt(routes[actor], receipt.episode_id, receipt.status, receipt.reason)
         if self.replay.stopped:

@@ -1,13 +1,18 @@
 """Change the replay's state by events alone: in the ledger first, then in memory.
 
-What runs commits an event, which does both; what recovers applies the events that the ledger holds.
+A running replay commits an event, which does both; recovery applies the events of the ledger.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
-from asyncrl.replay.counters import EpisodeCounters, FilteredGroups
+from asyncrl.observability import metrics_system as m
+from asyncrl.observability.metrics import Metric
+from asyncrl.records import Episode
 from asyncrl.replay.events import (
     ActorStarted,
     Dropped,
@@ -16,20 +21,129 @@ from asyncrl.replay.events import (
     Granted,
     GroupSized,
     LearnerStarted,
+    Ledger,
     LedgerLost,
     Ready,
     Refused,
     Used,
 )
 from asyncrl.replay.groups import ReadyGroup
-from asyncrl.replay.ledger import Ledger
+from asyncrl.replay.interface import ReceiptStatus, RefusalCause
 from asyncrl.replay.limiter import Limiter
 from asyncrl.replay.quarantine import Quarantine
+
+EPISODES: Final[dict[ReceiptStatus, Metric]] = {
+    "stored": m.EPISODES,
+    "duplicate": m.DUPLICATES,
+    "dropped_lag": m.DROPPED_LAG,
+    "dropped_deadline": m.DROPPED_DEADLINE,
+    "dropped_invalid": m.DROPPED_INVALID,
+    "dropped_resume": m.DROPPED_RESUME,
+    "dropped_poisoned": m.DROPPED_POISONED,
+    "dropped_outdated": m.DROPPED_OUTDATED,
+    "dropped_unusable": m.DROPPED_UNUSABLE,
+    "dropped_unrecorded": m.DROPPED_UNRECORDED,
+}
+DECISIONS: Final[dict[ReceiptStatus, Metric]] = {
+    "dropped_lag": m.DROPPED_LAG_DECISIONS,
+    "dropped_deadline": m.DROPPED_DEADLINE_DECISIONS,
+    "dropped_invalid": m.DROPPED_INVALID_DECISIONS,
+    "dropped_resume": m.DROPPED_RESUME_DECISIONS,
+    "dropped_poisoned": m.DROPPED_POISONED_DECISIONS,
+    "dropped_outdated": m.DROPPED_OUTDATED_DECISIONS,
+    "dropped_unusable": m.DROPPED_UNUSABLE_DECISIONS,
+    "dropped_unrecorded": m.DROPPED_UNRECORDED_DECISIONS,
+}
+REFUSED: Final[dict[RefusalCause, Metric]] = {
+    "content": m.REFUSED_CONTENT,
+    "settings": m.REFUSED_SETTINGS,
+    "version": m.REFUSED_VERSION,
+    "grant": m.REFUSED_GRANT,
+}
+
+
+def has_no_signal(group: Sequence[Episode]) -> bool:
+    """True if all episodes have the same return: compared with siblings, none is better."""
+    return len({episode.total_reward for episode in group}) <= 1
+
+
+class EpisodeCounters:
+    """Counts of episodes since the run began; the ledger carries them over a restart."""
+
+    def __init__(self) -> None:
+        """Start at 0."""
+        self.episodes: Counter[ReceiptStatus] = Counter()
+        self.decisions: Counter[ReceiptStatus] = Counter()
+        """Decisions of dropped episodes."""
+        self.refused: Counter[RefusalCause] = Counter()
+        """Invalid episodes that were not admitted."""
+
+    def add(self, status: ReceiptStatus, episodes: int = 1, decisions: int = 0) -> None:
+        """Count episodes with one status; a negative number takes back."""
+        self.episodes[status] += episodes
+        self.decisions[status] += decisions
+
+    def metrics(self) -> dict[Metric, float]:
+        """Return all counts."""
+        episodes = {metric: float(self.episodes[status]) for status, metric in EPISODES.items()}
+        decisions = {metric: float(self.decisions[status]) for status, metric in DECISIONS.items()}
+        return episodes | decisions | {metric: float(self.refused[c]) for c, metric in REFUSED.items()}
+
+    def reasons(self) -> str:
+        """Return the numbers of dropped episodes by reason, as text."""
+        dropped = {status: n for status, n in self.episodes.items() if status.startswith("dropped") and n}
+        return ", ".join(f"{n} {status[8:]}" for status, n in sorted(dropped.items())) or "none"
+
+
+class FilteredGroups:
+    """Groups that were filtered since the learner's last batch."""
+
+    def __init__(self) -> None:
+        """Start at 0."""
+        self.groups = self._succeeded = self._failed = 0
+
+    def add(self, successes: int, size: int) -> None:
+        """Count a group of `size` episodes, of which `successes` succeeded."""
+        self.groups += 1
+        self._succeeded += successes == size
+        self._failed += not successes
+
+    def reason(self) -> str:
+        """Return the property that all these groups share, as text."""
+        which = f"of the last {self.groups} groups"
+        if self.groups == self._succeeded:
+            return f"every episode {which} succeeded"
+        if self.groups == self._failed:
+            return f"every episode {which} failed"
+        return (
+            f"within each {which} all episodes scored the same ({self._succeeded} groups succeeded, "
+            f"{self._failed} failed)"
+        )
+
+
+class SuccessWindow:
+    """Share of successful episodes among the groups completed at one version of the learner."""
+
+    def __init__(self) -> None:
+        """Start without groups."""
+        self.last: float | None = None
+        """Share at the version before the current one, in [0, 1]; None if no group became complete then."""
+        self._successes = self._episodes = 0
+
+    def add(self, successes: int, episodes: int) -> None:
+        """Count a complete group."""
+        self._successes += successes
+        self._episodes += episodes
+
+    def close(self) -> None:
+        """Start the next version: the current share becomes the last one."""
+        self.last = self._successes / self._episodes if self._episodes else None
+        self._successes = self._episodes = 0
 
 
 @dataclass(kw_only=True)
 class Session:
-    """Who takes part, and what the learner was given last."""
+    """The participants, and the learner's last batch."""
 
     learner: str = ""
     """The learner's session."""
@@ -44,14 +158,14 @@ class Session:
 
 
 class ReplayState:
-    """The groups, what became of their episodes, who takes part, and the quarantined start states."""
+    """The groups, the fate of their episodes, the participants, and the quarantined start states."""
 
     def __init__(self, ledger: Ledger, limiter: Limiter, group_size: int) -> None:
         """Start empty; see `recovery.recover`.
 
         Args:
             ledger: Keeps the events.
-            limiter: Knows no group yet.
+            limiter: Without groups.
             group_size: Episodes of a group when the ledger began; a resume may have changed it.
         """
         self._ledger, self.limiter = ledger, limiter
@@ -64,19 +178,19 @@ class ReplayState:
         self.filtered = FilteredGroups()
 
     def commit(self, event: Event) -> None:
-        """Make an event durable, then change the state as it says.
+        """Make an event durable, then apply it.
 
         Raises:
-            ReplayError: The disk does not take it.
+            ReplayError: The disk refuses the write.
         """
         self._ledger.append(**event.to_line())
         self.apply(event)
 
     def apply(self, event: Event) -> None:
-        """Change the state as an event of the ledger says.
+        """Change the state by an event of the ledger.
 
-        The episodes of a stored group are counted when it becomes ready. That is no event: from the ledger
-        they are counted by the first event that is about the stored group.
+        The episodes of a stored group are counted when it becomes ready, which is no event: recovery counts
+        them at the first event of the stored group.
         """
         limiter, counters, session = self.limiter, self.counters, self.session
         size = self.group_size
@@ -84,51 +198,51 @@ class ReplayState:
             case LearnerStarted():
                 limiter.begin(event.version)
                 self.quarantine.begin(event.version)
-                self.filtered.restart()
-                session.learner, session.request, session.batch = event.session, "", []
+                self.filtered = FilteredGroups()
+                session.learner, session.request, session.batch = event.learner, "", []
             case ActorStarted():
                 session.actors[event.actor] = event.session
                 session.answered.pop(event.actor, None)
             case Granted():
                 session.actors.setdefault(event.actor, "")
-                session.answered[event.actor] = event.request_number
-                limiter.note_grant(event)
+                session.answered[event.actor] = event.turn
+                limiter.grant(event)
             case Used():
                 if event.version > limiter.version:
                     limiter.advance(event.version)
-                counters.add("stored", size * sum(not limiter.is_counted(n) for n in event.numbers))
-                limiter.use(event.numbers)
-                self.filtered.restart()
-                session.request, session.batch = event.request, event.numbers
+                counters.add("stored", size * sum(not limiter.is_counted(n) for n in event.used))
+                limiter.use(event.used)
+                self.filtered = FilteredGroups()
+                session.request, session.batch = event.request, list(event.used)
             case Filtered():
-                if event.number not in limiter.ready:
+                if event.filtered not in limiter.ready:
                     counters.add("stored", size)
-                limiter.filter(event.number, event.newest_version, event.successes, size)
+                limiter.filter(event.filtered, event.newest_version, event.successes, size)
                 self.filtered.add(event.successes, size)
             case Ready():
-                limiter.undo_uses(event.number, tuple(event.uses))
+                limiter.undo_uses(event.ready, tuple(event.uses))
                 if not event.uses:
                     counters.add("stored", -size)
             case Dropped():
-                if event.stored and not limiter.is_counted(event.number):
+                if event.stored and not limiter.is_counted(event.dropped):
                     counters.add("stored", event.episodes)
-                limiter.drop(event.number, event.status, stored=event.stored)
+                limiter.drop(event.dropped, event.status, stored=event.stored)
                 counters.add(event.status, event.episodes, event.decisions)
                 if event.failure is not None:
-                    self.quarantine.note(event.failure, event.version)
+                    self.quarantine.add(event.failure, event.version)
             case Refused():
-                counters.add(event.status, 1, event.decisions)
+                counters.add(event.refused, 1, event.decisions)
                 if event.cause:
                     counters.refused[event.cause] += 1
             case GroupSized():
-                self.group_size = event.size
+                self.group_size = event.group_size
             case LedgerLost():
-                self.lost_ledgers.add(event.digest)
+                self.lost_ledgers.add(event.ledger_lost)
                 limiter.forget_uses()
 
     def make_ready(self, number: int, group: ReadyGroup) -> None:
-        """Note that a group's file is there, which makes it ready; its episodes are counted once."""
+        """Make a group with a file ready; its episodes are counted once."""
         self.limiter.make_ready(number, group)
-        self.quarantine.note_complete()
+        self.quarantine.on_complete_group()
         if number not in self.limiter.used_at:
             self.counters.add("stored", group.size or self.group_size)

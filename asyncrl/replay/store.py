@@ -28,6 +28,7 @@ from asyncrl.episode_layout import SCHEMA_VERSION
 from asyncrl.errors import CodecMissing, OutOfFiles, ReplayError
 from asyncrl.observability.signals import Reserve
 from asyncrl.records import Episode, Sampling
+from asyncrl.replay.events import MAX_LINE, Ledger, read_line, write_line
 from asyncrl.replay.group_file import (
     FORMAT,
     FORMAT_VERSION,
@@ -36,7 +37,6 @@ from asyncrl.replay.group_file import (
     read_group_file,
     write_group,
 )
-from asyncrl.replay.ledger import MAX_LINE, Ledger, read_line, write_line
 from asyncrl.replay.sealed_file import damaged, fingerprint, write_error
 from asyncrl.storage.atomic import flush, replacing
 from asyncrl.storage.bounded_json import parse_json

@@ -16,9 +16,8 @@ from typing import Final, Literal
 from asyncrl.episode_layout import problem_with
 from asyncrl.errors import ConfigError, ReplayError
 from asyncrl.records import Episode
-from asyncrl.replay.events import Dropped, Event, Filtered, Granted, Ready, Used, read_events
+from asyncrl.replay.events import Dropped, Event, Filtered, Granted, Ready, Used, read_entries, read_events
 from asyncrl.replay.group_file import GroupFile, read_group, read_group_file
-from asyncrl.replay.ledger import read_entries
 from asyncrl.replay.store import PATTERN, file_name, read_meta
 from asyncrl.replay_tools.text import watched
 
@@ -55,23 +54,23 @@ class GroupOutcomes:
         """Follow one event of the ledger."""
         match event:
             case Granted():
-                self._forget(event.number)
-                self.granted.add(event.number)
+                self._forget(event.grant)
+                self.granted.add(event.grant)
             case Used():
-                for number in event.numbers:
+                for number in event.used:
                     self._forget(number)
                     self.used[number] = event.version
             case Filtered():
-                self._forget(event.number)
-                self.filtered[event.number] = event
+                self._forget(event.filtered)
+                self.filtered[event.filtered] = event
             case Ready():
-                self._forget(event.number)
-                self.again.add(event.number)
+                self._forget(event.ready)
+                self.again.add(event.ready)
                 if event.uses:  # A resume undid only the later ones.
-                    self.used[event.number] = event.uses[-1]
+                    self.used[event.ready] = event.uses[-1]
             case Dropped():
-                self._forget(event.number)
-                self.dropped[event.number] = event.status
+                self._forget(event.dropped)
+                self.dropped[event.dropped] = event.status
                 self.drops[event.status, event.task, event.episodes] += 1
 
     def _forget(self, number: int) -> None:

@@ -9,9 +9,8 @@ from typing import Final
 
 from asyncrl.episode_layout import SCHEMA_VERSION
 from asyncrl.errors import ReplayError
-from asyncrl.replay.events import GroupSized, read_events
+from asyncrl.replay.events import GroupSized, read_entries, read_events
 from asyncrl.replay.group_file import FORMAT_VERSION, GroupFile, read_group_file
-from asyncrl.replay.ledger import read_entries
 from asyncrl.replay.store import LEDGER, PATTERN, file_name, read_meta
 from asyncrl.replay_tools.episodes import GroupOutcomes, problem_with_file, read_outcomes
 from asyncrl.replay_tools.selection import ReplayCommand

@@ -123,7 +123,7 @@ def test_a_sibling_that_was_finished_is_dropped_counted_and_settled(tmp_path: Pa
     status = run.replay.status()
     assert (status[m.DROPPED_POISONED], status[m.DROPPED_POISONED_DECISIONS]) == (1, 1)
     assert (status[m.POISONED_WORLD], status[m.GROUPS_IN_FLIGHT]) == (1, 0)
-    ((actor, receipt),) = run.replay.take_receipts()
+    ((actor, receipt),) = run.replay.pop_receipts()
     assert (actor, receipt.episode_id, receipt.status) == ("a", sibling.episode_id, "dropped_poisoned")
     late = make_episode(granted.number, 1, versions=(0,))
     assert run.replay.admit(late).status == "dropped_poisoned"
@@ -246,9 +246,9 @@ def test_after_two_groups_a_start_state_is_not_imagined_any_more(tmp_path: Path)
 def test_the_same_group_twice_is_one_failure(tmp_path: Path) -> None:
     run = inline_run(tmp_path, Poisoned())
     for _ in range(2):
-        run.replay.state.quarantine.note(failure(0), 0)
+        run.replay.state.quarantine.add(failure(0), 0)
     assert run.replay.state.quarantine.names == []
-    run.replay.state.quarantine.note(failure(1), 0)
+    run.replay.state.quarantine.add(failure(1), 0)
     assert run.replay.state.quarantine.names == ["bad"]
     run.replay.close()
 
@@ -314,8 +314,8 @@ def test_what_the_policy_does_wrong_is_no_start_states_fault_but_ends_the_run(tm
 def test_failures_of_a_policy_that_is_undone_are_forgotten_and_earlier_ones_are_not() -> None:
     quarantine = Quarantine(2)
     for number, name, version in ((0, "sound", 1), (1, "broken", 1), (2, "broken", 3), (3, "sound", 4)):
-        quarantine.note(replace(failure(number), start_state=name), version)
-    quarantine.note(replace(failure(4), start_state="sound"), 5)
+        quarantine.add(replace(failure(number), start_state=name), version)
+    quarantine.add(replace(failure(4), start_state="sound"), 5)
     assert quarantine.names == ["broken", "sound"]
     quarantine.begin(3)
     assert quarantine.names == ["broken"]
@@ -328,7 +328,7 @@ def test_groups_that_are_ready_are_used_before_the_run_ends(tmp_path: Path) -> N
         assert granted is not None
         for member in range(GROUP):
             run.replay.admit(make_episode(granted.number, member, versions=(0,)))
-    run.replay.state.quarantine.note(failure(9, left=0), 0)
+    run.replay.state.quarantine.add(failure(9, left=0), 0)
     assert len(run.learner.sample(groups=2, version=0, timeout=5.0)) == 2
     with pytest.raises(ReplayError, match="No start state is left"):
         run.learner.sample(groups=2, version=1, timeout=5.0)
@@ -373,8 +373,8 @@ def test_a_report_outlives_the_replay_that_it_was_sent_to(tmp_path: Path, endpoi
 def test_a_grant_waits_until_the_actor_took_the_names(scripted: Any) -> None:
     service, socket, _ = scripted
     assert isinstance(socket, ScriptedSocket)
-    service.replay.state.quarantine.note(failure(7), 0)
-    service.replay.state.quarantine.note(failure(8), 0)
+    service.replay.state.quarantine.add(failure(7), 0)
+    service.replay.state.quarantine.add(failure(8), 0)
     socket.deaf.add(b"a")
     socket.say(b"a", "acquire", turn=0, groups=1)
     service.serve_once(0)

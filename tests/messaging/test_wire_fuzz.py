@@ -12,8 +12,8 @@ import pytest
 
 from asyncrl.errors import ReplayError
 from asyncrl.messaging.wire import KINDS, decode
+from asyncrl.replay.events import read_entries
 from asyncrl.replay.group_file import read_group, read_group_file
-from asyncrl.replay.ledger import read_entries
 from asyncrl.replay.store import read_meta
 from support.mutations import (
     FORGED,

@@ -19,14 +19,13 @@ from asyncrl.observability import metrics_system as m
 from asyncrl.records import ActionSpec, EndReason, Episode
 from asyncrl.replay.actor_client import ZmqActorPort
 from asyncrl.replay.admission import Expected, refusal
-from asyncrl.replay.counters import REFUSED
-from asyncrl.replay.episode_format import EpisodeFormat, SimulatorFormat
 from asyncrl.replay.in_process import InProcessActorPort, InProcessLearnerPort
 from asyncrl.replay.interface import GroupFailure, GroupGrant
 from asyncrl.replay.learner_client import ZmqLearnerPort
-from asyncrl.replay.refused_actors import RefusedActors
+from asyncrl.replay.quarantine import RefusedActors
 from asyncrl.replay.replay import Replay
-from asyncrl.replay.run_start import RunStart
+from asyncrl.replay.run_start import EpisodeFormat, RunStart, SimulatorFormat
+from asyncrl.replay.state import REFUSED
 from support.episodes import make_episode, simulated, with_chain
 from support.replay_server import Served, acquire, push_group, until
 
@@ -222,13 +221,13 @@ def test_a_run_whose_actors_are_always_refused_ends_with_the_reason(replay: Repl
 def test_an_honest_actor_is_hope_enough() -> None:
     actors = RefusedActors(after=2)
     for number in range(9):
-        actors.note_refused("hostile", number, "scores of 7")
+        actors.add("hostile", number, "scores of 7")
     assert actors.exhausted(["hostile"])
     assert not actors.exhausted(["hostile", "honest"])
-    actors.note_refused("honest", 9, "a glitch")
+    actors.add("honest", 9, "a glitch")
     assert not actors.exhausted(["hostile", "honest"])
     actors.forget("honest")  # It completed a group.
-    actors.note_refused("honest", 10, "a glitch")
+    actors.add("honest", 10, "a glitch")
     assert not actors.exhausted(["hostile", "honest"])
     assert not actors.exhausted([])
 
@@ -245,7 +244,7 @@ def test_over_sockets_a_refused_actor_goes_on_and_the_learner_ends_when_all_are_
         actor.push(dataclasses.replace(make_episode(grant.number, 0, versions=(0,)), temperature=2.0))
         until(actor, 0)
         assert "temperature 2.0" in said[0]
-        assert actor.take_dropped() == {grant.number}
+        assert actor.pop_dropped() == {grant.number}
         again = acquire(actor)
         push_group(actor, again, "actor-0", 0)
         until(actor, 0)

@@ -76,7 +76,7 @@ def imagine(replay: Replay) -> None:
             replay.admit(make_episode(grant.number, 7, versions=(replay.state.limiter.version,), image=1))
         else:
             push(replay, grant.number, mixed=grant.number % 8 != 1)
-    replay.take_receipts()
+    replay.pop_receipts()
 
 
 def update(replay: Replay) -> list[int]:

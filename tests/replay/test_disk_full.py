@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl.errors import DiskFull
 from asyncrl.observability import metrics_system as m
-from asyncrl.replay.ledger import Ledger
+from asyncrl.replay.events import Ledger
 from asyncrl.replay.lifecycle import DiskWait
 from asyncrl.replay.replay import Replay
 from asyncrl.replay.store import EpisodeStore
@@ -57,7 +57,7 @@ def test_a_full_disk_holds_groups_back_and_loses_none(tmp_path: Path, disk: Disk
     assert replay.grant("actor-0", 3) is None
     assert replay.grant("actor-0", 2) is not None, "what was granted stays granted"
     assert "2 groups wait for disk space" in replay.contents()
-    replay.take_receipts()
+    replay.pop_receipts()
     for _ in range(30):  # Far beyond the deadline of groups.
         clock.now += 10.0
         replay.maintain()
@@ -65,11 +65,11 @@ def test_a_full_disk_holds_groups_back_and_loses_none(tmp_path: Path, disk: Disk
     assert "waiting for disk space" in lines[0]
     assert replay.status()[m.DISK_WAITING] == pytest.approx(300.0)
     assert not list(tmp_path.glob("*.tmp"))
-    assert replay.take_receipts() == []
+    assert replay.pop_receipts() == []
     disk.full = False
     clock.now += 31.0
     replay.maintain()
-    assert {receipt.status for _, receipt in replay.take_receipts()} == {"stored"}
+    assert {receipt.status for _, receipt in replay.pop_receipts()} == {"stored"}
     assert sorted(replay.state.limiter.ready) == [0, 1, 2]
     assert replay.grant("actor-0", 3) is not None
     assert replay.status()[m.DISK_WAITING] == pytest.approx(331.0)

@@ -17,11 +17,11 @@ from asyncrl.config.algorithm import AlgorithmSettings
 from asyncrl.config.replay import ReplaySettings
 from asyncrl.errors import ConfigError
 from asyncrl.observability import metrics_system as s
-from asyncrl.replay.counters import has_no_signal
 from asyncrl.replay.in_process import InProcessLearnerPort
 from asyncrl.replay.interface import Filling, GroupGrant, NothingToLearn
 from asyncrl.replay.limiter import Limiter
 from asyncrl.replay.replay import Replay
+from asyncrl.replay.state import has_no_signal
 from asyncrl.replay.store import EpisodeStore
 from asyncrl.replay_tools.episodes import problem_with_file, read_rows
 from support.episodes import make_episode
@@ -96,7 +96,7 @@ def reopened(replay: Replay, *, learner: str = "learner", version: int = 0) -> R
 def test_a_constant_group_is_stored_but_never_ready_and_its_credit_returns(tmp_path: Path) -> None:
     replay = begun(tmp_path)
     assert push(replay, 0, (True, True)) == ["held", "stored"]
-    assert [receipt.status for _, receipt in replay.take_receipts()] == ["stored"]
+    assert [receipt.status for _, receipt in replay.pop_receipts()] == ["stored"]
     assert replay.status()[s.FILTERED_GROUPS] == 1
     assert replay.status()[s.GROUPS_READY] == 0
     assert replay.state.limiter.used == 0

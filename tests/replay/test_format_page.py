@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from asyncrl.replay.ledger import Ledger, read_entries
+from asyncrl.replay.events import Ledger, read_entries
 from asyncrl.replay.store import EpisodeStore
 from support.format_page import run_program
 from support.table_policy import episode

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.replay.ledger import Ledger, read_entries, read_line, write_line
+from asyncrl.replay.events import Ledger, read_entries, read_line, write_line
 
 Lines = list[bytes]
 
@@ -128,7 +128,7 @@ def test_opening_looks_only_at_the_end(tmp_path: Path, monkeypatch: pytest.Monke
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "read_bytes", no)
-        patch.setattr("asyncrl.replay.ledger.read_line", no)
+        patch.setattr("asyncrl.replay.events.read_line", no)
         ledger = Ledger(tmp_path / "ledger.log", print)
     ledger.append(ready=3)
     ledger.close()

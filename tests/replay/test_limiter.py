@@ -97,7 +97,7 @@ def test_an_episode_of_a_grant_that_was_given_up_does_not_disturb_the_next_one(t
     assert replay.grant("slow") is not None
     assert replay.admit(make_episode(0, 0, versions=(0,), actor="slow", episode_id="a" * 32)).status == "held"
     replay.set_version(1)
-    assert [receipt.status for _, receipt in replay.take_receipts()] == ["dropped_lag"]
+    assert [receipt.status for _, receipt in replay.pop_receipts()] == ["dropped_lag"]
     assert (again := replay.grant("other")) is not None
     assert again.number == 0
     late = make_episode(0, 1, versions=(0,), actor="slow", episode_id="b" * 32)
@@ -135,7 +135,7 @@ def test_a_group_is_ready_only_when_all_members_are_there(tmp_path: Path) -> Non
     assert [replay.admit(member).status for member in members[:2]] == ["held", "held"]
     assert replay.sample(1, 0) is None
     assert replay.admit(members[2]).status == "stored"
-    assert {r.episode_id for _, r in replay.take_receipts()} == {x.episode_id for x in members[:2]}
+    assert {r.episode_id for _, r in replay.pop_receipts()} == {x.episode_id for x in members[:2]}
     batch = replay.sample(1, 0)
     assert batch is not None
     assert [[episode.member for episode in group] for group in batch] == [[0, 1, 2]]
@@ -157,7 +157,7 @@ def test_an_incomplete_group_is_dropped_at_its_deadline_and_counted(tmp_path: Pa
     replay.maintain()
     assert replay.status()[m.DROPPED_DEADLINE] == 1
     assert replay.status()[m.GROUPS_IN_FLIGHT] == 0
-    assert [receipt.status for _, receipt in replay.take_receipts()] == ["dropped_deadline"]
+    assert [receipt.status for _, receipt in replay.pop_receipts()] == ["dropped_deadline"]
     assert replay.admit(make_episode(0, 1, versions=(0,))).status == "dropped_deadline", "the late sibling"
     assert replay.status()[m.DROPPED_DEADLINE] == 2
     grant = replay.grant("actor-0")
@@ -349,7 +349,7 @@ def test_no_batch_ever_holds_a_decision_beyond_the_lag_bound(
                 pending += held  # Nobody acknowledged them, so the actor sends them again.
                 held = []
         limiter = replay.state.limiter
-        assert limiter.ahead <= (max_lag + learner + 1) * per_update
+        assert limiter.uses_reserved <= (max_lag + learner + 1) * per_update
         assert limiter.used == len(used)
     replay.close()
 

@@ -45,7 +45,7 @@ def replay(tmp_path: Path) -> Iterator[Replay]:
     replay.hello("actor-0", "s")
     for turn in range(4):
         replay.grant("actor-0", turn)
-    replay.write_in_background()
+    replay.lifecycle.write_in_background()
     yield replay
     replay.close()
 
@@ -60,16 +60,16 @@ def gate(replay: Replay, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 def finished(replay: Replay) -> list[str]:
     """What the receipts say once nothing is on its way any more."""
-    while replay.writing:
+    while replay.lifecycle.unwritten:
         replay.maintain()
-    return [receipt.status for _, receipt in replay.take_receipts()]
+    return [receipt.status for _, receipt in replay.pop_receipts()]
 
 
 def test_no_receipt_before_the_file_is_durable(replay: Replay, gate: Gate) -> None:
     assert fill(replay, 0, (0,)) == ["held", "held"]
     replay.maintain()
-    assert replay.writing
-    assert replay.take_receipts() == []
+    assert replay.lifecycle.unwritten
+    assert replay.pop_receipts() == []
     assert not replay.store.group_files
     gate.open()
     assert finished(replay) == ["stored", "stored"]
@@ -79,10 +79,10 @@ def test_no_receipt_before_the_file_is_durable(replay: Replay, gate: Gate) -> No
 def test_the_loop_goes_on_while_a_group_is_written(replay: Replay, gate: Gate) -> None:
     fill(replay, 0, (0,))
     assert replay.admit(make_episode(1, 0, versions=(0,))).status == "held"
-    assert replay.writing
+    assert replay.lifecycle.unwritten
     assert replay.admit(make_episode(1, 1, versions=(0,))).status == "held"
     assert fill(replay, 2, (0,)) == ["held", "held"], "nothing waits for the disk"
-    assert replay.take_receipts() == []
+    assert replay.pop_receipts() == []
     gate.open()
     assert finished(replay) == ["stored"] * 6
     assert list(replay.state.limiter.ready) == [0, 1, 2]
@@ -121,9 +121,9 @@ def test_what_could_give_the_group_up_waits_for_its_file(replay: Replay, gate: G
     else:
         assert replay.admit(make_episode(0, 1, versions=(0, 0))).status == "duplicate"
     opener.join()
-    assert not replay.writing
+    assert not replay.lifecycle.unwritten
     assert 0 in replay.state.limiter.ready
-    assert [receipt.status for _, receipt in replay.take_receipts()][:2] == ["stored", "stored"]
+    assert [receipt.status for _, receipt in replay.pop_receipts()][:2] == ["stored", "stored"]
 
 
 def test_a_disk_that_is_full_beside_the_loop_is_waited_for(replay: Replay, gate: Gate) -> None:

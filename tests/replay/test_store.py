@@ -19,8 +19,8 @@ from asyncrl.episode_layout import OPTIONAL_ARRAYS
 from asyncrl.errors import ReplayError
 from asyncrl.records import REWARDED, EndReason
 from asyncrl.replay import group_file as group_files
+from asyncrl.replay.events import Ledger
 from asyncrl.replay.group_file import read_group, read_group_file, write_group
-from asyncrl.replay.ledger import Ledger
 from asyncrl.replay.sealed_file import append_footer
 from support import child_environment
 from support.episodes import assert_same, make_episode, simulated, with_chain

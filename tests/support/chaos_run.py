@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncrl.observability import process_status
+from asyncrl.replay.events import read_entries
 from asyncrl.replay.group_file import read_group_file
-from asyncrl.replay.ledger import read_entries
 from asyncrl.replay.store import PATTERN
 
 ENTRY: Final = Path(__file__).with_name("chaos_entry.py")

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.replay.ledger import START, checksum_of, write_line
+from asyncrl.replay.events import START, checksum_of, write_line
 from support.group_damage import CHANGES, TERABYTES, Change, craft_group
 
 Damage = Callable[[Path, Path], None]

@@ -115,7 +115,7 @@ def simulate(setting: Setting, updates: int, rounds_of_update: int = 2) -> Outco
                 event = limiter.next_grant(f"actor-{index}")
                 if event is None:
                     break
-                limiter.note_grant(event)
+                limiter.grant(event)
                 actor.forget(event.number)
                 actor.pending += [event.number] * GROUP
                 began[event.number] = []

@@ -17,8 +17,8 @@ from typing import Any
 from asyncrl.episode_layout import problem_with
 from asyncrl.errors import WireError
 from asyncrl.messaging.wire import KINDS, WITH_EPISODE, Message, decode, encode
+from asyncrl.replay.events import Ledger, write_line
 from asyncrl.replay.group_file import write_group
-from asyncrl.replay.ledger import Ledger, write_line
 from support.episodes import SAMPLES, make_episode, pack, unpack, with_chain
 
 Frames = list[bytes]

@@ -55,7 +55,7 @@ def grant_group(limiter: Limiter, actor: str, request_number: int = -1) -> Group
         return known
     if (event := limiter.next_grant(actor, request_number)) is None:
         return None
-    limiter.note_grant(event)
+    limiter.grant(event)
     return limiter.open[event.number].grant
 
 

@@ -49,7 +49,7 @@ class Dream:
         self.fixed_shape = fixed_shape
 
     def round(self) -> bool:
-        dropped = self.port.take_dropped()
+        dropped = self.port.pop_dropped()
         self.pending = [one for one in self.pending if one[0].number not in dropped]
         for grant in [] if self.pending else self.port.acquire_groups(1, 0.0):
             self.pending = [(grant, 0), (grant, 1)]
