@@ -6,7 +6,8 @@
     raw          the same bytes into a file without a format, as durable
     read         all of a group from the page cache, checksums verified
     to learn     the same without the video, as the learner gets it
-    ingest       64 actors (one process plays them) push groups to a replay process until every receipt came
+    ingest       64 actors (one process plays them) push a group each, at most 500 MB in all, to a replay
+                 process until every receipt came
     hand over    the learner fetches all these groups
 
 All in MB/s, medians of the rounds. Two H100 produce 3 MB/s of episodes, 25 MB/s if every drawn frame is kept.
@@ -40,7 +41,7 @@ from asyncrl.replay.learner_client import ZmqLearnerPort
 from asyncrl.replay.server import serve_replay
 from asyncrl.replay.store import EpisodeStore
 
-ACTORS, GROUP_SIZE = 64, 8
+ACTORS, GROUP_SIZE, MOST_BYTES = 64, 8, 500_000_000
 SIZES = {"64 x 64": (6, 64, False), "224 x 224": (32, 224, False), "224 x 224 with video": (10, 224, True)}
 """Decisions, pixels per side, whether all frames are kept."""
 
@@ -75,8 +76,8 @@ def serve(folder: Path, endpoint: str) -> None:
     serve_replay(open_run_replay(folder, overlay(TrainConfig(), settings, "speed")), endpoint)
 
 
-def service(group: list[Episode], folder: Path) -> dict[str, float]:
-    """Return the seconds until one group of each actor is durable, and until the learner has all of them."""
+def service(group: list[Episode], groups: int, folder: Path) -> dict[str, float]:
+    """Return the seconds until `groups` of as many actors are durable, and until the learner has them."""
     sockets = private_folder()
     endpoint = ipc_endpoint(sockets)
     process = multiprocessing.get_context("spawn").Process(target=serve, args=(folder, endpoint))
@@ -84,9 +85,9 @@ def service(group: list[Episode], folder: Path) -> dict[str, float]:
     learner = ZmqLearnerPort(endpoint)
     learner.status()
     actors = [ZmqActorPort(endpoint, f"actor-{number}") for number in range(ACTORS)]
-    grants = [actor.acquire_groups(1, 60.0)[0] for actor in actors]
+    grants = [actor.acquire_groups(1, 60.0)[0] for actor in actors[:groups]]
     begin = time.perf_counter()
-    for number, (actor, grant) in enumerate(zip(actors, grants, strict=True)):
+    for number, (actor, grant) in enumerate(zip(actors, grants, strict=False)):
         for member, episode in enumerate(group):
             own = {"episode_id": f"{number:024x}{member:08x}", "group_id": grant.group_id}
             actor.push(replace(episode, **own, actor=f"actor-{number}"))
@@ -94,7 +95,7 @@ def service(group: list[Episode], folder: Path) -> dict[str, float]:
         for actor in actors:
             actor.serve()
     ingested = time.perf_counter()
-    batch = learner.choose(groups=ACTORS, version=0, timeout=300.0)
+    batch = learner.choose(groups=groups, version=0, timeout=300.0)
     learner.fetch(batch, timeout=300.0)
     done = time.perf_counter()
     for actor in actors:
@@ -123,8 +124,9 @@ def main() -> None:
                 for way, seconds in files(group, arguments.groups, Path(name)).items():
                     speeds[way].append(nbytes / statistics.median(seconds) / 1e6)
             with tempfile.TemporaryDirectory() as name:
-                for way, took in service(group, Path(name) / "replay").items():
-                    speeds[way].append(ACTORS * nbytes / took / 1e6)
+                groups = min(ACTORS, MOST_BYTES // nbytes)
+                for way, took in service(group, groups, Path(name) / "replay").items():
+                    speeds[way].append(groups * nbytes / took / 1e6)
         shown = ", ".join(f"{way} {statistics.median(found):.0f}" for way, found in speeds.items())
         print(f"{size}, {nbytes / 1e6:.1f} MB per group: {shown} MB/s", flush=True)
 
