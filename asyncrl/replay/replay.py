@@ -131,7 +131,7 @@ class Replay:
             self.lifecycle.finish()
             self.batches.begin()
             roll_back_to(self.lifecycle, version, in_turns=in_turns)
-            self.state.commit(LearnerStarted(session=session, version=version))
+            self.state.commit(LearnerStarted(learner=session, version=version))
             count_successes(self.lifecycle)
         for number in self.state.limiter.mismatched():
             self.lifecycle.set_aside(number, "another world, group size, temperature or top-k than the run's")
