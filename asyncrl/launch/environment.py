@@ -31,7 +31,7 @@ from asyncrl.launch.simulated import (
 from asyncrl.policies.interface import ChecksTraining, Policy
 from asyncrl.records import ActionSpec, StartState
 from asyncrl.registry import names_code
-from asyncrl.replay.run_start import EpisodeFormat
+from asyncrl.replay.interface import EpisodeFormat
 from asyncrl.rewards.interface import RewardModel
 from asyncrl.storage import asset_paths
 from asyncrl.worlds.interface import BringsDefaults, NeedsPose, World

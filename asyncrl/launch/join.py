@@ -35,7 +35,7 @@ from asyncrl.registry import MODELS
 if TYPE_CHECKING:
     from asyncrl.actors.actor import Actor
     from asyncrl.replay.actor_client import ZmqActorPort
-    from asyncrl.replay.join_settings import JoinSettings
+    from asyncrl.replay.connection import JoinSettings
     from asyncrl.weights.pull_client import PulledReceiver
 
 ANSWER_DEADLINE: Final = 30.0
@@ -146,7 +146,7 @@ def _join(settings: JoinOptions, name: str, keys: ClientKeys | None) -> _Joined:
     from asyncrl.launch.placement import threads_of_actor
     from asyncrl.launch.policies import build_policy
     from asyncrl.replay.actor_client import WINDOW, ZmqActorPort
-    from asyncrl.replay.join_settings import ask_settings
+    from asyncrl.replay.connection import ask_settings
     from asyncrl.weights.pull_client import build_pulled_receiver
 
     device = take_device(settings.device)

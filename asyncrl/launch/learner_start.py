@@ -22,7 +22,7 @@ from asyncrl.learner.early_compile import Shown, shown_of
 from asyncrl.learner.recipe import build_recipe
 from asyncrl.policies.interface import Policy
 from asyncrl.registry import names_code
-from asyncrl.replay.run_start import NEW_RUN, RunStart
+from asyncrl.replay.interface import NEW_RUN, RunStart
 from asyncrl.replay.store import read_meta
 from asyncrl.storage import checkpoint, run_folder
 from asyncrl.storage.folder_check import check_folder

@@ -18,8 +18,8 @@ from asyncrl.config.loading import overlay
 from asyncrl.config.run import TrainConfig
 from asyncrl.launch.rendezvous import RunInfo, local_rank, rank, ranks_here, status_folder, world_size
 from asyncrl.observability import process_status, signals, waits
+from asyncrl.replay.interface import NEW_RUN, RunStart
 from asyncrl.replay.replay import Replay, open_replay
-from asyncrl.replay.run_start import NEW_RUN, RunStart
 from asyncrl.storage import run_identity, run_lock
 from asyncrl.storage.run_folder import REPLAY
 
@@ -130,7 +130,7 @@ def _receiver(
 def replay_main(config_json: str, info_json: str, start_json: str = "") -> None:
     """Keep the run's episodes until the learner ends the run; `start_json` is a `RunStart`."""
     from asyncrl.launch import endpoints
-    from asyncrl.replay.join_settings import JoinSettings
+    from asyncrl.replay.connection import JoinSettings
     from asyncrl.replay.server import serve_replay
 
     config, info = _read(config_json, info_json)

@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 
 from asyncrl.episode_layout import decision_layout, optional_of, problem_with, version_of
 from asyncrl.records import REWARDED, Episode, Sampling
-from asyncrl.replay.interface import RefusalCause
-from asyncrl.replay.run_start import ANY_FORMAT, EpisodeFormat, SimulatorFormat
+from asyncrl.replay.interface import ANY_FORMAT, EpisodeFormat, RefusalCause, SimulatorFormat
 
 MAX_NUMBER: Final = 1e6
 """Limit of an action, log-prob (nats), value, reward or float of a sample. No model comes near it, and sums

@@ -10,20 +10,27 @@ from __future__ import annotations
 import os
 import threading
 import time
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import zmq
 
 from asyncrl import __version__
 from asyncrl.errors import AttemptEnded, ReplayError
-from asyncrl.messaging.episode_codec import Buffer
+from asyncrl.messaging.episode_codec import MAX_TEXT, Buffer
 from asyncrl.messaging.keys import ClientKeys, Handshakes
-from asyncrl.messaging.sockets import LINGER_MS, open_dealer
+from asyncrl.messaging.sockets import IDENTITY, LINGER_MS, open_dealer
 from asyncrl.messaging.wire import Message, decode, encode
+from asyncrl.storage.private_files import read_small
 from asyncrl.storage.run_identity import NO_RUN, RunIdentity
 
 PING_EVERY: Final = 1.0
-"""Seconds; also how often an unanswered question is repeated."""
+"""Seconds; also the interval of repeating an unanswered question."""
+VISITOR: Final = "visitor"
+"""Role of a process that wants to join."""
+MAX_PARTS: Final = 64
+"""Most parts of a run's settings; each has at most `MAX_TEXT` characters."""
 
 
 class Connection:
@@ -161,3 +168,82 @@ class Connection:
         else:
             self.server_id = ""
             self._introduce()
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinSettings:
+    """Facts that an actor needs to join a run."""
+
+    config: str
+    """JSON of the run's `TrainConfig`."""
+    weights: str
+    """Endpoint of the weights."""
+    identity: RunIdentity = NO_RUN
+    """The run's, in its present start."""
+
+    def part(self, number: int) -> dict[str, Any] | None:
+        """Return the fields of one `settings_part`; None if there is no such part."""
+        parts = -(-len(self.config) // MAX_TEXT)
+        if not 0 <= number < parts <= MAX_PARTS:
+            return None
+        text = self.config[number * MAX_TEXT : (number + 1) * MAX_TEXT]
+        return {
+            "part": number,
+            "parts": parts,
+            "text": text,
+            "weights": self.weights,
+            "secret": self.identity.secret,
+            "attempt": self.identity.attempt,
+        }
+
+
+def ask_settings(endpoint: str, name: str, security: ClientKeys | None, deadline: float) -> JoinSettings:
+    """Ask a replay for the settings of its run, part by part; the replay records nothing about a visitor.
+
+    Args:
+        endpoint: The replay's.
+        name: This process's name in the run.
+        security: Its keys, if the replay has some; else the secret next to the private socket admits it.
+        deadline: Longest wait in seconds.
+
+    Raises:
+        ReplayError: No answer came, or the replay refuses: wrong keys, another version, a name that is taken.
+        WireError: It speaks another schema version, or garbage.
+    """
+    link = Connection(endpoint, VISITOR, name, 0, security, RunIdentity(secret=_secret_next_to(endpoint)))
+    texts: list[str] = []
+    until, asked_at = time.monotonic() + deadline, -float("inf")
+    try:
+        while (now := time.monotonic()) < until:
+            if link.server_id and now - asked_at >= PING_EVERY:
+                asked_at = now
+                link.send_now("settings", name=name, part=len(texts))
+            for message in link.exchange(0.1):
+                if message.kind != "settings_part" or message["part"] != len(texts):
+                    continue
+                texts.append(message["text"])
+                asked_at = -float("inf")
+                if len(texts) >= message["parts"]:
+                    identity = RunIdentity(secret=message["secret"], attempt=message["attempt"])
+                    return JoinSettings(
+                        config="".join(texts),
+                        weights=message["weights"],
+                        identity=identity,
+                    )
+            if link.stopped:
+                raise ReplayError(f"the run at {endpoint} is over.")
+    finally:
+        link.close()
+    raise ReplayError(
+        f"no replay answered at {endpoint} within {deadline:g} s. Is the run under way, is this its "
+        "--replay.listen, and do firewalls let it through?"
+    )
+
+
+def _secret_next_to(endpoint: str) -> str:
+    if not endpoint.startswith("ipc://"):
+        return ""
+    try:
+        return read_small(Path(endpoint.removeprefix("ipc://")).with_name(IDENTITY))
+    except (OSError, ValueError):  # Then no replay answers, or it refuses this process.
+        return ""

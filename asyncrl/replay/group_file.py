@@ -49,8 +49,7 @@ from asyncrl.episode_layout import (
 from asyncrl.errors import ReplayError
 from asyncrl.messaging.episode_codec import as_bytes
 from asyncrl.records import REWARDED, Episode, Sampling
-from asyncrl.replay.compression import require_codec
-from asyncrl.replay.sealed_file import UNREADABLE, opened, sealing, unreadable
+from asyncrl.replay.sealed_file import UNREADABLE, opened, require_codec, sealing, unreadable
 from asyncrl.storage.hdf5_bounds import attribute_of, dataset_in
 
 FORMAT: Final = "asyncrl-replay"

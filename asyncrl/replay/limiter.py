@@ -17,8 +17,14 @@ from asyncrl.records import Episode, Sampling
 from asyncrl.replay.admission import Expected, Refusal, refusal
 from asyncrl.replay.events import Granted
 from asyncrl.replay.groups import GroupTable, OpenGroup, ReadyGroup, mismatch, number_of
-from asyncrl.replay.interface import GroupGrant, Receipt, ReceiptStatus, RefusalCause
-from asyncrl.replay.run_start import ANY_FORMAT, EpisodeFormat
+from asyncrl.replay.interface import (
+    ANY_FORMAT,
+    EpisodeFormat,
+    GroupGrant,
+    Receipt,
+    ReceiptStatus,
+    RefusalCause,
+)
 
 FLOOR: Final = 0.05
 """Least weight of a group in `prioritized`: one without spread (0 of at most 0.5) comes rarely, but comes."""

@@ -12,7 +12,7 @@ from asyncrl import __version__
 from asyncrl.errors import WireError
 from asyncrl.messaging.episode_codec import Buffer
 from asyncrl.messaging.wire import Message, encode
-from asyncrl.replay.join_settings import ROLE, JoinSettings
+from asyncrl.replay.connection import VISITOR, JoinSettings
 from asyncrl.replay.replay import Replay
 from asyncrl.storage.run_identity import NO_RUN, RunIdentity
 
@@ -123,24 +123,26 @@ class Peers:
                 f"{message['package'][:40]!r}, the replay runs {__version__!r}. "
                 "Run the same asyncrl version on both sides."
             )
-        if message["role"] not in ("actor", "learner", RANK, ROLE):
-            raise WireError(f"role {message['role'][:40]!r} is not 'actor', 'learner', {RANK!r} or {ROLE!r}.")
+        if message["role"] not in ("actor", "learner", RANK, VISITOR):
+            raise WireError(
+                f"role {message['role'][:40]!r} is not 'actor', 'learner', {RANK!r} or {VISITOR!r}."
+            )
         who = f"{message['role'][:40]} {message['name'][:40]!r}"
         if key and (key == self._learner_key) != (message["role"] in ("learner", RANK)):
             raise WireError(f"{who} has the key of another role: the key 'learner' is the learners' alone.")
-        if message["role"] == ROLE and key:
+        if message["role"] == VISITOR and key:
             return  # Its key admits it; it comes for the run's secret.
         if not self.identity.knows(message["secret"]):
             raise WireError(
                 f"{who} belongs to another run than this replay, or to none. Perhaps two runs have the same "
                 "--replay.listen: give each its own."
             )
-        if message["role"] != ROLE and message["attempt"] > self.identity.attempt:
+        if message["role"] != VISITOR and message["attempt"] > self.identity.attempt:
             raise WireError(f"{who} belongs to a newer start of the run than this replay.")
 
     def hello(self, peer: bytes, message: Message) -> None:
         """Record a peer that `check` let in, and welcome it."""
-        if message["role"] == ROLE:
+        if message["role"] == VISITOR:
             self._visitors.pop(peer, None)
             self._visitors[peer] = None
             while len(self._visitors) > _VISITORS:

@@ -24,12 +24,20 @@ from asyncrl.records import Episode, Sampling
 from asyncrl.replay.admission import is_start_of
 from asyncrl.replay.events import ActorStarted, LearnerStarted, Refused
 from asyncrl.replay.groups import number_of
-from asyncrl.replay.interface import ENDLESS, Filling, GroupFailure, GroupGrant, Receipt, RefusalCause
+from asyncrl.replay.interface import (
+    ENDLESS,
+    NEW_RUN,
+    Filling,
+    GroupFailure,
+    GroupGrant,
+    Receipt,
+    RefusalCause,
+    RunStart,
+)
 from asyncrl.replay.lifecycle import GroupLifecycle
 from asyncrl.replay.limiter import Limiter
 from asyncrl.replay.quarantine import RefusedActors
 from asyncrl.replay.recovery import count_successes, recover, roll_back_to
-from asyncrl.replay.run_start import NEW_RUN, RunStart
 from asyncrl.replay.sampling import BatchChooser
 from asyncrl.replay.state import ReplayState
 from asyncrl.replay.store import LEDGER, EpisodeStore

@@ -28,8 +28,8 @@ from asyncrl.messaging.sockets import LINGER_MS, ConnectionGuard, bind_router
 from asyncrl.messaging.wire import WITH_EPISODE, Message, decode, encode
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability.process_status import set_activity
+from asyncrl.replay.connection import JoinSettings
 from asyncrl.replay.interface import CAUSES, REPORTED, GroupFailure
-from asyncrl.replay.join_settings import JoinSettings
 from asyncrl.replay.peers import Peers, PeerSender
 from asyncrl.replay.replay import Replay
 from asyncrl.replay.sampling import BatchChooser

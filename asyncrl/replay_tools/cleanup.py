@@ -13,9 +13,8 @@ from typing import Any, Final
 import h5py
 
 from asyncrl.errors import ConfigError, ReplayError
-from asyncrl.replay.compression import Codec, codec_of, settings_of
 from asyncrl.replay.group_file import GroupFile, read_group
-from asyncrl.replay.sealed_file import opened, sealing
+from asyncrl.replay.sealed_file import Codec, codec_of, opened, sealing, settings_of
 from asyncrl.replay.store import PATTERN
 from asyncrl.replay_tools.episodes import GroupOutcomes, group_file_or_none, read_outcomes, warn
 from asyncrl.replay_tools.selection import ReplayCommand

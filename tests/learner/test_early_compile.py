@@ -33,7 +33,7 @@ from asyncrl.policies.acceleration import enable_gradient_checkpointing
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.openvla.config import TowerConfig
 from asyncrl.replay.interface import LearnerPort
-from asyncrl.replay.run_start import EpisodeFormat, SimulatorFormat
+from asyncrl.replay.interface import EpisodeFormat, LearnerPort, SimulatorFormat
 from support.adapters import TASKS, adapted
 from support.table_policy import groups_of
 

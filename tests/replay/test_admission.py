@@ -20,11 +20,10 @@ from asyncrl.records import ActionSpec, EndReason, Episode
 from asyncrl.replay.actor_client import ZmqActorPort
 from asyncrl.replay.admission import Expected, refusal
 from asyncrl.replay.in_process import InProcessActorPort, InProcessLearnerPort
-from asyncrl.replay.interface import GroupFailure, GroupGrant
+from asyncrl.replay.interface import EpisodeFormat, GroupFailure, GroupGrant, RunStart, SimulatorFormat
 from asyncrl.replay.learner_client import ZmqLearnerPort
 from asyncrl.replay.quarantine import RefusedActors
 from asyncrl.replay.replay import Replay
-from asyncrl.replay.run_start import EpisodeFormat, RunStart, SimulatorFormat
 from asyncrl.replay.state import REFUSED
 from support.episodes import make_episode, simulated, with_chain
 from support.replay_server import Served, acquire, push_group, until

@@ -13,8 +13,8 @@ from asyncrl.config.replay import ReplaySettings
 from asyncrl.config.run import TrainConfig
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.observability import metrics_system as m
+from asyncrl.replay.interface import RunStart
 from asyncrl.replay.replay import Replay
-from asyncrl.replay.run_start import RunStart
 from asyncrl.replay_tools.verify import Verify
 from asyncrl.storage.checksums import Checksum, begins_with, checksum_of_lines, digest_of
 from support.replay import fill

@@ -18,7 +18,7 @@ from asyncrl.errors import ReplayError
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.observability import metrics_system as m
 from asyncrl.replay.actor_client import ZmqActorPort
-from asyncrl.replay.join_settings import JoinSettings, ask_settings
+from asyncrl.replay.connection import JoinSettings, ask_settings
 from asyncrl.replay.learner_client import ZmqLearnerPort
 from asyncrl.replay.server import ReplayServer, serve_replay
 from support import child_environment

@@ -17,7 +17,7 @@ from asyncrl.errors import AttemptEnded, ReplayError
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.messaging.sockets import IDENTITY
 from asyncrl.replay.actor_client import ZmqActorPort
-from asyncrl.replay.join_settings import JoinSettings, ask_settings
+from asyncrl.replay.connection import JoinSettings, ask_settings
 from asyncrl.replay.learner_client import ZmqLearnerPort
 from asyncrl.replay.server import serve_replay
 from asyncrl.storage.run_identity import NO_RUN, RunIdentity
