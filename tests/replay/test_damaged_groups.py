@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import ReplayError
-from asyncrl.replay import compression
+from asyncrl.replay import sealed_file
 from asyncrl.replay.group_file import read_group
 from asyncrl.replay.store import EpisodeStore, read_meta
 from asyncrl.replay_tools import cleanup
@@ -75,7 +75,7 @@ def test_a_file_that_declares_too_much_is_refused_and_goes_to_quarantine(name: s
 def test_pictures_that_compress_well_are_compacted_and_read_all_the_same(run_dir: Path) -> None:
     path = run_dir / "replay" / "group-00000000.h5"
     before = read_group(path)
-    assert cleanup.compact(path, compression.settings_of("gzip")) is not None
+    assert cleanup.compact(path, sealed_file.settings_of("gzip")) is not None
     for one, other in zip(read_group(path), before, strict=True):
         np.testing.assert_array_equal(one.frames, other.frames)
         np.testing.assert_array_equal(one.video, other.video)

@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.commands.replay import main as run_inspection
 from asyncrl.errors import CodecMissing, ReplayError
-from asyncrl.replay import compression
+from asyncrl.replay import sealed_file
 from asyncrl.replay.group_file import read_group
 from asyncrl.replay_tools import cleanup
 from asyncrl.storage import atomic
@@ -215,7 +215,7 @@ def test_an_unknown_codec_is_refused(run_dir: Path, capsys: pytest.CaptureFixtur
 def test_a_codec_that_is_not_installed_names_the_extra(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(compression, "find_spec", lambda name: None)
+    monkeypatch.setattr(sealed_file, "find_spec", lambda name: None)
     assert compact(run_dir, "--codec", "zstd") == 2
     assert "asyncrl[compression]" in capsys.readouterr().err
     assert not is_compressed(file_of(run_dir, 0))
@@ -226,7 +226,7 @@ def test_a_file_whose_codec_is_not_installed_is_not_taken_for_damaged(
 ) -> None:
     compact(run_dir)
     monkeypatch.setattr(h5py.h5z, "filter_avail", lambda number: False)
-    monkeypatch.setattr(compression, "find_spec", lambda name: None)
+    monkeypatch.setattr(sealed_file, "find_spec", lambda name: None)
     store = open_store(run_dir)
     with pytest.raises(CodecMissing, match=r"asyncrl\[compression\]"):
         store.load(0)
