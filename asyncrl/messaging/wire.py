@@ -4,12 +4,11 @@
                and with an episode also "episode": {scalars}, "arrays": [[name, dtype, shape, crc32], ...]}
     frame 1..  a raw frame for each array of `episode_layout.episode_arrays`, little-endian, C order
 
-Schema version 1; 2 where the sample of the episode is other arrays than action tokens alone; 3 where the
-episode says how many steps were taken, and may have `episode_layout.OPTIONAL_ARRAYS` behind the others; 4
-where it says which world drew each decision, by the last of these, and its weight. Which fields a kind has,
-and which arrays of which type and rank an episode has, is fixed here and in `episode_layout`; a peer only
-names the sample's arrays and says sizes, which are checked before anything is allocated. `decode` raises
-`WireError` only.
+Schema version 1; 2 if the sample of the episode is other arrays than action tokens alone; 3 if the episode
+says how many steps were taken, and may have `episode_layout.OPTIONAL_ARRAYS` behind the others. The fields
+of a kind, and the arrays of an episode with type and rank, are fixed here and in `episode_layout`; a peer
+only names the sample's arrays and states sizes, which are checked before anything is allocated. `decode`
+raises `WireError` only.
 """
 
 from __future__ import annotations
@@ -62,14 +61,7 @@ KINDS: Final[dict[str, dict[str, type]]] = {
     "ping": {},
     "bye": {},
     "settings": {"name": str, "part": int},
-    "settings_part": {
-        "part": int,
-        "parts": int,
-        "text": str,
-        "weights": str,
-        "secret": str,
-        "attempt": int,
-    },
+    "settings_part": {"part": int, "parts": int, "text": str, "weights": str, "secret": str, "attempt": int},
     "acquire": {"turn": int, "groups": int},
     "grant": {"turn": int, "number": int, "min_version": int, "keep_video": bool},
     "given_up": {"turn": int},
