@@ -143,7 +143,7 @@ def write_group(path: Path, number: int, episodes: Sequence[Episode]) -> GroupFi
         "newest_version": max(int(episode.policy_versions.max()) for episode in episodes),
         "successes": sum(episode.success for episode in episodes),
     }
-    attributes = {name: facts.get(name, getattr(episodes[0], name, None)) for name in ROOT}
+    attributes: dict[str, Any] = {n: facts[n] if n in facts else getattr(episodes[0], n) for n in ROOT}
     members = [episode_arrays(episode) for episode in episodes]
     sums = [tuple(zlib.crc32(as_bytes(array)) for array in arrays.values()) for arrays in members]
     table = _episode_table(episodes, version)
@@ -278,7 +278,7 @@ def read_group(
             for name, part in parts.items():
                 if zlib.crc32(as_bytes(part)) != sums[name]:
                     raise ValueError(f"the checksum of {name} does not match")
-            fields = dict.fromkeys(OPTIONAL_ARRAYS) | _scalars(row, version) | empty | parts
+            fields: dict[str, Any] = dict.fromkeys(OPTIONAL_ARRAYS) | _scalars(row, version) | empty | parts
             own = {name: fields.pop(name) for name in sample}
             episodes.append(Episode(**fields, sample=own))
     except UNREADABLE as error:

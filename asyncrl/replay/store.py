@@ -402,12 +402,14 @@ class FileIndex:
     def find(self, path: Path) -> GroupFile | None:
         """Return the facts about a file, or None if it has to be read."""
         try:
-            entry, found = dict(self._entries[path.name]), path.stat()
+            entry: dict[str, Any] = dict(self._entries[path.name])
+            found = path.stat()
             now = [found.st_size, found.st_mtime_ns, fingerprint(path)]
             if now != [entry["size"], entry["mtime_ns"], entry.pop("footer")]:
                 return None
-            entry["path"], entry["episode_ids"] = path, tuple(entry["episode_ids"])
-            return GroupFile(**entry | {"sampling": Sampling(*entry["sampling"])})
+            entry["path"], entry["sampling"] = path, Sampling(*entry["sampling"])
+            entry["episode_ids"] = tuple(entry["episode_ids"])
+            return GroupFile(**entry)
         except (OSError, KeyError, TypeError, ValueError):
             return None
 

@@ -70,7 +70,7 @@ def group_sizes(folder: Path) -> set[int]:
     """Return the sizes that groups of a run may have: it began with one, and a resume may change it."""
     sizes = {read_meta(folder).get("group_size")}
     events = read_events(read_entries(folder / LEDGER, lambda line: None))  # Damage is said elsewhere.
-    sizes |= {event.size for event in events if isinstance(event, GroupSized)}
+    sizes |= {event.group_size for event in events if isinstance(event, GroupSized)}
     return {size for size in sizes if isinstance(size, int) and _is_group_size(size)}
 
 

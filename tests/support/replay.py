@@ -56,7 +56,7 @@ def grant_group(limiter: Limiter, actor: str, request_number: int = -1) -> Group
     if (event := limiter.next_grant(actor, request_number)) is None:
         return None
     limiter.grant(event)
-    return limiter.open[event.number].grant
+    return limiter.open[event.grant].grant
 
 
 def make_replay(folder: Path, limiter: Limiter) -> Replay:
