@@ -259,6 +259,5 @@ WIRE_BYTES = define("""wire/bytes, last, bytes: Episode bytes received by the re
 WIRE_ERRORS = define("""wire/errors, last, messages: Messages refused because they broke the wire format. 0.
     Otherwise another program connects to the replay's port, or processes run different versions.""")
 DISCONNECTED = define("""wire/disconnected, last, connections: Connections that the replay or the learner
-    ended, since each of them began: too much of an unfinished message, or too many connections at once. 0.
-    Otherwise another program connects to their ports; the replay's log names its address. A surplus actor
-    reconnects by itself.""")
+    ended, since each of them began: too many were there at once. 0. Otherwise another program connects to
+    their ports. A surplus actor reconnects by itself.""")
