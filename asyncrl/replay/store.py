@@ -167,9 +167,8 @@ class EpisodeStore:
 
     def put_away(self, number: int, why: str) -> None:
         """Move the damaged file of a group into quarantine."""
-        group_file = self._take_out(number)
-        if group_file is not None:
-            self._quarantine(group_file.path, why)
+        if number in self.group_files:
+            self._quarantine(self._take_out(number).path, why)
 
     def trim(self, expendable: Iterable[int], aged: Iterable[int] = ()) -> list[int]:
         """Delete groups and return their numbers.
@@ -178,22 +177,20 @@ class EpisodeStore:
             expendable: Groups that may be deleted, lowest number first, until the size is within the limit.
             aged: Groups that are deleted at any size.
         """
-        deleted = sorted(set(aged) & self.group_files.keys())
-        for number in deleted:
-            self._delete(number)
-        if self.total_bytes > self.max_bytes:
-            for number in sorted(set(expendable) & self.group_files.keys()):
-                if self.total_bytes <= self.max_bytes:
-                    break
-                self._delete(number)
+        old = sorted(set(aged) & self.group_files.keys())
+        deleted = list[int]()
+        for number in [*old, *sorted(set(expendable) & self.group_files.keys() - old)]:
+            if number in old or self.total_bytes > self.max_bytes:
+                self._take_out(number).path.unlink(missing_ok=True)
                 deleted.append(number)
         return deleted
 
     def remove(self, number: int) -> None:
         """Delete a group durably, so that its number can be sealed again; `holds` remembers its episodes."""
         if number in self.group_files:
-            self._removed[number] = self.group_files[number].episode_ids
-            self._delete(number)
+            group_file = self._take_out(number)
+            self._removed[number] = group_file.episode_ids
+            group_file.path.unlink(missing_ok=True)
             flush(self.folder)
 
     def set_aside(self, number: int) -> Path:
@@ -203,14 +200,10 @@ class EpisodeStore:
             ReplayError: The folder cannot be written.
         """
         group_file = self._take_out(number)
-        assert group_file is not None
         away = self.folder / "set_aside"
-        kept, count = away / group_file.path.name, 1
-        while kept.exists():  # The number was set aside before, in a folder whose ledger was lost.
-            count += 1
-            kept = away / f"{group_file.path.stem}_{count}.h5"
         try:
             make_folder(away)
+            kept = _free_name(away / group_file.path.name)  # The number may be there from a lost ledger.
             group_file.path.rename(kept)
             flush(self.folder)
         except OSError as error:
@@ -253,21 +246,16 @@ class EpisodeStore:
         return self.folder / file_name(number)
 
     def _enter(self, group_file: GroupFile) -> None:
-        self._take_out(group_file.number)
+        if group_file.number in self.group_files:
+            self._take_out(group_file.number)
         self.group_files[group_file.number] = group_file
         self.total_bytes += group_file.size
         self._removed.pop(group_file.number, None)
 
-    def _take_out(self, number: int) -> GroupFile | None:
-        group_file = self.group_files.pop(number, None)
-        if group_file is not None:
-            self.total_bytes -= group_file.size
+    def _take_out(self, number: int) -> GroupFile:
+        group_file = self.group_files.pop(number)
+        self.total_bytes -= group_file.size
         return group_file
-
-    def _delete(self, number: int) -> None:
-        group_file = self._take_out(number)
-        assert group_file is not None
-        group_file.path.unlink(missing_ok=True)
 
     def _quarantine(self, path: Path, why: str) -> None:
         try:
