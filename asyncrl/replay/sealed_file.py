@@ -107,7 +107,7 @@ def opened(path: Path) -> Iterator[tuple[h5py.File, os.stat_result]]:
     """
     found = check_whole(path)
     try:
-        with h5py.File(path, "r") as file:
+        with h5py.File(path, "r", locking=False) as file:  # It never changes.
             yield file, found
     except UNREADABLE as error:
         raise unreadable(path, error) from None
