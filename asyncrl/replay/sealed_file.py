@@ -83,12 +83,14 @@ def _write_new_file(path: Path, *parts: memoryview | bytes) -> None:
     part = unfinished(path)
     remove(part)
     try:
-        with part.open("xb", buffering=0) as file:
-            os.posix_fallocate(file.fileno(), 0, sum(map(len, parts)))
+        with part.open("xb") as file:
+            handle, offset = file.fileno(), 0
+            os.posix_fallocate(handle, 0, sum(map(len, parts)))
             for content in map(memoryview, parts):
                 while content:
-                    content = content[file.write(content) :]
-            os.fsync(file.fileno())
+                    written = os.pwrite(handle, content, offset)
+                    content, offset = content[written:], offset + written
+            os.fsync(handle)
         part.rename(path)
         flush(path.parent)
     except OSError:

@@ -156,7 +156,7 @@ def test_a_disk_that_fills_up_while_a_group_is_written_counts_as_full(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(os, "pwritev", full)
+    monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(DiskFull, match="max-gigabytes"):
         store.store_group(0, [make_episode(0, member) for member in range(2)])
     assert not list(tmp_path.glob("group-*"))

@@ -21,6 +21,7 @@ from asyncrl.observability import metrics_system as m
 from asyncrl.records import Episode
 from asyncrl.replay import store
 from asyncrl.replay.actor_client import ZmqActorPort
+from asyncrl.replay.group_file import read_group
 from asyncrl.replay.interface import BatchDescription, GroupLost
 from asyncrl.replay.learner_client import WINDOW, ZmqLearnerPort, ZmqRankPort
 from asyncrl.replay.store import file_name
@@ -227,9 +228,8 @@ def test_a_group_whose_file_is_damaged_after_it_was_chosen_is_lost_and_another_b
         batch = learner.choose(groups=2, version=0, timeout=15.0)
         kill(server)  # What it had read is gone.
         path = tmp_path / file_name(batch.numbers[1])
-        content = bytearray(path.read_bytes())
-        content[len(content) // 2] ^= 1
-        path.write_bytes(content)
+        content, frames = path.read_bytes(), read_group(path)[0].frames.tobytes()
+        path.write_bytes(content.replace(frames, bytes(len(frames))))
         server = start_server(tmp_path, endpoint)
         with pytest.raises(GroupLost, match=r"Group 1 of the batch is lost: .*damaged"):
             learner.fetch(batch, timeout=15.0)
