@@ -91,6 +91,9 @@ UNITS: Final = {
     "final_more_frames": "8-bit sRGB",
     "final_state": "simulator's unit per number",
 }
+_PLAIN: Final = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+_PLAIN.set_obj_track_times(False)
+_SCALAR: Final = h5py.h5s.create(h5py.h5s.SCALAR)
 MOST_TABLE_BYTES: Final = 2**26
 """Limit of one table: 100,000 episodes with texts of 600 bytes."""
 
@@ -148,17 +151,18 @@ def write_group(path: Path, number: int, episodes: Sequence[Episode]) -> GroupFi
     sums = [tuple(zlib.crc32(as_bytes(array)) for array in arrays.values()) for arrays in members]
     table = _episode_table(episodes, version)
     row = {name: value for name, value in attributes.items() if name not in CONSTANT}
-    specs = specs_of(episodes[0])
-    with sealing(path, outside=tuple(specs)) as file:
+    with sealing(path) as (file, extents):
         for name in CONSTANT:
             _write_attribute(file.id, name, attributes[name])
         _write_dataset(file, GROUP, _table([row]), "1")
         _write_dataset(file, TABLE, table, "E")
         _write_dataset(file, CHECKSUMS, np.array(sums, [(name, "<u4") for name in members[0]]), "E")
-        for name, spec in specs.items():
+        for name, spec in specs_of(episodes[0]).items():
             parts = [arrays[name] for arrays in members]
             joined = np.stack(parts) if joining_letter(name) == "E" else np.concatenate(parts)
-            _write_dataset(file, name, joined, _letters(name, spec, parts[0]))
+            dataset = _write_dataset(file, name, joined, _letters(name, spec, parts[0]))
+            if joined.size:
+                extents.append((dataset.get_offset(), joined.nbytes))
     return _describe(path, attributes, table, path.stat())
 
 
@@ -195,23 +199,22 @@ def _table(rows: Sequence[dict[str, Any]]) -> NDArray[Any]:
     return np.array([tuple(row) for row in plain], types)
 
 
-def _write_dataset(file: h5py.File, name: str, values: NDArray[Any], letters: str) -> None:
+def _write_dataset(file: h5py.File, name: str, values: NDArray[Any], letters: str) -> Any:
     """Write a contiguous dataset by h5py's low-level calls, which take a third of `create_dataset`'s time."""
     values = np.ascontiguousarray(values, values.dtype.newbyteorder("<"))
     kind, space = h5py.h5t.py_create(values.dtype, logical=True), h5py.h5s.create_simple(values.shape)
-    how = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    how.set_obj_track_times(False)
-    dataset = h5py.h5d.create(file.id, name.encode(), kind, space, dcpl=how)
+    dataset = h5py.h5d.create(file.id, name.encode(), kind, space, dcpl=_PLAIN)
     if values.size:
         dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, values)
     _write_attribute(dataset, "letters", letters)
     _write_attribute(dataset, "unit", UNITS.get(name, "see docs"))
+    return dataset
 
 
 def _write_attribute(target: Any, name: str, value: str | int) -> None:
     array: NDArray[Any] = np.array(value, "<i8") if isinstance(value, int) else np.array(value.encode())
     kind = h5py.h5t.py_create(array.dtype, logical=True)
-    h5py.h5a.create(target, name.encode(), kind, h5py.h5s.create(h5py.h5s.SCALAR)).write(array)
+    h5py.h5a.create(target, name.encode(), kind, _SCALAR).write(array)
 
 
 def _letters(name: str, spec: ArraySpec, array: NDArray[Any]) -> str:

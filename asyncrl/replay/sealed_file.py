@@ -57,21 +57,19 @@ _PIECE: Final = 2**20
 
 
 @contextmanager
-def sealing(path: Path, outside: Sequence[str] = ()) -> Iterator[h5py.File]:
-    """Build an HDF5 file in memory; write it durably with its footer when the block ends.
+def sealing(path: Path) -> Iterator[tuple[h5py.File, list[tuple[int, int]]]]:
+    """Build an HDF5 file in memory; write it durably under a new name when the block ends.
 
-    Args:
-        path: Must not exist.
-        outside: Contiguous arrays whose values the footer's checksum leaves out.
+    Yields:
+        The file, and an empty list for (offset, bytes) of values that the footer's checksum leaves out.
 
     Raises:
         OSError: `path` exists, or the disk refuses the write. Nothing is left behind.
     """
     memory = io.BytesIO()
     with h5py.File(memory, "w", libver=LIBVER) as file:
-        yield file
-        arrays: list[Any] = [file[name] for name in outside]
-        extents = sorted((array.id.get_offset(), array.nbytes) for array in arrays if array.size)
+        extents = list[tuple[int, int]]()
+        yield file, extents
     content = memory.getbuffer()
     checksum = _checksum_outside(lambda begin, count: content[begin : begin + count], extents, len(content))
     _write_new_file(path, content, _make_footer(extents, checksum, len(content)))

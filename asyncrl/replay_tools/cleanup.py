@@ -127,7 +127,7 @@ def compact(path: Path, settings: dict[str, Any]) -> int | None:
     try:
         read_group(path)
         with replacing(path) as part:
-            with h5py.File(path, "r") as old, sealing(part) as new:
+            with h5py.File(path, "r") as old, sealing(part) as (new, _):
                 _copy(old, new, settings)
             read_group(part)  # Its checksums are those of the old file.
         return path.stat().st_size
