@@ -240,9 +240,9 @@ def open_dealer(
 
 
 class ConnectionGuard:
-    """Ends new connections of a listening socket beyond a limit, so that the process can still open files.
+    """Ends connections of a listening socket beyond a limit, so that the process can still open files.
 
-    Idle connections end by themselves (`HANDSHAKE_MS`). Counted as `wire/disconnected`.
+    The oldest that never sent a message goes, else the newest. Counted as `wire/disconnected`.
     """
 
     def __init__(self, listening: zmq.Socket[bytes], *, connections: int | None = None) -> None:
@@ -256,10 +256,17 @@ class ConnectionGuard:
         self._most = max(1, limit) if connections is None else connections
         self.disconnected = 0
         """Connections that were ended here."""
+        self._spoke = set[int]()
+        """Descriptors from which messages came. Shared; each use is atomic."""
         self._listening, self._closing = listening, threading.Event()
         self._monitor = listening.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._thread = threading.Thread(target=self._run, name="connections", daemon=True)
         self._thread.start()
+
+    def note(self, frame: zmq.Frame) -> None:
+        """Record that a message came, of which `frame` is a part."""
+        with contextlib.suppress(zmq.ZMQError):  # It has no connection.
+            self._spoke.add(int(frame.get(zmq.SRCFD)))  # type: ignore[call-overload]
 
     def close(self) -> None:
         """Stop watching, before the socket's context ends."""
@@ -267,18 +274,20 @@ class ConnectionGuard:
         self._thread.join(_CLOSE_SECONDS)
 
     def _run(self) -> None:
-        there = set[int]()
+        there = dict[int, None]()
         while not self._closing.is_set():
             if not self._monitor.poll(100):
                 continue
             event = parse_monitor_message(self._monitor.recv_multipart())
             descriptor = int(event["value"])
-            if event["event"] == zmq.EVENT_DISCONNECTED:
-                there.discard(descriptor)
-            elif len(there) < self._most:
-                there.add(descriptor)
-            else:
-                self._end(descriptor)
+            there.pop(descriptor, None)
+            self._spoke.discard(descriptor)
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                there[descriptor] = None
+            if len(there) > self._most:
+                silent = next((x for x in there if x not in self._spoke), descriptor)
+                del there[silent]
+                self._end(silent)
         # libzmq's own thread waits for a monitor that does not read its events.
         with contextlib.suppress(zmq.ZMQError):  # It could not be bound, and was closed.
             self._listening.disable_monitor()
@@ -295,7 +304,7 @@ class ConnectionGuard:
             waits.count(waits.DISCONNECTED)
             if self.disconnected <= _NAMED:
                 _log.warning(
-                    "a new connection was ended: there are %d, as many as half of the open files that the "
+                    "a connection was ended: there are %d others, as many as half of the open files that the "
                     "process may have (ulimit -n)",
                     self._most,
                 )

@@ -80,16 +80,18 @@ def serve_replay(
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         with admitting(context, security), ExitStack() as guards:
-            socket = bind_router(
-                *(context, endpoint, security),
-                prepare=lambda made: guards.enter_context(closing(ConnectionGuard(made))),
-            )
+            guard = list[ConnectionGuard]()
+
+            def watch(socket: zmq.Socket[bytes]) -> None:
+                guard.append(guards.enter_context(closing(ConnectionGuard(socket))))
+
+            socket = bind_router(context, endpoint, security, watch)
             if ready is not None:
                 ready()
             replay.lifecycle.write_in_background()
             replay.batches.read_in_background()
             learner_key = security.learner if security else b""
-            server = ReplayServer(replay, socket, settings, identity, learner_key)
+            server = ReplayServer(replay, socket, settings, identity, learner_key, *guard)
             server.run(stop_event or threading.Event())
     finally:
         context.destroy(linger=LINGER_MS)
@@ -106,8 +108,10 @@ class ReplayServer:
         settings: JoinSettings | None = None,
         identity: RunIdentity = NO_RUN,
         learner_key: bytes = b"",
+        guard: ConnectionGuard | None = None,
     ) -> None:
         """Start without peers; those of an earlier process introduce themselves again. See `Peers`."""
+        self._guard = guard
         self.replay, self.socket, self.sender = replay, socket, PeerSender(socket)
         self.peers = Peers(replay, self.sender, settings, identity, learner_key)
         self._keyed = bool(learner_key)
@@ -174,6 +178,8 @@ class ReplayServer:
                 peer, *frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
+            if self._guard is not None:
+                self._guard.note(peer)
             # The handshake proved it; every frame of a connection has it.
             key = str(peer.get("User-Id")) if self._keyed else ""
             self._handle(peer.bytes, [frame.buffer for frame in frames], key)

@@ -250,6 +250,7 @@ class PullServer:
                 peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
+            self._guard.note(peer)
             self._handle(peer.bytes, [frame.buffer for frame in frames])
         self._offer_parked()
         for peer, puller in list(self._pullers.items()):
