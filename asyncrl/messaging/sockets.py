@@ -281,9 +281,10 @@ class ConnectionGuard:
             event = parse_monitor_message(self._monitor.recv_multipart())
             descriptor = int(event["value"])
             there.pop(descriptor, None)
-            self._spoke.discard(descriptor)
             if event["event"] == zmq.EVENT_ACCEPTED:
                 there[descriptor] = None
+            else:
+                self._spoke.discard(descriptor)
             if len(there) > self._most:
                 silent = next((x for x in there if x not in self._spoke), descriptor)
                 del there[silent]
