@@ -6,7 +6,7 @@ import logging
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -27,17 +27,9 @@ def wait_for(condition: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-@pytest.fixture
-def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
-    made: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    yield made
-    made.destroy(0)
-
-
 @pytest.mark.timeout(60)
 def test_of_too_many_connections_the_oldest_silent_one_goes_and_those_that_speak_stay(
     tmp_path: Path,
-    context: zmq.Context[zmq.Socket[bytes]],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -45,6 +37,7 @@ def test_of_too_many_connections_the_oldest_silent_one_goes_and_those_that_speak
     monkeypatch.setattr(process_status, "_early", {})
     process_status.publish_as(tmp_path, "learner-0")  # Its counts begin at 0.
     caplog.set_level(logging.WARNING)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     guards: list[ConnectionGuard] = []
     server = bind_router(
         context, "tcp://127.0.0.1:0", prepare=lambda x: guards.append(ConnectionGuard(x, connections=20))
@@ -72,9 +65,11 @@ def test_of_too_many_connections_the_oldest_silent_one_goes_and_those_that_speak
     assert waits.wait_metrics()[m.DISCONNECTED] >= 41
     assert "ulimit -n" in caplog.text
     guards[0].close()
+    context.destroy(0)
 
 
-def test_a_unix_socket_has_the_same_limit(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+def test_a_unix_socket_has_the_same_limit() -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     guards: list[ConnectionGuard] = []
     folder = private_folder()
     bind_router(
@@ -86,4 +81,5 @@ def test_a_unix_socket_has_the_same_limit(context: zmq.Context[zmq.Socket[bytes]
             peer.connect(f"{folder}/r")
         wait_for(lambda: guards[0].disconnected == 7)
     guards[0].close()
+    context.destroy(0)
     shutil.rmtree(folder)
