@@ -23,7 +23,6 @@ from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.evaluation.evaluate import check_fits
 from asyncrl.launch.policies import policy_chunk
 from asyncrl.policies.interface import Policy, SamplingParams, SaysInputs
-from asyncrl.replay.interface import ENDLESS
 from asyncrl.replay.interface import ENDLESS, EpisodeFormat, SimulatorFormat
 from asyncrl.simulators.build import SimulatorSource
 from asyncrl.simulators.interface import SimStart, SimulatorSpec, random_start, stored_start

@@ -32,7 +32,6 @@ from asyncrl.observability.metrics_system import GROUPS_READY
 from asyncrl.policies.acceleration import enable_gradient_checkpointing
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.openvla.config import TowerConfig
-from asyncrl.replay.interface import LearnerPort
 from asyncrl.replay.interface import EpisodeFormat, LearnerPort, SimulatorFormat
 from support.adapters import TASKS, adapted
 from support.table_policy import groups_of
