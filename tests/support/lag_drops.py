@@ -116,9 +116,9 @@ def simulate(setting: Setting, updates: int, rounds_of_update: int = 2) -> Outco
                 if event is None:
                     break
                 limiter.grant(event)
-                actor.forget(event.number)
-                actor.pending += [event.number] * GROUP
-                began[event.number] = []
+                actor.forget(event.grant)
+                actor.pending += [event.grant] * GROUP
+                began[event.grant] = []
                 grants += 1
             actor.begin(now, version)
             while actor.episodes and actor.episodes[0][0] <= now:
