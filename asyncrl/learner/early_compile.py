@@ -37,7 +37,7 @@ from asyncrl.observability import process_status
 from asyncrl.observability.metrics import Metric
 from asyncrl.observability.process_status import activity
 from asyncrl.policies.interface import Policy, SamplingParams
-from asyncrl.replay.run_start import EpisodeFormat
+from asyncrl.replay.interface import EpisodeFormat
 
 
 @dataclass(frozen=True, kw_only=True)
