@@ -85,11 +85,9 @@ BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
             "gspo": f"{_LEARNER}.losses:GspoObjective",
         },
         "transport": {
-            "gloo": f"{_TRANSPORTS}.gloo:GlooTransport",
             "shared_memory": f"{_TRANSPORTS}.shared_memory:SharedMemoryTransport",
             "nccl": f"{_TRANSPORTS}.nccl:NcclTransport",
             "cuda_ipc": f"{_TRANSPORTS}.cuda_ipc:CudaIpcTransport",
-            "nccl+ipc": f"{_TRANSPORTS}.nccl_and_ipc:NcclAndIpcTransport",
         },
     }
 )

@@ -101,10 +101,8 @@ class Figures:
 def transport_of(learner: str, actors: Sequence[str]) -> str:
     """The transport that a run with these devices gets."""
     if learner == "cpu":
-        return "gloo"
-    if set(actors) == {learner}:
-        return "cuda_ipc"
-    return "nccl+ipc" if learner in actors else "nccl"
+        return "shared_memory"
+    return "cuda_ipc" if learner in actors else "nccl"
 
 
 def free_port() -> int:

@@ -207,7 +207,7 @@ MODELS = {"policy": TOKENS, "world": WORLD, "reward": REWARD}
         (["--reward", "wrong:Generous"], "wrong:Generous, whose score is (2.0"),
         (["--reward", "wrong:Eager"], "wrong:Eager, whose score is float16[2, 4], expected float32[2, 4]"),
         (["--correction.kind", "tsi"], "nothing of that kind is called so. Perhaps you meant 'tis'"),
-        (["--weights.transport", "glo"], "nothing of that kind is called so. Perhaps you meant 'gloo'"),
+        (["--weights.transport", "ncc"], "nothing of that kind is called so. Perhaps you meant 'nccl'"),
         (["--correction.kind", "wrong:Blind"], "wrong:Blind, which lacks weights"),
         (["--lora.rank", "4"], "--lora.rank is 4, but TokenPolicy has no lora_layers"),
         (["--imagination.compile"], "--imagination.compile is set, but TokenPolicy has no compile_acting"),

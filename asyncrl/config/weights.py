@@ -15,12 +15,12 @@ class WeightSettings(Bounded):
     SECTION: ClassVar[str] = "weights."
 
     transport: str = "auto"
-    """auto: gloo on CPU, cuda_ipc when learner and actors share one GPU, nccl when each has its own, nccl+ipc
-    when some actors are on the first learner's GPU and the others on one each. Or package.module:Class."""
-    between_hosts: Literal["tcp", "gloo", "nccl"] = "tcp"
-    """How weights travel to the other hosts of a run, once to each. tcp: encrypted, fetched by those who want
-    them. gloo, nccl: broadcast to all of them at once, NOT encrypted: only on a network that nobody else is
-    on. nccl takes one GPU of each host. Actors that join always fetch by tcp."""
+    """Carrier of the weights. auto: nccl when every actor has a GPU of its own, cuda_ipc when some are on the
+    first learner's GPU, else shared_memory. Or package.module:Class."""
+    between_hosts: Literal["tcp", "nccl"] = "tcp"
+    """How weights travel to the other hosts of a run, once to each. tcp: encrypted, fetched in pieces. nccl:
+    broadcast together with those of the first host, NOT encrypted: only on a private network. It takes one
+    GPU of each host. Actors that join always fetch by tcp."""
     timeout: Annotated[float, AtLeast(1, "a broadcast takes time.", "Use 60.", highest=SECONDS)] = 60.0
     """Seconds after which an actor that does not take part in a broadcast is left behind, and one that joined
     and cannot reach the learner ends."""

@@ -80,9 +80,9 @@ def check_placement(examination: Examination) -> Finding:
 
     from asyncrl.devices.float8 import check_device
     from asyncrl.launch import learner_ranks
-    from asyncrl.launch.weight_transport import transport_of
+    from asyncrl.launch.host_weights import RELAYED, transport_of
     from asyncrl.policies.acceleration import FLAG
-    from asyncrl.weights.transports.interface import build_transport
+    from asyncrl.weights.interface import build_transport
 
     config = examination.config
     try:
@@ -95,7 +95,7 @@ def check_placement(examination: Examination) -> Finding:
         if config.learner.frozen_precision == "float8":
             for rank in set(placement.learners) & by_rank.keys():
                 check_device(by_rank[rank], FLAG)
-        transport = "gloo" if examination.host else transport_of(config, placement, hosts.ranks(0))
+        transport = RELAYED if examination.host else transport_of(config, placement, hosts.ranks(0))
         if first.type == "cpu":
             build_transport(transport, first, config.weights.timeout)
     except ConfigError as error:
@@ -108,7 +108,7 @@ def check_placement(examination: Examination) -> Finding:
         between = config.weights.between_hosts
         seen = f"host {examination.host} of {len(hosts.names)}: {seen}, between hosts by {between}"
         if between == "nccl" and first.type == "cpu":
-            advice = "Use --weights.between-hosts gloo, or tcp, which is encrypted."
+            advice = "Use --weights.between-hosts tcp, which is encrypted."
             return broken("placement", f"{seen}, but NCCL takes a GPU of each host.", advice)
     gpus = torch.cuda.device_count() if first.type == "cuda" else 0
     actors = [by_rank[rank] for rank in placement.actors if rank in by_rank]

@@ -17,7 +17,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from asyncrl.launch.child import redirect_output
@@ -97,16 +96,19 @@ def exchange(task: Task, device: str) -> list[float]:
     import torch
 
     from asyncrl.errors import WeightSyncError
-    from asyncrl.weights.rendezvous_store import epoch_store
-    from asyncrl.weights.transports.interface import build_transport
+    from asyncrl.weights.interface import AllocatesBuffers, build_transport, open_store
+    from asyncrl.weights.packing import build_manifest
 
     on = torch.device(device)
-    transport = build_transport("gloo" if on.type == "cpu" else "nccl", on, task.seconds)
+    transport = build_transport("shared_memory" if on.type == "cpu" else "nccl", on, task.seconds)
     found = []
     for way in range(task.size):
-        store = epoch_store(Path(task.folder), task.size * task.number + way, task.seconds)
+        store = open_store(f"file://{task.folder}/{task.size * task.number + way}", task.seconds)
         sends = task.rank == way
-        buffer = torch.full((task.bytes,), 1 + way if sends else 0, dtype=torch.uint8, device=on)
+        buffer = torch.zeros(task.bytes, dtype=torch.uint8, device=on)
+        if sends and isinstance(transport, AllocatesBuffers):
+            buffer = transport.allocate(build_manifest({"": buffer}))[0]
+        buffer.fill_(1 + way if sends else 0)
         buffers = [buffer] * task.times
         if on.type == "cuda":
             torch.cuda.synchronize(on)  # The link works on a stream of its own.

@@ -33,7 +33,7 @@ KILL_DEADLINE: Final = 2.0
 GPU_BYTES, GPU_TIMES = 64 << 20, 8
 CPU_BYTES, CPU_TIMES = 8 << 20, 1
 WHAT_TO_DO: Final = {
-    "gloo": "Look for a firewall on loopback, or for what else keeps this host busy.",
+    "shared_memory": "Look for what else keeps this host busy.",
     "nccl": "See why with: NCCL_DEBUG=INFO asyncrl doctor (NCCL's words go to stderr). Often an NVLink or "
     "fabric manager that is not up (nvidia-smi topo -m, nvidia-smi nvlink -s), PCIe ACS or an IOMMU "
     "between GPUs (try NCCL_P2P_DISABLE=1), or too little /dev/shm; CUDA_VISIBLE_DEVICES leaves a GPU out.",
@@ -65,7 +65,9 @@ def check_links(examination: Examination) -> Finding:
     devices = [f"cuda:{index}" for index in range(torch.cuda.device_count())] if on_gpu else ["cpu", "cpu"]
     nbytes, times = (GPU_BYTES, GPU_TIMES) if on_gpu else (CPU_BYTES, CPU_TIMES)
     results = measure(devices, nbytes, times)
-    return judge("GPU links" if on_gpu else "CPU link", results, nbytes, "nccl" if on_gpu else "gloo")
+    return judge(
+        "GPU links" if on_gpu else "CPU link", results, nbytes, "nccl" if on_gpu else "shared_memory"
+    )
 
 
 def judge(name: str, results: Sequence[Result], nbytes: int, carrier: str) -> Finding:

@@ -43,7 +43,7 @@ JOINED = "joined"
 """Name of the key in it for actors that join."""
 
 if TYPE_CHECKING:
-    from asyncrl.weights.pull_server import PullSettings
+    from asyncrl.weights.server import ServerSettings
 
 
 def check(config: TrainConfig, placement: Placement, *, several_hosts: bool = False) -> None:
@@ -226,19 +226,16 @@ def _remove_left_over(note: Path, identity: RunIdentity) -> None:
         shutil.rmtree(folder)
 
 
-def pull_settings(
-    config: TrainConfig, at: Addresses, folder: Path, keys: str, identity: RunIdentity
-) -> PullSettings:
-    """Where actors that join fetch the weights: beside the replay, unless --weights.listen says otherwise.
+def weight_settings(config: TrainConfig, at: Addresses, keys: str, identity: RunIdentity) -> ServerSettings:
+    """Settings of the weights' socket: beside the replay's, unless --weights.listen says otherwise.
 
     Args:
         keys: Folder of the keys; empty: none.
     """
-    from asyncrl.weights.pull_server import PullSettings  # Loads torch, which the replay must not.
+    from asyncrl.weights.server import ServerSettings  # Loads torch, which the replay must not.
 
-    own = ipc_endpoint(folder, "pull")
-    beside = f"{at.replay.rpartition(':')[0]}:0" if at.replay.startswith("tcp") else own
-    return PullSettings(
+    beside = f"{at.replay.rpartition(':')[0]}:0" if at.replay.startswith("tcp") else ""
+    return ServerSettings(
         listen=at.weights or beside,
         security=server_keys(keys),
         silence=config.replay.heartbeat_timeout,

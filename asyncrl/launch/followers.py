@@ -106,7 +106,7 @@ def _with_weights_of_host(
     from asyncrl.launch import host_weights
 
     actors = host_weights.actors_here(placement, hosts, rank)
-    alone = len(actors) == 1 and not info.hosts_endpoint
+    alone = len(actors) == 1 and not info.hosts_transport
     if rank not in actors or alone:
         return replace(info, weights_endpoint=""), None
     if rank != actors[0]:

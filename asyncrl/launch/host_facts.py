@@ -175,19 +175,19 @@ def check_devices(hosts: Sequence[HostFacts], learners: Sequence[int]) -> None:
             )
 
 
-def check_broadcasts(hosts: Sequence[HostFacts], numbers: Sequence[int], backend: str) -> None:
+def check_broadcasts(hosts: Sequence[HostFacts], numbers: Sequence[int], transport: str) -> None:
     """Check that hosts can broadcast weights to each other."""
     for host in (hosts[number] for number in numbers):
-        if backend == "nccl" and not host.gpus:
+        if not host.gpus and ":" not in transport:
             raise ConfigError(
                 f"--weights.between-hosts is nccl, which carries weights between GPUs, but {host.name} has "
-                "none (or --device is cpu). Use --weights.between-hosts gloo, or tcp, which is encrypted."
+                "none (or --device is cpu). Use --weights.between-hosts tcp, which is encrypted."
             )
         if host.missing_interface:
             raise ConfigError(
                 f"{host.name} has no network interface that {host.missing_interface} names, so weights "
-                f"could not be broadcast to it (--weights.between-hosts {backend}). Set the variable on each "
-                "host to an interface of the network that they share, or unset it."
+                "could not be broadcast to it (--weights.between-hosts nccl). Set the variable on each host "
+                "to an interface of the network that they share, or unset it."
             )
 
 

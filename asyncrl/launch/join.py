@@ -33,10 +33,12 @@ from asyncrl.observability.signals import StopFlag, interrupts_raised, raise_lim
 from asyncrl.registry import MODELS
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from asyncrl.actors.actor import Actor
     from asyncrl.replay.actor_client import ZmqActorPort
     from asyncrl.replay.connection import JoinSettings
-    from asyncrl.weights.pull_client import PulledReceiver
+    from asyncrl.weights.receiver import WeightReceiver
 
 ANSWER_DEADLINE: Final = 30.0
 """Seconds the replay has to tell the run's settings."""
@@ -98,7 +100,7 @@ class _Joined:
 
     actor: Actor
     port: ZmqActorPort
-    receiver: PulledReceiver
+    receiver: WeightReceiver
 
 
 def _imagine(joined: _Joined) -> bool:
@@ -147,7 +149,8 @@ def _join(settings: JoinOptions, name: str, keys: ClientKeys | None) -> _Joined:
     from asyncrl.launch.policies import build_policy
     from asyncrl.replay.actor_client import WINDOW, ZmqActorPort
     from asyncrl.replay.connection import ask_settings
-    from asyncrl.weights.pull_client import build_pulled_receiver
+    from asyncrl.weights.interface import PULL
+    from asyncrl.weights.receiver import build_receiver
 
     device = take_device(settings.device)
     told = ask_settings(settings.endpoint, name, keys, ANSWER_DEADLINE)
@@ -157,9 +160,12 @@ def _join(settings: JoinOptions, name: str, keys: ClientKeys | None) -> _Joined:
     policy = build_policy(config, device)
     environment = build_environment(config, device)
     environment.check_policy(policy)
-    receiver = build_pulled_receiver(
-        told.weights, name, policy.acting_tensors(), keys, config.weights.timeout, told.identity
-    )
+    timeout = config.weights.timeout
+
+    def fetching(endpoint: str, tensors: Mapping[str, Tensor]) -> WeightReceiver:
+        return build_receiver(PULL, endpoint, name, tensors, "cpu", timeout, keys, told.identity)
+
+    receiver = fetching(told.weights, policy.acting_tensors())
     with ExitStack() as closing:
         closing.callback(receiver.close)
         version = receiver.wait_for_first(config.startup_timeout)

@@ -39,11 +39,10 @@ def actor_main(config_json: str, info_json: str, name: str) -> None:
     from asyncrl.launch import endpoints
     from asyncrl.launch.build_actor import build_acting, build_actor, starts_of
     from asyncrl.launch.environment import build_environment
-    from asyncrl.launch.host_weights import TRANSPORT as HOST_TRANSPORT
+    from asyncrl.launch.host_weights import RELAYED, transport_of
     from asyncrl.launch.idle_offload import actor_offload
     from asyncrl.launch.placement import parse_placement
     from asyncrl.launch.policies import build_policy
-    from asyncrl.launch.weight_transport import transport_of
     from asyncrl.replay.actor_client import WINDOW, ZmqActorPort
 
     config, info = _read(config_json, info_json)
@@ -57,7 +56,7 @@ def actor_main(config_json: str, info_json: str, name: str) -> None:
     environment = build_environment(config, world_device)
     acting = build_acting(config, policy, environment)
     here = ranks_here()
-    transport = transport_of(config, placement, here) if 0 in here else HOST_TRANSPORT
+    transport = transport_of(config, placement, here) if 0 in here else RELAYED
     receiver = _receiver(config, info, name, policy.acting_tensors(), transport, device)
     try:
         port = ZmqActorPort(
@@ -114,17 +113,25 @@ def _receiver(
     transport: str,
     device: torch.device | str = "cpu",
 ) -> Receiver:
-    """Receive the learner's weights: broadcasts inside the host, or fetched by one alone on another host."""
-    if info.weights_endpoint:
-        from asyncrl.weights.receiver import build_receiver
-
-        return build_receiver(transport, info.weights_endpoint, name, tensors, device, config.weights.timeout)
+    """Receive the learner's weights: by the carrier of the host, or fetched by one alone on another host."""
     from asyncrl.launch import endpoints
-    from asyncrl.weights.pull_client import build_pulled_receiver
+    from asyncrl.launch.host_weights import identity_of
+    from asyncrl.weights.interface import PULL
+    from asyncrl.weights.receiver import build_receiver
 
-    identity = replace(run_identity.read(Path(info.run_dir)), attempt=info.attempt)
-    keys = endpoints.client_keys(info.keys, name)
-    return build_pulled_receiver(info.pull_endpoint, name, tensors, keys, config.weights.timeout, identity)
+    near = info.weights_endpoint
+    # A relay's socket, which only this user reaches, takes no keys.
+    keys = None if near and 0 not in ranks_here() else endpoints.client_keys(info.keys, name)
+    return build_receiver(
+        transport if near else PULL,
+        near or info.pull_endpoint,
+        name,
+        tensors,
+        device,
+        config.weights.timeout,
+        keys,
+        identity_of(info),
+    )
 
 
 def replay_main(config_json: str, info_json: str, start_json: str = "") -> None:

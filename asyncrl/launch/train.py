@@ -29,6 +29,7 @@ from asyncrl.launch.children import (
 )
 from asyncrl.launch.followers import follow, spawn_actor, spawn_role
 from asyncrl.launch.host_facts import HostFacts, check_broadcasts, check_devices
+from asyncrl.launch.host_weights import transport_between, transport_of
 from asyncrl.launch.hosts import Hosts
 from asyncrl.launch.meeting import Stopped, meet
 from asyncrl.launch.own_device import take_device
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
     from asyncrl.learner.learner import Learner
     from asyncrl.observability.logger import MetricsLogger
     from asyncrl.weights.publisher import BroadcastPublisher
-    from asyncrl.weights.pull_server import PullSettings
+    from asyncrl.weights.server import ServerSettings
 
 SHUTDOWN_TIMEOUT_CHILDREN = 4.0
 """Seconds the children have to end by themselves once the run is over."""
@@ -101,9 +102,9 @@ def _checked(config: TrainConfig, hosts: Hosts, facts: list[HostFacts]) -> Hosts
     learners = sorted({hosts.of(rank) for rank in placement.learners})
     hosts = replace(hosts, learners=tuple(learners))
     others = {hosts.of(rank) for rank in placement.actors} - {0}
-    if others and (backend := config.weights.between_hosts) != "tcp":
+    if others and config.weights.between_hosts == "nccl":
         hosts = replace(hosts, broadcasts=(0, *sorted(others)))
-        check_broadcasts(facts, hosts.broadcasts, backend)
+        check_broadcasts(facts, hosts.broadcasts, config.weights.transport)
     reached = others or learners != [0]
     return endpoints.with_addresses(config, hosts) if reached else hosts
 
@@ -127,7 +128,6 @@ def _prepare(config: TrainConfig, placement: Placement, hosts: Hosts) -> _Prepar
     from asyncrl.launch.compiler_cache import use_compiler_cache
     from asyncrl.launch.environment import with_world_defaults
     from asyncrl.launch.learner_start import prepare
-    from asyncrl.launch.weight_transport import transport_of
 
     endpoints.check(config, placement, several_hosts=bool(hosts.replay))
     if (again := rendezvous.run_of_earlier_attempt()) is None:
@@ -166,15 +166,16 @@ def _learn(asked: TrainConfig, hosts: Hosts, stop: StopFlag) -> int:
     ):
         ending.callback(start.lock.release)
         keys = endpoints.keys_of_run(config, run_dir, placement, at)
-        pulls = endpoints.pull_settings(config, at, sockets, keys, start.identity)
-        publisher, hosts_endpoint = _open_weights(prepared, hosts, sockets / "weights", pulls)
+        settings = endpoints.weight_settings(config, at, keys, start.identity)
+        publisher = _open_weights(prepared, hosts, sockets / "weights", settings)
         ending.callback(publisher.close)
         hint = console.join_hint(config, endpoint, keys, waits=not placement.actors)
         _introduce(asked, prepared, placement, hint, log)
         local = rendezvous.local_rank()
         evaluator = EvaluatorProcess(config, run_dir, start.version, log.write_evaluation, local)
         ending.callback(log_errors, evaluator.close, log.banner)
-        info = _run_info(start, endpoint, sockets, keys, publisher, hosts_endpoint, hosts.placement)
+        between = transport_between(config, hosts, prepared.transport)
+        info = _run_info(start, endpoint, sockets, keys, publisher, between, hosts.placement)
         news = partial(_news, config, placement, publisher, (sockets, run_dir / HOSTS), evaluator, stop)
         children = ChildProcesses(stop, log.banner, news)
         ending.callback(children.end, 0.0)
@@ -193,20 +194,15 @@ def _learn(asked: TrainConfig, hosts: Hosts, stop: StopFlag) -> int:
 
 
 def _open_weights(
-    prepared: _Prepared, hosts: Hosts, folder: Path, pulls: PullSettings
-) -> tuple[BroadcastPublisher, str]:
-    """Open the channels of the weights; returns what publishes, and where hosts agree on broadcasts."""
-    from asyncrl.launch.host_weights import to_other_hosts
+    prepared: _Prepared, hosts: Hosts, socket: Path, settings: ServerSettings
+) -> BroadcastPublisher:
+    """Open the channel of the weights."""
     from asyncrl.weights.publisher import build_publisher
 
-    config, device, deadline = prepared.config, prepared.device, prepared.config.weights.timeout
-    more, endpoint = None, ""
-    if hosts.broadcasts:
-        more, endpoint = to_other_hosts(config, hosts, prepared.start.identity, device)
-    publisher = build_publisher(
-        prepared.transport, folder, device=device, deadline=deadline, pulls=pulls, more=more
-    )
-    return publisher, endpoint
+    config, device = prepared.config, prepared.device
+    if transport_between(config, hosts, prepared.transport):
+        settings = replace(settings, store_address=hosts.addresses[0])
+    return build_publisher(prepared.transport, socket, device, config.weights.timeout, settings)
 
 
 def _introduce(
@@ -234,7 +230,7 @@ def _run_info(
     sockets: Path,
     keys: str,
     publisher: BroadcastPublisher,
-    hosts_endpoint: str,
+    hosts_transport: str,
     placement: str,
 ) -> RunInfo:
     """What the other processes have to know."""
@@ -245,7 +241,7 @@ def _run_info(
         sockets=str(sockets),
         checkpoint=str(start.checkpoint or ""),
         pull_endpoint=publisher.pull_endpoint,
-        hosts_endpoint=hosts_endpoint,
+        hosts_transport=hosts_transport,
         keys=keys,
         placement=placement,
         attempt=start.identity.attempt,
@@ -265,7 +261,7 @@ def _news(
     """Lines about actors that joined or went, the wait when none is left, evaluations, and a stop."""
     if why := rendezvous.take_failure(*notices):
         raise RunError(why)
-    lines = publisher.pop_events()
+    lines = publisher.server.pop_events()
     if lines and not (placement.actors or publisher.joined):
         lines.append(
             f"no actor is left: waits up to {config.batch_timeout:g} s (--batch-timeout) for one to join"

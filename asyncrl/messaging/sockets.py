@@ -195,9 +195,6 @@ def bind_router(
     Raises:
         ConfigError: The endpoint is not allowed, or someone else has it.
     """
-    check_endpoint(endpoint, security, any_port=True)
-    if endpoint.startswith("ipc") and (why := why_taken(endpoint)):
-        raise ConfigError(f"endpoint {endpoint!r} cannot be opened: {why}. Choose another one.")
     router = _limited(context, zmq.ROUTER)
     secure(router, security)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -207,11 +204,26 @@ def bind_router(
     router.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     prepare(router)
     try:
+        bind(router, endpoint, security)
+    except BaseException:
+        router.close(0)
+        raise
+    return router
+
+
+def bind(router: zmq.Socket[bytes], endpoint: str, security: ServerKeys | None = None) -> None:
+    """Bind a server's socket to one more endpoint.
+
+    Raises:
+        ConfigError: The endpoint is not allowed, or someone else has it.
+    """
+    check_endpoint(endpoint, security, any_port=True)
+    try:
+        if endpoint.startswith("ipc") and (why := why_taken(endpoint)):
+            raise ConfigError(f"endpoint {endpoint!r} cannot be opened: {why}. Choose another one.")
         router.bind(endpoint)
     except zmq.ZMQError as error:
-        router.close(0)
         raise ConfigError(f"endpoint {endpoint!r} cannot be opened: {error}. Choose another one.") from None
-    return router
 
 
 def open_dealer(

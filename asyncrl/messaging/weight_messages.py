@@ -1,13 +1,20 @@
-"""Encode and decode the messages about weights between the learner and actors that joined.
+"""Encode and decode the messages about weights between the learner and its receivers.
 
 The header is that of `wire`, the kinds are others:
 
-    actor ──► learner   newest     which version it holds; answered by `offer`, or `unchanged` after a while
-                        manifest   answered by `layout`: names, shapes and types of the tensors, as JSON
-                        bytes      a piece of one buffer of a version; answered by `chunk`, or `gone`
-                        leave
-    learner ──► actor   closed     no version will follow
-                        ended      the run was started again, and the actor belongs to an earlier start
+    receiver -> learner   newest     registers, shows that it is there, and asks for a newer version than the
+                                     one held; answered by `offer` or, within a second, by `unchanged`
+                          manifest   answered by `layout`: names, shapes and dtypes of the tensors, as JSON
+                          bytes      a piece of one buffer of a version; answered by `chunk`, or `gone`
+                          ready, took, broken    a member's answers to `group`, `send` and to a failure
+                          refuse     the policies differ
+                          leave
+    learner -> receiver   group      a new epoch of the weight group begins
+                          form       all members are ready: form the link
+                          send       a version is broadcast over the link
+                          closed     no version will follow
+                          ended      the run was started again, and the receiver belongs to an earlier start
+                          refused    the message, or the receiver, is not accepted
 
 A `layout` and a `chunk` have a second frame with raw bytes; the header has its checksum. `decode` raises
 `WireError` only.
@@ -29,21 +36,37 @@ MAX_PAYLOAD: Final = 16 * 2**20
 """Most bytes of a second frame: a chunk, or the manifest of some hundred thousand tensors."""
 
 KINDS: Final[dict[str, dict[str, type]]] = {
-    "newest": {"name": str, "held": int, "secret": str, "attempt": int},
+    "newest": {
+        "name": str,
+        "held": int,
+        "member": int,
+        "pid": int,
+        "started": int,
+        "secret": str,
+        "attempt": int,
+    },
     "manifest": {},
     "bytes": {"version": int, "buffer": int, "offset": int, "length": int},
+    "ready": {"epoch": int},
+    "took": {"epoch": int, "version": int},
+    "broken": {"epoch": int, "reason": str},
+    "refuse": {"reason": str},
     "leave": {},
     "offer": {"version": int, "checksum": int, "manifest": int},
     "unchanged": {},
     "layout": {"crc": int},
     "chunk": {"version": int, "buffer": int, "offset": int, "crc": int},
     "gone": {"version": int},
+    "group": {"epoch": int, "manifest": int},
+    "form": {"epoch": int, "rank": int, "size": int, "store": str},
+    "send": {"epoch": int, "version": int, "buffer_index": int, "checksum": int},
     "closed": {},
     "ended": {"attempt": int},
     "refused": {"reason": str},
 }
 """Every kind of message with its fields. `secret` and `attempt` are those of `RunIdentity`; `checksum` is of
-all buffers, `manifest` and `crc` are CRC-32."""
+all buffers, `manifest` and `crc` are CRC-32. `member` is 1 for a receiver of the weight group, whose
+`pid` and `started` name its process on the learner's host (0: on another host)."""
 WITH_PAYLOAD: Final = frozenset({"layout", "chunk"})
 """Kinds with a second frame."""
 

@@ -135,16 +135,16 @@ WEIGHTS_HOSTS = define("""weights/hosts, last, hosts: Other hosts that took part
 WEIGHTS_HOSTS_SECONDS = define("""weights/hosts_seconds, last, s: Duration of the last broadcast between
     hosts. Below the time between two updates. Above it other hosts skip versions and their lag grows: train
     adapters (--lora.rank), or raise --replay.max-lag.""")
-WEIGHTS_JOINED = define("""weights/joined, last, actors: Actors that joined and hold a version; absent where
-    none can. The number of actors that joined (`asyncrl actor`); docs/joining.md.""")
+WEIGHTS_JOINED = define("""weights/joined, last, actors: Actors that joined and hold a version. The number of
+    actors that joined (`asyncrl actor`); docs/joining.md.""")
 WEIGHTS_PULL_SECONDS = define("""weights/pull_seconds, last, s: Time the slowest joined actor needed to fetch
     its last version. Below the time between two updates. Above it actors skip versions and their lag grows:
     train adapters (--lora.rank), or raise --replay.max-lag.""")
 WEIGHTS_PULLED_BYTES = define("""weights/pulled_bytes, last, bytes: Bytes of weights that joined actors
     fetched. Grows by `weights/bytes` for each version and joined actor.""")
-WRONG_ENTRIES = define("""weights/wrong_entries, last, entries: Wrong entries of the weights' private folder
-    that learner and actors skipped, since each of them began. 0. Otherwise another program writes into that
-    folder; the log of the process that read an entry names it.""")
+WRONG_ENTRIES = define("""weights/wrong_entries, last, messages: Messages about weights that the learner
+    refused, since it began. 0. Otherwise another program, or another version of asyncrl, writes to its
+    socket; its log names the messages.""")
 
 # --- time ---
 

@@ -114,9 +114,6 @@ JOINING = _define("""joining | forming the weight group | actor's receiver | --w
     a newer offer | the actor gives this group up and waits for the next""")
 RECEIVING = _define("""receiving | receiving weights | actor's receiver | --weights.timeout | the transport; a
     newer offer | the actor gives this group up, goes on with the weights it has and waits for the next""")
-LEARNERS_SUM = _define("""learners_sum | waiting for the learner's sum of a version that it copied | actor | 5
-    s | the learner, which sums the version up while the actor copies it | the actor takes the version before
-    it instead; this one when its sum is there""")
 HOST_WEIGHTS = _define("""host_weights | waiting for the host's weights | ranks with an actor on another host
     than rank 0's, but its lowest | --startup-timeout | the lowest rank of the host with an actor, at its
     start | the rank ends with an error""")

@@ -1,7 +1,4 @@
-"""Run actions that may block for ever, and end each with its result or a `WeightSyncError` before a deadline.
-
-A link need not notice a dead peer, so whatever is done with one is done here.
-"""
+"""Run actions that may block for ever, and end each before a deadline."""
 
 from __future__ import annotations
 
@@ -9,11 +6,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from asyncrl.errors import WeightSyncError, first_line
 from asyncrl.observability.signals import BlockingThread
-from asyncrl.weights.transports.interface import CountsPieces, Link
+from asyncrl.weights.interface import CountsPieces, Link
 
 ABORT_SECONDS = 10.0
 """Longest wait for an aborted link; NCCL needs about half a second."""
@@ -31,15 +28,19 @@ def run_bounded(
     what: str,
     given_up: Callable[[], str],
     progress: Callable[[], int] = lambda: 0,
+    wait: Callable[[float], object] | None = None,
+    wake: Callable[[], None] = lambda: None,
 ) -> T:
-    """Run `action` on a thread of its own, and leave it there when it does not end.
+    """Run `action`, which may block for ever, on a thread of its own, and leave it there if it does not end.
 
     Args:
-        action: May block for ever.
-        seconds: Deadline, counted from the last progress.
+        action: The action.
+        seconds: Deadline, counted from the last change of `progress`.
         what: Name of the action, for the error.
-        given_up: Asked again and again; a non-empty answer is why there is no point in waiting on.
-        progress: Another number than before says that the action goes on.
+        given_up: Called again and again; a non-empty result is the reason to stop waiting.
+        progress: Returns a number that grows while the action goes on.
+        wait: Replaces the sleep between two looks, for a thread that serves a socket at the same time.
+        wake: Ends `wait`; called when the action has ended.
 
     Raises:
         WeightSyncError: `action` raised, did not end in time, or was given up.
@@ -52,13 +53,18 @@ def run_bounded(
         try:
             result.append(action())
         except Exception as error:
-            problem.append(error)  # raised below, on the thread that asked
+            problem.append(error)  # raised below, on the caller's thread
         finally:
             done.set()
+            wake()
 
     BlockingThread(run, f"weights: {what}").start()
+    wait = wait or done.wait
     until, reached = time.monotonic() + seconds, progress()
-    while not done.wait(POLL_SECONDS):
+    while not done.is_set():
+        wait(POLL_SECONDS)
+        if done.is_set():
+            break
         if (now := progress()) != reached:
             until, reached = time.monotonic() + seconds, now
         if reason := given_up():
@@ -71,58 +77,44 @@ def run_bounded(
 
 
 class TransportSession:
-    """The link of the epoch under way, when there is one. Used by one thread."""
+    """The link of the current epoch, if there is one. Used by one thread."""
 
-    def __init__(self, seconds: float, given_up: Callable[[], str]) -> None:
-        """Begin without a link.
-
-        Args:
-            seconds: Deadline of forming it and of each broadcast.
-            given_up: Why the epoch has no future; empty while it has one.
-        """
-        self._seconds, self._given_up = seconds, given_up
-        self._session: Link | None = None
+    def __init__(
+        self,
+        seconds: float,
+        given_up: Callable[[], str],
+        wait: Callable[[float], object] | None = None,
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Begin without a link; the arguments are those of `run_bounded` for all its actions."""
+        self._how: dict[str, Any] = {"seconds": seconds, "given_up": given_up, "wait": wait, "wake": wake}
+        self._link: Link | None = None
 
     @property
     def formed(self) -> bool:
-        """Whether there is a link."""
-        return self._session is not None
+        """True if there is a link."""
+        return self._link is not None
 
-    @property
-    def link(self) -> Link | None:
-        """The link, for what takes no time."""
-        return self._session
+    def _run(self, what: str, action: Callable[[], T], progress: Callable[[], int] = lambda: 0) -> T:
+        return run_bounded(action, what=what, progress=progress, **self._how)
 
     def form(self, what: str, make: Callable[[], Link]) -> None:
-        """Make the link, all members at the same time.
-
-        Raises:
-            WeightSyncError: See `run_bounded`.
-        """
-        self._session = run_bounded(make, seconds=self._seconds, what=what, given_up=self._given_up)
+        """Make the link, all members at the same time. Raises as `run_bounded` does."""
+        self._link = self._run(what, make)
 
     def use(self, what: str, action: Callable[[Link], None]) -> None:
-        """Broadcast over the link.
-
-        Raises:
-            WeightSyncError: See `run_bounded`.
-        """
-        link = self._session
+        """Broadcast over the link. Raises as `run_bounded` does."""
+        link = self._link
         assert link is not None
-        run_bounded(
-            lambda: action(link),
-            seconds=self._seconds,
-            what=what,
-            given_up=self._given_up,
-            progress=lambda: link.moved if isinstance(link, CountsPieces) else 0,
-        )
+        moved = (lambda: link.moved) if isinstance(link, CountsPieces) else (lambda: 0)
+        self._run(what, lambda: action(link), moved)
 
     def drop(self) -> None:
         """Abort and free the link, if there is one, without ever blocking for long or failing."""
-        if self._session is None:
+        if self._link is None:
             return
         # Freed where it is aborted: its destructor joins threads of its own, and may wait as well.
-        links, self._session = [self._session], None
+        links, self._link = [self._link], None
         try:
             run_bounded(
                 lambda: links.pop().abort(), seconds=ABORT_SECONDS, what="ending a weight link", given_up=str

@@ -1,15 +1,39 @@
-"""Declare both ends of the weight channel, whatever carries it."""
+"""Publisher and Receiver, the two ends of the weight channel; Transport, the carrier of its bytes.
+
+All receivers agree with the learner through one socket (`server`); most get the bytes by a carrier:
+
+    shared_memory  members copy out of the learner's CPU buffers, which they map
+    cuda_ipc       members on the learner's GPU copy out of its buffers; NCCL carries to the other GPUs
+    nccl           a broadcast between GPUs, one rank per GPU
+    pull           no carrier: the receiver fetches pieces over the socket, from any host
+    in_process     both ends are in one process, without a socket
+
+A link need not notice a dead peer: `deadlines` gives every action a deadline, and `abort` ends the link.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Final, Protocol, Self, runtime_checkable
 
+import torch
 from torch import Tensor
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from asyncrl.errors import WeightSyncError
 from asyncrl.observability.metrics import Metric
+from asyncrl.registry import resolve
 from asyncrl.weights import packing
+from asyncrl.weights.packing import Buffers, Manifest
+
+PULL: Final = "pull"
+"""In place of a transport's name: fetch the versions over the socket."""
+Named = Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]]
+"""An actor's tensors by name, or a function that returns them."""
+BufferPair = tuple[Buffers, Buffers]
+"""The learner's two buffer sets, by buffer index: one is sent while the other is packed."""
 
 
 class WeightSource(Protocol):
@@ -17,41 +41,33 @@ class WeightSource(Protocol):
 
     @property
     def manifest(self) -> packing.Manifest:
-        """Return names, whole shapes, and the dtypes in which actors hold the weights; fixed for a run."""
+        """Names, whole shapes, and the dtypes in which actors hold the weights; fixed for a run."""
         ...
 
     def write(self, targets: Mapping[str, Tensor]) -> None:
-        """Write every tensor, cast, into its place, in the order of the current stream on CUDA.
-
-        A collective of the learner ranks where the weights are sharded.
+        """Write every tensor, cast, into its place. A collective of the learner ranks if they are sharded.
 
         Args:
-            targets: Rank 0: a tensor for every entry of `manifest`, by name, of its shape and dtype, all on
-                one device. Other ranks: empty.
+            targets: Rank 0: a tensor for every entry of `manifest`, all on one device. Other ranks: empty.
         """
         ...
 
 
 class WholeTensors:
-    """Tensors that lie whole in this process and are sent as they are."""
+    """Tensors that lie whole in this process. A `WeightSource`."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
         self.manifest = packing.build_manifest(tensors)
-        """See `WeightSource.manifest`."""
 
     def write(self, targets: Mapping[str, Tensor]) -> None:
-        """Copy. See `WeightSource.write`."""
+        """Copy every tensor into its place."""
         packing.fill(targets, self._tensors)
 
 
 def as_weight_source(weights: WeightSource | Mapping[str, Tensor]) -> WeightSource:
     """Return tensors by name, of any shapes and dtypes, as a source; a source as it is."""
     return WholeTensors(weights) if isinstance(weights, Mapping) else weights
-
-
-Named = Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]]
-"""An actor's tensors by name, or what returns them."""
 
 
 class ChannelClosed(WeightSyncError):
@@ -64,30 +80,18 @@ class Publisher(Protocol):
     def publish(self, weights: WeightSource | Mapping[str, Tensor], version: int) -> None:
         """Copy the weights and return at once; a version that was not sent yet is replaced.
 
-        Where actors copy out of the learner's memory themselves, it also sums them up before it returns.
-
-        A collective of the learner ranks where the weights are a `WeightSource` that is sharded.
-
-        Args:
-            weights: By name, any shapes and dtypes, the same at every call; or a source of them.
-            version: Number of updates made.
+        A collective of the learner ranks if `weights` is a sharded source.
 
         Raises:
-            WeightSyncError: `version` is not newer than the last one, the tensors changed their shape, or the
-                channel itself broke down.
+            WeightSyncError: `version` is old, the tensors changed their shape, or the channel broke down.
         """
         ...
 
     def wait_for_first(self, version: int, deadline: float, actors: int = 1) -> None:
-        """Wait until `actors` actors hold `version` or a newer one.
-
-        Args:
-            version: The version that was published first.
-            deadline: Longest wait, in seconds.
-            actors: How many actors must take it.
+        """Wait until `actors` actors hold `version` or a newer one, at most `deadline` seconds.
 
         Raises:
-            WeightSyncError: names who took it and who did not.
+            WeightSyncError: names the actors that hold it and those that do not.
         """
         ...
 
@@ -96,31 +100,7 @@ class Publisher(Protocol):
         ...
 
     def close(self) -> None:
-        """Tell the actors that no version will follow, and stop. May be called twice."""
-        ...
-
-
-class Outlet(Protocol):
-    """Sends, by threads of its own, the versions that a publisher packs."""
-
-    def versions_held(self) -> dict[str, int]:
-        """Name of everybody who is there -> version held; -1 before the first.
-
-        Raises:
-            WeightSyncError: Its thread broke down.
-        """
-        ...
-
-    def status(self) -> dict[Metric, float]:
-        """Return the newest metrics."""
-        ...
-
-    def pop_events(self) -> list[str]:
-        """Return and forget one line for each who came or went."""
-        ...
-
-    def close(self) -> None:
-        """Tell them that no version will follow, and stop. May be called twice."""
+        """Announce to the actors that no version will follow, and stop. May be called twice."""
         ...
 
 
@@ -128,7 +108,7 @@ class NullPublisher:
     """A `Publisher` without actors."""
 
     def publish(self, weights: WeightSource | Mapping[str, Tensor], version: int) -> None:
-        """Hand this rank's part of the weights to rank 0, which sends them. See `Publisher.publish`."""
+        """Send this rank's shards to rank 0, which publishes them."""
         as_weight_source(weights).write({})
 
     def wait_for_first(self, version: int, deadline: float, actors: int = 1) -> None:
@@ -155,21 +135,17 @@ class Receiver(Protocol):
         ...
 
     def swap_into(self, tensors: Named) -> int:
-        """Copy the newest complete version into the tensors, in place, when it is newer.
+        """Copy the newest complete version into the tensors, in place, if it is newer.
 
         Never waits for the network, nor for the device: the copies run in the order of the current stream.
-        (Out of memory that is shared with the learner it may copy twice, see `mapped_receiver`.)
 
-        Args:
-            tensors: By name, of the shapes and dtypes that the learner publishes. Given as a function they
-                are asked for only then: naming a thousand tensors takes milliseconds.
+        A function is called only for a newer version: naming a thousand tensors takes milliseconds.
 
         Returns:
             The version that `tensors` now hold; -1 before the first.
 
         Raises:
-            WeightSyncError: the policies differ, the learner has been gone for longer than the deadline, or
-                no version can be copied whole: then the tensors are not to be used.
+            WeightSyncError: the policies differ, or the learner has been gone for longer than the deadline.
         """
         ...
 
@@ -180,6 +156,109 @@ class Receiver(Protocol):
     def close(self) -> None:
         """Leave the group and stop. May be called twice."""
         ...
+
+
+class Link(Protocol):
+    """The connection of one epoch between the learner (rank 0) and its members."""
+
+    def send(self, buffer_index: int) -> None:
+        """Send a buffer set, 0 or 1, to all members. Rank 0 only; blocks, and raises if a peer is gone."""
+        ...
+
+    def receive(self, buffer_index: int, into: Buffers) -> None:
+        """Receive a buffer set, 0 or 1. Other ranks only; blocks, and raises as `send` does.
+
+        Args:
+            buffer_index: Of the set that the learner sends.
+            into: One ``[E]`` buffer per dtype, on `Transport.device`, of the learner's sizes and order.
+        """
+        ...
+
+    def abort(self) -> None:
+        """End the link from any thread; a blocked call is freed at once, or at its timeout."""
+        ...
+
+
+@runtime_checkable
+class CountsPieces(Protocol):
+    """A link that carries a version in pieces, and so shows that a slow network is no dead peer."""
+
+    moved: int
+    """Pieces carried over this link so far."""
+
+
+class Transport(Protocol):
+    """Makes links. One object per process, used for all epochs of a run."""
+
+    device: torch.device
+    """Where the buffers have to be."""
+
+    @classmethod
+    def build(cls, device: torch.device, deadline: float) -> Self:
+        """Return a transport for a process with this device; a broadcast fails after `deadline` seconds.
+
+        Raises:
+            ConfigError: the transport needs a GPU and `device` is none.
+        """
+        ...
+
+    def side_stream(self) -> AbstractContextManager[object]:
+        """Return a context in which work on the buffers does not queue behind the models'."""
+        ...
+
+    def connect_root(self, store: Store, size: int, buffers: BufferPair) -> Link:
+        """Form a link as rank 0 of `size`, at least 2; blocks until all are there.
+
+        The store is this epoch's alone; the buffers are the same tensors for every link of a run.
+        """
+        ...
+
+    def connect_member(self, store: Store, rank: int, size: int) -> Link:
+        """Form a link as rank `rank` (1 or more) of `size`; blocks until all are there."""
+        ...
+
+
+@runtime_checkable
+class AllocatesBuffers(Protocol):
+    """A `Transport` whose members map the learner's buffers, so it makes them."""
+
+    def allocate(self, manifest: Manifest) -> Buffers:
+        """Make one of the two buffer sets, as `packing.allocate` does."""
+        ...
+
+
+def build_transport(name: str, device: torch.device, deadline: float) -> Transport:
+    """Return the transport called `name`: a built-in one, or 'package.module:Class' of the user.
+
+    Raises:
+        ConfigError: the name is unknown, or the transport needs a GPU and `device` is none.
+    """
+    transport: type[Transport] = resolve("transport", name)
+    return transport.build(device, deadline)
+
+
+def open_store(address: str, seconds: float) -> Store:
+    """Open the store through which the members of one epoch set up their link.
+
+    Args:
+        address: ``file://PATH`` in the run's private folder, so that nothing listens and a process that is
+            halted while it locks an old epoch's file blocks no other epoch; or ``tcp://HOST:PORT/PREFIX``.
+        seconds: Longest wait for a key.
+    """
+    from torch.distributed import FileStore, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+    timeout = timedelta(seconds=seconds)
+    kind, _, rest = address.partition("://")
+    if kind == "file":
+        # Of no fixed number of processes (-1): the last one to leave would delete it, but some never come.
+        store = FileStore(rest, -1)
+        store.set_timeout(timeout)
+        return store
+    place, _, prefix = rest.partition("/")
+    host, _, port = place.rpartition(":")
+    return PrefixStore(
+        prefix, TCPStore(host, int(port), is_master=False, timeout=timeout, wait_for_workers=False)
+    )
 
 
 def stale_version(version: int, newest: int) -> WeightSyncError:

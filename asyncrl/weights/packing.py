@@ -13,7 +13,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,11 +28,8 @@ LARGE = 2**22
 """Bytes from which on a tensor is copied by a kernel of its own."""
 FOLD = 4096
 """Words per row of the table as which a buffer is added up."""
-
 CACHED_ROWS = 32
-"""Of them, those that are still in a CPU's cache when they are read again."""
-CACHED_BYTES = 8 * FOLD * CACHED_ROWS
-"""The same in bytes: 1 MiB. Of less at a time, copies are slower; of much more, sums are."""
+"""Rows (1 MiB) that are still in a CPU's cache when they are read again."""
 
 Buffers = list[Tensor]
 """One ``[E]`` buffer per dtype, in the order of `Manifest.dtypes`."""
@@ -104,8 +101,8 @@ def build_manifest(tensors: Mapping[str, Tensor], types: Mapping[str, torch.dtyp
     """Lay out tensors one after another, sorted by name, one buffer per dtype.
 
     Args:
-        tensors: Any shapes and dtypes; only shape and dtype are read.
-        types: In which they travel, by name; None: in their own.
+        tensors: Only shape and dtype are read.
+        types: Dtypes in which they travel, by name; None: their own.
 
     Raises:
         WeightSyncError: there is no tensor at all.
@@ -125,7 +122,7 @@ def build_manifest(tensors: Mapping[str, Tensor], types: Mapping[str, torch.dtyp
 
 
 def require_same(learner: Manifest, actor: Manifest, actor_name: str) -> None:
-    """Refuse to exchange weights between two policies of different shape.
+    """Check that two policies have the same shapes.
 
     Raises:
         WeightSyncError: names the first tensor that differs, in order of name, and both shapes.
@@ -156,15 +153,7 @@ def allocate(manifest: Manifest, device: torch.device) -> Buffers:
 
 
 def views_in(manifest: Manifest, buffers: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Return every tensor's place as a view of its buffer. Worth keeping: each takes 5 us.
-
-    Args:
-        manifest: What lies where.
-        buffers: ``[E]``, one per dtype, as of `allocate`.
-
-    Returns:
-        By name, in the shapes and dtypes of `manifest`.
-    """
+    """Return every tensor as a view of its buffer, by name. Worth keeping: each takes 5 us."""
     buffer_of = dict(zip(manifest.dtypes, buffers, strict=True))
     return {
         e.name: buffer_of[e.dtype].narrow(0, e.offset, e.elements).view(e.shape) for e in manifest.entries
@@ -172,23 +161,14 @@ def views_in(manifest: Manifest, buffers: Sequence[Tensor]) -> dict[str, Tensor]
 
 
 def fill(into: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> None:
-    """Copy by name: each of `into` from `source` (in stream order on CUDA).
-
-    Args:
-        into: Any shapes and dtypes; written in place.
-        source: At least the same names, of the same shapes; cast where the dtypes differ.
-    """
+    """Copy by name, in place and cast: each of `into` from `source`, which has at least its names."""
     copy(list(into.values()), [source[name] for name in into])
 
 
 def copy(into: Sequence[Tensor], source: Sequence[Tensor]) -> None:
-    """Copy one by one: no temporaries, one read and one write.
+    """Copy one by one, in place and cast: no temporaries, one read and one write.
 
     Many small tensors share a kernel; a large one has its own, which alone reaches the memory's speed.
-
-    Args:
-        into: Any shapes and dtypes; written in place.
-        source: As many, of the same shapes; cast where the dtypes differ.
     """
     small_into, small_source = list[Tensor](), list[Tensor]()
     with torch.no_grad():
@@ -209,78 +189,11 @@ def total_bytes(buffers: Buffers) -> int:
 
 
 def checksum(buffers: Buffers) -> int:
-    """Sum up the bytes of all buffers, each a multiple of 8 long; waits for the stream on CUDA.
+    """Sum up all buffers, in ``[-2**63, 2**63)``, the same on every device; waits for the stream on CUDA.
 
-    It is the same on every device. crc32, of a CPU alone, takes four times as long.
-
-    Returns:
-        A number in ``[-2**63, 2**63)``, which a message can hold.
+    crc32, of a CPU alone, takes four times as long.
     """
     sums = [weighted_sum(buffer) for buffer in buffers]  # All are queued before the first is waited for.
-    return _joined(sums)
-
-
-def copy_and_sum(
-    into: Mapping[str, Tensor], manifest: Manifest, buffers: Buffers, views: Mapping[str, Tensor]
-) -> int:
-    """Copy tensors out of buffers, and sum these up while each block of them is in the CPU's cache.
-
-    One read of the memory for both, which takes a seventh less than one after the other.
-
-    Args:
-        into: By name, all that `manifest` names, on any device; written in place.
-        manifest: What lies where.
-        buffers: ``[E]``, one per dtype, on the CPU. Somebody may write into them at the same time.
-        views: Their tensors, see `views_in`.
-
-    Returns:
-        `checksum` of the buffers. When nobody wrote meanwhile, the tensors hold what it is the sum of.
-    """
-    sums = []
-    for dtype, buffer in zip(manifest.dtypes, buffers, strict=True):
-        running = RunningSum(buffer)
-        targets, sources, block = list[Tensor](), list[Tensor](), 0
-        for entry in manifest.entries:  # Those of a dtype lie one after another.
-            if entry.dtype != dtype:
-                continue
-            target, source = into[entry.name], views[entry.name]
-            begin = source.data_ptr() - buffer.data_ptr()
-            if source.nbytes > CACHED_BYTES and target.device.type == "cpu" and target.is_contiguous():
-                # What lies before is copied first: a word that changes between sum and copy is not noticed.
-                copy(targets, sources)
-                targets, sources, block = [], [], 0
-                _copy_by_blocks(target, source, begin, running)
-                continue
-            targets.append(target)
-            sources.append(source)
-            block += source.nbytes
-            if block >= CACHED_BYTES:
-                copy(targets, sources)
-                running.add_until(begin + source.nbytes)
-                targets, sources, block = [], [], 0
-        copy(targets, sources)
-        sums.append(running.total())
-    return _joined(sums)
-
-
-def _copy_by_blocks(target: Tensor, source: Tensor, begin: int, running: RunningSum) -> None:
-    """Copy within the CPU's memory, and add each block to the sum of the buffer in which it begins at a byte.
-
-    Args:
-        target: Any shape and dtype, contiguous.
-        source: Of the same shape and dtype, contiguous.
-        begin: First byte of `source` in the buffer.
-        running: Of the buffer.
-    """
-    into, words = (as_bytes(tensor.detach().view(-1)).numpy() for tensor in (target, source))
-    for at in range(0, len(words), CACHED_BYTES):
-        end = at + CACHED_BYTES
-        np.copyto(into[at:end], words[at:end])  # For blocks of this size it takes less than torch's copy.
-        running.add_until(begin + min(end, len(words)))
-
-
-def _joined(sums: Sequence[Tensor]) -> int:
-    """Make one number of those of all buffers, each ``[]`` int64."""
     total = 0
     for one in sums:
         total = (total * 31 + int(one)) % 2**64
@@ -292,67 +205,31 @@ def weighted_sum(buffer: Tensor) -> Tensor:
 
     A word that changes always changes the sum, and so does one that lies elsewhere, in all but a fraction of
     2^-60 of the cases or so. Row and column of a word each give a part of its factor, so the factors need no
-    tensor as large as the buffer: it is read twice, by a CPU the second time from its cache, and nothing is
-    written.
+    tensor as large as the buffer.
 
     Args:
-        buffer: ``[E]`` of any dtype, a multiple of 8 bytes.
-
-    Returns:
-        ``[]`` int64, on the buffer's device, not waited for.
+        buffer: ``[E]`` of any dtype, a multiple of 8 bytes. Returns ``[]`` int64, not waited for.
     """
-    if buffer.device.type == "cpu":
-        return RunningSum(buffer).total()
     words = buffer.view(torch.int64)
-    table = _table(words)
-    return _weighted(words, table.sum(dim=1), table.sum(dim=0))
-
-
-class RunningSum:
-    """Adds a buffer of the CPU up bit by bit, to what `weighted_sum` says of it."""
-
-    def __init__(self, buffer: Tensor) -> None:
-        """Begin.
-
-        Args:
-            buffer: ``[E]`` of any dtype, a multiple of 8 bytes, on the CPU.
-        """
-        self._words = buffer.view(torch.int64)
-        self._table = _table(self._words).numpy()  # Of numpy, whose sums of cached blocks take less.
-        self._of_rows = np.empty(len(self._table), np.int64)
-        self._of_columns = np.zeros(FOLD, np.int64)
-        self._added = 0
-        """Rows that are in the sums."""
-
-    def add_until(self, end: int) -> None:
-        """Add what lies before byte `end` and was not added yet, but for a last row that is not whole."""
-        rows = min(end // (8 * FOLD), len(self._table))
-        while self._added < rows:
-            stop = min(rows, self._added + CACHED_ROWS)
-            part = self._table[self._added : stop]
-            np.add.reduce(part, axis=1, out=self._of_rows[self._added : stop])
-            self._of_columns += np.add.reduce(part, axis=0)
-            self._added = stop
-
-    def total(self) -> Tensor:
-        """Add all that is left; return the sum, ``[]`` int64."""
-        self.add_until(8 * self._words.numel())
-        return _weighted(self._words, torch.from_numpy(self._of_rows), torch.from_numpy(self._of_columns))
-
-
-def _table(words: Tensor) -> Tensor:
-    """View the words ``[W]`` of a buffer as rows ``[W // FOLD, FOLD]``; the last words may be left over."""
-    rows = words.numel() // FOLD
-    return words[: rows * FOLD].view(rows, FOLD)
-
-
-def _weighted(words: Tensor, sums_of_rows: Tensor, sums_of_columns: Tensor) -> Tensor:
-    """Weigh the sums ``[R]`` and ``[FOLD]`` of a buffer's table; add those of its words ``[W]`` left over."""
-    rows, rest = divmod(words.numel(), FOLD)
+    rows, rest = divmod(words.numel(), FOLD)  # The last words may be left over.
+    table = words[: rows * FOLD].view(rows, FOLD)
+    on_cpu = buffer.device.type == "cpu"
+    of_rows, of_columns = _cached_sums(table) if on_cpu else (table.sum(dim=1), table.sum(dim=0))
     factors = _scattered(rows + FOLD + rest, words.device)
-    of_row, of_column, of_rest = factors.split([rows, FOLD, rest])
-    total = (sums_of_rows * (2 * of_row + 1)).sum() + (sums_of_columns * (2 * of_column)).sum()
-    return total + (words[rows * FOLD :] * (2 * of_rest + 1)).sum()
+    row_factors, column_factors, rest_factors = factors.split([rows, FOLD, rest])
+    total = (of_rows * (2 * row_factors + 1)).sum() + (of_columns * (2 * column_factors)).sum()
+    return total + (words[rows * FOLD :] * (2 * rest_factors + 1)).sum()
+
+
+def _cached_sums(table: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum the rows and the columns of ``[R, FOLD]`` int64 on the CPU; returns ``[R]`` and ``[FOLD]``."""
+    array = table.numpy()  # Of numpy, whose sums of cached blocks take less than torch's.
+    of_rows, of_columns = np.empty(len(array), np.int64), np.zeros(FOLD, np.int64)
+    for start in range(0, len(array), CACHED_ROWS):
+        block = array[start : start + CACHED_ROWS]
+        np.add.reduce(block, axis=1, out=of_rows[start : start + CACHED_ROWS])
+        of_columns += np.add.reduce(block, axis=0)
+    return torch.from_numpy(of_rows), torch.from_numpy(of_columns)
 
 
 def _scattered(count: int, device: torch.device) -> Tensor:
@@ -378,7 +255,3 @@ def _dtype_name(dtype: Any) -> str:
 
 def _described(entry: Entry | None) -> str:
     return "absent" if entry is None else f"{entry.dtype} {list(entry.shape)}"
-
-
-UNKNOWN: Final = build_manifest({"unknown": torch.zeros(1)})
-"""Manifest of who takes whatever tensors the learner has, until the learner says what these are."""

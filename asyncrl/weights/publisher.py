@@ -1,10 +1,19 @@
-"""Broadcast the learner's newest weights to all live actors of its host, or to a process of each other one.
+"""Publish the learner's newest weights to all receivers; form the weight group of its members anew as needed.
 
 publish (learner's thread)   packs a spare buffer set and returns; waits for nobody
-the publisher's thread       consumes   the newest packed version, registrations
-                             produces   epochs, broadcasts
-                             waits for  answers (READY_SECONDS), forming, broadcast (deadline each)
-                             ended by   the members, a member's failure, its name registering again, close
+the publisher's thread       serves the socket (`server`) all the time, and drives this state machine:
+
+    idle      a member registered, left, died or failed       -> drop the link; send `group` to all: ready
+    ready     all members answered within READY_SECONDS       -> send `form`: forming
+              else without the late ones                      -> idle
+    forming   the transport linked all members                -> linked
+    linked    a version was packed                            -> send `send`, broadcast: receipts
+    receipts  all members sent `took`                         -> linked; the set before may be packed again
+    any       deadline, failure or death of a member          -> idle, after a pause that grows
+
+An epoch is one passage from idle to idle, with a fixed set of members and a store of its own. A member that
+does not answer is left behind; it is a member again when it is heard again. The next version is promoted
+only when no member may still read the buffers that it replaces: after all receipts, or in a new epoch.
 """
 
 from __future__ import annotations
@@ -13,70 +22,96 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from asyncrl.errors import WeightSyncError
+from asyncrl.errors import ConfigError, WeightSyncError
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability import waits
 from asyncrl.observability.metrics import Metric
-from asyncrl.weights.broadcast_timings import BroadcastTimings, timings_of
-from asyncrl.weights.deadlines import ABORT_SECONDS, TransportSession
-from asyncrl.weights.double_buffer import DoubleBuffer, PackedVersion
-from asyncrl.weights.folder_table import FolderTable
-from asyncrl.weights.interface import Outlet, WeightSource, as_weight_source
-from asyncrl.weights.membership import (
-    IDLE_POLL_SECONDS,
-    POLL_SECONDS,
-    READY_SECONDS,
-    SILENT_SECONDS,
-    WeightGroup,
+from asyncrl.weights import packing
+from asyncrl.weights.buffers import DoubleBuffer, PackedVersion
+from asyncrl.weights.deadlines import ABORT_SECONDS, POLL_SECONDS, TransportSession
+from asyncrl.weights.interface import (
+    AllocatesBuffers,
+    Link,
+    Transport,
+    WeightSource,
+    as_weight_source,
+    build_transport,
+    open_store,
 )
-from asyncrl.weights.pull_server import PullServer, PullSettings
-from asyncrl.weights.table import Table, TableError
-from asyncrl.weights.table_entries import Member, VersionHeader
-from asyncrl.weights.transports.interface import Link, SharesBuffers, Transport, build_transport
+from asyncrl.weights.server import GOODBYE, ServerSettings, Subscriber, WeightServer
 
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+IDLE_SECONDS = 0.1
+"""Longest wait for messages and versions until members are looked after again."""
 PACKING_POLL_SECONDS = 0.0005
 """Pause between two polls of whether the device has packed a version."""
-CLOSE_SECONDS = 2.0
-"""How long `close` waits for the members to read that the channel is closed."""
+READY_SECONDS = 2.0
+"""Longest wait for the members' answer to `group`, which involves no weights."""
 _log = logging.getLogger(__name__)
 
 
-class BroadcastPublisher:
-    """Publishes over a table and a transport. See `interface.Publisher`; build it with `build_publisher`."""
+@dataclass(frozen=True, kw_only=True)
+class BroadcastTimings:
+    """Seconds of the stages of the last broadcast, one after another."""
 
-    def __init__(
-        self,
-        transport: Transport,
-        table: Table,
-        deadline: float,
-        *serve: Callable[[DoubleBuffer], Outlet],
-        silence: float = SILENT_SECONDS,
-    ) -> None:
-        self.endpoint = table.endpoint
-        """What the actors' `build_receiver` needs."""
-        self._transport, self._table, self._deadline = transport, table, deadline
-        shared = transport if isinstance(transport, SharesBuffers) else None
-        self._buffers = DoubleBuffer(transport.device, shared)
-        self._outlets = [make(self._buffers) for make in serve]
-        """Others that send what is packed here."""
-        self._wake_up = table.open_wake_up()
-        self._weight_group = WeightGroup(table, self._wake_up, silence)
-        self._session = TransportSession(deadline, self._given_up)
-        self._k = 0
+    version: int = -1
+    members: int = 0
+    hosts: int = 0
+    """Members on other hosts."""
+    packing: float = 0.0
+    """From the call of `publish`: gathering, casting and packing."""
+    summing: float = 0.0
+    announcing: float = 0.0
+    broadcasting: float = 0.0
+    """Until it is over on the learner's side."""
+    receipts: float = 0.0
+    """Until every member has the version, with the right checksum."""
+
+    @property
+    def seconds(self) -> float:
+        """Duration from the announcement to the last receipt."""
+        return self.announcing + self.broadcasting + self.receipts
+
+
+class BroadcastPublisher:
+    """Publishes over a socket and a transport. A `Publisher`; build it with `build_publisher`."""
+
+    def __init__(self, transport: Transport, path: Path, deadline: float, settings: ServerSettings) -> None:
+        allocate = transport.allocate if isinstance(transport, AllocatesBuffers) else None
+        self._transport, self._path, self._deadline = transport, path, deadline
+        self._buffers = DoubleBuffer(transport.device, allocate)
+        self._stores: TCPStore | None = None
+        self._store_prefix = ""
+        if settings.store_address:
+            self._stores, where = _serve_stores(settings.store_address)
+            self._store_prefix = f"{where}/{settings.identity.mark}"
+        self.server = WeightServer(path, self._buffers, settings)
+        self.endpoint = self.server.endpoint
+        """Endpoint for receivers of this host."""
+        self.pull_endpoint = self.server.pull_endpoint
+        """Endpoint for receivers elsewhere."""
+        self._session = TransportSession(deadline, self._given_up, self.server.turn, self.server.wake)
+        self._epoch = 0
+        self._members: tuple[Subscriber, ...] = ()
+        """Members of this epoch."""
+        self._epoch_failed = False
         self._sent_in_epoch = -1
         self._failed_in_a_row = 0
-        self._packing: PackedVersion | None = None
-        """The version to send while it is not in its buffers yet."""
-        # Everything below is shared between the two threads and guarded by this condition.
-        self._changed = threading.Condition()
+        self._packing = False
+        """True while the device copies the version to send into its buffers."""
         self.sent = BroadcastTimings()
         """The last broadcast that all members took."""
-        self._took: dict[str, int] = {}
         self._waiting_for = "no actor has registered"
         self._failure: Exception | None = None
         self._closing = False
@@ -86,82 +121,62 @@ class BroadcastPublisher:
     # --- the learner's thread ---
 
     def publish(self, weights: WeightSource | Mapping[str, Tensor], version: int) -> None:
-        """Copy the weights and return at once. See `interface.Publisher.publish`."""
+        """Copy the weights and return at once."""
         self._require_alive()
-        buffer_index = self._buffers.pack(as_weight_source(weights), version)
-        self._wake_up.wake(self._wake_up.name)
-        # Actors that copy it themselves begin meanwhile: a copy takes them longer than the sum does here.
-        self._buffers.sum_up(buffer_index)
+        self._buffers.pack(as_weight_source(weights), version)
+        self.server.wake()
 
     def wait_for_first(self, version: int, deadline: float, actors: int = 1) -> None:
-        """Wait until `actors` actors hold `version`. See `interface.Publisher`."""
+        """Wait until `actors` actors hold `version`."""
         until = time.monotonic() + deadline
-        with self._changed:
+        with self.server.changed:
             while True:
                 self._require_alive()
-                held = self._took | self.members_elsewhere()
+                held = self.versions_held()
                 took = sorted(name for name, newest in held.items() if newest >= version)
                 if len(took) >= actors:
                     return
-                refused, left = dict(self._weight_group.refused), until - time.monotonic()
+                refused, left = dict(self.server.refused), until - time.monotonic()
                 if refused or left <= 0:
-                    raise self._first_missing(version, deadline, actors, took, refused)
-                self._changed.wait(min(left, POLL_SECONDS))
+                    raise self._first_missing(version, deadline, actors, took, set(held), refused)
+                self.server.changed.wait(min(left, POLL_SECONDS))
+
+    def versions_held(self) -> dict[str, int]:
+        """Return the version that each registered receiver holds, by name; -1 before the first."""
+        with self.server.changed:
+            return {each.name: each.held for each in self.server.subscribers.values()}
 
     def status(self) -> dict[Metric, float]:
         """Return the newest metrics `weights/*`."""
-        elsewhere = {metric: x for outlet in self._outlets for metric, x in outlet.status().items()}
-        joined = elsewhere.get(m.WEIGHTS_JOINED, 0.0) + elsewhere.get(m.WEIGHTS_HOSTS, 0.0)
-        with self._changed:
-            return elsewhere | {
-                m.WEIGHTS_VERSION: self._buffers.newest,
-                m.WEIGHTS_BYTES: self._buffers.bytes,
-                m.WEIGHTS_SECONDS: self.sent.seconds,
-                m.WEIGHTS_MEMBERS: self.sent.members + joined,
-            }
-
-    @property
-    def members(self) -> dict[str, int]:
-        """Name of every member of the weight group -> newest version that it took; -1: none."""
-        names = [member.name for member in self._weight_group.members]
-        with self._changed:
-            return {name: self._took.get(name, -1) for name in names}
-
-    @property
-    def pulls(self) -> PullServer | None:
-        """What serves actors that join; absent when nobody can."""
-        return next((outlet for outlet in self._outlets if isinstance(outlet, PullServer)), None)
-
-    @property
-    def pull_endpoint(self) -> str:
-        """Where actors that join fetch the weights; empty when nobody can join."""
-        return self.pulls.endpoint if self.pulls else ""
+        with self.server.changed:
+            pullers = [each for each in self.server.subscribers.values() if not each.member]
+            sent, hosts = self.sent, {}
+        there = [each for each in pullers if each.held >= 0]
+        if self._stores is not None:
+            hosts = {m.WEIGHTS_HOSTS: float(sent.hosts), m.WEIGHTS_HOSTS_SECONDS: sent.seconds}
+        return {
+            m.WEIGHTS_VERSION: self._buffers.newest,
+            m.WEIGHTS_BYTES: packing.total_bytes(self._buffers.buffer_pair[0]),
+            m.WEIGHTS_SECONDS: sent.seconds,
+            m.WEIGHTS_MEMBERS: sent.members + len(there),
+            m.WEIGHTS_JOINED: len(there),
+            m.WEIGHTS_PULL_SECONDS: max((each.seconds for each in there), default=0.0),
+            m.WEIGHTS_PULLED_BYTES: self.server.sent_bytes,
+        } | hosts
 
     @property
     def joined(self) -> int:
-        """Actors that joined and are there, with or without a version."""
-        return len(self.pulls.versions_held()) if self.pulls else 0
-
-    def pop_events(self) -> list[str]:
-        """Return and forget one line for each actor that joined or went, and each other host."""
-        return [line for outlet in self._outlets for line in outlet.pop_events()]
+        """Number of receivers that pull, with or without a version."""
+        with self.server.changed:
+            return sum(not each.member for each in self.server.subscribers.values())
 
     def close(self) -> None:
-        """Tell the actors that no version will follow, and stop. See `interface.Publisher`."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        self._wake_up.wake(self._wake_up.name)
-        for outlet in self._outlets:
-            outlet.close()
-        self._thread.join(self._deadline + READY_SECONDS + CLOSE_SECONDS + ABORT_SECONDS)
-
-    def members_elsewhere(self) -> dict[str, int]:
-        """Name of everybody outside of the weight group, joined or another host -> version held."""
-        return {name: held for outlet in self._outlets for name, held in outlet.versions_held().items()}
+        """Announce that no version will follow, and stop."""
+        self._closing = True
+        self.server.wake()
+        self._thread.join(self._deadline + READY_SECONDS + GOODBYE + ABORT_SECONDS)
 
     def _require_alive(self) -> None:
-        self.members_elsewhere()  # Raises when a thread broke down.
         if self._failure is not None:
             raise WeightSyncError(
                 f"The weight publisher broke down ({self._failure}): the actors get no new versions. "
@@ -171,20 +186,22 @@ class BroadcastPublisher:
             raise WeightSyncError("The weight publisher was closed. Publish before closing it.")
 
     def _first_missing(
-        self, version: int, deadline: float, actors: int, took: list[str], refused: dict[str, str]
+        self,
+        version: int,
+        deadline: float,
+        actors: int,
+        took: list[str],
+        known: set[str],
+        refused: dict[str, str],
     ) -> WeightSyncError:
-        known = {member.name for member in self._weight_group.members} | set(self._took)
-        late = sorted(known - set(took))
-        parts = [
-            f"took it: {', '.join(took) or 'nobody'}",
-            f"did not: {', '.join(late) or 'nobody'}",
-        ]
-        parts += [f"never registered: {n}"] if (n := actors - len(known) - len(refused)) > 0 else []
+        late = sorted(known - set(took) - set(refused))
+        parts = [f"took it: {', '.join(took) or 'nobody'}", f"did not: {', '.join(late) or 'nobody'}"]
+        parts += [f"never registered: {n}"] if (n := actors - len(known | set(refused))) > 0 else []
         parts += [f"{name} refused it: {why}" for name, why in sorted(refused.items())]
-        joined = f", or {self.pull_endpoint} if they join" if self.pulls else ""
+        elsewhere = f", or {self.pull_endpoint} if they join" if self.pull_endpoint != self.endpoint else ""
         when = "at once" if refused else f"within {deadline:g} s"
         return WeightSyncError(
-            f"Policy version {version} must reach {actors} actors at {self.endpoint}{joined}, "
+            f"Policy version {version} must reach {actors} actors at {self.endpoint}{elsewhere}, "
             f"but {len(took)} have it {when} ({'; '.join(parts)}; publisher: {self._waiting_for}). "
             "See the logs of the actors that did not, or raise --weights.timeout."
         )
@@ -194,201 +211,206 @@ class BroadcastPublisher:
     def _run(self) -> None:
         try:
             while not self._closing:
-                if not self._try_step():
+                if not self._step():
                     self._pause()
-            self._weight_group.announce_close(CLOSE_SECONDS)
-        except TableError as error:
-            _log.warning("The actors were not told that the run is over: %s", error)
         except Exception as error:  # the thread's boundary: the next publish raises it
-            with self._changed:
+            with self.server.changed:
                 self._failure = error
-                self._changed.notify_all()
+                self.server.changed.notify_all()
         finally:
-            self._session.drop()
-            self._wake_up.close()
-            self._table.close()
-
-    def _pause(self) -> None:
-        """Wait until the next poll or until woken; after a failure, which every member tells, for longer."""
-        if self._failed_in_a_row:
-            with self._changed:
-                if not self._closing:
-                    self._changed.wait(min(1.0, POLL_SECONDS * 2**self._failed_in_a_row))
-        elif self._packing is None:
-            self._wake_up.wait(IDLE_POLL_SECONDS)
-        else:
-            until = time.monotonic() + POLL_SECONDS
-            while not self._packing.complete and time.monotonic() < until:
-                time.sleep(PACKING_POLL_SECONDS)
-
-    def _try_step(self) -> bool:
-        """Do a step; one that the operating system does not allow now is done again later."""
-        try:
-            return self._step()
-        except TableError as error:
-            self._note_failure(str(error))
-            return False
+            self._drop_link()
+            self.server.close()
+            self._stores = None
 
     def _step(self) -> bool:
-        """Look for new members and versions. Returns whether one was sent."""
-        if (manifest := self._buffers.manifest) is None:
+        """Form a group or send a version if one is due. Returns True if one was sent."""
+        if self._buffers.manifest is None:
             return False
-        if self._weight_group.epoch == 0:
-            self._table.set("manifest", manifest.to_json().encode())
-        self._weight_group.admit()
-        if self._weight_group.changed or self._weight_group.epoch == 0:
+        if self._epoch_failed or tuple(self.server.members()) != self._members:
             self._attempt("forming the weight group", self._form)
-        # Only now: an offer must have ended the epoch of a failed broadcast before its buffers are reused.
+        # Only now: a new epoch must have ended the one of a failed broadcast before its buffers are reused.
         current = self._buffers.promote()
-        self._packing = current if current is not None and not current.complete else None
-        if current is None or self._packing or not self._session.formed or self._weight_group.changed:
+        self._packing = current is not None and not current.complete
+        if current is None or self._packing or not self._session.formed or self._epoch_failed:
             return False
         if current.version == self._sent_in_epoch:
             return False
         return self._attempt(f"sending version {current.version}", lambda: self._send(current))
 
-    def _attempt(self, what: str, action: Callable[[], None]) -> bool:
-        """Do something that dead or slow members can spoil; then the next step forms a new epoch.
+    def _pause(self) -> None:
+        """Wait for messages or a version; after failures, which wake this thread too, for longer."""
+        if self._failed_in_a_row:
+            until = time.monotonic() + min(1.0, POLL_SECONDS * 2**self._failed_in_a_row)
+            while time.monotonic() < until and not self._closing:
+                self.server.turn(POLL_SECONDS)
+        elif self._packing:
+            time.sleep(PACKING_POLL_SECONDS)  # Less than the milliseconds in which a socket's wait counts.
+            self.server.turn(0.0)
+        else:
+            self.server.turn(IDLE_SECONDS)
 
-        Returns:
-            Whether it went well.
-        """
-        names = _names(self._weight_group.members)
+    def _attempt(self, what: str, action: Callable[[], None]) -> bool:
+        """Do something that dead or slow members can spoil: False then, and a new epoch comes next."""
+        names = _names(self.server.members())
         self._waiting_for = f"{what} (to: {names})"
         try:
             action()
         except WeightSyncError as error:
-            self._note_failure(
-                f"Epoch {self._weight_group.epoch} of the weight group ({names}) ended: {error}"
-            )
-            self._weight_group.changed = True
-            self._drop_session()
+            level = logging.INFO if self._closing else logging.WARNING
+            _log.log(level, "Epoch %d of the weight group (%s) ended: %s", self._epoch, names, error)
+            self._failed_in_a_row = min(self._failed_in_a_row + 1, 10)
+            self._epoch_failed = True
+            self._drop_link()
             return False
         self._waiting_for = "waiting for more actors"
         return True
 
-    def _note_failure(self, problem: str) -> None:
-        level = logging.INFO if self._closing else logging.WARNING  # At the end of a run nobody waits.
-        _log.log(level, "%s", problem)
-        self._failed_in_a_row = min(self._failed_in_a_row + 1, 10)
+    def _drop_link(self) -> None:
+        self._forget_store()
+        self._session.drop()
 
-    def _drop_session(self) -> None:
-        try:
-            self._weight_group.forget_link()
-        finally:
-            self._session.drop()
+    def _forget_store(self) -> None:
+        """Delete the file of this epoch's link, which is formed or given up."""
+        # While it is there, torch's destructor of the store writes into it, which a full disk makes fatal.
+        self._store_file().unlink(missing_ok=True)
+
+    def _store_file(self) -> Path:
+        return self._path.with_name(f"{self._path.name}.{self._epoch}")
 
     def _form(self) -> None:
-        """Form a new epoch of all members that are ready."""
-        self._drop_session()
-        weight_group, epoch = self._weight_group, self._weight_group.offer()
-        self._sent_in_epoch = -1
-        if not weight_group.members:
+        """Form a new epoch of all members that answer."""
+        self._drop_link()
+        self._epoch += 1
+        self._members, self._sent_in_epoch, self._epoch_failed = tuple(self.server.members()), -1, False
+        epoch, members = self._epoch, self._members
+        for each in self.server.subscribers.values():
+            if each.member:  # Those that are behind too: it ends their part of the former epoch.
+                self.server.send(each.peer, "group", epoch=epoch, manifest=self.server.manifest_sum)
+        if not members:
+            self._failed_in_a_row = 0
             return
         patience = min(READY_SECONDS, self._deadline)
         with waits.waiting(waits.READY, patience, f" of epoch {epoch}"):
-            late = self._await_members("ready", patience)
+            late = self._await_members(lambda member: member.ready == epoch, patience)
         if late:
-            weight_group.exclude(late)
             raise WeightSyncError(f"left behind, did not answer: {_names(late)}.")
-        weight_group.confirm()
-        size, buffer_pair = 1 + len(weight_group.offered), self._buffers.buffer_pair
+        store, size = self._store_address(), 1 + len(members)
+        for rank, member in enumerate(members, start=1):
+            self.server.send(member.peer, "form", epoch=epoch, rank=rank, size=size, store=store)
 
         def form() -> Link:
-            store = self._table.epoch_store(epoch, self._deadline)
-            return self._transport.connect_root(store, size, buffer_pair)
+            opened, pair = open_store(store, self._deadline), self._buffers.buffer_pair
+            return self._transport.connect_root(opened, size, pair)
 
         with waits.waiting(waits.FORMING, self._deadline, f", epoch {epoch}"):
             self._session.form("forming the weight group", form)
-        self._k = 0
+
+    def _store_address(self) -> str:
+        return f"{self._store_prefix}/{self._epoch}" if self._store_prefix else f"file://{self._store_file()}"
 
     def _send(self, snapshot: PackedVersion) -> None:
         """Send one version to all members and wait until they have it."""
-        weight_group, times = self._weight_group, [snapshot.began, time.monotonic()]
+        version, index, times = snapshot.version, snapshot.buffer_index, [snapshot.began, time.monotonic()]
         with self._transport.side_stream():
-            checksum = self._buffers.checksum(snapshot)
+            checksum = packing.checksum(self._buffers.buffer_pair[index])
         times.append(time.monotonic())
-        weight_group.announce(
-            self._k,
-            VersionHeader(version=snapshot.version, buffer_index=snapshot.buffer_index, checksum=checksum),
-        )
+        header: dict[str, Any] = {
+            "epoch": self._epoch,
+            "version": version,
+            "buffer_index": index,
+            "checksum": checksum,
+        }
+        for member in self._members:
+            self.server.send(member.peer, "send", **header)
         times.append(time.monotonic())
-        about = f" version {snapshot.version}"
+        about = f" version {version}"
         with waits.waiting(waits.BROADCAST, self._deadline, about):
-            self._session.use("broadcasting" + about, lambda link: link.send(snapshot.buffer_index))
+            self._session.use("broadcasting" + about, lambda link: link.send(index))
         times.append(time.monotonic())
+        receipt = (self._epoch, version)
         with waits.waiting(waits.RECEIPTS, self._deadline, about):
-            late = self._await_members(f"took.{self._k}", self._deadline)
+            late = self._await_members(lambda member: member.took == receipt, self._deadline)
         if late:
             raise WeightSyncError(f"no receipt within {self._deadline:g} s from {_names(late)}.")
         times.append(time.monotonic())
-        self._sent_in_epoch, self._failed_in_a_row = snapshot.version, 0
-        with self._changed:
-            self.sent = timings_of(snapshot.version, len(weight_group.offered), times)
-            self._took |= {member.name: snapshot.version for member in weight_group.offered}
-            self._changed.notify_all()
-        weight_group.clean_up(self._k)
-        if self._k == 0:
-            weight_group.forget_link()  # All members used it, so all have formed it.
-        self._k += 1
+        if self._sent_in_epoch < 0:
+            self._forget_store()  # All members used it, so all have formed it.
+        self._sent_in_epoch, self._failed_in_a_row = version, 0
+        names = ("packing", "summing", "announcing", "broadcasting", "receipts")
+        stages = dict(zip(names, (b - a for a, b in pairwise(times)), strict=True))
+        hosts = sum(not member.started for member in self._members)
+        with self.server.changed:
+            self.sent = BroadcastTimings(version=version, members=len(self._members), hosts=hosts, **stages)
+            for member in self._members:
+                member.held = version
+            self.server.changed.notify_all()
 
-    def _await_members(self, what: str, seconds: float) -> list[Member]:
-        """Wait for all members' answer. Returns those that are late.
-
-        Raises:
-            WeightSyncError: the epoch has no future.
-        """
+    def _await_members(self, answered: Callable[[Subscriber], bool], seconds: float) -> list[Subscriber]:
+        """Wait for all members' answer; returns those that are late, which are left behind."""
         until = time.monotonic() + seconds
-        while late := self._weight_group.missing(what):
+        while late := [member for member in self._members if not answered(member)]:
             if reason := self._given_up():
                 raise WeightSyncError(f"the wait for {_names(late)} was given up: {reason}.")
             if time.monotonic() > until:
                 break
-            self._wake_up.wait(POLL_SECONDS)
+            self.server.turn(POLL_SECONDS)
+        with self.server.changed:
+            for member in late:
+                self.server.leave_behind(member)
         return late
 
     def _given_up(self) -> str:
         """Return why the current epoch has no future; empty while it has one."""
         if self._closing:
             return "the publisher is closing"
-        self._weight_group.admit()
-        if gone := self._weight_group.gone:
+        if gone := [member for member in self._members if member.gone or member.behind]:
             return f"{_names(gone)} died, left or registered again"
-        return self._weight_group.broken()
+        return next((why for epoch, why in (x.broken for x in self._members) if epoch == self._epoch), "")
+
+
+def _serve_stores(address: str) -> tuple[TCPStore, str]:
+    """Open a TCPStore for the links of all epochs; returns it and its address."""
+    import socket
+
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+    try:
+        listener = socket.create_server((address, 0), backlog=1024)
+    except OSError as error:
+        raise ConfigError(
+            f"--weights.between-hosts: the learner cannot listen at {address} ({error.strerror}), where "
+            "hosts set up broadcasts. Use --weights.between-hosts tcp."
+        ) from None
+    port, more = int(listener.getsockname()[1]), {"is_master": True, "wait_for_workers": False}
+    store = TCPStore(
+        address, port, timeout=timedelta(seconds=5.0), master_listen_fd=listener.detach(), **more
+    )
+    return store, f"tcp://{address}:{port}"
 
 
 def build_publisher(
     transport: str,
-    folder: Path,
+    path: Path,
     device: torch.device | str = "cpu",
     deadline: float = 60.0,
-    pulls: PullSettings | None = None,
-    more: Callable[[DoubleBuffer], Outlet] | None = None,
+    settings: ServerSettings = ServerSettings(),  # noqa: B008 - it is frozen
 ) -> BroadcastPublisher:
     """Open the weight channel on learner rank 0.
 
     Args:
-        transport: What carries the weights.
-        folder: Made for the channel, in a private folder of the run, which the caller removes.
-        device: The learner's device, with its index when it is a GPU.
+        transport: Name of the carrier.
+        path: Of the channel's socket, in a private folder of the run, which the caller removes.
+        device: The learner's, with its index if it is a GPU.
         deadline: Seconds after which an actor that does not take part is left behind.
-        pulls: Where actors that join fetch the weights; None: nobody can join.
-        more: Makes what else sends the versions, given where they are packed, see `between_hosts`.
+        settings: Further endpoint, keys and identity.
 
     Raises:
         ConfigError: an address is not allowed or taken, or the transport needs a GPU.
-        WeightSyncError: the folder cannot be made.
     """
-    carrier = build_transport(transport, torch.device(device), deadline)
-    table = FolderTable.make(folder)
-
-    def serve(buffers: DoubleBuffer) -> PullServer:
-        assert pulls is not None
-        return PullServer(buffers, carrier.device, pulls)
-
-    outlets = [*([serve] if pulls else []), *([more] if more else [])]
-    return BroadcastPublisher(carrier, table, deadline, *outlets)
+    return BroadcastPublisher(
+        build_transport(transport, torch.device(device), deadline), path, deadline, settings
+    )
 
 
-def _names(members: Iterable[Member]) -> str:
+def _names(members: Iterable[Subscriber]) -> str:
     return ", ".join(member.name for member in members) or "nobody"

@@ -1,44 +1,382 @@
-"""Build the actor's end of the weight channel, as the transport asks for."""
+"""Receive the learner's versions, and swap the newest one into the policy between two decisions.
+
+swap_into (actor's thread)   copies the newest complete version; waits for nobody
+the receiver's thread        one loop over the messages of the learner's socket (`server`):
+
+    newest     sent at once, and after every answer: registers, shows that this receiver is there
+    offer      fetch the version piece by piece, IN_FLIGHT at a time (receivers that pull)
+    group      drop the link of the former epoch, answer `ready`
+    form       form this epoch's link; a failure is reported with `broken`, and the next `group` awaited
+    send       receive the version over the link, check its sum, answer `took`
+    closed     the run is over
+
+Forming, receiving and fetching go on reading messages, so that a newer epoch or the end of the run ends
+them. A learner that answers nothing for the deadline is gone; time in which this process itself did not run
+does not count as its silence. A question that is not answered is repeated.
+"""
 
 from __future__ import annotations
 
+import logging
+import math
+import os
+import threading
+import time
+import zlib
+from collections import deque
 from collections.abc import Mapping
-from pathlib import Path
+from typing import Any, Final
 
 import torch
+import zmq
 from torch import Tensor
 
+from asyncrl.errors import AttemptEnded, WeightSyncError, WireError
+from asyncrl.messaging.keys import ClientKeys, Handshakes
+from asyncrl.messaging.sockets import LINGER_MS, open_dealer
+from asyncrl.messaging.weight_messages import CHUNK, WeightMessage, decode, encode
+from asyncrl.observability import process_status, waits
+from asyncrl.storage.run_identity import NO_RUN, RunIdentity
 from asyncrl.weights import packing
-from asyncrl.weights.broadcast_receiver import BroadcastReceiver
-from asyncrl.weights.mapped_receiver import MappedReceiver
-from asyncrl.weights.membership import connect
-from asyncrl.weights.transports.interface import SharesBuffers, build_transport
+from asyncrl.weights.buffers import BufferedReceiver
+from asyncrl.weights.deadlines import ABORT_SECONDS, TransportSession
+from asyncrl.weights.interface import PULL, Link, Transport, build_transport, open_store
+from asyncrl.weights.server import WakeableSocket
+
+IN_FLIGHT: Final = 8
+"""Pieces asked for at the same time: the queues hold at most this many."""
+ASK_AGAIN: Final = 10.0
+"""Seconds without any answer until a question is repeated."""
+MAX_DAMAGED: Final = 3
+"""Damaged messages or versions in a row after which a receiver gives up."""
+CLOSE_SECONDS: Final = 2 * ABORT_SECONDS
+"""Longest wait of `close`; saying good-bye takes up to 2 s if nobody listens."""
+MAX_REASON: Final = 2000
+"""Letters of a reason that the learner is told."""
+_SLICE: Final = 0.1
+_log = logging.getLogger(__name__)
+
+Piece = tuple[int, int, int]
+"""Buffer, first byte and number of bytes."""
+
+
+class _Closing(Exception):
+    """This receiver is being closed, or the learner closed the channel."""
+
+
+class WeightReceiver(BufferedReceiver):
+    """Receives over the learner's socket and a transport. Build it with `build_receiver`."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        name: str,
+        manifest: packing.Manifest | None,
+        transport: Transport | None,
+        security: ClientKeys | None,
+        deadline: float,
+        identity: RunIdentity,
+    ) -> None:
+        """Begin to receive; `build_receiver` describes the arguments. Without a transport it pulls."""
+        device = transport.device if transport else torch.device("cpu")
+        super().__init__(name, endpoint, manifest, device, deadline)
+        self._transport = transport
+        pid = os.getpid() if transport is not None and endpoint.startswith("ipc") else 0
+        about = {"pid": pid, "started": process_status.started(pid) if pid else 0}
+        whose = {"secret": identity.secret, "attempt": identity.attempt}
+        self._greeting = {"name": name, "member": int(transport is not None), **about, **whose}
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            routing_id = f"weights-{os.urandom(8).hex()}".encode()
+            self._socket = open_dealer(self._context, endpoint, routing_id, security)
+            self._handshakes = Handshakes(self._socket, endpoint, "server of weights")
+            self._socket.connect(endpoint)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self._wakeable = WakeableSocket(self._socket)
+        self._session = TransportSession(deadline, self._given_up, self._listen, self._wakeable.wake)
+        self._inbox: deque[WeightMessage] = deque()
+        self._asked_at, self._silent, self._listened_at = -math.inf, 0.0, time.monotonic()
+        self._epoch, self._epoch_failed, self._damaged = 0, False, 0
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="weights receiver", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Leave and stop."""
+        self._closing.set()
+        self._wakeable.wake()
+        self._thread.join(CLOSE_SECONDS)
+
+    # --- the receiver's thread ---
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._ask_newest()
+                self._listen(_SLICE)
+                while self._inbox:
+                    self._handle(self._inbox.popleft())
+        except _Closing:
+            self._end()
+        except Exception as error:  # the thread's boundary: the actor's next swap raises it
+            self._fail(error)
+        finally:
+            self._session.drop()
+            self._report("leave")
+            self._wakeable.close()
+            self._socket.disable_monitor()
+            self._context.destroy(linger=LINGER_MS)
+
+    def _handle(self, message: WeightMessage) -> None:
+        if message.kind == "offer":
+            self._fetch_offered(message)
+        elif message.kind == "group":
+            self._session.drop()
+            self._epoch, self._epoch_failed = message["epoch"], False
+            self._meet_manifest(message["manifest"])
+            self._report("ready", epoch=self._epoch)
+        elif message.kind in ("form", "send") and message["epoch"] == self._epoch and not self._epoch_failed:
+            try:
+                self._form(message) if message.kind == "form" else self._take(message)
+            except WeightSyncError as error:
+                self._session.drop()
+                if self._damaged >= MAX_DAMAGED:
+                    raise
+                self._give_up_epoch(error)
+
+    # messages
+
+    def _ask_newest(self) -> None:
+        now = time.monotonic()
+        if now - self._asked_at >= ASK_AGAIN and self._tell("newest", held=self._version, **self._greeting):
+            self._asked_at = now
+
+    def _tell(self, kind: str, **fields: Any) -> bool:
+        try:
+            self._socket.send_multipart(encode(kind, **fields), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def _report(self, kind: str, **fields: Any) -> None:
+        """Send an answer, also if requests for pieces fill the queue now."""
+        self._socket.poll(LINGER_MS, zmq.POLLOUT)
+        self._tell(kind, **fields)
+
+    def _listen(self, seconds: float) -> None:
+        """Wait for messages, at most `seconds`, and put them into the inbox; raises if none will follow."""
+        if self._closing.is_set():
+            raise _Closing
+        came = self._wakeable.wait(seconds)
+        self._handshakes.check()
+        now = time.monotonic()
+        # Not the clock's time alone: this process may have been stopped.
+        self._silent += min(now - self._listened_at, 2 * _SLICE)
+        self._listened_at = now
+        if came:
+            self._silent = 0.0
+            while (message := self._next_message()) is not None:
+                self._inbox.append(message)
+        elif self._silent > self._deadline:
+            raise WeightSyncError(
+                f"{self._name} had no answer from the learner at {self._endpoint} for {self._deadline:g} s "
+                f"(--weights.timeout) and still acts with version {self._version}. The learner ended, or the "
+                "network is down: see its log."
+            )
+
+    def _next_message(self) -> WeightMessage | None:
+        """Return the next message for the inbox; None if there is none."""
+        while True:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return None
+            try:
+                message = decode([frame.buffer for frame in frames])
+            except WireError as error:
+                self._note_damage(str(error))
+                continue
+            if message.kind == "closed":
+                raise _Closing
+            if message.kind == "ended":
+                raise AttemptEnded(f"the learner at {self._endpoint}", message["attempt"])
+            if message.kind == "refused":
+                raise WeightSyncError(f"The learner at {self._endpoint} refused: {message['reason']}")
+            if message.kind in ("unchanged", "offer"):
+                self._asked_at = -math.inf
+            if message.kind != "unchanged":
+                return message
+
+    def _note_damage(self, what: str) -> None:
+        self._damaged += 1
+        _log.warning("%s received damaged weights: %s", self._name, what)
+        if self._damaged >= MAX_DAMAGED:
+            raise WeightSyncError(
+                f"{self._name} received damaged weights from {self._endpoint} {MAX_DAMAGED} times: {what} "
+                "The network changes what it carries, or both sides do not run the same asyncrl."
+            )
+
+    def _meet_manifest(self, crc: int) -> None:
+        """Check that the learner's manifest is this receiver's, or adopt it."""
+        if self._manifest is not None and crc == zlib.crc32(self._manifest.to_json().encode()):
+            return
+        theirs = packing.Manifest.from_json(bytes(self._ask_layout().payload))
+        if self._manifest is None:
+            self._manifest = theirs
+            return
+        try:
+            packing.require_same(theirs, self._manifest, self._name)
+        except WeightSyncError as error:
+            self._report("refuse", reason=str(error)[:MAX_REASON])
+            raise
+
+    def _ask_layout(self) -> WeightMessage:
+        asked_at = -math.inf
+        while True:
+            now = time.monotonic()
+            if now - asked_at >= ASK_AGAIN and self._tell("manifest"):
+                asked_at = now
+            self._listen(_SLICE)
+            for message in self._inbox:
+                if message.kind == "layout":
+                    self._inbox.remove(message)
+                    return message
+
+    # pull
+
+    def _fetch_offered(self, offer: WeightMessage) -> None:
+        version = offer["version"]
+        if version <= self._version:
+            return
+        self._meet_manifest(offer["manifest"])
+        self._state = f"fetching version {version} from {self._endpoint}"
+        if not self._fetch(version):
+            return
+        found = packing.checksum(self._room())
+        if found == offer["checksum"]:
+            self._damaged = 0
+            self._accept(version)
+        else:
+            self._note_damage(f"version {version} has checksum {found:x}, expected {offer['checksum']:x}.")
+
+    def _fetch(self, version: int) -> bool:
+        """Fetch all pieces of a version into the spare buffers. False: it is gone, a newer one is there."""
+        into = [packing.as_bytes(buffer).numpy().data for buffer in self._room()]
+        missing = [
+            (number, offset, min(CHUNK, len(view) - offset))
+            for number, view in reversed(list(enumerate(into)))
+            for offset in reversed(range(0, len(view), CHUNK))
+        ]
+        asked: dict[Piece, None] = {}
+        quiet_since, damaged = time.monotonic(), self._damaged
+        while missing or asked:
+            while missing and len(asked) < IN_FLIGHT and self._tell_piece(version, missing[-1]):
+                asked[missing.pop()] = None
+            self._listen(_SLICE)
+            if not self._inbox and (time.monotonic() - quiet_since >= ASK_AGAIN or self._damaged > damaged):
+                missing += asked
+                asked, quiet_since, damaged = {}, time.monotonic(), self._damaged
+            while self._inbox:
+                quiet_since, message = time.monotonic(), self._inbox.popleft()
+                if message.kind == "gone" and message["version"] == version:
+                    return False
+                if message.kind != "chunk" or message["version"] != version:
+                    continue
+                piece = (message["buffer"], message["offset"], len(message.payload))
+                if piece in asked:  # Otherwise it was asked for, and came, twice.
+                    del asked[piece]
+                    into[piece[0]][piece[1] : piece[1] + piece[2]] = message.payload
+        return True
+
+    def _tell_piece(self, version: int, piece: Piece) -> bool:
+        buffer, offset, length = piece
+        return self._tell("bytes", version=version, buffer=buffer, offset=offset, length=length)
+
+    # member of the weight group
+
+    def _form(self, message: WeightMessage) -> None:
+        epoch, rank, size, where = (message[name] for name in ("epoch", "rank", "size", "store"))
+        transport = self._transport
+        assert transport is not None  # The learner sends this to members only.
+        self._state = f"forming epoch {epoch} of the weight group"
+
+        def form() -> Link:
+            return transport.connect_member(open_store(where, self._deadline), rank, size)
+
+        with waits.waiting(waits.JOINING, self._deadline, f", epoch {epoch}"):
+            self._session.form(self._state, form)
+        self._state = f"member of epoch {epoch}, waiting for a version"
+
+    def _take(self, message: WeightMessage) -> None:
+        """Receive one version into the spare buffers and, if it is whole, make them the complete ones."""
+        version, index, transport = message["version"], message["buffer_index"], self._transport
+        assert transport is not None
+        assert self._session.formed  # `form` precedes `send`.
+        with transport.side_stream():
+            spare = self._room()
+        try:
+            with waits.waiting(waits.RECEIVING, self._deadline, f": version {version}"):
+                self._session.use(f"receiving version {version}", lambda link: link.receive(index, spare))
+        except BaseException:
+            self._spare = None  # An abandoned broadcast may still write into these buffers.
+            raise
+        with transport.side_stream():
+            found = packing.checksum(spare)
+        # The learner reuses its buffers only after our receipt or after a newer `group`.
+        if reason := self._given_up():
+            raise WeightSyncError(f"Version {version} came too late: {reason}.")
+        if found != message["checksum"]:
+            self._damaged += 1
+            raise WeightSyncError(
+                f"{self._name} received version {version} with checksum {found:x}, expected "
+                f"{message['checksum']:x}. The transport damages weights: choose another --weights.transport."
+            )
+        self._damaged = 0
+        self._accept(version)
+        self._report("took", epoch=self._epoch, version=version)
+
+    def _given_up(self) -> str:
+        """Return why work for this epoch is in vain; empty if it is not."""
+        self._listen(0.0)
+        self._ask_newest()
+        newest = max((x["epoch"] for x in self._inbox if x.kind == "group"), default=self._epoch)
+        return f"the learner went on to epoch {newest}" if newest != self._epoch else ""
+
+    def _give_up_epoch(self, error: WeightSyncError) -> None:
+        """Report the failure, unless the learner knows, and sit still until the next `group`."""
+        self._epoch_failed = True
+        if not self._given_up():
+            _log.warning("%s gives up epoch %d of the weight group: %s", self._name, self._epoch, error)
+            self._report("broken", epoch=self._epoch, reason=str(error)[:MAX_REASON])
 
 
 def build_receiver(
     transport: str,
     endpoint: str,
     name: str,
-    manifest_tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor] | None,
     device: torch.device | str = "cpu",
     deadline: float = 60.0,
-) -> BroadcastReceiver:
+    security: ClientKeys | None = None,
+    identity: RunIdentity = NO_RUN,
+) -> WeightReceiver:
     """Join the weight channel from an actor.
 
     Args:
-        transport: What carries the weights; the same as the learner's.
-        endpoint: The publisher's `endpoint`.
-        name: The actor's name. An actor that registers under a known name replaces the earlier one.
-        manifest_tensors: The tensors that will be swapped, by name, any shapes and dtypes; only shape and
-            dtype are read.
-        device: The actor's device, with its index when it is a GPU.
-        deadline: Seconds after which a broadcast has failed, and a learner that is gone is an error.
+        transport: Name of the carrier, the same as the learner's; or `interface.PULL`.
+        endpoint: The publisher's `endpoint` on its host, else its `pull_endpoint`.
+        name: The actor's. An actor that registers under a known name replaces the earlier one.
+        tensors: Those that will be swapped, of which shape and dtype are read. None: the learner's.
+        device: The actor's, with its index if it is a GPU.
+        deadline: Seconds after which a broadcast has failed, and without an answer the learner is gone.
+        security: This receiver's keys, if the run has some.
+        identity: Of the run.
 
     Raises:
-        WeightSyncError: no learner publishes there.
-        ConfigError: the endpoint's path is too long for a socket, or the transport needs a GPU.
+        ConfigError: the endpoint cannot be used safely, or the transport needs a GPU.
     """
-    carrier = build_transport(transport, torch.device(device), deadline)
-    manifest = packing.build_manifest(manifest_tensors)
-    kind = MappedReceiver if isinstance(carrier, SharesBuffers) else BroadcastReceiver
-    return kind(carrier, *connect(Path(endpoint)), name, manifest, deadline)
+    carrier = None if transport == PULL else build_transport(transport, torch.device(device), deadline)
+    manifest = None if tensors is None else packing.build_manifest(tensors)
+    return WeightReceiver(endpoint, name, manifest, carrier, security, deadline, identity)

@@ -78,7 +78,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
         algorithm=AlgorithmSettings(kind="ppo"),
         optimizer=OptimizerSettings(learning_rate=3e-5),
         correction=CorrectionSettings(kind="vtrace"),
-        weights=WeightSettings(transport="gloo", timeout=9.5),
+        weights=WeightSettings(transport="nccl", timeout=9.5),
     )
     path = tmp_path / "config.json"
     path.write_text(to_json(config))

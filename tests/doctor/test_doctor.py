@@ -219,7 +219,7 @@ def test_memory_of_an_actor_on_two_devices_is_counted_where_it_is() -> None:
     assert needs == [4 + 12 + 2 * 2, 1 + 2 * 2, 8]
     finding = gpus.check_placement(Examination(config=TrainConfig(device="cpu", placement=apart)))
     assert finding.seen == (
-        "rank 0 (learner) on cpu, rank 1 (policy) on cpu, rank 2 (world) on cpu; weights by gloo"
+        "rank 0 (learner) on cpu, rank 1 (policy) on cpu, rank 2 (world) on cpu; weights by shared_memory"
     )
 
 
@@ -246,7 +246,8 @@ def test_a_placement_is_judged_as_training_would() -> None:
     )
     assert fine.verdict is Verdict.OK
     assert (
-        fine.seen == "rank 0 (learner) on cpu, rank 1 (actor) on cpu, rank 2 (actor) on cpu; weights by gloo"
+        fine.seen
+        == "rank 0 (learner) on cpu, rank 1 (actor) on cpu, rank 2 (actor) on cpu; weights by shared_memory"
     )
     for config, words in {
         TrainConfig(placement="learner=0,actor=2"): "rank 1 nothing to do",
@@ -268,13 +269,13 @@ SEVERAL = "learner=0-1@0,actor=0-2@1,policy=0@2,world=1@2"
         (
             0,
             "host 0 of 3: rank 0 (learner) on cpu, rank 1 (learner) on cpu; "
-            "weights by gloo, between hosts by tcp",
+            "weights by shared_memory, between hosts by tcp",
         ),
         (
             1,
             "host 1 of 3: rank 2 (actor) on cpu, rank 3 (actor) on cpu, rank 4 (actor) on cpu; weights by ",
         ),
-        (2, "host 2 of 3: rank 5 (policy) on cpu, rank 6 (world) on cpu; weights by gloo"),
+        (2, "host 2 of 3: rank 5 (policy) on cpu, rank 6 (world) on cpu; weights by shared_memory"),
     ],
 )
 def test_of_several_hosts_a_placement_is_judged_for_this_one(number: int, seen: str) -> None:

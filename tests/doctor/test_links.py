@@ -77,4 +77,4 @@ def test_the_slowest_pair_is_named() -> None:
 def test_without_gpus_two_processes_of_this_host_are_looked_at() -> None:
     finding = links.check_links(Examination(config=TrainConfig(device="cpu")))
     assert (finding.name, finding.verdict) == ("CPU link", Verdict.OK)
-    assert finding.seen.startswith("gloo, 8 MiB each way: lowest ")
+    assert finding.seen.startswith("shared_memory, 8 MiB each way: lowest ")

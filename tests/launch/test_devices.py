@@ -43,20 +43,20 @@ def test_what_cannot_be_had_is_refused(gpus):
 @pytest.mark.parametrize(
     ("count", "ranks", "placement", "transport"),
     [
-        (0, 2, "auto", "gloo"),
+        (0, 2, "auto", "shared_memory"),
         (1, 1, "auto", "cuda_ipc"),
         (4, 4, "auto", "nccl"),
         (4, 4, "learner=0-1,actor=2-3", "nccl"),
-        (4, 4, "learner=0-3,actor=0-3", "nccl+ipc"),  # Collocated.
+        (4, 4, "learner=0-3,actor=0-3", "cuda_ipc"),  # Collocated.
         (4, 4, "learner=0-3,actor=1-3", "nccl"),  # Each actor beside a learner that is not rank 0.
-        (2, 3, "learner=0,actor=1-2", "nccl+ipc"),  # Rank 2 is on GPU 0 again.
-        (2, 4, "learner=0,actor=1-3", "gloo"),  # Ranks 1 and 3 share GPU 1.
+        (2, 3, "learner=0,actor=1-2", "cuda_ipc"),  # Rank 2 is on GPU 0 again.
+        (2, 4, "learner=0,actor=1-3", "shared_memory"),  # Ranks 1 and 3 share GPU 1.
     ],
 )
 def test_the_transport_follows_from_who_shares_a_gpu(gpus, count, ranks, placement, transport):
     from asyncrl.config.run import TrainConfig
+    from asyncrl.launch.host_weights import transport_of
     from asyncrl.launch.placement import parse_placement
-    from asyncrl.launch.weight_transport import transport_of
 
     gpus(count)
     assert transport_of(TrainConfig(), parse_placement(placement, ranks, count), range(ranks)) == transport

@@ -19,8 +19,8 @@ from asyncrl.messaging.keys import create_keys
 from asyncrl.observability import metrics_system as m
 from asyncrl.storage import run_identity
 from asyncrl.weights.publisher import BroadcastPublisher, build_publisher
-from asyncrl.weights.pull_server import PullSettings
 from asyncrl.weights.receiver import build_receiver
+from asyncrl.weights.server import ServerSettings
 from support.weights import PATIENCE, channel_folder, policy, raw, swap_until
 
 HOSTS = Hosts(names=("node-1", "node-2"), first_ranks=(0, 1), size=3, addresses=("", ""), ports=(0, 0))
@@ -34,14 +34,14 @@ def learner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[B
     identity = run_identity.next_attempt(tmp_path)
     create_keys(tmp_path / "keys", ["learner", "actor-1", "actor-2"])
     rendezvous.status_folder(tmp_path).mkdir(parents=True)
-    pulls = PullSettings(
+    settings = ServerSettings(
         listen="tcp://127.0.0.1:0",
         security=endpoints.server_keys(str(tmp_path / "keys")),
         silence=30.0,
         identity=identity,
     )
     with channel_folder() as folder:
-        publisher = build_publisher("gloo", folder, deadline=5.0, pulls=pulls)
+        publisher = build_publisher("shared_memory", folder, deadline=5.0, settings=settings)
         yield (
             publisher,
             RunInfo(
@@ -66,9 +66,13 @@ def test_one_of_a_host_fetches_and_all_its_actors_get_every_bit(
     weights = HostWeights(config, info, HOSTS, 1)
     where = wait_for_endpoint(info, PATIENCE, lambda: False)
     assert where == weights.endpoint
-    private = Path(where).parent
+    private = Path(where.removeprefix("ipc://")).parent
     assert private.stat().st_mode & 0o077 == 0
-    receivers = [build_receiver("gloo", where, name, policy(0)) for name in ("actor-1", "actor-2")]
+    identity = host_weights.identity_of(info)
+    receivers = [
+        build_receiver(host_weights.RELAYED, where, name, policy(0), identity=identity)
+        for name in ("actor-1", "actor-2")
+    ]
     for version in range(3):
         publisher.publish(policy(version + 10), version)
         for receiver in receivers:
@@ -78,7 +82,7 @@ def test_one_of_a_host_fetches_and_all_its_actors_get_every_bit(
     assert publisher.joined == 1
     sent = publisher.status()[m.WEIGHTS_PULLED_BYTES]
     assert sent == 3 * publisher.status()[m.WEIGHTS_BYTES], "each version went to the host once"
-    assert publisher.pop_events() == ["node-2 joined (1 joined actor now)"]
+    assert publisher.server.pop_events() == ["node-2 joined (1 joined actor now)"]
     publisher.close()
     for receiver in receivers:
         while not receiver.ended:
@@ -95,7 +99,7 @@ def test_what_an_earlier_start_left_is_not_believed_and_the_rank_that_does_not_c
 ) -> None:
     _, info = learner
     note = rendezvous.status_folder(tmp_path) / host_weights.NOTE
-    for content in ("", "[]", '{"mark": "earlier", "folder": "/tmp/elsewhere"}'):
+    for content in ("", "[]", '{"mark": "earlier", "endpoint": "ipc:///tmp/elsewhere"}'):
         note.write_text(content)
         with pytest.raises(
             RunError, match=r"Rank 1 waited 0 s \(--startup-timeout\) for the first actor's rank"

@@ -359,7 +359,7 @@ def test_a_port_that_another_host_cannot_reach_is_named_with_the_flag(
 def test_hosts_that_broadcast_weights_try_each_other_and_need_what_the_backend_needs(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weights = WeightSettings(between_hosts="gloo")
+    weights = WeightSettings(between_hosts="nccl")
     job.config = replace(job.config, weights=weights)
     with_addresses = endpoints.with_addresses
     monkeypatch.setattr(
@@ -376,17 +376,19 @@ def test_hosts_that_broadcast_weights_try_each_other_and_need_what_the_backend_n
     monkeypatch.setattr(networks, "why_unreachable", unreachable)
     for error in job.meet():
         assert isinstance(error, ConfigError)
-        assert "where the broadcast of weights, with gloo, of" in str(error)
+        assert "where the broadcast of weights, with nccl, of" in str(error)
         assert "(--weights.between-hosts): No route to host. Use --weights.between-hosts tcp, or" in str(
             error
         )
-    check_broadcasts([facts("a", 0, gpus=1), facts("b", 2, gpus=1)], (0, 1), "nccl")
+    check_broadcasts([facts("a", 0, gpus=1), facts("b", 2, gpus=1)], (0, 1), "auto")
     with pytest.raises(ConfigError, match=r"--weights\.between-hosts is nccl, .* but b has none"):
-        check_broadcasts([facts("a", 0, gpus=1), facts("b", 2)], (0, 1), "nccl")
-    check_broadcasts([facts("a", 0), facts("b", 2, missing_interface="GLOO_SOCKET_IFNAME=ib0")], (0,), "gloo")
+        check_broadcasts([facts("a", 0, gpus=1), facts("b", 2)], (0, 1), "auto")
+    check_broadcasts(
+        [facts("a", 0), facts("b", 2, missing_interface="GLOO_SOCKET_IFNAME=ib0")], (0,), "own:Mine"
+    )
     with pytest.raises(ConfigError, match="b has no network interface that GLOO_SOCKET_IFNAME=ib0 names"):
         check_broadcasts(
-            [facts("a", 0), facts("b", 2, missing_interface="GLOO_SOCKET_IFNAME=ib0")], (0, 1), "gloo"
+            [facts("a", 0), facts("b", 2, missing_interface="GLOO_SOCKET_IFNAME=ib0")], (0, 1), "own:Mine"
         )
 
 

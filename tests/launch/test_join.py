@@ -97,7 +97,7 @@ def test_a_placement_without_actors_needs_an_address_to_join(
     assert not (tmp_path / "run").exists()
 
 
-def test_weights_are_fetched_beside_the_replay_unless_said_otherwise(tmp_path: Path) -> None:
+def test_weights_are_fetched_beside_the_replay_unless_said_otherwise() -> None:
     from asyncrl.config.replay import ReplaySettings
     from asyncrl.config.run import TrainConfig
     from asyncrl.config.weights import WeightSettings
@@ -105,11 +105,10 @@ def test_weights_are_fetched_beside_the_replay_unless_said_otherwise(tmp_path: P
 
     def served_at(config: TrainConfig) -> str:
         at = endpoints.addresses(config, Hosts())
-        return endpoints.pull_settings(config, at, tmp_path, "", NO_RUN).listen
+        return endpoints.weight_settings(config, at, "", NO_RUN).listen
 
     listen = ReplaySettings(listen="tcp://127.0.0.1:5555")
     assert served_at(TrainConfig(replay=listen)) == "tcp://127.0.0.1:0"
     own = WeightSettings(listen="tcp://127.0.0.1:5556")
     assert served_at(TrainConfig(replay=listen, weights=own)) == "tcp://127.0.0.1:5556"
-    tmp_path.chmod(0o700)
-    assert served_at(TrainConfig()) == f"ipc://{tmp_path}/pull"
+    assert served_at(TrainConfig()) == "", "only in the private folder"

@@ -18,7 +18,9 @@ from asyncrl.errors import ReplayError
 from asyncrl.observability import process_status
 from asyncrl.replay.group_file import GroupFile, read_group_file
 from asyncrl.replay.store import PATTERN
+from support import ROOT, TESTS
 from support.chaos_run import Report
+from support.gloo_transport import GLOO
 from support.several_hosts import SeveralHosts, address, no_namespaces
 from support.tiny_models import write_models
 from support.whole_runs import ACTOR, PATIENCE, Program, left_over, reach, rows
@@ -134,11 +136,13 @@ def test_actors_of_another_host_train_and_one_that_dies_while_its_host_is_cut_of
 def test_weights_are_broadcast_between_hosts_of_which_one_is_cut_off_for_a_while_and_one_is_lost(
     flags: list[str], tmp_path: Path
 ) -> None:
-    placement = ["--placement", "learner=0@0,actor=0@0,0-1@1,0@2", "--weights.between-hosts", "gloo"]
+    placement = ["--placement", "learner=0@0,actor=0@0,0-1@1,0@2", "--weights.between-hosts", "nccl"]
+    placement += ["--weights.transport", GLOO]  # In place of NCCL, which needs GPUs.
     placement += ["--algorithm.groups-per-update", "3", "--replay.max-gigabytes", "8"]
     with SeveralHosts(3) as three:
         arguments = [*flags, *placement, "--updates", "100000"]
-        job = Job(tmp_path, three, arguments, count=3, ranks=(1, 2, 1))
+        path = f"{ROOT}{os.pathsep}{TESTS}"
+        job = Job(tmp_path, three, arguments, count=3, ranks=(1, 2, 1), PYTHONPATH=path)
 
         def newer(*actors: str) -> None:
             """Wait until these actors imagine with weights of an update that is yet to come."""

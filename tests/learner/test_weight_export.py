@@ -78,7 +78,7 @@ def with_more_digits(policy: Any) -> Any:
 def publish_a_sharded_policy(lora: int, copies: int = 1) -> dict[str, bytes]:
     from asyncrl.learner.fsdp import shard
     from asyncrl.learner.weight_export import ActingWeights, acting_types
-    from asyncrl.weights.double_buffer import DoubleBuffer
+    from asyncrl.weights.buffers import DoubleBuffer
     from asyncrl.weights.interface import NullPublisher
 
     policy = policy_of(lora)

@@ -27,7 +27,7 @@ PATIENCE = 30.0
 
 @contextlib.contextmanager
 def channel_folder() -> Iterator[Path]:
-    """Name a folder for a channel, in a private one that is removed at the end."""
+    """Name a channel's socket, in a private folder that is removed at the end."""
     folder = private_folder()
     try:
         yield folder / "weights"
@@ -63,7 +63,7 @@ class Actor:
         self,
         publisher: BroadcastPublisher,
         name: str,
-        transport: str = "gloo",
+        transport: str = "shared_memory",
         device: str = "cpu",
         deadline: float = 1.0,
     ) -> None:
@@ -100,7 +100,7 @@ def actor(pipe: Connection) -> None:
             receiver = build_receiver(transport, endpoint, name, tensors, device=device, deadline=deadline)
             pipe.send("joined")
         elif isinstance(order, Path):
-            channel = build_publisher("gloo", order, deadline=5.0)
+            channel = build_publisher("shared_memory", order, deadline=5.0)
             channel.publish(policy(0), 0)
             pipe.send(channel.endpoint)
         elif order == "leave":

@@ -20,7 +20,7 @@ def test_two_learner_ranks_publish_to_an_actor_and_every_stage_is_timed() -> Non
     done = subprocess.run([*command, *SMALL.split()], capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stdout + done.stderr
     full, lora = json.loads(done.stdout.splitlines()[-1])
-    assert (full["kind"], lora["kind"], full["transport"]) == ("full", "lora", "gloo")
+    assert (full["kind"], lora["kind"], full["transport"]) == ("full", "lora", "shared_memory")
     assert full["tensors"] > 1000  # As many as the published policy has.
     assert lora["tensors"] > 800
     for figures in (full, lora):

@@ -19,27 +19,27 @@ from asyncrl.messaging import weight_messages
 from asyncrl.messaging.keys import create_keys, load_client_keys, load_server_keys
 from asyncrl.messaging.weight_messages import CHUNK, KINDS, WITH_PAYLOAD, Buffer, decode, encode
 from asyncrl.observability import metrics_system as m
-from asyncrl.weights import pull_client, pull_server
-from asyncrl.weights.double_buffer import DoubleBuffer
-from asyncrl.weights.interface import ChannelClosed, as_weight_source
+from asyncrl.weights import receiver as pulling
+from asyncrl.weights import server
+from asyncrl.weights.buffers import DoubleBuffer
+from asyncrl.weights.interface import PULL, ChannelClosed, as_weight_source
 from asyncrl.weights.publisher import BroadcastPublisher, build_publisher
-from asyncrl.weights.pull_client import PulledReceiver, build_pulled_receiver
-from asyncrl.weights.pull_server import PullSettings
-from support.replay_server import NOBODY
+from asyncrl.weights.receiver import WeightReceiver, build_receiver
+from asyncrl.weights.server import ServerSettings
 from support.sockets import connect_dealer
 from support.weights import PATIENCE, channel_folder, policy, raw, swap_until
 
 LOOPBACK = "tcp://127.0.0.1:0"
+PULLER = {"held": -1, "member": 0, "pid": 0, "started": 0, "secret": "", "attempt": 0}
 
 
 @contextmanager
 def opened(security: Any = None, silence: float = 30.0) -> Iterator[tuple[BroadcastPublisher, str]]:
-    pulls = PullSettings(listen=LOOPBACK, security=security, silence=silence)
+    settings = ServerSettings(listen=LOOPBACK, security=security, silence=silence)
     with channel_folder() as folder:
-        channel = build_publisher("gloo", folder, deadline=1.0, pulls=pulls)
-        assert channel.pulls is not None
+        channel = build_publisher("shared_memory", folder, deadline=1.0, settings=settings)
         try:
-            yield channel, channel.pulls.endpoint
+            yield channel, channel.pull_endpoint
         finally:
             channel.close()
 
@@ -53,8 +53,8 @@ def channel() -> Iterator[tuple[BroadcastPublisher, str]]:
 @contextmanager
 def receiving(
     endpoint: str, name: str = "far", elements: int = 1_000_000, **more: Any
-) -> Iterator[PulledReceiver]:
-    receiver = build_pulled_receiver(endpoint, name, policy(0, elements), **more)
+) -> Iterator[WeightReceiver]:
+    receiver = build_receiver(PULL, endpoint, name, policy(0, elements), **more)
     try:
         yield receiver
     finally:
@@ -84,19 +84,17 @@ def test_versions_arrive_bit_exact_and_the_learner_counts_the_actors(
         assert status[m.WEIGHTS_MEMBERS] == status[m.WEIGHTS_JOINED] == 2
         assert status[m.WEIGHTS_PULLED_BYTES] == 2 * 6 * status[m.WEIGHTS_BYTES]
         assert status[m.WEIGHTS_PULL_SECONDS] > 0
-    assert publisher.pulls is not None
     expected = ["joined (1", "joined (2", "left (1", "left (0"]
     told = until_told(publisher, 4)
     assert all(part in line for part, line in zip(expected, told, strict=True)), told
     assert publisher.status()[m.WEIGHTS_JOINED] == 0
-    assert publisher.pulls._copies.versions == [], "without actors there is no copy of a version"
+    assert publisher.server.copies.versions == [], "without actors there is no copy of a version"
 
 
 def until_told(publisher: BroadcastPublisher, lines: int) -> list[str]:
-    assert publisher.pulls is not None
     told, until = list[str](), time.monotonic() + PATIENCE
     while len(told) < lines and time.monotonic() < until:
-        told += publisher.pulls.pop_events()
+        told += publisher.server.pop_events()
         time.sleep(0.02)
     return told
 
@@ -106,8 +104,7 @@ def test_without_a_puller_nothing_is_copied(channel: tuple[BroadcastPublisher, s
     publisher.publish(policy(0), 0)
     publisher.publish(policy(1), 1)
     time.sleep(0.2)
-    assert publisher.pulls is not None
-    assert publisher.pulls._copies.versions == []
+    assert publisher.server.copies.versions == []
 
 
 def test_what_is_held_is_neither_replaced_nor_overwritten() -> None:
@@ -128,15 +125,15 @@ def test_a_slow_actor_gets_its_version_whole_while_a_fast_one_goes_on(
     channel: tuple[BroadcastPublisher, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publisher, endpoint = channel
-    genuine, go_on, began = PulledReceiver._tell_piece, threading.Event(), threading.Event()
+    genuine, go_on, began = WeightReceiver._tell_piece, threading.Event(), threading.Event()
 
-    def wait(self: PulledReceiver, version: int, piece: tuple[int, int, int]) -> bool:
+    def wait(self: WeightReceiver, version: int, piece: tuple[int, int, int]) -> bool:
         if self._name == "slow" and piece[1]:
             began.set()
             assert go_on.wait(PATIENCE)
         return genuine(self, version, piece)
 
-    monkeypatch.setattr(PulledReceiver, "_tell_piece", wait)
+    monkeypatch.setattr(WeightReceiver, "_tell_piece", wait)
     tensors = policy(0)
     publisher.publish(policy(0), 0)
     with receiving(endpoint, "slow") as slow, receiving(endpoint, "fast") as fast:
@@ -144,8 +141,7 @@ def test_a_slow_actor_gets_its_version_whole_while_a_fast_one_goes_on(
         for version in range(1, 7):
             publisher.publish(policy(version), version)
             assert swap_until(fast, tensors, version) == version
-        assert publisher.pulls is not None
-        assert publisher.pulls._copies.versions == [0, 6], "what nobody reads is not kept"
+        assert publisher.server.copies.versions == [0, 6], "what nobody reads is not kept"
         go_on.set()
         assert slow.wait_for_first(PATIENCE) == 0
 
@@ -155,17 +151,17 @@ def test_a_version_replaced_while_it_is_fetched_arrives_whole_and_the_newer_one_
 ) -> None:
     publisher, endpoint = channel
     pieces, go_on, half = [0], threading.Event(), threading.Event()
-    genuine = PulledReceiver._tell_piece
+    genuine = WeightReceiver._tell_piece
 
-    def slowly(self: PulledReceiver, version: int, piece: tuple[int, int, int]) -> bool:
+    def slowly(self: WeightReceiver, version: int, piece: tuple[int, int, int]) -> bool:
         pieces[0] += 1
         if pieces[0] == 3:
             half.set()
             assert go_on.wait(PATIENCE)
         return genuine(self, version, piece)
 
-    monkeypatch.setattr(pull_client, "IN_FLIGHT", 1)
-    monkeypatch.setattr(PulledReceiver, "_tell_piece", slowly)
+    monkeypatch.setattr(pulling, "IN_FLIGHT", 1)
+    monkeypatch.setattr(WeightReceiver, "_tell_piece", slowly)
     publisher.publish(policy(0), 0)
     with receiving(endpoint) as receiver:
         assert half.wait(PATIENCE)
@@ -185,16 +181,16 @@ def test_a_version_that_is_gone_is_begun_again_with_the_newest(
     channel: tuple[BroadcastPublisher, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publisher, endpoint = channel
-    genuine, forgot = PulledReceiver._tell_piece, [0]
+    genuine, forgot = WeightReceiver._tell_piece, [0]
 
-    def forget(self: PulledReceiver, version: int, piece: tuple[int, int, int]) -> bool:
+    def forget(self: WeightReceiver, version: int, piece: tuple[int, int, int]) -> bool:
         forgot[0] += 1
         return genuine(self, version - (forgot[0] == 2), piece)
 
-    monkeypatch.setattr(PulledReceiver, "_tell_piece", forget)
+    monkeypatch.setattr(WeightReceiver, "_tell_piece", forget)
     publisher.publish(policy(3), 3)
     with receiving(endpoint) as receiver:
-        monkeypatch.setattr(pull_client, "ASK_AGAIN", 0.3)
+        monkeypatch.setattr(pulling, "ASK_AGAIN", 0.3)
         tensors = policy(0)
         assert swap_until(receiver, tensors, 3) == 3
         assert raw(tensors) == raw(policy(3))
@@ -215,7 +211,7 @@ def damaging(monkeypatch: pytest.MonkeyPatch, times: int, place: str) -> list[in
             return genuine(kind, bytes(bad), **fields)
         return [genuine(kind, payload, **fields)[0], bytes(bad)]
 
-    monkeypatch.setattr(pull_server, "encode", encode_badly)
+    monkeypatch.setattr(server, "encode", encode_badly)
     return damaged
 
 
@@ -260,7 +256,7 @@ def test_an_actor_that_leaves_with_a_full_queue_is_still_heard(
 ) -> None:
     publisher, endpoint = channel
     publisher.publish(policy(0), 0)
-    monkeypatch.setattr(PulledReceiver, "_receive", insatiable(PulledReceiver._receive))
+    monkeypatch.setattr(WeightReceiver, "_listen", insatiable(WeightReceiver._listen))
     with receiving(endpoint):
         assert "joined" in until_told(publisher, 1)[0]
     assert "left (0" in until_told(publisher, 1)[0]
@@ -269,16 +265,17 @@ def test_an_actor_that_leaves_with_a_full_queue_is_still_heard(
 def insatiable(genuine: Any) -> Any:
     """Ask for a piece as often as the queue takes it before this actor closes."""
 
-    def receive(self: PulledReceiver) -> Any:
+    def listen(self: WeightReceiver, seconds: float) -> None:
         while self._closing.is_set() and self._tell_piece(0, (0, 0, CHUNK)):
             pass
-        return genuine(self)
+        genuine(self, seconds)
 
-    return receive
+    return listen
 
 
 def test_a_closed_channel_ends_the_actor_in_order() -> None:
     with opened() as (publisher, endpoint), receiving(endpoint) as early:
+        assert "joined" in until_told(publisher, 1)[0]
         publisher.close()
         with pytest.raises(ChannelClosed):
             early.wait_for_first(PATIENCE)
@@ -308,13 +305,12 @@ def test_a_learner_that_vanished_is_an_error_after_the_deadline() -> None:
 def test_an_actor_that_vanished_is_found_out_and_one_that_comes_back_is_welcome(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pull_client, "ASK_AGAIN", 0.5)
+    monkeypatch.setattr(pulling, "ASK_AGAIN", 0.5)
     with opened(silence=1.5) as (publisher, endpoint), receiving(endpoint) as receiver:
         publisher.publish(policy(0), 0)
         assert receiver.wait_for_first(PATIENCE) == 0
         publisher.wait_for_first(0, PATIENCE)
-        assert publisher.pulls is not None
-        for puller in publisher.pulls._pullers.values():
+        for puller in publisher.server.subscribers.values():
             puller.heard -= 10.0
         assert "was not heard of for 1.5 s (0" in until_told(publisher, 2)[1]
         publisher.publish(policy(1), 1)
@@ -349,9 +345,9 @@ def test_listed_keys_are_admitted_and_all_else_is_told(keys: Path) -> None:
 
 def test_the_server_beyond_loopback_needs_keys() -> None:
     for listen in ("tcp://10.0.0.5:0", "tcp://0.0.0.0:0", "tcp://*:5"):
-        pulls = PullSettings(listen=listen, security=None, silence=1.0)
+        settings = ServerSettings(listen=listen)
         with channel_folder() as folder, pytest.raises(ConfigError, match="neither is set"):
-            build_publisher("gloo", folder, pulls=pulls)
+            build_publisher("shared_memory", folder, settings=settings)
 
 
 def test_senseless_requests_are_refused_and_survived(channel: tuple[BroadcastPublisher, str]) -> None:
@@ -369,8 +365,8 @@ def test_senseless_requests_are_refused_and_survived(channel: tuple[BroadcastPub
     assert ask([b"garbage!!"]) == "refused"
     assert ask(encode("unchanged")) == "refused"
     assert ask(encode("bytes", **piece)) == "gone", "it never asked what is newest"
-    assert ask(encode("newest", name="\x1b[2J", held=-1, **NOBODY)) == "refused"
-    assert ask(encode("newest", name="far", held=-1, **NOBODY)) == "offer"
+    assert ask(encode("newest", name="\x1b[2J", **PULLER)) == "refused"
+    assert ask(encode("newest", name="far", **PULLER)) == "offer"
     assert ask(encode("bytes", **piece)) == "chunk"
     for change in ({"buffer": 9}, {"buffer": -1}, {"offset": 10**9}, {"offset": -1}, {"length": 0}):
         assert ask(encode("bytes", None, **(piece | change))) == "refused"

@@ -13,8 +13,8 @@ from asyncrl.learner import weight_export
 from asyncrl.learner.weight_export import Gathering
 from asyncrl.observability import metrics_system as m
 from asyncrl.weights import packing
+from asyncrl.weights.buffers import BufferedReceiver
 from asyncrl.weights.publisher import BroadcastPublisher, build_publisher
-from asyncrl.weights.swap_buffer import BufferedReceiver
 from support.ranks import run_ranks
 from support.weights import PATIENCE, TYPES, Actor, channel_folder, policy, raw, timed_publish
 from support.weights import masters as gathering_masters
@@ -24,25 +24,35 @@ GPUS = torch.cuda.device_count()
 DEADLINE = 5.0
 
 
-@pytest.fixture(scope="module", params=["cuda_ipc", "nccl", "nccl+ipc"])
-def transport(request: pytest.FixtureRequest) -> str:
-    needed = {"cuda_ipc": 1, "nccl": 2, "nccl+ipc": 2}[request.param]
-    if needed > GPUS:
-        pytest.skip(f"{request.param} needs {needed} GPUs, found {GPUS}")
+REMOTE = [f"cuda:{i}" for i in range(1, min(GPUS, 3))]
+PLACES = {
+    "one GPU": ("cuda_ipc", ["cuda:0", "cuda:0"]),
+    "a GPU each": ("nccl", REMOTE),
+    "the learner's GPU and others": ("cuda_ipc", ["cuda:0", *REMOTE]),
+}
+"""Transport, and devices of the actors; the learner has cuda:0."""
+
+
+@pytest.fixture(scope="module", params=list(PLACES))
+def place(request: pytest.FixtureRequest) -> str:
+    if request.param != "one GPU" and GPUS < 2:
+        pytest.skip(f"{request.param} needs 2 GPUs, found {GPUS}")
     return request.param
 
 
-def devices(transport: str) -> list[str]:
-    """Where the actors live; the learner has cuda:0."""
-    if transport == "cuda_ipc":
-        return ["cuda:0", "cuda:0"]
-    remote = [f"cuda:{i}" for i in range(1, min(GPUS, 3))]
-    return ["cuda:0", *remote] if transport == "nccl+ipc" else remote
+@pytest.fixture(scope="module")
+def transport(place: str) -> str:
+    return PLACES[place][0]
 
 
 @pytest.fixture(scope="module")
-def actors(transport: str):
-    actors = [Actor() for _ in devices(transport)]
+def devices(place: str) -> list[str]:
+    return PLACES[place][1]
+
+
+@pytest.fixture(scope="module")
+def actors(devices: list[str]):
+    actors = [Actor() for _ in devices]
     yield actors
     for each in actors:
         each.end()
@@ -65,10 +75,10 @@ def test_a_killed_actor_on_the_learners_gpu_does_not_stop_those_on_others(folder
     """The group of both kinds becomes one of NCCL only, and again one of both."""
     if GPUS < 2:
         pytest.skip(f"needs 2 GPUs, found {GPUS}")
-    channel = build_publisher("nccl+ipc", folder, device="cuda:0", deadline=DEADLINE)
+    channel = build_publisher("cuda_ipc", folder, device="cuda:0", deadline=DEADLINE)
     near, far = Actor(), Actor()
-    near.join(channel, "near", "nccl+ipc", "cuda:0", DEADLINE)
-    far.join(channel, "far", "nccl+ipc", "cuda:1", DEADLINE)
+    near.join(channel, "near", "cuda_ipc", "cuda:0", DEADLINE)
+    far.join(channel, "far", "cuda_ipc", "cuda:1", DEADLINE)
     timed_publish(channel, 0, "cuda:0")
     channel.wait_for_first(0, 2 * PATIENCE, actors=2)
     near.signal(signal.SIGKILL)
@@ -76,7 +86,7 @@ def test_a_killed_actor_on_the_learners_gpu_does_not_stop_those_on_others(folder
     assert far.ask(1) == (1, raw(policy(1)))
     near.end()
     near = Actor()
-    near.join(channel, "near", "nccl+ipc", "cuda:0", DEADLINE)
+    near.join(channel, "near", "cuda_ipc", "cuda:0", DEADLINE)
     assert near.ask(1) == (1, raw(policy(1)))
     for each in (near, far):
         assert each.ask("leave") == "left"
@@ -182,17 +192,17 @@ def test_rows_on_two_gpus_come_together_bit_for_bit(bucket: int) -> None:
     assert run_ranks(gather_over_nccl, bucket, deadline=100.0) == [cast(), {}]
 
 
-def join_all(actors: list[Actor], publisher: BroadcastPublisher, transport: str) -> None:
-    for i, (each, device) in enumerate(zip(actors, devices(transport), strict=True)):
+def join_all(actors: list[Actor], publisher: BroadcastPublisher, transport: str, devices: list[str]) -> None:
+    for i, (each, device) in enumerate(zip(actors, devices, strict=True)):
         each.join(publisher, f"actor-{i}", transport, device, DEADLINE)
     timed_publish(publisher, 0, "cuda:0")
     publisher.wait_for_first(0, 2 * PATIENCE, actors=len(actors))
 
 
 def test_versions_arrive_bit_exact_on_every_gpu(
-    publisher: BroadcastPublisher, actors: list[Actor], transport: str
+    publisher: BroadcastPublisher, actors: list[Actor], transport: str, devices: list[str]
 ) -> None:
-    join_all(actors, publisher, transport)
+    join_all(actors, publisher, transport, devices)
     for version in range(1, 20):
         assert timed_publish(publisher, version, "cuda:0") < 0.5
     for each in actors:
@@ -203,9 +213,9 @@ def test_versions_arrive_bit_exact_on_every_gpu(
 
 
 def test_a_killed_gpu_actor_stops_nobody_and_its_successor_joins(
-    publisher: BroadcastPublisher, actors: list[Actor], transport: str
+    publisher: BroadcastPublisher, actors: list[Actor], transport: str, devices: list[str]
 ) -> None:
-    join_all(actors, publisher, transport)
+    join_all(actors, publisher, transport, devices)
     slowest = 0.0
     for version in range(1, 60):
         slowest = max(slowest, timed_publish(publisher, version, "cuda:0"))
@@ -216,16 +226,16 @@ def test_a_killed_gpu_actor_stops_nobody_and_its_successor_joins(
         assert survivor.ask(59) == (59, raw(policy(59)))
     actors[-1].end()
     actors[-1] = Actor()
-    actors[-1].join(publisher, f"actor-{len(actors) - 1}", transport, devices(transport)[-1], DEADLINE)
+    actors[-1].join(publisher, f"actor-{len(actors) - 1}", transport, devices[-1], DEADLINE)
     assert actors[-1].ask(59) == (59, raw(policy(59)))
     for each in actors:
         assert each.ask("leave") == "left"
 
 
 def test_a_stopped_gpu_actor_is_left_behind_and_comes_back(
-    publisher: BroadcastPublisher, actors: list[Actor], transport: str
+    publisher: BroadcastPublisher, actors: list[Actor], transport: str, devices: list[str]
 ) -> None:
-    join_all(actors, publisher, transport)
+    join_all(actors, publisher, transport, devices)
     actors[-1].signal(signal.SIGSTOP)
     try:
         newest, until = 0, time.monotonic() + 4 * DEADLINE

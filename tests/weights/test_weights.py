@@ -9,24 +9,23 @@ from pathlib import Path
 
 import pytest
 import torch
+import zmq
 from torch.distributed import Store
 
 from asyncrl.errors import ConfigError, WeightSyncError
 from asyncrl.observability import metrics_system as m
-from asyncrl.weights import membership, packing
-from asyncrl.weights.broadcast_receiver import BroadcastReceiver
+from asyncrl.storage.run_identity import NO_RUN
+from asyncrl.weights import packing
+from asyncrl.weights import publisher as publishing
 from asyncrl.weights.deadlines import TransportSession, run_bounded
-from asyncrl.weights.interface import ChannelClosed
-from asyncrl.weights.membership import connect
+from asyncrl.weights.interface import BufferPair, ChannelClosed, Link, open_store
 from asyncrl.weights.publisher import BroadcastPublisher, build_publisher
-from asyncrl.weights.receiver import build_receiver
-from asyncrl.weights.rendezvous_store import epoch_store
-from asyncrl.weights.transports.cuda_ipc import import_handle
-from asyncrl.weights.transports.gloo import GlooTransport
+from asyncrl.weights.receiver import WeightReceiver, build_receiver
+from asyncrl.weights.server import WakeableSocket
+from asyncrl.weights.transports.cuda_ipc import CudaIpcTransport, divide, import_handle
 from asyncrl.weights.transports.in_process import build_in_process
-from asyncrl.weights.transports.interface import BufferPair, Link
-from asyncrl.weights.transports.nccl_and_ipc import LocalAndRemote, NcclAndIpcTransport, divide
-from asyncrl.weights.wake_up import WakeUpSocket
+from asyncrl.weights.transports.shared_memory import SharedMemoryTransport
+from support.gloo_transport import GLOO, GlooTransport
 from support.weights import PATIENCE, Actor, channel_folder, policy, raw, swap_until, timed_publish
 
 
@@ -54,9 +53,15 @@ def folder():
         yield folder
 
 
+@pytest.fixture(params=["shared_memory", GLOO], ids=["shared_memory", "broadcast"])
+def transport(request: pytest.FixtureRequest) -> str:
+    """Copies out of the learner's memory; a broadcast, as between GPUs."""
+    return request.param
+
+
 @pytest.fixture
-def publisher(folder: Path):
-    channel = build_publisher("gloo", folder, deadline=1.0)
+def publisher(folder: Path, transport: str):
+    channel = build_publisher(transport, folder, deadline=1.0)
     yield channel
     channel.close()
 
@@ -191,37 +196,36 @@ def test_inline_hands_over_the_newest_version_once() -> None:
 # --- wake-ups, bounded actions and transports ---
 
 
-def test_a_socket_wakes_who_waits_and_a_wake_up_before_is_not_lost(tmp_path: Path) -> None:
-    mine, yours = WakeUpSocket(tmp_path), WakeUpSocket(tmp_path)
-    mine.wake_all([yours.name, yours.name, ""])
-    mine.wake(yours.name)
-    assert yours.wait(PATIENCE)
-    assert not yours.wait(0.0)  # One wait answers all wake-ups.
-    waking = threading.Timer(0.05, mine.wake, [yours.name])
-    waking.start()
+def test_a_socket_that_waits_is_woken_and_a_wake_up_before_is_not_lost() -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    waiting = WakeableSocket(context.socket(zmq.ROUTER))
+    waiting.wake()
+    waiting.wake()
     began = time.monotonic()
-    assert yours.wait(PATIENCE)
+    assert not waiting.wait(PATIENCE)
+    waking = threading.Timer(0.05, waiting.wake)
+    waking.start()
+    assert not waiting.wait(PATIENCE)
     assert time.monotonic() - began < PATIENCE / 2
     waking.join()
-    yours.close()
-    mine.wake(yours.name)  # Nobody is there: no error.
-    mine.close()
-    mine.wake(yours.name)
+    waiting.close()
+    waiting.wake()  # Whoever comes late wakes nobody, and no other file of this number.
+    context.destroy(linger=0)
 
 
 class Fleet:
     """Members of one epoch over gloo links, each on a pretended GPU, within this process."""
 
-    def __init__(self, publisher: BroadcastPublisher, devices: list[str]) -> None:
-        self.endpoint, self.devices = publisher.endpoint, devices
+    def __init__(self, folder: Path, devices: list[str]) -> None:
+        self.store, self.devices = f"file://{folder}", devices
         self.buffers = [[torch.full((4,), float(rank))] for rank in range(len(devices))]
         self.made: list[tuple[str, int]] = []
 
-    def transport(self, rank: int) -> NcclAndIpcTransport:
+    def transport(self, rank: int) -> CudaIpcTransport:
         near, far = GlooTransport(2.0), GlooTransport(2.0)
         for name, transport in (("near", near), ("far", far)):
             self._note(name, transport)
-        return NcclAndIpcTransport(near, far, self.devices[rank])
+        return CudaIpcTransport(near, far, self.devices[rank])
 
     def _note(self, name: str, transport: GlooTransport) -> None:
         connect_root = transport.connect_root
@@ -233,7 +237,7 @@ class Fleet:
         transport.connect_root = noted  # type: ignore[method-assign]
 
     def member(self, rank: int) -> None:
-        store = epoch_store(Path(self.endpoint), 77, PATIENCE)
+        store = open_store(self.store, PATIENCE)
         if rank:
             link = self.transport(rank).connect_member(store, rank, len(self.devices))
             link.receive(0, self.buffers[rank])
@@ -261,17 +265,17 @@ class Fleet:
     ],
 )
 def test_each_member_gets_its_weights_by_the_way_that_its_place_allows(
-    publisher: BroadcastPublisher, devices: list[str], links: list[tuple[str, int]]
+    folder: Path, devices: list[str], links: list[tuple[str, int]]
 ) -> None:
-    fleet = Fleet(publisher, devices)
+    fleet = Fleet(folder, devices)
     fleet.run()
     assert fleet.made == links
     assert [float(buffers[0][0]) for buffers in fleet.buffers] == [0.0] * len(devices)
 
 
 def test_two_members_on_a_gpu_that_is_not_the_learners_are_refused() -> None:
-    assert divide(["a", "b", "a", "c"]) == LocalAndRemote(local=(2,), remote=(1, 3))
-    with pytest.raises(WeightSyncError, match=r"Two actors share GPU b.*--weights\.transport gloo"):
+    assert divide(["a", "b", "a", "c"]) == ([2], [1, 3])
+    with pytest.raises(WeightSyncError, match=r"Two actors share GPU b.*--weights\.transport shared_memory"):
         divide(["a", "b", "a", "b"])
 
 
@@ -313,7 +317,7 @@ def test_a_truncated_ipc_handle_is_refused() -> None:
         import_handle(head + b"x", torch.device("cuda", 0))
 
 
-class DamagingTransport(GlooTransport):
+class DamagingTransport(SharedMemoryTransport):
     """Flips one bit of everything it receives."""
 
     def connect_member(self, store: Store, rank: int, size: int) -> Link:
@@ -328,27 +332,31 @@ class DamagingTransport(GlooTransport):
         return link
 
 
-# --- gloo, receivers in this process ---
+# --- receivers in this process ---
 
 
-def test_damaged_weights_are_never_swapped_in(publisher: BroadcastPublisher) -> None:
+def test_damaged_weights_are_never_swapped_in(folder: Path) -> None:
+    publisher = build_publisher("shared_memory", folder, deadline=1.0)
     manifest = packing.build_manifest(policy(0, elements=10))
-    learner = connect(Path(publisher.endpoint))
-    receiver = BroadcastReceiver(DamagingTransport(1.0), *learner, "actor-0", manifest, 1.0)
+    damaging = DamagingTransport()
+    receiver = WeightReceiver(publisher.endpoint, "actor-0", manifest, damaging, None, 1.0, NO_RUN)
     publisher.publish(policy(0, elements=10), 0)
     with pytest.raises(WeightSyncError, match=r"actor-0 received version 0 with checksum .* expected"):
         receiver.wait_for_first(PATIENCE)
-    with pytest.raises(WeightSyncError, match=r"took it: nobody; did not: actor-0"):
+    with pytest.raises(WeightSyncError, match=r"took it: nobody"):
         publisher.wait_for_first(0, 0.1)
     receiver.close()
+    publisher.close()
 
 
-def test_a_late_joiner_gets_the_newest_version_without_a_new_publish(publisher: BroadcastPublisher) -> None:
+def test_a_late_joiner_gets_the_newest_version_without_a_new_publish(
+    publisher: BroadcastPublisher, transport: str
+) -> None:
     publisher.publish(policy(0, elements=10), 0)
     publisher.publish(policy(1, elements=10), 1)  # replaces 0: nobody was there to take it
-    late = build_receiver("gloo", publisher.endpoint, "late", policy(0, elements=10))
+    late = build_receiver(transport, publisher.endpoint, "late", policy(0, elements=10))
     assert late.wait_for_first(PATIENCE) == 1
-    later = build_receiver("gloo", publisher.endpoint, "later", policy(0, elements=10))
+    later = build_receiver(transport, publisher.endpoint, "later", policy(0, elements=10))
     assert later.wait_for_first(PATIENCE) == 1
     tensors = policy(0, elements=10)
     assert later.swap_into(tensors) == 1
@@ -365,9 +373,11 @@ def test_a_late_joiner_gets_the_newest_version_without_a_new_publish(publisher: 
     late.close()
 
 
-def test_an_actor_of_another_shape_is_told_so_and_named_to_the_learner(publisher: BroadcastPublisher) -> None:
+def test_an_actor_of_another_shape_is_told_so_and_named_to_the_learner(
+    publisher: BroadcastPublisher, transport: str
+) -> None:
     publisher.publish(policy(0, elements=10), 0)
-    receiver = build_receiver("gloo", publisher.endpoint, "odd", policy(0, elements=12))
+    receiver = build_receiver(transport, publisher.endpoint, "odd", policy(0, elements=12))
     shapes = r"'body' is float32 \[10\] on the learner but float32 \[12\] on odd"
     with pytest.raises(WeightSyncError, match=shapes):
         receiver.wait_for_first(PATIENCE)
@@ -379,10 +389,10 @@ def test_an_actor_of_another_shape_is_told_so_and_named_to_the_learner(publisher
 
 
 def test_a_first_version_that_does_not_arrive_names_who_has_it_and_who_is_absent(
-    publisher: BroadcastPublisher,
+    publisher: BroadcastPublisher, transport: str
 ) -> None:
     publisher.publish(policy(0, elements=10), 0)
-    receiver = build_receiver("gloo", publisher.endpoint, "actor-0", policy(0, elements=10))
+    receiver = build_receiver(transport, publisher.endpoint, "actor-0", policy(0, elements=10))
     receiver.wait_for_first(PATIENCE)
     publisher.wait_for_first(0, PATIENCE)
     with pytest.raises(
@@ -392,17 +402,19 @@ def test_a_first_version_that_does_not_arrive_names_who_has_it_and_who_is_absent
     receiver.close()
 
 
-def test_a_receiver_without_a_publish_says_what_it_waits_for(publisher: BroadcastPublisher) -> None:
-    receiver = build_receiver("gloo", publisher.endpoint, "actor-0", policy(0, elements=10))
+def test_a_receiver_without_a_publish_says_what_it_waits_for(
+    publisher: BroadcastPublisher, transport: str
+) -> None:
+    receiver = build_receiver(transport, publisher.endpoint, "actor-0", policy(0, elements=10))
     with pytest.raises(WeightSyncError, match=r"actor-0 waited .* 0\.1 s.*to publish its first version"):
         receiver.wait_for_first(0.1)
     receiver.close()
 
 
 def test_an_actor_that_has_no_weights_yet_learns_at_once_that_the_learner_left(
-    publisher: BroadcastPublisher,
+    publisher: BroadcastPublisher, transport: str
 ) -> None:
-    receiver = build_receiver("gloo", publisher.endpoint, "late", policy(0, elements=10))
+    receiver = build_receiver(transport, publisher.endpoint, "late", policy(0, elements=10))
     ended: list[Exception] = []
 
     def wait() -> None:
@@ -413,17 +425,20 @@ def test_an_actor_that_has_no_weights_yet_learns_at_once_that_the_learner_left(
 
     waiting = threading.Thread(target=wait, daemon=True)
     waiting.start()
+    until = time.monotonic() + PATIENCE
+    while "late" not in publisher.versions_held() and time.monotonic() < until:
+        time.sleep(0.01)
     publisher.close()
     waiting.join(PATIENCE)
     assert [str(error) for error in ended] == ["The learner ended the run before late had weights."]
     receiver.close()
 
 
-def test_two_actors_of_one_name_are_told_apart(publisher: BroadcastPublisher) -> None:
+def test_two_actors_of_one_name_are_told_apart(publisher: BroadcastPublisher, transport: str) -> None:
     publisher.publish(policy(0, elements=10), 0)
-    first = build_receiver("gloo", publisher.endpoint, "twin", policy(0, elements=10))
+    first = build_receiver(transport, publisher.endpoint, "twin", policy(0, elements=10))
     first.wait_for_first(PATIENCE)
-    second = build_receiver("gloo", publisher.endpoint, "twin", policy(0, elements=10))
+    second = build_receiver(transport, publisher.endpoint, "twin", policy(0, elements=10))
     second.wait_for_first(PATIENCE)
     publisher.publish(policy(1, elements=10), 1)
     tensors = policy(0, elements=10)
@@ -445,16 +460,13 @@ def test_versions_must_grow_and_shapes_must_stay(publisher: BroadcastPublisher) 
         publisher.publish(policy(0, elements=10), 7)
 
 
-def test_nothing_listens_but_the_sockets_of_gloo_which_are_bound_to_loopback(folder: Path) -> None:
+def test_nothing_listens_on_the_network(folder: Path) -> None:
     before = listening()
-    publisher = build_publisher("gloo", folder, deadline=1.0)
+    publisher = build_publisher("shared_memory", folder, deadline=1.0)
     publisher.publish(policy(0, elements=10), 0)
-    receiver = build_receiver("gloo", publisher.endpoint, "actor-0", policy(0, elements=10))
+    receiver = build_receiver("shared_memory", publisher.endpoint, "actor-0", policy(0, elements=10))
     receiver.wait_for_first(PATIENCE)
-    opened = listening() - before
-    # One at each end, for the data of the links: none for who takes part in them.
-    assert len(opened) == 2
-    assert {address.split(":")[0] for address in opened} == {"0100007F"}
+    assert listening() <= before
     receiver.close()
     publisher.close()
 
@@ -470,20 +482,23 @@ def listening() -> set[str]:
     return found
 
 
-def test_a_transport_that_needs_a_gpu_and_a_taken_folder_are_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nccl.*between GPUs.*cpu"):
-        build_publisher("nccl", folder)
-    folder.mkdir()
-    with pytest.raises(WeightSyncError, match="cannot be made"):
-        build_publisher("gloo", folder)
+def test_a_transport_that_needs_a_gpu_and_a_taken_socket_are_refused(
+    folder: Path, publisher: BroadcastPublisher
+) -> None:
+    for name in ("nccl", "cuda_ipc"):
+        with pytest.raises(ConfigError, match=rf"{name}.*between GPUs.*cpu"):
+            build_publisher(name, folder)
+    with pytest.raises(ConfigError, match="a process listens there already"):
+        build_publisher("shared_memory", folder)
+    publisher.publish(policy(0, elements=10), 0)
 
 
 def test_news_travels_at_once_and_an_idle_receiver_costs_next_to_nothing(
-    publisher: BroadcastPublisher,
+    publisher: BroadcastPublisher, transport: str
 ) -> None:
     """Ten versions in a row, each waited for at both ends, then a pause; looks alone would take a second."""
     publisher.publish(policy(0, elements=10), 0)
-    receiver = build_receiver("gloo", publisher.endpoint, "actor-0", policy(0, elements=10))
+    receiver = build_receiver(transport, publisher.endpoint, "actor-0", policy(0, elements=10))
     publisher.wait_for_first(0, PATIENCE)
     took = []
     for version in range(1, 11):
@@ -492,7 +507,7 @@ def test_news_travels_at_once_and_an_idle_receiver_costs_next_to_nothing(
         publisher.publish(policy(version, elements=10), version)
         publisher.wait_for_first(version, PATIENCE)
         took.append(time.monotonic() - began)
-    assert statistics.median(took) < membership.IDLE_POLL_SECONDS / 4
+    assert statistics.median(took) < publishing.IDLE_SECONDS / 4
     assert publisher.sent.version == 10
     stages = (publisher.sent.packing, publisher.sent.summing, publisher.sent.seconds)
     assert all(stage > 0 for stage in stages)
@@ -504,14 +519,14 @@ def test_news_travels_at_once_and_an_idle_receiver_costs_next_to_nothing(
     receiver.close()
 
 
-# --- gloo, real actor processes ---
+# --- real actor processes ---
 
 
 def test_a_version_arrives_bit_exact_in_two_processes(
-    publisher: BroadcastPublisher, actors: list[Actor]
+    publisher: BroadcastPublisher, actors: list[Actor], transport: str
 ) -> None:
     for i, each in enumerate(actors):
-        each.join(publisher, f"actor-{i}")
+        each.join(publisher, f"actor-{i}", transport)
     publisher.publish(policy(10), 0)
     publisher.wait_for_first(0, PATIENCE, actors=2)
     for each in actors:
@@ -525,10 +540,10 @@ def test_a_version_arrives_bit_exact_in_two_processes(
 
 
 def test_a_killed_actor_stops_nobody_and_its_successor_joins(
-    publisher: BroadcastPublisher, actors: list[Actor]
+    publisher: BroadcastPublisher, actors: list[Actor], transport: str
 ) -> None:
     for i, each in enumerate(actors):
-        each.join(publisher, f"actor-{i}")
+        each.join(publisher, f"actor-{i}", transport)
     publisher.publish(policy(0), 0)
     publisher.wait_for_first(0, PATIENCE, actors=2)
     slowest = 0.0
@@ -543,7 +558,7 @@ def test_a_killed_actor_stops_nobody_and_its_successor_joins(
 
     actors[1].end()
     actors[1] = Actor()
-    actors[1].join(publisher, "actor-1")
+    actors[1].join(publisher, "actor-1", transport)
     assert actors[1].ask(59) == (59, raw(policy(59)))  # no new publish was needed
     publisher.publish(policy(60), 60)
     for each in actors:
@@ -554,10 +569,10 @@ def test_a_killed_actor_stops_nobody_and_its_successor_joins(
 
 
 def test_a_stopped_actor_is_left_behind_and_comes_back(
-    publisher: BroadcastPublisher, actors: list[Actor]
+    publisher: BroadcastPublisher, actors: list[Actor], transport: str
 ) -> None:
     for i, each in enumerate(actors):
-        each.join(publisher, f"actor-{i}")
+        each.join(publisher, f"actor-{i}", transport)
     publisher.publish(policy(0), 0)
     publisher.wait_for_first(0, PATIENCE, actors=2)
     actors[1].signal(signal.SIGSTOP)
@@ -578,8 +593,10 @@ def test_a_stopped_actor_is_left_behind_and_comes_back(
         assert each.ask("leave") == "left"
 
 
-def test_an_actor_keeps_its_weights_after_the_learner_closed(publisher: BroadcastPublisher) -> None:
-    receiver = build_receiver("gloo", publisher.endpoint, "actor-0", policy(0, elements=10), deadline=0.1)
+def test_an_actor_keeps_its_weights_after_the_learner_closed(
+    publisher: BroadcastPublisher, transport: str
+) -> None:
+    receiver = build_receiver(transport, publisher.endpoint, "actor-0", policy(0, elements=10), deadline=0.1)
     publisher.publish(policy(0, elements=10), 0)
     receiver.wait_for_first(PATIENCE)
     publisher.close()
@@ -594,22 +611,21 @@ def test_an_actor_whose_learner_vanished_says_so_after_the_deadline(
     actors: list[Actor], folder: Path
 ) -> None:
     endpoint = actors[1].ask(folder)
-    receiver = build_receiver("gloo", endpoint, "actor-0", policy(0), deadline=5.0)
+    receiver = build_receiver("shared_memory", str(endpoint), "actor-0", policy(0), deadline=5.0)
     assert receiver.wait_for_first(PATIENCE) == 0
     actors[1].signal(signal.SIGKILL)
-    receiver._thread.join(PATIENCE)
     tensors = policy(1)
     assert receiver.swap_into(tensors) == 0
     assert raw(tensors) == raw(policy(0))
-    receiver._deadline = 0.0
-    with pytest.raises(WeightSyncError, match=f"actor-0 lost the learner at {endpoint} .* version 0"):
+    receiver._deadline = 0.5
+    receiver._thread.join(PATIENCE)
+    with pytest.raises(WeightSyncError, match=rf"actor-0 had no answer from .* at {endpoint} .* version 0"):
         receiver.swap_into(tensors)
-    with pytest.raises(WeightSyncError, match=f"No learner publishes weights in {folder} .*process is gone"):
-        build_receiver("gloo", endpoint, "actor-1", policy(0), deadline=0.5)
+    receiver.close()
 
 
-def test_a_closing_actor_is_not_waited_for(publisher: BroadcastPublisher) -> None:
-    receivers = [build_receiver("gloo", publisher.endpoint, name, policy(0)) for name in "ab"]
+def test_a_closing_actor_is_not_waited_for(publisher: BroadcastPublisher, transport: str) -> None:
+    receivers = [build_receiver(transport, publisher.endpoint, name, policy(0)) for name in "ab"]
     publisher.publish(policy(0), 0)
     publisher.wait_for_first(0, PATIENCE, actors=2)
     receivers[1].close()

@@ -1,12 +1,18 @@
-"""Copy weights between processes on one GPU: actors map the learner's buffers and copy out of them.
+"""Send weights by CUDA IPC to members on the learner's own GPU, and by NCCL to those on other GPUs.
 
-NCCL refuses two ranks on one device. The learner instead puts the raw IPC handles of its two buffer sets
-into the store, once per epoch. Ordered steps, per version:
+While the link of an epoch is formed, every member writes its GPU into the store; rank 0 answers with the
+whole list, so all come to the same two groups:
+
+    local    members on rank 0's GPU, which copy out of its buffers; NCCL refuses a second rank on one GPU
+    remote   the others, in the order of their ranks: an NCCL group with rank 0
+
+Either group may be empty. Rank 0 first starts the broadcast, then nothing: local members copy when the
+version is announced. Ordered steps of a local member, per version:
 
     learner   1  pack a buffer set that no member reads, wait for the copies, announce its number
-    actor     2  copy it into its own buffers, wait for the copies
-    actor     3  look whether the epoch is still the same; if so the copy is whole: tell the learner
-    learner   4  pack that set again only when all have told, or after it announced a new epoch
+    member    2  copy it into its own buffers, wait for the copies
+    member    3  check its sum, and that the epoch is still the same; then send the receipt
+    learner   4  pack that set again only after all receipts, or after it announced a new epoch
 
 Handles travel as a fixed struct and raw bytes, never pickled.
 """
@@ -14,43 +20,112 @@ Handles travel as a fixed struct and raw bytes, never pickled.
 from __future__ import annotations
 
 import itertools
+import json
 import struct
 from contextlib import AbstractContextManager
 from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from asyncrl.errors import WeightSyncError
+from asyncrl.weights.interface import BufferPair, Link, Transport
 from asyncrl.weights.packing import Buffers, as_bytes
-from asyncrl.weights.transports.interface import BufferPair, Link, high_priority_stream, require_gpu
+from asyncrl.weights.transports.nccl import NcclTransport, high_priority_stream, require_gpu
 
 _HEAD = struct.Struct("<QQQBHHH")
 """Storage bytes, storage offset, reference counter offset, event sync flag; lengths of the three handles."""
 _LARGEST_HANDLE = 4096
 
 
-class CudaIpcTransport:
-    """Copies within one GPU."""
+def divide(devices: list[str]) -> tuple[list[int], list[int]]:
+    """Divide the ranks by GPU: those on rank 0's; the others, number i of which has rank i + 1 in NCCL.
 
-    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
-        self.device = device
-        self._stream = stream
-        self._handles: list[list[bytes]] = []
+    Raises:
+        WeightSyncError: two members share a GPU that is not the learner's.
+    """
+    local = [r for r in range(1, len(devices)) if devices[r] == devices[0]]
+    remote = [r for r in range(1, len(devices)) if devices[r] != devices[0]]
+    for rank in remote:
+        if devices.count(devices[rank]) > 1:
+            raise WeightSyncError(
+                f"Two actors share GPU {devices[rank]}, which is not the learner's, and NCCL takes one "
+                "process per GPU. Give each of them a GPU of its own or the learner's, or use "
+                "--weights.transport shared_memory."
+            )
+    return local, remote
+
+
+class CudaIpcTransport:
+    """CUDA IPC within rank 0's GPU, NCCL to the others."""
+
+    def __init__(self, near: SameGpu | Transport, far: Transport, name: str) -> None:
+        """Join a carrier within the GPU called `name` and one to others, which work on one stream."""
+        self._near, self._far, self._name = near, far, name
+        self.device: torch.device = far.device
 
     @classmethod
     def build(cls, device: torch.device, deadline: float) -> Self:
-        """Return a transport within a GPU. See `interface.Transport`."""
+        """Return a transport of a GPU."""
         require_gpu("cuda_ipc", device)
-        return cls(device, high_priority_stream(device))
+        stream = high_priority_stream(device)
+        gpu = str(torch.cuda.get_device_properties(device).uuid)
+        return cls(SameGpu(device, stream), NcclTransport(device, deadline, stream), gpu)
 
     def side_stream(self) -> AbstractContextManager[object]:
-        """Return a context on the copies' stream."""
-        return torch.cuda.stream(self._stream)
+        """Return a context on the stream of both."""
+        return self._far.side_stream()
 
     def connect_root(self, store: Store, size: int, buffers: BufferPair) -> Link:
-        """Hand out the handles of both buffer sets. See `interface.Transport`."""
+        """Form both links as rank 0."""
+        devices = [self._name] + [store.get(f"device/{rank}").decode() for rank in range(1, size)]
+        store.set("devices", json.dumps(devices))
+        (local, remote), links = divide(devices), list[Link]()
+        if remote:
+            links.append(self._far.connect_root(PrefixStore("far", store), 1 + len(remote), buffers))
+        if local:
+            links.append(self._near.connect_root(PrefixStore("near", store), 1 + len(local), buffers))
+        return _Links(links)
+
+    def connect_member(self, store: Store, rank: int, size: int) -> Link:
+        """Form the link of this member's group."""
+        store.set(f"device/{rank}", self._name)
+        local, remote = divide(json.loads(store.get("devices")))
+        if rank in local:
+            near = PrefixStore("near", store)
+            return self._near.connect_member(near, 1 + local.index(rank), 1 + len(local))
+        far = PrefixStore("far", store)
+        return self._far.connect_member(far, 1 + remote.index(rank), 1 + len(remote))
+
+
+class _Links:
+    """Rank 0's links, as one."""
+
+    def __init__(self, links: list[Link]) -> None:
+        self._links = links
+
+    def send(self, buffer_index: int) -> None:
+        for link in self._links:
+            link.send(buffer_index)
+
+    def receive(self, buffer_index: int, into: Buffers) -> None:
+        raise AssertionError("rank 0 sends")
+
+    def abort(self) -> None:
+        for link in self._links:
+            link.abort()
+
+
+class SameGpu:
+    """Makes links within one GPU."""
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
+        self.device, self._stream = device, stream
+        self._handles: list[list[bytes]] = []
+
+    def connect_root(self, store: Store, size: int, buffers: BufferPair) -> Link:
+        """Write the handles of both buffer sets into the store."""
         if not self._handles:  # each export wraps the storage once more, so there is only one per buffer
             self._handles = [[export_handle(buffer) for buffer in half] for half in buffers]
         for index, handles in enumerate(self._handles):
@@ -60,7 +135,7 @@ class CudaIpcTransport:
         return _CudaIpcLink(self._stream, ([], []))
 
     def connect_member(self, store: Store, rank: int, size: int) -> Link:
-        """Map both buffer sets of the learner. See `interface.Transport`."""
+        """Map both buffer sets of the learner."""
         count = int(store.get("ipc/buffers"))
         mapped = [
             [import_handle(store.get(f"ipc/{index}/{i}"), self.device) for i in range(count)]
@@ -74,7 +149,7 @@ class _CudaIpcLink:
         self._stream, self._mapped = stream, mapped
 
     def send(self, buffer_index: int) -> None:
-        """Do nothing: the version already lies where the actors look."""
+        """Do nothing: members copy out of the learner's buffers."""
 
     def receive(self, buffer_index: int, into: Buffers) -> None:
         with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
@@ -87,11 +162,7 @@ class _CudaIpcLink:
 
 
 def export_handle(buffer: Tensor) -> bytes:
-    """Describe a CUDA buffer so that another process on this GPU can map it.
-
-    Args:
-        buffer: ``[E]`` of any dtype, the whole of its storage.
-    """
+    """Describe a CUDA buffer, the whole of its storage, so that a process on this GPU can map it."""
     exported: Any = buffer.untyped_storage()._share_cuda_()
     _, handle, size, offset, counter, counter_offset, event, sync = exported
     head = _HEAD.pack(size, offset, counter_offset, sync, len(handle), len(counter), len(event))
@@ -99,14 +170,7 @@ def export_handle(buffer: Tensor) -> bytes:
 
 
 def import_handle(packed: bytes, device: torch.device) -> Tensor:
-    """Map a buffer that another process exported.
-
-    Returns:
-        ``[bytes]`` uint8 on `device`, the other process's memory.
-
-    Raises:
-        WeightSyncError: the description does not have the expected form.
-    """
+    """Map a buffer that another process exported, as ``[bytes]`` uint8 on `device`."""
     size, offset, counter_offset, sync, *lengths = _HEAD.unpack_from(packed)
     if len(packed) != _HEAD.size + sum(lengths) or max(lengths) > _LARGEST_HANDLE:
         raise WeightSyncError(

@@ -7,22 +7,18 @@ import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import torch
 import torch.distributed as dist
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-from asyncrl.errors import WeightSyncError
-from asyncrl.weights.packing import Buffers
-from asyncrl.weights.transports.interface import (
-    BufferPair,
-    Link,
-    broadcast_options,
-    high_priority_stream,
-    pieces_of,
-    require_gpu,
-)
+from asyncrl.errors import ConfigError, WeightSyncError
+from asyncrl.weights.interface import BufferPair, Link
+from asyncrl.weights.packing import Buffers, as_bytes
+
+PIECE: Final = 64 << 20
+"""Bytes that are broadcast at a time: a deadline counts from the last piece."""
 
 
 class NcclTransport:
@@ -35,7 +31,7 @@ class NcclTransport:
 
     @classmethod
     def build(cls, device: torch.device, deadline: float) -> Self:
-        """Return a transport of a GPU. See `interface.Transport`."""
+        """Return a transport of a GPU."""
         require_gpu("nccl", device)
         return cls(device, deadline, high_priority_stream(device))
 
@@ -44,11 +40,11 @@ class NcclTransport:
         return torch.cuda.stream(self._stream)
 
     def connect_root(self, store: Store, size: int, buffers: BufferPair) -> Link:
-        """Form a link as rank 0. See `interface.Transport`."""
+        """Form a link as rank 0."""
         return _NcclLink(self._group(store, 0, size), self._stream, buffers)
 
     def connect_member(self, store: Store, rank: int, size: int) -> Link:
-        """Form a link as another rank. See `interface.Transport`."""
+        """Form a link as another rank."""
         return _NcclLink(self._group(store, rank, size), self._stream, ([], []))
 
     def _group(self, store: Store, rank: int, size: int) -> Any:
@@ -118,3 +114,35 @@ def _lenient_watchdog() -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def require_gpu(name: str, device: torch.device) -> None:
+    """Check that a device is one certain GPU.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if device.type != "cuda" or device.index is None:
+        raise ConfigError(
+            f"--weights.transport is {name}, which carries weights between GPUs, but the device is {device}. "
+            "Use shared_memory, or a device such as cuda:0."
+        )
+
+
+def high_priority_stream(device: torch.device) -> torch.cuda.Stream:
+    """Make the stream of the weights: kernels that the models have queued would delay another."""
+    return torch.cuda.Stream(device, priority=-1)
+
+
+def broadcast_options() -> Any:
+    """Return the options of a broadcast from rank 0."""
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    options.rootTensor = 0
+    return options
+
+
+def pieces_of(buffers: Buffers) -> Iterator[torch.Tensor]:
+    """Divide buffers into the pieces of a broadcast, ``[n]`` uint8, the same on both sides."""
+    for buffer in buffers:
+        yield from as_bytes(buffer).split(PIECE)

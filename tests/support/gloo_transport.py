@@ -1,4 +1,4 @@
-"""Broadcast weights between CPU buffers, over sockets: of the loopback device, or of one between hosts."""
+"""A broadcast between CPU buffers over sockets: stands in for NCCL where there is no GPU."""
 
 from __future__ import annotations
 
@@ -11,41 +11,34 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
+from asyncrl.weights.interface import BufferPair, Link
 from asyncrl.weights.packing import Buffers
-from asyncrl.weights.transports.interface import BufferPair, Link, broadcast_options, pieces_of
+from asyncrl.weights.transports.nccl import broadcast_options, pieces_of
+
+GLOO = "support.gloo_transport:GlooTransport"
 
 
 class GlooTransport:
-    """Broadcasts between CPU buffers."""
+    """Broadcasts between CPU buffers. A `Transport`."""
 
-    def __init__(self, deadline: float, address: str = "127.0.0.1") -> None:
-        """Listen on an address of this host, and on no other: gloo would take that of the host's name.
-
-        Args:
-            deadline: Seconds after which a broadcast that makes no progress has failed.
-            address: IPv4 address. Unless it is the loopback device's, GLOO_SOCKET_IFNAME goes first.
-        """
+    def __init__(self, deadline: float) -> None:
         self.device = torch.device("cpu")
         self._deadline = deadline
-        interface = "" if address == "127.0.0.1" else os.environ.get("GLOO_SOCKET_IFNAME", "")
-        where = {"interface": interface} if interface else {"hostname": address}
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
+        where = {"interface": interface} if interface else {"hostname": "127.0.0.1"}
         self._gloo_device = dist.ProcessGroupGloo.create_device(**where)
 
     @classmethod
     def build(cls, device: torch.device, deadline: float) -> Self:
-        """Return a transport between CPU buffers, whatever `device` is. See `interface.Transport`."""
         return cls(deadline)
 
     def side_stream(self) -> AbstractContextManager[object]:
-        """Return a context that does nothing: the CPU has no streams."""
         return nullcontext()
 
     def connect_root(self, store: Store, size: int, buffers: BufferPair) -> Link:
-        """Form a link as rank 0. See `interface.Transport`."""
         return _GlooLink(self._group(store, 0, size), buffers)
 
     def connect_member(self, store: Store, rank: int, size: int) -> Link:
-        """Form a link as another rank. See `interface.Transport`."""
         return _GlooLink(self._group(store, rank, size), ([], []))
 
     def _group(self, store: Store, rank: int, size: int) -> Any:
@@ -62,7 +55,6 @@ class _GlooLink:
         self._group: Any = group
         self._buffers = buffers
         self.moved = 0
-        """See `CountsPieces`."""
 
     def send(self, buffer_index: int) -> None:
         self._broadcast(self._buffers[buffer_index])
@@ -71,7 +63,7 @@ class _GlooLink:
         self._broadcast(into)
 
     def abort(self) -> None:
-        self._group = None  # gloo cannot cancel what is under way; its own timeout ends it
+        self._group = None  # gloo cannot cancel a broadcast; its own timeout ends it
 
     def _broadcast(self, buffers: Buffers) -> None:
         group = self._group  # kept until the broadcast ends: the group's destructor waits for it

@@ -1,0 +1,343 @@
+"""Double buffers of the two ends: a version is packed, or received, while the one before is read.
+
+The learner packs one buffer set while the publisher sends the other; a version that was not sent yet is
+replaced. An actor swaps the newest complete version in while a thread receives the next into spare buffers.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from asyncrl.errors import AttemptEnded, WeightSyncError
+from asyncrl.weights import packing
+from asyncrl.weights.interface import BufferPair, ChannelClosed, Named, WeightSource, stale_version
+
+MOST_COPIES: Final = 4
+"""Host copies kept at most. Beyond it the oldest goes, and its readers begin again with the newest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedVersion:
+    """One version in a buffer set."""
+
+    version: int
+    buffer_index: int
+    packed: torch.cuda.Event | None
+    """Reached once the copies into the buffers are done; absent on the CPU."""
+    began: float
+    """Time of the call of `pack`, in seconds of `time.monotonic`."""
+
+    @property
+    def complete(self) -> bool:
+        """True if the copies are done."""
+        return self.packed is None or self.packed.query()
+
+
+class DoubleBuffer:
+    """Packed by the learner's thread, sent by the publisher's."""
+
+    def __init__(
+        self, device: torch.device, allocate: Callable[[packing.Manifest], packing.Buffers] | None = None
+    ) -> None:
+        """Begin empty; `allocate` makes the two sets when the first version is packed."""
+        self.device = device
+        self._allocate = allocate or (lambda manifest: packing.allocate(manifest, device))
+        self._lock = threading.Lock()
+        self._pending: PackedVersion | None = None
+        self._current: PackedVersion | None = None
+        self._holders = 0
+        self.buffer_pair: BufferPair = ([], [])
+        self._views: list[dict[str, Tensor]] = []
+        """Views of the tensors in the two sets."""
+        self.manifest: packing.Manifest | None = None
+        """Layout of the buffers; absent until the first version is packed."""
+        self.newest = -1
+        """Version that was packed last."""
+
+    def pack(self, source: WeightSource, version: int) -> None:
+        """Let the source write into the set that is not being sent.
+
+        On CUDA in stream order: the next update runs after the copies, and the thread does not wait for them.
+        """
+        began = time.monotonic()
+        buffer_index = self._begin(source.manifest, version)
+        # Without the lock: sharded weights are gathered here, and others must not wait for that.
+        source.write(self._views[buffer_index])
+        with self._lock:
+            self._pending = PackedVersion(
+                version=version, buffer_index=buffer_index, packed=_record(self.device), began=began
+            )
+            self.newest = version
+
+    def _begin(self, manifest: packing.Manifest, version: int) -> int:
+        """Return the set to pack, which nobody sends or reads until it is pending again."""
+        with self._lock:
+            if version <= self.newest:
+                raise stale_version(version, self.newest)
+            if self.manifest is None:
+                self.buffer_pair = (self._allocate(manifest), self._allocate(manifest))
+                self._views = [packing.views_in(manifest, buffers) for buffers in self.buffer_pair]
+                self.manifest = manifest
+            packing.require_same(manifest, self.manifest, "the first publish")
+            # Not valid while its buffers are overwritten, and so nothing can be promoted.
+            self._pending = None
+            return 0 if self._current is None else 1 - self._current.buffer_index
+
+    def promote(self) -> PackedVersion | None:
+        """Make the newest packed version the one to send, unless its predecessor is held.
+
+        Its predecessor's set may be packed from now on. None: the first one is still being packed.
+        """
+        with self._lock:
+            if self._pending is not None and not self._holders:
+                self._current, self._pending = self._pending, None
+            return self._current
+
+    @property
+    def sending(self) -> int:
+        """Version that is sent now; -1 before the first."""
+        current = self._current
+        return -1 if current is None else current.version
+
+    @contextmanager
+    def holding(self) -> Iterator[PackedVersion]:
+        """Keep the version that is sent now in its buffers within the block."""
+        with self._lock:
+            assert self._current is not None
+            self._holders, snapshot = self._holders + 1, self._current
+        try:
+            yield snapshot
+        finally:
+            with self._lock:
+                self._holders -= 1
+
+
+def _record(device: torch.device) -> torch.cuda.Event | None:
+    if device.type != "cuda":
+        return None
+    with torch.cuda.device(device):
+        event = torch.cuda.Event()
+        event.record()
+    return event
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostVersion:
+    """One version in host memory."""
+
+    version: int
+    checksum: int
+    buffers: list[memoryview]
+
+
+class HostVersions:
+    """Copies of the newest versions that pullers asked for. Used by one thread, and filled by another."""
+
+    def __init__(self, buffers: DoubleBuffer, wake: Callable[[], None]) -> None:
+        self._buffers, self._wake = buffers, wake
+        cuda = buffers.device.type == "cuda"
+        self._stream = torch.cuda.Stream(buffers.device) if cuda else None
+        self._copies: dict[int, HostVersion] = {}
+        self._made: deque[HostVersion | Exception] = deque()
+        self._copying = False
+
+    @property
+    def versions(self) -> list[int]:
+        """Versions that are there, oldest first."""
+        return sorted(self._copies)
+
+    def newest(self, wanted: set[int]) -> HostVersion | None:
+        """Return the newest copy, and begin to copy the version that is sent now.
+
+        When a new copy is there, those that are not `wanted` go.
+        """
+        while self._made:
+            copy = self._made.popleft()
+            if isinstance(copy, Exception):
+                raise copy
+            self._copying = False
+            self._copies = {old: kept for old, kept in self._copies.items() if old in wanted}
+            while len(self._copies) >= MOST_COPIES:
+                del self._copies[min(self._copies)]
+            self._copies[copy.version] = copy
+        newest = self._copies.get(max(self._copies, default=-1))
+        if not self._copying and self._buffers.sending > (newest.version if newest else -1):
+            self._copying = True
+            threading.Thread(target=self._copy, name="weights copy", daemon=True).start()
+        return newest
+
+    def get(self, version: int) -> HostVersion | None:
+        """Return the copy of a version, if it is there."""
+        return self._copies.get(version)
+
+    def clear(self) -> None:
+        """Forget all copies, also one that was made in vain."""
+        if self._made:
+            self._made.clear()
+            self._copying = False
+        self._copies.clear()
+
+    def _copy(self) -> None:
+        try:
+            aside = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+            with self._buffers.holding() as snapshot, aside:
+                if snapshot.packed is not None:
+                    snapshot.packed.synchronize()
+                buffers = [b.to("cpu", copy=True) for b in self._buffers.buffer_pair[snapshot.buffer_index]]
+            views = [packing.as_bytes(buffer).numpy().data for buffer in buffers]
+            checksum = packing.checksum(buffers)
+            self._made.append(HostVersion(version=snapshot.version, checksum=checksum, buffers=views))
+        except Exception as error:  # the thread's boundary: the publisher's thread raises it
+            self._made.append(error)
+        self._wake()
+
+
+@dataclass
+class _Set:
+    """The buffers of one version."""
+
+    buffers: packing.Buffers
+    views: dict[str, Tensor]
+    read: torch.cuda.Event | None = None
+    """Reached once the last swap has read them; absent on the CPU, and before the first swap."""
+
+
+class BufferedReceiver:
+    """The actor's side of a receiver: a `Receiver` whose subclass fills the spare buffers on a thread."""
+
+    def __init__(
+        self,
+        name: str,
+        endpoint: str,
+        manifest: packing.Manifest | None,
+        device: torch.device,
+        deadline: float,
+    ) -> None:
+        """Begin without a version; without a manifest, the learner's is adopted."""
+        self._name, self._endpoint, self._manifest = name, endpoint, manifest
+        self._device, self._deadline = device, deadline
+        self._spare: _Set | None = None
+        """Destination of the next version; made when it comes: no answer to an offer waits for it."""
+        self._complete: _Set | None = None
+        """The newest complete version; absent before the first."""
+        # Everything below is shared between the two threads and guarded by this condition.
+        self._changed = threading.Condition()
+        self._version, self._held = -1, -1
+        self._state = f"waiting for the learner at {endpoint} to publish its first version"
+        self._failure: Exception | None = None
+        self._ended = False
+
+    # --- the actor's thread ---
+
+    @property
+    def ended(self) -> bool:
+        """True after the learner announced that no version will follow."""
+        return self._ended
+
+    def wait_for_first(self, deadline: float) -> int:
+        """Wait for the first complete version."""
+        until = time.monotonic() + deadline
+        with self._changed:
+            while self._version < 0:
+                self.require_alive()
+                if self._ended:
+                    raise ChannelClosed(f"The learner ended the run before {self._name} had weights.")
+                left = until - time.monotonic()
+                if left <= 0:
+                    raise WeightSyncError(
+                        f"{self._name} waited for its first weights, at most {deadline:g} s, and has none: "
+                        f"{self._state}. See the learner's log."
+                    )
+                self._changed.wait(left)
+            return self._version
+
+    def swap_into(self, tensors: Named) -> int:
+        """Copy the newest complete version into the tensors if it is newer."""
+        if self._failure is not None:
+            self.require_alive()
+        if self._version <= self._held:
+            return self._held
+        assert self._manifest is not None  # Of a receiver that adopts one, versions are handed on.
+        tensors = tensors() if callable(tensors) else tensors
+        packing.require_same(self._manifest, packing.build_manifest(tensors), f"{self._name}'s swap")
+        with self._changed:
+            complete = self._complete
+            assert complete is not None  # There is a version.
+            packing.fill(tensors, complete.views)
+            if self._device.type == "cuda":
+                # Before the next version is received into these buffers, `_room` waits for this event.
+                complete.read = torch.cuda.Event()
+                complete.read.record(torch.cuda.current_stream(self._device))
+            self._held = self._version
+        return self._held
+
+    def wait_newer(self, version: int, wait: float) -> None:
+        """Wait until there is a newer version."""
+        with self._changed:
+            if self._version <= version:
+                self._changed.wait(wait)
+
+    def hand_on(self, version: int, action: Callable[[Mapping[str, Tensor], int], object]) -> int:
+        """Call `action` with the newest complete version if it is newer than `version`; returns which it is.
+
+        The tensors stay as they are until `action` returns.
+        """
+        with self._changed:
+            if self._version > version:
+                assert self._complete is not None  # It holds the version.
+                action(self._complete.views, self._version)
+                version = self._version
+        return version
+
+    def require_alive(self) -> None:
+        """Check that versions may still come.
+
+        Raises:
+            WeightSyncError: The learner is gone, or refuses.
+            AttemptEnded: It belongs to a newer start of the run.
+        """
+        if isinstance(self._failure, AttemptEnded):
+            raise self._failure
+        if self._failure is not None:
+            raise WeightSyncError(str(self._failure)) from self._failure
+
+    # --- the receiver's thread ---
+
+    def _room(self) -> packing.Buffers:
+        """The spare buffers; later work on the current stream runs after the last swap has read them."""
+        if self._spare is None:
+            assert self._manifest is not None
+            buffers = packing.allocate(self._manifest, self._device)
+            self._spare = _Set(buffers=buffers, views=packing.views_in(self._manifest, buffers))
+        if self._spare.read is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._spare.read)
+        return self._spare.buffers
+
+    def _accept(self, version: int) -> None:
+        """Make the spare buffers, which hold `version`, the complete ones, unless that is not newer."""
+        with self._changed:
+            if version > self._version:
+                assert self._spare is not None  # It holds the version.
+                self._spare, self._complete = self._complete, self._spare
+                self._version = version
+                self._changed.notify_all()
+
+    def _end(self) -> None:
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def _fail(self, error: Exception) -> None:
+        """Keep the error for the actor's next call."""
+        with self._changed:
+            self._failure = error
+            self._changed.notify_all()

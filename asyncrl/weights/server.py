@@ -1,0 +1,420 @@
+"""The learner's authenticated socket: registrations, offers, receipts, and pieces of versions.
+
+Bound to an ipc endpoint in the run's private folder, and to a TCP endpoint where other hosts take part or
+actors join; with keys, both take CURVE clients of the allow-list only. Every registration carries the run's
+secret and the number of its start.
+
+A receiver registers with `newest`, which is also its heartbeat, and gets an answer at once if there is a
+newer version, otherwise within PARKED seconds. Two kinds:
+
+    member    takes part in the weight group: the publisher forms epochs of members (`publisher`)
+    puller    is offered each new version and fetches it piece by piece
+
+All state belongs to the publisher's thread, which calls `turn` whenever it waits. The learner's thread reads
+names and versions under `changed`. For pullers a version is copied to host memory by a thread of its own,
+when the first of them asks for it: without pullers there is no copy. A copy lives while somebody reads it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+import zmq
+
+from asyncrl.errors import WireError
+from asyncrl.messaging.keys import ServerKeys, admitting
+from asyncrl.messaging.sockets import LINGER_MS, ConnectionGuard, bind, bind_router
+from asyncrl.messaging.weight_messages import CHUNK, MAX_PAYLOAD, Buffer, WeightMessage, decode, encode
+from asyncrl.observability import process_status, waits
+from asyncrl.storage.run_identity import NO_RUN, RunIdentity
+from asyncrl.weights.buffers import DoubleBuffer, HostVersions
+
+PARKED: Final = 1.0
+"""Seconds until a question for a newer version is answered with `unchanged`."""
+GOODBYE: Final = 2.0
+"""Seconds the receivers have to read that the channel is closed."""
+LAST_CALL: Final = 0.2
+"""Seconds in which receivers that are just connecting are told so too."""
+STOPPED_SECONDS: Final = 2.0
+"""A member whose process is halted for so long is left behind; a profiler halts one for less."""
+MOST_LETTERS: Final = 100
+"""Longest name of an actor: people see it on the console."""
+LEFT_BEHIND: Final = "was left behind: it did not answer"
+_LOOK_SECONDS: Final = 0.02
+_AT_ONCE: Final = 64
+_LOGGED: Final = 100
+_log = logging.getLogger(__name__)
+
+
+class WakeableSocket:
+    """Waits for a socket's messages; another thread can end the wait."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket, self._lock = socket, threading.Lock()
+        self._event, self._closed = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC), False
+        self._poller = zmq.Poller()
+        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(self._event, zmq.POLLIN)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for a message or `wake`, at most `seconds`. Returns True if a message is there."""
+        ready = dict(self._poller.poll(int(1000 * seconds)))
+        if self._event in ready:
+            os.eventfd_read(self._event)
+        return self._socket in ready
+
+    def wake(self) -> None:
+        """End the wait. Any thread may call it, also after `close`."""
+        with self._lock:
+            if not self._closed:
+                os.eventfd_write(self._event, 1)
+
+    def close(self) -> None:
+        """Free the descriptor of `wake`, not the socket."""
+        with self._lock:
+            if not self._closed:
+                os.close(self._event)
+                self._closed = True
+
+
+@dataclass(kw_only=True, eq=False)
+class Subscriber:
+    """One registered receiver."""
+
+    peer: bytes
+    name: str
+    member: int
+    """1 if it takes part in the weight group; else it pulls."""
+    pid: int
+    started: int
+    """See `process_status.started`, of a member on this host; 0 elsewhere, where silence decides."""
+    heard: float
+    held: int = -1
+    reading: int = -1
+    """Version that a puller was offered and does not have yet; -1: none."""
+    offered_at: float = 0.0
+    parked_at: float | None = None
+    """Time of the question that waits for an answer."""
+    seconds: float = 0.0
+    """Seconds from a puller's last offer to its next question."""
+    ready: int = 0
+    """Epoch that a member accepted last."""
+    took: tuple[int, int] = (0, -1)
+    """Epoch and version of a member's last receipt."""
+    broken: tuple[int, str] = (0, "")
+    """Epoch that failed on a member, and why."""
+    behind: bool = False
+    """Left out of the group until it is heard again."""
+    stopped_since: float | None = None
+    gone: bool = False
+    """It left, died, or was replaced by one of its name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """Endpoint and identity of the socket."""
+
+    listen: str = ""
+    """Endpoint beside the one in the private folder, for receivers elsewhere; port 0: any. Empty: none."""
+    security: ServerKeys | None = None
+    """The server's keys and its allow-list; None for endpoints that only this user reaches."""
+    silence: float = 30.0
+    """Seconds without a message after which a receiver without a process on this host counts as gone."""
+    identity: RunIdentity = NO_RUN
+    """Of the run; receivers of another one are refused."""
+    store_address: str = ""
+    """IPv4 address of this host at which a TCPStore sets up links to members on other hosts; empty: there
+    are none, and files of the private folder do."""
+
+
+class WeightServer:
+    """The socket and its receivers. Used by the publisher's thread, except `wake` and `pop_events`."""
+
+    def __init__(self, path: Path, buffers: DoubleBuffer, settings: ServerSettings) -> None:
+        """Open the socket, with an ipc endpoint at `path` in a private folder."""
+        self._buffers, self._settings = buffers, settings
+        self.changed = threading.Condition()
+        """Guards `subscribers` and `refused`; notified after every turn in which something happened."""
+        self.subscribers: dict[bytes, Subscriber] = {}
+        self.refused: dict[str, str] = {}
+        """Name of a receiver whose policy differs -> why."""
+        self.sent_bytes = 0
+        self.closing = False
+        self._news: deque[str] = deque(maxlen=1000)
+        self._replaced: set[bytes] = set()
+        self._errors = 0
+        self._looked = 0.0
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._opened = ExitStack()
+        try:
+            self.endpoint = f"ipc://{path}"
+            self._opened.enter_context(admitting(self._context, settings.security))
+            self._socket = bind_router(self._context, self.endpoint, settings.security, prepare=self._watch)
+            self.pull_endpoint = self.endpoint
+            """Endpoint for receivers elsewhere."""
+            if settings.listen:
+                bind(self._socket, settings.listen, settings.security)
+                self.pull_endpoint = self._socket.getsockopt(zmq.LAST_ENDPOINT).decode().rstrip("\0")  # pyright: ignore[reportAttributeAccessIssue]
+        except BaseException:
+            self._opened.close()
+            self._context.destroy(linger=0)
+            raise
+        self._wakeable = WakeableSocket(self._socket)
+        self.wake = self._wakeable.wake
+        """Ends the wait in `turn`; any thread may call it."""
+        self.copies = HostVersions(buffers, self.wake)
+        self._handlers: dict[str, Callable[[Subscriber, WeightMessage], None]] = {
+            "manifest": self._on_manifest,
+            "bytes": self._on_bytes,
+            **dict.fromkeys(("ready", "took", "broken", "refuse", "leave"), self._on_answer),
+        }
+
+    def _watch(self, socket: zmq.Socket[bytes]) -> None:
+        self._guard = self._opened.enter_context(closing(ConnectionGuard(socket)))
+
+    # --- the learner's thread ---
+
+    def pop_events(self) -> list[str]:
+        """Return and forget one line for each receiver from elsewhere that came or went."""
+        with self.changed:
+            lines = list(self._news)
+            self._news.clear()
+            return lines
+
+    # --- the publisher's thread ---
+
+    def members(self) -> list[Subscriber]:
+        """List the members that shall be in the next epoch, in the order of their registrations."""
+        return [each for each in self.subscribers.values() if each.member and not each.behind]
+
+    def turn(self, seconds: float) -> None:
+        """Wait for messages or `wake`, at most `seconds`; handle them, and forget receivers that are gone."""
+        with self.changed:
+            self._answer_parked()  # A version may have been promoted since the last turn.
+        came = self._wakeable.wait(seconds)
+        with self.changed:
+            for _ in range(_AT_ONCE if came else 0):
+                try:
+                    peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                except zmq.Again:
+                    break
+                self._guard.note(peer)
+                self._handle(peer.bytes, [frame.buffer for frame in frames])
+            self._answer_parked()
+            if (now := time.monotonic()) - self._looked > _LOOK_SECONDS:
+                self._looked = now
+                self._look_after_all(now)
+            self.changed.notify_all()
+
+    def send(self, peer: bytes, kind: str, payload: Buffer | None = None, **fields: Any) -> bool:
+        """Send without waiting; returns False if the receiver takes nothing now: it will ask again."""
+        try:
+            self._socket.send_multipart([peer, *encode(kind, payload, **fields)], zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        return True
+
+    def close(self) -> None:
+        """Announce that no version will follow, give the receivers GOODBYE seconds to read it, and close."""
+        self.closing = True
+        try:
+            for peer in self.subscribers:
+                self.send(peer, "closed")
+            began = time.monotonic()
+            while time.monotonic() - began < (GOODBYE if self.subscribers else LAST_CALL):
+                self.turn(_LOOK_SECONDS)
+        finally:
+            self._wakeable.close()
+            self._opened.close()
+            self._socket.close(LINGER_MS)
+            self._context.destroy(linger=LINGER_MS)
+
+    def leave_behind(self, member: Subscriber) -> None:
+        """Go on without a member until it is heard again."""
+        if not member.behind and not member.gone:
+            member.behind = True
+            self._tell(member, LEFT_BEHIND)
+
+    def _handle(self, peer: bytes, frames: list[Buffer]) -> None:
+        subscriber = self.subscribers.get(peer)
+        try:
+            message = decode(frames)
+            if message.kind != "newest" and message.kind not in self._handlers:
+                raise WireError(f"the learner does not take {message.kind!r}.")
+        except WireError as error:
+            self._count_error(str(error))
+            self.send(peer, "refused", reason=str(error)[:1000])
+            return
+        if subscriber is not None:
+            subscriber.heard = time.monotonic()
+        if self.closing and message.kind != "leave":
+            self.send(peer, "closed")
+        elif message.kind == "newest":
+            self._on_newest(peer, message)
+        elif subscriber is not None:
+            self._handlers[message.kind](subscriber, message)
+        elif message.kind in ("bytes", "manifest"):
+            self.send(peer, "gone", version=message.fields.get("version", -1))
+
+    def _count_error(self, why: str) -> None:
+        waits.count(waits.WRONG_ENTRIES)
+        self._errors += 1
+        if self._errors <= _LOGGED:
+            _log.warning("refused a message about weights: %s", why)
+
+    def _on_newest(self, peer: bytes, message: WeightMessage) -> None:
+        """Register a receiver, or note that it is there; the answer follows in `_answer_parked`."""
+        name, identity = message["name"], self._settings.identity
+        if not name.isprintable() or not 0 < len(name) <= MOST_LETTERS:
+            self.send(peer, "refused", reason=f"a name has 1 to {MOST_LETTERS} letters that can be printed.")
+        elif not identity.knows(message["secret"]):
+            self._count_error(f"{name!r} belongs to another run than this learner, or to none.")
+            self.send(peer, "refused", reason="this is the learner of another run.")
+        elif message["attempt"] < identity.attempt:
+            self.send(peer, "ended", attempt=identity.attempt)
+        elif peer in self._replaced:
+            self._refuse_twin(peer, name)
+        else:
+            subscriber = self.subscribers.get(peer) or self._register(peer, message)
+            now = time.monotonic()
+            if subscriber.behind:
+                subscriber.behind = False
+                self._tell(subscriber, "joined")
+            if subscriber.reading >= 0 and message["held"] >= subscriber.reading:
+                subscriber.seconds, subscriber.reading = now - subscriber.offered_at, -1
+            subscriber.parked_at = now
+            if not subscriber.member:  # A member's receipts count, once all have sent theirs.
+                subscriber.held = message["held"]
+
+    def _register(self, peer: bytes, message: WeightMessage) -> Subscriber:
+        about = {name: message[name] for name in ("name", "member", "pid", "started")}
+        new = Subscriber(peer=peer, heard=time.monotonic(), **about)
+        # A name that registers again is an actor that was respawned: its former self is gone.
+        for former in list(self.subscribers.values()):
+            if new.member and former.member and former.name == new.name:
+                self._replaced.add(former.peer)
+                self._refuse_twin(former.peer, former.name)
+                self._forget(former, "was replaced")
+        self.refused.pop(new.name, None)
+        self.subscribers[peer] = new
+        self._tell(new, "joined")
+        return new
+
+    def _refuse_twin(self, peer: bytes, name: str) -> None:
+        why = (
+            f"Two actors are called {name!r}, and the newer one took this one's place. Give each actor a "
+            "name of its own."
+        )
+        self.send(peer, "refused", reason=why)
+
+    def _answer_parked(self) -> None:
+        now = time.monotonic()
+        for each in self.subscribers.values():
+            if each.parked_at is None:
+                continue
+            if not each.member and self._buffers.sending > each.held and self._offer(each, now):
+                continue
+            if now - each.parked_at >= PARKED:
+                each.parked_at = None
+                self.send(each.peer, "unchanged")
+
+    def _offer(self, puller: Subscriber, now: float) -> bool:
+        """Offer the newest copy; returns False if there is none that is newer yet."""
+        copy = self.copies.newest({other.reading for other in self.subscribers.values()})
+        if copy is None or copy.version <= puller.held:
+            return False
+        puller.reading, puller.offered_at, puller.parked_at = copy.version, now, None
+        about: dict[str, Any] = {"version": copy.version, "checksum": copy.checksum}
+        self.send(puller.peer, "offer", manifest=self.manifest_sum, **about)
+        return True
+
+    @cached_property
+    def manifest_sum(self) -> int:
+        """CRC-32 of the manifest, which is fixed once there is a version."""
+        manifest = self._buffers.manifest
+        assert manifest is not None
+        return zlib.crc32(manifest.to_json().encode())
+
+    def _on_manifest(self, subscriber: Subscriber, message: WeightMessage) -> None:
+        if (manifest := self._buffers.manifest) is None:
+            self.send(subscriber.peer, "gone", version=-1)
+        else:
+            self.send(subscriber.peer, "layout", manifest.to_json().encode()[:MAX_PAYLOAD])
+
+    def _on_bytes(self, puller: Subscriber, message: WeightMessage) -> None:
+        version, buffer, offset, length = (message[x] for x in ("version", "buffer", "offset", "length"))
+        copy, peer = self.copies.get(version), puller.peer
+        if copy is None or puller.reading != version:
+            self.send(peer, "gone", version=version)
+        elif not 0 <= buffer < len(copy.buffers) or not 0 < length <= CHUNK:
+            self.send(peer, "refused", reason=f"there is no piece of {length} bytes of buffer {buffer}.")
+        elif not 0 <= offset <= len(copy.buffers[buffer]) - length:
+            self.send(peer, "refused", reason=f"buffer {buffer} has no {length} bytes at {offset}.")
+        else:
+            piece = copy.buffers[buffer][offset : offset + length]
+            if self.send(peer, "chunk", piece, version=version, buffer=buffer, offset=offset):
+                self.sent_bytes += length
+
+    def _on_answer(self, receiver: Subscriber, message: WeightMessage) -> None:
+        """Record a member's answer, a refusal, or that a receiver leaves."""
+        if message.kind == "ready":
+            receiver.ready = message["epoch"]
+        elif message.kind == "took":
+            receiver.took = message["epoch"], message["version"]
+        elif message.kind == "broken":
+            receiver.broken = message["epoch"], f"{receiver.name}: {message['reason']}"
+        elif message.kind == "refuse":
+            self.refused[receiver.name] = message["reason"]
+        else:
+            self._forget(receiver, "left")
+
+    def _look_after_all(self, now: float) -> None:
+        """Forget receivers that died or are silent; leave halted members behind."""
+        silent = f"was not heard of for {self._settings.silence:g} s"
+        for each in list(self.subscribers.values()):
+            if not each.started:
+                if now - each.heard > self._settings.silence:
+                    self._forget(each, LEFT_BEHIND if each.member else silent)
+            elif process_status.is_stopped(each.pid):
+                each.stopped_since = each.stopped_since or now
+                if now - each.stopped_since > STOPPED_SECONDS:
+                    self.leave_behind(each)
+            elif process_status.is_gone(each.pid, each.started):
+                self._forget(each, "died")
+            else:
+                each.stopped_since = None
+        self._free_copies()
+
+    def _free_copies(self) -> None:
+        if all(each.member for each in self.subscribers.values()):
+            self.copies.clear()
+
+    def _forget(self, subscriber: Subscriber, why: str) -> None:
+        subscriber.gone = True
+        if self.subscribers.pop(subscriber.peer, None) is not None and not subscriber.behind:
+            self._tell(subscriber, why)
+        self._free_copies()
+
+    def _tell(self, subscriber: Subscriber, what: str) -> None:
+        """Keep a line for the console, unless it is about a member of this host."""
+        if subscriber.started:
+            return
+        kind = "other host" if subscriber.member else "joined actor"
+        elsewhere = [each for each in self.subscribers.values() if not each.started and not each.behind]
+        same = [each for each in elsewhere if each.member == subscriber.member]
+        self._news.append(f"{subscriber.name} {what} ({len(same)} {kind}{'' if len(same) == 1 else 's'} now)")

@@ -1,0 +1,190 @@
+"""Weights on other hosts: once to each, whole, handed on there, and a lost host holds nobody up for long."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+
+from asyncrl.errors import ConfigError
+from asyncrl.observability import metrics_system as m
+from asyncrl.weights.interface import PULL
+from asyncrl.weights.publisher import BroadcastPublisher, build_publisher
+from asyncrl.weights.receiver import build_receiver
+from asyncrl.weights.relay import Relay
+from asyncrl.weights.server import ServerSettings
+from support.gloo_transport import GLOO
+from support.processes import FORKS
+from support.weights import PATIENCE, channel_folder, policy, raw, swap_until
+
+HERE = "127.0.0.1"
+DEADLINE = 3.0
+SILENCE = 1.5
+
+
+def host(pipe: Connection, endpoint: str, name: str, transport: str, device: str) -> None:
+    """Another host's process: takes part, and answers an order (a version) with version and bytes it has."""
+    torch.set_num_threads(1)
+    receiver = build_receiver(transport, endpoint, name, None, device, DEADLINE)
+    held: list[tuple[int, dict[str, bytes]]] = [(-1, {})]
+    while (order := pipe.recv()) is not None:
+        until = time.monotonic() + PATIENCE
+        while held[0][0] < order and time.monotonic() < until:
+            receiver.wait_newer(held[0][0], 0.1)
+            receiver.hand_on(
+                held[0][0], lambda tensors, version: held.insert(0, (version, raw(dict(tensors))))
+            )
+        pipe.send(held[0])
+    receiver.close()
+
+
+class Host:
+    """The test's handle of another host's process."""
+
+    def __init__(self, endpoint: str, name: str, transport: str = GLOO, device: str = "cpu") -> None:
+        self.pipe, theirs = FORKS.Pipe()
+        arguments = (theirs, endpoint, name, transport, device)
+        self.process = FORKS.Process(target=host, args=arguments, daemon=True)
+        self.process.start()
+
+    def has(self, version: int) -> tuple[int, dict[str, bytes]]:
+        self.pipe.send(version)
+        assert self.pipe.poll(2 * PATIENCE)
+        return self.pipe.recv()
+
+    def signal(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join(10)
+        self.pipe.close()
+
+
+@contextlib.contextmanager
+def opened(transport: str = GLOO, device: str = "cpu") -> Iterator[BroadcastPublisher]:
+    """A learner whose weight group spans hosts."""
+    settings = ServerSettings(listen=f"tcp://{HERE}:0", silence=SILENCE, store_address=HERE)
+    with channel_folder() as folder:
+        publisher = build_publisher(transport, folder, device, DEADLINE, settings)
+        try:
+            yield publisher
+        finally:
+            publisher.close()
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[Host]]:
+    """Hosts that a test started; they are ended."""
+    started: list[Host] = []
+    yield started
+    for one in started:
+        one.end()
+
+
+def until(publisher: BroadcastPublisher, names: set[str], version: int) -> None:
+    """Wait until these receivers, and no others, hold a version."""
+    deadline = time.monotonic() + PATIENCE
+    while {name for name, held in publisher.versions_held().items() if held >= version} != names:
+        assert time.monotonic() < deadline, publisher.versions_held()
+        time.sleep(0.01)
+
+
+def check(found: tuple[int, dict[str, bytes]], version: int) -> None:
+    assert found[0] == version
+    assert found[1] == raw(policy(version))
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(120)
+def test_every_host_gets_every_bit_and_one_that_is_killed_halted_or_comes_back_holds_nobody_up(
+    hosts: list[Host],
+) -> None:
+    with opened() as publisher:
+        publisher.publish(policy(0), 0)
+        near = build_receiver(GLOO, publisher.endpoint, "actor-0", policy(0), deadline=DEADLINE)
+        hosts += [Host(publisher.pull_endpoint, f"node-{number}") for number in (2, 3)]
+        for one in hosts:
+            check(one.has(0), 0)
+        publisher.wait_for_first(0, PATIENCE, actors=3)
+        hosts[0].signal(signal.SIGSTOP)  # As one whose network is cut: its connections stay, nothing comes.
+        begun = time.monotonic()
+        publisher.publish(policy(1), 1)
+        assert time.monotonic() - begun < 0.5, "the learner waits for nobody"
+        check(hosts[1].has(1), 1)
+        assert swap_until(near, policy(0), 1) == 1
+        assert time.monotonic() - begun < DEADLINE + SILENCE + 2.0
+        until(publisher, {"actor-0", "node-3"}, 1)
+        assert any("node-2 was left behind" in line for line in publisher.server.pop_events())
+        hosts[0].signal(signal.SIGCONT)
+        check(hosts[0].has(1), 1)
+        until(publisher, {"actor-0", "node-2", "node-3"}, 1)
+        hosts[1].end()
+        publisher.publish(policy(2), 2)
+        check(hosts[0].has(2), 2)
+        hosts[1] = Host(publisher.pull_endpoint, "node-3")
+        check(hosts[1].has(2), 2)
+        publisher.publish(policy(3), 3)
+        for one in hosts:
+            check(one.has(3), 3)
+        until(publisher, {"actor-0", "node-2", "node-3"}, 3)
+        assert publisher.status()[m.WEIGHTS_HOSTS] == 2
+        assert publisher.status()[m.WEIGHTS_MEMBERS] == 3
+        near.close()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("transport", [GLOO, PULL], ids=["broadcast", "pull"])
+def test_a_relay_hands_every_bit_on_and_ends_its_actors_with_the_run(transport: str) -> None:
+    with channel_folder() as folder, opened() as publisher:
+        receiver = build_receiver(transport, publisher.pull_endpoint, "node-2", None, deadline=DEADLINE)
+        inside = build_publisher("shared_memory", folder, deadline=DEADLINE)
+        relay = Relay(receiver, inside)
+        actors = [build_receiver("shared_memory", inside.endpoint, n, policy(0)) for n in ("a", "b")]
+        for version in range(3):
+            publisher.publish(policy(version + 10), version)
+            for actor in actors:
+                tensors = policy(0)
+                assert swap_until(actor, tensors, version) == version
+                assert raw(tensors) == raw(policy(version + 10))
+        publisher.close()
+        for actor in actors:
+            while not actor.ended:
+                actor.wait_newer(2, 1.0)
+            actor.close()
+        relay.close()
+        relay.close()
+
+
+def test_an_address_that_is_not_this_hosts_is_named() -> None:
+    settings = ServerSettings(store_address="192.0.2.1")
+    why = r"--weights\.between-hosts: the learner cannot listen at 192\.0\.2\.1"
+    with channel_folder() as folder, pytest.raises(ConfigError, match=why):
+        build_publisher("shared_memory", folder, settings=settings)
+
+
+@pytest.mark.gpu
+@pytest.mark.multiprocess
+@pytest.mark.timeout(300)
+def test_nccl_carries_every_bit_between_hosts_and_goes_on_without_one_that_is_killed(
+    hosts: list[Host],
+) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("NCCL takes one process per GPU, and there is one GPU.")
+    with opened("nccl", "cuda:0") as publisher:
+        publisher.publish(policy(0, device="cuda:0"), 0)
+        hosts.append(Host(publisher.pull_endpoint, "node-2", "nccl", "cuda:1"))
+        check(hosts[0].has(0), 0)
+        hosts[0].end()
+        publisher.publish(policy(1, device="cuda:0"), 1)
+        hosts[0] = Host(publisher.pull_endpoint, "node-2", "nccl", "cuda:1")
+        check(hosts[0].has(1), 1)
+        publisher.publish(policy(2, device="cuda:0"), 2)
+        check(hosts[0].has(2), 2)

@@ -1,0 +1,223 @@
+"""The weights' socket reads its messages like any wire: no message is fatal, and strangers stay outside."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from asyncrl.errors import ConfigError, WeightSyncError
+from asyncrl.messaging.weight_messages import Buffer, decode, encode
+from asyncrl.observability import metrics_system as m
+from asyncrl.observability import process_status, waits
+from asyncrl.storage.run_identity import RunIdentity
+from asyncrl.weights import server
+from asyncrl.weights.interface import PULL
+from asyncrl.weights.publisher import BroadcastPublisher, build_publisher
+from asyncrl.weights.receiver import build_receiver
+from asyncrl.weights.server import ServerSettings
+from support.descriptors import all_taken
+from support.sockets import connect_dealer
+from support.weights import PATIENCE, channel_folder, policy, raw, swap_until
+
+SMALL = policy(0, elements=10)
+MEMBER: dict[str, Any] = {
+    "name": "stranger",
+    "held": -1,
+    "member": 1,
+    "pid": 0,
+    "started": 0,
+    "secret": "",
+    "attempt": 0,
+}
+GARBAGE: list[list[Buffer]] = [
+    [b""],
+    [b"null"],
+    [b"\xff\xfe not UTF-8"],
+    [b"[" * 60_000],
+    [b"garbage!!", b"more"],
+    encode("unchanged"),
+    encode("closed"),
+    encode("send", epoch=1, version=1, buffer_index=0, checksum=0),
+    [bytes(encode("leave")[0])[:-1]],
+]
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with channel_folder() as folder:
+        yield folder
+
+
+@pytest.fixture
+def publisher(folder: Path) -> Iterator[BroadcastPublisher]:
+    channel = build_publisher("shared_memory", folder, deadline=1.0)
+    yield channel
+    channel.close()
+
+
+@pytest.fixture
+def counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process has counts, which begin at 0."""
+    monkeypatch.setattr(process_status, "_own_file", None)
+    monkeypatch.setattr(process_status, "_early", {})
+    process_status.publish_as(tmp_path, "learner-0")
+
+
+class Stranger:
+    """A peer that sends what it likes."""
+
+    def __init__(self, endpoint: str, name: bytes = b"stranger") -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = connect_dealer(self._context, endpoint, name)
+
+    def tell(self, frames: list[Buffer]) -> None:
+        self._socket.send_multipart(frames)
+
+    def hears(self, kind: str) -> dict[str, Any]:
+        """Wait for a message of a kind; others are skipped."""
+        until = time.monotonic() + PATIENCE
+        while time.monotonic() < until:
+            if self._socket.poll(100) and (found := decode(self._socket.recv_multipart())).kind == kind:
+                return found.fields
+        raise AssertionError(f"no {kind} came")
+
+    def end(self) -> None:
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def stranger(publisher: BroadcastPublisher) -> Iterator[Stranger]:
+    made = Stranger(publisher.endpoint)
+    yield made
+    made.end()
+
+
+@pytest.mark.usefixtures("counted")
+def test_garbage_is_counted_and_stops_nobody(publisher: BroadcastPublisher, stranger: Stranger) -> None:
+    publisher.publish(SMALL, 0)
+    for frames in GARBAGE:
+        stranger.tell(frames)
+        stranger.hears("refused")
+    receiver = build_receiver("shared_memory", publisher.endpoint, "actor-0", SMALL)
+    assert receiver.wait_for_first(PATIENCE) == 0
+    publisher.publish(policy(1, elements=10), 1)
+    tensors = policy(0, elements=10)
+    assert swap_until(receiver, tensors, 1) == 1
+    assert raw(tensors) == raw(policy(1, elements=10))
+    assert waits.wait_metrics()[m.WRONG_ENTRIES] == len(GARBAGE)
+    assert publisher.status()[m.WEIGHTS_MEMBERS] == 1
+    receiver.close()
+
+
+@pytest.mark.parametrize("answer", ["nothing", "wrong epoch", "broken"])
+def test_a_member_that_answers_nonsense_costs_an_epoch_at_a_time_and_ends_nobody(
+    publisher: BroadcastPublisher, stranger: Stranger, answer: str
+) -> None:
+    publisher.publish(SMALL, 0)
+    receiver = build_receiver("shared_memory", publisher.endpoint, "actor-0", SMALL)
+    assert receiver.wait_for_first(PATIENCE) == 0
+    stranger.tell(encode("newest", **MEMBER))
+    epoch = stranger.hears("group")["epoch"]
+    if answer == "wrong epoch":
+        stranger.tell(encode("ready", epoch=2**62))
+        stranger.tell(encode("took", epoch=-1, version=2**62))
+    elif answer == "broken":
+        stranger.tell(encode("broken", epoch=epoch, reason="\x1b[2J" + "x" * 1000))
+    publisher.publish(policy(1, elements=10), 1)
+    tensors = policy(0, elements=10)
+    assert swap_until(receiver, tensors, 1) == 1
+    assert raw(tensors) == raw(policy(1, elements=10))
+    receiver.close()
+
+
+def test_a_receiver_of_another_run_or_an_earlier_start_is_refused(folder: Path) -> None:
+    identity = RunIdentity(secret="ab" * 32, attempt=3)
+    publisher = build_publisher("shared_memory", folder, settings=ServerSettings(identity=identity))
+    publisher.publish(SMALL, 0)
+    for transport in ("shared_memory", PULL):
+        other = RunIdentity(secret="cd" * 32, attempt=3)
+        receiver = build_receiver(transport, publisher.endpoint, "far", SMALL, identity=other)
+        with pytest.raises(WeightSyncError, match="this is the learner of another run"):
+            receiver.wait_for_first(PATIENCE)
+        receiver.close()
+        earlier = RunIdentity(secret="ab" * 32, attempt=2)
+        receiver = build_receiver(transport, publisher.endpoint, "far", SMALL, identity=earlier)
+        with pytest.raises(Exception, match="3"):
+            receiver.wait_for_first(PATIENCE)
+        receiver.close()
+        receiver = build_receiver(transport, publisher.endpoint, "far", SMALL, identity=identity)
+        assert receiver.wait_for_first(PATIENCE) == 0
+        receiver.close()
+    publisher.close()
+
+
+def test_a_folder_that_is_open_to_others_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o750)
+    with pytest.raises(ConfigError, match="other users can enter"):
+        build_publisher("shared_memory", tmp_path / "weights")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
+def test_another_user_of_the_host_does_not_reach_the_socket(publisher: BroadcastPublisher) -> None:
+    path = publisher.endpoint.removeprefix("ipc://")
+    connect = f"import socket; socket.socket(socket.AF_UNIX).connect({path!r})"
+    command = ["python3", "-c", connect]
+    done = subprocess.run(command, capture_output=True, text=True, user=65534, cwd="/", timeout=PATIENCE)
+    assert done.returncode != 0
+    assert "Permission denied" in done.stderr, done.stderr
+
+
+def test_neither_end_is_ended_by_a_want_of_descriptors(publisher: BroadcastPublisher) -> None:
+    publisher.publish(SMALL, 0)
+    receiver = build_receiver("shared_memory", publisher.endpoint, "actor-0", SMALL)
+    assert receiver.wait_for_first(PATIENCE) == 0
+    with all_taken():  # A limit of 0 would fail poll itself, which needs no file.
+        publisher.publish(policy(1, elements=10), 1)
+        time.sleep(0.5)
+    publisher.publish(policy(2, elements=10), 2)
+    tensors = policy(0, elements=10)
+    assert swap_until(receiver, tensors, 2) == 2
+    assert raw(tensors) == raw(policy(2, elements=10))
+    receiver.close()
+
+
+def test_an_epochs_files_go_with_it(publisher: BroadcastPublisher, folder: Path) -> None:
+    publisher.publish(SMALL, 0)
+    for name in ("actor-0", "actor-1", "actor-2"):
+        receiver = build_receiver("shared_memory", publisher.endpoint, name, SMALL)
+        assert receiver.wait_for_first(PATIENCE) == 0
+        receiver.close()
+    until = time.monotonic() + PATIENCE
+    while len(list(folder.parent.iterdir())) > 1 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert [path.name for path in folder.parent.iterdir()] == ["weights"], "the socket alone"
+    assert publisher._epoch >= 3
+
+
+def test_a_member_of_another_host_that_falls_silent_is_left_behind(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "PARKED", 0.2)
+    publisher = build_publisher("shared_memory", folder, deadline=5.0, settings=ServerSettings(silence=1.0))
+    publisher.publish(SMALL, 0)
+    silent = Stranger(publisher.endpoint, b"silent")
+    silent.tell(encode("newest", **MEMBER))
+    silent.hears("group")
+    lines, until = list[str](), time.monotonic() + PATIENCE
+    while len(lines) < 2 and time.monotonic() < until:
+        lines += publisher.server.pop_events()
+        time.sleep(0.02)
+    assert lines[0] == "stranger joined (1 other host now)"
+    assert lines[1].startswith("stranger was left behind: it did not answer (0")
+    receiver = build_receiver("shared_memory", publisher.endpoint, "actor-0", SMALL)
+    assert receiver.wait_for_first(PATIENCE) == 0
+    receiver.close()
+    silent.end()
+    publisher.close()
