@@ -30,7 +30,7 @@ HORIZON = 4
 @pytest.fixture(scope="module", autouse=True)
 def _no_waiting_for_the_disk() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("asyncrl.replay.store.flush", lambda path: None)
+        patch.setattr("asyncrl.replay.sealed_file.flush", lambda path: None)
         patch.setattr(os, "fdatasync", lambda handle: None)
         yield
 

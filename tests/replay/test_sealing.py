@@ -21,7 +21,7 @@ from support.replay import Clock, fill, make_limiter
 
 
 class Gate:
-    """`store.flush` that waits until it is opened; then it syncs, or fails with `error`."""
+    """`sealed_file.flush` that waits until it is opened; then it syncs, or fails with `error`."""
 
     def __init__(self) -> None:
         self._open = threading.Event()
@@ -53,7 +53,7 @@ def replay(tmp_path: Path) -> Iterator[Replay]:
 @pytest.fixture
 def gate(replay: Replay, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate = Gate()
-    monkeypatch.setattr("asyncrl.replay.store.flush", gate)
+    monkeypatch.setattr("asyncrl.replay.sealed_file.flush", gate)
     yield gate
     gate.open()
 
