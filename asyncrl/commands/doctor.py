@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 from asyncrl.config.bounds import PIXELS, AtLeast, Bounded
 from asyncrl.config.often_used import DOCTOR
 from asyncrl.config.run import TrainConfig
-from asyncrl.doctor.checks import doctor, doctor_simulator
-from asyncrl.doctor.findings import Examination
+from asyncrl.doctor.checks import Examination, doctor, doctor_simulator
 from asyncrl.errors import ConfigError
 
 if TYPE_CHECKING:

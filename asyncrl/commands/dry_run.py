@@ -12,9 +12,8 @@ import sys
 from asyncrl import __version__
 from asyncrl.config.loading import to_toml
 from asyncrl.config.run import TrainConfig
-from asyncrl.doctor.checks import examine
-from asyncrl.doctor.findings import Examination, Verdict, render
-from asyncrl.doctor.storage import existing_parent
+from asyncrl.doctor.checks import Examination, Verdict, examine, render
+from asyncrl.doctor.host import existing_parent
 from asyncrl.errors import ConfigError
 from asyncrl.launch import console, endpoints, rendezvous
 from asyncrl.launch.placement import checked_placement, ranks_named

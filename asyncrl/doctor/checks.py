@@ -1,52 +1,140 @@
-"""Check the settings of a run, or a simulator, and yield each finding as soon as it is known."""
+"""Run the checks of `asyncrl doctor` and report each finding; check Python and packages. No torch."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
+import importlib.util
 import json
-from collections.abc import Iterable, Iterator
+import platform
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from asyncrl.doctor.findings import Examination, Finding, Verdict, ok, render, run_check
-from asyncrl.doctor.packages import NEEDED, check_package
+from asyncrl.config.run import TrainConfig
+from asyncrl.errors import AsyncRLError
+from asyncrl.observability.console import hanging
+from asyncrl.observability.signals import BlockingThread
+from asyncrl.records import StartState
 
 if TYPE_CHECKING:
+    from asyncrl.doctor.models import Sizes
     from asyncrl.doctor.simulators import SimulatorExamination
 
 DEADLINE: Final = 60.0
-"""Seconds of a check that has no deadline of its own."""
+"""Seconds of a check without a deadline of its own."""
+PROGRESS_AFTER: Final = 2.0
+"""Seconds after which a running check is named on stderr."""
+NAME_WIDTH: Final = 14
+NEEDED: Final = {
+    "torch": "2.11",
+    "transformers": "5.17",
+    "diffusers": "0.42",
+    "peft": "0.18",
+    "safetensors": "0.6",
+    "pyzmq": "27",
+    "tyro": "1.0",
+    "tensorboardX": "2.6.4",
+    "h5py": "3.15",
+    "numpy": "2.0",
+    "mujoco": "3.3.7",
+    "tqdm": "4.66",
+    "pillow": "11",
+}
+"""Lowest version of every dependency, as in pyproject.toml."""
+
+
+@dataclass(kw_only=True)
+class Examination:
+    """The settings under examination, and the sizes that the check of the models adds."""
+
+    config: TrainConfig
+    """With the world's defaults once the models were loaded."""
+    where: str = "the defaults"
+    """Source of the settings, for the report."""
+    host: int = 0
+    """Number of this host in --placement (ROLE=RANKS@HOST)."""
+    sizes: Sizes | None = None
+    starts: Sequence[StartState] = ()
+
+
+class Verdict(Enum):
+    """Severity of a finding."""
+
+    OK = "ok"
+    WARNING = "warning"
+    BROKEN = "BROKEN"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One line of the report."""
+
+    name: str
+    verdict: Verdict
+    seen: str
+    advice: str = ""
+    """The remedy; empty if none is needed, or if `seen` is an error that contains it."""
+
+
+def ok(name: str, seen: str) -> Finding:
+    """Return a finding without a problem."""
+    return Finding(name=name, verdict=Verdict.OK, seen=seen)
+
+
+def warning(name: str, seen: str, advice: str = "") -> Finding:
+    """Return a finding that a run may survive."""
+    return Finding(name=name, verdict=Verdict.WARNING, seen=seen, advice=advice)
+
+
+def broken(name: str, seen: str, advice: str = "") -> Finding:
+    """Return a finding that prevents a run."""
+    return Finding(name=name, verdict=Verdict.BROKEN, seen=seen, advice=advice)
+
+
+def render(finding: Finding) -> str:
+    """Format a finding, wrapped to the terminal."""
+    text = f"{finding.seen} {finding.advice}".rstrip()
+    return hanging(f"{finding.name:<{NAME_WIDTH - 1}} {finding.verdict.value:<9}", text)
+
+
+def one_line(error: object) -> str:
+    """Shorten an error to a line of at most 400 characters."""
+    return " ".join(str(error).split())[:400]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One line of the report, or none."""
+    """A check, imported when it runs: a missing package is a finding too."""
 
     name: str
-    """Of the finding when the check crashes."""
     where: str
-    """'module:function' in this package. Imported when it runs, for what is missing is a finding too."""
+    """'module:function' in this package."""
     deadline: float = DEADLINE
     """Seconds."""
     acts: bool = False
-    """Whether it writes files, opens sockets, starts processes, or computes."""
+    """True if it writes files, opens sockets, starts processes, or computes."""
 
 
 CHECKS: Final = (
-    Check(name="torchvision", where="packages:check_torchvision"),
+    Check(name="torchvision", where="checks:check_torchvision"),
     Check(name="OpenGL", where="host:check_opengl"),
     Check(name="CPU cores", where="host:check_cores"),
     Check(name="memory", where="host:check_memory"),
     Check(name="shared memory", where="host:check_shared_memory"),
     Check(name="open files", where="host:check_open_files"),
-    Check(name="run folder", where="storage:check_run_folder", acts=True),
-    Check(name="file system", where="storage:check_file_system"),
-    Check(name="file locks", where="storage:check_locks", acts=True),
-    Check(name="sockets", where="network:check_sockets", acts=True),
-    Check(name="TMPDIR", where="network:check_temporary_folder", acts=True),
-    Check(name="replay.listen", where="network:check_listen", acts=True),
-    Check(name="keys", where="network:check_keys"),
+    Check(name="run folder", where="host:check_run_folder", acts=True),
+    Check(name="file system", where="host:check_file_system"),
+    Check(name="file locks", where="host:check_locks", acts=True),
+    Check(name="sockets", where="host:check_sockets", acts=True),
+    Check(name="TMPDIR", where="host:check_temporary_folder", acts=True),
+    Check(name="replay.listen", where="host:check_listen", acts=True),
+    Check(name="keys", where="host:check_keys"),
     Check(name="devices", where="gpus:check_devices"),
     Check(name="placement", where="gpus:check_placement"),
     Check(name="products", where="gpus:check_products", acts=True),
@@ -54,12 +142,12 @@ CHECKS: Final = (
     Check(name="shipped files", where="models:check_shipped_files"),
     Check(name="models", where="models:check_models", deadline=600.0),
     Check(name="device memory", where="gpus:check_device_memory"),
-    Check(name="world", where="worlds:check_world_model", deadline=300.0, acts=True),
-    Check(name="free disk", where="storage:check_free_disk"),
-    Check(name="disk speed", where="storage:check_disk_speed", acts=True),
+    Check(name="world", where="models:check_world_model", deadline=300.0, acts=True),
+    Check(name="free disk", where="host:check_free_disk"),
+    Check(name="disk speed", where="host:check_disk_speed", acts=True),
     Check(name="links", where="links:check_links", deadline=180.0, acts=True),
 )
-"""In the order of the report; what the models need comes after them."""
+"""In the order of the report; checks that need the models' sizes follow them."""
 SIMULATOR_CHECKS: Final = (
     Check(name="drawing", where="simulators:check_drawing"),
     Check(name="simulator", where="simulators:check_play", deadline=900.0),
@@ -67,16 +155,65 @@ SIMULATOR_CHECKS: Final = (
     Check(name="step", where="simulators:check_step"),
     Check(name="memory", where="simulators:check_simulator_memory"),
 )
-"""Of a simulator. What it was seen to do comes after it was played in."""
+
+
+def check_python() -> Finding:
+    """Check the version of Python."""
+    text = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    return ok("Python", text) if sys.version_info >= (3, 11) else broken("Python", f"{text}; 3.11 is needed.")
+
+
+def check_package(package: str, lowest: str) -> Finding:
+    """Compare an installed package with the lowest version that works."""
+    try:
+        version = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return broken(package, "not installed.", f"Install it with: pip install '{package}>={lowest}'")
+    if numbers(version) < numbers(lowest):
+        return broken(package, f"{version} is too old.", f"Update it with: pip install '{package}>={lowest}'")
+    try:
+        if package == "pyzmq":
+            import zmq
+
+            version += f", libzmq {zmq.zmq_version()}" + " without CURVE encryption" * (not zmq.has("curve"))
+        elif package == "h5py":
+            import h5py
+
+            version += f", HDF5 {h5py.version.hdf5_version}"
+    except (ImportError, OSError) as error:
+        return broken(package, f"{version} cannot be imported ({one_line(error)}).", "Install it again.")
+    return ok(package, version)
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """Parse the leading numbers of a version; '2.13.0+cpu' is (2, 13, 0)."""
+    match = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()
+
+
+def check_torchvision(_: object) -> Finding | None:
+    """Check that an installed torchvision imports: one built for another torch breaks transformers."""
+    if importlib.util.find_spec("torchvision") is None:
+        return None
+    try:
+        importlib.import_module("torchvision")
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        return warning(
+            "torchvision",
+            f"is installed but does not fit torch ({one_line(error)}).",
+            "asyncrl does not use it, but transformers may fail over it. Remove it with: "
+            "pip uninstall torchvision",
+        )
+    return ok("torchvision", f"{importlib.metadata.version('torchvision')} (not used)")
 
 
 def doctor(examination: Examination, *, as_json: bool) -> int:
-    """Print the report, as lines or as a JSON list. Returns 0 when training can run here, else 1."""
+    """Print the report, as lines or as a JSON list; returns 0 if training can run here, else 1."""
     return _report(examine(examination), as_json, "Training can run: asyncrl train", "Training cannot run")
 
 
 def doctor_simulator(examination: SimulatorExamination, *, as_json: bool) -> int:
-    """Print the report on a simulator. Returns 0 when it can be played in here, else 1."""
+    """Print the report on a simulator; returns 0 if it can be played in here, else 1."""
     name = examination.source.name
     works = f"It can be played in: asyncrl evaluate CHECKPOINT --simulator {name}"
     return _report(examine_simulator(examination), as_json, works, f"{name} cannot be played in")
@@ -88,24 +225,21 @@ def _report(found: Iterable[Finding], as_json: bool, works: str, fails: str) -> 
         findings.append(finding)
         if not as_json:
             print(render(finding), flush=True)
-    broken = [finding.name for finding in findings if finding.verdict is Verdict.BROKEN]
+    failed = [finding.name for finding in findings if finding.verdict is Verdict.BROKEN]
     if as_json:
         rows = [{**asdict(finding), "verdict": finding.verdict.value} for finding in findings]
         print(json.dumps(rows, indent=2))
     else:
-        print(f"\n{fails}: {', '.join(broken)}." if broken else f"\n{works}")
-    return int(bool(broken))
+        print(f"\n{fails}: {', '.join(failed)}." if failed else f"\n{works}")
+    return int(bool(failed))
 
 
 def examine(examination: Examination, *, reading_only: bool = False) -> Iterator[Finding]:
-    """Make all checks, one after the other.
-
-    Args:
-        examination: What is examined.
-        reading_only: Leave out those that act (`Check.acts`).
-    """
-    yield ok("settings", f"{examination.where}: {_summary(examination)}")
-    checks = [("Python", partial(_call, "packages:check_python", examination), DEADLINE)]
+    """Run all checks in order, or with `reading_only` those that do not act."""
+    config = examination.config
+    settings = f"{config.algorithm.kind}, {config.updates} updates, policy {config.policy}"
+    yield ok("settings", f"{examination.where}: {settings}, world {config.world}")
+    checks = [("Python", check_python, DEADLINE)]
     checks += [(name, partial(check_package, name, lowest), DEADLINE) for name, lowest in NEEDED.items()]
     chosen = [check for check in CHECKS if not (reading_only and check.acts)]
     checks += [(check.name, partial(_call, check.where, examination), check.deadline) for check in chosen]
@@ -115,18 +249,15 @@ def examine(examination: Examination, *, reading_only: bool = False) -> Iterator
 
 
 def examine_simulator(examination: SimulatorExamination) -> Iterator[Finding]:
-    """Check a simulator. It is not played in where what it needs is not there."""
+    """Check a simulator; it is not played in if a package or its renderer is missing."""
     from asyncrl.doctor.simulators import PINNED, check_pinned
 
     source = examination.source
-    settings = "".join(f", {text}" for text in source.settings)
-    yield ok("settings", f"{source.name}, --places {source.places}{settings}")
-    checks = [("Python", partial(_call, "packages:check_python", examination), DEADLINE)]
+    yield ok("settings", ", ".join([source.name, f"--places {source.places}", *source.settings]))
+    checks = [("Python", check_python, DEADLINE)]
     pins = PINNED.get(examination.family, ())
     checks += [(pinned.package, partial(check_pinned, pinned), DEADLINE) for pinned in pins]
-    checks += [
-        (check.name, partial(_call, check.where, examination), check.deadline) for check in SIMULATOR_CHECKS
-    ]
+    checks += [(x.name, partial(_call, x.where, examination), x.deadline) for x in SIMULATOR_CHECKS]
     unfit = False
     for name, action, deadline in checks:
         if name == "simulator" and unfit:
@@ -141,6 +272,35 @@ def _call(where: str, examination: object) -> Finding | None:
     return getattr(importlib.import_module(f"asyncrl.doctor.{module}"), function)(examination)
 
 
-def _summary(examination: Examination) -> str:
-    config = examination.config
-    return f"{config.algorithm.kind}, {config.updates} updates, policy {config.policy}, world {config.world}"
+def run_check(name: str, check: Callable[[], Finding | None], deadline: float) -> Finding | None:
+    """Run a check; errors and timeouts become findings, so that the other checks still run.
+
+    The check runs on a thread, because a hanging file system or driver cannot be interrupted; the thread is
+    then abandoned.
+
+    Args:
+        name: Of the finding if the check has none.
+        check: Returns its finding, or None if it does not apply.
+        deadline: Seconds.
+    """
+    found: list[Finding | None] = []
+    done = threading.Event()
+
+    def run() -> None:
+        try:
+            found.append(check())
+        except AsyncRLError as error:
+            found.append(broken(name, one_line(error)))
+        except (Exception, SystemExit) as error:
+            found.append(broken(name, f"cannot be checked: {type(error).__name__}: {one_line(error)}"))
+        finally:
+            done.set()
+
+    BlockingThread(run, f"check of {name}").start()
+    if not done.wait(min(PROGRESS_AFTER, deadline)):
+        print(f"{name}: still looking, for at most {deadline:g} s", file=sys.stderr, flush=True)
+        done.wait(deadline - PROGRESS_AFTER)
+    if found:
+        return found[0]
+    advice = "A disk, a network file system or a driver hangs; see `dmesg`."
+    return broken(name, f"the check did not end within {deadline:g} s.", advice)

@@ -1,15 +1,14 @@
-"""Check the GPUs and what --placement puts on them."""
+"""Check the GPUs, and the ranks that --placement puts on them."""
 
 from __future__ import annotations
 
 import warnings
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from asyncrl.config.run import TrainConfig
-from asyncrl.doctor.findings import Examination, Finding, Sizes, broken, ok, one_line, warning
+from asyncrl.doctor.checks import Examination, Finding, broken, ok, one_line, warning
 from asyncrl.doctor.host import GIB, free_memory
 from asyncrl.errors import ConfigError
 from asyncrl.launch.hosts import Hosts
@@ -27,11 +26,13 @@ from asyncrl.launch.placement_text import sizes_of_hosts
 if TYPE_CHECKING:
     import torch
 
+    from asyncrl.doctor.models import Sizes
+
 HOST: Final = "memory of the host"
 
 
 def check_devices(_: Examination) -> Finding:
-    """Name the GPUs, or say why torch sees none."""
+    """Name the GPUs, or the reason why torch sees none."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
@@ -49,7 +50,7 @@ def check_devices(_: Examination) -> Finding:
 
 
 def placement_of(config: TrainConfig) -> Placement:
-    """Work out the placement of a run that `asyncrl train` starts with these settings.
+    """Return the placement of a run that `asyncrl train` starts with these settings.
 
     Raises:
         ConfigError: It cannot work.
@@ -59,7 +60,7 @@ def placement_of(config: TrainConfig) -> Placement:
 
 
 def hosts_of(examination: Examination) -> Hosts:
-    """Return the hosts that --placement names; one with all ranks where it names none.
+    """Return the hosts of --placement; one with all ranks if it names none.
 
     Raises:
         ConfigError: It cannot be read, or names no host of this one's number.
@@ -75,7 +76,7 @@ def hosts_of(examination: Examination) -> Hosts:
 
 
 def check_placement(examination: Examination) -> Finding:
-    """Check whether the ranks, the devices and the carrier of the weights go together on this host."""
+    """Check that ranks, devices and the transport of the weights fit together on this host."""
     import torch
 
     from asyncrl.devices.float8 import check_device
@@ -125,7 +126,7 @@ def check_placement(examination: Examination) -> Finding:
 
 
 def check_compiler_cache(examination: Examination) -> Finding | None:
-    """Name the folder of what is compiled, and what it holds; None where nothing is compiled."""
+    """Name the folder of compiled code and its size; None if nothing is compiled."""
     from asyncrl.launch.compiler_cache import INDUCTOR, chosen_folder, compiler_cache_folder, compiles
 
     config = examination.config
@@ -134,7 +135,7 @@ def check_compiler_cache(examination: Examination) -> Finding | None:
     own = chosen_folder()
     try:
         folder = Path(own) if own else compiler_cache_folder(pick_device(config.device))
-    except ConfigError:  # The line about the placement says so.
+    except ConfigError:  # Reported by the check of the placement.
         return None
     held = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     found = f"{held / GIB:.2f} GiB" if held else "empty, so the first start compiles all"
@@ -143,11 +144,11 @@ def check_compiler_cache(examination: Examination) -> Finding | None:
 
 
 def check_products(examination: Examination) -> Finding | None:
-    """See that the GPUs of this host's ranks multiply matrices right; None where they have none."""
+    """Check that the GPUs of this host's ranks multiply matrices correctly; None without GPUs."""
     from asyncrl.devices.tensors import check_matrix_products
 
-    placed = placed_here(examination)
-    used = placed.devices.values() if placed else ()
+    placed = _placed_here(examination)
+    used = placed[1].values() if placed else ()
     gpus = [device for device in dict.fromkeys(used) if device.type == "cuda"]
     if not gpus:
         return None
@@ -155,26 +156,14 @@ def check_products(examination: Examination) -> Finding | None:
     return ok("products", f"of matrices on {', '.join(map(str, gpus))}: at most {error:.1%} off, by rounding")
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlacedHere:
-    """What --placement puts on this host."""
-
-    placement: Placement
-    here: range
-    """Ranks of this host."""
-    devices: dict[int, torch.device]
-    """Of each of them."""
-
-
-def placed_here(examination: Examination) -> PlacedHere | None:
-    """Work out what is on this host; None where it cannot be, which the line about the placement says."""
+def _placed_here(examination: Examination) -> tuple[Placement, dict[int, torch.device]] | None:
+    """Return the placement and the device of each rank of this host; None if it is invalid."""
     try:
         placement = placement_of(examination.config)
         here = hosts_of(examination).ranks(examination.host)
-        devices = devices_of(examination.config, placement, here)
-    except ConfigError:
+        return placement, devices_of(examination.config, placement, here)
+    except ConfigError:  # Reported by the check of the placement.
         return None
-    return PlacedHere(placement=placement, here=here, devices=devices)
 
 
 def devices_of(config: TrainConfig, placement: Placement, here: range) -> dict[int, torch.device]:
@@ -192,18 +181,18 @@ def devices_of(config: TrainConfig, placement: Placement, here: range) -> dict[i
 
 
 def check_device_memory(examination: Examination) -> Finding | None:
-    """Compare what weights and training state need with what is free; None while either is unknown."""
-    if examination.sizes is None or (placed := placed_here(examination)) is None:
+    """Compare the estimated need of each device with its free memory; None while either is unknown."""
+    sizes = examination.sizes
+    if sizes is None or (placed := _placed_here(examination)) is None:
         return None
-    placement = placed.placement
     needed: Counter[str] = Counter()
-    for rank, device in placed.devices.items():
-        needed[_named(device)] += rank_needs(examination.config, examination.sizes, placement, rank)
+    for rank, device in placed[1].items():
+        name = str(device) if device.type == "cuda" else HOST
+        needed[name] += rank_needs(examination.config, sizes, placed[0], rank)
     free = {name: free_on(name) for name in needed}
     seen = "; ".join(
         f"{name}: {needed[name] / GIB:.2f} of {free[name] / GIB:.1f} GiB that are free" for name in needed
     )
-    sizes = examination.sizes
     unknown = "" if sizes.acting and sizes.slot.kept else "; the activations of a class of yours come on top"
     seen = f"models, training state and activations, estimated: {seen}{unknown}"
     tight = [name for name in needed if needed[name] > free[name]]
@@ -216,10 +205,6 @@ def check_device_memory(examination: Examination) -> Finding | None:
             "--actor.pipeline-stages 2, or policy and world on two devices.",
         )
     return ok("device memory", seen)
-
-
-def _named(device: torch.device) -> str:
-    return str(device) if device.type == "cuda" else HOST
 
 
 def rank_needs(config: TrainConfig, sizes: Sizes, placement: Placement, rank: int) -> int:

@@ -1,30 +1,57 @@
-"""Check the host: cores, memory, shared memory, open files and OpenGL. No torch."""
+"""Check memory, limits, disk, sockets and keys of this host. No torch."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import resource
 import shutil
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from asyncrl.doctor.findings import Examination, Finding, ok, one_line, warning
-from asyncrl.errors import AssetError
-from asyncrl.launch.placement import ranks_named
+from asyncrl.config.run import TrainConfig
+from asyncrl.doctor.checks import Examination, Finding, broken, ok, one_line, warning
+from asyncrl.errors import AssetError, ConfigError
+from asyncrl.launch import endpoints
+from asyncrl.launch.placement import parse_placement, ranks_named
+from asyncrl.messaging.keys import ALLOWED
+from asyncrl.messaging.sockets import ipc_endpoint, private_folder
+from asyncrl.storage import run_folder
+from asyncrl.storage.folder_check import check_folder
+
+if TYPE_CHECKING:
+    from asyncrl.doctor.models import Sizes
 
 GIB: Final = 2**30
 LOW_MEMORY: Final = 4 * GIB
 SHARED: Final = Path("/dev/shm")  # noqa: S108
-LOW_SHARED: Final = GIB
-"""NCCL moves data through shared memory between GPUs that cannot reach each other directly."""
 OPEN_FILES: Final = 256
-"""What one process may open, with room to spare: rank 0 of a run of two ranks was seen with 42 at most."""
+"""Of one process; rank 0 of a run of two ranks opened 42 at most."""
 OPEN_FILES_PER_RANK: Final = 32
-"""Connections and pipes that rank 0 opens for each further rank, likewise."""
+"""Connections and pipes of rank 0 for each further rank."""
+BULK: Final = 64 * 10**6
+"""Bytes written to measure the speed."""
+SYNCS_PER_GROUP: Final = 4
+"""The group's file, its folder, and the ledger's lines of its grant and its use."""
+SLOW: Final = 10.0
+"""Seconds to store the groups of one update, above which the learner waits for the disk."""
+NETWORK: Final = frozenset(
+    {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "afs"}
+)
+"""File systems on which a rename and a sync may not survive a crash; also all of fuse.*."""
+SOCKET_DEADLINE: Final = 2000
+"""Milliseconds for one message between two sockets of this process."""
 
 
 def check_opengl(_: Examination) -> Finding:
-    """Check whether MuJoCo can draw."""
+    """Check that MuJoCo can draw."""
     from asyncrl.simulators.rendering import require_backend
 
     try:
@@ -34,7 +61,7 @@ def check_opengl(_: Examination) -> Finding:
 
 
 def check_cores(_: Examination) -> Finding:
-    """Check how many cores there are for this process."""
+    """Count the cores of this process."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _cgroup("cpu.max").split()
     limit = f", limited to {int(quota[0]) / int(quota[1]):g}" if quota and quota[0] != "max" else ""
@@ -42,7 +69,7 @@ def check_cores(_: Examination) -> Finding:
 
 
 def check_memory(_: Examination) -> Finding:
-    """Check how much memory there is for this process, in all."""
+    """Check the total memory of this process."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = _cgroup("memory.max")
     total = min(total, int(limit)) if limit.isdecimal() else total
@@ -53,7 +80,7 @@ def check_memory(_: Examination) -> Finding:
 
 
 def free_memory() -> int:
-    """Read the bytes of memory that this process could still get."""
+    """Return the bytes of memory that this process can still allocate."""
     meminfo = Path("/proc/meminfo")
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if meminfo.is_file():
@@ -64,38 +91,31 @@ def free_memory() -> int:
 
 
 def _cgroup(name: str) -> str:
-    """Read a limit of the container this runs in; '' where there is none."""
     path = Path("/sys/fs/cgroup") / name
     return path.read_text().strip() if path.is_file() else ""
 
 
-def gpus_of_host() -> int:
-    """Count the NVIDIA GPUs that the driver shows; asked without torch."""
-    return len(list(Path("/dev").glob("nvidia[0-9]*")))
-
-
 def check_shared_memory(_: Examination, folder: Path = SHARED, gpus: int | None = None) -> Finding:
-    """Check whether several GPUs have the shared memory that NCCL may use between them.
+    """Check the shared memory that NCCL may use between GPUs.
 
     Args:
-        folder: Where shared memory is mounted.
-        gpus: None: as many as the host has.
+        folder: Mount point of shared memory.
+        gpus: GPUs of the host; None: as many as the driver shows.
     """
     usage = shutil.disk_usage(folder) if folder.is_dir() else None
     free, total = (usage.free, usage.total) if usage else (0, 0)
     seen = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free in {folder}"
-    if (gpus_of_host() if gpus is None else gpus) < 2:
+    if (len(list(Path("/dev").glob("nvidia[0-9]*"))) if gpus is None else gpus) < 2:
         return ok("shared memory", f"{seen} (needed between several GPUs only)")
-    if free < LOW_SHARED:
+    if free < GIB:  # NCCL moves data through it between GPUs without peer access.
+        seen += "; NCCL may want 1 GiB between GPUs."
         advice = "Start the container with --shm-size=8g, or delete what was left there."
-        return warning(
-            "shared memory", f"{seen}; NCCL may want {LOW_SHARED // GIB} GiB between GPUs.", advice
-        )
+        return warning("shared memory", seen, advice)
     return ok("shared memory", seen)
 
 
 def check_open_files(examination: Examination) -> Finding:
-    """Check whether a process may open as many files as it needs."""
+    """Check the limit of open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = OPEN_FILES + OPEN_FILES_PER_RANK * ranks_named(examination.config.placement)
     most = "any number" if hard == resource.RLIM_INFINITY else f"{hard}"
@@ -103,3 +123,275 @@ def check_open_files(examination: Examination) -> Finding:
     if soft != resource.RLIM_INFINITY and soft < needed:
         return warning("open files", f"{seen}; a run wants {needed}.", f"Raise it: ulimit -n {needed}")
     return ok("open files", seen)
+
+
+def existing_parent(folder: Path) -> Path:
+    """Return the folder, or its nearest parent that exists."""
+    folder = folder.absolute()
+    return next(path for path in (folder, *folder.parents) if path.is_dir())
+
+
+def _disk_folder(config: TrainConfig) -> Path:
+    return existing_parent(Path(config.run_dir.partition(run_folder.TIME)[0] or ".").expanduser())
+
+
+@contextmanager
+def _scratch(config: TrainConfig) -> Iterator[Path]:
+    """Make a temporary folder on the disk of the run."""
+    with tempfile.TemporaryDirectory(prefix=".asyncrl-doctor-", dir=_disk_folder(config)) as folder:
+        yield Path(folder)
+
+
+def check_run_folder(examination: Examination) -> Finding:
+    """Check that the run's folder can be made, or found with --resume."""
+    config = examination.config
+    try:
+        folder = run_folder.locate(config)
+        if config.resume:
+            check_folder(folder)
+        with _scratch(config):
+            pass
+    except ConfigError as error:
+        return broken("run folder", one_line(error))
+    except OSError as error:
+        return broken("run folder", f"{one_line(error)}.", "Choose another --run-dir.")
+    return ok("run folder", f"{folder} can be {'used' if config.resume else 'made'}")
+
+
+def check_free_disk(examination: Examination) -> Finding:
+    """Compare the most that replay and checkpoints take with the free space."""
+    config, folder = examination.config, _disk_folder(examination.config)
+    free = shutil.disk_usage(folder).free + _held(config)
+    # While a checkpoint is written, all kept ones are still there.
+    checkpoints = (config.keep_checkpoints + 1) * examination.sizes.checkpoint if examination.sizes else 0
+    replay = int(config.replay.max_gigabytes * 1e9)
+    size = f"{checkpoints / GIB:.2f}" if examination.sizes else "an unknown size"
+    seen = (
+        f"{free / GIB:.1f} GiB in {folder}{', with what the run has already' * config.resume}; "
+        f"the replay may take {replay / GIB:.1f}, {config.keep_checkpoints + 1} checkpoints {size}"
+    )
+    if free < checkpoints:
+        advice = "Free space, lower --keep-checkpoints, or choose another --run-dir."
+        return broken("free disk", f"{seen}: the run would end at a checkpoint.", advice)
+    if free < checkpoints + replay:
+        advice = "Lower --replay.max-gigabytes, or choose another --run-dir."
+        return warning("free disk", f"{seen}: actors would wait for space.", advice)
+    return ok("free disk", seen)
+
+
+def _held(config: TrainConfig) -> int:
+    """Return the bytes that a resumed run has on the disk already."""
+    if not config.resume:
+        return 0
+    try:
+        folder = run_folder.locate(config)
+    except ConfigError:  # Reported by the check of the run folder.
+        return 0
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def check_disk_speed(examination: Examination) -> Finding:
+    """Measure writing and syncing; one update's groups must be stored within `SLOW` seconds."""
+    config = examination.config
+    with _scratch(config) as folder:
+        speed = BULK / _seconds_to_write(folder / "bulk", os.urandom(1 << 20) * (BULK >> 20))
+        syncs = [_seconds_to_write(folder / f"small-{n}", bytes(256)) for n in range(10)]
+    sync = statistics.median(syncs)
+    seen = f"writes {speed / 1e6:.0f} MB/s, a sync of a small file takes {1000 * sync:.1f} ms"
+    if examination.sizes is None:
+        return ok("disk speed", seen)
+    seconds = seconds_per_update(config, examination.sizes, speed, sync)
+    seen += f"; one update's groups are stored in {seconds:.2g} s"
+    if seconds > SLOW:
+        seen += f", more than {SLOW:g}: the replay could not keep up."
+        return warning("disk speed", seen, "Choose a local disk with --run-dir.")
+    return ok("disk speed", seen)
+
+
+def seconds_per_update(config: TrainConfig, sizes: Sizes, speed: float, sync: float) -> float:
+    """Estimate the seconds to store the groups of one update.
+
+    Args:
+        config: Of the run.
+        sizes: Of its models.
+        speed: Bytes per second.
+        sync: Seconds of one sync.
+    """
+    decisions, spec = config.actor.max_decisions, sizes.action_spec
+    pictures = decisions + 1.0
+    if config.replay.keep_video_every:
+        pictures += decisions * spec.chunk / config.replay.keep_video_every
+    # Tokens, log-probs, actions; rewards, scores.
+    arrays = decisions * spec.chunk * (3 * 4 * spec.dim + 8)
+    group = config.algorithm.group_size * (pictures * sizes.frame + arrays)
+    return config.algorithm.groups_per_update * (group / speed + SYNCS_PER_GROUP * sync)
+
+
+def _seconds_to_write(path: Path, content: bytes) -> float:
+    begin = time.perf_counter()
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return time.perf_counter() - begin
+
+
+def check_file_system(examination: Examination) -> Finding | None:
+    """Warn of a network file system; None if the mounts are unknown."""
+    mounts = Path("/proc/mounts")
+    if not mounts.is_file():
+        return None
+    folder = _disk_folder(examination.config)
+    kind = kind_of(folder.resolve(), mounts.read_text())
+    if kind in NETWORK or kind.startswith("fuse"):
+        return warning(
+            "file system",
+            f"{kind} in {folder}: whether a synced and renamed file survives a crash is up to its server.",
+            "Choose a local disk with --run-dir, and copy the run afterwards.",
+        )
+    return ok("file system", f"{kind} in {folder}")
+
+
+def kind_of(path: Path, mounts: str) -> str:
+    r"""Return the type of the file system of `path`; 'unknown' if no line of /proc/mounts has it.
+
+    >>> kind_of(Path("/home/me/runs"), "disk / ext4 rw 0 0\nserver:/home /home nfs4 rw 0 0\n")
+    'nfs4'
+    """
+    kind, longest = "unknown", -1
+    for line in mounts.splitlines():
+        point, found = line.split()[1:3]
+        point = point.encode().decode("unicode_escape")  # A blank in a path is written \040.
+        if path.is_relative_to(point) and len(point) >= longest:  # A later mount hides an earlier one.
+            kind, longest = found, len(point)
+    return kind
+
+
+def check_locks(examination: Examination) -> Finding:
+    """Check that flock excludes a second holder: it protects the replay from two writers."""
+    advice = "Choose a local disk with --run-dir."
+    with _scratch(examination.config) as folder:
+        lock = folder / "lock"
+        with lock.open("w") as first, lock.open("r+") as second:
+            try:
+                fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                return broken("file locks", f"do not work here ({error.strerror}).", advice)
+            with suppress(BlockingIOError):
+                fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return broken("file locks", "do not keep a second writer out here.", advice)
+    return ok("file locks", "work")
+
+
+def check_sockets(_: Examination) -> Finding | None:
+    """Check that messages pass through loopback and unix sockets."""
+    try:
+        import zmq
+    except (ImportError, OSError):  # Reported by the check of pyzmq.
+        return None
+    kinds = {"loopback": "tcp://127.0.0.1:*"}
+    with tempfile.TemporaryDirectory() as folder:
+        if zmq.has("ipc"):
+            kinds["ipc"] = f"ipc://{folder}/doctor"
+        for kind, endpoint in kinds.items():
+            try:
+                exchange(endpoint)
+            except (zmq.ZMQError, OSError) as error:
+                return broken("sockets", f"{kind} sockets do not work ({one_line(error)}).", "Allow them.")
+    return ok("sockets", " and ".join(kinds))
+
+
+def exchange(endpoint: str) -> None:
+    """Send one message through a new pair of sockets.
+
+    Raises:
+        zmq.ZMQError: The endpoint cannot be bound, or the message did not arrive in time (zmq.Again).
+    """
+    import zmq
+
+    with zmq.Context() as context, context.socket(zmq.PAIR) as receiver, context.socket(zmq.PAIR) as sender:
+        for end in (receiver, sender):
+            end.setsockopt(zmq.LINGER, 0)
+            end.setsockopt(zmq.RCVTIMEO, SOCKET_DEADLINE)
+            end.setsockopt(zmq.SNDTIMEO, SOCKET_DEADLINE)
+        receiver.bind(endpoint)
+        sender.connect(receiver.getsockopt_string(zmq.LAST_ENDPOINT))
+        sender.send(b"hello")
+        receiver.recv()
+
+
+def check_temporary_folder(_: Examination) -> Finding:
+    """Check that the private folder of a run's sockets can be made, with a short enough path."""
+    try:
+        folder = private_folder()
+        try:
+            length = len(os.fsencode(ipc_endpoint(folder).removeprefix("ipc://")))
+        finally:
+            folder.rmdir()
+    except ConfigError as error:
+        return broken("TMPDIR", one_line(error))
+    except OSError as error:
+        advice = "Set TMPDIR to a folder that you can write to."
+        return broken("TMPDIR", f"no folder can be made there ({one_line(error)}).", advice)
+    return ok("TMPDIR", f"{folder.parent}, socket paths of {length} bytes")
+
+
+def check_listen(examination: Examination) -> Finding | None:
+    """Check that the replay can listen at --replay.listen; None without it."""
+    config, name = examination.config, "replay.listen"
+    if not config.replay.listen:
+        return None
+    try:
+        endpoints.check_listen(config)
+    except ConfigError as error:
+        return broken(name, one_line(error))
+    host, _, port = config.replay.listen.removeprefix("tcp://").rpartition(":")
+    if not config.replay.listen.startswith("tcp://"):
+        return ok(name, config.replay.listen)
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # As ZeroMQ does.
+        try:
+            listener.bind((host, int(port)))
+            listener.listen(1)
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                advice = "Use the address of one of its interfaces: ip -brief address"
+                return broken(name, f"{host} is no address of this host.", advice)
+            if error.errno == errno.EADDRINUSE:
+                owner = holder(int(port)) or "a process that is not seen from here"
+                return broken(name, f"port {port} is taken by {owner}.", "End it, or choose another port.")
+            seen = f"{host}:{port} cannot be opened ({one_line(error)})."
+            return broken(name, seen, "Choose another port.")
+    return ok(name, f"{config.replay.listen} is an address of this host, and the port is free")
+
+
+def holder(port: int) -> str:
+    """Name the process that listens on an IPv4 port, like 'process 4711 (python)'; '' if not visible."""
+    inodes = set()
+    with suppress(OSError):
+        for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
+                inodes.add(f"socket:[{fields[9]}]")
+    for handle in Path("/proc").glob("[0-9]*/fd/*") if inodes else ():
+        with suppress(OSError):  # The process ended, or belongs to another user.
+            if str(handle.readlink()) in inodes:
+                process = handle.parents[1]
+                return f"process {process.name} ({(process / 'comm').read_text().strip()})"
+    return ""
+
+
+def check_keys(examination: Examination) -> Finding | None:
+    """Check that --replay.keys has the keys of this run's processes; None without it."""
+    config = examination.config
+    if not config.replay.keys:
+        return None
+    joined = bool(config.replay.listen)
+    placement = parse_placement(config.placement, ranks_named(config.placement), 0, joined=joined)
+    try:
+        endpoints.check(config, placement)
+    except ConfigError as error:
+        return broken("keys", one_line(error))
+    folder = Path(config.replay.keys).expanduser()
+    names = sorted(path.stem for path in (folder / ALLOWED).glob("*.public"))
+    return ok("keys", f"{folder}: {len(names)} clients are admitted: {', '.join(names)}")

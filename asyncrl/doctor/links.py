@@ -1,7 +1,12 @@
 """Measure a broadcast between every pair of GPUs in GB/s; name pairs that fail or hang.
 
-A child process per device (`link_member`) does what this one says, one pair after the other. A child whose
-pair hangs is killed and made anew for its next pair, because nothing else ends a hanging driver call.
+A child process per device serves one pair after the other:
+
+    1. child     {"ready": true}, once the device answers
+    2. parent    [number of the pair, rank in it]
+    3. child     {"seconds": [one for each way]} or {"problem": text}; then 2 again
+
+A child of a hanging pair is killed and replaced, because nothing else ends a hanging driver call.
 """
 
 from __future__ import annotations
@@ -9,49 +14,68 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
 from itertools import combinations
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, Final
 
-from asyncrl.doctor.findings import Examination, Finding, broken, ok, warning
-from asyncrl.doctor.link_member import Task, serve
+from asyncrl.doctor.checks import Examination, Finding, broken, ok, warning
 from asyncrl.errors import ConfigError, WeightSyncError
+from asyncrl.launch.child import redirect_output
 from asyncrl.launch.placement import pick_device
+from asyncrl.observability.signals import die_with_parent
 
 DEADLINE: Final = 60.0
-"""Seconds in which pairs are begun; one that might not end before is left out and named."""
+"""Seconds; a pair that might not end within them is not begun."""
 START_DEADLINE: Final = 60.0
-"""Seconds that a child has to import torch and to reach its device."""
+"""Seconds for a child to import torch and reach its device."""
 PAIR_DEADLINE: Final = 15.0
 KILL_DEADLINE: Final = 2.0
-"""Seconds the operating system has to end a killed child, before it is left alone."""
+"""Seconds to wait for a killed child."""
 GPU_BYTES, GPU_TIMES = 64 << 20, 8
 CPU_BYTES, CPU_TIMES = 8 << 20, 1
-WHAT_TO_DO: Final = {
-    "shared_memory": "Look for what else keeps this host busy.",
+ROUNDS: Final = 3
+"""Measured sends of each way, after one that sets connections up."""
+ADVICE: Final = {
+    "gloo": "Look for a firewall on loopback, or for what else keeps this host busy.",
     "nccl": "See why with: NCCL_DEBUG=INFO asyncrl doctor (NCCL's words go to stderr). Often an NVLink or "
     "fabric manager that is not up (nvidia-smi topo -m, nvidia-smi nvlink -s), PCIe ACS or an IOMMU "
     "between GPUs (try NCCL_P2P_DISABLE=1), or too little /dev/shm; CUDA_VISIBLE_DEVICES leaves a GPU out.",
 }
-Serve = Callable[[Connection, int, str, str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What is known of one pair."""
+    """Rates of one pair, or its problem."""
 
     pair: str
-    """For people, like 'cuda:0 - cuda:1'."""
+    """Like 'cuda:0 - cuda:1'."""
     rates: tuple[float, ...] = ()
-    """GB/s of each way; empty when it failed, or for a GPU that is alone."""
+    """GB/s of each way; empty if it failed, or for a single GPU."""
     problem: str = ""
     tested: bool = True
-    """False: there was no time left for it."""
+    """False if no time was left."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Settings that all pairs share."""
+
+    folder: str
+    """Private folder of the rendezvous."""
+    size: int
+    """Ends of a link: 2, or 1 for a single GPU."""
+    bytes: int
+    times: int
+    """Broadcasts of as many bytes per send."""
+    seconds: float
+    """Deadline of a pair."""
 
 
 def check_links(examination: Examination) -> Finding:
@@ -60,22 +84,20 @@ def check_links(examination: Examination) -> Finding:
 
     try:
         on_gpu = pick_device(examination.config.device).type == "cuda"
-    except ConfigError:  # The line about the placement says so.
+    except ConfigError:  # Reported by the check of the placement.
         on_gpu = False
-    devices = [f"cuda:{index}" for index in range(torch.cuda.device_count())] if on_gpu else ["cpu", "cpu"]
-    nbytes, times = (GPU_BYTES, GPU_TIMES) if on_gpu else (CPU_BYTES, CPU_TIMES)
-    results = measure(devices, nbytes, times)
-    return judge(
-        "GPU links" if on_gpu else "CPU link", results, nbytes, "nccl" if on_gpu else "shared_memory"
-    )
+    if on_gpu:
+        devices = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+        return judge("GPU links", measure(devices, GPU_BYTES, GPU_TIMES), GPU_BYTES, "nccl")
+    return judge("CPU link", measure(["cpu", "cpu"], CPU_BYTES, CPU_TIMES), CPU_BYTES, "gloo")
 
 
-def judge(name: str, results: Sequence[Result], nbytes: int, carrier: str) -> Finding:
-    """Sum the pairs up in a finding."""
+def judge(name: str, results: Sequence[Result], nbytes: int, backend: str) -> Finding:
+    """Summarise the pairs as a finding."""
     rates = [(rate, result.pair) for result in results for rate in result.rates]
-    seen = f"{carrier}, {nbytes >> 20} MiB each way"
+    seen = f"{backend}, {nbytes >> 20} MiB each way"
     if list(results) == [Result(pair=results[0].pair)]:
-        return ok(name, f"{carrier} forms a group on {results[0].pair}, which is alone")
+        return ok(name, f"{backend} forms a group on {results[0].pair}, which is alone")
     if rates:
         lowest, pair = min(rates)
         seen += f": lowest {lowest:.3g} GB/s ({pair})"
@@ -84,11 +106,92 @@ def judge(name: str, results: Sequence[Result], nbytes: int, carrier: str) -> Fi
         seen += f"; all: {', '.join(each)}"
     if failed := [result for result in results if result.problem]:
         named = "; ".join(f"{result.pair} {result.problem}" for result in failed)
-        return broken(name, f"{seen}; {len(failed)} of {len(results)} failed: {named}.", WHAT_TO_DO[carrier])
+        return broken(name, f"{seen}; {len(failed)} of {len(results)} failed: {named}.", ADVICE[backend])
     if untested := [result.pair for result in results if not result.tested]:
         advice = "Start it again with fewer GPUs: CUDA_VISIBLE_DEVICES."
         return warning(name, f"{seen}; there was no time for {', '.join(untested)}.", advice)
     return ok(name, seen)
+
+
+# ---- the child -------------------------------------------------------------------------------------
+
+
+def serve(connection: Connection, parent: int, device: str, plan: Plan) -> None:
+    """Serve pairs until the parent closes its end; this process ends with the parent's.
+
+    Args:
+        connection: To the parent.
+        parent: Its process id.
+        device: 'cpu' or 'cuda:N'.
+        plan: Of all pairs.
+    """
+    if "NCCL_DEBUG" in os.environ:
+        os.dup2(2, 1)  # NCCL prints to stdout, which belongs to the report.
+    else:
+        redirect_output(f"{plan.folder}/log")
+    die_with_parent(parent)
+    with suppress(EOFError, BrokenPipeError):
+        _answer(connection, lambda: _touch(device))
+        while True:
+            number, rank = json.loads(connection.recv_bytes())
+            _answer(connection, lambda n=number, r=rank: {"seconds": exchange(plan, n, r, device)})
+
+
+def _answer(connection: Connection, action: Callable[[], dict[str, object]]) -> None:
+    try:
+        answer = action()
+    except Exception as error:  # Every error of a driver is a finding, which the parent reports.
+        answer = {"problem": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+    connection.send_bytes(json.dumps(answer).encode())
+
+
+def _touch(device: str) -> dict[str, object]:
+    import torch
+
+    torch.set_num_threads(1)
+    torch.zeros(1, device=device).sum().item()
+    return {"ready": True}
+
+
+def exchange(plan: Plan, number: int, rank: int, device: str) -> list[float]:
+    """Broadcast from each end of a pair; returns the median seconds of each way.
+
+    Raises:
+        WeightSyncError: The buffer arrived damaged.
+    """
+    import torch
+    import torch.distributed as dist
+
+    on = torch.device(device)
+    if on.type == "cuda":
+        torch.cuda.set_device(on)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "nccl" if on.type == "cuda" else "gloo",
+        init_method=f"file://{plan.folder}/{number}",
+        rank=rank,
+        world_size=plan.size,
+        timeout=timedelta(seconds=plan.seconds),
+    )
+    medians = []
+    for way in range(plan.size):
+        buffer = torch.full((plan.bytes,), 1 + way if rank == way else 0, dtype=torch.uint8, device=on)
+        seconds = []
+        for _ in range(1 + ROUNDS):
+            begin = time.perf_counter()
+            for _ in range(plan.times):
+                dist.broadcast(buffer, src=way)
+            buffer[-1].item()  # Waits for the device.
+            seconds.append(time.perf_counter() - begin)
+        if not bool((buffer == 1 + way).all()):
+            raise WeightSyncError("what arrived is not what was sent.")
+        medians.append(statistics.median(seconds[1:]))
+    dist.barrier()  # Neither end frees its memory while the other may still read it.
+    dist.destroy_process_group()
+    return medians
+
+
+# ---- the parent ------------------------------------------------------------------------------------
 
 
 def measure(
@@ -98,118 +201,101 @@ def measure(
     *,
     deadline: float = DEADLINE,
     pair_deadline: float = PAIR_DEADLINE,
-    serve: Serve = serve,
+    serve: Callable[[Connection, int, str, Plan], None] = serve,
 ) -> list[Result]:
-    """Measure every pair of devices, or one device with itself when it is alone.
+    """Measure every pair of devices, or a single device with itself.
 
     Args:
         devices: 'cuda:N', or 'cpu' several times.
         nbytes: Size of the buffer.
-        times: A send is this many broadcasts of it.
-        deadline: Seconds. A pair that might not end within them is not begun.
+        times: Broadcasts of it per send.
+        deadline: Seconds; a pair that might not end within them is not begun.
         pair_deadline: Seconds of one pair, once its children have started.
-        serve: What a child does, `link_member.serve`.
+        serve: Of a child.
     """
     until = time.monotonic() + deadline
     # Neighbours first: pairs of one sick device do not take the time of all the others.
     pairs = sorted(combinations(range(len(devices)), 2), key=lambda pair: pair[1] - pair[0]) or [(0,)]
     results = []
     with tempfile.TemporaryDirectory(prefix="asyncrl-doctor-") as folder:
-        processes = _LinkProcesses(devices, Path(folder), serve)
+        plan = Plan(folder=folder, size=len(pairs[0]), bytes=nbytes, times=times, seconds=pair_deadline)
+        children = _Children(devices, plan, serve)
         try:
-            processes.start(range(len(devices)))
+            children.start(range(len(devices)))
             for number, pair in enumerate(pairs):
-                name = " - ".join(_names(devices)[index] for index in pair)
                 if time.monotonic() + pair_deadline > until:
-                    results.append(Result(pair=name, tested=False))
-                    continue
-                task = Task(
-                    number=number,
-                    folder=folder,
-                    rank=0,
-                    size=len(pair),
-                    bytes=nbytes,
-                    times=times,
-                    seconds=pair_deadline,
-                )
-                tasks = [replace(task, rank=rank) for rank in range(len(pair))]
-                results.append(_measure_pair(processes, name, pair, tasks))
+                    results.append(Result(pair=children.name(*pair), tested=False))
+                else:
+                    results.append(_measure_pair(children, plan, number, pair))
         finally:
-            processes.end()
+            children.end()
     return results
 
 
-def _names(devices: Sequence[str]) -> list[str]:
-    """Name the devices; processes that share the CPU are numbered."""
-    return [name if devices.count(name) == 1 else f"{name} process {i}" for i, name in enumerate(devices)]
-
-
-def _measure_pair(processes: _LinkProcesses, name: str, pair: Sequence[int], tasks: Sequence[Task]) -> Result:
+def _measure_pair(children: _Children, plan: Plan, number: int, pair: Sequence[int]) -> Result:
+    name = children.name(*pair)
     try:
-        processes.start(pair)
-        processes.wait_until_ready(pair)
-        for index, task in zip(pair, tasks, strict=True):
-            processes.tell(index, task)
-        end = time.monotonic() + tasks[0].seconds
-        answers = [processes.hear(index, end, "hangs") for index in pair]
+        children.start(pair)
+        children.wait_until_ready(pair)
+        for rank, index in enumerate(pair):
+            children.send(index, [number, rank])
+        end = time.monotonic() + plan.seconds
+        answers = [children.receive(index, end, "hangs") for index in pair]
     except WeightSyncError as error:
-        processes.drop(pair)
+        children.kill(pair)
         return Result(pair=name, problem=str(error))
     if len(pair) == 1:
         return Result(pair=name)
     slower = [max(seconds) for seconds in zip(*(answer["seconds"] for answer in answers), strict=True)]
-    moved = tasks[0].bytes * tasks[0].times
-    return Result(pair=name, rates=tuple(moved / seconds / 1e9 for seconds in slower))
+    return Result(pair=name, rates=tuple(plan.bytes * plan.times / seconds / 1e9 for seconds in slower))
 
 
-class _LinkProcesses:
-    """The children, by the number of their device."""
+class _Children:
+    """Child processes by the number of their device."""
 
-    def __init__(self, devices: Sequence[str], folder: Path, serve: Serve) -> None:
-        self._devices, self._folder, self._serve = devices, folder, serve
-        self._children: dict[int, tuple[Any, Connection]] = {}
+    def __init__(self, devices: Sequence[str], plan: Plan, serve: Callable[..., None]) -> None:
+        self._devices, self._plan, self._serve = devices, plan, serve
+        self._running: dict[int, tuple[Any, Connection]] = {}
         self._ready: set[int] = set()
         self._killed: list[Any] = []
 
+    def name(self, *indices: int) -> str:
+        """Name devices for the report; processes that share the CPU are numbered."""
+        several = len(set(self._devices)) < len(self._devices)
+        return " - ".join(self._devices[i] + f" process {i}" * several for i in indices)
+
     def start(self, indices: Sequence[int]) -> None:
-        """Start the children that are not there; they get ready side by side."""
+        """Start children that are not running."""
         context = multiprocessing.get_context("spawn")
-        log = "" if "NCCL_DEBUG" in os.environ else str(self._folder / "log")
-        for index in indices:
-            if index not in self._children:
-                ours, theirs = context.Pipe()
-                arguments = (theirs, os.getpid(), self._devices[index], log)
-                child = context.Process(target=self._serve, args=arguments, daemon=True)
-                child.start()
-                theirs.close()
-                self._children[index] = (child, ours)
+        for index in set(indices) - self._running.keys():
+            ours, theirs = context.Pipe()
+            arguments = (theirs, os.getpid(), self._devices[index], self._plan)
+            child = context.Process(target=self._serve, args=arguments, daemon=True)
+            child.start()
+            theirs.close()
+            self._running[index] = (child, ours)
 
     def wait_until_ready(self, indices: Sequence[int]) -> None:
-        """Wait until children have started.
-
-        Raises:
-            WeightSyncError: One did not within `START_DEADLINE`, or cannot reach its device.
-        """
+        """Wait until children reached their devices; raises WeightSyncError after `START_DEADLINE`."""
         until = time.monotonic() + START_DEADLINE
-        for index in indices:
-            if index not in self._ready:
-                self.hear(index, until, "did not start")
-                self._ready.add(index)
+        for index in set(indices) - self._ready:
+            self.receive(index, until, "did not start")
+            self._ready.add(index)
 
-    def tell(self, index: int, task: Task) -> None:
-        """Send a task."""
+    def send(self, index: int, message: list[int]) -> None:
+        """Send a child its next pair."""
         try:
-            self._children[index][1].send_bytes(json.dumps(asdict(task)).encode())
+            self._running[index][1].send_bytes(json.dumps(message).encode())
         except OSError:
             raise WeightSyncError(self._ended(index)) from None
 
-    def hear(self, index: int, until: float, otherwise: str) -> dict[str, Any]:
+    def receive(self, index: int, until: float, otherwise: str) -> dict[str, Any]:
         """Wait for a child's next message.
 
         Raises:
-            WeightSyncError: It says that it failed, ended, or did not answer until then.
+            WeightSyncError: The child reports a problem, ended, or did not answer in time.
         """
-        name, connection = _names(self._devices)[index], self._children[index][1]
+        name, connection = self.name(index), self._running[index][1]
         if not connection.poll(max(0.0, until - time.monotonic())):
             raise WeightSyncError(f"{otherwise} ({name} gave no answer in time)")
         try:
@@ -221,22 +307,22 @@ class _LinkProcesses:
         return answer
 
     def _ended(self, index: int) -> str:
-        child = self._children[index][0]
+        child = self._running[index][0]
         child.join(KILL_DEADLINE)
-        return f"failed (the process of {_names(self._devices)[index]} ended with code {child.exitcode})"
+        return f"failed (the process of {self.name(index)} ended with code {child.exitcode})"
 
-    def drop(self, indices: Sequence[int]) -> None:
+    def kill(self, indices: Sequence[int]) -> None:
         """Kill children without waiting: the next pair need not wait for a driver."""
         for index in indices:
-            child, connection = self._children.pop(index)
+            child, connection = self._running.pop(index)
             self._ready.discard(index)
             connection.close()
             child.kill()
             self._killed.append(child)
 
     def end(self) -> None:
-        """Kill all. Whoever outlives it hangs inside the operating system and is left alone."""
-        self.drop(list(self._children))
+        """Kill all; one that hangs inside the operating system is abandoned."""
+        self.kill(list(self._running))
         until = time.monotonic() + KILL_DEADLINE
         for child in self._killed:
             child.join(max(0.0, until - time.monotonic()))

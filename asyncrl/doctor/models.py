@@ -1,9 +1,11 @@
-"""Load the settings' models as a run would, check that they fit together, and measure their sizes."""
+"""Load the models of a run, check that they fit together, measure their sizes, and try the world."""
 
 from __future__ import annotations
 
+import gc
+import time
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Final
 
@@ -12,24 +14,73 @@ from torch import Tensor
 
 from asyncrl.config.algorithm import LearnerSettings
 from asyncrl.config.run import TrainConfig
-from asyncrl.doctor.findings import Examination, Finding, Sizes, broken, ok, one_line
-from asyncrl.errors import AsyncRLError, CheckpointError
+from asyncrl.doctor.checks import Examination, Finding, broken, ok, one_line
+from asyncrl.doctor.gpus import devices_of, hosts_of, placement_of
+from asyncrl.doctor.host import GIB
+from asyncrl.errors import AsyncRLError, CheckpointError, ConfigError
 from asyncrl.launch.environment import EnvironmentFiles, with_world_defaults
 from asyncrl.launch.learner_start import load_models
 from asyncrl.launch.named_models import named_world
 from asyncrl.launch.simulated import SimulatorFiles, simulator_named
+from asyncrl.launch.world_conformance import CHECKS, check_world
 from asyncrl.policies.acceleration import frozen_float8_bytes
 from asyncrl.policies.interface import CountsActivations
-from asyncrl.records import SlotBytes
+from asyncrl.records import ActionSpec, SlotBytes
 from asyncrl.storage import asset_paths, checkpoint, run_folder
 from asyncrl.worlds.interface import CountsSlots
 
 MIB: Final = 2**20
 SHIPPED: Final = "tabletop"
+MOST_ON_CPU: Final = GIB
+"""Bytes of models up to which decisions take seconds without a GPU."""
+ROOM: Final = 1.3
+"""Free bytes per byte of weights, so that decisions of a few slots fit too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Sizes of a run's models in bytes, unless a field says otherwise."""
+
+    policy: int
+    """As its file and an actor hold it."""
+    parameters: int
+    """Count, frozen ones included."""
+    trained: int
+    """Count of trained parameters."""
+    float32_masters: int
+    """The policy as the learner holds it: float32 if --learner.precision is."""
+    unsharded: int
+    """Share of `float32_masters` that every learner rank holds: frozen weights below adapters."""
+    rounded: int = 0
+    """8-bit copies of frozen weights on every learner rank (--learner.frozen-precision)."""
+    version: int
+    """The tensors that actors get after an update."""
+    environment: int
+    """World and reward model."""
+    frame: int
+    action_spec: ActionSpec
+    """Of the policy."""
+    block: int = 0
+    """The policy's largest block, as passes gather it."""
+    acting: int = 0
+    """Activations per decision of a forward pass; 0: unknown."""
+    learning: int = 0
+    """Activations per decision of a micro-batch; 0: unknown."""
+    slot: SlotBytes = field(default_factory=SlotBytes)
+
+    @property
+    def training(self) -> int:
+        """Gradient and AdamW's two moments, float32."""
+        return 12 * self.trained
+
+    @property
+    def checkpoint(self) -> int:
+        """The policy, and float32 weights and moments of the trained parameters."""
+        return self.policy + 12 * self.trained
 
 
 def check_shipped_files(examination: Examination) -> Finding | None:
-    """Check whether the shipped models are complete; None when the settings name others only."""
+    """Check that the shipped models are complete; None if the settings name others only."""
     config = examination.config
     if SHIPPED not in (config.policy, config.world, config.start_states):
         return None
@@ -40,24 +91,26 @@ def check_shipped_files(examination: Examination) -> Finding | None:
             asset_paths.start_states_path(SHIPPED, SHIPPED),
         )
     except CheckpointError:
-        return broken(
-            "shipped files",
-            f"asyncrl/assets/{SHIPPED} is incomplete (policy, world, start_states.h5).",
-            "Install asyncrl again, or rebuild them with torchrun_scripts/rebuild_assets.sh",
-        )
+        seen = f"asyncrl/assets/{SHIPPED} is incomplete (policy, world, start_states.h5)."
+        advice = "Install asyncrl again, or rebuild them with torchrun_scripts/rebuild_assets.sh"
+        return broken("shipped files", seen, advice)
     files = [path for root in found for path in (root, *root.rglob("*")) if path.is_file()]
     size = sum(path.stat().st_size for path in files)
     return ok("shipped files", f"{SHIPPED} policy, world and start states, {size / MIB:.1f} MiB")
 
 
 def check_models(examination: Examination) -> Finding:
-    """Load the policy on the CPU, check the others, note the sizes; with --resume verify the checkpoint."""
+    """Load the policy on the CPU, check the others, record the sizes; with --resume verify the checkpoint."""
     try:
         config, _ = with_world_defaults(examination.config)
-        # What is rounded is only counted: a host takes minutes for what a GPU does in seconds.
+        # Rounding is only counted: it takes minutes on a CPU.
         exact = replace(config, learner=replace(config.learner, frozen_precision="stored"))
         policy, environment = load_models(exact, torch.device("cpu"))
-        resumed = _verify_checkpoint(config)
+        resumed = ""
+        if config.resume:
+            folder = checkpoint.latest(run_folder.locate(config))
+            assert folder is not None  # The run folder was found by its checkpoints.
+            resumed = "; ".join(["", f"goes on from {folder.name}", *checkpoint.verify(folder).notes])
     except AsyncRLError as error:
         return broken("models", one_line(error))
     examination.config = config
@@ -65,18 +118,14 @@ def check_models(examination: Examination) -> Finding:
     examination.sizes = sizes = measure(config, policy, environment, slot_of(config))
     return ok(
         "models",
-        f"policy {_millions(sizes.parameters)} parameters ({_millions(sizes.trained)} trained), "
+        f"policy {sizes.parameters / 1e6:.1f} M parameters ({sizes.trained / 1e6:.1f} M trained), "
         f"{sizes.policy / MIB:.1f} MiB; world and reward {sizes.environment / MIB:.1f} MiB; "
         f"{environment.summary}{resumed}",
     )
 
 
 def slot_of(config: TrainConfig) -> SlotBytes:
-    """Ask the world what slots take; nothing is known of a world that does not say it.
-
-    Args:
-        config: With what the world says where its user said nothing.
-    """
+    """Return the memory of the world's slots; empty for a world that does not report it."""
     if simulator_named(config.world):
         return SlotBytes()
     world = named_world(config.world, config.world_settings)
@@ -106,12 +155,11 @@ def measure(
     ready = wide or all(p.dtype == torch.bfloat16 for p in frozen)  # as `sharding.shard` decides
     itemsize = 4 if wide else 2
     blocks = [sum(p.numel() for p in block.parameters()) * itemsize for block in policy.blocks()]
-    acting = learning = kept = 0
+    acting = learning = 0
     counts: object = policy
     if isinstance(counts, CountsActivations):
         acting = counts.activation_bytes(1, "acting", policy.dtype.itemsize)
         learning = _learning_bytes(config.learner, counts, itemsize)
-        kept = counts.activation_bytes(1, "kept", itemsize)
     return Sizes(
         policy=_bytes(chain(parameters, policy.buffers())),
         parameters=sum(p.numel() for p in policy.parameters()),
@@ -126,13 +174,12 @@ def measure(
         block=max(blocks, default=0),
         acting=acting,
         learning=learning,
-        kept=kept,
         slot=slot,
     )
 
 
 def _learning_bytes(learner: LearnerSettings, policy: CountsActivations, itemsize: int) -> int:
-    """Activations of a decision in a pass with gradient: of layers that keep all, or only their input."""
+    """Return the activations of a decision in a pass with gradient."""
     kept = policy.activation_bytes(1, "kept", itemsize)
     if not learner.gradient_checkpointing:
         return kept
@@ -140,18 +187,56 @@ def _learning_bytes(learner: LearnerSettings, policy: CountsActivations, itemsiz
     return kept - saved // learner.gradient_checkpointing_every
 
 
-def _verify_checkpoint(config: TrainConfig) -> str:
-    if not config.resume:
-        return ""
-    folder = checkpoint.latest(run_folder.locate(config))
-    assert folder is not None  # The run folder was found by its checkpoints.
-    notes = checkpoint.verify(folder).notes
-    return "; ".join(["", f"goes on from {folder.name}", *notes])
-
-
 def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def _millions(count: int) -> str:
-    return f"{count / 1e6:.1f} M"
+def check_world_model(examination: Examination) -> Finding | None:
+    """Try a few decisions of the world; None for a simulator, or if the models did not load."""
+    sizes, config = examination.sizes, examination.config
+    if sizes is None or not examination.starts:
+        return None
+    try:
+        device = _imagining_device(examination)
+    except ConfigError:  # Reported by the check of the placement.
+        return None
+    if device is None:
+        return ok("world", "not tried: no rank of this placement imagines here")
+    if reason := _reason_to_skip(device, sizes.environment):
+        return ok("world", f"not tried: {reason}. Try it by `asyncrl check world {config.world}`")
+    began = time.monotonic()
+    try:
+        named = named_world(config.world, config.world_settings)
+        world: Any = named.kind.load(named.folder, device, config.imagination, **named.settings)
+        for _ in check_world(world, examination.starts):
+            pass
+    except AsyncRLError as error:
+        return broken("world", one_line(error))
+    finally:
+        world = None
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return ok(
+        "world",
+        f"keeps what runs rest on: {len(CHECKS)} checks in {time.monotonic() - began:.1f} s on {device}",
+    )
+
+
+def _imagining_device(examination: Examination) -> torch.device | None:
+    """Return the device of the first rank of this host that imagines; None without one."""
+    config = examination.config
+    placement = placement_of(config)
+    by_rank = devices_of(config, placement, hosts_of(examination).ranks(examination.host))
+    imagine = (on for rank, on in by_rank.items() if {"actor", "world"} & set(placement.roles(rank)))
+    return next(imagine, None)
+
+
+def _reason_to_skip(device: torch.device, nbytes: int) -> str:
+    """Return why a world of so many bytes is not tried on a device; empty if it is."""
+    if device.type == "cpu" and nbytes > MOST_ON_CPU:
+        return f"{nbytes / GIB:.1f} GiB of models would take minutes without a GPU"
+    if device.type == "cuda" and (free := torch.cuda.mem_get_info(device)[0]) < ROOM * nbytes:
+        needed = f"{nbytes / GIB:.1f} GiB of models"
+        return f"of {device} only {free / GIB:.1f} GiB are free, too little for {needed}"
+    return ""

@@ -1,4 +1,4 @@
-"""Check a simulator: its packages, what it draws with, a reset and steps as a worker process makes them."""
+"""Check a simulator: its packages, its renderer, and resets and steps in a worker process."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from asyncrl import registry
-from asyncrl.doctor.findings import Finding, broken, ok, warning
+from asyncrl.doctor.checks import Finding, broken, numbers, ok, warning
 from asyncrl.doctor.host import GIB, free_memory
-from asyncrl.doctor.packages import numbers
 from asyncrl.errors import RunError
 
 if TYPE_CHECKING:
@@ -26,23 +25,21 @@ if TYPE_CHECKING:
 
 MIB: Final = 2**20
 ANSWER: Final = 300.0
-"""Seconds that one request may take."""
+"""Seconds for one request."""
 STEPS: Final = 8
 """Steps of a request, as of a decision."""
 ROUNDS: Final = 3
-"""Times that steps are timed, after one that is not."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pinned:
-    """A package that a simulator needs, in versions that work."""
+    """Versions of a package that a simulator works with."""
 
     package: str
     lowest: str
     below: str = ""
-    """First version that does not work; empty: none is known."""
+    """First version that does not work; empty if none is known."""
     reason: str = "Others were not tried."
-    """Why not another version."""
 
 
 PINNED: Final[dict[str, tuple[Pinned, ...]]] = {
@@ -69,41 +66,40 @@ PINNED: Final[dict[str, tuple[Pinned, ...]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What one worker process was seen to do."""
+    """Measurements of one worker process."""
 
     spec: SimulatorSpec
     start: float
     """Seconds until it was ready."""
     reset: float
-    """Seconds of the later of two resets of one place."""
+    """Seconds of the second reset of one place."""
     undrawn: float
     """Seconds of a step of all places without pictures."""
     drawn: float
     """Seconds of a step of all places with pictures of all cameras."""
     memory: int
-    """Most bytes that the process had in memory; 0: not known."""
+    """Peak bytes of the process; 0 if unknown."""
     repeats: bool
-    """Whether one start showed the same picture twice."""
+    """True if one start showed the same picture twice."""
     blank: bool
-    """Whether the picture has one colour only."""
+    """True if the picture has one colour only."""
 
 
 @dataclass(kw_only=True)
 class SimulatorExamination:
-    """One examination of a simulator."""
+    """A simulator under examination."""
 
     source: SimulatorSource
     measured: Measured | None = None
-    """Known once it was played in."""
 
     @property
     def family(self) -> str:
-        """Return the first word of a short name; empty for a class of the user's."""
+        """The first word of a short name; empty for a user's class."""
         return "" if ":" in self.source.name else self.source.name.partition("_")[0]
 
 
 def check_pinned(pinned: Pinned) -> Finding:
-    """Compare the installed version of a package with those that work."""
+    """Compare an installed package with the versions that work."""
     wanted = f"{pinned.package}>={pinned.lowest}" + (f",<{pinned.below}" if pinned.below else "")
     remedy = f"Install it with: pip install '{wanted}'"
     try:
@@ -117,7 +113,7 @@ def check_pinned(pinned: Pinned) -> Finding:
 
 
 def check_drawing(examination: SimulatorExamination) -> Finding | None:
-    """Check whether there is what the simulator draws with; None where only the user knows what that is."""
+    """Check the simulator's renderer; None for a user's class."""
     if examination.family in ("tabletop", "libero"):
         from asyncrl.simulators.rendering import require_backend
 
@@ -130,7 +126,7 @@ def check_drawing(examination: SimulatorExamination) -> Finding | None:
 
 
 def check_play(examination: SimulatorExamination) -> Finding:
-    """Play in one worker process, as `evaluate` does; says what the simulator is."""
+    """Play in one worker process, as `evaluate` does, and describe the simulator."""
     measured = examination.measured = measure(examination.source)
     spec = measured.spec
     starts = f"{spec.trials} stored starts each" if spec.trials else "seeds as starts"
@@ -151,20 +147,16 @@ def check_reset(examination: SimulatorExamination) -> Finding | None:
         return None
     seen = f"ready after {measured.start:.1f} s, a reset takes {measured.reset:.2f} s"
     if not measured.repeats:
-        return warning(
-            "reset",
-            f"{seen}; one start showed two different pictures.",
-            "Everything about an episode must follow from its start: draw from its seed only.",
-        )
+        advice = "Everything about an episode must follow from its start: draw from its seed only."
+        return warning("reset", f"{seen}; one start showed two different pictures.", advice)
     if measured.blank:
-        return warning(
-            "reset", f"{seen}; the picture has one colour only.", "See whether it is drawn at all."
-        )
+        seen += "; the picture has one colour only."
+        return warning("reset", seen, "See whether it is drawn at all.")
     return ok("reset", seen)
 
 
 def check_step(examination: SimulatorExamination) -> Finding | None:
-    """Say what a step takes."""
+    """Report the time of a step."""
     measured = examination.measured
     if measured is None:
         return None
@@ -178,7 +170,7 @@ def check_step(examination: SimulatorExamination) -> Finding | None:
 
 
 def check_simulator_memory(examination: SimulatorExamination) -> Finding | None:
-    """Say how many processes there is memory for."""
+    """Compare the memory of a process with the free memory."""
     measured = examination.measured
     if measured is None or not measured.memory:
         return None
@@ -239,14 +231,14 @@ def measure(source: SimulatorSource) -> Measured:
 
 
 def _begin(pool: SimulatorPool, starts: list) -> list[SlotAnswer]:
-    """Begin an episode in each of the first slots."""
+    """Reset the first slots."""
     for slot, start in enumerate(starts):
         pool.reset(slot, start)
     return _answers(pool, len(starts))
 
 
 def _time_steps(pool: SimulatorPool, every_frame: bool) -> float:
-    """Let all slots do nothing for a request; return how long that took in seconds."""
+    """Return the seconds of one request of idle actions in all slots."""
     steps = min(STEPS, pool.spec.max_steps)
     idle = np.tile(np.asarray(pool.spec.idle, np.float32), (steps, 1))
     begun = time.monotonic()
@@ -261,11 +253,7 @@ def _time_steps(pool: SimulatorPool, every_frame: bool) -> float:
 
 
 def _answers(pool: SimulatorPool, count: int) -> list[SlotAnswer]:
-    """Wait for as many answers.
-
-    Raises:
-        RunError: The worker was lost, or they did not come in time.
-    """
+    """Wait for `count` answers; raises RunError if the worker is lost or too slow."""
     found: list[SlotAnswer] = []
     deadline = time.monotonic() + ANSWER
     while len(found) < count:
@@ -278,7 +266,7 @@ def _answers(pool: SimulatorPool, count: int) -> list[SlotAnswer]:
 
 
 def _memory_of_workers() -> int:
-    """Return the most bytes that the pool's processes had in memory at once; 0: this system does not say."""
+    """Return the peak bytes of the pool's processes; 0 if unknown."""
     peak = 0
     for child in multiprocessing.active_children():
         status = Path(f"/proc/{child.pid}/status")

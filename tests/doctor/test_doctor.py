@@ -19,10 +19,9 @@ from asyncrl.commands import doctor as command
 from asyncrl.config.loading import parse
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.weights import WeightSettings
-from asyncrl.doctor import checks, gpus, host, models, packages
-from asyncrl.doctor.checks import Check
-from asyncrl.doctor.findings import Examination, Finding, Sizes, Verdict, render, run_check
-from asyncrl.doctor.packages import check_package
+from asyncrl.doctor import checks, gpus, host, models
+from asyncrl.doctor.checks import Check, Examination, Finding, Verdict, check_package, render, run_check
+from asyncrl.doctor.models import Sizes
 from asyncrl.records import ActionSpec
 from asyncrl.worlds.start_states import save_start_states
 from support import ROOT
@@ -42,7 +41,7 @@ def leave(_: Examination) -> Finding:
 
 def test_it_asks_for_the_versions_of_pyproject() -> None:
     needed = tomllib.loads(PYPROJECT.read_text())["project"]["dependencies"]
-    assert [f"{name}>={lowest}" for name, lowest in packages.NEEDED.items()] == [
+    assert [f"{name}>={lowest}" for name, lowest in checks.NEEDED.items()] == [
         x.split(",")[0] for x in needed
     ]
 
@@ -95,7 +94,7 @@ def test_the_report_names_everything_and_its_code_follows_from_it(capsys, tmp_pa
     expected = [check.name for check in checks.CHECKS if check.name not in silent]
     expected[-1] = "CPU link"
     found = [name for name in names if name != "torchvision"]
-    assert found == ["settings", "Python", *packages.NEEDED, *expected]
+    assert found == ["settings", "Python", *checks.NEEDED, *expected]
     broken = [name for name, line in zip(names, lines, strict=False) if " BROKEN " in line]
     verdict = f"Training cannot run: {', '.join(broken)}." if broken else "Training can run: asyncrl train"
     assert (lines[-1], code) == (verdict, int(bool(broken)))
@@ -140,7 +139,7 @@ def test_a_broken_torchvision_is_a_warning_that_says_how_to_remove_it(tmp_path, 
     (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "torchvision", raising=False)
-    finding = packages.check_torchvision(Examination(config=TrainConfig()))
+    finding = checks.check_torchvision(Examination(config=TrainConfig()))
     assert finding is not None
     assert finding.verdict is Verdict.WARNING
     assert finding.seen.startswith("is installed but does not fit torch (operator torchvision::nms")

@@ -12,8 +12,9 @@ import zmq
 from asyncrl.config.actor import ActorSettings
 from asyncrl.config.replay import ReplaySettings
 from asyncrl.config.run import TrainConfig
-from asyncrl.doctor import network, storage
-from asyncrl.doctor.findings import Examination, Finding, Sizes, Verdict
+from asyncrl.doctor import host
+from asyncrl.doctor.checks import Examination, Finding, Verdict
+from asyncrl.doctor.models import Sizes
 from asyncrl.messaging.keys import create_keys
 from asyncrl.records import ActionSpec
 
@@ -43,9 +44,9 @@ def certain(finding: Finding | None) -> Finding:
 
 
 def test_a_replay_larger_than_the_disk_is_a_warning_with_numbers(tmp_path: Path) -> None:
-    fits = storage.check_free_disk(examination(tmp_path / "run", max_gigabytes=0.01))
+    fits = host.check_free_disk(examination(tmp_path / "run", max_gigabytes=0.01))
     assert fits.verdict is Verdict.OK
-    finding = storage.check_free_disk(examination(tmp_path / "run", max_gigabytes=1e9))
+    finding = host.check_free_disk(examination(tmp_path / "run", max_gigabytes=1e9))
     assert finding.verdict is Verdict.WARNING
     assert "the replay may take 931322574.6, 4 checkpoints 0.08: actors would wait" in finding.seen
     assert "--replay.max-gigabytes" in finding.advice
@@ -64,34 +65,34 @@ def test_checkpoints_larger_than_the_disk_are_broken(tmp_path: Path) -> None:
         frame=1,
         action_spec=ActionSpec(),
     )
-    finding = storage.check_free_disk(looked_at)
+    finding = host.check_free_disk(looked_at)
     assert finding.verdict is Verdict.BROKEN
     assert "--keep-checkpoints" in finding.advice
 
 
 def test_a_run_folder_that_cannot_be_made_is_broken(tmp_path: Path) -> None:
-    assert storage.check_run_folder(examination(tmp_path / "new" / "run")).verdict is Verdict.OK
+    assert host.check_run_folder(examination(tmp_path / "new" / "run")).verdict is Verdict.OK
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "file").touch()
-    taken = storage.check_run_folder(examination(tmp_path / "old"))
+    taken = host.check_run_folder(examination(tmp_path / "old"))
     assert taken.verdict is Verdict.BROKEN
     assert "add --resume" in taken.seen
-    no_disk = storage.check_run_folder(examination(Path("/proc/asyncrl-run")))
+    no_disk = host.check_run_folder(examination(Path("/proc/asyncrl-run")))
     assert no_disk.verdict is Verdict.BROKEN
 
 
 def test_the_template_of_run_folders_lies_beside_them(tmp_path: Path) -> None:
-    fine = storage.check_run_folder(examination(tmp_path / "{time}" / "deeper"))
+    fine = host.check_run_folder(examination(tmp_path / "{time}" / "deeper"))
     assert fine.verdict is Verdict.OK
-    assert storage.existing_parent(tmp_path / "a" / "b") == tmp_path
+    assert host.existing_parent(tmp_path / "a" / "b") == tmp_path
 
 
 def test_the_speed_of_the_disk_is_measured_and_judged(tmp_path: Path, monkeypatch) -> None:
-    assert storage.check_disk_speed(examination(tmp_path / "run")).verdict is Verdict.OK
+    assert host.check_disk_speed(examination(tmp_path / "run")).verdict is Verdict.OK
     assert list(tmp_path.iterdir()) == []
-    monkeypatch.setattr(storage, "SLOW", 1e-6)  # No disk is as fast.
-    slow = storage.check_disk_speed(examination(tmp_path / "run"))
+    monkeypatch.setattr(host, "SLOW", 1e-6)  # No disk is as fast.
+    slow = host.check_disk_speed(examination(tmp_path / "run"))
     assert slow.verdict is Verdict.WARNING
     assert "the replay could not keep up" in slow.seen
 
@@ -103,10 +104,10 @@ def test_the_time_of_an_update_counts_bytes_and_syncs() -> None:
     numbers = decisions * 8 * (7 * (4 + 4 + 4) + 4 + 4)
     group = members * ((decisions + 1) * frame + numbers)
     expected = groups * (group / 1e6 + 4 * 0.01)
-    assert storage.seconds_per_update(config, SIZES, 1e6, 0.01) == pytest.approx(expected)
+    assert host.seconds_per_update(config, SIZES, 1e6, 0.01) == pytest.approx(expected)
     with_video = TrainConfig(replay=ReplaySettings(keep_video_every=16), actor=ActorSettings(max_decisions=6))
     more = groups * members * decisions * 8 / 16 * frame / 1e6
-    assert storage.seconds_per_update(with_video, SIZES, 1e6, 0.01) == pytest.approx(expected + more)
+    assert host.seconds_per_update(with_video, SIZES, 1e6, 0.01) == pytest.approx(expected + more)
 
 
 MOUNTS = """\
@@ -128,81 +129,77 @@ bucket /with\\040blank fuse.s3fs rw 0 0
     ],
 )
 def test_the_file_system_is_that_of_the_nearest_mount(place: str, kind: str) -> None:
-    assert storage.kind_of(Path(place), MOUNTS) == kind
+    assert host.kind_of(Path(place), MOUNTS) == kind
 
 
 @pytest.mark.parametrize("kind", ["nfs4", "lustre", "fuse.sshfs"])
 def test_a_network_file_system_is_a_warning(tmp_path: Path, monkeypatch, kind: str) -> None:
-    assert certain(storage.check_file_system(examination(tmp_path))).verdict is Verdict.OK
-    monkeypatch.setattr(storage, "kind_of", lambda place, mounts: kind)
-    finding = certain(storage.check_file_system(examination(tmp_path)))
+    assert certain(host.check_file_system(examination(tmp_path))).verdict is Verdict.OK
+    monkeypatch.setattr(host, "kind_of", lambda place, mounts: kind)
+    finding = certain(host.check_file_system(examination(tmp_path)))
     assert finding.verdict is Verdict.WARNING
     assert finding.seen.startswith(f"{kind} in {tmp_path}")
 
 
 def test_a_lock_that_keeps_nobody_out_is_broken(tmp_path: Path, monkeypatch) -> None:
-    assert storage.check_locks(examination(tmp_path)).verdict is Verdict.OK
-    (tmp_path / "free").touch()
-    assert not storage.is_held(tmp_path / "free")
-    monkeypatch.setattr(storage, "is_held", lambda path: False)
-    assert storage.check_locks(examination(tmp_path)).verdict is Verdict.BROKEN
+    assert host.check_locks(examination(tmp_path)).verdict is Verdict.OK
+    monkeypatch.setattr("fcntl.flock", lambda *_: None)
+    assert host.check_locks(examination(tmp_path)).verdict is Verdict.BROKEN
 
 
 # --- sockets and ports ---
 
 
 def test_a_socket_that_cannot_be_opened_is_an_error(tmp_path: Path) -> None:
-    network.exchange(f"ipc://{tmp_path}/works")
+    host.exchange(f"ipc://{tmp_path}/works")
     with pytest.raises(zmq.ZMQError):
-        network.exchange(f"ipc://{tmp_path}/no-such-folder/x")
+        host.exchange(f"ipc://{tmp_path}/no-such-folder/x")
 
 
 def test_a_taken_port_is_broken_and_its_holder_is_named(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         taken = examination(tmp_path, listen=f"tcp://127.0.0.1:{port}")
-        finding = certain(network.check_listen(taken))
+        finding = certain(host.check_listen(taken))
         assert finding.verdict is Verdict.BROKEN
         assert f"port {port} is taken by process {os.getpid()} (" in finding.seen
-    finding = certain(network.check_listen(taken))
+    finding = certain(host.check_listen(taken))
     assert finding.verdict is Verdict.OK, finding
-    assert network.holder(port) == ""
+    assert host.holder(port) == ""
 
 
 def test_a_connection_does_not_hold_its_port(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as client:
         client.connect(server.getsockname())
-        assert network.holder(client.getsockname()[1]) == ""
+        assert host.holder(client.getsockname()[1]) == ""
 
 
 def test_an_address_of_another_host_is_broken(tmp_path: Path) -> None:
     create_keys(tmp_path / "keys", ["learner", "actor-0"])
     finding = certain(
-        network.check_listen(
-            examination(tmp_path, listen="tcp://192.0.2.7:5555", keys=str(tmp_path / "keys"))
-        )
+        host.check_listen(examination(tmp_path, listen="tcp://192.0.2.7:5555", keys=str(tmp_path / "keys")))
     )
     assert finding.verdict is Verdict.BROKEN
     assert "192.0.2.7 is no address of this host" in finding.seen
 
 
 def test_an_address_without_keys_is_refused_as_training_would(tmp_path: Path) -> None:
-    finding = certain(network.check_listen(examination(tmp_path, listen="tcp://192.0.2.7:5555")))
+    finding = certain(host.check_listen(examination(tmp_path, listen="tcp://192.0.2.7:5555")))
     assert finding.verdict is Verdict.BROKEN
     assert "--replay.keys" in finding.seen
-    assert network.check_listen(examination(tmp_path)) is None
+    assert host.check_listen(examination(tmp_path)) is None
 
 
 def test_a_temporary_folder_with_a_long_path_is_broken(tmp_path: Path, monkeypatch) -> None:
-    assert network.check_temporary_folder(examination(tmp_path)).verdict is Verdict.OK
+    assert host.check_temporary_folder(examination(tmp_path)).verdict is Verdict.OK
     deep = tmp_path / ("d" * 100)
     deep.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(deep))
-    finding = network.check_temporary_folder(examination(tmp_path))
+    finding = host.check_temporary_folder(examination(tmp_path))
     assert finding.verdict is Verdict.BROKEN
     assert "Set TMPDIR to a shorter folder" in finding.seen
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
-    assert network.check_temporary_folder(examination(tmp_path)).verdict is Verdict.BROKEN
+    assert host.check_temporary_folder(examination(tmp_path)).verdict is Verdict.BROKEN
 
 
 # --- keys ---
@@ -215,16 +212,14 @@ def keys(tmp_path: Path) -> Path:
 
 
 def about_keys(keys: Path) -> Finding:
-    return certain(
-        network.check_keys(examination(keys.parent, listen="tcp://127.0.0.1:5555", keys=str(keys)))
-    )
+    return certain(host.check_keys(examination(keys.parent, listen="tcp://127.0.0.1:5555", keys=str(keys))))
 
 
 def test_the_admitted_clients_are_named(keys: Path) -> None:
     finding = about_keys(keys)
     assert finding.verdict is Verdict.OK
     assert finding.seen == f"{keys}: 3 clients are admitted: actor-0, learner, someone"
-    assert network.check_keys(examination(keys.parent)) is None
+    assert host.check_keys(examination(keys.parent)) is None
 
 
 def test_a_secret_with_mode_0644_is_broken(keys: Path) -> None:

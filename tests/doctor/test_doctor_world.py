@@ -11,8 +11,9 @@ import pytest
 from asyncrl.config.actor import ActorSettings
 from asyncrl.config.imagination import ImaginationSettings
 from asyncrl.config.run import TrainConfig
-from asyncrl.doctor import gpus, models, worlds
-from asyncrl.doctor.findings import Examination, Sizes, Verdict
+from asyncrl.doctor import gpus, models
+from asyncrl.doctor.checks import Examination, Verdict
+from asyncrl.doctor.models import Sizes
 from asyncrl.errors import ConfigError
 from asyncrl.launch.placement import parse_placement
 from asyncrl.records import ActionSpec, SlotBytes
@@ -51,7 +52,7 @@ def examination(world: str, *, environment: int = 1000, placement: str = "auto")
 
 
 def test_a_world_that_keeps_everything_is_fine() -> None:
-    finding = worlds.check_world_model(examination("support.broken_worlds:SoundWorld"))
+    finding = models.check_world_model(examination("support.broken_worlds:SoundWorld"))
     assert finding is not None
     assert finding.verdict is Verdict.OK
     assert "11 checks in " in finding.seen
@@ -59,7 +60,7 @@ def test_a_world_that_keeps_everything_is_fine() -> None:
 
 
 def test_a_world_that_breaks_something_is_broken_and_says_what() -> None:
-    finding = worlds.check_world_model(examination("support.broken_worlds:Crowded"))
+    finding = models.check_world_model(examination("support.broken_worlds:Crowded"))
     assert finding is not None
     assert finding.verdict is Verdict.BROKEN
     assert "Crowded, whose imagine is " in finding.seen
@@ -67,7 +68,7 @@ def test_a_world_that_breaks_something_is_broken_and_says_what() -> None:
 
 
 def test_a_large_world_is_not_tried_without_a_gpu_and_the_reason_is_said() -> None:
-    finding = worlds.check_world_model(examination("support.broken_worlds:Crowded", environment=13 * GIB))
+    finding = models.check_world_model(examination("support.broken_worlds:Crowded", environment=13 * GIB))
     assert finding is not None
     assert finding.verdict is Verdict.OK
     assert finding.seen == (
@@ -81,17 +82,17 @@ def test_a_gpu_without_room_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (15 * GIB, 80 * GIB))
     cuda = torch.device("cuda:1")
-    assert worlds._reason_to_skip(cuda, 12 * GIB) == (
+    assert models._reason_to_skip(cuda, 12 * GIB) == (
         "of cuda:1 only 15.0 GiB are free, too little for 12.0 GiB of models"
     )
-    assert worlds._reason_to_skip(cuda, 11 * GIB) == ""
+    assert models._reason_to_skip(cuda, 11 * GIB) == ""
 
 
 def test_nothing_is_tried_where_nothing_is_imagined() -> None:
     unknown = Examination(config=TrainConfig(world="support.broken_worlds:SoundWorld", device="cpu"))
-    assert worlds.check_world_model(unknown) is None
+    assert models.check_world_model(unknown) is None
     simulated = replace(examination("tabletop"), starts=())
-    assert worlds.check_world_model(simulated) is None
+    assert models.check_world_model(simulated) is None
 
 
 # ---- counting ------------------------------------------------------------------------------------

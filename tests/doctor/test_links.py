@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from asyncrl.config.run import TrainConfig
 from asyncrl.doctor import links
-from asyncrl.doctor.findings import Examination, Verdict
+from asyncrl.doctor.checks import Examination, Verdict
 from asyncrl.doctor.links import Result, judge, measure
 from support.link_members import PIDS, die, fail, hang
 
@@ -53,7 +54,7 @@ def test_pairs_that_hang_are_named_and_their_processes_killed(pids: Path) -> Non
 @pytest.mark.parametrize(
     ("serve", "words"), [(die, "ended with code 7"), (fail, "no such device")], ids=["die", "fail"]
 )
-def test_a_process_that_cannot_is_named(pids: Path, serve: links.Serve, words: str) -> None:
+def test_a_process_that_cannot_is_named(pids: Path, serve: Any, words: str) -> None:
     (result,) = measure(["a", "b"], 1, 1, serve=serve)
     assert words in result.problem
     assert living(pids) == []
@@ -77,4 +78,4 @@ def test_the_slowest_pair_is_named() -> None:
 def test_without_gpus_two_processes_of_this_host_are_looked_at() -> None:
     finding = links.check_links(Examination(config=TrainConfig(device="cpu")))
     assert (finding.name, finding.verdict) == ("CPU link", Verdict.OK)
-    assert finding.seen.startswith("shared_memory, 8 MiB each way: lowest ")
+    assert finding.seen.startswith("gloo, 8 MiB each way: lowest ")

@@ -13,9 +13,8 @@ from asyncrl.config.algorithm import LoraSettings
 from asyncrl.config.loading import load_file
 from asyncrl.config.run import TrainConfig
 from asyncrl.devices.float8 import saved_bytes
-from asyncrl.doctor.findings import Sizes
 from asyncrl.doctor.gpus import placement_of, rank_needs
-from asyncrl.doctor.models import measure
+from asyncrl.doctor.models import Sizes, measure
 from asyncrl.launch.environment import EnvironmentFiles
 from asyncrl.launch.placement import parse_placement
 from asyncrl.launch.policies import add_adapters

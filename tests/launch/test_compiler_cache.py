@@ -14,7 +14,7 @@ from asyncrl.config.algorithm import LearnerSettings
 from asyncrl.config.imagination import ImaginationSettings
 from asyncrl.config.run import TrainConfig
 from asyncrl.doctor import gpus
-from asyncrl.doctor.findings import Examination
+from asyncrl.doctor.checks import Examination
 from asyncrl.launch.compiler_cache import INDUCTOR, TRITON, compiler_cache_folder, use_compiler_cache
 
 CPU = torch.device("cpu")
