@@ -36,10 +36,10 @@ import torch
 import tyro
 from measuring import commit, heading, table, wait
 
-from asyncrl.config.actor import ActorSettings
 from asyncrl.config.run import TrainConfig
+from asyncrl.config.sections import ActorSettings
 from asyncrl.launch import rendezvous
-from asyncrl.launch.build_learner import build_update, compile_learning
+from asyncrl.launch.build import build_update, compile_learning
 from asyncrl.launch.fine_tune import fine_tuning_ranks
 from asyncrl.launch.placement import pick_device
 from asyncrl.learner import update as update_module

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from measuring import table
 
-from asyncrl.config.replay import ReplaySettings
+from asyncrl.config.sections import ReplaySettings
 from asyncrl.replay.groups import ReadyGroup
 from asyncrl.replay.interface import ReceiptStatus
 from asyncrl.replay.limiter import Limiter
@@ -201,7 +201,7 @@ class Simulation:
                     self.no_credit = True
                     break
                 self.limiter.grant(event)
-                actor.queue.extend([(event.number, event.min_version)] * self.scale.group_size)
+                actor.queue.extend([(event.grant, event.min_version)] * self.scale.group_size)
             number, asked = actor.queue[0]
             if asked > actor.version:
                 break

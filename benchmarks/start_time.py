@@ -40,7 +40,7 @@ from full_size import ROOT, full_size_flags
 from measuring import commit, heading, table
 
 from asyncrl.errors import RunError
-from asyncrl.launch.compiler_cache import INDUCTOR, TRITON
+from asyncrl.launch.own_device import INDUCTOR, TRITON
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability import process_status
 

@@ -10,11 +10,10 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "asyncrl"
 FLOORS: list[set[str]] = [
-    {"errors", "seeds", "storage.regular_files", "storage.user_cache"},
-    {"storage.bounded_json", "storage.version_pictures"},
-    {"records", "registry", "storage.atomic"},
+    {"errors", "seeds", "storage.user_cache"},
+    {"storage.untrusted"},
+    {"records", "registry", "storage.atomic", "storage.version_pictures"},
     {"episode_layout"},
-    {"storage.private_files"},
     {"storage.run_identity"},
     {"observability"},
     {"config", "devices", "messaging"},

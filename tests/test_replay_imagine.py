@@ -14,9 +14,9 @@ from PIL import Image
 
 from asyncrl import cli
 from asyncrl.policies.openvla.autoregressive import load_policy
-from asyncrl.replay_tools.comparison import TITLES
 from asyncrl.replay_tools.episodes import find_group, replay_folder
-from asyncrl.storage.movies import movie_suffix
+from asyncrl.replay_tools.pictures import TITLES
+from asyncrl.storage.media import movie_suffix
 from asyncrl.worlds.start_states import save_start_states
 from asyncrl.worlds.wan.world import load_world, save_world
 from support.tiny_models import GROUP_SIZE, SIZE, start_state, write_models

@@ -12,8 +12,8 @@ import pytest
 from asyncrl import cli
 from asyncrl.commands import runs as runs_command
 from asyncrl.config.algorithm import OptimizerSettings
-from asyncrl.config.replay import ReplaySettings
 from asyncrl.config.run import TrainConfig
+from asyncrl.config.sections import ReplaySettings
 from asyncrl.storage import run_lock
 from asyncrl.storage.checkpoint_copy import keep_copy
 from support.folder_damage import contents

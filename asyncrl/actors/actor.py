@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from asyncrl.actors.acting import Acting, RowFailure, Starts
 from asyncrl.actors.slots import Ending, EpisodeInProgress, Slots, Stage, Start, finished_episode, split_slots
-from asyncrl.config.actor import ActorSettings
+from asyncrl.config.sections import ActorSettings
 from asyncrl.devices.offload import NO_OFFLOAD, IdleOffload
 from asyncrl.devices.tensors import peak_memory
 from asyncrl.observability import metrics_system as m

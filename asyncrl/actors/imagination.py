@@ -23,7 +23,7 @@ from torch import Tensor
 
 from asyncrl.actors.acting import RowFailure, first_failure, retry_rows_singly
 from asyncrl.actors.slots import Ending, EpisodeInProgress, InFlightDecision, Slots, Stage, Start, TimedWork
-from asyncrl.config.actor import SuccessFrames
+from asyncrl.config.sections import SuccessFrames
 from asyncrl.devices.events import DeviceEvent, wait_for
 from asyncrl.episode_layout import SAMPLE_DTYPES
 from asyncrl.observability import metrics_system as m

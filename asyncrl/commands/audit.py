@@ -14,12 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import tyro
 
 from asyncrl import registry
-from asyncrl.config.actor import ActorSettings, SuccessFrames
 from asyncrl.config.bounds import SEEDS, THREADS, AtLeast, Bounded, Within
-from asyncrl.config.imagination import ImaginationSettings
-from asyncrl.config.often_used import AUDIT
 from asyncrl.config.run import TrainConfig
-from asyncrl.config.short_help import answer_help
+from asyncrl.config.sections import ActorSettings, ImaginationSettings, SuccessFrames
+from asyncrl.config.short_help import AUDIT, answer_help
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation.simulator_of_tasks import refuse_foreign_tasks
 from asyncrl.simulators.starts import evaluation_plays, evaluation_seeds
@@ -126,7 +124,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _print_tables(config: AuditConfig, audited: dict[str, list[AuditedEpisode]]) -> None:
-    from asyncrl.evaluation.audit_table import table  # Imports torch.
+    from asyncrl.evaluation.audit import table  # Imports torch.
 
     head = f"world {config.world}, simulator {config.simulator}, temperature {config.temperature:g}"
     print(table(head, audited))
@@ -136,8 +134,7 @@ def _write_curves(
     config: AuditConfig, versions: dict[str, str], audited: dict[str, list[AuditedEpisode]]
 ) -> None:
     """Write curves of a run's checkpoints into its folder; of anything else none."""
-    from asyncrl.evaluation.audit import Audit
-    from asyncrl.evaluation.audit_curves import write_curves
+    from asyncrl.evaluation.audit import Audit, write_curves
     from asyncrl.launch.run_settings import run_of
     from asyncrl.observability.logger import start_command
 

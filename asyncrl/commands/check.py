@@ -75,7 +75,7 @@ def _check_policy(config: CheckConfig) -> Iterator[str]:
 
 
 def _check_world(config: CheckConfig) -> Iterator[str]:
-    from asyncrl.config.imagination import ImaginationSettings
+    from asyncrl.config.sections import ImaginationSettings
     from asyncrl.launch.named_models import named_world
     from asyncrl.launch.own_device import take_device
     from asyncrl.launch.world_conformance import check_world
@@ -135,7 +135,7 @@ def _check_reward(config: CheckConfig) -> Iterator[str]:
 
 
 def _check_simulator(config: CheckConfig) -> Iterator[str]:
-    from asyncrl.launch.conformance_parts import check_simulator
+    from asyncrl.launch.conformance import check_simulator
     from asyncrl.simulators.build import SimulatorSource
 
     source = SimulatorSource(name=config.name, settings=config.settings, image_size=config.image_size)
@@ -149,7 +149,7 @@ def _check_simulator(config: CheckConfig) -> Iterator[str]:
 
 def _check_recipe(config: CheckConfig) -> Iterator[str]:
     from asyncrl.config.algorithm import AlgorithmSettings, CorrectionSettings, CriticSettings
-    from asyncrl.launch.conformance_parts import check_recipe
+    from asyncrl.launch.conformance import check_recipe
     from asyncrl.learner.recipe import build_recipe
 
     registry.resolve(config.kind, config.name)

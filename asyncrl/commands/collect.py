@@ -10,8 +10,7 @@ from typing import Annotated, Final
 import tyro
 
 from asyncrl.config.bounds import PIXELS, SEEDS, THREADS, AtLeast, Bounded, Within
-from asyncrl.config.often_used import COLLECT
-from asyncrl.config.short_help import answer_help
+from asyncrl.config.short_help import COLLECT, answer_help
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation.evaluate import acting, check_fits
 from asyncrl.fitting.collect import must_be_new, record, training_starts

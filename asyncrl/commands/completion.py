@@ -15,8 +15,7 @@ from typing import Annotated, Any, Final, Literal, Union
 import tyro
 
 from asyncrl.commands.table import COMMANDS
-from asyncrl.config.often_used import AUDIT, COLLECT, CONVERT, DOCTOR, EVALUATE, TRAIN
-from asyncrl.config.short_help import ALL, ShortHelp
+from asyncrl.config.short_help import ALL, AUDIT, COLLECT, CONVERT, DOCTOR, EVALUATE, TRAIN, ShortHelp
 
 Shell = Literal["bash", "zsh", "fish"]
 

@@ -11,8 +11,7 @@ import tyro
 
 from asyncrl import registry
 from asyncrl.config.bounds import AtLeast, Bounded, Positive
-from asyncrl.config.often_used import CONVERT
-from asyncrl.config.short_help import answer_help
+from asyncrl.config.short_help import CONVERT, answer_help
 from asyncrl.errors import ConfigError
 from asyncrl.launch.run_settings import run_of
 from asyncrl.launch.simulated import simulator_named
@@ -20,7 +19,7 @@ from asyncrl.storage.asset_paths import policy_folder
 
 if TYPE_CHECKING:
     from asyncrl.policies.openvla.export import ConversionReport
-    from asyncrl.storage.hub import Hub
+    from asyncrl.storage.asset_paths import Hub
 
 ADAPTER = "adapter_config.json"
 GB = 1e9
@@ -100,7 +99,7 @@ def main(arguments: list[str], hub: Hub | None = None) -> int:
     else:
         _convert(config)
     if config.push:
-        from asyncrl.storage.hub import push
+        from asyncrl.storage.asset_paths import push
 
         push(config.out, config.push, private=config.private, tell=print, hub=hub)
     return 0
@@ -210,6 +209,6 @@ def _check(config: ConvertConfig) -> None:
     if config.private and not config.push:
         raise ConfigError("--private is for the repository of --push, which is not set. Leave it out.")
     if config.push:
-        from asyncrl.storage.hub import check_repo
+        from asyncrl.storage.asset_paths import check_repo
 
         check_repo(config.push)

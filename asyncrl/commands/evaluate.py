@@ -14,8 +14,7 @@ import tyro
 
 from asyncrl import registry
 from asyncrl.config.bounds import PIXELS, SEEDS, THREADS, AtLeast, Bounded, Within
-from asyncrl.config.often_used import EVALUATE
-from asyncrl.config.short_help import answer_help
+from asyncrl.config.short_help import EVALUATE, answer_help
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation.evaluate import Evaluation, acting, check_fits, episode_row, evaluate
 from asyncrl.evaluation.simulator_of_tasks import refuse_foreign_tasks
@@ -325,7 +324,7 @@ def _world_of_video(config: EvaluateConfig) -> World[Any]:
     """Load what --video needs, so that what cannot work is said before the episodes are played."""
     import torch
 
-    from asyncrl.config.imagination import ImaginationSettings
+    from asyncrl.config.sections import ImaginationSettings
     from asyncrl.evaluation.contact_sheet import check_suffix
     from asyncrl.launch.named_models import named_world
 
@@ -336,7 +335,7 @@ def _world_of_video(config: EvaluateConfig) -> World[Any]:
 
 def _movie_writer(config: EvaluateConfig) -> Callable[[SimulatedEpisode], None] | None:
     """Return what writes an episode's pictures, named by its start and by what became of it."""
-    from asyncrl.storage.movies import movie_suffix, write_movie
+    from asyncrl.storage.media import movie_suffix, write_movie
 
     if not config.movies:
         return None

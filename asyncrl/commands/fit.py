@@ -1,23 +1,254 @@
-"""`asyncrl fit policy|world|reward|starts|keyframes|decoder`: fit models to recordings; pick start states."""
+"""`asyncrl fit policy|world|reward|starts|keyframes|decoder`: fit models to recordings; pick start states.
+
+Clones recordings into a policy, fresh or refined: `asyncrl fit policy`.
+
+`asyncrl fit keyframes`: start states on the way to the goal, of recorded true episodes.
+
+Fits a world model to recordings, fresh or refined: `asyncrl fit world`.
+"""
 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
+from tqdm import tqdm
 
 from asyncrl.commands.fit_decoder import FitDecoder, fit_decoder_command
-from asyncrl.commands.fit_keyframes import fit_keyframes_command
-from asyncrl.commands.fit_policy import fit_policy_command
-from asyncrl.commands.fit_world import check_fit_world, fit_world_command, redrawn
 from asyncrl.errors import ConfigError
 from asyncrl.fitting.loading import load_recordings
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.fitting.settings import FitKeyframes, FitPolicy, FitReward, FitStarts, FitWorld
+from asyncrl.fitting.worlds.interface import (
+    FittedWorld,
+    WorldOptions,
+    check_recordings,
+    check_same_size,
+    fit_class,
+    load_fitted,
+)
 from asyncrl.launch.own_device import take_device
-from asyncrl.launch.rendezvous import rank, world_size
+from asyncrl.launch.rendezvous import local_rank, rank, world_size
+from asyncrl.storage.asset_paths import policy_folder, world_folder
+
+if TYPE_CHECKING:
+    import torch
+
+    from asyncrl.evaluation.audit import Models
+    from asyncrl.fitting.frame_file import FrameFile
+    from asyncrl.fitting.loop import Schedule
+    from asyncrl.records import StartState
+
+
+def fit_policy_command(config: FitPolicy, recordings: Recordings) -> None:
+    """Clone the recordings and write the policy."""
+    import torch
+
+    from asyncrl.fitting.fit_policy import check_imitable, fit_policy, fresh_policy, write_statistics
+    from asyncrl.policies.openvla.autoregressive import load_policy
+
+    if config.refine and _fine_tunes_policy(config):
+        return _fine_tune_policy(config, recordings)
+    torch.manual_seed(config.seed)
+    device = take_device(config.device)
+    if config.refine:
+        policy = load_policy(policy_folder(config.refine))
+    else:
+        policy = fresh_policy(config.size, recordings, config.statistics)
+    check_imitable(policy, recordings)
+    policy.to(device).requires_grad_(True)
+    drawn = redrawn(world_folder(config.world), recordings, device) if config.world else None
+    loss = fit_policy(
+        policy,
+        recordings,
+        steps=config.steps,
+        batch=config.batch,
+        learning_rate=config.learning_rate,
+        seed=config.seed,
+        drawn=drawn,
+        compiled=config.compile,
+        average=config.average,
+    )
+    policy.save(config.out, dtype=torch.bfloat16)
+    write_statistics(config.out, policy, recordings)
+    print(f"policy in {config.out}: {loss:.3f} nats per action token")
+
+
+def _fine_tunes_policy(config: FitPolicy) -> bool:
+    """Tell whether a large policy may be meant: it is then written in the type that it computes in."""
+    asked = bool(config.asked_of_fine_tuning()) or config.statistics != "auto" or world_size() > 1
+    return asked or _is_published(policy_folder(config.refine))
+
+
+def _is_published(folder: Path) -> bool:
+    """Return True if a folder has all published tensors; those that asyncrl saves lack the unused ones."""
+    from asyncrl.policies.openvla.names import UNUSED_NORM
+    from asyncrl.storage.tensor_reader import TensorFiles
+
+    return UNUSED_NORM in TensorFiles(folder).names()
+
+
+def _fine_tune_policy(config: FitPolicy, recordings: Recordings) -> None:
+    from asyncrl.launch.fine_tune import fine_tune_policy
+
+    device = take_device(config.device, local_rank())
+    drawn = redrawn(world_folder(config.world), recordings, device) if config.world else None
+    if told := fine_tune_policy(config, recordings, device, drawn):
+        print(told, flush=True)
+
+
+CANDIDATES = 2
+"""As many as this for each key frame that is wanted, where only some are taken."""
+ROWS = 32
+"""Episodes imagined together."""
+
+
+def fit_keyframes_command(config: FitKeyframes, recordings: Recordings) -> None:
+    """Write key frames of the recorded episodes."""
+    from asyncrl.fitting.rlinf_trajectories import write_trajectories
+    from asyncrl.fitting.starts import keyframe_states
+    from asyncrl.worlds.start_states import save_start_states
+
+    if config.layout == "npy":
+        starts, written = write_trajectories(recordings, config.out)
+        print(f"{starts} starts and {written} key frames in {config.out}")
+        return
+    states = _open(config, recordings) if config.policy else keyframe_states(recordings, config.count)
+    save_start_states(config.out, states)
+    print(f"{len(states)} key frames of {len({state.task for state in states})} tasks in {config.out}")
+
+
+def _open(config: FitKeyframes, recordings: Recordings) -> list[StartState]:
+    """Choose those from which the outcome of `--policy` in `--world` is open."""
+    from asyncrl.evaluation.reimagine import open_starts
+    from asyncrl.fitting.starts import balanced, keyframe_states
+
+    models = _models(config, sorted(set(recordings.tasks)))
+    candidates = keyframe_states(recordings, CANDIDATES * config.count)
+    candidates = [state for state in candidates if state.elapsed < models.max_decisions]
+    with tqdm(total=len(candidates) * config.siblings, unit="episode", mininterval=2.0) as bar:
+        found = open_starts(
+            models, candidates, siblings=config.siblings, rows=ROWS, seed=config.seed, progress=bar.update
+        )
+    print(f"{len(found)} of {len(candidates)} candidates have an open outcome")
+    if not found:
+        raise ConfigError(
+            f"From none of {len(candidates)} candidates some of the {config.siblings} episodes that --policy "
+            f"{config.policy} imagines in --world {config.world} succeed and some do not. Use more "
+            "--siblings or --data, or leave --policy out to take them all."
+        )
+    return balanced(found, config.count)
+
+
+def _models(config: FitKeyframes, tasks: list[str]) -> Models:
+    from asyncrl.config.run import TrainConfig
+    from asyncrl.evaluation.audit import Models
+    from asyncrl.launch.environment import with_world_defaults
+    from asyncrl.launch.named_models import named_policy, named_reward, named_world
+    from asyncrl.launch.own_device import take_device
+    from asyncrl.policies.interface import SamplingParams
+
+    device = take_device(config.device)
+    settings, _ = with_world_defaults(TrainConfig(world=config.world))
+    world = named_world(config.world, ())
+    reward = named_reward("", world.folder, ())
+    policy = named_policy(config.policy, ())
+    return Models(
+        policy=policy.kind.load(policy.folder, device, **policy.settings),
+        world=world.kind.load(world.folder, device, settings.imagination, **world.settings),
+        reward=reward.kind.load(reward.folder, device, tasks, **reward.settings),
+        sampling=SamplingParams(temperature=config.temperature, top_k=0),
+        max_decisions=settings.actor.max_decisions,
+        threshold=settings.actor.success_threshold,
+        success_frames=settings.success_frames,
+    )
+
+
+def redrawn(world: Path, recordings: Recordings, device: torch.device) -> FrameFile:
+    """Return the recordings' frames as the world's autoencoder draws them: ``[F, H, W, 3]`` uint8."""
+    loaded = load_fitted(world, device)
+    check_same_size(loaded, recordings, "world")
+    return loaded.redraw(recordings)
+
+
+def fit_world_command(config: FitWorld, recordings: Recordings) -> None:
+    """Fit autoencoder and network (or refine the network) and write the world."""
+    import torch
+
+    from asyncrl.fitting.loop import Schedule
+
+    if _fine_tunes_world(config):
+        return _fine_tune_world(config, recordings)
+    torch.manual_seed(config.seed)
+    device = take_device(config.device)
+    options = WorldOptions(context_sigma=config.context_sigma, camera=config.camera)
+    check_recordings(recordings)
+    if config.refine:
+        world = load_fitted(world_folder(config.refine), device, torch.float32)
+        check_same_size(world, recordings, "refine")
+    else:
+        world = fit_class(config.kind).fresh(config.size, config.vae_size, recordings, options)
+        world.to(device)
+    schedule = Schedule(
+        steps=config.steps,
+        batch=config.batch,
+        learning_rate=config.learning_rate,
+        seed=config.seed,
+        compiled=config.compile,
+    )
+    if not config.refine:
+        _give_autoencoder(world, config, recordings, schedule)
+    loss = world.fit_network(recordings, schedule, options)
+    world.save(config.out, config.version)
+    print(f"world version {config.version} in {config.out}: velocity error {loss:.4f}")
+
+
+def _give_autoencoder(
+    world: FittedWorld, config: FitWorld, recordings: Recordings, schedule: Schedule
+) -> None:
+    """Take over or fit the autoencoder of a fresh world."""
+    import torch
+
+    if config.autoencoder:
+        source = load_fitted(world_folder(config.autoencoder), world.world.device, torch.float32)
+        return world.take_autoencoder(source)
+    own = replace(
+        schedule, steps=config.vae_steps, batch=config.vae_batch, learning_rate=config.vae_learning_rate
+    )
+    loss = world.fit_autoencoder(recordings, own)
+    print(f"autoencoder: weighted absolute error {loss:.4f}", flush=True)
+
+
+def _fine_tunes_world(config: FitWorld) -> bool:
+    """Tell whether a large world may be meant: it is then written as it was read."""
+    from asyncrl.launch.fine_tune import can_fine_tune
+    from asyncrl.worlds.kinds import is_published
+
+    if not config.refine:
+        return False
+    if config.asked_of_fine_tuning() or world_size() > 1:
+        return True
+    folder = world_folder(config.refine)
+    return is_published(folder) and can_fine_tune(folder)
+
+
+def check_fit_world(config: FitWorld) -> None:
+    """Check what can be known before the recordings are read, which may take long."""
+    from asyncrl.launch.fine_tune import check_fine_tuning
+
+    if _fine_tunes_world(config):
+        check_fine_tuning(config)
+
+
+def _fine_tune_world(config: FitWorld, recordings: Recordings) -> None:
+    from asyncrl.launch.fine_tune import fine_tune_world
+
+    if told := fine_tune_world(config, recordings):
+        print(told, flush=True)
+
 
 _named = tyro.conf.subcommand
 ARGUMENTS: Any = (
@@ -90,8 +321,8 @@ def fit_reward_command(config: FitReward, recordings: Recordings) -> None:
     """Fit the reward model into the world's folder."""
     import torch
 
+    from asyncrl.fitting.fit_policy import fresh_reward
     from asyncrl.fitting.fit_reward import fit_reward
-    from asyncrl.fitting.fresh_models import fresh_reward
     from asyncrl.rewards.resnet import save_reward
 
     torch.manual_seed(config.seed)
@@ -115,7 +346,7 @@ def fit_reward_command(config: FitReward, recordings: Recordings) -> None:
 def _write_picture_starts(config: FitStarts) -> None:
     """Write pictures as start states."""
     from asyncrl.fitting.datasets.interface import placing_of
-    from asyncrl.fitting.picture_starts import picture_starts
+    from asyncrl.fitting.starts import picture_starts
     from asyncrl.worlds.start_states import save_start_states
 
     placing = placing_of(config.dataset)

@@ -13,7 +13,7 @@ from asyncrl.config.bounds import Bounded
 from asyncrl.errors import ConfigError
 from asyncrl.fitting.datasets.settings import DataSetSettings
 from asyncrl.fitting.recordings import read_part, recording_files
-from asyncrl.replay_tools.text import table
+from asyncrl.replay_tools.episodes import table
 
 if TYPE_CHECKING:
     from asyncrl.fitting.datasets.interface import DataSet

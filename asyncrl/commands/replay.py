@@ -15,11 +15,10 @@ from asyncrl.commands.replay_imagine import Imagine
 from asyncrl.errors import ConfigError, ReplayError
 from asyncrl.replay_tools.cleanup import Compact, Prune
 from asyncrl.replay_tools.export import Export
-from asyncrl.replay_tools.sheet import Sheet
+from asyncrl.replay_tools.pictures import Sheet, Video
 from asyncrl.replay_tools.statistics import Stats
 from asyncrl.replay_tools.tables import List, Show
 from asyncrl.replay_tools.verify import Verify
-from asyncrl.replay_tools.video import Video
 
 _named = tyro.conf.subcommand
 ARGUMENTS: Any = tyro.conf.FlagCreatePairsOff[

@@ -19,22 +19,22 @@ import tyro
 from asyncrl.config.bounds import AtLeast
 from asyncrl.errors import ConfigError
 from asyncrl.records import Episode, StartState
-from asyncrl.replay_tools.comparison import (
+from asyncrl.replay_tools.episodes import find_group
+from asyncrl.replay_tools.pictures import (
     Comparison,
     comparison_sheet,
     comparison_table,
     imagined_film,
     stored_film,
 )
-from asyncrl.replay_tools.episodes import find_group
 from asyncrl.replay_tools.selection import ReplayCommand
-from asyncrl.storage.drawing import require_png
+from asyncrl.storage.media import require_png
 
 if TYPE_CHECKING:
     import torch
 
-    from asyncrl.config.actor import ActorSettings
     from asyncrl.config.run import TrainConfig
+    from asyncrl.config.sections import ActorSettings
     from asyncrl.launch.environment import Environment
     from asyncrl.worlds.interface import World
 
@@ -127,7 +127,7 @@ class Imagine(ReplayCommand):
 
     def _rows_of_a_pass(self, config: TrainConfig, members: int) -> tuple[int, str]:
         """Return how many rows, 0 for the members that go on, and what to say of it."""
-        from asyncrl.launch.build_actor import rows_of_a_pass
+        from asyncrl.launch.build import rows_of_a_pass
 
         if self.rows:
             return self.rows, f"{self.rows} (--rows)"
@@ -138,7 +138,7 @@ class Imagine(ReplayCommand):
 
     def _draw(self, found: Sequence[Comparison]) -> None:
         from asyncrl.evaluation.contact_sheet import pair, tile
-        from asyncrl.storage.movies import movie_suffix, write_movie
+        from asyncrl.storage.media import movie_suffix, write_movie
 
         comparison_sheet(found).save(self.out)
         film = self.out.with_suffix(movie_suffix())
@@ -182,7 +182,7 @@ def _compare(
     rows: int,
     settings: ActorSettings,
 ) -> list[Comparison]:
-    from asyncrl.evaluation.stored_groups import imagine_again
+    from asyncrl.evaluation.reimagine import imagine_again
 
     again = imagine_again(environment.world, environment.reward, start, episodes, rows=rows)
     return [
@@ -202,8 +202,8 @@ def _logprobs(
     run: Path, config: TrainConfig, episodes: Sequence[Episode], device: torch.device
 ) -> list[np.ndarray]:
     """Compute the log-probs of the stored samples by the policies that are there, and say which are."""
-    from asyncrl.evaluation.stored_groups import logprobs_again
-    from asyncrl.launch.policies import build_policy
+    from asyncrl.evaluation.reimagine import logprobs_again
+    from asyncrl.launch.named_models import build_policy
     from asyncrl.storage import checkpoint
 
     kept = checkpoint.kept(run)

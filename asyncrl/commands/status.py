@@ -17,8 +17,8 @@ from asyncrl.config.bounds import SECONDS, AtLeast, Bounded
 from asyncrl.errors import ConfigError
 from asyncrl.observability import process_status
 from asyncrl.observability.process_status import Process
-from asyncrl.storage import run_state
-from asyncrl.storage.run_state import RunSummary, State
+from asyncrl.storage import run_folder
+from asyncrl.storage.run_folder import RunSummary, State
 
 WRITING_SECONDS = 1.0
 """How long the processes get to write their stacks."""
@@ -77,12 +77,12 @@ def main(arguments: list[str]) -> int:
 def _shown(run: Path, config: StatusConfig) -> State:
     """Print what there is to say now."""
     processes = process_status.read(run)
-    if not processes and not run_state.is_run(run):
+    if not processes and not run_folder.is_run(run):
         raise ConfigError(
             f"{run} has no folder {process_status.FOLDER!r} with files: no run was started there."
         )
-    if run_state.is_run(run):
-        summary = run_state.summarise(run)
+    if run_folder.is_run(run):
+        summary = run_folder.summarise(run)
         state, head = summary.state, _headline(summary)
     else:  # A process says what it does, and nobody what the run is.
         summary, head = None, ""

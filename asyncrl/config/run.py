@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from asyncrl.config.actor import ActorSettings, SuccessFrames
 from asyncrl.config.algorithm import (
     SMALL_LAG,
     TRUST_REGIONS,
@@ -21,13 +20,17 @@ from asyncrl.config.algorithm import (
     check_recipe,
 )
 from asyncrl.config.bounds import SECONDS, SEEDS, AtLeast, Bounded, Within, check_path
-from asyncrl.config.evaluation import EvaluationSettings
-from asyncrl.config.guard import GuardSettings
-from asyncrl.config.imagination import ImaginationSettings
-from asyncrl.config.monitor import MonitorSettings
-from asyncrl.config.replay import ReplaySettings
-from asyncrl.config.simulator import SimulatorSettings
-from asyncrl.config.weights import WeightSettings
+from asyncrl.config.sections import (
+    ActorSettings,
+    EvaluationSettings,
+    GuardSettings,
+    ImaginationSettings,
+    MonitorSettings,
+    ReplaySettings,
+    SimulatorSettings,
+    SuccessFrames,
+    WeightSettings,
+)
 from asyncrl.errors import ConfigError
 from asyncrl.observability.trackers import check_names
 from asyncrl.registry import check_name

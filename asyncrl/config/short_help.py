@@ -5,6 +5,8 @@
 
 A table of `Often` says which flags these are; what stands in brackets is the settings' own default, or what a
 file on the command line says.
+
+Which flags `--help` shows of the commands that have many. Imports no torch; tests check that all exist.
 """
 
 from __future__ import annotations
@@ -110,3 +112,175 @@ def _default(value: Any) -> str:
 
 def _row(flag: str, what: str) -> str:
     return f"  {flag:<{COLUMN - 3}} {what}"
+
+
+_RUN: Final = (
+    Often("updates", "N", "optimizer updates to make in all"),
+    Often("run_dir", "FOLDER", "where everything goes"),
+    Often("resume", "", "go on with --run-dir, or the newest run"),
+    Often("seed", "N", "of start states, episodes and noise"),
+    Often("checkpoint_every", "N", "updates between two checkpoints"),
+    Often("evaluate_every", "N", "updates between two true measurements"),
+    Often("inline", "", "one process, in turns: for debugging"),
+)
+_MODELS: Final = (
+    Often("policy", "NAME", "shipped, a folder, or a class"),
+    Often("world", "NAME", "world model, or a simulator"),
+    Often("reward", "NAME", "by default the one of the world"),
+    Often("start_states", "FILE", "where episodes begin"),
+    Often("lora.rank", "N", "adapters; 0 trains all weights"),
+)
+_LEARNING: Final = (
+    Often("algorithm.kind", "grpo|ppo", "siblings, or a critic"),
+    Often("algorithm.group_size", "N", "episodes from each start state"),
+    Often("algorithm.groups_per_update", "N", "groups in one update"),
+    Often("algorithm.temperature", "X", "of the policy's sampling"),
+    Often("optimizer.learning_rate", "X", "of AdamW"),
+    Often("correction.kind", "NAME", "for samples of older policies"),
+    Often("replay.max_lag", "N", "oldest version that is trained on"),
+    Often("synchronous", "", "lag 0, for comparison"),
+)
+_PROCESSES: Final = (
+    Often("placement", "TEXT", "like learner=0,actor=1-3"),
+    Often("device", "auto|cpu|cuda", "where the models run"),
+    Often("actor.slots", "N", "episodes at once per actor"),
+    Often("actor.max_decisions", "N", "per episode; 0: the world says it"),
+    Often("algorithm.micro_batch", "N", "decisions per pass: memory, speed"),
+    Often("learner.precision", "fp32|bf16", "of the learner's passes"),
+)
+DRY_RUN: Final = "--dry-run"
+TRAIN: Final = ShortHelp(
+    command="asyncrl train",
+    usage="[CONFIG.toml ...] [--flags]",
+    about="Improve a policy inside a world model or a simulator. Of several files a later\n"
+    "one wins over those before it, and flags win over all.",
+    groups={"The run": _RUN, "Models": _MODELS, "Learning": _LEARNING, "Processes": _PROCESSES},
+    own={DRY_RUN: "check, print the settings, start nothing"},
+    examples=("asyncrl train configs/tabletop_ppo.toml --updates 20 --run-dir runs/mine",),
+)
+DOCTOR: Final = ShortHelp(
+    command="asyncrl doctor",
+    usage="[CONFIG.toml ...] [--flags]",
+    about="Check everything that `asyncrl train` with the same settings needs on this host;\n"
+    "nothing is started. Exit code 1 when it cannot run.",
+    groups={"The report": (), "Models": _MODELS, "Processes": _PROCESSES},
+    own={
+        "--json": "a list: name, verdict, seen, advice",
+        "--simulator NAME": "check a simulator instead",
+    },
+    examples=(
+        "asyncrl doctor configs/tabletop_ppo.toml --placement learner=0,actor=1-3",
+        "asyncrl doctor --simulator NAME --help",
+    ),
+)
+"""The settings are those of `asyncrl train`; these matter most for what a host must have."""
+AUDIT: Final = ShortHelp(
+    command="asyncrl audit",
+    usage="[POLICY] [--flags]",
+    about="Imagine held-out episodes closed-loop, play the same actions in the simulator,\n"
+    "and compare: which imagined successes are false, and whose fault it is. What is\n"
+    "left open is as in the run that the policy is of.",
+    groups={
+        "What is audited": (
+            Often("every_checkpoint", "", "all that the run kept, a row each"),
+            Often("world", "NAME", "world model that imagines"),
+            Often("reward", "NAME", "by default the one of the world"),
+            Often("max_decisions", "N", "0: the world says it"),
+            Often("success_threshold", "X", "of the reward model"),
+            Often("success_frames", "N|last", "in a row, or a decision's last"),
+            Often("temperature", "X", "0: the most likely actions"),
+        ),
+        "The truth": (
+            Often("simulator", "NAME", "built-in, or package.module:Class"),
+            Often("episodes", "N", "0: 128; starts that are seeds"),
+            Often("trials", "N", "stored starts of each task; 0: all"),
+            Often("seed", "N", "which of the held-out starts"),
+        ),
+        "How fast, and what is written": (
+            Often("rows", "N", "episodes imagined together"),
+            Often("workers", "N", "simulator processes"),
+            Often("device", "auto|cpu|cuda", "where the models run"),
+            Often("json", "FILE", "the result, with every episode"),
+        ),
+    },
+    examples=("asyncrl audit runs/mine --every-checkpoint --episodes 256",),
+)
+EVALUATE: Final = ShortHelp(
+    command="asyncrl evaluate",
+    usage="[POLICY] [--flags]",
+    about="Play a policy from held-out starts in a true simulator and count successes.\n"
+    "POLICY is a run (its newest checkpoint), a checkpoint, a folder, a shipped name,\n"
+    "a class, or 'expert': the simulator's own.",
+    groups={
+        "What is played": (
+            Often("simulator", "NAME", "built-in, or package.module:Class"),
+            Often("simulator_settings", "K=V ...", "of the simulator's class"),
+            Often("episodes", "N", "0: 256; starts that are seeds"),
+            Often("tasks", "TASK ...", "of stored starts; none: all"),
+            Often("trials", "N", "stored starts of each task; 0: all"),
+            Often("seed", "N", "which of the held-out starts"),
+            Often("temperature", "X", "0: the most likely actions"),
+        ),
+        "How fast": (
+            Often("workers", "N", "simulator processes"),
+            Often("places", "N", "episodes of each; 0: it says"),
+            Often("device", "auto|cpu|cuda", "where the policy runs"),
+        ),
+        "What is written": (
+            Often("json", "FILE", "the result, with every episode"),
+            Often("movies", "FOLDER", "a movie of every episode"),
+            Often("video", "FILE", "true beside imagined, .gif or .mp4"),
+            Often("world", "NAME", "that imagines for --video"),
+            Often("tensorboard", "FOLDER", "eval/* as curves"),
+        ),
+    },
+    examples=("asyncrl evaluate runs/mine --episodes 256 --video sheet.gif",),
+)
+COLLECT: Final = ShortHelp(
+    command="asyncrl collect",
+    usage="--out FOLDER [--flags]",
+    about="Record episodes of a true simulator as HDF5, from a scripted expert or a policy.",
+    groups={
+        "What is recorded": (
+            Often("out", "FOLDER", "to write; must be new"),
+            Often("simulator", "NAME", "built-in, or package.module:Class"),
+            Often("simulator_settings", "K=V ...", "of the simulator's class"),
+            Often("episodes", "N", "to record"),
+            Often("tasks", "TASK ...", "of stored starts; none: all in turn"),
+            Often("seed", "N", "first simulator seed"),
+            Often("image_size", "N", "pixels; 0: the simulator's own"),
+        ),
+        "Who plays": (
+            Often("policy", "NAME", "instead of the expert"),
+            Often("temperature", "X", "of the policy"),
+            Often("expert.noise", "X X", "least and most of the expert's"),
+        ),
+        "How fast": (
+            Often("workers", "N", "simulator processes"),
+            Often("places", "N", "episodes of each; 0: it says"),
+        ),
+    },
+    examples=("asyncrl collect --out data/demos --episodes 1000 --expert.noise 0.1 0.25",),
+)
+CONVERT: Final = ShortHelp(
+    command="asyncrl convert",
+    usage="SOURCE OUT [--flags]",
+    about="Write a policy with chosen conventions or merged adapters, complete for other\n"
+    "stacks, with a model card.",
+    groups={
+        "What is written": (
+            Often("original", "FOLDER", "published; gives back what only others need"),
+            Often("dtype", "TYPE", "source, bfloat16 or float32"),
+            Often("push", "OWNER/NAME", "send it to a hub"),
+            Often("private", "", "with --push"),
+        ),
+        "What a published folder does not say": (
+            Often("unnorm_key", "NAME", "which action statistics"),
+            Often("convention", "rlinf|oft", "how it was trained"),
+            Often("gripper", "NAME", "sign of its action"),
+            Often("decoding", "NAME", "parallel or autoregressive"),
+            Often("adapter", "FOLDER", "peft adapter to merge on the way"),
+        ),
+    },
+    examples=("asyncrl convert runs/mine EXPORT --original PUBLISHED",),
+)

@@ -20,8 +20,8 @@ from asyncrl.launch.placement import (
     parse_placement,
     pick_device,
     ranks_named,
+    sizes_of_hosts,
 )
-from asyncrl.launch.placement_text import sizes_of_hosts
 
 if TYPE_CHECKING:
     import torch
@@ -127,7 +127,7 @@ def check_placement(examination: Examination) -> Finding:
 
 def check_compiler_cache(examination: Examination) -> Finding | None:
     """Name the folder of compiled code and its size; None if nothing is compiled."""
-    from asyncrl.launch.compiler_cache import INDUCTOR, chosen_folder, compiler_cache_folder, compiles
+    from asyncrl.launch.own_device import INDUCTOR, chosen_folder, compiler_cache_folder, compiles
 
     config = examination.config
     if not compiles(config):

@@ -119,7 +119,7 @@ def check_drawing(examination: SimulatorExamination) -> Finding | None:
 
         return ok("OpenGL", require_backend())
     if examination.family == "maniskill":
-        from asyncrl.simulators.maniskill.vulkan import require_device
+        from asyncrl.simulators.maniskill.tasks import require_device
 
         return ok("Vulkan", require_device())
     return None

@@ -9,21 +9,33 @@ has a part in that.
 
 Dimension letters:
     B  episodes of a batch     C  steps of a decision     N  decisions of an episode     A  numbers of a step
+
+Write what audits found as text.
+
+Write what audits of a run's checkpoints found as curves: in RUN/tensorboard/audit, by the policy version.
+
+A folder below that of the training's curves, for TensorBoard reads the newest file of a folder only: one
+written beside those of a run that goes on would end the run's own curves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncrl.config.actor import SuccessFrames
+from asyncrl.config.sections import SuccessFrames
 from asyncrl.evaluation.contact_sheet import start_of
 from asyncrl.evaluation.evaluate import SuccessRate
+from asyncrl.observability import metrics_training as m
+from asyncrl.observability.logger import write_curves as write_points
+from asyncrl.observability.metrics import Metric
 from asyncrl.policies.interface import Policy, SamplingParams
 from asyncrl.records import StartState
 from asyncrl.rewards.interface import RewardModel, deciding_step
@@ -260,3 +272,86 @@ def psnr_by_decision(drawn: NDArray[np.uint8], true: NDArray[np.uint8], chunk: i
     error = np.square(difference).mean(axis=(1, 2, 3))
     values = 10 * np.log10(255**2 / np.maximum(error, 1e-3))
     return tuple(float(values[at : at + chunk].mean()) for at in range(0, len(values), chunk))
+
+
+ROWS: Final = {
+    "imagined_success": "imagined success",
+    "true_success": "true success of the same actions",
+    "wrong": "wrong verdicts",
+    "false": "false, of imagined successes",
+    "missed": "missed, of true successes",
+    "wrong_on_true_frames": "reward model wrong on the true frames",
+}
+"""What `Audit` counts, in words."""
+SHORT: Final = ("imagined", "true", "wrong", "false", "missed", "reward wrong")
+
+
+def table(head: str, audited: Mapping[str, Sequence[AuditedEpisode]]) -> str:
+    """Write what was found: of one version in full, of several a row each."""
+    found = {name: Audit.of(episodes) for name, episodes in audited.items()}
+    if len(found) == 1:
+        return "\n".join([head, *_whole(next(iter(found.values())))])
+    width = max(map(len, found))
+    titles = " ".join(f"{title:>21}" for title in SHORT)
+    rows = [f"{'':<{width}} {titles} {'correlation':>12}"]
+    for name, one in found.items():
+        rates = (getattr(one, field_name) for field_name in ROWS)
+        cells = " ".join(f"{rate.rate:7.1%} [{rate.low:4.0%}, {rate.high:4.0%}]" for rate in rates)
+        rows.append(f"{name:<{width}} {cells} {_number(one.correlation):>12}")
+    return "\n".join([head, *rows])
+
+
+def _whole(audit: Audit) -> list[str]:
+    width = max(map(len, ROWS.values()))
+    rows = [f"{title:<{width}}  {getattr(audit, field_name)}" for field_name, title in ROWS.items()]
+    rows.append(f"{'correlation of both successes':<{width}}  {_number(audit.correlation)}")
+    numbers = "".join(f"{number:>7}" for number in range(1, 1 + len(audit.psnr)))
+    decibels = "".join(f"{value:7.1f}" for value in audit.psnr)
+    return [*rows, f"{'decision':<{width}}{numbers}", f"{'PSNR, dB':<{width}}{decibels}"]
+
+
+def _number(value: float) -> str:
+    """Write a share or a correlation; a dash where there is none."""
+    return f"{'-':>6}" if math.isnan(value) else f"{value:6.3f}"
+
+
+FOLDER: Final = Path("tensorboard", "audit")
+_RATES: Final = {
+    "imagined_success": m.AUDIT_IMAGINED_SUCCESS,
+    "true_success": m.AUDIT_TRUE_SUCCESS,
+    "wrong": m.AUDIT_WRONG,
+    "false": m.AUDIT_FALSE,
+    "missed": m.AUDIT_MISSED,
+    "wrong_on_true_frames": m.AUDIT_REWARD_WRONG,
+}
+
+
+def metrics_of(audit: Audit) -> dict[Metric, float]:
+    """Return what curves say of an audit; what is not a number is left out."""
+    values: dict[Metric, float] = {}
+    for name, metrics in _RATES.items():
+        rate = getattr(audit, name)
+        if rate.episodes:
+            values |= {metrics.rate: rate.rate, metrics.low: rate.low, metrics.high: rate.high}
+    if not math.isnan(audit.correlation):
+        values[m.AUDIT_CORRELATION] = audit.correlation
+    if audit.psnr:
+        values[m.AUDIT_PSNR] = math.fsum(audit.psnr) / len(audit.psnr)
+    return values
+
+
+def write_curves(run_dir: Path, audits: Mapping[int, Audit], command: str) -> Path:
+    """Write a file of curves; points of earlier audits from its first version on are void.
+
+    Args:
+        audits: Policy version -> what was found, at least one.
+
+    Returns:
+        Its folder.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    folder = run_dir / FOLDER
+    write_points(folder, {version: metrics_of(audit) for version, audit in audits.items()}, command)
+    return folder

@@ -16,7 +16,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.observability import process_status
 from asyncrl.records import StartState
 from asyncrl.simulators.interface import SimulatorSpec
-from asyncrl.storage.movies import GREEN, RED, require_mp4, write_movie
+from asyncrl.storage.media import GREEN, RED, require_mp4, write_movie
 from asyncrl.worlds.interface import NeedsPose, State, World
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from asyncrl.storage import json_lines
+from asyncrl.storage.atomic import append_record, keep_records, read_records
 
 NAME: Final = "evaluations.jsonl"
 
@@ -59,14 +59,14 @@ def is_due(version: int, every: int, last: int) -> bool:
 
 def append(run_dir: Path, row: EvaluatedVersion) -> None:
     """Add a line; raises OSError when it cannot be written."""
-    json_lines.append(run_dir / NAME, row)
+    append_record(run_dir / NAME, row)
 
 
 def read(run_dir: Path) -> list[EvaluatedVersion]:
     """Return all that can be read, oldest first; a line that is torn or something else is left out."""
-    return json_lines.read(run_dir / NAME, EvaluatedVersion)
+    return read_records(run_dir / NAME, EvaluatedVersion)
 
 
 def cut_after(run_dir: Path, version: int) -> None:
     """Remove what was measured of later versions: a resumed run makes them anew."""
-    json_lines.keep(run_dir / NAME, EvaluatedVersion, lambda row: row.version <= version)
+    keep_records(run_dir / NAME, EvaluatedVersion, lambda row: row.version <= version)

@@ -18,9 +18,8 @@ from asyncrl.evaluation import evaluations_file
 from asyncrl.evaluation.evaluate import Evaluation
 from asyncrl.evaluation.evaluations_file import EvaluatedVersion, is_due
 from asyncrl.storage import checkpoint
-from asyncrl.storage.best_checkpoint import HELD, clean_up, keep_as_best
-from asyncrl.storage.checkpoint_copy import keep_copy
-from asyncrl.storage.regular_files import remove
+from asyncrl.storage.checkpoint_copy import HELD, clean_up, keep_as_best, keep_copy
+from asyncrl.storage.untrusted import remove
 
 _log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from asyncrl.devices.tensors import to_signed
-from asyncrl.fitting.batch_source import BatchSource
+from asyncrl.fitting.frame_file import BatchSource
 from asyncrl.fitting.loop import Schedule, minimise, prepared
 from asyncrl.fitting.recordings import Recordings
 

@@ -12,8 +12,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from asyncrl.devices.tensors import to_signed
 from asyncrl.errors import ConfigError
-from asyncrl.fitting.batch_source import BatchSource
-from asyncrl.fitting.frame_file import Frames
+from asyncrl.fitting.frame_file import BatchSource, Frames
 from asyncrl.fitting.loop import WARMUP, minimise
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.rewards.resnet import ResNetReward

@@ -23,8 +23,8 @@ from asyncrl.fitting.datasets.lerobot import LeRobotFolder, is_lerobot
 from asyncrl.fitting.datasets.robomimic import RobomimicFile, is_robomimic
 from asyncrl.fitting.datasets.settings import DataSetSettings
 from asyncrl.fitting.frame_file import FrameFile
-from asyncrl.fitting.looks import Looks
 from asyncrl.fitting.recordings import (
+    Looks,
     RecordingFile,
     Recordings,
     is_recording,

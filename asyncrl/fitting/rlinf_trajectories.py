@@ -18,8 +18,8 @@ import numpy as np
 from tqdm import tqdm
 
 from asyncrl.errors import ConfigError
-from asyncrl.fitting.keyframes import keyframes
 from asyncrl.fitting.recordings import Recordings
+from asyncrl.fitting.starts import keyframes
 from asyncrl.records import ACTION_DIM
 from asyncrl.storage.atomic import replacing
 from asyncrl.worlds.rlinf_start_states import CONTEXT, KEYFRAME_MARK

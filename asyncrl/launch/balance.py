@@ -20,12 +20,11 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.launch import rendezvous
 from asyncrl.launch.hosts import Hosts
-from asyncrl.launch.placement import Placement, checked_placement
-from asyncrl.launch.placement_text import span
+from asyncrl.launch.placement import Placement, checked_placement, span
 from asyncrl.observability import metrics_system as s
 from asyncrl.storage import run_folder
 from asyncrl.storage.atomic import read_json, write_json
-from asyncrl.storage.bounded_json import check_types, read_rows
+from asyncrl.storage.untrusted import check_types, read_rows
 
 FILE: Final = "balance.json"
 SKIPPED: Final = 2

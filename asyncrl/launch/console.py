@@ -9,16 +9,16 @@ from pathlib import Path
 
 from asyncrl import __version__, registry
 from asyncrl.config.idle_settings import idle_settings
-from asyncrl.config.imagination import WorldDefaults
 from asyncrl.config.run import TrainConfig
+from asyncrl.config.sections import WorldDefaults
 from asyncrl.evaluation import evaluations_file
 from asyncrl.launch.simulated import simulator_named
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.console import duration
 from asyncrl.observability.monitor_address import line_about
 from asyncrl.storage import asset_paths, checkpoint
-from asyncrl.storage.best_checkpoint import BEST
-from asyncrl.storage.bounded_json import read_rows
+from asyncrl.storage.checkpoint_copy import BEST
+from asyncrl.storage.untrusted import read_rows
 
 WORTH_TELLING = 30.0
 """Seconds from which on it is said how long a batch or an update takes."""

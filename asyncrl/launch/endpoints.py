@@ -30,8 +30,7 @@ from asyncrl.messaging.sockets import (
     private_folder,
     why_taken,
 )
-from asyncrl.storage.atomic import write_text
-from asyncrl.storage.private_files import read_small, write_private
+from asyncrl.storage.atomic import read_small, write_private, write_text
 from asyncrl.storage.run_identity import RunIdentity
 from asyncrl.storage.run_lock import LEAVE_DEADLINE
 

@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 
-from asyncrl.config.imagination import WorldDefaults
 from asyncrl.config.run import TrainConfig
+from asyncrl.config.sections import WorldDefaults
 from asyncrl.errors import AssetError, CheckpointError, ConfigError
 from asyncrl.launch.conformance import try_environment
-from asyncrl.launch.named_models import NamedModel, folder_part, named_reward, named_world
-from asyncrl.launch.policies import check_tasks
+from asyncrl.launch.named_models import NamedModel, check_tasks, folder_part, named_reward, named_world
 from asyncrl.launch.simulated import (
     SimulatedEnvironment,
     SimulatorFiles,

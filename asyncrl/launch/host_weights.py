@@ -26,7 +26,7 @@ from asyncrl.messaging.sockets import private_folder
 from asyncrl.observability import waits
 from asyncrl.storage import run_identity
 from asyncrl.storage.atomic import write_text
-from asyncrl.storage.bounded_json import load_json
+from asyncrl.storage.untrusted import load_json
 
 RELAYED: Final = "shared_memory"
 """The carrier from a relay to the actors of its host."""

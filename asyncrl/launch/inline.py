@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from asyncrl.actors.actor import Actor
-from asyncrl.config.imagination import WorldDefaults
 from asyncrl.config.run import TrainConfig
+from asyncrl.config.sections import WorldDefaults
 from asyncrl.errors import ConfigError
 from asyncrl.launch import console, learner_ranks, rendezvous, run_log
-from asyncrl.launch.build_actor import build_acting, build_actor, starts_of
-from asyncrl.launch.compiler_cache import use_compiler_cache
+from asyncrl.launch.build import build_acting, build_actor, starts_of
 from asyncrl.launch.environment import EnvironmentFiles, build_environment, with_world_defaults
 from asyncrl.launch.learner_start import LearnerStart, load_models, start_run
-from asyncrl.launch.own_device import take_device
-from asyncrl.launch.policies import build_policy
+from asyncrl.launch.named_models import build_policy
+from asyncrl.launch.own_device import take_device, use_compiler_cache
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.launch.simulated import SimulatorFiles
 from asyncrl.observability import process_status

@@ -140,13 +140,11 @@ def _join(settings: JoinOptions, name: str, keys: ClientKeys | None) -> _Joined:
     """Do all until the first weights are there."""
     import torch
 
-    from asyncrl.launch.build_actor import build_acting, build_actor, starts_of
-    from asyncrl.launch.compiler_cache import use_compiler_cache
+    from asyncrl.launch.build import actor_offload, build_acting, build_actor, starts_of
     from asyncrl.launch.environment import build_environment
-    from asyncrl.launch.idle_offload import actor_offload
-    from asyncrl.launch.own_device import take_device
+    from asyncrl.launch.named_models import build_policy
+    from asyncrl.launch.own_device import take_device, use_compiler_cache
     from asyncrl.launch.placement import threads_of_actor
-    from asyncrl.launch.policies import build_policy
     from asyncrl.replay.actor_client import WINDOW, ZmqActorPort
     from asyncrl.replay.connection import ask_settings
     from asyncrl.weights.interface import PULL

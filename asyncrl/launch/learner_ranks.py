@@ -23,13 +23,12 @@ from asyncrl.config.loading import load_file
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch import console, endpoints, rendezvous
-from asyncrl.launch.build_learner import build_learner, first_weights_deadline
-from asyncrl.launch.compiler_cache import use_compiler_cache
+from asyncrl.launch.build import build_learner, first_weights_deadline
 from asyncrl.launch.hosts import Hosts
 from asyncrl.launch.learner_start import LearnerStart
-from asyncrl.launch.own_device import take_device
+from asyncrl.launch.named_models import build_learning_policy
+from asyncrl.launch.own_device import take_device, use_compiler_cache
 from asyncrl.launch.placement import Placement, copies_of, pick_device
-from asyncrl.launch.policies import build_learning_policy
 from asyncrl.learner.early_compile import Shown
 from asyncrl.learner.fsdp import make_float32_masters, shard
 from asyncrl.learner.loop import NullLog

@@ -11,12 +11,11 @@ from pathlib import Path
 import torch
 
 from asyncrl.config.run import TrainConfig
+from asyncrl.errors import ConfigError
 from asyncrl.evaluation.simulator_of_tasks import simulator_of_tasks
-from asyncrl.launch.build_actor import check_compilable
 from asyncrl.launch.conformance import try_policy
 from asyncrl.launch.environment import EnvironmentFiles, check_environment
-from asyncrl.launch.named_models import named_policy, named_world
-from asyncrl.launch.policies import build_learning_policy
+from asyncrl.launch.named_models import build_learning_policy, named_policy, named_world
 from asyncrl.launch.simulated import SimulatorFiles, simulator_named
 from asyncrl.learner.early_compile import Shown, shown_of
 from asyncrl.learner.recipe import build_recipe
@@ -72,9 +71,9 @@ def load_models(
     if names_code(config.policy) and isinstance(environment, EnvironmentFiles):
         try_policy(policy, environment.starts)
     if config.evaluate_every:
-        from asyncrl.launch import evaluation  # It needs simulators, which are not imported without cause.
+        from asyncrl.launch import evaluator  # It needs simulators, which are not imported without cause.
 
-        evaluation.plan(config, environment, policy)
+        evaluator.plan(config, environment, policy)
     return policy, environment
 
 
@@ -124,3 +123,13 @@ def _simulator_of(config: TrainConfig, files: EnvironmentFiles | SimulatorFiles)
     if own or isinstance(files, SimulatorFiles):
         return own
     return simulator_of_tasks({state.task for state in files.starts})
+
+
+def check_compilable(policy: type, world: type) -> None:
+    """Refuse --imagination.compile where a class lacks what it needs."""
+    for kind, method in ((policy, "compile_acting"), (world, "compile")):
+        if not hasattr(kind, method):
+            raise ConfigError(
+                f"--imagination.compile is set, but {kind.__name__} has no {method}. Leave the flag out, or "
+                "add the method."
+            )

@@ -1,18 +1,31 @@
 """Turns --policy, --world and --reward into a class, a folder and keyword settings. Loads nothing.
 
 A name is a shipped one, a folder that a built-in class reads, or 'package.module:Class@FOLDER'.
+
+Builds the policies of a run from its `TrainConfig`: an actor's, the learner's, the reference of the KL.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from asyncrl import registry
 from asyncrl.config.run import TrainConfig
+from asyncrl.devices.float8 import check_device
 from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.learner.forward import AdapterFreeReference, FrozenReference, Reference
+from asyncrl.policies.acceleration import FLAG, enable_gradient_checkpointing, use_float8_where_frozen
+from asyncrl.policies.interface import HasCritic, LoraTargets, Policy
+from asyncrl.policies.lora import add_lora
+from asyncrl.policies.openvla.files import PublishedOptions, open_folder
+from asyncrl.records import StartState
+from asyncrl.registry import names_code, split
 from asyncrl.rewards.libero_tasks import reward_kind
 from asyncrl.storage import asset_paths
 from asyncrl.storage.atomic import read_json
@@ -112,3 +125,116 @@ def _of_user(kind: str, text: str, settings: Iterable[str]) -> NamedModel:
         folder=asset_paths.newest_checkpoint(Path(folder)) if kind == "policy" else Path(folder),
         settings=registry.keywords(f"--{kind}-settings", settings),
     )
+
+
+def _load_policy(config: TrainConfig, device: torch.device) -> Policy:
+    named = named_policy(config.policy, config.policy_settings)
+    return named.kind.load(named.folder, device, **named.settings)
+
+
+def policy_chunk(config: TrainConfig) -> int:
+    """Return the steps per decision of --policy, without loading it; 1 where only its class knows them."""
+    if names_code(config.policy):
+        return 1
+    named = named_policy(config.policy, config.policy_settings)
+    known = {field.name for field in fields(PublishedOptions)}
+    options = {key: value for key, value in named.settings.items() if key in known}
+    return open_folder(named.folder, PublishedOptions(**options)).config.chunk
+
+
+def as_module(policy: Policy) -> nn.Module:
+    """Return the policy as the module that it must be."""
+    if not isinstance(policy, nn.Module):
+        raise ConfigError(
+            f"--policy is a {type(policy).__name__}, which is no torch.nn.Module. Derive it from one."
+        )
+    return policy
+
+
+def load_policy_version(config: TrainConfig, folder: Path | None, device: torch.device) -> Policy:
+    """Load what a run's policy is at a checkpoint, to be measured.
+
+    Args:
+        folder: The checkpoint; None: what the run began with.
+    """
+    name, _ = split(config.policy)
+    text = config.policy if folder is None else f"{name}@{folder}" if name else str(folder)
+    # They are of a published folder, which says less about itself than a checkpoint, or of a class.
+    settings = config.policy_settings if folder is None or name else ()
+    named = named_policy(text, settings)
+    return named.kind.load(named.folder, device, **named.settings)
+
+
+def build_policy(config: TrainConfig, device: torch.device) -> Policy:
+    """Load the policy that the run begins with, without a critic: what an actor needs.
+
+    With --lora.rank it gets fresh adapters; the learner's come with the first version of the weights.
+    """
+    policy = _load_policy(config, device)
+    if isinstance(policy, HasCritic):
+        policy.drop_critic()
+    if config.lora.rank:
+        add_adapters(config, policy)
+    as_module(policy).eval()
+    return policy
+
+
+def add_adapters(config: TrainConfig, policy: Policy) -> None:
+    """Give the policy adapters, in bfloat16 where both it and the learner's passes are."""
+    if not isinstance(policy, LoraTargets):
+        raise ConfigError(
+            f"--lora.rank is {config.lora.rank}, but {type(policy).__name__} has no lora_layers, so it is "
+            "not known where adapters go. Use --lora.rank 0, or add the method."
+        )
+    half = config.learner.precision == "bf16" and policy.dtype == torch.bfloat16
+    dtype = torch.bfloat16 if half else torch.float32
+    add_lora(policy, config.lora.rank, config.lora.alpha, config.lora.targets, dtype=dtype)
+
+
+def build_learning_policy(config: TrainConfig, device: torch.device) -> Policy:
+    """Load the policy that the run begins with, as the learner trains it: with a critic for ppo.
+
+    A critic of the right level in the policy's folder is kept. What a resumed run loads afterwards is trained
+    weights only, so copies of frozen ones that are rounded here stay right.
+    """
+    rounded = config.learner.frozen_precision == "float8"
+    if rounded:
+        check_device(device, FLAG)
+    policy = _load_policy(config, device)
+    _add_critic(config, policy)
+    if config.lora.rank:
+        add_adapters(config, policy)
+    if rounded:
+        use_float8_where_frozen(policy)
+    if config.learner.gradient_checkpointing:
+        enable_gradient_checkpointing(policy, every=config.learner.gradient_checkpointing_every)
+    as_module(policy).eval()
+    return policy
+
+
+def _add_critic(config: TrainConfig, policy: Policy) -> None:
+    wanted = config.critic.level if config.algorithm.kind == "ppo" else "none"
+    if isinstance(policy, HasCritic):
+        if wanted == "none":
+            policy.drop_critic()
+        elif policy.critic != wanted:
+            policy.add_critic(wanted)
+    elif wanted != "none":
+        raise ConfigError(
+            f"--algorithm.kind is ppo, but {type(policy).__name__} has no critic (add_critic, values). Use "
+            "--algorithm.kind grpo, or add the methods."
+        )
+
+
+def build_reference(config: TrainConfig, policy: Policy, device: torch.device) -> Reference | None:
+    """The policy that the KL penalty is about; None when its coefficient is 0."""
+    if not config.algorithm.kl_coef:
+        return None
+    return AdapterFreeReference(policy) if config.lora.rank else FrozenReference(build_policy(config, device))
+
+
+def check_tasks(policy: Policy, starts: Sequence[StartState]) -> None:
+    """Let the policy read every instruction once, so that one it cannot read fails at the start."""
+    first = {state.task: state for state in starts}
+    for task, state in first.items():
+        policy.preprocess(state.frame[None], [task])

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from asyncrl.errors import ConfigError, RunError, first_line
 from asyncrl.observability import waits
 from asyncrl.storage.atomic import write_text
-from asyncrl.storage.bounded_json import shortened
+from asyncrl.storage.untrusted import shortened
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]

@@ -37,12 +37,11 @@ SHUTDOWN_TIMEOUT_EPISODES = 5.0
 def actor_main(config_json: str, info_json: str, name: str) -> None:
     """Imagine until the learner ends the run."""
     from asyncrl.launch import endpoints
-    from asyncrl.launch.build_actor import build_acting, build_actor, starts_of
+    from asyncrl.launch.build import actor_offload, build_acting, build_actor, starts_of
     from asyncrl.launch.environment import build_environment
     from asyncrl.launch.host_weights import RELAYED, transport_of
-    from asyncrl.launch.idle_offload import actor_offload
+    from asyncrl.launch.named_models import build_policy
     from asyncrl.launch.placement import parse_placement
-    from asyncrl.launch.policies import build_policy
     from asyncrl.replay.actor_client import WINDOW, ZmqActorPort
 
     config, info = _read(config_json, info_json)
@@ -88,8 +87,7 @@ def _use_devices(config: TrainConfig, placement: Placement) -> tuple[torch.devic
     """Take an actor's share of the cores, its device and compiler cache; returns the world's device too."""
     import torch
 
-    from asyncrl.launch.compiler_cache import use_compiler_cache
-    from asyncrl.launch.own_device import give_way, make_current
+    from asyncrl.launch.own_device import give_way, make_current, use_compiler_cache
     from asyncrl.launch.placement import actor_devices, threads_of_actor
 
     # One learner mostly waits for the actors; each further one has cores of its own.

@@ -16,12 +16,11 @@ import numpy as np
 
 from asyncrl import registry
 from asyncrl.actors.play import Play
-from asyncrl.config.imagination import WorldDefaults
 from asyncrl.config.run import TrainConfig
-from asyncrl.config.simulator import SimulatorSettings
+from asyncrl.config.sections import SimulatorSettings, WorldDefaults
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.evaluation.evaluate import check_fits
-from asyncrl.launch.policies import policy_chunk
+from asyncrl.launch.named_models import policy_chunk
 from asyncrl.policies.interface import Policy, SamplingParams, SaysInputs
 from asyncrl.replay.interface import ENDLESS, EpisodeFormat, SimulatorFormat
 from asyncrl.simulators.build import SimulatorSource

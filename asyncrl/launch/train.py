@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from asyncrl.config.imagination import WorldDefaults
 from asyncrl.config.run import TrainConfig
+from asyncrl.config.sections import WorldDefaults
 from asyncrl.errors import RunError
 from asyncrl.launch import balance, endpoints, networks, rendezvous
 from asyncrl.launch.children import (
@@ -125,9 +125,9 @@ def _prepare(config: TrainConfig, placement: Placement, hosts: Hosts) -> _Prepar
     import torch
 
     from asyncrl.launch import learner_ranks, run_log
-    from asyncrl.launch.compiler_cache import use_compiler_cache
     from asyncrl.launch.environment import with_world_defaults
     from asyncrl.launch.learner_start import prepare
+    from asyncrl.launch.own_device import use_compiler_cache
 
     endpoints.check(config, placement, several_hosts=bool(hosts.replay))
     if (again := rendezvous.run_of_earlier_attempt()) is None:

@@ -1,6 +1,5 @@
 """What every world model must do for a run to be right, as checks of a few decisions each.
 
-    from asyncrl.launch.world_conformance import check_world
     for line in check_world(world, start_states):
         print(line)
 

@@ -33,7 +33,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 from asyncrl.errors import ConfigError, ReplayError
-from asyncrl.storage.private_files import check_private
+from asyncrl.storage.atomic import check_private
 
 LEARNER: Final = "learner"
 """Name of the learner's key."""

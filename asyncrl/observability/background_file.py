@@ -21,7 +21,7 @@ from typing import Final
 
 from asyncrl.observability import process_status, waits
 from asyncrl.observability.waits import Count
-from asyncrl.storage.regular_files import open_regular
+from asyncrl.storage.untrusted import open_regular
 
 FIRST_PAUSE: Final = 0.5
 LONGEST_PAUSE: Final = 10.0

@@ -28,7 +28,7 @@ from asyncrl.observability import metrics_system as s
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability import process_status, waits
 from asyncrl.observability.metrics import Metric, Readings
-from asyncrl.storage.regular_files import open_regular
+from asyncrl.storage.untrusted import open_regular
 
 STALLED_SECONDS: Final = 5.0
 """Longest wait of a line for a console that takes nothing; later lines do not wait until it takes one."""

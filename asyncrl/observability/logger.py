@@ -34,8 +34,7 @@ from asyncrl.observability.console import COLUMNS, TRUTH, Column, columns_in, he
 from asyncrl.observability.metrics import Metric, Readings, reduce
 from asyncrl.observability.process_log import CONSOLE
 from asyncrl.storage.atomic import replacing
-from asyncrl.storage.bounded_json import read_rows
-from asyncrl.storage.regular_files import make_folder
+from asyncrl.storage.untrusted import make_folder, read_rows
 
 _console = logging.getLogger(CONSOLE)
 HEADER_EVERY: Final = 20

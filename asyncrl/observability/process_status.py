@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Final, TextIO
 
 from asyncrl.observability.signals import Reserve, exhausted
-from asyncrl.storage.regular_files import make_folder, open_regular, read_bytes, remove
+from asyncrl.storage.untrusted import make_folder, open_regular, read_bytes, remove
 
 FOLDER: Final = "processes"
 STACKS: Final = ".stacks"

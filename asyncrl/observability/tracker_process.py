@@ -28,8 +28,7 @@ from asyncrl.errors import first_line
 from asyncrl.observability import process_status
 from asyncrl.observability.logger import flat, is_result
 from asyncrl.observability.metrics_training import EVAL_SUCCESS, EVAL_VERSION
-from asyncrl.storage.bounded_json import load_json, parse_json
-from asyncrl.storage.regular_files import LINE_BYTES, open_regular
+from asyncrl.storage.untrusted import LINE_BYTES, load_json, open_regular, parse_json
 from asyncrl.storage.version_pictures import SHEET, VIDEOS, picture_name, read_picture
 
 END_SECONDS: Final = 60

@@ -26,7 +26,7 @@ from typing import Final
 from asyncrl.errors import ConfigError
 from asyncrl.observability import waits
 from asyncrl.observability.metrics import Readings
-from asyncrl.storage.regular_files import make_folder, open_regular
+from asyncrl.storage.untrusted import make_folder, open_regular
 
 ALWAYS: Final = "tensorboard"
 """Is written in any case, by `logger`."""

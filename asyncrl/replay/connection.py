@@ -22,7 +22,7 @@ from asyncrl.messaging.episode_codec import MAX_TEXT, Buffer
 from asyncrl.messaging.keys import ClientKeys, Handshakes
 from asyncrl.messaging.sockets import IDENTITY, LINGER_MS, open_dealer
 from asyncrl.messaging.wire import Message, decode, encode
-from asyncrl.storage.private_files import read_small
+from asyncrl.storage.atomic import read_small
 from asyncrl.storage.run_identity import NO_RUN, RunIdentity
 
 PING_EVERY: Final = 1.0

@@ -38,8 +38,7 @@ from typing import Any, BinaryIO, Final, Literal, Self, get_args, get_type_hints
 from asyncrl.errors import ReplayError
 from asyncrl.replay.interface import CAUSES, GroupFailure, ReceiptStatus, RefusalCause
 from asyncrl.replay.sealed_file import is_full
-from asyncrl.storage.bounded_json import parse_json
-from asyncrl.storage.regular_files import LINES_BYTES, open_regular, read_lines, reading, remove
+from asyncrl.storage.untrusted import LINES_BYTES, open_regular, parse_json, read_lines, reading, remove
 
 Entry = dict[str, Any]
 """A line of the ledger without its checksum."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Final, Protocol
 
-from asyncrl.config.replay import ReplaySampler, ReplaySettings
+from asyncrl.config.sections import ReplaySampler, ReplaySettings
 from asyncrl.records import Episode, Sampling
 from asyncrl.replay.admission import Expected, Refusal, refusal
 from asyncrl.replay.events import Granted

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.config.algorithm import AlgorithmSettings
-from asyncrl.config.replay import ReplaySettings
+from asyncrl.config.sections import ReplaySettings
 from asyncrl.errors import WireError
 from asyncrl.messaging.episode_codec import scalars_of
 from asyncrl.observability import metrics_system as s

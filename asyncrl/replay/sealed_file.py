@@ -26,7 +26,7 @@ import h5py
 from asyncrl.errors import CodecMissing, DiskFull, OutOfFiles, ReplayError
 from asyncrl.observability import signals
 from asyncrl.storage.atomic import flush, unfinished
-from asyncrl.storage.regular_files import open_regular, remove
+from asyncrl.storage.untrusted import open_regular, remove
 
 LIBVER: Final = ("v110", "v110")
 """HDF5 1.10 tools can read the files, whatever HDF5 version writes them."""

@@ -39,12 +39,12 @@ from asyncrl.replay.group_file import (
 )
 from asyncrl.replay.sealed_file import damaged, fingerprint, write_error
 from asyncrl.storage.atomic import flush, replacing
-from asyncrl.storage.bounded_json import parse_json
-from asyncrl.storage.regular_files import (
+from asyncrl.storage.untrusted import (
     LINES_BYTES,
     kind_of,
     make_folder,
     open_regular,
+    parse_json,
     read_bytes,
     read_lines,
     reading,

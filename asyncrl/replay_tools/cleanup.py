@@ -16,9 +16,8 @@ from asyncrl.errors import ConfigError, ReplayError
 from asyncrl.replay.group_file import GroupFile, read_group
 from asyncrl.replay.sealed_file import Codec, codec_of, opened, sealing, settings_of
 from asyncrl.replay.store import PATTERN
-from asyncrl.replay_tools.episodes import GroupOutcomes, group_file_or_none, read_outcomes, warn
+from asyncrl.replay_tools.episodes import GroupOutcomes, group_file_or_none, read_outcomes, warn, watched
 from asyncrl.replay_tools.selection import ReplayCommand
-from asyncrl.replay_tools.text import watched
 from asyncrl.storage import run_lock
 from asyncrl.storage.atomic import flush, replacing
 from asyncrl.storage.hdf5_bounds import dataset_in

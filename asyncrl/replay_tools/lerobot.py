@@ -3,13 +3,21 @@
 meta/info.json, meta/stats.json, meta/tasks.parquet, meta/episodes/chunk-000/file-000.parquet
 data/chunk-000/file-000.parquet              all episodes, one row per sample
 videos/CAMERA/chunk-000/file-000.mp4         all episodes, one frame per sample; of every camera a movie
+
+Compute the statistics of LeRobot's columns: exact, over all samples, numbers and pictures alike.
+
+Letters: T samples, D numbers of a sample, H W picture size.
+
+Describe the columns of a LeRobot folder, and the folder: what meta/info.json says.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from fractions import Fraction
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,12 +27,208 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError
-from asyncrl.replay_tools.column_statistics import NumberStatistics, PictureStatistics
 from asyncrl.replay_tools.episodes import StoredEpisode
-from asyncrl.replay_tools.lerobot_features import CHUNK, STATE, SampleLayout, episode_row, info_of
-from asyncrl.replay_tools.samples import STEPS_PER_SECOND, Rate, Samples
+from asyncrl.replay_tools.samples import STEPS_PER_SECOND, Rate, Samples, camera_name
 from asyncrl.storage.atomic import replacing
-from asyncrl.storage.movies import Mp4Writer, can_write_mp4
+from asyncrl.storage.media import Mp4Writer, can_write_mp4
+
+QUANTILES: Final = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
+"""As LeRobot calls them; between two samples they are interpolated."""
+_LEVELS: Final = 256
+
+
+class NumberStatistics:
+    """Statistics of a column of numbers, which is kept."""
+
+    def __init__(self) -> None:
+        self._parts: list[NDArray[Any]] = []
+
+    def add(self, values: NDArray[Any]) -> None:
+        """Count ``[T, D]`` numbers."""
+        self._parts.append(values)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return ``[D]`` lists by name, and how many samples there were."""
+        values = np.concatenate(self._parts).astype(np.float64)
+        found = {"min": values.min(0), "max": values.max(0), "mean": values.mean(0), "std": values.std(0)}
+        found |= {name: np.quantile(values, share, axis=0) for name, share in QUANTILES.items()}
+        return {name: value.tolist() for name, value in found.items()} | {"count": [len(values)]}
+
+
+class PictureStatistics:
+    """Statistics of a camera's pictures per channel, in [0, 1], from how often each level occurs."""
+
+    def __init__(self) -> None:
+        self._counts = np.zeros((3, _LEVELS), np.int64)
+        self._pictures = 0
+
+    def add(self, pictures: NDArray[np.uint8]) -> None:
+        """Count ``[T, H, W, 3]`` pictures."""
+        for channel in range(3):
+            self._counts[channel] += np.bincount(pictures[..., channel].ravel(), minlength=_LEVELS)
+        self._pictures += len(pictures)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return ``[3, 1, 1]`` lists by name, and how many pictures there were."""
+        channels = [_of_levels(counts) for counts in self._counts]
+        found = {name: [[[channel[name]]] for channel in channels] for name in channels[0]}
+        return found | {"count": [self._pictures]}
+
+
+def _of_levels(counts: NDArray[np.int64]) -> dict[str, float]:
+    """Compute one channel's statistics from ``[256]`` counts."""
+    seen, levels, total = np.flatnonzero(counts), np.arange(_LEVELS) / 255, int(counts.sum())
+    mean = float((counts * levels).sum() / total)
+    spread = math.sqrt(float((counts * (levels - mean) ** 2).sum() / total))
+    found = {"min": float(levels[seen[0]]), "max": float(levels[seen[-1]]), "mean": mean, "std": spread}
+    return found | {name: _quantile(counts, total, share) for name, share in QUANTILES.items()}
+
+
+def _quantile(counts: NDArray[np.int64], total: int, share: float) -> float:
+    """Return what `np.quantile` gives of all the levels that were counted, in [0, 1]."""
+    ends, place = np.cumsum(counts), (total - 1) * share
+    low, high = (int(np.searchsorted(ends, at, side="right")) for at in (math.floor(place), math.ceil(place)))
+    return (low + (high - low) * (place - math.floor(place))) / 255
+
+
+IMAGE: Final = "observation.images.agentview"
+STATE: Final = "observation.state"
+CHUNK: Final = "decision.actions"
+"""All actions of a decision, step by step, where a sample is a decision."""
+_ACTION = ["dx", "dy", "dz", "droll", "dpitch", "dyaw", "gripper"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleLayout:
+    """What every sample of a data set has; one folder holds samples of one layout."""
+
+    cameras: int
+    size: tuple[int, int]
+    """Height and width of the pictures in pixels."""
+    numbers: int
+    """Of an action."""
+    chunk: int
+    """Numbers of all actions of a decision; 0: a sample is a step."""
+    states: int
+    """Numbers of a state; 0: it is not known."""
+
+    @classmethod
+    def of(cls, samples: Samples) -> SampleLayout:
+        """Return the layout of an episode's samples."""
+        return cls(
+            cameras=1 + samples.more_images.shape[1],
+            size=(samples.images.shape[1], samples.images.shape[2]),
+            numbers=samples.actions.shape[1],
+            chunk=samples.chunks.shape[1],
+            states=samples.states.shape[1],
+        )
+
+    @property
+    def image_keys(self) -> list[str]:
+        """Names of the cameras' columns, the first one first."""
+        return [IMAGE, *(f"observation.images.{camera_name(n)}" for n in range(self.cameras - 1))]
+
+    def features(self) -> dict[str, dict[str, Any]]:
+        """Return the columns that are tables, in their order."""
+        names = _ACTION if self.numbers == len(_ACTION) else [f"action_{i}" for i in range(self.numbers)]
+        state = {
+            "dtype": "float32",
+            "shape": [self.states],
+            "names": [f"state_{i}" for i in range(self.states)],
+        }
+        chunk = {"dtype": "float32", "shape": [self.chunk], "names": None}
+        return {
+            **({STATE: state} if self.states else {}),
+            "action": {"dtype": "float32", "shape": [self.numbers], "names": names},
+            **({CHUNK: chunk} if self.chunk else {}),
+            "next.reward": _number("float32"),
+            "next.done": _number("bool"),
+            "next.success": _number("bool"),
+            "timestamp": _number("float32"),
+            "frame_index": _number("int64"),
+            "episode_index": _number("int64"),
+            "index": _number("int64"),
+            "task_index": _number("int64"),
+        }
+
+    def videos(self, fps: float) -> dict[str, dict[str, Any]]:
+        """Return the columns that are movies; an odd height or width loses a row or column in them."""
+        height, width = (side // 2 * 2 for side in self.size)
+        about = {
+            "video.height": height,
+            "video.width": width,
+            "video.codec": "h264",
+            "video.pix_fmt": "yuv420p",
+            "video.is_depth_map": False,
+            "video.fps": fps,
+            "video.channels": 3,
+            "has_audio": False,
+        }
+        names = ["height", "width", "channels"]
+        video = {"dtype": "video", "shape": [height, width, 3], "names": names, "info": about}
+        return {key: dict(video) for key in self.image_keys}
+
+
+def _number(dtype: str) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": [1], "names": None}
+
+
+def whole_or_float(rate: Fraction) -> float:
+    """Return frames per second as info.json has them: a whole number where they are one."""
+    return int(rate) if rate.denominator == 1 else float(rate)
+
+
+def info_of(
+    layout: SampleLayout, rate: Fraction, *, episodes: int, frames: int, tasks: int
+) -> dict[str, Any]:
+    """Describe a data set.
+
+    Args:
+        rate: Samples per second.
+    """
+    fps = whole_or_float(rate)
+    return {
+        "codebase_version": "v3.0",
+        "robot_type": None,
+        "total_episodes": episodes,
+        "total_frames": frames,
+        "total_tasks": tasks,
+        "chunks_size": 1000,
+        "data_files_size_in_mb": 100,
+        "video_files_size_in_mb": 200,
+        "fps": fps,
+        "splits": {"train": f"0:{episodes}"},
+        "data_path": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
+        "video_path": "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4",
+        "features": layout.videos(fps) | layout.features(),
+    }
+
+
+def episode_row(
+    row: StoredEpisode, layout: SampleLayout, rate: Fraction, number: int, begin: int, end: int
+) -> dict[str, Any]:
+    """Return one row of meta/episodes: what LeRobot asks for, then where the episode comes from.
+
+    Args:
+        rate: Samples per second.
+    """
+    position = {"chunk_index": 0, "file_index": 0}
+    seconds = {"from_timestamp": float(begin / rate), "to_timestamp": float(end / rate)}
+    places = {f"videos/{key}/{n}": v for key in layout.image_keys for n, v in (position | seconds).items()}
+    return {
+        "episode_index": number,
+        "tasks": [row.episode.task],
+        "length": end - begin,
+        **{f"data/{name}": value for name, value in position.items()},
+        "dataset_from_index": begin,
+        "dataset_to_index": end,
+        **places,
+        **{f"meta/episodes/{name}": value for name, value in position.items()},
+        "asyncrl/episode_id": row.episode.episode_id,
+        "asyncrl/success": row.episode.success,
+        "asyncrl/policy_version": row.episode.oldest_version,
+    }
+
 
 FILE: Final = "chunk-000/file-000"
 ENCODING: Final = {"g": "2", "crf": "18"}

@@ -12,10 +12,9 @@ from typing import Any
 from PIL import Image, ImageDraw
 
 from asyncrl.errors import ConfigError
-from asyncrl.replay_tools.episodes import StoredEpisode, read_outcomes, warn
+from asyncrl.replay_tools.episodes import StoredEpisode, bar, read_outcomes, table, warn
 from asyncrl.replay_tools.selection import EpisodeSelection
-from asyncrl.replay_tools.text import bar, table
-from asyncrl.storage.drawing import BLUE, FAINT, INK, PAPER, fitted, font, require_png
+from asyncrl.storage.media import BLUE, FAINT, INK, PAPER, fitted, font, require_png
 
 WIDTH, MARGIN, ROW = 760, 16, 22
 """Pixels: of the picture, around it, and per bar."""

@@ -12,9 +12,8 @@ import tyro
 from asyncrl.episode_layout import EPISODE_SCALARS, optional_of, scalar_types, version_of
 from asyncrl.errors import ConfigError
 from asyncrl.records import REWARDED, Episode
-from asyncrl.replay_tools.episodes import StoredEpisode, find_row
+from asyncrl.replay_tools.episodes import NOTHING, StoredEpisode, find_row, table
 from asyncrl.replay_tools.selection import EpisodeSelection, ReplayCommand
-from asyncrl.replay_tools.text import NOTHING, table
 
 SORTS = Literal["number", "success", "steps", "lag", "version"]
 TITLES = ("episode", "group", "member", "task", "success", "steps", "versions", "lag", "world", "group was")

@@ -12,10 +12,9 @@ from asyncrl.errors import ReplayError
 from asyncrl.replay.events import GroupSized, read_entries, read_events
 from asyncrl.replay.group_file import FORMAT_VERSION, GroupFile, read_group_file
 from asyncrl.replay.store import LEDGER, PATTERN, file_name, read_meta
-from asyncrl.replay_tools.episodes import GroupOutcomes, problem_with_file, read_outcomes
+from asyncrl.replay_tools.episodes import GroupOutcomes, problem_with_file, read_outcomes, watched
 from asyncrl.replay_tools.selection import ReplayCommand
-from asyncrl.replay_tools.text import watched
-from asyncrl.storage.bounded_json import shortened
+from asyncrl.storage.untrusted import shortened
 
 MOST_MEMBERS: Final = 2**16
 """Episodes of a group."""

@@ -23,8 +23,8 @@ import torch
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.rewards.libero_tasks import GROUPS, LONG, SUITES, group_folders, suite_of
 from asyncrl.storage.atomic import read_json
-from asyncrl.storage.bounded_json import check_sizes
 from asyncrl.storage.tensor_reader import TensorFiles
+from asyncrl.storage.untrusted import check_sizes
 
 FORMAT: Final = "asyncrl-reward-1"
 WEIGHTS: Final = "reward.safetensors"

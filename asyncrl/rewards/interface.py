@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.config.actor import SuccessFrames
+from asyncrl.config.sections import SuccessFrames
 from asyncrl.records import ModelSummary
 
 if TYPE_CHECKING:  # The rule alone needs no torch.

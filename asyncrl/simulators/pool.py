@@ -25,8 +25,7 @@ from asyncrl.observability import waits
 from asyncrl.records import CHUNK
 from asyncrl.simulators.build import SimulatorSource
 from asyncrl.simulators.interface import Demonstrator, SimStart, SimulatorSpec
-from asyncrl.simulators.pool_members import InProcessMember, WorkerMember
-from asyncrl.simulators.pool_worker import Frames, Request
+from asyncrl.simulators.pool_worker import Frames, InProcessMember, Request, WorkerMember
 
 _log = logging.getLogger(__name__)
 MOST_LOST: Final = 5

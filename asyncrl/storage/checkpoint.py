@@ -40,9 +40,10 @@ from asyncrl import __version__
 from asyncrl.errors import CheckpointError
 from asyncrl.observability.process_status import activity
 from asyncrl.storage.atomic import publish, read_json, unfinished
-from asyncrl.storage.bounded_json import check_types
 from asyncrl.storage.checkpoint_state import (
     Parameters,
+    Ranks,
+    WriterThread,
     copy_generators,
     copy_state,
     random_file,
@@ -51,9 +52,8 @@ from asyncrl.storage.checkpoint_state import (
     unreadable,
     write_state,
 )
-from asyncrl.storage.checkpoint_writer import Ranks, WriterThread
 from asyncrl.storage.checksums import Checksum, checksum_of_lines, digest_of
-from asyncrl.storage.regular_files import remove
+from asyncrl.storage.untrusted import check_types, remove
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from asyncrl.storage.regular_files import open_regular
+from asyncrl.storage.untrusted import open_regular
 
 _PIECE: Final = 1 << 20
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from asyncrl.errors import ConfigError
-from asyncrl.storage.regular_files import LINES_BYTES, kind_of
+from asyncrl.storage.untrusted import LINES_BYTES, kind_of
 
 FOLDERS: Final = ("logs", "checkpoints", "replay", "videos", "tensorboard", "processes", "true", "worlds")
 FILES: Final = ("config.json", "metrics.jsonl", "replay/replay.json", "replay/ledger.log", "replay/lock")

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import h5py
 
-from asyncrl.storage.regular_files import open_regular
+from asyncrl.storage.untrusted import open_regular
 
 EXPANSION: Final = 64
 """Decoded bytes per stored byte. Rendered pictures of a table-top come to 20, photographs to 3."""

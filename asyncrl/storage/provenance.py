@@ -24,7 +24,7 @@ from typing import Any, Final
 from asyncrl import __version__
 from asyncrl.errors import first_line
 from asyncrl.storage.atomic import write_json
-from asyncrl.storage.bounded_json import check_types, load_json
+from asyncrl.storage.untrusted import check_types, load_json
 
 NAME: Final = "provenance.json"
 DAMAGED: Final = NAME + ".damaged"

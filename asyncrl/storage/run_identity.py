@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncrl.errors import ConfigError
-from asyncrl.storage.private_files import check_private, read_small, write_private
+from asyncrl.storage.atomic import check_private, read_small, write_private
 
 NAME: Final = "identity.json"
 _BYTES: Final = 32

@@ -28,7 +28,7 @@ from typing import Any, Final
 
 from asyncrl.errors import ConfigError
 from asyncrl.observability import process_status, waits
-from asyncrl.storage.regular_files import open_regular
+from asyncrl.storage.untrusted import open_regular
 
 NAME: Final = "lock"
 LEAVE_DEADLINE: Final = 20.0

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from asyncrl.storage.atomic import read_json
-from asyncrl.storage.bounded_json import parse_json
+from asyncrl.storage.untrusted import parse_json
 
 INDEX: Final = "model.safetensors.index.json"
 _HEADER_BYTES: Final = 100_000_000

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-from asyncrl.storage.regular_files import open_regular
+from asyncrl.storage.untrusted import open_regular
 
 VIDEOS: Final = "videos"
 SHEET: Final = ".png"

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from asyncrl.errors import CheckpointError
 from asyncrl.storage.atomic import read_json
-from asyncrl.storage.bounded_json import parse_json
 from asyncrl.storage.safe_pth import load_pth
+from asyncrl.storage.untrusted import parse_json
 
 WEIGHTS: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"

@@ -15,12 +15,12 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import nn
 
-from asyncrl.config.imagination import ImaginationSettings, WorldDefaults
+from asyncrl.config.sections import ImaginationSettings, WorldDefaults
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.storage.atomic import read_json, replacing, write_json
-from asyncrl.storage.bounded_json import check_sizes, check_types
 from asyncrl.storage.rewriting import copy_others
 from asyncrl.storage.tensor_reader import TensorFiles
+from asyncrl.storage.untrusted import check_sizes, check_types
 from asyncrl.worlds.kinds import ABOUT
 
 FORMAT: Final = "asyncrl-world-2"

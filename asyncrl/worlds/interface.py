@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from asyncrl.config.imagination import ImaginationSettings, WorldDefaults
+from asyncrl.config.sections import ImaginationSettings, WorldDefaults
 from asyncrl.records import ActionSpec, ModelSummary, SlotBytes, StartState
 
 State = TypeVar("State", bound="WorldState")

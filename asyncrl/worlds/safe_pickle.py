@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import AssetError, CheckpointError, first_line
-from asyncrl.storage.regular_files import read_bytes
+from asyncrl.storage.untrusted import read_bytes
 
 MAX_BYTES: Final = 2**30
 MAX_PICKLE: Final = 2**28

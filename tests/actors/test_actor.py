@@ -13,7 +13,7 @@ import torch
 from asyncrl.actors import actor as actor_module
 from asyncrl.actors.imagination import EndRule, Imagination
 from asyncrl.actors.slots import EpisodeInProgress, PendingEpisode, Slots, Stage, finished_episode
-from asyncrl.config.actor import SuccessFrames
+from asyncrl.config.sections import SuccessFrames
 from asyncrl.devices.tensors import host_peak
 from asyncrl.episode_layout import episode_arrays, problem_with
 from asyncrl.errors import SampleTimeout

@@ -10,12 +10,11 @@ import torch
 
 from asyncrl.actors.imagination import Imagination
 from asyncrl.actors.slots import PendingEpisode, Slots, Stage
-from asyncrl.config.actor import ActorSettings
-from asyncrl.config.imagination import ImaginationSettings
 from asyncrl.config.run import TrainConfig
-from asyncrl.launch.build_actor import build_imagination
+from asyncrl.config.sections import ActorSettings, ImaginationSettings
+from asyncrl.launch.build import build_imagination
 from asyncrl.launch.environment import Environment, build_environment
-from asyncrl.launch.policies import build_policy
+from asyncrl.launch.named_models import build_policy
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.replay.interface import GroupGrant
 from support.tiny_actor import TASKS

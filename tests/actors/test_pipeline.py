@@ -14,7 +14,7 @@ import torch
 from asyncrl.actors import imagination
 from asyncrl.actors.actor import ActorTelemetry
 from asyncrl.actors.slots import EpisodeInProgress, Stage, split_slots
-from asyncrl.config.actor import ActorSettings
+from asyncrl.config.sections import ActorSettings
 from asyncrl.devices import events
 from asyncrl.devices.events import DeviceEvent, wait_for
 from asyncrl.devices.offload import NO_OFFLOAD

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from asyncrl.actors.actor import Actor
 from asyncrl.actors.imagination import EndRule, Imagination
-from asyncrl.config.actor import ActorSettings
+from asyncrl.config.sections import ActorSettings
 from asyncrl.episode_layout import TOKENS, episode_arrays
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.observability import metrics_system as m

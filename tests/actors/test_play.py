@@ -16,10 +16,9 @@ from torch import Tensor
 from asyncrl.actors.actor import Actor
 from asyncrl.actors.play import MOST_RESTARTS, Play
 from asyncrl.actors.slots import Slots, Stage, finished_episode
-from asyncrl.config.actor import ActorSettings
 from asyncrl.config.algorithm import AlgorithmSettings
-from asyncrl.config.replay import ReplaySettings
 from asyncrl.config.run import TrainConfig
+from asyncrl.config.sections import ActorSettings, ReplaySettings
 from asyncrl.episode_layout import ArraySpec, episode_arrays, problem_with
 from asyncrl.errors import ReplayError, RunError
 from asyncrl.launch.roles import open_run_replay

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from asyncrl.actors.actor import Actor
 from asyncrl.actors.imagination import Imagination
-from asyncrl.config.imagination import ImaginationSettings
+from asyncrl.config.sections import ImaginationSettings
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy

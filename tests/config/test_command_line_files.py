@@ -8,12 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.config.actor import ActorSettings
 from asyncrl.config.algorithm import AlgorithmSettings, CorrectionSettings
-from asyncrl.config.arguments import split_files
-from asyncrl.config.loading import load_file, load_files, parse, to_toml
-from asyncrl.config.replay import ReplaySettings
+from asyncrl.config.loading import load_file, load_files, parse, split_files, to_toml
 from asyncrl.config.run import TrainConfig
+from asyncrl.config.sections import ActorSettings, ReplaySettings
 from asyncrl.errors import ConfigError
 from support import ROOT
 

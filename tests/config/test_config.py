@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from asyncrl import registry
-from asyncrl.config.actor import ActorSettings
 from asyncrl.config.algorithm import (
     AlgorithmSettings,
     CorrectionSettings,
@@ -19,11 +18,9 @@ from asyncrl.config.algorithm import (
     LoraSettings,
     OptimizerSettings,
 )
-from asyncrl.config.guard import GuardSettings
 from asyncrl.config.loading import load_file, overlay, parse, to_json
-from asyncrl.config.replay import ReplaySettings
 from asyncrl.config.run import TrainConfig
-from asyncrl.config.weights import WeightSettings
+from asyncrl.config.sections import ActorSettings, GuardSettings, ReplaySettings, WeightSettings
 from asyncrl.errors import ConfigError
 from asyncrl.launch.simulated import refuse_idle, simulator_named
 from asyncrl.worlds.evac.options import EvacOptions

@@ -13,9 +13,18 @@ from asyncrl.commands.collect import CollectConfig
 from asyncrl.commands.convert import ConvertConfig
 from asyncrl.commands.evaluate import EvaluateConfig
 from asyncrl.config.loading import parse
-from asyncrl.config.often_used import AUDIT, COLLECT, CONVERT, DOCTOR, EVALUATE, TRAIN
 from asyncrl.config.run import TrainConfig
-from asyncrl.config.short_help import WIDTH, answer_help, value_of
+from asyncrl.config.short_help import (
+    AUDIT,
+    COLLECT,
+    CONVERT,
+    DOCTOR,
+    EVALUATE,
+    TRAIN,
+    WIDTH,
+    answer_help,
+    value_of,
+)
 
 SETTINGS = {
     TRAIN.command: (TRAIN, TrainConfig()),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.config.algorithm import CorrectionSettings
-from asyncrl.config.replay import ReplaySettings
 from asyncrl.config.run import TrainConfig
+from asyncrl.config.sections import ReplaySettings
 from asyncrl.errors import ConfigError
 
 

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from asyncrl.actors.actor import Actor, ActorTelemetry
 from asyncrl.actors.imagination import Imagination
-from asyncrl.config.actor import ActorSettings
 from asyncrl.config.algorithm import LearnerSettings
 from asyncrl.config.run import TrainConfig
+from asyncrl.config.sections import ActorSettings
 from asyncrl.devices import offload
 from asyncrl.devices.offload import NO_OFFLOAD, OFFLOAD_AFTER, IdleOffload, OffloadedTensors
 from asyncrl.episode_layout import episode_arrays
-from asyncrl.launch.idle_offload import actor_offload, learner_offload
+from asyncrl.launch.build import actor_offload, learner_offload
 from asyncrl.observability import metrics_system as m
 from asyncrl.records import Episode
 from asyncrl.weights.transports.in_process import build_in_process

@@ -18,7 +18,7 @@ from asyncrl import cli
 from asyncrl.commands import doctor as command
 from asyncrl.config.loading import parse
 from asyncrl.config.run import TrainConfig
-from asyncrl.config.weights import WeightSettings
+from asyncrl.config.sections import WeightSettings
 from asyncrl.doctor import checks, gpus, host, models
 from asyncrl.doctor.checks import Check, Examination, Finding, Verdict, check_package, render, run_check
 from asyncrl.doctor.models import Sizes

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from asyncrl.config.actor import ActorSettings
-from asyncrl.config.replay import ReplaySettings
 from asyncrl.config.run import TrainConfig
+from asyncrl.config.sections import ActorSettings, ReplaySettings
 from asyncrl.doctor import host
 from asyncrl.doctor.checks import Examination, Finding, Verdict
 from asyncrl.doctor.models import Sizes

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.actor import ActorSettings
-from asyncrl.config.imagination import ImaginationSettings
 from asyncrl.config.run import TrainConfig
+from asyncrl.config.sections import ActorSettings, ImaginationSettings
 from asyncrl.doctor import gpus, models
 from asyncrl.doctor.checks import Examination, Verdict
 from asyncrl.doctor.models import Sizes

@@ -16,8 +16,8 @@ from asyncrl.devices.float8 import saved_bytes
 from asyncrl.doctor.gpus import placement_of, rank_needs
 from asyncrl.doctor.models import Sizes, measure
 from asyncrl.launch.environment import EnvironmentFiles
+from asyncrl.launch.named_models import add_adapters
 from asyncrl.launch.placement import parse_placement
-from asyncrl.launch.policies import add_adapters
 from asyncrl.policies.openvla.autoregressive import new_policy
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.records import SlotBytes

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl import cli
-from asyncrl.evaluation.audit import AuditedEpisode
-from asyncrl.evaluation.audit_table import table
+from asyncrl.evaluation.audit import AuditedEpisode, table
 from support.event_files import curves_in
 from support.tiny_models import write_models
 

@@ -9,9 +9,11 @@ import pytest
 import torch
 from PIL import Image
 
-from asyncrl.evaluation.judged import JudgedEpisode, judge, unjudged
-from asyncrl.evaluation.judged_pictures import (
+from asyncrl.evaluation.judged import (
+    JudgedEpisode,
+    judge,
     judged_sheet,
+    unjudged,
     verdicts,
     write_judged_movie,
     write_judged_sheet,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.evaluation.audit import Models
-from asyncrl.evaluation.open_outcomes import is_open, success_shares
+from asyncrl.evaluation.reimagine import is_open, success_shares
 from asyncrl.policies.interface import ActResult, SamplingParams
 from asyncrl.records import ActionSpec, StartState
 from asyncrl.seeds import episode_seed, noise_seed

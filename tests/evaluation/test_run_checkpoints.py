@@ -11,7 +11,7 @@ from asyncrl.evaluation.evaluate import Evaluation, SuccessRate
 from asyncrl.evaluation.evaluations_file import EvaluatedVersion, is_due
 from asyncrl.evaluation.run_checkpoints import Measured, RunCheckpoints
 from asyncrl.storage import checkpoint_copy
-from asyncrl.storage.best_checkpoint import BEFORE, BEST, HELD, clean_up, forget_best_after
+from asyncrl.storage.checkpoint_copy import BEFORE, BEST, HELD, clean_up, forget_best_after
 
 
 def save(run: Path, version: int) -> Path:

@@ -12,12 +12,11 @@ import torch
 from asyncrl import cli
 from asyncrl.commands.fit import main as fit
 from asyncrl.errors import ConfigError
-from asyncrl.fitting.fresh_models import action_statistics, patch_size
+from asyncrl.fitting.fit_policy import action_statistics, patch_size
 from asyncrl.fitting.loop import Schedule
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.fitting.worlds.interface import WorldOptions, check_picture_size, fit_class
-from asyncrl.fitting.worlds.wan_actions import ActionScale, measured_scale, take_raw, take_scaled
-from asyncrl.fitting.worlds.wan_windows import windows
+from asyncrl.fitting.worlds.wan import ActionScale, measured_scale, take_raw, take_scaled, windows
 from asyncrl.policies.openvla.autoregressive import load_policy
 from asyncrl.records import ActionSpec, StartState
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig

@@ -14,7 +14,7 @@ from asyncrl import cli
 from asyncrl.errors import ConfigError
 from asyncrl.fitting.fit_policy import fit_policy
 from asyncrl.fitting.loading import load_recordings
-from asyncrl.fitting.shares import parts_of
+from asyncrl.fitting.loop import parts_of
 from asyncrl.policies.lora import add_lora, merged_tensors
 from asyncrl.policies.openvla.autoregressive import load_policy
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig

@@ -18,12 +18,10 @@ from asyncrl import cli
 from asyncrl.errors import ConfigError
 from asyncrl.fitting.autoencoder import Latents
 from asyncrl.fitting.loading import load_recordings
-from asyncrl.fitting.loop import ONE_RANK, FitRanks, Schedule
-from asyncrl.fitting.shares import Shares
+from asyncrl.fitting.loop import ONE_RANK, FitRanks, Schedule, Shares
 from asyncrl.fitting.worlds.interface import WorldOptions
-from asyncrl.fitting.worlds.wan import WanFit, window_losses
+from asyncrl.fitting.worlds.wan import WanFit, Windows, window_losses
 from asyncrl.fitting.worlds.wan_latents import encode_recordings
-from asyncrl.fitting.worlds.wan_windows import Windows
 from asyncrl.learner.fsdp import make_float32_masters, spread
 from asyncrl.learner.ranks import DistributedRanks
 from asyncrl.policies.acceleration import recompute

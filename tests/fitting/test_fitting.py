@@ -18,8 +18,8 @@ from asyncrl.fitting.fit_policy import examples, fit_policy
 from asyncrl.fitting.loading import load_recordings
 from asyncrl.fitting.loop import learning_rate_at, minimise
 from asyncrl.fitting.recordings import Recordings, write_part
+from asyncrl.fitting.worlds.wan import windows
 from asyncrl.fitting.worlds.wan_latents import stream_of
-from asyncrl.fitting.worlds.wan_windows import windows
 from asyncrl.policies.action_tokens import encode
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig, TowerConfig

@@ -14,10 +14,10 @@ import torch
 
 from asyncrl.commands.recordings import main as recordings_command
 from asyncrl.errors import ConfigError
-from asyncrl.fitting.keyframes import keyframes
 from asyncrl.fitting.libero_demonstrations import _NUMBERS, import_demonstrations, instruction_of
 from asyncrl.fitting.loading import load_recordings
 from asyncrl.fitting.rlinf_trajectories import write_trajectories
+from asyncrl.fitting.starts import keyframes
 from asyncrl.records import DUMMY_ACTION
 from asyncrl.rewards.libero_tasks import SUITES
 from asyncrl.worlds.evac.poses import rotation

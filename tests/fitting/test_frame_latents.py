@@ -17,7 +17,7 @@ from torch import Tensor
 
 from asyncrl.errors import ConfigError
 from asyncrl.fitting.autoencoder import CLIP_FRAMES
-from asyncrl.fitting.batch_source import BatchSource
+from asyncrl.fitting.frame_file import BatchSource
 from asyncrl.fitting.loading import load_recordings
 from asyncrl.fitting.loop import Schedule
 from asyncrl.fitting.recordings import Recordings
@@ -384,7 +384,7 @@ def test_a_model_of_poses_learns_where_actions_take_the_hand() -> None:
 def test_the_tabletops_camera_is_the_simulators() -> None:
     """Points in front of it fall on the same pixels as by MuJoCo's own position, axes and field of view."""
     from asyncrl.simulators.tabletop.scene import CAMERA
-    from asyncrl.simulators.tabletop.table import Table
+    from asyncrl.simulators.tabletop.simulator import Table
 
     table = Table(64, render=False, supersample=1)
     table.reset(0)

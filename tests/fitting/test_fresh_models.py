@@ -14,14 +14,15 @@ from asyncrl import cli
 from asyncrl.commands.fit import main as fit
 from asyncrl.errors import ConfigError
 from asyncrl.fitting import autoencoder
-from asyncrl.fitting.fit_policy import check_imitable, tokens_of
-from asyncrl.fitting.fit_reward import fit_reward
-from asyncrl.fitting.fresh_models import (
+from asyncrl.fitting.fit_policy import (
     action_statistics,
+    check_imitable,
     fresh_policy,
     fresh_reward,
     patch_size,
+    tokens_of,
 )
+from asyncrl.fitting.fit_reward import fit_reward
 from asyncrl.fitting.loading import load_recordings
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.fitting.settings import FitPolicy, FitWorld

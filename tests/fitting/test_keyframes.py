@@ -12,10 +12,10 @@ import pytest
 
 from asyncrl import cli
 from asyncrl.errors import AssetError, ConfigError
-from asyncrl.fitting.keyframes import keyframe_states
 from asyncrl.fitting.loading import load_recordings
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.fitting.settings import FitKeyframes
+from asyncrl.fitting.starts import keyframe_states
 from asyncrl.records import StartState
 from asyncrl.simulators.tabletop.scene import TASKS as TABLETOP
 from asyncrl.worlds.start_states import (

@@ -13,7 +13,7 @@ from asyncrl import cli
 from asyncrl.commands.fit import main as fit
 from asyncrl.errors import ConfigError
 from asyncrl.fitting.datasets.pictures import Placing
-from asyncrl.fitting.picture_starts import picture_starts
+from asyncrl.fitting.starts import picture_starts
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.policies.openvla.tokenizer import PromptTokenizer, build_word_tokenizer

@@ -15,14 +15,13 @@ import torch
 from asyncrl.commands.fit import write_starts
 from asyncrl.errors import AssetError, ConfigError
 from asyncrl.fitting.autoencoder import average_pictures, reconstruction_loss
-from asyncrl.fitting.batch_source import BatchSource, shown_to
 from asyncrl.fitting.fit_policy import fit_policy
-from asyncrl.fitting.frame_file import FrameFile, cache_folder
+from asyncrl.fitting.frame_file import BatchSource, FrameFile, cache_folder, shown_to
 from asyncrl.fitting.loading import load_recordings
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.fitting.settings import FitStarts
+from asyncrl.fitting.worlds.wan import windows
 from asyncrl.fitting.worlds.wan_latents import encode_recordings, redraw
-from asyncrl.fitting.worlds.wan_windows import windows
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig, TowerConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.worlds.start_states import load_start_states

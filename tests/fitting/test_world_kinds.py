@@ -16,7 +16,7 @@ from torch import Tensor
 
 from asyncrl import cli, registry
 from asyncrl.commands.fit import main as fit
-from asyncrl.config.imagination import ImaginationSettings
+from asyncrl.config.sections import ImaginationSettings
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.fitting import autoencoder
 from asyncrl.fitting.loading import load_recordings

@@ -11,11 +11,11 @@ import torch
 
 import asyncrl
 from asyncrl.config.algorithm import LearnerSettings
-from asyncrl.config.imagination import ImaginationSettings
 from asyncrl.config.run import TrainConfig
+from asyncrl.config.sections import ImaginationSettings
 from asyncrl.doctor import gpus
 from asyncrl.doctor.checks import Examination
-from asyncrl.launch.compiler_cache import INDUCTOR, TRITON, compiler_cache_folder, use_compiler_cache
+from asyncrl.launch.own_device import INDUCTOR, TRITON, compiler_cache_folder, use_compiler_cache
 
 CPU = torch.device("cpu")
 COMPILED = TrainConfig(learner=LearnerSettings(compile=True))

@@ -13,8 +13,8 @@ import pytest
 
 from asyncrl import cli
 from asyncrl.config.algorithm import AlgorithmSettings, OptimizerSettings
-from asyncrl.config.replay import ReplaySettings
 from asyncrl.config.run import TrainConfig
+from asyncrl.config.sections import ReplaySettings
 from asyncrl.launch import console
 from asyncrl.observability import process_status
 from asyncrl.storage import checkpoint

@@ -14,13 +14,12 @@ import pytest
 import torch
 
 from asyncrl import cli
-from asyncrl.config.evaluation import EvaluationSettings
 from asyncrl.config.run import TrainConfig
+from asyncrl.config.sections import EvaluationSettings
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation import evaluations_file
 from asyncrl.launch.environment import EnvironmentFiles
-from asyncrl.launch.evaluation import VersionPlayer, plan
-from asyncrl.launch.evaluator import EvaluatorProcess
+from asyncrl.launch.evaluator import EvaluatorProcess, VersionPlayer, plan
 from asyncrl.launch.run_settings import settings_of_run
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability import process_status

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.run import TrainConfig
-from asyncrl.config.weights import WeightSettings
+from asyncrl.config.sections import WeightSettings
 from asyncrl.errors import RunError
 from asyncrl.launch import endpoints, host_weights, rendezvous
 from asyncrl.launch.host_weights import HostWeights, actors_here, wait_for_endpoint

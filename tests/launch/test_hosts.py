@@ -16,9 +16,8 @@ import pytest
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from asyncrl.config.algorithm import LearnerSettings
-from asyncrl.config.replay import ReplaySettings
 from asyncrl.config.run import TrainConfig
-from asyncrl.config.weights import WeightSettings
+from asyncrl.config.sections import ReplaySettings, WeightSettings
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.launch import endpoints, host_facts, networks, rendezvous
 from asyncrl.launch.host_facts import HostFacts, check_agree, check_broadcasts, check_devices

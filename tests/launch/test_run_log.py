@@ -11,8 +11,8 @@ import time
 import pytest
 
 from asyncrl import cli
-from asyncrl.config.replay import ReplaySettings
 from asyncrl.config.run import TrainConfig
+from asyncrl.config.sections import ReplaySettings
 from asyncrl.launch import run_log
 from asyncrl.replay.group_file import read_group
 from asyncrl.replay_tools.cleanup import codec_in

@@ -21,7 +21,7 @@ from asyncrl.config.loading import load_file
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch.environment import check_environment, with_world_defaults
-from asyncrl.launch.policies import build_policy, policy_chunk
+from asyncrl.launch.named_models import build_policy, policy_chunk
 from asyncrl.launch.simulated import (
     SimulatorFiles,
     TrainingStarts,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.run import TrainConfig
-from asyncrl.launch.build_learner import build_update
+from asyncrl.launch.build import build_update
 from asyncrl.learner import prepare
 from asyncrl.learner.batches import Batch, build_batch
 from asyncrl.learner.forward import FrozenReference, PolicyForward

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.launch.build_learner import build_update
+from asyncrl.launch.build import build_update
 from asyncrl.learner.batches import Batch, build_batch
 from asyncrl.learner.forward import longest_first
 from asyncrl.observability import metrics_training as m

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from asyncrl.config.algorithm import AlgorithmSettings, CorrectionSettings, CriticSettings
 from asyncrl.errors import ConfigError
-from asyncrl.launch.build_learner import build_update
+from asyncrl.launch.build import build_update
 from asyncrl.learner.batches import Batch, build_batch
 from asyncrl.learner.recipe import build_recipe
 from asyncrl.observability import metrics_training as m

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from asyncrl.config.algorithm import AlgorithmSettings
 from asyncrl.config.run import TrainConfig
-from asyncrl.launch.build_learner import build_update
+from asyncrl.launch.build import build_update
 from asyncrl.learner.batches import Batch, build_batch
 from asyncrl.learner.metrics import Throughput, forward_flops, peak_flops
 from asyncrl.learner.objective import update_loss

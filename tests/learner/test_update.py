@@ -16,7 +16,7 @@ from torch import Tensor
 
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
-from asyncrl.launch.build_learner import build_update
+from asyncrl.launch.build import build_update
 from asyncrl.learner.advantages import group_relative_advantages
 from asyncrl.learner.batches import Batch, build_batch
 from asyncrl.learner.forward import FrozenReference

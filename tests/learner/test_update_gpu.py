@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
-from asyncrl.launch.build_learner import build_update
+from asyncrl.launch.build import build_update
 from asyncrl.learner.batches import build_batch
 from asyncrl.learner.fsdp import shard
 from asyncrl.observability import metrics_training as m

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.launch.build_learner import build_update
+from asyncrl.launch.build import build_update
 from asyncrl.learner.batches import build_batch
 from asyncrl.learner.early_compile import EarlyCompile, Shown, fix_sizes
 from asyncrl.learner.fsdp import shard

@@ -14,8 +14,8 @@ import pytest
 import zmq
 
 from asyncrl import cli
-from asyncrl.config.replay import ReplaySettings
 from asyncrl.config.run import TrainConfig
+from asyncrl.config.sections import ReplaySettings
 from asyncrl.errors import ConfigError, ReplayError
 from asyncrl.launch import endpoints
 from asyncrl.launch.placement import Placement

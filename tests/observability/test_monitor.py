@@ -9,8 +9,8 @@ import time
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from asyncrl.config.monitor import MonitorSettings
 from asyncrl.config.run import TrainConfig
+from asyncrl.config.sections import MonitorSettings
 from asyncrl.errors import ConfigError
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability import metrics_training as m

@@ -16,7 +16,7 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.devices.float8 import FrozenFloat8Linear
 from asyncrl.devices.offload import OffloadedTensors
 from asyncrl.errors import ConfigError
-from asyncrl.launch.policies import build_learning_policy, build_policy
+from asyncrl.launch.named_models import build_learning_policy, build_policy
 from asyncrl.learner.forward import AdapterFreeReference
 from asyncrl.learner.fsdp import shard
 from asyncrl.policies.acceleration import (

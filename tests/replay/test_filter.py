@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.config.algorithm import AlgorithmSettings
-from asyncrl.config.replay import ReplaySettings
+from asyncrl.config.sections import ReplaySettings
 from asyncrl.errors import ConfigError
 from asyncrl.observability import metrics_system as s
 from asyncrl.replay.in_process import InProcessLearnerPort

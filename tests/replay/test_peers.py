@@ -13,7 +13,7 @@ from threading import Event, Thread
 
 import pytest
 
-from asyncrl.config.replay import ReplaySettings
+from asyncrl.config.sections import ReplaySettings
 from asyncrl.errors import ReplayError
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.observability import metrics_system as m

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.config.replay import ReplaySampler, ReplaySettings
 from asyncrl.config.run import TrainConfig
+from asyncrl.config.sections import ReplaySampler, ReplaySettings
 from asyncrl.errors import ConfigError
 from asyncrl.observability import metrics_system as m
 from asyncrl.replay.groups import ReadyGroup

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from asyncrl.config.replay import ReplaySettings
+from asyncrl.config.sections import ReplaySettings
 from asyncrl.errors import ConfigError, ReplayError, SampleTimeout
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.messaging.sockets import bind_router

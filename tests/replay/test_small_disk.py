@@ -17,8 +17,8 @@ import pytest
 
 from asyncrl.commands.replay import main as run_inspection
 from asyncrl.config.algorithm import AlgorithmSettings
-from asyncrl.config.replay import ReplaySettings
 from asyncrl.config.run import TrainConfig
+from asyncrl.config.sections import ReplaySettings
 from asyncrl.errors import DiskFull, ReplayError
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.messaging.sockets import ipc_endpoint, private_folder

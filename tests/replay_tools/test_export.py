@@ -12,10 +12,10 @@ import pytest
 from asyncrl.commands.replay import main as run_inspection
 from asyncrl.records import EndReason, Episode
 from asyncrl.replay.store import EpisodeStore
-from asyncrl.replay_tools.column_statistics import NumberStatistics, PictureStatistics
 from asyncrl.replay_tools.export import samples_of
+from asyncrl.replay_tools.lerobot import NumberStatistics, PictureStatistics
+from asyncrl.replay_tools.pictures import movie_of
 from asyncrl.replay_tools.samples import Rate
-from asyncrl.replay_tools.video import movie_of
 from support.episodes import make_episode, simulated
 from support.recorded_run import IDS, IMAGE, episode_of, make_run, open_store
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from asyncrl.replay_tools.text import table
+from asyncrl.replay_tools.episodes import table
 
 ROWS = [
     ("episode", "task", "steps", "group was"),

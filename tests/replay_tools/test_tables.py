@@ -10,7 +10,7 @@ from PIL import Image
 from asyncrl.commands.replay import main as run_inspection
 from asyncrl.records import EndReason
 from asyncrl.replay_tools.episodes import find_group
-from asyncrl.storage.drawing import BLUE, FAINT
+from asyncrl.storage.media import BLUE, FAINT
 from support.episodes import assert_same, simulated, with_chain
 from support.recorded_run import IDS, episode_of, make_run, open_store, remove_after_listing
 

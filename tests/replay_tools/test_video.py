@@ -8,16 +8,15 @@ import pytest
 from PIL import Image, ImageSequence
 
 from asyncrl.commands.replay import main as run_inspection
-from asyncrl.replay_tools import video
+from asyncrl.replay_tools import pictures
 from asyncrl.replay_tools.episodes import read_rows
-from asyncrl.replay_tools.sheet import SPACE, last_picture, spread
-from asyncrl.storage import movies
-from asyncrl.storage.drawing import INK, captioned, fitted, font
-from asyncrl.storage.movies import GREEN, RED
+from asyncrl.replay_tools.pictures import SPACE, last_picture, spread
+from asyncrl.storage import media
+from asyncrl.storage.media import GREEN, INK, RED, captioned, fitted, font
 from support.episodes import make_episode
 from support.recorded_run import IMAGE, episode_of, make_run, open_store, remove_after_listing
 
-TIMES = video.WIDTH // IMAGE
+TIMES = pictures.MOVIE_WIDTH // IMAGE
 
 
 @pytest.fixture
@@ -69,7 +68,7 @@ def test_without_video_the_observations_are_shown_and_it_says_so(
 
 
 def test_the_drawn_frames_are_exact_and_the_edge_turns_green_at_the_success() -> None:
-    frames = [np.asarray(frame) for frame in video.movie_of(episode_of(0, 0))]
+    frames = [np.asarray(frame) for frame in pictures.movie_of(episode_of(0, 0))]
     episode = episode_of(0, 0)
     assert np.array_equal(shrunk(frames[0]), episode.frames[0])
     assert all(np.array_equal(shrunk(a), b) for a, b in zip(frames[1:], episode.video, strict=True))
@@ -88,7 +87,7 @@ def test_several_episodes_go_into_a_folder(run_dir: Path) -> None:
 def test_without_pyav_it_writes_gif_and_says_how_to_get_mp4(
     run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(movies, "find_spec", lambda name: None)
+    monkeypatch.setattr(media, "find_spec", lambda name: None)
     assert run_inspection(["video", str(run_dir), "a", "--out", str(run_dir)]) == 0
     assert "pip install 'asyncrl[video]'" in capsys.readouterr().out
     assert len(pictures_of(run_dir / f"{'a' * 12}.gif")) == 3

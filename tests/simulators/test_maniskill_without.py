@@ -14,10 +14,9 @@ import pytest
 
 from asyncrl import registry
 from asyncrl.errors import AssetError
-from asyncrl.simulators.maniskill import vulkan
-from asyncrl.simulators.maniskill.expert import EXPERTS
-from asyncrl.simulators.maniskill.rotations import axis_angle, matrix, turn_between
-from asyncrl.simulators.maniskill.shaping import GraspReward
+from asyncrl.simulators.maniskill import tasks
+from asyncrl.simulators.maniskill.expert import EXPERTS, axis_angle, matrix, turn_between
+from asyncrl.simulators.maniskill.simulator import GraspReward
 from asyncrl.simulators.maniskill.tasks import TASKS
 from support import ROOT
 
@@ -61,17 +60,17 @@ def device_summary(text: str) -> SimpleNamespace:
 
 def test_a_device_that_sapien_cannot_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SAPIEN_DISABLE_RAY_TRACING", raising=False)
-    monkeypatch.setattr(vulkan, "load_sapien", lambda: device_summary(TOO_OLD))
+    monkeypatch.setattr(tasks, "load_sapien", lambda: device_summary(TOO_OLD))
     with pytest.raises(AssetError, match=r"there is: llvmpipe \(LLVM 15.*Mesa 24 or newer"):
-        vulkan.require_device()
+        tasks.require_device()
     monkeypatch.setenv("SAPIEN_DISABLE_RAY_TRACING", "1")
     with pytest.raises(AssetError, match=r"SAPIEN_DISABLE_RAY_TRACING is set.*unset it"):
-        vulkan.require_device()
+        tasks.require_device()
 
 
 def test_the_first_device_that_sapien_can_use_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vulkan, "load_sapien", lambda: device_summary(TWO))
-    assert vulkan.require_device() == "NVIDIA H200"
+    monkeypatch.setattr(tasks, "load_sapien", lambda: device_summary(TWO))
+    assert tasks.require_device() == "NVIDIA H200"
 
 
 def test_without_a_vulkan_device_it_is_said_what_to_install() -> None:

@@ -10,8 +10,7 @@ from asyncrl.simulators.rendering import box_average, find_backend, require_back
 from asyncrl.simulators.tabletop import scene
 from asyncrl.simulators.tabletop.expert import Expert
 from asyncrl.simulators.tabletop.scene import TASKS, TRANSLATION, rotation_matrix
-from asyncrl.simulators.tabletop.simulator import MAX_STEPS, Tabletop
-from asyncrl.simulators.tabletop.table import Table
+from asyncrl.simulators.tabletop.simulator import MAX_STEPS, Table, Tabletop
 
 needs_opengl = pytest.mark.skipif(find_backend() is None, reason="no OpenGL library")
 

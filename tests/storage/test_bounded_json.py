@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.errors import CheckpointError
 from asyncrl.storage.atomic import read_json
-from asyncrl.storage.bounded_json import check_sizes, check_types, parse_json, read_rows
+from asyncrl.storage.untrusted import check_sizes, check_types, parse_json, read_rows
 
 REFUSED = {
     "Infinity": (b'{"a": Infinity}', "Infinity, which is not in JSON"),

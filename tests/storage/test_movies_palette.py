@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageSequence
 
-from asyncrl.storage.movies import write_gif
+from asyncrl.storage.media import write_gif
 
 
 def table_with_a_moving_cube(frames: int) -> np.ndarray:

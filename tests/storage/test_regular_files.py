@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.storage.atomic import replacing, write_text
-from asyncrl.storage.regular_files import (
+from asyncrl.storage.untrusted import (
     make_folder,
     open_regular,
     read_bytes,

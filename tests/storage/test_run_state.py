@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.storage import run_lock, run_state
+from asyncrl.storage import run_folder, run_lock
+from asyncrl.storage.run_folder import State, newest_rows, runs_in, summarise
 from asyncrl.storage.run_lock import FolderInUse
-from asyncrl.storage.run_state import State, newest_rows, runs_in, summarise
 from support.run_folders import kill_owner, row, write_run
 
 
@@ -49,7 +49,7 @@ def test_of_a_long_file_only_the_end_is_read(tmp_path: Path, monkeypatch: pytest
     rows.insert(3, {"step": 2, "time": 0.0, "eval/success_once": 0.5})
     lines = [json.dumps(one) + "\n" for one in rows]
     path.write_text("".join(lines) + '{"step": 101, "ti')  # The crash cut the last one short.
-    monkeypatch.setattr(run_state, "TAIL_BYTES", 5 * len(lines[-1]))
+    monkeypatch.setattr(run_folder, "TAIL_BYTES", 5 * len(lines[-1]))
     assert newest_rows(path) == (rows[-1], {})
     monkeypatch.undo()
     assert newest_rows(path) == (rows[-1], rows[3])

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from asyncrl.actors.actor import Actor
 from asyncrl.actors.imagination import EndRule, Imagination
-from asyncrl.config.actor import ActorSettings
 from asyncrl.config.algorithm import AlgorithmSettings
-from asyncrl.config.replay import ReplaySettings
 from asyncrl.config.run import TrainConfig
+from asyncrl.config.sections import ActorSettings, ReplaySettings
 from asyncrl.episode_layout import TOKENS
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.policies.interface import ActResult, SamplingParams

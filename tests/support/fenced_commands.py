@@ -20,8 +20,7 @@ import tyro
 
 from asyncrl.commands.doctor import SimulatorConfig
 from asyncrl.commands.table import COMMANDS
-from asyncrl.config.arguments import split_files
-from asyncrl.config.loading import parse
+from asyncrl.config.loading import parse, split_files
 from support import ROOT
 
 PAGES: Final = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))

@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from asyncrl.config.replay import ReplaySampler, ReplaySettings
+from asyncrl.config.sections import ReplaySampler, ReplaySettings
 from asyncrl.replay.groups import ReadyGroup
 from asyncrl.replay.limiter import Limiter
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.errors import AssetError
-from asyncrl.simulators.maniskill.vulkan import require_device
+from asyncrl.simulators.maniskill.tasks import require_device
 
 
 def require_maniskill() -> None:

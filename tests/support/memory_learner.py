@@ -10,11 +10,11 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from asyncrl.config.actor import ActorSettings
 from asyncrl.config.algorithm import AlgorithmSettings, OptimizerSettings
 from asyncrl.config.run import TrainConfig
+from asyncrl.config.sections import ActorSettings
 from asyncrl.errors import SampleTimeout, WeightSyncError
-from asyncrl.launch.build_learner import build_update
+from asyncrl.launch.build import build_update
 from asyncrl.learner.learner import Learner
 from asyncrl.learner.loop import LoopSettings
 from asyncrl.learner.metrics import Throughput

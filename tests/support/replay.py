@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from asyncrl.config.replay import ReplaySettings
+from asyncrl.config.sections import ReplaySettings
 from asyncrl.records import Sampling
 from asyncrl.replay.interface import GroupGrant
 from asyncrl.replay.limiter import Limiter

@@ -11,8 +11,8 @@ from pathlib import Path
 import zmq
 
 from asyncrl.config.algorithm import AlgorithmSettings
-from asyncrl.config.replay import ReplaySettings
 from asyncrl.config.run import TrainConfig
+from asyncrl.config.sections import ReplaySettings
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.messaging.wire import Message, decode, encode
 from asyncrl.replay.actor_client import ZmqActorPort

@@ -8,10 +8,9 @@ import numpy as np
 
 from asyncrl.actors.actor import Actor
 from asyncrl.actors.imagination import EndRule, Imagination
-from asyncrl.config.actor import ActorSettings
 from asyncrl.config.algorithm import AlgorithmSettings
-from asyncrl.config.replay import ReplaySettings
 from asyncrl.config.run import TrainConfig
+from asyncrl.config.sections import ActorSettings, ReplaySettings
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.records import StartState
 from asyncrl.replay.in_process import InProcessActorPort, InProcessLearnerPort

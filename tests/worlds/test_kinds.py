@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from asyncrl import registry
-from asyncrl.config.imagination import ImaginationSettings
+from asyncrl.config.sections import ImaginationSettings
 from asyncrl.errors import AsyncRLError, CheckpointError, ConfigError
 from asyncrl.launch.named_models import named_policy, named_world
 from asyncrl.worlds import kinds

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.cli import run
-from asyncrl.config.imagination import ImaginationSettings
+from asyncrl.config.sections import ImaginationSettings
 from asyncrl.errors import ConfigError
 from asyncrl.records import StartState
 from asyncrl.storage.asset_paths import start_states_path, world_folder

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from asyncrl import cli
-from asyncrl.config.imagination import ImaginationSettings
+from asyncrl.config.sections import ImaginationSettings
 from asyncrl.launch.named_models import named_world
 from asyncrl.records import ACTION_DIM, CHUNK, StartState
 from support.own_world import PAINTER, commands_of_page, files_of_page, write_painter

@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from asyncrl.config.imagination import ImaginationSettings
 from asyncrl.config.loading import parse
 from asyncrl.config.run import TrainConfig
+from asyncrl.config.sections import ImaginationSettings
 from asyncrl.errors import AsyncRLError, CheckpointError
 from asyncrl.launch.console import world_line
 from asyncrl.launch.environment import build_environment, check_environment, with_world_defaults

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from asyncrl import cli
-from asyncrl.config.imagination import ImaginationSettings
+from asyncrl.config.sections import ImaginationSettings
 from asyncrl.errors import ConfigError
 from asyncrl.launch.world_conformance import CHECKS, Trial, check_world
 from asyncrl.records import StartState

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncrl.config.imagination import ImaginationSettings
+from asyncrl.config.sections import ImaginationSettings
 from asyncrl.launch.named_models import named_world
 from asyncrl.launch.world_conformance import CHECKS, check_world
 from asyncrl.storage.asset_paths import start_states_path

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from asyncrl.cli import main
-from asyncrl.config.imagination import ImaginationSettings
+from asyncrl.config.sections import ImaginationSettings
 from asyncrl.errors import CheckpointError
 from asyncrl.launch.named_models import named_world
 from asyncrl.storage import asset_paths

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from asyncrl.config.imagination import ImaginationSettings
-from asyncrl.fitting.worlds.wan_actions import ActionScale, take_raw
+from asyncrl.config.sections import ImaginationSettings
+from asyncrl.fitting.worlds.wan import ActionScale, take_raw
 from asyncrl.launch.world_conformance import check_world
 from asyncrl.records import CHUNK
 from asyncrl.storage.asset_paths import start_states_path, world_folder

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from asyncrl.errors import ConfigError
 from asyncrl.fitting.datasets.pictures import Placing
 from asyncrl.fitting.datasets.settings import DataSetSettings
-from asyncrl.fitting.looks import Looks
+from asyncrl.fitting.recordings import Looks
 from asyncrl.records import dummy_action
 from asyncrl.simulators.interface import SimStart
 from asyncrl.simulators.rollout import SimulatedEpisode

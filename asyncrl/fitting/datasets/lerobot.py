@@ -40,12 +40,22 @@ from asyncrl.fitting.datasets.interface import (
     placing_of,
     plain_task,
 )
-from asyncrl.fitting.datasets.lerobot_info import DATA, INFO, VIDEO, picture_size, read_info, read_tasks
-from asyncrl.fitting.datasets.lerobot_tables import RowStream, batches, numbers_in, reading_table
-from asyncrl.fitting.datasets.lerobot_video import Movie
+from asyncrl.fitting.datasets.lerobot_tables import (
+    DATA,
+    INFO,
+    VIDEO,
+    Movie,
+    RowStream,
+    batches,
+    numbers_in,
+    picture_size,
+    read_info,
+    read_tasks,
+    reading_table,
+)
 from asyncrl.fitting.datasets.pictures import check_resizable, decoded
 from asyncrl.fitting.datasets.settings import NONE, DataSetSettings
-from asyncrl.fitting.looks import Looks
+from asyncrl.fitting.recordings import Looks
 from asyncrl.simulators.rollout import SimulatedEpisode
 
 _NUMBERS: Final = ("float32", "float64", "int64", "int32", "int16", "int8", "uint8", "bool", "float16")

@@ -25,8 +25,7 @@ from torch import Tensor, nn
 
 from asyncrl.devices.tensors import to_device, to_signed
 from asyncrl.fitting.autoencoder import Latents
-from asyncrl.fitting.batch_source import BatchSource
-from asyncrl.fitting.frame_file import FrameFile
+from asyncrl.fitting.frame_file import BatchSource, FrameFile
 from asyncrl.fitting.loop import Schedule, minimise, prepared, prepared_network
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.fitting.worlds.evac_poses import (

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from asyncrl.devices.tensors import to_device
 from asyncrl.fitting.autoencoder import Latents
+from asyncrl.fitting.fit_policy import executed
 from asyncrl.fitting.frame_file import FrameFile
-from asyncrl.fitting.fresh_models import executed
 from asyncrl.fitting.loop import Schedule, minimise, prepared
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.fitting.worlds.frame_latents import (

@@ -2,24 +2,40 @@
 
 Letters: W windows, B windows of a batch, N latents of all episodes, z latent channels, h w latent grid,
 A numbers per action.
+
+Cut recorded episodes into what each decision of a Wan world sees and makes.
+
+Letters: W windows, B windows of a batch, N latents of all episodes, z latent channels, h w latent grid,
+A numbers per action.
+
+Let a Wan transformer learn from actions of any unit: scaled while it is fitted, raw when it imagines.
+
+The published network takes actions as they are, for they lie between -1 and 1. Pixels, degrees or radians
+do not: a network with fresh weights would learn little from them. So it is fitted on actions that are scaled
+by what was recorded, and the scale is then worked into the two layers that actions enter through, which is
+exact.
+
+Letters: A numbers per action, D inputs of a layer (A, or A of each of the four frames of a latent).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
+import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from asyncrl.errors import ConfigError
 from asyncrl.fitting.autoencoder import Latents, fit_autoencoder
+from asyncrl.fitting.fit_policy import executed
 from asyncrl.fitting.frame_file import FrameFile
-from asyncrl.fitting.loop import Schedule, minimise, prepared
+from asyncrl.fitting.loop import Schedule, Shares, minimise, prepared
 from asyncrl.fitting.recordings import Recordings
-from asyncrl.fitting.shares import Shares
 from asyncrl.fitting.worlds.interface import (
     Size,
     WorldOptions,
@@ -27,24 +43,137 @@ from asyncrl.fitting.worlds.interface import (
     check_recordings,
     refuse_options,
 )
-from asyncrl.fitting.worlds.wan_actions import (
-    entrances,
-    measured_scale,
-    take_raw,
-    take_scaled,
-)
 from asyncrl.fitting.worlds.wan_latents import (
     WanAutoencoder,
     encode_recordings,
     redraw,
 )
-from asyncrl.fitting.worlds.wan_windows import Windows, windows
+from asyncrl.records import ACTION_DIM, CHUNK, dummy_action
 from asyncrl.worlds.wan.files import open_world, rewrite_world
 from asyncrl.worlds.wan.flow_matching import WindowNoise, window_loss
 from asyncrl.worlds.wan.tiny_decoder import TinyDecoder, TinyDecoderConfig, save_decoder
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
 from asyncrl.worlds.wan.vae import SPATIAL, VaeConfig, WanVae
 from asyncrl.worlds.wan.world import WanWorld, load_world, save_world
+
+MEMORY = 4
+"""Frames that the memory latent stands for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Windows:
+    """What each decision sees and makes. Latents are shared by neighbours and kept once."""
+
+    latents: Tensor
+    """``[N, z, h, w]`` float32 of all episodes."""
+    rows: Tensor
+    """``[W, 4]`` int64: the latents of each window."""
+    actions: Tensor
+    """``[W, 13, A]`` float32, scaled where `windows` was given a scale."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def take(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """Return latents ``[B, z, 4, h, w]`` and actions ``[B, 13, A]`` of windows ``[B]`` int64."""
+        return self.latents[self.rows[chosen]].transpose(1, 2).contiguous(), self.actions[chosen]
+
+
+def windows(recordings: Recordings, latents: Latents, scale: ActionScale | None = None) -> Windows:
+    """Cut episodes into windows.
+
+    Decision k of an episode has the anchor latent 0, the memory latent 2k + 1 and the new latents 2k + 2 and
+    2k + 3; its actions are the dummy, the last 4 and the 8 new ones.
+
+    Args:
+        scale: Of the actions; None: raw.
+    """
+    check_recordings(recordings)
+    dummy = dummy_action(recordings.actions.shape[1])
+    rows_W: list[np.ndarray] = []
+    actions_W: list[np.ndarray] = []
+    for episode in range(len(recordings)):
+        actions = recordings.actions[recordings.span(episode)]
+        padded = np.concatenate([np.repeat(dummy[None], MEMORY, 0), actions[1:]])
+        for decision in range((len(actions) - 1) // CHUNK):
+            start = CHUNK * decision
+            new = 2 * decision + np.arange(1, 4)
+            rows_W.append(latents.offsets[episode] + np.array([0, *new]))
+            actions_W.append(np.concatenate([dummy[None], padded[start : start + MEMORY + CHUNK]]))
+    device, stacked = latents.all.device, np.stack(actions_W)
+    return Windows(
+        latents=latents.all,
+        rows=torch.from_numpy(np.stack(rows_W)).to(device),
+        actions=torch.from_numpy(scale.apply(stacked) if scale else stacked).to(device),
+    )
+
+
+LEAST_RANGE: Final = 1e-3
+"""Width, in its own unit, that a number has at least which (nearly) never changed: never divide by zero."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActionScale:
+    """What makes an action a number around [-1, 1]: ``gain * a + offset``."""
+
+    gain: NDArray[np.float64]
+    """``[A]``."""
+    offset: NDArray[np.float64]
+    """``[A]``."""
+
+    def apply(self, actions: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Scale actions ``[..., A]``."""
+        return (self.gain * actions + self.offset).astype(np.float32)
+
+
+def measured_scale(recordings: Recordings) -> ActionScale | None:
+    """Measure what recorded actions are scaled by; None: they are as the published network takes them.
+
+    Those are 7 numbers whose first and 99th percentiles lie between -1 and 1.
+    """
+    actions = executed(recordings)
+    low, high = np.quantile(actions.astype(np.float64), [0.01, 0.99], axis=0)
+    if actions.shape[1] == ACTION_DIM and low.min() >= -1.0 and high.max() <= 1.0:
+        return None
+    gain = 2 / np.maximum(high - low, LEAST_RANGE)
+    return ActionScale(gain=gain, offset=-gain * (low + high) / 2)
+
+
+@torch.no_grad()
+def take_raw(transformer: ActionWanTransformer, scale: ActionScale) -> None:
+    """Make a network that takes scaled actions take raw ones instead, with the same outputs."""
+    for layer, gain, offset in _entrances(transformer, scale):
+        layer.bias.add_((layer.weight.double() @ offset).to(layer.bias.dtype))
+        layer.weight.mul_(gain.to(layer.weight.dtype))
+
+
+@torch.no_grad()
+def take_scaled(transformer: ActionWanTransformer, scale: ActionScale) -> None:
+    """Do the opposite of `take_raw`."""
+    for layer, gain, offset in _entrances(transformer, scale):
+        layer.weight.div_(gain.to(layer.weight.dtype))
+        layer.bias.sub_((layer.weight.double() @ offset).to(layer.bias.dtype))
+
+
+def entrances(transformer: ActionWanTransformer) -> tuple[nn.Linear, nn.Linear]:
+    """Return the two layers that actions enter through: of each action, and of the four of a latent."""
+    first, second = transformer.action_mlp1[0], transformer.action_mlp2[0]
+    assert isinstance(first, nn.Linear)
+    assert isinstance(second, nn.Linear)
+    return first, second
+
+
+def _entrances(
+    transformer: ActionWanTransformer, scale: ActionScale
+) -> Iterator[tuple[nn.Linear, torch.Tensor, torch.Tensor]]:
+    """Yield the layers with what belongs to each of their inputs, ``[D]`` float64."""
+    for layer in entrances(transformer):
+        times = layer.in_features // len(scale.gain)
+        device = layer.weight.device
+        gain, offset = (
+            torch.from_numpy(np.tile(part, times)).to(device) for part in (scale.gain, scale.offset)
+        )
+        yield layer, gain, offset
 
 
 class WanFit:

@@ -12,7 +12,7 @@ import torch
 from asyncrl.errors import ConfigError
 from asyncrl.policies.action_tokens import BINS, Bounds, Gripper, NormStats
 from asyncrl.records import CHUNK
-from asyncrl.storage.bounded_json import check_sizes
+from asyncrl.storage.untrusted import check_sizes
 
 Passes = Literal["acting", "checkpointed", "kept"]
 PROMPT: Final = 35

@@ -40,9 +40,9 @@ from asyncrl.policies.openvla.files import (
 )
 from asyncrl.policies.openvla.tokenizer import BEGIN, END, UNKNOWN, PromptTokenizer
 from asyncrl.storage.atomic import read_json, replacing, write_json
-from asyncrl.storage.regular_files import read_text
 from asyncrl.storage.tensor_reader import Spec
 from asyncrl.storage.tensor_writer import SHARD_BYTES
+from asyncrl.storage.untrusted import read_text
 from asyncrl.storage.weight_files import INDEX
 
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"

@@ -11,7 +11,7 @@ from asyncrl import __version__
 from asyncrl.errors import CheckpointError, first_line
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.storage.atomic import read_json, write_text
-from asyncrl.storage.bounded_json import read_rows
+from asyncrl.storage.untrusted import read_rows
 
 NAME: Final = "README.md"
 SUCCESS: Final = "env/success_once"

@@ -16,7 +16,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
 from asyncrl.errors import CheckpointError, ConfigError
-from asyncrl.storage.regular_files import read_text
+from asyncrl.storage.untrusted import read_text
 
 PROMPT: Final = "In: What action should the robot take to {task}?\nOut: "
 UNKNOWN, BEGIN, END = "<unk>", "<s>", "</s>"

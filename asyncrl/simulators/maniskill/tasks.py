@@ -2,13 +2,27 @@
 
 Left out are those without a success of their own (MS-*, TableTopFreeDraw, UnitreeG1Stand) and those whose
 models are downloaded (YCB, PartNet, AI2-THOR, RoboCasa, AnymalC, widowxai).
+
+Import ManiSkill, find out what a task lacks, and make its environments.
+
+Find out whether there is a device to draw with, before ManiSkill is asked.
+
+Without a Vulkan device SAPIEN cannot even build scenes that nobody draws: a material needs one. Its own
+failure is a line deep in a traceback.
 """
 
 from __future__ import annotations
 
+import importlib
+import logging
+import os
+import re
+import warnings
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final, Literal
+from typing import Any, Final, Literal
+
+from asyncrl.errors import AssetError, ConfigError
 
 WIDOWX: Final = "arm_pd_ee_target_delta_pose_align2_gripper_pd_joint_pos"
 """How published policies of put_on_plate_25 move the arm: metres and radians."""
@@ -133,3 +147,130 @@ TASKS: Final = MappingProxyType(
     }
 )
 """By the part of a simulator's name behind ``maniskill_``."""
+
+
+def load_maniskill(name: str, task: ManiSkillTask, module: str) -> Any:
+    """Import ManiSkill and return gymnasium, where the environment is registered."""
+    require_device()
+    logging.getLogger("mani_skill").setLevel(logging.ERROR)  # It warns of how its own tasks are written.
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            importlib.import_module("mani_skill.envs")
+            gym = importlib.import_module("gymnasium")
+            root = importlib.import_module("mani_skill").ASSET_DIR
+    except ModuleNotFoundError as error:
+        raise AssetError(f"{name} needs the package {error.name}. Install the extra: {PIP}") from error
+    missing = []
+    if task.published:
+        folders = (root / "tasks" / "bridge_v2_real2sim_dataset", root / "robots" / "widowx")
+        missing = [str(folder) for folder in folders if not folder.is_dir()]
+    if module and not missing:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise ConfigError(
+                f"--simulator-settings module={module} cannot be imported: {error}. Put its folder on "
+                "PYTHONPATH."
+            ) from error
+    if task.environment not in gym.registry:
+        missing.append(
+            f"a module that registers {task.environment} with ManiSkill (--simulator-settings module=...)"
+        )
+    if missing:
+        raise AssetError(
+            f"{name} is not part of mani-skill and lacks: {'; '.join(missing)}. docs/maniskill.md."
+        )
+    return gym
+
+
+def make_environment(gym: Any, environment: str, count: int, settings: dict[str, Any]) -> Any:
+    """Make one environment of `count` rows, without wrappers, which hides nothing from pictures."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = gym.make(environment, num_envs=count, **settings).unwrapped
+    # ManiSkill keeps what is to be hidden in a list of the class, across environments.
+    made._hidden_objects.clear()
+    made._hidden_objects = []
+    return made
+
+
+def reward_mode(name: str, environment: str, reward: str) -> str:
+    """Return ManiSkill's name of what its environments compute as a reward."""
+    registered = importlib.import_module("mani_skill.utils.registration").REGISTERED_ENVS
+    modes = registered[environment].cls.SUPPORTED_REWARD_MODES
+    if reward == "dense":
+        if "normalized_dense" not in modes:
+            raise ConfigError(f"--simulator-settings reward=dense: {name} has none. Use reward=success.")
+        return "normalized_dense"
+    return "none" if "none" in modes else "sparse"
+
+
+def renderer(render: str) -> str:
+    """Return ManiSkill's name of what draws."""
+    if render != "auto":
+        return render
+    try:
+        return "gpu" if load_sapien().Device("cuda").can_render() else "cpu"
+    except RuntimeError:  # It finds no such device.
+        return "cpu"
+
+
+PIP: Final = "pip install 'asyncrl[maniskill]'"
+_REMEDY: Final = (
+    "Install the GPU vendor's driver with its Vulkan part (in containers: NVIDIA_DRIVER_CAPABILITIES=all), "
+    "or Mesa 24 or newer to draw on the CPU (`apt-get install mesa-vulkan-drivers`, on Debian 12 from "
+    "bookworm-backports): docs/maniskill.md."
+)
+_RAY_TRACING: Final = "SAPIEN_DISABLE_RAY_TRACING"
+
+
+def load_sapien() -> Any:
+    """Import SAPIEN."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # It says that it brings a Vulkan loader of its own.
+            importlib.import_module("sapien.render")
+            return importlib.import_module("sapien")
+    except ModuleNotFoundError as error:
+        raise AssetError(
+            f"ManiSkill's simulators need the package {error.name}, which is not installed. Install the "
+            f"extra: {PIP}"
+        ) from error
+
+
+def require_device() -> str:
+    """Return the name of the device that SAPIEN draws with.
+
+    Raises:
+        AssetError: The extra is not installed, or there is no such device: says what to install.
+    """
+    sapien = load_sapien()
+    try:
+        summary = sapien.render.get_device_summary()
+    except RuntimeError as error:
+        raise AssetError(
+            f"There is no Vulkan device here ({error}), and ManiSkill needs one even where nothing is drawn. "
+            f"{_REMEDY}"
+        ) from error
+    found = devices_of(summary)
+    usable = [name for name, supported in found if supported]
+    if usable:
+        return usable[0]
+    names = ", ".join(name for name, _ in found) or "none at all"
+    unset = (
+        f" {_RAY_TRACING} is set, which rules out CPU devices: unset it."
+        if _RAY_TRACING in os.environ
+        else ""
+    )
+    raise AssetError(f"SAPIEN can use no Vulkan device here (there is: {names}).{unset} {_REMEDY}")
+
+
+def devices_of(summary: str) -> list[tuple[str, bool]]:
+    r"""Read names of devices, and whether SAPIEN supports them, from its summary.
+
+    >>> devices_of("GPU: llvmpipe (LLVM 15)\n  Supported: 1\n  Present:   0\n")
+    [('llvmpipe (LLVM 15)', True)]
+    """
+    pairs = re.findall(r"^GPU:\s*(.*?)\s*$\s*^\s*Supported:\s*(\d)", summary, re.M)
+    return [(name, flag == "1") for name, flag in pairs]

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from asyncrl.records import CHUNK
-from asyncrl.storage.bounded_json import check_sizes, shortened
+from asyncrl.storage.untrusted import check_sizes, shortened
 from asyncrl.worlds.evac.autoencoder import AutoencoderConfig
 from asyncrl.worlds.evac.ddim import LEVELS
 from asyncrl.worlds.evac.image_tokens import ImageEncoderConfig

@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import nn
 
-from asyncrl.config.imagination import ImaginationSettings, WorldDefaults
+from asyncrl.config.sections import ImaginationSettings, WorldDefaults
 from asyncrl.errors import CheckpointError
 from asyncrl.storage.atomic import read_json, write_json
 from asyncrl.storage.tensor_reader import TensorFiles, check_fit, fill

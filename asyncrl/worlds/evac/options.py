@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from asyncrl.config.imagination import ImaginationSettings
+from asyncrl.config.sections import ImaginationSettings
 from asyncrl.errors import ConfigError
 
 _OWN: Final = {"guidance": 100.0, "guidance_rescale": 1.0, "eta": 1.0}

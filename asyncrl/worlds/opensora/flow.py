@@ -27,7 +27,7 @@ from asyncrl.devices.tensors import constant_to_device
 from asyncrl.errors import CheckpointError
 from asyncrl.records import ACTION_DIM
 from asyncrl.storage.atomic import read_json, write_json
-from asyncrl.storage.bounded_json import shortened
+from asyncrl.storage.untrusted import shortened
 from asyncrl.worlds.opensora.stdit3 import CONDITION, CONDITION_TIME
 
 NOISE_TIME: Final = 1000.0

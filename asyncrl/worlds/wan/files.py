@@ -21,7 +21,7 @@ import torch
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 from torch import Tensor, nn
 
-from asyncrl.config.imagination import ImaginationSettings, WorldDefaults
+from asyncrl.config.sections import ImaginationSettings, WorldDefaults
 from asyncrl.devices.float8 import check_device, saved_bytes, use_float8
 from asyncrl.errors import CheckpointError
 from asyncrl.records import ACTION_DIM, CHUNK, SlotBytes

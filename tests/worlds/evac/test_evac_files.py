@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.config.imagination import ImaginationSettings
+from asyncrl.config.sections import ImaginationSettings
 from asyncrl.errors import CheckpointError
 from asyncrl.worlds.evac.conditions import EvacNetworks
 from asyncrl.worlds.evac.config import EvacConfig

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from asyncrl.config.imagination import ImaginationSettings
+from asyncrl.config.sections import ImaginationSettings
 from asyncrl.errors import ConfigError
 from asyncrl.records import StartState
 from asyncrl.worlds.evac.autoencoder import decode_frames, encode_frames

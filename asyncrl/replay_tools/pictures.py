@@ -1,0 +1,380 @@
+"""Run `asyncrl replay sheet`: draw successes and failures in one picture.
+
+Run `asyncrl replay video`: draw stored episodes as movies.
+
+Compare stored episodes with the same ones imagined again, as a table and as a picture. Runs no models.
+
+Dimension letters:
+    N  decisions of an episode    C  steps per decision    A  numbers per step    H, W  image size in pixels
+    M = N C  frames that were drawn
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+import numpy as np
+import tyro
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw
+
+from asyncrl.config.sections import SuccessFrames
+from asyncrl.errors import ConfigError, ReplayError
+from asyncrl.records import REWARDED, Episode
+from asyncrl.replay_tools.episodes import NOTHING, StoredEpisode, find_row, reread, table, warn, watched
+from asyncrl.replay_tools.selection import EpisodeSelection, ReplayCommand
+from asyncrl.rewards.interface import deciding_step
+from asyncrl.storage.media import (
+    GREEN,
+    INK,
+    PAPER,
+    RED,
+    can_write_mp4,
+    captioned,
+    enlarged,
+    font,
+    movie_suffix,
+    require_png,
+    write_movie,
+)
+
+TILE_WIDTH = 96
+"""Least width of one picture in pixels."""
+SPACE = 10
+"""Pixels between episodes."""
+HEAD = 26
+"""Height of the headings in pixels."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sheet(EpisodeSelection):
+    """Draw episodes in rows: first, middle and last observation, and the frame that was judged."""
+
+    out: Path
+    """File to write, ending in .png."""
+    successes: int = 6
+    """Successful episodes to draw."""
+    failures: int = 6
+    """Failed episodes to draw."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, count in (("successes", self.successes), ("failures", self.failures)):
+            if count < 0:
+                raise ConfigError(f"--{name} is {count}, but it counts episodes. Use 0 for none.")
+        if self.successes == self.failures == 0:
+            raise ConfigError(
+                "--successes and --failures are both 0, which leaves nothing to draw. Raise one."
+            )
+        require_png(self.out)
+
+    def run(self) -> int:
+        """Draw successes at the left and failures at the right, old versions at the top."""
+        rows = list(self.rows())
+        if not rows:
+            raise ConfigError(
+                f"{self.path} holds no episode that fits. `asyncrl replay stats` says what it has."
+            )
+        columns, heads = [], []
+        for name, success, count in (("successes", True, self.successes), ("failures", False, self.failures)):
+            half = [row for row in rows if row.episode.success == success]
+            columns.append(_tiles(spread(half, count), name))
+            heads.append(f"{len(columns[-1])} of {len(half)} {name}")
+        if not any(columns):
+            raise ConfigError(f"{self.path} holds no episode to draw. Raise --successes or --failures.")
+        lay_out(columns, heads).save(self.out)
+        print(f"{self.out}: {heads[0]}, {heads[1]}")
+        return 0
+
+
+def spread(rows: Sequence[StoredEpisode], count: int) -> list[StoredEpisode]:
+    """Take `count` rows at even distances in the order of policy versions, oldest and newest among them."""
+    ordered = sorted(rows, key=lambda row: (row.episode.oldest_version, row.number, row.episode.member))
+    if len(ordered) <= count:
+        return ordered
+    if count < 2:
+        return ordered[:count]
+    return [ordered[round(i * (len(ordered) - 1) / (count - 1))] for i in range(count)]
+
+
+def tile(row: StoredEpisode, episode: Episode) -> Image.Image:
+    """Draw one episode: four pictures in a row, each with its step and score, and two lines below them."""
+    chunk, last = episode.rewards.shape[1], len(episode.frames) - 1
+    told = [
+        ("start", episode.frames[0]),
+        (f"step {last // 2 * chunk}", episode.frames[last // 2]),
+        (f"step {last * chunk}", episode.frames[last]),
+        last_picture(episode),
+    ]
+    pictures = [captioned(enlarged(frame, TILE_WIDTH), [text], edge=PAPER) for text, frame in told]
+    width, height = pictures[0].size
+    strip = Image.new("RGB", (4 * width + 6, height), PAPER)
+    for index, picture in enumerate(pictures):
+        strip.paste(picture, (index * (width + 2), 0))
+    outcome = f"success in step {episode.steps}" if episode.success else f"no success in {row.steps} steps"
+    about = f"{outcome}   version {row.versions}   {episode.episode_id[:8]}"
+    return captioned(strip, [episode.task, about], edge=GREEN if episode.success else RED)
+
+
+def last_picture(episode: Episode) -> tuple[str, NDArray[np.uint8]]:
+    """Return the picture that an episode's verdict is about, and what it is.
+
+    The one that was judged is there when its video was kept, or when it is the last of all; else the last
+    one is shown, with its own score, which may be another.
+    """
+    scores = episode.success_scores.reshape(-1)
+    end = min(len(scores), len(episode.rewards) * episode.rewards.shape[1])
+    if episode.success and len(episode.video) >= episode.steps:
+        return f"judged {scores[episode.steps - 1]:.2f}", episode.video[episode.steps - 1]
+    word = "judged" if episode.success and episode.steps == end else f"step {end}:"
+    return f"{word} {scores[end - 1]:.2f}", episode.final_frame
+
+
+def lay_out(columns: Sequence[Sequence[Image.Image]], heads: Sequence[str]) -> Image.Image:
+    """Lay columns of tiles side by side under their headings; a tile fits the largest one's place."""
+    tiles = [tile for column in columns for tile in column]
+    width = max(tile.width for tile in tiles) + SPACE
+    height = max(tile.height for tile in tiles) + SPACE
+    shown = [(column, head) for column, head in zip(columns, heads, strict=True) if column]
+    rows = max(len(column) for column, _ in shown)
+    size = (len(shown) * width + SPACE, HEAD + rows * height + SPACE)
+    sheet = Image.new("RGB", size, PAPER)
+    draw = ImageDraw.Draw(sheet)
+    for index, (column, head) in enumerate(shown):
+        left = SPACE + index * width
+        draw.text((left, SPACE // 2), head, fill=INK, font=font(16))
+        for rank, picture in enumerate(column):
+            sheet.paste(picture, (left, HEAD + SPACE // 2 + rank * height))
+    return sheet
+
+
+def _tiles(rows: Sequence[StoredEpisode], what: str) -> list[Image.Image]:
+    """Draw what can still be read; a live run may have deleted some meanwhile."""
+    tiles = []
+    for row in watched(rows, f"drawing {what}"):
+        try:
+            tiles.append(tile(row, reread(row)))
+        except ReplayError as error:
+            warn(f"warning: left out: {error}")
+    return tiles
+
+
+MOVIE_WIDTH = 256
+"""Least width of a movie in pixels."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Video(ReplayCommand):
+    """Write episodes as movies with step, reward, score and policy version below the picture."""
+
+    episodes: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="ID...")]
+    """Ids, or the beginnings of them."""
+    out: Path = Path()
+    """A folder for files named by the ids, or for one episode a file ending in .mp4 or .gif."""
+    rate: int = 10
+    """Steps per second; 20 is real time. Without video, each observation is shown for about 8 steps."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.rate <= 100:
+            raise ConfigError(f"--rate is {self.rate} frames per second. Use 1 to 100; 20 is real time.")
+        if not self.episodes:
+            raise ConfigError("no episode was named. `asyncrl replay list` shows their ids.")
+
+    def run(self) -> int:
+        """Write the movies, and say from which frames."""
+        if not can_write_mp4() and self.out.suffix != ".mp4":
+            print("av is not installed, so this writes .gif; for .mp4: pip install 'asyncrl[video]'")
+        targets = [self._target(beginning) for beginning in self.episodes]
+        for beginning, target in watched(list(zip(self.episodes, targets, strict=True)), "movies"):
+            episode = find_row(self.folder, beginning).episode
+            path = target / f"{episode.episode_id[:12]}{movie_suffix()}" if target.is_dir() else target
+            frames = movie_of(episode)
+            kept = len(episode.video) > 0
+            write_movie(
+                path,
+                (np.asarray(frame) for frame in frames),
+                rate=self.rate if kept else max(1, self.rate // episode.rewards.shape[1]),
+            )
+            source = "every imagined frame" if kept else "one per decision and the last: no video was kept"
+            print(f"{path}: {len(frames)} frames of {episode.episode_id[:12]}, {source}")
+        return 0
+
+    def _target(self, beginning: str) -> Path:
+        """Say where one episode goes: a folder, or a file."""
+        named = self.out.suffix in (".mp4", ".gif")
+        if named and len(self.episodes) > 1:
+            raise ConfigError(
+                f"--out {self.out} is one file, but {len(self.episodes)} episodes were named. Give a folder."
+            )
+        if not named and not self.out.is_dir():
+            raise ConfigError(
+                f"--out {self.out} is neither an existing folder nor a name ending in .mp4 or .gif."
+            )
+        if named and not self.out.parent.is_dir():
+            raise ConfigError(f"--out {self.out} is not in an existing folder. Make {self.out.parent} first.")
+        return self.out
+
+
+def movie_of(episode: Episode) -> list[Image.Image]:
+    """Draw an episode: from the kept video frame by frame, else from the observations of its decisions."""
+    if len(episode.video):
+        first = [(0, episode.frames[0])]
+        shown = first + [(step + 1, frame) for step, frame in enumerate(episode.video)]
+    else:
+        frames = [*episode.frames, episode.final_frame]
+        taken = episode.rewards.size if episode.steps_taken == REWARDED else episode.steps_taken
+        shown = [(min(episode.rewards.shape[1] * n, taken), frame) for n, frame in enumerate(frames)]
+    return [_frame(episode, step, enlarged(frame, MOVIE_WIDTH)) for step, frame in shown]
+
+
+def _frame(episode: Episode, steps: int, picture: Image.Image) -> Image.Image:
+    """Return the picture seen after `steps` steps; the reward is the sum until then."""
+    scores, rewards = episode.success_scores.reshape(-1), episode.rewards.reshape(-1)
+    rewarded = float(rewards[:steps].sum())
+    fulfilled = episode.success and steps >= episode.steps
+    decision = max(0, steps - 1) // episode.rewards.shape[1]
+    score = f"{scores[steps - 1]:.2f}" if steps else "-"
+    lines = [
+        f"step {steps} / {len(scores)}   version {episode.policy_versions[decision]}",
+        f"score {score}   reward {rewarded:g}",
+    ]
+    return captioned(picture, lines, edge=GREEN if fulfilled else INK)
+
+
+CLOSE_FRAMES: Final = 2
+"""Grey levels by which frames may differ and be called close: what rounding explains."""
+CLOSE_SCORES: Final = 0.01
+CLOSE_LOGPROBS: Final = 0.05
+"""Nats; `evaluate` and `act` agree so far in bfloat16."""
+AMPLIFIED: Final = 32
+"""Factor by which the picture shows differences."""
+TITLES: Final = ("member", "decisions", "ended", "the same end", "frames", "scores", "log-probs", "verdict")
+Verdict = Literal["equal", "close", "differs"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """A stored episode beside the same one, imagined again."""
+
+    episode: Episode
+    video: NDArray[np.uint8]
+    """``[M, H, W, 3]`` every frame that was imagined again."""
+    scores: NDArray[np.float32]
+    """``[N, C]`` their scores."""
+    logprobs: NDArray[np.float32]
+    """``[N, C, A]`` of the stored samples by the policy of the version that sampled them, in nats; NaN where
+    that is not there."""
+    threshold: float
+    """Score from which a frame scores."""
+    success_frames: SuccessFrames
+    """See `ActorSettings.success_frames`."""
+
+    @property
+    def frame_gap(self) -> int:
+        """Return the largest difference of two frames, in grey levels: of all frames that are stored."""
+        steps = self.scores.shape[1]
+        stored = np.concatenate([self.episode.frames[1:], self.episode.final_frame[None]])
+        gap = _largest(stored, self.video[steps - 1 :: steps])
+        return max(gap, _largest(self.episode.video, self.video)) if len(self.episode.video) else gap
+
+    @property
+    def score_gap(self) -> float:
+        """Return the largest difference of two scores."""
+        return float(np.abs(self.episode.success_scores - self.scores).max())
+
+    @property
+    def logprob_gap(self) -> float:
+        """Return the largest difference of two log-probs, in nats; NaN when none can be compared."""
+        gaps = np.abs(self.episode.logprobs - self.logprobs)
+        return float(np.nanmax(gaps)) if np.isfinite(gaps).any() else float("nan")
+
+    @property
+    def same_end(self) -> bool:
+        """Tell whether it would have ended at the same step for the same reason."""
+        solved = deciding_step(self.scores, self.threshold, self.success_frames)
+        steps = self.scores.size if solved is None else solved[0] * self.scores.shape[1] + solved[1] + 1
+        return (solved is not None, steps) == (self.episode.success, self.episode.steps)
+
+    @property
+    def verdict(self) -> Verdict:
+        """Say how far both are the same.
+
+        Log-probs come from `evaluate`, as in the learner, and not from `act`, so they are never asked to be
+        equal.
+        """
+        agreed = self.same_end and not self.logprob_gap > CLOSE_LOGPROBS
+        if agreed and self.frame_gap == 0 and self.score_gap == 0:
+            return "equal"
+        near = self.frame_gap <= CLOSE_FRAMES and self.score_gap <= CLOSE_SCORES
+        return "close" if agreed and near else "differs"
+
+
+def comparison_table(found: Sequence[Comparison]) -> str:
+    """Return one row per member: the largest differences, and a verdict."""
+    return table([TITLES, *(_cells(one) for one in found)])
+
+
+def comparison_sheet(found: Sequence[Comparison]) -> Image.Image:
+    """Draw the final frame of each member: stored, imagined again, and the difference."""
+    half = -(-len(found) // 2)
+    head = f"stored, imagined again, difference x {AMPLIFIED}"
+    columns = [[_tile(one) for one in some] for some in (found[:half], found[half:])]
+    return lay_out(columns, [head, head])
+
+
+def stored_film(episode: Episode) -> NDArray[np.uint8]:
+    """Return what is stored of an episode's frames: what it began with, then one per step.
+
+    ``[M + 1, H, W, 3]`` uint8. Where the video was not kept, an observation stands until the next one.
+    """
+    if len(episode.video):
+        return np.concatenate([episode.frames[:1], episode.video])
+    observations = np.concatenate([episode.frames, episode.final_frame[None]])
+    steps = episode.success_scores.shape[1]
+    return observations[np.arange(episode.success_scores.size + 1) // steps]
+
+
+def imagined_film(found: Comparison) -> NDArray[np.uint8]:
+    """Return the frames imagined again, behind the one it began with: ``[M + 1, H, W, 3]`` uint8."""
+    return np.concatenate([found.episode.frames[:1], found.video])
+
+
+def _tile(found: Comparison) -> Image.Image:
+    stored, again = found.episode.final_frame, found.video[-1]
+    difference = np.abs(stored.astype(np.int16) - again) * AMPLIFIED
+    frames = [stored, again, difference.clip(0, 255).astype(np.uint8)]
+    pictures = [enlarged(frame, TILE_WIDTH) for frame in frames]
+    width, height = pictures[0].size
+    strip = Image.new("RGB", (3 * width + 4, height), PAPER)
+    for index, picture in enumerate(pictures):
+        strip.paste(picture, (index * (width + 2), 0))
+    lines = [
+        f"member {found.episode.member}: {_end(found.episode)}",
+        f"{found.verdict}   frames {found.frame_gap}   scores {found.score_gap:.1g}",
+    ]
+    return captioned(strip, lines, edge=RED if found.verdict == "differs" else GREEN)
+
+
+def _cells(found: Comparison) -> tuple[str, ...]:
+    return (
+        str(found.episode.member),
+        str(len(found.episode.actions)),
+        _end(found.episode),
+        "yes" if found.same_end else "no",
+        str(found.frame_gap),
+        f"{found.score_gap:.2g}",
+        NOTHING if np.isnan(found.logprob_gap) else f"{found.logprob_gap:.2g}",
+        found.verdict,
+    )
+
+
+def _end(episode: Episode) -> str:
+    return f"success at step {episode.steps}" if episode.success else episode.end_reason
+
+
+def _largest(one: NDArray[np.uint8], other: NDArray[np.uint8]) -> int:
+    return int(np.abs(one.astype(np.int16) - other).max())
