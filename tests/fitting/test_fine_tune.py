@@ -19,9 +19,9 @@ from asyncrl.policies.lora import add_lora, merged_tensors
 from asyncrl.policies.openvla.autoregressive import load_policy
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.export import convert
+from asyncrl.policies.openvla.files import open_folder
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.simulators.tabletop.scene import TASKS
-from asyncrl.storage.tensor_reader import TensorFiles
 from support.recorded import recorded_spec, write_recorded
 from support.whole_runs import environment
 
@@ -38,7 +38,7 @@ def folders(tmp_path_factory) -> Path:
     return folder
 
 
-def fit(folders: Path, out: Path, *more: str) -> TensorFiles:
+def fit(folders: Path, out: Path, *more: str) -> Path:
     flags = [
         "policy",
         "--data",
@@ -49,11 +49,11 @@ def fit(folders: Path, out: Path, *more: str) -> TensorFiles:
         str(out),
     ]
     assert cli.run("fit", [*flags, *STEPS, *more]) == 0
-    return TensorFiles(out)
+    return out
 
 
-def tensors(files: TensorFiles) -> dict[str, torch.Tensor]:
-    return {name: files.read(name) for name in files.names()}
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return dict(open_folder(folder).natives())
 
 
 def assert_close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], atol: float) -> None:
@@ -77,7 +77,7 @@ def slow_adapters(folders: Path, rank: int) -> dict[str, torch.Tensor]:
 def test_adapters_alone_are_trained_and_written_merged_and_alone(folders, tmp_path, capsys) -> None:
     found = tensors(fit(folders, tmp_path / "out", "--lora.rank", "4"))
     assert_close(found, slow_adapters(folders, 4), 1e-6)
-    before = tensors(TensorFiles(folders / "policy"))
+    before = tensors(folders / "policy")
     changed = {name for name, tensor in found.items() if not torch.equal(tensor, before[name])}
     assert any(name.endswith("q_proj.weight") for name in changed)
     assert not any("norm" in name or "embed" in name for name in changed), "what has no adapter stays"
@@ -123,7 +123,7 @@ def test_two_ranks_fit_what_one_does(folders, tmp_path, more) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("nats per action token") == 1, "one rank speaks"
-    found, before = tensors(TensorFiles(tmp_path / "two")), tensors(TensorFiles(folders / "policy"))
+    found, before = tensors(tmp_path / "two"), tensors(folders / "policy")
     # AdamW moves every number by as much, also one whose gradient is rounding alone: few of them may differ.
     differing = torch.cat([((found[name] - alone[name]).abs() > 1e-4).flatten() for name in alone])
     moved = torch.cat([((before[name].float() - alone[name]).abs() > 1e-3).flatten() for name in alone])
