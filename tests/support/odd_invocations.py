@@ -309,7 +309,8 @@ def make_files(folder: Path) -> None:
 def policy_of_many_layers(policy: Path, folder: Path) -> None:
     """Copy a policy's folder, and let its config.json claim a billion layers."""
     shutil.copytree(policy, folder, dirs_exist_ok=True)
-    fields = json.loads((folder / "config.json").read_text()) | {"llm_layers": 10**9}
+    fields = json.loads((folder / "config.json").read_text())
+    fields["asyncrl"]["llm_layers"] = 10**9
     (folder / "config.json").write_text(json.dumps(fields))
 
 
