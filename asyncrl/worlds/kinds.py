@@ -51,7 +51,7 @@ class Kind:
 KINDS: Final = {
     "wan": Kind(title="Wan", world="wan", recogniser="asyncrl.worlds.kinds:lacks_wan"),
     "opensora": Kind(title="OpenSora", world="opensora", recogniser="asyncrl.worlds.kinds:lacks_opensora"),
-    "evac": Kind(title="EVAC", world="evac", recogniser="asyncrl.worlds.evac.recognition:lacks"),
+    "evac": Kind(title="EVAC", world="evac", recogniser="asyncrl.worlds.evac.files:lacks"),
 }
 """By the name in world.json. Cheap recognisers come first: the first that fits is taken."""
 

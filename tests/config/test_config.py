@@ -23,7 +23,7 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import ActorSettings, GuardSettings, ReplaySettings, WeightSettings
 from asyncrl.errors import ConfigError
 from asyncrl.launch.simulated import refuse_idle, simulator_named
-from asyncrl.worlds.evac.options import EvacOptions
+from asyncrl.worlds.evac.state import EvacOptions
 from support import ROOT
 
 CONFIGS = ROOT / "configs"

@@ -17,7 +17,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.placement import parse_placement
 from asyncrl.records import ActionSpec, SlotBytes
 from asyncrl.storage.asset_paths import world_folder
-from asyncrl.worlds.evac.config import EvacConfig
+from asyncrl.worlds.evac.conditions import EvacConfig
 from asyncrl.worlds.evac.world import EvacWorld
 from asyncrl.worlds.evac.world import save_world as save_evac
 from asyncrl.worlds.opensora.world import save_world as save_opensora

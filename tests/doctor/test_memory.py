@@ -21,8 +21,7 @@ from asyncrl.launch.placement import parse_placement
 from asyncrl.policies.openvla.autoregressive import new_policy
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.records import SlotBytes
-from asyncrl.worlds.evac.conditions import EvacNetworks
-from asyncrl.worlds.evac.config import EvacConfig
+from asyncrl.worlds.evac.conditions import EvacConfig, EvacNetworks
 from asyncrl.worlds.evac.world import estimate_slot
 from asyncrl.worlds.opensora.autoencoder import FrameVae, VaeConfig
 from asyncrl.worlds.opensora.files import slot_bytes

@@ -37,10 +37,10 @@ from asyncrl.fitting.worlds.frame_latents import FrameAutoencoder
 from asyncrl.fitting.worlds.interface import FittedWorld, WorldOptions, fit_class
 from asyncrl.fitting.worlds.opensora import OpenSoraFit, measured_range
 from asyncrl.records import StartState
-from asyncrl.worlds.evac.conditions import Geometry, condition_channels, conditions_of
-from asyncrl.worlds.evac.maps import Camera
-from asyncrl.worlds.evac.poses import PoseModel, roll_pitch_yaw, rotation
-from asyncrl.worlds.evac.training import ChunkLoss
+from asyncrl.worlds.evac.conditions import Geometry, condition_channels
+from asyncrl.worlds.evac.ddim import ChunkLoss
+from asyncrl.worlds.evac.poses import Camera, PoseModel, roll_pitch_yaw, rotation
+from asyncrl.worlds.evac.state import conditions_of
 from asyncrl.worlds.opensora.autoencoder import FrameVae, VaeConfig
 from support.recorded import recorded_spec, write_recorded
 

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl.records import StartState
-from asyncrl.worlds.evac.autoencoder import AutoencoderConfig
-from asyncrl.worlds.evac.conditions import EvacNetworks
-from asyncrl.worlds.evac.config import EvacConfig
-from asyncrl.worlds.evac.image_tokens import ImageEncoderConfig
+from asyncrl.worlds.evac.conditions import (
+    AutoencoderConfig,
+    EvacConfig,
+    EvacNetworks,
+    ImageEncoderConfig,
+    ResamplerConfig,
+)
 from asyncrl.worlds.evac.published import PREFIXES, published_tensors
-from asyncrl.worlds.evac.resampler import ResamplerConfig
 from asyncrl.worlds.evac.unet import UNetConfig
 
 POSE = (-0.1, 0.02, 0.88, 0.1, 0.0, 0.0, 1.0, 0.5)

@@ -46,7 +46,7 @@ def write_opensora(folder: Path) -> None:
 
 def write_evac(folder: Path) -> None:
     """Write an EVAC world."""
-    from asyncrl.worlds.evac.config import EvacConfig
+    from asyncrl.worlds.evac.conditions import EvacConfig
     from asyncrl.worlds.evac.world import EvacWorld, save_world
     from support.evac import tiny_networks
 

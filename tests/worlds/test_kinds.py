@@ -16,8 +16,8 @@ from asyncrl.config.sections import ImaginationSettings
 from asyncrl.errors import AsyncRLError, CheckpointError, ConfigError
 from asyncrl.launch.named_models import named_policy, named_world
 from asyncrl.worlds import kinds
-from asyncrl.worlds.evac import recognition as evac
-from asyncrl.worlds.evac.config import EvacConfig
+from asyncrl.worlds.evac import files as evac
+from asyncrl.worlds.evac.conditions import EvacConfig
 from asyncrl.worlds.evac.world import EvacWorld
 from asyncrl.worlds.evac.world import save_world as save_evac
 from asyncrl.worlds.opensora.world import save_world as save_opensora
@@ -50,7 +50,7 @@ def write_opensora(folder: Path) -> Path:
 
 def write_evac(folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
-    torch.save({"module": {evac.WRAPPED + evac.MARK: torch.zeros(2)}}, folder / "step.bin")
+    torch.save({"module": {"_forward_module." + evac.MARK: torch.zeros(2)}}, folder / "step.bin")
     return folder
 
 

@@ -17,7 +17,7 @@ from asyncrl.config.sections import ImaginationSettings
 from asyncrl.errors import ConfigError
 from asyncrl.records import StartState
 from asyncrl.storage.asset_paths import start_states_path, world_folder
-from asyncrl.worlds.evac.config import EvacConfig
+from asyncrl.worlds.evac.conditions import EvacConfig
 from asyncrl.worlds.evac.world import EvacWorld, save_world
 from asyncrl.worlds.slots import TensorState, open_each_once
 from asyncrl.worlds.start_states import check_beginnings, load_start_states, save_start_states

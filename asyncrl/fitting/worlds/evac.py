@@ -1,6 +1,6 @@
 """Fit an EVAC world: its frame autoencoder, its model of poses, then its network and what makes its tokens.
 
-As published (`worlds.evac.training`): the velocity of a chunk at a random noise level, the history noised
+As published (`worlds.evac.ddim`): the velocity of a chunk at a random noise level, the history noised
 while the network is told that it is clean, tokens left out for a tenth of the samples. The history is chosen
 as in imagination, and a window may begin at any frame. The picture that the image encoder sees is an
 episode's first frame, and the poses behind maps and motions are those that the model of poses follows from an
@@ -53,15 +53,20 @@ from asyncrl.fitting.worlds.interface import (
     refuse_options,
 )
 from asyncrl.records import ACTION_DIM, CHUNK
-from asyncrl.worlds.evac.autoencoder import AutoencoderConfig, decode_frames, encode_frames
-from asyncrl.worlds.evac.conditions import EvacNetworks, Geometry, action_tokens
-from asyncrl.worlds.evac.config import EvacConfig
-from asyncrl.worlds.evac.image_tokens import ImageEncoderConfig
-from asyncrl.worlds.evac.maps import Camera
-from asyncrl.worlds.evac.poses import MOTION_DIM, MotionStatistics
-from asyncrl.worlds.evac.resampler import ResamplerConfig
+from asyncrl.worlds.evac.conditions import (
+    AutoencoderConfig,
+    EvacConfig,
+    EvacNetworks,
+    Geometry,
+    ImageEncoderConfig,
+    ResamplerConfig,
+    action_tokens,
+    decode_frames,
+    encode_frames,
+)
+from asyncrl.worlds.evac.ddim import chunk_loss, draw
+from asyncrl.worlds.evac.poses import MOTION_DIM, Camera, MotionStatistics
 from asyncrl.worlds.evac.state import memory_index
-from asyncrl.worlds.evac.training import chunk_loss, draw
 from asyncrl.worlds.evac.unet import UNetConfig
 from asyncrl.worlds.evac.world import EvacWorld, load_world, save_world
 
@@ -258,7 +263,7 @@ def fit_unet(
     schedule: Schedule,
     names: Sequence[str],
 ) -> float:
-    """Train the network and what makes its tokens. See `worlds.evac.training.chunk_loss`.
+    """Train the network and what makes its tokens. See `worlds.evac.ddim.chunk_loss`.
 
     Args:
         pictures: ``[F, H, W, 3]`` uint8, as recorded: the image encoder sees the first of an episode.

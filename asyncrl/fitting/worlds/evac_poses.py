@@ -23,9 +23,8 @@ from asyncrl.fitting.loop import Schedule, minimise
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.fitting.worlds.frame_latents import window_rows
 from asyncrl.records import POSE_DIM
-from asyncrl.worlds.evac.config import check_kinds
-from asyncrl.worlds.evac.maps import Camera
-from asyncrl.worlds.evac.poses import ARMS, Motions, MotionStatistics, PoseModel
+from asyncrl.worlds.evac.files import check_kinds
+from asyncrl.worlds.evac.poses import ARMS, Camera, Motions, MotionStatistics, PoseModel
 
 LEAST_SPREAD: Final = 1e-4
 """Metres or radians: deviation that a part of a motion has at least, lest what never moves be blown up."""

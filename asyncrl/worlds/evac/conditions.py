@@ -1,34 +1,365 @@
-"""Work out what EVAC's network is told before it draws: tokens of actions and of the first picture, and maps.
+"""The networks of an EVAC world besides its U-Net, its sizes, and the conditions that they make.
 
-All of it is the same at every step of the sampler, so it is worked out once per decision, on the device.
+- Frames are encoded and decoded by Stable Diffusion's autoencoder (diffusers' `AutoencoderKL`), one by one.
+- The first picture is encoded by OpenCLIP's vision transformer (transformers' CLIP vision model); its tokens
+  are those of the last layer, without the norm behind it (DynamiCrafter, arXiv 2310.12190).
+- Two resamplers turn that picture, and the motion of each frame, into a fixed number of tokens: a learned
+  query per token attends over the inputs and over all queries (Flamingo, arXiv 2204.14198).
 
-Dimension letters: B slots, C steps, P frames remembered, F = P + C frames of the window, Z latent channels,
-h/w latent size, I image tokens, T tokens of an action, K their width.
+Dimension letters: B slots, C steps, P frames remembered, F = P + C frames of the window, N frames, M rows, S
+vectors of a row, A their numbers, Q queries, D inner width, Z latent channels, h/w latent size, H, W pixels,
+T tokens of an action, K their width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Final
+from dataclasses import dataclass, field, fields
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from asyncrl.devices.tensors import to_signed
-from asyncrl.worlds.evac.autoencoder import build_autoencoder
-from asyncrl.worlds.evac.config import EvacConfig
-from asyncrl.worlds.evac.image_tokens import ImageEncoder
-from asyncrl.worlds.evac.maps import MapDrawer
-from asyncrl.worlds.evac.poses import Motions, PoseModel
-from asyncrl.worlds.evac.resampler import Resampler
-from asyncrl.worlds.evac.state import EvacState
-from asyncrl.worlds.evac.unet import EvacUNet
+from asyncrl.records import CHUNK
+from asyncrl.worlds.evac.poses import MOTION_DIM, Camera, MapDrawer, Motions, MotionStatistics, PoseModel
+from asyncrl.worlds.evac.unet import EvacUNet, UNetConfig
+
+# fmt: off
+_MEAN: Final = (0.48145466, 0.4578275, 0.40821073)
+_STD: Final = (0.26862954, 0.26130258, 0.27577711)
+# fmt: on
+
+
+# ---- autoencoder ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoencoderConfig:
+    """Size of an autoencoder."""
+
+    channels: int
+    """Of the first level; a multiple of `groups`."""
+    multipliers: tuple[int, ...]
+    """Channels of each level, in those of the first; each level but the last halves height and width."""
+    res_blocks: int
+    """Residual blocks of a level of the encoder; the decoder has one more."""
+    latent: int = 4
+    """``Z``."""
+    groups: int = 32
+    """Of the group norms."""
+    scale: float = 0.18215
+    """Factor of latents, which makes their variance about 1."""
+
+    @property
+    def reduction(self) -> int:
+        """Pixels per latent pixel in height and width."""
+        return 2 ** (len(self.multipliers) - 1)
+
+    @classmethod
+    def tiny(cls) -> AutoencoderConfig:
+        """Return a size for tests and small pictures: 8 pixels per latent pixel."""
+        return cls(channels=8, multipliers=(1, 1, 2, 2), res_blocks=1, groups=4)
+
+    @classmethod
+    def published(cls) -> AutoencoderConfig:
+        """Return the published size: 248 tensors, 83.65 million parameters."""
+        return cls(channels=128, multipliers=(1, 2, 4, 4), res_blocks=2)
+
+
+def build_autoencoder(size: AutoencoderConfig) -> Any:
+    """Make diffusers' `AutoencoderKL` of a size."""
+    from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+
+    levels = len(size.multipliers)
+    per_level: dict[str, Any] = {
+        "down_block_types": ("DownEncoderBlock2D",) * levels,
+        "up_block_types": ("UpDecoderBlock2D",) * levels,
+        "block_out_channels": tuple(size.channels * multiplier for multiplier in size.multipliers),
+    }
+    return AutoencoderKL(
+        **per_level,
+        layers_per_block=size.res_blocks,
+        latent_channels=size.latent,
+        norm_num_groups=size.groups,
+        scaling_factor=size.scale,
+    )
+
+
+def encode_frames(autoencoder: nn.Module, pictures_N3HW: Tensor, scale: float) -> Tensor:
+    """Encode frames ``[N, 3, H, W]`` in [-1, 1] to the mean of the posterior: ``[N, Z, h, w]`` float32."""
+    network: Any = autoencoder
+    moments = network.quant_conv(network.encoder(pictures_N3HW.to(network.quant_conv.weight.dtype)))
+    return moments.chunk(2, dim=1)[0].float() * scale
+
+
+def decode_frames(autoencoder: nn.Module, latents_NZhw: Tensor, scale: float) -> Tensor:
+    """Decode latents ``[N, Z, h, w]`` of any float dtype: ``[N, 3, H, W]`` in the dtype of the weights."""
+    network: Any = autoencoder
+    latents = (latents_NZhw / scale).to(network.post_quant_conv.weight.dtype)
+    return network.decoder(network.post_quant_conv(latents))
+
+
+# ---- tokens --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageEncoderConfig:
+    """Size of a vision transformer."""
+
+    width: int
+    """``D``."""
+    layers: int
+    heads: int
+    mlp: int
+    """Inner width of its MLPs."""
+    patch: int
+    """Pixels of a patch in height and width."""
+    size: int
+    """Height and width to which pictures are resized."""
+
+    @property
+    def tokens(self) -> int:
+        """One for the picture, and one per patch."""
+        return 1 + (self.size // self.patch) ** 2
+
+    @classmethod
+    def tiny(cls) -> ImageEncoderConfig:
+        """Return a size for tests and small pictures."""
+        return cls(width=16, layers=2, heads=2, mlp=32, patch=8, size=32)
+
+    @classmethod
+    def published(cls) -> ImageEncoderConfig:
+        """Return the size of OpenCLIP's ViT-H/14: 257 tokens of 1280 numbers."""
+        return cls(width=1280, layers=32, heads=16, mlp=5120, patch=14, size=224)
+
+
+class ImageEncoder(nn.Module):
+    """OpenCLIP's vision transformer behind the resizing and normalising of pictures."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, size: ImageEncoderConfig) -> None:
+        super().__init__()
+        from transformers import CLIPVisionConfig, CLIPVisionModel
+
+        self.size = size
+        vision: Any = CLIPVisionModel(
+            CLIPVisionConfig(
+                hidden_size=size.width,
+                intermediate_size=size.mlp,
+                num_hidden_layers=size.layers,
+                num_attention_heads=size.heads,
+                image_size=size.size,
+                patch_size=size.patch,
+                hidden_act="gelu",
+            )
+        )
+        # Some versions of transformers keep the network one level deeper.
+        self.vision: Any = getattr(vision, "vision_model", vision)
+        self.set_constants("cpu")
+
+    def set_constants(self, device: torch.device | str) -> None:
+        """Make the buffers that no file has, which a module built on the meta device lacks."""
+        for name, values in (("mean", _MEAN), ("std", _STD)):
+            constant = torch.tensor(values, device=device).view(3, 1, 1)
+            self.register_buffer(name, constant, persistent=False)
+        places = torch.arange(self.size.tokens, device=device).unsqueeze(0)
+        for module in self.vision.modules():
+            if "position_ids" in dict(module.named_buffers(recurse=False)):
+                module.register_buffer("position_ids", places, persistent=False)
+
+    def forward(self, pictures_B3HW: Tensor) -> Tensor:
+        """Map ``[B, 3, H, W]`` float32 in [-1, 1] to tokens ``[B, S, D]`` in the dtype of the weights."""
+        size = (self.size.size, self.size.size)
+        resized = functional.interpolate(pictures_B3HW, size, mode="bicubic", align_corners=True)
+        normalised = ((resized + 1) / 2 - self.mean) / self.std
+        dtype = next(self.vision.parameters()).dtype
+        return self.vision(pixel_values=normalised.to(dtype)).last_hidden_state
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResamplerConfig:
+    """Size of a resampler."""
+
+    inputs: int
+    """``A``."""
+    queries: int
+    """``Q``: tokens that come out."""
+    width: int
+    """Of the tokens, and within."""
+    depth: int
+    """Layers."""
+    heads: int
+    head_dim: int
+
+    @classmethod
+    def published_actions(cls) -> ResamplerConfig:
+        """Return the size for the 14 numbers of an action: 51 tensors, 47,245,312 parameters."""
+        return cls(inputs=14, queries=16, width=1024, depth=4, heads=12, head_dim=64)
+
+    @classmethod
+    def published_image(cls, chunk: int = 8) -> ResamplerConfig:
+        """Return the size for ViT-H: 48,656,384 parameters for chunks of 8, 48,787,456 for 16."""
+        return cls(inputs=1280, queries=16 * chunk, width=1024, depth=4, heads=12, head_dim=64)
+
+
+class QueryAttention(nn.Module):
+    """Attention of the queries over the inputs and over the queries themselves."""
+
+    def __init__(self, size: ResamplerConfig) -> None:
+        super().__init__()
+        inner = size.heads * size.head_dim
+        self.heads = size.heads
+        self.norm1 = nn.LayerNorm(size.width)
+        self.norm2 = nn.LayerNorm(size.width)
+        self.to_q = nn.Linear(size.width, inner, bias=False)
+        self.to_kv = nn.Linear(size.width, 2 * inner, bias=False)
+        self.to_out = nn.Linear(inner, size.width, bias=False)
+
+    def forward(self, x_MSD: Tensor, queries_MQD: Tensor) -> Tensor:
+        """Return ``[M, Q, D]``, to be added to the queries."""
+        queries_MQD = self.norm2(queries_MQD)
+        query = self.to_q(queries_MQD)
+        key, value = self.to_kv(torch.cat([self.norm1(x_MSD), queries_MQD], dim=1)).chunk(2, dim=2)
+        heads = (y.unflatten(2, (self.heads, -1)).transpose(1, 2) for y in (query, key, value))
+        return self.to_out(functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
+
+
+class Resampler(nn.Module):
+    """A resampler with the parameters' published names."""
+
+    def __init__(self, size: ResamplerConfig) -> None:
+        super().__init__()
+        self.size = size
+        width = size.width
+        self.latents = nn.Parameter(torch.randn(1, size.queries, width) / width**0.5)
+        self.proj_in = nn.Linear(size.inputs, width)
+        self.proj_out = nn.Linear(width, width)
+        self.norm_out = nn.LayerNorm(width)
+        self.layers = nn.ModuleList(
+            nn.ModuleList([QueryAttention(size), _feed_forward(width)]) for _ in range(size.depth)
+        )
+
+    def forward(self, x_MSA: Tensor) -> Tensor:
+        """Map ``[M, S, A]`` of any float dtype to tokens ``[M, Q, D]`` in the dtype of the weights."""
+        x_MSD = self.proj_in(x_MSA.to(self.latents.dtype))
+        queries = self.latents.expand(len(x_MSD), -1, -1)
+        for attention, feed_forward in self.layers:  # type: ignore[misc]
+            queries = queries + attention(x_MSD, queries)
+            queries = queries + feed_forward(queries)
+        return self.norm_out(self.proj_out(queries))
+
+
+def _feed_forward(width: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.LayerNorm(width),
+        nn.Linear(width, 4 * width, bias=False),
+        nn.GELU(),
+        nn.Linear(4 * width, width, bias=False),
+    )
+
+
+# ---- all networks --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvacConfig:
+    """Sizes and conventions of an EVAC world."""
+
+    image_size: int
+    """Height and width of the frames in pixels."""
+    unet: UNetConfig
+    autoencoder: AutoencoderConfig
+    image_encoder: ImageEncoderConfig
+    image_resampler: ResamplerConfig
+    action_resampler: ResamplerConfig
+    camera: Camera = field(default_factory=Camera)
+    motions: MotionStatistics = field(default_factory=MotionStatistics)
+    pose_hidden: int = 64
+    """Inner width of the model of the hand's poses."""
+    history: int = 4
+    """Earlier frames in the network's window."""
+    fps: int = 2
+    """Frames per second, as in training."""
+    domain: int = 11
+    """Kind of robot; 11: AgiBot World."""
+    schedule_steps: int = 50
+    """Network calls per decision."""
+
+    def __post_init__(self) -> None:
+        """Check that the parts fit together.
+
+        Raises:
+            ValueError: They do not; names the sizes that differ.
+        """
+        latent, unet, encoder = self.autoencoder.latent, self.unet, self.image_encoder
+        pairs = {
+            "channels of the network": (unet.in_channels, 3 * latent + 7),
+            "channels that it predicts": (unet.out_channels, latent),
+            "inputs of the image resampler": (self.image_resampler.inputs, encoder.width),
+            "inputs of the action resampler": (self.action_resampler.inputs, MOTION_DIM),
+            "width of the image tokens": (self.image_resampler.width, unet.context_dim),
+            "width of the action tokens": (self.action_resampler.width, unet.context_dim),
+        }
+        for what, (size, needed) in pairs.items():
+            if size != needed:
+                raise ValueError(f"{what} is {size}, and the other parts need {needed}")
+        whole = {
+            "channels of the network": (unet.channels, unet.groups),
+            "channels of the network, in heads,": (unet.channels, unet.head_dim),
+            "initial_inner": (unet.initial_inner, unet.head_dim),
+            "channels of the autoencoder": (self.autoencoder.channels, self.autoencoder.groups),
+            "width of the image encoder": (encoder.width, encoder.heads),
+            "size of the image encoder": (encoder.size, encoder.patch),
+        }
+        for what, (size, unit) in whole.items():
+            if unit < 1 or size < unit or size % unit:
+                raise ValueError(f"{what} is {size}, expected a multiple of {unit}")
+        smallest = self.autoencoder.reduction * 2 ** (len(unet.multipliers) - 1)
+        if self.image_size < smallest or self.image_size % smallest:
+            raise ValueError(f"image_size is {self.image_size}, expected a multiple of {smallest}")
+        if self.history < 2 or not 1 <= self.schedule_steps <= 1000 or not 0 <= self.domain < unet.domains:
+            raise ValueError(
+                "history must be at least 2, schedule_steps 1 to 1000, and domain one of the network's"
+            )
+
+    @property
+    def latent_size(self) -> int:
+        """Height and width of the latents."""
+        return self.image_size // self.autoencoder.reduction
+
+    @classmethod
+    def tiny(cls, image_size: int = 32) -> EvacConfig:
+        """Return a size for tests and small pictures."""
+        unet, encoder = UNetConfig.tiny(), ImageEncoderConfig.tiny()
+        inner = {"width": unet.context_dim, "depth": 1, "heads": 2, "head_dim": 8}
+        return cls(
+            image_size=image_size,
+            unet=unet,
+            autoencoder=AutoencoderConfig.tiny(),
+            image_encoder=encoder,
+            image_resampler=ResamplerConfig(inputs=encoder.width, queries=4, **inner),
+            action_resampler=ResamplerConfig(inputs=MOTION_DIM, queries=3, **inner),
+            schedule_steps=3,
+        )
+
+    @classmethod
+    def published(cls) -> EvacConfig:
+        """Return the size published for LIBERO: pictures of 256 pixels, chunks of 8."""
+        return cls(
+            image_size=256,
+            unet=UNetConfig.published(),
+            autoencoder=AutoencoderConfig.published(),
+            image_encoder=ImageEncoderConfig.published(),
+            image_resampler=ResamplerConfig.published_image(CHUNK),
+            action_resampler=ResamplerConfig.published_actions(),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvacNetworks:
-    """The networks of a world; their weights are what its files hold."""
+    """The networks of a world, whose weights its files hold."""
 
     unet: EvacUNet
     autoencoder: nn.Module
@@ -50,77 +381,17 @@ class EvacNetworks:
         )
 
     def by_name(self) -> dict[str, nn.Module]:
-        """Return them by name, in the order of their files."""
-        return {name: getattr(self, name) for name in NETWORKS}
-
-
-NETWORKS: Final = tuple(field.name for field in fields(EvacNetworks))
-"""Names of the networks, in the order of their files."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Conditions:
-    """What the network is told in a decision."""
-
-    history: Tensor
-    """``[B, Z, P, h, w]`` float32 clean latents of earlier frames, which stay in front of the new ones."""
-    channels: Tensor
-    """``[B, 2 Z + 7, F, h, w]`` float32: condition image, mask, trajectory map, rays, in this order."""
-    image: Tensor
-    """``[B, I, K]`` tokens of the episode's first picture, which is the window's first too."""
-    actions: Tensor
-    """``[B, F, T, K]`` tokens of the action that made each frame."""
-    poses: Tensor
-    """``[B, C, 8]`` float32 poses of the hand at the new frames."""
+        """Return the networks by name."""
+        return {part.name: getattr(self, part.name) for part in fields(self)}
 
 
 class Geometry(nn.Module):
-    """What has no weights: motions of the hand, and maps."""
+    """Conditions without weights: motions of the hand, and maps."""
 
     def __init__(self, config: EvacConfig) -> None:
         super().__init__()
         self.motions = Motions(config.motions)
         self.drawer = MapDrawer(config.camera, config.image_size, config.latent_size)
-
-
-def conditions_of(
-    networks: EvacNetworks,
-    geometry: Geometry,
-    state: EvacState,
-    actions_BC7: Tensor,
-    *,
-    remembered: int,
-    encode: Callable[[Tensor], Tensor],
-) -> Conditions:
-    """Work out the conditions of a decision.
-
-    The condition image of a frame that is remembered is that frame, with a mask of 1; of a new frame it is
-    the last frame, with a mask of 0. Frames that are remembered have an empty trajectory map of zeros.
-
-    Args:
-        networks: Of the world.
-        geometry: Of the world.
-        state: Of ``B`` slots.
-        actions_BC7: ``[B, C, 7]`` float32 on the device.
-        remembered: ``P``.
-        encode: Turns maps ``[N, 3, H, W]`` into latents ``[N, Z, h, w]`` float32.
-    """
-    history_BPZhw, poses_BP8, before_BP8 = state.remembered(remembered)
-    last_B8 = state.last_pose()
-    poses_BC8 = networks.pose_model.follow(actions_BC7, last_B8)
-    before_BC8 = torch.cat([last_B8[:, None], poses_BC8[:, :-1]], dim=1)
-    motions_BF14 = geometry.motions(
-        torch.cat([poses_BP8, poses_BC8], dim=1), torch.cat([before_BP8, before_BC8], dim=1)
-    )
-    pictures_B3HW = to_signed(state.first).permute(0, 3, 1, 2)
-    maps_BCZhw = encode(geometry.drawer(poses_BC8).flatten(0, 1)).unflatten(0, poses_BC8.shape[:2])
-    return Conditions(
-        history=history_BPZhw.transpose(1, 2),
-        channels=condition_channels(history_BPZhw, maps_BCZhw, geometry.drawer.rays),
-        image=networks.image_resampler(networks.image_encoder(pictures_B3HW)),
-        actions=action_tokens(networks.action_resampler, motions_BF14),
-        poses=poses_BC8,
-    )
 
 
 def action_tokens(resampler: Resampler, motions_BF14: Tensor) -> Tensor:
@@ -130,7 +401,10 @@ def action_tokens(resampler: Resampler, motions_BF14: Tensor) -> Tensor:
 
 
 def condition_channels(history_BPZhw: Tensor, maps_BCZhw: Tensor, rays_6hw: Tensor) -> Tensor:
-    """Put together what the network sees beside the noisy latents.
+    """Join the channels beside the noisy latents: condition image, mask, trajectory map and rays.
+
+    The condition image of a remembered frame is that frame, with a mask of 1; of a new frame it is the last
+    remembered frame, with a mask of 0. Maps of remembered frames are zero.
 
     Args:
         history_BPZhw: ``[B, P, Z, h, w]`` float32 clean latents of earlier frames.
@@ -138,7 +412,7 @@ def condition_channels(history_BPZhw: Tensor, maps_BCZhw: Tensor, rays_6hw: Tens
         rays_6hw: ``[6, h, w]`` float32.
 
     Returns:
-        ``[B, 2 Z + 7, F, h, w]`` float32: see `Conditions.channels`.
+        ``[B, 2 Z + 7, F, h, w]`` float32.
     """
     batch, known, _, height, width = history_BPZhw.shape
     new = maps_BCZhw.shape[1]

@@ -1,4 +1,4 @@
-"""Sample by DDIM with velocities, zero terminal signal-to-noise ratio and a rescaled signal.
+"""Noise of EVAC worlds: its levels, the sampler's steps, seeded draws, and the training loss.
 
 Noise levels are those of latent diffusion, betas linear in their square roots from 0.00085 to 0.012 (arXiv
 2112.10752), moved so that the last level is pure noise (arXiv 2305.08891, algorithm 1), and visited in equal
@@ -8,28 +8,47 @@ falls from 1 to 0.7 over the first 400 levels (DynamiCrafter, arXiv 2310.12190),
     x_t = sqrt(abar_t) scale_t x_0 + sqrt(1 - abar_t) noise
     v_t = sqrt(abar_t) noise - sqrt(1 - abar_t) scale_t x_0
 
-A step (arXiv 2010.02502, equation 12) takes away the noise that the velocity tells, and with eta > 0 adds
-fresh noise. At pure noise the added variance equals, but for the last digits, all that there is: it is
-bounded by that, since the root of a negative number would make everything NaN.
+A step (arXiv 2010.02502, equation 12) removes the noise that the velocity predicts, and with eta > 0 adds
+fresh noise. diffusers' `DDIMScheduler` cannot stand in: it has no scale of the signal, and at eta 1 its
+variance at pure noise is the root of a negative number, so everything becomes NaN; here it is bounded.
+
+Dimension letters: B samples or slots, P frames remembered, C new frames, F = P + C, Z latent channels, h/w
+latent size, I image tokens, T tokens of an action, K their width.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final
+from typing import Final, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from asyncrl.worlds.evac.conditions import condition_channels
+
 LEVELS: Final = 1000
+DROPOUT: Final = 0.1
+"""Share of the training samples without tokens."""
 _FIRST_BETA, _LAST_BETA = 0.00085, 0.012
 _LOWEST_SCALE, _SCALED_LEVELS = 0.7, 400
+_FEWEST, _MOST = 3, 20  # divisors of the history's noise levels
+_MASK: Final = 0xFFFFFFFF
+_MULTIPLIERS: Final = (0xD2511F53, 0xCD9E8D57)
+_WEYL: Final = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS: Final = 10
+
+
+# ---- sampling ------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=1)
 def signal_shares() -> tuple[float, ...]:
-    """Compute the share of the signal's variance at each level, ``abar``: 1000 numbers from near 1 to 0."""
+    """Return the share of the signal's variance at each level, ``abar``: 1000 numbers from near 1 to 0."""
     roots = torch.linspace(_FIRST_BETA**0.5, _LAST_BETA**0.5, LEVELS, dtype=torch.float64)
     amplitude = torch.cumprod(1 - roots**2, dim=0).sqrt()
     moved = (amplitude - amplitude[-1]) * (amplitude[0] / (amplitude[0] - amplitude[-1]))
@@ -38,21 +57,21 @@ def signal_shares() -> tuple[float, ...]:
 
 @lru_cache(maxsize=1)
 def signal_scales() -> tuple[float, ...]:
-    """Compute what the signal of each level is multiplied by: 1000 numbers from 1 to 0.7."""
+    """Return the scale of the signal at each level: 1000 numbers from 1 to 0.7."""
     falling = torch.linspace(1, _LOWEST_SCALE, _SCALED_LEVELS, dtype=torch.float64)
     return (*falling.tolist(), *[_LOWEST_SCALE] * (LEVELS - _SCALED_LEVELS))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """The numbers of one step.
+    """Numbers of one step.
 
     ``x_0 = signal_x x + signal_v v`` and ``noise = noise_x x + noise_v v``, then
     ``x = to_signal x_0 + to_noise noise + fresh * new noise``.
     """
 
     time: int
-    """Noise level that the network is told, 0..999."""
+    """Noise level, 0..999."""
     signal_x: float
     signal_v: float
     noise_x: float
@@ -63,18 +82,18 @@ class Step:
 
     @property
     def x_factor(self) -> float:
-        """What the noisy latent is multiplied by in this step."""
+        """Factor of the noisy latent."""
         return self.to_signal * self.signal_x + self.to_noise * self.noise_x
 
     @property
     def v_factor(self) -> float:
-        """What the velocity is multiplied by in this step."""
+        """Factor of the velocity."""
         return self.to_signal * self.signal_v + self.to_noise * self.noise_v
 
 
 @lru_cache(maxsize=32)
 def sampling_times(steps: int) -> tuple[int, ...]:
-    """Compute the noise levels that `steps` network calls visit, the noisiest first.
+    """Return the noise levels of `steps` network calls, the noisiest first.
 
     Example:
         >>> sampling_times(4)
@@ -88,7 +107,7 @@ def sampling_times(steps: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=32)
 def sampling_steps(steps: int, eta: float = 1.0) -> tuple[Step, ...]:
-    """Compute the numbers of every step.
+    """Return the numbers of every step.
 
     Args:
         steps: Network calls, 1 to 1000.
@@ -118,20 +137,219 @@ def sampling_steps(steps: int, eta: float = 1.0) -> tuple[Step, ...]:
     return tuple(table)
 
 
-def guided(told: Tensor, untold: Tensor, scale: float, rescale: float) -> Tensor:
-    """Push a velocity away from what is predicted without conditions (arXiv 2207.12598).
+def guided(conditional: Tensor, unconditional: Tensor, scale: float, rescale: float) -> Tensor:
+    """Apply classifier-free guidance to a velocity ``[B, ...]`` (arXiv 2207.12598).
 
     Args:
-        told: ``[B, ...]`` velocity under the conditions.
-        untold: ``[B, ...]`` velocity without them.
-        scale: 1 gives `told`; larger follows the conditions more.
-        rescale: In [0, 1], how far the spread of each row is brought back to that of `told` (arXiv
+        conditional: ``[B, ...]`` velocity under the conditions.
+        unconditional: ``[B, ...]`` velocity without them.
+        scale: 1 gives `conditional`; larger follows the conditions more.
+        rescale: In [0, 1], how far the spread of each row is brought back to that of `conditional` (arXiv
             2305.08891, section 3.4).
-
-    Returns:
-        ``[B, ...]``.
     """
-    pushed = untold + scale * (told - untold)
-    axes = tuple(range(1, told.ndim))
-    kept = pushed * (told.std(axes, keepdim=True) / pushed.std(axes, keepdim=True).clamp(min=1e-12))
+    pushed = unconditional + scale * (conditional - unconditional)
+    axes = tuple(range(1, conditional.ndim))
+    kept = pushed * (conditional.std(axes, keepdim=True) / pushed.std(axes, keepdim=True).clamp(min=1e-12))
     return rescale * kept + (1 - rescale) * pushed
+
+
+# ---- seeded draws --------------------------------------------------------------------------------
+# Philox 4x32-10 (Salmon et al., SC 2011) turns a counter and a key into four random words of 32 bits. The key
+# is the row's seed, the counter the place within the draw and the number of the draw, so that a row's noise
+# depends on nothing else. All of it is tensor arithmetic, so nothing waits for the device. Words are kept in
+# int64, whose products wrap at 64 bits like unsigned ones.
+
+
+def philox(counter: Sequence[Tensor | int], key: Sequence[Tensor | int]) -> tuple[Tensor, ...]:
+    """Compute four random words, int64 in 0..2**32 - 1, from four words of a counter and two of a key.
+
+    Args:
+        counter: Four tensors int64 (or numbers) whose shapes broadcast; one is a tensor.
+        key: Two of the same kind.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for number in range(_ROUNDS):
+        high0, low0 = _product(_MULTIPLIERS[0], c0)
+        high1, low1 = _product(_MULTIPLIERS[1], c2)
+        t0, t1 = (k0 + number * _WEYL[0]) & _MASK, (k1 + number * _WEYL[1]) & _MASK
+        c0, c1, c2, c3 = high1 ^ c1 ^ t0, low1, high0 ^ c3 ^ t1, low0
+    return c0, c1, c2, c3  # type: ignore[return-value]  # at least one word of the counter is a tensor
+
+
+def _product(multiplier: int, word: Tensor | int) -> tuple[Tensor | int, Tensor | int]:
+    """Return the upper and the lower 32 bits of a product of two words."""
+    if isinstance(word, int):
+        return (multiplier * word) >> 32, (multiplier * word) & _MASK
+    # The factor as a signed number: int64 has no word above 2**63, and products are the same modulo 2**64.
+    product = word * multiplier
+    return (product >> 32) & _MASK, product & _MASK
+
+
+def seed_words(seeds: Sequence[int]) -> NDArray[np.int64]:
+    """Split seeds of 64 bits into words: ``[B, 2]`` int64 in 0..2**32 - 1, the lower one first."""
+    return np.array([(int(seed) & _MASK, (int(seed) >> 32) & _MASK) for seed in seeds], dtype=np.int64)
+
+
+def normal_words(place_N: Tensor, seeds_B2: Tensor, draw: int | Tensor) -> Tensor:
+    """Draw four standard normal numbers for each place: ``[B, N, 4]`` float64. This part may be compiled.
+
+    Args:
+        place_N: ``[N]`` int64 in 0..2**32 - 1. An argument, for a compiled `arange` would be an index of 32
+            bits, too few for Philox's products.
+        seeds_B2: ``[B, 2]`` int64, of `seed_words`.
+        draw: Number of the draw, 0..2**32 - 1; a tensor: ``[]`` int64.
+    """
+    words = philox((place_N, draw, 0, 0), (seeds_B2[:, :1], seeds_B2[:, 1:]))
+    # Centres of 2**32 equal parts of (0, 1), so that the logarithm is finite. In float64: float32 has no
+    # room for them next to 1, where the radius goes to zero.
+    uniform = [(word.double() + 0.5) * 2.0**-32 for word in words]
+    numbers = []
+    for first, second in ((uniform[0], uniform[1]), (uniform[2], uniform[3])):  # Box and Muller (1958)
+        radius, angle = (-2 * first.log()).sqrt(), 2 * math.pi * second
+        numbers += [radius * angle.cos(), radius * angle.sin()]
+    return torch.stack(numbers, dim=2)
+
+
+def normal_noise(
+    seeds_B2: Tensor,
+    draw: int | Tensor,
+    shape: tuple[int, ...],
+    *,
+    words: Callable[[Tensor, Tensor, int | Tensor], Tensor] = normal_words,
+) -> Tensor:
+    """Draw ``[B, *shape]`` float32 standard normal numbers; row i depends on its seed and `draw` alone.
+
+    Args:
+        seeds_B2: ``[B, 2]`` int64 on the device, of `seed_words`.
+        draw: Number of the draw, 0..2**32 - 1; a tensor: ``[]`` int64.
+        shape: Of a row.
+        words: `normal_words`, or that compiled.
+    """
+    count = math.prod(shape)
+    place_N = torch.arange((count + 3) // 4, device=seeds_B2.device)
+    return words(place_N, seeds_B2, draw).flatten(1)[:, :count].float().unflatten(1, shape)
+
+
+# ---- training ------------------------------------------------------------------------------------
+# The history is noised a little while its time is 0, so that the imperfect frames of an imagined episode do
+# not make the network drift ("teacher forcing" augmentation; EnerVerse-AC, arXiv 2505.09723): a frame gets
+# level (1 - cos(a)) * 1000 / d with a uniform in 0..pi/2 for each frame and d a whole number of 3 to 20 for
+# each sample, older frames the noisier ones. The condition image is taken from the noised frames, for else
+# the clean ones would still be seen. Samples without tokens are needed for guidance.
+
+
+class ChunkLoss(NamedTuple):
+    """Error of the predicted velocity."""
+
+    loss: Tensor
+    """``[]`` float32, mean of `per_sample`, with gradient."""
+    per_sample: Tensor
+    """``[B]`` float32, mean squared error over the new frames, detached."""
+
+
+class Draws(NamedTuple):
+    """Random numbers of a batch, on the CPU."""
+
+    levels: Tensor
+    """``[B]`` int64 noise level of the new frames, 0..999."""
+    noise: Tensor
+    """``[B, C, Z, h, w]`` float32 of the new frames."""
+    history_levels: Tensor
+    """``[B, P]`` int64 noise level of each remembered frame, the oldest first."""
+    history_noise: Tensor
+    """``[B, P, Z, h, w]`` float32."""
+    told: Tensor
+    """``[B]`` float32: 0 for a sample without tokens, else 1."""
+
+
+def draw(generator: torch.Generator, new: torch.Size, remembered: int, *, dropout: float = DROPOUT) -> Draws:
+    """Draw the random numbers of a batch, in the order of `Draws`.
+
+    Args:
+        generator: On the CPU.
+        new: ``[B, C, Z, h, w]``.
+        remembered: ``P``.
+        dropout: Share of the samples without tokens, in [0, 1].
+    """
+    batch, _, *frame = new
+    levels = torch.randint(0, LEVELS, (batch,), generator=generator)
+    noise = torch.randn(new, generator=generator)
+    divisors = torch.randint(_FEWEST, _MOST + 1, (batch, 1), generator=generator)
+    angles = torch.rand(batch, remembered, generator=generator) * (math.pi / 2)
+    history_levels = ((1 - angles.cos()) * LEVELS / divisors).long().clamp(max=LEVELS - 1)
+    return Draws(
+        levels=levels,
+        noise=noise,
+        history_levels=history_levels.sort(dim=1, descending=True).values,
+        history_noise=torch.randn(batch, remembered, *frame, generator=generator),
+        told=(torch.rand(batch, generator=generator) >= dropout).float(),
+    )
+
+
+@lru_cache(maxsize=1)
+def _tables() -> tuple[Tensor, Tensor, Tensor]:
+    """Return by noise level ``sqrt(abar)``, ``sqrt(1 - abar)`` and the signal's scale: ``[1000]`` float32."""
+    with torch.inference_mode(False):
+        shares = torch.tensor(signal_shares(), dtype=torch.float64)
+        return shares.sqrt().float(), (1 - shares).sqrt().float(), torch.tensor(signal_scales())
+
+
+def noised(clean: Tensor, levels: Tensor, noise: Tensor) -> Tensor:
+    """Mix latents ``[B, N, Z, h, w]`` float32 with noise, at levels ``[B, N]`` int64 on the CPU."""
+    root, rest, scale = (_at(table, levels, clean) for table in _tables())
+    return root * scale * clean + rest * noise
+
+
+def velocity(clean: Tensor, levels: Tensor, noise: Tensor) -> Tensor:
+    """Return the velocity of latents ``[B, N, Z, h, w]`` float32, at levels ``[B, N]`` int64 on the CPU."""
+    root, rest, scale = (_at(table, levels, clean) for table in _tables())
+    return root * noise - rest * scale * clean
+
+
+def _at(table: Tensor, levels: Tensor, like: Tensor) -> Tensor:
+    return table[levels][..., None, None, None].to(like.device)
+
+
+def chunk_loss(
+    unet: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor],
+    history_BPZhw: Tensor,
+    new_BCZhw: Tensor,
+    maps_BCZhw: Tensor,
+    rays_6hw: Tensor,
+    image_BIK: Tensor,
+    actions_BFTK: Tensor,
+    *,
+    fps: Tensor,
+    domain: Tensor,
+    draws: Draws,
+    history_noise: bool = True,
+) -> ChunkLoss:
+    """Compute the loss of the velocity of the new frames, with gradients to the network and the tokens.
+
+    Args:
+        unet: An `EvacUNet`, in the mode the caller wants.
+        history_BPZhw: ``[B, P, Z, h, w]`` float32 clean latents of remembered frames, the last one last.
+        new_BCZhw: ``[B, C, Z, h, w]`` float32 clean latents of the new frames.
+        maps_BCZhw: ``[B, C, Z, h, w]`` float32 latents of their trajectory maps.
+        rays_6hw: ``[6, h, w]`` float32.
+        image_BIK: ``[B, I, K]`` tokens of the window's first frame.
+        actions_BFTK: ``[B, F, T, K]`` tokens of the action that made each frame.
+        fps: ``[B]`` of any dtype.
+        domain: ``[B]`` int64.
+        draws: Of `draw`.
+        history_noise: False leaves the remembered frames clean.
+    """
+    device, remembered = new_BCZhw.device, history_BPZhw.shape[1]
+    levels_BC = draws.levels[:, None].expand(-1, new_BCZhw.shape[1])
+    noise = draws.noise.to(device)
+    if history_noise:
+        history_BPZhw = noised(history_BPZhw, draws.history_levels, draws.history_noise.to(device))
+    latents = torch.cat([history_BPZhw, noised(new_BCZhw, levels_BC, noise)], dim=1).transpose(1, 2)
+    window = torch.cat([latents, condition_channels(history_BPZhw, maps_BCZhw, rays_6hw)], dim=1)
+    times_BF = torch.cat([torch.zeros_like(draws.history_levels), levels_BC], dim=1).to(device)
+    told = draws.told.to(device)
+    image, actions = image_BIK * told[:, None, None], actions_BFTK * told[:, None, None, None]
+    predicted = unet(window, times_BF, image, actions, fps, domain)[:, :, remembered:].transpose(1, 2)
+    error_B = (predicted.float() - velocity(new_BCZhw, levels_BC, noise)).square().flatten(1).mean(1)
+    return ChunkLoss(loss=error_B.mean(), per_sample=error_B.detach())

@@ -1,56 +1,106 @@
-"""Read and write folders of EVAC worlds: our own layout (``world.json``), and the published one."""
+"""Read and write folders of EVAC worlds.
+
+EVAC is published as one training checkpoint that holds all networks under prefixes: of Lightning (``*.ckpt``)
+or of DeepSpeed (``*.pt``, whose names begin with ``_forward_module.``). OpenCLIP's tower may lie in a file of
+its own, and the model of the hand's poses does. asyncrl writes one safetensors file per network, called by
+its prefix: file name and tensor name together are the published name. Sizes are read from the shapes;
+world.json has the facts that shapes do not tell. Without it they are those of the published checkpoints.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from asyncrl.config.sections import ImaginationSettings, WorldDefaults
+from asyncrl.config.sections import ImaginationSettings
 from asyncrl.errors import CheckpointError
-from asyncrl.storage.atomic import read_json, write_json
-from asyncrl.storage.tensor_reader import TensorFiles, check_fit, fill
+from asyncrl.records import ACTION_DIM, CHUNK, POSE_DIM
+from asyncrl.storage.tensor_reader import TensorFiles
 from asyncrl.storage.tensor_writer import write_tensors
-from asyncrl.worlds.evac import published
-from asyncrl.worlds.evac.conditions import NETWORKS, EvacNetworks
-from asyncrl.worlds.evac.config import EvacConfig
-from asyncrl.worlds.evac.published import PublishedFiles, fill_published, find_published
-from asyncrl.worlds.evac.recognition import MARK
-from asyncrl.worlds.files import AS_SAVED, WeightTypes
+from asyncrl.storage.untrusted import check_sizes, shortened
+from asyncrl.worlds.evac.conditions import (
+    AutoencoderConfig,
+    EvacConfig,
+    EvacNetworks,
+    ImageEncoderConfig,
+    ResamplerConfig,
+)
+from asyncrl.worlds.evac.poses import Camera, MotionStatistics
+from asyncrl.worlds.evac.published import (
+    PREFIXES,
+    config_of,
+    from_published,
+    published_autoencoder,
+    published_image_encoder,
+    published_tensors,
+)
+from asyncrl.worlds.evac.unet import UNetConfig
+from asyncrl.worlds.files import AS_SAVED, WorldFolder, read_about, write_about
+from asyncrl.worlds.kinds import ABOUT
+from asyncrl.worlds.safe_pickle import CkptFile
 
-FORMAT: Final = "asyncrl-world-1"
 KIND: Final = "evac"
+POSE_MODEL: Final = "pose_model.safetensors"
+MARK: Final = "model.diffusion_model.input_blocks.0.0.weight"
+"""A tensor that every published checkpoint has."""
+_WRAPPED: Final = "_forward_module."
+"""In front of all names in DeepSpeed's files."""
+_PICKLED: Final = (".ckpt", ".pt", ".pth", ".bin")
+_IMAGE_SIZE: Final = 256
+_TOWER: Final = "visual.transformer.resblocks.0.attn.in_proj_weight"
+"""A tensor of OpenCLIP's own file."""
+_TOKENS_PER_FRAME: Final = 16
+# Of the noise schedule, which is known without a file; of OpenCLIP's text tower, and statistics of pictures.
+_IGNORED: Final = re.compile(
+    r"(alphas|sqrt|log|posterior)_\w+|betas|lvlb_weights|logvar|scale_arr|scale_factor|global_step|"
+    r"embedder\.(mean|std)|embedder\.model\.(positional_embedding|text_projection|logit_scale|attn_mask|"
+    r"visual\.proj|token_embedding\..+|ln_final\..+|transformer\..+)"
+)
+_FACTS: Final[dict[str, tuple[type[Any], tuple[str, ...]]]] = {
+    "unet": (UNetConfig, ("head_dim", "groups")),
+    "autoencoder": (AutoencoderConfig, ("groups", "scale")),
+    "image_encoder": (ImageEncoderConfig, ("heads",)),
+    "image_resampler": (ResamplerConfig, ("head_dim",)),
+    "action_resampler": (ResamplerConfig, ("head_dim",)),
+    "camera": (Camera, tuple(fact.name for fact in fields(Camera))),
+    "motions": (MotionStatistics, tuple(fact.name for fact in fields(MotionStatistics))),
+}
+"""Facts in world.json, by object."""
+_OTHER_FACTS: Final = ("image_size", "schedule_steps", "history", "fps", "domain")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Place of a tensor."""
+
+    source: CkptFile | TensorFiles
+    stored: str
+    """Its name there."""
+    shape: torch.Size
+
+    def read(self) -> Tensor:
+        """Read the tensor, on the CPU."""
+        return self.source.read(self.stored)
+
+
+Parts = Mapping[str, Mapping[str, Entry]]
+"""Network -> published name without prefix -> place."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvacFiles:
-    """A world on disk: everything about it but the numbers."""
+class EvacFiles(WorldFolder):
+    """An EVAC world on disk without its weights."""
 
+    label: str
+    """Name of the files in errors."""
     config: EvacConfig
-    version: int
-    own: dict[str, TensorFiles]
-    """Of a folder of ours: the file of each network, by our names; else empty."""
-    published: PublishedFiles | None
-    """Of a published folder; else None."""
-
-    def types(self, settings: ImaginationSettings = AS_SAVED) -> WeightTypes:
-        """Say what the weights become, but for those of the model of poses."""
-        rounded = self.published is not None or settings.precision == "bf16"
-        return WeightTypes(dtype=torch.bfloat16 if rounded else torch.float32)
-
-    def defaults(self) -> WorldDefaults:
-        """Say how episodes are imagined where nothing was set."""
-        if not self.published:
-            return WorldDefaults(source="the world's folder", steps=self.config.schedule_steps)
-        return WorldDefaults(
-            source="published defaults",
-            steps=self.config.schedule_steps,
-            max_decisions=published.MAX_DECISIONS,
-            temperature=published.TEMPERATURE,
-        )
+    parts: Parts
 
     def build(self) -> EvacNetworks:
         """Build the networks without memory for their weights (on the meta device)."""
@@ -61,84 +111,296 @@ class EvacFiles:
         """Check that all tensors are there and fit; return the bytes that the loaded world takes.
 
         Raises:
-            CheckpointError: A tensor is missing, unknown or has the wrong shape.
+            CheckpointError: A tensor is missing, unknown or has the wrong shape, by its published name.
         """
-        networks = self.build()
-        modules, dtypes = networks.by_name(), self._dtypes(self.types(settings).dtype)
-        if self.published:
-            self.published.check(networks)
-        for name, files in self.own.items():
-            check_fit(modules[name], files, unused=False)
-        return sum(p.numel() * dtypes[n].itemsize for n, m in modules.items() for p in m.parameters())
+        networks, dtype = self.build(), self.types(settings).dtype
+        for part, wanted in published_tensors(networks).items():
+            present, prefix = self.parts[part], PREFIXES.get(part, "")
+            for name, tensor in wanted.items():
+                shape = list(tensor.shape)
+                if name not in present:
+                    raise CheckpointError(
+                        f"{self.label} lacks tensor {prefix}{name} of shape {shape}. Download it again."
+                    )
+                if present[name].shape != tensor.shape:
+                    raise CheckpointError(
+                        f"{self.label}: tensor {prefix}{name} has shape {list(present[name].shape)}, the "
+                        f"model needs {shape}. Download it again."
+                    )
+            if unknown := sorted(present.keys() - wanted.keys()):
+                raise CheckpointError(
+                    f"{self.label} holds tensor {prefix}{unknown[0]}, which the model has no use for. It "
+                    "belongs to another variant."
+                )
+        modules = networks.by_name().items()
+        return sum(p.numel() * _dtype(n, dtype).itemsize for n, m in modules for p in m.parameters())
 
     def load(self, device: torch.device | str, dtype: torch.dtype | None) -> EvacNetworks:
         """Load the networks for inference, one tensor at a time, straight to `device`.
 
         Args:
             device: Where the weights go.
-            dtype: What they become, see `types`; None: as the folder says.
+            dtype: Of the loaded weights, see `types`; None: as the folder says.
 
         Raises:
             CheckpointError: See `check`.
         """
         self.check()
-        networks, dtypes = self.build(), self._dtypes(dtype or self.types().dtype)
-        modules = networks.by_name()
-        if self.published:
-            fill_published(networks, self.published, self.config, dtypes=dtypes, device=device)
-        for name, files in self.own.items():
-            fill(modules[name], files, dtype=dtypes[name], device=device)
-        networks.image_encoder.set_constants(device)
-        for module in modules.values():
+        networks, dtype = self.build(), dtype or self.types().dtype
+        levels = len(self.config.autoencoder.multipliers)
+        for part, module in networks.by_name().items():
+            ready: dict[str, Tensor] = {}
+            for name, entry in self.parts[part].items():
+                weights = from_published(part, name, entry.read(), levels)
+                ready |= {n: t.to(device, _dtype(part, dtype), copy=True) for n, t in weights.items()}
+            nn.Module.load_state_dict(module, ready, assign=True)
             module.eval().requires_grad_(False)
+        networks.image_encoder.set_constants(device)
         return networks
 
-    def _dtypes(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        """Say what each network's weights become: poses add up over an episode, so theirs stay float32."""
-        return {name: torch.float32 if name == "pose_model" else dtype for name in NETWORKS}
+
+def _dtype(part: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the type of a network's weights: poses add up over an episode, so theirs stay float32."""
+    return torch.float32 if part == "pose_model" else dtype
 
 
 def open_evac(folder: Path) -> EvacFiles:
-    """Read what a folder says about its world, without its numbers.
-
-    Args:
-        folder: One of ours (``world.json``), or one with the published files.
+    """Read sizes and facts of a world, without its weights.
 
     Raises:
         CheckpointError: A file is missing, cannot be read, or is of a kind that is not known.
     """
-    if (folder / "world.json").is_file():
-        return _open_own(folder)
-    found = find_published(folder)
-    if found is None:
+    label, parts = _find_parts(folder)
+    about = read_about(folder, KIND, published=bool(parts)) if parts or (folder / ABOUT).is_file() else None
+    if about is None:
         raise CheckpointError(
             f"{folder} holds no EVAC world: neither a world.json of kind {KIND!r} nor a checkpoint (*.ckpt, "
             f"*.pt) with tensor {MARK}."
         )
-    return EvacFiles(config=found.config(), version=0, own={}, published=found)
-
-
-def _open_own(folder: Path) -> EvacFiles:
-    content = read_json(folder / "world.json")
-    if content.get("format") != FORMAT or content.get("kind") != KIND:
-        raise CheckpointError(
-            f"{folder / 'world.json'} describes {content.get('kind')!r} in format {content.get('format')!r}; "
-            f"this reads {KIND!r} in format {FORMAT!r}."
-        )
+    if not parts:
+        raise CheckpointError(f"{folder / _file_name('unet')} is missing. Save the world again.")
     try:
-        config, version = EvacConfig.from_json(content["config"]), int(content["version"])
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        facts = _checked_facts(about) if about else {}
+        others = {name: about[name] for name in _OTHER_FACTS} if about else {"image_size": _IMAGE_SIZE}
+        shapes = {part: {n: entry.shape for n, entry in own.items()} for part, own in parts.items()}
+        config = config_of(shapes, facts, others)
+    except KeyError as error:
+        raise CheckpointError(f"{label} lacks tensor {error.args[0]}. Download it again.") from error
+    except (ValueError, TypeError, IndexError, ZeroDivisionError) as error:
+        if about:
+            raise CheckpointError(
+                f"{folder / ABOUT} is incomplete or impossible ({error}). Save the world again."
+            ) from error
+        raise CheckpointError(f"{label} holds no EVAC world that can be read: {error}.") from error
+    queries = config.image_resampler.queries
+    if not about and queries != _TOKENS_PER_FRAME * CHUNK:
         raise CheckpointError(
-            f"{folder / 'world.json'} is incomplete or impossible ({error}). Save the world again."
-        ) from error
-    own = {name: TensorFiles(folder / f"{name}.safetensors") for name in NETWORKS}
-    return EvacFiles(config=config, version=version, own=own, published=None)
+            f"{label}: tensor image_proj_model.latents has {queries} tokens, those of chunks of "
+            f"{queries // _TOKENS_PER_FRAME}; a decision has {CHUNK} steps. Use a checkpoint for chunks of "
+            f"{CHUNK} (RLinf's for LIBERO)."
+        )
+    return EvacFiles(
+        folder=folder,
+        image_size=config.image_size,
+        schedule_steps=config.schedule_steps,
+        version=about.get("version", 0),
+        published=not about,
+        label=label,
+        config=config,
+        parts=parts,
+    )
 
 
 def write_evac(folder: Path, networks: EvacNetworks, config: EvacConfig, version: int) -> None:
-    """Write one safetensors file per network, and ``world.json``."""
+    """Write one safetensors file per network, and world.json."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, module in networks.by_name().items():
-        write_tensors(folder / f"{name}.safetensors", nn.Module.state_dict(module))
-    content = {"format": FORMAT, "kind": KIND, "version": version, "config": config.to_json()}
-    write_json(folder / "world.json", content)
+    for part, tensors in published_tensors(networks).items():
+        write_tensors(folder / _file_name(part), tensors)
+    write_about(folder, KIND, version=version, **_facts_of(asdict(config)))
+
+
+def convert_old(about: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Turn the files of format 1 in `folder` into those of this version; return the facts of world.json."""
+    config = about["config"]
+    for part in (*PREFIXES, "pose_model"):
+        old, new = folder / f"{part}.safetensors", folder / _file_name(part)
+        if part not in ("autoencoder", "image_encoder"):
+            old.rename(new)
+            continue
+        files = TensorFiles(old)
+        state = {name: files.read(name) for name in files.names()}
+        if part == "autoencoder":
+            tensors = published_autoencoder(state, len(config[part]["multipliers"]))
+        else:
+            tensors = published_image_encoder(state, config[part]["layers"])
+        write_tensors(new, tensors)
+        old.unlink()
+    return _facts_of(config)
+
+
+def _file_name(part: str) -> str:
+    return f"{PREFIXES[part]}safetensors" if part in PREFIXES else POSE_MODEL
+
+
+def _facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    parts = {name: {key: config[name][key] for key in keys} for name, (_, keys) in _FACTS.items()}
+    return parts | {name: config[name] for name in _OTHER_FACTS}
+
+
+# ---- finding -------------------------------------------------------------------------------------
+
+
+def _find_parts(folder: Path) -> tuple[str, Parts]:
+    """Find the networks of a world by the tensors of a folder's files.
+
+    Returns:
+        Name of the main file, and its parts; none: there is no world.
+
+    Raises:
+        CheckpointError: A file cannot be read, or a part of the world is missing.
+    """
+    tensors, errors = _open_files(folder)
+    main = [path for path, entries in tensors.items() if MARK in entries]
+    if not main:
+        if errors:  # Perhaps it is the one that cannot be read.
+            raise errors[0]
+        return "", {}
+    if len(main) > 1:
+        raise CheckpointError(
+            f"{folder} holds several EVAC checkpoints ({main[0].name}, {main[1].name}). Keep one."
+        )
+    label, parts = str(main[0]), {part: dict[str, Entry]() for part in PREFIXES}
+    own = {_file_name(part) for part in PREFIXES}
+    for name, entry in (
+        item for path in tensors if path == main[0] or path.name in own for item in tensors[path].items()
+    ):
+        part = next((part for part, prefix in PREFIXES.items() if name.startswith(prefix)), None)
+        if _IGNORED.fullmatch(name):
+            continue
+        if part is None:
+            raise CheckpointError(
+                f"{label} holds tensor {name}, which the model has no use for. It belongs to another variant."
+            )
+        parts[part][name.removeprefix(PREFIXES[part])] = entry
+    parts["image_encoder"] = parts["image_encoder"] or _tower(tensors)
+    parts["pose_model"] = _pose_model(tensors)
+    if errors and not (parts["image_encoder"] and parts["pose_model"]):
+        raise errors[0]
+    if not parts["image_encoder"]:
+        raise CheckpointError(
+            f"{folder} holds an EVAC checkpoint without the image encoder (no tensor "
+            f"{PREFIXES['image_encoder']}conv1.weight), and no file with {_TOWER}. Put "
+            "open_clip_pytorch_model.bin of OpenCLIP's ViT-H-14 beside it."
+        )
+    if not parts["pose_model"]:
+        raise CheckpointError(
+            f"{folder} holds an EVAC checkpoint and no model of the hand's poses (no file with a linear "
+            f"layer of {ACTION_DIM + POSE_DIM} inputs, abs_action_mean and abs_action_std). Put it beside "
+            "the checkpoint."
+        )
+    return label, parts
+
+
+Files = Mapping[Path, Mapping[str, Entry]]
+"""File -> published name with prefix -> place."""
+
+
+def _open_files(folder: Path) -> tuple[Files, list[CheckpointError]]:
+    """Open the weight files of a folder; return the errors of those that cannot be read, too."""
+    files: dict[Path, dict[str, Entry]] = {}
+    errors = []
+    own = {_file_name(part): prefix for part, prefix in PREFIXES.items()}
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if path.suffix not in (*_PICKLED, ".safetensors"):
+            continue
+        try:
+            source = TensorFiles(path) if path.suffix == ".safetensors" else CkptFile(path)
+        except CheckpointError as error:
+            errors.append(error)
+            continue
+        prefix = own.get(path.name, "")
+        files[path] = {
+            prefix + name.removeprefix(_WRAPPED): Entry(source, name, shape)
+            for name, shape in source.shapes.items()
+        }
+    return files, errors
+
+
+def lacks(folder: Path) -> str:
+    """Return the reason why a folder holds no EVAC checkpoint, or ""; see `worlds.kinds`."""
+    files, errors = _open_files(folder)
+    if any(MARK in entries for entries in files.values()):
+        return ""
+    looked = f"no tensor {MARK} in its *.ckpt, *.pt, *.pth, *.bin and *.safetensors"
+    return "; ".join([looked, *map(str, errors)])
+
+
+def _tower(files: Files) -> dict[str, Entry]:
+    """Find OpenCLIP's visual tower in a file of its own; else nothing."""
+    for entries in files.values():
+        if _TOWER in entries:
+            visual = {n.removeprefix("visual."): e for n, e in entries.items() if n.startswith("visual.")}
+            return {name: entry for name, entry in visual.items() if name != "proj"}
+    return {}
+
+
+def _pose_model(files: Files) -> dict[str, Entry]:
+    """Find the model of the hand's poses by its shapes: the names of its layers are not agreed upon."""
+    inputs = ACTION_DIM + POSE_DIM
+    for path, entries in files.items():
+        weights = {n: e.shape for n, e in entries.items() if n.endswith("weight") and len(e.shape) == 2}
+        first = [name for name, shape in weights.items() if shape[1] == inputs]
+        statistics = {n.rpartition(".")[2]: n for n in entries if re.search(r"abs_action_(mean|std)$", n)}
+        if len(first) != 1 or len(statistics) != 2:
+            continue
+        hidden = weights[first[0]][0]
+        sizes = ((hidden, inputs), (hidden, hidden), (POSE_DIM, hidden))
+        layers = [name for size in sizes for name, shape in weights.items() if shape == size]
+        biases = [name.removesuffix("weight") + "bias" for name in layers]
+        if len(layers) != 3 or not all(name in entries for name in biases):
+            raise CheckpointError(
+                f"{path} holds tensor {first[0]} and not the three linear layers of a model of the hand's "
+                "poses. Download it again."
+            )
+        named = {f"net.{2 * i}.weight": entries[name] for i, name in enumerate(layers)}
+        named |= {f"net.{2 * i}.bias": entries[name] for i, name in enumerate(biases)}
+        return named | {short: entries[name] for short, name in statistics.items()}
+    return {}
+
+
+# ---- sizes ---------------------------------------------------------------------------------------
+
+
+def _checked_facts(about: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Check the facts in world.json; raises ValueError if one is missing, unknown or impossible."""
+    facts = {}
+    for name, (kind, keys) in _FACTS.items():
+        part = about.get(name)
+        if not isinstance(part, Mapping):
+            raise ValueError(f"{name} is no object")
+        if different := sorted(part.keys() ^ set(keys)):
+            raise ValueError(f"{name} lacks {different[0]}, or does not know it")
+        check_sizes(part)
+        check_kinds(kind, part)
+        facts[name] = {key: tuple(v) if isinstance(v, list) else v for key, v in part.items()}
+    if missing := [name for name in _OTHER_FACTS if name not in about]:
+        raise ValueError(f"{missing[0]} is missing")
+    check_kinds(EvacConfig, {name: about[name] for name in _OTHER_FACTS})
+    return facts
+
+
+def check_kinds(kind: type[Any], values: Mapping[str, Any]) -> None:
+    """Check that numbers have the types that the fields of a dataclass declare.
+
+    Raises:
+        ValueError: One does not; names it.
+    """
+    for declared in fields(kind):
+        match = re.fullmatch(r"(tuple\[)?(int|float|bool)\b.*", str(declared.type))
+        if match is None or declared.name not in values:
+            continue
+        value, many = values[declared.name], match[1] is not None
+        wanted = {"int": (int,), "float": (int, float), "bool": (bool,)}[match[2]]
+        numbers = value if many and isinstance(value, list | tuple) else (value,)
+        if not numbers or not all(type(number) in wanted for number in numbers):
+            raise ValueError(f"{declared.name} is {shortened(value)}, expected {declared.type}")

@@ -1,10 +1,15 @@
-"""Predict where actions take the robot's hand, and say what moved from one pose to the next.
+"""Poses of the robot's hand: prediction from actions, motions between them, and their maps.
 
-A pose is (x, y, z, quaternion x, y, z, w, gripper), in metres. The policy's actions are relative, and EVAC is
-told absolute poses (in its maps) and differences of absolute poses (in its action tokens), so a small network
-follows the hand from the pose at the start. EVAC knows two arms: a single one is given twice.
+A pose is (x, y, z, quaternion x, y, z, w, gripper), in metres. The policy's actions are relative; EVAC takes
+absolute poses (as trajectory maps) and their differences (as action tokens), so a small network follows the
+hand from its pose at the start. EVAC knows two arms: a single one is given twice.
 
-Dimension letters: B slots, F frames, C steps per decision.
+A trajectory map shows each arm's hand on a dark canvas: a disc coloured by the gripper, over it the hand's
+three axes as segments, red, green and blue. Every pixel is coloured by its distance to the disc's centre and
+to the segments, so that drawing is tensor arithmetic and never waits for the device. A ray map has the
+camera's position and the viewing direction of each latent pixel.
+
+Dimension letters: B slots, F frames, C steps per decision, A arms, S height and width of the map in pixels.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ from asyncrl.records import ACTION_DIM, POSE_DIM
 
 ARMS: Final = 2
 MOTION_DIM: Final = 14
-"""Of two arms: motion in x, y, z, turn in roll, pitch, yaw, and gripper."""
+"""Per arm: motion in x, y, z, turn in roll, pitch, yaw, and gripper."""
 
 # fmt: off
 _MEAN: Final = (
@@ -36,7 +41,7 @@ _STD: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class MotionStatistics:
-    """How motions are normalised: ``(motion - stride * mean) / (stride * std)``."""
+    """Normalisation of motions: ``(motion - stride * mean) / (stride * std)``."""
 
     mean: tuple[float, ...] = _MEAN
     """``[12]`` of both arms, per recorded frame: metres and radians; the gripper is left as it is."""
@@ -45,11 +50,6 @@ class MotionStatistics:
     """Recorded frames between two frames that the network sees."""
 
     def __post_init__(self) -> None:
-        """Check the numbers.
-
-        Raises:
-            ValueError: There are not 12 of each, a spread is not positive, or the stride is not.
-        """
         if len(self.mean) != len(self.std) or len(self.mean) != MOTION_DIM - ARMS:
             raise ValueError(f"motion statistics need 12 numbers, got {len(self.mean)} and {len(self.std)}")
         if min(self.std) <= 0 or self.stride < 1:
@@ -78,7 +78,7 @@ class PoseModel(nn.Module):
         """Predict the next pose.
 
         Args:
-            action_B7: ``[B, 7]`` float32, as the policy gave it.
+            action_B7: ``[B, 7]`` float32, of the policy.
             pose_B8: ``[B, 8]`` float32, metres.
 
         Returns:
@@ -123,7 +123,7 @@ def roll_pitch_yaw(quaternion: Tensor) -> Tensor:
 
 
 class Motions(nn.Module):
-    """Says what moved between poses, as EVAC is told it."""
+    """Normalised differences of poses."""
 
     mean: Tensor
     spread: Tensor
@@ -152,3 +152,145 @@ class Motions(nn.Module):
         normalised = (both - self.mean) / self.spread
         gripper = poses_BF8[..., None, 7:].expand(*normalised.shape[:-1], 1)
         return torch.cat([normalised, gripper], dim=-1).flatten(-2)
+
+
+CANVAS: Final = 50 / 255  # grey, in 0..1
+RADIUS: Final = 50.0
+"""Of the disc, in pixels of a map of 256; in proportion in others."""
+LINE_WIDTH: Final = 8.0  # of the segments, in the same pixels
+AXIS: Final = 0.1  # length of the hand's axes in metres
+REACH: Final = 0.23
+"""From the pose's origin to the hand, along its z axis, in metres: of the published poses."""
+_MAP_SIZE: Final = 256
+_UNIT: Final = 1e-2  # tolerance of a quaternion's length
+_NEAREST: Final = 1e-3  # smallest depth in metres that is drawn
+# ColorBrewer's nine-class sequential palettes (Harrower and Brewer, 2003), from light to dark.
+_GREENS: Final = "f7fcf5 e5f5e0 c7e9c0 a1d99b 74c476 41ab5d 238b45 006d2c 00441b"
+_REDS: Final = "fff5f0 fee0d2 fcbba1 fc9272 fb6a4a ef3b2c cb181d a50f15 67000d"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Camera:
+    """A fixed camera without distortion that looks along its z axis, x to the right and y down."""
+
+    focal: float = 64.0
+    """In pixels."""
+    centre: float = 64.0
+    """Of the picture in both directions, in pixels."""
+    size: int = 128
+    """Height and width of the picture for which `focal` and `centre` are meant."""
+    position: tuple[float, float, float] = (0.3, 0.0, 0.6)
+    """In metres."""
+    quaternion: tuple[float, float, float, float] = (-0.4332, 0.0, 0.9013, 0.0)
+    """Rotation from the camera's axes to the world's, x, y, z, w. The defaults are LIBERO's in RLinf."""
+    flipped: bool = True
+    """Turn maps by 180 degrees, as LIBERO's pictures are."""
+    reach: float = REACH
+    """From the pose's origin to the drawn hand, along the hand's z axis, in metres."""
+
+    def __post_init__(self) -> None:
+        numbers = (self.focal, self.centre, *self.position, *self.quaternion, self.reach)
+        if not all(map(math.isfinite, numbers)) or abs(math.hypot(*self.quaternion) - 1) > _UNIT:
+            raise ValueError("a camera needs finite numbers and a quaternion of length 1")
+        if min(self.focal, self.size) <= 0 or len(self.position) != 3 or len(self.quaternion) != 4:
+            raise ValueError("a camera needs a positive focal length and size, 3 and 4 numbers of its pose")
+
+
+class MapDrawer(nn.Module):
+    """Draws the maps of one camera."""
+
+    palettes: Tensor
+    from_world: Tensor
+    position: Tensor
+    places: Tensor
+    axis_colours: Tensor
+    canvas: Tensor
+    rays: Tensor
+
+    def __init__(self, camera: Camera, size: int, latent_size: int) -> None:
+        super().__init__()
+        self.camera = camera
+        self.size = size
+        to_world = rotation(torch.tensor(camera.quaternion, dtype=torch.float64))
+        buffers = {
+            "palettes": torch.tensor([_palette(_GREENS), _palette(_REDS)]),  # left arm, right arm
+            "from_world": to_world.T.float(),
+            "position": torch.tensor(camera.position),
+            "places": torch.arange(size, dtype=torch.float32),
+            "axis_colours": torch.eye(3),
+            "canvas": torch.full((3, 1, 1), CANVAS),
+            "rays": _ray_map(camera, to_world, latent_size),
+        }
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer, persistent=False)
+
+    def forward(self, poses_BF8: Tensor) -> Tensor:
+        """Draw trajectory maps of one arm, used for both.
+
+        Args:
+            poses_BF8: ``[B, F, 8]`` float32, metres; gripper in -1 (open) to 1.
+
+        Returns:
+            ``[B, F, 3, S, S]`` float32 in [-1, 1].
+        """
+        drawn = self.canvas.expand(*poses_BF8.shape[:2], 3, self.size, self.size)
+        for arm in range(ARMS):
+            drawn = self._draw(drawn, poses_BF8, self.palettes[arm])
+        return drawn * 2 - 1
+
+    def _draw(self, drawn_BF3SS: Tensor, poses_BF8: Tensor, palette_K3: Tensor) -> Tensor:
+        """Draw one arm's hand over `drawn_BF3SS`."""
+        pixel = self.size / _MAP_SIZE
+        axes = rotation(poses_BF8[..., 3:7]).transpose(-1, -2)  # [B, F, axis, 3]
+        hand = poses_BF8[..., None, :3] + self.camera.reach * axes[..., 2:, :]
+        points, depths = self._project(torch.cat([hand, hand + AXIS * axes], dim=-2))
+        seen = depths[..., :1] > _NEAREST
+        u = self.places - points[..., :1, :1]  # [B, F, 1, S]
+        v = self.places - points[..., :1, 1:]
+        squared = (u**2)[..., None, :] + (v**2)[..., :, None]  # [B, F, 1, S, S]
+        disc = (squared <= (RADIUS * pixel) ** 2) & seen[..., None, None]
+        colour = _looked_up(palette_K3, poses_BF8[..., 7].clamp(-1, 1) / 2 + 0.5)
+        drawn_BF3SS = torch.where(disc, colour[..., None, None], drawn_BF3SS)
+        for axis in range(3):
+            along = points[..., axis + 1, :] - points[..., 0, :]  # [B, F, 2]
+            du, dv = along[..., 0, None, None], along[..., 1, None, None]
+            share = (u * du)[..., 0, None, :] + (v * dv)[..., 0, :, None]  # [B, F, S, S]
+            share = (share / (du**2 + dv**2).clamp(min=1e-12)).clamp(0, 1)
+            across = (u[..., 0, None, :] - share * du) ** 2 + (v[..., 0, :, None] - share * dv) ** 2
+            visible = (seen[..., 0] & (depths[..., axis + 1] > _NEAREST))[..., None, None]
+            line = (across <= (LINE_WIDTH / 2 * pixel) ** 2) & visible
+            colour = self.axis_colours[axis, :, None, None]
+            drawn_BF3SS = torch.where(line[:, :, None], colour, drawn_BF3SS)
+        return drawn_BF3SS
+
+    def _project(self, points: Tensor) -> tuple[Tensor, Tensor]:
+        """Project ``[..., 3]`` metres: pixels ``[..., 2]`` (u, v) of the map, and depths ``[...]``."""
+        camera, scale = self.camera, self.size / self.camera.size
+        local = (points - self.position) @ self.from_world.T
+        depths = local[..., 2]
+        flat = local[..., :2] / depths.clamp(min=_NEAREST).unsqueeze(-1)
+        pixels = (camera.focal * flat + camera.centre) * scale
+        return (self.size - 1 - pixels if camera.flipped else pixels), depths
+
+
+def _looked_up(palette_K3: Tensor, share: Tensor) -> Tensor:
+    """Interpolate colours ``[..., 3]`` at ``[...]`` in [0, 1]; no index depends on the numbers."""
+    count = len(palette_K3)
+    places = torch.arange(count, device=share.device)
+    weights = (1 - (share.unsqueeze(-1) * (count - 1) - places).abs()).clamp(min=0)
+    return weights @ palette_K3
+
+
+def _palette(text: str) -> list[list[float]]:
+    return [[int(word[i : i + 2], 16) / 255 for i in (0, 2, 4)] for word in text.split()]
+
+
+def _ray_map(camera: Camera, to_world: Tensor, size: int) -> Tensor:
+    """Return ``[6, size, size]`` float32: unit direction in the world's axes, then origin in metres."""
+    scale = size / camera.size
+    centres = (torch.arange(size, dtype=torch.float64) + 0.5 - camera.centre * scale) / (camera.focal * scale)
+    v, u = torch.meshgrid(centres, centres, indexing="ij")
+    local = torch.stack([u, v, torch.ones_like(u)])
+    world = torch.einsum("ij,jvu->ivu", to_world, local / local.norm(dim=0, keepdim=True))
+    origin = torch.tensor(camera.position, dtype=torch.float64)[:, None, None].expand(-1, size, size)
+    return torch.cat([world, origin]).float()

@@ -1,41 +1,30 @@
-"""Recognise the published EVAC checkpoints by their tensors, and turn those into ours.
+"""Names of tensors in published EVAC checkpoints, and the sizes that their shapes tell.
 
-One file holds all networks under prefixes: a Lightning checkpoint (``*.ckpt``) or one of DeepSpeed (``*.pt``,
-whose names begin with ``_forward_module.``). OpenCLIP's tower may lie in a file of its own, and the model of
-the hand's poses does. Files say nothing about sizes: they are read from the shapes. What the shapes do not
-tell is the same in all of them: heads of 64 channels (80 in the image encoder), groups of norms, conventions.
+The autoencoder's published names are those of latent diffusion (arXiv 2112.10752). diffusers' are others,
+count the decoder's levels in the other direction, and have no convolutions of one pixel in the attention.
+OpenCLIP's attention keeps the projections of queries, keys and values in one tensor. The other networks have
+the published names.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from asyncrl.errors import CheckpointError
-from asyncrl.records import ACTION_DIM, CHUNK, POSE_DIM
-from asyncrl.storage.tensor_reader import TensorFiles
-from asyncrl.worlds.evac.autoencoder import (
+from asyncrl.worlds.evac.conditions import (
     AutoencoderConfig,
-    autoencoder_tensor_from_published,
-    published_autoencoder,
-)
-from asyncrl.worlds.evac.conditions import EvacNetworks
-from asyncrl.worlds.evac.config import EvacConfig
-from asyncrl.worlds.evac.image_tokens import (
+    EvacConfig,
+    EvacNetworks,
     ImageEncoderConfig,
-    image_tensor_from_published,
-    published_image_encoder,
+    ResamplerConfig,
 )
-from asyncrl.worlds.evac.recognition import MARK, PICKLED, WRAPPED
-from asyncrl.worlds.evac.resampler import ResamplerConfig
+from asyncrl.worlds.evac.poses import Camera, MotionStatistics
 from asyncrl.worlds.evac.unet import UNetConfig
-from asyncrl.worlds.safe_pickle import CkptFile
 
 PREFIXES: Final = {
     "unet": "model.diffusion_model.",
@@ -44,246 +33,186 @@ PREFIXES: Final = {
     "image_resampler": "image_proj_model.",
     "image_encoder": "embedder.model.visual.",
 }
-TOWER: Final = "visual.transformer.resblocks.0.attn.in_proj_weight"
-"""A tensor of OpenCLIP's own file."""
-HEAD_DIM: Final = 64
-IMAGE_HEAD_DIM: Final = 80
-TOKENS_PER_FRAME: Final = 16
-IMAGE_SIZE: Final = 256
-MAX_DECISIONS: Final = 32
-"""256 steps, the length of episodes in RLinf's configuration of this world."""
-TEMPERATURE: Final = 1.6
-"""At which RLinf's GRPO samples the policy in it."""
+"""By network; the model of poses is published in a file of its own."""
+_HEAD_DIM: Final = 64
+_IMAGE_HEAD_DIM: Final = 80
 
-# Of the noise schedule, which is known without a file; of OpenCLIP's text tower, and statistics of pictures.
-_IGNORED: Final = re.compile(
-    r"(alphas|sqrt|log|posterior)_\w+|betas|lvlb_weights|logvar|scale_arr|scale_factor|global_step|"
-    r"embedder\.(mean|std)|embedder\.model\.(positional_embedding|text_projection|logit_scale|attn_mask|"
-    r"visual\.proj|token_embedding\..+|ln_final\..+|transformer\..+)"
-)
+_ATTENTION: Final = {
+    "norm": "group_norm",
+    "q": "to_q",
+    "k": "to_k",
+    "v": "to_v",
+    "proj_out": "to_out.0",
+}
+_MIDDLE: Final = {"block_1": "resnets.0", "attn_1": "attentions.0", "block_2": "resnets.1"}
+_PROJECTION: Final = re.compile(r"\.attentions\.0\.to_(q|k|v|out\.0)\.weight$")
 
 
-Source = CkptFile | TensorFiles
-"""A file of tensors."""
+def autoencoder_from_published(name: str, levels: int) -> str:
+    """Map a tensor's published name, without prefix, to diffusers'.
+
+    Example:
+        >>> autoencoder_from_published("decoder.up.3.block.0.nin_shortcut.weight", 4)
+        'decoder.up_blocks.0.resnets.0.conv_shortcut.weight'
+    """
+    name = name.replace(".nin_shortcut.", ".conv_shortcut.").replace(".norm_out.", ".conv_norm_out.")
+    if match := re.fullmatch(r"(encoder|decoder)\.mid\.(block_1|attn_1|block_2)\.(.+)\.(weight|bias)", name):
+        side, part, layer, kind = match.groups()
+        layer = _ATTENTION.get(layer, layer) if part == "attn_1" else layer
+        return f"{side}.mid_block.{_MIDDLE[part]}.{layer}.{kind}"
+    if match := re.fullmatch(r"encoder\.down\.(\d+)\.(block\.(\d+)|downsample)\.(.+)", name):
+        level, _, number, rest = match.groups()
+        part = "downsamplers.0" if number is None else f"resnets.{number}"
+        return f"encoder.down_blocks.{level}.{part}.{rest}"
+    if match := re.fullmatch(r"decoder\.up\.(\d+)\.(block\.(\d+)|upsample)\.(.+)", name):
+        level, _, number, rest = match.groups()
+        part = "upsamplers.0" if number is None else f"resnets.{number}"
+        return f"decoder.up_blocks.{levels - 1 - int(level)}.{part}.{rest}"
+    return name
 
 
-@dataclass(frozen=True)
-class Entry:
-    """Where a tensor is."""
-
-    source: Source
-    stored: str
-    """Its name there."""
-    shape: torch.Size
-
-
-@dataclass(frozen=True, kw_only=True)
-class PublishedFiles:
-    """The tensors of a published world: network -> name without prefix -> where it is."""
-
-    label: str
-    """What errors call them."""
-    parts: Mapping[str, Mapping[str, Entry]]
-
-    def config(self) -> EvacConfig:
-        """Read the sizes from the shapes.
-
-        Raises:
-            CheckpointError: A tensor is missing or misshapen, or the parts do not fit together.
-        """
-        shapes = {
-            part: _Shapes(PREFIXES.get(part, ""), {name: entry.shape for name, entry in entries.items()})
-            for part, entries in self.parts.items()
-        }
-        try:
-            config = EvacConfig(
-                image_size=IMAGE_SIZE,
-                unet=_unet_size(shapes["unet"]),
-                autoencoder=_autoencoder_size(shapes["autoencoder"]),
-                image_encoder=_image_encoder_size(shapes["image_encoder"]),
-                image_resampler=_resampler_size(shapes["image_resampler"]),
-                action_resampler=_resampler_size(shapes["action_resampler"]),
-                pose_hidden=shapes["pose_model"]["net.0.weight"][0],
-            )
-        except KeyError as error:
-            raise CheckpointError(f"{self.label} lacks tensor {error.args[0]}. Download it again.") from error
-        except (ValueError, IndexError) as error:
-            raise CheckpointError(f"{self.label} holds no EVAC world that can be read: {error}.") from error
-        if config.image_resampler.queries != TOKENS_PER_FRAME * CHUNK:
-            raise CheckpointError(
-                f"{self.label}: tensor image_proj_model.latents has {config.image_resampler.queries} tokens, "
-                f"those of chunks of {config.image_resampler.queries // TOKENS_PER_FRAME}; a decision has "
-                f"{CHUNK} steps. Use a checkpoint for chunks of {CHUNK} (RLinf's for LIBERO)."
-            )
-        return config
-
-    def check(self, networks: EvacNetworks) -> None:
-        """Compare names and shapes with those of `networks`, which may be on the meta device.
-
-        Raises:
-            CheckpointError: One is missing, misshapen or unknown; says which, by its published name.
-        """
-        for part, wanted in expected(networks).items():
-            found, prefix = self.parts[part], PREFIXES.get(part, "")
-            for name, shape in wanted.items():
-                if name not in found:
-                    raise CheckpointError(
-                        f"{self.label} lacks tensor {prefix}{name} of shape {list(shape)}. Download it again."
-                    )
-                if found[name].shape != shape:
-                    raise CheckpointError(
-                        f"{self.label}: tensor {prefix}{name} has shape {list(found[name].shape)}, the model "
-                        f"needs {list(shape)}. Download it again."
-                    )
-            if unknown := sorted(found.keys() - wanted.keys()):
-                raise CheckpointError(
-                    f"{self.label} holds tensor {prefix}{unknown[0]}, which the model has no use for. It "
-                    "belongs to another variant."
-                )
-
-    def tensors(self, part: str, config: EvacConfig) -> dict[str, Callable[[], dict[str, Tensor]]]:
-        """Return for each tensor of a network how to read it: as ours, by our names."""
-        return {
-            name: lambda n=name, e=entry: converted(part, n, e.source.read(e.stored), config)
-            for name, entry in self.parts[part].items()
-        }
+def autoencoder_to_published(name: str, levels: int) -> str:
+    """Map one of diffusers' names to the published one; the inverse of `autoencoder_from_published`."""
+    name = name.replace(".conv_shortcut.", ".nin_shortcut.").replace(".conv_norm_out.", ".norm_out.")
+    if match := re.fullmatch(r"(encoder|decoder)\.mid_block\.(\w+\.\d)\.(.+)\.(weight|bias)", name):
+        side, part, layer, kind = match.groups()
+        published = {new: old for old, new in _MIDDLE.items()}[part]
+        if published == "attn_1":
+            layer = {new: old for old, new in _ATTENTION.items()}[layer]
+        return f"{side}.mid.{published}.{layer}.{kind}"
+    if match := re.fullmatch(r"encoder\.down_blocks\.(\d+)\.(resnets|downsamplers)\.(\d+)\.(.+)", name):
+        level, part, number, rest = match.groups()
+        return f"encoder.down.{level}.{f'block.{number}' if part == 'resnets' else 'downsample'}.{rest}"
+    if match := re.fullmatch(r"decoder\.up_blocks\.(\d+)\.(resnets|upsamplers)\.(\d+)\.(.+)", name):
+        level, part, number, rest = match.groups()
+        part = f"block.{number}" if part == "resnets" else "upsample"
+        return f"decoder.up.{levels - 1 - int(level)}.{part}.{rest}"
+    return name
 
 
-def converted(part: str, name: str, tensor: Tensor, config: EvacConfig) -> dict[str, Tensor]:
-    """Turn a published tensor of a network, by its name without prefix, into ours."""
+_OUTSIDE: Final = {
+    "class_embedding": "embeddings.class_embedding",
+    "positional_embedding": "embeddings.position_embedding.weight",
+    "conv1.weight": "embeddings.patch_embedding.weight",
+    "ln_pre.weight": "pre_layrnorm.weight",
+    "ln_pre.bias": "pre_layrnorm.bias",
+    "ln_post.weight": "post_layernorm.weight",
+    "ln_post.bias": "post_layernorm.bias",
+}
+_IN_LAYER: Final = {
+    "ln_1": "layer_norm1",
+    "ln_2": "layer_norm2",
+    "attn.out_proj": "self_attn.out_proj",
+    "mlp.c_fc": "mlp.fc1",
+    "mlp.c_proj": "mlp.fc2",
+}
+_LAYER: Final = re.compile(r"transformer\.resblocks\.(\d+)\.(.+)")
+
+
+def from_published(part: str, name: str, tensor: Tensor, levels: int) -> dict[str, Tensor]:
+    """Turn a published tensor, also one on the meta device, into those of a network here.
+
+    Args:
+        part: Network, see `EvacNetworks.by_name`.
+        name: Published name without prefix; an unknown one is returned as it is.
+        tensor: Of any dtype.
+        levels: Of the autoencoder.
+
+    Returns:
+        By name; three for a fused projection.
+    """
     if part == "autoencoder":
-        return autoencoder_tensor_from_published(name, tensor, len(config.autoencoder.multipliers))
-    if part == "image_encoder":
-        return image_tensor_from_published(name, tensor)
-    return {name: tensor}
+        ours = autoencoder_from_published(name, levels)
+        square = _PROJECTION.search(ours) and tensor.ndim == 4 and tensor.shape[2:] == (1, 1)
+        return {ours: tensor.flatten(1) if square else tensor}
+    return image_tensor_from_published(name, tensor) if part == "image_encoder" else {name: tensor}
 
 
-def published_tensors(networks: EvacNetworks) -> dict[str, dict[str, Tensor]]:
-    """Return the tensors of each network by their published names without prefixes."""
-    autoencoder: Any = networks.autoencoder
-    found = {name: dict(module.state_dict()) for name, module in networks.by_name().items()}
-    levels = len(autoencoder.config.block_out_channels)
-    found["autoencoder"] = published_autoencoder(autoencoder, levels)
-    found["image_encoder"] = published_image_encoder(networks.image_encoder)
-    return found
+def image_tensor_from_published(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Turn a tensor of OpenCLIP's visual tower, by its name without ``visual.``; see `from_published`."""
+    if name == "proj":  # behind the tower, not used by EVAC
+        return {}
+    if name in _OUTSIDE:
+        return {f"vision.{_OUTSIDE[name]}": tensor}
+    if not (match := _LAYER.fullmatch(name)):
+        return {name: tensor}
+    layer, rest = f"vision.encoder.layers.{match[1]}", match[2]
+    if rest in ("attn.in_proj_weight", "attn.in_proj_bias"):
+        kind = rest.removeprefix("attn.in_proj_")
+        parts = tensor.chunk(3)
+        return {f"{layer}.self_attn.{x}_proj.{kind}": part for x, part in zip("qkv", parts, strict=False)}
+    part, _, kind = rest.rpartition(".")
+    return {f"{layer}.{_IN_LAYER[part]}.{kind}" if part in _IN_LAYER else name: tensor}
 
 
-def expected(networks: EvacNetworks) -> dict[str, dict[str, torch.Size]]:
-    """Return names without prefixes and shapes that the files of `networks` have."""
+def published_autoencoder(state: Mapping[str, Tensor], levels: int) -> dict[str, Tensor]:
+    """Return diffusers' tensors of an autoencoder by their published names, in their published shapes."""
     return {
-        part: {name: tensor.shape for name, tensor in tensors.items()}
-        for part, tensors in published_tensors(networks).items()
+        autoencoder_to_published(name, levels): tensor[:, :, None, None]
+        if _PROJECTION.search(name)
+        else tensor
+        for name, tensor in state.items()
     }
 
 
-def find_published(folder: Path) -> PublishedFiles | None:
-    """Look for a published world in a folder, by the tensors of its files; None: there is none.
+def published_image_encoder(state: Mapping[str, Tensor], layers: int) -> dict[str, Tensor]:
+    """Return the tensors of an `ImageEncoder` by OpenCLIP's names, without the prefix ``visual.``."""
+    tensors = {name: state[f"vision.{ours}"] for name, ours in _OUTSIDE.items()}
+    for number in range(layers):
+        layer, ours = f"transformer.resblocks.{number}", f"vision.encoder.layers.{number}"
+        for kind in ("weight", "bias"):
+            fused = [state[f"{ours}.self_attn.{x}_proj.{kind}"] for x in "qkv"]
+            tensors[f"{layer}.attn.in_proj_{kind}"] = torch.cat(fused)
+            tensors |= {f"{layer}.{a}.{kind}": state[f"{ours}.{b}.{kind}"] for a, b in _IN_LAYER.items()}
+    return tensors
+
+
+def published_tensors(networks: EvacNetworks) -> dict[str, dict[str, Tensor]]:
+    """Return the tensors of each network, on any device, by their published names without prefixes."""
+    autoencoder: Any = networks.autoencoder
+    levels = len(autoencoder.config.block_out_channels)
+    tensors = {name: dict(module.state_dict()) for name, module in networks.by_name().items()}
+    tensors["autoencoder"] = published_autoencoder(tensors["autoencoder"], levels)
+    layers = networks.image_encoder.size.layers
+    tensors["image_encoder"] = published_image_encoder(tensors["image_encoder"], layers)
+    return tensors
+
+
+# ---- sizes ---------------------------------------------------------------------------------------
+
+
+def config_of(
+    shapes: Mapping[str, Mapping[str, torch.Size]],
+    facts: Mapping[str, Mapping[str, Any]],
+    others: Mapping[str, Any],
+) -> EvacConfig:
+    """Read the sizes of a world from the shapes of its tensors.
+
+    Args:
+        shapes: By network and published name without prefix.
+        facts: By object of world.json; those of published worlds where one is missing.
+        others: Further fields of `EvacConfig`; `image_size` at least.
 
     Raises:
-        CheckpointError: A file cannot be read, or a part of the world is missing.
+        KeyError: A tensor is missing; has its published name.
+        ValueError: The parts do not fit together, or a fact is impossible.
     """
-    sources, errors = _sources(folder)
-    main = [path for path, source in sources.items() if MARK in _bare(source)]
-    if not main:
-        if errors:  # Perhaps it is the one that cannot be read.
-            raise errors[0]
-        return None
-    if len(main) > 1:
-        raise CheckpointError(
-            f"{folder} holds several EVAC checkpoints ({main[0].name}, {main[1].name}). Keep one."
-        )
-    label, entries = str(main[0]), _bare(sources[main[0]])
-    parts: dict[str, dict[str, Entry]] = {part: {} for part in PREFIXES}
-    for name, entry in entries.items():
-        part = next((part for part, prefix in PREFIXES.items() if name.startswith(prefix)), None)
-        if part is not None and not _IGNORED.fullmatch(name):
-            parts[part][name.removeprefix(PREFIXES[part])] = entry
-        elif part is None and not _IGNORED.fullmatch(name):
-            raise CheckpointError(
-                f"{label} holds tensor {name}, which the model has no use for. It belongs to another variant."
-            )
-    tower = parts["image_encoder"] or _tower(sources)
-    poses = _pose_model(sources)
-    if errors and not (tower and poses):
-        raise errors[0]
-    if not tower:
-        raise CheckpointError(
-            f"{folder} holds an EVAC checkpoint without the image encoder (no tensor "
-            f"{PREFIXES['image_encoder']}conv1.weight), and no file with {TOWER}. Put "
-            "open_clip_pytorch_model.bin of OpenCLIP's ViT-H-14 beside it."
-        )
-    if not poses:
-        raise CheckpointError(
-            f"{folder} holds an EVAC checkpoint and no model of the hand's poses (no file with a linear "
-            f"layer of {ACTION_DIM + POSE_DIM} inputs, abs_action_mean and abs_action_std). Put it beside "
-            "the checkpoint."
-        )
-    parts |= {"image_encoder": tower, "pose_model": poses}
-    return PublishedFiles(label=label, parts=parts)
-
-
-def _sources(folder: Path) -> tuple[dict[Path, Source], list[CheckpointError]]:
-    """Open the weight files of a folder, and say what is wrong with those that cannot be read."""
-    found: dict[Path, Source] = {}
-    errors = []
-    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        try:
-            if path.suffix in PICKLED:
-                found[path] = CkptFile(path)
-            elif path.suffix == ".safetensors":
-                found[path] = TensorFiles(path)
-        except CheckpointError as error:
-            errors.append(error)
-    return found, errors
-
-
-def _bare(source: Source) -> dict[str, Entry]:
-    """Return where the tensors of a file are, by their names without DeepSpeed's prefix."""
-    return {n.removeprefix(WRAPPED): Entry(source, n, shape) for n, shape in source.shapes.items()}
-
-
-def _tower(sources: Mapping[Path, Source]) -> dict[str, Entry]:
-    """Find OpenCLIP's visual tower in a file of its own; else nothing."""
-    for source in sources.values():
-        if TOWER in source.shapes:
-            named = (
-                (n.removeprefix("visual."), e) for n, e in _bare(source).items() if n.startswith("visual.")
-            )
-            return {name: entry for name, entry in named if name != "proj"}
-    return {}
-
-
-def _pose_model(sources: Mapping[Path, Source]) -> dict[str, Entry]:
-    """Find the model of the hand's poses by its shapes: what its layers are called is not agreed upon.
-
-    Raises:
-        CheckpointError: A file has only a part of it.
-    """
-    inputs = ACTION_DIM + POSE_DIM
-    for path, source in sources.items():
-        entries = _bare(source)
-        weights = {n: e.shape for n, e in entries.items() if n.endswith("weight") and len(e.shape) == 2}
-        first = [name for name, shape in weights.items() if shape[1] == inputs]
-        statistics = {n.rpartition(".")[2]: n for n in entries if re.search(r"abs_action_(mean|std)$", n)}
-        if len(first) != 1 or len(statistics) != 2:
-            continue
-        hidden = weights[first[0]][0]
-        sizes = ((hidden, inputs), (hidden, hidden), (POSE_DIM, hidden))
-        layers = [name for size in sizes for name, shape in weights.items() if shape == size]
-        biases = [name.removesuffix("weight") + "bias" for name in layers]
-        if len(layers) != 3 or not all(name in entries for name in biases):
-            raise CheckpointError(
-                f"{path} holds tensor {first[0]} and not the three linear layers of a model of the hand's "
-                "poses. Download it again."
-            )
-        named = {f"net.{2 * i}.weight": entries[name] for i, name in enumerate(layers)}
-        named |= {f"net.{2 * i}.bias": entries[name] for i, name in enumerate(biases)}
-        return named | {short: entries[name] for short, name in statistics.items()}
-    return {}
+    of = {part: _Shapes(PREFIXES.get(part, ""), own) for part, own in shapes.items()}
+    return EvacConfig(
+        unet=_unet_size(of["unet"], facts.get("unet", {})),
+        autoencoder=_autoencoder_size(of["autoencoder"], facts.get("autoencoder", {})),
+        image_encoder=_image_encoder_size(of["image_encoder"], facts.get("image_encoder", {})),
+        image_resampler=_resampler_size(of["image_resampler"], facts.get("image_resampler", {})),
+        action_resampler=_resampler_size(of["action_resampler"], facts.get("action_resampler", {})),
+        camera=Camera(**facts.get("camera", {})),
+        motions=MotionStatistics(**facts.get("motions", {})),
+        pose_hidden=of["pose_model"]["net.0.weight"][0],
+        **others,
+    )
 
 
 class _Shapes(dict[str, torch.Size]):
-    """Shapes by name without prefix; a name that is missing is said with it."""
+    """Shapes by name without prefix; the error of a missing one has the prefix."""
 
     def __init__(self, prefix: str, shapes: Mapping[str, torch.Size]) -> None:
         super().__init__(shapes)
@@ -293,15 +222,12 @@ class _Shapes(dict[str, torch.Size]):
         raise KeyError(self.prefix + name)
 
 
-Shapes = Mapping[str, torch.Size]
-
-
-def _highest(pattern: str, shapes: Shapes) -> int:
-    """Return the largest number that a pattern finds in the names, or -1."""
+def _highest(pattern: str, shapes: _Shapes) -> int:
+    """Return the largest number that a pattern matches in the names, or -1."""
     return max((int(match[1]) for name in shapes if (match := re.match(pattern, name))), default=-1)
 
 
-def _unet_size(shapes: Shapes) -> UNetConfig:
+def _unet_size(shapes: _Shapes, facts: Mapping[str, Any]) -> UNetConfig:
     channels, inputs = shapes["input_blocks.0.0.weight"][:2]
     level, blocks, multipliers, attention = 0, [0], [1], set[int]()
     for number in range(1, 1 + _highest(r"input_blocks\.(\d+)\.", shapes)):
@@ -319,16 +245,16 @@ def _unet_size(shapes: Shapes) -> UNetConfig:
         multipliers=tuple(multipliers),
         res_blocks=blocks[0],
         attention_levels=tuple(sorted(attention)),
-        head_dim=HEAD_DIM,
         context_dim=shapes["middle_block.1.transformer_blocks.0.attn2.to_k_ip.weight"][1],
         initial_inner=inner,
         in_channels=inputs,
         out_channels=shapes["out.2.weight"][0],
         domains=shapes["domain_embedding.weight"][0],
+        **facts,
     )
 
 
-def _autoencoder_size(shapes: Shapes) -> AutoencoderConfig:
+def _autoencoder_size(shapes: _Shapes, facts: Mapping[str, Any]) -> AutoencoderConfig:
     channels = shapes["encoder.conv_in.weight"][0]
     levels = 1 + _highest(r"encoder\.down\.(\d+)\.", shapes)
     widths = [shapes[f"encoder.down.{i}.block.0.conv1.weight"][0] for i in range(levels)]
@@ -337,45 +263,30 @@ def _autoencoder_size(shapes: Shapes) -> AutoencoderConfig:
         multipliers=tuple(width // channels for width in widths),
         res_blocks=1 + _highest(r"encoder\.down\.0\.block\.(\d+)\.", shapes),
         latent=shapes["post_quant_conv.weight"][0],
+        **facts,
     )
 
 
-def _image_encoder_size(shapes: Shapes) -> ImageEncoderConfig:
+def _image_encoder_size(shapes: _Shapes, facts: Mapping[str, Any]) -> ImageEncoderConfig:
     width, _, patch, _ = shapes["conv1.weight"]
     return ImageEncoderConfig(
         width=width,
         layers=1 + _highest(r"transformer\.resblocks\.(\d+)\.", shapes),
-        heads=width // IMAGE_HEAD_DIM,
+        heads=facts.get("heads", width // _IMAGE_HEAD_DIM),
         mlp=shapes["transformer.resblocks.0.mlp.c_fc.weight"][0],
         patch=patch,
         size=patch * round((shapes["positional_embedding"][0] - 1) ** 0.5),
     )
 
 
-def _resampler_size(shapes: Shapes) -> ResamplerConfig:
+def _resampler_size(shapes: _Shapes, facts: Mapping[str, Any]) -> ResamplerConfig:
     _, queries, width = shapes["latents"]
+    head_dim = facts.get("head_dim", _HEAD_DIM)
     return ResamplerConfig(
         inputs=shapes["proj_in.weight"][1],
         queries=queries,
         width=width,
         depth=1 + _highest(r"layers\.(\d+)\.", shapes),
-        heads=shapes["layers.0.0.to_q.weight"][0] // HEAD_DIM,
-        head_dim=HEAD_DIM,
+        heads=shapes["layers.0.0.to_q.weight"][0] // head_dim,
+        head_dim=head_dim,
     )
-
-
-def fill_published(
-    networks: EvacNetworks,
-    files: PublishedFiles,
-    config: EvacConfig,
-    *,
-    dtypes: Mapping[str, torch.dtype],
-    device: torch.device | str,
-) -> None:
-    """Give `networks` (which may live on the meta device) the published weights, one tensor at a time."""
-    files.check(networks)
-    for part, module in networks.by_name().items():
-        ready: dict[str, Tensor] = {}
-        for read in files.tensors(part, config).values():
-            ready |= {name: t.to(device, dtypes[part], copy=True) for name, t in read().items()}
-        nn.Module.load_state_dict(module, ready, assign=True)

@@ -1,27 +1,85 @@
-"""What the EVAC world remembers about each slot: every frame of its episode, and where the hand was.
+"""Settings of an EVAC world, memory of its slots, and the conditions of a decision.
 
-The network sees four earlier frames: three spread over the whole episode, its first frame among them, and the
-last one. So nothing may be forgotten, and the memory is made for as many decisions as will come.
-
-Dimension letters: B slots, N frames there is room for, P frames remembered, Z latent channels, h/w latent
-size.
+Dimension letters: B slots, C steps, P frames remembered, F = P + C, N frames there is room for, Z latent
+channels, h/w latent size, I image tokens, T tokens of an action, K their width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.devices.tensors import to_device
+from asyncrl.config.sections import ImaginationSettings
+from asyncrl.devices.tensors import to_device, to_signed
 from asyncrl.errors import ConfigError
+from asyncrl.worlds.evac.conditions import EvacNetworks, Geometry, action_tokens, condition_channels
+
+_OWN: Final = {"guidance": 100.0, "guidance_rescale": 1.0, "eta": 1.0}
+"""Settings of ``[world.settings]``, and the largest value of each; none is below 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvacOptions:
+    """Settings of the sampler."""
+
+    steps: int = 0
+    """Network calls per decision; 0: the folder's number."""
+    guidance: float = 1.0
+    """Scale of classifier-free guidance; 1 disables it, as in RLinf, others cost twice as much."""
+    guidance_rescale: float = 0.7
+    """See `ddim.guided`."""
+    eta: float = 1.0
+    """Share of fresh noise in each step; 0: only the first noise counts."""
+
+    @classmethod
+    def from_settings(cls, settings: ImaginationSettings, own: Mapping[str, Any]) -> EvacOptions:
+        """Read the settings of a run.
+
+        Raises:
+            ConfigError: One of them is unknown, out of bounds, or not supported by this world.
+        """
+        if settings.context == "frames":
+            raise ConfigError(
+                "--imagination.context is frames, but an EVAC world remembers the latents that it drew and "
+                "encodes none again. Use auto or latents."
+            )
+        if settings.decoder == "tiny":
+            raise ConfigError(
+                "--imagination.decoder is tiny, but there is no distilled decoder for EVAC's autoencoder. "
+                "Use full."
+            )
+        if settings.precision == "float8":
+            raise ConfigError(
+                "--imagination.precision is float8, but of an EVAC world's denoiser most are convolutions, "
+                "which have no 8-bit products. Use stored or bf16."
+            )
+        if settings.steps > 1000:
+            raise ConfigError(
+                f"--imagination.steps is {settings.steps}, but EVAC has 1000 noise levels. Use 1 to 1000, or "
+                "0 for the folder's number."
+            )
+        for name, value in own.items():
+            if name not in _OWN:
+                raise ConfigError(
+                    f"--world-settings has {name}, which an EVAC world does not know. It takes "
+                    f"{', '.join(_OWN)}."
+                )
+            number = float(value) if type(value) in (int, float) else math.nan
+            if not 0 <= number <= _OWN[name]:
+                raise ConfigError(
+                    f"--world-settings {name} is {value!r}, expected a number from 0 to {_OWN[name]:g}."
+                )
+        return cls(steps=settings.steps, **{name: float(value) for name, value in own.items()})
 
 
 def memory_index(count_B: Tensor, remembered: int) -> Tensor:
-    """Choose the frames that the network sees of an episode so far.
+    """Choose the frames that the network sees of an episode so far: three spread over it, and the last one.
 
     An episode begins with `P` copies of its first frame, and they are counted: of ``n = count + P - 1``
     frames the network sees ``n * i // (P - 1)`` for i from 0 to P - 2, and the last one (EnerVerse-AC's
@@ -32,7 +90,7 @@ def memory_index(count_B: Tensor, remembered: int) -> Tensor:
         remembered: ``P``, at least 2.
 
     Returns:
-        ``[B, P]`` int64: their numbers, the first frame's being 0.
+        ``[B, P]`` int64 frame numbers, the first frame's being 0.
 
     Example:
         >>> memory_index(torch.tensor([1, 9]), 4).tolist()
@@ -58,7 +116,7 @@ class EvacState:
     finite: Tensor
     """``[B]`` bool: all latents, pixels and poses so far were finite."""
     left: list[int]
-    """Decisions that each slot has still room for; on the host, where asking does not wait."""
+    """Decisions that each slot has still room for, on the host so that reading never waits."""
 
     def __len__(self) -> int:
         """Return the number of slots."""
@@ -72,7 +130,7 @@ class EvacState:
         return EvacState(history=history, poses=poses, count=count, first=first, finite=finite, left=left)
 
     def select(self, indices: Sequence[int]) -> EvacState:
-        """Return a state of its own that holds copies of the rows `indices`, in that order."""
+        """Return a new state with copies of the rows `indices`, in that order."""
         rows = to_device(np.array(indices, np.int64), self.count.device)
         left = [self.left[index] for index in indices]
         return self._like([tensor.index_select(0, rows) for tensor in self._tensors()], left)
@@ -90,8 +148,8 @@ class EvacState:
                 f"{self.history.shape[1]}. Start both with the same number of decisions."
             )
         rows = to_device(np.array(indices, np.int64), self.count.device)
-        for mine, theirs in zip(self._tensors(), other._tensors(), strict=True):
-            mine.index_copy_(0, rows, theirs.to(mine))
+        for target, source in zip(self._tensors(), other._tensors(), strict=True):
+            target.index_copy_(0, rows, source.to(target))
         for index, left in zip(indices, other.left, strict=True):
             self.left[index] = left
         return self
@@ -101,14 +159,14 @@ class EvacState:
         return self._like([tensor.to(device) for tensor in self._tensors()], list(self.left))
 
     def remembered(self, frames: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what the network sees of the episode so far.
+        """Return the network's view of the episode so far.
 
         Args:
             frames: ``P``.
 
         Returns:
             Latents ``[B, P, Z, h, w]``, poses ``[B, P, 8]`` at them, and poses ``[B, P, 8]`` at the frames
-            before each; in front of the first frame stands its own.
+            before each; before the first frame its own.
         """
         rows = torch.arange(len(self), device=self.count.device)[:, None]
         index = memory_index(self.count, frames)
@@ -133,12 +191,12 @@ class EvacState:
             )
 
     def extended(self, latents: Tensor, poses: Tensor, finite: Tensor) -> EvacState:
-        """Return a state of its own with the frames of a decision behind those there are.
+        """Return a new state with the frames of a decision appended.
 
         Args:
             latents: ``[B, C, Z, h, w]`` float32.
             poses: ``[B, C, 8]`` float32.
-            finite: ``[B]`` bool: whether the new ones are.
+            finite: ``[B]`` bool, of the new ones.
         """
         rows = torch.arange(len(self), device=self.count.device)[:, None]
         places = self.count[:, None] + torch.arange(latents.shape[1], device=self.count.device)
@@ -150,3 +208,56 @@ class EvacState:
             finite=self.finite & finite,
             left=[left - 1 for left in self.left],
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """Inputs of the network in a decision, the same at every step of the sampler."""
+
+    history: Tensor
+    """``[B, Z, P, h, w]`` float32 clean latents of earlier frames, which stay in front of the new ones."""
+    channels: Tensor
+    """``[B, 2 Z + 7, F, h, w]`` float32, see `condition_channels`."""
+    image: Tensor
+    """``[B, I, K]`` tokens of the episode's first picture, which is the window's first too."""
+    actions: Tensor
+    """``[B, F, T, K]`` tokens of the action that made each frame."""
+    poses: Tensor
+    """``[B, C, 8]`` float32 poses of the hand at the new frames."""
+
+
+def conditions_of(
+    networks: EvacNetworks,
+    geometry: Geometry,
+    state: EvacState,
+    actions_BC7: Tensor,
+    *,
+    remembered: int,
+    encode: Callable[[Tensor], Tensor],
+) -> Conditions:
+    """Compute the conditions of a decision, on the device.
+
+    Args:
+        networks: Of the world.
+        geometry: Of the world.
+        state: Of ``B`` slots.
+        actions_BC7: ``[B, C, 7]`` float32 on the device.
+        remembered: ``P``.
+        encode: Turns maps ``[N, 3, H, W]`` into latents ``[N, Z, h, w]`` float32.
+    """
+    history_BPZhw, poses_BP8, before_BP8 = state.remembered(remembered)
+    last_B8 = state.last_pose()
+    poses_BC8 = networks.pose_model.follow(actions_BC7, last_B8)
+    before_BC8 = torch.cat([last_B8[:, None], poses_BC8[:, :-1]], dim=1)
+    motions_BF14 = geometry.motions(
+        torch.cat([poses_BP8, poses_BC8], dim=1), torch.cat([before_BP8, before_BC8], dim=1)
+    )
+    pictures_B3HW = to_signed(state.first).permute(0, 3, 1, 2)
+    maps_BCZhw = encode(geometry.drawer(poses_BC8).flatten(0, 1)).unflatten(0, poses_BC8.shape[:2])
+    return Conditions(
+        history=history_BPZhw.transpose(1, 2),
+        channels=condition_channels(history_BPZhw, maps_BCZhw, geometry.drawer.rays),
+        image=networks.image_resampler(networks.image_encoder(pictures_B3HW)),
+        actions=action_tokens(networks.action_resampler, motions_BF14),
+        poses=poses_BC8,
+    )

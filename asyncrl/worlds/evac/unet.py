@@ -1,32 +1,36 @@
-"""Predict the velocity of noisy latents: EVAC's video diffusion network, steered by actions and maps.
+"""EVAC's video diffusion network, which predicts the velocity of noisy latents from actions and maps.
 
 Every frame has 19 channels: noisy latent 4, latent of the condition image 4, mask 1, latent of the trajectory
-map 4, ray directions 3, ray origins 3. Frames of the history come first and are told the time 0. Spatial
-transformers look at the action tokens and at the image tokens by turns, beginning with the actions
-(EnerVerse-AC, arXiv 2505.09723).
+map 4, ray directions 3, ray origins 3. History frames come first and have time 0. Spatial transformers attend
+to action tokens and to image tokens by turns, beginning with actions (EnerVerse-AC, arXiv 2505.09723).
+Parameters have the names of the published checkpoint, with its spelling (``temopral_conv``). Frames lie in
+the batch axis, except where a layer mixes them. Sources of the layers: latent diffusion (arXiv 2112.10752)
+within a frame, ModelScope (arXiv 2308.06571) for temporal convolutions, DynamiCrafter (arXiv 2310.12190) for
+temporal transformers.
 
 Dimension letters:
-    B  samples     F  frames (history and chunk)     h, w  latent height and width
+    B  samples     F  frames (history and chunk)     N = B * F     C  channels     h, w  latent size
     I  image tokens     T  action tokens of a frame     K  width of the tokens     E  width of embeddings
+    D  inner width     P = h * w     L  tokens of a context
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from asyncrl.worlds.evac.unet_layers import (
-    Downsample,
-    ResBlock,
-    SpatialTransformer,
-    TemporalTransformer,
-    Upsample,
-    frames_to_axis,
-    frames_to_batch,
-    sinusoid,
-)
+from asyncrl.worlds.layers import attend_few
+
+_EPS: Final = 1e-6  # of the group norms in front of transformers; those of residual blocks have 1e-5
+MOST_ROWS: Final = 65_535
+"""Of one fused attention on a GPU, whose grid has no more."""
+FEW: Final = 16
+"""Tokens up to which products are faster than a fused attention; between frames there are a dozen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +56,7 @@ class UNetConfig:
     in_channels: int = 19
     out_channels: int = 4
     domains: int = 30
-    """Kinds of robots that it can be told of."""
+    """Kinds of robots."""
 
     @classmethod
     def tiny(cls) -> UNetConfig:
@@ -83,6 +87,228 @@ class UNetConfig:
         )
 
 
+class CausalConv(nn.Conv3d):
+    """Convolution over three frames: the present one and the two before it."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels, channels, (3, 1, 1))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Mix ``[B, C, F, h, w]`` along F, with two copies of the first frame in front."""
+        before = input[:, :, :1].expand(-1, -1, 2, -1, -1)
+        # Computed in two dimensions, frames and pixels: what a GPU has for three is slow.
+        frames = torch.cat([before, input], dim=2).flatten(3)
+        return functional.conv2d(frames, self.weight[..., 0], self.bias).unflatten(3, input.shape[3:])
+
+
+class TemporalConv(nn.Module):
+    """Four causal convolutions over the frames, added to what comes in."""
+
+    def __init__(self, channels: int, groups: int) -> None:
+        super().__init__()
+        for name in ("conv1", "conv2", "conv3", "conv4"):
+            # Where the published network has a dropout, which is off, stands the identity.
+            dropout = [] if name == "conv1" else [nn.Identity()]
+            norm = nn.GroupNorm(groups, channels)
+            self.add_module(name, nn.Sequential(norm, nn.SiLU(), *dropout, CausalConv(channels)))
+
+    def forward(self, x_BCFhw: Tensor) -> Tensor:
+        """Mix ``[B, C, F, h, w]`` of the dtype of the weights along F; the norms see all frames."""
+        y = x_BCFhw
+        for stage in self.children():
+            y = stage(y)
+        return x_BCFhw + y
+
+
+class ResBlock(nn.Module):
+    """Two convolutions within a frame, with the time embedding, then the temporal convolutions."""
+
+    def __init__(self, channels: int, out: int, embedding: int, groups: int) -> None:
+        super().__init__()
+        self.in_layers = nn.Sequential(
+            nn.GroupNorm(groups, channels), nn.SiLU(), nn.Conv2d(channels, out, 3, padding=1)
+        )
+        self.emb_layers = nn.Sequential(nn.SiLU(), nn.Linear(embedding, out))
+        self.out_layers = nn.Sequential(
+            nn.GroupNorm(groups, out), nn.SiLU(), nn.Identity(), nn.Conv2d(out, out, 3, padding=1)
+        )
+        self.skip_connection = nn.Identity() if channels == out else nn.Conv2d(channels, out, 1)
+        self.temopral_conv = TemporalConv(out, groups)
+
+    def forward(self, x_NChw: Tensor, embedding_NE: Tensor, frames: int) -> Tensor:
+        """Map ``[N, C, h, w]`` and embeddings ``[N, E]`` to ``[N, out, h, w]``, in the weights' dtype."""
+        y = self.in_layers(x_NChw) + self.emb_layers(embedding_NE)[:, :, None, None]
+        y = self.skip_connection(x_NChw) + self.out_layers(y)
+        return frames_to_batch(self.temopral_conv(frames_to_axis(y, frames)))
+
+
+def frames_to_axis(x_NChw: Tensor, frames: int) -> Tensor:
+    """Turn ``[B * F, C, h, w]`` into ``[B, C, F, h, w]``."""
+    return x_NChw.unflatten(0, (-1, frames)).transpose(1, 2)
+
+
+def frames_to_batch(x_BCFhw: Tensor) -> Tensor:
+    """Turn ``[B, C, F, h, w]`` into ``[B * F, C, h, w]``."""
+    return x_BCFhw.transpose(1, 2).flatten(0, 1)
+
+
+class Downsample(nn.Module):
+    """Halves height and width."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.op = nn.Conv2d(channels, channels, 3, stride=2, padding=1)
+
+    def forward(self, x_NChw: Tensor) -> Tensor:
+        """Return ``[N, C, h / 2, w / 2]`` of ``[N, C, h, w]``."""
+        return self.op(x_NChw)
+
+
+class Upsample(nn.Module):
+    """Doubles height and width."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
+
+    def forward(self, x_NChw: Tensor) -> Tensor:
+        """Return ``[N, C, 2 h, 2 w]`` of ``[N, C, h, w]``: nearest neighbours, then a convolution."""
+        # Not by `interpolate`, whose backward pass is slow.
+        height, width = x_NChw.shape[2:]
+        wide = x_NChw[..., :, None, :, None].expand(-1, -1, -1, 2, -1, 2)
+        return self.conv(wide.reshape(*x_NChw.shape[:2], 2 * height, 2 * width))
+
+
+class Attention(nn.Module):
+    """Multi-head attention over the tokens themselves, or over one of two kinds of context tokens."""
+
+    def __init__(self, width: int, inner: int, head_dim: int, context: int = 0) -> None:
+        super().__init__()  # `context` is the width of the context tokens; 0: attends over its own tokens
+        self.head_dim = head_dim
+        source = context or width
+        self.to_q = nn.Linear(width, inner, bias=False)
+        self.to_k = nn.Linear(source, inner, bias=False)
+        self.to_v = nn.Linear(source, inner, bias=False)
+        self.to_out = nn.Sequential(nn.Linear(inner, width))
+        if context:  # With a context, to_k and to_v are in the published file and never used.
+            self.to_k_ip = nn.Linear(context, inner, bias=False)
+            self.to_v_ip = nn.Linear(context, inner, bias=False)
+            self.to_k_tp = nn.Linear(context, inner, bias=False)
+            self.to_v_tp = nn.Linear(context, inner, bias=False)
+
+    def forward(self, x: Tensor, context: Tensor | None = None, *, of_actions: bool = False) -> Tensor:
+        """Attend.
+
+        Args:
+            x: ``[M, S, width]`` tokens in the dtype of the weights.
+            context: ``[M / R, L, K]`` tokens in the same, each for R rows of `x` that follow each other;
+                None: `x` itself.
+            of_actions: The context's tokens are those of actions; else they are those of an image.
+        """
+        if context is None:
+            key, value = self.to_k(x), self.to_v(x)
+        elif of_actions:
+            key, value = self.to_k_tp(context), self.to_v_tp(context)
+        else:
+            key, value = self.to_k_ip(context), self.to_v_ip(context)
+        # Rows with the same context are one row with more tokens: its keys and values are made once.
+        query = self.to_q(x).unflatten(0, (len(key), -1)).flatten(1, 2)
+        heads = (y.unflatten(2, (-1, self.head_dim)).transpose(1, 2) for y in (query, key, value))
+        mixed = attend(*heads).transpose(1, 2).flatten(2)
+        return self.to_out(mixed.unflatten(1, (-1, x.shape[1])).flatten(0, 1))
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, most: int = MOST_ROWS) -> Tensor:
+    """Attend ``[M, heads, S, E]`` to ``[M, heads, L, E]``, at most `most` rows per fused call."""
+    if max(query.shape[2], key.shape[2]) <= FEW:
+        return attend_few(query, key, value)
+    parts = zip(query.split(most), key.split(most), value.split(most), strict=True)
+    mixed = [functional.scaled_dot_product_attention(*part) for part in parts]
+    return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+
+
+class TransformerBlock(nn.Module):
+    """Attention, attention over the context (or once more over itself), MLP, each residual."""
+
+    def __init__(self, width: int, head_dim: int, context: int = 0) -> None:
+        from diffusers.models.attention import FeedForward
+
+        super().__init__()
+        self.attn1 = Attention(width, width, head_dim)
+        self.ff = FeedForward(width, activation_fn="geglu")
+        self.attn2 = Attention(width, width, head_dim, context)
+        self.norm1 = nn.LayerNorm(width)
+        self.norm2 = nn.LayerNorm(width)
+        self.norm3 = nn.LayerNorm(width)
+
+    def forward(self, x: Tensor, context: Tensor | None = None, *, of_actions: bool = False) -> Tensor:
+        """Map tokens ``[M, S, width]``; see `Attention.forward` for the arguments."""
+        x = x + self.attn1(self.norm1(x))
+        x = x + self.attn2(self.norm2(x), context, of_actions=of_actions)
+        return x + self.ff(self.norm3(x))
+
+
+class SpatialTransformer(nn.Module):
+    """Mixes the pixels of a frame, which attend to either the action tokens or the image tokens."""
+
+    def __init__(self, channels: int, head_dim: int, context: int, groups: int, *, of_actions: bool) -> None:
+        super().__init__()
+        self.of_actions = of_actions
+        self.norm = nn.GroupNorm(groups, channels, eps=_EPS)
+        self.proj_in = nn.Linear(channels, channels)
+        self.transformer_blocks = nn.ModuleList([TransformerBlock(channels, head_dim, context)])
+        self.proj_out = nn.Linear(channels, channels)
+
+    def forward(self, x_NChw: Tensor, image_BLK: Tensor, actions_NLK: Tensor) -> Tensor:
+        """Map ``[N, C, h, w]`` with image tokens of each sample and action tokens of each frame."""
+        size = x_NChw.shape[2:]
+        y = self.proj_in(self.norm(x_NChw).flatten(2).transpose(1, 2))
+        context = actions_NLK if self.of_actions else image_BLK
+        for block in self.transformer_blocks:
+            y = block(y, context, of_actions=self.of_actions)
+        return x_NChw + self.proj_out(y).transpose(1, 2).unflatten(2, size)
+
+
+class TemporalTransformer(nn.Module):
+    """Mixes the frames at every pixel by attention, twice; it has no context and knows no positions."""
+
+    def __init__(self, channels: int, inner: int, head_dim: int, groups: int, *, conv: bool = False) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(groups, channels, eps=_EPS)
+        # With `conv` the projections are stored as convolutions of one pixel.
+        self.proj_in = nn.Conv1d(channels, inner, 1) if conv else nn.Linear(channels, inner)
+        self.transformer_blocks = nn.ModuleList([TransformerBlock(inner, head_dim)])
+        self.proj_out = nn.Conv1d(inner, channels, 1) if conv else nn.Linear(inner, channels)
+
+    def forward(self, x_NChw: Tensor, frames: int) -> Tensor:
+        """Mix ``[N, C, h, w]`` along the `frames` of each sample."""
+        x_BCFhw = frames_to_axis(x_NChw, frames)
+        batch, _, _, *size = x_BCFhw.shape
+        y = self.norm(x_BCFhw).permute(0, 3, 4, 2, 1).flatten(0, 2)  # [B * P, F, C]
+        y = _project(self.proj_in, y)
+        for block in self.transformer_blocks:
+            y = block(y)
+        y = _project(self.proj_out, y).unflatten(0, (batch, *size))
+        return x_NChw + frames_to_batch(y.permute(0, 4, 3, 1, 2))
+
+
+def _project(layer: nn.Linear | nn.Conv1d, x: Tensor) -> Tensor:
+    return functional.linear(x, layer.weight.flatten(1), layer.bias)
+
+
+def sinusoid(times: Tensor, channels: int) -> Tensor:
+    """Encode times as ``[cos, sin]`` waves of periods from 2 pi to 20000 pi.
+
+    Args:
+        times: ``[...]`` of any dtype, in 0..1000.
+        channels: Even; returns ``[..., channels]`` float32.
+    """
+    half = channels // 2
+    steps = torch.arange(half, dtype=torch.float32, device=times.device)
+    angles = times.float().unsqueeze(-1) * torch.exp(-math.log(10000.0) / half * steps)
+    return torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+
 class EvacUNet(nn.Module):
     """EVAC's network with the parameters' published names."""
 
@@ -110,7 +336,7 @@ class EvacUNet(nn.Module):
         return ResBlock(channels, out, 4 * self.size.channels, self.size.groups)
 
     def _transformers(self, channels: int) -> list[nn.Module]:
-        """Make a spatial and a temporal transformer; even ones look at actions, odd ones at the image."""
+        # Even ones attend to actions, odd ones to the image.
         size = self.size
         of_actions = self._crossings % 2 == 0
         self._crossings += 1
@@ -120,7 +346,7 @@ class EvacUNet(nn.Module):
         ]
 
     def _down(self) -> tuple[nn.ModuleList, list[int]]:
-        """Make the way down, and say how many channels each of its blocks gives."""
+        """Return the blocks of the way down and the channels of each."""
         size = self.size
         channels, skips = size.channels, [size.channels]
         first = nn.Conv2d(size.in_channels, channels, 3, padding=1)
@@ -166,10 +392,10 @@ class EvacUNet(nn.Module):
             x_BCFhw: ``[B, 19, F, h, w]`` of any float dtype; h and w are multiples of 2 for each level but
                 the first.
             times_BF: ``[B, F]`` of any dtype: noise level 0..999 of each frame; 0 for the history.
-            image_BIK: ``[B, I, K]`` of any float dtype: image tokens, which all frames look at.
+            image_BIK: ``[B, I, K]`` of any float dtype, for all frames.
             actions_BFTK: ``[B, F, T, K]`` of any float dtype: tokens of the action that made the frame.
-            fps_B: ``[B]`` of any dtype: frames per second, as the network was told in training.
-            domain_B: ``[B]`` int64: which robot.
+            fps_B: ``[B]`` of any dtype: frames per second, as in training.
+            domain_B: ``[B]`` int64: kind of robot.
 
         Returns:
             ``[B, 4, F, h, w]`` in the dtype of the weights.
@@ -189,7 +415,7 @@ class EvacUNet(nn.Module):
         return frames_to_axis(self.out(y), frames)
 
     def _embed(self, times_BF: Tensor, fps_B: Tensor, domain_B: Tensor) -> Tensor:
-        """Return ``[B, F, E]``: what is told of time, speed and robot."""
+        """Return ``[B, F, E]``: embedding of time, speed and robot."""
         dtype, width = self.domain_embedding.weight.dtype, self.size.channels
         time_BFE = self.time_embed(sinusoid(times_BF, width).to(dtype))
         told_BE = self.fps_embedding(sinusoid(fps_B, width).to(dtype)) + self.domain_embedding(domain_B)
@@ -203,7 +429,6 @@ def _embedder(width: int, embedding: int) -> nn.Sequential:
 def _through(
     layers: nn.Module, x: Tensor, embedding_NE: Tensor, context: tuple[Tensor, Tensor], frames: int
 ) -> Tensor:
-    """Apply the layers of a block in turn, each with what it wants to know."""
     for layer in layers.children():
         if isinstance(layer, ResBlock):
             x = layer(x, embedding_NE, frames)

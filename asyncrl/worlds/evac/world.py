@@ -1,11 +1,12 @@
 """Imagine frames from start states and actions with the EVAC (EnerVerse-AC) world model.
 
 The network sees a window of twelve frames, one latent each: four of the episode so far, which stay clean
-(`state.memory_index`), and the eight of the decision, which begin as noise. Where the actions take the hand
-is predicted first, drawn into maps and told as tokens (`conditions`). A chunk's latents are remembered as
-they were drawn; they are never encoded again.
+(`state.memory_index`), and the eight of the decision, which begin as noise. So a slot keeps every frame of
+its episode, and its memory is made for as many decisions as will come. The poses that the actions lead to are
+predicted first, drawn into maps and made into tokens. Latents are kept as drawn, never encoded again.
 
-Dimension letters: B slots, C steps, P frames remembered, F = P + C, Z latent channels, h/w latent size.
+Dimension letters: B slots, C steps, P frames remembered, F = P + C, N frames there is room for, Z latent
+channels, h/w latent size, I image tokens, T tokens of an action, K their width.
 """
 
 from __future__ import annotations
@@ -25,14 +26,22 @@ from asyncrl.devices.cuda_graph import CudaGraphed
 from asyncrl.devices.tensors import to_device, to_signed, to_uint8
 from asyncrl.errors import ConfigError
 from asyncrl.records import CHUNK, POSE_DIM, ActionSpec, ModelSummary, SlotBytes, StartState
-from asyncrl.worlds.evac.autoencoder import decode_frames, encode_frames
-from asyncrl.worlds.evac.conditions import Conditions, EvacNetworks, Geometry, conditions_of
-from asyncrl.worlds.evac.config import EvacConfig
-from asyncrl.worlds.evac.ddim import guided, sampling_steps
+from asyncrl.worlds.evac.conditions import (
+    EvacConfig,
+    EvacNetworks,
+    Geometry,
+    decode_frames,
+    encode_frames,
+)
+from asyncrl.worlds.evac.ddim import (
+    guided,
+    normal_noise,
+    normal_words,
+    sampling_steps,
+    seed_words,
+)
 from asyncrl.worlds.evac.files import EvacFiles, open_evac, write_evac
-from asyncrl.worlds.evac.noise import normal_noise, normal_words, seed_words
-from asyncrl.worlds.evac.options import EvacOptions
-from asyncrl.worlds.evac.state import EvacState
+from asyncrl.worlds.evac.state import Conditions, EvacOptions, EvacState, conditions_of
 from asyncrl.worlds.slots import finite_rows, imagine_full, open_each_once
 from asyncrl.worlds.start_states import check_beginnings
 
@@ -40,18 +49,16 @@ CONTEXT: Final = 4
 """Frames of a start state's context, if it has one."""
 FRAMES_AT_ONCE: Final = 32
 """Frames that the autoencoder takes at a time: its memory grows with them."""
-_WORKING: Final = 6
-"""Times that the network takes what its way down leaves for its way up. This and `_DRAWING` are chosen so
-that the published sizes take what was measured (docs/measurements/world_speed.md): 236 MiB a slot, 4 GiB."""
-_DRAWING: Final = 8
-"""Of the decoder's largest tensors, alive at the same time."""
+# Chosen so that the published sizes take as much memory as measured (docs/measurements/world_speed.md): 236
+# MiB a slot, 4 GiB.
+_WORKING: Final = 6  # copies of the skip connections that the network takes
+_DRAWING: Final = 8  # largest tensors of the decoder, alive at the same time
 
 
 class EvacWorld:
     """Imagines frames with EVAC's video diffusion network and a frame-wise autoencoder."""
 
     needs_pose = True
-    """Where the hand is at the start: see `interface.NeedsPose`."""
 
     def __init__(
         self,
@@ -67,8 +74,8 @@ class EvacWorld:
         Args:
             networks: Of the sizes in `config`, in evaluation mode.
             config: Sizes and conventions.
-            options: How it samples; None: as published, with the folder's number of steps.
-            version: Which weights these are.
+            options: Of the sampler; None: as published, with the folder's number of steps.
+            version: Of the weights.
             device: Where they go.
         """
         self.networks = networks
@@ -96,7 +103,7 @@ class EvacWorld:
 
     @classmethod
     def check(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> ModelSummary:
-        """Check the files of a folder without loading weights. See `interface.World.check`."""
+        """Check the files of a folder without loading weights."""
         EvacOptions.from_settings(settings, own)
         files = open_evac(folder)
         nbytes = files.check(settings)
@@ -104,13 +111,13 @@ class EvacWorld:
 
     @classmethod
     def load(cls, folder: Path, device: torch.device, settings: ImaginationSettings, **own: Any) -> EvacWorld:
-        """Read a folder of ours or a published one. See `interface.World.load`."""
+        """Read the world of a folder."""
         options, files = EvacOptions.from_settings(settings, own), open_evac(folder)
         return _opened(files, device, files.types(settings).dtype, options)
 
     @classmethod
     def defaults(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> WorldDefaults:
-        """Say what a folder of ours or a published one brings. See `interface.BringsDefaults`."""
+        """Return the settings that a folder brings."""
         EvacOptions.from_settings(settings, own)
         return open_evac(folder).defaults()
 
@@ -118,7 +125,7 @@ class EvacWorld:
     def slot_bytes(
         cls, folder: Path, settings: ImaginationSettings, *, decisions: int, **own: Any
     ) -> SlotBytes:
-        """Estimate what a slot takes, which remembers its whole episode. See `interface.CountsSlots`."""
+        """Estimate the bytes of a slot, which remembers its whole episode."""
         options = EvacOptions.from_settings(settings, own)
         files = open_evac(folder)
         return estimate_slot(
@@ -143,7 +150,7 @@ class EvacWorld:
         return self
 
     def compile(self, rows: int) -> EvacWorld:
-        """Compile what takes the time; the first decision takes minutes longer at full size.
+        """Compile the slow parts; the first decision takes minutes longer at full size.
 
         Args:
             rows: Slots of a decision from now on; fewer are filled up with copies and cost as much.
@@ -206,7 +213,7 @@ class EvacWorld:
     def imagine(
         self, state: EvacState, actions: Tensor | NDArray[np.float32], noise_seeds: Sequence[int]
     ) -> tuple[Tensor, EvacState]:
-        """Draw the 8 frames that 8 actions lead to. Never waits for the device.
+        """Imagine the 8 frames that 8 actions lead to. Never waits for the device.
 
         Args:
             state: What `start` or the last `imagine` returned; it is not changed.
@@ -225,7 +232,7 @@ class EvacWorld:
     def _imagine(
         self, state: EvacState, actions_BC7: Tensor, noise_seeds: Sequence[int]
     ) -> tuple[Tensor, EvacState]:
-        told = conditions_of(
+        conditions = conditions_of(
             self.networks,
             self._geometry,
             state,
@@ -233,43 +240,43 @@ class EvacWorld:
             remembered=self.config.history,
             encode=lambda maps: self._encode(maps, self._encode_frames),
         )
-        new_BZChw = self.denoise(told, noise_seeds)
+        new_BZChw = self.denoise(conditions, noise_seeds)
         latents_BCZhw = new_BZChw.transpose(1, 2)
         pictures = self._decode(latents_BCZhw.flatten(0, 1)).unflatten(0, latents_BCZhw.shape[:2])
         frames = to_uint8(pictures).permute(0, 1, 3, 4, 2).contiguous()
-        parts = (new_BZChw, told.poses, pictures)
+        parts = (new_BZChw, conditions.poses, pictures)
         finite = torch.stack([finite_rows(part) for part in parts]).all(dim=0)
-        return frames, state.extended(latents_BCZhw, told.poses, finite)
+        return frames, state.extended(latents_BCZhw, conditions.poses, finite)
 
     @torch.no_grad()
-    def denoise(self, told: Conditions, noise_seeds: Sequence[int]) -> Tensor:
+    def denoise(self, conditions: Conditions, noise_seeds: Sequence[int]) -> Tensor:
         """Draw the latents of the new frames.
 
         Args:
-            told: Conditions of ``B`` slots.
+            conditions: Of ``B`` slots.
             noise_seeds: ``B`` seeds.
 
         Returns:
             ``[B, Z, C, h, w]`` float32.
         """
         seeds_B2 = to_device(seed_words(noise_seeds), self.device)
-        _, channels, _, height, width = told.history.shape
+        _, channels, _, height, width = conditions.history.shape
         shape = (channels, CHUNK, height, width)
         draws = self._constants[3]
         x_BZChw = self._noise(seeds_B2, draws[0], shape)
         for number, step in enumerate(self.steps):
-            velocity = self._told_velocity(told, x_BZChw, step.time)
+            velocity = self._guided_velocity(conditions, x_BZChw, step.time)
             x_BZChw = step.x_factor * x_BZChw + step.v_factor * velocity
             if step.fresh > 0:
                 x_BZChw = x_BZChw + step.fresh * self._noise(seeds_B2, draws[number + 1], shape)
         return x_BZChw
 
-    def _told_velocity(self, told: Conditions, x_BZChw: Tensor, time: int) -> Tensor:
+    def _guided_velocity(self, conditions: Conditions, x_BZChw: Tensor, time: int) -> Tensor:
         """Predict the velocity ``[B, Z, C, h, w]`` float32 of the new frames, with guidance if it is on."""
-        # The history is put in front anew, so it stays clean; it is told the time 0.
+        # The history is put in front at every step, so it stays clean; its time is 0.
         is_new, fps, domain, _ = self._constants
-        window = torch.cat([torch.cat([told.history, x_BZChw], dim=2), told.channels], dim=1)
-        image, actions, options = told.image, told.actions, self.options
+        window = torch.cat([torch.cat([conditions.history, x_BZChw], dim=2), conditions.channels], dim=1)
+        image, actions, options = conditions.image, conditions.actions, self.options
         if options.guidance != 1:
             # Without conditions: all tokens are zero, as where training leaves them out.
             window = torch.cat([window, window])
@@ -280,8 +287,7 @@ class EvacWorld:
             window, (is_new * time).expand(rows, -1), image, actions, fps.expand(rows), domain.expand(rows)
         )[:, :, self.config.history :].float()
         if options.guidance != 1:
-            told_v, untold_v = velocity.chunk(2)
-            return guided(told_v, untold_v, options.guidance, options.guidance_rescale)
+            return guided(*velocity.chunk(2), options.guidance, options.guidance_rescale)
         return velocity
 
     def _encode(self, pictures_N3HW: Tensor, encode: Callable[..., Tensor]) -> Tensor:
@@ -311,13 +317,7 @@ def load_world(
     dtype: torch.dtype | None = None,
     options: EvacOptions | None = None,
 ) -> EvacWorld:
-    """Load a world for inference from a folder of ours or one with the published files.
-
-    Args:
-        folder: See `open_evac`.
-        device: Where the weights go.
-        dtype: Of the weights once loaded, see `EvacFiles.types`; None: as the folder says.
-        options: How it samples; None: as published.
+    """Load a world for inference; None of `dtype` and `options`: as saved or published.
 
     Raises:
         CheckpointError: A file is missing or does not fit.
@@ -326,7 +326,7 @@ def load_world(
 
 
 def save_world(folder: Path, world: EvacWorld) -> None:
-    """Write `world` as one safetensors file per network, and ``world.json``."""
+    """Write a world's files; see `write_evac`."""
     write_evac(folder, world.networks, world.config, world.version)
 
 
@@ -351,5 +351,5 @@ def estimate_slot(
         for i, m in enumerate(config.unet.multipliers)
     )
     largest = config.autoencoder.channels * config.image_size**2
-    scratch = dtype.itemsize * _WORKING * config.frames * levels * (2 if guided else 1)
+    scratch = dtype.itemsize * _WORKING * (config.history + CHUNK) * levels * (2 if guided else 1)
     return SlotBytes(kept=kept, scratch=scratch, shared=dtype.itemsize * _DRAWING * FRAMES_AT_ONCE * largest)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from asyncrl.worlds.evac.config import EvacConfig
+from asyncrl.worlds.evac.conditions import EvacConfig
 from asyncrl.worlds.evac.world import EvacWorld
 from asyncrl.worlds.interface import BringsDefaults, CompilesWorld, CountsSlots
 from support.evac import some_actions, start_state, tiny_networks

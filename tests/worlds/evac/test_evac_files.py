@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from asyncrl.config.sections import ImaginationSettings
 from asyncrl.errors import CheckpointError
-from asyncrl.worlds.evac.conditions import EvacNetworks
-from asyncrl.worlds.evac.config import EvacConfig
+from asyncrl.storage.tensor_names import header_names
+from asyncrl.storage.tensor_writer import write_tensors
+from asyncrl.worlds.evac.conditions import EvacConfig, EvacNetworks
 from asyncrl.worlds.evac.files import open_evac
-from asyncrl.worlds.evac.published import PREFIXES, expected
+from asyncrl.worlds.evac.published import PREFIXES, published_tensors
 from asyncrl.worlds.evac.world import EvacWorld, load_world, save_world
+from asyncrl.worlds.files import convert_world
 from support.evac import (
     SMALL,
     checkpoint,
@@ -116,20 +118,24 @@ def test_a_loaded_world_has_nothing_on_the_meta_device(tmp_path: Path) -> None:
     [
         (lambda c: c.update(kind="wan"), "describes 'wan'"),
         (lambda c: c.update(format="asyncrl-world-9"), "asyncrl-world-9"),
-        (lambda c: c["config"].pop("unet"), "incomplete or impossible"),
-        (lambda c: c["config"]["unet"].update(channels=2**40), "channels is 1099511627776"),
-        (lambda c: c["config"]["camera"].update(focal=0), "focal length"),
-        (lambda c: c["config"].update(colour=1), "colour"),
-        (lambda c: c["config"].update(camera=3), "camera is no object"),
-        (lambda c: c["config"].update(history="4"), "history is '4', expected int"),
-        (lambda c: c["config"]["unet"].update(channels=16.0), r"channels is 16\.0, expected int"),
-        (lambda c: c["config"]["unet"].update(multipliers=[1, None]), r"multipliers is \[1, None\]"),
-        (lambda c: c["config"]["unet"].update(multipliers=[]), "multipliers is"),
-        (lambda c: c["config"]["unet"].update(groups=5), "multiple of 5"),
-        (lambda c: c["config"]["unet"].update(head_dim=0), "multiple of 0"),
-        (lambda c: c["config"]["image_encoder"].update(heads=3), "multiple of 3"),
-        (lambda c: c["config"]["motions"].update(std=[0.1]), "12 numbers"),
-        (lambda c: c["config"]["camera"].update(flipped=1), "flipped is 1"),
+        (lambda c: c.update(format="asyncrl-world-1"), "earlier version.*asyncrl convert"),
+        (lambda c: c.pop("unet"), "incomplete or impossible.*unet is no object"),
+        (lambda c: c["unet"].update(groups=2**40), "groups is 1099511627776"),
+        (lambda c: c["camera"].update(focal=0), "focal length"),
+        (lambda c: c["camera"].update(colour=1), "colour"),
+        (lambda c: c["camera"].pop("focal"), "focal"),
+        (lambda c: c.update(camera=3), "camera is no object"),
+        (lambda c: c.update(history="4"), "history is '4', expected int"),
+        (lambda c: c.pop("domain"), "domain is missing"),
+        (lambda c: c["unet"].update(head_dim=16.0), r"head_dim is 16\.0, expected int"),
+        (lambda c: c["motions"].update(mean=[1, None]), r"mean is \[1, None\]"),
+        (lambda c: c["motions"].update(mean=[]), "mean is"),
+        (lambda c: c["unet"].update(groups=5), "multiple of 5"),
+        (lambda c: c["unet"].update(head_dim=0), "multiple of 0"),
+        (lambda c: c["action_resampler"].update(head_dim=0), "incomplete or impossible"),
+        (lambda c: c["image_encoder"].update(heads=3), "multiple of 3"),
+        (lambda c: c["motions"].update(std=[0.1]), "12 numbers"),
+        (lambda c: c["camera"].update(flipped=1), "flipped is 1"),
         (lambda c: c.pop("version"), "version"),
     ],
 )
@@ -142,11 +148,41 @@ def test_a_description_that_cannot_be_is_refused(tmp_path: Path, change: Callabl
         open_evac(tmp_path)
 
 
-def test_a_folder_that_lacks_a_network_names_its_file(tmp_path: Path) -> None:
+def test_a_folder_that_lacks_a_network_names_its_tensors(tmp_path: Path) -> None:
     save_world(tmp_path, EvacWorld(tiny_networks(TINY), TINY))
-    (tmp_path / "action_resampler.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"action_resampler\.safetensors is missing"):
+    (tmp_path / "cond_stage_model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"lacks tensor cond_stage_model\.latents"):
         EvacWorld.check(tmp_path, SETTINGS)
+    (tmp_path / "model.diffusion_model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model\.diffusion_model\.safetensors is missing"):
+        EvacWorld.check(tmp_path, SETTINGS)
+
+
+def test_saved_files_have_the_published_names_of_tensors(tmp_path: Path) -> None:
+    networks = tiny_networks(TINY)
+    save_world(tmp_path, EvacWorld(networks, TINY))
+    found = {f"{path.stem}.{name}" for path in tmp_path.glob("*.safetensors") for name in header_names(path)}
+    ours = {name for name in checkpoint(networks) if name.startswith(tuple(PREFIXES.values()))}
+    poses = {f"pose_model.{name}" for name in networks.pose_model.state_dict()}
+    assert found == (ours - {"embedder.model.visual.proj"}) | poses
+
+
+def test_a_world_of_an_earlier_version_is_converted_and_imagines_as_before(tmp_path: Path) -> None:
+    world, old = EvacWorld(tiny_networks(TINY), TINY, version=7), tmp_path / "old"
+    old.mkdir()
+    for name, module in world.modules().items():
+        write_tensors(old / f"{name}.safetensors", nn.Module.state_dict(module))
+    content = {"format": "asyncrl-world-1", "kind": "evac", "version": 7, "config": asdict(TINY)}
+    (old / "world.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r"earlier version.*asyncrl convert"):
+        open_evac(old)
+    convert_world(old, tmp_path / "new")
+    converted = load_world(tmp_path / "new")
+    assert (converted.version, converted.config) == (7, TINY)
+    equal_networks(world.networks, converted.networks)
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == sorted(
+        ["world.json", "pose_model.safetensors", *(f"{prefix}safetensors" for prefix in PREFIXES.values())]
+    )
 
 
 def test_a_folder_of_nothing_says_what_was_looked_for(tmp_path: Path) -> None:
@@ -161,7 +197,7 @@ def test_a_folder_of_nothing_says_what_was_looked_for(tmp_path: Path) -> None:
 
 def test_the_expected_names_are_those_of_the_published_files() -> None:
     with torch.device("meta"):
-        wanted = expected(EvacNetworks.build(EvacConfig.published()))
+        wanted = published_tensors(EvacNetworks.build(EvacConfig.published()))
     files = {
         "unet": "evac_unet",
         "autoencoder": "evac_autoencoder",
@@ -169,7 +205,7 @@ def test_the_expected_names_are_those_of_the_published_files() -> None:
         "image_resampler": "evac_image_resampler_8",
     }
     for part, file in files.items():
-        assert {name: tuple(shape) for name, shape in wanted[part].items()} == published_shapes(file)
+        assert {name: tuple(tensor.shape) for name, tensor in wanted[part].items()} == published_shapes(file)
 
 
 def test_a_published_checkpoint_is_read_and_runs_nothing(tmp_path: Path, small: EvacNetworks) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from asyncrl.worlds.evac.config import EvacConfig
-from asyncrl.worlds.evac.noise import normal_noise, normal_words, seed_words
-from asyncrl.worlds.evac.options import EvacOptions
+from asyncrl.worlds.evac.conditions import EvacConfig
+from asyncrl.worlds.evac.ddim import normal_noise, normal_words, seed_words
+from asyncrl.worlds.evac.state import EvacOptions
 from asyncrl.worlds.evac.world import EvacWorld
 from support.evac import some_actions, start_state, tiny_networks
 

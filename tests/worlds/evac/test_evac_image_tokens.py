@@ -7,17 +7,17 @@ import math
 import torch
 from torch import Tensor
 
-from asyncrl.worlds.evac.image_tokens import (
-    ImageEncoder,
-    ImageEncoderConfig,
-    image_tensor_from_published,
-    published_image_encoder,
-)
+from asyncrl.worlds.evac.conditions import ImageEncoder, ImageEncoderConfig
+from asyncrl.worlds.evac.published import image_tensor_from_published, published_image_encoder
 from support.evac import randomised, shapes_of
 
 TINY = ImageEncoderConfig.tiny()
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 STD = (0.26862954, 0.26130258, 0.27577711)
+
+
+def published(encoder: ImageEncoder) -> dict[str, Tensor]:
+    return published_image_encoder(encoder.state_dict(), encoder.size.layers)
 
 
 def cubic(x: float) -> float:
@@ -74,7 +74,7 @@ def slow(w: dict[str, Tensor], size: ImageEncoderConfig, picture: Tensor) -> Ten
 def test_tokens_follow_the_equations() -> None:
     encoder = randomised(ImageEncoder(TINY), 1)
     assert isinstance(encoder, ImageEncoder)
-    w = {name: tensor.double() for name, tensor in published_image_encoder(encoder).items()}
+    w = {name: tensor.double() for name, tensor in published(encoder).items()}
     pictures = torch.rand(2, 3, 40, 36, generator=torch.Generator().manual_seed(0)) * 2 - 1
     got = encoder(pictures)
     assert got.shape == (2, TINY.tokens, TINY.width)
@@ -110,7 +110,7 @@ def test_the_published_size_maps_onto_the_vision_model_and_back() -> None:
     with torch.device("meta"):
         encoder = ImageEncoder(size)
     shapes = open_clip_shapes(size)
-    assert {n: tuple(t.shape) for n, t in published_image_encoder(encoder).items()} == shapes
+    assert {n: tuple(t.shape) for n, t in published(encoder).items()} == shapes
     mapped: dict[str, Tensor] = {}
     for name, shape in {**shapes, "proj": (1280, 1024)}.items():
         mapped |= image_tensor_from_published(name, torch.empty(shape, device="meta"))
@@ -122,7 +122,7 @@ def test_mapping_there_and_back_keeps_every_number() -> None:
     encoder = randomised(ImageEncoder(TINY), 2)
     assert isinstance(encoder, ImageEncoder)
     mapped: dict[str, Tensor] = {}
-    for name, tensor in published_image_encoder(encoder).items():
+    for name, tensor in published(encoder).items():
         mapped |= image_tensor_from_published(name, tensor)
     assert mapped.keys() == encoder.state_dict().keys()
     assert all(torch.equal(mapped[name], tensor) for name, tensor in encoder.state_dict().items())

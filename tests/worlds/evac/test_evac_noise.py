@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from asyncrl.worlds.evac.noise import normal_noise, philox, seed_words
+from asyncrl.worlds.evac.ddim import normal_noise, philox, seed_words
 
 ONES = 0xFFFFFFFF
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from asyncrl.worlds.evac.resampler import Resampler, ResamplerConfig
+from asyncrl.worlds.evac.conditions import Resampler, ResamplerConfig
 from support.evac import published_shapes, randomised, shapes_of
 
 TINY = ResamplerConfig(inputs=5, queries=4, width=12, depth=2, heads=2, head_dim=3)

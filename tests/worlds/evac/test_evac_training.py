@@ -8,8 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.worlds.evac.ddim import sampling_steps, signal_scales, signal_shares
-from asyncrl.worlds.evac.training import Draws, chunk_loss, draw, noised, velocity
+from asyncrl.worlds.evac.ddim import (
+    Draws,
+    chunk_loss,
+    draw,
+    noised,
+    sampling_steps,
+    signal_scales,
+    signal_shares,
+    velocity,
+)
 from asyncrl.worlds.evac.unet import EvacUNet, UNetConfig
 from support.evac import randomised
 

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
-from asyncrl.worlds.evac.unet import EvacUNet, UNetConfig
-from asyncrl.worlds.evac.unet_layers import CausalConv, attend, sinusoid
+from asyncrl.worlds.evac.unet import CausalConv, EvacUNet, UNetConfig, attend, sinusoid
 from support.evac import published_shapes, randomised, shapes_of
 
 TINY = UNetConfig.tiny()

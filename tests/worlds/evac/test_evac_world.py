@@ -16,12 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from asyncrl.config.sections import ImaginationSettings
 from asyncrl.errors import ConfigError
 from asyncrl.records import StartState
-from asyncrl.worlds.evac.autoencoder import decode_frames, encode_frames
-from asyncrl.worlds.evac.config import EvacConfig
-from asyncrl.worlds.evac.ddim import sampling_times, signal_scales, signal_shares
-from asyncrl.worlds.evac.noise import normal_noise, seed_words
-from asyncrl.worlds.evac.options import EvacOptions
-from asyncrl.worlds.evac.state import EvacState
+from asyncrl.worlds.evac.conditions import EvacConfig, decode_frames, encode_frames
+from asyncrl.worlds.evac.ddim import normal_noise, sampling_times, seed_words, signal_scales, signal_shares
+from asyncrl.worlds.evac.state import EvacOptions, EvacState
 from asyncrl.worlds.evac.unet import EvacUNet
 from asyncrl.worlds.evac.world import EvacWorld, estimate_slot
 from support.evac import POSE, some_actions, start_state, tiny_networks
@@ -364,10 +361,9 @@ def test_its_own_settings_are_read() -> None:
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(wrong: dict[str, Any]) -> None:
-    content = CONFIG.to_json()
-    content |= {"unet": content["unet"] | wrong["unet"]} if "unet" in wrong else wrong
+    unet = replace(CONFIG.unet, **wrong.get("unet", {}))
     with pytest.raises(ValueError, match=r"image_size|history|channels"):
-        EvacConfig.from_json(content)
+        replace(CONFIG, **{**wrong, "unet": unet})
 
 
 def test_a_slot_of_the_published_size_is_what_the_documentation_says() -> None:
