@@ -92,7 +92,7 @@ def test_the_limiter_of_one_use_counts_as_the_real_one() -> None:
     original = run.limiter.next_grant
 
     def asked(actor: str, request_number: int = -1) -> Any:
-        counts.append((run.limiter.uses_reserved, real.ahead.fget(run.limiter)))
+        counts.append((run.limiter.uses_reserved, real.uses_reserved.fget(run.limiter)))
         return original(actor, request_number)
 
     run.limiter.next_grant = asked
