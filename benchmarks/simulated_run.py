@@ -109,10 +109,10 @@ class _Actor:
 
 
 class OneUseLimiter(Limiter):
-    """The limiter, where every group is used once: then what `ahead` adds up is a number that is known."""
+    """The limiter if every group is used once: the sum of reserved uses is then known."""
 
     @property
-    def ahead(self) -> int:
+    def uses_reserved(self) -> int:
         """Groups used, open and ready."""
         return self.used + len(self.open) + len(self.ready)
 
