@@ -29,8 +29,7 @@ from asyncrl.worlds.layers import attend_few
 _EPS: Final = 1e-6  # of the group norms in front of transformers; those of residual blocks have 1e-5
 MOST_ROWS: Final = 65_535
 """Of one fused attention on a GPU, whose grid has no more."""
-FEW: Final = 16
-"""Tokens up to which products are faster than a fused attention; between frames there are a dozen."""
+FEW: Final = 16  # tokens up to which products are faster than a fused attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +59,7 @@ class UNetConfig:
 
     @classmethod
     def tiny(cls) -> UNetConfig:
-        """A size for tests and small pictures."""
+        """Return a size for tests and small pictures."""
         return cls(
             channels=16,
             multipliers=(1, 2),
@@ -75,7 +74,7 @@ class UNetConfig:
 
     @classmethod
     def published(cls) -> UNetConfig:
-        """The published size: 1549 tensors, 1,464,484,100 parameters."""
+        """Return the published size: 1549 tensors, 1,464,484,100 parameters."""
         return cls(
             channels=320,
             multipliers=(1, 2, 4, 4),

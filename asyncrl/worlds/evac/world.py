@@ -287,7 +287,8 @@ class EvacWorld:
             window, (is_new * time).expand(rows, -1), image, actions, fps.expand(rows), domain.expand(rows)
         )[:, :, self.config.history :].float()
         if options.guidance != 1:
-            return guided(*velocity.chunk(2), options.guidance, options.guidance_rescale)
+            conditional, unconditional = velocity.chunk(2)
+            return guided(conditional, unconditional, options.guidance, options.guidance_rescale)
         return velocity
 
     def _encode(self, pictures_N3HW: Tensor, encode: Callable[..., Tensor]) -> Tensor:
