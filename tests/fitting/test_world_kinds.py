@@ -191,7 +191,7 @@ def test_a_fitted_world_is_recognised_checked_loaded_and_imagines(
     [
         ("wan", "transformer", "vae"),
         ("opensora", "transformer", "vae/diffusion_pytorch_model"),
-        ("evac", "unet", "autoencoder"),
+        ("evac", "model.diffusion_model", "first_stage_model"),
     ],
 )
 def test_a_refined_world_keeps_its_autoencoder_and_what_it_was_normalised_by(
