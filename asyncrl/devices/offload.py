@@ -55,14 +55,7 @@ class OffloadedTensors:
         *,
         on_offload: Callable[[], object] = lambda: None,
     ) -> None:
-        """Start with all tensors on their devices.
-
-        Args:
-            frozen: Returns tensors that never change; they are copied to the host once.
-            changing: Returns all others, each time, as gradients and moments come later.
-            devices: Only tensors there are offloaded.
-            on_offload: Called each time after the tensors left their devices.
-        """
+        """Start with all tensors on their devices."""
         self._frozen, self._changing, self._devices = frozen, changing, set(devices)
         self._on_offload = on_offload
         self._copies: dict[int, _HostCopy] = {}

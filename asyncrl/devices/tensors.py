@@ -34,7 +34,6 @@ def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
 
     Args:
         array: ``[...]`` of any numeric dtype; may be read-only.
-        device: Target.
 
     Returns:
         ``[...]`` of the same dtype; shares no memory with `array`.
@@ -91,8 +90,6 @@ def product_error(device: torch.device, size: tuple[int, int, int], multiply: Mu
     """Return the error of a bfloat16 product against float32, relative to its largest number.
 
     Args:
-        device: Tested device.
-        size: M, K and N.
         multiply: Multiplies ``[M, K]`` with a ``[K, N]`` that is stored by columns, as weights are.
     """
     rows, width, columns = size
@@ -111,11 +108,6 @@ def check_matrix_products(
     sizes: Sequence[tuple[int, int, int]] = SIZES,
 ) -> float:
     """Check products of the sizes that policies have, and return the largest error.
-
-    Args:
-        device: Tested device.
-        multiply: See `product_error`.
-        sizes: M, K and N of each product.
 
     Raises:
         ConfigError: A product is wrong.

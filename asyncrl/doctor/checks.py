@@ -277,11 +277,6 @@ def run_check(name: str, check: Callable[[], Finding | None], deadline: float) -
 
     The check runs on a thread, because a hanging file system or driver cannot be interrupted; the thread is
     then abandoned.
-
-    Args:
-        name: Of the finding if the check has none.
-        check: Returns its finding, or None if it does not apply.
-        deadline: Seconds.
     """
     found: list[Finding | None] = []
     done = threading.Event()

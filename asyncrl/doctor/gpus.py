@@ -50,21 +50,13 @@ def check_devices(_: Examination) -> Finding:
 
 
 def placement_of(config: TrainConfig) -> Placement:
-    """Return the placement of a run that `asyncrl train` starts with these settings.
-
-    Raises:
-        ConfigError: It cannot work.
-    """
+    """Return the placement of a run that `asyncrl train` starts with these settings."""
     joined = bool(config.replay.listen)
     return parse_placement(config.placement, ranks_named(config.placement), 0, joined=joined)
 
 
 def hosts_of(examination: Examination) -> Hosts:
-    """Return the hosts of --placement; one with all ranks if it names none.
-
-    Raises:
-        ConfigError: It cannot be read, or names no host of this one's number.
-    """
+    """Return the hosts of --placement; one with all ranks if it names none."""
     text, number = examination.config.placement, examination.host
     sizes = sizes_of_hosts(text) or (ranks_named(text),)
     if number >= len(sizes):
@@ -167,16 +159,7 @@ def _placed_here(examination: Examination) -> tuple[Placement, dict[int, torch.d
 
 
 def devices_of(config: TrainConfig, placement: Placement, here: range) -> dict[int, torch.device]:
-    """Return the device of every rank of this host.
-
-    Args:
-        config: Of the run.
-        placement: Of the run.
-        here: Ranks of this host.
-
-    Raises:
-        ConfigError: --device is cuda and there is none.
-    """
+    """Return the device of every rank of this host."""
     return {rank: pick_device(config.device, rank - here.start) for rank in placement.ranks if rank in here}
 
 

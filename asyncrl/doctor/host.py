@@ -99,7 +99,6 @@ def check_shared_memory(_: Examination, folder: Path = SHARED, gpus: int | None 
     """Check the shared memory that NCCL may use between GPUs.
 
     Args:
-        folder: Mount point of shared memory.
         gpus: GPUs of the host; None: as many as the driver shows.
     """
     usage = shutil.disk_usage(folder) if folder.is_dir() else None
@@ -212,10 +211,7 @@ def seconds_per_update(config: TrainConfig, sizes: Sizes, speed: float, sync: fl
     """Estimate the seconds to store the groups of one update.
 
     Args:
-        config: Of the run.
-        sizes: Of its models.
         speed: Bytes per second.
-        sync: Seconds of one sync.
     """
     decisions, spec = config.actor.max_decisions, sizes.action_spec
     pictures = decisions + 1.0
@@ -302,11 +298,7 @@ def check_sockets(_: Examination) -> Finding | None:
 
 
 def exchange(endpoint: str) -> None:
-    """Send one message through a new pair of sockets.
-
-    Raises:
-        zmq.ZMQError: The endpoint cannot be bound, or the message did not arrive in time (zmq.Again).
-    """
+    """Send one message through a new pair of sockets."""
     import zmq
 
     with zmq.Context() as context, context.socket(zmq.PAIR) as receiver, context.socket(zmq.PAIR) as sender:

@@ -117,14 +117,7 @@ def judge(name: str, results: Sequence[Result], nbytes: int, backend: str) -> Fi
 
 
 def serve(connection: Connection, parent: int, device: str, plan: Plan) -> None:
-    """Serve pairs until the parent closes its end; this process ends with the parent's.
-
-    Args:
-        connection: To the parent.
-        parent: Its process id.
-        device: 'cpu' or 'cuda:N'.
-        plan: Of all pairs.
-    """
+    """Serve pairs until the parent closes its end; this process ends with the parent's."""
     if "NCCL_DEBUG" in os.environ:
         os.dup2(2, 1)  # NCCL prints to stdout, which belongs to the report.
     else:
@@ -154,11 +147,7 @@ def _touch(device: str) -> dict[str, object]:
 
 
 def exchange(plan: Plan, number: int, rank: int, device: str) -> list[float]:
-    """Broadcast from each end of a pair; returns the median seconds of each way.
-
-    Raises:
-        WeightSyncError: The buffer arrived damaged.
-    """
+    """Broadcast from each end of a pair; returns the median seconds of each way."""
     import torch
     import torch.distributed as dist
 
@@ -206,12 +195,7 @@ def measure(
     """Measure every pair of devices, or a single device with itself.
 
     Args:
-        devices: 'cuda:N', or 'cpu' several times.
         nbytes: Size of the buffer.
-        times: Broadcasts of it per send.
-        deadline: Seconds; a pair that might not end within them is not begun.
-        pair_deadline: Seconds of one pair, once its children have started.
-        serve: Of a child.
     """
     until = time.monotonic() + deadline
     # Neighbours first: pairs of one sick device do not take the time of all the others.
@@ -290,11 +274,7 @@ class _Children:
             raise WeightSyncError(self._ended(index)) from None
 
     def receive(self, index: int, until: float, otherwise: str) -> dict[str, Any]:
-        """Wait for a child's next message.
-
-        Raises:
-            WeightSyncError: The child reports a problem, ended, or did not answer in time.
-        """
+        """Wait for a child's next message."""
         name, connection = self.name(index), self._running[index][1]
         if not connection.poll(max(0.0, until - time.monotonic())):
             raise WeightSyncError(f"{otherwise} ({name} gave no answer in time)")

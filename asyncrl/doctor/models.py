@@ -141,13 +141,7 @@ def measure(
     """Add up the bytes of the models of a run.
 
     Args:
-        config: Of the run.
         policy: As `policies.build_learning_policy` returns it, with no layer rounded; may be on device meta.
-        environment: World and reward model.
-        slot: Of the world.
-
-    Raises:
-        ConfigError: There is nothing that --learner.frozen-precision could round.
     """
     parameters = list(policy.parameters())
     wide = config.learner.precision == "fp32"

@@ -188,12 +188,7 @@ def check_simulator_memory(examination: SimulatorExamination) -> Finding | None:
 
 
 def measure(source: SimulatorSource) -> Measured:
-    """Build the simulator in a worker process, and reset and step all its places.
-
-    Raises:
-        ConfigError: It cannot be built.
-        RunError: The process died, or did not answer in time.
-    """
+    """Build the simulator in a worker process, and reset and step all its places."""
     from asyncrl.simulators.interface import random_start, stored_start
     from asyncrl.simulators.pool import SimulatorPool
 

@@ -108,11 +108,7 @@ def check_sizes(lengths: Sequence[int]) -> None:
 
 
 def write_arrays(episode: Episode) -> tuple[list[list[Any]], list[Buffer]]:
-    """Return the header's entries and the frames of an episode's arrays; the frames are no copies.
-
-    Raises:
-        WireError: An array has a type or a shape that an episode cannot have.
-    """
+    """Return the header's entries and the frames of an episode's arrays; the frames are no copies."""
     entries: list[list[Any]] = []
     payload: list[Buffer] = []
     sizes: dict[str, int] = {}
@@ -135,9 +131,6 @@ def read_episode(scalars: Any, arrays: Any, frames: Sequence[Buffer], *, schema:
 
     The arrays are fresh, writable copies; with `views` the images are read-only views. `schema` is the
     version that the header says.
-
-    Raises:
-        WireError: Whatever is wrong with it.
     """
     if not isinstance(scalars, dict) or not isinstance(arrays, list):
         raise WireError("the message lacks its episode or the list of its arrays.")

@@ -85,10 +85,6 @@ Security = ServerKeys | ClientKeys
 def create_keys(folder: Path, clients: Sequence[str]) -> list[Path]:
     """Make missing key pairs; existing files stay as they are.
 
-    Args:
-        folder: Made with mode 0700 if it is missing.
-        clients: Names of the processes that may connect: letters, digits, '-' and '_'.
-
     Returns:
         The secret files that were written.
 
@@ -200,11 +196,7 @@ def _check_private(path: Path) -> None:
 
 
 def read_key(path: Path) -> bytes:
-    """Read one key file: 40 bytes of Z85.
-
-    Raises:
-        ConfigError: It is missing or damaged.
-    """
+    """Read one key file: 40 bytes of Z85."""
     try:
         with path.open("rb") as file:
             key = file.read(64).strip()

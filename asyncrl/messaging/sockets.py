@@ -79,10 +79,7 @@ def check_endpoint(
     """Return `endpoint` if it is safe.
 
     Args:
-        endpoint: ipc:///absolute/path or tcp://ADDRESS:PORT.
         security: Its keys; None for an address that only this host reaches.
-        any_port: Allow port 0, which the system replaces.
-        keys_follow: The keys are made later, before anything listens there.
 
     Raises:
         ConfigError: It reaches beyond this host without keys, is open to other users, or cannot be read.
@@ -188,9 +185,6 @@ def bind_router(
 
     Args:
         context: With keys it must be `keys.admitting`, or every client is refused.
-        endpoint: See `check_endpoint`; `zmq.LAST_ENDPOINT` has the port that replaced 0.
-        security: The server's keys and its allow-list.
-        prepare: Receives the socket before it is bound.
 
     Raises:
         ConfigError: The endpoint is not allowed, or someone else has it.
@@ -232,14 +226,7 @@ def open_dealer(
     identity: bytes,
     security: ClientKeys | None = None,
 ) -> zmq.Socket[bytes]:
-    """Make a peer's socket; the caller connects it to `endpoint`, and ZeroMQ reconnects it by itself.
-
-    Args:
-        context: The socket's.
-        endpoint: The server's; see `check_endpoint`.
-        identity: Unique for this process's life, so that replies find it after a reconnect.
-        security: This client's keys and the server's public key.
-    """
+    """Make a peer's socket; the caller connects it to `endpoint`, and ZeroMQ reconnects it by itself."""
     check_endpoint(endpoint, security)
     dealer = _limited(context, zmq.DEALER)
     secure(dealer, security)
@@ -261,7 +248,6 @@ class ConnectionGuard:
         """Watch in a thread of its own, until `close`.
 
         Args:
-            listening: Not bound yet, or connections would be missed. It may have no other monitor.
             connections: Limit; None: `SHARE_OF_FILES`.
         """
         limit = int(resource.getrlimit(resource.RLIMIT_NOFILE)[0] * SHARE_OF_FILES)

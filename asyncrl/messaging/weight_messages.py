@@ -87,12 +87,6 @@ class WeightMessage:
 def encode(kind: str, payload: Buffer | None = None, **fields: Any) -> list[Buffer]:
     """Write a message.
 
-    Args:
-        kind: One of `KINDS`.
-        payload: For kinds in `WITH_PAYLOAD`; its checksum is added. Not copied: it may not change before
-            it was sent.
-        fields: Exactly the other fields of the kind.
-
     Raises:
         WireError: The message breaks the format.
     """

@@ -125,8 +125,6 @@ def encode(
     """Write a message.
 
     Args:
-        kind: One of `KINDS`.
-        episode: For kinds in `WITH_EPISODE`. Not copied: do not change its arrays before they were sent.
         fields: Exactly the fields of the kind; `package` may be left out and is this version then.
 
     Returns:
@@ -155,7 +153,6 @@ def decode(frames: Sequence[Buffer], *, views: bool = False) -> Message:
     """Read a message. Arrays are fresh, writable copies.
 
     Args:
-        frames: As they came.
         views: Leave the images where they are, as read-only views that keep their frames in memory.
 
     Raises:
@@ -203,11 +200,7 @@ def write_header(header: dict[str, Any], schema: int = SCHEMA_VERSION) -> bytes:
 
 
 def read_header(frame: Buffer) -> dict[str, Any]:
-    """Read the first frame of a message, which has at least 8 bytes; all but the schema's version.
-
-    Raises:
-        WireError: It is damaged, no message of asyncrl, or of another schema version.
-    """
+    """Read the first frame of a message, which has at least 8 bytes; all but the schema's version."""
     header = _parse(frame)
     _check_schema(header, (SCHEMA_VERSION,))
     return header
@@ -253,11 +246,7 @@ def _no_constant(name: str) -> Any:
 
 
 def check_fields(kind: str, fields: dict[str, Any], kinds: dict[str, dict[str, type]]) -> None:
-    """Check the fields of a message against the table of its kinds.
-
-    Raises:
-        WireError: The kind is unknown, or a field is missing, unknown, or of the wrong type or size.
-    """
+    """Check the fields of a message against the table of its kinds."""
     if kind not in kinds:
         raise WireError(f"kind {kind[:40]!r} is unknown. Known: {', '.join(kinds)}.")
     check_keys(kind, fields, kinds[kind])

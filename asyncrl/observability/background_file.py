@@ -44,16 +44,7 @@ class BackgroundFile:
         tell: Callable[[str], None],
         write: Callable[[int, bytes], int] = os.write,
     ) -> None:
-        """Start with an empty queue; the file and its folder are made with the first record.
-
-        Args:
-            path: Existing content is kept.
-            what: Plural name of the records for messages: 'curves'.
-            limit: Bytes that may wait in memory.
-            lost: Counts the lost records.
-            tell: Receives a line when writing begins to fail, and when it works again.
-            write: As `os.write`.
-        """
+        """Start with an empty queue; the file and its folder are made with the first record."""
         self._path, self._what, self._limit, self._lost = path, what, limit, lost
         self._tell, self._write = tell, write
         self._file: int | None = None

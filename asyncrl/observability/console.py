@@ -82,11 +82,7 @@ class ConsoleStream(io.TextIOBase):
     """Writes lines to a file descriptor, and never fails or blocks for long."""
 
     def __init__(self, stream: TextIO) -> None:
-        """Replace `stream`, whose descriptor is used.
-
-        Raises:
-            OSError: It has none.
-        """
+        """Replace `stream`, whose descriptor is used."""
         self._stream, self._descriptor = stream, stream.fileno()
         self._line = ""
         self._gone, self._stalled, self._headed = False, False, False

@@ -191,11 +191,7 @@ class Curves:
         self._events.add_summary(proto.Summary(value=found), step, now)
 
     def write_picture(self, step: int, tag: str, content: bytes, now: float) -> None:
-        """Add a PNG or GIF file for TensorBoard's page IMAGES, on the card `tag`.
-
-        Raises:
-            ValueError: It is no such file.
-        """
+        """Add a PNG or GIF file for TensorBoard's page IMAGES, on the card `tag`."""
         from PIL import Image, UnidentifiedImageError
         from tensorboardX.proto import summary_pb2
 
@@ -259,19 +255,7 @@ class MetricsLogger:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Open the run's files; rows of an interrupted run after `resume_step` are cut off.
-
-        Args:
-            run_dir: Folder of the run.
-            updates: Last update of the run.
-            resume_step: Update that the run continues from; 0 for a new run.
-            log_every: Updates folded into one console row.
-            evaluates: True if `write_evaluation` will be called: rows then show its newest result.
-            settings: See `Curves`.
-            command: See `Curves`.
-            stream: Standard output when None.
-            clock: Seconds since 1970.
-        """
+        """Open the run's files; rows of an interrupted run after `resume_step` are cut off."""
         self._updates = updates
         self._log_every = log_every
         self._stream = sys.stdout if stream is None else stream
@@ -384,9 +368,6 @@ def cut_rows_after(path: Path, step: int) -> int:
 
     Returns:
         Number of other damaged lines that were removed; the last one counts only when it is a whole line.
-
-    Raises:
-        OSError: It is no regular file, or cannot be read or written.
     """
     if not path.exists():
         return 0

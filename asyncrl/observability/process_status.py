@@ -155,7 +155,6 @@ def activity(what: str, allowed: float = 0.0) -> Iterator[None]:
     """Publish the activity of this thread within the block, afterwards the previous one.
 
     Args:
-        what: Name of the activity.
         allowed: Allowed seconds; 0: any.
     """
     before = (_now.what, _now.allowed)

@@ -161,7 +161,6 @@ def waiting(wait: Wait, allowed: float = 0.0, about: str = "") -> Iterator[None]
     """Publish and time a wait for the length of the block.
 
     Args:
-        wait: One of `WAITS`.
         allowed: Its deadline in seconds; GRACE later it counts as a hang. 0: no deadline.
         about: Suffix of its name, as ``": version 3"``.
     """

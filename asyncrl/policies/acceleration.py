@@ -44,7 +44,6 @@ def compile_blocks(policy: HasBlocks, *, dynamic: bool | None = None) -> None:
     """Compile vision blocks and Llama layers in place, at their first calls.
 
     Args:
-        policy: Finished: adapters and gradient checkpointing are there or will never be.
         dynamic: False: no graph is for any size. None: those that meet a second size are.
     """
     from torch._dynamo import config  # takes a second to import
@@ -56,11 +55,6 @@ def compile_blocks(policy: HasBlocks, *, dynamic: bool | None = None) -> None:
 
 def compile(policy: Any, rows: int, tasks: Sequence[str]) -> Callable[[], None] | None:
     """Compile acting in place; the first decision then takes about a quarter of a minute.
-
-    Args:
-        policy: An OpenVLA policy with its final adapters and value head.
-        rows: Largest batch from now on; smaller ones cost as much.
-        tasks: All instructions to come.
 
     Returns:
         A function to call after the weights moved, if acting is a CUDA graph.
@@ -145,10 +139,6 @@ def enable_gradient_checkpointing(policy: HasBlocks, *, every: int = 1) -> None:
 
     Gradients stay the same. Only `forward` of each block's instance is replaced: no module is wrapped and no
     name changes, and hooks of the block (sharding) run outside. Calling it twice changes nothing more.
-
-    Args:
-        policy: Provides the blocks.
-        every: The first of so many successive blocks is recomputed; the others keep their activations.
     """
     recompute(islice(policy.blocks(), 0, None, every))
 

@@ -129,7 +129,6 @@ def with_gripper(actions: Tensor, gripper: Gripper) -> Tensor:
 
     Args:
         actions: ``[..., A]`` of any float dtype, in the units of the data.
-        gripper: none: unchanged. libero: -1 open, +1 closed. maniskill: +1 open, -1 closed.
     """
     if gripper == "none":
         return actions

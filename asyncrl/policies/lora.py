@@ -61,11 +61,8 @@ def add_lora(
     patch embeddings, which are convolutions.
 
     Args:
-        policy: Without adapters; an `nn.Module` with `interface.LoraTargets`.
         rank: ``r``.
         alpha: The adapters' output is scaled by ``alpha / rank``; 0 = rank.
-        targets: language: every linear layer of the Llama model. all: those of the vision towers and of
-            the projector as well.
         dtype: Of the adapters, independent of the weights' below.
 
     Raises:
@@ -115,11 +112,7 @@ def adapt(
 
 
 def target_layers(policy: nn.Module, targets: Targets) -> dict[str, nn.Linear]:
-    """Return OpenVLA's linear layers that get adapters, by their names in `named_modules`.
-
-    Raises:
-        ConfigError: The policy lacks a kind of layer.
-    """
+    """Return OpenVLA's linear layers that get adapters, by their names in `named_modules`."""
     linears = {name: m for name, m in policy.named_modules() if isinstance(m, nn.Linear)}
     found: dict[str, nn.Linear] = {}
     for part in ["llm.layers."] if targets == "language" else LINEARS:
@@ -212,8 +205,6 @@ def save_adapter(
     """Write the adapters in peft's layout and their own dtype, without the value head.
 
     Args:
-        policy: With adapters.
-        folder: Created if missing.
         tensors: Copies of `adapter_tensors`, gathered from shards; None: the policy's.
     """
     if not has_lora(policy):
@@ -251,16 +242,8 @@ class _Pair:
 def merge_adapter(files: TensorFiles, rows: Sequence[TensorMapping], folder: Path) -> int:
     """Make the source's weights read as ``W + alpha / r * B A``: in float32, rounded once to W's dtype.
 
-    Args:
-        files: Weights, by published names or the policy's; their reading is changed.
-        rows: See `names.tensor_map`.
-        folder: peft's adapters with the published layer names, or the policy's.
-
     Returns:
         Layers with an adapter.
-
-    Raises:
-        CheckpointError: A file is missing or truncated, or the adapter is of another kind or policy.
     """
     pairs = read_pairs(folder)
     if not all(f"{layer}.weight" in files.names() for layer in pairs):
@@ -370,11 +353,6 @@ def export_adapter(source: Path, folder: Path, rows: Sequence[TensorMapping]) ->
     The published vision towers have one layer for query, key and value. Its adapter is made of ours exactly:
     A is the three A stacked, B has the three B on its diagonal; rank and alpha of these layers are three
     times the others' (`rank_pattern`, `alpha_pattern`), so the scale is the same.
-
-    Args:
-        source: Folder with adapters under the policy's names.
-        folder: Created if missing.
-        rows: Of the policy, see `names.tensor_map`.
 
     Returns:
         Layers with an adapter.

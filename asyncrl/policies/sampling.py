@@ -34,7 +34,6 @@ def action_distribution(
 
     Args:
         logits_BKN: ``[B, K, N]`` of the action bins, any float dtype.
-        sampling: Temperature 0 gives the distribution at temperature 1 without top-k.
         taken_BK: ``[B, K]`` integer tokens that stay possible below the `top_k` most likely: other weights or
             another kernel may rank them lower, and a ratio needs a finite number.
 

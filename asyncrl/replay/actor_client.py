@@ -44,16 +44,7 @@ class ZmqActorPort:
         security: ClientKeys | None = None,
         identity: RunIdentity = NO_RUN,
     ) -> None:
-        """Connect.
-
-        Args:
-            endpoint: The replay's.
-            actor_name: Unique in the run; a respawned actor keeps the name of its predecessor.
-            window: Groups with unacknowledged episodes from which on no further group is acquired.
-            warn: Receives one line for each episode that the replay dropped.
-            security: This actor's keys, if the replay has some.
-            identity: The run's.
-        """
+        """Connect."""
         self._link = Connection(endpoint, "actor", actor_name, 0, security, identity)
         self._outbox = Outbox(self._link, warn)
         self._window = window
@@ -233,11 +224,7 @@ class Outbox:
         return any(not item.held for item in self._items.values())
 
     def add(self, episode: Episode) -> None:
-        """Add an episode; its arrays must not change any more.
-
-        Raises:
-            WireError: It cannot be sent.
-        """
+        """Add an episode; its arrays must not change any more."""
         frames = encode("episode", episode)
         self._items[episode.episode_id] = _Unacknowledged(group_id=episode.group_id, frames=frames)
 

@@ -243,13 +243,7 @@ def refusal(episode: Episode, expected: Expected, *, stored: bool = False) -> Re
 
 
 def unusable(group: Sequence[Episode], group_id: str, expected: Expected) -> str | None:
-    """Return why a learner cannot learn from a stored group, or None if it can.
-
-    Args:
-        group: As it was read, in any order.
-        group_id: Expected id.
-        expected: `newest_version` is the learner's own.
-    """
+    """Return why a learner cannot learn from a stored group, or None if it can."""
     members = sorted(episode.member for episode in group)
     if members != list(range(expected.group_size)):
         return f"it has the members {members}, a group of this run has {expected.group_size}"

@@ -72,11 +72,6 @@ class Connection:
         """Keep in touch and return the messages that came; waits up to `wait` seconds for one.
 
         Images of episodes are read-only views of their messages.
-
-        Raises:
-            ReplayError: The replay refused a message or this process, or is of another package version.
-            AttemptEnded: It belongs to a newer start of the run.
-            WireError: It speaks another schema version, or garbage.
         """
         with self._lock:
             return self._exchange(wait)
@@ -201,9 +196,6 @@ def ask_settings(endpoint: str, name: str, security: ClientKeys | None, deadline
     """Ask a replay for the settings of its run, part by part; the replay records nothing about a visitor.
 
     Args:
-        endpoint: The replay's.
-        name: This process's name in the run.
-        security: Its keys, if the replay has some; else the secret next to the private socket admits it.
         deadline: Longest wait in seconds.
 
     Raises:

@@ -237,11 +237,7 @@ def write_line(entry: Entry, previous: bytes = b"") -> bytes:
 
 
 def read_line(line: bytes, previous: bytes = b"") -> Entry:
-    """Read one entry, without its checksum.
-
-    Raises:
-        ValueError: It was changed, was not written behind the digits `previous`, or is no such line.
-    """
+    """Read one entry, without its checksum."""
     checksum = checksum_of(line)
     if checksum is None or len(line) > MAX_LINE:
         raise ValueError("it does not end with a checksum")
@@ -277,11 +273,7 @@ class Ledger:
         return read_entries(self.path, self._warn)
 
     def append(self, **entry: Any) -> None:
-        """Append one line durably.
-
-        Raises:
-            ReplayError: The disk refuses the write. The next opening removes a torn line.
-        """
+        """Append one line durably."""
         line = write_line(entry, self._last)
         size = os.fstat(self._file).st_size
         try:

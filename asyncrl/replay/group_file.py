@@ -127,15 +127,6 @@ def write_group(path: Path, number: int, episodes: Sequence[Episode]) -> GroupFi
     """Write a complete group durably: built in memory, written to `path`.tmp, synced and renamed.
 
     Space for all of it is reserved before any of it is written. A failure leaves nothing behind.
-
-    Args:
-        path: Must not exist.
-        number: The group's grant.
-        episodes: All members, in the order of `Episode.member`, with one image size.
-
-    Raises:
-        OSError: There is no space, or the disk refuses the write.
-        ValueError: The episodes do not fit together.
     """
     _check_siblings(episodes)
     version = version_of(episodes[0])
@@ -250,9 +241,7 @@ def read_group(
     """Read the episodes of a group, in the order of their members, with every checksum verified.
 
     Args:
-        path: A sealed file.
         names: Arrays to read; the others come back empty. None: all of them.
-        without: Arrays not to read, even if `names` has them.
         attributes: Expected values of `ROOT`. None: any.
 
     Raises:
@@ -356,12 +345,7 @@ def _read_root(path: Path, file: h5py.File) -> dict[str, Any]:
 
 
 def _read_table(file: h5py.File, name: str) -> NDArray[Any]:
-    """Read one of `TABLES`, which are never compressed.
-
-    Raises:
-        KeyError, TypeError: There is no dataset of that name.
-        ValueError: It declares more than the file holds or than `MOST_TABLE_BYTES`, or is compressed.
-    """
+    """Read one of `TABLES`, which are never compressed."""
     table = dataset_in(file, name)
     nbytes = math.prod(table.shape) * table.dtype.itemsize
     if table.chunks or nbytes > MOST_TABLE_BYTES:

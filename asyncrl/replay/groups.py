@@ -27,12 +27,7 @@ class GroupTable:
     """
 
     def __init__(self, *, uses: int, horizon: int) -> None:
-        """Start empty.
-
-        Args:
-            uses: Most uses of a group.
-            horizon: Versions after which a closed group is forgotten.
-        """
+        """Start empty."""
         self.uses, self.horizon = uses, horizon
         self.version = 0
         """The learner's newest policy version."""
@@ -128,13 +123,7 @@ class GroupTable:
         self.filtered.clear()
 
     def drop(self, number: int, status: ReceiptStatus, *, stored: bool = False) -> None:
-        """Give a group up, for good or to grant its number again (`grants_again`).
-
-        Args:
-            number: Of the group.
-            status: The reason, also sent for late episodes.
-            stored: It was stored and its episodes counted, so late ones are answered `duplicate`.
-        """
+        """Give a group up, for good or to grant its number again (`grants_again`)."""
         again = self.grants_again(number, status)
         given_up = self._given_up.get(number, 0) + (status == "dropped_deadline")
         told: ReceiptStatus = "duplicate" if stored and status != "dropped_resume" else status

@@ -92,14 +92,7 @@ class InProcessLearnerPort:
     def __init__(
         self, replay: Replay, *, version: int = 0, imagine: Callable[[], bool] | None = None
     ) -> None:
-        """Begin or resume the run.
-
-        Args:
-            replay: Closed by `close`.
-            version: Policy version the run begins or resumes at.
-            imagine: One round of the actor, called while `sample` waits; returns False when there was nothing
-                to imagine: no credit, no episode under way or pending.
-        """
+        """Begin or resume the run."""
         self._replay, self._imagine = replay, imagine
         self._batch: dict[int, list[Episode]] = {}
         """Number -> group of the batch that was chosen and not fetched yet."""

@@ -63,15 +63,7 @@ class ZmqLearnerPort:
         identity: RunIdentity = NO_RUN,
         tell: Callable[[str], None] = print,
     ) -> None:
-        """Connect.
-
-        Args:
-            endpoint: The replay's.
-            version: Policy version at which the run begins or resumes.
-            security: The learner's keys, if the replay has some.
-            identity: The run's.
-            tell: Receives each line of the replay for the console.
-        """
+        """Connect."""
         self._tell = tell
         self._link = Connection(endpoint, "learner", "learner", version, security, identity)
         self._requests = 0
@@ -219,11 +211,7 @@ class PartFetch:
             self._asked_at = now
 
     def take(self, message: Message) -> None:
-        """Add an episode of the part; other messages are ignored.
-
-        Raises:
-            GroupLost: A group cannot be read any more.
-        """
+        """Add an episode of the part; other messages are ignored."""
         if message.kind == "lost" and message["request"] == self._wanted.request:
             raise GroupLost(f"Group {message['number']} of the batch is lost: {message['reason']}.")
         if message.kind != "batch" or message["number"] not in self._missing:
@@ -244,7 +232,6 @@ class PartFetch:
 
         Args:
             exchange: Waits up to so many seconds and passes messages to `take`.
-            timeout: Seconds since the last episode that came.
             while_waiting: Called about once a second.
         """
         looked_at = -float("inf")
@@ -276,14 +263,7 @@ class ZmqRankPort(NullLearnerPort):
         security: ClientKeys | None = None,
         identity: RunIdentity = NO_RUN,
     ) -> None:
-        """Connect.
-
-        Args:
-            endpoint: The replay's.
-            name: Unique among the learner ranks of the run; a rank that starts again keeps it.
-            security: The learner's keys, if the replay has some.
-            identity: The run's.
-        """
+        """Connect."""
         self._link = Connection(endpoint, RANK, name, 0, security, identity)
 
     def fetch(

@@ -32,13 +32,7 @@ class GroupLifecycle:
     """Stores, filters, drops and deletes one group: file, event and receipts in step."""
 
     def __init__(self, store: EpisodeStore, state: ReplayState, warn: Callable[[str], None] = print) -> None:
-        """Begin with nothing to write.
-
-        Args:
-            store: The files.
-            state: What the ledger says of them.
-            warn: Receives a line when the disk is full.
-        """
+        """Begin with nothing to write."""
         self.store, self.state = store, state
         self.success = SuccessWindow()
         self.disk = DiskWait(store.folder, state.limiter.clock, warn)
@@ -82,9 +76,6 @@ class GroupLifecycle:
 
         Args:
             wait: Until all are written; False: only those that are.
-
-        Raises:
-            ReplayError: See `EpisodeStore.write`.
         """
         while self._unwritten and (wait or next(iter(self._unwritten.values())).done()):
             number = next(iter(self._unwritten))
@@ -165,15 +156,7 @@ class GroupLifecycle:
         failure: GroupFailure | None = None,
         reason: str = "",
     ) -> None:
-        """Give a group up. If its number is granted again, its file is deleted before the event is written.
-
-        Args:
-            number: Of the group.
-            status: The reason.
-            stored: True if it has or had a file, ready or not.
-            failure: The reason why it could not be imagined, if any.
-            reason: The problem of a stored group, if any.
-        """
+        """Give a group up. A number that is granted again loses its file before the event is written."""
         limiter = self.state.limiter
         stored = stored or number in limiter.ready
         group = limiter.open.get(number)

@@ -58,13 +58,6 @@ class Limiter(GroupTable):
         """Start without groups.
 
         Args:
-            settings: Their `max_lag` is the lag bound of this run.
-            group_size: Episodes per group.
-            groups_per_update: Groups per batch.
-            filter_groups: Close groups whose episodes all had the same return; see `AlgorithmSettings`.
-            sampling: How the run's actors draw actions; None admits any.
-            episode_format: Common properties of the run's episodes.
-            seed: The run's.
             horizon: Versions that a resume may go back without loss, at least `max_lag`; see
                 `recovery.plan_resume`.
             clock: Returns seconds.
@@ -185,7 +178,6 @@ class Limiter(GroupTable):
         """Decide about an episode: `held` means that it was added to its group.
 
         Args:
-            episode: Of any content.
             actor: The sender: only the actor to which a group was granted fills it. None: unknown.
         """
         number = number_of(episode.group_id)
@@ -276,10 +268,6 @@ class Limiter(GroupTable):
         A group with a decision of a later version waits until the learner is there. In the order `oldest`,
         slow groups are waited for: they are mostly failures, and skipping them would let them expire and bias
         the batch.
-
-        Args:
-            groups: How many.
-            not_awaited: Open groups that cannot become ready now.
         """
         usable = self.usable
         if len(usable) < groups:
@@ -309,12 +297,9 @@ def pick_in_order(
 
     Args:
         usable: Group number -> group; at least `groups` of them.
-        groups: How many.
         order: oldest: by number. newest: by the version of the oldest decision, then by number. uniform:
             equal chances. prioritized: in proportion to the spread of returns, at least `FLOOR`, without
             repetition.
-        seed: The run's.
-        cursor: Groups of the batches so far.
     """
     numbers = sorted(usable)
     if order == "oldest":

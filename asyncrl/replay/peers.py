@@ -76,11 +76,7 @@ class Peers:
         """Start without peers; those of an earlier process introduce themselves again.
 
         Args:
-            replay: The run's.
-            sender: The way back to the peers.
             settings: Sent to actors that join; None: none can join.
-            identity: The run's; peers of another run are refused.
-            learner_key: The learner's public key; empty without keys.
         """
         self.replay, self.sender, self.settings = replay, sender, settings
         self.identity, self._learner_key = identity, learner_key.decode()
@@ -108,15 +104,7 @@ class Peers:
         return peer == self.learner or peer in self.ranks.values()
 
     def check(self, message: Message, key: str) -> None:
-        """Check that a peer belongs to this run and has the key of its role.
-
-        Args:
-            message: A `hello`.
-            key: The peer's public key, proved by its handshake; empty without keys.
-
-        Raises:
-            WireError: It has another package version, role, key or run.
-        """
+        """Check that a peer belongs to this run and has the key of its role."""
         if message["package"] != __version__:
             raise WireError(
                 f"{message['role'][:40]!r} {message['name'][:40]!r} runs asyncrl "

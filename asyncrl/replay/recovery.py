@@ -44,14 +44,6 @@ def plan_resume(
     learner goes on with new groups, nothing is used twice, and nothing above the lag bound is used; but
     batches, start states, and the shares of successful and filtered groups are not those of the undisturbed
     run. Nor is it exact for a group that a lost update dropped as too old: newer versions imagine it again.
-
-    Args:
-        limiter: As it is before the resume.
-        version: Where the learner goes on.
-        stored: Groups with files.
-        in_turns: Actor and learner take turns: `version` imagines all its groups before one is used. If they
-            were not complete, all are imagined again: an episode's last digits depend on its neighbours in
-            the actor's batch.
     """
     drop: dict[int, ReceiptStatus] = dict.fromkeys(limiter.open, "dropped_resume")
     ready = dict[int, tuple[int, ...]]()
@@ -97,12 +89,7 @@ def _drop_reason(limiter: Limiter, group: ReadyGroup | None, version: int) -> Re
 
 
 def recover(lifecycle: GroupLifecycle, lost_ledger: str = "") -> None:
-    """Bring an empty state up to date from the ledger and the files.
-
-    Args:
-        lifecycle: With an empty state.
-        lost_ledger: SHA-256 of lines with which the ledger should begin and does not; empty if it does.
-    """
+    """Bring an empty state up to date from the ledger and the files."""
     state, aside = lifecycle.state, set[int]()
     for event in read_events(lifecycle.store.ledger.read()):
         state.apply(event)
@@ -120,11 +107,7 @@ def recover(lifecycle: GroupLifecycle, lost_ledger: str = "") -> None:
 
 
 def _give_up_unrecorded(lifecycle: GroupLifecycle, lost_ledger: str) -> None:
-    """Give all stored groups up: the lines about their uses are gone.
-
-    An error would lose a run that can go on, and the remaining lines would train on groups twice. So
-    everything stored counts as used, and new groups are imagined.
-    """
+    """Give all stored groups up: the lines about their uses are gone."""
     state = lifecycle.state
     numbers = sorted(state.limiter.ready)
     for number in numbers:

@@ -56,15 +56,6 @@ def open_replay(
 ) -> Replay:
     """Open the replay of a run and recover its folder.
 
-    Args:
-        folder: The run's replay folder.
-        settings: Their `max_lag` is the lag bound of this run.
-        algorithm: Sizes of groups and batches, and the filter.
-        start: Properties of the run's episodes, and the ledger's checksum.
-        seed: The run's.
-        horizon: See `Limiter`.
-        warn: Receives one line per damaged file or line, and when the disk is full.
-
     Raises:
         ReplayError: See `EpisodeStore`.
     """
@@ -106,15 +97,7 @@ class Replay:
         max_filtered: int = 160,
         lost_ledger: str = "",
     ) -> None:
-        """Recover the state from the store's ledger and files.
-
-        Args:
-            store: The files.
-            limiter: Without groups.
-            warn: Receives a line when the disk is full.
-            max_filtered: Filtered groups without a batch that end the run; see `nothing_to_learn`.
-            lost_ledger: See `recovery.recover`.
-        """
+        """Recover the state from the store's ledger and files."""
         self.store, self._max_filtered = store, max_filtered
         self.state = ReplayState(store.ledger, limiter, store.made_with)
         self.refused_actors = RefusedActors()
@@ -128,13 +111,7 @@ class Replay:
         recover(self.lifecycle, lost_ledger)
 
     def begin(self, session: str, version: int, *, in_turns: bool = False) -> None:
-        """Record a learner at `version`. A new session starts or resumes the run; a known one reconnected.
-
-        Args:
-            session: The learner's, drawn at random.
-            version: Its policy version.
-            in_turns: See `recovery.plan_resume`.
-        """
+        """Record a learner at `version`. A new session starts or resumes the run; a known one reconnected."""
         if session != self.state.session.learner:
             self.lifecycle.finish()
             self.batches.begin()
@@ -191,7 +168,6 @@ class Replay:
         """Admit an episode. Receipts of its siblings follow by `pop_receipts`.
 
         Args:
-            episode: Of any content.
             actor: Name of the sender, to which its group must have been granted; None: unknown.
         """
         number, limiter = number_of(episode.group_id), self.state.limiter
@@ -223,7 +199,6 @@ class Replay:
         """Give up a group that cannot be imagined: its credit returns. A closed group stays closed.
 
         Args:
-            failure: An actor's report.
             actor: Its name; it gives up only groups that it was granted. None: unknown.
         """
         if failure.number in self.lifecycle.unwritten:
@@ -296,7 +271,6 @@ class Replay:
         """Give complete groups away: see `BatchChooser.choose`.
 
         Args:
-            groups: How many.
             version: The learner's; no decision is older than ``version - max_lag``.
             request: A repeated request gets the same batch again: its first answer may be lost.
         """

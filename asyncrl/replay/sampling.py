@@ -95,10 +95,6 @@ class BatchChooser:
     def choose(self, groups: int, request: str) -> list[int] | None:
         """Give complete groups away, in the sampler's order; from then on they count as used.
 
-        Args:
-            groups: How many.
-            request: See `Replay.choose`.
-
         Returns:
             Their numbers, each read and usable; None if there are too few, or some are being read.
         """
@@ -125,10 +121,7 @@ class BatchChooser:
         return None
 
     def _is_sound(self, number: int) -> bool | None:
-        """Check again whether the learner can use a ready group, else close it; None: it is being read.
-
-        The file may be older than the check at admission or than a setting.
-        """
+        """Check again whether the learner can use a ready group, else close it; None: it is being read."""
         group = self._read(number)
         if group is None:
             return None
@@ -141,11 +134,7 @@ class BatchChooser:
         return not group.damaged and group.unusable is None
 
     def load(self, number: int) -> LoadedGroup | None:
-        """Return a stored group with its episodes; None while it is being read.
-
-        Raises:
-            OutOfFiles: No file can be opened; it can be tried again.
-        """
+        """Return a stored group with its episodes; None while it is being read."""
         if number not in self._store.group_files:
             return LoadedGroup(damaged=f"the file of group {number} is gone")
         group = self._read(number, keep=True)
@@ -183,12 +172,7 @@ class BatchChooser:
             self._pool.shutdown(cancel_futures=True)
 
     def _read(self, number: int, *, keep: bool = False) -> LoadedGroup | None:
-        """Return a group, or start to read it; None while it is being read.
-
-        Raises:
-            CodecMissing: It was compacted with a codec that is not installed here.
-            OutOfFiles: No file can be opened; it can be tried again.
-        """
+        """Return a group, or start to read it; None while it is being read."""
         self._begin(number, keep=keep)
         future = self._entries[number].future
         if not future.done():

@@ -128,12 +128,7 @@ def append_footer(path: Path) -> None:
 
 
 def check_whole(path: Path) -> os.stat_result:
-    """Check length and structure of a file against its footer, before HDF5 opens it.
-
-    Raises:
-        OutOfFiles: No file can be opened now.
-        ReplayError: It cannot be read, was cut short, or was changed.
-    """
+    """Check length and structure of a file against its footer, before HDF5 opens it."""
     try:
         handle = open_regular(path)
         try:
@@ -183,12 +178,7 @@ def _checksum_outside(
 
 
 def fingerprint(path: Path) -> int:
-    """Return the checksum of a sealed file's footer, which covers those of its tables and arrays.
-
-    Raises:
-        OSError: It cannot be read.
-        ValueError: It is too short.
-    """
+    """Return the checksum of a sealed file's footer, which covers those of its tables and arrays."""
     handle = open_regular(path)
     try:
         size = os.fstat(handle).st_size
@@ -244,12 +234,7 @@ def codec_of(dataset: h5py.Dataset) -> Codec | None:
 
 
 def require_codec(path: Path, dataset: h5py.Dataset) -> None:
-    """Check that a dataset of a file can be decoded here.
-
-    Raises:
-        CodecMissing: Its codec needs hdf5plugin, which is not installed.
-        ValueError: It is compressed as `asyncrl replay compact` never does.
-    """
+    """Check that a dataset of a file can be decoded here."""
     numbers = _filters(dataset)
     if dataset.chunks and (len(numbers) != 1 or numbers[0] not in FILTERS):
         raise ValueError(f"{dataset.name} is not stored as `asyncrl replay compact` does")

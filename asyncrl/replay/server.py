@@ -65,13 +65,8 @@ def serve_replay(
     """Run the replay until it is over.
 
     Args:
-        replay: Closed at the end.
-        endpoint: To bind; see `sockets.check_endpoint`.
         security: The replay's keys and allow-list; None for an endpoint that only this user can reach.
         settings: Sent to actors that join; None: none can join.
-        identity: The run's; peers of another run are refused.
-        stop_event: Ends the loop from another thread.
-        ready: Called once peers can connect.
 
     Raises:
         ConfigError: The endpoint cannot be used.

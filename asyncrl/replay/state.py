@@ -161,13 +161,7 @@ class ReplayState:
     """The groups, the fate of their episodes, the participants, and the quarantined start states."""
 
     def __init__(self, ledger: Ledger, limiter: Limiter, group_size: int) -> None:
-        """Start empty; see `recovery.recover`.
-
-        Args:
-            ledger: Keeps the events.
-            limiter: Without groups.
-            group_size: Episodes of a group when the ledger began; a resume may have changed it.
-        """
+        """Start empty; see `recovery.recover`."""
         self._ledger, self.limiter = ledger, limiter
         self.group_size = group_size
         """Episodes of a group, as of the last event."""
@@ -178,11 +172,7 @@ class ReplayState:
         self.filtered = FilteredGroups()
 
     def commit(self, event: Event) -> None:
-        """Make an event durable, then apply it.
-
-        Raises:
-            ReplayError: The disk refuses the write.
-        """
+        """Make an event durable, then apply it."""
         self._ledger.append(**event.to_line())
         self.apply(event)
 

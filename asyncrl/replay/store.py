@@ -69,13 +69,7 @@ class EpisodeStore:
         """Open or create the folder and recover what is in it.
 
         Args:
-            folder: The run's replay folder.
-            group_size: Episodes per group, recorded in a new folder.
             max_bytes: Size beyond which groups that are no longer needed are deleted, oldest first.
-            warn: Receives one line per damaged file.
-
-        Raises:
-            ReplayError: The folder belongs to another writer, format or version, or cannot be written.
         """
         self.folder, self.max_bytes, self._warn = folder, max_bytes, warn
         try:
@@ -105,13 +99,7 @@ class EpisodeStore:
         return self.enter(self.write(number, episodes))
 
     def write(self, number: int, episodes: Sequence[Episode]) -> GroupFile:
-        """Write the durable file of a complete group, in any thread; the caller has to `enter` it.
-
-        Raises:
-            DiskFull: There is no space; it can be tried again.
-            OutOfFiles: No file can be opened; it can be tried again.
-            ReplayError: The disk refuses the write for another reason. A failure leaves nothing behind.
-        """
+        """Write the durable file of a complete group, in any thread; the caller has to `enter` it."""
         members = sorted(episodes, key=lambda episode: episode.member)
         try:
             return self._write(number, members)
@@ -132,12 +120,7 @@ class EpisodeStore:
         return group_file
 
     def load(self, number: int) -> list[Episode] | None:
-        """Read a group of `group_files`; None when its file is damaged, which is then in quarantine.
-
-        Raises:
-            CodecMissing: It was compacted with a codec that is not installed here.
-            OutOfFiles: No file can be opened; it can be tried again.
-        """
+        """Read a group of `group_files`; None when its file is damaged, which is then in quarantine."""
         try:
             return self.read(self.group_files[number])
         except (CodecMissing, OutOfFiles):
@@ -147,17 +130,7 @@ class EpisodeStore:
             return None
 
     def read(self, group_file: GroupFile, *, without: Collection[str] = ()) -> list[Episode]:
-        """Read a group's file. Any thread may call this.
-
-        Args:
-            group_file: From `group_files`.
-            without: Arrays not to read, which come back empty.
-
-        Raises:
-            CodecMissing: It was compacted with a codec that is not installed here.
-            OutOfFiles: No file can be opened; it can be tried again.
-            ReplayError: It is damaged, or gone.
-        """
+        """Read a group's file. Any thread may call this."""
         path, expected = group_file.path, group_file.attributes
         try:
             return read_group(path, without=without, attributes=expected)
@@ -175,7 +148,6 @@ class EpisodeStore:
 
         Args:
             expendable: Groups that may be deleted, lowest number first, until the size is within the limit.
-            aged: Groups that are deleted at any size.
         """
         old = sorted(set(aged) & self.group_files.keys())
         deleted = list[int]()
@@ -194,11 +166,7 @@ class EpisodeStore:
             flush(self.folder)
 
     def set_aside(self, number: int) -> Path:
-        """Move the file of a group to `set_aside/`, where it is neither read nor deleted; return its path.
-
-        Raises:
-            ReplayError: The folder cannot be written.
-        """
+        """Move the file of a group to `set_aside/`, where it is neither read nor deleted; return its path."""
         group_file = self._take_out(number)
         away = self.folder / "set_aside"
         try:

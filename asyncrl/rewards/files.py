@@ -99,10 +99,6 @@ def open_reward(folder: Path, tasks: Collection[str] = ()) -> RewardFiles:
 
     Args:
         folder: Holds ``reward.json``, or a file with a published network.
-        tasks: Instructions of the start states, by which a published model of a suite is told its tasks.
-
-    Raises:
-        CheckpointError: A file is missing or cannot be read, or the tasks are not of one suite.
     """
     if (folder / "reward.json").is_file():
         return _open_own(folder)
@@ -131,16 +127,7 @@ def _open_own(folder: Path) -> RewardFiles:
 
 
 def open_groups(folder: Path, tasks: Sequence[str]) -> dict[str, RewardFiles]:
-    """Read the descriptions of the six networks of LIBERO-Long, by group.
-
-    Args:
-        folder: See `group_folders`.
-        tasks: Instructions of the start states.
-
-    Raises:
-        CheckpointError: A group is missing or is no network with an embedding of ten tasks, or the tasks are
-            not those of LIBERO-Long.
-    """
+    """Read the descriptions of the six networks of LIBERO-Long, by group."""
     place = group_folders(folder)
     if place is None:
         raise CheckpointError(

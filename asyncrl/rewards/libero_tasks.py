@@ -69,11 +69,7 @@ the stove, 3 the bowl into the drawer, 4 the white mug on a plate, 5 the book in
 
 
 def suite_of(tasks: Collection[str]) -> str:
-    """Return the name of the suite that all `tasks` belong to.
-
-    Raises:
-        CheckpointError: There are no tasks, one is in no suite, or they are of several suites.
-    """
+    """Return the name of the suite that all `tasks` belong to."""
     homes = {task: name for name, instructions in SUITES.items() for task in instructions}
     if unknown := sorted(set(tasks) - homes.keys()):
         raise CheckpointError(
@@ -102,11 +98,7 @@ def reward_kind(folder: Path) -> str:
 
 
 def group_folders(folder: Path) -> Path | None:
-    """Find the parent of ``group_1`` to ``group_6``: `folder` or one below it; None: there is none.
-
-    Raises:
-        CheckpointError: There are several such places.
-    """
+    """Find the parent of ``group_1`` to ``group_6``: `folder` or one below it; None: there is none."""
     below = sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
     places = [place for place in (folder, *below) if any((place / group).is_dir() for group in GROUPS)]
     if len(places) > 1:

@@ -93,7 +93,6 @@ class ResnetRewModel(nn.Module):
 
         Args:
             images_N3HW: ``[N, 3, H, W]`` float32 in [-1, 1].
-            task_ids_N: Not looked at.
 
         Returns:
             ``[N]`` float32 log-odds of success.
@@ -218,11 +217,7 @@ class GroupedReward:
     """Scores frames of LIBERO-Long with the network of their task's group."""
 
     def __init__(self, models: Mapping[str, ResNetReward]) -> None:
-        """Join the networks.
-
-        Args:
-            models: By the name of their group, all of `GROUPS`, on one device.
-        """
+        """Join the networks."""
         self.models = dict(models)
         self._group = {
             task: GROUPS[number - 1] for task, number in zip(SUITES[LONG], LONG_GROUPS, strict=True)

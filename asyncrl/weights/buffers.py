@@ -299,12 +299,7 @@ class BufferedReceiver:
         return version
 
     def require_alive(self) -> None:
-        """Check that versions may still come.
-
-        Raises:
-            WeightSyncError: The learner is gone, or refuses.
-            AttemptEnded: It belongs to a newer start of the run.
-        """
+        """Check that versions may still come."""
         if isinstance(self._failure, AttemptEnded):
             raise self._failure
         if self._failure is not None:

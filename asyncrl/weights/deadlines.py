@@ -34,16 +34,7 @@ def run_bounded(
     """Run `action`, which may block for ever, on a thread of its own, and leave it there if it does not end.
 
     Args:
-        action: The action.
         seconds: Deadline, counted from the last change of `progress`.
-        what: Name of the action, for the error.
-        given_up: Called again and again; a non-empty result is the reason to stop waiting.
-        progress: Returns a number that grows while the action goes on.
-        wait: Replaces the sleep between two looks, for a thread that serves a socket at the same time.
-        wake: Ends `wait`; called when the action has ended.
-
-    Raises:
-        WeightSyncError: `action` raised, did not end in time, or was given up.
     """
     done = threading.Event()
     result: list[T] = []

@@ -397,13 +397,6 @@ def build_publisher(
 ) -> BroadcastPublisher:
     """Open the weight channel on learner rank 0.
 
-    Args:
-        transport: Name of the carrier.
-        path: Of the channel's socket, in a private folder of the run, which the caller removes.
-        device: The learner's, with its index if it is a GPU.
-        deadline: Seconds after which an actor that does not take part is left behind.
-        settings: Further endpoint, keys and identity.
-
     Raises:
         ConfigError: an address is not allowed or taken, or the transport needs a GPU.
     """

@@ -365,14 +365,7 @@ def build_receiver(
     """Join the weight channel from an actor.
 
     Args:
-        transport: Name of the carrier, the same as the learner's; or `interface.PULL`.
-        endpoint: The publisher's `endpoint` on its host, else its `pull_endpoint`.
-        name: The actor's. An actor that registers under a known name replaces the earlier one.
         tensors: Those that will be swapped, of which shape and dtype are read. None: the learner's.
-        device: The actor's, with its index if it is a GPU.
-        deadline: Seconds after which a broadcast has failed, and without an answer the learner is gone.
-        security: This receiver's keys, if the run has some.
-        identity: Of the run.
 
     Raises:
         ConfigError: the endpoint cannot be used safely, or the transport needs a GPU.

@@ -92,15 +92,7 @@ class WorldFolder:
 
 
 def refuse_own_settings(own: Mapping[str, Any], world: str) -> None:
-    """Check that --world-settings is empty, for a world that takes none.
-
-    Args:
-        own: The settings.
-        world: The world's name for people, with its article.
-
-    Raises:
-        ConfigError: There are some; names the settings that exist instead.
-    """
+    """Check that --world-settings is empty, for a world that takes none."""
     if own:
         unguided = " and draws without guidance" if "guidance" in own else ""
         raise ConfigError(
@@ -110,16 +102,7 @@ def refuse_own_settings(own: Mapping[str, Any], world: str) -> None:
 
 
 def read_about(folder: Path, kind: str, *, published: bool) -> dict[str, Any]:
-    """Read world.json.
-
-    Args:
-        folder: Of the world.
-        kind: Expected in the file.
-        published: The folder has the tensors of a published world: without a world.json nothing is returned.
-
-    Raises:
-        CheckpointError: It is missing, of another kind or format, or lacks version, image size or steps.
-    """
+    """Read world.json."""
     path = folder / ABOUT
     if published and not path.is_file():
         return {}
@@ -153,11 +136,7 @@ def write_about(folder: Path, kind: str, **facts: Any) -> None:
 def shape_of(
     files: TensorFiles, shapes: Mapping[str, torch.Size], name: str, axes: int, model: str
 ) -> torch.Size:
-    """Return the shape of a tensor that tells a size of `model`.
-
-    Raises:
-        CheckpointError: There is no such tensor, or it has not `axes` axes.
-    """
+    """Return the shape of a tensor that tells a size of `model`."""
     if name not in shapes or len(shapes[name]) != axes:
         seen = f"has {name} of shape {list(shapes[name])}" if name in shapes else f"lacks tensor {name}"
         raise CheckpointError(

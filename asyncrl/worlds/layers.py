@@ -21,7 +21,6 @@ def attend_few(
     Args:
         query_NHFE: ``[N, H, F, E]`` of any float dtype.
         key_NHKE: ``[N, H, K, E]`` in the same.
-        value_NHKE: As `key_NHKE`.
         visible_FK: ``[F, K]`` bool; None: every frame sees all.
 
     Returns:
@@ -48,7 +47,6 @@ def sinusoid(times: Tensor, channels: int) -> Tensor:
 
     Args:
         times: ``[...]`` of any float dtype, in 0..1000.
-        channels: Even number of output channels.
 
     Returns:
         ``[..., channels]`` float64.

@@ -35,7 +35,6 @@ def trajectory_files(folder: Path, *, keyframes: bool) -> list[Path]:
     """List the trajectories of a folder in the order of their names (``traj10`` before ``traj2``).
 
     Args:
-        folder: Other files in it are not looked at.
         keyframes: Whether files with ``_kir`` in their name count too, on an equal footing.
     """
     files = sorted(folder.glob("*.npy"), key=lambda file: file.name)
@@ -48,10 +47,6 @@ def load_trajectories(folder: Path, *, keyframes: bool, image_size: int = 0) -> 
     Args:
         folder: Holds ``*.npy``.
         keyframes: Whether to use files with ``_kir`` in their name.
-        image_size: Images of another size are resized to it as RLinf does; 0 leaves them.
-
-    Raises:
-        AssetError: There are none, or one of them does not hold what it should.
     """
     files = trajectory_files(folder, keyframes=keyframes)
     if not files:
@@ -64,11 +59,7 @@ def load_trajectories(folder: Path, *, keyframes: bool, image_size: int = 0) -> 
 
 
 def load_trajectory(file: Path, *, image_size: int = 0) -> StartState:
-    """Read the start state of one trajectory; its name is the file's, without ``.npy``.
-
-    Raises:
-        AssetError: The file does not hold frames as described at the top of this module.
-    """
+    """Read the start state of one trajectory; its name is the file's, without ``.npy``."""
     frames = read_object_array(file)
     if not 1 <= len(frames) <= _MAX_FRAMES:
         raise AssetError(f"{file} has {len(frames)} frames; between 1 and {_MAX_FRAMES} can be read.")
@@ -134,10 +125,7 @@ def _action(frame: Mapping[str, Any], file: Path) -> NDArray[np.float32]:
 
 
 def _pose(frame: Mapping[str, Any]) -> NDArray[np.float32] | None:
-    """Read where the hand is at a frame: ``[8]`` float32; None where nothing says it.
-
-    Most worlds need no pose, so one of another shape is no error here: a world that needs it says so.
-    """
+    """Read where the hand is at a frame: ``[8]`` float32; None where nothing says it."""
     for key in ("init_ee_pose", "abs_action"):
         pose = frame.get(key)
         if isinstance(pose, (list, tuple)) and all(type(n) in (int, float) and abs(n) < 1e9 for n in pose):

@@ -105,12 +105,7 @@ def _unpickled(unpickler: pickle.Unpickler, content: bytes, limit: int) -> Any:
 
 
 def read_object_array(path: Path) -> list[Any]:
-    """Read a one-dimensional array of objects that ``np.save`` wrote (pickle protocol 2 to 5).
-
-    Raises:
-        AssetError: The file is missing, too large, truncated, or holds anything else than numbers, strings,
-            lists, tuples, dicts with string keys, and numeric arrays.
-    """
+    """Read a one-dimensional array of objects that ``np.save`` wrote (pickle protocol 2 to 5)."""
     try:
         stream = io.BytesIO(read_bytes(path, MAX_BYTES))
         length = _read_header(stream)
@@ -352,11 +347,7 @@ class CkptFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """Read names, shapes and places.
-
-        Raises:
-            CheckpointError: The file is missing, is no zip archive of PyTorch's, or is broken.
-        """
+        """Read names, shapes and places."""
         self.path = path
         try:
             with zipfile.ZipFile(path) as archive, path.open("rb") as file:
@@ -385,11 +376,7 @@ class CkptFile:
         return {name: torch.Size(tensor.shape) for name, tensor in self.tensors.items()}
 
     def read(self, name: str) -> Tensor:
-        """Read one tensor, on the CPU, into memory of its own.
-
-        Raises:
-            CheckpointError: The file cannot be read, or became shorter.
-        """
+        """Read one tensor, on the CPU, into memory of its own."""
         (dtype, key, _), offset, shape, strides = self.tensors[name]
         span = 0 if 0 in shape else 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
         try:

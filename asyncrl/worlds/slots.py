@@ -125,7 +125,6 @@ def open_each_once(states: Sequence[StartState], open_slots: Callable[[list[Star
 
     Args:
         states: ``B`` start states, at least 1.
-        open_slots: Opens one slot for each of a few start states.
 
     Returns:
         A state of ``B`` rows with memory of its own.
@@ -177,12 +176,7 @@ def imagine_full(
         state: Of ``B`` slots.
         actions: ``[B, C, A]`` float32, on any device.
         noise_seeds: ``B`` seeds.
-        rows: Smallest batch; 0 disables padding. Compiled networks need a fixed batch size.
-        device: Of the world.
         spec: ``C`` and ``A`` of the world.
-
-    Raises:
-        ValueError: Actions or seeds do not fit the slots.
     """
     if not isinstance(actions, Tensor):
         actions = torch.from_numpy(np.array(actions, dtype=np.float32))  # a copy, for it may be read-only

@@ -88,10 +88,7 @@ def load_start_states(path: Path, *, keyframes: bool = True, image_size: int = 0
     """Read the start states of a file, or of a folder: our ``*.h5`` and ``*.hdf5``, or RLinf's ``*.npy``.
 
     Args:
-        path: A file, or a folder whose files are taken by name.
         keyframes: Whether trajectories with ``_kir`` in their name are used (RLinf's ``enable_kir``).
-        image_size: Trajectories of another size are resized to it as RLinf does; 0 leaves them. Our own
-            files are never resized.
 
     Raises:
         AssetError: Nothing is there, or it is in neither format.
@@ -160,15 +157,8 @@ def check_beginnings(
     """Check that a world can begin with start states.
 
     Args:
-        states: Of an episode each.
         image_size: Height and width of the world's frames in pixels.
         context: Frames of a context, where a state has one; 0: the world takes none.
-        action_dim: Numbers of the world's actions.
-        needs_pose: See `check_pose`.
-
-    Raises:
-        ConfigError: A frame has another size, the frames of a context are not so many, their actions have
-            another width, or a pose is missing.
     """
     for state in states:
         for frame in (state.frame, *state.context_frames):
@@ -232,8 +222,6 @@ def check_keyframes(states: Sequence[StartState], *, share: float, max_decisions
     """Check that episodes can begin at key frames as often as asked for, with decisions left to make.
 
     Args:
-        states: Start states, key frames among them.
-        share: See `TrainConfig.keyframe_share`.
         max_decisions: Of an episode from an ordinary start; 0: not known.
 
     Raises:
@@ -266,8 +254,6 @@ class StartStateStream:
         """Make a stream.
 
         Args:
-            states: At least one; see `check_keyframes`.
-            seed: Of the order.
             keyframe_share: Share of elements that are key frames, spread evenly; -1: every state comes alike.
         """
         if not states:

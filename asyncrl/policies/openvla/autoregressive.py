@@ -34,7 +34,6 @@ class OpenVLAPolicy(OpenVLAOFTPolicy):
         """Embed the prompt, followed by the tokens but the last, which speaks for nothing.
 
         Args:
-            inputs: From `preprocess`.
             tokens_BK: ``[B, K]`` bins of any integer dtype; None: the prompt alone.
 
         Returns:

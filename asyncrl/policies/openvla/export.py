@@ -90,10 +90,6 @@ def convert(
     """Write the policy of one folder into another, complete for other stacks.
 
     Args:
-        source: Policy folder.
-        folder: Created if missing; a policy in it is replaced.
-        choices: Conventions that the source lacks.
-        adapter: peft folder, merged on the way. Not one inside `source`.
         original: Published folder that training began with: provides the unused tensors and other stacks'
             files; None: the source itself.
         dtype: Of all numbers written, and of the policy's arithmetic; None: those of the source.
@@ -195,11 +191,7 @@ def unpublished_size(config: OpenVLAOFTConfig) -> str:
 
 
 def missing_files(folder: Path) -> dict[str, list[str]]:
-    """List the files that other stacks need and a policy folder lacks, by the classes that read them.
-
-    Raises:
-        CheckpointError: A JSON file of the folder is broken.
-    """
+    """List the files that other stacks need and a policy folder lacks, by the classes that read them."""
     maps = {
         name: _auto_map(read_json(folder / name))
         for name in ("config.json", "preprocessor_config.json", "processor_config.json", TOKENIZER_CONFIG)

@@ -180,11 +180,7 @@ def _weights(folder: Path) -> TensorFiles:
 
 
 def read_pt(file: Path) -> dict[str, Tensor]:
-    """Read a `.pt` or `.bin` state dict; the prefix `module.` of data-parallel runs is removed.
-
-    Raises:
-        CheckpointError: The file is missing, truncated, or holds something else than tensors.
-    """
+    """Read a `.pt` or `.bin` state dict; the prefix `module.` of data-parallel runs is removed."""
     files = TensorFiles(file, rename=lambda name: name.removeprefix("module."))
     return {name: files.read(name) for name in files.names()}
 
@@ -300,14 +296,7 @@ def write_policy(
     """Write a policy folder tensor by tensor; each file appears whole or not at all.
 
     Args:
-        folder: Created if missing; a policy in it is replaced.
-        config: Of the policy.
-        tokenizer: Of the policy.
-        specs: Of the policy's tensors by stable name, in the order in which they come.
         natives: The policy's tensors, adapters merged, in the order and shapes of `specs`, any dtype.
-        original: Provides config.json, statistics and unused tensors.
-        whole: Write a folder for other stacks: all published tensors (zeros for unknown unused ones), and the
-            position of DINOv2's class token added to that token.
         shard_bytes: Size above which a further weight file is begun.
 
     Returns:

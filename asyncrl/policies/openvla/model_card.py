@@ -104,11 +104,6 @@ def trained_policy(
 ) -> TrainedPolicy | None:
     """Read the facts of a checkpoint's run; None for any other folder.
 
-    Args:
-        folder: The checkpoint.
-        run_dir: Of its run.
-        simulator_of: Returns the simulator of a `--world`; empty for a world model, None if unknown.
-
     Raises:
         CheckpointError: The checkpoint's version cannot be read.
     """

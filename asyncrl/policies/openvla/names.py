@@ -52,12 +52,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def published_shapes(config: OpenVLAOFTConfig, *, class_position: bool = False) -> Shapes:
-    """Return the published tensors that the policy uses.
-
-    Args:
-        config: Of the policy.
-        class_position: DINOv2's `pos_embed` has a row for the class token; published folders have none.
-    """
+    """Return the published tensors that the policy uses."""
     shapes = {**_tower(_DINO, config, config.dino), **_tower(_SIGLIP, config, config.siglip)}
     if class_position:
         shapes[POSITIONS] = (1, 1 + config.patches, config.dino.width)
@@ -158,10 +153,7 @@ def to_published(
     """Turn the policy's tensors into published ones, each as soon as its parts are there.
 
     Args:
-        rows: See `tensor_map`.
         natives: All of the policy's, any dtype and order: parts wait in memory until the last one comes.
-        fold: Add the class token's position to the class token, as other stacks need it; else `pos_embed`
-            keeps its row, and the policy comes back bit for bit.
 
     Yields:
         Published name, and a tensor of the same dtype in its published shape.

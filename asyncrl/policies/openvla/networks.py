@@ -180,12 +180,10 @@ def run_trunk(
     mask once it is compiled or captured, which costs the fast attention.
 
     Args:
-        llm: Its layers, rotary embedding and final norm are used.
         x_BQD: ``[B, Q, D]`` embeddings in the weights' dtype.
         mask_BS: ``[B, S]`` integer or bool, 0 = padding, over all positions so far; None: no padding. Padding
             is not counted: the rotary positions of a padded prompt are those of an unpadded one.
         causal: Whether a position sees only those up to itself.
-        cache: Keys and values of the positions before; takes in those of the new ones.
 
     Returns:
         ``[B, Q, D]`` final hidden states in the weights' dtype.

@@ -29,11 +29,7 @@ def is_old(folder: Path) -> bool:
 
 
 def open_folder(folder: Path) -> PolicyFolder:
-    """Open a folder of asyncrl 0.1's layout and check that it is complete.
-
-    Raises:
-        CheckpointError: A file or tensor is missing, unknown or misshapen.
-    """
+    """Open a folder of asyncrl 0.1's layout and check that it is complete."""
     fields = read_json(folder / "config.json")
     if fields.get("format_version") != 1:
         raise CheckpointError(f"{folder} was written by another version of asyncrl. Update asyncrl.")

@@ -76,7 +76,6 @@ class OpenVLAOFTPolicy(PolicyModule):
         """Build with random weights, in `config.dtype`.
 
         Args:
-            config: Sizes and conventions.
             tokenizer: None: the built-in word tokenizer, which only policies trained with it understand.
         """
         super().__init__()
@@ -112,11 +111,6 @@ class OpenVLAOFTPolicy(PolicyModule):
     def load(cls, folder: Path, device: torch.device, **settings: Any) -> Self:
         """Read a policy folder: published, or written by asyncrl.
 
-        Args:
-            folder: Holds config.json and weights.
-            device: Where the weights go.
-            settings: Fields of `PublishedOptions`, for conventions that the folder lacks.
-
         Raises:
             CheckpointError: A file is missing, truncated, or does not fit.
             ConfigError: A setting is not known.
@@ -134,8 +128,6 @@ class OpenVLAOFTPolicy(PolicyModule):
         """Read the weights tensor by tensor; in evaluation mode, everything trainable.
 
         Args:
-            opened: The policy's folder.
-            device: Where the weights go.
             dtype: Of the weights; "config": `config.dtype`.
         """
         with torch.device("meta"):
@@ -163,7 +155,6 @@ class OpenVLAOFTPolicy(PolicyModule):
         """Write a policy folder, adapters merged; each file appears whole or not at all.
 
         Args:
-            folder: Created if missing; a policy in it is replaced.
             tensors: All weights by stable name, each whole, any dtype; None: the policy's own.
             dtype: Of the numbers in the file; the policy computes in `config.dtype` all the same.
             shard_bytes: Size above which a further weight file is begun.
@@ -244,11 +235,7 @@ class OpenVLAOFTPolicy(PolicyModule):
         require_trainable(self.config)
 
     def add_critic(self, level: str = "decision") -> None:
-        """Add a critic with fresh random weights, or replace the present one.
-
-        Args:
-            level: decision: one value per decision. action: one per step.
-        """
+        """Add a critic with fresh random weights, or replace the present one."""
         stored: Any = next(name for name, ours in LEVELS.items() if ours == level)
         self.config = dataclasses.replace(self.config, value_head=stored)
         head = ValueHead(self.config.llm_width, self.config.value_hidden, self.config.values)
@@ -331,7 +318,6 @@ class OpenVLAOFTPolicy(PolicyModule):
         Shapes depend on those of `inputs` alone, and on `PolicyInputs.padded`.
 
         Args:
-            inputs: From `preprocess`.
             tokens_BK: ``[B, K]`` bins of any integer dtype, for autoregressive decoding.
 
         Returns:
@@ -347,8 +333,6 @@ class OpenVLAOFTPolicy(PolicyModule):
         """Choose the tokens of a decision: on the device alone, with shapes as in `readout`.
 
         Args:
-            inputs: From `preprocess`.
-            sampling: Temperature and top-k.
             uniforms_BK: ``[B, K]`` float64 in [0, 1), one number per token; None: the most likely tokens.
         """
         hidden_BKD = self.readout(inputs)

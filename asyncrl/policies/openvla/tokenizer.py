@@ -59,12 +59,7 @@ class PromptTokenizer:
     """A tokenizer of whole prompts, cached by task."""
 
     def __init__(self, tokenizer: Tokenizer, *, pad_id: int) -> None:
-        """Wrap a tokenizer.
-
-        Args:
-            tokenizer: Must know `<s>` and `</s>`.
-            pad_id: Fills the gap of shorter prompts; every other id is below it.
-        """
+        """Wrap a tokenizer."""
         begin, end = tokenizer.token_to_id(BEGIN), tokenizer.token_to_id(END)
         if begin is None or end is None:
             raise CheckpointError(

@@ -40,11 +40,7 @@ _LARGEST_HANDLE = 4096
 
 
 def divide(devices: list[str]) -> tuple[list[int], list[int]]:
-    """Divide the ranks by GPU: those on rank 0's; the others, number i of which has rank i + 1 in NCCL.
-
-    Raises:
-        WeightSyncError: two members share a GPU that is not the learner's.
-    """
+    """Divide the ranks by GPU: those on rank 0's; the others, number i of which has rank i + 1 in NCCL."""
     local = [r for r in range(1, len(devices)) if devices[r] == devices[0]]
     remote = [r for r in range(1, len(devices)) if devices[r] != devices[0]]
     for rank in remote:

@@ -91,14 +91,7 @@ class _NcclLink:
 
 @contextmanager
 def _lenient_watchdog() -> Iterator[None]:
-    """Build an NCCL group whose watchdog reports errors but does not end the process; the others keep theirs.
-
-    Nor does it look every second whether another rank wants a dump: the store that it would ask is deleted
-    once all members are linked, and a torch FileStore waits for its file as long as for a key. Whoever ended
-    the link would wait that long too, 60 s by default.
-
-    The group reads these variables once, in its constructor.
-    """
+    """Build an NCCL group whose watchdog reports errors but does not end the process."""
     settings = {
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
         "TORCH_NCCL_ENABLE_MONITORING": "0",
@@ -117,11 +110,7 @@ def _lenient_watchdog() -> Iterator[None]:
 
 
 def require_gpu(name: str, device: torch.device) -> None:
-    """Check that a device is one certain GPU.
-
-    Raises:
-        ConfigError: it is none.
-    """
+    """Check that a device is one certain GPU."""
     if device.type != "cuda" or device.index is None:
         raise ConfigError(
             f"--weights.transport is {name}, which carries weights between GPUs, but the device is {device}. "

@@ -107,12 +107,7 @@ def sampling_times(steps: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=32)
 def sampling_steps(steps: int, eta: float = 1.0) -> tuple[Step, ...]:
-    """Return the numbers of every step.
-
-    Args:
-        steps: Network calls, 1 to 1000.
-        eta: Share of the fresh noise: 0 none (deterministic), 1 as much as in ancestral sampling.
-    """
+    """Return the numbers of every step."""
     times = sampling_times(steps)
     shares, scales = signal_shares(), signal_scales()
     table = []
@@ -143,7 +138,6 @@ def guided(conditional: Tensor, unconditional: Tensor, scale: float, rescale: fl
     Args:
         conditional: ``[B, ...]`` velocity under the conditions.
         unconditional: ``[B, ...]`` velocity without them.
-        scale: 1 gives `conditional`; larger follows the conditions more.
         rescale: In [0, 1], how far the spread of each row is brought back to that of `conditional` (arXiv
             2305.08891, section 3.4).
     """
@@ -165,7 +159,6 @@ def philox(counter: Sequence[Tensor | int], key: Sequence[Tensor | int]) -> tupl
 
     Args:
         counter: Four tensors int64 (or numbers) whose shapes broadcast; one is a tensor.
-        key: Two of the same kind.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -223,8 +216,6 @@ def normal_noise(
     Args:
         seeds_B2: ``[B, 2]`` int64 on the device, of `seed_words`.
         draw: Number of the draw, 0..2**32 - 1; a tensor: ``[]`` int64.
-        shape: Of a row.
-        words: `normal_words`, or that compiled.
     """
     count = math.prod(shape)
     place_N = torch.arange((count + 3) // 4, device=seeds_B2.device)
@@ -267,7 +258,6 @@ def draw(generator: torch.Generator, new: torch.Size, remembered: int, *, dropou
     """Draw the random numbers of a batch, in the order of `Draws`.
 
     Args:
-        generator: On the CPU.
         new: ``[B, C, Z, h, w]``.
         remembered: ``P``.
         dropout: Share of the samples without tokens, in [0, 1].
@@ -328,7 +318,6 @@ def chunk_loss(
     """Compute the loss of the velocity of the new frames, with gradients to the network and the tokens.
 
     Args:
-        unet: An `EvacUNet`, in the mode the caller wants.
         history_BPZhw: ``[B, P, Z, h, w]`` float32 clean latents of remembered frames, the last one last.
         new_BCZhw: ``[B, C, Z, h, w]`` float32 clean latents of the new frames.
         maps_BCZhw: ``[B, C, Z, h, w]`` float32 latents of their trajectory maps.
@@ -337,8 +326,6 @@ def chunk_loss(
         actions_BFTK: ``[B, F, T, K]`` tokens of the action that made each frame.
         fps: ``[B]`` of any dtype.
         domain: ``[B]`` int64.
-        draws: Of `draw`.
-        history_noise: False leaves the remembered frames clean.
     """
     device, remembered = new_BCZhw.device, history_BPZhw.shape[1]
     levels_BC = draws.levels[:, None].expand(-1, new_BCZhw.shape[1])

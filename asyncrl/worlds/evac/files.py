@@ -108,11 +108,7 @@ class EvacFiles(WorldFolder):
             return EvacNetworks.build(self.config)
 
     def check(self, settings: ImaginationSettings = AS_SAVED) -> int:
-        """Check that all tensors are there and fit; return the bytes that the loaded world takes.
-
-        Raises:
-            CheckpointError: A tensor is missing, unknown or has the wrong shape, by its published name.
-        """
+        """Check that all tensors are there and fit; return the bytes that the loaded world takes."""
         networks, dtype = self.build(), self.types(settings).dtype
         for part, wanted in published_tensors(networks).items():
             present, prefix = self.parts[part], PREFIXES.get(part, "")
@@ -139,11 +135,7 @@ class EvacFiles(WorldFolder):
         """Load the networks for inference, one tensor at a time, straight to `device`.
 
         Args:
-            device: Where the weights go.
             dtype: Of the loaded weights, see `types`; None: as the folder says.
-
-        Raises:
-            CheckpointError: See `check`.
         """
         self.check()
         networks, dtype = self.build(), dtype or self.types().dtype
@@ -165,11 +157,7 @@ def _dtype(part: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def open_evac(folder: Path) -> EvacFiles:
-    """Read sizes and facts of a world, without its weights.
-
-    Raises:
-        CheckpointError: A file is missing, cannot be read, or is of a kind that is not known.
-    """
+    """Read sizes and facts of a world, without its weights."""
     label, parts = _find_parts(folder)
     about = read_about(folder, KIND, published=bool(parts)) if parts or (folder / ABOUT).is_file() else None
     if about is None:
@@ -251,14 +239,7 @@ def _facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _find_parts(folder: Path) -> tuple[str, Parts]:
-    """Find the networks of a world by the tensors of a folder's files.
-
-    Returns:
-        Name of the main file, and its parts; none: there is no world.
-
-    Raises:
-        CheckpointError: A file cannot be read, or a part of the world is missing.
-    """
+    """Find the networks of a world by the tensors of a folder's files."""
     tensors, errors = _open_files(folder)
     main = [path for path, entries in tensors.items() if MARK in entries]
     if not main:

@@ -113,10 +113,7 @@ def from_published(part: str, name: str, tensor: Tensor, levels: int) -> dict[st
     """Turn a published tensor, also one on the meta device, into those of a network here.
 
     Args:
-        part: Network, see `EvacNetworks.by_name`.
-        name: Published name without prefix; an unknown one is returned as it is.
         tensor: Of any dtype.
-        levels: Of the autoencoder.
 
     Returns:
         By name; three for a fused projection.
@@ -189,13 +186,7 @@ def config_of(
     """Read the sizes of a world from the shapes of its tensors.
 
     Args:
-        shapes: By network and published name without prefix.
-        facts: By object of world.json; those of published worlds where one is missing.
         others: Further fields of `EvacConfig`; `image_size` at least.
-
-    Raises:
-        KeyError: A tensor is missing; has its published name.
-        ValueError: The parts do not fit together, or a fact is impossible.
     """
     of = {part: _Shapes(PREFIXES.get(part, ""), own) for part, own in shapes.items()}
     return EvacConfig(

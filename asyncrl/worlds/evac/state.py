@@ -39,11 +39,7 @@ class EvacOptions:
 
     @classmethod
     def from_settings(cls, settings: ImaginationSettings, own: Mapping[str, Any]) -> EvacOptions:
-        """Read the settings of a run.
-
-        Raises:
-            ConfigError: One of them is unknown, out of bounds, or not supported by this world.
-        """
+        """Read the settings of a run."""
         if settings.context == "frames":
             raise ConfigError(
                 "--imagination.context is frames, but an EVAC world remembers the latents that it drew and "
@@ -137,11 +133,7 @@ class EvacState:
 
     @torch.inference_mode()  # in place on tensors that may or may not have been made in inference mode
     def write_rows(self, indices: Sequence[int], other: EvacState) -> EvacState:
-        """Write row k of `other` over row ``indices[k]``, in place, and return this state.
-
-        Raises:
-            ConfigError: The other state was made for another number of decisions.
-        """
+        """Write row k of `other` over row ``indices[k]``, in place, and return this state."""
         if other.history.shape[1] != self.history.shape[1]:
             raise ConfigError(
                 f"a state with room for {other.history.shape[1]} frames cannot go into one with room for "
@@ -179,11 +171,7 @@ class EvacState:
         return self.poses[rows, self.count - 1]
 
     def check_room(self) -> None:
-        """Check that another decision fits.
-
-        Raises:
-            ConfigError: A slot has had all its decisions.
-        """
+        """Check that another decision fits."""
         if 0 in self.left:
             raise ConfigError(
                 f"slot {self.left.index(0)} has imagined as many decisions as its memory was made for, and "
@@ -238,8 +226,6 @@ def conditions_of(
     """Compute the conditions of a decision, on the device.
 
     Args:
-        networks: Of the world.
-        geometry: Of the world.
         state: Of ``B`` slots.
         actions_BC7: ``[B, C, 7]`` float32 on the device.
         remembered: ``P``.

@@ -202,7 +202,6 @@ class Attention(nn.Module):
             x: ``[M, S, width]`` tokens in the dtype of the weights.
             context: ``[M / R, L, K]`` tokens in the same, each for R rows of `x` that follow each other;
                 None: `x` itself.
-            of_actions: The context's tokens are those of actions; else they are those of an image.
         """
         if context is None:
             key, value = self.to_k(x), self.to_v(x)

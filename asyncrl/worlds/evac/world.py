@@ -72,11 +72,7 @@ class EvacWorld:
         """Join the networks.
 
         Args:
-            networks: Of the sizes in `config`, in evaluation mode.
-            config: Sizes and conventions.
             options: Of the sampler; None: as published, with the folder's number of steps.
-            version: Of the weights.
-            device: Where they go.
         """
         self.networks = networks
         self.config = config
@@ -150,11 +146,7 @@ class EvacWorld:
         return self
 
     def compile(self, rows: int) -> EvacWorld:
-        """Compile the slow parts; the first decision takes minutes longer at full size.
-
-        Args:
-            rows: Slots of a decision from now on; fewer are filled up with copies and cost as much.
-        """
+        """Compile the slow parts; the first decision takes minutes longer at full size."""
         self._rows = rows
         unet = self.networks.unet
         unet.compile(fullgraph=True, dynamic=False)
@@ -216,7 +208,6 @@ class EvacWorld:
         """Imagine the 8 frames that 8 actions lead to. Never waits for the device.
 
         Args:
-            state: What `start` or the last `imagine` returned; it is not changed.
             actions: ``[B, 8, 7]`` float32; action i produced frame i.
             noise_seeds: ``B`` seeds; row i depends on ``noise_seeds[i]`` only.
 
@@ -337,10 +328,7 @@ def estimate_slot(
     """Estimate the device memory beside the weights, in episodes of so many decisions.
 
     Args:
-        config: Sizes.
-        decisions: That a slot has room for.
         dtype: Of the weights.
-        guided: Whether every slot passes through the network twice.
     """
     size, frames = config.latent_size, 1 + CONTEXT + CHUNK * decisions
     remembered = frames * (config.autoencoder.latent * size**2 + POSE_DIM) * 4

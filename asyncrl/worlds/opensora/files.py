@@ -89,12 +89,7 @@ class WorldFiles(WorldFolder):
             return STDiT3(size), FrameVae(self.vae_size)
 
     def check(self, settings: ImaginationSettings = AS_SAVED) -> int:
-        """Check that all tensors are there, fit, and are all; return the bytes that the loaded world takes.
-
-        Raises:
-            CheckpointError: A tensor is missing, has the wrong shape, or is not of these networks.
-            ConfigError: A setting that this kind of world cannot follow.
-        """
+        """Check that all tensors are there and fit; return the bytes of the loaded world."""
         check_settings(settings)
         in_files, vae = self.build(unused_branches=self.transformer_size.unused_branches)
         check_fit(in_files, self.transformer, unused=False)
@@ -115,14 +110,7 @@ class WorldFiles(WorldFolder):
         """Load the networks for inference, one tensor at a time, straight to `device`.
 
         Args:
-            device: Where the weights go.
             dtype: Of all weights; None takes `types`.
-            settings: Of the run. Layers of 8-bit numbers are made by `load_world`.
-            unused_branches: Load the branches that nothing reads too, where the files have them: to write
-                published files again.
-
-        Raises:
-            CheckpointError: See `check`.
         """
         self.check()
         types = self.types(settings) if dtype is None else WeightTypes(dtype=dtype)
@@ -136,11 +124,7 @@ class WorldFiles(WorldFolder):
 
 
 def check_settings(settings: ImaginationSettings) -> None:
-    """Refuse settings that this kind of world cannot follow.
-
-    Raises:
-        ConfigError: Names the flag, and its possible values.
-    """
+    """Refuse settings that this kind of world cannot follow."""
     if settings.context == "frames":
         raise ConfigError(
             "--imagination.context is frames, but an OpenSora world remembers its last four frames as "
@@ -172,11 +156,7 @@ def slot_bytes(size: STDiT3Config, vae: VaeConfig, image_size: int, dtype: torch
 
 
 def open_world(folder: Path) -> WorldFiles:
-    """Read sizes and facts of a world, without its weights.
-
-    Raises:
-        CheckpointError: A file is missing, cannot be read, or is of a kind that is not known.
-    """
+    """Read sizes and facts of a world, without its weights."""
     about = read_about(folder, KIND, published=not lacks_opensora(folder))
     transformer = transformer_files(folder)
     size = recognise_transformer(transformer, about)
@@ -207,11 +187,7 @@ def open_world(folder: Path) -> WorldFiles:
 
 
 def transformer_files(folder: Path) -> TensorFiles:
-    """Open the files of the transformer: those of the index, else all that hold tensors of an STDiT3.
-
-    Raises:
-        CheckpointError: None does, one is missing or truncated, or index and files do not agree.
-    """
+    """Open the files of the transformer: those of the index, else all that hold tensors of an STDiT3."""
     if indexed_names(folder):
         return TensorFiles(folder)
     files = sorted(
@@ -228,15 +204,7 @@ def transformer_files(folder: Path) -> TensorFiles:
 
 
 def recognise_transformer(files: TensorFiles, about: Mapping[str, Any]) -> STDiT3Config:
-    """Return the size of the transformer in `files`.
-
-    Args:
-        files: Of the transformer.
-        about: Content of world.json, or nothing.
-
-    Raises:
-        CheckpointError: It is no STDiT3, or one without actions, or (published) of others than 7 numbers.
-    """
+    """Return the size of the transformer in `files`."""
     shapes = files.shapes
     if "action_embedder.fc.0.weight" not in shapes:
         raise CheckpointError(
@@ -281,11 +249,7 @@ def recognise_transformer(files: TensorFiles, about: Mapping[str, Any]) -> STDiT
 
 
 def recognise_vae(folder: Path, about: Mapping[str, Any]) -> tuple[TensorFiles, VaeConfig]:
-    """Open the autoencoder of a folder, by diffusers' names of today, and return its size.
-
-    Raises:
-        CheckpointError: ``vae/`` or its ``config.json`` is missing or wrong, or it holds not one autoencoder.
-    """
+    """Open the autoencoder of a folder, by diffusers' names of today, and return its size."""
     inside = folder / VAE
     if not inside.is_dir():
         raise CheckpointError(

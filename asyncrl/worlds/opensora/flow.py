@@ -63,7 +63,6 @@ def sample(velocity: Callable[[Tensor, Tensor], Tensor], noise: Tensor, *, steps
     Args:
         velocity: Of ``[B, ...]`` float32 at times ``[B]`` float32; the same shape, any float dtype.
         noise: ``[B, ...]`` float32.
-        steps: Calls of `velocity`.
 
     Returns:
         ``[B, ...]`` float32.
@@ -100,11 +99,8 @@ def window_loss(
     """Compute the squared error of ``clean - noise`` of the new frames, given the four before.
 
     Args:
-        transformer: `STDiT3`, in the mode the caller wants.
         latents_BZFhw: ``[B, Z, 4 + C, h, w]`` of any float dtype, clean and scaled.
         actions_BCA: ``[B, C, A]`` float32, normalised; action i produced new frame i.
-        generator: On the CPU; draws the times, then the noise of all frames.
-        condition_noise: Add a little noise to the condition frames, at their time `CONDITION_TIME`.
     """
     clean = latents_BZFhw.float()
     device = clean.device
@@ -154,12 +150,7 @@ def normalise(actions_BCA: Tensor, low_A: Tensor, high_A: Tensor) -> Tensor:
 
 
 def read_action_range(folder: Path, numbers: int = ACTION_DIM) -> ActionRange:
-    """Read ``dataset_statistics.json``: ``action`` at its top, or in its only data set.
-
-    Raises:
-        CheckpointError: The file is missing, has several data sets (they are named), or no percentiles of
-            `numbers` numbers each, the 99th above the 1st.
-    """
+    """Read ``dataset_statistics.json``: ``action`` at its top, or in its only data set."""
     path = folder / STATISTICS
     action = _action_entry(path, read_json(path, _PUBLISHED))
     ends = {key: _percentile(path, action, key, numbers) for key in ("q01", "q99")}

@@ -194,9 +194,6 @@ class TemporalBlock(Block):
         """Mix the frames; return them, and their keys and values.
 
         Args:
-            x_BFSD: As in `SpatialBlock`, like `shared_BF6D`.
-            shared_BF6D: Modulation.
-            rotary: Of these frames.
             visible_FK: ``[F, K]`` bool: the frames, earlier ones first, that each frame sees.
             before: Keys and values of earlier frames; None: there are none.
         """

@@ -73,13 +73,7 @@ class OpenSoraWorld:
         """Join the networks and move them to `device`.
 
         Args:
-            transformer: Draws latents.
-            vae: Encodes and draws frames.
-            action_range: Scales actions.
             image_size: Height and width of the frames in pixels.
-            schedule_steps: Network calls per decision.
-            version: Of the weights.
-            device: Of the weights.
         """
         self.transformer = transformer
         self.vae = vae
@@ -253,11 +247,7 @@ def load_world(
     """Load a world for inference; tensors are read one at a time and go straight to `device`.
 
     Args:
-        folder: See `open_world`.
-        device: Of the weights.
         dtype: Of all weights; None takes `WorldFolder.types`.
-        settings: Steps and precision; compiling is left to `OpenSoraWorld.compile`.
-        unused_branches: See `WorldFiles.load`.
 
     Raises:
         CheckpointError: A file is missing or does not fit.

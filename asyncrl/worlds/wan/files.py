@@ -110,9 +110,6 @@ def transformer_files(folder: Path) -> list[Path]:
     """Return the files of the transformer: those of the index, one file, or all shards.
 
     Under other names, those with tensors of a Wan transformer; none where there are none.
-
-    Raises:
-        CheckpointError: The index is none, or a shard is missing.
     """
     index = folder / INDEX
     if index.is_file():
@@ -177,11 +174,7 @@ class WorldFiles(WorldFolder):
             return ActionWanTransformer(self.transformer_size), WanVae(self.vae_size)
 
     def check(self, settings: ImaginationSettings = AS_SAVED) -> int:
-        """Check that all tensors are there and fit; return the bytes that the loaded world takes.
-
-        Raises:
-            CheckpointError: A tensor is missing or has the wrong shape.
-        """
+        """Check that all tensors are there and fit; return the bytes that the loaded world takes."""
         transformer, vae = self.build()
         check_fit(transformer, self.transformer)
         check_fit(vae, self.vae)
@@ -194,11 +187,7 @@ class WorldFiles(WorldFolder):
     def load(
         self, device: torch.device | str, dtype: torch.dtype | None, settings: ImaginationSettings
     ) -> tuple[ActionWanTransformer, WanVae, TinyDecoder | None]:
-        """Load the networks for inference, one tensor at a time, straight to `device`; see `load_world`.
-
-        Raises:
-            ConfigError: See `float8.check_device`.
-        """
+        """Load the networks for inference, one tensor at a time, straight to `device`; see `load_world`."""
         types = self.types(settings) if dtype is None else WeightTypes(dtype=dtype)
         if settings.precision == "float8":
             check_device(torch.device(device))
@@ -226,7 +215,6 @@ def slot_bytes(vae: WanVae, image_size: int, context: Literal["frames", "latents
     Args:
         vae: The autoencoder on the meta device, in the dtype that it is used in.
         image_size: Height and width of the frames in pixels.
-        context: See `ImaginationSettings`. With a distilled decoder the estimate is an upper bound.
     """
 
     def pixels(frames: int) -> Tensor:
@@ -281,15 +269,7 @@ def open_world(folder: Path) -> WorldFiles:
 
 
 def recognise_transformer(files: TensorFiles, about: Mapping[str, Any]) -> TransformerConfig:
-    """Return the size of the transformer in `files`; log whether it is the very one that was published.
-
-    Args:
-        files: Under the names of the files.
-        about: Content of world.json, or nothing.
-
-    Raises:
-        CheckpointError: It is a variant that takes actions in another way, or none that is known.
-    """
+    """Return the size of the transformer in `files`; log whether it is the very one that was published."""
     shapes = {transformer_name(name): shape for name, shape in files.shapes.items()}
     numbers = shapes.get("action_mlp1.0.weight", (0,))[-1] if about else ACTION_DIM
     if why := _unsupported(shapes, numbers):
@@ -349,11 +329,7 @@ def _unsupported(shapes: Mapping[str, torch.Size], numbers: int) -> str | None:
 
 
 def recognise_vae(files: TensorFiles, about: Mapping[str, Any]) -> VaeConfig:
-    """Return the size of the autoencoder in `files`; arguments as of `recognise_transformer`.
-
-    Raises:
-        CheckpointError: It is none of Wan 2.2 with 48 latent channels, and there is no world.json.
-    """
+    """Return the size of the autoencoder in `files`; arguments as of `recognise_transformer`."""
     shapes = {vae_name(name): shape for name, shape in files.shapes.items()}
     z_dim = shape_of(files, shapes, "post_quant_conv.weight", 5, "Wan model")[0]
     if about:
@@ -396,10 +372,8 @@ def rewrite_world(source: Path, folder: Path, tensors: Mapping[str, Tensor], ver
     """Write a world's folder again with other weights of its transformer; all else in it is copied.
 
     Args:
-        source: As `open_world` takes it.
         folder: New, or empty; it appears when it is complete.
         tensors: Weights of the transformer by diffusers' names, of any dtype: they get the file's.
-        version: Of the world; a folder without world.json cannot have another than 0.
 
     Raises:
         CheckpointError: The source cannot be read any more.

@@ -106,11 +106,8 @@ def window_loss(
     imagined episode do not make it drift (WoVR, arXiv 2602.13977).
 
     Args:
-        transformer: An `ActionWanTransformer`, in the mode the caller wants.
         latents_BZ4hw: ``[B, Z, 4, h, w]`` of any float dtype, clean and normalised: anchor, memory, two new.
         actions_BTA: ``[B, 13, A]`` float32 raw actions, the first of them the dummy.
-        noise: Of these windows, or the generator on the CPU that draws it.
-        context_noise: Whether the memory is noised.
         context_sigma: Noise level of the memory, in [0, 1].
     """
     clean = latents_BZ4hw.float()

@@ -122,7 +122,6 @@ class MemoryBlock(nn.Module):
         """Return new features ``[N, C, h, w]``, and the memory after them as a tensor of its own.
 
         Args:
-            x_NChw: Features, the `frames` latent frames of a video side by side.
             frames: ``F``.
             memory_BhwK: ``[B, h, w, K]`` of the latent frame before; None: there is none.
         """
@@ -208,11 +207,8 @@ def save_decoder(
     """Write ``decoder.safetensors`` and ``decoder.json``.
 
     Args:
-        folder: Usually the world's.
-        decoder: Its weights are written in the type they have.
         latents_mean: ``[Z]`` of the autoencoder whose latents it reads.
         latents_std: ``[Z]`` of the same.
-        fit: How it was made and how good it is, for people.
     """
     folder.mkdir(parents=True, exist_ok=True)
     write_tensors(folder / WEIGHTS, decoder.state_dict())
@@ -237,14 +233,9 @@ def load_decoder(
     """Load a decoder for inference.
 
     Args:
-        folder: With the files of `save_decoder`.
         latents_mean: ``[Z]`` of the autoencoder whose latents it is to read.
         latents_std: ``[Z]`` of the same.
-        device: Of the weights.
         dtype: Of the weights once loaded.
-
-    Raises:
-        CheckpointError: There is none, a file does not fit, or it was distilled from another autoencoder.
     """
     file = folder / ABOUT
     if not file.is_file():

@@ -61,7 +61,6 @@ class WanBlock(WanTransformerBlock):
             x_BFPD: ``[B, F, P, D]`` tokens in the dtype of the weights.
             context_BTD: ``[B, T, D]`` action tokens, in the same.
             modulation_BF6D: ``[B, F, 6, D]`` float: shift, scale, gate of the attention, then of the MLP.
-            rotary: Of all S tokens.
 
         Returns:
             ``[B, F, P, D]`` in the dtype of `x_BFPD`.
@@ -83,8 +82,6 @@ def attend(layer: Any, x_BSD: Tensor, context_BTD: Tensor | None, rotary: Rotary
     """Attend over the tokens, or over a context: ``[B, S, D]`` in the dtype of the weights.
 
     Args:
-        layer: diffusers' attention with its projections and norms.
-        x_BSD: Tokens.
         context_BTD: ``[B, T, D]``, the same dtype; None: over `x_BSD`.
         rotary: Of all S tokens; None: without positions.
     """

@@ -242,7 +242,6 @@ def decode_layers(decoder: Any, x: Tensor, cache: Sequence[Tensor] | None) -> tu
     """Run the decoder over the next latents.
 
     Args:
-        decoder: `WanDecoder3d` of Wan 2.2 (residual).
         x: ``[B, C, T, h, w]`` in the weights' dtype, after `post_quant_conv`; T is 1 at the beginning.
         cache: ``[B, C, 2, h, w]`` per layer, of the last call; None at the beginning of a video.
 
@@ -291,7 +290,6 @@ def encode_layers(encoder: Any, x: Tensor, cache: Sequence[Tensor] | None) -> tu
     """Run the encoder over the next frames.
 
     Args:
-        encoder: `WanEncoder3d` of Wan 2.2 (residual).
         x: ``[B, 12, T, h, w]`` patches of pixels in the weights' dtype; T is 1 at the beginning, then a
             multiple of 4.
         cache: ``[B, C, 2, h, w]`` per layer, of the last call; None at the beginning of a video.
@@ -322,11 +320,8 @@ def encode_step(
     """Encode the next frames of `B` videos.
 
     Args:
-        vae: The autoencoder.
         frames_B3THW: ``[B, 3, T, H, W]`` of any float dtype, in [-1, 1]; T is 1 when `cache` is None, else a
             multiple of 4.
-        cache: Returned by the last call, or None at the first frame. Not changed.
-        layers: `encode_layers`, or the same compiled.
 
     Returns:
         Normalised latents ``[B, Z, 1 or T / 4, h, w]`` in the weights' dtype (mode of the posterior), and the
@@ -353,11 +348,8 @@ def decode_step(
     """Decode the next latents of `B` videos.
 
     Args:
-        vae: The autoencoder.
         latents_BZFhw: ``[B, Z, F, h, w]`` of any float dtype, normalised; F is 1 when `cache` is None.
-        cache: Returned by the last call, or None at the first latent. Not changed.
         clamp: Keep pixels in [-1, 1]. Off while fitting, where a clamp would stop the gradient.
-        layers: `decode_layers`, or the same compiled.
 
     Returns:
         Frames ``[B, 3, 1 or 4 F, H, W]`` in the weights' dtype, and the cache after them.
@@ -375,9 +367,7 @@ def encode_stream(vae: WanVae, video_B3THW: Tensor, *, frames_per_step: int = 16
     """Encode whole videos.
 
     Args:
-        vae: The autoencoder.
         video_B3THW: ``[B, 3, T, H, W]`` of any float dtype, in [-1, 1]; T = 1 + 4 k.
-        frames_per_step: Multiple of 4; more is faster and needs more memory, the result is the same.
 
     Returns:
         ``[B, Z, 1 + (T - 1) / 4, h, w]`` normalised latents in the weights' dtype.
@@ -398,10 +388,7 @@ def decode_stream(
     """Decode whole videos.
 
     Args:
-        vae: The autoencoder.
         latents_BZFhw: ``[B, Z, F, h, w]`` of any float dtype, normalised.
-        latents_per_step: More is faster and needs more memory, the result is the same.
-        clamp: See `decode_step`.
 
     Returns:
         ``[B, 3, 1 + 4 (F - 1), H, W]`` in the weights' dtype.

@@ -80,13 +80,7 @@ class WanWorld:
         """Join the networks and move them to `device`.
 
         Args:
-            transformer: Draws latents.
-            vae: Encodes frames; draws them too unless `decoder` is given.
             image_size: Height and width of the frames in pixels.
-            schedule_steps: Network calls per decision.
-            version: Of the weights.
-            device: Of the weights.
-            memory: See `ImaginationSettings.context`.
             decoder: None: the autoencoder's own.
         """
         self.transformer = transformer
@@ -307,10 +301,7 @@ def load_world(
     """Load a world for inference; tensors are read one at a time and go straight to `device`.
 
     Args:
-        folder: See `open_world`.
-        device: Of the weights.
         dtype: Of all weights; None takes `WorldFolder.types`.
-        settings: Memory, decoder, steps and precision; compiling is left to `WanWorld.compile`.
 
     Raises:
         CheckpointError: A file is missing or does not fit.

@@ -1,0 +1,94 @@
+"""The size of the code: ceilings per package, which only fall. Raising one is a commit of its own."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+CEILINGS = {
+    "": (1140, 8),
+    "actors": (1550, 6),
+    "commands": (3600, 22),
+    "config": (1680, 8),
+    "devices": (710, 6),
+    "doctor": (1770, 7),
+    "evaluation": (1400, 9),
+    "fitting": (6200, 30),
+    "launch": (7370, 33),
+    "learner": (5100, 21),
+    "messaging": (1240, 6),
+    "observability": (3310, 16),
+    "policies": (3890, 18),
+    "replay": (5660, 21),
+    "replay_tools": (2310, 11),
+    "rewards": (780, 5),
+    "simulators": (5450, 24),
+    "storage": (3780, 23),
+    "weights": (2820, 14),
+    "worlds": (7500, 31),
+}
+"""Package (empty: the top level) -> most lines and modules."""
+MOST_TEST_LINES = 58_200
+MOST_BENCHMARK_LINES = 3_700
+LONGEST_FILE, LONGEST_FUNCTION = 440, 60
+LONG_FUNCTIONS = {"fit_policy", "build_minibatch", "convert", "__init__"}
+"""Those that are longer today; the set only shrinks."""
+HOT_PATH = ("actors", "learner", "replay/limiter.py", "records.py")
+NOT_THERE = ("second draw", "mined", "refit", "guard.world", "--pace")
+"""Options that the hot path must not know."""
+
+
+def files(folder: str) -> list[Path]:
+    return sorted((ROOT / folder).rglob("*.py"))
+
+
+def lines(paths: list[Path]) -> int:
+    return sum(len(path.read_text().splitlines()) for path in paths)
+
+
+def package_of(path: Path) -> str:
+    parts = path.relative_to(ROOT / "asyncrl").parts
+    return parts[0] if len(parts) > 1 else ""
+
+
+def test_every_package_has_a_ceiling() -> None:
+    assert {package_of(path) for path in files("asyncrl")} == CEILINGS.keys()
+
+
+@pytest.mark.parametrize("package", CEILINGS)
+def test_a_package_stays_below_its_ceiling(package: str) -> None:
+    found = [path for path in files("asyncrl") if package_of(path) == package]
+    most_lines, most_modules = CEILINGS[package]
+    found_lines = lines(found)
+    said = f"{package}: {found_lines} lines in {len(found)} modules, at most {most_lines} in {most_modules}"
+    assert found_lines <= most_lines, said
+    assert len(found) <= most_modules, said
+
+
+def test_tests_and_benchmarks_stay_below_theirs() -> None:
+    assert lines(files("tests")) <= MOST_TEST_LINES
+    assert lines(files("benchmarks")) <= MOST_BENCHMARK_LINES
+
+
+def test_no_file_and_no_function_is_too_long() -> None:
+    long_files = [str(path) for path in files("asyncrl") if lines([path]) > LONGEST_FILE]
+    long_functions = {
+        node.name
+        for path in files("asyncrl")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef)
+        and node.end_lineno
+        and node.end_lineno - node.lineno >= LONGEST_FUNCTION
+    }
+    assert long_files == []
+    assert long_functions <= LONG_FUNCTIONS
+
+
+def test_the_hot_path_knows_no_deleted_option() -> None:
+    for place in HOT_PATH:
+        path = ROOT / "asyncrl" / place
+        for file in files(f"asyncrl/{place}") if path.is_dir() else [path]:
+            assert not [word for word in NOT_THERE if word in file.read_text()], file
