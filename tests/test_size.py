@@ -14,7 +14,7 @@ CEILINGS = {
     "commands": (3600, 22),
     "config": (1680, 8),
     "devices": (710, 6),
-    "doctor": (1770, 7),
+    "doctor": (1780, 8),
     "evaluation": (1400, 9),
     "fitting": (6200, 30),
     "launch": (7370, 33),

@@ -7,30 +7,34 @@ import importlib.metadata
 import importlib.util
 import json
 import platform
-import re
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from asyncrl.config.run import TrainConfig
+from asyncrl.doctor.findings import (
+    Examination,
+    Finding,
+    Verdict,
+    broken,
+    numbers,
+    ok,
+    one_line,
+    render,
+    warning,
+)
 from asyncrl.errors import AsyncRLError
-from asyncrl.observability.console import hanging
 from asyncrl.observability.signals import BlockingThread
-from asyncrl.records import StartState
 
 if TYPE_CHECKING:
-    from asyncrl.doctor.models import Sizes
     from asyncrl.doctor.simulators import SimulatorExamination
 
 DEADLINE: Final = 60.0
 """Seconds of a check without a deadline of its own."""
 PROGRESS_AFTER: Final = 2.0
 """Seconds after which a running check is named on stderr."""
-NAME_WIDTH: Final = 14
 NEEDED: Final = {
     "torch": "2.11",
     "transformers": "5.17",
@@ -47,65 +51,6 @@ NEEDED: Final = {
     "pillow": "11",
 }
 """Lowest version of every dependency, as in pyproject.toml."""
-
-
-@dataclass(kw_only=True)
-class Examination:
-    """The settings under examination, and the sizes that the check of the models adds."""
-
-    config: TrainConfig
-    """With the world's defaults once the models were loaded."""
-    where: str = "the defaults"
-    """Source of the settings, for the report."""
-    host: int = 0
-    """Number of this host in --placement (ROLE=RANKS@HOST)."""
-    sizes: Sizes | None = None
-    starts: Sequence[StartState] = ()
-
-
-class Verdict(Enum):
-    """Severity of a finding."""
-
-    OK = "ok"
-    WARNING = "warning"
-    BROKEN = "BROKEN"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """One line of the report."""
-
-    name: str
-    verdict: Verdict
-    seen: str
-    advice: str = ""
-    """The remedy; empty if none is needed, or if `seen` is an error that contains it."""
-
-
-def ok(name: str, seen: str) -> Finding:
-    """Return a finding without a problem."""
-    return Finding(name=name, verdict=Verdict.OK, seen=seen)
-
-
-def warning(name: str, seen: str, advice: str = "") -> Finding:
-    """Return a finding that a run may survive."""
-    return Finding(name=name, verdict=Verdict.WARNING, seen=seen, advice=advice)
-
-
-def broken(name: str, seen: str, advice: str = "") -> Finding:
-    """Return a finding that prevents a run."""
-    return Finding(name=name, verdict=Verdict.BROKEN, seen=seen, advice=advice)
-
-
-def render(finding: Finding) -> str:
-    """Format a finding, wrapped to the terminal."""
-    text = f"{finding.seen} {finding.advice}".rstrip()
-    return hanging(f"{finding.name:<{NAME_WIDTH - 1}} {finding.verdict.value:<9}", text)
-
-
-def one_line(error: object) -> str:
-    """Shorten an error to a line of at most 400 characters."""
-    return " ".join(str(error).split())[:400]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,12 +128,6 @@ def check_package(package: str, lowest: str) -> Finding:
     except (ImportError, OSError) as error:
         return broken(package, f"{version} cannot be imported ({one_line(error)}).", "Install it again.")
     return ok(package, version)
-
-
-def numbers(version: str) -> tuple[int, ...]:
-    """Parse the leading numbers of a version; '2.13.0+cpu' is (2, 13, 0)."""
-    match = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(int(part) for part in match[0].split(".")) if match else ()
 
 
 def check_torchvision(_: object) -> Finding | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from asyncrl.config.run import TrainConfig
-from asyncrl.doctor.checks import Examination, Finding, broken, ok, one_line, warning
+from asyncrl.doctor.findings import Examination, Finding, broken, ok, one_line, warning
 from asyncrl.doctor.host import GIB, free_memory
 from asyncrl.errors import ConfigError
 from asyncrl.launch.hosts import Hosts
@@ -26,7 +26,7 @@ from asyncrl.launch.placement import (
 if TYPE_CHECKING:
     import torch
 
-    from asyncrl.doctor.models import Sizes
+    from asyncrl.doctor.findings import Sizes
 
 HOST: Final = "memory of the host"
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from asyncrl.config.run import TrainConfig
-from asyncrl.doctor.checks import Examination, Finding, broken, ok, one_line, warning
+from asyncrl.doctor.findings import Examination, Finding, broken, ok, one_line, warning
 from asyncrl.errors import AssetError, ConfigError
 from asyncrl.launch import endpoints
 from asyncrl.launch.placement import parse_placement, ranks_named
@@ -27,7 +27,7 @@ from asyncrl.storage import run_folder
 from asyncrl.storage.folder_check import check_folder
 
 if TYPE_CHECKING:
-    from asyncrl.doctor.models import Sizes
+    from asyncrl.doctor.findings import Sizes
 
 GIB: Final = 2**30
 LOW_MEMORY: Final = 4 * GIB

@@ -25,7 +25,7 @@ from itertools import combinations
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
-from asyncrl.doctor.checks import Examination, Finding, broken, ok, warning
+from asyncrl.doctor.findings import Examination, Finding, broken, ok, warning
 from asyncrl.errors import ConfigError, WeightSyncError
 from asyncrl.launch.placement import pick_device
 from asyncrl.launch.supervisor import redirect_output

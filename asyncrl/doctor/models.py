@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import chain
 from typing import Any, Final
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from asyncrl.config.algorithm import LearnerSettings
 from asyncrl.config.run import TrainConfig
-from asyncrl.doctor.checks import Examination, Finding, broken, ok, one_line
+from asyncrl.doctor.findings import Examination, Finding, Sizes, broken, ok, one_line
 from asyncrl.doctor.gpus import devices_of, hosts_of, placement_of
 from asyncrl.doctor.host import GIB
 from asyncrl.errors import AsyncRLError, CheckpointError, ConfigError
@@ -25,7 +25,7 @@ from asyncrl.launch.simulated import SimulatorFiles, simulator_named
 from asyncrl.launch.world_conformance import CHECKS, check_world
 from asyncrl.policies.acceleration import frozen_float8_bytes
 from asyncrl.policies.interface import CountsActivations
-from asyncrl.records import ActionSpec, SlotBytes
+from asyncrl.records import SlotBytes
 from asyncrl.storage import asset_paths, checkpoint, run_folder
 from asyncrl.worlds.interface import CountsSlots
 
@@ -35,48 +35,6 @@ MOST_ON_CPU: Final = GIB
 """Bytes of models up to which decisions take seconds without a GPU."""
 ROOM: Final = 1.3
 """Free bytes per byte of weights, so that decisions of a few slots fit too."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """Sizes of a run's models in bytes, unless a field says otherwise."""
-
-    policy: int
-    """As its file and an actor hold it."""
-    parameters: int
-    """Count, frozen ones included."""
-    trained: int
-    """Count of trained parameters."""
-    float32_masters: int
-    """The policy as the learner holds it: float32 if --learner.precision is."""
-    unsharded: int
-    """Share of `float32_masters` that every learner rank holds: frozen weights below adapters."""
-    rounded: int = 0
-    """8-bit copies of frozen weights on every learner rank (--learner.frozen-precision)."""
-    version: int
-    """The tensors that actors get after an update."""
-    environment: int
-    """World and reward model."""
-    frame: int
-    action_spec: ActionSpec
-    """Of the policy."""
-    block: int = 0
-    """The policy's largest block, as passes gather it."""
-    acting: int = 0
-    """Activations per decision of a forward pass; 0: unknown."""
-    learning: int = 0
-    """Activations per decision of a micro-batch; 0: unknown."""
-    slot: SlotBytes = field(default_factory=SlotBytes)
-
-    @property
-    def training(self) -> int:
-        """Gradient and AdamW's two moments, float32."""
-        return 12 * self.trained
-
-    @property
-    def checkpoint(self) -> int:
-        """The policy, and float32 weights and moments of the trained parameters."""
-        return self.policy + 12 * self.trained
 
 
 def check_shipped_files(examination: Examination) -> Finding | None:

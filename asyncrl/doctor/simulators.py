@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from asyncrl import registry
-from asyncrl.doctor.checks import Finding, broken, numbers, ok, warning
+from asyncrl.doctor.findings import Finding, broken, numbers, ok, warning
 from asyncrl.doctor.host import GIB, free_memory
 from asyncrl.errors import RunError
 

@@ -20,8 +20,8 @@ from asyncrl.config.loading import parse
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import WeightSettings
 from asyncrl.doctor import checks, gpus, host, models
-from asyncrl.doctor.checks import Check, Examination, Finding, Verdict, check_package, render, run_check
-from asyncrl.doctor.models import Sizes
+from asyncrl.doctor.checks import Check, check_package, run_check
+from asyncrl.doctor.findings import Examination, Finding, Sizes, Verdict, render
 from asyncrl.records import ActionSpec
 from asyncrl.worlds.start_states import save_start_states
 from support import ROOT

@@ -12,8 +12,7 @@ import zmq
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import ActorSettings, ReplaySettings
 from asyncrl.doctor import host
-from asyncrl.doctor.checks import Examination, Finding, Verdict
-from asyncrl.doctor.models import Sizes
+from asyncrl.doctor.findings import Examination, Finding, Sizes, Verdict
 from asyncrl.messaging.keys import create_keys
 from asyncrl.records import ActionSpec
 

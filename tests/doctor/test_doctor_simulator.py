@@ -14,7 +14,7 @@ import pytest
 
 from asyncrl import cli
 from asyncrl.doctor import simulators
-from asyncrl.doctor.checks import Verdict, render
+from asyncrl.doctor.findings import Verdict, render
 from asyncrl.doctor.simulators import PINNED, Measured, SimulatorExamination, check_pinned
 from asyncrl.simulators.build import SimulatorSource
 from asyncrl.simulators.interface import SimulatorSpec

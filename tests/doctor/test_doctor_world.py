@@ -11,8 +11,7 @@ import pytest
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import ActorSettings, ImaginationSettings
 from asyncrl.doctor import gpus, models
-from asyncrl.doctor.checks import Examination, Verdict
-from asyncrl.doctor.models import Sizes
+from asyncrl.doctor.findings import Examination, Sizes, Verdict
 from asyncrl.errors import ConfigError
 from asyncrl.launch.placement import parse_placement
 from asyncrl.records import ActionSpec, SlotBytes

@@ -13,8 +13,9 @@ from asyncrl.config.algorithm import LoraSettings
 from asyncrl.config.loading import load_file
 from asyncrl.config.run import TrainConfig
 from asyncrl.devices.float8 import saved_bytes
+from asyncrl.doctor.findings import Sizes
 from asyncrl.doctor.gpus import placement_of, rank_needs
-from asyncrl.doctor.models import Sizes, measure
+from asyncrl.doctor.models import measure
 from asyncrl.launch.environment import EnvironmentFiles
 from asyncrl.launch.named_models import add_adapters
 from asyncrl.launch.placement import parse_placement

@@ -14,7 +14,7 @@ from asyncrl.config.algorithm import LearnerSettings
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import ImaginationSettings
 from asyncrl.doctor import gpus
-from asyncrl.doctor.checks import Examination
+from asyncrl.doctor.findings import Examination
 from asyncrl.launch.own_device import INDUCTOR, TRITON, compiler_cache_folder, use_compiler_cache
 
 CPU = torch.device("cpu")
