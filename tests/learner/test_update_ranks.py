@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,7 +26,6 @@ OUTCOMES = [[3, -1], [-1, -1], [-1, 12], [-1, -1], [5, -1]]
 """Five groups: rank 0 gets 0, 2 and 4, rank 1 gets 1 and 3, whose episodes all failed alike."""
 RECIPES: dict[str, dict[str, Any]] = {
     "grpo": {"algorithm__advantage_scale": "batch_std"},
-    "weighted": {"algorithm__advantage_scale": "batch_std"},
     "ppo": {"algorithm__kind": "ppo", "algorithm__minibatches": 2, "correction__kind": "vtrace"},
     "steps": {"algorithm__minibatches": 2},
     "episode": {
@@ -53,8 +51,6 @@ def updated(
         policy = shard(policy, torch.device("cpu"), "fp32")
     groups = groups_of(OUTCOMES, image=64)[own_groups]
     batch = build_batch(groups, version=0)
-    if name == "weighted":
-        batch = replace(batch, episode_weights=torch.where(batch.returns > 0, 0.5, 1.0))
     update = build_update(config, policy, ranks=ranks)
     if fixed:
         update.forward.fix_sizes(5, 5)
@@ -69,9 +65,7 @@ def on_ranks(name: str, fixed: bool = False) -> tuple[dict[str, Tensor], dict[st
     return {n: g.clone() for n, g in gradients.items()}, {metric.name: v for metric, v in values.items()}
 
 
-@pytest.mark.parametrize(
-    ("name", "fixed"), [("grpo", False), ("weighted", False), ("episode", False), ("grpo", True)]
-)
+@pytest.mark.parametrize(("name", "fixed"), [("grpo", False), ("episode", False), ("grpo", True)])
 def test_two_ranks_make_the_update_of_one(name: str, fixed: bool) -> None:
     expected, alone = updated(name, SingleRank(), slice(None))
     (actual, values), (_, others) = run_ranks(on_ranks, name, fixed)

@@ -6,6 +6,7 @@ Nothing here imports the learner's mathematics. Only the settings and the batch 
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -72,32 +73,18 @@ def decisions_of(batch: Batch, episode: int) -> list[int]:
 def group_advantages(config: TrainConfig, batch: Batch) -> dict[tuple[int, int], float]:
     """``(decision, step) -> advantage``."""
     chosen, size = config.algorithm, batch.group_size
-    everybody = list(zip(batch.returns.tolist(), batch.episode_weights.tolist(), strict=True))
-    scores = []
-    for i, (score, weight) in enumerate(everybody):
+    everybody, scores = batch.returns.tolist(), []
+    for i, score in enumerate(everybody):
         siblings = everybody[i - i % size : i - i % size + size]
-        if len({own for own, counts in siblings if counts}) < 2:
+        if len(set(siblings)) < 2:
             scores.append(0.0)
             continue
         others = siblings[: i % size] + siblings[i % size + 1 :]
-        mean = average(others if chosen.baseline == "leave_one_out" else siblings)
+        mean = statistics.fmean(others if chosen.baseline == "leave_one_out" else siblings)
         among = {"group_std": siblings, "batch_std": everybody}.get(chosen.advantage_scale)
-        spread = 1.0 if among is None else deviation(among) + 1e-6
-        scores.append(weight * (score - mean) / spread)
+        spread = 1.0 if among is None else statistics.stdev(among) + 1e-6
+        scores.append((score - mean) / spread)
     return {(d, c): scores[int(batch.episode[d])] for d in range(len(batch.tasks)) for c in range(8)}
-
-
-def average(weighted: list[tuple[float, float]]) -> float:
-    """Mean of (value, weight); of no weight at all, 0."""
-    total = sum(weight for _, weight in weighted)
-    return sum(weight * value for value, weight in weighted) / total if total else 0.0
-
-
-def deviation(weighted: list[tuple[float, float]]) -> float:
-    """Standard deviation of (value, weight), unbiased where weights say how reliable values are."""
-    mean, total = average(weighted), sum(weight for _, weight in weighted)
-    freedom = total - sum(weight**2 for _, weight in weighted) / total
-    return math.sqrt(sum(weight * (value - mean) ** 2 for value, weight in weighted) / freedom)
 
 
 def critic_targets(
@@ -132,13 +119,10 @@ def critic_targets(
         advantages |= dict(zip(places, pg, strict=True))
         targets |= dict(zip(places, goal, strict=True))
         old |= dict(zip(places, values, strict=True))
-    weights = {place: float(batch.episode_weights[batch.episode[place[0]]]) for place in advantages}
     if critic.normalize_advantages:
-        weighted = [(a, weights[place]) for place, a in advantages.items()]
-        mean, spread = average(weighted), deviation(weighted) + 1e-5
+        found = list(advantages.values())
+        mean, spread = statistics.fmean(found), statistics.stdev(found) + 1e-5
         advantages = {place: (a - mean) / spread for place, a in advantages.items()}
-    advantages = {place: weights[place] * a for place, a in advantages.items()}
-    targets = {place: old[place] + weights[place] * (goal - old[place]) for place, goal in targets.items()}
     return advantages, targets, old
 
 
