@@ -89,7 +89,7 @@ EXPECTED = {
     "collect --out {w}/file/below": "cannot be made (Not a directory)",
     f"{TRAIN} --world {{w}}/index_infinity": "which is not in JSON",
     f"{TRAIN} --policy {{w}}/policy_layers": "llm_layers is 1000000000",
-    f"{TRAIN} --start-states {{w}}/bomb.npy": "many times its own",
+    f"{TRAIN} --start-states {{w}}/bomb.npy": "nothing in a file is ever executed",
     f"{TRAIN} --start-states {{w}}/bomb.h5": "may unpack to",
 }
 

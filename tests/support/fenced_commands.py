@@ -257,6 +257,11 @@ def _script(words: list[str]) -> str:
     path, *arguments = words
     assert (ROOT / path).is_file(), f"there is no file {path}"
     name = Path(path).stem
+    if name == "libero_spatial":
+        (stages,) = re.findall(r'^STAGES="(.*)"$', (ROOT / path).read_text(), re.MULTILINE)
+        unknown = set(arguments) - {"--anyway", *stages.split()}
+        assert not unknown, f"{path} has no stage {sorted(unknown)[0]}"
+        return name
     if name == "rebuild_assets":
         assert not arguments, f"{path} takes no arguments"
         return name
