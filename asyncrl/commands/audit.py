@@ -264,8 +264,8 @@ def _models(config: AuditConfig, policy: str, device: torch.device) -> Models:
     """Load what imagines."""
     from asyncrl.evaluation.audit import Models
     from asyncrl.launch.environment import with_world_defaults
-    from asyncrl.launch.simulated import simulator_named
     from asyncrl.policies.interface import SamplingParams
+    from asyncrl.storage.asset_paths import simulator_named
 
     if simulator_named(config.world):
         raise ConfigError(

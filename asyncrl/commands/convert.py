@@ -14,8 +14,7 @@ from asyncrl.config.bounds import AtLeast, Bounded, Positive
 from asyncrl.config.short_help import CONVERT, answer_help
 from asyncrl.errors import ConfigError
 from asyncrl.launch.run_settings import run_of
-from asyncrl.launch.simulated import simulator_named
-from asyncrl.storage.asset_paths import policy_folder
+from asyncrl.storage.asset_paths import policy_folder, simulator_named
 
 if TYPE_CHECKING:
     from asyncrl.policies.openvla.export import ConversionReport

@@ -22,7 +22,7 @@ from asyncrl.doctor.checks import examine
 from asyncrl.doctor.findings import Examination, Verdict, render
 from asyncrl.doctor.host import existing_parent
 from asyncrl.errors import ConfigError
-from asyncrl.launch import console, endpoints, rendezvous
+from asyncrl.launch import endpoints, rendezvous
 from asyncrl.launch.placement import checked_placement, ranks_named, sizes_of_hosts
 from asyncrl.replay.store import read_meta
 from asyncrl.storage import run_folder
@@ -37,6 +37,8 @@ def dry_run(config: TrainConfig) -> int:
     Returns:
         0: a run with these settings would start here.
     """
+    from asyncrl.launch import console  # Loads torch, which --help must not.
+
     if rendezvous.rank():
         return 0
     _refuse(config)

@@ -21,12 +21,13 @@ from asyncrl.errors import AsyncRLError, CheckpointError, ConfigError
 from asyncrl.launch.environment import EnvironmentFiles, with_world_defaults
 from asyncrl.launch.learner_start import load_models
 from asyncrl.launch.named_models import named_world
-from asyncrl.launch.simulated import SimulatorFiles, simulator_named
+from asyncrl.launch.simulated import SimulatorFiles
 from asyncrl.launch.world_conformance import CHECKS, check_world
 from asyncrl.policies.acceleration import frozen_float8_bytes
 from asyncrl.policies.interface import CountsActivations
 from asyncrl.records import SlotBytes
 from asyncrl.storage import asset_paths, checkpoint, run_folder
+from asyncrl.storage.asset_paths import simulator_named
 from asyncrl.worlds.interface import CountsSlots
 
 MIB: Final = 2**20

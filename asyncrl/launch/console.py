@@ -12,11 +12,11 @@ from asyncrl.config.idle_settings import idle_settings
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import WorldDefaults
 from asyncrl.evaluation import evaluations_file
-from asyncrl.launch.simulated import simulator_named
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.console import duration
 from asyncrl.observability.monitor_address import line_about
 from asyncrl.storage import asset_paths, checkpoint
+from asyncrl.storage.asset_paths import simulator_named
 from asyncrl.storage.checkpoint_copy import BEST
 from asyncrl.storage.untrusted import read_rows
 

@@ -25,7 +25,6 @@ from asyncrl.launch.simulated import (
     check_simulator,
     refuse_simulator_settings,
     simulator_defaults,
-    simulator_named,
 )
 from asyncrl.policies.interface import ChecksTraining, Policy
 from asyncrl.records import ActionSpec, StartState
@@ -33,6 +32,7 @@ from asyncrl.registry import names_code
 from asyncrl.replay.interface import EpisodeFormat
 from asyncrl.rewards.interface import RewardModel
 from asyncrl.storage import asset_paths
+from asyncrl.storage.asset_paths import simulator_named
 from asyncrl.worlds.interface import BringsDefaults, NeedsPose, World
 from asyncrl.worlds.start_states import check_keyframes, check_pose, load_start_states
 

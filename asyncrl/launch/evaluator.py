@@ -40,7 +40,7 @@ from asyncrl.evaluation.simulator_of_tasks import refuse_foreign_tasks, simulato
 from asyncrl.launch.environment import Environment, EnvironmentFiles, build_environment, check_environment
 from asyncrl.launch.named_models import load_policy_version
 from asyncrl.launch.placement import pick_device
-from asyncrl.launch.simulated import SimulatorFiles, simulator_named
+from asyncrl.launch.simulated import SimulatorFiles
 from asyncrl.launch.supervisor import Supervisor
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability import process_status, waits
@@ -51,6 +51,7 @@ from asyncrl.simulators.interface import SimulatorSpec
 from asyncrl.simulators.pool import SimulatorPool
 from asyncrl.simulators.rollout import Play, SimulatedEpisode, rollout
 from asyncrl.simulators.starts import evaluation_plays
+from asyncrl.storage.asset_paths import simulator_named
 from asyncrl.storage.checkpoint_copy import clean_up, forget_best_after
 from asyncrl.storage.media import movie_suffix
 from asyncrl.storage.untrusted import make_folder, read_rows

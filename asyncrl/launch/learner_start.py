@@ -16,7 +16,7 @@ from asyncrl.evaluation.simulator_of_tasks import simulator_of_tasks
 from asyncrl.launch.conformance import try_policy
 from asyncrl.launch.environment import EnvironmentFiles, check_environment
 from asyncrl.launch.named_models import build_learning_policy, named_policy, named_world
-from asyncrl.launch.simulated import SimulatorFiles, simulator_named
+from asyncrl.launch.simulated import SimulatorFiles
 from asyncrl.learner.early_compile import Shown, shown_of
 from asyncrl.learner.recipe import build_recipe
 from asyncrl.policies.interface import Policy
@@ -24,6 +24,7 @@ from asyncrl.registry import names_code
 from asyncrl.replay.interface import NEW_RUN, RunStart
 from asyncrl.replay.store import read_meta
 from asyncrl.storage import checkpoint, run_folder
+from asyncrl.storage.asset_paths import simulator_named
 from asyncrl.storage.folder_check import check_folder
 from asyncrl.storage.run_identity import RunIdentity
 from asyncrl.storage.run_lock import RunLock

@@ -14,8 +14,8 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.errors import AsyncRLError
 from asyncrl.evaluation.simulator_of_tasks import simulator_of_tasks
 from asyncrl.launch.named_models import folder_part
-from asyncrl.launch.simulated import simulator_named
 from asyncrl.storage import asset_paths, checkpoint
+from asyncrl.storage.asset_paths import simulator_named
 from asyncrl.worlds.start_states import load_start_states
 
 

@@ -1,6 +1,6 @@
 """Checks, or builds, a simulator that --world names: the other kind of place that an actor acts in.
 
-`environment` asks `simulator_named` which kind a name is of. Episodes of a run begin at random starts that no
+Episodes of a run begin at random starts that no
 evaluation ever plays, in an order that follows from --seed.
 """
 
@@ -27,37 +27,10 @@ from asyncrl.simulators.build import SimulatorSource
 from asyncrl.simulators.interface import SimStart, SimulatorSpec, random_start, stored_start
 from asyncrl.simulators.pool import SimulatorPool
 from asyncrl.simulators.starts import HELD_OUT
-from asyncrl.storage import asset_paths
+from asyncrl.storage.asset_paths import SIMULATOR_ALIASES, simulator_named
 
-ALIASES: Final = {"tabletop_true": "tabletop"}
-"""Names of --world for simulators whose own name is a world model's."""
 EVALUATED_TRIALS: Final = 50
 """Stored starts of each task, from the first on, that evaluations play."""
-
-
-def simulator_named(text: str) -> str:
-    """Return the simulator that a name of --world stands for; empty: it is a world model's.
-
-    A folder that is called like a simulator is written ./NAME.
-    """
-    if text in ALIASES:
-        return ALIASES[text]
-    if asset_paths.is_shipped_world(text):
-        return ""
-    if text in registry.BUILT_IN["simulator"] or text in registry.registered("simulator"):
-        return text
-    name, folder = registry.split(text)
-    return name if name and not folder and _makes_simulators(name) else ""
-
-
-def _makes_simulators(name: str) -> bool:
-    """Whether the user's class or function is of simulators. One that lacks something is a world model's."""
-    try:
-        found = registry.resolve("simulator", name)
-    except ConfigError:
-        return False
-    as_world = (hasattr(found, member) for member in registry.REQUIRED["world"])
-    return not all(as_world)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,7 +241,7 @@ def refuse_simulator_settings(config: TrainConfig) -> None:
             raise ConfigError(
                 f"--simulator.{field.name.replace('_', '-')} is set, but --world {config.world} is a world "
                 "model, in which nothing is simulated. Leave it out, or name a simulator: "
-                f"{', '.join(ALIASES)}, libero_spatial ..."
+                f"{', '.join(SIMULATOR_ALIASES)}, libero_spatial ..."
             )
 
 

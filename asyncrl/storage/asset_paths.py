@@ -9,11 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from asyncrl import registry
 from asyncrl.errors import AsyncRLError, CheckpointError, ConfigError, first_line
 
 ASSETS = Path(__file__).parents[1] / "assets"
 DEFAULT: Final = "tabletop"
 """The shipped collection that settings name until they are set."""
+SIMULATOR_ALIASES: Final = {"tabletop_true": "tabletop"}
+"""Names of --world for simulators whose own name is a world model's."""
 START_STATES: Final = "start_states.h5"
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 """What a policy folder has one of: its weights, or the index of their shards."""
@@ -61,6 +64,31 @@ def world_folder(name: str) -> Path:
 def is_shipped_world(name: str) -> bool:
     """Whether --world names a world that comes with asyncrl."""
     return any((folder / "world.json").is_file() for folder in _named(name, "world"))
+
+
+def simulator_named(text: str) -> str:
+    """Return the simulator that a name of --world stands for; empty: it is a world model's.
+
+    A folder that is called like a simulator is written ./NAME.
+    """
+    if text in SIMULATOR_ALIASES:
+        return SIMULATOR_ALIASES[text]
+    if is_shipped_world(text):
+        return ""
+    if text in registry.BUILT_IN["simulator"] or text in registry.registered("simulator"):
+        return text
+    name, folder = registry.split(text)
+    return name if name and not folder and _makes_simulators(name) else ""
+
+
+def _makes_simulators(name: str) -> bool:
+    """Whether the user's class or function is of simulators. One that lacks something is a world model's."""
+    try:
+        found = registry.resolve("simulator", name)
+    except ConfigError:
+        return False
+    as_world = (hasattr(found, member) for member in registry.REQUIRED["world"])
+    return not all(as_world)
 
 
 def start_states_path(name: str, world: str) -> Path:

@@ -22,7 +22,8 @@ from asyncrl.config.loading import load_file, overlay, parse, to_json
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import ActorSettings, GuardSettings, ReplaySettings, WeightSettings
 from asyncrl.errors import ConfigError
-from asyncrl.launch.simulated import refuse_idle, simulator_named
+from asyncrl.launch.simulated import refuse_idle
+from asyncrl.storage.asset_paths import simulator_named
 from asyncrl.worlds.evac.state import EvacOptions
 from support import ROOT
 

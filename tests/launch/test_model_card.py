@@ -17,10 +17,10 @@ from asyncrl.errors import CheckpointError
 from asyncrl.evaluation import evaluations_file
 from asyncrl.evaluation.evaluate import SuccessRate
 from asyncrl.evaluation.evaluations_file import EvaluatedVersion
-from asyncrl.launch.simulated import simulator_named
 from asyncrl.policies.lora import save_adapter
 from asyncrl.policies.openvla.model_card import CardFacts, TrainedPolicy, card, trained_policy
 from asyncrl.storage import provenance
+from asyncrl.storage.asset_paths import simulator_named
 from support.adapters import adapted, small
 from support.published import CONFIG, run_cli, some_policy
 

@@ -22,13 +22,7 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch.environment import check_environment, with_world_defaults
 from asyncrl.launch.named_models import build_policy, policy_chunk
-from asyncrl.launch.simulated import (
-    SimulatorFiles,
-    TrainingStarts,
-    inputs_of,
-    simulator_named,
-    sized_for,
-)
+from asyncrl.launch.simulated import SimulatorFiles, TrainingStarts, inputs_of, sized_for
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability import process_status
 from asyncrl.records import ActionSpec
@@ -38,6 +32,7 @@ from asyncrl.simulators.build import SimulatorSource
 from asyncrl.simulators.rendering import find_backend
 from asyncrl.simulators.starts import HELD_OUT
 from asyncrl.storage import checkpoint
+from asyncrl.storage.asset_paths import simulator_named
 from support.simulated import COUNTING
 from support.whole_runs import TRAIN, environment, exit_code, left_over, reach, rows
 
