@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from asyncrl import __version__
-from asyncrl.commands.table import COMMANDS
+from asyncrl.commands import COMMANDS
 from asyncrl.errors import AsyncRLError, ConfigError, first_line
 from asyncrl.observability.signals import expect_exit
 
@@ -37,7 +37,8 @@ def about(command: str) -> str:
     assert spec is not None
     assert spec.origin is not None
     text = ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) or ""
-    call, _, what = text.splitlines()[0].partition("`: ")
+    row = next(line for line in text.splitlines() if line.startswith(f"`asyncrl {command}"))
+    call, _, what = row.partition("`: ")
     arguments = call.removeprefix(f"`asyncrl {command}").strip()
     return f"{what.rstrip('.')}{': ' if arguments else ''}{arguments}"
 

@@ -1,1 +1,12 @@
-"""What `asyncrl COMMAND` runs: one module per command."""
+"""What runs each command; imported by every start of the program, so it imports nothing.
+
+A line "`asyncrl NAME ARGUMENTS`: purpose" of the module's docstring is the command's row in `asyncrl --help`.
+"""
+
+from __future__ import annotations
+
+_SMALL = ("keys", "configs", "metrics", "completion")
+_NAMES = ("train", "actor", "evaluate", "audit", "collect", "recordings", "fit", "simulators", "convert")
+_NAMES += ("replay", "check", "doctor", "runs", "status")
+COMMANDS: dict[str, str] = {name: f"asyncrl.commands.{name}:main" for name in _NAMES}
+COMMANDS |= {name: f"asyncrl.commands.small:{name}" for name in _SMALL}

@@ -12,14 +12,14 @@ import shlex
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
 import tyro
 
+from asyncrl.commands import COMMANDS
 from asyncrl.commands.doctor import SimulatorConfig
-from asyncrl.commands.table import COMMANDS
+from asyncrl.commands.small import arguments_of
 from asyncrl.config.loading import parse, split_files
 from support import ROOT
 
@@ -220,7 +220,7 @@ def _asyncrl(words: list[str]) -> str:
         return name
     if name == "runs" and not arguments:
         arguments = ["list"]
-    wanted = import_module(COMMANDS[name].partition(":")[0]).ARGUMENTS
+    wanted = arguments_of(name)
     read: Any = tyro.cli(wanted, args=arguments, prog=f"asyncrl {name}")
     if name == "evaluate":
         assert read.player

@@ -1,0 +1,224 @@
+"""Commands of a few lines.
+
+`asyncrl keys DIR`: make keys for a replay that other hosts can reach.
+`asyncrl configs`: list the shipped configuration files.
+`asyncrl metrics [--waits]`: print the reference page of all metrics, or of all waits.
+`asyncrl completion SHELL`: print a script by which bash, zsh or fish completes what is typed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import re
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, Union
+
+import tyro
+
+import asyncrl
+from asyncrl.commands import COMMANDS
+from asyncrl.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeysConfig:
+    """Make the key pairs of a replay and of the processes that it admits. Existing keys are kept."""
+
+    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
+    """Folder for the keys, for example ~/.asyncrl/keys; made private (mode 0700)."""
+    clients: tuple[str, ...] = ("1",)
+    """One number N: the learner and actor-0 to actor-(N-1), one actor per rank. Or names: learner actor-0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigsConfig:
+    """List the shipped configuration files."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsConfig:
+    """Print the reference page of all metrics (docs/metrics.md)."""
+
+    waits: bool = False
+    """The page of all waits instead (docs/waits.md)."""
+
+
+Shell = Literal["bash", "zsh", "fish"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionConfig:
+    """Print a script by which a shell completes commands, flags and files (docs/quickstart.md)."""
+
+    shell: Annotated[Shell, tyro.conf.Positional, tyro.conf.arg(metavar="SHELL")]
+    """bash, zsh or fish."""
+
+
+ARGUMENTS: Final[dict[str, Any]] = {
+    "keys": KeysConfig,
+    "configs": ConfigsConfig,
+    "metrics": MetricsConfig,
+    "completion": CompletionConfig,
+}
+
+
+def keys(arguments: list[str]) -> int:
+    """Make the missing keys, and print which go where."""
+    from asyncrl.messaging.keys import ALLOWED, create_keys
+
+    config = tyro.cli(KeysConfig, args=arguments, prog="asyncrl keys")
+    folder, names = config.folder.expanduser(), _clients(config.clients)
+    written = create_keys(folder, names)
+    kept = len(names) + 1 - len(written)
+    print(f"{folder}: {len(written)} key pairs made, {kept} were there and stay as they are")
+    for path in written:
+        print(f"  {path.name}")
+    print(
+        f"\nThe replay's host needs server.secret, server.public and the folder {ALLOWED}/: who may come.\n"
+        "A client on another host needs server.public and its own NAME.secret, in a folder of mode 0700:\n"
+        f"scp -p {folder}/server.public {folder}/actor-0.secret HOST:DIR/\n"
+        f"Clients may be added while a run goes on. To shut one out, delete {ALLOWED}/NAME.public: it cannot "
+        "connect\nagain; what it has open stays until it ends or the replay restarts.\n\n"
+        f"Use them: asyncrl train --replay.listen tcp://ADDRESS:PORT --replay.keys {folder}"
+    )
+    return 0
+
+
+def _clients(clients: tuple[str, ...]) -> list[str]:
+    if len(clients) == 1 and clients[0].isdecimal():
+        count = int(clients[0][:6])
+        if not 1 <= count <= 1024:
+            raise ConfigError(f"--clients is {clients[0]}, but it counts actors. Use 1 to 1024, or names.")
+        return ["learner", *(f"actor-{number}" for number in range(count))]
+    if not clients:
+        raise ConfigError("--clients is empty, so nobody would be admitted. Give a number, or names.")
+    return list(dict.fromkeys(clients))
+
+
+def configs(arguments: list[str]) -> int:
+    """Print each file with its first comment line."""
+    from asyncrl.observability.console import hanging
+
+    tyro.cli(ConfigsConfig, args=arguments, prog="asyncrl configs")
+    folder, here = Path(asyncrl.__file__).parents[1] / "configs", Path.cwd()
+    files = {
+        str(file.relative_to(here) if file.is_relative_to(here) else file): file
+        for file in sorted(folder.glob("*.toml"))
+    }
+    if not files:
+        print(f"There are no configuration files in {folder}: they come with the repository, not with the")
+        print("installed package. `asyncrl train` without a file uses the defaults of tabletop.toml.")
+        return 0
+    width = max(map(len, files))
+    for name, file in files.items():
+        about = file.read_text(encoding="utf-8").split("\n", 1)[0].lstrip("# ")
+        print(hanging(f"{name:<{width}}  ", about))
+    print("\nUse one with `asyncrl train FILE`; flags after it win.")
+    return 0
+
+
+def metrics(arguments: list[str]) -> int:
+    """Print a page."""
+    from asyncrl.observability import metrics, waits
+
+    config = tyro.cli(MetricsConfig, args=arguments, prog="asyncrl metrics")
+    print((waits if config.waits else metrics).as_markdown(), end="")
+    return 0
+
+
+_SPEC: Final = "COMPLETION_SPEC = "
+"""Begins the line of the script that holds all commands and flags, as Python writes them."""
+_ZSH_CALL: Final = '_tyro_asyncrl "$@"'
+"""Ends the script for zsh; `_POSITIONAL` has its own."""
+_POSITIONAL: Final[dict[Shell, str]] = {
+    "bash": """
+# A word that is no flag: a subcommand or a value, else a file; of settings where these are taken.
+_asyncrl() {
+  local word="${COMP_WORDS[COMP_CWORD]}" IFS=$'\\n' one
+  local -a found=()
+  _tyro_asyncrl
+  for one in "${COMPREPLY[@]}"; do
+    [[ -n $one && ( $one != -* || $word == -* ) ]] && found+=("$one")
+  done
+  if [[ ${#found[@]} == 0 && $COMP_CWORD -gt 1 && $word != -* ]]; then
+    case "${COMP_WORDS[1]}" in
+      train | doctor) found=($(compgen -f -X '!*.toml' -- "$word"; compgen -f -X '!*.json' -- "$word"
+                               compgen -d -- "$word")) ;;
+      *) found=($(compgen -f -- "$word")) ;;
+    esac
+    compopt -o filenames 2>/dev/null
+  fi
+  COMPREPLY=("${found[@]}")
+}
+complete -F _asyncrl asyncrl
+""",
+    "zsh": """
+# A word that is no flag: a subcommand or a value, or a file.
+_tyro_asyncrl "$@"
+if (( CURRENT > 2 )) && [[ "${words[CURRENT]}" != -* ]]; then
+  _files
+fi
+""",
+    "fish": """
+# A word behind a command may be a file.
+complete --command asyncrl --force-files --condition 'test (count (commandline -opc)) -gt 1'
+""",
+}
+"""Added to tyro's script, which completes commands, flags and their values, but no positional words."""
+
+
+def completion(arguments: list[str]) -> int:
+    """Print the script."""
+    print(script(tyro.cli(CompletionConfig, args=arguments, prog="asyncrl completion").shell))
+    return 0
+
+
+def script(shell: Shell) -> str:
+    """Let tyro write the script for the whole program, and add the positional words."""
+    written = io.StringIO()
+    kinds = tuple(Annotated[_as_class(name), tyro.conf.subcommand(name=name)] for name in COMMANDS)
+    program: Any = Union[kinds]  # noqa: UP007
+    with contextlib.redirect_stdout(written), contextlib.suppress(SystemExit):
+        tyro.cli(
+            program,
+            prog="asyncrl",
+            args=["--tyro-write-completion", shell, "-"],
+            config=(tyro.conf.OmitSubcommandPrefixes,),
+        )
+    # The scripts read a line for each flag: no line ends within the help of one.
+    lines = [
+        re.sub(r"\\+n\s*", " ", line) if _SPEC in line else line
+        for line in written.getvalue().rstrip().split("\n")
+    ]
+    return "\n".join(lines).removesuffix(_ZSH_CALL).rstrip() + "\n" + _POSITIONAL[shell]
+
+
+def arguments_of(command: str) -> Any:
+    """Return the type that tyro parses the command's arguments into."""
+    takes = import_module(COMMANDS[command].partition(":")[0]).ARGUMENTS
+    return takes[command] if isinstance(takes, dict) else takes
+
+
+def _as_class(command: str) -> Any:
+    """Return a class that takes the command's arguments: its subcommands, or its settings and own flags."""
+    from asyncrl.config import short_help
+
+    takes = arguments_of(command)
+    plain = takes.__origin__ if hasattr(takes, "__metadata__") else takes
+    if not isinstance(plain, type):
+        return dataclasses.make_dataclass(command, [("wanted", takes)])
+    short = getattr(short_help, command.upper(), None)
+    if short is None:
+        return takes
+    flags = [
+        (one.partition(" ")[0][2:].replace("-", "_"), str if " " in one else bool)
+        for one in (short_help.ALL, *(short.own or {}))
+    ]
+    fields = [
+        (flag, tyro.conf.FlagCreatePairsOff[kind], dataclasses.field(default=kind())) for flag, kind in flags
+    ]
+    return dataclasses.make_dataclass(command, fields, bases=(takes,), frozen=True, kw_only=True)
