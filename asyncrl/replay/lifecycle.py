@@ -63,6 +63,7 @@ class GroupLifecycle:
     def store_group(self, number: int, newest: str = "") -> bool:
         """Store a complete group; False if the disk is full. The episode `newest` gets no receipt here."""
         self.finish()
+        self.disk.measure()
         try:
             group_file = self.store.store_group(number, self._members(number))
         except (DiskFull, OutOfFiles) as error:
@@ -219,6 +220,10 @@ class DiskWait:
         self.wanted = "disk space"
         """The missing resource."""
 
+    def measure(self) -> None:
+        """Record the free space before an attempt; more than that is a reason for the next one."""
+        self._free = self._free_bytes()
+
     @property
     def seconds(self) -> float:
         """Time waited since the replay was opened."""
@@ -239,13 +244,13 @@ class DiskWait:
     def failed(self, number: int, error: DiskFull | OutOfFiles) -> None:
         """Record that a group could not be written."""
         if not self.groups:
-            self._since, self._pause = self._clock(), FIRST_PAUSE
+            self._since, self._pause, self._free = self._clock(), FIRST_PAUSE, 0
             self.wanted = "disk space" if isinstance(error, DiskFull) else "files to open"
             self._warn(f"replay: waiting for {self.wanted}, actors get no new groups: {error}")
         else:
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
         self.groups.add(number)
-        self._failed_at, self._free = self._clock(), self._free_bytes()
+        self._failed_at = self._clock()
 
     def over(self, number: int) -> None:
         """Record that a group was written or given up."""

@@ -107,21 +107,26 @@ def test_an_attempt_is_made_as_soon_as_space_returns_and_not_again_for_the_same_
 ) -> None:
     clock = Clock()
     wait = DiskWait(tmp_path, clock, lambda _: None)
+
+    def fail(number: int, error: DiskFull) -> None:
+        wait.measure()
+        wait.failed(number, error)
+
     disk.free = 7
     for _ in range(8):
-        wait.failed(0, DiskFull("no space"))
+        fail(0, DiskFull("no space"))
         clock.now += 0.4
         assert not wait.due
     clock.now += 0.2
     assert not wait.due
     disk.free = 8
     assert wait.due
-    wait.failed(0, DiskFull("still too little"))
+    fail(0, DiskFull("still too little"))
     disk.free = 9
     assert not wait.due, "not more often than twice a second"
     clock.now += 0.6
     assert wait.due
-    wait.failed(0, DiskFull("a quota"))
+    fail(0, DiskFull("a quota"))
     clock.now += 29.0
     assert not wait.due
     clock.now += 1.0

