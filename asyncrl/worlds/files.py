@@ -6,7 +6,8 @@ that shapes of tensors do not tell; without it the facts of the published worlds
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -143,6 +144,13 @@ def shape_of(
             f"{files.label} {seen}, so it is not the {model} it should be. Download it again."
         )
     return shapes[name]
+
+
+def renamed(name: str, table: Sequence[tuple[str, str]]) -> str:
+    """Replace regular expressions in a name, in their order."""
+    for pattern, text in table:
+        name = re.sub(pattern, text, name)
+    return name
 
 
 def convert_world(source: Path, out: Path) -> None:

@@ -5,11 +5,10 @@ A further kind needs an entry in `KINDS` and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
-from importlib import import_module
+from collections.abc import Sequence, Set
 from pathlib import Path
-from typing import Any, Final
+from pkgutil import resolve_name
+from typing import Any, Final, NamedTuple
 
 from asyncrl import registry
 from asyncrl.errors import CheckpointError
@@ -20,18 +19,16 @@ ABOUT: Final = "world.json"
 """In folders that asyncrl wrote, not in published ones."""
 WAN_PREFIX: Final = "pipe.dit."
 """May stand in front of all names of a Wan transformer."""
+# Tensors that every published transformer of the kind has, and no other world or policy.
 WAN_MARKS: Final = ("patch_embedding.weight", "blocks.0.self_attn.q.weight")
 OPENSORA_MARKS: Final = (
     "x_embedder.proj.weight",
     "spatial_blocks.0.attn.qkv.weight",
     "temporal_blocks.0.attn.qkv.weight",
 )
-"""Tensors that every published transformer of the kind has, and no other world or policy."""
-_SHOWN: Final = 8
 
 
-@dataclass(frozen=True, kw_only=True)
-class Kind:
+class Kind(NamedTuple):
     """A kind of world models."""
 
     title: str
@@ -40,20 +37,6 @@ class Kind:
     """Its class, as `registry.resolve` takes it."""
     recogniser: str
     """'module:function': returns the reason why a folder holds no published world of this kind, or ""."""
-
-    def lacks(self, folder: Path) -> str:
-        """Return the reason why `folder` holds no published world of this kind, or ""."""
-        module, _, function = self.recogniser.partition(":")
-        recogniser: Callable[[Path], str] = getattr(import_module(module), function)
-        return recogniser(folder)
-
-
-KINDS: Final = {
-    "wan": Kind(title="Wan", world="wan", recogniser="asyncrl.worlds.kinds:lacks_wan"),
-    "opensora": Kind(title="OpenSora", world="opensora", recogniser="asyncrl.worlds.kinds:lacks_opensora"),
-    "evac": Kind(title="EVAC", world="evac", recogniser="asyncrl.worlds.evac.files:lacks"),
-}
-"""By the name in world.json. Cheap recognisers come first: the first that fits is taken."""
 
 
 def lacks_wan(folder: Path) -> str:
@@ -69,6 +52,14 @@ def lacks_opensora(folder: Path) -> str:
 def _absent(names: Set[str], marks: Sequence[str]) -> str:
     absent = next((name for name in marks if name not in names), "")
     return f"no tensor {absent} in its *.safetensors" if absent else ""
+
+
+KINDS: Final = {
+    "wan": Kind("Wan", "wan", "asyncrl.worlds.kinds:lacks_wan"),
+    "opensora": Kind("OpenSora", "opensora", "asyncrl.worlds.kinds:lacks_opensora"),
+    "evac": Kind("EVAC", "evac", "asyncrl.worlds.evac.files:lacks"),
+}
+"""By the name in world.json. Cheap recognisers come first: the first that fits is taken."""
 
 
 def is_published(folder: Path) -> bool:
@@ -87,7 +78,7 @@ def world_kind(folder: Path) -> str:
         return name
     looked = ", ".join(f"{title}'s ({reason})" for title, reason in reasons.items())
     held = sorted(path.name for path in folder.iterdir())
-    seen = f"{', '.join(held[:_SHOWN]) or 'nothing'}{' ...' if len(held) > _SHOWN else ''}"
+    seen = f"{', '.join(held[:8]) or 'nothing'}{' ...' if len(held) > 8 else ''}"
     raise CheckpointError(
         f"--world {folder} holds {seen}: no world model that is known here. It has no world.json, which "
         f"`asyncrl fit world` writes, and is none of the published ones: {looked}. Download it again. One of "
@@ -101,27 +92,26 @@ def world_class(folder: Path) -> type[Any]:
 
 
 def world_title(folder: Path) -> str:
-    """Return the name for people of the kind of world in a folder; empty: it holds none.
+    """Return the name for people of a folder's kind of world; "" without a world.
 
     Raises:
-        CheckpointError: world.json names a kind that there is not.
+        CheckpointError: world.json names an unknown kind.
     """
     name, _ = _recognised(folder)
     return KINDS[name].title if name else ""
 
 
 def _recognised(folder: Path) -> tuple[str, dict[str, str]]:
-    """Return the name of a folder's kind; else an empty name, and the reason against each kind by title."""
-    described = folder / ABOUT
+    """Return the name of a folder's kind; else "", and the reason against each kind by title."""
+    described, reasons = folder / ABOUT, dict[str, str]()
     if described.is_file():
         name = read_json(described, "Save the world again.").get("kind")
         if not isinstance(name, str) or name not in KINDS:
             known = ", ".join(KINDS)
             raise CheckpointError(f"{described} describes a world of kind {name!r}; there are: {known}.")
         return name, {}
-    reasons = dict[str, str]()
     for name, kind in KINDS.items():
-        reasons[kind.title] = kind.lacks(folder)
+        reasons[kind.title] = resolve_name(kind.recogniser)(folder)
         if not reasons[kind.title]:
             return name, {}
     return "", reasons

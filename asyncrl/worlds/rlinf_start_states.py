@@ -1,19 +1,22 @@
-"""Read start states from RLinf's folders of ``traj*.npy`` and ``traj*_kir.npy``.
+"""Read start states from RLinf's folders of ``traj*.npy``, without running what they name.
 
 Each file is an array of one dict per frame: ``image`` uint8 ``[H, W, 3]``, ``delta_action`` ``[7]`` (the
 action that produced the frame), ``instruction`` or ``task``, and perhaps ``init_ee_pose`` or ``abs_action``
-``[8]`` (where the hand is); other keys are not looked at. The first frame is where the episode begins. A file
-with four frames or more has a context: its last four frames with their actions. These are the keyframe files
-(``_kir``, keyframe-initialised roll-outs): the reference frame, then four frames on the way. RLinf
-(`NpyTrajectoryDatasetWrapper` and the Wan environment) goes by the number of frames and not by the name, and
-so does this.
+``[8]`` (the pose of the hand). The first frame begins the episode. The last four of four frames or more are a
+context: keyframe files (``_kir``) hold a reference frame, then four frames on the way. As in RLinf the number
+of frames decides, not the name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import io
+import math
+import pickle
+import re
+import struct
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import torch
@@ -21,34 +24,31 @@ from numpy.typing import NDArray
 from torch.nn import functional
 from tqdm import tqdm
 
-from asyncrl.errors import AssetError
+from asyncrl.errors import AssetError, first_line
 from asyncrl.records import ACTION_DIM, POSE_DIM, StartState
-from asyncrl.worlds.safe_pickle import read_object_array
+from asyncrl.storage.untrusted import read_bytes
 
 CONTEXT: Final = 4
 KEYFRAME_MARK: Final = "_kir"
+MAX_BYTES: Final = 2**30
+COPIES: Final = 4
+"""Bytes that may be made of each byte of a file: numpy needs two where protocol 2 writes text."""
 _MAX_FRAMES: Final = 5_000
 _MAX_PIXELS: Final = 4096
-
-
-def trajectory_files(folder: Path, *, keyframes: bool) -> list[Path]:
-    """List the trajectories of a folder in the order of their names (``traj10`` before ``traj2``).
-
-    Args:
-        keyframes: Whether files with ``_kir`` in their name count too, on an equal footing.
-    """
-    files = sorted(folder.glob("*.npy"), key=lambda file: file.name)
-    return [file for file in files if keyframes or KEYFRAME_MARK not in file.name]
+_HEADER: Final = re.compile(
+    rb"\{'descr': '\|O', 'fortran_order': (?:False|True), 'shape': \((\d{1,9}),\), \}\s*"
+)
+_DTYPE: Final = re.compile(r"O8|b1|[iu][1248]|f[248]|[SU]\d{1,5}")
 
 
 def load_trajectories(folder: Path, *, keyframes: bool, image_size: int = 0) -> list[StartState]:
-    """Read one start state per trajectory of a folder.
+    """Read one start state per trajectory of a folder, by name (``traj10`` before ``traj2``).
 
     Args:
-        folder: Holds ``*.npy``.
-        keyframes: Whether to use files with ``_kir`` in their name.
+        keyframes: Whether to use files with ``_kir`` in their name, on an equal footing.
     """
-    files = trajectory_files(folder, keyframes=keyframes)
+    files = sorted(folder.glob("*.npy"), key=lambda file: file.name)
+    files = [file for file in files if keyframes or KEYFRAME_MARK not in file.name]
     if not files:
         raise AssetError(
             f"{folder} holds no trajectories to start from (looked for *.npy"
@@ -66,17 +66,28 @@ def load_trajectory(file: Path, *, image_size: int = 0) -> StartState:
     if not all(isinstance(frame, dict) for frame in frames):
         raise AssetError(f"{file} holds something else than one dict per frame. Use RLinf's layout.")
     context = frames[-CONTEXT:] if len(frames) >= CONTEXT else []
-    images = np.stack(_alike([_image(frame, file) for frame in (frames[0], *context)], file))
+    shown = [_image(frame, file) for frame in (frames[0], *context)]
+    shapes = sorted({image.shape for image in shown})
+    if len(shapes) != 1:
+        raise AssetError(f"{file}: frames differ in shape, {list(shapes[0])} and {list(shapes[-1])}.")
+    images = np.stack(shown)
     if image_size and images.shape[1:3] != (image_size, image_size):
         images = resized(images, image_size)
-    actions = [_action(frame, file) for frame in context]
+    actions = [_numbers(frame.get("delta_action"), ACTION_DIM) for frame in context]
+    if any(action is None for action in actions):
+        raise AssetError(
+            f"{file}: 'delta_action' of a frame is missing or is not {ACTION_DIM} finite numbers. It is the "
+            "action that produced the frame; use RLinf's layout."
+        )
+    last = frames[-1] if context else frames[0]
+    poses = (_numbers(last.get(key), POSE_DIM) for key in ("init_ee_pose", "abs_action"))
     return StartState(
         name=file.stem,
         task=_task(frames[0], file),
         frame=images[0],
         context_frames=images[1:],
         context_actions=np.array(actions, dtype=np.float32).reshape(-1, ACTION_DIM),
-        ee_pose=_pose(frames[-1] if context else frames[0]),
+        ee_pose=next((pose for pose in poses if pose is not None), None),
     )
 
 
@@ -85,13 +96,6 @@ def resized(images_NHW3: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
     floats = torch.from_numpy(np.ascontiguousarray(images_NHW3)).permute(0, 3, 1, 2).float()
     drawn = functional.interpolate(floats, size=(size, size), mode="bilinear", align_corners=False)
     return drawn.round().to(torch.uint8).permute(0, 2, 3, 1).contiguous().numpy()
-
-
-def _alike(images: Sequence[NDArray[np.uint8]], file: Path) -> Sequence[NDArray[np.uint8]]:
-    shapes = sorted({image.shape for image in images})
-    if len(shapes) != 1:
-        raise AssetError(f"{file}: frames differ in shape, {list(shapes[0])} and {list(shapes[-1])}.")
-    return images
 
 
 def _image(frame: Mapping[str, Any], file: Path) -> NDArray[np.uint8]:
@@ -108,34 +112,14 @@ def _image(frame: Mapping[str, Any], file: Path) -> NDArray[np.uint8]:
     return image
 
 
-def _action(frame: Mapping[str, Any], file: Path) -> NDArray[np.float32]:
-    """Read the action that produced a frame: ``[7]`` float32."""
-    action = frame.get("delta_action")
-    if isinstance(action, (list, tuple)) and all(type(n) in (int, float) and abs(n) < 1e9 for n in action):
-        action = np.array(action, dtype=np.float64)
-    if isinstance(action, np.ndarray) and action.shape == (ACTION_DIM,):
-        with np.errstate(over="ignore"):
-            action = action.astype(np.float32)
-        if np.isfinite(action).all():
-            return action
-    raise AssetError(
-        f"{file}: 'delta_action' of a frame is missing or is not {ACTION_DIM} finite numbers. It is the "
-        "action that produced the frame; use RLinf's layout."
-    )
-
-
-def _pose(frame: Mapping[str, Any]) -> NDArray[np.float32] | None:
-    """Read where the hand is at a frame: ``[8]`` float32; None where nothing says it."""
-    for key in ("init_ee_pose", "abs_action"):
-        pose = frame.get(key)
-        if isinstance(pose, (list, tuple)) and all(type(n) in (int, float) and abs(n) < 1e9 for n in pose):
-            pose = np.array(pose, dtype=np.float64)
-        if isinstance(pose, np.ndarray) and pose.shape == (POSE_DIM,):
-            with np.errstate(over="ignore"):
-                pose = pose.astype(np.float32)
-            if np.isfinite(pose).all():
-                return pose
-    return None
+def _numbers(found: Any, count: int) -> NDArray[np.float32] | None:
+    """Return ``[count]`` finite float32 numbers of a list, tuple or array; None if there are others."""
+    values = found.tolist() if isinstance(found, np.ndarray) else found
+    if not isinstance(values, list | tuple) or len(values) != count:
+        return None
+    if not all(isinstance(value, int | float) and abs(value) < 1e38 for value in values):
+        return None
+    return np.array(values, np.float64).astype(np.float32)
 
 
 def _task(frame: Mapping[str, Any], file: Path) -> str:
@@ -147,3 +131,160 @@ def _task(frame: Mapping[str, Any], file: Path) -> str:
         if isinstance(text, str) and text.strip():
             return text.strip().rstrip(".").lower()
     raise AssetError(f"{file}: the first frame has neither 'instruction' nor 'task'. Use RLinf's layout.")
+
+
+# ---- arrays of objects ---------------------------------------------------------------------------
+
+
+class _UnsafePickle(ValueError):
+    """The file holds something that numpy does not write for plain values."""
+
+
+def read_object_array(path: Path) -> list[Any]:
+    """Read a one-dimensional array of objects that ``np.save`` wrote (pickle protocol 2 to 5)."""
+    try:
+        stream = io.BytesIO(read_bytes(path, MAX_BYTES))
+        length = _read_header(stream)
+        try:
+            array = _Unpickler(stream, len(stream.getbuffer())).load()
+        except Exception as error:  # On broken files the unpickler raises whatever it stumbles upon.
+            raise _UnsafePickle(first_line(str(error)) or type(error).__name__) from error
+        if not isinstance(array, np.ndarray) or array.dtype != object or array.shape != (length,):
+            raise _UnsafePickle(f"its header promises {length} objects and the rest is something else")
+    except OSError as error:
+        raise AssetError(f"{path} cannot be read ({error.strerror}). Check the path.") from error
+    except _UnsafePickle as error:
+        raise AssetError(
+            f"{path} was not read: {error}. Only arrays of objects as numpy.save writes them are read, made "
+            "of numbers, strings, lists, dicts and numeric arrays; nothing in a file is ever executed. "
+            "Write it again from such values."
+        ) from error
+    return array.tolist()
+
+
+def _read_header(stream: io.BytesIO) -> int:
+    """Read the .npy header; return the number of objects."""
+    magic = stream.read(8)
+    if magic[:6] != b"\x93NUMPY" or magic[6:] not in (b"\x01\x00", b"\x02\x00"):
+        raise _UnsafePickle("it is not a .npy file of format 1 or 2")
+    size = int.from_bytes(stream.read(2 if magic[6] == 1 else 4), "little")
+    match = _HEADER.fullmatch(stream.read(size))
+    if match is None:
+        raise _UnsafePickle("its header does not describe a one-dimensional array of objects")
+    return int(match[1])
+
+
+class _Dtype:
+    """Stands for `numpy.dtype`, whose own objects a file could change for the whole process."""
+
+    def __init__(self, code: str) -> None:
+        if not _DTYPE.fullmatch(code):
+            raise _UnsafePickle(f"it holds values of type {code!r}")
+        self.own = np.dtype(code)
+
+
+_Python: Any = vars(pickle)["_Unpickler"]
+"""The one written in Python, whose instructions can be replaced."""
+
+
+class _Unpickler(_Python):
+    """Python's unpickler, in which a name is only a text.
+
+    Five of numpy's and Python's functions are answered to such texts; nothing else is ever called, and states
+    are given to arrays alone.
+    """
+
+    dispatch: ClassVar[dict[int, Callable[..., None]]] = dict(_Python.dispatch)
+    stack: list[Any]
+    append: Callable[[Any], None]
+    read: Callable[[int], bytes]
+
+    def __init__(self, stream: io.BytesIO, size: int) -> None:
+        super().__init__(stream)
+        self._room = COPIES * size
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        """Return a name as a text."""
+        known = f"{module} {name}".replace("numpy.core.", "numpy._core.")
+        if known not in _NAMES:
+            raise _UnsafePickle(f"it wants to import {f'{module}.{name}'[:80]!r}")
+        return known
+
+    def get_extension(self, code: int) -> None:
+        """Refuse a class by number, which would pass `find_class` by."""
+        raise _UnsafePickle(f"it wants the registered class {code}")
+
+    def _reduce(self) -> None:
+        arguments, name = self.stack.pop(), self.stack.pop()
+        # Texts that are remembered can be used again and again.
+        self._room -= sum(len(part) for part in arguments if isinstance(part, str | bytes | bytearray))
+        if self._room < 0:
+            raise _UnsafePickle("what it holds would take many times its own length")
+        match name, *arguments:
+            case ("numpy dtype", str(code), False, True):
+                made: Any = _Dtype(code)
+            case ("numpy._core.multiarray _reconstruct", "numpy ndarray", (0,), b"b"):
+                made = np.zeros(0, np.int8)
+            case ("numpy._core.multiarray scalar", _Dtype(own=dtype), bytes(content)) if not dtype.hasobject:
+                made = _array(content, dtype, (), "C")[()]
+            case (
+                "numpy._core.numeric _frombuffer",
+                (bytes() | bytearray()) as content,
+                _Dtype(own=dtype),
+                tuple() as shape,
+                ("C" | "F") as order,
+            ) if not dtype.hasobject:
+                made = _array(content, dtype, shape, order)
+            case ("_codecs encode", str(text), "latin1"):  # Protocol 2 has no bytes.
+                made = text.encode("latin1")
+            case ("__builtin__ bytes",):
+                made = b""
+            case _:
+                raise _UnsafePickle(f"it calls {name!r:.80} in an unusual way")
+        self.append(made)
+
+    def _build(self) -> None:
+        state, target = self.stack.pop(), self.stack[-1]
+        match target, state:
+            # (version, byte order, sub-array, field names, fields, ...)
+            case _Dtype(), (3 | 4, ("|" | "<" | ">") as order, None, None, None, *_):
+                target.own = target.own if order == "|" else target.own.newbyteorder(order)
+            case np.ndarray(shape=(0,)), (1, tuple() as shape, _Dtype(own=dtype), bool() as fortran, content):
+                if not isinstance(content, list if dtype.hasobject else bytes):
+                    raise _UnsafePickle("it fills an array with something else than its numbers")
+                _check_shape(shape, 1 if dtype.hasobject else dtype.itemsize, len(content))
+                filled: Any = target
+                filled.__setstate__((1, shape, dtype, fortran, content))
+            case _:
+                raise _UnsafePickle("it sets the state of something that has none")
+
+    def _bytearray(self) -> None:
+        (size,) = struct.unpack("<Q", self.read(8))
+        self.append(bytearray(self.read(size)))  # Python's own makes it before it reads.
+
+    dispatch |= {pickle.REDUCE[0]: _reduce, pickle.BUILD[0]: _build, pickle.BYTEARRAY8[0]: _bytearray}
+
+
+_NAMES: Final = frozenset(
+    {
+        "numpy ndarray",
+        "numpy dtype",
+        "numpy._core.multiarray _reconstruct",
+        "numpy._core.multiarray scalar",
+        "numpy._core.numeric _frombuffer",
+        "_codecs encode",
+        "__builtin__ bytes",
+    }
+)
+
+
+def _check_shape(shape: tuple[Any, ...], unit: int, length: int) -> None:
+    if len(shape) > 8 or not all(type(size) is int and 0 <= size <= MAX_BYTES for size in shape):
+        raise _UnsafePickle("it holds an array of an impossible shape")
+    if math.prod(shape) * unit != length:
+        raise _UnsafePickle(f"an array of shape {list(shape)} comes with {length} bytes or objects")
+
+
+def _array(content: bytes | bytearray, dtype: np.dtype[Any], shape: tuple[Any, ...], order: Any) -> Any:
+    _check_shape(shape, dtype.itemsize, len(content))
+    return np.ndarray(shape, dtype, buffer=content, order=order)

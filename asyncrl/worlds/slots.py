@@ -5,10 +5,10 @@ Dimension letters: B slots, C steps per decision, A numbers per step.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Final, Self
+from functools import cache, partial
+from typing import Any, Final, Self
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ USUAL: Final = ActionSpec()
 
 @dataclass(frozen=True, kw_only=True)
 class TensorState:
-    """Memory of `B` slots: a frozen dataclass of tensors ``[B, ...]``, or lists of them, on one device.
+    """Memory of `B` slots: a frozen dataclass of tensors ``[B, ...]``, or lists of them.
 
     Raises:
         TypeError: A field is neither a tensor nor a list of tensors.
@@ -48,13 +48,12 @@ class TensorState:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            tensors = value if isinstance(value, list) else [value]
-            if not all(isinstance(tensor, Tensor) for tensor in tensors):
-                raise TypeError(
-                    f"{type(self).__name__}.{field.name} is a {type(value).__name__}; the fields of a state "
-                    "are tensors with the slots first, or lists of them"
-                )
-            for tensor in tensors:
+            for tensor in value if isinstance(value, list) else [value]:
+                if not isinstance(tensor, Tensor):
+                    raise TypeError(
+                        f"{type(self).__name__}.{field.name} is a {type(value).__name__}; the fields of a "
+                        "state are tensors with the slots first, or lists of them"
+                    )
                 if tensor.shape[:1] != self.finite.shape:
                     raise ValueError(
                         f"{type(self).__name__}.{field.name} has shape {list(tensor.shape)}, but finite says "
@@ -65,22 +64,17 @@ class TensorState:
         """Return the number of slots."""
         return self.finite.shape[0]
 
-    @property
-    def bytes_per_slot(self) -> int:
-        """Bytes of one slot; also defined on the meta device and without slots."""
-        return sum(math.prod(tensor.shape[1:]) * tensor.dtype.itemsize for tensor in self._tensors())
-
     def select(self, indices: Sequence[int]) -> Self:
         """Return a new state with copies of the rows `indices`, in that order."""
-        rows = self._rows(indices)
-        return self._map(lambda tensor: _select(tensor, rows))
+        rows = _rows(indices)
+        return self._map(lambda tensor: _select(tensor, rows(tensor.device)))
 
     @torch.inference_mode()  # in place on tensors that may or may not have been made in inference mode
     def write_rows(self, indices: Sequence[int], other: Self) -> Self:
         """Write row k of `other` over row ``indices[k]``, in place, and return this state."""
-        rows = self._rows(indices)
+        rows = _rows(indices)
         for target, source in zip(self._tensors(), other._tensors(), strict=True):
-            target.index_copy_(0, rows, source.to(target))
+            target.index_copy_(0, rows(target.device), source.to(target))
         return self
 
     def to(self, device: torch.device | str) -> Self:
@@ -92,14 +86,16 @@ class TensorState:
         return [tensor for value in values for tensor in (value if isinstance(value, list) else [value])]
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
-        changed = {}
+        changed: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
             changed[field.name] = [change(x) for x in value] if isinstance(value, list) else change(value)
         return type(self)(**changed)
 
-    def _rows(self, indices: Sequence[int]) -> Tensor:
-        return to_device(np.array(indices, np.int64), self.finite.device)
+
+def _rows(indices: Sequence[int]) -> Callable[[torch.device], Tensor]:
+    """Return the indices on any device; each gets one copy."""
+    return cache(partial(to_device, np.array(indices, np.int64)))
 
 
 def _select(tensor: Tensor, rows: Tensor) -> Tensor:
@@ -129,25 +125,21 @@ def open_each_once(states: Sequence[StartState], open_slots: Callable[[list[Star
     Returns:
         A state of ``B`` rows with memory of its own.
     """
-    numbers: dict[tuple[object, ...], int] = {}
-    distinct: list[StartState] = []
-    row_of: list[int] = []
-    for state in states:
-        key = _content(state)
-        if key not in numbers:
-            numbers[key] = len(distinct)
-            distinct.append(state)
-        row_of.append(numbers[key])
+    keys, first_of = [_content(state) for state in states], dict[tuple[object, ...], StartState]()
+    for key, state in zip(keys, states, strict=True):
+        first_of.setdefault(key, state)
+    distinct, places = list(first_of.values()), {key: place for place, key in enumerate(first_of)}
+    row_of = [places[key] for key in keys]
     width = min(AT_ONCE, len(states))
     opened: State | None = None
     for first in range(0, len(distinct), width):
         some = distinct[first : first + width]
         part = open_slots([*some, *some[:1] * (width - len(some))])
-        slots = [slot for slot, row in enumerate(row_of) if first <= row < first + width]
         if opened is None:  # The slots of other parts are written over.
             opened = part.select([row if row < width else 0 for row in row_of])
-        else:
-            opened.write_rows(slots, part.select([row_of[slot] - first for slot in slots]))
+            continue
+        slots = [slot for slot, row in enumerate(row_of) if first <= row < first + width]
+        opened.write_rows(slots, part.select([row_of[slot] - first for slot in slots]))
     if opened is None:
         raise ValueError("there are no start states to open slots for")
     return opened
@@ -176,6 +168,7 @@ def imagine_full(
         state: Of ``B`` slots.
         actions: ``[B, C, A]`` float32, on any device.
         noise_seeds: ``B`` seeds.
+        rows: Rows of a full batch.
         spec: ``C`` and ``A`` of the world.
     """
     if not isinstance(actions, Tensor):

@@ -84,14 +84,6 @@ def test_a_state_made_in_inference_mode_can_be_written_and_written_from() -> Non
         assert_rows(memory(2).write_rows([1], memory(1, first=5)), [0, 5])
 
 
-def test_bytes_of_a_slot_are_those_of_its_rows() -> None:
-    expected = 1 + 6 * 4 + 8 + 2 + 4 * 8
-    assert memory(3).bytes_per_slot == expected
-    assert memory(3).select([]).bytes_per_slot == expected
-    moved = memory(3).to("meta")
-    assert (moved.bytes_per_slot, len(moved), moved.cache[1].device.type) == (expected, 3, "meta")
-
-
 def test_fields_that_are_no_rows_are_refused_by_name() -> None:
     state = memory(3)
     with pytest.raises(ValueError, match=r"Memory\.ages has shape \[2\], but finite says that there are 3"):

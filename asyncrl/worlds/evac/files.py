@@ -1,25 +1,25 @@
 """Read and write folders of EVAC worlds.
 
-EVAC is published as one training checkpoint that holds all networks under prefixes: of Lightning (``*.ckpt``)
-or of DeepSpeed (``*.pt``, whose names begin with ``_forward_module.``). OpenCLIP's tower may lie in a file of
-its own, and the model of the hand's poses does. asyncrl writes one safetensors file per network, called by
-its prefix: file name and tensor name together are the published name. Sizes are read from the shapes;
-world.json has the facts that shapes do not tell. Without it they are those of the published checkpoints.
+EVAC is published as one training checkpoint of Lightning (``*.ckpt``) or DeepSpeed (``*.pt``) with all
+networks under prefixes; OpenCLIP's tower may lie in a file of its own, the model of the hand's poses does.
+asyncrl writes a safetensors file per network, named by its prefix, and facts that shapes do not tell.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from asyncrl.config.sections import ImaginationSettings
-from asyncrl.errors import CheckpointError
+from asyncrl.errors import CheckpointError, first_line
 from asyncrl.records import ACTION_DIM, CHUNK, POSE_DIM
 from asyncrl.storage.tensor_reader import TensorFiles
 from asyncrl.storage.tensor_writer import write_tensors
@@ -32,36 +32,24 @@ from asyncrl.worlds.evac.conditions import (
     ResamplerConfig,
 )
 from asyncrl.worlds.evac.poses import Camera, MotionStatistics
-from asyncrl.worlds.evac.published import (
-    PREFIXES,
-    config_of,
-    from_published,
-    published_autoencoder,
-    published_image_encoder,
-    published_tensors,
-)
+from asyncrl.worlds.evac.published import PREFIXES, config_of, grouped, published_state, published_tensors
 from asyncrl.worlds.evac.unet import UNetConfig
 from asyncrl.worlds.files import AS_SAVED, WorldFolder, read_about, write_about
 from asyncrl.worlds.kinds import ABOUT
-from asyncrl.worlds.safe_pickle import CkptFile
 
 KIND: Final = "evac"
-POSE_MODEL: Final = "pose_model.safetensors"
 MARK: Final = "model.diffusion_model.input_blocks.0.0.weight"
 """A tensor that every published checkpoint has."""
-_WRAPPED: Final = "_forward_module."
-"""In front of all names in DeepSpeed's files."""
-_PICKLED: Final = (".ckpt", ".pt", ".pth", ".bin")
-_IMAGE_SIZE: Final = 256
-_TOWER: Final = "visual.transformer.resblocks.0.attn.in_proj_weight"
-"""A tensor of OpenCLIP's own file."""
-_TOKENS_PER_FRAME: Final = 16
+_POSE_MODEL: Final = "pose_model.safetensors"
+_WRAPPED: Final = "_forward_module."  # in front of all names in DeepSpeed's files
+_TOWER: Final = "visual.transformer.resblocks.0.attn.in_proj_weight"  # in OpenCLIP's own file
 # Of the noise schedule, which is known without a file; of OpenCLIP's text tower, and statistics of pictures.
 _IGNORED: Final = re.compile(
     r"(alphas|sqrt|log|posterior)_\w+|betas|lvlb_weights|logvar|scale_arr|scale_factor|global_step|"
     r"embedder\.(mean|std)|embedder\.model\.(positional_embedding|text_projection|logit_scale|attn_mask|"
     r"visual\.proj|token_embedding\..+|ln_final\..+|transformer\..+)"
 )
+_IMAGE_SIZE, _TOKENS_PER_FRAME = 256, 16  # as published
 _FACTS: Final[dict[str, tuple[type[Any], tuple[str, ...]]]] = {
     "unet": (UNetConfig, ("head_dim", "groups")),
     "autoencoder": (AutoencoderConfig, ("groups", "scale")),
@@ -75,22 +63,21 @@ _FACTS: Final[dict[str, tuple[type[Any], tuple[str, ...]]]] = {
 _OTHER_FACTS: Final = ("image_size", "schedule_steps", "history", "fps", "domain")
 
 
-@dataclass(frozen=True)
-class Entry:
+# ---- folders -------------------------------------------------------------------------------------
+
+
+class Entry(NamedTuple):
     """Place of a tensor."""
 
-    source: CkptFile | TensorFiles
-    stored: str
-    """Its name there."""
     shape: torch.Size
-
-    def read(self) -> Tensor:
-        """Read the tensor, on the CPU."""
-        return self.source.read(self.stored)
+    read: Callable[[], Tensor]
+    """Reads it, on the CPU."""
 
 
 Parts = Mapping[str, Mapping[str, Entry]]
 """Network -> published name without prefix -> place."""
+Files = Mapping[Path, Mapping[str, Entry]]
+"""File -> published name with prefix -> place."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,12 +126,14 @@ class EvacFiles(WorldFolder):
         """
         self.check()
         networks, dtype = self.build(), dtype or self.types().dtype
-        levels = len(self.config.autoencoder.multipliers)
         for part, module in networks.by_name().items():
             ready: dict[str, Tensor] = {}
-            for name, entry in self.parts[part].items():
-                weights = from_published(part, name, entry.read(), levels)
-                ready |= {n: t.to(device, _dtype(part, dtype), copy=True) for n, t in weights.items()}
+            for name, group in grouped(
+                part, module.state_dict(), len(self.config.autoencoder.multipliers)
+            ).items():
+                tensor = self.parts[part][name].read()
+                for (own, like), piece in zip(group, tensor.chunk(len(group)), strict=True):
+                    ready[own] = piece.reshape(like.shape).to(device, _dtype(part, dtype), copy=True)
             nn.Module.load_state_dict(module, ready, assign=True)
             module.eval().requires_grad_(False)
         networks.image_encoder.set_constants(device)
@@ -211,23 +200,17 @@ def convert_old(about: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Turn the files of format 1 in `folder` into those of this version; return the facts of world.json."""
     config = about["config"]
     for part in (*PREFIXES, "pose_model"):
-        old, new = folder / f"{part}.safetensors", folder / _file_name(part)
-        if part not in ("autoencoder", "image_encoder"):
-            old.rename(new)
-            continue
+        old = folder / f"{part}.safetensors"
         files = TensorFiles(old)
         state = {name: files.read(name) for name in files.names()}
-        if part == "autoencoder":
-            tensors = published_autoencoder(state, len(config[part]["multipliers"]))
-        else:
-            tensors = published_image_encoder(state, config[part]["layers"])
-        write_tensors(new, tensors)
         old.unlink()
+        levels = len(config["autoencoder"]["multipliers"])
+        write_tensors(folder / _file_name(part), published_state(part, state, levels))
     return _facts_of(config)
 
 
 def _file_name(part: str) -> str:
-    return f"{PREFIXES[part]}safetensors" if part in PREFIXES else POSE_MODEL
+    return f"{PREFIXES[part]}safetensors" if part in PREFIXES else _POSE_MODEL
 
 
 def _facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -235,11 +218,8 @@ def _facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return parts | {name: config[name] for name in _OTHER_FACTS}
 
 
-# ---- finding -------------------------------------------------------------------------------------
-
-
 def _find_parts(folder: Path) -> tuple[str, Parts]:
-    """Find the networks of a world by the tensors of a folder's files."""
+    """Find the networks of a world by the tensors of a folder's files; none without a U-Net."""
     tensors, errors = _open_files(folder)
     main = [path for path, entries in tensors.items() if MARK in entries]
     if not main:
@@ -252,12 +232,11 @@ def _find_parts(folder: Path) -> tuple[str, Parts]:
         )
     label, parts = str(main[0]), {part: dict[str, Entry]() for part in PREFIXES}
     own = {_file_name(part) for part in PREFIXES}
-    for name, entry in (
-        item for path in tensors if path == main[0] or path.name in own for item in tensors[path].items()
-    ):
-        part = next((part for part, prefix in PREFIXES.items() if name.startswith(prefix)), None)
+    files = [entries for path, entries in tensors.items() if path == main[0] or path.name in own]
+    for name, entry in (item for entries in files for item in entries.items()):
         if _IGNORED.fullmatch(name):
             continue
+        part = next((part for part, prefix in PREFIXES.items() if name.startswith(prefix)), None)
         if part is None:
             raise CheckpointError(
                 f"{label} holds tensor {name}, which the model has no use for. It belongs to another variant."
@@ -282,29 +261,87 @@ def _find_parts(folder: Path) -> tuple[str, Parts]:
     return label, parts
 
 
-Files = Mapping[Path, Mapping[str, Entry]]
-"""File -> published name with prefix -> place."""
-
-
 def _open_files(folder: Path) -> tuple[Files, list[CheckpointError]]:
     """Open the weight files of a folder; return the errors of those that cannot be read, too."""
     files: dict[Path, dict[str, Entry]] = {}
     errors = []
     own = {_file_name(part): prefix for part, prefix in PREFIXES.items()}
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        if path.suffix not in (*_PICKLED, ".safetensors"):
-            continue
         try:
-            source = TensorFiles(path) if path.suffix == ".safetensors" else CkptFile(path)
+            if path.suffix == ".safetensors":
+                source = TensorFiles(path)
+                entries = {
+                    name: Entry(shape, partial(source.read, name)) for name, shape in source.shapes.items()
+                }
+            elif path.suffix in (".ckpt", ".pt", ".pth", ".bin"):
+                tensors = load_checkpoint(path)
+                entries = {
+                    name: Entry(tensor.shape, partial(Tensor.detach, tensor))
+                    for name, tensor in tensors.items()
+                }
+            else:
+                continue
         except CheckpointError as error:
             errors.append(error)
             continue
         prefix = own.get(path.name, "")
-        files[path] = {
-            prefix + name.removeprefix(_WRAPPED): Entry(source, name, shape)
-            for name, shape in source.shapes.items()
-        }
+        files[path] = {prefix + name.removeprefix(_WRAPPED): entry for name, entry in entries.items()}
     return files, errors
+
+
+class _PassedOver:
+    """Stands for classes and functions of a training framework, whose objects are of no use here."""
+
+    def __new__(cls, *_: object, **__: object) -> Any:
+        return OrderedDict()  # The one type that PyTorch both fills and gives a state.
+
+
+class _NumpyPassedOver:
+    """Stands for those of NumPy, whose states are tuples."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def __setstate__(self, state: object) -> None:
+        pass
+
+
+def load_checkpoint(path: Path) -> dict[str, Tensor]:
+    """Map the tensors of a training checkpoint, by name; other objects in it are passed over.
+
+    They are the state dict, whatever its framework calls it, and those beside it, such as the statistics of a
+    model's inputs.
+    """
+    try:
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        stand_ins: list[Any] = [
+            (_NumpyPassedOver if name.startswith("numpy.") else _PassedOver, name) for name in names
+        ]
+        with torch.serialization.safe_globals(stand_ins):
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # On broken files PyTorch raises whatever it stumbles upon.
+        refused = re.search(r"GLOBAL (\S+)", str(error))
+        inner = first_line(str(error).rpartition("WeightsUnpickler error: ")[2])
+        # Without PyTorch's advice to read it all the same.
+        reason = (
+            f"it names {refused[1]}"
+            if refused
+            else type(error).__name__
+            if "weights_only" in inner
+            else inner
+        )
+        raise CheckpointError(
+            f"{path} was not read: {reason.rstrip('.')}. Only files of torch.save (PyTorch 1.6 or later) are "
+            "read, and only their tensors; nothing in a file is ever executed. Download it again."
+        ) from error
+    tensors: dict[str, Tensor] = {}
+    for wrapper in ("module", "state_dict", "model_state_dict", ""):  # DeepSpeed, Lightning, others
+        if isinstance(content, dict):
+            tensors |= {n: t for n, t in content.items() if isinstance(n, str) and isinstance(t, Tensor)}
+            content = content[wrapper] if isinstance(content.get(wrapper), dict) else content
+    if not tensors:
+        raise CheckpointError(f"{path} was not read: it holds no tensors by name. Download it again.")
+    return tensors
 
 
 def lacks(folder: Path) -> str:
@@ -347,9 +384,6 @@ def _pose_model(files: Files) -> dict[str, Entry]:
         named |= {f"net.{2 * i}.bias": entries[name] for i, name in enumerate(biases)}
         return named | {short: entries[name] for short, name in statistics.items()}
     return {}
-
-
-# ---- sizes ---------------------------------------------------------------------------------------
 
 
 def _checked_facts(about: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

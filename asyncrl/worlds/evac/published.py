@@ -1,9 +1,7 @@
-"""Names of tensors in published EVAC checkpoints, and the sizes that their shapes tell.
+"""Published names of an EVAC world's tensors, and the sizes that their shapes tell.
 
-The autoencoder's published names are those of latent diffusion (arXiv 2112.10752). diffusers' are others,
-count the decoder's levels in the other direction, and have no convolutions of one pixel in the attention.
-OpenCLIP's attention keeps the projections of queries, keys and values in one tensor. The other networks have
-the published names.
+The autoencoder has the names of latent diffusion (arXiv 2112.10752), which count the decoder's levels in the
+other direction than diffusers. OpenCLIP keeps queries, keys and values in one tensor.
 """
 
 from __future__ import annotations
@@ -25,6 +23,7 @@ from asyncrl.worlds.evac.conditions import (
 )
 from asyncrl.worlds.evac.poses import Camera, MotionStatistics
 from asyncrl.worlds.evac.unet import UNetConfig
+from asyncrl.worlds.files import renamed
 
 PREFIXES: Final = {
     "unet": "model.diffusion_model.",
@@ -34,133 +33,72 @@ PREFIXES: Final = {
     "image_encoder": "embedder.model.visual.",
 }
 """By network; the model of poses is published in a file of its own."""
-_HEAD_DIM: Final = 64
-_IMAGE_HEAD_DIM: Final = 80
+_HEAD_DIM, _IMAGE_HEAD_DIM = 64, 80
 
-_ATTENTION: Final = {
-    "norm": "group_norm",
-    "q": "to_q",
-    "k": "to_k",
-    "v": "to_v",
-    "proj_out": "to_out.0",
-}
-_MIDDLE: Final = {"block_1": "resnets.0", "attn_1": "attentions.0", "block_2": "resnets.1"}
-_PROJECTION: Final = re.compile(r"\.attentions\.0\.to_(q|k|v|out\.0)\.weight$")
-
-
-def autoencoder_from_published(name: str, levels: int) -> str:
-    """Map a tensor's published name, without prefix, to diffusers'.
-
-    Example:
-        >>> autoencoder_from_published("decoder.up.3.block.0.nin_shortcut.weight", 4)
-        'decoder.up_blocks.0.resnets.0.conv_shortcut.weight'
-    """
-    name = name.replace(".nin_shortcut.", ".conv_shortcut.").replace(".norm_out.", ".conv_norm_out.")
-    if match := re.fullmatch(r"(encoder|decoder)\.mid\.(block_1|attn_1|block_2)\.(.+)\.(weight|bias)", name):
-        side, part, layer, kind = match.groups()
-        layer = _ATTENTION.get(layer, layer) if part == "attn_1" else layer
-        return f"{side}.mid_block.{_MIDDLE[part]}.{layer}.{kind}"
-    if match := re.fullmatch(r"encoder\.down\.(\d+)\.(block\.(\d+)|downsample)\.(.+)", name):
-        level, _, number, rest = match.groups()
-        part = "downsamplers.0" if number is None else f"resnets.{number}"
-        return f"encoder.down_blocks.{level}.{part}.{rest}"
-    if match := re.fullmatch(r"decoder\.up\.(\d+)\.(block\.(\d+)|upsample)\.(.+)", name):
-        level, _, number, rest = match.groups()
-        part = "upsamplers.0" if number is None else f"resnets.{number}"
-        return f"decoder.up_blocks.{levels - 1 - int(level)}.{part}.{rest}"
-    return name
+# Patterns in the names of diffusers and transformers, and the published text; applied in order.
+_AUTOENCODER_NAMES: Final = (
+    (r"\.conv_shortcut\.", ".nin_shortcut."),
+    (r"\.conv_norm_out\.", ".norm_out."),
+    (r"\.mid_block\.resnets\.0\.", ".mid.block_1."),
+    (r"\.mid_block\.resnets\.1\.", ".mid.block_2."),
+    (r"\.mid_block\.attentions\.0\.", ".mid.attn_1."),
+    (r"\.attn_1\.group_norm\.", ".attn_1.norm."),
+    (r"\.attn_1\.to_([qkv])\.", r".attn_1.\1."),
+    (r"\.attn_1\.to_out\.0\.", ".attn_1.proj_out."),
+    (r"\.(down|up)_blocks\.(\d+)\.resnets\.", r".\1.\2.block."),
+    (r"\.(down|up)_blocks\.(\d+)\.\1samplers\.0\.", r".\1.\2.\1sample."),
+)
+_IMAGE_ENCODER_NAMES: Final = (
+    (r"^vision\.embeddings\.patch_embedding\.", "conv1."),
+    (r"^vision\.embeddings\.position_embedding\.weight$", "positional_embedding"),
+    (r"^vision\.embeddings\.", ""),
+    (r"^vision\.(pre|post)_lay(er|r)norm\.", r"ln_\1."),
+    (r"^vision\.encoder\.layers\.", "transformer.resblocks."),
+    (r"\.layer_norm([12])\.", r".ln_\1."),
+    (r"\.self_attn\.out_proj\.", ".attn.out_proj."),
+    (r"\.self_attn\.[qkv]_proj\.", ".attn.in_proj_"),  # one tensor of three
+    (r"\.mlp\.fc1\.", ".mlp.c_fc."),
+    (r"\.mlp\.fc2\.", ".mlp.c_proj."),
+)
+_SQUARE: Final = re.compile(r"\.mid\.attn_1\.(q|k|v|proj_out)\.weight$")
+"""Matrices of the autoencoder that are published as convolutions of one pixel."""
 
 
-def autoencoder_to_published(name: str, levels: int) -> str:
-    """Map one of diffusers' names to the published one; the inverse of `autoencoder_from_published`."""
-    name = name.replace(".conv_shortcut.", ".nin_shortcut.").replace(".conv_norm_out.", ".norm_out.")
-    if match := re.fullmatch(r"(encoder|decoder)\.mid_block\.(\w+\.\d)\.(.+)\.(weight|bias)", name):
-        side, part, layer, kind = match.groups()
-        published = {new: old for old, new in _MIDDLE.items()}[part]
-        if published == "attn_1":
-            layer = {new: old for old, new in _ATTENTION.items()}[layer]
-        return f"{side}.mid.{published}.{layer}.{kind}"
-    if match := re.fullmatch(r"encoder\.down_blocks\.(\d+)\.(resnets|downsamplers)\.(\d+)\.(.+)", name):
-        level, part, number, rest = match.groups()
-        return f"encoder.down.{level}.{f'block.{number}' if part == 'resnets' else 'downsample'}.{rest}"
-    if match := re.fullmatch(r"decoder\.up_blocks\.(\d+)\.(resnets|upsamplers)\.(\d+)\.(.+)", name):
-        level, part, number, rest = match.groups()
-        part = f"block.{number}" if part == "resnets" else "upsample"
-        return f"decoder.up.{levels - 1 - int(level)}.{part}.{rest}"
-    return name
-
-
-_OUTSIDE: Final = {
-    "class_embedding": "embeddings.class_embedding",
-    "positional_embedding": "embeddings.position_embedding.weight",
-    "conv1.weight": "embeddings.patch_embedding.weight",
-    "ln_pre.weight": "pre_layrnorm.weight",
-    "ln_pre.bias": "pre_layrnorm.bias",
-    "ln_post.weight": "post_layernorm.weight",
-    "ln_post.bias": "post_layernorm.bias",
-}
-_IN_LAYER: Final = {
-    "ln_1": "layer_norm1",
-    "ln_2": "layer_norm2",
-    "attn.out_proj": "self_attn.out_proj",
-    "mlp.c_fc": "mlp.fc1",
-    "mlp.c_proj": "mlp.fc2",
-}
-_LAYER: Final = re.compile(r"transformer\.resblocks\.(\d+)\.(.+)")
-
-
-def from_published(part: str, name: str, tensor: Tensor, levels: int) -> dict[str, Tensor]:
-    """Turn a published tensor, also one on the meta device, into those of a network here.
+def published_name(part: str, name: str, levels: int) -> str:
+    """Map the name of a network's tensor to the published one, without prefix.
 
     Args:
-        tensor: Of any dtype.
+        part: One of `EvacNetworks.by_name`.
+        levels: Of the autoencoder; the published decoder counts them from the finest on.
 
-    Returns:
-        By name; three for a fused projection.
+    Example:
+        >>> published_name("autoencoder", "decoder.up_blocks.0.resnets.0.conv_shortcut.weight", 4)
+        'decoder.up.3.block.0.nin_shortcut.weight'
     """
     if part == "autoencoder":
-        ours = autoencoder_from_published(name, levels)
-        square = _PROJECTION.search(ours) and tensor.ndim == 4 and tensor.shape[2:] == (1, 1)
-        return {ours: tensor.flatten(1) if square else tensor}
-    return image_tensor_from_published(name, tensor) if part == "image_encoder" else {name: tensor}
+        turned = renamed(name, _AUTOENCODER_NAMES)
+        return re.sub(r"\.up\.(\d+)\.", lambda match: f".up.{levels - 1 - int(match[1])}.", turned)
+    return renamed(name, _IMAGE_ENCODER_NAMES) if part == "image_encoder" else name
 
 
-def image_tensor_from_published(name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Turn a tensor of OpenCLIP's visual tower, by its name without ``visual.``; see `from_published`."""
-    if name == "proj":  # behind the tower, not used by EVAC
-        return {}
-    if name in _OUTSIDE:
-        return {f"vision.{_OUTSIDE[name]}": tensor}
-    if not (match := _LAYER.fullmatch(name)):
-        return {name: tensor}
-    layer, rest = f"vision.encoder.layers.{match[1]}", match[2]
-    if rest in ("attn.in_proj_weight", "attn.in_proj_bias"):
-        kind = rest.removeprefix("attn.in_proj_")
-        parts = tensor.chunk(3)
-        return {f"{layer}.self_attn.{x}_proj.{kind}": part for x, part in zip("qkv", parts, strict=False)}
-    part, _, kind = rest.rpartition(".")
-    return {f"{layer}.{_IN_LAYER[part]}.{kind}" if part in _IN_LAYER else name: tensor}
-
-
-def published_autoencoder(state: Mapping[str, Tensor], levels: int) -> dict[str, Tensor]:
-    """Return diffusers' tensors of an autoencoder by their published names, in their published shapes."""
+def grouped(part: str, state: Mapping[str, Tensor], levels: int) -> dict[str, list[tuple[str, Tensor]]]:
+    """Group tensors by the published one that they are in: queries, keys, values, or one alone."""
+    groups: dict[str, list[tuple[str, Tensor]]] = {}
+    for name, tensor in state.items():
+        groups.setdefault(published_name(part, name, levels), []).append((name, tensor))
     return {
-        autoencoder_to_published(name, levels): tensor[:, :, None, None]
-        if _PROJECTION.search(name)
-        else tensor
-        for name, tensor in state.items()
+        name: sorted(group, key=lambda own: (".q_proj." not in own[0], own[0]))
+        for name, group in groups.items()
     }
 
 
-def published_image_encoder(state: Mapping[str, Tensor], layers: int) -> dict[str, Tensor]:
-    """Return the tensors of an `ImageEncoder` by OpenCLIP's names, without the prefix ``visual.``."""
-    tensors = {name: state[f"vision.{ours}"] for name, ours in _OUTSIDE.items()}
-    for number in range(layers):
-        layer, ours = f"transformer.resblocks.{number}", f"vision.encoder.layers.{number}"
-        for kind in ("weight", "bias"):
-            fused = [state[f"{ours}.self_attn.{x}_proj.{kind}"] for x in "qkv"]
-            tensors[f"{layer}.attn.in_proj_{kind}"] = torch.cat(fused)
-            tensors |= {f"{layer}.{a}.{kind}": state[f"{ours}.{b}.{kind}"] for a, b in _IN_LAYER.items()}
+def published_state(part: str, state: Mapping[str, Tensor], levels: int) -> dict[str, Tensor]:
+    """Return a network's tensors, on any device, by published names and in published shapes."""
+    tensors = {}
+    for name, group in grouped(part, state, levels).items():
+        tensor = torch.cat([own for _, own in group]) if len(group) > 1 else group[0][1]
+        square = part == "autoencoder" and _SQUARE.search(name)
+        tensors[name] = tensor[:, :, None, None] if square else tensor
     return tensors
 
 
@@ -168,14 +106,25 @@ def published_tensors(networks: EvacNetworks) -> dict[str, dict[str, Tensor]]:
     """Return the tensors of each network, on any device, by their published names without prefixes."""
     autoencoder: Any = networks.autoencoder
     levels = len(autoencoder.config.block_out_channels)
-    tensors = {name: dict(module.state_dict()) for name, module in networks.by_name().items()}
-    tensors["autoencoder"] = published_autoencoder(tensors["autoencoder"], levels)
-    layers = networks.image_encoder.size.layers
-    tensors["image_encoder"] = published_image_encoder(tensors["image_encoder"], layers)
-    return tensors
+    return {part: published_state(part, m.state_dict(), levels) for part, m in networks.by_name().items()}
 
 
 # ---- sizes ---------------------------------------------------------------------------------------
+
+
+class _Shapes(dict[str, torch.Size]):
+    """Shapes by name without prefix; the error of a missing one has the prefix."""
+
+    def __init__(self, part: str, shapes: Mapping[str, torch.Size]) -> None:
+        super().__init__(shapes)
+        self.prefix = PREFIXES.get(part, "")
+
+    def __missing__(self, name: str) -> torch.Size:
+        raise KeyError(self.prefix + name)
+
+    def count(self, pattern: str) -> int:
+        """Return the largest number that a pattern matches in the names, plus 1; 0 without a match."""
+        return 1 + max((int(match[1]) for name in self if (match := re.match(pattern, name))), default=-1)
 
 
 def config_of(
@@ -183,12 +132,13 @@ def config_of(
     facts: Mapping[str, Mapping[str, Any]],
     others: Mapping[str, Any],
 ) -> EvacConfig:
-    """Read the sizes of a world from the shapes of its tensors.
+    """Read the sizes of a world from the shapes of its tensors, by network and published name.
 
     Args:
+        facts: Facts that shapes do not tell, by network; those missing are as published.
         others: Further fields of `EvacConfig`; `image_size` at least.
     """
-    of = {part: _Shapes(PREFIXES.get(part, ""), own) for part, own in shapes.items()}
+    of = {part: _Shapes(part, own) for part, own in shapes.items()}
     return EvacConfig(
         unet=_unet_size(of["unet"], facts.get("unet", {})),
         autoencoder=_autoencoder_size(of["autoencoder"], facts.get("autoencoder", {})),
@@ -202,26 +152,10 @@ def config_of(
     )
 
 
-class _Shapes(dict[str, torch.Size]):
-    """Shapes by name without prefix; the error of a missing one has the prefix."""
-
-    def __init__(self, prefix: str, shapes: Mapping[str, torch.Size]) -> None:
-        super().__init__(shapes)
-        self.prefix = prefix
-
-    def __missing__(self, name: str) -> torch.Size:
-        raise KeyError(self.prefix + name)
-
-
-def _highest(pattern: str, shapes: _Shapes) -> int:
-    """Return the largest number that a pattern matches in the names, or -1."""
-    return max((int(match[1]) for name in shapes if (match := re.match(pattern, name))), default=-1)
-
-
 def _unet_size(shapes: _Shapes, facts: Mapping[str, Any]) -> UNetConfig:
     channels, inputs = shapes["input_blocks.0.0.weight"][:2]
     level, blocks, multipliers, attention = 0, [0], [1], set[int]()
-    for number in range(1, 1 + _highest(r"input_blocks\.(\d+)\.", shapes)):
+    for number in range(1, shapes.count(r"input_blocks\.(\d+)\.")):
         if f"input_blocks.{number}.0.op.weight" in shapes:
             level, blocks, multipliers = level + 1, [*blocks, 0], [*multipliers, 1]
             continue
@@ -247,12 +181,11 @@ def _unet_size(shapes: _Shapes, facts: Mapping[str, Any]) -> UNetConfig:
 
 def _autoencoder_size(shapes: _Shapes, facts: Mapping[str, Any]) -> AutoencoderConfig:
     channels = shapes["encoder.conv_in.weight"][0]
-    levels = 1 + _highest(r"encoder\.down\.(\d+)\.", shapes)
-    widths = [shapes[f"encoder.down.{i}.block.0.conv1.weight"][0] for i in range(levels)]
+    levels = range(shapes.count(r"encoder\.down\.(\d+)\."))
     return AutoencoderConfig(
         channels=channels,
-        multipliers=tuple(width // channels for width in widths),
-        res_blocks=1 + _highest(r"encoder\.down\.0\.block\.(\d+)\.", shapes),
+        multipliers=tuple(shapes[f"encoder.down.{i}.block.0.conv1.weight"][0] // channels for i in levels),
+        res_blocks=shapes.count(r"encoder\.down\.0\.block\.(\d+)\."),
         latent=shapes["post_quant_conv.weight"][0],
         **facts,
     )
@@ -262,7 +195,7 @@ def _image_encoder_size(shapes: _Shapes, facts: Mapping[str, Any]) -> ImageEncod
     width, _, patch, _ = shapes["conv1.weight"]
     return ImageEncoderConfig(
         width=width,
-        layers=1 + _highest(r"transformer\.resblocks\.(\d+)\.", shapes),
+        layers=shapes.count(r"transformer\.resblocks\.(\d+)\."),
         heads=facts.get("heads", width // _IMAGE_HEAD_DIM),
         mlp=shapes["transformer.resblocks.0.mlp.c_fc.weight"][0],
         patch=patch,
@@ -277,7 +210,7 @@ def _resampler_size(shapes: _Shapes, facts: Mapping[str, Any]) -> ResamplerConfi
         inputs=shapes["proj_in.weight"][1],
         queries=queries,
         width=width,
-        depth=1 + _highest(r"layers\.(\d+)\.", shapes),
+        depth=shapes.count(r"layers\.(\d+)\."),
         heads=shapes["layers.0.0.to_q.weight"][0] // head_dim,
         head_dim=head_dim,
     )

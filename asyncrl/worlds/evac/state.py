@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, replace
+from typing import Any, Final, Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from asyncrl.config.sections import ImaginationSettings
-from asyncrl.devices.tensors import to_device, to_signed
+from asyncrl.devices.tensors import to_signed
 from asyncrl.errors import ConfigError
 from asyncrl.worlds.evac.conditions import EvacNetworks, Geometry, action_tokens, condition_channels
+from asyncrl.worlds.slots import TensorState
 
 _OWN: Final = {"guidance": 100.0, "guidance_rescale": 1.0, "eta": 1.0}
 """Settings of ``[world.settings]``, and the largest value of each; none is below 0."""
@@ -97,9 +97,9 @@ def memory_index(count_B: Tensor, remembered: int) -> Tensor:
     return torch.cat([spread.clamp(min=0), count_B[:, None] - 1], dim=1)
 
 
-@dataclass(kw_only=True)
-class EvacState:
-    """Memory of `B` slots. Every tensor has the slots first and belongs to this state alone."""
+@dataclass(frozen=True, kw_only=True)
+class EvacState(TensorState):
+    """Memory of `B` slots; `finite` covers latents, pixels and poses."""
 
     history: Tensor
     """``[B, N, Z, h, w]`` float32 latents of all frames so far; behind them zeros."""
@@ -109,46 +109,21 @@ class EvacState:
     """``[B]`` int64 frames so far."""
     first: Tensor
     """``[B, H, W, 3]`` uint8: the first frame."""
-    finite: Tensor
-    """``[B]`` bool: all latents, pixels and poses so far were finite."""
-    left: list[int]
-    """Decisions that each slot has still room for, on the host so that reading never waits."""
+    left: Tensor
+    """``[B]`` int64 decisions that there is still room for, on the CPU, so that reading never waits."""
 
-    def __len__(self) -> int:
-        """Return the number of slots."""
-        return len(self.left)
-
-    def _tensors(self) -> list[Tensor]:
-        return [self.history, self.poses, self.count, self.first, self.finite]
-
-    def _like(self, tensors: list[Tensor], left: list[int]) -> EvacState:
-        history, poses, count, first, finite = tensors
-        return EvacState(history=history, poses=poses, count=count, first=first, finite=finite, left=left)
-
-    def select(self, indices: Sequence[int]) -> EvacState:
-        """Return a new state with copies of the rows `indices`, in that order."""
-        rows = to_device(np.array(indices, np.int64), self.count.device)
-        left = [self.left[index] for index in indices]
-        return self._like([tensor.index_select(0, rows) for tensor in self._tensors()], left)
-
-    @torch.inference_mode()  # in place on tensors that may or may not have been made in inference mode
-    def write_rows(self, indices: Sequence[int], other: EvacState) -> EvacState:
-        """Write row k of `other` over row ``indices[k]``, in place, and return this state."""
+    def write_rows(self, indices: Sequence[int], other: Self) -> Self:
+        """See `TensorState.write_rows`; both need room for as many frames."""
         if other.history.shape[1] != self.history.shape[1]:
             raise ConfigError(
                 f"a state with room for {other.history.shape[1]} frames cannot go into one with room for "
                 f"{self.history.shape[1]}. Start both with the same number of decisions."
             )
-        rows = to_device(np.array(indices, np.int64), self.count.device)
-        for target, source in zip(self._tensors(), other._tensors(), strict=True):
-            target.index_copy_(0, rows, source.to(target))
-        for index, left in zip(indices, other.left, strict=True):
-            self.left[index] = left
-        return self
+        return super().write_rows(indices, other)
 
     def to(self, device: torch.device | str) -> EvacState:
         """Return this state on `device`."""
-        return self._like([tensor.to(device) for tensor in self._tensors()], list(self.left))
+        return replace(super().to(device), left=self.left.clone())
 
     def remembered(self, frames: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the network's view of the episode so far.
@@ -165,16 +140,12 @@ class EvacState:
         before = (index - 1).clamp(min=0)
         return self.history[rows, index], self.poses[rows, index], self.poses[rows, before]
 
-    def last_pose(self) -> Tensor:
-        """Return the pose ``[B, 8]`` float32 at the last frame."""
-        rows = torch.arange(len(self), device=self.count.device)
-        return self.poses[rows, self.count - 1]
-
     def check_room(self) -> None:
         """Check that another decision fits."""
-        if 0 in self.left:
+        left = self.left.tolist()
+        if 0 in left:
             raise ConfigError(
-                f"slot {self.left.index(0)} has imagined as many decisions as its memory was made for, and "
+                f"slot {left.index(0)} has imagined as many decisions as its memory was made for, and "
                 "another one does not fit. Start with more decisions (--actor.max-decisions)."
             )
 
@@ -194,7 +165,7 @@ class EvacState:
             count=self.count + latents.shape[1],
             first=self.first.clone(),
             finite=self.finite & finite,
-            left=[left - 1 for left in self.left],
+            left=self.left - 1,
         )
 
 
@@ -232,7 +203,7 @@ def conditions_of(
         encode: Turns maps ``[N, 3, H, W]`` into latents ``[N, Z, h, w]`` float32.
     """
     history_BPZhw, poses_BP8, before_BP8 = state.remembered(remembered)
-    last_B8 = state.last_pose()
+    last_B8 = poses_BP8[:, -1]  # the last frame is always remembered
     poses_BC8 = networks.pose_model.follow(actions_BC7, last_B8)
     before_BC8 = torch.cat([last_B8[:, None], poses_BC8[:, :-1]], dim=1)
     motions_BF14 = geometry.motions(

@@ -198,7 +198,7 @@ class EvacWorld:
             count=to_device(counts, self.device),
             first=to_device(np.stack([state.frame for state in states]), self.device),
             finite=finite_rows(history),
-            left=[decisions] * batch,
+            left=torch.full((batch,), decisions),
         )
 
     @torch.no_grad()

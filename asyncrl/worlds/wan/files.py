@@ -29,14 +29,13 @@ from asyncrl.storage.atomic import read_json, replacing, write_json
 from asyncrl.storage.rewriting import copy_others, rewrite_file
 from asyncrl.storage.tensor_names import INDEX, header_names
 from asyncrl.storage.tensor_reader import TensorFiles, check_fit, fill
-from asyncrl.worlds.files import AS_SAVED, WeightTypes, WorldFolder, read_about, shape_of
+from asyncrl.worlds.files import AS_SAVED, WeightTypes, WorldFolder, read_about, renamed, shape_of
 from asyncrl.worlds.kinds import ABOUT, WAN_MARKS, WAN_PREFIX
 from asyncrl.worlds.wan.tiny_decoder import TinyDecoder, load_decoder
 from asyncrl.worlds.wan.transformer import (
     FRAMES_PER_LATENT,
     ActionWanTransformer,
     TransformerConfig,
-    renamed,
     transformer_name,
 )
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae, decode_step, encode_step, use_channels_last

@@ -10,8 +10,6 @@ Dimension letters:
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -22,6 +20,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from asyncrl.records import ACTION_DIM
+from asyncrl.worlds.files import renamed
 from asyncrl.worlds.layers import sinusoid
 from asyncrl.worlds.wan.vae import FRAMES_PER_LATENT
 
@@ -237,10 +236,3 @@ def transformer_name(name: str) -> str:
         ('blocks.3.attn1.to_out.0.bias', 'blocks.3.attn1.to_out.0.bias')
     """
     return renamed(name, _TRANSFORMER_NAMES)
-
-
-def renamed(name: str, table: Sequence[tuple[str, str]]) -> str:
-    """Replace patterns in a name, in their order."""
-    for pattern, text in table:
-        name = re.sub(pattern, text, name)
-    return name
