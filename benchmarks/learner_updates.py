@@ -38,9 +38,9 @@ from measuring import commit, heading, table, wait
 
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import ActorSettings
-from asyncrl.launch import rendezvous
 from asyncrl.launch.build import build_update, compile_learning
 from asyncrl.launch.fine_tune import fine_tuning_ranks
+from asyncrl.launch.job import read_job
 from asyncrl.launch.placement import pick_device
 from asyncrl.learner import update as update_module
 from asyncrl.learner.batches import Batch, build_batch
@@ -330,7 +330,7 @@ def updates(
 def main() -> None:
     """Measure on all ranks, print on the first one."""
     settings = tyro.cli(Settings, description=__doc__)
-    device = pick_device(settings.device, rendezvous.local_rank())
+    device = pick_device(settings.device, read_job().local_rank)
     settings = replace(settings, device=str(device))
     with ExitStack() as stack:
         ranks = stack.enter_context(fine_tuning_ranks("the other ranks that are timed", "bf16", device))

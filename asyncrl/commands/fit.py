@@ -30,8 +30,8 @@ from asyncrl.fitting.worlds.interface import (
     fit_class,
     load_fitted,
 )
+from asyncrl.launch.job import read_job
 from asyncrl.launch.own_device import take_device
-from asyncrl.launch.rendezvous import local_rank, rank, world_size
 from asyncrl.storage.asset_paths import policy_folder, world_folder
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def fit_policy_command(config: FitPolicy, recordings: Recordings) -> None:
 
 def _fine_tunes_policy(config: FitPolicy) -> bool:
     """Tell whether a large policy may be meant: it is then written in the type that it computes in."""
-    asked = bool(config.asked_of_fine_tuning()) or config.statistics != "auto" or world_size() > 1
+    asked = bool(config.asked_of_fine_tuning()) or config.statistics != "auto" or read_job().size > 1
     return asked or _is_published(policy_folder(config.refine))
 
 
@@ -94,7 +94,7 @@ def _is_published(folder: Path) -> bool:
 def _fine_tune_policy(config: FitPolicy, recordings: Recordings) -> None:
     from asyncrl.launch.fine_tune import fine_tune_policy
 
-    device = take_device(config.device, local_rank())
+    device = take_device(config.device, read_job().local_rank)
     drawn = redrawn(world_folder(config.world), recordings, device) if config.world else None
     if told := fine_tune_policy(config, recordings, device, drawn):
         print(told, flush=True)
@@ -229,7 +229,7 @@ def _fine_tunes_world(config: FitWorld) -> bool:
 
     if not config.refine:
         return False
-    if config.asked_of_fine_tuning() or world_size() > 1:
+    if config.asked_of_fine_tuning() or read_job().size > 1:
         return True
     folder = world_folder(config.refine)
     return is_published(folder) and can_fine_tune(folder)
@@ -273,16 +273,16 @@ def main(arguments: list[str]) -> int:
         _write_picture_starts(config)
     else:
         _fit_recordings(config)
-    if rank() == 0:
+    if read_job().rank == 0:
         print(f"done in {time.monotonic() - began:.0f} s", flush=True)
     return 0
 
 
 def _refuse_ranks(config: Any) -> None:
     """Refuse several ranks where each would do the same and write the same files."""
-    if world_size() > 1 and not getattr(config, "refine", ""):
+    if (ranks := read_job().size) > 1 and not getattr(config, "refine", ""):
         raise ConfigError(
-            f"torchrun started {world_size()} ranks, but only a policy or a world of --refine is shared out "
+            f"torchrun started {ranks} ranks, but only a policy or a world of --refine is shared out "
             "to several. Start `asyncrl fit` without torchrun, or name one."
         )
 
@@ -290,7 +290,7 @@ def _refuse_ranks(config: Any) -> None:
 def _fit_recordings(config: FitPolicy | FitWorld | FitReward | FitStarts | FitKeyframes) -> None:
     if isinstance(config, FitWorld):
         check_fit_world(config)
-    speaks = rank() == 0
+    speaks = read_job().rank == 0
     if speaks:
         print(f"reading {', '.join(map(str, config.data))}", flush=True)
     recordings = load_recordings(config.data, config.dataset)

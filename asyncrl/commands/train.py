@@ -22,7 +22,8 @@ from asyncrl.doctor.checks import examine
 from asyncrl.doctor.findings import Examination, Verdict, render
 from asyncrl.doctor.host import existing_parent
 from asyncrl.errors import ConfigError
-from asyncrl.launch import endpoints, rendezvous
+from asyncrl.launch import endpoints
+from asyncrl.launch.job import read_job
 from asyncrl.launch.placement import checked_placement, ranks_named, sizes_of_hosts
 from asyncrl.replay.store import read_meta
 from asyncrl.storage import run_folder
@@ -39,7 +40,7 @@ def dry_run(config: TrainConfig) -> int:
     """
     from asyncrl.launch import console  # Loads torch, which --help must not.
 
-    if rendezvous.rank():
+    if read_job().rank:
         return 0
     _refuse(config)
     examination = Examination(config=config)
@@ -62,10 +63,10 @@ def dry_run(config: TrainConfig) -> int:
 def _refuse(config: TrainConfig) -> None:
     """Refuse what the run would refuse before it looks at models."""
     if not config.inline:
-        ranks = rendezvous.world_size() if "RANK" in os.environ else ranks_named(config.placement)
+        ranks = read_job().size if "RANK" in os.environ else ranks_named(config.placement)
         placement = checked_placement(config, ranks)
         endpoints.check(config, placement, several_hosts=len(sizes_of_hosts(config.placement)) > 1)
-        endpoints.check_free(config)
+        endpoints.check_free(config, read_job())
     run_folder.check_free(config)
     folder = run_folder.locate(config)
     if config.resume:
@@ -107,7 +108,7 @@ def read_settings(
     if not config.resume:
         return _with_decay(config, config)
     # Rank 0 alone decides which run goes on; by now it may have made it one that is in use.
-    return config if rendezvous.rank() else _with_settings_of_run(config, arguments)
+    return config if read_job().rank else _with_settings_of_run(config, arguments)
 
 
 def _with_settings_of_run(config: TrainConfig, arguments: list[str]) -> TrainConfig:

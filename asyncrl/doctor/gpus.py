@@ -11,16 +11,19 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.doctor.findings import Examination, Finding, broken, ok, one_line, warning
 from asyncrl.doctor.host import GIB, free_memory
 from asyncrl.errors import ConfigError
-from asyncrl.launch.hosts import Hosts
+from asyncrl.launch.job import Hosts
 from asyncrl.launch.placement import (
+    RELAYED,
     WORDS,
     Placement,
+    check_learner_devices,
     check_pairs,
     checked_placement,
     parse_placement,
     pick_device,
     ranks_named,
     sizes_of_hosts,
+    transport_of,
 )
 
 if TYPE_CHECKING:
@@ -72,8 +75,6 @@ def check_placement(examination: Examination) -> Finding:
     import torch
 
     from asyncrl.devices.float8 import check_device
-    from asyncrl.launch import learner_ranks
-    from asyncrl.launch.host_weights import RELAYED, transport_of
     from asyncrl.policies.acceleration import FLAG
     from asyncrl.weights.interface import build_transport
 
@@ -82,7 +83,7 @@ def check_placement(examination: Examination) -> Finding:
         hosts = hosts_of(examination)
         placement = checked_placement(config, hosts.size)
         check_pairs(placement, hosts)
-        learner_ranks.check(config, placement, hosts, examination.host)
+        check_learner_devices(config, placement, hosts, examination.host)
         by_rank = devices_of(config, placement, hosts.ranks(examination.host))
         first = next(iter(by_rank.values()))
         if config.learner.frozen_precision == "float8":

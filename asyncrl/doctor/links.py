@@ -27,8 +27,8 @@ from typing import Any, Final
 
 from asyncrl.doctor.findings import Examination, Finding, broken, ok, warning
 from asyncrl.errors import ConfigError, WeightSyncError
+from asyncrl.launch.children import redirect_output
 from asyncrl.launch.placement import pick_device
-from asyncrl.launch.supervisor import redirect_output
 from asyncrl.observability.signals import die_with_parent
 
 DEADLINE: Final = 60.0

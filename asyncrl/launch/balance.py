@@ -18,9 +18,8 @@ from typing import Any, Final
 
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import CheckpointError, ConfigError
-from asyncrl.launch import rendezvous
-from asyncrl.launch.hosts import Hosts
-from asyncrl.launch.placement import Placement, checked_placement, span
+from asyncrl.launch.job import Hosts, Job, run_of_earlier_start
+from asyncrl.launch.placement import Placement, check_learner_devices, checked_placement, span
 from asyncrl.observability import metrics_system as s
 from asyncrl.storage import run_folder
 from asyncrl.storage.atomic import read_json, write_json
@@ -278,20 +277,18 @@ def with_placement(config: TrainConfig, text: str) -> TrainConfig:
     )
 
 
-def placement_of_start(config: TrainConfig, hosts: Hosts) -> str:
+def placement_of_start(config: TrainConfig, job: Job, hosts: Hosts) -> str:
     """Return --placement, or what a run measured in place of `auto`, where these hosts can do that."""
-    ranks = hosts.size
     if config.placement != "auto":
         return config.placement
-    again = rendezvous.run_of_earlier_attempt()
-    resumed = again or (run_folder.locate(config) if config.resume else None)
-    chosen = chosen_placement(config, ranks, resumed)
-    if chosen == "auto":
-        return chosen
-    from asyncrl.launch import learner_ranks
-
-    try:
-        learner_ranks.check(config, checked_placement(with_placement(config, chosen), ranks), hosts)
-    except ConfigError:  # It was measured where there were more devices.
-        return config.placement
+    again = run_of_earlier_start(job)
+    chosen = chosen_placement(
+        config, hosts.size, again or (run_folder.locate(config) if config.resume else None)
+    )
+    if chosen != "auto":
+        try:
+            placement = checked_placement(with_placement(config, chosen), hosts.size)
+            check_learner_devices(config, placement, hosts)
+        except ConfigError:  # It was measured where there were more devices.
+            return "auto"
     return chosen

@@ -1,37 +1,213 @@
-"""Looks after the child processes of a rank: spawns them, respawns what dies, ends them with the run.
+"""Child processes of a rank: spawned, respawned when they die, ended with the run. No torch.
 
-Also the learner's ports with that look built in, wherever they wait longer than a slice.
+States of a child, as `Supervisor.poll` returns them:
+
+    RUNNING ── exit code 0, or `stop` ──► FINISHED
+       │  ▲
+      dies └── back-off over ── BACKING_OFF ── died too often ──► RunError
 """
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
+import importlib
+import multiprocessing
+import os
+import re
+import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable
+from enum import Enum
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from tqdm import tqdm
 
 from asyncrl.errors import AsyncRLError, ReplayError, RunError
-from asyncrl.launch.supervisor import ChildState, Supervisor
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability import waits
 from asyncrl.observability.metrics import Metric
-from asyncrl.observability.signals import StopFlag
-from asyncrl.records import Episode
-from asyncrl.replay.interface import BatchDescription, LearnerPort
+from asyncrl.observability.signals import StopFlag, die_with_parent, expect_exit
+from asyncrl.replay.learner_client import ZmqLearnerPort
+from asyncrl.storage.untrusted import open_regular
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from asyncrl.weights.interface import Publisher
 
-    from asyncrl.weights.interface import Publisher, WeightSource
-
-POLL_INTERVAL: Final = 0.05
-"""Seconds between two polls."""
-
-
-REPLAY = "replay"
+REPLAY: Final = "replay"
 """Name of the child that keeps the episodes."""
-ANSWER_DEADLINE = 60.0
+POLL_INTERVAL: Final = 0.05
+ANSWER_DEADLINE: Final = 60.0
 """Seconds a replay that died has to come back and answer."""
+MAX_BACK_OFF: Final = 30.0
+HEALTHY_SECONDS: Final = 600.0
+"""Life of a child after which earlier deaths are forgotten."""
+QUICK_SECONDS: Final = 10.0
+"""Life of a child below which the next pause is twice as long."""
+KILL_DEADLINE: Final = 5.0
+
+_BLOCK = r"Traceback \(most recent call last\):\n(?:[ \t].*\n)+\S.*(?:\n[ \t]+\S.*)*"
+_CHAIN = r"\n\n(?:The above exception was|During handling of).*\n\n"
+_TRACEBACK = re.compile(
+    rf"^(?:{_BLOCK}(?:{_CHAIN}{_BLOCK})*|Fatal Python error: .*(?:\n.+|\n(?=\n\S)){{0,20}})", re.M
+)
+
+
+def run_child(name: str, target: str, args: tuple[str, ...], log_path: str) -> None:
+    """Send all output to the log, tie this process's life to its parent's, then call ``target(*args)``."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    assert parent.pid is not None
+    redirect_output(log_path)
+    die_with_parent(parent.pid)
+    # The terminal signals the whole process group; only the learner answers, and ends the others in order.
+    for of_the_terminal in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(of_the_terminal, signal.SIG_IGN)
+    # The lock of its own is a semaphore of the system, which stays behind when this process is killed.
+    tqdm.set_lock(threading.RLock())
+    print(f"--- {name} starts, process {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S')}", flush=True)
+    module, _, function = target.partition(":")
+    getattr(importlib.import_module(module), function)(*args)
+    expect_exit(0)
+
+
+def redirect_output(log_path: str) -> None:
+    """Append standard output and error, also those of C libraries, to a file; lines are written at once."""
+    log = open_regular(Path(log_path), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(log, stream.fileno())
+        stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
+    os.close(log)
+    faulthandler.enable()
+
+
+class ChildState(Enum):
+    """State of a supervised child."""
+
+    RUNNING = "running"
+    BACKING_OFF = "backing off"
+    FINISHED = "finished"
+
+
+class Supervisor:
+    """Runs one child process and respawns it when it dies.
+
+    The kernel ends a child together with the *thread* that spawned it, so create and poll a supervisor on one
+    thread that outlives it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        target: str,
+        args: tuple[str, ...],
+        log_path: Path,
+        max_respawns: int,
+        back_off: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start the child.
+
+        Args:
+            target: Function that the child calls, 'package.module:function'; imported by the child only.
+            back_off: Seconds before a respawn, >= 0; doubled for a child that lived shorter than
+                QUICK_SECONDS, at most MAX_BACK_OFF.
+        """
+        self.name, self.respawns = name, 0
+        self._deaths = self._quick_deaths = 0  # In a row.
+        self._call, self._log_path = (target, args, str(log_path)), log_path
+        self._max_respawns, self._back_off, self._clock = max_respawns, back_off, clock
+        self._due: float | None = None
+        self._stopped = False
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._log_start = log_path.stat().st_size if log_path.exists() else 0
+        self._child = self._spawn()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the newest child, dead or alive."""
+        assert self._child.pid is not None
+        return self._child.pid
+
+    def poll(self) -> ChildState:
+        """Return the child's state without waiting; respawn it if its back-off is over."""
+        if self._stopped:
+            return ChildState.FINISHED
+        if self._due is not None:
+            if self._clock() < self._due:
+                return ChildState.BACKING_OFF
+            self._due = None
+            self.respawns += 1
+            waits.count(waits.RESPAWNS)
+            self._child = self._spawn()
+            return ChildState.RUNNING
+        if self._child.exitcode is None:
+            return ChildState.RUNNING
+        if self._child.exitcode == 0:
+            return ChildState.FINISHED
+        lived = self._clock() - self._born
+        self._deaths = 1 if lived >= HEALTHY_SECONDS else self._deaths + 1
+        self._quick_deaths = 0 if lived >= QUICK_SECONDS else self._quick_deaths + 1
+        if self._deaths > self._max_respawns:
+            raise RunError(self._death_report(self._child.exitcode))
+        self._due = self._clock() + min(self._back_off * 2 ** max(0, self._quick_deaths - 1), MAX_BACK_OFF)
+        return ChildState.BACKING_OFF
+
+    def wait(self, deadline: float) -> bool:
+        """Wait at most `deadline` seconds for the child's end; False if it still runs."""
+        self._child.join(deadline)
+        return self._child.exitcode is not None
+
+    def stop(self, deadline: float) -> int:
+        """End the child for good: SIGTERM, and after `deadline` seconds SIGKILL; returns its exit code."""
+        self._due, self._stopped = None, True
+        for end, seconds in ((self._child.terminate, deadline), (self._child.kill, KILL_DEADLINE)):
+            if self._child.exitcode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    end()
+                self._child.join(seconds)
+        if self._child.exitcode is None:
+            raise RunError(
+                f"{self.name} (process {self.pid}) outlived SIGKILL by {KILL_DEADLINE:g} s; it hangs inside "
+                "the operating system, often in a GPU driver or a network file system. End it by hand."
+            )
+        return self._child.exitcode
+
+    def _spawn(self) -> BaseProcess:
+        # Daemonic: a parent that ends by an error takes its children along instead of waiting for them.
+        context = multiprocessing.get_context("spawn")
+        child = context.Process(target=run_child, args=(self.name, *self._call), name=self.name, daemon=True)
+        child.start()
+        self._born = self._clock()
+        return child
+
+    def _death_report(self, exit_code: int) -> str:
+        log = b""
+        if self._log_path.exists():
+            log = self._log_path.read_bytes()[self._log_start :]
+        cause = first_traceback(log.decode(errors="replace"))
+        times = "1 time" if self._deaths == 1 else f"{self._deaths} times in a row"
+        ending = f"with exit code {exit_code}"
+        if exit_code < 0:
+            known = {member.value: member.name for member in signal.Signals}
+            memory = ", which is what the operating system sends when memory runs out" * (exit_code == -9)
+            ending = f"by {known.get(-exit_code, f'signal {-exit_code}')}{memory}"
+        return (
+            f"{self.name} died {times} (allowed respawns: {self._max_respawns}), last {ending}."
+            + (f" Its first error:\n\n{cause}\n" if cause else " It left no traceback.")
+            + f"\nSee {self._log_path} for everything it printed."
+        )
+
+
+def first_traceback(log: str) -> str:
+    """Return the first traceback or crash report of the interpreter in a log, with chained errors; or ''."""
+    match = _TRACEBACK.search(log)
+    return match[0].rstrip() if match else ""
 
 
 class ChildProcesses:
@@ -47,21 +223,20 @@ class ChildProcesses:
         """Begin without children.
 
         Args:
-            report_failure: Receives, once, why a child died too often; the run's end follows from elsewhere.
-                None: `poll` raises that.
+            news: Called at every `poll`: lines for `tell`.
+            report_failure: Receives, once, why a child died too often; None: `poll` raises that.
         """
         self._stop, self._tell, self._news = stop, tell, news
         self._report_failure = report_failure
+        self.failure: RunError | None = None
+        """Why a child died too often."""
         self._supervisors: list[Supervisor] = []
         self._states: dict[str, ChildState] = {}
-        """Name of a child -> what it is doing."""
         self._respawns_told: dict[str, int] = {}
-        self._failure: RunError | None = None
-        """A child died too often."""
         self._pending: list[Callable[[], Supervisor]] = []
         self._spawn_error: Exception | None = None
         self._ending = self._reported = False
-        # Around everything above; held while children are spawned and polled, not while anybody waits.
+        # Held while children are spawned and polled, never while waiting for one.
         self._changed = threading.Condition()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="children", daemon=True)
@@ -78,13 +253,13 @@ class ChildProcesses:
             raise error
 
     def poll(self) -> bool:
-        """Tell who came back; returns whether the run shall stop. The learner's `stop_requested`."""
-        if self._failure is not None:
+        """Report respawns and news; returns True if the run shall stop. The learner's `stop_requested`."""
+        if self.failure is not None:
             if self._report_failure is None:
-                raise self._failure
+                raise self.failure
             if not self._reported:
                 self._reported = True
-                self._report_failure(str(self._failure))
+                self._report_failure(str(self.failure))
         for child in list(self._supervisors):
             if child.respawns > self._respawns_told.get(child.name, 0):
                 self._respawns_told[child.name] = child.respawns
@@ -93,13 +268,8 @@ class ChildProcesses:
             self._tell(line)
         return self._stop.set
 
-    @property
-    def failure(self) -> RunError | None:
-        """Why a child died too often; None when none did."""
-        return self._failure
-
     def wait_until_running(self, name: str) -> None:
-        """Poll until the child `name` does not wait for its respawn; nobody waits for the others."""
+        """Poll until the child `name` does not wait for its respawn."""
         self.poll()
         with waits.waiting(waits.RESPAWN):
             while self._states.get(name) is ChildState.BACKING_OFF:
@@ -109,8 +279,8 @@ class ChildProcesses:
     def run_until_done(self, over: Callable[[], bool]) -> None:
         """Poll until all children have finished, a stop is asked for, or the run is `over` without them.
 
-        A rank without children, whose device another one uses, stays until the run is over.
-        A child that came too late to hear of the run's end would go on for ever, or die again and again.
+        A rank without children, whose device another one uses, stays until the run is over. A child that came
+        too late to hear of the run's end would go on for ever, or die again and again.
         """
         while not (over() or self.poll()):
             states = list(self._states.values())
@@ -119,7 +289,7 @@ class ChildProcesses:
             time.sleep(POLL_INTERVAL)
 
     def end(self, deadline: float) -> None:
-        """Let the children end by themselves for `deadline` seconds in all, then end those that are left."""
+        """Let the children end by themselves for `deadline` seconds in all, then end the others."""
         with self._changed:
             self._ending = True
         until = time.monotonic() + deadline
@@ -133,7 +303,7 @@ class ChildProcesses:
         while not self._over.wait(POLL_INTERVAL):
             with self._changed:
                 self._spawn_pending()
-                if not self._ending and self._failure is None:
+                if not self._ending and self.failure is None:
                     self._poll_states()
 
     def _spawn_pending(self) -> None:
@@ -141,7 +311,7 @@ class ChildProcesses:
             try:
                 self._supervisors.append(make())
                 self._states[self._supervisors[-1].name] = ChildState.RUNNING
-            except Exception as error:  # The thread's boundary: raised where it was asked for.
+            except Exception as error:  # The thread's boundary: raised by `spawn`.
                 self._spawn_error = error
         self._pending.clear()
         self._changed.notify_all()
@@ -150,86 +320,57 @@ class ChildProcesses:
         for child in self._supervisors:
             try:
                 self._states[child.name] = child.poll()
-            except RunError as error:  # Raised where the rank polls next.
-                self._failure = error
+            except RunError as error:  # Raised or reported by the next `poll` of the rank.
+                self.failure = error
                 return
 
 
-class WatchedReplay:
-    """`LearnerPort` that survives a replay that died while its answer is awaited."""
+class WatchedReplay(ZmqLearnerPort):
+    """The learner's port, which waits for a replay that died to come back before it asks for its status."""
 
-    def __init__(self, port: LearnerPort, children: ChildProcesses) -> None:
-        self._port, self._children = port, children
-        self.stopped = False
-
-    def choose(self, *, groups: int, version: int, timeout: float) -> BatchDescription:
-        """See `LearnerPort.choose`."""
-        return self._port.choose(groups=groups, version=version, timeout=timeout)
-
-    def fetch(
-        self, wanted: BatchDescription, *, timeout: float, while_waiting: Callable[[], object]
-    ) -> list[list[Episode]]:
-        """See `LearnerPort.fetch`."""
-        return self._port.fetch(wanted, timeout=timeout, while_waiting=while_waiting)
-
-    def report_version(self, version: int) -> None:
-        """See `LearnerPort.report_version`."""
-        self._port.report_version(version)
+    def __init__(self, children: ChildProcesses, endpoint: str, **settings: Any) -> None:
+        super().__init__(endpoint, **settings)
+        self._children, self._stopped = children, False
 
     def status(self) -> dict[Metric, float]:
-        """See `LearnerPort.status`."""
+        """Return the replay's metrics, after a respawn if there is one."""
         until = time.monotonic() + ANSWER_DEADLINE
         with waits.waiting(waits.REPLAY_STATUS, 2 * ANSWER_DEADLINE):
             while True:
                 self._children.wait_until_running(REPLAY)
                 try:
-                    return self._port.status()
+                    return super().status()
                 except ReplayError:
                     if time.monotonic() > until:
                         raise
 
     def stop(self) -> None:
-        """See `LearnerPort.stop`."""
-        if not self.stopped:
-            self.stopped = True
-            self._port.stop()
-
-    def close(self) -> None:
-        """See `LearnerPort.close`."""
-        self._port.close()
+        """End the run for actors and replay, once: a replay that is gone takes 5 s."""
+        if not self._stopped:
+            self._stopped = True
+            super().stop()
 
 
 class WatchedPublisher:
-    """`Publisher` that polls the children while the first actor loads its models."""
+    """A `Publisher` that polls the children while the first actor loads its models."""
 
     def __init__(self, publisher: Publisher, children: ChildProcesses) -> None:
         self._publisher, self._children = publisher, children
-
-    def publish(self, weights: WeightSource | Mapping[str, Tensor], version: int) -> None:
-        """See `Publisher.publish`."""
-        self._publisher.publish(weights, version)
+        self.publish, self.status, self.close = publisher.publish, publisher.status, publisher.close
 
     def wait_for_first(self, version: int, deadline: float, actors: int = 1) -> None:
-        """See `Publisher.wait_for_first`."""
+        """Wait until `actors` actors hold `version`; raises KeyboardInterrupt if a stop is requested."""
         until = time.monotonic() + deadline
         with waits.waiting(waits.FIRST_ACTOR, deadline):
-            while self._publisher.status()[m.WEIGHTS_MEMBERS] < actors and time.monotonic() < until:
+            while self.status()[m.WEIGHTS_MEMBERS] < actors and time.monotonic() < until:
                 if self._children.poll():
                     raise KeyboardInterrupt
                 time.sleep(POLL_INTERVAL)
             self._publisher.wait_for_first(version, max(1.0, until - time.monotonic()), actors)
 
-    def status(self) -> dict[Metric, float]:
-        """See `Publisher.status`."""
-        return self._publisher.status()
-
-    def close(self) -> None:
-        """See `Publisher.close`."""
-        self._publisher.close()
-
 
 def log_errors(action: Callable[[], object], tell: Callable[[str], None]) -> None:
-    """Carry out one step of the ending; its failure is told, but the other steps follow all the same."""
+    """Carry out one step of the ending; an error is told, and the other steps follow all the same."""
     try:
         action()
     except AsyncRLError as error:

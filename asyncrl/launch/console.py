@@ -1,31 +1,41 @@
-"""Writes what a run says besides its rows: at its start and end, and how long things take."""
+"""The log of a run, and the lines on its console at start and end."""
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 from asyncrl import __version__, registry
 from asyncrl.config.idle_settings import idle_settings
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import WorldDefaults
+from asyncrl.errors import AsyncRLError
 from asyncrl.evaluation import evaluations_file
 from asyncrl.observability import metrics_training as m
+from asyncrl.observability import monitor_address, process_status, trackers
 from asyncrl.observability.console import duration
-from asyncrl.observability.monitor_address import line_about
-from asyncrl.storage import asset_paths, checkpoint
+from asyncrl.observability.logger import MetricsLogger, flat, start_command
+from asyncrl.storage import asset_paths, checkpoint, provenance, run_lock
 from asyncrl.storage.asset_paths import simulator_named
 from asyncrl.storage.checkpoint_copy import BEST
+from asyncrl.storage.run_folder import REPLAY
 from asyncrl.storage.untrusted import read_rows
 
-WORTH_TELLING = 30.0
-"""Seconds from which on it is said how long a batch or an update takes."""
-ENDS = 5
+if TYPE_CHECKING:
+    from asyncrl.launch.learner_start import LearnerStart
+
+WORTH_TELLING: Final = 30.0
+"""Seconds of a batch or an update from which on its duration is printed."""
+ENDS: Final = 5
 """Updates at each end of the run whose success is averaged; fewer where the ends would overlap."""
-WIDTH = 80
-"""Columns that lines of several parts are broken at."""
+WIDTH: Final = 80
+"""Columns at which lines of several parts are broken."""
+LEAVE_POLL: Final = 0.5
 
 
 def banner(config: TrainConfig, run_dir: Path, processes: str, device: str, world: str = "") -> str:
@@ -127,23 +137,20 @@ def notes(config: TrainConfig) -> list[str]:
             "--replay.sampler prioritized changes what is maximised: where more groups are ready than an "
             "update takes, a group counts in proportion to the spread of its returns (docs/staleness.md)"
         )
-    return lines + ([line_about(config.monitor.listen)] if config.monitor.listen else [])
+    return lines + ([monitor_address.line_about(config.monitor.listen)] if config.monitor.listen else [])
 
 
 def tell_estimate(config: TrainConfig, tell: Callable[[str], None]) -> Callable[[str, float], None]:
     """Return what says how long a batch or an update takes, in a line, when that is long."""
 
     def told(what: str, seconds: float) -> None:
-        flag, limit, sign = (
-            ("--batch-timeout", config.batch_timeout, "decision")
+        text, limit, sign = (
+            ("a batch takes about {}; --batch-timeout", config.batch_timeout, "decision")
             if what == "batch"
-            else ("--hang-timeout", config.hang_timeout, "micro-batch")
+            else ("an update takes about {}; --hang-timeout", config.hang_timeout, "micro-batch")
         )
         if seconds > WORTH_TELLING:
-            tell(
-                f"{'a batch' if what == 'batch' else 'an update'} takes about {duration(seconds)}; {flag} "
-                f"{limit:g} s after the last {sign}"
-            )
+            tell(f"{text.format(duration(seconds))} {limit:g} s after the last {sign}")
 
     return told
 
@@ -260,3 +267,80 @@ def short_path(path: Path) -> str:
     """A path as short as it can be typed from here."""
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+# ---- the log and its sinks ---------------------------------------------------------------------------
+
+
+def check_sinks(config: TrainConfig) -> None:
+    """Check before anything starts that the trackers are installed and the monitor can listen."""
+    trackers.check_installed(config.log_with)
+    monitor_address.check_free(config.monitor.listen)
+
+
+@contextmanager
+def opened_log(config: TrainConfig, start: LearnerStart, ranks: int = 1) -> Iterator[MetricsLogger]:
+    """Open the log of a run and the sinks of its rows for the length of the block."""
+    command = start_command()
+    log = MetricsLogger(
+        start.run_dir,
+        updates=config.updates,
+        resume_step=start.version,
+        log_every=config.log_every,
+        evaluates=config.evaluate_every > 0,
+        settings=flat(dataclasses.asdict(config)),
+        command=command,
+    )
+    with ExitStack() as stack:
+        sent = trackers.Trackers(config.log_with, start.run_dir, log.banner, command=command)
+        stack.enter_context(sent)  # Ended last: it reads what the log wrote.
+        stack.enter_context(log)
+        begun = provenance.this_start(
+            attempt=start.identity.attempt,
+            command=command,
+            from_update=start.version,
+            ranks=ranks,
+            gpus=start.policy.device.type == "cuda",
+        )
+        kept = provenance.Provenance(start.run_dir, begun, updates=config.updates, tell=log.banner)
+        log.readers += [sent, stack.enter_context(kept)]
+        if config.monitor.listen:
+            from asyncrl.observability.monitor import Monitor
+
+            address = monitor_address.parse_address(config.monitor.listen)
+            there = Monitor(address, start.run_dir, updates=config.updates, resume_step=start.version)
+            log.readers.append(stack.enter_context(there))
+        yield log
+
+
+def compact_at_end(
+    config: TrainConfig,
+    run_dir: Path,
+    version: int,
+    *,
+    stop_requested: Callable[[], bool],
+    tell: Callable[[str], None] = print,
+) -> None:
+    """Compress the replay of a run that made all its updates, with --replay.compact-at-end.
+
+    An error is told and changes nothing of how the run ended.
+    """
+    if not config.replay.compact_at_end or version < config.updates or stop_requested():
+        return
+    from asyncrl.replay_tools.cleanup import compact_folder
+
+    until = time.monotonic() + run_lock.LEAVE_DEADLINE
+    while True:
+        try:
+            with process_status.activity("compressing the replay"):
+                tell(compact_folder(run_dir / REPLAY, stop_requested=stop_requested).text)
+            return
+        except (AsyncRLError, OSError) as error:
+            in_use = isinstance(error, run_lock.FolderInUse)  # Other ranks of the run are still ending.
+            if not in_use or time.monotonic() > until or stop_requested():
+                tell(
+                    f"--replay.compact-at-end: the replay is not compressed ({error}). The run ended well "
+                    f"all the same; later: asyncrl replay compact {run_dir}"
+                )
+                return
+            time.sleep(LEAVE_POLL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
-from asyncrl.launch import networks, rendezvous
-from asyncrl.launch.hosts import Hosts
+from asyncrl.launch.hosts import address_of
+from asyncrl.launch.job import Hosts, Job
 from asyncrl.launch.placement import Placement
 from asyncrl.messaging.keys import (
     ClientKeys,
@@ -101,7 +102,7 @@ def addresses(config: TrainConfig, hosts: Hosts) -> Addresses:
     return Addresses(replay=config.replay.listen, weights=config.weights.listen)
 
 
-def with_addresses(config: TrainConfig, hosts: Hosts) -> Hosts:
+def with_addresses(config: TrainConfig, job: Job, hosts: Hosts) -> Hosts:
     """Choose where the first of several hosts listens for the others; what its settings say goes first.
 
     Raises:
@@ -116,7 +117,7 @@ def with_addresses(config: TrainConfig, hosts: Hosts) -> Hosts:
                 "tcp://ADDRESS:PORT."
             )
     check_listen(config, several_hosts=True)
-    check_free(config)
+    check_free(config, job)
     replay, weights = (_on_first_host(flag, endpoint, hosts) for flag, endpoint in given)
     return replace(hosts, replay=replay, weights=weights)
 
@@ -128,10 +129,10 @@ def _is_private(endpoint: str) -> bool:
 
 def _on_first_host(flag: str, endpoint: str, hosts: Hosts) -> str:
     """Complete an address, of which none or only the port may be missing."""
-    address, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    address, port = address_of(endpoint)
     address = address or hosts.addresses[0]
     try:
-        with networks.listen(address, int(port or 0)) as probe:
+        with socket.create_server((address, port)) as probe:
             return f"tcp://{address}:{probe.getsockname()[1]}"
     except OSError as error:
         raise ConfigError(
@@ -140,7 +141,7 @@ def _on_first_host(flag: str, endpoint: str, hosts: Hosts) -> str:
         ) from None
 
 
-def check_free(config: TrainConfig) -> None:
+def check_free(config: TrainConfig, job: Job) -> None:
     """Check, before a file or process of the run exists, that nobody has the addresses it shall listen on.
 
     Raises:
@@ -150,16 +151,16 @@ def check_free(config: TrainConfig) -> None:
         ("--replay.listen", config.replay.listen),
         ("--weights.listen", config.weights.listen),
     ):
-        if endpoint and (why := _stays_taken(endpoint)):
+        if endpoint and (why := _stays_taken(endpoint, job)):
             raise ConfigError(
                 f"{flag} is {endpoint}, but {why}: perhaps another run. Choose another address, or end what "
                 "has it. Nothing was started."
             )
 
 
-def _stays_taken(endpoint: str) -> str:
+def _stays_taken(endpoint: str, job: Job) -> str:
     """Say why an address cannot be had; ranks that torchrun started again wait for the end of the former."""
-    until = time.monotonic() + (LEAVE_DEADLINE if rendezvous.restart_count() else 0.0)
+    until = time.monotonic() + (LEAVE_DEADLINE if job.restarts else 0.0)
     while (why := why_taken(endpoint)) and time.monotonic() < until:
         time.sleep(0.1)
     return why

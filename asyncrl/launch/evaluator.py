@@ -37,11 +37,11 @@ from asyncrl.evaluation.evaluations_file import EvaluatedVersion, is_due
 from asyncrl.evaluation.judged import JudgedEpisode, judge, unjudged, write_judged_movie, write_judged_sheet
 from asyncrl.evaluation.run_checkpoints import Measured, RunCheckpoints
 from asyncrl.evaluation.simulator_of_tasks import refuse_foreign_tasks, simulator_of_tasks
+from asyncrl.launch.children import Supervisor
 from asyncrl.launch.environment import Environment, EnvironmentFiles, build_environment, check_environment
 from asyncrl.launch.named_models import load_policy_version
 from asyncrl.launch.placement import pick_device
 from asyncrl.launch.simulated import SimulatorFiles
-from asyncrl.launch.supervisor import Supervisor
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability import process_status, waits
 from asyncrl.observability.metrics import Metric

@@ -39,7 +39,7 @@ from asyncrl.fitting.worlds.interface import (
     fit_class,
     load_fitted,
 )
-from asyncrl.launch import rendezvous
+from asyncrl.launch.job import read_job
 from asyncrl.launch.named_models import named_policy
 from asyncrl.launch.own_device import take_device
 from asyncrl.learner.fsdp import Precision, make_float32_masters, shard, spread
@@ -67,7 +67,7 @@ def fine_tuning_ranks(what: str, precision: Precision, device: torch.device) -> 
     Args:
         precision: Passes in bfloat16 need a group also where a rank is alone (`fsdp`).
     """
-    size = rendezvous.world_size()
+    size = read_job().size
     if size == 1 and precision == "fp32":
         yield SingleRank()
         return
@@ -192,7 +192,7 @@ def fine_tune_world(config: FitWorld, recordings: Recordings) -> str:
     source = world_folder(config.refine)
     options = WorldOptions(context_sigma=config.context_sigma, camera=config.camera)
     torch.manual_seed(config.seed)
-    device = take_device(config.device, rendezvous.local_rank())
+    device = take_device(config.device, read_job().local_rank)
     world: Any = load_fitted(source, device, torch.bfloat16 if config.precision == "bf16" else torch.float32)
     _prepare(world, config, recordings, options)
     with fine_tuning_ranks(WORLD_RANKS, config.precision, device) as ranks:
@@ -214,7 +214,7 @@ def check_fine_tuning(config: FitWorld) -> None:
         ConfigError: See `fine_tune_world`.
     """
     source = world_folder(config.refine)
-    parts_of(config.batch, rendezvous.world_size(), config.micro_batch)
+    parts_of(config.batch, read_job().size, config.micro_batch)
     if not can_fine_tune(source):
         raise ConfigError(
             f"--refine {config.refine} is a world of {world_title(source)}. Several ranks, --lora.rank, "

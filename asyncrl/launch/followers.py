@@ -1,119 +1,97 @@
-"""Does the part of every rank but 0: it learns with the others, keeps an actor alive, or both.
+"""The part of every rank but 0: it learns with the others, keeps an actor alive, or both.
 
     rank k ──spawns──► actor-k, unless it only learns
 
-With one host the actors use the run's private sockets. On another host they reach replay and weights over
-the network, with keys that lie in the run's folder, which all hosts see. What rank 0 cannot see there, this
-does: it watches over the processes of its host, and notices when rank 0's host is gone.
+On another host than rank 0's, actors reach the replay over the network with keys from the run's folder.
+Weights come there once: the lowest rank with an actor relays them, unless that actor is alone.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
+import logging
+import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from asyncrl.config.loading import load_file, to_json
 from asyncrl.config.run import TrainConfig
-from asyncrl.errors import ConfigError
-from asyncrl.launch import balance, rendezvous
-from asyncrl.launch.children import ChildProcesses
-from asyncrl.launch.hosts import Hosts
-from asyncrl.launch.placement import Placement, checked_placement
-from asyncrl.launch.rendezvous import RunInfo
-from asyncrl.launch.supervisor import Supervisor
+from asyncrl.errors import ConfigError, RunError
+from asyncrl.launch import balance, endpoints
+from asyncrl.launch.children import ChildProcesses, Supervisor
+from asyncrl.launch.job import Hosts, Job, RunInfo, failure_was_read, receive, report_failure, watch_store
+from asyncrl.launch.placement import RELAYED, Placement, checked_placement, pick_device
+from asyncrl.messaging.sockets import private_folder
 from asyncrl.observability import process_status, waits
 from asyncrl.observability.process_log import logged_to
 from asyncrl.observability.signals import BlockingThread, StopFlag
 from asyncrl.observability.watchdog import Watchdog
 from asyncrl.storage import run_identity, run_lock
-
-if TYPE_CHECKING:
-    from asyncrl.launch.host_weights import HostWeights
+from asyncrl.storage.atomic import write_text
+from asyncrl.storage.untrusted import load_json
 
 SHUTDOWN_TIMEOUT_ACTOR: Final = 8.0
 """Seconds an actor rank gives its actor to end in order, with the run or when it was asked to stop."""
 LOOK_FROM_AFAR: Final = 1.0
 """Seconds between two looks, of a rank on another host, whether the run is over."""
 FIRST_HOST_LOST: Final = 60.0
-"""Seconds without an answer of the job's store after which the first host counts as gone."""
+"""Seconds without an answer of torchrun's store after which the first host counts as gone."""
 ANSWER_DEADLINE: Final = 2.0
-"""Seconds that the job's store has for its last answer."""
+"""Seconds that torchrun's store has for its last answer."""
 FOLDER_DEADLINE: Final = 60.0
 """Seconds that a network file system has to show the run's folder."""
-_POLL: Final = 0.5
+NOTE: Final = "weights"
+"""File in the host's folder of the run with the relay's endpoint and the mark of the start."""
+POLL_INTERVAL: Final = 0.5
+_log = logging.getLogger(__name__)
 
 
-def follow(config: TrainConfig, hosts: Hosts, stop: StopFlag) -> int:
+def follow(config: TrainConfig, job: Job, hosts: Hosts, stop: StopFlag) -> int:
     """Do the part of a rank other than 0 until rank 0 ends the run."""
-    rank = rendezvous.rank()
-    told = rendezvous.receive(config.startup_timeout, stop_requested=lambda: stop.set)
-    if told is None:
+    rank = job.rank
+    info = receive(job, config.startup_timeout, lambda: stop.set)
+    if info is None:
         return 0
-    info = told
     run_dir = Path(info.run_dir)
-    _wait_for_folder(info)
+    _wait_for_folder(run_dir, info.mark, rank)
     config = load_file(run_dir / "config.json")
     config = balance.with_placement(config, info.placement or config.placement)
     placement = checked_placement(config, hosts.size)
     lock = run_lock.join(run_dir)
-    role = f"learner-{rank}" if placement.learns(rank) else f"rank-{rank}"
-    process_status.publish_as(rendezvous.status_folder(run_dir), role)
-    children = ChildProcesses(
-        stop,
-        report_failure=lambda why: rendezvous.report_failure(told, why=why),
-    )
-    first_host, weights = FirstHost(info), None
-    try:
-        with _watched(run_dir):
-            info, weights = _with_weights_of_host(config, info, placement, hosts, stop)
-            if placement.imagines(rank):
-                children.spawn(partial(spawn_actor, config, info, rank))
-            if placement.learns(rank):
-                from asyncrl.launch import learner_ranks
+    status = job.status_folder(run_dir)
+    process_status.publish_as(status, f"learner-{rank}" if placement.learns(rank) else f"rank-{rank}")
+    children = ChildProcesses(stop, report_failure=partial(report_failure, info, job))
+    first_host = FirstHost(info, job)
+    with ExitStack() as ending:
+        ending.callback(lock.release)
+        ending.callback(first_host.close)
+        if not job.on_first_host and rank == job.here.start:
+            # Rank 0's watchdog sees the processes of its own host only.
+            ending.callback(Watchdog(status, print).close)
+        of_actor = info
+        if not job.on_first_host:
+            of_actor = _with_weights_of_host(config, info, placement, hosts, job, stop, ending)
+        ending.callback(children.end, 0.0)
+        if placement.imagines(rank):
+            children.spawn(partial(spawn_actor, config, of_actor, rank))
+        if placement.learns(rank):
+            from asyncrl.launch import learner_ranks
 
-                with logged_to(run_dir / "logs" / f"learner-{rank}.log"):
-                    learner_ranks.run_follower_rank(info, placement, hosts, children)
-            else:
-                children.run_until_done(over=first_host.run_is_over)
-            children.end(SHUTDOWN_TIMEOUT_ACTOR if first_host.learner_lives() else 0.0)
-    finally:
-        children.end(0.0)
-        if weights is not None:
-            weights.close()
-        first_host.close()
-        lock.release()
-    if children.failure is not None and not rendezvous.failure_was_taken(info):
+            with logged_to(run_dir / "logs" / f"learner-{rank}.log"):
+                learner_ranks.run_follower_rank(info, job, placement, hosts, children)
+        else:
+            children.run_until_done(over=first_host.run_is_over)
+        children.end(SHUTDOWN_TIMEOUT_ACTOR if first_host.learner_lives() else 0.0)
+    if children.failure is not None and not failure_was_read(info, job):
         raise children.failure
     return int(children.failure is not None)
-
-
-def _with_weights_of_host(
-    config: TrainConfig, info: RunInfo, placement: Placement, hosts: Hosts, stop: StopFlag
-) -> tuple[RunInfo, HostWeights | None]:
-    """Say where the actors of this host get their weights: from one of its ranks, where there are several."""
-    rank = rendezvous.rank()
-    if hosts.of(rank) == 0:
-        return info, None
-    from asyncrl.launch import host_weights
-
-    actors = host_weights.actors_here(placement, hosts, rank)
-    alone = len(actors) == 1 and not info.hosts_transport
-    if rank not in actors or alone:
-        return replace(info, weights_endpoint=""), None
-    if rank != actors[0]:
-        endpoint = host_weights.wait_for_endpoint(info, config.startup_timeout, lambda: stop.set)
-        return replace(info, weights_endpoint=endpoint), None
-    weights = host_weights.HostWeights(config, info, hosts, rank)
-    return replace(info, weights_endpoint=weights.endpoint), weights
 
 
 def spawn_actor(config: TrainConfig, info: RunInfo, rank: int) -> Supervisor:
@@ -124,66 +102,48 @@ def spawn_actor(config: TrainConfig, info: RunInfo, rank: int) -> Supervisor:
 
 def spawn_role(name: str, function: str, config: TrainConfig, info: RunInfo, *more: str) -> Supervisor:
     """Start a child process of `roles`, called `name`, with its log in the run's folder."""
-    return Supervisor(
-        name,
-        f"asyncrl.launch.roles:{function}",
-        (to_json(config), json.dumps(dataclasses.asdict(info)), *more),
-        Path(info.run_dir) / "logs" / f"{name}.log",
-        config.actor.max_respawns,
-    )
+    args = (to_json(config), json.dumps(asdict(info)), *more)
+    log = Path(info.run_dir) / "logs" / f"{name}.log"
+    return Supervisor(name, f"asyncrl.launch.roles:{function}", args, log, config.actor.max_respawns)
 
 
-@contextmanager
-def _watched(run_dir: Path) -> Iterator[None]:
-    """Let the first rank of a host other than rank 0's end what hangs there."""
-    here = rendezvous.ranks_here()
-    if 0 in here or rendezvous.rank() != here.start:
-        yield
-        return
-    watchdog = Watchdog(rendezvous.status_folder(run_dir), print)
-    try:
-        yield
-    finally:
-        watchdog.close()
-
-
-def _wait_for_folder(info: RunInfo) -> None:
+def _wait_for_folder(run_dir: Path, mark: str, rank: int) -> None:
     """Wait until this host sees the run's folder as rank 0 left it."""
-    run_dir, until = Path(info.run_dir), time.monotonic() + FOLDER_DEADLINE
+
+    def is_here() -> bool:
+        try:
+            return (run_dir / "config.json").is_file() and run_identity.read(run_dir).mark == mark
+        except (ConfigError, OSError):  # It is not all there yet, or another folder has this name.
+            return False
+
+    until = time.monotonic() + FOLDER_DEADLINE
     with waits.waiting(waits.FOLDER, FOLDER_DEADLINE):
-        while not _is_here(run_dir, info.mark):
+        while not is_here():
             if time.monotonic() > until:
                 raise ConfigError(
-                    f"Rank {rendezvous.rank()} on {socket.gethostname()} does not see {run_dir}, the folder "
+                    f"Rank {rank} on {socket.gethostname()} does not see {run_dir}, the folder "
                     "of the run, as rank 0 left it, and through it hosts get keys and checkpoints. "
                     "Set --run-dir to a folder that all hosts have under one path."
                 )
-            time.sleep(_POLL)
-
-
-def _is_here(run_dir: Path, mark: str) -> bool:
-    try:
-        return (run_dir / "config.json").is_file() and run_identity.read(run_dir).mark == mark
-    except (ConfigError, OSError):  # It is not all there yet, or another folder has this name.
-        return False
+            time.sleep(POLL_INTERVAL)
 
 
 class FirstHost:
-    """What a rank knows of rank 0: on its host from the operating system, elsewhere from the job's store."""
+    """Tells whether rank 0 lives: on its host from the operating system, elsewhere from torchrun's store."""
 
-    def __init__(self, info: RunInfo) -> None:
+    def __init__(self, info: RunInfo, job: Job) -> None:
         """Begin to watch, on a thread where it is another host."""
-        self._info, self._near = info, 0 in rendezvous.ranks_here()
+        self._info, self._near = info, job.on_first_host
         self._answers, self._gone = 0, False
         self._heard, self._silent, self._looked_at = 0, 0.0, time.monotonic()
         self._over, self._asked_at = False, float("-inf")
         self._closing = threading.Event()
-        self._thread = BlockingThread(self._ask, "first host")
+        self._thread = BlockingThread(partial(self._ask, job), "first host")
         if not self._near:
             self._thread.start()
 
     def run_is_over(self) -> bool:
-        """Whether rank 0 has ended the run, or is gone. Asked often."""
+        """Return whether rank 0 has ended the run, or is gone. Called often."""
         if self._near:
             return not (Path(self._info.sockets).exists() and self.learner_lives())
         now = time.monotonic()
@@ -193,7 +153,7 @@ class FirstHost:
         return self._over
 
     def learner_lives(self) -> bool:
-        """Whether rank 0 is there to end the run in order. It is not when something killed it."""
+        """Return whether rank 0 is there to end the run in order; it is not if something killed it."""
         if self._near:
             processes = process_status.read(Path(self._info.run_dir))
             return any(process.alive for process in processes if process.role == "learner-0")
@@ -206,16 +166,101 @@ class FirstHost:
         return not self._gone and self._silent < FIRST_HOST_LOST
 
     def close(self) -> None:
-        """Stop to watch: a thread that comes back from the store while Python ends aborts the process."""
+        """Stop watching: a thread that comes back from the store while Python ends aborts the process."""
         self._closing.set()
         if not self._near:
             self._thread.join(ANSWER_DEADLINE)
 
-    def _ask(self) -> None:
-        """Ask the job's store, which ends with torchrun on the first host; a cut network is heard of late."""
-        there: Callable[[], bool] = rendezvous.job_watch()
-        while there():
+    def _ask(self, job: Job) -> None:
+        """Ask the store, which ends with torchrun on the first host; a cut network is noticed late."""
+        answers = watch_store(job)
+        while answers():
             self._answers += 1
             if self._closing.wait(LOOK_FROM_AFAR):
                 return
         self._gone = True
+
+
+# ---- weights on another host ---------------------------------------------------------------------
+
+
+def _with_weights_of_host(
+    config: TrainConfig,
+    info: RunInfo,
+    placement: Placement,
+    hosts: Hosts,
+    job: Job,
+    stop: StopFlag,
+    ending: ExitStack,
+) -> RunInfo:
+    """Point the actors of this host to its relay, or to the learner if there is one that can fetch."""
+    actors = [rank for rank in job.here if placement.imagines(rank)]
+    alone = len(actors) == 1 and not info.hosts_transport
+    if job.rank not in actors or alone:
+        return replace(info, weights_endpoint="")
+    if job.rank == actors[0]:
+        relay = HostRelay(config, info, hosts, job)
+        ending.callback(relay.close)
+        return replace(info, weights_endpoint=relay.endpoint)
+    endpoint = wait_for_relay(info, job, config.startup_timeout, lambda: stop.set)
+    return replace(info, weights_endpoint=endpoint)
+
+
+class HostRelay:
+    """Receives weights once for this host and hands them on to its actors. Made and closed by one thread."""
+
+    def __init__(self, config: TrainConfig, info: RunInfo, hosts: Hosts, job: Job) -> None:
+        """Begin to receive, and write the note for the other ranks of the host."""
+        from asyncrl.weights.interface import PULL
+        from asyncrl.weights.publisher import build_publisher
+        from asyncrl.weights.receiver import build_receiver
+        from asyncrl.weights.relay import Relay
+        from asyncrl.weights.server import ServerSettings
+
+        deadline, identity = config.weights.timeout, info.identity
+        self._folder = private_folder()
+        # Others can write into torchrun's store: it may not name code.
+        trusted = info.hosts_transport in ("nccl", "cuda_ipc", config.weights.transport)
+        receiver = build_receiver(
+            info.hosts_transport if trusted else PULL,
+            info.pull_endpoint,
+            hosts.names[hosts.of(job.rank)],
+            None,
+            pick_device(config.device, job.local_rank),
+            deadline,
+            endpoints.client_keys(info.keys, f"actor-{job.rank}"),
+            identity,
+        )
+        settings = ServerSettings(identity=identity)
+        publisher = build_publisher(RELAYED, self._folder / NOTE, deadline=deadline, settings=settings)
+        self.endpoint = publisher.endpoint
+        """Endpoint for the host's actors."""
+        self._relay = Relay(receiver, publisher)
+        content = json.dumps({"mark": info.mark, "endpoint": self.endpoint})
+        write_text(job.status_folder(Path(info.run_dir)) / NOTE, content)
+
+    def close(self) -> None:
+        """Announce to the actors that no version will follow, and stop. May be called twice."""
+        self._relay.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def wait_for_relay(info: RunInfo, job: Job, deadline: float, stop_requested: Callable[[], bool]) -> str:
+    """Wait at most `deadline` seconds for this host's relay; returns its endpoint, '' if stopped."""
+    note, until = job.status_folder(Path(info.run_dir)) / NOTE, time.monotonic() + deadline
+    with waits.waiting(waits.HOST_WEIGHTS, deadline):
+        while not stop_requested():
+            try:
+                row: dict[str, object] = load_json(note, dict)
+                if row.get("mark") == info.mark:
+                    return str(row["endpoint"])
+            except (OSError, ValueError, KeyError) as error:
+                _log.debug("there is no note of this start yet: %s", error)
+            if time.monotonic() > until:
+                raise RunError(
+                    f"Rank {job.rank} waited {deadline:g} s (--startup-timeout) for the first "
+                    f"actor's rank of its host to say in {note} where the weights are, in vain. See the "
+                    "output of torchrun on this host."
+                )
+            time.sleep(POLL_INTERVAL)
+    return ""

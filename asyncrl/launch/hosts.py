@@ -1,85 +1,434 @@
-"""Says which ranks of a job are on which host, and where other hosts reach the first one. Pure."""
+"""The hosts of a job: their facts, what must agree, and the meeting in which rank 0 gives one verdict.
+
+    every rank   publishes its facts under the name of the start     waits for: rank 0's plan
+    rank 0       compares them, opens ports, publishes the plan      waits for: the facts of all ranks
+    first ranks  of other hosts try the ports and the run's folder   waits for: the verdict
+
+Facts and plan lie in torchrun's store, which others can read: settings are compared by digest.
+"""
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from itertools import accumulate
-from typing import Any
+import fcntl
+import hashlib
+import ipaddress
+import json
+import os
+import secrets
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import asyncrl
+from asyncrl.config.run import TrainConfig
+from asyncrl.errors import AsyncRLError, ConfigError, RunError
+from asyncrl.launch.job import Hosts, Job, check_torchrun, open_store, store_errors
+from asyncrl.observability import waits
+from asyncrl.observability.logger import flat
+from asyncrl.storage import run_folder
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+
+POLL_INTERVAL: Final = 0.05
+CLOCK_TOLERANCE: Final = 10.0
+"""Seconds between the clocks of two hosts: locks of network file systems are judged by time."""
+SEE_DEADLINE: Final = 15.0
+"""Seconds that a network file system has to show a file of another host."""
+REACH_DEADLINE: Final = 5.0
+_START: Final = "start"
+"""Key of the name of the newest start: torchrun's store keeps what earlier starts published."""
+_SIOCGIFADDR: Final = 0x8915
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hosts:
-    """The hosts of a job. Ranks are numbered host by host, and rank 0 is on the first one."""
+class HostFacts:
+    """Facts of one host, published by its first rank."""
 
-    names: tuple[str, ...] = ("this host",)
-    """What each is called, in the order of their ranks."""
-    first_ranks: tuple[int, ...] = (0,)
-    """Lowest rank of each."""
-    size: int = 1
-    """Number of ranks of the job."""
-    addresses: tuple[str, ...] = ("",)
-    """IPv4 address at which the other hosts reach each; empty with one host."""
-    ports: tuple[int, ...] = (0,)
-    """Of these addresses, open while the hosts meet; 0: none."""
-    learners: tuple[int, ...] = (0,)
-    """Numbers of the hosts that have learner ranks."""
-    replay: str = ""
-    """Address that the replay takes for ranks of other hosts; empty where there are none."""
-    weights: str = ""
-    """Address where these fetch weights; empty where there are none."""
-    broadcasts: tuple[int, ...] = ()
-    """Numbers of the hosts between which weights are broadcast, the first one's among them; empty: none."""
-    placement: str = ""
-    """What --placement became; rank 0 knows it, and on several hosts the others too."""
+    name: str
+    first_rank: int
+    ranks: int
+    code: str
+    """Version and digest of asyncrl's files."""
+    torch: str
+    settings: dict[str, str] = field(default_factory=dict)
+    """Flag -> digest of its value; with --resume one digest of all arguments."""
+    address: str = ""
+    """IPv4 address of this host towards torchrun's store."""
+    store_address: str = ""
+    """IPv4 address of the store's host as this host reaches it."""
+    gpus: int = 0
+    """GPUs that PyTorch sees; 0 with --device cpu."""
+    clock_ahead: float = 0.0
+    """Lower bound of the seconds that its clock is ahead of the first host's; negative: behind."""
 
-    @classmethod
-    def of_sizes(cls, sizes: Sequence[int]) -> Hosts:
-        """Return hosts that are known by their numbers of ranks alone.
 
-        >>> Hosts.of_sizes((2, 3)).ranks(1)
-        range(2, 5)
-        """
-        return cls(
-            names=tuple(f"host {number}" for number in range(len(sizes))),
-            first_ranks=(0, *accumulate(sizes[:-1])),
-            size=sum(sizes),
-            addresses=("",) * len(sizes),
-            ports=(0,) * len(sizes),
+def digests(config: TrainConfig, arguments: Sequence[str]) -> dict[str, str]:
+    """Digest every setting by its flag; a resumed run's come from its folder, so there the arguments."""
+    settings = {"resume": list(arguments)} if config.resume else flat(asdict(config))
+    return {flag: _digest(str(value).encode()) for flag, value in settings.items()}
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:12]
+
+
+def _digest_of_code() -> str:
+    folder = Path(asyncrl.__file__).parent
+    files = (
+        (path.relative_to(folder).as_posix(), path.read_bytes()) for path in sorted(folder.rglob("*.py"))
+    )
+    return _digest(b"".join(name.encode() + b"\0" + content + b"\0" for name, content in files))
+
+
+def check_agree(hosts: Sequence[HostFacts]) -> None:
+    """Check that all hosts have the same code and settings, and clocks that agree."""
+    first = hosts[0]
+    for other in hosts[1:]:
+        for what, here, there in (("asyncrl", first.code, other.code), ("torch", first.torch, other.torch)):
+            if here != there:
+                raise ConfigError(
+                    f"{other.name} has {what} {there}, but {first.name}, the first host, has {here}, and all "
+                    "hosts of a run need the same. Install the same on both."
+                )
+        flags = sorted({*first.settings, *other.settings})
+        if differing := [x for x in flags if first.settings.get(x) != other.settings.get(x)]:
+            flag = "other arguments" if first.settings.keys() == {"resume"} else f"another --{differing[0]}"
+            more = f" (and {len(differing) - 1} more flags)" if len(differing) > 1 else ""
+            raise ConfigError(
+                f"{other.name} was started with {flag} than {first.name}, the first host{more}. Give "
+                "torchrun the same arguments, and the same configuration file, on every host."
+            )
+        if abs(other.clock_ahead) > CLOCK_TOLERANCE:
+            way = "ahead of" if other.clock_ahead > 0 else "behind"
+            raise ConfigError(
+                f"The clock of {other.name} is {abs(other.clock_ahead):.0f} s {way} that of {first.name}, "
+                f"and more than {CLOCK_TOLERANCE:.0f} s make locks and files of --run-dir look too old or "
+                "too new. Set it, for example with chronyc makestep."
+            )
+
+
+def check_devices(hosts: Sequence[HostFacts], learners: Sequence[int]) -> None:
+    """Check that learner ranks have GPUs of their own, or none of them has one."""
+    for host in hosts:
+        count = sum(host.first_rank <= rank < host.first_rank + host.ranks for rank in learners)
+        if count and bool(host.gpus) != bool(hosts[0].gpus):
+            raise ConfigError(
+                f"--device: {host.name} has {host.gpus} GPUs and {hosts[0].name} {hosts[0].gpus}, but "
+                "learner ranks compute all on GPUs or all on CPUs. Use --device cpu, or other hosts."
+            )
+        if host.gpus and count > host.gpus:
+            raise ConfigError(
+                f"--placement names {count} learner ranks on {host.name}, which has {host.gpus} GPU(s), and "
+                "NCCL takes one rank per GPU. Name fewer there, or use --device cpu."
+            )
+
+
+def check_broadcasts(hosts: Sequence[HostFacts], numbers: Sequence[int], transport: str) -> None:
+    """Check that hosts can broadcast weights to each other; a transport of the user's may need no GPU."""
+    if ":" not in transport and (without := [hosts[n].name for n in numbers if not hosts[n].gpus]):
+        raise ConfigError(
+            f"--weights.between-hosts is nccl, which carries weights between GPUs, but {without[0]} has "
+            "none (or --device is cpu). Use --weights.between-hosts tcp, which is encrypted."
         )
 
-    @property
-    def several(self) -> bool:
-        """Whether there is more than one."""
-        return len(self.names) > 1
 
-    def of(self, rank: int) -> int:
-        """Return the number of a rank's host.
+# ---- networks ------------------------------------------------------------------------------------
 
-        >>> Hosts(names=("a", "b"), first_ranks=(0, 4), size=6).of(4)
-        1
-        """
-        return bisect_right(self.first_ranks, rank) - 1
 
-    def name_of(self, rank: int) -> str:
-        """Return the name of a rank's host."""
-        return self.names[self.of(rank)]
+def why_unreachable(address: str, port: int) -> str:
+    """Return why a port of another host cannot be reached; empty if it can."""
+    try:
+        socket.create_connection((address, port), timeout=REACH_DEADLINE).close()
+    except OSError as error:
+        return error.strerror or str(error) or type(error).__name__
+    return ""
 
-    def ranks(self, number: int) -> range:
-        """Return the ranks of host `number`.
 
-        >>> Hosts(names=("a", "b"), first_ranks=(0, 4), size=6).ranks(1)
-        range(4, 6)
-        """
-        return range((*self.first_ranks, self.size)[number], (*self.first_ranks, self.size)[number + 1])
+def interface_of(address: str) -> str:
+    """Return the name of the network interface that has an IPv4 address; empty if none has."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # It has no address.
+                continue
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return ""
 
-    def to_row(self) -> dict[str, Any]:
-        """Write it for JSON."""
-        return asdict(self)
 
-    @classmethod
-    def from_row(cls, row: dict[str, Any]) -> Hosts:
-        """Read what `to_row` wrote."""
-        fields: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in row.items()}
-        return cls(**fields)
+def bind_gloo(address: str) -> None:
+    """Let gloo listen at this host's address: by itself it takes that of the host's name, often loopback.
+
+    Args:
+        address: Empty with one host: nothing changes.
+    """
+    if address and (interface := interface_of(address)):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
+# ---- the meeting ---------------------------------------------------------------------------------
+
+
+class Stopped(AsyncRLError):
+    """The meeting ended because this process was asked to stop."""
+
+
+def meet(
+    config: TrainConfig,
+    job: Job,
+    checks: Callable[[Hosts, list[HostFacts]], Hosts],
+    *,
+    stop_requested: Callable[[], bool] = lambda: False,
+    now: Callable[[], float] = time.time,
+) -> tuple[Job, Hosts]:
+    """Meet the other hosts; every rank calls it. With one host it returns at once.
+
+    Args:
+        checks: Called on rank 0: raises ConfigError for what these hosts cannot do, adds the endpoints.
+
+    Returns:
+        The job with the name of this start, and its hosts.
+
+    Raises:
+        ConfigError: The hosts cannot work together, which every rank raises, or torchrun is missing.
+        RunError: A rank did not come, or the store is lost.
+        Stopped: A stop was requested.
+    """
+    check_torchrun(job)
+    if job.local_size == job.size:
+        hosts = Hosts(size=job.size)
+        return job, hosts if job.rank else checks(hosts, [])
+    from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+
+    seconds = config.startup_timeout
+    store = PrefixStore("meeting", open_store(job, seconds, every_start=True))
+    with store_errors(job, "meet the other hosts"), waits.waiting(waits.HOSTS, seconds), ExitStack() as ports:
+        meeting = _Meeting(config, job, store, time.monotonic() + seconds, stop_requested, now, ports)
+        start, hosts = meeting.follow() if job.rank else meeting.lead(checks)
+    return replace(job, start=start), hosts
+
+
+@dataclass(frozen=True)
+class _Meeting:
+    config: TrainConfig
+    job: Job
+    store: Store
+    until: float
+    stop_requested: Callable[[], bool]
+    now: Callable[[], float]
+    open_ports: ExitStack
+
+    def lead(self, checks: Callable[[Hosts, list[HostFacts]], Hosts]) -> tuple[str, Hosts]:
+        """Do rank 0's part."""
+        own, start = self._own_facts(), secrets.token_hex(8)
+        before = self.now()
+        self.store.set(_START, start)
+        numbers, others = self._gather(start, before)
+        why, file, hosts = "", Path(), Hosts()
+        try:
+            facts = [own, *others]
+            check_agree(facts)
+            hosts = checks(_placed(facts), facts)
+            _open_ports(hosts, self.open_ports)
+            file = _leave_file(self.config, start, self.open_ports)
+        except ConfigError as error:
+            why = str(error)
+        plan = {"numbers": numbers, "why": why, "hosts": asdict(hosts), "file": str(file)}
+        self.store.set(f"{start}/plan", json.dumps(plan))
+        for number, rank in enumerate(hosts.first_ranks[1:], 1):
+            who = f"The first rank of {hosts.names[number]} (rank {rank})"
+            why = why or self._take(f"{start}/tried/{rank}", who)
+        self.store.set(f"{start}/verdict", why)
+        if why:
+            raise ConfigError(why)
+        return start, hosts
+
+    def _gather(self, start: str, before: float) -> tuple[dict[int, str], list[HostFacts]]:
+        """Wait for all ranks; returns the number that each made up, and the facts of the other hosts."""
+        numbers, facts, missing = dict[int, str](), dict[int, HostFacts](), list(range(1, self.job.size))
+        while missing:
+            self._pause(f"Rank {missing[0]}")
+            looked = self.now()
+            for rank in [rank for rank in missing if self.store.check([f"{start}/facts/{rank}"])]:
+                missing.remove(rank)
+                try:
+                    row: Any = json.loads(self.store.get(f"{start}/facts/{rank}"))
+                    numbers[rank], at = str(row["number"]), float(row["now"])
+                    # They were published between two looks; the clock is off by what lies outside these.
+                    ahead = at - min(max(at, before), self.now())
+                    if row["facts"]:
+                        facts[rank] = replace(HostFacts(**row["facts"]), clock_ahead=ahead)
+                except (ValueError, TypeError, KeyError, RecursionError) as error:
+                    raise RunError(
+                        f"Rank {rank} said something of its host that cannot be read ({error!r}). Do all "
+                        "hosts run the same asyncrl, and does nobody else write into torchrun's store?"
+                    ) from None
+            before = looked
+        return numbers, [facts[rank] for rank in sorted(facts)]
+
+    def follow(self) -> tuple[str, Hosts]:
+        """Do any other rank's part, again from the beginning when another rank 0 leads."""
+        me, number = self.job.rank, secrets.token_hex(8)
+        own = asdict(self._own_facts()) if me == self.job.here.start else None
+        while True:
+            start = self._take(_START, "Rank 0")
+            row = {"number": number, "now": self.now(), "facts": own}
+            self.store.set(f"{start}/facts/{me}", json.dumps(row))
+            plan: Any = json.loads(self._take(f"{start}/plan", "Rank 0", start) or "{}")
+            if plan.get("numbers", {}).get(str(me)) == number:
+                break
+            while self._leads(start):  # This is the plan of an earlier start.
+                self._pause("Rank 0")
+        if why := plan["why"]:
+            raise ConfigError(why)
+        hosts = Hosts.from_json(plan["hosts"])
+        if own:
+            name = hosts.names[hosts.of(me)]
+            why = _try_ports(hosts, name) or _see(Path(plan["file"]), hosts.names[0], name)
+            self.store.set(f"{start}/tried/{me}", why)
+        if why := self._take(f"{start}/verdict", "Rank 0"):
+            raise ConfigError(why)
+        return start, hosts
+
+    def _leads(self, start: str) -> bool:
+        return self.store.get(_START).decode() == start
+
+    def _take(self, key: str, who: str, start: str = "") -> str:
+        """Wait for a key; returns '' if the rank 0 of `start` is gone and another one leads."""
+        while not self.store.check([key]):
+            if start and not self._leads(start):
+                return ""
+            self._pause(who)
+        return self.store.get(key).decode()
+
+    def _pause(self, who: str) -> None:
+        if self.stop_requested():
+            raise Stopped("A stop was asked for.")
+        if time.monotonic() > self.until:
+            raise RunError(
+                f"{who} did not come to the meeting of the hosts (--startup-timeout). See the output of "
+                "torchrun there."
+            )
+        time.sleep(POLL_INTERVAL)
+
+    def _own_facts(self) -> HostFacts:
+        """Return this host's facts, with a port that is open as long as the meeting."""
+        import torch
+
+        host, port = self.job.store
+        try:
+            place = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)[0][4]
+            with socket.socket() as link:
+                link.settimeout(REACH_DEADLINE)
+                link.connect(place)
+                address, store_address = link.getsockname()[0], link.getpeername()[0]
+        except OSError as error:
+            raise RunError(
+                f"The job's store at {host}:{port} cannot be reached over IPv4 ({error.strerror or error}), "
+                "by which the hosts of a run find their addresses. Give torchrun an IPv4 address: "
+                "--rdzv-endpoint HOST:PORT and --local-addr."
+            ) from None
+        return HostFacts(
+            name=socket.gethostname(),
+            first_rank=self.job.here.start,
+            ranks=self.job.local_size,
+            code=f"{asyncrl.__version__} ({_digest_of_code()})",
+            torch=torch.__version__.partition("+")[0],
+            settings=digests(self.config, sys.argv[1:]),
+            address=address,
+            store_address=store_address,
+            gpus=torch.cuda.device_count() if self.config.device != "cpu" else 0,
+        )
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
+
+
+def _placed(facts: list[HostFacts]) -> Hosts:
+    first = facts[0].address
+    if _is_loopback(first):  # It reached itself so; the others reach it where they reach the store.
+        first = facts[1].store_address
+    return Hosts(
+        names=tuple(host.name for host in facts),
+        first_ranks=tuple(host.first_rank for host in facts),
+        size=facts[-1].first_rank + facts[-1].ranks,
+        addresses=(first, *(host.address for host in facts[1:])),
+    )
+
+
+_ENDPOINTS: Final = (
+    ("--replay.listen", "replay", "the replay"),
+    ("--weights.listen", "weights", "the learner's weights"),
+)
+
+
+def _open_ports(hosts: Hosts, open_ports: ExitStack) -> None:
+    """Open the ports of replay and weights, so that the others can try them."""
+    for flag, field_name, _ in _ENDPOINTS:
+        if endpoint := getattr(hosts, field_name):
+            try:
+                open_ports.enter_context(socket.create_server(address_of(endpoint), backlog=1024))
+            except OSError as error:
+                raise ConfigError(
+                    f"{flag} is {endpoint} on {hosts.names[0]}, but it cannot be opened ({error.strerror}). "
+                    "Choose another address, or end what has it."
+                ) from None
+
+
+def _try_ports(hosts: Hosts, name: str) -> str:
+    """Return which port of the first host the host `name` cannot reach; empty: none."""
+    for flag, field_name, what in _ENDPOINTS:
+        if endpoint := getattr(hosts, field_name):
+            address, port = address_of(endpoint)
+            if why := why_unreachable(address, port):
+                return (
+                    f"{name} cannot reach {address}:{port}, where {what} of {hosts.names[0]} listens "
+                    f"({flag}): {why}. Set {flag} to an address of a network that all hosts share, and open "
+                    "the ports between the hosts."
+                )
+    return ""
+
+
+def address_of(endpoint: str) -> tuple[str, int]:
+    """Split 'tcp://ADDRESS:PORT'; a missing part is '' or 0."""
+    address, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    return address, int(port or 0)
+
+
+def _leave_file(config: TrainConfig, start: str, closing: ExitStack) -> Path:
+    """Leave a file beside the run's folder, which all hosts must see; it goes with the meeting."""
+    file = run_folder.parent_of(config) / f".asyncrl-{start}"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch(mode=0o600)
+    except OSError as error:
+        raise ConfigError(
+            f"--run-dir is {config.run_dir}, but {file.parent} cannot be written ({error.strerror}). Choose "
+            "another folder."
+        ) from None
+    closing.callback(file.unlink, missing_ok=True)
+    return file
+
+
+def _see(file: Path, first: str, name: str) -> str:
+    """Wait for the first host's file; returns that this host does not see it, or ''."""
+    until = time.monotonic() + SEE_DEADLINE
+    while not file.exists():
+        if time.monotonic() > until:
+            return (
+                f"{name} does not see the folder {file.parent} of {first}, in which "
+                "--run-dir lies, and through it hosts get the run's keys, checkpoints and worlds. Set "
+                "--run-dir to a folder that all hosts see under one path, or start actors there with "
+                "`asyncrl actor --join`, which need none."
+            )
+        time.sleep(POLL_INTERVAL)
+    return ""

@@ -13,9 +13,10 @@ from asyncrl.actors.actor import Actor
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import WorldDefaults
 from asyncrl.errors import ConfigError
-from asyncrl.launch import console, learner_ranks, rendezvous, run_log
+from asyncrl.launch import console, learner_ranks
 from asyncrl.launch.build import build_acting, build_actor, starts_of
 from asyncrl.launch.environment import EnvironmentFiles, build_environment, with_world_defaults
+from asyncrl.launch.job import Job, read_job
 from asyncrl.launch.learner_start import LearnerStart, load_models, start_run
 from asyncrl.launch.named_models import build_policy
 from asyncrl.launch.own_device import take_device, use_compiler_cache
@@ -60,13 +61,13 @@ class _Roles(NamedTuple):
 
 def run_inline(config: TrainConfig, stop: StopFlag) -> int:
     """Train without a child process or a socket."""
-    if (ranks := rendezvous.world_size()) > 1:
+    if (ranks := read_job().size) > 1:
         raise ConfigError(f"--inline is one process, but torchrun started {ranks}. Leave --inline out.")
     roles = _build(config)
     asked, config, start = config, roles.config, roles.start
     with (
         logged_to(start.run_dir / "logs" / "inline.log"),
-        run_log.opened(config, start) as log,
+        console.opened_log(config, start) as log,
     ):
         _introduce(asked, roles, log)
         try:
@@ -76,14 +77,14 @@ def run_inline(config: TrainConfig, stop: StopFlag) -> int:
             roles.port.close()
             start.lock.release()
         log.banner(console.final_summary(config, start.run_dir, learner.end_reason, start.simulator))
-    run_log.compact_at_end(config, start.run_dir, learner.version, stop_requested=lambda: stop.set)
+    console.compact_at_end(config, start.run_dir, learner.version, stop_requested=lambda: stop.set)
     return 0
 
 
 def _build(asked: TrainConfig) -> _Roles:
     """Check everything, load the models, and open or find the run's folder."""
     run_folder.check_free(asked)
-    run_log.check(asked)
+    console.check_sinks(asked)
     torch.set_num_threads(asked.learner.threads)
     torch.manual_seed(asked.seed)
     device = take_device(asked.device)
@@ -126,7 +127,7 @@ def _introduce(asked: TrainConfig, roles: _Roles, log: MetricsLogger) -> None:
 def _learn(roles: _Roles, stop: StopFlag, log: MetricsLogger) -> Learner:
     """Learn until the run ends."""
     config, start = roles.config, roles.start
-    with learner_ranks.learner_group(config, 1, roles.device) as group:
+    with learner_ranks.learner_group(config, Job(), 1, roles.device) as group:
         learner = learner_ranks.build_joined_learner(
             config,
             start,

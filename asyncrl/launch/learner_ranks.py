@@ -10,25 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import HashStore, PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from asyncrl.config.loading import load_file
 from asyncrl.config.run import TrainConfig
-from asyncrl.errors import ConfigError
-from asyncrl.launch import console, endpoints, rendezvous
+from asyncrl.launch import console, endpoints
 from asyncrl.launch.build import build_learner, first_weights_deadline
-from asyncrl.launch.hosts import Hosts
+from asyncrl.launch.job import Hosts, Job, RunInfo, open_store
 from asyncrl.launch.learner_start import LearnerStart
 from asyncrl.launch.named_models import build_learning_policy
 from asyncrl.launch.own_device import take_device, use_compiler_cache
-from asyncrl.launch.placement import Placement, copies_of, pick_device
+from asyncrl.launch.placement import Placement, copies_of
 from asyncrl.learner.early_compile import Shown
 from asyncrl.learner.fsdp import make_float32_masters, shard
 from asyncrl.learner.loop import NullLog
@@ -42,7 +40,7 @@ from asyncrl.storage.run_folder import REPLAY
 from asyncrl.weights.interface import NullPublisher
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from torch.distributed import ProcessGroup, Store  # pyright: ignore[reportPrivateImportUsage]
 
     from asyncrl.launch.children import ChildProcesses
     from asyncrl.learner.learner import Learner
@@ -50,28 +48,18 @@ if TYPE_CHECKING:
     from asyncrl.replay.interface import LearnerPort
     from asyncrl.weights.interface import Publisher
 
+MEETING_DEADLINE: Final = 600.0
 
-def check(config: TrainConfig, placement: Placement, hosts: Hosts, number: int = 0) -> None:
-    """Refuse more learner ranks than GPUs on this host, before anything is started.
 
-    The others are checked when the hosts meet: `host_facts.check_devices`.
-
-    Raises:
-        ConfigError: NCCL takes one rank per GPU.
-    """
-    ranks = hosts.ranks(number)
-    here = [rank for rank in placement.learners if rank in ranks]
-    devices = {pick_device(config.device, rank - ranks.start) for rank in here}
-    if len(devices) < len(here) and devices != {torch.device("cpu")}:
-        raise ConfigError(
-            f"--placement names {len(here)} learner ranks, but this host has {len(devices)} "
-            "GPU(s), and NCCL takes one rank per GPU. Name fewer learner ranks, or use --device cpu."
-        )
+def learners_store(job: Job) -> Store:
+    """Open the store in which several learner ranks meet."""
+    return PrefixStore("learners", open_store(job, MEETING_DEADLINE))
 
 
 @contextmanager
 def learner_group(
     config: TrainConfig,
+    job: Job,
     ranks: int,
     device: torch.device,
     *,
@@ -87,8 +75,8 @@ def learner_group(
     if ranks == 1 and config.learner.precision == "fp32":
         yield SingleRank()
         return
-    rank = rendezvous.rank() if ranks > 1 else 0
-    store = rendezvous.learners_store() if ranks > 1 else HashStore()
+    rank = job.rank if ranks > 1 else 0
+    store = learners_store(job) if ranks > 1 else HashStore()
     who = f"learner rank {rank} of {ranks}"
     joined = default_group(
         device,
@@ -158,7 +146,7 @@ def _checkpoints(config: TrainConfig, run_dir: Path, group: LearnerRanks) -> Che
 
 
 def run_follower_rank(
-    info: rendezvous.RunInfo, placement: Placement, hosts: Hosts, children: ChildProcesses
+    info: RunInfo, job: Job, placement: Placement, hosts: Hosts, children: ChildProcesses
 ) -> None:
     """Learn on a rank other than 0 until rank 0 ends the run.
 
@@ -168,7 +156,7 @@ def run_follower_rank(
     config = load_file(Path(info.run_dir) / "config.json")
     torch.set_num_threads(config.learner.threads)
     torch.manual_seed(config.seed)
-    device = take_device(config.device, rendezvous.local_rank())
+    device = take_device(config.device, job.local_rank)
     use_compiler_cache(config, device)
     checkpoint = Path(info.checkpoint) if info.checkpoint else None
     policy = build_learning_policy(config, device)
@@ -185,12 +173,14 @@ def run_follower_rank(
     )
     port = ZmqRankPort(
         info.replay_endpoint,
-        f"learner-{rendezvous.rank()}",
+        f"learner-{job.rank}",
         security=endpoints.client_keys(info.keys, "learner"),
-        identity=replace(start.identity, attempt=info.attempt),
+        identity=info.identity,
     )
     try:
-        with learner_group(config, len(placement.learners), device, while_waiting=children.poll) as group:
+        with learner_group(
+            config, job, len(placement.learners), device, while_waiting=children.poll
+        ) as group:
             build_joined_learner(
                 config,
                 start,

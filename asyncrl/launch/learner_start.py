@@ -78,12 +78,6 @@ def load_models(
     return policy, environment
 
 
-def prepare(config: TrainConfig, device: torch.device, again: Path | None = None) -> LearnerStart:
-    """Check that all models load and fit, then make or find the run's folder (`start_run`)."""
-    policy, files = load_models(config, device)
-    return start_run(config, policy, files, again)
-
-
 def start_run(
     config: TrainConfig, policy: Policy, files: EnvironmentFiles | SimulatorFiles, again: Path | None = None
 ) -> LearnerStart:

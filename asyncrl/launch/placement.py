@@ -9,7 +9,6 @@ learner=0-7@0,actor=0-7@1           the same in numbers of a host: the 0th and t
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -19,12 +18,14 @@ from typing import TYPE_CHECKING
 from asyncrl.config.bounds import shown
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
-from asyncrl.launch.hosts import Hosts
+from asyncrl.launch.job import Hosts, Job
 
 if TYPE_CHECKING:
     import torch
 
 
+RELAYED = "shared_memory"
+"""The carrier from a relay to the actors of its host."""
 ROLES = ("learner", "actor", "policy", "world")
 WORDS = ("auto", "collocated", "disaggregated", "hybrid")
 """Placements that fit any number of ranks; see `placement._by_word`."""
@@ -144,18 +145,15 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
     return torch.device("cuda", local_rank % count) if count else torch.device("cpu")
 
 
-def actor_devices(
-    name: str, placement: Placement, rank: int, local_rank: int
-) -> tuple[torch.device, torch.device]:
+def actor_devices(name: str, placement: Placement, job: Job) -> tuple[torch.device, torch.device]:
     """Choose the devices of an actor: of its policy, and of its world and reward models."""
-    other = local_rank + placement.world_of(rank) - rank
-    # Ranks are numbered host by host.
-    if not 0 <= other < int(os.environ.get("LOCAL_WORLD_SIZE") or other + 1):
+    other = placement.world_of(job.rank)
+    if other not in job.here:
         raise ConfigError(
-            f"--placement makes policy rank {rank} and world rank {placement.world_of(rank)} one actor, but "
+            f"--placement makes policy rank {job.rank} and world rank {other} one actor, but "
             "they are on different hosts, and frames travel inside one only. Pair ranks of one host."
         )
-    return pick_device(name, local_rank), pick_device(name, other)
+    return pick_device(name, job.local_rank), pick_device(name, other - job.here.start)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,9 +306,50 @@ def check_pairs(placement: Placement, hosts: Hosts) -> None:
         if hosts.of(policy) != hosts.of(world):
             raise ConfigError(
                 f"--placement makes policy rank {policy} and world rank {world} one actor, but they are on "
-                f"{hosts.name_of(policy)} and {hosts.name_of(world)}, and frames travel inside one host "
-                "only. Pair ranks of one host."
+                f"{hosts.names[hosts.of(policy)]} and {hosts.names[hosts.of(world)]}, and frames travel "
+                "inside one host only. Pair ranks of one host."
             )
+
+
+def check_learner_devices(config: TrainConfig, placement: Placement, hosts: Hosts, number: int = 0) -> None:
+    """Check that each learner rank of host `number` has a GPU of its own; the meeting checks other hosts.
+
+    Raises:
+        ConfigError: NCCL takes one rank per GPU.
+    """
+    import torch
+
+    ranks = hosts.ranks(number)
+    here = [rank for rank in placement.learners if rank in ranks]
+    devices = {pick_device(config.device, rank - ranks.start) for rank in here}
+    if len(devices) < len(here) and devices != {torch.device("cpu")}:
+        raise ConfigError(
+            f"--placement names {len(here)} learner ranks, but this host has {len(devices)} "
+            "GPU(s), and NCCL takes one rank per GPU. Name fewer learner ranks, or use --device cpu."
+        )
+
+
+def transport_of(config: TrainConfig, placement: Placement, here: range) -> str:
+    """Choose the carrier of the weights on rank 0's host, whose ranks are `here`."""
+    if config.weights.transport != "auto":
+        return config.weights.transport
+    learner = pick_device(config.device, placement.learners[0])
+    actors = [pick_device(config.device, rank) for rank in placement.actors if rank in here]
+    # NCCL takes one process of a group per GPU. Other learner ranks may share it: they are in another group.
+    remote = [actor for actor in actors if actor != learner]
+    if learner.type == "cpu" or len(set(remote)) < len(remote):
+        return "shared_memory"  # Also for two actors on a GPU that is not the learner's.
+    return "nccl" if len(remote) == len(actors) else "cuda_ipc"
+
+
+def transport_between(config: TrainConfig, hosts: Hosts, transport: str) -> str:
+    """Return the carrier by which other hosts take part in the weight group; empty: they fetch.
+
+    Args:
+        transport: Carrier on rank 0's host.
+    """
+    reaches = transport != "shared_memory" and config.weights.between_hosts == "nccl"
+    return transport if reaches and hosts.broadcasts else ""
 
 
 def copies_of(config: TrainConfig, placement: Placement, hosts: Hosts) -> int:

@@ -1,4 +1,4 @@
-"""Does one rank's part of a run: it learns, looks after an actor, or both.
+"""One rank's part of a run, read from top to bottom: meet, check, load, start the children, learn, end.
 
     rank 0 ──spawns──► replay, and actor-0 when it also imagines
     rank k              see `followers`
@@ -9,17 +9,18 @@ close.
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import WorldDefaults
 from asyncrl.errors import RunError
-from asyncrl.launch import balance, endpoints, networks, rendezvous
+from asyncrl.launch import balance, endpoints
 from asyncrl.launch.children import (
     REPLAY,
     ChildProcesses,
@@ -28,19 +29,29 @@ from asyncrl.launch.children import (
     log_errors,
 )
 from asyncrl.launch.followers import follow, spawn_actor, spawn_role
-from asyncrl.launch.host_facts import HostFacts, check_broadcasts, check_devices
-from asyncrl.launch.host_weights import transport_between, transport_of
-from asyncrl.launch.hosts import Hosts
-from asyncrl.launch.meeting import Stopped, meet
-from asyncrl.launch.own_device import take_device
+from asyncrl.launch.hosts import HostFacts, Stopped, bind_gloo, check_broadcasts, check_devices, meet
+from asyncrl.launch.job import (
+    HOSTS,
+    Hosts,
+    Job,
+    RunInfo,
+    pop_failure,
+    read_job,
+    remember_run,
+    run_of_earlier_start,
+    share,
+)
+from asyncrl.launch.own_device import take_device, use_compiler_cache
 from asyncrl.launch.placement import (
     Placement,
+    check_learner_devices,
     check_pairs,
     check_sizes,
     checked_placement,
     copies_of,
+    transport_between,
+    transport_of,
 )
-from asyncrl.launch.rendezvous import HOSTS, RunInfo
 from asyncrl.observability import process_status, signals
 from asyncrl.observability.console import StatusLine, steady_console
 from asyncrl.observability.process_log import logged_to
@@ -56,9 +67,8 @@ if TYPE_CHECKING:
     from asyncrl.learner.learner import Learner
     from asyncrl.observability.logger import MetricsLogger
     from asyncrl.weights.publisher import BroadcastPublisher
-    from asyncrl.weights.server import ServerSettings
 
-SHUTDOWN_TIMEOUT_CHILDREN = 4.0
+SHUTDOWN_TIMEOUT_CHILDREN: Final = 4.0
 """Seconds the children have to end by themselves once the run is over."""
 
 
@@ -69,28 +79,28 @@ def run(config: TrainConfig) -> int:
         ConfigError: Something that cannot work; nothing was started.
         AsyncRLError: The run failed.
     """
-    if (torchrun := rendezvous.torchrun_pid()) is not None:
-        die_with_parent(torchrun)
+    job = read_job()
+    if job.name:
+        die_with_parent(os.getppid())  # torchrun's, which may be killed without ending its ranks.
     signals.raise_limit()
     with steady_console(), StopFlag().listening() as stop:
         if config.inline:
             from asyncrl.launch.inline import run_inline
 
             return run_inline(config, stop)
-        rendezvous.check_address()
         try:
-            hosts = meet(config, partial(_checked, config), stop_requested=lambda: stop.set)
+            job, hosts = meet(
+                config, job, partial(_check_hosts, config, job), stop_requested=lambda: stop.set
+            )
         except Stopped:
             return 0
-        networks.bind_gloo(hosts.addresses[hosts.of(rendezvous.rank())])
-        if rendezvous.rank() == 0:
-            return _learn(config, hosts, stop)
-        return follow(config, hosts, stop)
+        bind_gloo(hosts.addresses[hosts.of(job.rank)])
+        return follow(config, job, hosts, stop) if job.rank else _lead(config, job, hosts, stop)
 
 
-def _checked(config: TrainConfig, hosts: Hosts, facts: list[HostFacts]) -> Hosts:
-    """Check on rank 0, before anything is loaded, what the ranks shall do on these hosts."""
-    hosts = replace(hosts, placement=balance.placement_of_start(config, hosts))
+def _check_hosts(config: TrainConfig, job: Job, hosts: Hosts, facts: list[HostFacts]) -> Hosts:
+    """Check on rank 0, before anything is loaded, the placement on these hosts; add their endpoints."""
+    hosts = replace(hosts, placement=balance.placement_of_start(config, job, hosts))
     config = balance.with_placement(config, hosts.placement)
     check_sizes(config.placement, hosts)
     placement = checked_placement(config, hosts.size)
@@ -100,199 +110,170 @@ def _checked(config: TrainConfig, hosts: Hosts, facts: list[HostFacts]) -> Hosts
     check_devices(facts, placement.learners)
     copies_of(config, placement, hosts)
     learners = sorted({hosts.of(rank) for rank in placement.learners})
-    hosts = replace(hosts, learners=tuple(learners))
     others = {hosts.of(rank) for rank in placement.actors} - {0}
     if others and config.weights.between_hosts == "nccl":
         hosts = replace(hosts, broadcasts=(0, *sorted(others)))
         check_broadcasts(facts, hosts.broadcasts, config.weights.transport)
-    reached = others or learners != [0]
-    return endpoints.with_addresses(config, hosts) if reached else hosts
+    return endpoints.with_addresses(config, job, hosts) if others or learners != [0] else hosts
 
 
-class _Prepared(NamedTuple):
+class _Run(NamedTuple):
     """What rank 0 has checked and loaded before anything is started."""
 
     config: TrainConfig
     """With the world's defaults put in."""
     said: WorldDefaults
+    placement: Placement
+    hosts: Hosts
     start: LearnerStart
     device: torch.device
     transport: str
 
 
-def _prepare(config: TrainConfig, placement: Placement, hosts: Hosts) -> _Prepared:
+def _prepare(asked: TrainConfig, job: Job, hosts: Hosts) -> _Run:
     """Check everything, load the policy, and make or find the run's folder."""
     import torch
 
-    from asyncrl.launch import learner_ranks, run_log
+    from asyncrl.launch import console
     from asyncrl.launch.environment import with_world_defaults
-    from asyncrl.launch.learner_start import prepare
-    from asyncrl.launch.own_device import use_compiler_cache
-
-    endpoints.check(config, placement, several_hosts=bool(hosts.replay))
-    if (again := rendezvous.run_of_earlier_attempt()) is None:
-        run_folder.check_free(config)
-    endpoints.check_free(config)
-    run_log.check(config)
-    torch.set_num_threads(config.learner.threads)
-    torch.manual_seed(config.seed)
-    device = take_device(config.device, rendezvous.local_rank())
-    use_compiler_cache(config, device)
-    learner_ranks.check(config, placement, hosts)
-    transport = transport_of(config, placement, hosts.ranks(0))
-    config, said = with_world_defaults(config)
-    start = prepare(config, device, again)
-    rendezvous.remember_run(start.run_dir)
-    while rendezvous.take_failure(start.run_dir / HOSTS):
-        pass  # Of an earlier start, whose rank 0 died before it read them.
-    process_status.publish_as(start.run_dir, "learner-0")
-    return _Prepared(config, said, start, device, transport)
-
-
-def _learn(asked: TrainConfig, hosts: Hosts, stop: StopFlag) -> int:
-    """Rank 0: check everything, start the children, learn, end them."""
-    from asyncrl.launch import console, run_log
-    from asyncrl.launch.evaluator import EvaluatorProcess
+    from asyncrl.launch.learner_start import load_models, start_run
 
     placement = checked_placement(balance.with_placement(asked, hosts.placement), hosts.size)
-    prepared = _prepare(asked, placement, hosts)
-    config, start, run_dir = prepared.config, prepared.start, prepared.start.run_dir
+    endpoints.check(asked, placement, several_hosts=bool(hosts.replay))
+    if (again := run_of_earlier_start(job)) is None:
+        run_folder.check_free(asked)
+    endpoints.check_free(asked, job)
+    console.check_sinks(asked)
+    torch.set_num_threads(asked.learner.threads)
+    torch.manual_seed(asked.seed)
+    device = take_device(asked.device, job.local_rank)
+    use_compiler_cache(asked, device)
+    check_learner_devices(asked, placement, hosts)
+    transport = transport_of(asked, placement, hosts.ranks(0))
+    config, said = with_world_defaults(asked)
+    policy, files = load_models(config, device)
+    start = start_run(config, policy, files, again)
+    remember_run(job, start.run_dir)
+    while pop_failure(start.run_dir / HOSTS):
+        pass  # Left for the rank 0 of an earlier start, which died before it read them.
+    process_status.publish_as(start.run_dir, "learner-0")
+    return _Run(config, said, placement, hosts, start, device, transport)
+
+
+def _lead(asked: TrainConfig, job: Job, hosts: Hosts, stop: StopFlag) -> int:
+    """Do rank 0's part: start the children, learn, end them."""
+    from asyncrl.launch import console
+    from asyncrl.launch.evaluator import EvaluatorProcess
+
+    run = _prepare(asked, job, hosts)
+    config, start, run_dir, placement = run.config, run.start, run.start.run_dir, run.placement
     at = endpoints.addresses(asked, hosts)
     with (
         logged_to(run_dir / "logs" / "learner-0.log"),
-        run_log.opened(config, start) as log,
+        console.opened_log(config, start, job.size) as log,
         endpoints.opened(at, run_dir, start.identity) as (sockets, endpoint),
         ExitStack() as ending,
     ):
         ending.callback(start.lock.release)
         keys = endpoints.keys_of_run(config, run_dir, placement, at)
-        settings = endpoints.weight_settings(config, at, keys, start.identity)
-        publisher = _open_weights(prepared, hosts, sockets / "weights", settings)
+        publisher, between = _open_weights(run, sockets / "weights", at, keys)
         ending.callback(publisher.close)
         hint = console.join_hint(config, endpoint, keys, waits=not placement.actors)
-        _introduce(asked, prepared, placement, hint, log)
-        local = rendezvous.local_rank()
-        evaluator = EvaluatorProcess(config, run_dir, start.version, log.write_evaluation, local)
+        _introduce(asked, run, job, hint, log)
+        evaluator = EvaluatorProcess(config, run_dir, start.version, log.write_evaluation, job.local_rank)
         ending.callback(log_errors, evaluator.close, log.banner)
-        between = transport_between(config, hosts, prepared.transport)
-        info = _run_info(start, endpoint, sockets, keys, publisher, between, hosts.placement)
-        news = partial(_news, config, placement, publisher, (sockets, run_dir / HOSTS), evaluator, stop)
+        news = partial(_news, run, publisher, (sockets, run_dir / HOSTS), evaluator, stop)
         children = ChildProcesses(stop, log.banner, news)
         ending.callback(children.end, 0.0)
         ending.callback(Watchdog(run_dir, log.banner).close)
         ending.callback(StatusLine(run_dir).close)
-        port = _start(config, placement, info, start, children)
-        learner = _train(prepared, placement, hosts, port, publisher, children, log)
+        info = RunInfo(
+            run_dir=str(run_dir),
+            replay_endpoint=endpoint,
+            weights_endpoint=publisher.endpoint,
+            sockets=str(sockets),
+            checkpoint=str(start.checkpoint or ""),
+            pull_endpoint=publisher.pull_endpoint,
+            hosts_transport=between,
+            keys=keys,
+            placement=hosts.placement,
+            attempt=start.identity.attempt,
+            mark=start.identity.mark,
+            shown=start.shown.to_json() if start.shown else "",
+        )
+        port = _start(run, job, info, children)
+        learner = _train(run, job, port, publisher, children, log)
         if not stop.set and (why := evaluator.finish(learner.version, children.poll)):
             log.banner(why)
         ending.close()
-        if said_of_both := balance.note_at_end(config, placement, run_dir, start.version):
-            log.banner(said_of_both)
+        if line := balance.note_at_end(config, placement, run_dir, start.version):
+            log.banner(line)
         log.banner(console.final_summary(config, run_dir, learner.end_reason, start.simulator))
-    run_log.compact_at_end(config, run_dir, learner.version, stop_requested=lambda: stop.set)
+    console.compact_at_end(config, run_dir, learner.version, stop_requested=lambda: stop.set)
     return 0
 
 
 def _open_weights(
-    prepared: _Prepared, hosts: Hosts, socket: Path, settings: ServerSettings
-) -> BroadcastPublisher:
-    """Open the channel of the weights."""
+    run: _Run, socket: Path, at: endpoints.Addresses, keys: str
+) -> tuple[BroadcastPublisher, str]:
+    """Open the channel of the weights; returns the carrier between hosts too."""
     from asyncrl.weights.publisher import build_publisher
 
-    config, device = prepared.config, prepared.device
-    if transport_between(config, hosts, prepared.transport):
-        settings = replace(settings, store_address=hosts.addresses[0])
-    return build_publisher(prepared.transport, socket, device, config.weights.timeout, settings)
+    settings = endpoints.weight_settings(run.config, at, keys, run.start.identity)
+    if between := transport_between(run.config, run.hosts, run.transport):
+        settings = replace(settings, store_address=run.hosts.addresses[0])
+    timeout = run.config.weights.timeout
+    return build_publisher(run.transport, socket, run.device, timeout, settings), between
 
 
-def _introduce(
-    asked: TrainConfig, prepared: _Prepared, placement: Placement, hint: str, log: MetricsLogger
-) -> None:
-    """Say on the console what begins."""
+def _introduce(asked: TrainConfig, run: _Run, job: Job, hint: str, log: MetricsLogger) -> None:
+    """Print what begins."""
     from asyncrl.launch import console
 
-    config, start = prepared.config, prepared.start
-    world = console.world_line(asked, prepared.said)
-    log.banner(console.banner(config, start.run_dir, placement.summary, str(prepared.device), world))
-    begun = [*_again(start.version), *console.resumed(config, start.version)]
+    config, start = run.config, run.start
+    world = console.world_line(asked, run.said)
+    log.banner(console.banner(config, start.run_dir, run.placement.summary, str(run.device), world))
+    again = f"torchrun started the ranks again ({job.restarts}); on from version {start.version}"
+    begun = [*[again] * (job.restarts > 0), *console.resumed(config, start.version)]
     log.banner("\n".join([*begun, hint, *console.notes(config), *start.notes]))
 
 
-def _again(version: int) -> list[str]:
-    """One line when torchrun started the ranks again."""
-    count = rendezvous.restart_count()
-    return [f"torchrun started the ranks again ({count}); on from version {version}"] if count else []
-
-
-def _run_info(
-    start: LearnerStart,
-    replay_endpoint: str,
-    sockets: Path,
-    keys: str,
-    publisher: BroadcastPublisher,
-    hosts_transport: str,
-    placement: str,
-) -> RunInfo:
-    """What the other processes have to know."""
-    return RunInfo(
-        run_dir=str(start.run_dir),
-        replay_endpoint=replay_endpoint,
-        weights_endpoint=publisher.endpoint,
-        sockets=str(sockets),
-        checkpoint=str(start.checkpoint or ""),
-        pull_endpoint=publisher.pull_endpoint,
-        hosts_transport=hosts_transport,
-        keys=keys,
-        placement=placement,
-        attempt=start.identity.attempt,
-        mark=start.identity.mark,
-        shown=start.shown.to_json() if start.shown else "",
-    )
-
-
 def _news(
-    config: TrainConfig,
-    placement: Placement,
+    run: _Run,
     publisher: BroadcastPublisher,
     notices: tuple[Path, ...],
     evaluator: EvaluatorProcess,
     stop: StopFlag,
 ) -> list[str]:
-    """Lines about actors that joined or went, the wait when none is left, evaluations, and a stop."""
-    if why := rendezvous.take_failure(*notices):
+    """Return lines about actors that joined or left, the wait if none is left, evaluations, and a stop."""
+    if why := pop_failure(*notices):
         raise RunError(why)
     lines = publisher.server.pop_events()
-    if lines and not (placement.actors or publisher.joined):
-        lines.append(
-            f"no actor is left: waits up to {config.batch_timeout:g} s (--batch-timeout) for one to join"
-        )
+    if lines and not (run.placement.actors or publisher.joined):
+        timeout = f"{run.config.batch_timeout:g} s (--batch-timeout)"
+        lines.append(f"no actor is left: waits up to {timeout} for one to join")
     return [*lines, *evaluator.poll(), *stop.pop_events()]
 
 
-def _start(
-    config: TrainConfig, placement: Placement, info: RunInfo, start: LearnerStart, children: ChildProcesses
-) -> WatchedReplay:
+def _start(run: _Run, job: Job, info: RunInfo, children: ChildProcesses) -> WatchedReplay:
     """Start this rank's children and tell the other ranks; returns the learner's port."""
-    from asyncrl.replay.learner_client import ZmqLearnerPort
-
+    config, start = run.config, run.start
     children.spawn(partial(spawn_role, REPLAY, "replay_main", config, info, start.replay.to_json()))
-    rank = rendezvous.rank()
-    if placement.imagines(rank):
-        children.spawn(partial(spawn_actor, config, info, rank))
-    rendezvous.share(info, config.startup_timeout)
-    port = ZmqLearnerPort(
+    if run.placement.imagines(0):
+        children.spawn(partial(spawn_actor, config, info, 0))
+    share(info, job, config.startup_timeout)
+    return WatchedReplay(
+        children,
         info.replay_endpoint,
         version=start.version,
         security=endpoints.client_keys(info.keys, "learner"),
         identity=start.identity,
     )
-    return WatchedReplay(port, children)
 
 
 def _train(
-    prepared: _Prepared,
-    placement: Placement,
-    hosts: Hosts,
+    run: _Run,
+    job: Job,
     port: WatchedReplay,
     publisher: BroadcastPublisher,
     children: ChildProcesses,
@@ -301,8 +282,8 @@ def _train(
     """Meet the other learner ranks and learn; at the end, good or bad, everybody is told."""
     from asyncrl.launch import console, learner_ranks
 
-    config, start = prepared.config, prepared.start
-    with learner_ranks.learner_group(config, len(placement.learners), prepared.device) as group:
+    config, start = run.config, run.start
+    with learner_ranks.learner_group(config, job, len(run.placement.learners), run.device) as group:
         learner = learner_ranks.build_joined_learner(
             config,
             start,
@@ -312,15 +293,17 @@ def _train(
             group,
             stop_requested=children.poll,
             tell=log.banner,
-            copies=copies_of(config, placement, hosts),
+            copies=copies_of(config, run.placement, run.hosts),
         )
         with console.failure_noted(lambda: console.after_failure(config, start.run_dir, learner.version)):
             try:
                 learner.run()
             finally:
-                complain = partial(print, file=sys.stderr)
-                log_errors(port.stop, complain)
-                log_errors(publisher.close, complain)
-                log_errors(partial(children.end, SHUTDOWN_TIMEOUT_CHILDREN), complain)
-                log_errors(port.close, complain)
+                for end in (
+                    port.stop,
+                    publisher.close,
+                    partial(children.end, SHUTDOWN_TIMEOUT_CHILDREN),
+                    port.close,
+                ):
+                    log_errors(end, partial(print, file=sys.stderr))
     return learner

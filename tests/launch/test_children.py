@@ -8,10 +8,10 @@ from functools import partial
 import pytest
 
 from asyncrl.errors import ReplayError, RunError
-from asyncrl.launch.children import ChildProcesses, WatchedReplay
-from asyncrl.launch.rendezvous import RunInfo, failure_was_taken, report_failure, take_failure
-from asyncrl.launch.supervisor import ChildState
+from asyncrl.launch.children import ChildProcesses, ChildState, WatchedReplay
+from asyncrl.launch.job import Job, RunInfo, failure_was_read, pop_failure, report_failure
 from asyncrl.observability.signals import StopFlag
+from asyncrl.replay.learner_client import ZmqLearnerPort
 
 
 class Child:
@@ -35,17 +35,19 @@ class Child:
         return 0
 
 
-class Answering:
+def watched(monkeypatch, children, failures):
     """A replay's port that does not answer the first questions."""
+    left = [failures]
 
-    def __init__(self, failures: int) -> None:
-        self.failures = failures
-
-    def status(self) -> dict:
-        self.failures -= 1
-        if self.failures >= 0:
+    def status(port):
+        left[0] -= 1
+        if left[0] >= 0:
             raise ReplayError("silence")
         return {}
+
+    monkeypatch.setattr(ZmqLearnerPort, "__init__", lambda *_: None)
+    monkeypatch.setattr(ZmqLearnerPort, "status", status)
+    return WatchedReplay(children, "")
 
 
 @pytest.fixture(autouse=True)
@@ -68,16 +70,16 @@ def children_of():
         children.end(0.0)
 
 
-def test_the_learner_does_not_wait_for_an_actor_that_backs_off(children_of):
+def test_the_learner_does_not_wait_for_an_actor_that_backs_off(children_of, monkeypatch):
     actor = Child("actor-0", ChildState.BACKING_OFF)
     children = children_of(Child("replay", ChildState.RUNNING), actor)
-    assert WatchedReplay(Answering(0), children).status() == {}
+    assert watched(monkeypatch, children, 0).status() == {}
     assert actor.polls > 0, "but it is looked after"
 
 
-def test_the_learner_waits_for_a_replay_that_died(children_of):
+def test_the_learner_waits_for_a_replay_that_died(children_of, monkeypatch):
     replay = Child("replay", *[ChildState.BACKING_OFF] * 20, ChildState.RUNNING)
-    assert WatchedReplay(Answering(1), children_of(replay)).status() == {}
+    assert watched(monkeypatch, children_of(replay), 1).status() == {}
     assert replay.states == [ChildState.RUNNING]
 
 
@@ -123,8 +125,8 @@ def test_a_busy_rank_delays_no_respawn_and_hears_of_the_last_death_when_it_looks
         children.run_until_done(over=lambda: False)
 
 
-@pytest.mark.parametrize("host", [{}, {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}], ids=["near", "far"])
-def test_a_rank_that_reports_its_failure_stays_until_the_run_is_over(tmp_path, host):
+@pytest.mark.parametrize(("local_rank", "local_size"), [(1, 2), (0, 1)], ids=["near", "far"])
+def test_a_rank_that_reports_its_failure_stays_until_the_run_is_over(tmp_path, local_rank, local_size):
     class Dying(Child):
         def poll(self) -> ChildState:
             raise RunError("actor-1 died 6 times in a row")
@@ -133,22 +135,21 @@ def test_a_rank_that_reports_its_failure_stays_until_the_run_is_over(tmp_path, h
     sockets.mkdir()
     hosts.mkdir(parents=True)
     info = RunInfo(run_dir=str(hosts.parent), replay_endpoint="", weights_endpoint="", sockets=str(sockets))
-    environ = {"RANK": "1", "WORLD_SIZE": "2"} | host
-    reported = partial(report_failure, info, environ)
-    children = ChildProcesses(StopFlag(), report_failure=lambda why: reported(why=why))
+    job = Job(rank=1, size=2, local_rank=local_rank, local_size=local_size)
+    children = ChildProcesses(StopFlag(), report_failure=partial(report_failure, info, job))
     children.spawn(lambda: Dying("actor-1", ChildState.RUNNING))
     said: list[str] = []
 
     def over() -> bool:
-        said.append(take_failure(sockets, hosts))
+        said.append(pop_failure(sockets, hosts))
         return bool(said[-1])
 
     children.run_until_done(over)
     children.end(0.0)
     assert said[-1] == "Rank 1: actor-1 died 6 times in a row"
-    assert take_failure(sockets, hosts) == ""
+    assert pop_failure(sockets, hosts) == ""
     assert bool(list(hosts.iterdir())) is False
-    assert failure_was_taken(info, environ)
+    assert failure_was_read(info, job)
     assert str(children.failure) == "actor-1 died 6 times in a row"
 
 

@@ -9,8 +9,9 @@ import torch
 
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
+from asyncrl.launch.job import Job
 from asyncrl.launch.own_device import PRIORITY, give_way
-from asyncrl.launch.placement import actor_devices, parse_placement, pick_device
+from asyncrl.launch.placement import actor_devices, parse_placement, pick_device, transport_of
 
 
 @pytest.fixture
@@ -55,29 +56,31 @@ def test_what_cannot_be_had_is_refused(gpus):
 )
 def test_the_transport_follows_from_who_shares_a_gpu(gpus, count, ranks, placement, transport):
     from asyncrl.config.run import TrainConfig
-    from asyncrl.launch.host_weights import transport_of
-    from asyncrl.launch.placement import parse_placement
 
     gpus(count)
     assert transport_of(TrainConfig(), parse_placement(placement, ranks, count), range(ranks)) == transport
 
 
+def near(rank, ranks):
+    return Job(rank=rank, size=ranks, local_rank=rank, local_size=ranks)
+
+
 def test_the_world_of_a_policy_rank_is_on_the_device_of_its_world_rank(gpus):
     gpus(4)
     pair = parse_placement("learner=0,world=1,policy=2,actor=3", 4, 4)
-    assert [device.index for device in actor_devices("cuda", pair, 2, 2)] == [2, 1]
-    assert [device.index for device in actor_devices("cuda", pair, 3, 3)] == [3, 3]
-    assert actor_devices("cpu", pair, 2, 2) == (torch.device("cpu"), torch.device("cpu"))
+    assert [device.index for device in actor_devices("cuda", pair, near(2, 4))] == [2, 1]
+    assert [device.index for device in actor_devices("cuda", pair, near(3, 4))] == [3, 3]
+    assert actor_devices("cpu", pair, near(2, 4)) == (torch.device("cpu"), torch.device("cpu"))
 
 
-def test_an_actor_cannot_span_two_hosts(gpus, monkeypatch):
+def test_an_actor_cannot_span_two_hosts(gpus):
     gpus(2)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     placement = parse_placement("learner=0,policy=1,world=2,actor=3", 4, 2)
     with pytest.raises(ConfigError, match="policy rank 1 and world rank 2 one actor, but they are on"):
-        actor_devices("cuda", placement, 1, 1)
+        actor_devices("cuda", placement, Job(rank=1, size=4, local_rank=1, local_size=2))
     on_the_second = parse_placement("learner=0,actor=1,policy=2,world=3", 4, 2)
-    assert [device.index for device in actor_devices("cuda", on_the_second, 2, 0)] == [0, 1]
+    second = Job(rank=2, size=4, local_rank=0, local_size=2)
+    assert [device.index for device in actor_devices("cuda", on_the_second, second)] == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -95,18 +98,15 @@ def test_an_actor_gives_way_where_it_shares_a_gpu_with_a_learner(
     gpus, monkeypatch, count, ranks, placement, rank, lower
 ):
     gpus(count)
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, str(ranks))
-    for name in ("RANK", "LOCAL_RANK"):
-        monkeypatch.setenv(name, str(rank))
     monkeypatch.delenv(PRIORITY, raising=False)
     config, placed = TrainConfig(), parse_placement(placement, ranks, count)
-    give_way(config, placed, set(actor_devices("auto", placed, rank, rank)))
+    job = near(rank, ranks)
+    give_way(config, placed, job, set(actor_devices("auto", placed, job)))
     assert os.environ.get(PRIORITY) == ("1" if lower else None)
 
 
 def test_a_priority_that_the_user_chose_stays(gpus, monkeypatch):
     gpus(1)
     monkeypatch.setenv(PRIORITY, "0")
-    give_way(TrainConfig(), parse_placement("auto", 1, 1), {torch.device("cuda", 0)})
+    give_way(TrainConfig(), parse_placement("auto", 1, 1), Job(), {torch.device("cuda", 0)})
     assert os.environ[PRIORITY] == "0"

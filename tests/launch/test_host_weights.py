@@ -10,11 +10,10 @@ import pytest
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import WeightSettings
 from asyncrl.errors import RunError
-from asyncrl.launch import endpoints, host_weights, rendezvous
-from asyncrl.launch.host_weights import HostWeights, actors_here, wait_for_endpoint
-from asyncrl.launch.hosts import Hosts
-from asyncrl.launch.placement import parse_placement
-from asyncrl.launch.rendezvous import RunInfo
+from asyncrl.launch import endpoints
+from asyncrl.launch.followers import NOTE, HostRelay, wait_for_relay
+from asyncrl.launch.job import Hosts, Job, RunInfo
+from asyncrl.launch.placement import RELAYED
 from asyncrl.messaging.keys import create_keys
 from asyncrl.observability import metrics_system as m
 from asyncrl.storage import run_identity
@@ -23,17 +22,16 @@ from asyncrl.weights.receiver import build_receiver
 from asyncrl.weights.server import ServerSettings
 from support.weights import PATIENCE, channel_folder, policy, raw, swap_until
 
-HOSTS = Hosts(names=("node-1", "node-2"), first_ranks=(0, 1), size=3, addresses=("", ""), ports=(0, 0))
+HOSTS = Hosts(names=("node-1", "node-2"), first_ranks=(0, 1), size=3, addresses=("", ""))
+JOB = Job(rank=1, size=3, local_rank=0, local_size=2)
 
 
 @pytest.fixture
-def learner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[BroadcastPublisher, RunInfo]]:
+def learner(tmp_path: Path) -> Iterator[tuple[BroadcastPublisher, RunInfo]]:
     """A learner of a run in `tmp_path`, seen by rank 1, the lowest one of the second host."""
-    for name, value in {"RANK": 1, "WORLD_SIZE": 3, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
-        monkeypatch.setenv(name, str(value))
     identity = run_identity.next_attempt(tmp_path)
     create_keys(tmp_path / "keys", ["learner", "actor-1", "actor-2"])
-    rendezvous.status_folder(tmp_path).mkdir(parents=True)
+    JOB.status_folder(tmp_path).mkdir(parents=True)
     settings = ServerSettings(
         listen="tcp://127.0.0.1:0",
         security=endpoints.server_keys(str(tmp_path / "keys")),
@@ -63,15 +61,14 @@ def test_one_of_a_host_fetches_and_all_its_actors_get_every_bit(
 ) -> None:
     publisher, info = learner
     config = TrainConfig(weights=WeightSettings(timeout=20.0))
-    weights = HostWeights(config, info, HOSTS, 1)
-    where = wait_for_endpoint(info, PATIENCE, lambda: False)
+    weights = HostRelay(config, info, HOSTS, JOB)
+    where = wait_for_relay(info, JOB, PATIENCE, lambda: False)
     assert where == weights.endpoint
     private = Path(where.removeprefix("ipc://")).parent
     assert private.stat().st_mode & 0o077 == 0
-    identity = host_weights.identity_of(info)
+    identity = info.identity
     receivers = [
-        build_receiver(host_weights.RELAYED, where, name, policy(0), identity=identity)
-        for name in ("actor-1", "actor-2")
+        build_receiver(RELAYED, where, name, policy(0), identity=identity) for name in ("actor-1", "actor-2")
     ]
     for version in range(3):
         publisher.publish(policy(version + 10), version)
@@ -95,20 +92,14 @@ def test_one_of_a_host_fetches_and_all_its_actors_get_every_bit(
 
 @pytest.mark.timeout(60)
 def test_what_an_earlier_start_left_is_not_believed_and_the_rank_that_does_not_come_is_named(
-    learner: tuple[BroadcastPublisher, RunInfo], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    learner: tuple[BroadcastPublisher, RunInfo], tmp_path: Path
 ) -> None:
     _, info = learner
-    note = rendezvous.status_folder(tmp_path) / host_weights.NOTE
+    note = JOB.status_folder(tmp_path) / NOTE
     for content in ("", "[]", '{"mark": "earlier", "endpoint": "ipc:///tmp/elsewhere"}'):
         note.write_text(content)
         with pytest.raises(
             RunError, match=r"Rank 1 waited 0 s \(--startup-timeout\) for the first actor's rank"
         ):
-            wait_for_endpoint(info, 0.0, lambda: False)
-    assert wait_for_endpoint(info, PATIENCE, lambda: True) == ""
-
-
-def test_the_lowest_rank_with_an_actor_fetches_for_its_host() -> None:
-    placement = parse_placement("learner=0-1,actor=0,2", 3, 0)
-    assert actors_here(placement, HOSTS, 1) == [2]
-    assert actors_here(placement, HOSTS, 0) == [0]
+            wait_for_relay(info, JOB, 0.0, lambda: False)
+    assert wait_for_relay(info, JOB, PATIENCE, lambda: True) == ""

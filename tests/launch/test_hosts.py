@@ -6,7 +6,7 @@ import json
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -17,25 +17,32 @@ from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPri
 
 from asyncrl.config.algorithm import LearnerSettings
 from asyncrl.config.run import TrainConfig
-from asyncrl.config.sections import ReplaySettings, WeightSettings
+from asyncrl.config.sections import ReplaySettings
 from asyncrl.errors import ConfigError, RunError
-from asyncrl.launch import endpoints, host_facts, networks, rendezvous
-from asyncrl.launch.host_facts import HostFacts, check_agree, check_broadcasts, check_devices
-from asyncrl.launch.hosts import Hosts
-from asyncrl.launch.meeting import Stopped, meet
+from asyncrl.launch import endpoints, hosts
+from asyncrl.launch.hosts import (
+    HostFacts,
+    Stopped,
+    check_agree,
+    check_broadcasts,
+    check_devices,
+    digests,
+    meet,
+)
+from asyncrl.launch.job import Hosts, Job, open_store, read_job
 from asyncrl.launch.placement import check_pairs, check_sizes, copies_of, parse_placement, ranks_named
 from asyncrl.storage import run_identity
 
-TWO = Hosts(names=("a", "b"), first_ranks=(0, 2), size=5, addresses=("10.0.0.1", "10.0.0.2"), ports=(0, 0))
+TWO = Hosts(names=("a", "b"), first_ranks=(0, 2), size=5, addresses=("10.0.0.1", "10.0.0.2"))
 
 # ---- who is where --------------------------------------------------------------------------------
 
 
 def test_ranks_are_numbered_host_by_host() -> None:
-    assert [TWO.name_of(rank) for rank in range(5)] == ["a", "a", "b", "b", "b"]
+    assert [TWO.of(rank) for rank in range(5)] == [0, 0, 1, 1, 1]
     assert [list(TWO.ranks(number)) for number in (0, 1)] == [[0, 1], [2, 3, 4]]
     assert (TWO.several, Hosts().several) == (True, False)
-    assert Hosts.from_row(json.loads(json.dumps(TWO.to_row()))) == TWO
+    assert Hosts.from_json(json.loads(json.dumps(asdict(TWO)))) == TWO
 
 
 def test_a_placement_may_number_the_ranks_of_each_host() -> None:
@@ -129,16 +136,9 @@ def test_hosts_that_disagree_are_refused_with_the_host_and_what_to_do(
     [
         ({"gpus": 2}, {"gpus": 1}, r"names 2 learner ranks on b, which has 1 GPU\(s\), and NCCL"),
         ({"gpus": 2}, {"gpus": 0}, "^--device: b has 0 GPUs and a 2"),
-        (
-            {},
-            {"missing_interface": "NCCL_SOCKET_IFNAME=ib0"},
-            "^b has no network interface that NCCL_SOCKET_I",
-        ),
     ],
 )
-def test_learners_need_gpus_and_a_network(
-    here: dict[str, object], there: dict[str, object], message: str
-) -> None:
+def test_learners_need_gpus(here: dict[str, object], there: dict[str, object], message: str) -> None:
     both = [facts("a", 0, **here), facts("b", 2, **there)]
     check_devices(both, [0, 1])
     with pytest.raises(ConfigError, match=message):
@@ -146,32 +146,18 @@ def test_learners_need_gpus_and_a_network(
 
 
 def test_settings_are_compared_by_flag_and_those_of_a_resumed_run_by_its_arguments() -> None:
-    one = host_facts.digests(TrainConfig(), [])
-    other = host_facts.digests(TrainConfig(replay=ReplaySettings(max_lag=3)), [])
+    one = digests(TrainConfig(), [])
+    other = digests(TrainConfig(replay=ReplaySettings(max_lag=3)), [])
     assert {name for name in one if one[name] != other[name]} == {"replay.max-lag"}
     assert "" not in one
     again = TrainConfig(resume=True)
-    assert host_facts.digests(again, ["--resume"]) == host_facts.digests(replace(again, seed=1), ["--resume"])
-    assert host_facts.digests(again, ["--resume"]) != host_facts.digests(again, ["--resume", "--seed", "1"])
+    assert digests(again, ["--resume"]) == digests(replace(again, seed=1), ["--resume"])
+    assert digests(again, ["--resume"]) != digests(again, ["--resume", "--seed", "1"])
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"name": 1}', "[" * 100_000])
-def test_facts_that_no_host_of_this_version_writes_are_an_error(text: str) -> None:
-    with pytest.raises(RunError, match="Rank 2 said something of its host that cannot be read"):
-        host_facts.read(text, 2)
-    sound = facts("a", 0, settings={"updates": "y"})
-    assert host_facts.read(sound.to_json(), 0) == sound
-
-
-def test_interfaces_are_found_by_address_and_by_the_rules_of_nccl() -> None:
-    assert networks.interface_of("127.0.0.1") == "lo"
-    assert networks.interface_of("203.0.113.7") == ""
-    names = {"lo": "127.0.0.1", "eth0": "10.0.0.1", "ib0": ""}
-    for text in ("eth", "=eth0", "ib,nothing", "^docker", "^lo", ""):
-        assert networks.missing_interface({"NCCL_SOCKET_IFNAME": text}, names) == ""
-    for text in ("=eth", "bond", "^lo,eth,ib"):
-        assert networks.missing_interface({"NCCL_SOCKET_IFNAME": text}, names) == f"NCCL_SOCKET_IFNAME={text}"
-    assert networks.missing_interface({"GLOO_SOCKET_IFNAME": "eth"}, names) == "GLOO_SOCKET_IFNAME=eth"
+def test_interfaces_are_found_by_address() -> None:
+    assert hosts.interface_of("127.0.0.1") == "lo"
+    assert hosts.interface_of("203.0.113.7") == ""
 
 
 # ---- a folder that several hosts see -------------------------------------------------------------
@@ -203,8 +189,8 @@ def test_the_identity_of_a_run_is_known_on_another_host_which_numbers_its_device
 
 
 def test_without_addresses_the_first_host_chooses_free_ports() -> None:
-    hosts = replace(TWO, addresses=("127.0.0.1", "127.0.0.1"))
-    found = endpoints.with_addresses(TrainConfig(), hosts)
+    two = replace(TWO, addresses=("127.0.0.1", "127.0.0.1"))
+    found = endpoints.with_addresses(TrainConfig(), Job(), two)
     assert endpoints.addresses(TrainConfig(), found) == endpoints.Addresses(
         replay=found.replay, weights=found.weights
     )
@@ -225,13 +211,13 @@ def test_without_addresses_the_first_host_chooses_free_ports() -> None:
 )
 def test_addresses_that_other_hosts_cannot_reach_are_refused(listen: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message.replace("*", r"\*")):
-        endpoints.with_addresses(TrainConfig(replay=ReplaySettings(listen=listen)), TWO)
+        endpoints.with_addresses(TrainConfig(replay=ReplaySettings(listen=listen)), Job(), TWO)
 
 
 # ---- the meeting ---------------------------------------------------------------------------------
 
 
-class Job:
+class Meeting:
     """Ranks of two hosts, two on each, as threads, and a store like that of torchrun's agent."""
 
     def __init__(self, folder: Path) -> None:
@@ -239,10 +225,10 @@ class Job:
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20)
         )
         self.config = TrainConfig(device="cpu", run_dir=str(folder / "run"), startup_timeout=20.0)
-        self.environ = [self._environ(rank) for rank in range(4)]
+        self.ranks = [self._rank(rank) for rank in range(4)]
 
-    def _environ(self, rank: int) -> dict[str, str]:
-        return {
+    def _rank(self, rank: int) -> Job:
+        environ = {
             "RANK": str(rank),
             "WORLD_SIZE": "4",
             "LOCAL_RANK": str(rank % 2),
@@ -252,21 +238,21 @@ class Job:
             "TORCHELASTIC_RUN_ID": "job",
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
+        return read_job(environ)
 
     def checks(self, hosts: Hosts, said: list[HostFacts]) -> Hosts:
-        learners = (0, 1)
         check_devices(said, [0, 2])
-        return endpoints.with_addresses(self.config, replace(hosts, learners=learners))
+        return endpoints.with_addresses(self.config, self.ranks[0], replace(hosts, learners=(0, 1)))
 
-    def meet(self, **of_the_second_host: object) -> list[Hosts | Exception]:
+    def meet(self, **of_the_second_host: object) -> list[tuple[Job, Hosts] | Exception]:
         """What each rank gets."""
         config = of_the_second_host.pop("config", self.config)
 
-        def come(rank: int) -> Hosts | Exception:
+        def come(rank: int) -> tuple[Job, Hosts] | Exception:
             second = of_the_second_host if rank > 1 else {}
             try:
                 told = config if rank > 1 else self.config
-                return meet(told, self.checks, environ=self.environ[rank], **second)  # type: ignore[arg-type]
+                return meet(told, self.ranks[rank], self.checks, **second)  # type: ignore[arg-type]
             except (ConfigError, RunError) as error:
                 return error
 
@@ -275,37 +261,36 @@ class Job:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
-    made = Job(tmp_path)
+def meeting(tmp_path: Path) -> Iterator[Meeting]:
+    made = Meeting(tmp_path)
     yield made
     del made.store
 
 
 @pytest.mark.timeout(120)
-def test_all_ranks_come_to_the_same_hosts_and_leave_nothing_behind(job: Job, tmp_path: Path) -> None:
-    hosts = job.meet()
-    first = hosts[0]
-    assert isinstance(first, Hosts)
-    assert hosts == [first] * 4
+def test_all_ranks_come_to_the_same_hosts_and_leave_nothing_behind(meeting: Meeting, tmp_path: Path) -> None:
+    met = meeting.meet()
+    assert not any(isinstance(one, Exception) for one in met)
+    jobs, all_hosts = zip(*met, strict=True)  # type: ignore[arg-type]
+    first = all_hosts[0]
+    assert list(all_hosts) == [first] * 4
     assert (first.first_ranks, first.size, first.names) == ((0, 2), 4, (socket.gethostname(),) * 2)
     assert first.addresses == ("127.0.0.1", "127.0.0.1")
-    assert len({environ[rendezvous.START] for environ in job.environ}) == 1
+    assert len({job.start for job in jobs}) == 1
     assert list(tmp_path.iterdir()) == []
-    with networks.listen("127.0.0.1", int(first.replay.rpartition(":")[2])):
+    with socket.create_server(("127.0.0.1", int(first.replay.rpartition(":")[2]))):
         pass  # Free again, for the replay.
 
 
 @pytest.mark.timeout(120)
-def test_ranks_that_are_started_again_do_not_believe_what_those_before_them_said(job: Job) -> None:
-    assert all(isinstance(x, Hosts) for x in job.meet())
-    before = job.environ[0].pop(rendezvous.START)
-    for environ in job.environ[1:]:
-        del environ[rendezvous.START]
-    job.environ[2]["TORCHELASTIC_RESTART_COUNT"] = "1"  # Every host's torchrun counts for itself.
-    again = job.meet()
-    assert all(isinstance(x, Hosts) for x in again)
-    assert {environ[rendezvous.START] for environ in job.environ}.isdisjoint({before})
-    assert len({environ[rendezvous.START] for environ in job.environ}) == 1
+def test_ranks_that_are_started_again_do_not_believe_what_those_before_them_said(meeting: Meeting) -> None:
+    starts = []
+    for _ in range(2):
+        met = meeting.meet()
+        starts.append({one[0].start for one in met if isinstance(one, tuple)})
+        meeting.ranks[2] = replace(meeting.ranks[2], restarts=1)  # Every host's torchrun counts for itself.
+    assert [len(names) for names in starts] == [1, 1]
+    assert starts[0].isdisjoint(starts[1])
 
 
 @pytest.mark.timeout(120)
@@ -317,11 +302,11 @@ def test_ranks_that_are_started_again_do_not_believe_what_those_before_them_said
     ],
 )
 def test_every_rank_gets_the_sentence_that_says_why_the_hosts_cannot_work_together(
-    job: Job, second: dict[str, object], message: str
+    meeting: Meeting, second: dict[str, object], message: str
 ) -> None:
     if isinstance(changes := second.get("config"), dict):
-        second = {"config": replace(job.config, **changes)}
-    found = job.meet(**second)
+        second = {"config": replace(meeting.config, **changes)}
+    found = meeting.meet(**second)
     for error in found:
         assert isinstance(error, ConfigError), found
         with pytest.raises(ConfigError, match=message):
@@ -331,12 +316,12 @@ def test_every_rank_gets_the_sentence_that_says_why_the_hosts_cannot_work_togeth
 
 @pytest.mark.timeout(120)
 def test_a_folder_that_another_host_does_not_see_is_named(
-    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    meeting: Meeting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.launch.meeting.SEE_DEADLINE", 0.2)
+    monkeypatch.setattr("asyncrl.launch.hosts.SEE_DEADLINE", 0.2)
     exists = Path.exists
     monkeypatch.setattr(Path, "exists", lambda path: path.parent != tmp_path and exists(path))
-    for error in job.meet():
+    for error in meeting.meet():
         assert isinstance(error, ConfigError)
         assert f"does not see the folder {tmp_path} of" in str(error)
         assert "--run-dir" in str(error)
@@ -344,98 +329,74 @@ def test_a_folder_that_another_host_does_not_see_is_named(
 
 @pytest.mark.timeout(120)
 def test_a_port_that_another_host_cannot_reach_is_named_with_the_flag(
-    job: Job, monkeypatch: pytest.MonkeyPatch
+    meeting: Meeting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(networks, "why_unreachable", lambda address, port: "No route to host")
-    for error in job.meet():
+    monkeypatch.setattr(hosts, "why_unreachable", lambda address, port: "No route to host")
+    for error in meeting.meet():
         assert isinstance(error, ConfigError)
         assert "cannot reach 127.0.0.1:" in str(error)
         assert "where the replay of" in str(error)
         assert "(--replay.listen): No route to host. Set --replay.listen to an address" in str(error)
 
 
-@pytest.mark.timeout(120)
-def test_hosts_that_broadcast_weights_try_each_other_and_need_what_the_backend_needs(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    weights = WeightSettings(between_hosts="nccl")
-    job.config = replace(job.config, weights=weights)
-    with_addresses = endpoints.with_addresses
-    monkeypatch.setattr(
-        endpoints,
-        "with_addresses",
-        lambda config, hosts: replace(with_addresses(config, hosts), broadcasts=(0, 1)),
-    )
-    tried: list[tuple[str, int]] = []
-
-    def unreachable(address: str, port: int) -> str:
-        tried.append((address, port))
-        return "No route to host" if len(tried) > 3 else ""  # Replay, weights, another learner's host.
-
-    monkeypatch.setattr(networks, "why_unreachable", unreachable)
-    for error in job.meet():
-        assert isinstance(error, ConfigError)
-        assert "where the broadcast of weights, with nccl, of" in str(error)
-        assert "(--weights.between-hosts): No route to host. Use --weights.between-hosts tcp, or" in str(
-            error
-        )
+def test_hosts_that_broadcast_weights_need_what_the_backend_needs() -> None:
+    without = [facts("a", 0, gpus=1), facts("b", 2)]
     check_broadcasts([facts("a", 0, gpus=1), facts("b", 2, gpus=1)], (0, 1), "auto")
+    check_broadcasts(without, (0,), "auto")
+    check_broadcasts(without, (0, 1), "own:Mine")
     with pytest.raises(ConfigError, match=r"--weights\.between-hosts is nccl, .* but b has none"):
-        check_broadcasts([facts("a", 0, gpus=1), facts("b", 2)], (0, 1), "auto")
-    check_broadcasts(
-        [facts("a", 0), facts("b", 2, missing_interface="GLOO_SOCKET_IFNAME=ib0")], (0,), "own:Mine"
-    )
-    with pytest.raises(ConfigError, match="b has no network interface that GLOO_SOCKET_IFNAME=ib0 names"):
-        check_broadcasts(
-            [facts("a", 0), facts("b", 2, missing_interface="GLOO_SOCKET_IFNAME=ib0")], (0, 1), "own:Mine"
-        )
+        check_broadcasts(without, (0, 1), "auto")
 
 
 @pytest.mark.timeout(120)
-def test_a_rank_that_does_not_come_is_named(job: Job) -> None:
-    job.config = replace(job.config, startup_timeout=1.0)
+def test_a_rank_that_does_not_come_is_named(meeting: Meeting) -> None:
+    meeting.config = replace(meeting.config, startup_timeout=1.0)
     with pytest.raises(
         RunError, match=r"Rank 1 did not come to the meeting of the hosts \(--startup-timeout\)"
     ):
-        meet(job.config, job.checks, environ=job.environ[0])
+        meet(meeting.config, meeting.ranks[0], meeting.checks)
 
 
 @pytest.mark.timeout(120)
-def test_a_rank_that_waits_for_rank_0_ends_when_it_is_told_to(job: Job) -> None:
-    with pytest.raises(Stopped):
-        meet(job.config, job.checks, environ=job.environ[3], stop_requested=lambda: True)
-
-
-@pytest.mark.timeout(120)
-def test_a_rank_whose_rank_0_died_in_the_meeting_comes_to_the_next_one(job: Job) -> None:
-    """The rank 0 that welcomes it is killed before the hosts are placed."""
-    prefix = PrefixStore("meeting", rendezvous.job_store(20.0, job.environ[0], every_attempt=True))
+def test_facts_that_no_host_of_this_version_writes_are_an_error(meeting: Meeting) -> None:
+    store = PrefixStore("meeting", open_store(meeting.ranks[0], every_start=True))
     with ThreadPoolExecutor(1) as pool:
-        prefix.set("start", "lost")
-        waiting = pool.submit(partial(meet, job.config, job.checks, environ=job.environ[3]))
-        prefix.wait(["hello/3"], timedelta(seconds=20))
-        number = prefix.get("hello/3").decode()
-        prefix.set(f"welcome/3/{number}", json.dumps({"start": "lost", "now": 0.0}))
-        prefix.wait(["lost/facts/3"], timedelta(seconds=20))
-        others = [partial(meet, job.config, job.checks, environ=job.environ[rank]) for rank in range(3)]
-        with ThreadPoolExecutor(3) as more:
-            hosts = list(more.map(lambda come: come(), others))
-        assert waiting.result(20.0) == hosts[0] == hosts[1] == hosts[2]
+        leading = pool.submit(meet, meeting.config, meeting.ranks[0], meeting.checks)
+        store.wait(["start"], timedelta(seconds=20))
+        store.set(f"{store.get('start').decode()}/facts/1", '{"number": "1", "now": 1.0, "facts": {"a": 1}}')
+        with pytest.raises(RunError, match="Rank 1 said something of its host that cannot be read"):
+            leading.result(20.0)
 
 
-def test_several_hosts_need_torchrun(job: Job) -> None:
-    environ = job.environ[0] | {"TORCHELASTIC_USE_AGENT_STORE": "False"}
-    with pytest.raises(ConfigError, match="ranks are on several hosts, but torchrun did not start them"):
-        meet(job.config, job.checks, environ=environ)
+@pytest.mark.timeout(120)
+def test_a_rank_that_waits_for_rank_0_ends_when_it_is_told_to(meeting: Meeting) -> None:
+    with pytest.raises(Stopped):
+        meet(meeting.config, meeting.ranks[3], meeting.checks, stop_requested=lambda: True)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("plan", ["", '{"numbers": {"3": "another"}, "why": "stale"}'])
+def test_a_rank_comes_to_the_next_meeting_if_rank_0_died_or_the_plan_is_an_earlier_start_s(
+    meeting: Meeting, plan: str
+) -> None:
+    store = PrefixStore("meeting", open_store(meeting.ranks[0], every_start=True))
+    with ThreadPoolExecutor(4) as pool:
+        store.set("start", "lost")
+        if plan:
+            store.set("lost/plan", plan)
+        come = partial(meet, meeting.config, checks=meeting.checks)
+        waiting = pool.submit(come, job=meeting.ranks[3])
+        store.wait(["lost/facts/3"], timedelta(seconds=20))
+        others = list(pool.map(lambda rank: come(job=meeting.ranks[rank]), range(3)))
+        assert waiting.result(20.0)[1] == others[0][1] == others[1][1] == others[2][1]
 
 
 def test_one_host_meets_nobody() -> None:
-    environ: dict[str, str] = {}
     checked: list[Hosts] = []
 
     def checks(hosts: Hosts, said: list[HostFacts]) -> Hosts:
         checked.append(hosts)
         return hosts
 
-    assert meet(TrainConfig(), checks, environ=environ) == Hosts()
-    assert (checked, environ) == ([Hosts()], {})
+    assert meet(TrainConfig(), Job(), checks) == (Job(), Hosts())
+    assert checked == [Hosts()]

@@ -100,7 +100,7 @@ def test_a_placement_without_actors_needs_an_address_to_join(
 def test_weights_are_fetched_beside_the_replay_unless_said_otherwise() -> None:
     from asyncrl.config.run import TrainConfig
     from asyncrl.config.sections import ReplaySettings, WeightSettings
-    from asyncrl.launch.hosts import Hosts
+    from asyncrl.launch.job import Hosts
 
     def served_at(config: TrainConfig) -> str:
         at = endpoints.addresses(config, Hosts())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import time
 from multiprocessing.queues import Queue
 from pathlib import Path
@@ -14,7 +13,8 @@ import torch.distributed as dist
 
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import RunError
-from asyncrl.launch import rendezvous
+from asyncrl.launch import learner_ranks
+from asyncrl.launch.job import Job
 from asyncrl.launch.learner_ranks import learner_group
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
@@ -41,11 +41,11 @@ def test_a_rank_that_fails_does_not_wait_for_the_others(tmp_path: Path) -> None:
 
 def _learn(rank: int, store: str, failed: Queue[float]) -> None:
     """Rank 0 fails while its device waits for rank 1."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
-    rendezvous.learners_store = lambda *_: dist.FileStore(store, 2)  # type: ignore[assignment]
+    job = Job(rank=rank, size=2, local_rank=rank, local_size=2)
+    learner_ranks.learners_store = lambda job: dist.FileStore(store, 2)  # type: ignore[assignment]
     device = torch.device("cuda", rank)
     try:
-        with learner_group(TrainConfig(), 2, device):
+        with learner_group(TrainConfig(), job, 2, device):
             values = torch.ones(1 << 20, device=device)
             dist.all_reduce(values)
             torch.cuda.synchronize()

@@ -13,7 +13,7 @@ import pytest
 from asyncrl import cli
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import ReplaySettings
-from asyncrl.launch import run_log
+from asyncrl.launch import console
 from asyncrl.replay.group_file import read_group
 from asyncrl.replay_tools.cleanup import codec_in
 from asyncrl.storage import provenance
@@ -36,7 +36,7 @@ def groups_in(run):
 
 def compacted(config, run, version, *, stop=lambda: False):
     lines = []
-    run_log.compact_at_end(config, run, version, stop_requested=stop, tell=lines.append)
+    console.compact_at_end(config, run, version, stop_requested=stop, tell=lines.append)
     return lines
 
 

@@ -145,6 +145,7 @@ for _env in (
         "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "1",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     _add("train --placement learner=0,actor=1 --startup-timeout 2 --run-dir {n}/ranks", **(_rank | _env))
 for _text in (

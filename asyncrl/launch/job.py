@@ -1,0 +1,322 @@
+"""A process's place in its torchrun job, and what the ranks tell each other through torchrun's store.
+
+Rank 0 opens the run and shares `RunInfo`, the others receive it. Hosts have met before (`hosts.meet`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from asyncrl.errors import ConfigError, RunError, first_line
+from asyncrl.observability import waits
+from asyncrl.storage import run_identity
+from asyncrl.storage.atomic import write_text
+from asyncrl.storage.untrusted import shortened
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+
+HOSTS: Final = "hosts"
+"""Folder of a run with a folder for each host but the first, named by the lowest rank there."""
+STORE_DEADLINE: Final = 30.0
+POLL_INTERVAL: Final = 0.1
+MOST_RANKS: Final = 4096
+_RUN, _RUN_DIR = "run_facts", "run_dir"
+_FAILED: Final = "failed-rank-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """This process's place in its torchrun job; the defaults are those of a process started alone."""
+
+    rank: int = 0
+    size: int = 1
+    """Ranks of all hosts."""
+    local_rank: int = 0
+    """Number on this host, which is also its device's."""
+    local_size: int = 1
+    store: tuple[str, int] = ("", 0)
+    """Address of torchrun's store; empty without torchrun."""
+    name: str = ""
+    restarts: int = 0
+    """How often this host's torchrun started the ranks again."""
+    start: str = ""
+    """Name of this start, which `meet` makes up on several hosts."""
+
+    @property
+    def here(self) -> range:
+        """Return the ranks of this host: they are numbered host by host."""
+        first = max(0, self.rank - self.local_rank)
+        return range(first, first + self.local_size)
+
+    @property
+    def on_first_host(self) -> bool:
+        """True if rank 0 is on this host."""
+        return 0 in self.here
+
+    def status_folder(self, run_dir: Path) -> Path:
+        """Return the folder of this host's process status: process ids belong to one host."""
+        return run_dir if self.on_first_host else run_dir / HOSTS / str(self.here.start)
+
+
+def read_job(environ: Mapping[str, str] = os.environ) -> Job:
+    """Read torchrun's variables.
+
+    Raises:
+        ConfigError: One of them is no number.
+    """
+
+    def number(name: str, absent: int = 0, least: int = 0, most: int = MOST_RANKS) -> int:
+        text = environ.get(name) or str(absent)
+        if not (text.isdecimal() and len(text) < 20 and least <= int(text) <= most):
+            raise ConfigError(
+                f"The environment variable {name} is {shortened(text)}, expected a whole number of {least} "
+                f"to {most}. torchrun sets it; unset it for a single process."
+            )
+        return int(text)
+
+    size = number("WORLD_SIZE", 1, 1)
+    by_torchrun = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return Job(
+        rank=number("RANK", most=size - 1),
+        size=size,
+        local_rank=number("LOCAL_RANK"),
+        local_size=number("LOCAL_WORLD_SIZE", size, 1),
+        store=(environ.get("MASTER_ADDR", ""), number("MASTER_PORT", 0, 1, 65_535))
+        if by_torchrun
+        else ("", 0),
+        name=environ.get("TORCHELASTIC_RUN_ID", ""),
+        restarts=number("TORCHELASTIC_RESTART_COUNT", most=10**9),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hosts:
+    """The hosts of a job in the order of their ranks; rank 0 is on the first one."""
+
+    names: tuple[str, ...] = ("this host",)
+    first_ranks: tuple[int, ...] = (0,)
+    size: int = 1
+    """Number of ranks of the job."""
+    addresses: tuple[str, ...] = ("",)
+    """IPv4 address at which the other hosts reach each; empty with one host."""
+    learners: tuple[int, ...] = (0,)
+    """Numbers of the hosts that have learner ranks."""
+    replay: str = ""
+    """Endpoint of the replay for ranks of other hosts; empty where there are none."""
+    weights: str = ""
+    """Endpoint of the weights for them."""
+    broadcasts: tuple[int, ...] = ()
+    """Numbers of the hosts between which weights are broadcast; empty: none."""
+    placement: str = ""
+    """The placement that --placement auto became."""
+
+    @classmethod
+    def of_sizes(cls, sizes: Sequence[int]) -> Hosts:
+        """Return hosts of which only the numbers of ranks are known.
+
+        >>> Hosts.of_sizes((2, 3)).ranks(1)
+        range(2, 5)
+        """
+        return cls(
+            names=tuple(f"host {number}" for number in range(len(sizes))),
+            first_ranks=(0, *accumulate(sizes[:-1])),
+            size=sum(sizes),
+            addresses=("",) * len(sizes),
+        )
+
+    @property
+    def several(self) -> bool:
+        """True if there is more than one host."""
+        return len(self.names) > 1
+
+    def of(self, rank: int) -> int:
+        """Return the number of a rank's host.
+
+        >>> Hosts(names=("a", "b"), first_ranks=(0, 4), size=6).of(4)
+        1
+        """
+        return bisect_right(self.first_ranks, rank) - 1
+
+    def ranks(self, number: int) -> range:
+        """Return the ranks of host `number`."""
+        edges = (*self.first_ranks, self.size)
+        return range(edges[number], edges[number + 1])
+
+    @classmethod
+    def from_json(cls, row: dict[str, Any]) -> Hosts:
+        """Read the JSON form of `asdict`."""
+        fields: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in row.items()}
+        return cls(**fields)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunInfo:
+    """Facts of a run that rank 0 decides and every process needs."""
+
+    run_dir: str
+    replay_endpoint: str
+    weights_endpoint: str
+    """Endpoint of the learner's weights for processes of its host; empty: fetch them at `pull_endpoint`."""
+    sockets: str = ""
+    """Private folder of the sockets; rank 0 removes it as its last act."""
+    checkpoint: str = ""
+    """Folder from which the learners go on; empty: a new run."""
+    pull_endpoint: str = ""
+    """Endpoint of the weights for other hosts and actors that join."""
+    hosts_transport: str = ""
+    """Carrier of the broadcasts between hosts; empty: other hosts fetch weights."""
+    keys: str = ""
+    """Folder of the replay's keys; empty: none."""
+    placement: str = ""
+    """The placement that --placement auto became."""
+    attempt: int = 0
+    """Number of this start. The run's secret is read from its folder: torchrun's store is open to others."""
+    mark: str = ""
+    """`RunIdentity.mark`: by it a host knows that it sees the same folder."""
+    shown: str = ""
+    """Shapes of decisions (`early_compile.Shown`), for learners that compile early."""
+
+    @property
+    def identity(self) -> run_identity.RunIdentity:
+        """Read the identity of this start from the run's folder."""
+        return replace(run_identity.read(Path(self.run_dir)), attempt=self.attempt)
+
+
+@contextmanager
+def store_errors(job: Job, doing: str) -> Iterator[None]:
+    """Raise errors of the store as a RunError that names the rank and what it was `doing`."""
+    import torch.distributed as dist
+
+    try:
+        yield
+    except dist.DistError as error:
+        raise RunError(
+            f"Rank {job.rank} could not {doing}: it lost torchrun's store at {':'.join(map(str, job.store))} "
+            f"({first_line(error)}). Rank 0 has failed or cannot be reached: see its output, and on several "
+            "hosts check that this address is open between them."
+        ) from None
+
+
+def check_torchrun(job: Job) -> None:
+    """Check that torchrun started the ranks, if there are several.
+
+    Raises:
+        ConfigError: Something else did.
+    """
+    if job.size > 1 and not job.store[0]:
+        raise ConfigError(
+            f"WORLD_SIZE is {job.size}, but torchrun did not start this process, and ranks meet in its "
+            "store. Start them with torchrun, or unset WORLD_SIZE for a single process."
+        )
+
+
+def open_store(job: Job, deadline: float = STORE_DEADLINE, *, every_start: bool = False) -> Store:
+    """Open torchrun's store, in the part of this start of the ranks or of every start.
+
+    Raises:
+        RunError: It cannot be reached.
+    """
+    from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+    host, port = job.store
+    with store_errors(job, "meet the other ranks"):
+        seconds = timedelta(seconds=deadline)
+        store = TCPStore(host, port, is_master=False, timeout=seconds, wait_for_workers=False)
+    return PrefixStore(f"asyncrl/{job.name}/{'job' if every_start else job.start or job.restarts}", store)
+
+
+def watch_store(job: Job) -> Callable[[], bool]:
+    """Return a test for whether the store, and so torchrun on the first host, still answers."""
+    import torch.distributed as dist
+
+    store = open_store(job)
+
+    def answers() -> bool:
+        try:
+            return store.check([_RUN])
+        except dist.DistError:
+            return False
+
+    return answers
+
+
+def share(info: RunInfo, job: Job, deadline: float) -> None:
+    """Publish the run to the other ranks; rank 0 only."""
+    if job.size > 1:
+        with store_errors(job, "publish the run"):
+            open_store(job, deadline).set(_RUN, json.dumps(asdict(info)))
+
+
+def receive(job: Job, deadline: float, stop_requested: Callable[[], bool]) -> RunInfo | None:
+    """Wait for the run that rank 0 publishes; None if a stop was requested first.
+
+    Raises:
+        RunError: Rank 0 published nothing within `deadline` seconds.
+    """
+    until = time.monotonic() + deadline
+    with store_errors(job, "learn where the run is"), waits.waiting(waits.MEETING, deadline):
+        store = open_store(job, deadline)
+        while not store.check([_RUN]):
+            if stop_requested():
+                return None
+            if time.monotonic() > until:
+                raise RunError(
+                    f"Rank {job.rank} waited {deadline:g} s at {':'.join(map(str, job.store))} for rank 0 to "
+                    "say where the run is, in vain. See the output of rank 0."
+                )
+            time.sleep(POLL_INTERVAL)
+        return RunInfo(**json.loads(store.get(_RUN)))
+
+
+def remember_run(job: Job, run_dir: Path) -> None:
+    """Leave the run's folder for the rank 0 of a later start."""
+    if job.store[0]:
+        open_store(job, every_start=True).set(_RUN_DIR, str(run_dir))
+
+
+def run_of_earlier_start(job: Job) -> Path | None:
+    """Return the folder of the run that torchrun started again; None if there is none."""
+    # A host that comes back starts all ranks again without a count, so on several hosts always look.
+    if not (job.store[0] and (job.restarts or job.start)):
+        return None
+    store = open_store(job, every_start=True)
+    return Path(store.get(_RUN_DIR).decode()) if store.check([_RUN_DIR]) else None
+
+
+def report_failure(info: RunInfo, job: Job, why: str) -> None:
+    """Leave the reason why this rank cannot go on; rank 0 saves and ends the run."""
+    with contextlib.suppress(FileNotFoundError):  # The run has ended by itself.
+        write_text(_failure_file(info, job), why)
+
+
+def pop_failure(*folders: Path) -> str:
+    """Read and remove the reason why another rank cannot go on; empty if all can."""
+    for path in (path for folder in folders for path in folder.glob(f"{_FAILED}[0-9]*")):
+        if path.suffix != ".tmp":
+            why = path.read_text(encoding="utf-8")
+            path.unlink()
+            return f"Rank {path.name.removeprefix(_FAILED)}: {why}"
+    return ""
+
+
+def failure_was_read(info: RunInfo, job: Job) -> bool:
+    """True if rank 0 has read this rank's reason, and reports it itself."""
+    return not _failure_file(info, job).exists()
+
+
+def _failure_file(info: RunInfo, job: Job) -> Path:
+    """Only rank 0's host sees the folder of the sockets."""
+    folder = Path(info.sockets) if job.on_first_host else Path(info.run_dir) / HOSTS
+    return folder / f"{_FAILED}{job.rank}"
