@@ -6,6 +6,7 @@ import ast
 import contextlib
 import errno
 import os
+import signal
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -85,6 +86,8 @@ def _answered(name: str, action: Callable[[], int | None]) -> int:
     except AsyncRLError as error:
         sentence, code = str(error), 2 if isinstance(error, ConfigError) else 1
         notes = getattr(error, "__notes__", ())  # Such as where a run that failed can go on.
+    except KeyboardInterrupt:
+        sentence, code, notes = "interrupted", 128 + signal.SIGINT, ()
     except BrokenPipeError:  # Whoever read the output has left, like `head`.
         _give_up_output()
         return NOBODY_READS

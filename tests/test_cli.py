@@ -75,7 +75,7 @@ def test_an_unknown_command_is_answered_with_the_nearest_one(capsys: pytest.Capt
 
 def test_a_command_unlike_any_other_is_answered_with_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run("qqqq", []) == 2
-    assert "There are: train, actor, evaluate, audit, collect" in capsys.readouterr().err
+    assert "There are: train, actor, evaluate, audit, pace, collect" in capsys.readouterr().err
 
 
 def test_the_program_exits_with_the_code_of_the_command() -> None:

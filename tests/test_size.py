@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 CEILINGS = {
     "": (1140, 8),
     "actors": (1550, 6),
-    "commands": (3600, 22),
+    "commands": (3920, 23),
     "config": (1680, 8),
     "devices": (710, 6),
     "doctor": (1780, 8),

@@ -221,6 +221,10 @@ def _asyncrl(words: list[str]) -> str:
     if name == "runs" and not arguments:
         arguments = ["list"]
     wanted = arguments_of(name)
+    if name == "pace":
+        _, arguments = tyro.cli(wanted, args=arguments, return_unknown_args=True)
+        _settings("train", arguments)
+        return name
     read: Any = tyro.cli(wanted, args=arguments, prog=f"asyncrl {name}")
     if name == "evaluate":
         assert read.player
