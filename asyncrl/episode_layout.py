@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.records import END_REASONS, REWARDED, Episode
+from asyncrl.records import END_REASONS, UNKNOWN_LENGTH, Episode
 
 SCHEMA_VERSION: Final = 1
 """Version of messages, and of an `Episode` whose sample is action tokens, on the wire and on disk."""
@@ -109,7 +109,7 @@ def schema_version(sample: Iterable[str], *, counted: bool = False) -> int:
 
 def version_of(episode: Episode) -> int:
     """Return the schema version of an episode."""
-    return schema_version(episode.sample, counted=episode.steps_taken != REWARDED)
+    return schema_version(episode.sample, counted=episode.steps_taken != UNKNOWN_LENGTH)
 
 
 def optional_arrays(version: int) -> tuple[str, ...]:
@@ -201,7 +201,7 @@ def specs_of(episode: Episode) -> dict[str, ArraySpec]:
         ValueError: Its sample, or its optional arrays, cannot be those of an episode.
     """
     sample = sample_specs((name, array.dtype.name, array.shape) for name, array in episode.sample.items())
-    return array_specs(sample, optional_of(episode), counted=episode.steps_taken != REWARDED)
+    return array_specs(sample, optional_of(episode), counted=episode.steps_taken != UNKNOWN_LENGTH)
 
 
 def episode_arrays(episode: Episode) -> dict[str, NDArray[Any]]:
@@ -250,7 +250,7 @@ def _problem_with_shapes(episode: Episode, specs: Mapping[str, ArraySpec]) -> st
             expected = letter if isinstance(letter, int) else sizes.setdefault(letter, size)
             if size != expected:
                 return f"{name} has shape {list(array.shape)}, expected {letter} = {expected}"
-    drawn = sizes["N"] * sizes["C"] if episode.steps_taken == REWARDED else episode.steps_taken
+    drawn = sizes["N"] * sizes["C"] if episode.steps_taken == UNKNOWN_LENGTH else episode.steps_taken
     if sizes["N"] < 1 or sizes["M"] not in (0, drawn):
         return f"{sizes['N']} decisions and {sizes['M']} video frames do not belong together"
     if not 0 <= episode.member < episode.group_size:
@@ -279,7 +279,7 @@ def _problem_with_end(episode: Episode) -> str | None:
     decisions, chunk = episode.rewards.shape
     if episode.end_reason not in END_REASONS:
         return f"end_reason is {episode.end_reason!r}, expected one of {', '.join(END_REASONS)}"
-    if episode.steps_taken == REWARDED:
+    if episode.steps_taken == UNKNOWN_LENGTH:
         if episode.end_reason == "terminated":
             return "end_reason is 'terminated', but it does not say how many steps were taken"
         if episode.success and not (episode.rewards[-1] > 0).any():

@@ -26,8 +26,8 @@ EndReason = Literal["success", "terminated", "truncated"]
 """The task was fulfilled; the episode cannot go on for another reason, like an object that fell; time ran
 out, and it could have gone on."""
 END_REASONS: Final[tuple[EndReason, ...]] = get_args(EndReason)
-REWARDED: Final = -1
-"""`Episode.steps_taken` of an episode whose rewards tell it."""
+UNKNOWN_LENGTH: Final = -1
+"""Sentinel of `Episode.steps_taken`: infer the length from the rewards."""
 
 Uint8 = NDArray[np.uint8]
 Float32 = NDArray[np.float32]
@@ -187,9 +187,9 @@ class Episode:
     video: Uint8
     """``[M, H, W, 3]`` every frame drawn, for inspection; M = N * C, or `steps_taken` where that is said, or
     0 when they are not kept."""
-    steps_taken: int = REWARDED
-    """Steps that were carried out, the last of them in the last decision: what a simulator says. `REWARDED`:
-    all of a world model's, which draws whole decisions; `steps` says how many count."""
+    steps_taken: int = UNKNOWN_LENGTH
+    """Steps carried out in a simulator, the last of them in the last decision. `UNKNOWN_LENGTH` for a world
+    model, which draws whole decisions; `steps` counts those that matter."""
     more_frames: Uint8 | None = None
     """``[N, V, H, W, 3]`` what the other cameras saw when `frames` were seen; None: there is one camera."""
     states: Float32 | None = None
@@ -216,7 +216,7 @@ class Episode:
         Else a success ends with the last step that has a positive reward. A decision chooses C actions at
         once: those behind that step were drawn but changed nothing.
         """
-        if self.steps_taken != REWARDED:
+        if self.steps_taken != UNKNOWN_LENGTH:
             return self.steps_taken
         rewarded = np.flatnonzero(self.rewards.reshape(-1) > 0)
         return int(rewarded[-1]) + 1 if self.success and rewarded.size else self.rewards.size

@@ -5,9 +5,6 @@ consumes   grants       waits for: credit              ended by: the learner use
            decisions    waits for: devices, simulators ended by: these, --hang-timeout
 produces   episodes     never waits: the replay port keeps them until they are durable
 produces   reports      every few seconds: where time and memory went
-
-With two stages a round launches the decision of one half of the slots and then collects that of the other
-half, launched the round before: the host works while a device does, and two devices work at the same time.
 """
 
 from __future__ import annotations
@@ -15,12 +12,12 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from asyncrl.actors.acting import Acting, RowFailure, Starts
-from asyncrl.actors.slots import Ending, EpisodeInProgress, Slots, Stage, Start, finished_episode, split_slots
+from asyncrl.actors.backend import Backend, RowFailure, StartStream
+from asyncrl.actors.slots import EpisodeStart, Slots, Stage, finished_episode, split_slots
 from asyncrl.config.sections import ActorSettings
 from asyncrl.devices.offload import NO_OFFLOAD, IdleOffload
 from asyncrl.devices.tensors import peak_memory
@@ -28,7 +25,6 @@ from asyncrl.observability import metrics_system as m
 from asyncrl.observability import waits
 from asyncrl.observability.metrics import Metric
 from asyncrl.observability.process_status import set_activity
-from asyncrl.records import Episode
 from asyncrl.replay.interface import ActorPort, GroupFailure, GroupGrant, RunStopped
 from asyncrl.weights.interface import ChannelClosed, Receiver
 
@@ -36,84 +32,69 @@ FIRST_REPORT = 0.2
 """Seconds until the first report, which short runs would not have otherwise."""
 REPORT_EVERY: Final = 2.0
 """Seconds between two reports."""
+CREDIT_WAIT: Final = 0.2
+"""Seconds an idle actor waits for credit before it looks at its messages and weights again."""
+RUNNING_PER_PREFETCH: Final = 4
+"""Running episodes per prefetched one, to hide the round trip of a request."""
+_log = logging.getLogger(__name__)
 
 
 class ActorTelemetry:
-    """Adds up seconds, slots and steps between two reports."""
+    """Sums of seconds, slots and steps between two reports."""
 
-    def __init__(self, acting: Acting, offload: IdleOffload) -> None:
-        self._acting, self._offload = acting, offload
-        self._seconds: dict[Metric, float] = {}
-        self._live = self._slots = self._useful = self._imagined = 0
-        self._since = time.monotonic()
-        self._every = FIRST_REPORT
+    def __init__(self, backend: Backend, offload: IdleOffload) -> None:
+        self._backend, self._offload = backend, offload
+        self._seconds: dict[Metric, float] = defaultdict(float)
+        self._shares: dict[Metric, tuple[int, int]] = {}
+        self._since, self._interval = time.monotonic(), FIRST_REPORT
 
     def add(self, metric: Metric, seconds: float) -> None:
-        """Count seconds for a metric that is a share of the time."""
-        self._seconds[metric] = self._seconds.get(metric, 0.0) + seconds
+        """Add seconds to a metric that is a share of the time."""
+        self._seconds[metric] += seconds
 
-    def add_busy(self, seconds: float) -> None:
-        """Count a round of the actor's thread, waits for devices included."""
-        self.add(m.ACTOR_HOST, seconds)
-
-    def add_live_slots(self, live: int, slots: int) -> None:
-        """Count the slots with an episode, when a decision is launched."""
-        self._live, self._slots = self._live + live, self._slots + slots
-
-    def add_steps(self, useful: int, imagined: int) -> None:
-        """Count steps that were decided, and those of them that lie before their episode's end."""
-        self._useful, self._imagined = self._useful + useful, self._imagined + imagined
-
-    def add_device_wait(self, seconds: float) -> None:
-        """Count what a round waited for devices."""
-        self.add(m.ACTOR_HOST, -seconds)
+    def add_share(self, metric: Metric, part: int, whole: int) -> None:
+        """Add to the numerator and the denominator of a share."""
+        parts, wholes = self._shares.get(metric, (0, 0))
+        self._shares[metric] = parts + part, wholes + whole
 
     def report_if_due(self) -> dict[Metric, float] | None:
-        """Return the report, when it is time for one."""
+        """Return a report and begin the next, or None if it is too early."""
         now = time.monotonic()
         elapsed = now - self._since
-        if elapsed < self._every or (self._every == FIRST_REPORT and not self._seconds):
+        if elapsed < self._interval or (self._interval == FIRST_REPORT and not self._seconds):
             return None
-        self._every = REPORT_EVERY
-        devices = self._acting.pop_device_seconds()
-        for metric, seconds in devices.items():
+        busy = self._backend.pop_device_seconds()
+        for metric, seconds in busy.items():
             self.add(metric, seconds)
-        if all(device.type == "cpu" for device in self._acting.devices):
-            self.add(m.ACTOR_HOST, -sum(devices.values()))  # The models ran on the actor's own thread.
-        shares = {metric: min(1.0, max(0.0, s / elapsed)) for metric, s in self._seconds.items()}
-        self._seconds, self._since = {}, now
+        if all(device.type == "cpu" for device in self._backend.devices):
+            self.add(m.ACTOR_HOST, -sum(busy.values()))  # The models ran on the actor's own thread.
         report = {
             m.ACTORS_WAITING: 0.0,
-            m.ACTOR_MEMORY: peak_memory(set(self._acting.devices)),
-            **{metric: float(count) for metric, count in self._acting.counts.items()},
-        } | shares
-        if self._slots:
-            report[m.LIVE_SLOTS] = self._live / self._slots
-        if self._imagined:
-            report[m.USEFUL_STEPS] = self._useful / self._imagined
-        self._live = self._slots = self._useful = self._imagined = 0
+            m.ACTOR_MEMORY: peak_memory(set(self._backend.devices)),
+            **{metric: float(count) for metric, count in self._backend.counts.items()},
+            **{metric: min(1.0, max(0.0, s / elapsed)) for metric, s in self._seconds.items()},
+            **{metric: part / whole for metric, (part, whole) in self._shares.items() if whole},
+        }
         if self._offload.enabled:
             moving, offloaded = self._offload.pop_metrics()
             report |= {m.ACTOR_OFFLOAD: min(1.0, moving / elapsed), m.ACTOR_OFFLOADED: float(offloaded)}
+        self._seconds, self._shares = defaultdict(float), {}
+        self._since, self._interval = now, REPORT_EVERY
         return report
 
 
-_log = logging.getLogger(__name__)
-
-CREDIT_WAIT = 0.2
-"""Seconds an idle actor waits for credit before it looks at its messages and weights again."""
-SPARE = 4
-"""One pending episode is asked for ahead for this many under way: an answer comes with the next round."""
-
-
 class Actor:
-    """Makes episodes until the run stops. Weights change only between two launches of decisions."""
+    """Makes episodes until the run stops.
+
+    With two stages, a step launches the decision of one half of the slots and collects that of the other
+    half: the host works while a device does, and two devices work at the same time.
+    """
 
     def __init__(
         self,
         name: str,
-        acting: Acting,
-        starts: Starts,
+        backend: Backend,
+        starts: StartStream,
         port: ActorPort,
         receiver: Receiver,
         settings: ActorSettings,
@@ -127,136 +108,154 @@ class Actor:
         """Join the parts.
 
         Args:
-            settings: Section ``--actor`` of the run's settings.
             startup_timeout: Seconds until the first weights must have arrived; the learner may be loading.
         """
-        assert settings.max_decisions  # 0 was replaced by what the world says.
-        self.name = name
-        self.acting = acting
-        self.starts = starts
-        self.port = port
-        self.receiver = receiver
-        self.settings = settings
-        self.group_size = group_size
+        assert settings.max_decisions  # 0 was replaced by the world's own limit.
+        self.name, self.backend, self.starts = name, backend, starts
+        self.port, self.receiver, self.settings = port, receiver, settings
+        self.group_size, self.offload = group_size, offload
         self.startup_timeout, self.hang_timeout = startup_timeout, hang_timeout
-        self.offload = offload
         self.slots = Slots(settings.slots, run_seed=run_seed)
         self._idle_stages = deque(
-            Stage[Any](indices=some) for some in split_slots(settings.slots, settings.pipeline_stages)
+            Stage[Any](indices=indices) for indices in split_slots(settings.slots, settings.pipeline_stages)
         )
         self._busy_stages: deque[Stage[Any]] = deque()
-        """Stages by what they do; those that do it longest come first."""
+        """Stages with a decision in flight, launched longest ago first."""
         self.version = -1
-        self._logged: set[str] = set()
-        """Start states whose failure is in the log."""
-        self._memory_said = False
-        self.telemetry = ActorTelemetry(acting, offload)
+        self._logged_starts: set[str] = set()
+        self._memory_logged = False
+        self.telemetry = ActorTelemetry(backend, offload)
 
     def run(self, should_leave: Callable[[], bool] = lambda: False) -> None:
-        """Imagine until the replay (or, before there are weights, the learner) says that the run is over.
+        """Act until the replay, or before the first weights the learner, ends the run.
 
         Args:
-            should_leave: Asked between two decisions; True ends this actor only.
+            should_leave: Called between two decisions; True ends this actor only.
         """
         try:
             with waits.waiting(waits.FIRST_WEIGHTS, self.startup_timeout):
                 self.version = self.receiver.wait_for_first(self.startup_timeout)
             while not (self.port.stopped or should_leave()):
-                self.round()
+                self.step()
         except (ChannelClosed, RunStopped):
             return
 
-    def round(self, wait: float = CREDIT_WAIT) -> bool:
-        """Take news, refill and launch one stage, collect the one launched longest ago, hand over.
+    def step(self, wait: float = CREDIT_WAIT) -> bool:
+        """Take new weights and grants, launch the idle stages, collect the one launched longest ago.
 
         Returns:
-            False when there was nothing to imagine: no episode under way or pending, and no credit.
+            False if there was nothing to do: no episode running or pending, and no credit.
         """
         began = time.monotonic()
         set_activity("talking to the replay", self.hang_timeout)
         self.port.serve()
-        self._forget_dropped()
+        self._remove_dropped()
         if (report := self.telemetry.report_if_due()) is not None:
             self.port.report(report)
         self._acquire(0.0)
-        # Between two launches: those before read the old weights first, for copies keep the stream's order.
+        # The copy is queued on the same stream, so earlier launches still read the old weights.
         self.version = self.receiver.swap_into(
-            lambda: self.offload.host_views(dict(self.acting.policy.acting_tensors()))
+            lambda: self.offload.host_views(dict(self.backend.policy.acting_tensors()))
         )
         set_activity(f"deciding with version {self.version}", self.hang_timeout)
         launched = any(self._launch(stage) for stage in list(self._idle_stages))
         if launched:
-            self.telemetry.add_live_slots(len(self.slots.live), len(self.slots.episodes))
+            self.telemetry.add_share(m.LIVE_SLOTS, len(self.slots.live), len(self.slots.episodes))
         if self._busy_stages and not (launched and self._idle_stages):
             self._collect(self._busy_stages.popleft())
         elif not launched:
             self._idle(wait)
             return bool(self.slots.pending)
-        self.telemetry.add_busy(time.monotonic() - began)
+        self.telemetry.add(m.ACTOR_HOST, time.monotonic() - began)
         return True
 
     def _launch(self, stage: Stage[Any]) -> bool:
-        """Refill a stage and begin its next decision; returns whether there was anything to do."""
-        begun = self.slots.fill(self.version, stage.indices, self.acting.suits)
-        live = self._live(stage)
+        """Refill a stage and launch its next decision; returns False if it has no episode."""
+        begun = self.slots.fill(self.version, stage.indices, self.backend.is_cheapest)
+        live = self.slots.live_among(stage.indices)
         if not live:
-            self.acting.release(self.slots, stage)
+            self.backend.release(self.slots, stage)
             return False
         self.offload.restore()
         if begun:
-            self._give_up(self.acting.begin(self.slots, stage, begun))
-            live = self._live(stage)
+            self._fail(self.backend.begin(self.slots, stage, begun))
+            live = self.slots.live_among(stage.indices)
         if live:
-            self._give_up(self.acting.launch(self.slots, stage, live, self.version))
+            self._fail(self.backend.launch(self.slots, stage, live, self.version))
         if stage.in_flight:
             self._idle_stages.remove(stage)
             self._busy_stages.append(stage)
         return True
 
-    def _live(self, stage: Stage[Any]) -> list[int]:
-        return [index for index in stage.indices if self.slots.episodes[index] is not None]
-
     def _collect(self, stage: Stage[Any]) -> None:
-        """Take what became of a decision and hand over the episodes that it ends."""
-        failed, waited = self.acting.collect(self.slots, stage, self.hang_timeout)
-        self.telemetry.add_device_wait(waited)
+        """Wait for the decision of a stage and push the episodes that it ends."""
+        failed, waited = self.backend.collect(self.slots, stage, self.hang_timeout)
+        self.telemetry.add(m.ACTOR_HOST, -waited)
         self._idle_stages.append(stage)
-        self._give_up(failed)
-        self._log_memory()
+        self._fail(failed)
+        if not self._memory_logged:
+            self._memory_logged = True
+            peak = peak_memory(set(self.backend.devices)) / 2**30
+            _log.info("peak memory after the first decision: %.2f GiB (actor/peak_memory)", peak)
         set_activity("handing over episodes", self.hang_timeout)
-        self._hand_over(stage)
+        self._push_finished(stage)
+
+    def _push_finished(self, stage: Stage[Any]) -> None:
+        for index in self.slots.live_among(stage.indices):
+            episode = self.slots.episode(index)
+            new = episode.decisions[episode.decisions_reported :]
+            if not new:
+                continue  # Its simulator has not answered.
+            episode.decisions_reported = len(episode.decisions)
+            steps = sum(len(row["success_scores"]) for row in new)
+            end = self.backend.episode_end(episode)
+            if end is None:
+                self.telemetry.add_share(m.USEFUL_STEPS, steps, steps)
+                continue
+            finished = finished_episode(
+                self.slots.clear(index),
+                end,
+                group_size=self.group_size,
+                actor=self.name,
+                world_version=self.backend.world_version,
+                sampling=self.backend.sampling,
+            )
+            useful = steps - (finished.rewards.size - finished.steps)
+            self.telemetry.add_share(m.USEFUL_STEPS, useful, steps)
+            self.port.push(finished)
 
     def _acquire(self, wait: float) -> None:
-        """Take grants until every slot has an episode, and those that end next have one to follow."""
-        while wanted := self.slots.wanted(self._ending_soon()):
+        """Request grants until every slot has an episode, and those that end next have a successor."""
+        while wanted := self.slots.wanted(self._slots_freeing_next()):
             grants = self.port.acquire_groups(math.ceil(wanted / self.group_size), wait)
-            self._forget_dropped()  # Before a number that was dropped is begun again.
+            self._remove_dropped()  # Before a dropped number is begun again.
             if not grants:
                 return
             for grant in grants:
-                self._take(grant)
+                self._enqueue_group(grant)
             wait = 0.0
 
-    def _forget_dropped(self) -> None:
-        """Stop the groups that the replay gave up: what is left of them is of no use."""
-        for number in self.port.pop_dropped():
-            self.slots.remove_group(number)
-
-    def _ending_soon(self) -> int:
-        """Count the episodes that end with their next decision at the latest, and some that may."""
-        under_way = [self.slots.episode(index) for index in self.slots.live]
+    def _slots_freeing_next(self) -> int:
+        """Count the episodes at their last decision, or prefetch for some that may succeed."""
+        running = [self.slots.episode(index) for index in self.slots.live]
         last = self.settings.max_decisions - 1
-        return max(len(under_way) // SPARE, sum(len(episode.decisions) >= last for episode in under_way))
+        at_last = sum(len(episode.decisions) >= last for episode in running)
+        return max(len(running) // RUNNING_PER_PREFETCH, at_last)
 
-    def _take(self, grant: GroupGrant) -> None:
+    def _enqueue_group(self, grant: GroupGrant) -> None:
         start = self.starts[grant.number]
         if start.name in self.port.quarantined:
-            self._report_failure(grant, start, RowFailure(index=-1, cause="quarantined", reason=""))
+            self._report(grant, start, RowFailure(index=-1, cause="quarantined", reason=""), -1)
         else:
             self.slots.add_group(grant, start, self.group_size)
 
+    def _remove_dropped(self) -> None:
+        """Stop the groups that the replay has given up."""
+        for number in self.port.pop_dropped():
+            self.slots.remove_group(number)
+
     def _idle(self, wait: float) -> None:
-        """Nothing to imagine: wait for credit, or (holding a grant) for the policy version it asks for."""
+        """Wait for credit, or, holding a grant, for the policy version that it requires."""
         began = time.monotonic()
         self.offload.offload_if_idle()
         if self.slots.pending:
@@ -267,72 +266,31 @@ class Actor:
                 self._acquire(wait)
         self.telemetry.add(m.ACTORS_WAITING, time.monotonic() - began)
 
-    def _give_up(self, failed: Sequence[RowFailure]) -> None:
-        """Stop the groups of episodes that failed: without all its episodes a group is of no use."""
-        for failure in failed:
+    def _fail(self, failures: Sequence[RowFailure]) -> None:
+        """Stop the groups of failed episodes: a group is useless without all of its episodes."""
+        for failure in failures:
             episode = self.slots.episodes[failure.index]
-            if episode is None:  # A sibling failed in the same round.
+            if episode is None:  # A sibling failed in the same step.
                 continue
-            pending = episode.pending
+            pending, start = episode.pending, episode.pending.start
             self.slots.remove_group(pending.grant.number)
-            self._log_failure(pending.grant, pending.start, failure)
-            self._report_failure(pending.grant, pending.start, failure, pending.member)
+            if start.name not in self._logged_starts:
+                self._logged_starts.add(start.name)
+                _log.warning(
+                    "group %d is given up, start state %r: %s",
+                    *(pending.grant.number, start.name, failure.reason),
+                    exc_info=failure.error,
+                )
+            self._report(pending.grant, start, failure, pending.member)
 
-    def _report_failure(self, grant: GroupGrant, start: Start, failure: RowFailure, member: int = -1) -> None:
-        group_failure = GroupFailure(
-            number=grant.number,
-            member=member,
-            cause=failure.cause,
-            start_state=start.name,
-            reason=failure.reason,
-            left=self.starts.left(self.port.quarantined),
-        )
-        self.port.fail(group_failure)
-
-    def _log_memory(self) -> None:
-        """Say once, after the first decision, what the models really took: what doctor only estimates."""
-        if not self._memory_said:
-            self._memory_said = True
-            peak = peak_memory(set(self.acting.devices)) / 2**30
-            _log.info("peak memory after the first decision: %.2f GiB (actor/peak_memory)", peak)
-
-    def _log_failure(self, grant: GroupGrant, start: Start, failure: RowFailure) -> None:
-        if start.name not in self._logged:
-            self._logged.add(start.name)
-            _log.warning(
-                "group %d is given up, start state %r: %s",
-                grant.number,
-                start.name,
-                failure.reason,
-                exc_info=failure.error,
+    def _report(self, grant: GroupGrant, start: EpisodeStart, failure: RowFailure, member: int) -> None:
+        self.port.fail(
+            GroupFailure(
+                number=grant.number,
+                member=member,
+                cause=failure.cause,
+                start_state=start.name,
+                reason=failure.reason,
+                left=self.starts.left(self.port.quarantined),
             )
-
-    def _hand_over(self, stage: Stage[Any]) -> None:
-        """Push the episodes that have just ended, and free their slots."""
-        for index in self._live(stage):
-            episode = self.slots.episode(index)
-            fresh = episode.decisions[episode.counted :]
-            if not fresh:
-                continue  # Its simulator has not answered.
-            episode.counted = len(episode.decisions)
-            chosen = sum(len(row["success_scores"]) for row in fresh)
-            ending = self.acting.ending(episode)
-            if ending is None:
-                self.telemetry.add_steps(chosen, chosen)
-            else:
-                self.slots.clear(index)
-                finished = self._finished(episode, ending)
-                self.telemetry.add_steps(chosen - (finished.rewards.size - finished.steps), chosen)
-                self.port.push(finished)
-
-    def _finished(self, episode: EpisodeInProgress, ending: Ending) -> Episode:
-        sampling = self.acting.sampling
-        return finished_episode(
-            episode,
-            ending,
-            group_size=self.group_size,
-            actor=self.name,
-            world_version=self.acting.version,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
         )

@@ -1,28 +1,35 @@
 """Makes one decision for all episodes of a stage: policy, world model, reward model.
 
-`launch` gives the devices their work and waits for nothing; `collect` waits for them, appends the decision to
-the episodes and names those that failed.
+`launch` queues the devices' work and waits for nothing; `collect` waits for it.
 
-On CUDA everything between is given to the current streams of the devices, one launch after the other. So a
-launch never overtakes the one before, a state that is swapped or overwritten was read before, and weights
-that are copied into the policy between two launches are those of the later one. Where policy and world are on
-two devices, copying the actions makes the world's stream wait for the policy's.
+On CUDA all work is queued on the current streams of the devices, in the order of the launches. So a state
+that is swapped or overwritten was read before, and weights copied into the policy between two launches are
+those of the later one. With policy and world on two devices, copying the actions makes the world's stream
+wait for the policy's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, Generic, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.actors.acting import RowFailure, first_failure, retry_rows_singly
-from asyncrl.actors.slots import Ending, EpisodeInProgress, InFlightDecision, Slots, Stage, Start, TimedWork
+from asyncrl.actors.backend import Check, RowFailure, find_failure, retry_rows_singly
+from asyncrl.actors.slots import (
+    EpisodeEnd,
+    EpisodeInProgress,
+    EpisodeStart,
+    InFlightDecision,
+    Slots,
+    Stage,
+    TimedWork,
+)
 from asyncrl.config.sections import SuccessFrames
 from asyncrl.devices.events import DeviceEvent, wait_for
 from asyncrl.episode_layout import SAMPLE_DTYPES
@@ -30,28 +37,25 @@ from asyncrl.observability import metrics_system as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.policies.interface import ActResult, Policy, SamplingParams
 from asyncrl.records import StartState
-from asyncrl.replay.interface import Cause
 from asyncrl.rewards.interface import RewardModel, deciding_step
 from asyncrl.seeds import sampling_seed
 from asyncrl.worlds.interface import State, World
 
 CPU: Final = torch.device("cpu")
-TORCH_DTYPES: Final = {name: getattr(torch, name) for name in SAMPLE_DTYPES}
-"""Of the arrays of a sample."""
+_TORCH_DTYPES: Final = {name: getattr(torch, name) for name in SAMPLE_DTYPES}
 
 
 @dataclass(frozen=True, kw_only=True)
 class EndRule:
-    """When an imagined episode is over."""
+    """When an imagined episode is over; fields as in `ActorSettings`."""
 
     max_decisions: int = 6
     threshold: float = 0.7
     success_frames: SuccessFrames = 1
-    """All three as in `ActorSettings`."""
 
 
 class Imagination(Generic[State]):
-    """Decides with the models of an actor. What the world remembers of the episodes is in the stages."""
+    """A `Backend` of policy, world and reward model; stages hold the world's state of their episodes."""
 
     def __init__(
         self,
@@ -68,57 +72,45 @@ class Imagination(Generic[State]):
         """Join the models.
 
         Args:
-            rows: Rows of every pass of every model; where fewer slots take part, copies of the first fill it
-                up. What a model computes of a row depends on how many there are, in the last digits, but not
-                on which: so an episode is the same whatever else is imagined. 0: no copies.
+            rows: Rows of every pass of every model, filled up with copies of the first slot: the last digits
+                of a row depend on the number of rows, so an episode is the same whatever else is imagined.
+                0 disables.
         """
-        self.policy = policy
-        self.world = world
-        self.reward = reward
-        self.sampling = sampling
-        self.rule = rule
+        self.policy, self.world, self.reward = policy, world, reward
+        self.sampling, self.rule, self.rows = sampling, rule, rows
         self.policy_device, self.world_device = policy_device, world_device
-        self.rows = rows
+        self.devices = {policy_device, world_device}
         self.decisions = 0
-        """Decisions that were made since the actor began."""
-        self._seconds: dict[Metric, float] = {}
-
-    @property
-    def devices(self) -> set[torch.device]:
-        """Where the models are."""
-        return {self.policy_device, self.world_device}
+        """Decisions made since the actor began."""
+        self._seconds: dict[Metric, float] = defaultdict(float)
 
     @property
     def models(self) -> list[World[State] | RewardModel]:
-        """What is there besides the policy."""
+        """Return the models besides the policy."""
         return [self.world, self.reward]
 
     @property
-    def version(self) -> int:
-        """Which world model it is."""
+    def world_version(self) -> int:
+        """Return the version of the world model."""
         return self.world.version
 
     @property
     def counts(self) -> Mapping[Metric, int]:
-        """What was counted since the actor began."""
+        """Return the decisions made since the actor began."""
         return {m.ACTOR_DECISIONS: self.decisions}
 
-    def suits(self, index: int, start: Start) -> bool:
-        """Say that any slot takes any start state."""
+    def is_cheapest(self, index: int, start: EpisodeStart) -> bool:
+        """Return True: all slots cost the same."""
         return True
 
     @torch.inference_mode()
     def begin(self, slots: Slots, stage: Stage[State], indices: list[int]) -> list[RowFailure]:
-        """Open the world for the episodes that were just put into slots of a stage that is not in flight.
-
-        Returns:
-            Slots for whose start state the world raises; they have no state and must be cleared.
-        """
+        """Open the world for new episodes; returns the slots for whose start state it raises."""
         for index in indices:
             episode = slots.episode(index)
             episode.task, episode.frame = episode.pending.start.task, _start_state(episode).present_frame
         began = DeviceEvent(self.world_device)
-        opened, failed = retry_rows_singly(indices, partial(self._start, slots))
+        opened, failed = retry_rows_singly(indices, partial(self._open, slots))
         for part, fresh in opened:
             stage.open(part, fresh)
         stage.timed_work.append((m.ACTOR_WORLD, began, DeviceEvent(self.world_device)))
@@ -128,11 +120,7 @@ class Imagination(Generic[State]):
     def launch(
         self, slots: Slots, stage: Stage[State], indices: list[int], policy_version: int
     ) -> list[RowFailure]:
-        """Let the devices begin one decision in `indices`: all slots of the stage that have an episode.
-
-        Returns:
-            Slots for which something raises at once: they make no decision and must be cleared.
-        """
+        """Queue one decision in `indices`; returns the slots for which a model raises at once."""
         stage.keep(indices)
         parts, failed = retry_rows_singly(indices, partial(self._decide, slots, stage, policy_version))
         for part, (decision, after) in parts:
@@ -141,15 +129,7 @@ class Imagination(Generic[State]):
         return failed
 
     def collect(self, slots: Slots, stage: Stage[State], deadline: float) -> tuple[list[RowFailure], float]:
-        """Wait for the stage's decision and append it to the episodes.
-
-        Returns:
-            Slots that failed: they made no decision and must be cleared. The others do not notice. And the
-            seconds waited.
-
-        Raises:
-            RunError: The devices did not finish within `deadline` seconds.
-        """
+        """Wait for the stage's decision and append it to the episodes. See `Backend.collect`."""
         in_flight, stage.in_flight = stage.in_flight, []
         waited = wait_for([event for decision in in_flight for event in decision.done_events], deadline)
         failed = []
@@ -158,21 +138,23 @@ class Imagination(Generic[State]):
             checks = _checks(decision)
             for row, (index, episode) in enumerate(zip(decision.indices, decision.episodes, strict=True)):
                 if slots.episodes[index] is not episode:
-                    continue  # Its group was given up meanwhile.
-                if (failure := first_failure(checks, row)) is None:
-                    # Copied: a view would keep the rows of all slots in pinned memory until its episode ends.
-                    episode.add({name: array[row].numpy().copy() for name, array in decision.arrays.items()})
-                    self.decisions += 1
-                else:
-                    failed.append(RowFailure(index=index, cause=failure[0], reason=failure[1]))
-        self._count(stage)
+                    continue  # Its group was given up since the launch.
+                if failure := find_failure(checks, row, index):
+                    failed.append(failure)
+                    continue
+                # Copied: a view would keep the rows of all slots in pinned memory until its episode ends.
+                episode.add({name: array[row].numpy().copy() for name, array in decision.arrays.items()})
+                self.decisions += 1
+        for metric, began, ended in stage.timed_work:
+            self._seconds[metric] += ended.since(began)
+        stage.timed_work = []
         return failed, waited
 
     def release(self, slots: Slots, stage: Stage[State]) -> None:
-        """Give back the memory of the stage's states."""
+        """Free the stage's states."""
         stage.keep([])
 
-    def ending(self, episode: EpisodeInProgress) -> Ending | None:
+    def episode_end(self, episode: EpisodeInProgress) -> EpisodeEnd | None:
         """End an episode when its scores make a success (`deciding_step`), or at the limit."""
         rule, rows = self.rule, episode.decisions
         scores_NC = np.stack([row["success_scores"] for row in rows])
@@ -182,72 +164,57 @@ class Imagination(Generic[State]):
         rewards = np.zeros(scores_NC.shape, np.float32)
         if solved is not None:
             rewards[solved] = 1.0
-        return Ending(reason="truncated" if solved is None else "success", rewards=rewards)
+        return EpisodeEnd(reason="truncated" if solved is None else "success", rewards=rewards)
 
     def close(self) -> None:
         """Do nothing: there are no other processes."""
 
     def pop_device_seconds(self) -> dict[Metric, float]:
-        """Return the seconds that policy, world and reward kept the devices busy since this was asked."""
-        seconds, self._seconds = self._seconds, {}
+        """Return the busy seconds of policy, world and reward model since the last call."""
+        seconds, self._seconds = self._seconds, defaultdict(float)
         return seconds
 
-    def _count(self, stage: Stage[State]) -> None:
-        for metric, began, ended in stage.timed_work:
-            self._seconds[metric] = self._seconds.get(metric, 0.0) + ended.since(began)
-        stage.timed_work = []
-
-    def _start(self, slots: Slots, indices: list[int]) -> State:
-        starts = [_start_state(slots.episode(i)) for i in self._filled(indices)]
+    def _open(self, slots: Slots, indices: list[int]) -> State:
+        starts = [_start_state(slots.episode(i)) for i in self._filled_up(indices)]
         state = self.world.start(starts, decisions=self.rule.max_decisions)
         return _first_rows(state, len(indices))
 
-    def _filled(self, indices: list[int]) -> list[int]:
-        """Return the slots of a pass: those that take part, and the first of them for each row left over."""
+    def _filled_up(self, indices: list[int]) -> list[int]:
         return [*indices, *indices[:1] * (self.rows - len(indices))]
 
     def _decide(
-        self,
-        slots: Slots,
-        stage: Stage[State],
-        policy_version: int,
-        indices: list[int],
+        self, slots: Slots, stage: Stage[State], policy_version: int, indices: list[int]
     ) -> tuple[InFlightDecision, State]:
-        """Launch one decision in `indices`, without any effect on them; the world's state after it is new."""
-        filled = self._filled(indices)
-        episodes = [slots.episode(i) for i in filled]
+        """Queue one decision in `indices` without side effects; returns it and the world's next state."""
+        rows = self._filled_up(indices)
+        episodes = [slots.episode(i) for i in rows]
         seeds = [episode.next_noise_seed() for episode in episodes]
         frames_B = np.stack([episode.frame for episode in episodes])
         tasks_B = [episode.task for episode in episodes]
         began = DeviceEvent(self.policy_device)
-        acted = self.policy.act(
-            self.policy.preprocess(frames_B, tasks_B), self.sampling, [sampling_seed(seed) for seed in seeds]
-        )
+        inputs = self.policy.preprocess(frames_B, tasks_B)
+        acted = self.policy.act(inputs, self.sampling, [sampling_seed(seed) for seed in seeds])
         decided = DeviceEvent(self.policy_device)
         actions = acted.actions.to(self.world_device)
         received = DeviceEvent(self.world_device)
-        new_frames, state = self.world.imagine(stage.state_of(filled), actions, seeds)
-        drawn = DeviceEvent(self.world_device)
+        new_frames, state = self.world.imagine(stage.state_of(rows), actions, seeds)
+        imagined = DeviceEvent(self.world_device)
         scores = self.reward.score(new_frames, tasks_B)
         scored = DeviceEvent(self.world_device)
         timed_work: list[TimedWork] = [
             (m.ACTOR_POLICY, began, decided),
-            (m.ACTOR_WORLD, received, drawn),
-            (m.ACTOR_REWARD, drawn, scored),
+            (m.ACTOR_WORLD, received, imagined),
+            (m.ACTOR_REWARD, imagined, scored),
         ]
         arrays = {
             "frames": torch.from_numpy(frames_B),
-            **self._sample(acted),
-            "logprobs": _to_host(acted.logprob.float()),
-            "actions": _to_host(acted.actions.float()),
+            **{name: _to_host(tensor) for name, tensor in decision_tensors(self.policy, acted).items()},
             "success_scores": _to_host(scores),
             "policy_versions": torch.full((len(seeds),), policy_version),
             "noise_seeds": torch.tensor(seeds),
             "video": _to_host(new_frames),
         }
-        if acted.value is not None:
-            arrays["values"] = _to_host(acted.value[:, 0].float())
-        decision = InFlightDecision(  # Its arrays may have more rows than it has slots: nobody looks at them.
+        decision = InFlightDecision(
             indices=indices,
             episodes=episodes[: len(indices)],
             arrays=arrays,
@@ -257,10 +224,15 @@ class Imagination(Generic[State]):
         )
         return decision, _first_rows(state, len(indices))
 
-    def _sample(self, acted: ActResult) -> dict[str, Tensor]:
-        """Copy the arrays that the policy declares to host memory, in the types that it declares."""
-        specs = self.policy.sample_arrays
-        return {name: _to_host(acted.sample[name].to(TORCH_DTYPES[specs[name].dtype])) for name in specs}
+
+def decision_tensors(policy: Policy, acted: ActResult) -> dict[str, Tensor]:
+    """Return the policy's part of B decisions by the names of `Episode`, ``[B, ...]`` in its dtypes."""
+    specs = policy.sample_arrays
+    tensors = {name: acted.sample[name].to(_TORCH_DTYPES[specs[name].dtype]) for name in specs}
+    tensors |= {"logprobs": acted.logprob.float(), "actions": acted.actions.float()}
+    if acted.value is not None:
+        tensors["values"] = acted.value[:, 0].float()
+    return tensors
 
 
 def _start_state(episode: EpisodeInProgress) -> StartState:
@@ -272,14 +244,13 @@ def _first_rows(state: State, count: int) -> State:
 
 
 def _to_host(tensor: Tensor) -> Tensor:
-    """Copy to host memory in stream order: into pinned memory, so that the host need not wait."""
+    """Copy to pinned host memory in stream order; the host does not wait."""
     return tensor.to(CPU, non_blocking=True)
 
 
-def _checks(decision: InFlightDecision) -> Sequence[tuple[Cause, str, NDArray[np.generic]]]:
-    """Say what must be finite, and by whose fault it is not."""
+def _checks(decision: InFlightDecision) -> list[Check]:
     arrays = {name: array.numpy() for name, array in decision.arrays.items()}
-    checks: list[tuple[Cause, str, NDArray[np.generic]]] = [
+    checks: list[Check] = [
         ("policy", "policy's log-probs are", arrays["logprobs"]),
         ("policy", "policy's actions are", arrays["actions"]),
         ("world", "world model's frames or latents are", decision.finite.numpy()),

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from asyncrl.actors.acting import Acting, Starts
 from asyncrl.actors.actor import Actor
+from asyncrl.actors.backend import Backend, StartStream
 from asyncrl.actors.imagination import EndRule, Imagination
-from asyncrl.actors.play import Play
+from asyncrl.actors.play import SimulatorBackend
 from asyncrl.actors.slots import split_slots
 from asyncrl.config.loading import to_json
 from asyncrl.config.run import TrainConfig
@@ -50,19 +50,19 @@ from asyncrl.worlds.interface import CompilesWorld
 from asyncrl.worlds.start_states import StartStateStream
 
 
-def actor_offload(config: TrainConfig, acting: Imagination[Any] | Play) -> IdleOffload:
+def actor_offload(config: TrainConfig, backend: Imagination[Any] | SimulatorBackend) -> IdleOffload:
     """Offload an idle actor's models. What the receivers hold stays; new weights reach the copy."""
     if not config.actor.offload:
         return NO_OFFLOAD
-    policy = acting.policy
-    others = acting.models if isinstance(acting, Imagination) else []
+    policy = backend.policy
+    others = backend.models if isinstance(backend, Imagination) else []
     models = [as_module(policy), *(module for other in others for module in other.modules().values())]
     movable = [model for model in (policy, *others) if isinstance(model, HoldsAddresses)]
     return IdleOffload(
         OffloadedTensors(
             partial(_tensors_of, models),
             lambda: policy.acting_tensors().values(),
-            acting.devices,
+            backend.devices,
             on_offload=lambda: [model.weights_moved() for model in movable],
         )
     )
@@ -104,14 +104,14 @@ def _training_tensors(update: Update) -> Iterator[Tensor]:
 
 def build_acting(
     config: TrainConfig, policy: Policy, environment: Environment | SimulatedEnvironment
-) -> Imagination[Any] | Play:
+) -> Imagination[Any] | SimulatorBackend:
     """Join the models of an actor with what they act in; close it when the actor is done."""
     if isinstance(environment, SimulatedEnvironment):
         return environment.play(config, policy, together=config.inline)
     return build_imagination(config, policy, environment)
 
 
-def starts_of(config: TrainConfig, environment: Environment | SimulatedEnvironment) -> Starts:
+def starts_of(config: TrainConfig, environment: Environment | SimulatedEnvironment) -> StartStream:
     """Return where the episodes of the run begin."""
     if isinstance(environment, SimulatedEnvironment):
         return environment.starts
@@ -166,8 +166,8 @@ def _compile(config: TrainConfig, policy: Policy, environment: Environment) -> N
 def build_actor(
     config: TrainConfig,
     name: str,
-    acting: Acting,
-    starts: Starts,
+    backend: Backend,
+    starts: StartStream,
     port: ActorPort,
     receiver: Receiver,
     offload: IdleOffload = NO_OFFLOAD,
@@ -175,7 +175,7 @@ def build_actor(
     """Join the parts of the actor `name`: in a process of its own, joined from another host, or inline."""
     return Actor(
         name,
-        acting,
+        backend,
         starts,
         port,
         receiver,

@@ -42,7 +42,7 @@ class _Turns:
 
     def __call__(self) -> bool:
         """Imagine for a while. Returns whether there was anything to imagine."""
-        return self.actor.round(0.0)
+        return self.actor.step(0.0)
 
 
 class _Roles(NamedTuple):
@@ -73,7 +73,7 @@ def run_inline(config: TrainConfig, stop: StopFlag) -> int:
         try:
             learner = _learn(roles, stop, log)
         finally:
-            roles.turns.actor.acting.close()
+            roles.turns.actor.backend.close()
             roles.port.close()
             start.lock.release()
         log.banner(console.final_summary(config, start.run_dir, learner.end_reason, start.simulator))

@@ -116,7 +116,7 @@ def _imagine(joined: _Joined) -> bool:
             raise
         finally:
             log_errors(leave, print)
-            joined.actor.acting.close()
+            joined.actor.backend.close()
             receiver.close()
 
 

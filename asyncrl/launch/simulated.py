@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from asyncrl import registry
-from asyncrl.actors.play import Play
+from asyncrl.actors.play import SimulatorBackend
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import SimulatorSettings, WorldDefaults
 from asyncrl.errors import AsyncRLError, ConfigError
@@ -112,7 +112,7 @@ class SimulatedEnvironment:
         """See `SimulatorFiles.check_policy`."""
         self.files.check_policy(policy)
 
-    def play(self, config: TrainConfig, policy: Policy, *, together: bool) -> Play:
+    def play(self, config: TrainConfig, policy: Policy, *, together: bool) -> SimulatorBackend:
         """Start the workers and join them with the policy."""
         process = multiprocessing.current_process()
         if process.daemon:  # It may have no children, for they would be left behind; its workers end with it.
@@ -130,7 +130,7 @@ class SimulatedEnvironment:
                 "steps all its places together, so one half would wait for the other. Use "
                 "--actor.pipeline-stages 1."
             )
-        return Play(
+        return SimulatorBackend(
             policy,
             pool,
             SamplingParams(temperature=config.algorithm.temperature, top_k=config.algorithm.top_k),
@@ -246,7 +246,7 @@ def refuse_simulator_settings(config: TrainConfig) -> None:
 
 
 class TrainingStarts:
-    """An endless stream of starts, element n a function of the seed and n only. Keeps `acting.Starts`.
+    """An endless stream of starts, element n a function of the seed and n only. A `StartStream` of actors.
 
     The tasks of a simulator with numbered tasks come once each, in random order, then again in another.
     """

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.episode_layout import decision_layout, optional_of, problem_with, version_of
-from asyncrl.records import REWARDED, Episode, Sampling
+from asyncrl.records import UNKNOWN_LENGTH, Episode, Sampling
 from asyncrl.replay.interface import ANY_FORMAT, EpisodeFormat, RefusalCause, SimulatorFormat
 
 MAX_NUMBER: Final = 1e6
@@ -86,7 +86,7 @@ def _numbers(episode: Episode, expected: Expected) -> str | None:
 
 def _outcome(episode: Episode, expected: Expected) -> str | None:
     """Check the end against the rewards of a world model, and against the success of a simulator."""
-    if episode.steps_taken == REWARDED:
+    if episode.steps_taken == UNKNOWN_LENGTH:
         if not episode.success and (episode.rewards > 0).any():
             return "end_reason is 'truncated', but a step has a positive reward"
     else:
@@ -147,11 +147,11 @@ def _length(episode: Episode, expected: Expected) -> str | None:
 def _played(episode: Episode, expected: Expected) -> str | None:
     """Check the fields of simulators against the run's simulator."""
     simulator, found = expected.format.simulator, optional_of(episode)
-    if expected.format.imagined and episode.steps_taken != REWARDED:
+    if expected.format.imagined and episode.steps_taken != UNKNOWN_LENGTH:
         return "it says how many steps were taken, as of a simulator, but this run has a world model"
     if simulator is None:
         return None
-    if episode.steps_taken == REWARDED:
+    if episode.steps_taken == UNKNOWN_LENGTH:
         return "it does not say how many steps were taken, as episodes of a simulator do"
     more, states = episode.more_frames, episode.states
     sizes = (0 if more is None else more.shape[1], 0 if states is None else states.shape[1])

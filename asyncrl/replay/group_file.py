@@ -48,7 +48,7 @@ from asyncrl.episode_layout import (
 )
 from asyncrl.errors import ReplayError
 from asyncrl.messaging.episode_codec import as_bytes
-from asyncrl.records import REWARDED, Episode, Sampling
+from asyncrl.records import UNKNOWN_LENGTH, Episode, Sampling
 from asyncrl.replay.sealed_file import UNREADABLE, opened, require_codec, sealing, unreadable
 from asyncrl.storage.hdf5_bounds import attribute_of, dataset_in
 
@@ -306,7 +306,7 @@ def _part(name: str, array: NDArray[Any], row: Any, index: int) -> NDArray[Any]:
 def _scalars(row: Any, version: int) -> dict[str, Any]:
     types = scalar_types(version)
     scalars = {name: row[name].decode() if kind is str else row[name].item() for name, kind in types.items()}
-    return {"steps_taken": REWARDED, **scalars}
+    return {"steps_taken": UNKNOWN_LENGTH, **scalars}
 
 
 def _describe(

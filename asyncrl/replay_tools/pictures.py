@@ -23,7 +23,7 @@ from PIL import Image, ImageDraw
 
 from asyncrl.config.sections import SuccessFrames
 from asyncrl.errors import ConfigError, ReplayError
-from asyncrl.records import REWARDED, Episode
+from asyncrl.records import UNKNOWN_LENGTH, Episode
 from asyncrl.replay_tools.episodes import NOTHING, StoredEpisode, find_row, reread, table, warn, watched
 from asyncrl.replay_tools.selection import EpisodeSelection, ReplayCommand
 from asyncrl.rewards.interface import deciding_step
@@ -226,7 +226,7 @@ def movie_of(episode: Episode) -> list[Image.Image]:
         shown = first + [(step + 1, frame) for step, frame in enumerate(episode.video)]
     else:
         frames = [*episode.frames, episode.final_frame]
-        taken = episode.rewards.size if episode.steps_taken == REWARDED else episode.steps_taken
+        taken = episode.rewards.size if episode.steps_taken == UNKNOWN_LENGTH else episode.steps_taken
         shown = [(min(episode.rewards.shape[1] * n, taken), frame) for n, frame in enumerate(frames)]
     return [_frame(episode, step, enlarged(frame, MOVIE_WIDTH)) for step, frame in shown]
 

@@ -11,7 +11,7 @@ import tyro
 
 from asyncrl.episode_layout import EPISODE_SCALARS, optional_of, scalar_types, version_of
 from asyncrl.errors import ConfigError
-from asyncrl.records import REWARDED, Episode
+from asyncrl.records import UNKNOWN_LENGTH, Episode
 from asyncrl.replay_tools.episodes import NOTHING, StoredEpisode, find_row, table
 from asyncrl.replay_tools.selection import EpisodeSelection, ReplayCommand
 
@@ -86,7 +86,7 @@ def why_ended(row: StoredEpisode) -> str:
     """Say how many steps an episode took, and why there were no more."""
     scores = row.episode.success_scores
     steps = f"{row.steps} steps ({len(scores)} decisions)"
-    if row.episode.steps_taken != REWARDED:
+    if row.episode.steps_taken != UNKNOWN_LENGTH:
         return f"{row.episode.end_reason} after {steps} in a simulator"
     if row.episode.success:
         score = scores.reshape(-1)[row.steps - 1]

@@ -19,6 +19,7 @@ from asyncrl.episode_layout import episode_arrays, problem_with
 from asyncrl.errors import SampleTimeout
 from asyncrl.learner.batches import valid_steps
 from asyncrl.observability import metrics_system as s
+from asyncrl.policies.interface import SamplingParams
 from asyncrl.records import Episode
 from asyncrl.replay.in_process import InProcessLearnerPort
 from asyncrl.replay.interface import GroupGrant
@@ -150,7 +151,7 @@ def finish(
 ) -> Episode | None:
     rule = EndRule(max_decisions=max_decisions, threshold=0.9, success_frames=success_frames)
     nothing: Any = None
-    ending = Imagination(nothing, nothing, nothing, nothing, rule=rule).ending(episode)
+    ending = Imagination(nothing, nothing, nothing, nothing, rule=rule).episode_end(episode)
     if ending is None:
         return None
     return finished_episode(
@@ -159,8 +160,7 @@ def finish(
         group_size=GROUP,
         actor="actor-0",
         world_version=5,
-        temperature=1.3,
-        top_k=20,
+        sampling=SamplingParams(temperature=1.3, top_k=20),
     )
 
 
@@ -332,7 +332,7 @@ def test_logprobs_are_those_of_the_policy_that_sampled(imagination: Imagination)
 
 def test_a_round_hands_over_a_complete_group(imagination: Imagination, tmp_path: Path) -> None:
     actor, replay, learner = actor_with(imagination, tmp_path, slots=GROUP)
-    assert actor.round(wait=0.0)
+    assert actor.step(wait=0.0)
     assert (list(replay.state.limiter.ready), actor.slots.live) == ([0], [])
     ((first, second),) = learner.sample(groups=1, version=0, timeout=0.0)
     assert (first.member, second.member) == (0, 1)
@@ -349,8 +349,8 @@ def test_the_log_says_once_what_the_first_decision_took(
 ) -> None:
     actor, replay, _ = actor_with(imagination, tmp_path, slots=GROUP, decisions=2)
     with caplog.at_level("INFO", logger="asyncrl.actors.actor"):
-        assert actor.round(wait=0.0)
-        assert actor.round(wait=0.0)
+        assert actor.step(wait=0.0)
+        assert actor.step(wait=0.0)
     (line,) = [record.message for record in caplog.records if "peak memory" in record.message]
     said = float(line.removeprefix("peak memory after the first decision: ").split()[0])
     assert 0 < said <= host_peak() / 2**30 + 0.01
@@ -359,9 +359,9 @@ def test_the_log_says_once_what_the_first_decision_took(
 
 def test_a_group_larger_than_the_batch_takes_several_rounds(imagination: Imagination, tmp_path: Path) -> None:
     actor, replay, _ = actor_with(imagination, tmp_path, slots=1)
-    actor.round(wait=0.0)
+    actor.step(wait=0.0)
     assert (len(replay.state.limiter.ready), len(replay.state.limiter.open[0].members)) == (0, 1)
-    actor.round(wait=0.0)
+    actor.step(wait=0.0)
     assert list(replay.state.limiter.ready) == [0]
     replay.close()
 
@@ -373,7 +373,7 @@ def test_two_stages_imagine_the_same_episodes_bit_for_bit(imagination: Imaginati
         actor, replay, _ = actor_with(
             imagination, tmp_path / str(stages), slots=slots, stages=stages, decisions=3, groups=4
         )
-        learner = InProcessLearnerPort(replay, imagine=lambda actor=actor: actor.round(0.0))
+        learner = InProcessLearnerPort(replay, imagine=lambda actor=actor: actor.step(0.0))
         found.append(learner.sample(groups=4, version=0, timeout=60.0))
         assert actor.slots.live == []
         replay.close()
@@ -387,12 +387,12 @@ def test_two_stages_imagine_the_same_episodes_bit_for_bit(imagination: Imaginati
 
 def test_without_credit_a_round_imagines_nothing(imagination: Imagination, tmp_path: Path) -> None:
     actor, replay, learner = actor_with(imagination, tmp_path, slots=GROUP)
-    assert actor.round(wait=0.0)
-    assert not actor.round(wait=0.0)
+    assert actor.step(wait=0.0)
+    assert not actor.step(wait=0.0)
     assert (replay.state.limiter.credit, list(replay.state.limiter.ready), actor.slots.live) == (0, [0], [])
     learner.sample(groups=1, version=0, timeout=0.0)
     learner.report_version(1)  # Credit for the next group, which asks for version 1.
-    assert actor.round(wait=0.0), "there is something to imagine, but not yet"
+    assert actor.step(wait=0.0), "there is something to imagine, but not yet"
     assert (len(actor.slots.pending), actor.slots.live) == (GROUP, [])
     replay.close()
 
@@ -402,7 +402,7 @@ def test_in_one_process_an_actor_that_lacks_a_version_ends_in_a_timeout_until_it
 ) -> None:
     actor, replay, _ = actor_with(imagination, tmp_path, slots=GROUP)
     receiver, actor.receiver = actor.receiver, Unreached()
-    learner = InProcessLearnerPort(replay, imagine=lambda: actor.round(0.0))
+    learner = InProcessLearnerPort(replay, imagine=lambda: actor.step(0.0))
     with pytest.raises(SampleTimeout, match="0 groups ready, 1 in flight with 0 episodes"):
         learner.sample(groups=1, version=0, timeout=0.05)
     actor.receiver = receiver
@@ -447,7 +447,7 @@ def test_an_actor_reports_how_full_its_slots_are_and_how_many_steps_are_of_use(
 ) -> None:
     monkeypatch.setattr(actor_module, "FIRST_REPORT", 0.0)
     actor, _, _ = actor_with(imagination, tmp_path, slots=4, decisions=2)
-    assert actor.round(wait=0.0)
+    assert actor.step(wait=0.0)
     assert (report := actor.telemetry.report_if_due()) is not None
     assert report[s.LIVE_SLOTS] == GROUP / 4, "there is credit for one group only"
     assert report[s.USEFUL_STEPS] == 1.0

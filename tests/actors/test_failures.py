@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from asyncrl import cli
-from asyncrl.actors import acting
-from asyncrl.actors.acting import retry_rows_singly
+from asyncrl.actors import backend
 from asyncrl.actors.actor import Actor
+from asyncrl.actors.backend import retry_rows_singly
 from asyncrl.episode_layout import episode_arrays
 from asyncrl.errors import ReplayError, SampleTimeout
 from asyncrl.observability import metrics_system as m
@@ -205,8 +205,8 @@ def test_a_device_that_is_broken_only_shows_when_it_is_waited_for(monkeypatch: p
     def attempt(places: list[int]) -> None:
         raise ValueError("what came after it")
 
-    monkeypatch.setattr(acting.torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(acting.torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(backend.torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(backend.torch.cuda, "synchronize", synchronize)
     with pytest.raises(torch.AcceleratorError):
         retry_rows_singly([1, 2], attempt)
 
@@ -256,7 +256,7 @@ def test_the_same_group_twice_is_one_failure(tmp_path: Path) -> None:
 def test_failures_counts_and_quarantine_survive_a_restart_of_the_replay_and_a_resume(tmp_path: Path) -> None:
     run = inline_run(tmp_path, Poisoned({1: "world"}), starts=2, slots=2)
     while counts(run)["world"] < 1:
-        run.actor.round(0.0)
+        run.actor.step(0.0)
     run.replay.close()
     run = inline_run(tmp_path, Poisoned({1: "world"}), starts=2, slots=2)
     assert (counts(run)["world"], run.replay.state.quarantine.names) == (1, [])
@@ -398,7 +398,7 @@ def test_a_report_with_an_unknown_cause_is_refused(scripted: Any) -> None:
 def imagine_and_sample(actor: Actor, learner: ZmqLearnerPort) -> None:
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
-        actor.round(0.01)
+        actor.step(0.01)
         with contextlib.suppress(SampleTimeout):
             learner.sample(groups=2, version=0, timeout=0.05)
 

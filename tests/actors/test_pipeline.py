@@ -143,7 +143,7 @@ def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_one_stage_is_launched_and_collected_in_turns(order: list[str], tmp_path: Path) -> None:
     run = inline_run(tmp_path, Poisoned(), per_update=2)
     for _ in range(2):
-        run.actor.round(0.0)
+        run.actor.step(0.0)
     assert order == ["launch 4", "collect"] * 2
     run.replay.close()
 
@@ -153,7 +153,7 @@ def test_the_next_half_is_launched_before_the_one_before_is_collected(
 ) -> None:
     run = inline_run(tmp_path, Poisoned(), per_update=2, slots=3, stages=2)
     for _ in range(5):
-        run.actor.round(0.0)
+        run.actor.step(0.0)
     assert order == [
         "launch 1",
         "launch 2",
@@ -171,10 +171,10 @@ def test_the_next_half_is_launched_before_the_one_before_is_collected(
 def test_a_half_without_episodes_keeps_nobody_waiting(order: list[str], tmp_path: Path) -> None:
     """One group of two, two halves of two: the second half stays empty."""
     run = inline_run(tmp_path, Poisoned(), per_update=1, slots=4, stages=2)
-    while run.actor.round(0.0):
+    while run.actor.step(0.0):
         pass
     assert order == ["launch 2", "collect"] * 3
-    assert not run.actor.round(0.0)
+    assert not run.actor.step(0.0)
     assert len(run.replay.state.limiter.ready) == 1
     run.replay.close()
 
@@ -183,12 +183,12 @@ def test_a_decision_carries_the_version_it_was_launched_with(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     run = inline_run(tmp_path, Poisoned(), per_update=1, slots=2, stages=2)
-    run.actor.round(0.0)  # launches member 0 with version 0
+    run.actor.step(0.0)  # launches member 0 with version 0
     monkeypatch.setattr(run.actor.receiver, "swap_into", lambda tensors: 1)
     pushed: list[Episode] = []
     monkeypatch.setattr(run.actor.port, "push", pushed.append)
     while len(pushed) < 2:
-        run.actor.round(0.0)
+        run.actor.step(0.0)
     versions = {episode.member: episode.policy_versions.tolist() for episode in pushed}
     assert versions == {0: [0, 1, 1], 1: [1, 1, 1]}
     run.replay.close()
@@ -238,7 +238,7 @@ def test_a_group_that_is_given_up_in_flight_leaves_no_trace(
 
 def test_what_a_half_made_of_an_episode_that_is_gone_reaches_nobody(tmp_path: Path) -> None:
     run = inline_run(tmp_path, Poisoned({1: "world"}), starts=2, slots=4)
-    slots, stage, imagination = run.actor.slots, Stage[Any](indices=range(4)), run.actor.acting
+    slots, stage, imagination = run.actor.slots, Stage[Any](indices=range(4)), run.actor.backend
     for number in (0, 1):
         grant = run.replay.grant("inline")
         assert grant is not None
@@ -293,10 +293,10 @@ def test_the_seconds_of_each_model_are_told_apart(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(RowModels, name, slowed(getattr(RowModels, name), seconds))
     run = inline_run(tmp_path, Poisoned())
     for _ in range(2):
-        run.actor.round(0.0)
-    seconds = run.actor.acting.pop_device_seconds()
+        run.actor.step(0.0)
+    seconds = run.actor.backend.pop_device_seconds()
     assert seconds == {m.ACTOR_WORLD: 1 + 2 * 4.0, m.ACTOR_POLICY: 4.0, m.ACTOR_REWARD: 16.0}
-    assert run.actor.acting.pop_device_seconds() == {}
+    assert run.actor.backend.pop_device_seconds() == {}
     run.replay.close()
 
 
@@ -304,13 +304,13 @@ def test_a_report_tells_shares_of_the_time_and_reaches_the_learners_row(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     run = inline_run(tmp_path, Poisoned())
-    telemetry = ActorTelemetry(run.actor.acting, NO_OFFLOAD)
+    telemetry = ActorTelemetry(run.actor.backend, NO_OFFLOAD)
     assert telemetry.report_if_due() is None, "too soon"
     monkeypatch.setattr(
-        run.actor.acting, "pop_device_seconds", lambda: {m.ACTOR_WORLD: 4.0, m.ACTOR_POLICY: 1.0}
+        run.actor.backend, "pop_device_seconds", lambda: {m.ACTOR_WORLD: 4.0, m.ACTOR_POLICY: 1.0}
     )
-    telemetry.add_busy(8.0)
-    telemetry.add_device_wait(2.0)
+    telemetry.add(m.ACTOR_HOST, 8.0)
+    telemetry.add(m.ACTOR_HOST, -2.0)
     telemetry.add(m.ACTORS_WAITING, 2.5)
     telemetry._since -= 10.0
     found = telemetry.report_if_due()
@@ -330,7 +330,7 @@ def test_an_actor_reports_by_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         monkeypatch.setattr(f"asyncrl.actors.actor.{name}", 0.0)
     run = inline_run(tmp_path, Poisoned())
     for _ in range(3):
-        run.actor.round(0.0)
+        run.actor.step(0.0)
     status = run.replay.status()
     assert status[m.ACTOR_MEMORY] > 1e6
     assert status[m.ACTOR_DECISIONS] > 0

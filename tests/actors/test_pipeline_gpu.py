@@ -107,8 +107,8 @@ def actor_on(folder: Path, policy: torch.device, world: torch.device, *, stages:
     starts = StartStateStream([start(n) for n in range(4)], 0)
     port = InProcessActorPort(replay)
     actor = Actor("inline", imagination, starts, port, receiver, settings, group_size=GROUP, run_seed=0)
-    actor.telemetry._every = float("inf")  # A report would take the seconds that tests read.
-    return actor, InProcessLearnerPort(replay, imagine=lambda: actor.round(0.0)), replay
+    actor.telemetry._interval = float("inf")  # A report would take the seconds that tests read.
+    return actor, InProcessLearnerPort(replay, imagine=lambda: actor.step(0.0)), replay
 
 
 @pytest.mark.parametrize("stages", [1, 2])
@@ -126,7 +126,7 @@ def test_episodes_on_gpus_are_those_on_the_cpu(gpus: int, stages: int, tmp_path:
         assert (one.group_id, one.member) == (other.group_id, other.member)
         for name, array in episode_arrays(one).items():
             np.testing.assert_array_equal(array, episode_arrays(other)[name], name)
-    seconds = actor.acting.pop_device_seconds()
+    seconds = actor.backend.pop_device_seconds()
     assert all(seconds[metric] > 0 for metric in (m.ACTOR_POLICY, m.ACTOR_WORLD, m.ACTOR_REWARD))
     replay.close()
 
@@ -136,18 +136,18 @@ def test_a_launch_does_not_wait_for_the_device(tmp_path: Path) -> None:
     actor, learner, replay = actor_on(tmp_path, gpu, gpu, stages=2, cycles=CYCLES)
     learner.sample(groups=4, version=0, timeout=60.0)  # Memory and kernels are there from now on.
     learner.report_version(0)
-    drawing = actor.acting.pop_device_seconds()[m.ACTOR_WORLD] / (2 * 3)
+    drawing = actor.backend.pop_device_seconds()[m.ACTOR_WORLD] / (2 * 3)
     assert drawing > 0.01
     replay.close()
 
     actor, _, replay = actor_on(tmp_path / "again", gpu, gpu, stages=2, cycles=CYCLES)
     began = time.monotonic()
-    actor.round(0.0)
+    actor.step(0.0)
     assert time.monotonic() - began < drawing / 2, "the first half is on its way, and nobody waits for it"
     (decision,) = actor._busy_stages[0].in_flight
     assert not all(moment.passed for moment in decision.done_events)
     began = time.monotonic()
-    actor.round(0.0)
+    actor.step(0.0)
     assert time.monotonic() - began > drawing / 4, "the second is launched, then the first is collected"
     assert [len(episode.decisions) for episode in actor.slots.episodes] == [1] * 4 + [0] * 4
     replay.close()
@@ -157,11 +157,11 @@ def test_weights_that_change_between_launches_are_those_of_the_later_one(tmp_pat
     """Stream order: the first half's decision was launched before and must not see the new weight."""
     gpu = torch.device("cuda", 0)
     actor, _, replay = actor_on(tmp_path, gpu, gpu, stages=2, cycles=CYCLES)
-    actor.round(0.0)
+    actor.step(0.0)
     publisher, actor.receiver = build_in_process()
     publisher.publish({"weight": torch.full((1,), -100.0, device=gpu)}, 5)
-    actor.round(0.0)
-    actor.round(0.0)
+    actor.step(0.0)
+    actor.step(0.0)
     first, second = (actor.slots.episode(index).decisions[0] for index in (0, 4))
     assert (first["policy_versions"], second["policy_versions"]) == (0, 5)
     assert first["logprobs"].min() > -3

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.actors.actor import Actor
-from asyncrl.actors.play import MOST_RESTARTS, Play
+from asyncrl.actors.play import MOST_RESTARTS, SimulatorBackend
 from asyncrl.actors.slots import Slots, Stage, finished_episode
 from asyncrl.config.algorithm import AlgorithmSettings
 from asyncrl.config.run import TrainConfig
@@ -82,12 +82,13 @@ def playing(
     accident: str = "",
     lockstep: bool = False,
     **more: Any,
-) -> Iterator[tuple[Play, Slots, Stage[Any]]]:
+) -> Iterator[tuple[SimulatorBackend, Slots, Stage[Any]]]:
     settings = (*((f'accident="{accident}"',) if accident else ()), f"lockstep={str(lockstep).lower()}")
     source = SimulatorSource(name=COUNTING, places=places, settings=settings)
     with SimulatorPool(source, workers, steps=chunk, timeout=30.0) as pool:
         policy: Any = more.pop("policy", None) or Chooser(chunk)
-        play = Play(policy, pool, SAMPLING, max_decisions=max_decisions, cameras=2, shows_state=True, **more)
+        shown: dict[str, Any] = {"cameras": 2, "shows_state": True}
+        play = SimulatorBackend(policy, pool, SAMPLING, max_decisions=max_decisions, **shown, **more)
         yield play, Slots(pool.slots, run_seed=0), Stage[Any](indices=range(pool.slots))
 
 
@@ -98,7 +99,7 @@ def queue(slots: Slots, seeds: list[int], *, size: int = 1, keep_video: bool = F
 
 
 def finish(
-    play: Play,
+    play: SimulatorBackend,
     slots: Slots,
     stage: Stage[Any],
     *,
@@ -108,7 +109,7 @@ def finish(
     """Play until no slot has an episode; episodes by group and member."""
     found = {}
     for turn in range(turns):
-        begun = slots.fill(1000, stage.indices, play.suits)
+        begun = slots.fill(1000, stage.indices, play.is_cheapest)
         if begun:
             assert play.begin(slots, stage, begun) == []
         if not slots.live:
@@ -117,10 +118,10 @@ def finish(
         assert play.collect(slots, stage, 60.0)[0] == []
         for index in slots.live:
             episode = slots.episode(index)
-            if episode.decisions and (ending := play.ending(episode)) is not None:
+            if episode.decisions and (ending := play.episode_end(episode)) is not None:
                 made = finished_episode(
-                    slots.clear(index), ending, group_size=8, actor="a", world_version=play.version,
-                    temperature=1.0, top_k=0,
+                    slots.clear(index), ending, group_size=8, actor="a", world_version=play.world_version,
+                    sampling=SamplingParams(temperature=1.0),
                 )  # fmt: skip
                 found[episode.pending.grant.number, made.member] = made
     raise AssertionError("the episodes do not end")
@@ -302,9 +303,9 @@ def shows(steps: int = 0, **changes: Any) -> SlotAnswer:
 
 def scripted(
     *answers: SlotAnswer, seeds: tuple[int, ...] = (500,)
-) -> tuple[Play, Slots, Stage[Any], Scripted]:
+) -> tuple[SimulatorBackend, Slots, Stage[Any], Scripted]:
     pool, policy = Scripted(*answers), Chooser()
-    play = Play(policy, pool, SAMPLING, max_decisions=9, cameras=2, shows_state=True)  # type: ignore[arg-type]
+    play = SimulatorBackend(policy, pool, SAMPLING, max_decisions=9, cameras=2, shows_state=True)  # type: ignore[arg-type]
     slots, stage = Slots(1, run_seed=0), Stage[Any](indices=range(1))
     queue(slots, list(seeds))
     play.begin(slots, stage, slots.fill(0, stage.indices))
@@ -362,7 +363,7 @@ def test_an_episode_whose_last_answer_comes_while_others_are_decided_is_handed_o
     assert pool.asked == ["reset 500", "step 8"], "nothing is decided behind its end"
     assert stage.in_flight == [0], "so that the stage is collected"
     assert play.collect(slots, stage, 0.0) == ([], 0.0)
-    assert play.ending(slots.episode(0)) is not None
+    assert play.episode_end(slots.episode(0)) is not None
 
 
 def test_simulators_that_step_together_do_not_wait_for_a_decision_that_failed() -> None:
@@ -379,7 +380,7 @@ def test_an_episode_that_is_cut_leaves_its_place_to_those_that_step_together() -
     play.max_decisions = 1
     play.launch(slots, stage, [0], 0)
     play.collect(slots, stage, 1.0)
-    assert play.ending(slots.clear(0)) is not None
+    assert play.episode_end(slots.clear(0)) is not None
     play.release(slots, stage)
     assert pool.asked == ["reset 500", "step 8", "leave"]
 
@@ -406,7 +407,7 @@ GROUP = 4
 
 
 def run_of(
-    folder: Path, play: Play, *, groups: int, slots: int, stages: int = 1, filtered: bool = False
+    folder: Path, play: SimulatorBackend, *, groups: int, slots: int, stages: int = 1, filtered: bool = False
 ) -> Any:
     config = TrainConfig(
         algorithm=AlgorithmSettings(group_size=GROUP, groups_per_update=groups),
@@ -417,7 +418,7 @@ def run_of(
     publisher.publish(play.policy.acting_tensors(), 0)
     settings = ActorSettings(slots=slots, pipeline_stages=2 if stages == 2 else 1, max_decisions=100)
     run = SimpleNamespace(replay=replay)
-    run.learner = InProcessLearnerPort(replay, imagine=lambda: run.actor.round(0.0))
+    run.learner = InProcessLearnerPort(replay, imagine=lambda: run.actor.step(0.0))
     run.actor = Actor(
         "inline", play, TrainingStarts(SPEC, 0, "random"), InProcessActorPort(replay), receiver, settings,
         group_size=GROUP, run_seed=0,

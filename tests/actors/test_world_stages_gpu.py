@@ -85,19 +85,19 @@ def test_the_host_works_on_one_stage_while_the_device_draws_the_other(kind: str,
     drawing = time.monotonic() - began
     models = models_on(torch.device("cuda"), kind, tmp_path / "world")
     actor, *_ = actor_with(models, tmp_path, slots=2 * HALF, stages=2, decisions=DECISIONS, groups=8)
-    actor.telemetry._every = float("inf")  # A report would take the seconds that are read here.
+    actor.telemetry._interval = float("inf")  # A report would take the seconds that are read here.
     # Whole episodes first: a launch that asks for memory, or uses a kernel for the first time, may wait.
     for _ in range(2 * DECISIONS + 3):
-        actor.round(0.0)
+        actor.step(0.0)
     torch.cuda.synchronize()
     assert made(actor) == [1] * 2 * HALF
 
     began = time.monotonic()
-    actor.round(0.0)
+    actor.step(0.0)
     assert time.monotonic() - began < drawing / 2, "it launched the second half, and the first was done"
     assert made(actor) == [2] * HALF + [1] * HALF
     assert is_at_work(actor), "it waited for the second half"
-    actor.round(0.0)
+    actor.step(0.0)
     assert made(actor) == [2] * 2 * HALF
     assert is_at_work(actor), "it collected the second half before it launched the first again"
     torch.cuda.synchronize()

@@ -266,8 +266,8 @@ def test_returning_waits_for_the_other_role_to_make_room(monkeypatch: pytest.Mon
 def offloading(actor: Actor) -> OffloadedTensors:
     """Give an actor what --actor.offload does."""
     config = TrainConfig(actor=ActorSettings(offload=True))
-    actor.offload = actor_offload(config, actor.acting)
-    actor.telemetry = ActorTelemetry(actor.acting, actor.offload)
+    actor.offload = actor_offload(config, actor.backend)
+    actor.telemetry = ActorTelemetry(actor.backend, actor.offload)
     assert actor.offload._tensors is not None
     return actor.offload._tensors
 
@@ -275,7 +275,7 @@ def offloading(actor: Actor) -> OffloadedTensors:
 def idle_until_offloaded(actor: Actor, offloaded: OffloadedTensors) -> None:
     until = time.monotonic() + 10
     while not offloaded.offloaded:
-        assert not actor.round(0.05)
+        assert not actor.step(0.05)
         assert time.monotonic() < until
 
 
@@ -286,20 +286,20 @@ def two_versions(models: Imagination, folder: Path, *, offload: bool) -> list[Ep
     publisher, actor.receiver = build_in_process()
     publisher.publish(original, 0)
     while not replay.state.limiter.ready:
-        actor.round(0.0)
+        actor.step(0.0)
     (first,) = learner.sample(groups=1, version=0, timeout=0.0)
     offloaded = offloading(actor) if offload else None
     if offloaded is not None:
         idle_until_offloaded(actor, offloaded)
         assert offloaded.bytes > 1_000_000
     publisher.publish({name: 1.5 * tensor for name, tensor in original.items()}, 1)
-    assert not actor.round(0.0)
+    assert not actor.step(0.0)
     assert actor.version == 1
     if offloaded is not None:
         assert offloaded.offloaded, "new weights reached the copy in host memory"
     learner.report_version(1)
     while not replay.state.limiter.ready:
-        actor.round(0.0)
+        actor.step(0.0)
     (second,) = learner.sample(groups=1, version=1, timeout=0.0)
     assert offloaded is None or not offloaded.offloaded
     replay.close()
@@ -326,9 +326,9 @@ def test_an_actor_reports_what_it_parked(
     actor, replay, _ = actor_with(imagination, tmp_path, slots=GROUP)
     offloaded = offloading(actor)
     while not replay.state.limiter.ready:
-        actor.round(0.0)
+        actor.step(0.0)
     idle_until_offloaded(actor, offloaded)
-    actor.round(0.0)
+    actor.step(0.0)
     assert replay.status()[m.ACTOR_OFFLOADED] == offloaded.bytes > 1_000_000
     actor.offload.restore()
     replay.close()

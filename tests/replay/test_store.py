@@ -17,7 +17,7 @@ import pytest
 
 from asyncrl.episode_layout import OPTIONAL_ARRAYS
 from asyncrl.errors import ReplayError
-from asyncrl.records import REWARDED, EndReason
+from asyncrl.records import UNKNOWN_LENGTH, EndReason
 from asyncrl.replay import group_file as group_files
 from asyncrl.replay.events import Ledger
 from asyncrl.replay.group_file import read_group, read_group_file, write_group
@@ -357,7 +357,7 @@ def test_files_of_a_world_model_know_nothing_of_simulators(tmp_path: Path) -> No
         assert "steps_taken" not in file["episodes"].dtype.names
         assert not set(OPTIONAL_ARRAYS) & set(file)
     assert all(
-        (episode.steps_taken, episode.states, episode.more_frames) == (REWARDED, None, None)
+        (episode.steps_taken, episode.states, episode.more_frames) == (UNKNOWN_LENGTH, None, None)
         for episode in read_group(path)
     )
 

@@ -212,7 +212,7 @@ def inline_run(
     """Join both; `actor` goes to `actor_of`."""
     replay = open_run_replay(folder, config(per_update=per_update, after=after))
     run = InlineRun(replay=replay)
-    run.learner = InProcessLearnerPort(replay, imagine=lambda: run.actor.round(0.0))
+    run.learner = InProcessLearnerPort(replay, imagine=lambda: run.actor.step(0.0))
     run.actor = actor_of(poisoned, InProcessActorPort(replay), **actor)
     return run
 

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncrl.actors.acting import RowFailure
 from asyncrl.actors.actor import Actor
-from asyncrl.actors.slots import Ending, EpisodeInProgress, InFlightDecision, Slots, Stage
+from asyncrl.actors.backend import RowFailure
+from asyncrl.actors.slots import EpisodeEnd, EpisodeInProgress, InFlightDecision, Slots, Stage
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import SampleTimeout
 from asyncrl.observability import metrics_system as m
@@ -38,7 +38,7 @@ class TimedImagination:
         self.seconds, self.shortest, self.longest = seconds, shortest, longest
         self.sampling = SamplingParams(temperature=1.0)
         self.policy: Any = SimpleNamespace(acting_tensors=lambda: dict(WEIGHTS))
-        self.version = 0
+        self.world_version = 0
         self.devices = {torch.device("cpu")}
         self.decisions = 0
         self.most_groups = 0
@@ -95,7 +95,7 @@ class TimedImagination:
     def counts(self) -> dict[Any, int]:
         return {m.ACTOR_DECISIONS: self.decisions}
 
-    def suits(self, index: int, start: object) -> bool:
+    def is_cheapest(self, index: int, start: object) -> bool:
         return True
 
     def release(self, slots: Slots, stage: Stage[Any]) -> None:
@@ -104,10 +104,10 @@ class TimedImagination:
     def close(self) -> None:
         """Nothing to end."""
 
-    def ending(self, episode: EpisodeInProgress) -> Ending | None:
+    def episode_end(self, episode: EpisodeInProgress) -> EpisodeEnd | None:
         rewards = np.zeros((len(episode.decisions), STEPS), np.float32)
         rewards[-1, 0] = episode.decisions[-1]["success_scores"][0]
-        return Ending(reason="success", rewards=rewards) if rewards.any() else None
+        return EpisodeEnd(reason="success", rewards=rewards) if rewards.any() else None
 
     def pop_device_seconds(self) -> dict[Any, float]:
         return {}
@@ -159,9 +159,9 @@ def measure_slots(
         try:
             actor.version = receiver.wait_for_first(10.0)
             while not actor.slots.live:
-                actor.round()
+                actor.step()
             while len(imagination.live) < decisions:
-                actor.round()
+                actor.step()
         finally:
             stop.set()
             learner.join(20)
