@@ -19,11 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import kernel_times
 import policy_speed
 import torch
 import tyro
-from measuring import Rate, commit, counted, heading, matmul_rate, seconds, table, wait
+from measuring import Rate, commit, counted, heading, kernel_report, matmul_rate, seconds, table, wait
 from policy_speed import SAMPLING, Reading, inputs
 
 from asyncrl.policies.acceleration import compile_blocks, enable_gradient_checkpointing
@@ -170,7 +169,7 @@ def main() -> None:
     compile_blocks(policy)
     readings += read(policy, "compiled", settings, flops, rate)
     last = passes(policy, inputs(policy, settings, settings.rows[-1], padded=False))[BOTH][1]
-    where = kernel_times.report(f"{BOTH}, compiled", last, device)
+    where = kernel_report(f"{BOTH}, compiled", last, device)
     print("\n" + report(readings) + "\n\n" + where)
     fewer = kept(policy, settings)
     print("\n" + table(KEPT_TITLES, fewer))

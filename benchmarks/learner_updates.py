@@ -29,12 +29,11 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, Final, Literal
 
-import kernel_times
 import numpy as np
 import policy_speed
 import torch
 import tyro
-from measuring import commit, heading, table, wait
+from measuring import commit, heading, kernel_report, table, wait
 
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import ActorSettings
@@ -324,7 +323,7 @@ def updates(
         lines.append([f"{way} / update", f"{taken:.3f}", f"{taken / usual:.3f}", read(taken), ""])
     of_parts = parts(update, groups, settings)
     print(found, of_parts, flush=True)
-    return lines, of_parts, kernel_times.report("update", lambda: whole(update, groups), update.device)
+    return lines, of_parts, kernel_report("update", lambda: whole(update, groups), update.device)
 
 
 def main() -> None:

@@ -18,12 +18,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import kernel_times
 import numpy as np
 import torch
 import tyro
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
-from measuring import Rate, commit, counted, heading, matmul_rate, randomised, seconds, table, wait
+from measuring import (
+    Rate,
+    commit,
+    counted,
+    heading,
+    kernel_report,
+    matmul_rate,
+    randomised,
+    seconds,
+    table,
+    wait,
+)
 
 from asyncrl.devices.float8 import use_float8
 from asyncrl.records import ACTION_DIM, CHUNK, StartState
@@ -152,7 +162,7 @@ def frames_per_second(world: WanWorld, settings: Settings) -> float:
 def kernels_of(world: WanWorld, settings: Settings, how: str) -> str:
     """Say in which kernels a decision of the largest number of slots spends its time."""
     state, actions, seeds = begin(world, settings.rows[-1])
-    return kernel_times.report(how, lambda: world.imagine(state, actions, seeds), world.device)
+    return kernel_report(how, lambda: world.imagine(state, actions, seeds), world.device)
 
 
 def compiled_paces(world: WanWorld, settings: Settings, how: str) -> Iterator[tuple[str, float]]:

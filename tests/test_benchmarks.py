@@ -142,12 +142,12 @@ def test_layers_that_keep_what_they_need_are_timed_beside_those_that_do_not(
 )
 def test_a_kernel_is_told_by_its_name(name: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    assert import_module("kernel_times").class_of(name) == expected
+    assert import_module("measuring").class_of(name) == expected
 
 
 def test_the_time_of_kernels_is_shared_out_and_the_rest_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    times = import_module("kernel_times")
+    times = import_module("measuring")
     spans = [("a_gemm", 0, 40), ("triton_x", 30, 50), ("a_gemm", 60, 90), ("triton_y", 65, 70)]
     found = [times.Kernel(name=name, start=start, end=end) for name, start, end in spans]
     assert times.busy(found) == 80  # 0 to 50 and 60 to 90, whatever ran at the same time.
