@@ -21,7 +21,7 @@ from asyncrl.observability.signals import expect_exit
 
 
 def usage() -> str:
-    """Return the text of `asyncrl --help`; in a terminal its rows are broken where it ends."""
+    """Return the text of `asyncrl --help`, wrapped to a terminal."""
     from asyncrl.observability.console import hanging
 
     rows = "\n".join(hanging(f"  {name:<10} ", about(name)) for name in COMMANDS)
@@ -33,7 +33,7 @@ def usage() -> str:
 
 
 def about(command: str) -> str:
-    """Return what a command does, and its arguments, from its module's docstring, without importing it."""
+    """Return description and arguments of a command from its module's docstring, without importing it."""
     spec = find_spec(COMMANDS[command].partition(":")[0])
     assert spec is not None
     assert spec.origin is not None
@@ -45,12 +45,12 @@ def about(command: str) -> str:
 
 
 def program() -> NoReturn:
-    """Entry point of the `asyncrl` program: runs one command and exits with its code."""
+    """Entry point of `asyncrl`."""
     raise SystemExit(expect_exit(main(sys.argv[1:])))
 
 
 def main(arguments: list[str]) -> int:
-    """Answer a command line and return its exit code, see `run`."""
+    """Run a command line and return its exit code, as `run`."""
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         return _answered("", lambda: print(usage())) or (0 if arguments else 2)
     if arguments[0] == "--version":
@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> int:
 
 
 def run(command: str, arguments: list[str]) -> int:
-    """Run a command and return its exit code: 0 done, 1 failed, 2 asked for something that cannot work."""
+    """Run a command and return its exit code: 0 done, 1 failed, 2 invalid input."""
     return _answered(f" {command}", lambda: _call(command, arguments))
 
 
@@ -71,24 +71,19 @@ def _call(command: str, arguments: list[str]) -> int:
 
 
 def _answered(name: str, action: Callable[[], int | None]) -> int:
-    """Do something and return its exit code; whatever a user can bring about is answered in a sentence.
-
-    Args:
-        name: Of the command, with a blank before it.
-        action: Returns the code, None for 0.
-    """
+    """Return the exit code of an action; an error that a user can cause is printed as a sentence."""
     try:
         try:
             return action() or 0
         finally:
             if sys.stdout is not None:
-                sys.stdout.flush()  # What cannot be written is said here, not while Python ends.
+                sys.stdout.flush()  # Errors appear here, not while Python ends.
     except AsyncRLError as error:
         sentence, code = str(error), 2 if isinstance(error, ConfigError) else 1
-        notes = getattr(error, "__notes__", ())  # Such as where a run that failed can go on.
+        notes = getattr(error, "__notes__", ())
     except KeyboardInterrupt:
         sentence, code, notes = "interrupted", 128 + signal.SIGINT, ()
-    except BrokenPipeError:  # Whoever read the output has left, like `head`.
+    except BrokenPipeError:  # The reader has left, like `head`.
         _give_up_output()
         return NOBODY_READS
     except Exception as error:
@@ -98,7 +93,6 @@ def _answered(name: str, action: Callable[[], int | None]) -> int:
         (sentence, code), notes = found, getattr(error, "__notes__", ())
         if isinstance(error, OSError) and error.filename is None:
             _give_up_output()
-    # Standard error shows what it can; with no one to read it the exit code says enough.
     with contextlib.suppress(OSError, AttributeError, ValueError):
         text = "\n".join((f"asyncrl{name}: {sentence}", *notes))
         print(text.encode("utf-8", "backslashreplace").decode(), file=sys.stderr, flush=True)
@@ -106,7 +100,7 @@ def _answered(name: str, action: Callable[[], int | None]) -> int:
 
 
 def _give_up_output() -> None:
-    """Write what is still buffered, and what comes, nowhere: it must not raise while Python ends."""
+    """Discard buffered and later output, so that it cannot raise while Python ends."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -116,9 +110,9 @@ def _give_up_output() -> None:
 
 
 NOBODY_READS: Final = 141
-"""Exit code where the output's reader has left: 128 + SIGPIPE, as of any program that a pipe ends."""
+"""Exit code when the output's reader has left: 128 + SIGPIPE."""
 TRACEBACK: Final = "ASYNCRL_TRACEBACK"
-"""Environment variable; set to anything it shows where a leftover came from."""
+"""Environment variable that shows the traceback of a `leftover`."""
 _OF_THE_INPUT: Final = (
     *(errno.ENAMETOOLONG, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EPERM),
     *(errno.EROFS, errno.ELOOP, errno.EINVAL, errno.EFBIG, errno.ENXIO, errno.ENOTEMPTY, errno.EXDEV),
@@ -136,14 +130,7 @@ _OF_THE_HOST: Final = {
 
 
 def leftover(error: Exception) -> tuple[str, int] | None:
-    """Say in a sentence what no part of asyncrl answered, with the exit code; None for what is a bug.
-
-    A leftover is what a name, a number, a text or a file that was given can bring about in a library, however
-    well what is known is checked: a file that cannot be used (the error names it), a text that is not UTF-8,
-    a number too large for its type, too many levels, more memory than there is; and the state of the host.
-    Everything else is a mistake of ours, and its traceback is what has to be reported. `TRACEBACK` shows that
-    of a leftover too.
-    """
+    """Return sentence and exit code of an error caused by input or the host in a library; None for a bug."""
     what = first_line(error)
     how = f"Set {TRACEBACK}=1 to see where."
     if isinstance(error, OSError) and error.errno in _OF_THE_HOST:
@@ -157,15 +144,10 @@ def leftover(error: Exception) -> tuple[str, int] | None:
         return f"a number is too large to compute with ({what}). Use a smaller one. {how}", 2
     if isinstance(error, RecursionError):
         return f"a file has more levels than can be read ({what}). {how}", 2
-    if isinstance(error, MemoryError) or _is_allocation(error):
+    allocation = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # PyTorch's.
+    if isinstance(error, MemoryError) or allocation or type(error).__name__ == "OutOfMemoryError":
         return f"there is not enough memory ({what}). Use smaller numbers or a larger host. {how}", 1
     return None
-
-
-def _is_allocation(error: Exception) -> bool:
-    """Whether PyTorch says, in its own way, that memory ran out."""
-    named = type(error).__name__ == "OutOfMemoryError"
-    return named or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
 
 
 def _unknown(command: str) -> str:
@@ -177,7 +159,7 @@ def _unknown(command: str) -> str:
 
 
 def torchrun_main() -> NoReturn:
-    """Entry point of torchrun_scripts/train.sh: what a rank of torchrun runs."""
+    """Entry point of torchrun_scripts/train.sh, for a rank of torchrun."""
     raise SystemExit(expect_exit(run("train", sys.argv[1:])))
 
 

@@ -1,6 +1,6 @@
-"""What an episode consists of on the wire and on disk: its arrays and scalars, their types, shapes, versions.
+"""Schema of an episode on the wire and on disk: arrays and scalars of `records.Episode`, types and shapes.
 
-`records.Episode` says what they mean. Dimension letters are those of `records`, and M: frames of the video.
+Dimension letters are those of `records`, and M: frames of the video.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from numpy.typing import NDArray
 from asyncrl.records import END_REASONS, UNKNOWN_LENGTH, Episode
 
 SCHEMA_VERSION: Final = 1
-"""Version of messages, and of an `Episode` whose sample is action tokens, on the wire and on disk."""
+"""Version of messages, and of episodes whose sample is action tokens."""
 COUNTED_SCHEMA_VERSION: Final = 3
-"""Of an `Episode` that says how many of its steps count."""
+"""Version of episodes with `steps_taken`."""
 SCHEMA_VERSIONS: Final = (SCHEMA_VERSION, 2, COUNTED_SCHEMA_VERSION)
-"""Versions of an `Episode` on the wire; 2: its sample is other arrays than the action tokens alone."""
+"""Versions on the wire; 2: the sample has other arrays than action tokens alone."""
 DROPPED_FIELDS_VERSION: Final = 4
-"""Of files with the array `world_versions` and the scalar `weight`, which are read without these."""
+"""Version of files with the array `world_versions` and the scalar `weight`, which are ignored."""
 STORED_SCHEMA_VERSIONS: Final = (*SCHEMA_VERSIONS, DROPPED_FIELDS_VERSION)
-"""Versions of an `Episode` that are read from files."""
+"""Versions in files."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArraySpec:
-    """Type and shape of one array of an `Episode`. Letters are dimensions, numbers are fixed."""
+    """Type and shape of an array. Letters are dimensions, numbers are fixed sizes."""
 
     dtype: str
     shape: tuple[str | int, ...]
@@ -49,7 +49,7 @@ EPISODE_ARRAYS: Final[dict[str, ArraySpec]] = {
     "final_frame": ArraySpec(dtype="uint8", shape=("H", "W", 3)),
     "video": ArraySpec(dtype="uint8", shape=("M", "H", "W", 3)),
 }
-"""The arrays that every `Episode` has, in wire and file order; those of its sample come after the first."""
+"""Arrays of every episode, in wire and file order; those of its sample follow the first."""
 
 OPTIONAL_ARRAYS: Final[dict[str, ArraySpec]] = {
     "more_frames": ArraySpec(dtype="uint8", shape=("N", "V", "H", "W", 3)),
@@ -57,14 +57,13 @@ OPTIONAL_ARRAYS: Final[dict[str, ArraySpec]] = {
     "final_more_frames": ArraySpec(dtype="uint8", shape=("V", "H", "W", 3)),
     "final_state": ArraySpec(dtype="float32", shape=("Q",)),
 }
-"""The arrays that an `Episode` of `COUNTED_SCHEMA_VERSION` may have besides, after all others."""
+"""Further arrays of `COUNTED_SCHEMA_VERSION`, after all others."""
 
 TOKENS: Final[Mapping[str, ArraySpec]] = MappingProxyType(
     {"tokens": ArraySpec(dtype="int32", shape=("N", "C", "A"))}
 )
-"""The sample of a policy of action tokens. An array called `tokens` always has this type and shape."""
+"""Sample of a policy of action tokens. An array `tokens` always has this type and shape."""
 SAMPLE_DTYPES: Final = ("uint8", "int32", "int64", "float32")
-"""Types that the arrays of a sample may have."""
 MAX_SAMPLE_ARRAYS: Final = 16
 MAX_SAMPLE_DIMENSIONS: Final = 8
 
@@ -82,10 +81,7 @@ EPISODE_SCALARS: Final[dict[str, type]] = {
     "top_k": int,
     "end_reason": str,
 }
-"""The scalars of an `Episode` with their types, in wire and file order."""
-
-COUNTED_SCALARS: Final[dict[str, type]] = {**EPISODE_SCALARS, "steps_taken": int}
-"""The scalars of an `Episode` of `COUNTED_SCHEMA_VERSION`."""
+"""Scalars with their types, in wire and file order."""
 
 _FIELDS: Final = tuple(field.name for field in fields(Episode))
 _IMAGES, *_OTHERS = EPISODE_ARRAYS
@@ -93,37 +89,36 @@ assert (*EPISODE_SCALARS, _IMAGES, "sample", *_OTHERS, "steps_taken", *OPTIONAL_
 RESERVED: Final = frozenset(
     {*EPISODE_SCALARS, "sample", *EPISODE_ARRAYS, "steps_taken", "group", "episodes", "checksums"}
 )
-"""Names that no array of a sample can have: the fields of an `Episode` and the tables of its file. Those of
-`OPTIONAL_ARRAYS` are taken only where there may be such."""
+"""Names that no array of a sample can have: fields of `Episode` and tables of its file."""
 
 
 def schema_version(sample: Iterable[str], *, counted: bool = False) -> int:
     """Return the schema version of an episode.
 
     Args:
-        sample: Names of the arrays of its sample.
-        counted: Whether it says how many of its steps count.
+        sample: Names of the sample's arrays.
+        counted: Whether it has `steps_taken`.
     """
     return COUNTED_SCHEMA_VERSION if counted else SCHEMA_VERSIONS[set(sample) != set(TOKENS)]
 
 
 def version_of(episode: Episode) -> int:
-    """Return the schema version of an episode."""
+    """Return an episode's schema version."""
     return schema_version(episode.sample, counted=episode.steps_taken != UNKNOWN_LENGTH)
 
 
 def optional_arrays(version: int) -> tuple[str, ...]:
-    """Return the names of the `OPTIONAL_ARRAYS` that an `Episode` of a schema version may have."""
+    """Return the names of the optional arrays of a schema version."""
     return tuple(OPTIONAL_ARRAYS) if version == COUNTED_SCHEMA_VERSION else ()
 
 
 def scalar_types(version: int) -> dict[str, type]:
-    """Return the scalars of an `Episode` of a schema version with their types, in wire and file order."""
-    return COUNTED_SCALARS if version == COUNTED_SCHEMA_VERSION else EPISODE_SCALARS
+    """Return the scalars of a schema version with their types, in wire and file order."""
+    return EPISODE_SCALARS | ({"steps_taken": int} if version == COUNTED_SCHEMA_VERSION else {})
 
 
 def sample_specs(found: Iterable[tuple[Any, Any, Any]]) -> dict[str, ArraySpec]:
-    """Check what is said about a sample's arrays, by whomever; their sizes are not looked at.
+    """Check names, types and ranks of a sample's arrays from any source.
 
     Args:
         found: Name, dtype and shape of each array, in order.
@@ -132,7 +127,7 @@ def sample_specs(found: Iterable[tuple[Any, Any, Any]]) -> dict[str, ArraySpec]:
         Name -> type and shape, the first dimension ``N``.
 
     Raises:
-        ValueError: A name, type or shape that no array of a sample can have, or too many arrays.
+        ValueError: A name, type or rank is invalid, or there are too many arrays.
     """
     specs: dict[str, ArraySpec] = {}
     for name, dtype, shape in found:
@@ -160,12 +155,11 @@ def array_specs(
     """Return the arrays of an episode, in wire and file order.
 
     Args:
-        sample: Those of its sample.
         optional: Names of its `OPTIONAL_ARRAYS`.
         counted: Whether it may have any.
 
     Raises:
-        ValueError: These optional arrays do not belong together, or one is called like one of the sample.
+        ValueError: The optional arrays do not belong together, or one has the name of a sample's.
     """
     others = {name: EPISODE_ARRAYS[name] for name in _OTHERS}
     named = list(optional)
@@ -190,46 +184,31 @@ def _check_optional(sample: Iterable[str], named: list[str], counted: bool) -> N
 
 
 def optional_of(episode: Episode) -> tuple[str, ...]:
-    """Return the names of the `OPTIONAL_ARRAYS` that an episode has."""
+    """Return the names of an episode's optional arrays."""
     return tuple(name for name in OPTIONAL_ARRAYS if getattr(episode, name) is not None)
 
 
 def specs_of(episode: Episode) -> dict[str, ArraySpec]:
-    """Return the arrays of an episode, in wire and file order.
-
-    Raises:
-        ValueError: Its sample, or its optional arrays, cannot be those of an episode.
-    """
+    """Return the arrays of an episode, in wire and file order; raises as `array_specs`."""
     sample = sample_specs((name, array.dtype.name, array.shape) for name, array in episode.sample.items())
     return array_specs(sample, optional_of(episode), counted=episode.steps_taken != UNKNOWN_LENGTH)
 
 
 def episode_arrays(episode: Episode) -> dict[str, NDArray[Any]]:
-    """Return all arrays of an episode by name, in wire and file order.
-
-    Dtypes and shapes are those of `array_specs`, for example frames ``[N, H, W, 3]`` uint8.
-    """
+    """Return all arrays of an episode by name, in wire and file order, as in `array_specs`."""
     others = {name: getattr(episode, name) for name in (*_OTHERS, *optional_of(episode))}
     return {_IMAGES: getattr(episode, _IMAGES), **episode.sample, **others}
 
 
 def decision_layout(episode: Episode) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return type and shape of one decision's log-probs, sample and optional arrays.
-
-    They are the same throughout a group.
-    """
+    """Return type and shape of a decision's log-probs, sample and optional arrays, constant in a group."""
     arrays = {"logprobs": episode.logprobs, **episode.sample}
     arrays |= {n: array for n in ("more_frames", "states") if (array := getattr(episode, n)) is not None}
     return {name: (array.dtype.name, array.shape[1:]) for name, array in arrays.items()}
 
 
 def problem_with(episode: Episode) -> str | None:
-    """Say what is inconsistent about an episode, or None when it is sound.
-
-    Checks dtypes, ranks, that every letter stands for one size everywhere, 1 <= N, member < group_size,
-    finite numbers, log-probs of tokens that are not positive (densities may be), versions that are not
-    negative, sampling that can have been, and an end that fits the steps and the rewards.
-    """
+    """Return why an episode is inconsistent in types, shapes, numbers or its end; None if it is sound."""
     try:
         specs = specs_of(episode)
     except ValueError as error:

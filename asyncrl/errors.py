@@ -1,25 +1,23 @@
-"""Every error a user can meet, and what each one means.
+"""Every error that a user can meet. Its message names the input, the reason, and the remedy.
 
-    AsyncRLError
-    ├── ConfigError          a flag, a configuration file or a placement that cannot work (exit code 2)
-    │   ├── CheckpointError  a weight file or checkpoint that is missing, truncated or of the wrong shape
-    │   └── AssetError       start states, world-model files or a library to draw with that could not be found
-    ├── WireError            a message that does not follow the wire format
-    ├── ReplayError          the replay store or its service cannot do what was asked
-    │   ├── DiskFull         a group could not be written for lack of space; the replay waits for it
-    │   ├── OutOfFiles       nor written or read, for the process may open no more files; likewise
-    │   ├── CodecMissing     a compressed file or --codec needs a package that is not installed
-    │   └── SampleTimeout    no complete, fresh groups arrived before the deadline
-    ├── WeightSyncError      new weights did not arrive in time
-    └── RunError             a run cannot go on (an actor died too often, too many bad updates)
-        └── AttemptEnded     the run was started again; this process belongs to an earlier start of it
-
-A message says what was set or seen, why it cannot work, and what to do.
+AsyncRLError
+├── ConfigError          a flag, a configuration file or a placement that cannot work (exit code 2)
+│   ├── CheckpointError  a weight file or checkpoint that is missing, truncated or of the wrong shape
+│   └── AssetError       start states, world-model files or a library that could not be found
+├── WireError            a message that does not follow the wire format
+├── ReplayError          the replay store or its service cannot do what was asked
+│   ├── DiskFull         a group could not be written for lack of space; the replay waits for it
+│   ├── OutOfFiles       a file could not be opened for lack of descriptors; likewise
+│   ├── CodecMissing     a compressed file or --codec needs a package that is not installed
+│   └── SampleTimeout    no complete, fresh groups arrived before the deadline
+├── WeightSyncError      new weights did not arrive in time
+└── RunError             a run cannot go on (an actor died too often, too many bad updates)
+    └── AttemptEnded     the run was started again; this process belongs to an earlier start of it
 """
 
 
 class AsyncRLError(Exception):
-    """Base of every error that asyncrl raises on purpose."""
+    """Base of all errors that asyncrl raises on purpose."""
 
 
 class ConfigError(AsyncRLError, ValueError):
@@ -58,7 +56,7 @@ class SampleTimeout(ReplayError):
     """The replay had too few complete, fresh groups before the deadline."""
 
     def __init__(self, message: str, *, groups: int = 0, episodes: int = 0, decisions: int = 0) -> None:
-        """Say how far the batch is, as far as that is known; see `replay.interface.Filling`."""
+        """Record how much of the batch is there, as in `replay.interface.Filling`."""
         super().__init__(message)
         self.groups, self.episodes, self.decisions = groups, episodes, decisions
 
@@ -72,15 +70,15 @@ class RunError(AsyncRLError):
 
 
 class AttemptEnded(RunError):
-    """The run was started again: what this process holds of the earlier start counts no more."""
+    """The run was started again, and this process belongs to an earlier start."""
 
     def __init__(self, who: str, attempt: int) -> None:
-        """Say who told, and which start of the run there is now."""
+        """Name the sender, and the number of the present start."""
         super().__init__(f"{who} belongs to start {attempt} of the run, this process to an earlier one.")
         self.attempt = attempt
 
 
 def first_line(error: object, longest: int = 200) -> str:
-    """Shorten an error to its first line, of at most `longest` characters; one without text to its name."""
+    """Return an error's first line, at most `longest` characters; without text its type."""
     lines = (line.strip() for line in str(error).splitlines())
     return next((line for line in lines if line), type(error).__name__)[:longest]

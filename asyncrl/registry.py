@@ -1,13 +1,12 @@
-"""Finds the class that a name on the command line stands for: a built-in one, or one of the user's.
+"""Resolve names on the command line to classes: built-in ones, or the user's.
 
-    --world wan                                a short name of `BUILT_IN`
-    --world FOLDER                             a folder; what lies in it says which built-in class reads it
-    --world my_package.worlds:Mine@FOLDER      a class that can be imported here, and the folder that it loads
-    --simulator pouring                        what an installed package calls so, in its entry points
-
-Only the user names code: on the command line or in a TOML file of theirs. A file that was downloaded, a
-checkpoint and a peer never do.
+--world wan                                a short name of `BUILT_IN`
+--world FOLDER                             a folder, whose content selects a built-in class
+--world my_package.worlds:Mine@FOLDER      an importable class, and the folder that it loads
+--simulator pouring                        an entry point of an installed package
 """
+# Only the user names code, on the command line or in a TOML file: never a downloaded file, a checkpoint, or a
+# peer.
 
 from __future__ import annotations
 
@@ -40,7 +39,6 @@ _MANISKILL: Final = (
     *(f"rotate_cube_{i}" for i in range(5)),
     *("put_on_plate_25", *(f"put_on_plate_25_{kind}" for kind in ("vision", "semantic", "position"))),
 )
-"""As in asyncrl/simulators/maniskill/tasks.py."""
 _LIBERO: Final = "asyncrl.simulators.libero.simulator"
 BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
     {
@@ -93,7 +91,7 @@ BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
 )
 """Kind of part -> short name -> 'module:Class'."""
 ENTRY_POINTS: Final = MappingProxyType({"simulator": "asyncrl.simulators"})
-"""Kinds of parts that installed packages may give short names to, and the group of entry points for that."""
+"""Kind of part -> group of entry points by which installed packages give short names."""
 _POLICY: Final = (
     *("load", "save", "saved_tensors", "action_spec", "sample_arrays", "image_size", "device", "dtype"),
     *("preprocess", "act", "evaluate", "parameter_groups", "trainable_parameters", "trainable_tensors"),
@@ -111,7 +109,7 @@ REQUIRED: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "transport": ("build", "side_stream", "connect_root", "connect_member"),
     }
 )
-"""What a class of the user's must have; whether it is right, `asyncrl check` finds out."""
+"""Kind of part -> members that a user's class must have; `asyncrl check` tests them."""
 FLAGS: Final = MappingProxyType(
     {
         "policy": "--policy",
@@ -124,20 +122,16 @@ FLAGS: Final = MappingProxyType(
         "transport": "--weights.transport",
     }
 )
-"""The flag that names a part of each kind."""
+"""Kind of part -> flag that names it."""
 EVALUATION: Final = "--evaluation.simulator"
-"""The flag of `asyncrl train` that names a simulator beside the run's world."""
-MODULE: Final = "module"
-"""The setting of a simulator that names a module."""
 MODELS: Final = ("policy", "world", "reward")
-"""Kinds that an actor loads."""
 PARTS_OF_A_RUN: Final = tuple(kind for kind in FLAGS if kind != "simulator")
-"""Kinds that `asyncrl train` has a setting for."""
+"""Kinds with a setting of `asyncrl train`."""
 _CLASS: Final = re.compile(r"(?P<name>[A-Za-z_][\w.]*:[A-Za-z_]\w*)(?:@(?P<folder>.*))?", re.S)
 
 
 def split(text: str) -> tuple[str, str]:
-    """Split 'package.module:Class@FOLDER' into the class's name and the folder; either may be empty.
+    """Split 'package.module:Class@FOLDER' into class and folder; either may be empty.
 
     >>> split("my.worlds:Mine@/data/w"), split("my.worlds:Mine"), split("runs/a:b@c/d")
     (('my.worlds:Mine', '/data/w'), ('my.worlds:Mine', ''), ('', 'runs/a:b@c/d'))
@@ -147,12 +141,10 @@ def split(text: str) -> tuple[str, str]:
 
 
 def resolve(kind: str, name: str) -> Any:
-    """Return the class called `name`: a built-in one, or 'package.module:Class' of the user.
-
-    Of simulators it may also be a function that makes one.
+    """Return the class `name`: a short name or 'package.module:Class'; of simulators also a function.
 
     Raises:
-        ConfigError: Nothing is called so, it cannot be imported, or lacks what its protocol requires.
+        ConfigError: It does not exist, cannot be imported, or lacks a required member.
     """
     check_name(kind, name)
     where = BUILT_IN[kind].get(name, name)
@@ -160,7 +152,7 @@ def resolve(kind: str, name: str) -> Any:
 
 
 def registered(kind: str) -> dict[str, tuple[str, ...]]:
-    """Return short name -> 'module:Class' of all installed packages that register it. Imports none of it."""
+    """Return short name -> 'module:Class' of every installed package that registers it."""
     found: dict[str, tuple[str, ...]] = {}
     for point in metadata.entry_points(group=ENTRY_POINTS[kind]) if kind in ENTRY_POINTS else ():
         known = found.get(point.name, ())
@@ -184,10 +176,10 @@ def _registered_class(kind: str, name: str) -> str:
 
 
 def check_name(kind: str, name: str) -> None:
-    """Refuse a name that is neither a built-in part's, nor registered, nor a class's. Imports nothing.
+    """Check that a name is built in, registered, or that of a class; imports nothing.
 
     Raises:
-        ConfigError: Says the nearest name and all of them.
+        ConfigError: It is not.
     """
     built_in = BUILT_IN[kind]
     if name in built_in or names_code(name):
@@ -209,7 +201,7 @@ def _load(kind: str, name: str, where: str) -> Any:
     try:
         found = getattr(import_module(module), attribute)
     except ModuleNotFoundError as error:
-        # A module that the user's own one imports may be what is missing.
+        # The missing module may be one that the user's module imports.
         remedy = (
             "Put its folder on PYTHONPATH, or install the package."
             if error.name and (module + ".").startswith(error.name + ".")
@@ -226,7 +218,7 @@ def _load(kind: str, name: str, where: str) -> Any:
     except ImportError as error:
         raise ConfigError(f"{FLAGS[kind]} is {name}, but {module} cannot be imported: {error}.") from error
     if kind == "simulator" and callable(found) and not isinstance(found, type):
-        return found  # A function that makes one: what it makes is looked at.
+        return found  # A factory: the simulator itself is checked.
     if not isinstance(found, type):
         raise ConfigError(f"{FLAGS[kind]} is {name}, but that is a {type(found).__name__}, expected a class.")
     if lacking := [member for member in REQUIRED.get(kind, ()) if not hasattr(found, member)]:
@@ -238,7 +230,7 @@ def _load(kind: str, name: str, where: str) -> Any:
 
 
 def keywords(flag: str, settings: Iterable[str]) -> dict[str, Any]:
-    """Read 'key=value' texts as keyword arguments; a value is read as TOML, and else it is text.
+    """Parse 'key=value' texts as keyword arguments; a value is TOML, or else a text.
 
     >>> keywords("--world-settings", ["steps=4", "name=wan", "noise=0.5", "sizes=[1, 2]"])
     {'steps': 4, 'name': 'wan', 'noise': 0.5, 'sizes': [1, 2]}
@@ -259,7 +251,7 @@ def keywords(flag: str, settings: Iterable[str]) -> dict[str, Any]:
 
 
 def as_texts(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Write a table of settings as 'key=value' texts that `keywords` reads back.
+    """Format settings as 'key=value' texts, the inverse of `keywords`.
 
     >>> as_texts({"steps": 4, "name": "wan", "exact": True})
     ('steps=4', 'name="wan"', 'exact=true')
@@ -268,24 +260,24 @@ def as_texts(settings: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def names_code(text: str) -> bool:
-    """Whether a setting names a class of the user's."""
+    """Return True if a setting names a user's class."""
     return bool(split(text)[0])
 
 
 def own_code(settings: Any, kinds: Iterable[str] = PARTS_OF_A_RUN) -> list[tuple[str, str]]:
-    """List flag and value of the settings of a run that name code of the user's: a class, or a module."""
+    """List flag and value of the settings that name a user's class or module."""
     named = set(kinds)
     flags = [FLAGS[kind] for kind in kinds] + ([EVALUATION] if named == set(PARTS_OF_A_RUN) else [])
-    found = [(flag, text) for flag in flags if names_code(text := _setting(settings, flag))]
+
+    def setting(flag: str) -> Any:
+        return attrgetter(flag.removeprefix("--").replace("-", "_"))(settings)
+
+    found = [(flag, text) for flag in flags if names_code(text := setting(flag))]
     lists = ["--world-settings"] if "world" in named else []
     lists += [f"{EVALUATION}-settings"] if EVALUATION in flags else []
-    return found + [(flag, text) for flag in lists for text in _setting(settings, flag) if names_module(text)]
+    return found + [(flag, text) for flag in lists for text in setting(flag) if names_module(text)]
 
 
 def names_module(setting: str) -> bool:
-    """Whether a 'key=value' setting names a module to import, as for own environments of ManiSkill."""
-    return setting.partition("=")[0].strip() == MODULE
-
-
-def _setting(settings: Any, flag: str) -> Any:
-    return attrgetter(flag.removeprefix("--").replace("-", "_"))(settings)
+    """Return True if a 'key=value' setting names a module to import, such as an own ManiSkill environment."""
+    return setting.partition("=")[0].strip() == "module"

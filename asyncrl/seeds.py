@@ -1,8 +1,6 @@
-"""Derive all random numbers of an episode from its own numbers, never from what it is played beside.
+"""Seeds of an episode, derived from its own numbers and not from its slot, actor or batch.
 
-So the slot, the actor and the neighbours of an episode draw nothing for it. Only the last digits of what the
-models compute depend on how many rows are beside it, unless --imagination.fixed-shape holds that constant.
-The values are part of what a run reproduces: a formula here never changes.
+Runs are reproduced by these formulas, so they never change.
 """
 
 import numpy as np

@@ -33,9 +33,8 @@ from asyncrl.rewards.files import PUBLISHED
 from asyncrl.rewards.libero_tasks import SUITES
 from asyncrl.rewards.resnet import RewardConfig, build_network
 from asyncrl.storage.atomic import write_json
-from asyncrl.storage.tensor_reader import Spec
-from asyncrl.storage.tensor_writer import write_file, write_pth, write_tensors
-from asyncrl.storage.weight_files import INDEX
+from asyncrl.storage.untrusted import INDEX
+from asyncrl.storage.weight_files import Spec, write_file, write_pth, write_tensors
 from asyncrl.worlds.wan.files import HEAD_DIM, IMAGE_SIZE, WAN_TRANSFORMER, WAN_VAE, vae_name
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig, transformer_name
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae

@@ -41,18 +41,6 @@ def test_help_names_every_subcommand(command: str) -> None:
     assert cli.about(command).rpartition(": ")[2].split("|") == found[1].split(",")
 
 
-def test_a_reader_that_leaves_early_is_no_error() -> None:
-    done = subprocess.run(
-        f"{sys.executable} -m asyncrl metrics | head -1",
-        shell=True,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.stdout.startswith("#")
-    assert done.stderr == ""
-
-
 def test_the_program_runs_as_a_module() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "asyncrl", "metrics"], capture_output=True, text=True, timeout=60, check=True
@@ -76,11 +64,6 @@ def test_an_unknown_command_is_answered_with_the_nearest_one(capsys: pytest.Capt
 def test_a_command_unlike_any_other_is_answered_with_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run("qqqq", []) == 2
     assert "There are: train, actor, evaluate, audit, pace, collect" in capsys.readouterr().err
-
-
-def test_the_program_exits_with_the_code_of_the_command() -> None:
-    done = subprocess.run([sys.executable, "-m", "asyncrl", "qqqq"], capture_output=True, timeout=60)
-    assert done.returncode == 2
 
 
 def fails(arguments: list[str]) -> int:
@@ -116,13 +99,6 @@ def test_a_full_device_is_said_in_a_sentence_and_is_code_one(arguments: str) -> 
     assert re.fullmatch(
         r"asyncrl[ a-z]*: \[Errno 28\] No space left on device\. Free disk space\.\n", done.stderr
     )
-
-
-@pytest.mark.parametrize("arguments", ["metrics", "--help", "train --help"])
-def test_an_output_that_nobody_reads_ends_quietly(arguments: str) -> None:
-    # The pipe is closed before anything is written.
-    done = shell(f"{{ sleep 0.2; asyncrl {arguments}; echo code $? >&2; }} | true")
-    assert done.stderr == "code 141\n"
 
 
 def test_with_nobody_to_complain_to_the_code_says_enough() -> None:

@@ -10,13 +10,12 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "asyncrl"
 FLOORS: list[set[str]] = [
-    {"errors", "seeds", "storage.user_cache"},
+    {"errors", "seeds"},
     {"storage.untrusted"},
-    {"records", "registry", "storage.atomic", "storage.version_pictures"},
-    {"episode_layout"},
-    {"storage.run_identity"},
+    {"records", "registry", "storage.atomic"},
+    {"episode_layout", "storage.assets"},
     {"observability"},
-    {"config", "devices", "messaging"},
+    {"config", "devices", "messaging", "storage.run_owner"},
     {"storage", "weights", "simulators"},
     {"policies", "worlds", "rewards", "replay"},
     {"actors", "learner", "fitting", "evaluation", "replay_tools"},

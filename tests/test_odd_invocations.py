@@ -79,7 +79,7 @@ EXPECTED = {
     "train --placement learner=0-99999999999": "a run has at most 4096 ranks",
     "train --placement learner=0-3000,actor=3001": "--placement names 3001 learner ranks",
     "train {w}/bytes.toml": "not valid toml",
-    "train {w}/deep.json": "more than 64 levels",
+    "train {w}/deep.json": "nested too deeply",
     "train {w}/pipe.toml": "it is a named pipe",
     "replay prune {m}/run --dry-run --keep-gigabytes nan": "--keep-gigabytes is nan",
     "replay prune {m}/run --dry-run --keep-gigabytes inf": "--keep-gigabytes is inf",

@@ -11,11 +11,10 @@ import pytest
 
 from asyncrl import cli
 from asyncrl.commands import runs as runs_command
-from asyncrl.config.algorithm import OptimizerSettings
 from asyncrl.config.run import TrainConfig
-from asyncrl.config.sections import ReplaySettings
-from asyncrl.storage import run_lock
-from asyncrl.storage.checkpoint_copy import keep_copy
+from asyncrl.config.sections import OptimizerSettings, ReplaySettings
+from asyncrl.storage import run_owner
+from asyncrl.storage.checkpoint import keep_copy
 from support.folder_damage import contents
 from support.recorded_run import make_run
 from support.run_folders import kill_owner, write_run
@@ -42,7 +41,7 @@ def said(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int = 0
 
 
 def test_list_has_a_row_per_run_the_newest_last(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lock = run_lock.acquire(write_run(folder / "fourth", started=1.3e9, made=1))
+    lock = run_owner.acquire(write_run(folder / "fourth", started=1.3e9, made=1))
     expected = [
         ["run", "started", "state", "updates", "imagined", "true", "MB"],
         ["first", "2001-09-09", "finished", "4/4", "40.0%", "50.0%", "0.0"],
@@ -208,7 +207,7 @@ def test_gc_keeps_the_older_checkpoints_of_a_newest_that_is_not_whole(
 
 
 def test_gc_never_touches_a_running_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lock = run_lock.acquire(folder / "first")
+    lock = run_owner.acquire(folder / "first")
     before = contents(folder / "first")
     text = said(["gc", "--yes"], capsys)
     assert "left alone, for it runs: first" in text
@@ -221,11 +220,11 @@ class BeginsARun(runs_command.Gc):
     """Looks at the folder, and then a run begins there."""
 
     def _text(self, found: Any) -> str:
-        HELD.append(run_lock.acquire(self.folder))
+        HELD.append(run_owner.acquire(self.folder))
         return super()._text(found)
 
 
-HELD: list[run_lock.RunLock] = []
+HELD: list[run_owner.RunLock] = []
 
 
 def test_a_run_that_begins_after_the_listing_is_not_touched(

@@ -15,9 +15,9 @@ import tyro
 
 from asyncrl import registry
 from asyncrl.config.bounds import SEEDS, THREADS, AtLeast, Bounded, Within
+from asyncrl.config.help import AUDIT, answer_help
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import ActorSettings, ImaginationSettings, SuccessFrames
-from asyncrl.config.short_help import AUDIT, answer_help
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation.simulator_of_tasks import refuse_foreign_tasks
 from asyncrl.simulators.starts import evaluation_plays, evaluation_seeds
@@ -154,7 +154,7 @@ def _write_curves(
 def _version_of(text: str) -> int | None:
     """Return the policy version of a run's folder or checkpoint; None: its name does not say it."""
     from asyncrl.launch.named_models import folder_part
-    from asyncrl.storage.asset_paths import newest_checkpoint
+    from asyncrl.storage.assets import newest_checkpoint
 
     number = newest_checkpoint(Path(folder_part(text))).name.rpartition("_")[2]
     return int(number) if number.isdecimal() else None
@@ -265,7 +265,7 @@ def _models(config: AuditConfig, policy: str, device: torch.device) -> Models:
     from asyncrl.evaluation.audit import Models
     from asyncrl.launch.environment import with_world_defaults
     from asyncrl.policies.interface import SamplingParams
-    from asyncrl.storage.asset_paths import simulator_named
+    from asyncrl.storage.assets import simulator_named
 
     if simulator_named(config.world):
         raise ConfigError(

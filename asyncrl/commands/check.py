@@ -99,7 +99,7 @@ def _starts(config: CheckConfig, size: int) -> list[StartState]:
 
     from asyncrl.launch.named_models import folder_part
     from asyncrl.records import StartState
-    from asyncrl.storage.asset_paths import DEFAULT, is_shipped_world, start_states_path
+    from asyncrl.storage.assets import DEFAULT, is_shipped_world, start_states_path
     from asyncrl.worlds.start_states import load_start_states
 
     own = config.start_states != DEFAULT or (Path(folder_part(config.name)) / "dataset").is_dir()

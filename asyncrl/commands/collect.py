@@ -10,7 +10,7 @@ from typing import Annotated, Final
 import tyro
 
 from asyncrl.config.bounds import PIXELS, SEEDS, THREADS, AtLeast, Bounded, Within
-from asyncrl.config.short_help import COLLECT, answer_help
+from asyncrl.config.help import COLLECT, answer_help
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation.evaluate import acting, check_fits
 from asyncrl.fitting.collect import must_be_new, record, training_starts

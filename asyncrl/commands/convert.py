@@ -11,14 +11,13 @@ import tyro
 
 from asyncrl import registry
 from asyncrl.config.bounds import AtLeast, Bounded, Positive
-from asyncrl.config.short_help import CONVERT, answer_help
+from asyncrl.config.help import CONVERT, answer_help
 from asyncrl.errors import ConfigError
 from asyncrl.launch.run_settings import run_of
-from asyncrl.storage.asset_paths import policy_folder, simulator_named
+from asyncrl.storage.assets import policy_folder, simulator_named
 
 if TYPE_CHECKING:
     from asyncrl.policies.openvla.export import ConversionReport
-    from asyncrl.storage.asset_paths import Hub
 
 ADAPTER = "adapter_config.json"
 GB = 1e9
@@ -81,7 +80,7 @@ ARGUMENTS: Final = ConvertConfig
 """What the command takes; tab completion reads it too."""
 
 
-def main(arguments: list[str], hub: Hub | None = None) -> int:
+def main(arguments: list[str], hub: Any = None) -> int:
     """Convert and print a report; `hub` replaces the real one of --push in tests."""
     arguments = answer_help(arguments, lambda: CONVERT.text(ConvertConfig(source="", out=Path())))
     config = tyro.cli(ARGUMENTS, args=arguments, prog="asyncrl convert")
@@ -98,7 +97,7 @@ def main(arguments: list[str], hub: Hub | None = None) -> int:
     else:
         _convert(config)
     if config.push:
-        from asyncrl.storage.asset_paths import push
+        from asyncrl.storage.assets import push
 
         push(config.out, config.push, private=config.private, tell=print, hub=hub)
     return 0
@@ -114,8 +113,7 @@ def _convert(config: ConvertConfig) -> None:
     began = time.monotonic()
     folder = policy_folder(config.source)
     if (folder / "state.json").is_file():  # A checkpoint of a run: a damaged one would be passed on.
-        for note in checkpoint.verify(folder, policy_only=True).notes:
-            print(note)
+        checkpoint.verify(folder, policy_only=True)
     chosen = {f.name: getattr(config, f.name) for f in fields(PublishedOptions) if f.name != "norm_key"}
     done = convert(
         folder,
@@ -208,6 +206,6 @@ def _check(config: ConvertConfig) -> None:
     if config.private and not config.push:
         raise ConfigError("--private is for the repository of --push, which is not set. Leave it out.")
     if config.push:
-        from asyncrl.storage.asset_paths import check_repo
+        from asyncrl.storage.assets import check_repo
 
         check_repo(config.push)

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Final
 
 from asyncrl.config.bounds import PIXELS, AtLeast, Bounded
+from asyncrl.config.help import DOCTOR
 from asyncrl.config.run import TrainConfig
-from asyncrl.config.short_help import DOCTOR
 from asyncrl.doctor.checks import doctor, doctor_simulator
 from asyncrl.doctor.findings import Examination
 from asyncrl.errors import ConfigError

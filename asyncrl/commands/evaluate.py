@@ -14,7 +14,7 @@ import tyro
 
 from asyncrl import registry
 from asyncrl.config.bounds import PIXELS, SEEDS, THREADS, AtLeast, Bounded, Within
-from asyncrl.config.short_help import EVALUATE, answer_help
+from asyncrl.config.help import EVALUATE, answer_help
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation.evaluate import Evaluation, acting, check_fits, episode_row, evaluate
 from asyncrl.evaluation.simulator_of_tasks import refuse_foreign_tasks

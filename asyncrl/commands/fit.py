@@ -32,7 +32,7 @@ from asyncrl.fitting.worlds.interface import (
 )
 from asyncrl.launch.job import read_job
 from asyncrl.launch.own_device import take_device
-from asyncrl.storage.asset_paths import policy_folder, world_folder
+from asyncrl.storage.assets import policy_folder, world_folder
 
 if TYPE_CHECKING:
     import torch
@@ -86,7 +86,7 @@ def _fine_tunes_policy(config: FitPolicy) -> bool:
 def _is_published(folder: Path) -> bool:
     """Return True if a folder has all published tensors; those that asyncrl saves lack the unused ones."""
     from asyncrl.policies.openvla.names import UNUSED_NORM
-    from asyncrl.storage.tensor_reader import TensorFiles
+    from asyncrl.storage.tensor_files import TensorFiles
 
     return UNUSED_NORM in TensorFiles(folder).names()
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from asyncrl.config.bounds import SEEDS, AtLeast, Bounded, Within
 from asyncrl.errors import ConfigError
 from asyncrl.launch.own_device import take_device
-from asyncrl.storage.asset_paths import policy_folder, start_states_path, world_folder
+from asyncrl.storage.assets import policy_folder, start_states_path, world_folder
 
 if TYPE_CHECKING:
     import torch

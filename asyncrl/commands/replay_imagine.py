@@ -77,7 +77,7 @@ class Imagine(ReplayCommand):
         config = self._settings(run)
         from asyncrl.launch.environment import build_world_model
         from asyncrl.launch.own_device import take_device
-        from asyncrl.storage.asset_paths import simulator_named
+        from asyncrl.storage.assets import simulator_named
 
         if simulator_named(config.world):
             raise ConfigError(

@@ -28,20 +28,21 @@ from asyncrl.observability import metrics_training as m
 from asyncrl.replay.store import PATTERN
 from asyncrl.replay_tools.cleanup import expendable, resume_version
 from asyncrl.replay_tools.episodes import NOTHING, group_file_or_none, read_outcomes, table, warn, watched
-from asyncrl.storage import run_lock
+from asyncrl.storage import run_owner
 from asyncrl.storage.atomic import flush
-from asyncrl.storage.checkpoint_copy import LEFT_BY_EVALUATOR, is_whole
 from asyncrl.storage.run_folder import (
+    LEFT_BY_EVALUATOR,
     METRICS,
     RunSummary,
     State,
     is_run,
+    is_whole,
     newest_rows,
     runs_in,
     settings_of,
     summarise,
 )
-from asyncrl.storage.run_lock import FolderInUse
+from asyncrl.storage.run_owner import FolderInUse
 from asyncrl.storage.untrusted import kind_of, remove
 
 GROUPS: Final = "groups that were used"
@@ -100,7 +101,7 @@ class Gc(Bounded):
         if not listed:
             return []
         try:
-            with run_lock.kept_unowned(run, "runs gc"):
+            with run_owner.kept_unowned(run, "runs gc"):
                 now = set(leftovers_of(run, state, self.keep_checkpoints))
                 chosen = [one for one in listed if one in now]
                 for one in chosen:

@@ -205,7 +205,7 @@ def arguments_of(command: str) -> Any:
 
 def _as_class(command: str) -> Any:
     """Return a class that takes the command's arguments: its subcommands, or its settings and own flags."""
-    from asyncrl.config import short_help
+    from asyncrl.config import help as short_help
 
     takes = arguments_of(command)
     plain = takes.__origin__ if hasattr(takes, "__metadata__") else takes
@@ -216,7 +216,7 @@ def _as_class(command: str) -> Any:
         return takes
     flags = [
         (one.partition(" ")[0][2:].replace("-", "_"), str if " " in one else bool)
-        for one in (short_help.ALL, *(short.own or {}))
+        for one in (short_help.ALL, *short.own())
     ]
     fields = [
         (flag, tyro.conf.FlagCreatePairsOff[kind], dataclasses.field(default=kind())) for flag, kind in flags

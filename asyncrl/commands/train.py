@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Final
 
 from asyncrl import __version__
+from asyncrl.config.help import DRY_RUN, TRAIN, ShortHelp
 from asyncrl.config.loading import load_file, parse, split_files, to_toml
 from asyncrl.config.run import TrainConfig
-from asyncrl.config.short_help import DRY_RUN, TRAIN, ShortHelp
 from asyncrl.doctor.checks import examine
 from asyncrl.doctor.findings import Examination, Verdict, render
 from asyncrl.doctor.host import existing_parent
@@ -27,7 +27,7 @@ from asyncrl.launch.job import read_job
 from asyncrl.launch.placement import checked_placement, ranks_named, sizes_of_hosts
 from asyncrl.replay.store import read_meta
 from asyncrl.storage import run_folder
-from asyncrl.storage.folder_check import check_folder
+from asyncrl.storage.run_folder import check_folder
 
 
 def dry_run(config: TrainConfig) -> int:

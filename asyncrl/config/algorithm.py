@@ -1,17 +1,17 @@
-"""What a user can set about learning: advantages, objective, correction, critic, optimizer. Imports no torch.
+"""Settings of learning: advantages, objective, correction and critic. No torch.
 
-Every field's docstring is its `--help` text. What cannot work alone raises where it is set; what cannot work
-together is refused by `check_recipe`.
+Docstrings of fields are the `--help` text. Combinations are checked by `check_recipe`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, ClassVar, Final, Literal
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Final, Literal
 
-from asyncrl.config.bounds import THREADS, AtLeast, Bounded, Positive, Within
+from asyncrl.config.bounds import AtLeast, Bounded, Positive, Within
 from asyncrl.errors import ConfigError
-from asyncrl.registry import check_name, names_code
+from asyncrl.registry import BUILT_IN, check_name, names_code
 
 Level = Literal["token", "action", "decision"]
 """What has one probability ratio: a token, an action (the tokens of a step), a decision (all its actions)."""
@@ -26,10 +26,8 @@ LEVELS = ("token", "action", "decision", "episode")
 
 
 @dataclass(frozen=True, kw_only=True)
-class AlgorithmSettings(Bounded):
+class AlgorithmSettings(Bounded, section="algorithm."):
     """What is maximised: advantages and objective."""
-
-    SECTION: ClassVar[str] = "algorithm."
 
     kind: Literal["grpo", "ppo"] = "grpo"
     """grpo: the advantage of an episode comes from its siblings. ppo: it comes from a critic (--critic)."""
@@ -114,10 +112,8 @@ class AlgorithmSettings(Bounded):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CorrectionSettings(Bounded):
+class CorrectionSettings(Bounded, section="correction."):
     """How samples of older policies are corrected."""
-
-    SECTION: ClassVar[str] = "correction."
 
     kind: str = "tis"
     """none: samples count as fresh. naive: the clipped ratio is taken against the policy that sampled.
@@ -176,10 +172,8 @@ class CorrectionSettings(Bounded):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CriticSettings(Bounded):
+class CriticSettings(Bounded, section="critic."):
     """The critic of PPO: a value head at the last prompt token."""
-
-    SECTION: ClassVar[str] = "critic."
 
     level: Literal["decision", "action"] = "decision"
     """decision: one value per decision. action: one per step; rewards and advantages are per step as well."""
@@ -204,116 +198,6 @@ class CriticSettings(Bounded):
     """Shift and scale the advantages of a batch to mean 0 and standard deviation 1."""
     warmup_updates: Annotated[int, AtLeast(0, "it counts updates.", "Use 0.")] = 0
     """First updates that train only the critic."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerSettings(Bounded):
-    """AdamW and its learning rate."""
-
-    SECTION: ClassVar[str] = "optimizer."
-
-    learning_rate: Annotated[float, Within(0, 1, "a learning rate lies in 0..1.", "Use 1e-4.")] = 1e-4
-    """AdamW learning rate."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rates fall after the warm-up."""
-    warmup_updates: Annotated[int, AtLeast(0, "it counts updates.", "Use 0.")] = 0
-    """Updates in which the learning rates rise linearly to their full size."""
-    decay_updates: Annotated[int, AtLeast(0, "it counts updates.", "Use 0.")] = 0
-    """linear, cosine: update at which the end is reached; 0 = --updates of the run when it began. The number
-    is kept with the run: a resume with more --updates makes the others at the final rate."""
-    final_lr_share: Annotated[float, Within(0, 1, "it is a share.", "Use 0.")] = 0.0
-    """linear, cosine: the learning rate at the end, as a share of the full one."""
-    weight_decay: Annotated[float, AtLeast(0, "negative, it would make weights grow.", "Use 0.")] = 0.0
-    """AdamW weight decay."""
-    beta1: Annotated[float, Within(0, 1, "it must lie in 0..1, below 1.", "Use 0.9.", open_above=True)] = 0.9
-    """AdamW decay rate of the first moment."""
-    beta2: Annotated[float, Within(0, 1, "it must lie in 0..1, below 1.", "Use 0.95.", open_above=True)] = (
-        0.95
-    )
-    """AdamW decay rate of the second moment."""
-    eps: Annotated[float, Positive("it keeps a division from 0.", "Use 1e-8.")] = 1e-8
-    """AdamW epsilon."""
-    max_grad_norm: Annotated[float, Positive("0 trains nothing, less is gradient ascent.", "Use 1.")] = 1.0
-    """Largest gradient norm; larger gradients are scaled down."""
-    max_bad_updates: Annotated[int, AtLeast(1, "it counts updates.", "Use 3.")] = 3
-    """Stop the run after this many steps in a row whose gradient is not finite."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoraSettings(Bounded):
-    """Low-rank adapters (peft) instead of full fine-tuning."""
-
-    SECTION: ClassVar[str] = "lora."
-
-    rank: Annotated[
-        int, AtLeast(0, "it counts directions.", "Use 32, or 0 for no adapters.", highest=4096)
-    ] = 0
-    """Rank of the adapters; 0 trains all weights."""
-    alpha: Annotated[float, AtLeast(0, "it is a scale.", "Use 0 for the rank.")] = 0.0
-    """The adapters' output is scaled by alpha / rank; 0 = rank."""
-    targets: Literal["language", "all"] = "all"
-    """all: every linear layer of vision, projector and language model. language: the language model's."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LearnerSettings(Bounded):
-    """How the learner computes."""
-
-    SECTION: ClassVar[str] = "learner."
-
-    threads: Annotated[int, AtLeast(1, "a process needs a thread.", "Use 1.", highest=THREADS)] = 1
-    """CPU threads of a learner process."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """bf16: forward and backward passes in bfloat16; weights, log-probs and optimizer stay float32."""
-    frozen_precision: Literal["stored", "float8"] = "stored"
-    """With --lora.rank and bf16: what frozen linear layers below adapters multiply in the learner's passes.
-    stored: numbers as the policy is loaded with. float8: rounded to 8 bits, forward and for the gradient of
-    what goes in; 2 more bytes for each of their weights, and a GPU from H100 on. Nothing that is published or
-    saved is rounded. With --learner.compile passes are 1.4 times as fast, without it slower."""
-    compile: bool = False
-    """Compile the layers: about a minute at the start; then passes are 1.6 times as fast on a GPU. All are of
-    one size then: micro-batches are filled up, and prompts padded to the longest instruction."""
-    compile_early: bool = True
-    """With --learner.compile: compile while the actors imagine the first batch, not in the first update. Not
-    done with --inline, where nobody imagines meanwhile, nor with --learner.offload, which leaves the device
-    to the actors then."""
-    gradient_checkpointing: bool = False
-    """Compute the layers' activations again in the backward pass: less memory, a third more time."""
-    gradient_checkpointing_every: Annotated[
-        int, AtLeast(1, "it counts layers.", "Use 1 for all layers.", highest=1024)
-    ] = 1
-    """With --learner.gradient-checkpointing: one of so many layers does so, the others keep what they need.
-    1: all of them. 2: half of the extra time, for half of the memory that is saved. OpenVLA-OFT with adapters
-    and 32 decisions per pass takes 22 GiB, with 4 it takes 63 and is 1.28 times as fast; where nothing is
-    computed again, 48 per pass take 105 GiB."""
-    offload: bool = False
-    """Keep weights, gradient and optimizer state in pinned host memory while the learner waits."""
-    shard: Literal["all", "host"] = "all"
-    """What learner ranks spread weights, gradient and optimizer state over: all of them, or those of their
-    host, so that every host has all of it: more memory, and only gradients travel between hosts."""
-    reshard_after: Literal["pass", "step"] = "pass"
-    """When learner ranks that train all weights free those that they gathered from each other: after each
-    pass of a layer, or after the passes of an optimizer step, which takes 2 bytes more for each weight in
-    bfloat16 and is 1.07 to 1.10 times as fast. Adapters stay for a step in any case."""
-
-    @property
-    def recomputed(self) -> float:
-        """Share of the layers that compute their activations again."""
-        return self.gradient_checkpointing / self.gradient_checkpointing_every
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.gradient_checkpointing_every > 1 and not self.gradient_checkpointing:
-            raise ConfigError(
-                f"--learner.gradient-checkpointing-every is {self.gradient_checkpointing_every}, but without "
-                "--learner.gradient-checkpointing no layer computes anything again. Add it, or leave it at 1."
-            )
-        if self.frozen_precision == "float8" and self.precision == "fp32":
-            raise ConfigError(
-                "--learner.frozen-precision is float8, but --learner.precision is fp32, and products of "
-                "8-bit numbers are bfloat16. Use --learner.precision bf16, or --learner.frozen-precision "
-                "stored."
-            )
 
 
 def check_recipe(
@@ -382,3 +266,86 @@ def _check_names(algorithm: AlgorithmSettings, correction: CorrectionSettings) -
             f"--algorithm.settings is {' '.join(algorithm.settings)}, but neither --algorithm.advantage nor "
             "--algorithm.objective names a class of yours. Leave it out."
         )
+
+
+# --- settings without effect ---
+
+_WEIGHING: Final = ("geometric", "max_weight", "veto", "proximal", "reject", "reject_low", "reject_high")
+ACTING: Final = {
+    "none": (),
+    "naive": (),
+    "tis": (*_WEIGHING, "level", "min_weight"),
+    "mis": (*_WEIGHING, "level", "min_weight"),
+    "decoupled": (*_WEIGHING, "level"),
+    "gipo": (*(name for name in _WEIGHING if name != "max_weight"), "level", "sigma"),
+    "vtrace": ("rho_cap", "trace_cap"),
+}
+"""Kind of correction -> its settings that do something; kind, settings and trust_region always may."""
+assert ACTING.keys() == BUILT_IN["correction"].keys()
+
+
+def idle_settings(
+    algorithm: AlgorithmSettings, correction: CorrectionSettings, critic: CriticSettings
+) -> list[str]:
+    """Say of every setting that differs from its default, but changes nothing, why that is so.
+
+    Returns:
+        Lines for people.
+    """
+    found = [*_of_correction(correction), *_of_algorithm(algorithm, correction)]
+    if algorithm.kind == "grpo":
+        found += [(f"critic.{name}", "--algorithm.kind grpo has no critic") for name in _changed(critic)]
+    lines = [f"--{name.replace('_', '-')} has no effect: {why}" for name, why in found]
+    if correction.kind == "mis" and correction.min_weight == 0:
+        lines.append(
+            "--correction.kind mis without a lower limit is the same as decoupled; IcePop has "
+            "--correction.min-weight 0.5"
+        )
+    return lines
+
+
+def _of_correction(correction: CorrectionSettings) -> Iterator[tuple[str, str]]:
+    if names_code(correction.kind):
+        return
+    acting = {*ACTING[correction.kind], "kind", "settings", "trust_region"}
+    for name in _changed(correction):
+        if name not in acting:
+            yield f"correction.{name}", f"--correction.kind is {correction.kind}"
+        elif name in ("reject_low", "reject_high") and correction.reject == "none":
+            yield f"correction.{name}", "--correction.reject is none"
+
+
+def _of_algorithm(algorithm: AlgorithmSettings, correction: CorrectionSettings) -> Iterator[tuple[str, str]]:
+    changed = _changed(algorithm)
+    one_step = algorithm.epochs * algorithm.minibatches == 1
+    fresh = correction.kind in ("none", "vtrace") or (
+        correction.kind in ACTING and correction.kind != "naive" and correction.proximal == "recomputed"
+    )
+    if one_step and fresh and not names_code(algorithm.objective):
+        why = (
+            "with one step per batch the ratio to the proximal policy is 1. --correction.trust-region bounds "
+            "the policy against the one that sampled"
+        )
+        yield from ((f"algorithm.{name}", why) for name in ("clip_low", "clip_high") if name in changed)
+        if "dual_clip" in changed:
+            yield "algorithm.dual_clip", why
+    elif algorithm.objective == "cispo" and "dual_clip" in changed:
+        yield "algorithm.dual_clip", "cispo has no clipped loss to limit"
+    if "kl_estimator" in changed and not algorithm.kl_coef:
+        yield "algorithm.kl_estimator", "--algorithm.kl-coef is 0"
+    if "max_filtered_batches" in changed and not algorithm.filter_groups:
+        yield "algorithm.max_filtered_batches", "--algorithm.filter-groups is not set"
+    if algorithm.kind == "ppo" and algorithm.advantage in ("auto", "gae"):
+        for name in ("baseline", "advantage_scale"):
+            if name in changed:
+                yield f"algorithm.{name}", "--algorithm.kind ppo compares with the critic, not with siblings"
+
+
+def _changed(settings: Any) -> list[str]:
+    """Names of the settings that are not as by default."""
+    default = type(settings)()
+    return [
+        field.name
+        for field in fields(settings)
+        if getattr(settings, field.name) != getattr(default, field.name)
+    ]

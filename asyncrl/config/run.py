@@ -14,9 +14,6 @@ from asyncrl.config.algorithm import (
     AlgorithmSettings,
     CorrectionSettings,
     CriticSettings,
-    LearnerSettings,
-    LoraSettings,
-    OptimizerSettings,
     check_recipe,
 )
 from asyncrl.config.bounds import SECONDS, SEEDS, AtLeast, Bounded, Within, check_path
@@ -25,7 +22,10 @@ from asyncrl.config.sections import (
     EvaluationSettings,
     GuardSettings,
     ImaginationSettings,
+    LearnerSettings,
+    LoraSettings,
     MonitorSettings,
+    OptimizerSettings,
     ReplaySettings,
     SimulatorSettings,
     SuccessFrames,

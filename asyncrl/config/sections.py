@@ -1,26 +1,11 @@
-"""Settings of --actor: how episodes are made. Imports no torch.
-
-Settings of --replay: what is kept between actors and learner, and how long. Imports no torch.
-
-Settings of --imagination: what the world model computes. Imports no torch.
-
-Settings of --simulator: the one that --world names. Imports no torch.
-
-Settings of --evaluation: the true success, measured beside the training. Imports no torch.
-
-Settings of --guard: which imagined successes count. Imports no torch.
-
-Settings of --monitor: what others can read of a run. Imports no torch.
-
-Settings of --weights: how new weights reach the actors. Imports no torch.
-"""
+"""Settings of all sections but those in `algorithm`; field docstrings are the `--help` text. No torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
-from asyncrl.config.bounds import SECONDS, THREADS, AtLeast, Bounded, Within
+from asyncrl.config.bounds import SECONDS, THREADS, AtLeast, Bounded, Positive, Within
 from asyncrl.errors import ConfigError
 from asyncrl.observability.monitor_address import parse_address
 
@@ -29,10 +14,8 @@ SuccessFrames = int | Literal["last"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ActorSettings(Bounded):
+class ActorSettings(Bounded, section="actor."):
     """How an actor makes episodes."""
-
-    SECTION: ClassVar[str] = "actor."
 
     slots: Annotated[int, AtLeast(1, "an actor imagines at least one episode.", "Use 16.", highest=4096)] = 16
     """Episodes imagined at the same time by one actor."""
@@ -77,10 +60,8 @@ ReplaySampler = Literal["oldest", "newest", "uniform", "prioritized"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplaySettings(Bounded):
+class ReplaySettings(Bounded, section="replay."):
     """The HDF5 replay between the actors and the learner."""
-
-    SECTION: ClassVar[str] = "replay."
 
     max_lag: Annotated[
         int, AtLeast(0, "a lag cannot be negative.", "Use 2, or --synchronous for 0.", highest=100_000)
@@ -154,10 +135,8 @@ class WorldDefaults:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImaginationSettings(Bounded):
+class ImaginationSettings(Bounded, section="imagination."):
     """What the world model computes, and how fast. docs/approximations.md says what each choice costs."""
-
-    SECTION: ClassVar[str] = "imagination."
 
     context: Literal["auto", "frames", "latents"] = "auto"
     """What the next decision begins with. frames: the last four frames as uint8 pixels, encoded again, and
@@ -191,10 +170,8 @@ class ImaginationSettings(Bounded):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimulatorSettings(Bounded):
+class SimulatorSettings(Bounded, section="simulator."):
     """The simulator that --world names."""
-
-    SECTION: ClassVar[str] = "simulator."
 
     workers: Annotated[
         int, AtLeast(0, "it counts processes.", "Use 0 for the actor's own.", highest=THREADS)
@@ -214,13 +191,11 @@ class SimulatorSettings(Bounded):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationSettings(Bounded):
+class EvaluationSettings(Bounded, section="evaluation."):
     """How --evaluate-every measures the true success of the run's policy, in a process that nobody waits for.
 
     With the run's own temperature and top-k, from starts that nothing is trained on, the same ones each time.
     """
-
-    SECTION: ClassVar[str] = "evaluation."
 
     episodes: Annotated[int, AtLeast(1, "it counts episodes.", "Use 64.", highest=100_000)] = 64
     """Episodes that are played of each version. More make the interval narrower, and take longer."""
@@ -241,10 +216,8 @@ class EvaluationSettings(Bounded):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GuardSettings(Bounded):
+class GuardSettings(Bounded, section="guard."):
     """Which imagined successes count, since some of them are false."""
-
-    SECTION: ClassVar[str] = "guard."
 
     kind: Literal["none", "lasting"] = "none"
     """none: a reward of 1 at the first frame whose score reaches --actor.success-threshold. lasting: only
@@ -253,10 +226,8 @@ class GuardSettings(Bounded):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MonitorSettings(Bounded):
+class MonitorSettings(Bounded, section="monitor."):
     """What others can read of a run over the network."""
-
-    SECTION: ClassVar[str] = "monitor."
 
     listen: str = ""
     """HOST:PORT, or PORT for this host only, where the learner answers Prometheus (/metrics) and says whether
@@ -270,10 +241,8 @@ class MonitorSettings(Bounded):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightSettings(Bounded):
+class WeightSettings(Bounded, section="weights."):
     """How new weights reach the actors."""
-
-    SECTION: ClassVar[str] = "weights."
 
     transport: str = "auto"
     """Carrier of the weights. auto: nccl when every actor has a GPU of its own, cuda_ipc when some are on the
@@ -288,3 +257,107 @@ class WeightSettings(Bounded):
     listen: str = ""
     """Address where actors on other hosts fetch the weights, like tcp://10.0.0.5:5556. Empty: the address of
     --replay.listen with a port that the system chooses. It takes the same --replay.keys."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSettings(Bounded, section="optimizer."):
+    """AdamW and its learning rate."""
+
+    learning_rate: Annotated[float, Within(0, 1, "a learning rate lies in 0..1.", "Use 1e-4.")] = 1e-4
+    """AdamW learning rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rates fall after the warm-up."""
+    warmup_updates: Annotated[int, AtLeast(0, "it counts updates.", "Use 0.")] = 0
+    """Updates in which the learning rates rise linearly to their full size."""
+    decay_updates: Annotated[int, AtLeast(0, "it counts updates.", "Use 0.")] = 0
+    """linear, cosine: update at which the end is reached; 0 = --updates of the run when it began. The number
+    is kept with the run: a resume with more --updates makes the others at the final rate."""
+    final_lr_share: Annotated[float, Within(0, 1, "it is a share.", "Use 0.")] = 0.0
+    """linear, cosine: the learning rate at the end, as a share of the full one."""
+    weight_decay: Annotated[float, AtLeast(0, "negative, it would make weights grow.", "Use 0.")] = 0.0
+    """AdamW weight decay."""
+    beta1: Annotated[float, Within(0, 1, "it must lie in 0..1, below 1.", "Use 0.9.", open_above=True)] = 0.9
+    """AdamW decay rate of the first moment."""
+    beta2: Annotated[float, Within(0, 1, "it must lie in 0..1, below 1.", "Use 0.95.", open_above=True)] = (
+        0.95
+    )
+    """AdamW decay rate of the second moment."""
+    eps: Annotated[float, Positive("it keeps a division from 0.", "Use 1e-8.")] = 1e-8
+    """AdamW epsilon."""
+    max_grad_norm: Annotated[float, Positive("0 trains nothing, less is gradient ascent.", "Use 1.")] = 1.0
+    """Largest gradient norm; larger gradients are scaled down."""
+    max_bad_updates: Annotated[int, AtLeast(1, "it counts updates.", "Use 3.")] = 3
+    """Stop the run after this many steps in a row whose gradient is not finite."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraSettings(Bounded, section="lora."):
+    """Low-rank adapters (peft) instead of full fine-tuning."""
+
+    rank: Annotated[
+        int, AtLeast(0, "it counts directions.", "Use 32, or 0 for no adapters.", highest=4096)
+    ] = 0
+    """Rank of the adapters; 0 trains all weights."""
+    alpha: Annotated[float, AtLeast(0, "it is a scale.", "Use 0 for the rank.")] = 0.0
+    """The adapters' output is scaled by alpha / rank; 0 = rank."""
+    targets: Literal["language", "all"] = "all"
+    """all: every linear layer of vision, projector and language model. language: the language model's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerSettings(Bounded, section="learner."):
+    """How the learner computes."""
+
+    threads: Annotated[int, AtLeast(1, "a process needs a thread.", "Use 1.", highest=THREADS)] = 1
+    """CPU threads of a learner process."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """bf16: forward and backward passes in bfloat16; weights, log-probs and optimizer stay float32."""
+    frozen_precision: Literal["stored", "float8"] = "stored"
+    """With --lora.rank and bf16: what frozen linear layers below adapters multiply in the learner's passes.
+    stored: numbers as the policy is loaded with. float8: rounded to 8 bits, forward and for the gradient of
+    what goes in; 2 more bytes for each of their weights, and a GPU from H100 on. Nothing that is published or
+    saved is rounded. With --learner.compile passes are 1.4 times as fast, without it slower."""
+    compile: bool = False
+    """Compile the layers: about a minute at the start; then passes are 1.6 times as fast on a GPU. All are of
+    one size then: micro-batches are filled up, and prompts padded to the longest instruction."""
+    compile_early: bool = True
+    """With --learner.compile: compile while the actors imagine the first batch, not in the first update. Not
+    done with --inline, where nobody imagines meanwhile, nor with --learner.offload, which leaves the device
+    to the actors then."""
+    gradient_checkpointing: bool = False
+    """Compute the layers' activations again in the backward pass: less memory, a third more time."""
+    gradient_checkpointing_every: Annotated[
+        int, AtLeast(1, "it counts layers.", "Use 1 for all layers.", highest=1024)
+    ] = 1
+    """With --learner.gradient-checkpointing: one of so many layers does so, the others keep what they need.
+    1: all of them. 2: half of the extra time, for half of the memory that is saved. OpenVLA-OFT with adapters
+    and 32 decisions per pass takes 22 GiB, with 4 it takes 63 and is 1.28 times as fast; where nothing is
+    computed again, 48 per pass take 105 GiB."""
+    offload: bool = False
+    """Keep weights, gradient and optimizer state in pinned host memory while the learner waits."""
+    shard: Literal["all", "host"] = "all"
+    """What learner ranks spread weights, gradient and optimizer state over: all of them, or those of their
+    host, so that every host has all of it: more memory, and only gradients travel between hosts."""
+    reshard_after: Literal["pass", "step"] = "pass"
+    """When learner ranks that train all weights free those that they gathered from each other: after each
+    pass of a layer, or after the passes of an optimizer step, which takes 2 bytes more for each weight in
+    bfloat16 and is 1.07 to 1.10 times as fast. Adapters stay for a step in any case."""
+
+    @property
+    def recomputed(self) -> float:
+        """Share of the layers that compute their activations again."""
+        return self.gradient_checkpointing / self.gradient_checkpointing_every
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.gradient_checkpointing_every > 1 and not self.gradient_checkpointing:
+            raise ConfigError(
+                f"--learner.gradient-checkpointing-every is {self.gradient_checkpointing_every}, but without "
+                "--learner.gradient-checkpointing no layer computes anything again. Add it, or leave it at 1."
+            )
+        if self.frozen_precision == "float8" and self.precision == "fp32":
+            raise ConfigError(
+                "--learner.frozen-precision is float8, but --learner.precision is fp32, and products of "
+                "8-bit numbers are bfloat16. Use --learner.precision bf16, or --learner.frozen-precision "
+                "stored."
+            )

@@ -24,7 +24,7 @@ from asyncrl.launch.placement import parse_placement, ranks_named
 from asyncrl.messaging.keys import ALLOWED
 from asyncrl.messaging.sockets import ipc_endpoint, private_folder
 from asyncrl.storage import run_folder
-from asyncrl.storage.folder_check import check_folder
+from asyncrl.storage.run_folder import check_folder
 
 if TYPE_CHECKING:
     from asyncrl.doctor.findings import Sizes

@@ -12,8 +12,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from asyncrl.config.algorithm import LearnerSettings
 from asyncrl.config.run import TrainConfig
+from asyncrl.config.sections import LearnerSettings
 from asyncrl.doctor.findings import Examination, Finding, Sizes, broken, ok, one_line
 from asyncrl.doctor.gpus import devices_of, hosts_of, placement_of
 from asyncrl.doctor.host import GIB
@@ -26,8 +26,8 @@ from asyncrl.launch.world_conformance import CHECKS, check_world
 from asyncrl.policies.acceleration import frozen_float8_bytes
 from asyncrl.policies.interface import CountsActivations
 from asyncrl.records import SlotBytes
-from asyncrl.storage import asset_paths, checkpoint, run_folder
-from asyncrl.storage.asset_paths import simulator_named
+from asyncrl.storage import assets, checkpoint, run_folder
+from asyncrl.storage.assets import simulator_named
 from asyncrl.worlds.interface import CountsSlots
 
 MIB: Final = 2**20
@@ -45,9 +45,9 @@ def check_shipped_files(examination: Examination) -> Finding | None:
         return None
     try:
         found = (
-            asset_paths.policy_folder(SHIPPED),
-            asset_paths.world_folder(SHIPPED),
-            asset_paths.start_states_path(SHIPPED, SHIPPED),
+            assets.policy_folder(SHIPPED),
+            assets.world_folder(SHIPPED),
+            assets.start_states_path(SHIPPED, SHIPPED),
         )
     except CheckpointError:
         seen = f"asyncrl/assets/{SHIPPED} is incomplete (policy, world, start_states.h5)."
@@ -69,7 +69,8 @@ def check_models(examination: Examination) -> Finding:
         if config.resume:
             folder = checkpoint.latest(run_folder.locate(config))
             assert folder is not None  # The run folder was found by its checkpoints.
-            resumed = "; ".join(["", f"goes on from {folder.name}", *checkpoint.verify(folder).notes])
+            checkpoint.verify(folder)
+            resumed = f"; goes on from {folder.name}"
     except AsyncRLError as error:
         return broken("models", one_line(error))
     examination.config = config

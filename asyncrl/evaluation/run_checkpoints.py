@@ -18,7 +18,8 @@ from asyncrl.evaluation import evaluations_file
 from asyncrl.evaluation.evaluate import Evaluation
 from asyncrl.evaluation.evaluations_file import EvaluatedVersion, is_due
 from asyncrl.storage import checkpoint
-from asyncrl.storage.checkpoint_copy import HELD, clean_up, keep_as_best, keep_copy
+from asyncrl.storage.checkpoint import clean_up, keep_as_best, keep_copy
+from asyncrl.storage.run_folder import HELD
 from asyncrl.storage.untrusted import remove
 
 _log = logging.getLogger(__name__)

@@ -44,7 +44,7 @@ from asyncrl.rewards.libero_tasks import SUITES
 from asyncrl.simulators.interface import SimStart, SimulatorSpec, hand_pose
 from asyncrl.simulators.libero.scene import OPEN, quaternion_of
 from asyncrl.simulators.rollout import SimulatedEpisode
-from asyncrl.storage.hdf5_bounds import attribute_of, dataset_in, group_in, open_hdf5
+from asyncrl.storage.untrusted import attribute_of, dataset_in, group_in, open_hdf5
 
 CAMERAS: Final = ("agentview", "wrist")
 _PICTURES: Final = {"agentview": "obs/agentview_rgb", "wrist": "obs/eye_in_hand_rgb"}

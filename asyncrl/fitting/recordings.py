@@ -32,7 +32,7 @@ from asyncrl.records import POSE_DIM
 from asyncrl.simulators.interface import SimStart, SimulatorSpec
 from asyncrl.simulators.rollout import SimulatedEpisode
 from asyncrl.storage.atomic import replacing
-from asyncrl.storage.hdf5_bounds import attribute_of, dataset_in, open_hdf5
+from asyncrl.storage.untrusted import attribute_of, dataset_in, open_hdf5
 
 if TYPE_CHECKING:
     import h5py

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from asyncrl.config.algorithm import LoraSettings
 from asyncrl.config.bounds import SEEDS, AtLeast, Bounded, Within
+from asyncrl.config.sections import LoraSettings
 from asyncrl.errors import ConfigError
 from asyncrl.fitting.datasets.settings import DataSetSettings
 from asyncrl.fitting.worlds.interface import CONTEXT_SIGMA, DEFAULT_KIND, Size, check_kind

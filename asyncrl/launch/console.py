@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from asyncrl import __version__, registry
-from asyncrl.config.idle_settings import idle_settings
+from asyncrl.config.algorithm import idle_settings
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import WorldDefaults
 from asyncrl.errors import AsyncRLError
@@ -20,10 +20,9 @@ from asyncrl.observability import metrics_training as m
 from asyncrl.observability import monitor_address, process_status, trackers
 from asyncrl.observability.console import duration
 from asyncrl.observability.logger import MetricsLogger, flat, start_command
-from asyncrl.storage import asset_paths, checkpoint, provenance, run_lock
-from asyncrl.storage.asset_paths import simulator_named
-from asyncrl.storage.checkpoint_copy import BEST
-from asyncrl.storage.run_folder import REPLAY
+from asyncrl.storage import assets, checkpoint, provenance, run_owner
+from asyncrl.storage.assets import simulator_named
+from asyncrl.storage.run_folder import BEST, REPLAY
 from asyncrl.storage.untrusted import read_rows
 
 if TYPE_CHECKING:
@@ -70,7 +69,7 @@ def joined(parts: Iterable[str]) -> list[str]:
 
 def world_line(asked: TrainConfig, said: WorldDefaults) -> str:
     """One line: how long and with what the world imagines, and who says so; empty for a shipped world."""
-    if asset_paths.is_shipped_world(asked.world):
+    if assets.is_shipped_world(asked.world):
         return ""
     if said.simulated:
         limit = asked.actor.max_decisions
@@ -329,14 +328,14 @@ def compact_at_end(
         return
     from asyncrl.replay_tools.cleanup import compact_folder
 
-    until = time.monotonic() + run_lock.LEAVE_DEADLINE
+    until = time.monotonic() + run_owner.LEAVE_DEADLINE
     while True:
         try:
             with process_status.activity("compressing the replay"):
                 tell(compact_folder(run_dir / REPLAY, stop_requested=stop_requested).text)
             return
         except (AsyncRLError, OSError) as error:
-            in_use = isinstance(error, run_lock.FolderInUse)  # Other ranks of the run are still ending.
+            in_use = isinstance(error, run_owner.FolderInUse)  # Other ranks of the run are still ending.
             if not in_use or time.monotonic() > until or stop_requested():
                 tell(
                     f"--replay.compact-at-end: the replay is not compressed ({error}). The run ended well "

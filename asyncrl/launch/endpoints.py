@@ -32,8 +32,7 @@ from asyncrl.messaging.sockets import (
     why_taken,
 )
 from asyncrl.storage.atomic import read_small, write_private, write_text
-from asyncrl.storage.run_identity import RunIdentity
-from asyncrl.storage.run_lock import LEAVE_DEADLINE
+from asyncrl.storage.run_owner import LEAVE_DEADLINE, RunIdentity
 
 SOCKETS = "sockets"
 """File of the run folder that names the private folder of its sockets."""

@@ -31,8 +31,8 @@ from asyncrl.records import ActionSpec, StartState
 from asyncrl.registry import names_code
 from asyncrl.replay.interface import EpisodeFormat
 from asyncrl.rewards.interface import RewardModel
-from asyncrl.storage import asset_paths
-from asyncrl.storage.asset_paths import simulator_named
+from asyncrl.storage import assets
+from asyncrl.storage.assets import simulator_named
 from asyncrl.worlds.interface import BringsDefaults, NeedsPose, World
 from asyncrl.worlds.start_states import check_keyframes, check_pose, load_start_states
 
@@ -200,7 +200,7 @@ def _tasks(starts: Sequence[StartState]) -> list[str]:
 
 
 def _starts(config: TrainConfig, size: int) -> list[StartState]:
-    path = asset_paths.start_states_path(config.start_states, folder_part(config.world))
+    path = assets.start_states_path(config.start_states, folder_part(config.world))
     try:
         starts = load_start_states(path, keyframes=config.keyframes, image_size=size)
     except AssetError as error:

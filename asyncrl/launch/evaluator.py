@@ -44,6 +44,7 @@ from asyncrl.launch.placement import pick_device
 from asyncrl.launch.simulated import SimulatorFiles
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability import process_status, waits
+from asyncrl.observability.logger import LARGEST_PICTURE, SHEET, VIDEOS, picture_name
 from asyncrl.observability.metrics import Metric
 from asyncrl.policies.interface import Policy, SamplingParams
 from asyncrl.simulators.build import SimulatorSource
@@ -51,11 +52,10 @@ from asyncrl.simulators.interface import SimulatorSpec
 from asyncrl.simulators.pool import SimulatorPool
 from asyncrl.simulators.rollout import Play, SimulatedEpisode, rollout
 from asyncrl.simulators.starts import evaluation_plays
-from asyncrl.storage.asset_paths import simulator_named
-from asyncrl.storage.checkpoint_copy import clean_up, forget_best_after
+from asyncrl.storage.assets import simulator_named
+from asyncrl.storage.checkpoint import clean_up, forget_best_after
 from asyncrl.storage.media import movie_suffix
-from asyncrl.storage.untrusted import make_folder, read_rows
-from asyncrl.storage.version_pictures import SHEET, VIDEOS, picture_name, read_picture
+from asyncrl.storage.untrusted import make_folder, read_bytes, read_rows
 
 ROWS: Final = 8
 """Of every pass of the policy."""
@@ -251,7 +251,7 @@ def evaluator_main(config_json: str, run_dir_text: str, local_rank: str) -> None
 
     from asyncrl.launch.own_device import make_current
     from asyncrl.observability import signals
-    from asyncrl.storage import run_lock
+    from asyncrl.storage import run_owner
 
     signals.raise_limit()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -259,7 +259,7 @@ def evaluator_main(config_json: str, run_dir_text: str, local_rank: str) -> None
         overlay(TrainConfig(), json.loads(config_json), "the run's settings"),
         Path(run_dir_text),
     )
-    lock = run_lock.join(run_dir)
+    lock = run_owner.join(run_dir)
     multiprocessing.current_process().daemon = False  # So that it may have workers, which end with it.
     process_status.publish_as(run_dir, ROLE)
     process_status.set_activity("loading models", config.startup_timeout)
@@ -388,7 +388,7 @@ def pictures_of(run_dir: Path, row: EvaluatedVersion) -> dict[str, bytes]:
         suffix = Path(path).suffix
         if suffix in _SHOWN:
             try:
-                found[tag] = read_picture(run_dir, row.version, suffix)
+                found[tag] = read_bytes(run_dir / picture_name(row.version, suffix), LARGEST_PICTURE)
             except OSError as error:
                 _log.warning("TensorBoard does not get %s of version %d: %s", tag, row.version, error)
     return found

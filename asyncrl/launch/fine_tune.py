@@ -54,7 +54,7 @@ from asyncrl.learner.weight_export import ADAPTER_FOLDER, copy_policy, gather_to
 from asyncrl.policies.acceleration import enable_gradient_checkpointing, recompute
 from asyncrl.policies.lora import adapt, adapter_tensors, add_lora, merged_tensors, save_adapter
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
-from asyncrl.storage.asset_paths import world_folder
+from asyncrl.storage.assets import world_folder
 from asyncrl.worlds.kinds import is_published, world_kind, world_title
 
 AGAIN: Final = "start it again"

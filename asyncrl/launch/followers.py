@@ -33,7 +33,7 @@ from asyncrl.observability import process_status, waits
 from asyncrl.observability.process_log import logged_to
 from asyncrl.observability.signals import BlockingThread, StopFlag
 from asyncrl.observability.watchdog import Watchdog
-from asyncrl.storage import run_identity, run_lock
+from asyncrl.storage import run_owner
 from asyncrl.storage.atomic import write_text
 from asyncrl.storage.untrusted import load_json
 
@@ -64,7 +64,7 @@ def follow(config: TrainConfig, job: Job, hosts: Hosts, stop: StopFlag) -> int:
     config = load_file(run_dir / "config.json")
     config = balance.with_placement(config, info.placement or config.placement)
     placement = checked_placement(config, hosts.size)
-    lock = run_lock.join(run_dir)
+    lock = run_owner.join(run_dir)
     status = job.status_folder(run_dir)
     process_status.publish_as(status, f"learner-{rank}" if placement.learns(rank) else f"rank-{rank}")
     children = ChildProcesses(stop, report_failure=partial(report_failure, info, job))
@@ -112,7 +112,7 @@ def _wait_for_folder(run_dir: Path, mark: str, rank: int) -> None:
 
     def is_here() -> bool:
         try:
-            return (run_dir / "config.json").is_file() and run_identity.read(run_dir).mark == mark
+            return (run_dir / "config.json").is_file() and run_owner.read_identity(run_dir).mark == mark
         except (ConfigError, OSError):  # It is not all there yet, or another folder has this name.
             return False
 
@@ -149,7 +149,7 @@ class FirstHost:
         now = time.monotonic()
         if not self._over and now - self._asked_at > LOOK_FROM_AFAR:
             self._asked_at = now
-            self._over = run_lock.owner(Path(self._info.run_dir)) is None or not self.learner_lives()
+            self._over = run_owner.owner(Path(self._info.run_dir)) is None or not self.learner_lives()
         return self._over
 
     def learner_lives(self) -> bool:

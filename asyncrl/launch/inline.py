@@ -119,7 +119,6 @@ def _introduce(asked: TrainConfig, roles: _Roles, log: MetricsLogger) -> None:
         console.banner(config, start.run_dir, "1 process (inline)", str(roles.device), world),
         *console.resumed(config, start.version),
         *console.notes(config),
-        *start.notes,
     ):
         log.banner(line)
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from asyncrl.errors import ConfigError, RunError, first_line
 from asyncrl.observability import waits
-from asyncrl.storage import run_identity
+from asyncrl.storage import run_owner
 from asyncrl.storage.atomic import write_text
 from asyncrl.storage.untrusted import shortened
 
@@ -189,9 +189,9 @@ class RunInfo:
     """Shapes of decisions (`early_compile.Shown`), for learners that compile early."""
 
     @property
-    def identity(self) -> run_identity.RunIdentity:
+    def identity(self) -> run_owner.RunIdentity:
         """Read the identity of this start from the run's folder."""
-        return replace(run_identity.read(Path(self.run_dir)), attempt=self.attempt)
+        return replace(run_owner.read_identity(Path(self.run_dir)), attempt=self.attempt)
 
 
 @contextmanager

@@ -34,7 +34,7 @@ from asyncrl.learner.ranks import DistributedRanks, LearnerRanks, SingleRank, de
 from asyncrl.learner.weight_export import acting_types
 from asyncrl.replay.learner_client import ZmqRankPort
 from asyncrl.replay.store import LEDGER
-from asyncrl.storage import run_identity, run_lock
+from asyncrl.storage import run_owner
 from asyncrl.storage.checkpoint import WRITE_DEADLINE, Checkpoints
 from asyncrl.storage.run_folder import REPLAY
 from asyncrl.weights.interface import NullPublisher
@@ -165,8 +165,8 @@ def run_follower_rank(
     start = LearnerStart(
         policy=policy,
         run_dir=run_dir,
-        identity=run_identity.read(run_dir),
-        lock=run_lock.join(run_dir),
+        identity=run_owner.read_identity(run_dir),
+        lock=run_owner.join(run_dir),
         version=version,
         checkpoint=checkpoint,
         shown=Shown.from_json(info.shown),

@@ -24,10 +24,9 @@ from asyncrl.registry import names_code
 from asyncrl.replay.interface import NEW_RUN, RunStart
 from asyncrl.replay.store import read_meta
 from asyncrl.storage import checkpoint, run_folder
-from asyncrl.storage.asset_paths import simulator_named
-from asyncrl.storage.folder_check import check_folder
-from asyncrl.storage.run_identity import RunIdentity
-from asyncrl.storage.run_lock import RunLock
+from asyncrl.storage.assets import simulator_named
+from asyncrl.storage.run_folder import check_folder
+from asyncrl.storage.run_owner import RunIdentity, RunLock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +45,6 @@ class LearnerStart:
     """Where a resumed run goes on."""
     replay: RunStart = NEW_RUN
     """What the replay is told."""
-    notes: tuple[str, ...] = ()
-    """Lines about the checkpoint, for the console."""
     simulator: str = ""
     """That has the tasks of the run; empty: none is known."""
     shown: Shown | None = None
@@ -91,13 +88,12 @@ def start_run(
         if (found / run_folder.REPLAY / "replay.json").exists():
             read_meta(found / run_folder.REPLAY)
     run = run_folder.claim(config, again)
-    folder, version, ledger, notes = None, 0, None, ()
+    folder, version, ledger = None, 0, None
     if config.resume:
         folder = checkpoint.latest(run.path)
         assert folder is not None  # The run folder was found by its checkpoints.
-        verified = checkpoint.verify(folder)
+        ledger = checkpoint.verify(folder)
         version = int(folder.name.rpartition("_")[2])
-        ledger, notes = verified.ledger, verified.notes
     episodes = files.episode_format(policy, config.actor.max_decisions)
     return LearnerStart(
         policy=policy,
@@ -107,7 +103,6 @@ def start_run(
         version=version,
         checkpoint=folder,
         replay=RunStart(episodes=episodes, ledger=ledger),
-        notes=notes,
         simulator=_simulator_of(config, files),
         shown=shown_of(episodes),
     )

@@ -27,7 +27,7 @@ from asyncrl.policies.openvla.files import PublishedOptions, open_folder
 from asyncrl.records import StartState
 from asyncrl.registry import names_code, split
 from asyncrl.rewards.libero_tasks import reward_kind
-from asyncrl.storage import asset_paths
+from asyncrl.storage import assets
 from asyncrl.storage.atomic import read_json
 from asyncrl.worlds.kinds import world_class, world_title
 
@@ -63,7 +63,7 @@ def named_world(text: str, settings: Iterable[str] = ()) -> NamedModel:
     """Find what --world means; see `named_policy`."""
     if registry.names_code(text):
         return _of_user("world", text, settings)
-    folder, keywords = asset_paths.world_folder(text), registry.keywords("--world-settings", settings)
+    folder, keywords = assets.world_folder(text), registry.keywords("--world-settings", settings)
     return NamedModel(kind=world_class(folder), folder=folder, settings=keywords)
 
 
@@ -104,7 +104,7 @@ def refuse_foreign_code(
 def _policy_folder(text: str) -> Path:
     """Find a policy's folder; a world's, which may look like one, is refused as what it is."""
     try:
-        folder = asset_paths.policy_folder(text)
+        folder = assets.policy_folder(text)
     except CheckpointError as error:
         if title := world_title(Path(text)):
             raise _is_world(text, title) from error
@@ -122,7 +122,7 @@ def _of_user(kind: str, text: str, settings: Iterable[str]) -> NamedModel:
     name, folder = registry.split(text)
     return NamedModel(
         kind=registry.resolve(kind, name),
-        folder=asset_paths.newest_checkpoint(Path(folder)) if kind == "policy" else Path(folder),
+        folder=assets.newest_checkpoint(Path(folder)) if kind == "policy" else Path(folder),
         settings=registry.keywords(f"--{kind}-settings", settings),
     )
 

@@ -18,7 +18,7 @@ import asyncrl
 from asyncrl.config.run import TrainConfig
 from asyncrl.launch.job import Job
 from asyncrl.launch.placement import Placement, pick_device
-from asyncrl.storage.user_cache import user_cache_folder
+from asyncrl.storage.assets import user_cache_folder
 
 if TYPE_CHECKING:
     import torch

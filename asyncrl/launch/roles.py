@@ -21,7 +21,7 @@ from asyncrl.launch.job import Job, RunInfo, read_job
 from asyncrl.observability import process_status, signals, waits
 from asyncrl.replay.interface import NEW_RUN, RunStart
 from asyncrl.replay.replay import Replay, open_replay
-from asyncrl.storage import run_lock
+from asyncrl.storage import run_owner
 from asyncrl.storage.run_folder import REPLAY
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def actor_main(config_json: str, info_json: str, name: str) -> None:
     from asyncrl.replay.actor_client import WINDOW, ZmqActorPort
 
     config, info, job = *_read(config_json, info_json), read_job()
-    lock = run_lock.join(Path(info.run_dir))
+    lock = run_owner.join(Path(info.run_dir))
     process_status.publish_as(job.status_folder(Path(info.run_dir)), name)
     process_status.set_activity("loading models", config.startup_timeout)
     placement = parse_placement(config.placement, job.size, 0, joined=True)
@@ -122,7 +122,7 @@ def replay_main(config_json: str, info_json: str, start_json: str = "") -> None:
 
     config, info = _read(config_json, info_json)
     run_dir = Path(info.run_dir)
-    lock, identity = run_lock.join(run_dir), info.identity
+    lock, identity = run_owner.join(run_dir), info.identity
     process_status.publish_as(run_dir, "replay")
     process_status.set_activity("opening the files", config.startup_timeout)
     serve_replay(

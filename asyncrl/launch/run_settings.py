@@ -14,8 +14,8 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.errors import AsyncRLError
 from asyncrl.evaluation.simulator_of_tasks import simulator_of_tasks
 from asyncrl.launch.named_models import folder_part
-from asyncrl.storage import asset_paths, checkpoint
-from asyncrl.storage.asset_paths import simulator_named
+from asyncrl.storage import assets, checkpoint
+from asyncrl.storage.assets import simulator_named
 from asyncrl.worlds.start_states import load_start_states
 
 
@@ -70,7 +70,7 @@ def without_code(settings: tuple[str, ...]) -> tuple[str, ...]:
 
 def _tasks(config: TrainConfig) -> tuple[str, ...]:
     try:
-        path = asset_paths.start_states_path(config.start_states, folder_part(config.world))
+        path = assets.start_states_path(config.start_states, folder_part(config.world))
         starts = load_start_states(path, keyframes=config.keyframes)
     except (AsyncRLError, OSError):  # A run can be evaluated where its start states are not.
         return ()

@@ -27,7 +27,7 @@ from asyncrl.simulators.build import SimulatorSource
 from asyncrl.simulators.interface import SimStart, SimulatorSpec, random_start, stored_start
 from asyncrl.simulators.pool import SimulatorPool
 from asyncrl.simulators.starts import HELD_OUT
-from asyncrl.storage.asset_paths import SIMULATOR_ALIASES, simulator_named
+from asyncrl.storage.assets import SIMULATOR_ALIASES, simulator_named
 
 EVALUATED_TRIALS: Final = 50
 """Stored starts of each task, from the first on, that evaluations play."""

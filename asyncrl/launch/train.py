@@ -235,7 +235,7 @@ def _introduce(asked: TrainConfig, run: _Run, job: Job, hint: str, log: MetricsL
     log.banner(console.banner(config, start.run_dir, run.placement.summary, str(run.device), world))
     again = f"torchrun started the ranks again ({job.restarts}); on from version {start.version}"
     begun = [*[again] * (job.restarts > 0), *console.resumed(config, start.version)]
-    log.banner("\n".join([*begun, hint, *console.notes(config), *start.notes]))
+    log.banner("\n".join([*begun, hint, *console.notes(config)]))
 
 
 def _news(

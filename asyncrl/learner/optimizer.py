@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncrl.config.algorithm import OptimizerSettings
+from asyncrl.config.sections import OptimizerSettings
 from asyncrl.learner.ranks import own_parts
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics import Metric

@@ -20,12 +20,8 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from asyncrl.config.algorithm import (
-    AlgorithmSettings,
-    CorrectionSettings,
-    CriticSettings,
-    OptimizerSettings,
-)
+from asyncrl.config.algorithm import AlgorithmSettings, CorrectionSettings, CriticSettings
+from asyncrl.config.sections import OptimizerSettings
 from asyncrl.devices.tensors import moved
 from asyncrl.learner.batches import Batch
 from asyncrl.learner.corrections import k3

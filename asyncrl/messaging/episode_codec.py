@@ -1,4 +1,4 @@
-"""Write and read the part of a message that is an episode, for `wire`. Pure; sizes are checked first."""
+"""Encode and decode the episode of a message, for `wire`. Sizes are checked before anything is allocated."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ MAX_READINGS: Final = 256
 
 
 def shown(value: Any) -> str:
-    """Show what a peer sent: shortly, and however deep it is nested (str() gives up on that)."""
+    """Format a peer's value in at most 80 characters, however deeply it is nested."""
     return reprlib.repr(value)[:80]
 
 
 def check_keys(where: str, found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Refuse missing and unknown fields."""
+    """Check that no field is missing or unknown."""
     if found.keys() != expected.keys():
         raise WireError(f"{where} has the fields {sorted(found)[:20]!s:.200}, expected {sorted(expected)}.")
 
 
 def check_value(where: str, value: Any, expected: type) -> None:
-    """Refuse a value of another type than `expected`, or one that cannot be stored."""
+    """Check a value's type, and that it can be stored."""
     if type(value) is not expected:
         raise WireError(f"{where} is a {type(value).__name__}, expected {expected.__name__}.")
     if isinstance(value, str):
-        check_text(where, value)
+        _check_text(where, value)
     elif isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise WireError(f"{where} does not fit into 64 bits.")
     elif isinstance(value, float) and not math.isfinite(value):
@@ -56,12 +56,11 @@ def check_value(where: str, value: Any, expected: type) -> None:
         if len(value) > MAX_READINGS:
             raise WireError(f"{where} has {len(value)} entries, allowed are {MAX_READINGS}.")
         for name, number in value.items():
-            check_text(where, name)
+            _check_text(where, name)
             check_value(where, number, float)
 
 
-def check_text(where: str, text: str) -> None:
-    """Refuse a text that is too long or that HDF5 cannot store."""
+def _check_text(where: str, text: str) -> None:
     if len(text) > MAX_TEXT:
         raise WireError(f"{where} has {len(text)} characters, allowed are {MAX_TEXT}.")
     if "\0" in text or any("\ud800" <= letter <= "\udfff" for letter in text):
@@ -76,11 +75,7 @@ MAX_DIMENSION: Final = 2**20
 
 
 def scalars_of(episode: Episode) -> dict[str, Any]:
-    """Return an episode's scalars as plain Python values, checked.
-
-    Raises:
-        WireError: One of them cannot be sent or stored.
-    """
+    """Return an episode's scalars as checked Python values."""
     types = scalar_types(version_of(episode))
     try:
         scalars = {name: kind(getattr(episode, name)) for name, kind in types.items()}
@@ -93,13 +88,13 @@ def scalars_of(episode: Episode) -> dict[str, Any]:
 
 
 def as_bytes(array: NDArray[Any]) -> memoryview:
-    """Return the bytes of an array of any shape and dtype, little-endian, without a copy where possible."""
+    """Return an array's bytes, little-endian, if possible without a copy."""
     little = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False)
     return little.reshape(-1).view(np.uint8).data
 
 
 def check_sizes(lengths: Sequence[int]) -> None:
-    """Refuse arrays or frames that are too large, alone or together."""
+    """Check the sizes of arrays or frames, and their sum."""
     if max(lengths) > MAX_FRAME_BYTES or sum(lengths) > MAX_MESSAGE_BYTES:
         raise WireError(
             f"the largest frame or array has {max(lengths)} bytes and all have {sum(lengths)}; allowed are "
@@ -108,7 +103,7 @@ def check_sizes(lengths: Sequence[int]) -> None:
 
 
 def write_arrays(episode: Episode) -> tuple[list[list[Any]], list[Buffer]]:
-    """Return the header's entries and the frames of an episode's arrays; the frames are no copies."""
+    """Return the header's entries and the frames of an episode's arrays, without copies."""
     entries: list[list[Any]] = []
     payload: list[Buffer] = []
     sizes: dict[str, int] = {}
@@ -127,10 +122,11 @@ def write_arrays(episode: Episode) -> tuple[list[list[Any]], list[Buffer]]:
 
 
 def read_episode(scalars: Any, arrays: Any, frames: Sequence[Buffer], *, schema: int, views: bool) -> Episode:
-    """Read what the header says of an episode, and its frames.
+    """Decode an episode from its header's entries and its frames.
 
-    The arrays are fresh, writable copies; with `views` the images are read-only views. `schema` is the
-    version that the header says.
+    Args:
+        schema: Version in the header.
+        views: Whether images are read-only views of the frames; other arrays are writable copies.
     """
     if not isinstance(scalars, dict) or not isinstance(arrays, list):
         raise WireError("the message lacks its episode or the list of its arrays.")
@@ -144,7 +140,9 @@ def read_episode(scalars: Any, arrays: Any, frames: Sequence[Buffer], *, schema:
     for entry in arrays:
         if not isinstance(entry, list) or len(entry) != 4:
             raise WireError(f"the entry of an array is {shown(entry)}.")
-    optional = _optional_names(arrays, allowed)
+    # The optional arrays are the last ones, as in `array_specs`.
+    last = [entry[0] for entry in arrays[len(arrays) - len(allowed) :]]
+    optional = [name for name in last if isinstance(name, str) and name in allowed]
     others = fixed + len(optional)
     if not (len(arrays) == len(frames) and others <= len(arrays) <= others + MAX_SAMPLE_ARRAYS):
         raise WireError(
@@ -152,8 +150,17 @@ def read_episode(scalars: Any, arrays: Any, frames: Sequence[Buffer], *, schema:
             "sample's."
         )
     sample = arrays[1 : 1 + len(arrays) - others]  # After the first, as in `array_specs`.
-    specs = _specs([entry[:3] for entry in sample], optional, counted=counted)
-    _check_arrays(specs, arrays, frames)
+    try:
+        specs = array_specs(sample_specs([entry[:3] for entry in sample]), optional, counted=counted)
+    except ValueError as error:
+        raise WireError(f"{error}.") from None
+    sizes: dict[str, int] = {}
+    for (name, spec), entry, frame in zip(specs.items(), arrays, frames, strict=True):
+        if entry[0] != name:
+            raise WireError(f"the entry of array {name} is {shown(entry)}.")
+        if len(frame) != _check_shape(name, spec, entry[1], entry[2], sizes):
+            raise WireError(f"{name} has shape {entry[2]}, but its frame has {len(frame)} bytes.")
+    check_sizes([len(frame) for frame in frames])
     read: dict[str, Any] = {}
     for (name, spec), entry, content in zip(specs.items(), arrays, frames, strict=True):
         if type(entry[3]) is not int or zlib.crc32(content) != entry[3]:
@@ -166,38 +173,13 @@ def read_episode(scalars: Any, arrays: Any, frames: Sequence[Buffer], *, schema:
     return Episode(**scalars, **read, sample=shown_again)
 
 
-def _optional_names(arrays: Sequence[Any], allowed: Sequence[str]) -> list[str]:
-    """Return the names of the optional arrays: the last of the entries, as in `array_specs`."""
-    last = [entry[0] for entry in arrays[len(arrays) - len(allowed) :]]
-    return [name for name in last if isinstance(name, str) and name in allowed]
-
-
-def _specs(sample: Sequence[Any], optional: Sequence[str], *, counted: bool) -> dict[str, ArraySpec]:
-    """Check names, types and ranks of a sample's arrays; return all arrays of the episode."""
-    try:
-        return array_specs(sample_specs(sample), optional, counted=counted)
-    except ValueError as error:
-        raise WireError(f"{error}.") from None
-
-
-def _check_arrays(specs: dict[str, ArraySpec], arrays: list[Any], frames: Sequence[Buffer]) -> None:
-    """Check what the header says of all arrays against `records` and against the frames' lengths."""
-    sizes: dict[str, int] = {}
-    for (name, spec), entry, frame in zip(specs.items(), arrays, frames, strict=True):
-        if entry[0] != name:
-            raise WireError(f"the entry of array {name} is {shown(entry)}.")
-        if len(frame) != _check_shape(name, spec, entry[1], entry[2], sizes):
-            raise WireError(f"{name} has shape {entry[2]}, but its frame has {len(frame)} bytes.")
-    check_sizes([len(frame) for frame in frames])
-
-
 def _check_id(episode_id: str) -> None:
     if len(episode_id) != 32 or not set(episode_id) <= set("0123456789abcdef"):
         raise WireError(f"episode_id {episode_id[:40]!r} is not 32 lower-case hexadecimal digits.")
 
 
 def _check_shape(name: str, spec: ArraySpec, dtype: Any, shape: Any, sizes: dict[str, int]) -> int:
-    """Check one array's type and shape; remember letters in `sizes`; return its bytes."""
+    """Check one array's type and shape against the sizes of letters so far; return its bytes."""
     if dtype != spec.dtype:
         raise WireError(f"{name} is {shown(dtype)}, expected {spec.dtype}.")
     if type(shape) is not list or len(shape) != len(spec.shape):

@@ -1,17 +1,13 @@
-"""Make and read CURVE key pairs, put them onto sockets, admit listed clients, and report refused handshakes.
+"""CURVE keys of sockets, the allow-list of clients, and refused handshakes.
 
     DIR/                   mode 0700
       server.secret        mode 0600; stays on the replay's host
-      server.public        every client needs it to know the replay by
+      server.public        identifies the replay to its clients
       NAME.secret          mode 0600; belongs to the process NAME: learner, actor-0, ...
-      clients/NAME.public  the allow-list: the holder of the matching secret is admitted, nobody else;
-                           it is read at every handshake
+      clients/NAME.public  the allow-list, read at every handshake
 
-A key file is one line of 40 characters in ZeroMQ's Z85 alphabet. Files are never overwritten.
-
-CURVE by itself admits every client that knows the server's public key. So a server's context runs an
-authenticator that admits listed keys only, and a socket with keys admits nobody while it does not run. A
-refused client would retry for ever in silence; `Handshakes` watches for that.
+A key file is one line of 40 characters in Z85. CURVE alone admits every client that knows the server's public
+key, so a server's context runs an authenticator, without which its sockets admit nobody.
 """
 
 from __future__ import annotations
@@ -36,9 +32,7 @@ from asyncrl.errors import ConfigError, ReplayError
 from asyncrl.storage.atomic import check_private
 
 LEARNER: Final = "learner"
-"""Name of the learner's key."""
 ALLOWED: Final = "clients"
-"""Folder of the public keys that are admitted."""
 _SERVER: Final = "server"
 _KEY: Final = re.compile(rb"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
@@ -48,19 +42,19 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ServerKeys:
-    """A server's own pair and its allow-list. Keys are 40 bytes of Z85."""
+    """Key pair and allow-list of a server. Keys are 40 bytes of Z85."""
 
     public: bytes
     secret: bytes = field(repr=False)
     allowed: frozenset[bytes]
-    """Public keys of the clients at the time of loading."""
+    """Public keys of the clients when loaded."""
     folder: Path
     """Folder of the allow-list."""
     learner: bytes = b""
-    """Public key of the one client that may speak as the learner, and as nothing else; empty: none."""
+    """Public key of the learner, which may have no other role; empty if none."""
 
     def admits(self, key: bytes) -> bool:
-        """True if a client's public key is in the allow-list now; a file without a key admits nobody."""
+        """Return True if the allow-list now contains a client's public key."""
         for path in self.folder.glob("*.public"):
             try:
                 if read_key(path) == key:
@@ -72,7 +66,7 @@ class ServerKeys:
 
 @dataclass(frozen=True, kw_only=True)
 class ClientKeys:
-    """A client's own pair and the server's public key, each 40 bytes of Z85."""
+    """Key pair of a client and public key of the server, each 40 bytes of Z85."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -83,10 +77,7 @@ Security = ServerKeys | ClientKeys
 
 
 def create_keys(folder: Path, clients: Sequence[str]) -> list[Path]:
-    """Make missing key pairs; existing files stay as they are.
-
-    Returns:
-        The secret files that were written.
+    """Make missing key pairs, and return the new secret files. Files are never overwritten.
 
     Raises:
         ConfigError: A name is invalid, others can enter the folder, or a key is damaged or cannot be written.
@@ -110,7 +101,7 @@ def create_keys(folder: Path, clients: Sequence[str]) -> list[Path]:
 
 
 def load_server_keys(folder: Path) -> ServerKeys:
-    """Read a server's keys and its allow-list.
+    """Load a server's keys and its allow-list.
 
     Raises:
         ConfigError: A file is missing, damaged or open to others, or the allow-list is empty.
@@ -139,7 +130,7 @@ def load_server_keys(folder: Path) -> ServerKeys:
 
 
 def load_client_keys(folder: Path, name: str) -> ClientKeys:
-    """Read the keys of the process `name` from NAME.secret and server.public.
+    """Load the keys of the process `name`.
 
     Raises:
         ConfigError: A file is missing, damaged or open to others.
@@ -151,7 +142,7 @@ def load_client_keys(folder: Path, name: str) -> ClientKeys:
 
 
 def _create_pair(secret_path: Path, public_path: Path) -> Path | None:
-    """Complete one pair; return the secret's path if it is new."""
+    """Complete one pair, and return the path of a new secret."""
     if secret_path.exists():
         secret, made = _read_secret(secret_path.parent, secret_path.stem), None
     elif public_path.exists():  # The secret was moved to its client's host.
@@ -166,7 +157,7 @@ def _create_pair(secret_path: Path, public_path: Path) -> Path | None:
 
 
 def _write_new(path: Path, key: bytes, mode: int) -> None:
-    """Write a key durably; the name appears with the whole content, and never replaces another file."""
+    # Atomic, like `storage.atomic`, but it never replaces a file.
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
@@ -196,24 +187,21 @@ def _check_private(path: Path) -> None:
 
 
 def read_key(path: Path) -> bytes:
-    """Read one key file: 40 bytes of Z85."""
+    """Read a key file: 40 bytes of Z85."""
     try:
         with path.open("rb") as file:
             key = file.read(64).strip()
     except OSError as error:
         raise _unreadable(path, error) from None
-    if not _KEY.fullmatch(key) or len(_decoded(key)) != 32:
+    try:
+        valid = bool(_KEY.fullmatch(key)) and len(z85.decode(key)) == 32
+    except struct.error:  # Five characters stand for more than 32 bits.
+        valid = False
+    if not valid:
         raise ConfigError(
             f"{path} holds no key (one line of 40 characters in Z85). Copy it again from where it was made."
         )
     return key
-
-
-def _decoded(key: bytes) -> bytes:
-    try:
-        return z85.decode(key)
-    except struct.error:  # Five characters stand for more than 32 bits.
-        return b""
 
 
 def _unreadable(path: Path, error: OSError) -> ConfigError:
@@ -224,7 +212,7 @@ def _unreadable(path: Path, error: OSError) -> ConfigError:
 
 
 def secure(socket: zmq.Socket[bytes], security: Security | None) -> None:
-    """Set the keys of a socket that is not bound or connected yet."""
+    """Set the keys of a socket before it is bound or connected."""
     if security is None:
         return
     socket.setsockopt(zmq.CURVE_PUBLICKEY, security.public)
@@ -239,7 +227,7 @@ def secure(socket: zmq.Socket[bytes], security: Security | None) -> None:
 
 @contextmanager
 def admitting(context: zmq.Context[zmq.Socket[bytes]], security: ServerKeys | None) -> Iterator[None]:
-    """Admit the listed clients to the sockets of `context`. Enter before binding, leave before destroying."""
+    """Admit listed clients to the sockets of `context`; enter before binding, leave before destroying."""
     if security is None:
         yield
         return
@@ -254,10 +242,10 @@ def admitting(context: zmq.Context[zmq.Socket[bytes]], security: ServerKeys | No
 
 
 _BROKEN_OFF: Final = 5
-"""Handshakes in a row that the other side broke off without a reason that count as a refusal."""
+"""Handshakes in a row, broken off without a reason, that count as a refusal."""
 _MECHANISM_MISMATCH: Final = 0x11000002
 _ONE_SIDED: Final = "one side uses keys and the other does not. Set --replay.keys on both"
-# A server without keys and one with another key look alike to a client with keys, when the server hangs up
+# To a client with keys, a server without keys and one with another key are the same if the server hangs up
 # before the client has read its greeting.
 _WRONG_SERVER: Final = (
     "it broke off every handshake: one side uses keys and the other does not, or DIR/server.public is not "
@@ -266,7 +254,7 @@ _WRONG_SERVER: Final = (
 
 
 class Handshakes:
-    """Watches one connecting socket for refusals."""
+    """Watches a connecting socket for refusals, after which ZeroMQ would retry for ever in silence."""
 
     def __init__(self, socket: zmq.Socket[bytes], endpoint: str, who: str = "replay") -> None:
         """Start before the socket connects; `who` names the other end."""

@@ -1,8 +1,4 @@
-"""Open ZeroMQ sockets: in a private ipc folder, on loopback tcp, or on any tcp address with keys.
-
-Without keys (see `keys`) an address that other hosts can reach is refused. A listening socket leaves half of
-the process's open files to others.
-"""
+"""ZeroMQ sockets: in a private ipc folder, on loopback tcp, or on any tcp address with `keys`."""
 
 from __future__ import annotations
 
@@ -28,35 +24,28 @@ from asyncrl.messaging.keys import ClientKeys, Security, ServerKeys, secure
 from asyncrl.observability import waits
 
 MAX_IPC_PATH: Final = 107
-"""Longest path of a unix socket, in bytes."""
+"""Most bytes of a unix socket's path."""
 PREFIX: Final = "asyncrl-"
-"""Prefix of the names of private folders."""
 IDENTITY: Final = "identity"
-"""File of a private folder with the run's secret, for actors of this host that join."""
+"""File with the run's secret in a private folder, for actors of this host that join."""
 LINGER_MS: Final = 1000
 HANDSHAKE_MS: Final = 10_000
-"""A connection whose handshake takes longer is ended; it has a few small messages."""
+"""Longest handshake of a connection."""
 BULK_HWM: Final = 4
-"""Messages queued in a direction that carries episodes. ZeroMQ counts messages, not bytes."""
+"""Messages queued in the direction of episodes. ZeroMQ counts messages, not bytes."""
 CONTROL_HWM: Final = 1024
-"""Messages queued in a direction that carries small messages, and one batch for the learner."""
-
-
+"""Messages queued in the direction of small messages and of a learner's batch."""
 SHARE_OF_FILES: Final = 0.5
-"""Share of the descriptors that the process may have, for connections of one listening socket."""
-_CLOSE_SECONDS: Final = 10.0
+"""Share of the process's descriptors for connections of one listening socket."""
 _NAMED: Final = 100
 """Disconnections that appear in the log."""
 _log = logging.getLogger(__name__)
 
 
 def private_folder() -> Path:
-    """Make a folder for one run's sockets that only this user can enter (mode 0700). The caller removes it.
+    """Make a folder with mode 0700 for a run's sockets, which the caller removes.
 
-    It lies in the system's temporary folder: the run folder's path may be too long for a unix socket.
-
-    Raises:
-        ConfigError: The temporary folder's path is too long.
+    It is in the system's temporary folder, because the run folder's path may be too long for a unix socket.
     """
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
     if len(os.fsencode(folder)) > MAX_IPC_PATH - 20:
@@ -69,7 +58,7 @@ def private_folder() -> Path:
 
 
 def ipc_endpoint(folder: Path, name: str = "replay") -> str:
-    """Name the ipc endpoint `name` in a folder made by `private_folder`."""
+    """Return the ipc endpoint `name` in a `private_folder`."""
     return check_endpoint(f"ipc://{folder / name}")
 
 
@@ -80,9 +69,11 @@ def check_endpoint(
 
     Args:
         security: Its keys; None for an address that only this host reaches.
+        any_port: Whether port 0, a free one, is allowed.
+        keys_follow: Whether keys will be made later.
 
     Raises:
-        ConfigError: It reaches beyond this host without keys, is open to other users, or cannot be read.
+        ConfigError: It reaches beyond this host without keys, is open to other users, or is invalid.
     """
     kind, _, rest = endpoint.partition("://")
     if kind == "ipc" and rest.startswith("/"):
@@ -142,9 +133,9 @@ def _check_tcp(
 
 
 def why_taken(endpoint: str) -> str:
-    """Return why no process can listen on an endpoint now; empty if one can. It is free again afterwards.
+    """Return why nobody can listen on an endpoint now; empty if free.
 
-    ZeroMQ itself would take an ipc endpoint from the process that has it.
+    ZeroMQ itself would take an ipc endpoint over from its process.
     """
     kind, _, rest = endpoint.partition("://")
     if kind == "ipc":
@@ -152,7 +143,7 @@ def why_taken(endpoint: str) -> str:
             probe.settimeout(1.0)
             try:
                 probe.connect(rest)
-            except (FileNotFoundError, ConnectionRefusedError):  # At most a file is left.
+            except (FileNotFoundError, ConnectionRefusedError):
                 return ""
             except OSError as error:
                 return f"it cannot be used ({error.strerror or error})"
@@ -181,13 +172,13 @@ def bind_router(
     security: ServerKeys | None = None,
     prepare: Callable[[zmq.Socket[bytes]], object] = lambda socket: None,
 ) -> zmq.Socket[bytes]:
-    """Bind a server's socket. A vanished peer raises on send; a returning peer takes its name over.
+    """Bind a server's socket. Sending to a vanished peer raises; a returning peer keeps its name.
 
     Args:
         context: With keys it must be `keys.admitting`, or every client is refused.
 
     Raises:
-        ConfigError: The endpoint is not allowed, or someone else has it.
+        ConfigError: The endpoint is not safe or not free.
     """
     router = _limited(context, zmq.ROUTER)
     secure(router, security)
@@ -206,11 +197,7 @@ def bind_router(
 
 
 def bind(router: zmq.Socket[bytes], endpoint: str, security: ServerKeys | None = None) -> None:
-    """Bind a server's socket to one more endpoint.
-
-    Raises:
-        ConfigError: The endpoint is not allowed, or someone else has it.
-    """
+    """Bind a server's socket to another endpoint; raises as `bind_router`."""
     check_endpoint(endpoint, security, any_port=True)
     try:
         if endpoint.startswith("ipc") and (why := why_taken(endpoint)):
@@ -226,7 +213,7 @@ def open_dealer(
     identity: bytes,
     security: ClientKeys | None = None,
 ) -> zmq.Socket[bytes]:
-    """Make a peer's socket; the caller connects it to `endpoint`, and ZeroMQ reconnects it by itself."""
+    """Make a peer's socket, which the caller connects to `endpoint`."""
     check_endpoint(endpoint, security)
     dealer = _limited(context, zmq.DEALER)
     secure(dealer, security)
@@ -239,37 +226,37 @@ def open_dealer(
 
 
 class ConnectionGuard:
-    """Ends connections of a listening socket beyond a limit, so that the process can still open files.
+    """Limits the connections of a listening socket, so that the process can still open files.
 
-    The oldest that never sent a message goes, else the newest. Counted as `wire/disconnected`.
+    Beyond the limit the oldest silent one is ended, else the newest, and counted as `wire/disconnected`.
     """
 
     def __init__(self, listening: zmq.Socket[bytes], *, connections: int | None = None) -> None:
-        """Watch in a thread of its own, until `close`.
+        """Watch on a thread, until `close`.
 
         Args:
-            connections: Limit; None: `SHARE_OF_FILES`.
+            connections: Limit; by default given by `SHARE_OF_FILES`.
         """
         limit = int(resource.getrlimit(resource.RLIMIT_NOFILE)[0] * SHARE_OF_FILES)
         self._most = max(1, limit) if connections is None else connections
         self.disconnected = 0
-        """Connections that were ended here."""
+        """Connections ended by this object."""
         self._spoke = set[int]()
-        """Descriptors from which messages came. Shared; each use is atomic."""
+        """Descriptors that sent messages. Shared; each use is atomic."""
         self._listening, self._closing = listening, threading.Event()
         self._monitor = listening.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._thread = threading.Thread(target=self._run, name="connections", daemon=True)
         self._thread.start()
 
     def note(self, frame: zmq.Frame) -> None:
-        """Record that a message came, of which `frame` is a part."""
+        """Record that a message with this frame came."""
         with contextlib.suppress(zmq.ZMQError):  # It has no connection.
             self._spoke.add(int(frame.get(zmq.SRCFD)))  # type: ignore[call-overload]
 
     def close(self) -> None:
         """Stop watching, before the socket's context ends."""
         self._closing.set()
-        self._thread.join(_CLOSE_SECONDS)
+        self._thread.join(10.0)
 
     def _run(self) -> None:
         there = dict[int, None]()
@@ -287,7 +274,7 @@ class ConnectionGuard:
                 silent = next((x for x in there if x not in self._spoke), descriptor)
                 del there[silent]
                 self._end(silent)
-        # libzmq's own thread waits for a monitor that does not read its events.
+        # libzmq's thread would wait for a monitor that reads no events.
         with contextlib.suppress(zmq.ZMQError):  # It could not be bound, and was closed.
             self._listening.disable_monitor()
         self._monitor.close(0)

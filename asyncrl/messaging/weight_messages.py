@@ -1,9 +1,7 @@
-"""Encode and decode the messages about weights between the learner and its receivers.
+"""Messages about weights between the learner and its receivers, with the header of `wire`.
 
-The header is that of `wire`, the kinds are others:
-
-    receiver -> learner   newest     registers, shows that it is there, and asks for a newer version than the
-                                     one held; answered by `offer` or, within a second, by `unchanged`
+    receiver -> learner   newest     registers, is a heartbeat, and asks for a newer version than the one
+                                     held; answered by `offer` or, within a second, by `unchanged`
                           manifest   answered by `layout`: names, shapes and dtypes of the tensors, as JSON
                           bytes      a piece of one buffer of a version; answered by `chunk`, or `gone`
                           ready, took, broken    a member's answers to `group`, `send` and to a failure
@@ -13,11 +11,10 @@ The header is that of `wire`, the kinds are others:
                           form       all members are ready: form the link
                           send       a version is broadcast over the link
                           closed     no version will follow
-                          ended      the run was started again, and the receiver belongs to an earlier start
+                          ended      the receiver belongs to an earlier start of the run
                           refused    the message, or the receiver, is not accepted
 
-A `layout` and a `chunk` have a second frame with raw bytes; the header has its checksum. `decode` raises
-`WireError` only.
+A `layout` and a `chunk` have a second frame with raw bytes; the header has its checksum.
 """
 
 from __future__ import annotations
@@ -85,11 +82,7 @@ class WeightMessage:
 
 
 def encode(kind: str, payload: Buffer | None = None, **fields: Any) -> list[Buffer]:
-    """Write a message.
-
-    Raises:
-        WireError: The message breaks the format.
-    """
+    """Encode a message; raises WireError if it breaks the format."""
     if payload is not None:
         fields["crc"] = zlib.crc32(payload)
     check_fields(kind, fields, KINDS)
@@ -100,11 +93,7 @@ def encode(kind: str, payload: Buffer | None = None, **fields: Any) -> list[Buff
 
 
 def decode(frames: Sequence[Buffer]) -> WeightMessage:
-    """Read a message.
-
-    Raises:
-        WireError: Whatever is wrong with it.
-    """
+    """Decode a message; raises nothing but WireError."""
     if not frames or not 8 <= len(frames[0]) <= MAX_HEADER_BYTES:
         raise WireError(
             f"the message has {len(frames)} frames; its header has 8 to {MAX_HEADER_BYTES} bytes."

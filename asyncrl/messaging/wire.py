@@ -1,14 +1,11 @@
-"""Write and read messages as bytes. Pure functions: no sockets, no pickle, nothing about a peer is believed.
+"""Encode and decode messages as bytes: no sockets, no pickle, no trust in the peer.
 
     frame 0    magic b"ARL1" | u32 crc32(body) | body: JSON {"schema", "kind", fields of the kind,
                and with an episode also "episode": {scalars}, "arrays": [[name, dtype, shape, crc32], ...]}
     frame 1..  a raw frame for each array of `episode_layout.episode_arrays`, little-endian, C order
 
-Schema version 1; 2 if the sample of the episode is other arrays than action tokens alone; 3 if the episode
-says how many steps were taken, and may have `episode_layout.OPTIONAL_ARRAYS` behind the others. The fields
-of a kind, and the arrays of an episode with type and rank, are fixed here and in `episode_layout`; a peer
-only names the sample's arrays and states sizes, which are checked before anything is allocated. `decode`
-raises `WireError` only.
+Schema version 1; 2 if the sample of the episode has other arrays than action tokens alone; 3 if it has
+`steps_taken`, and perhaps `episode_layout.OPTIONAL_ARRAYS`. A peer names only the sample's arrays and sizes.
 """
 
 from __future__ import annotations
@@ -93,13 +90,11 @@ KINDS: Final[dict[str, dict[str, type]]] = {
     "refused": {"reason": str, "package": str},
     "ended": {"attempt": int},
 }
-"""Every kind of message with its fields. `package` is the sender's version of asyncrl, `secret` and `attempt`
-are those of `RunIdentity`. `ended` tells a peer of an earlier start of the run which one there is now.
-`given_up` answers a question for a group that was answered before, with a group that is not open any more.
-A batch is chosen with one `chosen` for each of its groups; each group that is asked for by `fetch` comes as
-`size` messages `batch`, one for each episode, or is `lost`.
-A report of a group that `failed` is answered, like an episode, by a receipt with its id.
-A `dict` maps names of metrics to finite numbers."""
+"""Kind of message -> fields. `package` is the sender's version of asyncrl; `secret` and `attempt` are those
+of `RunIdentity`, and `ended` has the attempt that replaced the peer's. `given_up` repeats an answer whose
+group is no longer open. A batch is one `chosen` per group; a `fetch` is answered by `size` messages `batch`,
+one per episode, or by `lost`. A `failed` is answered, like an episode, by a receipt. A `dict` maps names of
+metrics to finite numbers."""
 WITH_EPISODE: Final = frozenset({"episode", "batch"})
 """Kinds that carry one episode."""
 
@@ -122,16 +117,10 @@ def encode(
     /,
     **fields: Any,
 ) -> list[Buffer]:
-    """Write a message.
+    """Encode a message as frames; raises WireError if it breaks the format.
 
     Args:
-        fields: Exactly the fields of the kind; `package` may be left out and is this version then.
-
-    Returns:
-        The frames.
-
-    Raises:
-        WireError: The message breaks the format (a peer would refuse it).
+        fields: The fields of the kind; `package` is by default this version.
     """
     if "package" in KINDS.get(kind, {}):
         fields.setdefault("package", __version__)
@@ -150,13 +139,10 @@ def encode(
 
 
 def decode(frames: Sequence[Buffer], *, views: bool = False) -> Message:
-    """Read a message. Arrays are fresh, writable copies.
+    """Decode a message; raises nothing but WireError.
 
     Args:
-        views: Leave the images where they are, as read-only views that keep their frames in memory.
-
-    Raises:
-        WireError: Whatever is wrong with it.
+        views: Whether images are read-only views of their frames; other arrays are writable copies.
     """
     _check_sizes(frames)
     header = _parse(frames[0])
@@ -194,13 +180,13 @@ def _check_sizes(frames: Sequence[Buffer]) -> None:
 
 
 def write_header(header: dict[str, Any], schema: int = SCHEMA_VERSION) -> bytes:
-    """Write the first frame of a message: magic, checksum and the fields, with the schema's version."""
+    """Encode the first frame: magic, checksum, schema version and fields."""
     body = json.dumps({"schema": schema, **header}, separators=(",", ":"), allow_nan=False).encode()
     return _PREFIX.pack(MAGIC, zlib.crc32(body)) + body
 
 
 def read_header(frame: Buffer) -> dict[str, Any]:
-    """Read the first frame of a message, which has at least 8 bytes; all but the schema's version."""
+    """Decode the first frame, of at least 8 bytes, without the schema version."""
     header = _parse(frame)
     _check_schema(header, (SCHEMA_VERSION,))
     return header
@@ -223,7 +209,6 @@ def _parse(frame: Buffer) -> dict[str, Any]:
 
 
 def _check_schema(header: dict[str, Any], allowed: tuple[int, ...]) -> int:
-    """Take the schema's version out of a header; refuse one that is not `allowed`."""
     schema = header.pop("schema", None)
     if type(schema) is not int or schema not in allowed:
         raise WireError(
@@ -246,7 +231,7 @@ def _no_constant(name: str) -> Any:
 
 
 def check_fields(kind: str, fields: dict[str, Any], kinds: dict[str, dict[str, type]]) -> None:
-    """Check the fields of a message against the table of its kinds."""
+    """Check the fields of a message against the table of kinds."""
     if kind not in kinds:
         raise WireError(f"kind {kind[:40]!r} is unknown. Known: {', '.join(kinds)}.")
     check_keys(kind, fields, kinds[kind])

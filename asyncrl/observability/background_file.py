@@ -1,11 +1,10 @@
-"""Append records to a file from a thread of its own, so that a full, slow or lost disk blocks no caller.
+"""Append records to a file from a thread, so that a full, slow or lost disk blocks no caller.
 
-add (any thread)     puts a record into a queue of bounded bytes; returns at once
+add (any thread)     queues a record in bounded memory; returns at once
 the file's thread    consumes   the queue                  waits for: the disk
                      produces   whole records, in order    ended by:  close
 
-A failed write is undone and repeated, so that no record is cut short. Records for which the queue has no room
-are lost and counted; the console gets one line when writing begins to fail, and one when it works again.
+A failed write is undone and repeated. Records beyond the queue's limit are lost and counted.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ FIRST_PAUSE: Final = 0.5
 LONGEST_PAUSE: Final = 10.0
 """Seconds between two attempts to write; doubled from the first to the longest."""
 STALLED_SECONDS: Final = 10.0
-"""A write that takes longer is reported."""
+"""A longer write is reported."""
 LARGEST_WRITE: Final = 1 << 20
 
 
@@ -44,18 +43,18 @@ class BackgroundFile:
         tell: Callable[[str], None],
         write: Callable[[int, bytes], int] = os.write,
     ) -> None:
-        """Start with an empty queue; the file and its folder are made with the first record."""
+        """Start with an empty queue of at most `limit` bytes; the file is made with the first record."""
         self._path, self._what, self._limit, self._lost = path, what, limit, lost
         self._tell, self._write = tell, write
         self._file: int | None = None
         self._whole: int | None = None
         """Bytes of whole records in the file before the last write."""
-        # The fields below are shared between the threads and guarded by this condition.
         self._changed = threading.Condition()
+        """Guards the fields below."""
         self._queue = deque[bytes]()
         self._bytes, self._lost_now = 0, 0
         self._began: float | None = None
-        """Start of the write under way."""
+        """Start of the current write."""
         self._late = False
         """Writing fails, and `tell` was called."""
         self._behind = False
@@ -65,10 +64,9 @@ class BackgroundFile:
         self._thread.start()
 
     def add(self, record: bytes) -> None:
-        """Queue a record; it is lost, and counted, if the queue is full."""
+        """Queue a record; it is lost and counted if the queue is full."""
         with self._changed:
-            fits = self._bytes + len(record) <= self._limit and not self._closing
-            if fits:
+            if fits := self._bytes + len(record) <= self._limit and not self._closing:
                 self._queue.append(record)
                 self._bytes += len(record)
                 self._changed.notify_all()
@@ -87,16 +85,14 @@ class BackgroundFile:
             return not self._queue
 
     def close(self, seconds: float) -> None:
-        """Write the queue, within `seconds`, and stop. The rest is lost and counted."""
+        """Write the queue within `seconds`, and stop. The rest is lost and counted."""
         with self._changed:
             if self._closing:
                 return
             self._closing = True
             self._changed.notify_all()
         self._thread.join(seconds)
-        with self._changed:
-            left = len(self._queue)
-        if left:
+        if left := len(self._queue):
             waits.count(self._lost, left)
             self._tell(f"{left} {self._what} were not written to {self._path}: the disk took none of them")
 
@@ -105,20 +101,20 @@ class BackgroundFile:
     def _run(self) -> None:
         pause = FIRST_PAUSE
         while records := self._next():
-            with process_status.activity(f"writing {self._what}"):
-                problem = self._append(b"".join(records))
-            with self._changed:
+            try:
+                with process_status.activity(f"writing {self._what}"):
+                    self._append(b"".join(records))
+            except OSError as error:
                 self._began = None
-            if problem is None:
+                self._on_failure(error.strerror or str(error))
+                with self._changed:
+                    if self._closing:
+                        break
+                    self._changed.wait_for(lambda: self._closing, pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+            else:
                 pause = FIRST_PAUSE
                 self._on_success(records)
-                continue
-            self._on_failure(problem.strerror or str(problem))
-            with self._changed:
-                if self._closing:
-                    break
-                self._changed.wait_for(lambda: self._closing, pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
         if self._file is not None:
             os.close(self._file)
 
@@ -135,8 +131,8 @@ class BackgroundFile:
             self._began = time.monotonic() if records else None
             return records
 
-    def _append(self, content: bytes) -> OSError | None:
-        """Write all of it or nothing; returns the reason for nothing."""
+    def _append(self, content: bytes) -> None:
+        """Write all of it or, with an error, nothing."""
         try:
             if self._file is None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -145,22 +141,19 @@ class BackgroundFile:
             self._whole = os.lseek(self._file, 0, os.SEEK_END)
             while content:
                 content = content[self._write(self._file, content) :]
-        except OSError as error:
+        except OSError:
             if self._file is not None:
                 file, self._file = self._file, None
                 with contextlib.suppress(OSError):  # The next attempt cuts it, before it writes.
                     self._cut(file)
                 with contextlib.suppress(OSError):
                     os.close(file)
-            return error
-        return None
+            raise
 
     def _cut(self, file: int) -> None:
         """Remove the part of a record that a failed write left."""
         if self._whole is not None and self._whole < os.fstat(file).st_size:
             os.ftruncate(file, self._whole)
-
-    # --- any thread ---
 
     def _on_failure(self, reason: str) -> None:
         with self._changed:
@@ -175,6 +168,7 @@ class BackgroundFile:
 
     def _on_success(self, records: list[bytes]) -> None:
         with self._changed:
+            self._began = None
             for record in records:
                 self._queue.popleft()
                 self._bytes -= len(record)

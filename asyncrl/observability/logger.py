@@ -54,6 +54,21 @@ LONGEST_COMMAND: Final = 4000
 _BOLD, _RED, _END = "\033[1m", "\033[31m", "\033[0m"
 
 
+VIDEOS: Final = "videos"
+SHEET: Final = ".png"
+LARGEST_PICTURE: Final = 8 << 20
+"""Bytes of a picture that trackers and TensorBoard get."""
+
+
+def picture_name(version: int, suffix: str) -> str:
+    """Name the picture of a measured version, relative to the run's folder.
+
+    >>> picture_name(5, SHEET)
+    'videos/update_000005.png'
+    """
+    return f"{VIDEOS}/update_{version:06d}{suffix}"
+
+
 # --- settings and command of a run ---
 
 

@@ -1,10 +1,7 @@
-"""Monitoring by HTTP: `/metrics` for Prometheus, and `/healthz` for a supervisor that restarts hanging runs.
+"""Monitor of a run by HTTP: `/metrics` for Prometheus, `/healthz` for a supervisor.
 
 monitor's thread   consumes   connections                  waits for: a connection   ended by: `close`
 a thread of each   produces   one answer, then it closes   waits for: the client     ended by: REQUEST_SECONDS
-
-It reads the run's published activities (`process_status`) and the last row, and changes nothing. There are at
-most CONNECTIONS at once; one more is closed unanswered.
 """
 
 from __future__ import annotations
@@ -12,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import socket
 import socketserver
 import threading
 import time
@@ -30,15 +26,12 @@ from asyncrl.observability.monitor_address import family
 from asyncrl.observability.waits import GRACE
 
 CONNECTIONS: Final = 16
+"""Most connections; one more is closed unanswered."""
 REQUEST_SECONDS: Final = 5.0
-"""Longest life of a connection."""
-FRESH_SECONDS: Final = 1.0
-"""Time for which an answer is repeated, so that many clients do not slow the training."""
+"""Longest silence of a client."""
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
-PREFIX: Final = "asyncrl_"
 Reply = tuple[int, str, bytes]
 """Status, type and content of an answer."""
-_POLL: Final = 0.2
 _log = logging.getLogger(__name__)
 
 
@@ -70,7 +63,7 @@ def name_of(metric: str) -> str:
     >>> name_of("train/actor/grad_norm")
     'asyncrl_train_actor_grad_norm'
     """
-    return PREFIX + re.sub(r"[^a-zA-Z0-9_]", "_", metric)
+    return "asyncrl_" + re.sub(r"[^a-zA-Z0-9_]", "_", metric)
 
 
 class Monitor:
@@ -86,20 +79,15 @@ class Monitor:
         clock: Callable[[], float] = time.time,
         request_seconds: float = REQUEST_SECONDS,
         connections: int = CONNECTIONS,
-        fresh_seconds: float = FRESH_SECONDS,
     ) -> None:
-        """Begin to listen; port 0 is a free one, then given by `address`.
+        """Listen; port 0 is a free one, then given by `address`.
 
         Raises:
             ConfigError: It cannot listen there.
         """
         self._run_dir, self._updates, self._clock = run_dir, updates, clock
         self._began, self._since = clock(), time.time()
-        self._fresh_seconds = fresh_seconds
-        self._answers = dict[str, tuple[float, Reply]]()
-        """Path -> end of its validity, and the answer."""
-        self._lock = threading.Lock()
-        """Guards the answers: one thread at a time makes one."""
+        self._lock = threading.Lock()  # One thread at a time makes an answer.
         self._last: tuple[int, float, Readings] = (resume_step, self._began, {})
         """Replaced as a whole, so that no lock is needed."""
         try:
@@ -111,7 +99,7 @@ class Monitor:
             ) from None
         self.address: tuple[str, int] = self._server.server_address[:2]  # type: ignore[assignment]
         self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(_POLL,), name="monitor", daemon=True
+            target=self._server.serve_forever, args=(0.2,), name="monitor", daemon=True
         )
         self._thread.start()
 
@@ -172,14 +160,12 @@ class Monitor:
             yield gauge(metric.name, about, value)
 
     def _answer(self, path: str) -> Reply:
-        if path not in ("/healthz", "/metrics"):
-            return 404, "text/plain; charset=utf-8", b"There are /metrics and /healthz.\n"
         with self._lock:
-            until, reply = self._answers.get(path, (0.0, None))
-            if reply is None or time.monotonic() >= until:
-                reply = self._health() if path == "/healthz" else self._metrics()
-                self._answers[path] = (time.monotonic() + self._fresh_seconds, reply)
-            return reply
+            if path == "/healthz":
+                return self._health()
+            if path == "/metrics":
+                return self._metrics()
+        return 404, "text/plain; charset=utf-8", b"There are /metrics and /healthz.\n"
 
     def _metrics(self) -> Reply:
         from prometheus_client import CollectorRegistry, generate_latest
@@ -211,60 +197,46 @@ def _changed_at(path: Path) -> float:
 
 
 class _Server(ThreadingHTTPServer):
-    """Threads for a bounded number of connections, each for a bounded time."""
+    """A thread per connection, for a bounded number of them."""
 
     daemon_threads = True
     block_on_close = False
     request_queue_size = 64
 
     def __init__(
-        self,
-        address: tuple[str, int],
-        answer: Callable[[str], Reply],
-        request_seconds: float,
-        connections: int,
+        self, address: tuple[str, int], answer: Callable[[str], Reply], seconds: float, connections: int
     ) -> None:
         self.address_family = family(address[0])
-        self.answer, self._seconds = answer, request_seconds
+        self.answer = answer
         self._free = threading.Semaphore(connections)
-        super().__init__(address, _Handler)
+        super().__init__(address, type("Handler", (_Handler,), {"timeout": seconds}))
 
     def server_bind(self) -> None:
         """Bind without asking a name server for this host's name."""
         socketserver.TCPServer.server_bind(self)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer on a thread of its own, unless there are too many."""
+        """Answer on a thread, or close the connection if there are too many."""
         if self._free.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer, and cut the connection at its deadline."""
-        cut = threading.Timer(self._seconds, _cut, [request])
-        cut.daemon = True
-        cut.start()
+        """Answer, and free the connection's place."""
         try:
             super().process_request_thread(request, client_address)
         finally:
-            cut.cancel()
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log a broken connection, which is the client's concern."""
+        """Log a broken connection."""
         _log.info("a monitoring request of %s broke off", client_address, exc_info=True)
-
-
-def _cut(request: socket.socket) -> None:
-    with suppress(OSError):  # It is over already.
-        request.shutdown(socket.SHUT_RDWR)  # Its thread wakes up and closes it.
 
 
 class _Handler(BaseHTTPRequestHandler):
     """One request of HTTP/1.0: the connection ends with its answer."""
 
-    timeout = REQUEST_SECONDS
     server_version = f"asyncrl/{__version__}"
     sys_version = ""
 

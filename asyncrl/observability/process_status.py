@@ -1,11 +1,8 @@
-"""Publish the activity of every thread of a run's processes in the run's folder.
+"""Activity of every thread of a run's processes, published in shared memory in the run's folder.
 
-    run/processes/actor-1          process id; for each thread activity, start and allowed seconds; totals of
-                                   `waits.WAITS` and `waits.COUNTS`
-    run/processes/actor-1.stacks   stacks of its threads, at each `dump_stacks`
-
-The file is shared memory: an entry costs microseconds, nothing is sent, and it can be read after the process
-hangs or died. A signal makes the interpreter write the stacks, even while it is stuck in a library.
+run/processes/actor-1          process id; for each thread activity, start and allowed seconds; totals of
+`waits.WAITS` and `waits.COUNTS`
+run/processes/actor-1.stacks   stacks of its threads, at each `dump_stacks`
 """
 
 from __future__ import annotations
@@ -247,19 +244,14 @@ def is_gone(pid: int, began: int) -> bool:
         fields = _read_stat(pid)
     except (FileNotFoundError, ProcessLookupError):
         return True
-    except OSError:  # It cannot be read now; asking for the id needs no file.
-        return not _exists(pid)
-    return fields[0] in "ZX" or int(fields[19]) != began
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+    except OSError:  # It cannot be read now; a signal needs no file.
+        with contextlib.suppress(PermissionError):
+            try:
+                os.kill(pid, 0)
+            except ProcessLookupError:
+                return True
         return False
-    except PermissionError:
-        return True
-    return True
+    return fields[0] in "ZX" or int(fields[19]) != began
 
 
 def is_stopped(pid: int) -> bool:
@@ -280,16 +272,14 @@ def _read_stat(pid: int) -> list[str]:
 
 
 def _status_files(run_dir: Path) -> dict[str, bytes]:
-    """Read the valid files of all roles: role -> content."""
+    """Read the valid files of all roles: role -> content; without free descriptors by reserved ones."""
     try:
         return _read_files(run_dir)
     except OSError as error:
         if not exhausted(error):
             raise
     try:
-        with contextlib.ExitStack() as stack:
-            if _reserve is not None:
-                stack.enter_context(_reserve.lent())
+        with _reserve.lent() if _reserve is not None else contextlib.nullcontext():
             return _read_files(run_dir)
     except OSError:
         return dict(_read_before.get(run_dir, {}))

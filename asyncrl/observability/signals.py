@@ -1,11 +1,4 @@
-"""Signals, the end of a process, and file descriptors.
-
-`expect_exit` ends a process in order while a thread of it is still inside a library. Calls that may block for
-ever run on a `BlockingThread`, which is abandoned at its deadline. If such a call returns just when Python
-ends, Python up to 3.13 ends the thread where it asks for the interpreter; within a destructor of torch's that
-aborts the whole process (SIGABRT), and torchrun then ends the other ranks too. Such a process therefore ends
-with its exit code after Python's exit handlers, before Python takes the interpreter apart.
-"""
+"""Signals, the end of a process, and file descriptors."""
 
 from __future__ import annotations
 
@@ -23,8 +16,6 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Final
 
-PARENT_POLL_INTERVAL: Final = 0.5
-"""Seconds between two looks at the parent where the kernel sends no signal."""
 _PR_SET_PDEATHSIG: Final = 1
 _ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 REMEDY: Final = (
@@ -37,10 +28,7 @@ REMEDY: Final = (
 
 
 class StopFlag:
-    """Set once SIGINT, SIGTERM or SIGHUP (a lost terminal) came.
-
-    Later ones change nothing: torchrun repeats the terminal's signal.
-    """
+    """Set by SIGINT, SIGTERM or SIGHUP (a lost terminal); later ones change nothing."""
 
     def __init__(self) -> None:
         self.set, self._told = False, False
@@ -49,7 +37,7 @@ class StopFlag:
         self.set = True
 
     def pop_events(self) -> list[str]:
-        """Return the user's message once, after the first signal; for the thread that ends the run."""
+        """Return the user's message once, after the first signal."""
         told, self._told = self._told, self.set
         return ["stopping: what was learned is saved first"] if self.set and not told else []
 
@@ -110,6 +98,12 @@ def _handled(handler: Callable[[int, FrameType | None], None], *numbers: signal.
 _exit_code: int | None = None
 
 
+# A call that may block for ever runs on a `BlockingThread`, which is abandoned at its deadline. If it returns
+# while Python ends, Python up to 3.13 ends the thread where it asks for the interpreter; within a destructor
+# of torch's that aborts the process (SIGABRT), and torchrun ends the other ranks. With such a thread a
+# process therefore ends after Python's exit handlers.
+
+
 class BlockingThread(threading.Thread):
     """Daemon thread for a call into a library that may block for ever."""
 
@@ -144,15 +138,13 @@ def die_with_parent(parent: int) -> None:
         if os.getppid() != parent:  # It died before the call.
             os._exit(1)
     else:
-        threading.Thread(
-            target=_end_after_parent, args=(parent,), name="end after parent", daemon=True
-        ).start()
 
+        def end_after_parent() -> None:
+            while os.getppid() == parent:
+                time.sleep(0.5)
+            os._exit(1)
 
-def _end_after_parent(parent: int) -> None:
-    while os.getppid() == parent:  # Ended by the parent's death; that is its purpose, so it has no deadline.
-        time.sleep(PARENT_POLL_INTERVAL)
-    os._exit(1)
+        threading.Thread(target=end_after_parent, name="end after parent", daemon=True).start()
 
 
 # --- file descriptors ---

@@ -1,13 +1,10 @@
-"""Process of one tracker: reads a run's rows from metrics.jsonl and hands them to accelerate's tracker.
+"""Process of one tracker: hands a run's rows from metrics.jsonl to accelerate's tracker.
 
     python -m asyncrl.observability.tracker_process NAME RUN_DIR SENT      started by `trackers`
 
-input      a line, the command that started the run; its end is the run's end
+input      the command that started the run, as a line; its end is the run's end
 output     "took STEP", "lost STEP REASON", "refused REASON": one line each
-error      output of the tracker, in RUN/logs/tracker-NAME.log
-
-SENT is the size of metrics.jsonl at the start: later rows are sent. After the end of the input the kernel
-ends the process within END_SECONDS, whatever its library does.
+SENT       size of metrics.jsonl at the start: later rows are sent
 """
 
 from __future__ import annotations
@@ -26,21 +23,19 @@ from typing import Any, Final
 
 from asyncrl.errors import first_line
 from asyncrl.observability import process_status
-from asyncrl.observability.logger import flat, is_result
+from asyncrl.observability.logger import LARGEST_PICTURE, SHEET, VIDEOS, flat, is_result, picture_name
 from asyncrl.observability.metrics_training import EVAL_SUCCESS, EVAL_VERSION
-from asyncrl.storage.untrusted import LINE_BYTES, load_json, open_regular, parse_json
-from asyncrl.storage.version_pictures import SHEET, VIDEOS, picture_name, read_picture
+from asyncrl.storage.untrusted import LINE_BYTES, load_json, open_regular, parse_json, read_bytes
 
 END_SECONDS: Final = 60
-"""Longest life of the process after the run."""
+"""Longest life of the process after the run, enforced by the kernel's alarm."""
 POLL: Final = 0.5
-"""Seconds between two looks for new rows."""
 LONGEST_VALUE: Final = 250
-"""Characters of a setting that are sent; MLflow's older stores take no more."""
+"""Characters of a setting; MLflow's older stores take no more."""
 PROJECT: Final = "asyncrl"
 """Group of the runs in every tracker."""
 _TAKE_LISTS: Final = ("swanlab", "wandb")
-"""Trackers that take pictures as a list; the others take one."""
+"""Trackers that take a list of pictures."""
 
 
 def main(name: str, run_dir: Path, sent: int) -> int:
@@ -114,7 +109,7 @@ def begin(name: str, run_dir: Path, command: str) -> Any:
 def send_sheet(tracker: Any, run_dir: Path, version: int, step: int) -> None:
     """Send the sheet of a measured version, if one was drawn and the tracker takes pictures or files."""
     try:
-        content = read_picture(run_dir, version, SHEET)
+        content = read_bytes(run_dir / picture_name(version, SHEET), LARGEST_PICTURE)
     except FileNotFoundError:
         return  # With --evaluation.movies 0 there is none.
     if hasattr(tracker, "log_images"):

@@ -1,12 +1,10 @@
 """Send a run's rows to trackers (Weights & Biases, MLflow, ...), each in a process of its own.
 
 learner's thread     note: expects an answer for a row; returns at once
-tracker's process    consumes   RUN/metrics.jsonl, from its first new row on   waits for: rows, its library
-(`tracker_process`)  produces   calls of accelerate's tracker, a line per row  ended by:  the end of its input
-tracker's thread     consumes   these lines; reports late and failed rows      ended by:  the process's end
+tracker's process    (`tracker_process`) reads RUN/metrics.jsonl, and answers a line per row
+tracker's thread     reads these lines; reports late and failed rows; ended by the process's end
 
-A row that a tracker does not take is lost for it alone. A library that blocks, raises, kills its process or
-handles signals does so in that process: neither the learner nor another tracker waits for it or ends with it.
+A library that blocks, raises or kills its process does so there: the learner goes on.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import IO, Final
 
 from asyncrl.errors import ConfigError
 from asyncrl.observability import waits
@@ -29,18 +27,12 @@ from asyncrl.observability.metrics import Readings
 from asyncrl.storage.untrusted import make_folder, open_regular
 
 ALWAYS: Final = "tensorboard"
-"""Is written in any case, by `logger`."""
+"""Written in any case, by `logger`."""
 PACKAGES: Final = {
-    "aim": "aim",
-    "clearml": "clearml",
-    "comet_ml": "comet-ml",
-    "dvclive": "dvclive",
-    "mlflow": "mlflow",
-    "swanlab": "swanlab",
-    "trackio": "trackio",
-    "wandb": "wandb",
+    name: name.replace("_", "-")
+    for name in ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "trackio", "wandb")
 }
-"""Tracker that accelerate knows, which is also the imported package -> name for pip."""
+"""Tracker of accelerate, and its package -> name for pip."""
 LATE_SECONDS: Final = 60.0
 """Age at which a row that a tracker has not taken is reported."""
 CLOSE_SECONDS: Final = 20.0
@@ -50,11 +42,7 @@ _RANKS: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Check the names of --log-with.
-
-    Raises:
-        ConfigError: One is unknown or named twice.
-    """
+    """Check the names of --log-with."""
     known = [ALWAYS, *PACKAGES]
     for name in names:
         if name not in known:
@@ -67,12 +55,10 @@ def check_names(names: Sequence[str]) -> None:
 
 
 def check_installed(names: Sequence[str]) -> None:
-    """Check before a run begins that its trackers are installed.
-
-    Raises:
-        ConfigError: One is missing; with the command that installs it.
-    """
-    missing = [name for name in names if name in PACKAGES and not _is_package(name)]
+    """Check before a run begins that its trackers are installed."""
+    specs = {name: importlib.util.find_spec(name) for name in names if name in PACKAGES}
+    # A folder of that name, such as a tracker's output, has no origin.
+    missing = [name for name, spec in specs.items() if spec is None or spec.origin is None]
     if missing:
         packages = " ".join(PACKAGES[name] for name in missing)
         raise ConfigError(
@@ -81,14 +67,8 @@ def check_installed(names: Sequence[str]) -> None:
         )
 
 
-def _is_package(name: str) -> bool:
-    """Return True if a package can be imported; a folder of its name, such as a tracker's output, is none."""
-    spec = importlib.util.find_spec(name)
-    return spec is not None and spec.origin is not None
-
-
 class Trackers:
-    """The trackers of one run. Use it as a context; it receives rows by `note`."""
+    """The trackers of one run, as a context manager that receives rows by `note`."""
 
     def __init__(
         self,
@@ -107,12 +87,11 @@ class Trackers:
         self._seconds = close_seconds
         self._all, rows = list[_Tracker](), run_dir / "metrics.jsonl"
         sent = rows.stat().st_size if rows.exists() else 0  # By earlier starts of the run.
-        for name in names:
-            if name != ALWAYS:
-                try:
-                    self._all.append(_Tracker(name, run_dir, tell, sent, command, late_seconds))
-                except OSError as error:
-                    tell(f"{name} could not be started ({error}). The run goes on without it")
+        for name in [name for name in names if name != ALWAYS]:
+            try:
+                self._all.append(_Tracker(name, run_dir, tell, sent, command, late_seconds))
+            except OSError as error:
+                tell(f"{name} could not be started ({error}). The run goes on without it")
 
     def note(self, step: int, values: Readings) -> None:
         """Receive a row; see `RowReader`."""
@@ -122,10 +101,11 @@ class Trackers:
     def close(self) -> None:
         """Give the trackers a bounded time for the remaining rows, then end them. May be called twice."""
         until = time.monotonic() + self._seconds
-        for tracker in self._all:
+        trackers, self._all = self._all, []
+        for tracker in trackers:
             tracker.end_input()
         with waits.waiting(waits.TRACKERS, self._seconds):
-            for tracker in self._all:
+            for tracker in trackers:
                 tracker.close(max(0.1, until - time.monotonic()))
 
     def __enter__(self) -> Trackers:
@@ -157,48 +137,47 @@ class _Tracker:
         """Unanswered rows: update and time."""
         self._lost = 0
         """Rows it did not take, since it last recovered."""
-        self._late = self._failing = self._gone = self._closing = self._closed = self._killed = False
+        self._late = self._failing = self._gone = self._closing = self._killed = False
         self._process = _start(name, run_dir, self._log_path, sent)
-        assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # If it has ended, its thread reports it.
             # Shorter than a pipe's buffer (`logger.LONGEST_COMMAND`), so that this does not block.
-            self._process.stdin.write(command.replace("\n", " ").encode() + b"\n")
-            self._process.stdin.flush()
+            self._input.write(command.replace("\n", " ").encode() + b"\n")
+            self._input.flush()
         self._thread = threading.Thread(target=self._listen, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
+    @property
+    def _input(self) -> IO[bytes]:
+        assert self._process.stdin is not None
+        return self._process.stdin
+
     def note(self, step: int) -> None:
         """Expect an answer for a row."""
-        now = time.monotonic()
+        now, text = time.monotonic(), ""
         with self._lock:
-            if gone := self._gone:
-                self._lost += 1
-            else:
-                self._pending.append((step, now))
-            oldest, since = self._pending[0] if self._pending else (step, now)
-            newly_late = not self._late and now - since > self._late_seconds
-            self._late = self._late or newly_late
-        if gone:
-            waits.count(waits.LOST_TRACKED)
-        elif newly_late:
-            self._tell(
-                f"{self._name} is late: it has not taken update {oldest} after {now - since:.0f} s. The run "
-                "goes on, and its rows wait in metrics.jsonl"
-            )
+            if self._gone:
+                waits.count(waits.LOST_TRACKED)
+                return
+            self._pending.append((step, now))
+            oldest, since = self._pending[0]
+            if not self._late and now - since > self._late_seconds:
+                self._late = True
+                text = (
+                    f"{self._name} is late: it has not taken update {oldest} after {now - since:.0f} s. The "
+                    "run goes on, and its rows wait in metrics.jsonl"
+                )
+        if text:
+            self._tell(text)
 
     def end_input(self) -> None:
         """End the input of the process: there are no further rows."""
         with self._lock:
             self._closing = True
         with contextlib.suppress(OSError):  # If it has ended, its thread reports it.
-            if self._process.stdin is not None:
-                self._process.stdin.close()
+            self._input.close()
 
     def close(self, seconds: float) -> None:
         """Wait for the end of the process, then kill it."""
-        if self._closed:
-            return
-        self._closed = True
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -216,15 +195,17 @@ class _Tracker:
 
     def _listen(self) -> None:
         assert self._process.stdout is not None
+        reason = ""
         with self._process.stdout as answers:
             for line in answers:  # Ended by the process's end.
                 kind, _, rest = line.decode(errors="replace").strip().partition(" ")
-                number, _, reason = rest.partition(" ")
+                number, _, failure = rest.partition(" ")
                 if kind in ("took", "lost") and number.isdecimal():
-                    self._on_answer(int(number), reason if kind == "lost" else "")
+                    self._on_answer(int(number), failure if kind == "lost" else "")
                 elif kind == "refused":
-                    self._on_end(rest)
-        self._on_end("")
+                    reason = rest
+                    break
+        self._on_end(reason)
 
     def _on_answer(self, step: int, failure: str) -> None:
         text = ""
@@ -232,43 +213,38 @@ class _Tracker:
             while self._pending and self._pending[0][0] <= step:
                 self._pending.popleft()
             if failure:
+                waits.count(waits.LOST_TRACKED)
                 self._lost += 1
                 if not self._failing:
                     text = f"{self._name} does not take update {step} ({failure}). The run goes on"
-                self._failing = True
             elif self._failing:
                 text = f"{self._name} takes updates again; {self._lost} are missing there"
-                self._failing, self._lost = False, 0
+                self._lost = 0
+            self._failing = bool(failure)
             if self._late and not self._pending:
                 text = text or f"{self._name} has all updates again"
                 self._late = False
-        if failure:
-            waits.count(waits.LOST_TRACKED)
         if text:
             self._tell(text)
 
     def _on_end(self, reason: str) -> None:
         """Handle the end of the process, or its refusal to begin."""
         with self._lock:
-            if self._gone:
-                return
-            self._gone = True
-            left, expected = len(self._pending), self._closing and not reason
-            self._lost += left
+            self._gone, left = True, len(self._pending)
             self._pending.clear()
-        if left:
-            waits.count(waits.LOST_TRACKED, left)
-        if self._killed:
-            return
+            if left:
+                waits.count(waits.LOST_TRACKED, left)
+            if self._killed:
+                return
         if not reason:
             code = self._process.wait()
-            expected = expected and code == 0 and not left
+            if self._closing and code == 0 and not left:
+                return
             reason = f"its process ended with exit code {code}"
-        if not expected:
-            self._tell(
-                f"{self._name} gets nothing any more ({reason}). The run goes on; "
-                f"metrics.jsonl has every update, and {self._log_path} what the tracker said"
-            )
+        self._tell(
+            f"{self._name} gets nothing any more ({reason}). The run goes on; "
+            f"metrics.jsonl has every update, and {self._log_path} what the tracker said"
+        )
 
 
 def _start(name: str, run_dir: Path, log_path: Path, sent: int) -> subprocess.Popen[bytes]:

@@ -21,7 +21,7 @@ from asyncrl.records import Episode
 from asyncrl.replay.connection import PING_EVERY, Connection
 from asyncrl.replay.groups import number_of
 from asyncrl.replay.interface import GroupFailure, GroupGrant, RunStopped
-from asyncrl.storage.run_identity import NO_RUN, RunIdentity
+from asyncrl.storage.run_owner import NO_RUN, RunIdentity
 
 WINDOW: Final = 32
 """Groups with unacknowledged episodes, besides one for each slot, from which on an actor asks for no more."""

@@ -23,7 +23,7 @@ from asyncrl.messaging.keys import ClientKeys, Handshakes
 from asyncrl.messaging.sockets import IDENTITY, LINGER_MS, open_dealer
 from asyncrl.messaging.wire import Message, decode, encode
 from asyncrl.storage.atomic import read_small
-from asyncrl.storage.run_identity import NO_RUN, RunIdentity
+from asyncrl.storage.run_owner import NO_RUN, RunIdentity
 
 PING_EVERY: Final = 1.0
 """Seconds; also the interval of repeating an unanswered question."""

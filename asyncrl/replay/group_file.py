@@ -50,7 +50,7 @@ from asyncrl.errors import ReplayError
 from asyncrl.messaging.episode_codec import as_bytes
 from asyncrl.records import UNKNOWN_LENGTH, Episode, Sampling
 from asyncrl.replay.sealed_file import UNREADABLE, opened, require_codec, sealing, unreadable
-from asyncrl.storage.hdf5_bounds import attribute_of, dataset_in
+from asyncrl.storage.untrusted import attribute_of, dataset_in
 
 FORMAT: Final = "asyncrl-replay"
 FORMAT_VERSION: Final = 3

@@ -14,7 +14,7 @@ from asyncrl.errors import AsyncRLError, ReplayError
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.records import ActionSpec, Episode
-from asyncrl.storage.checksums import Checksum
+from asyncrl.storage.atomic import Checksum
 
 ReceiptStatus = Literal[
     "held",

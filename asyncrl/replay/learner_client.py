@@ -21,7 +21,7 @@ from asyncrl.records import Episode
 from asyncrl.replay.connection import PING_EVERY, Connection
 from asyncrl.replay.interface import BatchDescription, Filling, GroupLost, NothingToLearn, NullLearnerPort
 from asyncrl.replay.peers import RANK
-from asyncrl.storage.run_identity import NO_RUN, RunIdentity
+from asyncrl.storage.run_owner import NO_RUN, RunIdentity
 
 RESEND_AFTER: Final = 10.0
 """Seconds without an answer after which a request is sent again."""

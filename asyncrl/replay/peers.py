@@ -14,7 +14,7 @@ from asyncrl.messaging.episode_codec import Buffer
 from asyncrl.messaging.wire import Message, encode
 from asyncrl.replay.connection import VISITOR, JoinSettings
 from asyncrl.replay.replay import Replay
-from asyncrl.storage.run_identity import NO_RUN, RunIdentity
+from asyncrl.storage.run_owner import NO_RUN, RunIdentity
 
 RANK: Final = "rank"
 """Role of a learner rank other than 0: it fetches its part of batches."""

@@ -41,7 +41,7 @@ from asyncrl.replay.recovery import count_successes, recover, roll_back_to
 from asyncrl.replay.sampling import BatchChooser
 from asyncrl.replay.state import ReplayState
 from asyncrl.replay.store import LEDGER, EpisodeStore
-from asyncrl.storage.checksums import begins_with
+from asyncrl.storage.atomic import begins_with
 
 
 def open_replay(

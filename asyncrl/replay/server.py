@@ -34,7 +34,7 @@ from asyncrl.replay.peers import Peers, PeerSender
 from asyncrl.replay.replay import Replay
 from asyncrl.replay.sampling import BatchChooser
 from asyncrl.replay.state import Session
-from asyncrl.storage.run_identity import NO_RUN, RunIdentity
+from asyncrl.storage.run_owner import NO_RUN, RunIdentity
 
 POLL_MS: Final = 100
 """Longest sleep of the loop."""

@@ -18,9 +18,9 @@ from asyncrl.replay.sealed_file import Codec, codec_of, opened, sealing, setting
 from asyncrl.replay.store import PATTERN
 from asyncrl.replay_tools.episodes import GroupOutcomes, group_file_or_none, read_outcomes, warn, watched
 from asyncrl.replay_tools.selection import ReplayCommand
-from asyncrl.storage import run_lock
+from asyncrl.storage import run_owner
 from asyncrl.storage.atomic import flush, replacing
-from asyncrl.storage.hdf5_bounds import dataset_in
+from asyncrl.storage.untrusted import dataset_in
 
 IMAGES: Final = ("frames", "final_frame", "video")
 MORE_IMAGES: Final = ("more_frames", "final_more_frames")
@@ -236,7 +236,7 @@ def resume_version(folder: Path) -> int | None:
 def locked(folder: Path) -> Iterator[None]:
     """Hold the locks of run and replay, so that no run begins meanwhile."""
     try:
-        with run_lock.owned(folder.parent, f"changing {folder}"), (folder / "lock").open("a") as file:
+        with run_owner.owned(folder.parent, f"changing {folder}"), (folder / "lock").open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield
     except BlockingIOError:

@@ -23,7 +23,7 @@ import torch
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.rewards.libero_tasks import GROUPS, LONG, SUITES, group_folders, suite_of
 from asyncrl.storage.atomic import read_json
-from asyncrl.storage.tensor_reader import TensorFiles
+from asyncrl.storage.tensor_files import TensorFiles
 from asyncrl.storage.untrusted import check_sizes
 
 FORMAT: Final = "asyncrl-reward-1"

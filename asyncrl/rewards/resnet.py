@@ -25,8 +25,8 @@ from asyncrl.records import ModelSummary
 from asyncrl.rewards.files import FORMAT, WEIGHTS, RewardConfig, RewardFiles, open_groups, open_reward
 from asyncrl.rewards.libero_tasks import GROUPS, LONG, LONG_GROUPS, SUITES
 from asyncrl.storage.atomic import write_json
-from asyncrl.storage.tensor_reader import check_fit, fill
-from asyncrl.storage.tensor_writer import write_tensors
+from asyncrl.storage.tensor_files import check_fit, fill
+from asyncrl.storage.weight_files import write_tensors
 
 
 class ResidualBlock(nn.Module):

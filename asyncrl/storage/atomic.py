@@ -1,40 +1,45 @@
-"""Write files and folders so that each appears under its name when it is complete, or not at all.
+"""Write files and folders that appear under their name complete and durable, or not at all.
 
-    1  what is written goes to NAME.tmp beside it          a crash leaves that, which nobody reads
-    2  every file and folder of it is flushed to the disk  (fsync)
-    3  it is renamed to NAME, over an old one              a reader sees the old content or the new one
-    4  the folder it is in is flushed                      from here on it survives a loss of power
-
-Everything of the package that is written at once is written by this module, except group files of the replay.
-
-Files with one record in every line, each written by one process and read by others while it grows.
-
-Small files that only this user may read: never open to others while they are written, read with care.
+1  the content goes to NAME.tmp             a crash leaves it there, and nobody reads it
+2  every file and folder of it is synced    (fsync)
+3  it is renamed to NAME, over an old one   a reader sees the old content or the new one
+4  the parent folder is synced              from here on it survives a loss of power
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from asyncrl.errors import CheckpointError, ConfigError
-from asyncrl.storage.untrusted import check_types, kind_of, load_json, read_rows, remove
+from asyncrl.storage.untrusted import (
+    INDEX,
+    check_types,
+    header_names,
+    kind_of,
+    load_json,
+    open_regular,
+    read_rows,
+    remove,
+)
 
-_COPY_AGAIN = "Copy the folder again, with all of its files."
+SMALL_BYTES: Final = 4096
+_PIECE: Final = 1 << 20
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give the name under which to write a file or folder; it becomes `path` when the block ends.
+    """Yield a temporary name for a file or folder; it becomes `path` at the end of the block.
 
-    What the block began is deleted when it fails. What was there before stays until the new one is complete.
+    After an error it is deleted, and the old content of `path` stays.
     """
     part = unfinished(path)
     remove(part)
@@ -47,15 +52,12 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def unfinished(path: Path) -> Path:
-    """Return the name that `path` has while it is written."""
+    """Return the temporary name of `path`."""
     return path.with_name(path.name + ".tmp")
 
 
 def publish(part: Path, final: Path) -> None:
-    """Flush the file or folder `part` with everything in it to the disk, then give it its final name.
-
-    A folder that has this name is deleted, a file is replaced.
-    """
+    """Sync a file or folder with its content, and rename it to `final`, replacing what was there."""
     for path in [*part.rglob("*"), part]:
         flush(path)
     replaced = unfinished(final.with_name(final.name + ".replaced"))
@@ -68,7 +70,7 @@ def publish(part: Path, final: Path) -> None:
 
 
 def flush(path: Path) -> None:
-    """Wait until a file's content, or a folder's list of names, is on the disk."""
+    """Sync a file's content, or a folder's entries, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -77,21 +79,21 @@ def flush(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text in UTF-8, whole or not at all."""
+    """Write a text in UTF-8, atomically."""
     with replacing(path) as part:
         part.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON object, whole or not at all."""
+    """Write a JSON object, atomically."""
     write_text(path, json.dumps(content, indent=2) + "\n")
 
 
-def read_json(path: Path, remedy: str = _COPY_AGAIN) -> dict[str, Any]:
+def read_json(path: Path, remedy: str = "Copy the folder again, with all of its files.") -> dict[str, Any]:
     """Read a JSON object.
 
     Raises:
-        CheckpointError: the file is missing, no regular file, or holds something else (see `bounded_json`).
+        CheckpointError: The file is missing, no regular file, or no JSON object.
     """
     try:
         return load_json(path, dict)
@@ -103,29 +105,37 @@ def read_json(path: Path, remedy: str = _COPY_AGAIN) -> dict[str, Any]:
         raise CheckpointError(f"{path} is not JSON ({error}). {remedy}".rstrip()) from error
 
 
+def indexed_names(folder: Path) -> set[str]:
+    """Read the tensor names in the index of a folder's shards; empty without an index."""
+    if not (folder / INDEX).is_file():
+        return set()
+    weight_map = read_json(folder / INDEX, "Download it again.").get("weight_map")
+    return set(weight_map) if isinstance(weight_map, dict) else set()
+
+
+def names_in(folder: Path) -> set[str]:
+    """Read the tensor names in the index and in all safetensors files of a folder."""
+    return indexed_names(folder).union(*map(header_names, folder.glob("*.safetensors")))
+
+
+# --- lines of records ---
+
 Record = TypeVar("Record")
-_NUMBER: Final = (int, float)
-_TYPES: Final = {"int": int, "float": _NUMBER, "str": str, "bool": bool}
+_TYPES: Final = {"int": int, "float": float, "str": str, "bool": bool}
 
 
 def append_record(path: Path, record: Any) -> None:
-    """Add a line, behind one that was torn too.
-
-    Raises:
-        OSError: It cannot be written.
-        ValueError: A number is not finite.
-    """
+    """Append a dataclass as a line of JSON; after a torn line a new one is begun."""
     line = json.dumps(asdict(record), allow_nan=False) + "\n"
     with path.open("ab+") as file:
-        torn = False
         if file.tell():
             file.seek(-1, os.SEEK_END)
-            torn = file.read(1) != b"\n"
-        file.write(("\n" if torn else "").encode() + line.encode())
+            line = line if file.read(1) == b"\n" else "\n" + line
+        file.write(line.encode())
 
 
 def read_records(path: Path, kind: type[Record]) -> list[Record]:
-    """Return all records that can be read, oldest first; a line that is torn or something else is left out.
+    """Read all valid records, oldest first.
 
     Args:
         kind: A dataclass whose fields are int, float, str or bool.
@@ -133,36 +143,32 @@ def read_records(path: Path, kind: type[Record]) -> list[Record]:
     if not path.is_file():
         return []
     known = {field.name: _TYPES[str(field.type)] for field in fields(kind)}  # type: ignore[arg-type]
-    found = (_checked(row, kind, known) for _, row in read_rows(path) if row is not None)
-    return [record for record in found if record is not None]
+    return [kind(**row) for _, row in read_rows(path) if row is not None and _is_record(row, known)]
 
 
 def keep_records(path: Path, kind: type[Record], wanted: Callable[[Record], bool]) -> None:
-    """Remove the records that are not `wanted`, and whatever is none."""
+    """Remove the records that are not `wanted`, and invalid lines."""
     if not path.exists():
         return
-    kept = [record for record in read_records(path, kind) if wanted(record)]
-    with replacing(path) as part:
-        lines = (json.dumps(asdict(record)) + "\n" for record in kept)  # type: ignore[call-overload]
-        part.write_text("".join(lines), encoding="utf-8")
+    kept = filter(wanted, read_records(path, kind))
+    write_text(path, "".join(json.dumps(asdict(record)) + "\n" for record in kept))  # type: ignore[call-overload]
 
 
-def _checked(row: dict[str, Any], kind: type[Record], known: dict[str, Any]) -> Record | None:
-    if row.keys() != known.keys():
-        return None
+def _is_record(row: dict[str, Any], known: dict[str, type]) -> bool:
     try:
         check_types(row, known)
     except ValueError:
-        return None
-    numbers = [value for value in row.values() if isinstance(value, float)]
-    return kind(**row) if all(map(math.isfinite, numbers)) else None
+        return False
+    return row.keys() == known.keys() and all(
+        math.isfinite(value) for value in row.values() if isinstance(value, float)
+    )
 
 
-MAX_BYTES: Final = 4096
+# --- private files ---
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a text with mode 0600, whole or not at all, over what was there."""
+    """Write a text with mode 0600, atomically."""
     part = unfinished(path)
     part.unlink(missing_ok=True)
     handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
@@ -172,24 +178,17 @@ def write_private(path: Path, text: str) -> None:
 
 
 def read_small(path: Path) -> str:
-    """Read a text of at most `MAX_BYTES` bytes from a regular file; longer ones are cut.
-
-    Raises:
-        OSError: There is none, or it is a link, a pipe or a folder.
-        ValueError: It is not UTF-8.
-    """
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(f"{path} is not a file")
-        return file.read(MAX_BYTES).decode()
+    """Read at most `SMALL_BYTES` bytes of text from a regular file, not through a link."""
+    with os.fdopen(open_regular(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+        return file.read(SMALL_BYTES).decode()
 
 
 def check_private(path: Path, remedy: str) -> None:
     """Check that only this user can read a file, or enter a folder.
 
     Raises:
-        ConfigError: Others can; `remedy` says what to do.
-        OSError: It is not there.
+        ConfigError: Others can; ends with `remedy`.
+        OSError: It does not exist.
     """
     about = path.stat()
     if about.st_uid != os.getuid() or stat.S_IMODE(about.st_mode) & 0o077:
@@ -197,3 +196,64 @@ def check_private(path: Path, remedy: str) -> None:
             f"{path} has mode {stat.S_IMODE(about.st_mode):o} or another owner, so others may know what it "
             f"holds. {remedy}"
         )
+
+
+# --- checksums ---
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checksum:
+    """Length and SHA-256 of a file, or of its beginning.
+
+    SHA-256 and not CRC-32: a thread hashes 1.8 GB/s, more than a disk takes, and equality is beyond doubt.
+    """
+
+    bytes: int
+    sha256: str
+    """64 hexadecimal digits."""
+
+    @classmethod
+    def from_json(cls, value: Any) -> Checksum | None:
+        """Parse what `dataclasses.asdict` returned; None if invalid."""
+        match value:
+            case {"bytes": int(length), "sha256": str(digits)} if length >= 0 and len(digits) == 64:
+                return cls(bytes=length, sha256=digits)
+        return None
+
+
+def digest_of(path: Path) -> str:
+    """Compute a regular file's SHA-256 as 64 hexadecimal digits."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def checksum_of_lines(path: Path) -> Checksum | None:
+    """Hash the whole lines of a file that another process appends to; None without a file."""
+    try:
+        file = os.fdopen(open_regular(path), "rb")
+    except FileNotFoundError:
+        return None
+    lines, length = hashlib.sha256(), 0
+    everything, read = lines.copy(), 0  # Hashed as it is read: a line may be as long as the file.
+    with file:
+        while piece := file.read(_PIECE):
+            whole, feed, torn = piece.rpartition(b"\n")
+            if feed:
+                everything.update(whole + feed)
+                lines, length = everything.copy(), read + len(whole) + 1
+            everything.update(torn)
+            read += len(piece)
+    return Checksum(bytes=length, sha256=lines.hexdigest())
+
+
+def begins_with(path: Path, expected: Checksum) -> bool:
+    """Return True if a file begins with the hashed content; False if it cannot be read."""
+    remaining, found = expected.bytes, hashlib.sha256()
+    try:
+        with os.fdopen(open_regular(path), "rb") as file:
+            while remaining and (piece := file.read(min(_PIECE, remaining))):
+                found.update(piece)
+                remaining -= len(piece)
+    except OSError:  # Opening it for writing reports the reason.
+        return False
+    return not remaining and found.hexdigest() == expected.sha256

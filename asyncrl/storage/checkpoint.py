@@ -1,25 +1,23 @@
-"""Write and read all that a run needs to go on: policy, optimizer, random states and counters. No pickle.
+"""Save and load what a run needs to resume: policy, optimizer, random states and counters. No pickle.
 
-    run_dir/checkpoints/update_000040/
-      (policy files)           written by a function that the caller passes, so the folder is a --policy too
-      state/*.safetensors      float32 weights and optimizer, a part from every rank (see `checkpoint_state`)
-      random-00000.safetensors state of torch's generators, one file per rank
-      state.json               counters, Python's random state, versions, size and SHA-256 of every file, what
-                               the replay's ledger was, and a SHA-256 of all this
-
-A checkpoint is written in this order, so that a crash at any point leaves the previous one the newest:
-1. `save` copies the state to host memory and returns; the rest happens on a thread of every rank;
-2. all ranks write into `update_000040.tmp`; when the last is done, rank 0 adds the policy, sums up all files
-   and adds state.json;
-3. every file and folder is flushed to the disk (fsync), then renamed to `update_000040`, then the parent is
-   flushed, and old checkpoints are deleted.
-A folder without the suffix is therefore complete; one with it is a leftover and deleted by the next save.
+run_dir/checkpoints/update_000040/
+  (policy files)           so the folder works as --policy
+  state/*.safetensors      float32 weights and optimizer, sharded by rank (`checkpoint_state`)
+  random-00000.safetensors state of torch's generators, one file per rank
+  state.json               counters, Python's random state, versions, sizes and SHA-256 of all files, checksum
+                           of the replay's ledger, and a SHA-256 of state.json itself
 """
+# Order of a save, so that a crash leaves the previous checkpoint the newest: `save` copies the state to host
+# memory; on a thread of every rank all write into `update_000040.tmp`; rank 0 then adds the policy and
+# state.json, syncs everything and renames the folder. A folder without the suffix is therefore complete.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import math
+import os
 import random
 import re
 import shutil
@@ -39,7 +37,15 @@ from torch.optim import Optimizer
 from asyncrl import __version__
 from asyncrl.errors import CheckpointError
 from asyncrl.observability.process_status import activity
-from asyncrl.storage.atomic import publish, read_json, unfinished
+from asyncrl.storage.atomic import (
+    Checksum,
+    checksum_of_lines,
+    digest_of,
+    flush,
+    publish,
+    read_json,
+    unfinished,
+)
 from asyncrl.storage.checkpoint_state import (
     Parameters,
     Ranks,
@@ -52,8 +58,8 @@ from asyncrl.storage.checkpoint_state import (
     unreadable,
     write_state,
 )
-from asyncrl.storage.checksums import Checksum, checksum_of_lines, digest_of
-from asyncrl.storage.untrusted import check_types, remove
+from asyncrl.storage.run_folder import BEFORE, BEST, LEFT_BY_EVALUATOR, is_whole
+from asyncrl.storage.untrusted import check_types, load_json, make_folder, remove
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -61,49 +67,35 @@ if TYPE_CHECKING:
 FORMAT: Final = 2
 """Version of state.json. Raise it when a field changes meaning."""
 HASHING_THREADS: Final = 4
-"""Of rank 0, which sums up the files of all ranks; one takes 1.8 GB/s."""
 FOLDER: Final = "checkpoints"
 STATE: Final = "state"
 WRITE_DEADLINE: Final = 1800.0
-"""Seconds that one checkpoint may take to be written before the run ends with an error."""
+"""Longest time in seconds to write a checkpoint."""
 COPYING: Final = "copying weights and optimizer for a checkpoint"
-"""What the learner does meanwhile: 16 GB of a policy of full size take it about 15 s."""
 _TYPES: Final = {"int": int, "str": str}
 _NAME = re.compile(r"update_(\d{6,})")
 CHECKSUMS: Final = "sha256"
-"""Key in state.json: name of every other file -> its SHA-256."""
+"""Key in state.json: file name -> SHA-256."""
 OWN_CHECKSUM: Final = "sha256_of_state"
-"""Key in state.json: SHA-256 of its content without this."""
+"""Key in state.json: SHA-256 of its other content."""
 LEDGER: Final = "ledger"
-"""Key in state.json: length and SHA-256 of the replay's ledger; null: there was none."""
+"""Key in state.json: `Checksum` of the replay's ledger, or null."""
 CHANGED: Final = "its content is not what was written: somebody changed it, or the disk damaged it"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a run is."""
+    """Counters of a run."""
 
     version: int
     """Policy version = number of updates made."""
     groups_used: int
-    """Groups the learner has taken from the replay: where the stream of start states goes on."""
+    """Groups taken from the replay: position in the stream of start states."""
     bad_updates: int = 0
-    """Updates skipped so far because their gradient was not finite."""
+    """Updates skipped because their gradient was not finite."""
     bad_in_a_row: int = 0
-    """How many of them were the last ones."""
     config_hash: str = ""
-    """Identifies the settings of the run that wrote the checkpoint."""
     asyncrl_version: str = __version__
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verified:
-    """What a checkpoint says besides the state of the learner, once its files are found sound."""
-
-    ledger: Checksum | None
-    """What the replay's ledger was; None: there was none, or it is not known."""
-    notes: tuple[str, ...]
-    """Lines for whoever resumes."""
 
 
 class Checkpoints:
@@ -112,11 +104,11 @@ class Checkpoints:
     def __init__(
         self, run_dir: Path, *, keep: int, link: ProcessGroup | None = None, ledger: Path | None = None
     ) -> None:
-        """Write into `run_dir`/checkpoints and keep the `keep` newest checkpoints (at least 1).
+        """Write into `run_dir`/checkpoints and keep the `keep` newest (at least 1).
 
         Args:
-            link: Process group (gloo, of its own) in which the ranks' writers agree; None: one rank.
-            ledger: Of the replay: what it is then is noted in every checkpoint. None: there is none.
+            link: Gloo process group of the ranks' writers; None for one rank.
+            ledger: Ledger of the replay, whose checksum goes into every checkpoint.
         """
         self.folder, self.keep, self._ledger = run_dir / FOLDER, keep, ledger
         self._ranks, self._writer = Ranks(link), WriterThread()
@@ -130,16 +122,16 @@ class Checkpoints:
         optimizer: Optimizer,
         parameters: Parameters,
     ) -> Path:
-        """Copy the state and begin to write a checkpoint, whole or not at all. Called by all ranks.
+        """Copy the state and start writing a checkpoint; called by all ranks.
 
-        Waits while the one before it is still being written. `finish` waits for this one.
+        Waits for the previous checkpoint first.
 
         Args:
-            copy_policy: Copies the policy and returns what writes it into the (existing) folder it is given,
-                which is called on another thread, on rank 0 only.
+            copy_policy: Copies the policy, and returns a function that writes it into an existing folder,
+                called on another thread of rank 0.
 
         Raises:
-            CheckpointError: The one before it could not be written, on any rank.
+            CheckpointError: The previous checkpoint could not be written, on any rank.
         """
         self.finish()
         final = self.folder / f"update_{progress.version:06d}"
@@ -154,25 +146,22 @@ class Checkpoints:
         return final
 
     def finish(self, deadline: float = WRITE_DEADLINE) -> None:
-        """Wait until everything is on the disk.
-
-        Raises:
-            CheckpointError: It could not be written, or not within `deadline` seconds.
-        """
+        """Wait for at most `deadline` seconds until everything is on the disk."""
         self._writer.finish(deadline)
 
     @property
     def newest(self) -> Path | None:
-        """Newest checkpoint that is complete, or None."""
+        """Newest complete checkpoint, or None."""
         complete = _complete(self.folder)
         return complete[-1][1] if complete else None
 
     def waited(self) -> float:
-        """Seconds that `save` and `finish` waited for the writer since the last call of this."""
-        return self._writer.take_waited()
+        """Return the seconds spent waiting for the writer since the last call."""
+        waited, self._writer.waited = self._writer.waited, 0.0
+        return waited
 
     def copied(self) -> float:
-        """Seconds that `save` copied since the last call of this."""
+        """Return the seconds spent copying since the last call."""
         copied, self._copied = self._copied, 0.0
         return copied
 
@@ -184,7 +173,7 @@ class Checkpoints:
         state: dict[str, Tensor],
         generators: dict[str, Tensor],
     ) -> None:
-        """Write and publish, on a thread; the ranks agree after each step, so that all fail or none."""
+        # On a thread; the ranks agree after each step, so that all fail or none.
         part, rank = unfinished(final), self._ranks.rank
         try:
             self._ranks.first(partial(_clear, self.folder, part))
@@ -215,7 +204,7 @@ class Checkpoints:
 
 
 def latest(run_dir: Path) -> Path | None:
-    """Newest complete checkpoint of a run, or None."""
+    """Return the newest complete checkpoint of a run, or None."""
     return Checkpoints(run_dir, keep=1).newest
 
 
@@ -251,30 +240,24 @@ def load(
     return progress
 
 
-def verify(folder: Path, *, policy_only: bool = False) -> Verified:
-    """Check that every file of a checkpoint is there and was not changed since it was written.
-
-    It reads all files once, on some threads. Of a checkpoint of an earlier version, which has no checksums,
-    the sizes are compared; a note says so.
+def verify(folder: Path, *, policy_only: bool = False) -> Checksum | None:
+    """Check that every file of a checkpoint exists and is unchanged; reads all files once.
 
     Args:
-        policy_only: Read only the files of the policy, not the learner's state.
+        policy_only: Read only the policy's files, not the learner's state.
+
+    Returns:
+        Checksum of the replay's ledger; None if there was none.
 
     Raises:
-        CheckpointError: Names the file, what is wrong with it, and the remedy.
+        CheckpointError: A file is missing or changed.
     """
     state = _read_state(folder)
     names = set(state["files"])
     if policy_only:
         names = {n for n in names if not n.startswith(f"{STATE}/") and not n.startswith("random-")}
     _check_content(folder, state, names)
-    notes = []
-    if CHECKSUMS not in state:
-        notes.append(
-            f"{folder.name} was written by an earlier version, without checksums: only the sizes of its "
-            "files are verified"
-        )
-    return Verified(ledger=Checksum.from_json(state.get(LEDGER)), notes=tuple(notes))
+    return Checksum.from_json(state.get(LEDGER))
 
 
 def _clear(folder: Path, part: Path) -> None:
@@ -302,27 +285,23 @@ def _write_state(part: Path, counters: dict[str, Any], ledger: Checksum | None) 
 
 
 def _digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """Sum up files of a checkpoint; raises OSError for one that cannot be read."""
     names = list(names)
     with ThreadPoolExecutor(HASHING_THREADS, "checksums") as pool:
         return dict(zip(names, pool.map(lambda name: digest_of(folder / name), names), strict=True))
 
 
 def _digest_of_state(state: dict[str, Any]) -> str:
-    """Sum up what state.json holds besides its own checksum; JSON that was read gives the same."""
     content = {key: value for key, value in state.items() if key != OWN_CHECKSUM}
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-def _check_content(folder: Path, state: dict[str, Any], names: Iterable[str]) -> None:
-    """Compare the content of files with what state.json says, where it says something."""
-    wanted = {name: state[CHECKSUMS][name] for name in names if name in state.get(CHECKSUMS, {})}
+def _check_content(folder: Path, state: dict[str, Any], names: set[str]) -> None:
     try:
-        found = _digests(folder, wanted)
+        found = _digests(folder, state[CHECKSUMS].keys() & names)
     except OSError as error:
         raise unreadable(folder, str(error)) from error
-    for name, digest in wanted.items():
-        if found[name] != digest:
+    for name, digest in found.items():
+        if state[CHECKSUMS][name] != digest:
             raise unreadable(folder / name, CHANGED)
 
 
@@ -333,11 +312,10 @@ def _complete(folder: Path) -> list[tuple[int, Path]]:
 
 
 def _read_state(folder: Path) -> dict[str, Any]:
-    """Read state.json, and compare its own checksum, and the sizes of all files, with it."""
     path = folder / "state.json"
     try:
         state = read_json(path, remedy="")
-        check_types(state, {"files": dict, "progress": dict})
+        check_types(state, {"files": dict, "progress": dict, CHECKSUMS: dict, OWN_CHECKSUM: str})
         check_types(state["progress"], {field.name: _TYPES[str(field.type)] for field in fields(Progress)})
         files = state["files"]
         check_types(files, dict.fromkeys(files, int))
@@ -348,7 +326,7 @@ def _read_state(folder: Path) -> dict[str, Any]:
             f"{path} has format {state.get('format')}, this asyncrl {__version__} reads {FORMAT}. "
             "Continue with the version that wrote it, or start afresh with --policy and this folder."
         )
-    if not _is_as_written(state, files):
+    if state[CHECKSUMS].keys() != files.keys() or state[OWN_CHECKSUM] != _digest_of_state(state):
         raise unreadable(path, CHANGED)
     for name, size in files.items():
         if Path(name).is_absolute() or ".." in Path(name).parts:
@@ -360,10 +338,66 @@ def _read_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def _is_as_written(state: dict[str, Any], files: dict[str, Any]) -> bool:
-    """Compare state.json with its own checksum. One of an earlier version has none of the keys that tell."""
-    if not state.keys() & {CHECKSUMS, OWN_CHECKSUM, LEDGER}:
-        return True
-    checksums = state.get(CHECKSUMS)
-    complete = isinstance(checksums, dict) and checksums.keys() == files.keys()
-    return complete and state.get(OWN_CHECKSUM) == _digest_of_state(state)
+# --- versions that an evaluator holds ---
+
+_NO_LINKS: Final = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+def keep_copy(checkpoint: Path, target: Path) -> None:
+    """Replace `target` by hard links to a checkpoint's files, or copies if links are not supported."""
+    remove(target)
+    try:
+        for source in sorted(checkpoint.rglob("*")):
+            copy = target / source.relative_to(checkpoint)
+            make_folder(copy if source.is_dir() else copy.parent)
+            if not source.is_dir():
+                _link(source, copy)
+        if not is_whole(target):  # It was being deleted, file by file.
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(checkpoint))
+    except BaseException:
+        remove(target)
+        raise
+
+
+def _link(source: Path, copy: Path) -> None:
+    try:
+        os.link(source, copy)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        shutil.copyfile(source, copy)
+
+
+def keep_as_best(held: Path) -> None:
+    """Rename a held version to `BEST`; at any moment this or the former one exists."""
+    best, before = held.with_name(BEST), held.with_name(BEFORE)
+    if best.exists():
+        remove(before)
+        best.rename(before)
+    held.rename(best)
+    flush(best.parent)
+    remove(before)
+
+
+def clean_up(run_dir: Path) -> None:
+    """Remove what a killed evaluator left; the former best version is restored if there is no other."""
+    folder = run_dir / FOLDER
+    best, before = folder / BEST, folder / BEFORE
+    if before.exists() and not best.exists():
+        before.rename(best)
+    for name in LEFT_BY_EVALUATOR:
+        remove(folder / name)
+
+
+def forget_best_after(run_dir: Path, version: int) -> None:
+    """Clean up, and remove the best version if a resumed run makes it again, or if it is invalid."""
+    clean_up(run_dir)
+    best = run_dir / FOLDER / BEST
+    if not best.is_dir():
+        return
+    try:
+        found = load_json(best / "state.json", dict)["progress"]["version"]
+    except (OSError, ValueError, KeyError, TypeError):
+        found = math.inf
+    if not isinstance(found, int) or found > version:
+        remove(best)

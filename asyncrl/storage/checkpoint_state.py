@@ -1,19 +1,12 @@
 """Write and read weights and optimizer with torch.distributed.checkpoint, without pickle.
 
-Every rank writes its own part of every tensor, in safetensors files whose headers say where the parts belong,
-so that another number of ranks can read them. Because the headers are enough, the ranks exchange nothing:
-the planners of torch.distributed.checkpoint are used rank by rank, and its own exchange of plans, which
-pickles, is not.
-
-    model.<name>                               float32 weight
-    optimizer.<name>.<exp_avg | exp_avg_sq>    of the weight's shape
-    optimizer.<name>.step                      ``[1]``: AdamW's count of steps
-
-Write checkpoints beside the training: one thread per rank, and ranks that succeed together.
-
-The rename that publishes a checkpoint happens after all ranks have said, through a process group of their
-writers' own, that their files are written. When one fails, all of them do.
+model.<name>                               float32 weight
+optimizer.<name>.<exp_avg | exp_avg_sq>    of the weight's shape
+optimizer.<name>.step                      ``[1]``: AdamW's count of steps
 """
+# Every rank writes its own shard of every tensor, in safetensors files whose headers have the offsets:
+# another number of ranks can read them. The planners are used rank by rank, because the library's exchange of
+# plans pickles.
 
 from __future__ import annotations
 
@@ -43,58 +36,56 @@ if TYPE_CHECKING:
 
 
 class Ranks:
-    """The writers of all ranks, step by step together."""
+    """The writer threads of all ranks, which take each step together."""
 
     def __init__(self, link: ProcessGroup | None) -> None:
-        """Join the writers; None: this rank is alone."""
+        """Join the writers' own process group; None: there is one rank."""
         self.rank, self.size = (0, 1) if link is None else (link.rank(), link.size())
         self._link = link
 
     def all(self, action: Callable[[], None]) -> None:
-        """Do it on every rank; returns when all have."""
+        """Run an action on every rank; raises on all if it fails on one."""
         failure: Exception | None = None
         try:
             action()
         except Exception as error:
             failure = error
-        failures = self._count(int(failure is not None))
+        failures = self._sum(int(failure is not None))
         if failure is not None:
             raise failure
         if failures:
             raise OSError(f"{failures} of {self.size} learner ranks failed: see their output")
 
     def first(self, action: Callable[[], None]) -> None:
-        """Do it on rank 0; the others wait for it. Raises as `all` does."""
+        """Run an action on rank 0 while the others wait; raises as `all` does."""
         self.all(action if self.rank == 0 else lambda: None)
 
-    def _count(self, failed: int) -> int:
+    def _sum(self, failed: int) -> int:
         if self._link is None:
             return failed
-        import torch
-        import torch.distributed as dist
-
         failures = torch.tensor([failed])
-        dist.all_reduce(failures, group=self._link)
+        torch.distributed.all_reduce(failures, group=self._link)
         return int(failures)
 
 
 class WriterThread:
-    """At most one action at a time, beside its owner. Used by one thread."""
+    """Runs one action at a time in the background of its owner's thread."""
 
     def __init__(self) -> None:
+        self.waited = 0.0
+        """Seconds spent in `finish`."""
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._name = Path()
-        self._waited = 0.0
 
     def start(self, name: Path, action: Callable[[], None]) -> None:
-        """Begin an action; the one before it must have been waited for with `finish`."""
+        """Start an action; `finish` must have returned since the previous one."""
         assert self._thread is None, "finish comes first"
 
         def run() -> None:
             try:
                 action()
-            except BaseException as error:  # Raised where the owner asks next.
+            except BaseException as error:  # Raised by `finish`.
                 self._failure = error
 
         self._name = name
@@ -108,7 +99,7 @@ class WriterThread:
         began = time.monotonic()
         with waits.waiting(waits.CHECKPOINT, deadline):
             self._thread.join(deadline)
-        self._waited += time.monotonic() - began
+        self.waited += time.monotonic() - began
         if self._thread.is_alive():
             raise CheckpointError(
                 f"Checkpoint {self._name} is not written after {deadline:g} more seconds. Look at the disk "
@@ -119,27 +110,19 @@ class WriterThread:
         if failure is not None:
             raise failure
 
-    def take_waited(self) -> float:
-        """Seconds spent in `finish` since the last call of this."""
-        waited, self._waited = self._waited, 0.0
-        return waited
-
 
 FILE_BYTES: Final = 2 * 2**30
-"""About how much one file holds: a file is put together in memory before it is written."""
+"""Approximate size of a file, which is assembled in memory before it is written."""
 Parameters = Mapping[str, nn.Parameter]
 _UNREADABLE: Final = (
     *(CheckpointError, SafetensorError, OSError, ValueError, KeyError, TypeError, IndexError, AttributeError),
     *(RuntimeError, AssertionError, OverflowError, MemoryError),
 )
-"""What PyTorch's reader raises on headers that do not fit together."""
+"""Errors of PyTorch's reader on inconsistent headers."""
 
 
 def copy_state(parameters: Parameters, optimizer: Optimizer, rank: int) -> dict[str, Tensor]:
-    """Copy this rank's part of weights and optimizer to host memory.
-
-    Args:
-        rank: This rank; what is not sharded is kept by rank 0 only.
+    """Copy this rank's shard of weights and optimizer to host memory; rank 0 keeps what is not sharded.
 
     Returns:
         Weights and moments by name, in the parameters' shapes and dtypes, and AdamW's steps, ``[1]`` float32.
@@ -154,19 +137,14 @@ def copy_state(parameters: Parameters, optimizer: Optimizer, rank: int) -> dict[
 
 
 def _is_written_by(tensor: Tensor, rank: int) -> bool:
-    """Whether this rank has a part that no other one writes."""
     if not isinstance(tensor, DTensor):
         return rank == 0
-    # Every row of ranks has all of it; the first one writes it.
+    # With two mesh dimensions every row of ranks has all shards; the first row writes them.
     return tensor.device_mesh.ndim == 1 or tensor.device_mesh.get_local_rank(0) == 0
 
 
 def write_state(state: Mapping[str, Tensor], folder: Path, rank: int) -> None:
-    """Write this rank's files into `folder`; no rank needs to wait for another.
-
-    Args:
-        state: What `copy_state` returned: by name, any shapes and dtypes, sharded or not.
-    """
+    """Write this rank's result of `copy_state` into `folder`; ranks do not wait for each other."""
     writer = HuggingFaceStorageWriter(
         str(folder), fqn_to_index_mapping=_files_of(state), save_distributed=True
     )
@@ -180,11 +158,11 @@ def write_state(state: Mapping[str, Tensor], folder: Path, rank: int) -> None:
 
 
 def read_state(folder: Path, parameters: Parameters, optimizer: Optimizer) -> None:
-    """Put back what `write_state` wrote, bit for bit, whatever the number of ranks was then."""
+    """Restore the result of `write_state`, bit for bit, of any number of ranks."""
     reader = HuggingFaceStorageReader(str(folder))
     try:
         for path in folder.glob("*.safetensors"):
-            SafetensorsFile(path)  # The reader itself believes the length of a header, and opens named pipes.
+            SafetensorsFile(path)  # The library's reader checks no header, and blocks on a named pipe.
         metadata = reader.read_metadata()
     except _UNREADABLE as error:
         raise unreadable(folder, first_line(error)) from error
@@ -200,18 +178,18 @@ def read_state(folder: Path, parameters: Parameters, optimizer: Optimizer) -> No
     optimizer.state.clear()
     fused = any(group.get("fused") for group in optimizer.param_groups)
     for name, state in states.items():
-        # AdamW counts its steps on the CPU, or where the weight is when it makes all of a step at once.
+        # AdamW keeps its step count on the CPU, if fused on the weight's device.
         step = state["step"].reshape(()).to(parameters[name].device if fused else "cpu")
         optimizer.state[parameters[name]] = state | {"step": step}
 
 
 def random_file(rank: int) -> str:
-    """Return the name of the file with the states of a rank's generators."""
+    """Return the file name of a rank's generator states."""
     return f"random-{rank:05d}.safetensors"
 
 
 def copy_generators() -> dict[str, Tensor]:
-    """Copy the states of torch's generators, of the CPU and of this rank's GPU, each ``[bytes]`` uint8."""
+    """Copy the states of torch's CPU and current GPU generators, each ``[bytes]`` uint8."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -219,7 +197,7 @@ def copy_generators() -> dict[str, Tensor]:
 
 
 def restore_generators(path: Path) -> None:
-    """Put back what `copy_generators` returned; without the file nothing changes."""
+    """Restore the result of `copy_generators`, if the file exists."""
     if not path.exists():  # The checkpoint comes from fewer ranks.
         return
     try:
@@ -232,7 +210,7 @@ def restore_generators(path: Path) -> None:
 
 
 def unreadable(path: Path, reason: str) -> CheckpointError:
-    """Return the error for a file or folder inside a checkpoint's folder."""
+    """Return the error for a file or folder of a checkpoint."""
     folder = path.parent.parent if path.parent.name == "state" else path.parent
     name = folder.name if path.name[:7] != "update_" else path.name
     return CheckpointError(
@@ -253,7 +231,7 @@ def _read(reader: HuggingFaceStorageReader, metadata: Metadata, target: dict[str
 def _fitting_state(
     saved: Mapping[str, tuple[int, ...]], parameters: Parameters, folder: Path
 ) -> dict[str, dict[str, Tensor]]:
-    """Make room for the optimizer's state that was saved; refuse what does not fit."""
+    # Allocates the optimizer's state that was saved.
     states: dict[str, dict[str, Tensor]] = {}
     for full_name, shape in saved.items():
         kind, _, name = full_name.partition(".")
@@ -267,7 +245,7 @@ def _fitting_state(
             like = torch.zeros(1) if key == "step" else torch.zeros_like(parameters[name].detach())
             states.setdefault(name, {})[key] = like
     weightless = sorted(set(parameters) - {name.removeprefix("model.") for name in saved})
-    # What has not had a gradient yet, like the policy in the critic's warm-up, has no state at all.
+    # Weights without a gradient so far, like the policy's in the critic's warm-up, have no state at all.
     keys = {key for state in states.values() for key in state}
     incomplete = sorted(name for name, state in states.items() if state.keys() != keys)
     for what, names in (("weight", weightless), ("complete optimizer state", incomplete)):
@@ -285,7 +263,6 @@ _REMEDY: Final = (
 
 
 def _files_of(state: Mapping[str, Tensor]) -> dict[str, int]:
-    """Spread tensors over numbered files of about `FILE_BYTES`."""
     files: dict[str, int] = {}
     number, room = 1, FILE_BYTES
     for name, tensor in state.items():

@@ -1,8 +1,4 @@
-"""Draw frames and text on pictures, by Pillow.
-
-Dimension letters: H and W image size in pixels.
-
-Write movies as GIF, by Pillow, or as H.264, by PyAV (the extra `video`).
+"""Draw frames and text with Pillow; write movies as GIF (Pillow) or H.264 (PyAV, the extra `video`).
 
 Dimension letters: H and W image size in pixels.
 """
@@ -14,17 +10,13 @@ from fractions import Fraction
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 from asyncrl.errors import ConfigError
-
-if TYPE_CHECKING:
-    from PIL.Image import Image as PalettedImage
-
 
 PAPER: Final = (255, 255, 255)
 INK: Final = (30, 34, 40)
@@ -35,11 +27,7 @@ Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
 
 def require_png(path: Path) -> None:
-    """Refuse a name that no picture can be written to.
-
-    Raises:
-        ConfigError: It does not end in .png, or its folder does not exist.
-    """
+    """Check that a picture can be written to `path`."""
     if path.suffix != ".png":
         raise ConfigError(f"--out {path} must end in .png.")
     if not path.parent.is_dir():
@@ -48,23 +36,22 @@ def require_png(path: Path) -> None:
 
 @cache
 def font(size: int) -> Font:
-    """Return the typeface that comes with Pillow, `size` pixels high."""
+    """Return Pillow's typeface, `size` pixels high."""
     return ImageFont.load_default(size)
 
 
 def enlarged(frame: NDArray[np.uint8], width: int) -> Image.Image:
-    """Make a frame at least `width` pixels wide by repeating pixels, so that nothing is smoothed over.
+    """Enlarge a frame to at least `width` pixels by repeating pixels.
 
     Args:
         frame: ``[H, W, 3]`` uint8.
-        width: In pixels.
     """
     times = max(1, -(-width // frame.shape[1]))
     return Image.fromarray(frame.repeat(times, 0).repeat(times, 1))
 
 
 def captioned(picture: Image.Image, lines: list[str], *, edge: tuple[int, int, int]) -> Image.Image:
-    """Put text below a picture and a coloured edge at its left, so that nothing in it is covered."""
+    """Add lines of text below a picture, with a coloured edge at their left."""
     size, space = 13, 5
     height = picture.height + len(lines) * (size + space) + space
     whole = Image.new("RGB", (picture.width, height), PAPER)
@@ -78,7 +65,7 @@ def captioned(picture: Image.Image, lines: list[str], *, edge: tuple[int, int, i
 
 
 def fitted(text: str, width: int, size: int) -> str:
-    """Shorten a text until it is at most `width` pixels wide at the font size `size`."""
+    """Shorten a text to `width` pixels at the font size `size`."""
     if font(size).getlength(text) <= width:
         return text
     while text and font(size).getlength(text + "...") > width:
@@ -87,24 +74,20 @@ def fitted(text: str, width: int, size: int) -> str:
 
 
 GREEN: Final = (60, 190, 90)
-"""Red, green and blue of what marks a success."""
+"""Colour of successes."""
 RED: Final = (200, 70, 60)
-"""Red, green and blue of what marks a failure."""
+"""Colour of failures."""
 _PALETTE_FRAMES: Final = 16
-"""Of a movie, whose colours its palette is made of."""
+"""Frames of a movie that its palette is computed from."""
 
 
 def can_write_mp4() -> bool:
-    """Return whether PyAV is installed."""
+    """Return True if PyAV is installed."""
     return find_spec("av") is not None
 
 
 def require_mp4(path: Path) -> None:
-    """Refuse a movie that cannot be written.
-
-    Raises:
-        ConfigError: PyAV is not installed.
-    """
+    """Check that a movie can be written."""
     if not can_write_mp4():
         raise ConfigError(
             f"{path} needs the package av. Install it with pip install 'asyncrl[video]', or use .gif."
@@ -112,77 +95,57 @@ def require_mp4(path: Path) -> None:
 
 
 def movie_suffix() -> str:
-    """Return the suffix of the better kind of movie that can be written: .mp4, or .gif without PyAV."""
+    """Return .mp4, or .gif without PyAV."""
     return ".mp4" if can_write_mp4() else ".gif"
 
 
 def write_movie(path: Path, frames: Iterable[NDArray[np.uint8]], *, rate: int) -> None:
-    """Write a movie of the kind its suffix says.
+    """Write a movie, .gif or .mp4 by its suffix.
 
     Args:
         frames: ``[H, W, 3]`` uint8 each, at least one, all of one size.
         rate: Frames per second.
-
-    Raises:
-        ConfigError: Another suffix, or .mp4 without PyAV.
     """
     if path.suffix == ".gif":
         write_gif(path, frames, rate=rate)
     elif path.suffix == ".mp4":
-        write_mp4(path, frames, rate=rate)
+        with Mp4Writer(path, rate=Fraction(rate)) as movie:
+            for frame in frames:
+                movie.add(frame)
     else:
         raise ConfigError(f"{path} ends in neither .mp4 nor .gif. Give one of them.")
 
 
 def write_gif(path: Path, frames: Iterable[NDArray[np.uint8]], *, rate: int) -> None:
-    """Write an endless animation with one palette of 256 colours, so that what rests keeps its colour.
+    """Write an endless animation with one palette of 256 colours, so that still parts keep their colour.
 
     Args:
         frames: ``[H, W, 3]`` uint8 each, at least one, all of one size.
         rate: Frames per second.
     """
-    from PIL import Image
-
     pictures = list(frames)
     palette = _palette(pictures)
     drawn = [Image.fromarray(frame).quantize(palette=palette, dither=Image.Dither.NONE) for frame in pictures]
     drawn[0].save(path, save_all=True, append_images=drawn[1:], duration=1000 // rate, loop=0, optimize=True)
 
 
-def _palette(frames: list[NDArray[np.uint8]]) -> PalettedImage:
-    """Choose the colours of a whole movie, by frames from all over it."""
-    from PIL import Image
-
+def _palette(frames: list[NDArray[np.uint8]]) -> Image.Image:
     chosen = [
         frames[i] for i in np.linspace(0, len(frames) - 1, min(len(frames), _PALETTE_FRAMES)).astype(int)
     ]
-    kept = Image.Quantize.MAXCOVERAGE  # Keeps the colours of small things; the usual median cut dulls them.
+    kept = Image.Quantize.MAXCOVERAGE  # Keeps the colours of small objects, unlike the usual median cut.
     return Image.fromarray(np.concatenate(chosen)).quantize(256, kept, kmeans=3)
 
 
-def write_mp4(
-    path: Path, frames: Iterable[NDArray[np.uint8]], *, rate: int, options: dict[str, str] | None = None
-) -> None:
-    """Write H.264.
-
-    Args:
-        frames: ``[H, W, 3]`` uint8 each; with an odd height or width the last row or column is left out.
-        rate: Frames per second.
-        options: Of the encoder; by default what the encoder takes.
-    """
-    with Mp4Writer(path, rate=Fraction(rate), options=options) as movie:
-        for frame in frames:
-            movie.add(frame)
-
-
 class Mp4Writer:
-    """A movie in H.264 that is written frame by frame: use it as a context."""
+    """Writes a movie in H.264 frame by frame, as a context manager."""
 
     def __init__(self, path: Path, *, rate: Fraction, options: dict[str, str] | None = None) -> None:
-        """Open the file; see `write_mp4`.
+        """Open the file.
 
-        Raises:
-            ConfigError: PyAV is not installed.
+        Args:
+            rate: Frames per second.
+            options: Options of the encoder.
         """
         require_mp4(path)
         import av  # pyright: ignore[reportMissingImports]
@@ -192,7 +155,7 @@ class Mp4Writer:
         self._stream: Any = None
 
     def add(self, frame: NDArray[np.uint8]) -> None:
-        """Add a frame ``[H, W, 3]``, of the size of the first one."""
+        """Add a frame ``[H, W, 3]`` of the first one's size; an odd last row or column is left out."""
         import av  # pyright: ignore[reportMissingImports]
 
         even = np.ascontiguousarray(frame[: len(frame) // 2 * 2, : frame.shape[1] // 2 * 2])
@@ -206,7 +169,7 @@ class Mp4Writer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Write the last frames; after an error the file is only closed."""
+        """Write the last frames, unless an error occurred."""
         with self._container:
             if self._stream is not None and kind is None:
                 self._container.mux(self._stream.encode())

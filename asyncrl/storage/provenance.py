@@ -1,9 +1,8 @@
-"""Write down how each start of a run came about: command, commit, versions, host, devices, times, end.
+"""Record how each start of a run came about: command, commit, versions, host, devices, times, end.
 
     RUN/provenance.json   {"format": 1, "left_out": 0, "starts": [{"attempt": 1, "command": ...}, ...]}
 
-A resume adds a start. The file is for people and tools (`read`); no part of a run depends on it, so one that
-cannot be read or written is said, and the run goes on.
+It is for people and tools: a run goes on if it cannot be read or written.
 """
 
 from __future__ import annotations
@@ -29,59 +28,50 @@ from asyncrl.storage.untrusted import check_types, load_json
 NAME: Final = "provenance.json"
 DAMAGED: Final = NAME + ".damaged"
 FORMAT: Final = 1
-MOST_BYTES: Final = 4 << 20
 MOST_STARTS: Final = 256
 """The first start and the newest ones are kept; `left_out` counts the others."""
 PACKAGES: Final = (
     *("torch", "transformers", "diffusers", "peft", "accelerate", "safetensors", "numpy", "h5py", "pyzmq"),
     *("tensorboardX", "mujoco"),
 )
-GIT_SECONDS: Final = 10.0
-_KINDS: Final = {
-    **dict.fromkeys(("attempt", "pid", "from_update", "to_update", "ranks"), int),
-    "dirty": bool,
-    "versions": dict,
-    "devices": list,
-}
-"""Types of a start's fields; all others are texts."""
 _JOBS: Final = {"SLURM_JOB_ID": "slurm", "PBS_JOBID": "pbs", "LSB_JOBID": "lsf"}
 _CHECKOUT: Final = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
-    """One start of a run. Times are in UTC, as ISO 8601 writes them."""
+class Launch:
+    """One start of a run. Times are in UTC, in ISO 8601."""
 
     attempt: int
-    """Number of the start, from 1 (`run_identity`)."""
+    """Number of the start, from 1."""
     command: str
     host: str
     pid: int
     began: str
     ended: str = ""
-    """Empty while it runs, and for ever when it was killed."""
+    """Empty while it runs, and after it was killed."""
     how: str = ""
-    """How it ended: 'finished', 'stopped', or 'failed: ' and why."""
+    """'finished', 'stopped', or 'failed: ' and the error."""
     from_update: int = 0
     to_update: int = 0
-    """Update last written."""
+    """Last update that was logged."""
     commit: str = ""
-    """Of the checkout that ran; empty when it was an installed package."""
+    """Of the checkout that ran; empty for an installed package."""
     dirty: bool = False
-    """Whether tracked files of the checkout differed from the commit."""
+    """Whether tracked files differed from the commit."""
     python: str = ""
     system: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     devices: tuple[str, ...] = ()
     ranks: int = 1
     job: str = ""
-    """'slurm 1234' within a job of a cluster."""
+    """'slurm 1234' within a cluster's job."""
 
 
-def this_start(*, attempt: int, command: str, from_update: int, ranks: int, gpus: bool = False) -> Start:
+def this_start(*, attempt: int, command: str, from_update: int, ranks: int, gpus: bool = False) -> Launch:
     """Describe the start of a run by this process."""
     commit, dirty = git_state(_CHECKOUT)
-    return Start(
+    return Launch(
         attempt=attempt,
         command=command,
         host=socket.gethostname(),
@@ -101,96 +91,77 @@ def this_start(*, attempt: int, command: str, from_update: int, ranks: int, gpus
 
 
 class Provenance:
-    """Keeps the entry of a start that is under way: use it as a context. It hears of rows by `note`."""
+    """Keeps the entry of the current start; a context manager that receives rows by `note`."""
 
-    def __init__(self, run_dir: Path, start: Start, *, updates: int, tell: Callable[[str], None]) -> None:
+    def __init__(self, run_dir: Path, start: Launch, *, updates: int, tell: Callable[[str], None]) -> None:
         """Add the start to the run's file."""
         self._run_dir, self._start, self._updates, self._tell = run_dir, start, updates, tell
         self._step = start.from_update
         self._put(start)
 
     def note(self, step: int, values: object) -> None:
-        """Hear of a row; see `RowReader`."""
+        """Receive a row; see `RowReader`."""
         self._step = step
 
     def __enter__(self) -> Provenance:
-        """Write down the end at the end of a `with` block."""
+        """Record the end at the end of a `with` block."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Write down when and how it ended."""
+        """Record the end."""
         how = "finished" if self._step >= self._updates else "stopped"
         if error is not None and not isinstance(error, KeyboardInterrupt):
             how = f"failed: {type(error).__name__}: {first_line(error)}"
         self._put(dataclasses.replace(self._start, ended=_now(), how=how, to_update=self._step))
 
-    def _put(self, start: Start) -> None:
-        """Write an entry in place of that of the same start, or behind the others."""
+    def _put(self, start: Launch) -> None:
         path = self._run_dir / NAME
         try:
-            starts, left_out = self._others(start)
-            if len(starts) >= MOST_STARTS:
-                more = len(starts) + 1 - MOST_STARTS
-                starts, left_out = [starts[0], *starts[1 + more :]], left_out + more
-            rows = [dataclasses.asdict(x) for x in (*starts, start)]
+            try:
+                rows, left_out = read(self._run_dir)
+            except ValueError as error:
+                path.replace(path.with_name(DAMAGED))
+                self._tell(
+                    f"{path} is damaged ({error}): it is {DAMAGED} now, and begins anew with this start"
+                )
+                rows, left_out = [], 0
+            key = (start.attempt, start.began)
+            rows = [row for row in rows if (row["attempt"], row["began"]) != key] + [
+                dataclasses.asdict(start)
+            ]
+            if (more := len(rows) - MOST_STARTS) > 0:
+                rows, left_out = [rows[0], *rows[1 + more :]], left_out + more
             write_json(path, {"format": FORMAT, "left_out": left_out, "starts": rows})
         except OSError as error:
             self._tell(
                 f"{path} cannot be written ({error.strerror}): this start is not in it. The run goes on"
             )
 
-    def _others(self, start: Start) -> tuple[list[Start], int]:
-        """Read the other starts, and how many were left out; a damaged file is moved away, and said."""
-        path = self._run_dir / NAME
-        try:
-            starts, left_out = read(self._run_dir)
-        except ValueError as error:
-            path.replace(path.with_name(DAMAGED))
-            self._tell(f"{path} is damaged ({error}): it is {DAMAGED} now, and begins anew with this start")
-            return [], 0
-        return [x for x in starts if (x.attempt, x.began) != (start.attempt, start.began)], left_out
 
-
-def read(run_dir: Path) -> tuple[list[Start], int]:
-    """Read the starts of a run, the first one first.
+def read(run_dir: Path) -> tuple[list[dict[str, Any]], int]:
+    """Read the starts of a run, the first one first: the fields of `Launch`.
 
     Returns:
-        The starts, and how many were left out between the first and the others. Nothing where there is no
-        file.
-
-    Raises:
-        OSError: The file cannot be read, is no regular file, or is too large.
-        ValueError: It holds something else; says what.
+        The starts, and how many were left out after the first. Nothing without a file.
     """
     try:
-        table = load_json(run_dir / NAME, dict, MOST_BYTES)
+        table = load_json(run_dir / NAME, dict)
     except FileNotFoundError:
         return [], 0
     check_types(table, {"format": int, "left_out": int, "starts": list})
     if table["format"] != FORMAT:
         raise ValueError(f"its format is {table['format']}, and this asyncrl reads {FORMAT}")
-    return [_start(row) for row in table["starts"][:MOST_STARTS]], table["left_out"]
-
-
-def _start(row: Any) -> Start:
-    if not isinstance(row, dict):
-        raise ValueError(f"a start is a {type(row).__name__}, expected a dict")
-    names = [x.name for x in dataclasses.fields(Start)]
-    check_types(row, {name: _KINDS.get(name, str) for name in names})
-    if not all(isinstance(text, str) for text in (*row["devices"], *row["versions"].values())):
-        raise ValueError("a device or a version is no text")
-    found: Any = {name: row[name] for name in names} | {"devices": tuple(row["devices"])}
-    return Start(**found)
+    for row in table["starts"]:
+        if not isinstance(row, dict):
+            raise ValueError(f"a start is a {type(row).__name__}, expected a dict")
+        check_types(row, {"attempt": int, "began": str})
+    return table["starts"], table["left_out"]
 
 
 def git_state(checkout: Path) -> tuple[str, bool]:
-    """Return the commit of a checkout, and whether tracked files differ from it.
-
-    Returns:
-        An empty text for a folder that is no checkout, or when git cannot say.
-    """
+    """Return the commit of a checkout ('' if unknown), and whether tracked files differ from it."""
     if not (checkout / ".git").exists():
         return "", False
     commit = _git(checkout, "rev-parse", "HEAD")
@@ -203,7 +174,7 @@ def _git(checkout: Path, *arguments: str) -> str:
     environ = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}
     try:
         done = subprocess.run(  # noqa: S603
-            command, capture_output=True, text=True, timeout=GIT_SECONDS, env=environ, check=True
+            command, capture_output=True, text=True, timeout=10.0, env=environ, check=True
         )
     except (OSError, subprocess.SubprocessError, UnicodeError):  # No git, or it does not trust the folder.
         return ""
@@ -211,7 +182,7 @@ def _git(checkout: Path, *arguments: str) -> str:
 
 
 def devices(*, gpus: bool) -> tuple[str, ...]:
-    """Name the CPU, and the GPUs that this process sees before it, where they are asked for."""
+    """Name the visible GPUs, if asked for, and the CPU."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return (*(_gpus() if gpus else ()), f"{_cpu()}, {count} cores")
 

@@ -1,21 +1,11 @@
-"""Make or find the folder of a run, with its sub-folders and config.json.
+"""Make, find and describe the folder of a run.
 
 runs/2025-01-31_12-00-00/
-  config.json       what the run was started with; `asyncrl train .../config.json` repeats it
+  config.json       settings of the run; `asyncrl train .../config.json` repeats it
   metrics.jsonl     one row per update          logs/          output of every process
-  tensorboard/      the same as curves          checkpoints/   resumable states
+  tensorboard/      the same as curves          checkpoints/   resumable states, `best`
   replay/           episodes (HDF5)             videos/        imagined and evaluated episodes
-  lock              who runs it (`run_lock`)    identity.json  its secret (`run_identity`)
-  provenance.json   how each start came about (`provenance`)
-  balance.json      what learners and actors needed, at the end (`launch.balance`)
-
-`claim` first takes the lock: what is alive is never touched.
-
-Tell of a run's folder what became of the run, reading little, and nothing of unbounded size.
-
-running: its owner lives (`run_lock`). finished: it ended in order, and made all its updates. stopped: it
-ended in order before, because it was asked to, failed with an error, or had nothing left to learn. dead: its
-owner is gone and never gave the folder up: it was killed, or its host went down.
+  lock, identity.json (`run_owner`)             provenance.json, balance.json
 """
 
 from __future__ import annotations
@@ -34,51 +24,56 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability import process_status
-from asyncrl.storage import run_identity, run_lock
+from asyncrl.storage import run_owner
 from asyncrl.storage.atomic import write_text
-from asyncrl.storage.run_identity import RunIdentity
-from asyncrl.storage.run_lock import RunLock
-from asyncrl.storage.untrusted import LINES_BYTES, kind_of, load_json, make_folder, parse_json, reading
+from asyncrl.storage.run_owner import RunIdentity, RunLock
+from asyncrl.storage.untrusted import (
+    LINES_BYTES,
+    check_types,
+    kind_of,
+    load_json,
+    make_folder,
+    parse_json,
+    reading,
+)
 
 TIME = "{time}"
 REPLAY = "replay"
 SUB_FOLDERS = ("logs", "checkpoints", REPLAY, "videos")
 
 
+FOLDERS: Final = ("logs", "checkpoints", "replay", "videos", "tensorboard", "processes", "true", "worlds")
+FILES: Final = ("config.json", "metrics.jsonl", "replay/replay.json", "replay/ledger.log", "replay/lock")
+LOGS: Final = ("logs/*.log", "processes/*")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ClaimedRun:
-    """A run folder that belongs to this process."""
+    """A run folder owned by this process."""
 
     path: Path
     """Absolute."""
     identity: RunIdentity
-    """Of this start of the run."""
     lock: RunLock
-    """Held until it is released or this process ends."""
 
 
 def claim(config: TrainConfig, again: Path | None = None) -> ClaimedRun:
-    """Make (or with `--resume` find) the run's folder, become its owner and write its config.json.
+    """Own the run's folder, which is made unless it is resumed, and write its config.json.
+
+    Args:
+        again: Folder of a run that is started again with its own settings.
 
     Raises:
         FolderInUse: A process of the run lives. Nothing was changed.
         ConfigError: The folder exists without `--resume`, nothing can be resumed, or it cannot be written.
     """
-    if again is not None:
-        folder = again
-    elif config.resume:
-        folder = locate(config)
-    else:
-        folder = _make(config.run_dir)
+    fresh = again is None and not config.resume
+    folder = again or (locate(config) if config.resume else _make(config.run_dir))
     try:
-        lock = run_lock.acquire(folder)
-        if (
-            again is None
-            and not config.resume
-            and any(path.name != run_lock.NAME for path in folder.iterdir())
-        ):
+        lock = run_owner.acquire(folder)
+        if fresh and any(path.name != run_owner.LOCK for path in folder.iterdir()):
             raise _not_empty(folder)  # Another run began in it at the same time.
-        identity = run_identity.next_attempt(folder)
+        identity = run_owner.next_attempt(folder)
         for name in SUB_FOLDERS:
             make_folder(folder / name)
         if again is None:
@@ -90,18 +85,35 @@ def claim(config: TrainConfig, again: Path | None = None) -> ClaimedRun:
 
 
 def check_free(config: TrainConfig) -> None:
-    """Check early, before models are loaded, that the run to resume is not alive; `claim` is what counts.
+    """Check before models are loaded that the run to resume is not alive."""
+    if config.resume and (owner := run_owner.owner(folder := locate(config))) is not None:
+        raise run_owner.in_use(folder, owner)
+
+
+def check_folder(run_dir: Path) -> None:
+    """Check the kinds of files and folders that a run needs, if they exist; their readers check the content.
 
     Raises:
-        FolderInUse: It is.
-        ConfigError: As for `locate`.
+        ConfigError: Something else is there, or a file is too large.
     """
-    if config.resume and (owner := run_lock.owner(folder := locate(config))) is not None:
-        raise run_lock.in_use(folder, owner)
+    expected = [(run_dir / name, "a folder") for name in FOLDERS]
+    logs = [path for pattern in LOGS for path in sorted(run_dir.glob(pattern))]
+    expected += [(path, "a file") for path in (*(run_dir / name for name in FILES), *logs)]
+    for path, wanted in expected:
+        if not (path.is_symlink() or path.exists()):
+            continue
+        found = kind_of(path) or "a file"
+        if found != wanted:
+            why = ": what the run writes must stay in its folder" if found == "a link" else ""
+            raise ConfigError(f"{path} is {found}, where {wanted} of the run is expected{why}. Move it away.")
+        if wanted == "a file" and (size := path.stat().st_size) > LINES_BYTES:
+            raise ConfigError(
+                f"{path} has {size} bytes, more than the limit of {LINES_BYTES}: no run wrote that. Move it "
+                "away."
+            )
 
 
 def _make(template: str) -> Path:
-    """Make the folder of a new run; of two that ask for one name at the same time one gets the next."""
     while True:
         folder = _fresh(template)
         try:
@@ -112,28 +124,24 @@ def _make(template: str) -> Path:
             folder.mkdir(exist_ok=TIME not in template)
         except OSError as error:
             if isinstance(error, FileExistsError) and TIME in template:
-                continue  # Somebody was quicker.
+                continue  # Another run has taken the name.
             raise _unwritable(folder, error) from None
         return folder
 
 
 def _unwritable(folder: Path, error: OSError) -> ConfigError:
-    if isinstance(error, FileExistsError):  # What `mkdir` says of a file among the upper folders.
+    if isinstance(error, FileExistsError):  # One of the parents is a file.
         error = NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
     return ConfigError(f"--run-dir {folder} cannot be written ({error.strerror}). Choose another folder.")
 
 
 def locate(config: TrainConfig) -> Path:
-    """Say which folder the run would use now; makes nothing.
-
-    Raises:
-        ConfigError: the folder exists without `--resume`, or nothing can be resumed.
-    """
+    """Return the folder that the run would use now."""
     return _to_resume(config) if config.resume else _fresh(config.run_dir)
 
 
 def parent_of(config: TrainConfig) -> Path:
-    """Say in which folder the run's will be, or is; absolute."""
+    """Return the absolute folder that the run's will be in."""
     path = Path(config.run_dir).expanduser().absolute()
     while TIME in str(path):
         path = path.parent
@@ -141,15 +149,11 @@ def parent_of(config: TrainConfig) -> Path:
 
 
 def newest(run_root: Path) -> Path:
-    """Find the run that was started last, by the age of its config.json, among those that nobody runs.
-
-    Raises:
-        ConfigError: there is none in `run_root`.
-    """
+    """Find the run without an owner that was started last, by the age of its config.json."""
     runs = sorted(run_root.glob("*/config.json"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
     alive: list[str] = []
     for config in runs:
-        owner = run_lock.owner(config.parent)
+        owner = run_owner.owner(config.parent)
         if owner is None:
             return config.parent
         alive.append(f" {config.parent} is in use by {owner}.")
@@ -160,7 +164,7 @@ def newest(run_root: Path) -> Path:
 
 
 def has_checkpoint(run_dir: Path) -> bool:
-    """Whether a run wrote a checkpoint (checkpoints/update_000040); unfinished ones (.tmp) do not count."""
+    """Return True if a run has a complete checkpoint."""
     return any(path.suffix != ".tmp" for path in (run_dir / "checkpoints").glob("update_*"))
 
 
@@ -207,17 +211,17 @@ def _to_resume(config: TrainConfig) -> Path:
     return folder
 
 
+# --- state of a run ---
+
 SETTINGS: Final = "config.json"
 METRICS: Final = "metrics.jsonl"
 TAIL_BYTES: Final = 4 * 2**20
-"""Of the end of a metrics.jsonl, which is all that is read of it: hundreds of updates."""
-
-
+"""Bytes read of the end of a metrics.jsonl: hundreds of updates."""
 _MEASURED: Final = f'"{m.EVAL_SUCCESS.name}"'.encode()
 
 
 class State(Enum):
-    """What became of a run; see the beginning of this file."""
+    """State of a run: owned; ended with all updates; ended before; or its owner died."""
 
     RUNNING = "running"
     FINISHED = "finished"
@@ -227,43 +231,39 @@ class State(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """A run in a few words."""
+    """State and progress of a run."""
 
     path: Path
     state: State
     started: float
-    """When its settings were written: seconds since 1970. A resume writes them again."""
+    """Time of the last start: seconds since 1970."""
     last_row: dict[str, Any]
-    """Of an update in metrics.jsonl; empty before the first one."""
+    """Last row of an update in metrics.jsonl; empty before the first one."""
     updates: int
-    """That it shall make; 0: its settings cannot be read."""
+    """Updates at which it ends; 0 if unknown."""
     true_success: float | None
-    """The newest that was measured during the run; None: none."""
+    """Newest measurement during the run."""
     problem: str = ""
-    """What could not be read."""
+    """Why something could not be read."""
 
     @property
     def version(self) -> int:
-        """Updates that it made."""
+        """Number of updates made."""
         return self.last_row.get("step", 0)
 
     @property
     def imagined_success(self) -> float | None:
-        """Of the last update."""
+        """Success of the last update."""
         return _number(self.last_row.get(m.SUCCESS_ONCE.name))
 
 
 def is_run(folder: Path) -> bool:
-    """Tell whether a folder, which is no link, holds a run: it has a file of settings."""
+    """Return True for a folder, not a link, with a file of settings."""
     return kind_of(folder) == "a folder" and (folder / SETTINGS).is_file() and not kind_of(folder / SETTINGS)
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """Return the runs of a folder, the one started last at the end; of a run's own folder, itself.
-
-    Raises:
-        ConfigError: There is no such folder.
-    """
+    """Return the runs of a folder, the one started last at the end; for a run's own folder, itself."""
     if is_run(folder):
         return [folder]
     if not folder.is_dir():
@@ -275,11 +275,7 @@ def runs_in(folder: Path) -> list[Path]:
 
 
 def settings_of(folder: Path) -> dict[str, Any]:
-    """Read the settings of a run, also of an earlier version, as a nested table with present names.
-
-    Raises:
-        ConfigError: They cannot be read.
-    """
+    """Read the settings of a run as a nested table, without those that no longer exist."""
     path = folder / SETTINGS
     try:
         return existing_settings(load_json(path, dict, MOST_BYTES), TrainConfig())
@@ -288,7 +284,7 @@ def settings_of(folder: Path) -> dict[str, Any]:
 
 
 def summarise(folder: Path) -> RunSummary:
-    """Say how far a run is and what became of it; what cannot be read is named, and not known."""
+    """Read state and progress of a run, as far as its files can be read."""
     problem, updates = "", 0
     last, measured = dict[str, Any](), dict[str, Any]()
     try:
@@ -298,8 +294,8 @@ def summarise(folder: Path) -> RunSummary:
     except (OSError, ConfigError) as error:
         problem = str(error)
     try:
-        state = state_of(folder, finished=bool(updates) and last.get("step", 0) >= updates)
-    except ConfigError as error:  # Its lock cannot be asked. What may be alive counts as alive.
+        state = _state_of(folder, finished=bool(updates) and last.get("step", 0) >= updates)
+    except ConfigError as error:  # Its lock cannot be opened, so it may be alive.
         state, problem = State.RUNNING, str(error)
     return RunSummary(
         path=folder,
@@ -312,13 +308,12 @@ def summarise(folder: Path) -> RunSummary:
     )
 
 
-def state_of(folder: Path, *, finished: bool) -> State:
-    """Tell what became of a run."""
-    if run_lock.owner(folder) is not None:
+def _state_of(folder: Path, *, finished: bool) -> State:
+    if run_owner.owner(folder) is not None:
         return State.RUNNING
-    if run_lock.left_by(folder) is not None:
+    if run_owner.left_by(folder) is not None:
         return State.DEAD
-    if not (folder / run_lock.NAME).exists():  # Nobody tells; what its processes say is left.
+    if not (folder / run_owner.LOCK).exists():  # Its processes' files remain.
         processes = process_status.read(folder)
         if any(process.alive for process in processes):
             return State.RUNNING
@@ -328,15 +323,10 @@ def state_of(folder: Path, *, finished: bool) -> State:
 
 
 def newest_rows(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read the newest row of an update in a metrics.jsonl, and the newest of a true measurement.
-
-    A measurement has a row of its own, with the number of an earlier update.
+    """Read the newest row of an update in a metrics.jsonl, and the newest row of a true measurement.
 
     Returns:
-        Both rows; empty for one that the end of the file does not have.
-
-    Raises:
-        OSError: It is no regular file, or cannot be read.
+        Both rows; empty if the end of the file has none.
     """
     try:
         with reading(path, LINES_BYTES) as file:
@@ -347,7 +337,7 @@ def newest_rows(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         return {}, {}
     update: dict[str, Any] = {}
     measured: dict[str, Any] = {}
-    for line in reversed(lines[size > TAIL_BYTES : -1]):  # The first may lack its begin, the last its end.
+    for line in reversed(lines[size > TAIL_BYTES : -1]):  # The first and the last may be cut.
         if _MEASURED in line:
             measured = measured or _row(line)
         else:
@@ -358,7 +348,7 @@ def newest_rows(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _row(line: bytes) -> dict[str, Any]:
-    """Read a row; empty for one that a crash or a disk damaged."""
+    """Parse a row; empty for a damaged one."""
     try:
         row = parse_json(line, dict)
     except ValueError:
@@ -368,3 +358,27 @@ def _row(line: bytes) -> dict[str, Any]:
 
 def _number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+# --- checkpoints that an evaluator holds ---
+
+BEST: Final = "best"
+"""The version that succeeded most often, of two equal ones the later."""
+HELD: Final = "evaluating"
+"""The version that is being measured."""
+BEFORE: Final = "best.before"
+"""The former `BEST` while another one replaces it."""
+LEFT_BY_EVALUATOR: Final = (HELD, BEFORE)
+"""Names in the checkpoints' folder that a killed evaluator may leave."""
+
+
+def is_whole(checkpoint: Path) -> bool:
+    """Return True if all files of a checkpoint exist in the sizes of its state.json."""
+    try:
+        files = load_json(checkpoint / "state.json", dict).get("files")
+        if not isinstance(files, dict) or not files:
+            return False
+        check_types(files, dict.fromkeys(files, int))
+        return all((checkpoint / name).stat().st_size == nbytes for name, nbytes in files.items())
+    except (OSError, ValueError):
+        return False

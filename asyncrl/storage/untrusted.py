@@ -1,40 +1,31 @@
-"""Open files that anybody may have put there: regular ones of a bounded size, and nothing else.
+"""Read files of unknown origin: regular files, JSON, safetensors headers and HDF5 of bounded size. No torch.
 
-A folder that was copied, damaged or handed over can hold a named pipe (opening it waits for ever), a link
-that leads out of it, a folder where a file is expected, or a file of terabytes that takes no space. What is
-read may be reached over a link; what is written, locked or made may not, for then a link would decide which
-file outside of the folder is changed.
-
-Every refusal is an `OSError` whose `strerror` says what is there and what to do, so that whoever handles a
-file that cannot be read handles these too.
-
-Read JSON that anybody may have written: bounded in size, depth and numbers, of the types asked for.
-
-Python's own reader takes NaN and Infinity, whole numbers of 4,300 digits, text with half a character, and as
-many levels as there is stack. What comes out of here can be written again, put in a C integer, and printed.
+Reads follow links; writes, locks and new folders do not, because a link could lead them outside the run's
+folder. Every refusal is an `OSError` with a readable `strerror`, or a `ValueError`.
 """
 
 from __future__ import annotations
 
 import errno
-import io
 import json
 import math
 import os
 import shutil
 import stat
+import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, Final, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, NoReturn, TypeVar
+
+if TYPE_CHECKING:
+    import h5py
 
 TEXT_BYTES: Final = 64 * 2**20
-"""Largest file of settings, names, or what a model says about itself. Published tokenizers have 20 MiB."""
+"""Largest settings, names or model description. Published tokenizers have 20 MiB."""
 LINES_BYTES: Final = 4 * 2**30
-"""Largest file of lines, such as a run's metrics or ledger: millions of updates."""
+"""Largest file of lines, such as metrics or a ledger: millions of updates."""
 LINE_BYTES: Final = 2**20
-"""Longest line of such a file."""
-_MOVE: Final = "move it away"
 _KINDS: Final = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a named pipe"),
@@ -46,11 +37,7 @@ _KINDS: Final = (
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY, mode: int = 0o644) -> int:
-    """Open a regular file, never waiting for anybody; return its handle, which the caller closes.
-
-    Raises:
-        OSError: It cannot be opened, or is something else than a regular file; says what.
-    """
+    """Open a regular file without blocking; return its handle, which the caller closes."""
     writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
     try:
         handle = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_NOFOLLOW if writes else 0), mode)
@@ -61,69 +48,48 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, mode: int = 0o644) -> int
     if stat.S_ISREG(found := os.fstat(handle).st_mode):
         return handle
     os.close(handle)
-    _refuse(path, _named(found))
+    _refuse(path, _kind(found) or "no file")
 
 
 def kind_of(path: Path) -> str:
-    """Say in two words what is at `path` instead of a regular file; empty for one, and where nothing is."""
+    """Name what is at `path` in two words; empty for a regular file, or if nothing is there."""
     try:
-        return _named(path.lstat().st_mode)
+        return _kind(path.lstat().st_mode)
     except OSError:
         return ""
 
 
-def _named(mode: int) -> str:
+def _kind(mode: int) -> str:
     return next((name for test, name in _KINDS if test(mode)), "")
 
 
 def _refuse(path: Path, kind: str) -> NoReturn:
-    raise OSError(errno.EINVAL, f"it is {kind or 'no file'}, where a file is expected: {_MOVE}", str(path))
+    raise OSError(errno.EINVAL, f"it is {kind}, where a file is expected: move it away", str(path))
 
 
 @contextmanager
 def reading(path: Path, limit: int) -> Iterator[BinaryIO]:
-    """Open a file of at most `limit` bytes to read.
-
-    Raises:
-        OSError: See `open_regular`; or it is larger.
-    """
-    handle = open_regular(path)
-    with io.FileIO(handle, "rb") as raw:
-        size = os.fstat(handle).st_size
-        if size > limit:
-            raise OSError(
-                errno.EFBIG, f"it has {size} bytes, more than the limit of {limit}: {_MOVE}", str(path)
-            )
-        with io.BufferedReader(raw) as file:
-            yield file
+    """Open a regular file of at most `limit` bytes for reading."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        if (size := os.fstat(file.fileno()).st_size) > limit:
+            problem = f"it has {size} bytes, more than the limit of {limit}: move it away"
+            raise OSError(errno.EFBIG, problem, str(path))
+        yield file
 
 
 def read_bytes(path: Path, limit: int = TEXT_BYTES) -> bytes:
-    """Read a file of at most `limit` bytes, as long as it is now.
-
-    Raises:
-        OSError: See `reading`.
-    """
+    """Read a regular file of at most `limit` bytes."""
     with reading(path, limit) as file:
-        return file.read(os.fstat(file.fileno()).st_size)  # Python reserves what is asked for.
+        return file.read(os.fstat(file.fileno()).st_size)  # Python allocates the length it is given.
 
 
 def read_text(path: Path, limit: int = TEXT_BYTES) -> str:
-    """Read a file of at most `limit` bytes as UTF-8.
-
-    Raises:
-        OSError: See `reading`.
-        ValueError: It is not UTF-8.
-    """
+    """Read a regular file of at most `limit` bytes as UTF-8."""
     return read_bytes(path, limit).decode("utf-8")
 
 
 def read_lines(file: BinaryIO, longest: int = LINE_BYTES) -> Iterator[tuple[int, bytes | None]]:
-    r"""Read one line after the other, whatever their length, in memory for one.
-
-    Yields:
-        Number from 1, and the line with its line feed, which the last one may lack; None for a longer line.
-    """
+    """Yield number (from 1) and content of each line, in memory for one; None for a longer line."""
     number = 0
     while line := file.readline(longest + 1):
         number += 1
@@ -136,75 +102,89 @@ def read_lines(file: BinaryIO, longest: int = LINE_BYTES) -> Iterator[tuple[int,
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder of a run, with those above it, unless it is there.
+    """Make a folder of a run, with its parents, unless it exists.
 
     Raises:
-        OSError: Something else is there, also a link: what the run writes must stay in the run's folder.
+        OSError: Something else is there; a link too, because a run writes inside its own folder only.
     """
     kind = kind_of(path)
     if kind == "a link":
-        what = f"{path.name} is a link, so that what is written would lie elsewhere"
-        raise OSError(errno.ENOTDIR, f"{what}: {_MOVE}", str(path))
-    if kind not in ("", "a folder") or path.is_file():
-        what = f"{path.name} is {kind or 'a file'}, where a folder is expected"
-        raise OSError(errno.ENOTDIR, f"{what}: {_MOVE}", str(path))
-    path.mkdir(parents=True, exist_ok=True)
+        problem = "is a link, so that what is written would lie elsewhere"
+    elif kind not in ("", "a folder") or path.is_file():
+        problem = f"is {kind or 'a file'}, where a folder is expected"
+    else:
+        path.mkdir(parents=True, exist_ok=True)
+        return
+    raise OSError(errno.ENOTDIR, f"{path.name} {problem}: move it away", str(path))
 
 
 def remove(path: Path) -> None:
-    """Delete what is there: a file, a link (never what it leads to), or a folder with all that is in it.
-
-    What cannot be deleted stays; nothing there is no error.
-    """
+    """Delete a file, a link (not its target), or a folder with its content as far as possible."""
     if kind_of(path) == "a folder":
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
 
 
-DEEPEST: Final = 64
-"""Levels of lists and objects within each other."""
+# --- JSON ---
+
 LARGEST: Final = 2**63
-"""No whole number is this large or, below zero, larger."""
+"""Bound of the absolute value of whole numbers."""
 Kind = TypeVar("Kind")
 
 
 def parse_json(raw: bytes, kind: type[Kind]) -> Kind:
-    """Read one JSON value.
+    """Parse a JSON value that can be written again, stored in a 64-bit integer, and printed.
 
     Raises:
-        ValueError: It is no JSON, of another type, too deep, or has a number that is too large or none.
+        ValueError: It is not JSON or of another type, is nested too deeply, or has a number out of range.
     """
     text = raw.decode("utf-8")
     try:
-        value = json.loads(text, parse_int=_whole, parse_float=_fraction, parse_constant=_no_number)
+        value = json.loads(text, parse_int=_whole, parse_float=_fraction, parse_constant=_no_constant)
     except RecursionError:
-        raise ValueError(f"it has more than {DEEPEST} levels") from None
-    if text.count("[") + text.count("{") > DEEPEST:
-        _check_depth(value)
-    if "\\u" in text:  # Half of a character outside of the first plane can be read, but not written.
+        raise ValueError("it is nested too deeply") from None
+    if "\\u" in text:  # A lone surrogate can be read, but not written.
         json.dumps(value, ensure_ascii=False).encode()
     if not isinstance(value, kind):
         raise ValueError(f"it holds a {type(value).__name__}, expected a {kind.__name__}")
     return value
 
 
-def load_json(path: Path, kind: type[Kind], limit: int = TEXT_BYTES) -> Kind:
-    """Read a file with one JSON value of type `kind`.
+def _whole(digits: str) -> int:
+    if len(digits) > 20 or not -LARGEST < (number := int(digits)) < LARGEST:
+        raise ValueError(f"it has the number {digits[:20]}{'...' * (len(digits) > 20)}, which is too large")
+    return number
 
-    Raises:
-        OSError: The file cannot be read, is no regular file, or has more than `limit` bytes.
-        ValueError: See `parse_json`.
-    """
+
+def _fraction(digits: str) -> float:
+    if not math.isfinite(number := float(digits)):
+        raise ValueError(f"it has the number {digits[:20]}, which is too large")
+    return number
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"it has {name}, which is not in JSON")
+
+
+def load_json(path: Path, kind: type[Kind], limit: int = TEXT_BYTES) -> Kind:
+    """Read a regular file with one JSON value of type `kind`."""
     return parse_json(read_bytes(path, limit), kind)
 
 
-def check_types(found: Mapping[str, Any], expected: Mapping[str, type | tuple[type, ...]]) -> None:
-    """Check the types of an object's values. A whole number is a float too; true and false are no numbers.
+def read_rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """Yield every line of a file of JSON objects, and its object; None for a torn, long or other line."""
+    with reading(path, LINES_BYTES) as file:
+        for _, line in read_lines(file):
+            try:
+                row = parse_json(line, dict) if line is not None and line.endswith(b"\n") else None
+            except ValueError:
+                row = None
+            yield line or b"", row
 
-    Raises:
-        ValueError: A key is missing or its value is of another type; names it.
-    """
+
+def check_types(found: Mapping[str, Any], expected: Mapping[str, type | tuple[type, ...]]) -> None:
+    """Check the types of an object's values. An int is also a float; a bool is no number."""
     for key, kind in expected.items():
         if key not in found:
             raise ValueError(f"{key} is missing")
@@ -216,11 +196,7 @@ def check_types(found: Mapping[str, Any], expected: Mapping[str, type | tuple[ty
 
 
 def check_sizes(model: Mapping[str, Any], most: int = 2**24, most_layers: int = 1024) -> None:
-    """Check the sizes of a model that a file describes: layers are made before their weights are looked for.
-
-    Raises:
-        ValueError: One is larger, or below zero; names it.
-    """
+    """Check the sizes in a model's description, before its layers are made."""
     for name, value in model.items():
         for size in value if isinstance(value, list | tuple) else (value,):
             limit = most_layers if name in ("layers", "res_blocks", "llm_layers", "depth") else most
@@ -228,53 +204,128 @@ def check_sizes(model: Mapping[str, Any], most: int = 2**24, most_layers: int = 
                 raise ValueError(f"{name} is {shortened(size)}, expected a whole number of 0 to {limit}")
 
 
-def read_rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    """Read a file with a JSON object in every line, such as metrics.jsonl, one line after the other.
-
-    Yields:
-        Each line as it stands, and its object; None for a line that is torn, too long (the line is empty
-        then), or anything else than an object in JSON. Whoever leaves those out counts them.
-
-    Raises:
-        OSError: The file cannot be read, is no regular file, or has more than `LINES_BYTES`.
-    """
-    with reading(path, LINES_BYTES) as file:
-        for _, line in read_lines(file):
-            try:
-                row = parse_json(line, dict) if line is not None and line.endswith(b"\n") else None
-            except ValueError:
-                row = None
-            yield line or b"", row
-
-
 def shortened(value: object) -> str:
-    """Write a value for people, on one line of at most 60 characters."""
+    """Format a value on one line of at most 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _whole(digits: str) -> int:
-    if len(digits) > 20 or not -LARGEST < (number := int(digits)) < LARGEST:
-        raise ValueError(f"it has the number {digits[:20]}{'...' * (len(digits) > 20)}, which is too large")
-    return number
+# --- headers of safetensors files ---
+
+INDEX: Final = "model.safetensors.index.json"
+_HEADER_BYTES: Final = 100_000_000
 
 
-def _fraction(digits: str) -> float:
-    number = float(digits)
-    if not math.isfinite(number):
-        raise ValueError(f"it has the number {digits[:20]}, which is too large")
-    return number
+def header_names(path: Path) -> set[str]:
+    """Read the tensor names of a safetensors file, even of a truncated one; empty for other files."""
+    if not path.is_file():
+        return set()
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            entries = parse_json(file.read(length), dict) if length <= _HEADER_BYTES else {}
+    except (OSError, struct.error, ValueError):
+        return set()
+    return entries.keys() - {"__metadata__"}
 
 
-def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"it has {name}, which is not in JSON")
+# --- HDF5 ---
+
+EXPANSION: Final = 64
+"""Decoded bytes per stored byte. Rendered table-top pictures reach 20, photographs 3."""
+SMALL: Final = 64 * 2**20
+"""Decoded bytes that any dataset may have: black pictures shrink to a thousandth."""
+MOST: Final = 4 * 2**30
+"""Decoded bytes of a compressed dataset: 21,000 pictures of 256 x 256."""
+ATTRIBUTE_BYTES: Final = 2**16
 
 
-def _check_depth(value: Any) -> None:
-    level, depth = [value], 0
-    while level:
-        depth += 1
-        if depth > DEEPEST:
-            raise ValueError(f"it has more than {DEEPEST} levels")
-        parts = [part for part in level if isinstance(part, dict | list)]
-        level = [below for part in parts for below in (part.values() if isinstance(part, dict) else part)]
+def open_hdf5(path: Path) -> h5py.File:
+    """Open an HDF5 file for reading. h5py alone would block on a named pipe."""
+    import h5py
+
+    os.close(open_regular(path))
+    return h5py.File(path, "r")
+
+
+def dataset_in(file: h5py.File, name: str) -> h5py.Dataset:
+    """Find a dataset whose decoded size is in proportion to the bytes in the file.
+
+    libhdf5 allocates the size that a dataset declares: terabytes in a file of a few thousand bytes.
+
+    Raises:
+        KeyError: It does not exist.
+        TypeError: It is no dataset of this file, or has values of variable length.
+        ValueError: It declares more than the file can hold.
+    """
+    dataset = described_in(file, name)
+    stored, nbytes = dataset.id.get_storage_size(), math.prod(dataset.shape) * dataset.dtype.itemsize
+    own = file.driver == "fileobj"  # Of this process, in memory.
+    file_bytes = file.id.get_filesize() if own else Path(file.filename).stat().st_size
+    if stored > file_bytes:
+        raise ValueError(f"{name} claims {stored} bytes, the file has {file_bytes}")
+    if dataset.chunks is None:
+        if nbytes != stored:
+            raise ValueError(f"{name} declares {nbytes} bytes, but {stored} are stored")
+        return dataset
+    declared = max(nbytes, math.prod(dataset.chunks) * dataset.dtype.itemsize)
+    allowed = min(MOST, max(SMALL, EXPANSION * stored))
+    if declared > allowed:
+        raise ValueError(
+            f"{name} declares {declared} bytes, but the {stored} that are stored may unpack to {allowed} at "
+            "most"
+        )
+    return dataset
+
+
+def described_in(file: h5py.Group, name: str) -> h5py.Dataset:
+    """Find a dataset to read its type and shape only; `dataset_in` also checks its size."""
+    import h5py
+
+    dataset = _object_in(file, name)
+    if not isinstance(dataset, h5py.Dataset):
+        raise TypeError(f"{name} is not a dataset of this file")
+    created = dataset.id.get_create_plist()
+    if created.get_layout() == h5py.h5d.VIRTUAL or created.get_external_count():
+        raise TypeError(f"{name} lies in other files")  # Reading its shape may open them.
+    if dataset.dtype.hasobject:
+        raise TypeError(f"{name} holds values of no fixed length")
+    return dataset
+
+
+def group_in(file: h5py.Group, name: str) -> h5py.Group:
+    """Find a group of this file."""
+    import h5py
+
+    try:
+        group = _object_in(file, name)
+    except KeyError:
+        group = None
+    if not isinstance(group, h5py.Group):
+        raise KeyError(f"there is no group {name}")
+    return group
+
+
+def _object_in(file: h5py.Group, name: str) -> Any:
+    """Follow hard links only, because others may lead to another file; None for another link."""
+    import h5py
+
+    found: Any = file
+    for part in name.split("/"):
+        link = found.get(part, getlink=True) if isinstance(found, h5py.Group) else None
+        if link is None:
+            raise KeyError(f"there is no {name}")
+        if not isinstance(link, h5py.HardLink):
+            return None
+        found = found[part]
+    return found
+
+
+def attribute_of(file: h5py.Group, name: str) -> Any:
+    """Read an attribute of a file or group, a number or a text."""
+    if name not in file.attrs:
+        raise KeyError(f"it has no attribute {name}")
+    found = file.attrs.get_id(name)
+    if math.prod(found.shape) * found.dtype.itemsize > ATTRIBUTE_BYTES:
+        raise ValueError(f"its attribute {name} declares more than {ATTRIBUTE_BYTES} bytes")
+    return file.attrs[name]

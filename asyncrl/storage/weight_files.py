@@ -1,33 +1,34 @@
-"""Open weight files: what their headers say of each tensor, and its numbers, straight into a tensor.
+"""Formats of weight files: read and write single tensors of safetensors, and state dicts of `torch.save`.
 
-    *.safetensors              one file, or shards with `model.safetensors.index.json`; has no code in it. The
-                               library checks the header. Numbers are read here, straight into tensors that
-                               stay: its mapped files would count beside the weights copied from them
-    *.pth                      a state dict, read without running code (`safe_pth`)
-
-`tensor_reader` gives the tensors of several such files as one collection.
+*.safetensors    a file, or shards with `model.safetensors.index.json`. Numbers are read straight into
+                 their tensors: the pages of a mapped file would count besides the copy
+*.pth            a state dict, read without running code
 """
 
 from __future__ import annotations
 
+import json
+import math
+import re
 import struct
 import threading
-from collections.abc import Iterator, Sequence, Set
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Final
+from pickle import UnpicklingError
+from typing import Any, Final
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from asyncrl.errors import CheckpointError
-from asyncrl.storage.atomic import read_json
-from asyncrl.storage.safe_pth import load_pth
-from asyncrl.storage.untrusted import parse_json
+from asyncrl.errors import CheckpointError, first_line
+from asyncrl.storage.atomic import read_json, replacing
+from asyncrl.storage.untrusted import INDEX, parse_json
 
 WEIGHTS: Final = "model.safetensors"
-INDEX: Final = "model.safetensors.index.json"
 TYPES: Final = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -40,55 +41,52 @@ TYPES: Final = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Types of tensors, as safetensors names them."""
+"""Name of a type in safetensors -> dtype."""
+_NAMES: Final = {dtype: name for name, dtype in TYPES.items()}
 _WRAPPERS: Final = ("model_state", "model_state_dict", "state_dict")
 _OPEN_BYTES: Final = 2**29
-"""What was read of a mapped file counts as memory of this process until it is closed. After so many bytes a
-``.pth`` file is opened anew."""
+"""Bytes read of a mapped ``.pth`` file before it is opened again: they count as memory of this process."""
 _SHOWN: Final = 5
 
 
 @dataclass(frozen=True)
-class Header:
-    """What a file says about one of its tensors."""
+class Spec:
+    """Type and shape of a tensor that need not be in memory."""
 
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the numbers in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def empty(self) -> Tensor:
+        """Return a meta tensor."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+
+@dataclass(frozen=True)
+class _Header:
     kind: str
-    """As safetensors names it."""
+    """Type, as safetensors names it."""
     shape: tuple[int, ...]
     begin: int = 0
-    """First byte of the numbers; safetensors only."""
+    """Offset of the numbers in the file; safetensors only."""
 
 
-def open_files(path: Path) -> Iterator[SafetensorsFile | PthFile]:
-    """Open a file, or the weight files of a folder, which have to be those of its index."""
-    if not path.is_dir():
-        yield SafetensorsFile(path) if path.suffix == ".safetensors" else PthFile(path)
-        return
-    index = path / INDEX
-    if not index.exists():
-        yield SafetensorsFile(path / WEIGHTS)
-        return
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(
-        isinstance(file, str) and Path(file).name == file for file in weight_map.values()
-    ):
-        raise CheckpointError(f"{index} has no weight_map of tensors to files beside it. Copy it again.")
-    for name in sorted(set(weight_map.values())):
-        file = SafetensorsFile(path / name)
-        here = {tensor for tensor, file_name in weight_map.items() if file_name == name}
-        compare_names(file.path, file.headers.keys(), here, allowed=here)
-        yield file
+# --- files ---
 
 
 class SafetensorsFile:
     """A safetensors file, opened for each tensor that is read."""
 
     def __init__(self, path: Path) -> None:
+        """Check and read the header."""
         self.path = path
-        if not path.is_file():
-            raise CheckpointError(f"{path} is missing. Download or copy the checkpoint again.")
+        _check_exists(path)
         try:
-            with safe_open(path, framework="numpy"):  # checks the header and the length of the file
+            with safe_open(path, framework="numpy"):  # Checks the header and the length of the file.
                 pass
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
@@ -99,10 +97,9 @@ class SafetensorsFile:
                 (length,) = struct.unpack("<Q", opened.read(8))
                 entries = parse_json(opened.read(length), dict)
             entries.pop("__metadata__", None)
-            ordered = sorted(entries.items(), key=lambda item: item[1]["data_offsets"][0])
             self.headers = {
-                name: Header(entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
-                for name, entry in ordered
+                name: _Header(entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
+                for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"][0])
             }
         except (OSError, struct.error, ValueError, KeyError, TypeError, IndexError) as error:
             raise CheckpointError(
@@ -110,40 +107,36 @@ class SafetensorsFile:
             ) from error
 
     def read(self, stored: str, into: Tensor) -> None:
-        """Read a tensor into one of its shape and dtype, contiguous, on the CPU. Any thread may call this."""
+        """Read a tensor into a contiguous CPU tensor of its shape and dtype. Thread-safe."""
+        target = bytes_of(into)
         try:
             with self.path.open("rb", buffering=0) as file:
                 file.seek(self.headers[stored].begin)
-                _read_into(file, bytes_of(into), self.path)
+                while len(target):  # One call reads at most 2 GiB.
+                    if not (count := file.readinto(target)):
+                        raise CheckpointError(
+                            f"{self.path} became shorter while it was read. Download or copy it again."
+                        )
+                    target = target[count:]
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read ({error.strerror}).") from error
 
 
-def _read_into(file: BinaryIO, target: memoryview, path: Path) -> None:
-    while len(target):  # One call reads at most 2 GiB.
-        count = file.readinto(target)  # type: ignore[attr-defined]
-        if not count:
-            raise CheckpointError(f"{path} became shorter while it was read. Download or copy it again.")
-        target = target[count:]
-
-
 class PthFile:
-    """A state dict that torch.save wrote, mapped; one thread at a time reads it."""
+    """A mapped state dict of `torch.save`; threads read it in turns."""
 
     def __init__(self, path: Path) -> None:
+        _check_exists(path)
         self.path = path
-        if not path.is_file():
-            raise CheckpointError(f"{path} is missing. Download or copy the checkpoint again.")
-        kinds = {dtype: kind for kind, dtype in TYPES.items()}
         self._lock, self._tensors, self._room = threading.Lock(), self._open(), _OPEN_BYTES
         self.headers = {
-            name: Header(kinds.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
+            name: _Header(_NAMES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
             for name, tensor in self._tensors.items()
         }
         self._tensors.clear()
 
     def read(self, stored: str, into: Tensor) -> None:
-        """Copy a tensor into one of its shape and dtype on the CPU; threads wait for each other."""
+        """Copy a tensor into a CPU tensor of its shape and dtype."""
         with self._lock:
             if not self._tensors or self._room < 0:
                 self._tensors.clear()
@@ -163,27 +156,159 @@ class PthFile:
         return {str(name): tensor for name, tensor in content.items()}
 
 
-def compare_names(source: Path | str, found: Set[str], required: Set[str], *, allowed: Set[str]) -> None:
-    """Check the names of the tensors in `source`.
+def _check_exists(path: Path) -> None:
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing. Download or copy the checkpoint again.")
+
+
+def open_files(path: Path) -> Iterator[SafetensorsFile | PthFile]:
+    """Open a file, or the weight files of a folder, which must agree with its index."""
+    index = path / INDEX
+    if not path.is_dir():
+        yield SafetensorsFile(path) if path.suffix == ".safetensors" else PthFile(path)
+    elif not index.exists():
+        yield SafetensorsFile(path / WEIGHTS)
+    else:
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(
+            isinstance(file, str) and Path(file).name == file for file in weight_map.values()
+        ):
+            raise CheckpointError(f"{index} has no weight_map of tensors to files beside it. Copy it again.")
+        for name in sorted(set(weight_map.values())):
+            file = SafetensorsFile(path / name)
+            here = {tensor for tensor, file_name in weight_map.items() if file_name == name}
+            compare_names(file.path, file.headers.keys(), here, allowed=here)
+            yield file
+
+
+# --- torch.save without code ---
+
+_NUMBER: Final = re.compile(r"[biufc]\d{1,2}")
+_REFUSED: Final = re.compile(r"GLOBAL (\S+)")
+_GLOBALS_LOCK: Final = threading.Lock()  # PyTorch's list of safe names is one for the process.
+
+
+class _NumberType:
+    """Stands in for `numpy.dtype`, of numbers only: NumPy's own would make any type, and change it."""
+
+    def __init__(self, code: object, *_: object) -> None:
+        if not isinstance(code, str) or not _NUMBER.fullmatch(code):
+            raise UnpicklingError(f"a NumPy type {code!r}, which is no number")
+        self.dtype = np.dtype(code)
+
+    def __setstate__(self, state: Sequence[Any]) -> None:
+        if state[1] == ">":  # Byte order; the other entries do not concern numbers.
+            self.dtype = self.dtype.newbyteorder(">")
+
+
+def _number(kind: object, content: object) -> Any:
+    """Stand in for `numpy.core.multiarray.scalar`, which training scripts store as a validation loss."""
+    if not isinstance(kind, _NumberType) or not isinstance(content, bytes):
+        raise UnpicklingError("a NumPy scalar that is no number")
+    return np.frombuffer(content, kind.dtype, count=1)[0]
+
+
+_STAND_INS: Final[list[Any]] = [
+    (_NumberType, "numpy.dtype"),
+    (_number, "numpy.core.multiarray.scalar"),  # NumPy 1
+    (_number, "numpy._core.multiarray.scalar"),
+]
+
+
+def load_pth(path: Path) -> Any:
+    """Read a `.pth`, `.pt` or `.bin` file of tensors, plain containers and NumPy numbers; runs no code.
+
+    Returns:
+        CPU tensors of any shape and dtype, mapped if possible, in the containers of the file.
 
     Raises:
-        CheckpointError: some that are required are missing, or some are not allowed.
+        CheckpointError: It is damaged, or holds anything else.
     """
-    missing, unknown = sorted(required - found), sorted(found - allowed)
-    for problem, names in (("lacks", missing), ("has unknown", unknown)):
+    mapped = zipfile.is_zipfile(path)  # Files of PyTorch before 1.6 cannot be mapped.
+    try:
+        with _GLOBALS_LOCK, torch.serialization.safe_globals(_STAND_INS):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except Exception as error:  # The unpickler raises anything on damaged files.
+        # PyTorch's text advises to read the file all the same.
+        if refused := _REFUSED.search(str(error)):
+            raise CheckpointError(
+                f"{path} holds more than tensors and numbers: {refused[1]}. To make that again a stranger's "
+                "code could be run, so the file is not read. Take a file with the weights alone, as "
+                "`torch.save(module.state_dict(), FILE)` or safetensors write it, from whoever made this one."
+            ) from error
+        inner = first_line(str(error).rpartition("WeightsUnpickler error: ")[2])
+        reason = type(error).__name__ + ("" if "weights_only" in inner else f": {inner}")
+        raise CheckpointError(f"{path} cannot be read as tensors ({reason}). Copy it again.") from error
+
+
+# --- writing ---
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors of any shape, dtype and device as one safetensors file, atomically."""
+    # Wide types first: every tensor must begin at a multiple of its type's size.
+    ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
+    specs = {name: Spec(tensor.dtype, tuple(tensor.shape)) for name, tensor in ordered.items()}
+    write_file(path, specs, iter(ordered.items()))
+
+
+def write_pth(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors of any shape and dtype as a ``.pth`` state dict, atomically."""
+    # Copies, because torch.save writes the whole storage that a tensor is a view of.
+    own = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    with replacing(path) as part:
+        torch.save(own, part)
+
+
+def write_file(path: Path, specs: Mapping[str, Spec], tensors: Iterator[tuple[str, Tensor]]) -> None:
+    """Write a safetensors file tensor by tensor, atomically; the library's writer wants all in memory.
+
+    Args:
+        tensors: Name and tensor in the order of `specs`, of these shapes, any dtype and device. Further ones
+            are left in the iterator.
+    """
+    with replacing(path) as part, part.open("wb", buffering=0) as file:
+        file.write(_encode_header(specs))
+        for name, spec in specs.items():
+            found, tensor = next(tensors)
+            assert (found, tuple(tensor.shape)) == (name, spec.shape), (found, name, tensor.shape)
+            rest = bytes_of(tensor.detach().to("cpu", spec.dtype).contiguous())
+            while len(rest):
+                rest = rest[file.write(rest) :]
+
+
+def _encode_header(specs: Mapping[str, Spec]) -> bytes:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, spec in specs.items():
+        if offset % spec.dtype.itemsize:
+            raise CheckpointError(
+                f"Tensor {name} is wider than those before it. Write all in one type: --dtype."
+            )
+        offsets = [offset, offset + spec.nbytes]
+        header[name] = {"dtype": _NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": offsets}
+        offset += spec.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def compare_names(source: Path | str, found: Set[str], required: Set[str], *, allowed: Set[str]) -> None:
+    """Check the tensor names of `source`."""
+    for problem, names in (("lacks", required - found), ("has unknown", found - allowed)):
         if names:
             raise CheckpointError(
-                f"{source} {problem} {len(names)} tensors: {listed(names)}. It is not a complete checkpoint "
-                "of this policy: copy it again, or use its own config.json."
+                f"{source} {problem} {len(names)} tensors: {listed(sorted(names))}. It is not a complete "
+                "checkpoint of this policy: copy it again, or use its own config.json."
             )
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor of any shape and dtype on the CPU, as bytes."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
-
-
 def listed(names: Sequence[str]) -> str:
-    """The first few names, for people."""
+    """Format the first few names."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous CPU tensor, of any shape and dtype, as bytes."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data

@@ -36,7 +36,7 @@ from asyncrl.messaging.keys import ClientKeys, Handshakes
 from asyncrl.messaging.sockets import LINGER_MS, open_dealer
 from asyncrl.messaging.weight_messages import CHUNK, WeightMessage, decode, encode
 from asyncrl.observability import process_status, waits
-from asyncrl.storage.run_identity import NO_RUN, RunIdentity
+from asyncrl.storage.run_owner import NO_RUN, RunIdentity
 from asyncrl.weights import packing
 from asyncrl.weights.buffers import BufferedReceiver
 from asyncrl.weights.deadlines import ABORT_SECONDS, TransportSession

@@ -37,7 +37,7 @@ from asyncrl.messaging.keys import ServerKeys, admitting
 from asyncrl.messaging.sockets import LINGER_MS, ConnectionGuard, bind, bind_router
 from asyncrl.messaging.weight_messages import CHUNK, MAX_PAYLOAD, Buffer, WeightMessage, decode, encode
 from asyncrl.observability import process_status, waits
-from asyncrl.storage.run_identity import NO_RUN, RunIdentity
+from asyncrl.storage.run_owner import NO_RUN, RunIdentity
 from asyncrl.weights.buffers import DoubleBuffer, HostVersions
 
 PARKED: Final = 1.0

@@ -19,8 +19,7 @@ from torch import nn
 from asyncrl.config.sections import ImaginationSettings, WorldDefaults
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.storage.atomic import read_json, replacing, write_json
-from asyncrl.storage.rewriting import copy_others
-from asyncrl.storage.tensor_reader import TensorFiles
+from asyncrl.storage.tensor_files import TensorFiles, copy_others
 from asyncrl.storage.untrusted import check_sizes, check_types
 from asyncrl.worlds.kinds import ABOUT
 

@@ -12,8 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from asyncrl import registry
 from asyncrl.errors import CheckpointError
-from asyncrl.storage.atomic import read_json
-from asyncrl.storage.tensor_names import names_in
+from asyncrl.storage.atomic import names_in, read_json
 
 ABOUT: Final = "world.json"
 """In folders that asyncrl wrote, not in published ones."""

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from asyncrl.errors import AssetError, ConfigError
 from asyncrl.records import ACTION_DIM, POSE_DIM, StartState
 from asyncrl.storage.atomic import replacing
-from asyncrl.storage.hdf5_bounds import attribute_of, dataset_in, open_hdf5
+from asyncrl.storage.untrusted import attribute_of, dataset_in, open_hdf5
 from asyncrl.worlds.rlinf_start_states import load_trajectories, load_trajectory
 
 FORMAT: Final = "asyncrl-start-states-1"

@@ -10,20 +10,22 @@ from typing import Any
 import pytest
 
 from asyncrl import registry
-from asyncrl.config.algorithm import (
-    AlgorithmSettings,
-    CorrectionSettings,
-    CriticSettings,
+from asyncrl.config.algorithm import AlgorithmSettings, CorrectionSettings, CriticSettings, idle_settings
+from asyncrl.config.help import value_of
+from asyncrl.config.loading import load_file, overlay, parse, to_json
+from asyncrl.config.run import TrainConfig
+from asyncrl.config.sections import (
+    ActorSettings,
+    GuardSettings,
     LearnerSettings,
     LoraSettings,
     OptimizerSettings,
+    ReplaySettings,
+    WeightSettings,
 )
-from asyncrl.config.loading import load_file, overlay, parse, to_json
-from asyncrl.config.run import TrainConfig
-from asyncrl.config.sections import ActorSettings, GuardSettings, ReplaySettings, WeightSettings
 from asyncrl.errors import ConfigError
 from asyncrl.launch.simulated import refuse_idle
-from asyncrl.storage.asset_paths import simulator_named
+from asyncrl.storage.assets import simulator_named
 from asyncrl.worlds.evac.state import EvacOptions
 from support import ROOT
 
@@ -228,129 +230,88 @@ def test_a_choice_that_does_not_exist_is_refused_in_a_file_as_on_the_command_lin
         overlay(TrainConfig(), {"correction": {"kind": "tiss"}}, "run.toml")
 
 
-@pytest.mark.parametrize("suite", ["spatial", "object", "goal"])
-def test_the_wan_recipes_have_rlinfs_values(suite: str) -> None:
-    config = load_file(CONFIGS / f"wan_libero_{suite}_grpo_openvlaoft.toml")
-    chosen, optimizer = config.algorithm, config.optimizer
-    assert (chosen.kind, chosen.level, chosen.group_size) == ("grpo", "token", 8)
-    assert chosen.group_size * chosen.groups_per_update == 64 * 16  # environments times rollout epochs
-    assert config.actor.max_decisions * 8 == 256
-    assert 64 * 16 * 32 / chosen.minibatches == 8192  # the global batch
-    assert (chosen.micro_batch, chosen.clip_low, chosen.clip_high) == (32, 0.2, 0.28)
-    assert (chosen.temperature, chosen.top_k) == (1.6, 0)
-    assert (optimizer.learning_rate, optimizer.beta1, optimizer.beta2) == (2e-5, 0.9, 0.999)
-    assert (optimizer.eps, optimizer.weight_decay, optimizer.max_grad_norm) == (1e-5, 0.01, 1.0)
-    assert (config.lora.rank, config.learner.precision, config.learner.gradient_checkpointing) == (
-        0,
-        "bf16",
-        True,
-    )
-    assert (config.imagination.context, config.imagination.decoder, config.imagination.steps) == (
-        "frames",
-        "full",
-        5,
-    )
-    assert (config.actor.success_threshold, config.keyframes, config.seed) == (0.9, True, 1234)
-    assert config.actor.success_frames == "last"
+GRPO = {
+    **{"algorithm.kind": "grpo", "algorithm.level": "token", "algorithm.group_size": 8},
+    **{"algorithm.groups_per_update": 64 * 16 // 8, "algorithm.minibatches": 4, "algorithm.micro_batch": 32},
+    **{"algorithm.clip_low": 0.2, "algorithm.clip_high": 0.28},
+    **{"algorithm.temperature": 1.6, "algorithm.top_k": 0, "optimizer.learning_rate": 2e-5},
+}
+"""Environments times rollout epochs are 64 * 16 episodes, the global batch is 8192 decisions."""
+IMAGINED = GRPO | {"actor.max_decisions": 32, "actor.success_threshold": 0.9, "actor.success_frames": "last"}
+WAN = IMAGINED | {
+    **{"optimizer.beta1": 0.9, "optimizer.beta2": 0.999, "optimizer.eps": 1e-5},
+    **{"optimizer.weight_decay": 0.01, "optimizer.max_grad_norm": 1.0, "lora.rank": 0},
+    **{"learner.precision": "bf16", "learner.gradient_checkpointing": True},
+    **{"imagination.context": "frames", "imagination.decoder": "full", "imagination.steps": 5},
+    **{"keyframes": True, "seed": 1234},
+}
+OPENSORA = IMAGINED | {
+    **{"optimizer.eps": 1e-8, "imagination.context": "latents", "imagination.steps": 10},
+    **{"keyframes": False, "checkpoint_every": 25, "seed": 1234},
+}
+LIBERO = {"simulator.horizon": 512, "optimizer.eps": 1e-8, "world_settings": ("settle=15", "wrist=false")}
+PPO = {
+    **{"algorithm.kind": "ppo", "algorithm.group_size": 1, "algorithm.micro_batch": 16},
+    **{"algorithm.temperature": 1.0, "algorithm.top_k": 50, "critic.level": "decision"},
+    **{"critic.learning_rate": 3e-3, "optimizer.learning_rate": 5e-6, "lora.rank": 32},
+}
+MANISKILL = {
+    **{"world": "maniskill_put_on_plate_25", "simulator.horizon": 80, "world_settings": ('reward="shaped"',)},
+    **{"algorithm.micro_batch": 40, "algorithm.level": "token", "algorithm.clip_high": 0.28},
+    **{"optimizer.learning_rate": 1e-4, "optimizer.max_grad_norm": 10.0, "lora.rank": 32},
+    **{"algorithm.temperature": 1.0, "algorithm.top_k": 0, "actor.slots": 64},
+}
+CRITIC = {"critic.level": "action", "critic.learning_rate": 3e-3, "actor.slots": 32}
+RECIPES: dict[str, dict[str, Any]] = {
+    **{f"wan_libero_{suite}_grpo_openvlaoft": WAN for suite in ("spatial", "object", "goal")},
+    **{
+        f"opensora_libero_{suite}_grpo_openvlaoft": OPENSORA
+        | {"world": f"models/RLinf-OpenSora-LIBERO-{suite.capitalize()}"}
+        for suite in ("spatial", "object")
+    },
+    "evac_libero_spatial_grpo_openvlaoft": GRPO
+    | {
+        **{"world": "models/evac_for_rlinf", "imagination.steps": 50, "algorithm.group_size": 2},
+        **{"world_settings": ("guidance=1.0", "guidance_rescale=0.7", "eta=1.0"), "keyframes": False},
+        # Siblings, groups and rollout epochs are 2 * 8 * 16 episodes, the global batch is 256 decisions.
+        **{"algorithm.groups_per_update": 8 * 16, "algorithm.minibatches": 32, "actor.max_decisions": 32},
+    },
+    "wan_libero_spatial_ppo_openvlaoft": PPO
+    | {
+        **{"algorithm.level": "token", "algorithm.clip_low": 0.2, "algorithm.clip_high": 0.28},
+        **{"critic.gamma": 0.99, "critic.lam": 0.95, "critic.value_clip": 0.2, "critic.huber": 10.0},
+    },
+    **{
+        f"libero_{suite}_grpo_openvlaoft": GRPO | LIBERO | {"world": f"libero_{suite}"}
+        for suite in ("spatial", "object", "goal", "10")
+    },
+    "libero_10_ppo_openvlaoft": PPO
+    | {"world": "libero_10", "algorithm.groups_per_update": 64, "algorithm.minibatches": 4},
+    "maniskill_ppo_openvla": MANISKILL
+    | CRITIC
+    | {"algorithm.micro_batch": 80, "algorithm.level": "action", "algorithm.clip_high": 0.2},
+    "maniskill_ppo_openvlaoft": MANISKILL | CRITIC,
+    "maniskill_grpo_openvla": MANISKILL
+    | {
+        **{"optimizer.learning_rate": 1e-5, "optimizer.max_grad_norm": 1.0},
+        **{"algorithm.top_k": 50, "lora.rank": 0},
+    },
+    "maniskill_grpo_openvlaoft": MANISKILL,
+}
 
 
-@pytest.mark.parametrize("suite", ["spatial", "object"])
-def test_the_opensora_recipes_have_rlinfs_values(suite: str) -> None:
-    config = load_file(CONFIGS / f"opensora_libero_{suite}_grpo_openvlaoft.toml")
-    chosen, optimizer = config.algorithm, config.optimizer
-    assert config.world == f"models/RLinf-OpenSora-LIBERO-{suite.capitalize()}"
-    assert (chosen.kind, chosen.level, chosen.group_size) == ("grpo", "token", 8)
-    assert chosen.group_size * chosen.groups_per_update == 64 * 16  # environments times rollout epochs
-    assert config.actor.max_decisions * 8 == 256
-    assert 64 * 16 * 32 / chosen.minibatches == 8192  # the global batch
-    assert (chosen.micro_batch, chosen.clip_low, chosen.clip_high) == (32, 0.2, 0.28)
-    assert (chosen.temperature, chosen.top_k, optimizer.learning_rate, optimizer.eps) == (1.6, 0, 2e-5, 1e-8)
-    assert (config.imagination.context, config.imagination.steps) == ("latents", 10)
-    assert (config.keyframes, config.checkpoint_every, config.seed) == (False, 25, 1234)
-    assert (config.actor.success_threshold, config.actor.success_frames) == (0.9, "last")
-
-
-def test_the_evac_recipe_has_rlinfs_values() -> None:
-    config = load_file(CONFIGS / "evac_libero_spatial_grpo_openvlaoft.toml")
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_recipes_have_rlinfs_values(name: str) -> None:
+    config = load_file(CONFIGS / f"{name}.toml")
+    assert {key: value_of(config, key) for key in RECIPES[name]} == RECIPES[name]
     chosen = config.algorithm
-    assert (config.world, config.imagination.steps) == ("models/evac_for_rlinf", 50)
-    assert config.world_settings == ("guidance=1.0", "guidance_rescale=0.7", "eta=1.0")
-    assert EvacOptions.from_settings(
-        config.imagination, registry.keywords("--world-settings", config.world_settings)
-    ) == EvacOptions(steps=50)
-    assert (chosen.kind, chosen.level, chosen.group_size) == ("grpo", "token", 2)
-    assert chosen.group_size * chosen.groups_per_update == 2 * 8 * 16  # siblings, groups, rollout epochs
-    assert config.actor.max_decisions * 8 == 256
-    assert 2 * 8 * 16 * 32 / chosen.minibatches == 256  # the global batch
-    assert (chosen.micro_batch, chosen.clip_low, chosen.clip_high) == (32, 0.2, 0.28)
-    assert (chosen.temperature, config.optimizer.learning_rate, config.keyframes) == (1.6, 2e-5, False)
-
-
-def test_the_wan_ppo_recipe_has_rlinfs_values() -> None:
-    config = load_file(CONFIGS / "wan_libero_spatial_ppo_openvlaoft.toml")
-    chosen, critic = config.algorithm, config.critic
-    assert (chosen.kind, chosen.level, critic.level, chosen.group_size) == ("ppo", "token", "decision", 1)
-    assert (chosen.micro_batch, chosen.clip_low, chosen.clip_high) == (16, 0.2, 0.28)
-    assert (chosen.temperature, chosen.top_k) == (1.0, 50)
-    assert (critic.learning_rate, critic.gamma, critic.lam) == (3e-3, 0.99, 0.95)
-    assert (critic.value_clip, critic.huber) == (0.2, 10.0)
-    assert (config.optimizer.learning_rate, config.lora.rank) == (5e-6, 32)
-
-
-@pytest.mark.parametrize("suite", ["spatial", "object", "goal", "10"])
-def test_the_libero_recipes_have_rlinfs_values(suite: str) -> None:
-    config = load_file(CONFIGS / f"libero_{suite}_grpo_openvlaoft.toml")
-    chosen, optimizer = config.algorithm, config.optimizer
-    assert (config.world, config.simulator.horizon) == (f"libero_{suite}", 512)
-    assert config.world_settings == ("settle=15", "wrist=false")
-    assert (chosen.kind, chosen.level, chosen.group_size) == ("grpo", "token", 8)
-    assert chosen.group_size * chosen.groups_per_update == 64 * 16  # environments times rollout epochs
-    assert 64 * 16 * 64 / chosen.minibatches == 16384  # the global batch
-    assert (chosen.micro_batch, chosen.clip_low, chosen.clip_high) == (32, 0.2, 0.28)
-    assert (chosen.temperature, chosen.top_k, optimizer.learning_rate, optimizer.eps) == (1.6, 0, 2e-5, 1e-8)
-    assert config.actor.slots == config.simulator.workers, "LIBERO has one episode in a process"
-
-
-def test_the_libero_ppo_recipe_has_rlinfs_values() -> None:
-    config = load_file(CONFIGS / "libero_10_ppo_openvlaoft.toml")
-    chosen, critic = config.algorithm, config.critic
-    assert (config.world, config.simulator.horizon, config.lora.rank) == ("libero_10", 512, 32)
-    assert (chosen.kind, chosen.group_size, chosen.groups_per_update) == ("ppo", 1, 64)
-    assert 64 * 64 / chosen.minibatches == 1024  # the global batch
-    assert (chosen.micro_batch, chosen.temperature, chosen.top_k) == (16, 1.0, 50)
-    assert (critic.level, critic.learning_rate, config.optimizer.learning_rate) == ("decision", 3e-3, 5e-6)
-
-
-@pytest.mark.parametrize(
-    ("name", "micro_batch", "level", "clip_high", "learning_rate", "norm", "top_k", "rank"),
-    [
-        ("ppo_openvla", 80, "action", 0.2, 1e-4, 10.0, 0, 32),
-        ("ppo_openvlaoft", 40, "token", 0.28, 1e-4, 10.0, 0, 32),
-        ("grpo_openvla", 40, "token", 0.28, 1e-5, 1.0, 50, 0),
-        ("grpo_openvlaoft", 40, "token", 0.28, 1e-4, 10.0, 0, 32),
-    ],
-)
-def test_the_maniskill_recipes_have_rlinfs_values(
-    name: str,
-    micro_batch: int,
-    level: str,
-    clip_high: float,
-    learning_rate: float,
-    norm: float,
-    top_k: int,
-    rank: int,
-) -> None:
-    config = load_file(CONFIGS / f"maniskill_{name}.toml")
-    chosen, optimizer = config.algorithm, config.optimizer
-    assert (config.world, config.simulator.horizon) == ("maniskill_put_on_plate_25", 80)
-    assert config.world_settings == ('reward="shaped"',)
-    assert (chosen.micro_batch, chosen.level, chosen.clip_high) == (micro_batch, level, clip_high)
-    assert (optimizer.learning_rate, optimizer.max_grad_norm) == (learning_rate, norm)
-    assert (chosen.temperature, chosen.top_k, config.lora.rank) == (1.0, top_k, rank)
-    assert chosen.group_size * chosen.groups_per_update * 80 / chosen.minibatches == 640  # the global batch
-    if chosen.kind == "ppo":
-        assert (config.critic.level, config.critic.learning_rate) == ("action", 3e-3)
-    assert config.actor.slots * 4 == (128 if chosen.kind == "ppo" else 256)
+    if name.startswith("maniskill"):  # The global batch.
+        assert chosen.group_size * chosen.groups_per_update * 80 / chosen.minibatches == 640
+    if name.startswith("libero") and "grpo" in name:
+        assert config.actor.slots == config.simulator.workers, "LIBERO has one episode in a process"
+    if name.startswith("evac"):
+        given = registry.keywords("--world-settings", config.world_settings)
+        assert EvacOptions.from_settings(config.imagination, given) == EvacOptions(steps=50)
 
 
 @pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.toml")), ids=lambda file: file.stem)
@@ -361,12 +322,6 @@ def test_the_slots_of_every_recipe_fit_its_simulator(file: Path) -> None:
     places = -(-config.actor.slots // max(1, config.simulator.workers))
     assert places <= getattr(registry.resolve("simulator", name), "most_places", places)
     refuse_idle(config)
-
-
-def _at(config: Any, name: str) -> Any:
-    for part in name.split("."):
-        config = getattr(config, part)
-    return config
 
 
 def test_settings_of_the_users_classes_come_back_from_a_runs_folder(tmp_path: Path) -> None:
@@ -394,3 +349,67 @@ def test_a_setting_that_is_gone_is_left_out_of_the_settings_of_an_older_run(tmp_
     assert load_file(run) == TrainConfig(updates=7)
     with pytest.raises(ConfigError, match="sets 'pace', which does not exist"):
         load_file(toml(tmp_path, "[pace]\nevery = 0\n"))
+
+
+@pytest.mark.parametrize(
+    ("max_lag", "synchronous", "chosen", "holds"),
+    [
+        (0, False, "auto", 0.2),
+        (2, False, "auto", 0.2),
+        (3, False, "auto", 0.02),
+        (16, False, "auto", 0.02),
+        (16, True, "auto", 0.2),
+        (16, False, 0.1, 0.1),
+        (16, False, 0.0, 0.0),
+    ],
+)
+def test_auto_follows_from_the_lag_that_holds(max_lag, synchronous, chosen, holds) -> None:
+    config = TrainConfig(
+        synchronous=synchronous,
+        replay=ReplaySettings(max_lag=max_lag),
+        correction=CorrectionSettings(trust_region=chosen),
+    )
+    assert config.trust_region == holds
+
+
+@pytest.mark.parametrize("wrong", [-0.1, 1.5, float("nan")])
+def test_what_is_no_difference_of_probabilities_is_refused(wrong: float) -> None:
+    with pytest.raises(ConfigError, match=r"--correction\.trust-region"):
+        CorrectionSettings(trust_region=wrong)
+
+
+CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], list[str]]] = [
+    ({}, {}, {}, []),
+    ({"clip_high": 0.5}, {}, {}, ["--algorithm.clip-high"]),
+    ({"clip_high": 0.5, "minibatches": 2}, {}, {}, []),
+    ({"clip_low": 0.1}, {"kind": "naive"}, {}, []),
+    ({"clip_low": 0.1}, {"proximal": "log_linear"}, {}, []),
+    ({"dual_clip": 5.0}, {"kind": "none"}, {}, ["--algorithm.dual-clip"]),
+    ({"objective": "cispo", "dual_clip": 5.0, "epochs": 2}, {}, {}, ["--algorithm.dual-clip"]),
+    ({"kl_estimator": "k3"}, {}, {}, ["--algorithm.kl-estimator"]),
+    ({"kl_estimator": "k3", "kl_coef": 0.1}, {}, {}, []),
+    ({"kind": "ppo", "baseline": "leave_one_out"}, {}, {}, ["--algorithm.baseline"]),
+    ({}, {}, {"gamma": 0.5}, ["--critic.gamma"]),
+    ({"kind": "ppo"}, {}, {"gamma": 0.5}, []),
+    ({}, {"kind": "none", "max_weight": 3.0}, {}, ["--correction.max-weight"]),
+    ({}, {"kind": "decoupled", "min_weight": 0.5}, {}, ["--correction.min-weight"]),
+    ({}, {"kind": "gipo", "max_weight": 3.0, "sigma": 1.0}, {}, ["--correction.max-weight"]),
+    ({}, {"sigma": 1.0}, {}, ["--correction.sigma"]),
+    ({}, {"reject_low": 0.9}, {}, ["--correction.reject-low"]),
+    ({}, {"reject": "episode", "reject_low": 0.9}, {}, []),
+    ({}, {"kind": "mis"}, {}, ["--correction.kind mis"]),
+    ({}, {"kind": "mis", "min_weight": 0.5}, {}, []),
+    ({}, {"kind": "mine.corrections:Own", "max_weight": 3.0}, {}, []),
+    ({}, {"kind": "none", "trust_region": 0.1}, {}, []),
+]
+
+
+@pytest.mark.parametrize(("algorithm", "correction", "critic", "named"), CASES)
+def test_what_cannot_act_is_named(
+    algorithm: dict[str, Any], correction: dict[str, Any], critic: dict[str, Any], named: list[str]
+) -> None:
+    lines = idle_settings(
+        AlgorithmSettings(**algorithm), CorrectionSettings(**correction), CriticSettings(**critic)
+    )
+    assert len(lines) == len(named)
+    assert all(line.startswith(name) for line, name in zip(lines, named, strict=True))

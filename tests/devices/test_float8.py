@@ -25,7 +25,7 @@ from asyncrl.devices.float8 import (
 from asyncrl.errors import ConfigError
 from asyncrl.launch.world_conformance import check_world
 from asyncrl.records import CHUNK
-from asyncrl.storage.asset_paths import start_states_path, world_folder
+from asyncrl.storage.assets import start_states_path, world_folder
 from asyncrl.worlds.evac.world import EvacWorld
 from asyncrl.worlds.kinds import world_class
 from asyncrl.worlds.opensora.world import save_world

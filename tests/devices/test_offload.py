@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from asyncrl.actors.actor import Actor, ActorTelemetry
 from asyncrl.actors.imagination import Imagination
-from asyncrl.config.algorithm import LearnerSettings
 from asyncrl.config.run import TrainConfig
-from asyncrl.config.sections import ActorSettings
+from asyncrl.config.sections import ActorSettings, LearnerSettings
 from asyncrl.devices import offload
 from asyncrl.devices.offload import NO_OFFLOAD, OFFLOAD_AFTER, IdleOffload, OffloadedTensors
 from asyncrl.episode_layout import episode_arrays

@@ -147,7 +147,7 @@ def test_a_broken_torchvision_is_a_warning_that_says_how_to_remove_it(tmp_path, 
 
 
 def test_missing_shipped_files_are_rebuilt(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("asyncrl.storage.asset_paths.ASSETS", tmp_path)
+    monkeypatch.setattr("asyncrl.storage.assets.ASSETS", tmp_path)
     monkeypatch.chdir(tmp_path)
     examination = Examination(config=TrainConfig())
     finding = models.check_shipped_files(examination)

@@ -15,7 +15,7 @@ from asyncrl.doctor.findings import Examination, Sizes, Verdict
 from asyncrl.errors import ConfigError
 from asyncrl.launch.placement import parse_placement
 from asyncrl.records import ActionSpec, SlotBytes
-from asyncrl.storage.asset_paths import world_folder
+from asyncrl.storage.assets import world_folder
 from asyncrl.worlds.evac.conditions import EvacConfig
 from asyncrl.worlds.evac.world import EvacWorld
 from asyncrl.worlds.evac.world import save_world as save_evac

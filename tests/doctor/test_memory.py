@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from asyncrl.config.algorithm import LoraSettings
 from asyncrl.config.loading import load_file
 from asyncrl.config.run import TrainConfig
+from asyncrl.config.sections import LoraSettings
 from asyncrl.devices.float8 import saved_bytes
 from asyncrl.doctor.findings import Sizes
 from asyncrl.doctor.gpus import placement_of, rank_needs

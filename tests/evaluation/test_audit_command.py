@@ -68,7 +68,7 @@ def test_without_start_states_the_tasks_are_the_simulators(run: Path, monkeypatc
     def none(*_: object) -> Path:
         raise AssertionError("no start states were named")
 
-    monkeypatch.setattr("asyncrl.storage.asset_paths.start_states_path", none)
+    monkeypatch.setattr("asyncrl.storage.assets.start_states_path", none)
     models = run.parent
     named = [str(models / "policy"), "--world", str(models / "world"), "--max-decisions", "1"]
     assert cli.run("audit", [*named, *SHORT]) == 0

@@ -10,8 +10,9 @@ from asyncrl.evaluation import evaluations_file
 from asyncrl.evaluation.evaluate import Evaluation, SuccessRate
 from asyncrl.evaluation.evaluations_file import EvaluatedVersion, is_due
 from asyncrl.evaluation.run_checkpoints import Measured, RunCheckpoints
-from asyncrl.storage import checkpoint_copy
-from asyncrl.storage.checkpoint_copy import BEFORE, BEST, HELD, clean_up, forget_best_after
+from asyncrl.storage import checkpoint
+from asyncrl.storage.checkpoint import clean_up, forget_best_after
+from asyncrl.storage.run_folder import BEFORE, BEST, HELD
 
 
 def save(run: Path, version: int) -> Path:
@@ -117,17 +118,17 @@ def test_a_checkpoint_that_went_away_is_left_for_the_next_round(tmp_path: Path, 
     checkpoints = opened(tmp_path, player)
     checkpoints.round()
     gone = save(tmp_path, 5)
-    real = checkpoint_copy._link
+    real = checkpoint._link
 
     def deleted_at_the_second_file(source: Path, copy: Path) -> None:
         if source.name == "part.safetensors":
             shutil.rmtree(gone)
         real(source, copy)
 
-    monkeypatch.setattr(checkpoint_copy, "_link", deleted_at_the_second_file)
+    monkeypatch.setattr(checkpoint, "_link", deleted_at_the_second_file)
     assert not checkpoints.round()
     assert not (tmp_path / "checkpoints" / "evaluating").exists()
-    monkeypatch.setattr(checkpoint_copy, "_link", real)
+    monkeypatch.setattr(checkpoint, "_link", real)
     save(tmp_path, 10)
     assert checkpoints.round()
     assert [version for version, _ in player.played] == [0, 10]
@@ -138,8 +139,8 @@ def test_files_are_copied_where_there_are_no_links(tmp_path: Path, monkeypatch) 
         raise PermissionError(1, "Operation not permitted")
 
     source = save(tmp_path, 5)
-    monkeypatch.setattr(checkpoint_copy.os, "link", refused)
-    checkpoint_copy.keep_copy(source, tmp_path / "copy")
+    monkeypatch.setattr(checkpoint.os, "link", refused)
+    checkpoint.keep_copy(source, tmp_path / "copy")
     shutil.rmtree(source)
     assert (tmp_path / "copy" / "model.safetensors").read_text() == "weights 5"
 

@@ -28,8 +28,7 @@ from asyncrl.policies.acceleration import recompute
 from asyncrl.policies.lora import adapt
 from asyncrl.simulators.tabletop.scene import TASKS
 from asyncrl.storage.atomic import write_json
-from asyncrl.storage.tensor_reader import TensorFiles
-from asyncrl.storage.tensor_writer import write_folder
+from asyncrl.storage.tensor_files import TensorFiles, write_folder
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig, transformer_name
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae
 from asyncrl.worlds.wan.world import load_world, save_world

@@ -19,7 +19,7 @@ from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.policies.openvla.tokenizer import PromptTokenizer, build_word_tokenizer
 from asyncrl.rewards.files import RewardConfig
 from asyncrl.rewards.resnet import ResNetReward, build_network, save_reward
-from asyncrl.storage.asset_paths import world_folder
+from asyncrl.storage.assets import world_folder
 from asyncrl.worlds.start_states import load_start_states
 from support.recorded import recorded_spec, write_recorded
 

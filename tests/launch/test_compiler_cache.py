@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import asyncrl
-from asyncrl.config.algorithm import LearnerSettings
 from asyncrl.config.run import TrainConfig
-from asyncrl.config.sections import ImaginationSettings
+from asyncrl.config.sections import ImaginationSettings, LearnerSettings
 from asyncrl.doctor import gpus
 from asyncrl.doctor.findings import Examination
 from asyncrl.launch.own_device import INDUCTOR, TRITON, compiler_cache_folder, use_compiler_cache

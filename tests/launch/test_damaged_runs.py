@@ -13,7 +13,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.console import successes
 from asyncrl.observability import process_status
 from asyncrl.observability.logger import cut_rows_after
-from asyncrl.storage.folder_check import check_folder
+from asyncrl.storage.run_folder import check_folder
 from support.folder_damage import DAMAGES, READ, contents, copy_run, make_neighbour, write
 from support.tiny_models import write_models
 
@@ -64,11 +64,11 @@ REFUSED = {
     "config.json: updates is Infinity": "Infinity, which is not in JSON",
     "config.json: updates is 10^30": "which is too large",
     "config.json: updates is text": "expected int like",
-    "config.json: updates is deep": "more than 64 levels",
+    "config.json: updates is deep": "nested too deeply",
     "config.json: not UTF-8": "not valid json",
     "state.json: version is Infinity": "Infinity, which is not in JSON",
     "state.json: version is text": "version is 'three', expected int",
-    "state.json: version is deep": "more than 64 levels",
+    "state.json: version is deep": "nested too deeply",
     "replay.json: group_size is 10^30": "replay.json cannot be read",
     "newest/state.json: not UTF-8": "state.json cannot be read",
     "shard: one more that is a pipe": "cannot be read",

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from asyncrl import cli
-from asyncrl.config.algorithm import AlgorithmSettings, OptimizerSettings
+from asyncrl.config.algorithm import AlgorithmSettings
 from asyncrl.config.run import TrainConfig
-from asyncrl.config.sections import ReplaySettings
+from asyncrl.config.sections import OptimizerSettings, ReplaySettings
 from asyncrl.launch import console
 from asyncrl.observability import process_status
 from asyncrl.storage import checkpoint

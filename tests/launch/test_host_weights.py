@@ -16,7 +16,7 @@ from asyncrl.launch.job import Hosts, Job, RunInfo
 from asyncrl.launch.placement import RELAYED
 from asyncrl.messaging.keys import create_keys
 from asyncrl.observability import metrics_system as m
-from asyncrl.storage import run_identity
+from asyncrl.storage import run_owner
 from asyncrl.weights.publisher import BroadcastPublisher, build_publisher
 from asyncrl.weights.receiver import build_receiver
 from asyncrl.weights.server import ServerSettings
@@ -29,7 +29,7 @@ JOB = Job(rank=1, size=3, local_rank=0, local_size=2)
 @pytest.fixture
 def learner(tmp_path: Path) -> Iterator[tuple[BroadcastPublisher, RunInfo]]:
     """A learner of a run in `tmp_path`, seen by rank 1, the lowest one of the second host."""
-    identity = run_identity.next_attempt(tmp_path)
+    identity = run_owner.next_attempt(tmp_path)
     create_keys(tmp_path / "keys", ["learner", "actor-1", "actor-2"])
     JOB.status_folder(tmp_path).mkdir(parents=True)
     settings = ServerSettings(

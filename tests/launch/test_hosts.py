@@ -15,9 +15,8 @@ from typing import Literal
 import pytest
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from asyncrl.config.algorithm import LearnerSettings
 from asyncrl.config.run import TrainConfig
-from asyncrl.config.sections import ReplaySettings
+from asyncrl.config.sections import LearnerSettings, ReplaySettings
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.launch import endpoints, hosts
 from asyncrl.launch.hosts import (
@@ -31,7 +30,7 @@ from asyncrl.launch.hosts import (
 )
 from asyncrl.launch.job import Hosts, Job, open_store, read_job
 from asyncrl.launch.placement import check_pairs, check_sizes, copies_of, parse_placement, ranks_named
-from asyncrl.storage import run_identity
+from asyncrl.storage import run_owner
 
 TWO = Hosts(names=("a", "b"), first_ranks=(0, 2), size=5, addresses=("10.0.0.1", "10.0.0.2"))
 
@@ -166,23 +165,23 @@ def test_interfaces_are_found_by_address() -> None:
 def test_the_identity_of_a_run_is_known_on_another_host_which_numbers_its_devices_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = run_identity.next_attempt(tmp_path)
-    path = tmp_path / run_identity.NAME
+    first = run_owner.next_attempt(tmp_path)
+    path = tmp_path / run_owner.IDENTITY
     row = json.loads(path.read_text())
     device, number, host = row["folder"]
     assert host == socket.gethostname()
     path.write_text(json.dumps(row | {"folder": [device + 1, number, host]}))
     with pytest.raises(ConfigError, match="was made for another folder"):
-        run_identity.read(tmp_path)
+        run_owner.read_identity(tmp_path)
     monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
-    assert run_identity.read(tmp_path) == first
-    second = run_identity.next_attempt(tmp_path)
+    assert run_owner.read_identity(tmp_path) == first
+    second = run_owner.next_attempt(tmp_path)
     assert (second.secret, second.attempt) == (first.secret, 2)
     assert second.mark != first.mark
     assert first.secret not in first.mark
     path.write_text(json.dumps(row | {"folder": [device, number + 1, host]}))
     with pytest.raises(ConfigError, match="was made for another folder"):
-        run_identity.read(tmp_path)
+        run_owner.read_identity(tmp_path)
 
 
 # ---- addresses -----------------------------------------------------------------------------------

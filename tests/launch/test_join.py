@@ -12,7 +12,7 @@ from asyncrl.launch import endpoints
 from asyncrl.launch.placement import parse_placement
 from asyncrl.messaging.keys import create_keys
 from asyncrl.observability import metrics_system as s
-from asyncrl.storage.run_identity import NO_RUN
+from asyncrl.storage.run_owner import NO_RUN
 from support.join_site import Site
 from support.tiny_models import write_models
 from support.whole_runs import (

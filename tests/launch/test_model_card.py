@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelCard
 
-from asyncrl.config.algorithm import AlgorithmSettings, LoraSettings, OptimizerSettings
+from asyncrl.config.algorithm import AlgorithmSettings
 from asyncrl.config.loading import to_json
 from asyncrl.config.run import TrainConfig
+from asyncrl.config.sections import LoraSettings, OptimizerSettings
 from asyncrl.errors import CheckpointError
 from asyncrl.evaluation import evaluations_file
 from asyncrl.evaluation.evaluate import SuccessRate
@@ -20,7 +21,7 @@ from asyncrl.evaluation.evaluations_file import EvaluatedVersion
 from asyncrl.policies.lora import save_adapter
 from asyncrl.policies.openvla.model_card import CardFacts, TrainedPolicy, card, trained_policy
 from asyncrl.storage import provenance
-from asyncrl.storage.asset_paths import simulator_named
+from asyncrl.storage.assets import simulator_named
 from support.adapters import adapted, small
 from support.published import CONFIG, run_cli, some_policy
 
@@ -132,7 +133,7 @@ def test_the_folder_of_the_best_version_is_called_selected(tmp_path: Path) -> No
 
 def test_settings_are_the_runs_and_paths_lose_what_tells_of_their_owner(tmp_path: Path) -> None:
     checkpoint = make_run(tmp_path)
-    start = provenance.Start(
+    start = provenance.Launch(
         attempt=1,
         command="asyncrl train --replay.keys /home/someone/keys",
         host="rack7",

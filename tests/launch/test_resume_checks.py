@@ -68,18 +68,6 @@ def test_a_flipped_bit_ends_a_resume_with_the_file_and_the_remedy(
     assert rows(run)[-1]["step"] == 3
 
 
-def test_a_checkpoint_of_an_earlier_version_is_resumed_with_a_line_about_it(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = run / "checkpoints" / "update_000002" / "state.json"
-    state = json.loads(path.read_text())
-    path.write_text(
-        json.dumps({k: v for k, v in state.items() if not k.startswith("sha256") and k != "ledger"})
-    )
-    assert resume(run, *INLINE, updates=3) == 0
-    assert capsys.readouterr().out.count("was written by an earlier version, without checksums") == 1
-
-
 @pytest.mark.parametrize("kind", [INLINE, PROCESSES], ids=["inline", "processes"])
 def test_a_deleted_ledger_is_noticed_and_no_group_is_used_twice(
     run: Path, kind: list[str], capfd: pytest.CaptureFixture[str]

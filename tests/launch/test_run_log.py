@@ -86,7 +86,7 @@ def test_an_inline_run_tells_how_it_was_started_and_compacts_its_replay(flags, t
     run = tmp_path / "run"
     more = ["--inline", "--updates", "2", "--run-dir", str(run), "--actor.success-threshold", "0.5"]
     assert cli.run("train", [*flags, *more, "--replay.compact-at-end"]) == 0
-    ((start,), _) = provenance.read(run)
+    (start,) = (provenance.Launch(**row) for row in provenance.read(run)[0])
     assert (start.how, start.from_update, start.to_update, start.ranks) == ("finished", 0, 2, 1)
     assert "compressed " in capsys.readouterr().out
     assert "gzip" in [codec_in(path) for path in groups_in(run)]
@@ -158,7 +158,7 @@ def test_a_run_is_monitored_from_its_first_moment_until_it_is_stopped(flags, tmp
     assert left_over(tmp_path) == []
     with pytest.raises(ConnectionRefusedError):
         answer(port, "/healthz")
-    ((start,), _) = provenance.read(run)
+    (start,) = (provenance.Launch(**row) for row in provenance.read(run)[0])
     assert start.how == "stopped"
     assert start.to_update >= 2
     said = (tmp_path / "said.txt").read_text()

@@ -32,7 +32,7 @@ from asyncrl.simulators.build import SimulatorSource
 from asyncrl.simulators.rendering import find_backend
 from asyncrl.simulators.starts import HELD_OUT
 from asyncrl.storage import checkpoint
-from asyncrl.storage.asset_paths import simulator_named
+from asyncrl.storage.assets import simulator_named
 from support.simulated import COUNTING
 from support.whole_runs import TRAIN, environment, exit_code, left_over, reach, rows
 

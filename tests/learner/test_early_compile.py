@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from asyncrl.config.algorithm import AlgorithmSettings, LearnerSettings, OptimizerSettings
+from asyncrl.config.algorithm import AlgorithmSettings
 from asyncrl.config.run import TrainConfig
-from asyncrl.config.sections import ActorSettings
+from asyncrl.config.sections import ActorSettings, LearnerSettings, OptimizerSettings
 from asyncrl.launch.build import _early_compile, build_update, compile_learning
 from asyncrl.learner.batches import Batch, build_batch
 from asyncrl.learner.early_compile import (

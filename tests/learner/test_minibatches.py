@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from asyncrl.config.algorithm import AlgorithmSettings, CorrectionSettings, CriticSettings, OptimizerSettings
+from asyncrl.config.algorithm import AlgorithmSettings, CorrectionSettings, CriticSettings
+from asyncrl.config.sections import OptimizerSettings
 from asyncrl.learner.batches import build_batch
 from asyncrl.learner.forward import PolicyForward
 from asyncrl.learner.minibatches import build_minibatch, split_minibatches

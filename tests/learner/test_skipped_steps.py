@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from asyncrl.config.algorithm import OptimizerSettings
+from asyncrl.config.sections import OptimizerSettings
 from asyncrl.learner.fsdp import shard
 from asyncrl.learner.optimizer import ClippedOptimizer
 from asyncrl.observability import metrics_training as m

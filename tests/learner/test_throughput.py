@@ -160,7 +160,7 @@ def read_on_one_of_two_ranks() -> tuple[float, float, float]:
     from asyncrl.learner.fsdp import shard
     from asyncrl.learner.ranks import DistributedRanks
     from asyncrl.policies.openvla.autoregressive import load_policy
-    from asyncrl.storage.asset_paths import policy_folder
+    from asyncrl.storage.assets import policy_folder
 
     ranks = DistributedRanks(30.0)
     alone = on_known_device(ranks)

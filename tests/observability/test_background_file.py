@@ -21,9 +21,8 @@ from asyncrl.observability.background_file import BackgroundFile
 from asyncrl.observability.logger import MetricsLogger
 from support import child_environment
 from support.small_disk import leave, play_on_a_small_disk
-from support.tiny_models import write_models
 from support.waiting import PATIENCE, wait_for
-from support.whole_runs import TRAIN, rows
+from support.whole_runs import rows
 
 
 class Disk:
@@ -213,41 +212,6 @@ def test_a_learner_whose_disk_hangs_goes_on_and_answers_sigterm(tmp_path: Path) 
     finally:
         learner.kill()
         learner.wait()
-
-
-def trained_without_space(disk: Path) -> None:
-    """A whole run whose disk is full for 12 s, then not: it goes on, and ends when it is asked to."""
-    models = disk.parent / "models"
-    models.mkdir()
-    run = disk / "run"
-    more = ["--inline", "--updates", "100000", "--checkpoint-every", "100000", "--run-dir", str(run)]
-    more += ["--replay.max-gigabytes", "0.01"]
-    output = disk.parent / "said"
-    with output.open("w") as file:
-        process = subprocess.Popen([*TRAIN, *write_models(models), *more], stdout=file, stderr=file)
-    try:
-        wait_for(lambda: ((run / "metrics.jsonl").exists() and len(rows(run)) >= 2) or process.poll())
-        assert process.poll() is None, output.read_text()
-        leave(disk, 0)
-        time.sleep(12.0)
-        (disk / "ballast").unlink()
-        reached = len(rows(run))
-        wait_for(lambda: len(rows(run)) > reached + 2)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(PATIENCE) == 0, output.read_text()
-    finally:
-        process.kill()
-    assert "stopped after" in output.read_text()
-    steps = [row["step"] for row in rows(run)]
-    assert steps == list(range(1, len(steps) + 1))
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-@pytest.mark.timeout(240)
-def test_a_run_whose_disk_was_full_for_12_seconds_goes_on_and_answers_sigterm(tmp_path: Path) -> None:
-    (tmp_path / "disk").mkdir()
-    play_on_a_small_disk(trained_without_space, tmp_path / "disk", size="64m")
 
 
 if __name__ == "__main__":

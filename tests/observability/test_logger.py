@@ -77,10 +77,6 @@ def test_an_absent_reading_is_a_dash():
     assert render(7, {}, math.nan) == ROW_NONE
 
 
-def test_one_of_two_values_is_shown_beside_a_dash():
-    assert "3% / -" in render(1, {s.LEARNER_WAITING: 0.03}, math.nan)
-
-
 def test_large_and_broken_numbers_keep_the_columns():
     wild = VALUES | {m.GRAD_NORM: 123456.0, m.APPROX_KL: math.nan, m.SUCCESS_ONCE: 1.0, m.CLIP_FRACTION: 1.0}
     wild |= {s.LEARNER_WAITING: 1.0, s.ACTORS_WAITING: 1.0}
@@ -139,13 +135,6 @@ def test_log_every_folds_updates_into_one_row_and_always_shows_the_last(tmp_path
     assert len(rows_of(tmp_path / "metrics.jsonl")) == 5
 
 
-def test_a_banner_is_printed_as_it_is(tmp_path):
-    stream = io.StringIO()
-    with MetricsLogger(tmp_path, updates=1, stream=stream) as logbook:
-        logbook.banner("asyncrl 0.1.0  run runs/a  1 learner + 3 actors")
-    assert stream.getvalue() == "asyncrl 0.1.0  run runs/a  1 learner + 3 actors\n"
-
-
 def test_every_update_is_one_json_line_on_disk_at_once(tmp_path):
     with MetricsLogger(tmp_path, updates=9, stream=io.StringIO(), clock=Clock()) as logbook:
         logbook.write(1, {m.GRAD_NORM: 0.5, m.APPROX_KL: math.nan, m.IMPORTANCE_MAX: math.inf})
@@ -174,13 +163,6 @@ def test_a_row_that_a_crash_cut_short_is_removed(tmp_path):
     path.write_text('{"step": 1}\n{"step": 2}')
     cut_rows_after(path, 5)
     assert path.read_text() == '{"step": 1}\n'
-
-
-def test_the_curves_are_written_for_tensorboard(tmp_path):
-    console([(1, VALUES)], tmp_path, updates=1)
-    written = b"".join(path.read_bytes() for path in (tmp_path / "tensorboard").iterdir())
-    assert b"train/actor/grad_norm" in written
-    assert b"replay/lag_max" in written
 
 
 def evaluated(rate: float, low: float, high: float) -> dict:
@@ -297,12 +279,6 @@ def test_a_curve_without_a_zero_before_it_begins_at_once(tmp_path):
 @pytest.mark.parametrize("metric", [m.SUCCESS_ONCE, m.EVAL_SUCCESS])
 def test_no_success_at_all_is_a_curve_too(tmp_path, metric):
     assert points(tmp_path, {metric: 0.0}) == [(metric.name, 1, 0.0, 101.0)]
-
-
-def test_a_value_that_is_no_number_begins_a_curve(tmp_path):
-    ((tag, step, value, _),) = points(tmp_path, {m.APPROX_KL: math.nan})
-    assert (tag, step) == ("train/actor/approx_kl", 1)
-    assert math.isnan(value)
 
 
 def test_the_file_begins_with_the_command_and_the_settings(tmp_path):

@@ -47,10 +47,6 @@ def test_a_reading_that_is_absent_from_a_row_does_not_count() -> None:
     assert reduce([{m.LOSS: 4.0}, {}, {m.LOSS: 2.0, r.LAG_MAX: 7.0}]) == {m.LOSS: 3.0, r.LAG_MAX: 7.0}
 
 
-def test_no_rows_fold_to_nothing() -> None:
-    assert reduce([]) == {}
-
-
 def test_the_names_others_rely_on_are_there() -> None:
     names = (
         "train/actor/approx_kl train/actor/clip_fraction train/actor/clipped_ratio train/actor/grad_norm "

@@ -29,9 +29,7 @@ def monitor(tmp_path):
     run_dir = tmp_path / "mine"
     process_status.publish_as(run_dir, "learner-0")
     process_status.set_activity("")
-    with Monitor(
-        ("127.0.0.1", 0), run_dir, updates=40, resume_step=3, clock=lambda: 1000.0, fresh_seconds=0.0
-    ) as it:
+    with Monitor(("127.0.0.1", 0), run_dir, updates=40, resume_step=3, clock=lambda: 1000.0) as it:
         yield it
     process_status.set_activity("")
 
@@ -141,7 +139,7 @@ def test_processes_that_died_before_this_start_of_the_run_are_not_shown(tmp_path
     dead = own[:8] + (2**22 - 7).to_bytes(8, "little") + (1).to_bytes(8, "little") + own[24:]
     (tmp_path / "processes" / "actor-8").write_bytes(dead)
     time.sleep(0.02)  # The clock of files goes in steps of up to 10 ms.
-    with Monitor(("127.0.0.1", 0), tmp_path, updates=1, fresh_seconds=0.0) as monitor:
+    with Monitor(("127.0.0.1", 0), tmp_path, updates=1) as monitor:
         time.sleep(0.02)
         (tmp_path / "processes" / "actor-9").write_bytes(dead)
         values = values_in(ask(monitor, "/metrics")[2])
@@ -188,13 +186,6 @@ def one_try(monitor):
         return ask(monitor, "/healthz")[0]
     except (http.client.HTTPException, ConnectionError):  # The threads of the others are not over yet.
         return None
-
-
-def test_an_answer_is_given_again_for_a_second(tmp_path):
-    with Monitor(("127.0.0.1", 0), tmp_path, updates=1, fresh_seconds=1000.0) as monitor:
-        first = ask(monitor, "/metrics")
-        monitor.note(1, {m.GRAD_NORM: 0.5})
-        assert ask(monitor, "/metrics") == first
 
 
 def test_nobody_answers_after_the_end(tmp_path):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl import cli
-from asyncrl.storage import run_lock
+from asyncrl.storage import run_owner
 from support.run_folders import kill_owner, row, write_run
 
 
@@ -22,7 +22,7 @@ def test_the_exit_code_says_what_became_of_the_run(
     write_run(tmp_path / "finished")
     write_run(tmp_path / "stopped", made=3)
     kill_owner(write_run(tmp_path / "dead", made=3))
-    lock = run_lock.acquire(write_run(tmp_path / "running", made=3))
+    lock = run_owner.acquire(write_run(tmp_path / "running", made=3))
     for name, code in {"running": 0, "dead": 1, "finished": 3, "stopped": 4}.items():
         assert cli.run("status", [str(tmp_path / name)]) == code
         line = capsys.readouterr().out.splitlines()[0]
@@ -54,7 +54,7 @@ def watcher(run: Path, *flags: str) -> subprocess.Popen[str]:
 
 def test_watch_follows_a_run_to_its_end(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", made=3)
-    lock = run_lock.acquire(run)
+    lock = run_owner.acquire(run)
     process = watcher(run, "--json")
     assert process.stdout is not None
     first = json.loads(process.stdout.readline())
@@ -70,12 +70,12 @@ def test_watch_follows_a_run_to_its_end(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_ends_the_watching_and_not_the_run(tmp_path: Path) -> None:
-    lock = run_lock.acquire(write_run(tmp_path / "run", made=3))
+    lock = run_owner.acquire(write_run(tmp_path / "run", made=3))
     process = watcher(tmp_path / "run")
     assert process.stdout is not None
     assert process.stdout.readline().startswith("run: running, 3 of 4 updates")
     os.kill(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (130, "")
-    assert run_lock.owner(tmp_path / "run") is not None
+    assert run_owner.owner(tmp_path / "run") is not None
     lock.release()

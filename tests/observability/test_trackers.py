@@ -18,10 +18,9 @@ from asyncrl.errors import ConfigError
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability import process_status, waits
-from asyncrl.observability.logger import MetricsLogger, flat
+from asyncrl.observability.logger import SHEET, MetricsLogger, flat, picture_name
 from asyncrl.observability.tracker_process import Filter, rows_of, send_sheet
 from asyncrl.observability.trackers import Trackers, check_installed, check_names, environment_of_tracker
-from asyncrl.storage.version_pictures import SHEET, picture_name
 
 TRACKIO = '''
 """Stands in for trackio: writes what it is told to a file, and does what WRONG says."""

@@ -23,9 +23,9 @@ from asyncrl.policies.openvla.export import convert
 from asyncrl.policies.openvla.files import PublishedOptions, open_folder, read_original, read_pt
 from asyncrl.policies.openvla.names import published_shapes, tensor_map, to_native, unused_shapes
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
-from asyncrl.storage.asset_paths import policy_folder
-from asyncrl.storage.tensor_reader import TensorFiles
-from asyncrl.storage.weight_files import INDEX
+from asyncrl.storage.assets import policy_folder
+from asyncrl.storage.tensor_files import TensorFiles
+from asyncrl.storage.untrusted import INDEX
 from support import ROOT, child_environment
 from support.published import (
     CONFIG,

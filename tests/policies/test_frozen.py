@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from asyncrl.config.algorithm import LearnerSettings, LoraSettings
 from asyncrl.config.loading import parse
 from asyncrl.config.run import TrainConfig
+from asyncrl.config.sections import LearnerSettings, LoraSettings
 from asyncrl.devices.float8 import FrozenFloat8Linear
 from asyncrl.devices.offload import OffloadedTensors
 from asyncrl.errors import ConfigError

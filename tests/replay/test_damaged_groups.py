@@ -19,7 +19,7 @@ from asyncrl.replay import sealed_file
 from asyncrl.replay.group_file import read_group
 from asyncrl.replay.store import EpisodeStore, read_meta
 from asyncrl.replay_tools import cleanup
-from asyncrl.storage import hdf5_bounds
+from asyncrl.storage import untrusted
 from support.group_damage import CHANGES, craft_group
 from support.recorded_run import make_run, open_store
 
@@ -84,15 +84,15 @@ def test_pictures_that_compress_well_are_compacted_and_read_all_the_same(run_dir
 def test_what_is_compressed_may_unpack_to_a_bounded_multiple(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "x.h5", "w") as file:
         how: Any = {"chunks": (2**20,), "compression": "gzip"}
-        file.create_dataset("small", data=np.zeros(hdf5_bounds.SMALL, "u1"), **how)
-        file.create_dataset("black", data=np.zeros(hdf5_bounds.SMALL + 2**20, "u1"), **how)
+        file.create_dataset("small", data=np.zeros(untrusted.SMALL, "u1"), **how)
+        file.create_dataset("black", data=np.zeros(untrusted.SMALL + 2**20, "u1"), **how)
         rng = np.random.default_rng(0)
         file.create_dataset("noise", data=rng.integers(0, 256, 2**21, np.uint8), **how)
     with h5py.File(tmp_path / "x.h5") as file:
-        assert hdf5_bounds.dataset_in(file, "small").size == hdf5_bounds.SMALL
-        assert hdf5_bounds.dataset_in(file, "noise").size == 2**21
+        assert untrusted.dataset_in(file, "small").size == untrusted.SMALL
+        assert untrusted.dataset_in(file, "noise").size == 2**21
         with pytest.raises(ValueError, match=r"black declares .* may unpack to"):
-            hdf5_bounds.dataset_in(file, "black")
+            untrusted.dataset_in(file, "black")
 
 
 @pytest.mark.parametrize("name", ["ledger.log", "lock", "replay.json"])

@@ -16,7 +16,7 @@ from asyncrl.observability import metrics_system as m
 from asyncrl.replay.interface import RunStart
 from asyncrl.replay.replay import Replay
 from asyncrl.replay_tools.verify import Verify
-from asyncrl.storage.checksums import Checksum, begins_with, checksum_of_lines, digest_of
+from asyncrl.storage.atomic import Checksum, begins_with, checksum_of_lines, digest_of
 from support.replay import fill
 
 CONFIG = TrainConfig(

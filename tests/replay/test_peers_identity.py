@@ -20,7 +20,7 @@ from asyncrl.replay.actor_client import ZmqActorPort
 from asyncrl.replay.connection import JoinSettings, ask_settings
 from asyncrl.replay.learner_client import ZmqLearnerPort
 from asyncrl.replay.server import serve_replay
-from asyncrl.storage.run_identity import NO_RUN, RunIdentity
+from asyncrl.storage.run_owner import NO_RUN, RunIdentity
 from support.replay_server import acquire, push_group, until
 
 CONFIG = TrainConfig(algorithm=AlgorithmSettings(group_size=2, groups_per_update=2))

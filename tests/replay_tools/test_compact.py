@@ -15,7 +15,7 @@ from asyncrl.replay import sealed_file
 from asyncrl.replay.group_file import read_group
 from asyncrl.replay_tools import cleanup
 from asyncrl.storage import atomic
-from asyncrl.storage.hdf5_bounds import dataset_in
+from asyncrl.storage.untrusted import dataset_in
 from support.episodes import assert_same
 from support.format_page import run_program
 from support.recorded_run import IDS, episode_of, make_run, open_store

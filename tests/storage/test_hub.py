@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.commands import convert
 from asyncrl.errors import AsyncRLError, ConfigError
-from asyncrl.storage.asset_paths import check_repo, files_of, push
+from asyncrl.storage.assets import check_repo, files_of, push
 from support.published import run_cli, some_policy
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import CheckpointError
-from asyncrl.storage.safe_pth import load_pth
-from asyncrl.storage.tensor_reader import TensorFiles
+from asyncrl.storage.tensor_files import TensorFiles
+from asyncrl.storage.weight_files import load_pth
 
 WEIGHT = torch.arange(6.0).view(2, 3)
 

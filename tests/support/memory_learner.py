@@ -10,9 +10,9 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from asyncrl.config.algorithm import AlgorithmSettings, OptimizerSettings
+from asyncrl.config.algorithm import AlgorithmSettings
 from asyncrl.config.run import TrainConfig
-from asyncrl.config.sections import ActorSettings
+from asyncrl.config.sections import ActorSettings, OptimizerSettings
 from asyncrl.errors import SampleTimeout, WeightSyncError
 from asyncrl.launch.build import build_update
 from asyncrl.learner.learner import Learner

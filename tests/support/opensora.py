@@ -11,8 +11,8 @@ from diffusers import AutoencoderKL
 from safetensors.torch import save_file
 from torch import Tensor
 
-from asyncrl.storage.tensor_reader import Spec
-from asyncrl.storage.tensor_writer import write_folder
+from asyncrl.storage.tensor_files import write_folder
+from asyncrl.storage.weight_files import Spec
 from asyncrl.worlds.opensora.autoencoder import FrameVae, VaeConfig
 from asyncrl.worlds.opensora.flow import ActionRange
 from asyncrl.worlds.opensora.stdit3 import STDiT3, STDiT3Config

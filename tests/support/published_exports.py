@@ -18,8 +18,8 @@ from asyncrl.policies.openvla.policy import Dtype, OpenVLAOFTPolicy
 from asyncrl.rewards.files import PUBLISHED
 from asyncrl.rewards.libero_tasks import SUITES
 from asyncrl.rewards.resnet import ResNetReward
-from asyncrl.storage.tensor_reader import Spec
-from asyncrl.storage.tensor_writer import SHARD_BYTES, write_pth, write_tensors
+from asyncrl.storage.tensor_files import SHARD_BYTES
+from asyncrl.storage.weight_files import Spec, write_pth, write_tensors
 from asyncrl.worlds.wan.files import (
     HEAD_DIM,
     IMAGE_SIZE,

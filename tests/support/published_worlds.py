@@ -11,7 +11,7 @@ import torch
 
 from asyncrl.rewards.files import RewardConfig
 from asyncrl.rewards.resnet import ResNetReward, build_network
-from asyncrl.storage.tensor_writer import write_pth
+from asyncrl.storage.weight_files import write_pth
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae
 from asyncrl.worlds.wan.world import WanWorld

@@ -15,8 +15,8 @@ from asyncrl.config.run import TrainConfig
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from asyncrl.storage import run_lock
-lock = run_lock.acquire(Path(sys.argv[1]))
+from asyncrl.storage import run_owner
+lock = run_owner.acquire(Path(sys.argv[1]))
 os.kill(os.getpid(), signal.SIGKILL)
 """
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncrl.config.algorithm import AlgorithmSettings, CorrectionSettings, CriticSettings, OptimizerSettings
+from asyncrl.config.algorithm import AlgorithmSettings, CorrectionSettings, CriticSettings
 from asyncrl.config.run import TrainConfig
-from asyncrl.config.sections import ActorSettings
+from asyncrl.config.sections import ActorSettings, OptimizerSettings
 from asyncrl.learner.batches import Batch
 from support.table_policy import TableActorCritic, TablePolicy
 

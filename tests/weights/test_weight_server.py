@@ -16,7 +16,7 @@ from asyncrl.errors import ConfigError, WeightSyncError
 from asyncrl.messaging.weight_messages import Buffer, decode, encode
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability import process_status, waits
-from asyncrl.storage.run_identity import RunIdentity
+from asyncrl.storage.run_owner import RunIdentity
 from asyncrl.weights import server
 from asyncrl.weights.interface import PULL
 from asyncrl.weights.publisher import BroadcastPublisher, build_publisher

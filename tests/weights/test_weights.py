@@ -14,7 +14,7 @@ from torch.distributed import Store
 
 from asyncrl.errors import ConfigError, WeightSyncError
 from asyncrl.observability import metrics_system as m
-from asyncrl.storage.run_identity import NO_RUN
+from asyncrl.storage.run_owner import NO_RUN
 from asyncrl.weights import packing
 from asyncrl.weights import publisher as publishing
 from asyncrl.weights.deadlines import TransportSession, run_bounded

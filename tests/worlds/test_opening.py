@@ -16,7 +16,7 @@ from asyncrl.cli import run
 from asyncrl.config.sections import ImaginationSettings
 from asyncrl.errors import ConfigError
 from asyncrl.records import StartState
-from asyncrl.storage.asset_paths import start_states_path, world_folder
+from asyncrl.storage.assets import start_states_path, world_folder
 from asyncrl.worlds.evac.conditions import EvacConfig
 from asyncrl.worlds.evac.world import EvacWorld, save_world
 from asyncrl.worlds.slots import TensorState, open_each_once

@@ -33,7 +33,7 @@ from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.records import StartState
 from asyncrl.rewards.files import RewardConfig
 from asyncrl.rewards.resnet import ResNetReward, build_network, load_reward
-from asyncrl.storage.asset_paths import start_states_path, world_folder
+from asyncrl.storage.assets import start_states_path, world_folder
 from asyncrl.worlds.start_states import load_start_states
 from asyncrl.worlds.wan.tiny_decoder import (
     Decoder,

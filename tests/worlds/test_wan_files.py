@@ -27,8 +27,8 @@ from asyncrl.rewards.files import RewardConfig, open_reward
 from asyncrl.rewards.libero_tasks import SUITES, suite_of
 from asyncrl.rewards.resnet import ResNetReward, build_network, load_reward, save_reward
 from asyncrl.storage import weight_files
-from asyncrl.storage.tensor_reader import TensorFiles, fill
-from asyncrl.storage.tensor_writer import write_pth
+from asyncrl.storage.tensor_files import TensorFiles, fill
+from asyncrl.storage.weight_files import write_pth
 from asyncrl.worlds.wan.files import ACTION_MODEL, AUTOENCODER, fingerprint, open_world, recognise_transformer
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae

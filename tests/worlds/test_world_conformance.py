@@ -15,7 +15,7 @@ from asyncrl.config.sections import ImaginationSettings
 from asyncrl.errors import ConfigError
 from asyncrl.launch.world_conformance import CHECKS, Trial, check_world
 from asyncrl.records import StartState
-from asyncrl.storage.asset_paths import start_states_path, world_folder
+from asyncrl.storage.assets import start_states_path, world_folder
 from asyncrl.worlds.evac.conditions import EvacConfig
 from asyncrl.worlds.evac.world import EvacWorld
 from asyncrl.worlds.evac.world import save_world as save_evac

@@ -12,7 +12,7 @@ import torch
 from asyncrl.config.sections import ImaginationSettings
 from asyncrl.launch.named_models import named_world
 from asyncrl.launch.world_conformance import CHECKS, check_world
-from asyncrl.storage.asset_paths import start_states_path
+from asyncrl.storage.assets import start_states_path
 from asyncrl.worlds.interface import CompilesWorld
 from asyncrl.worlds.start_states import load_start_states
 from support.own_world import PAINTER, write_painter

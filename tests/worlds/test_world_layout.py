@@ -13,7 +13,7 @@ from asyncrl.cli import main
 from asyncrl.config.sections import ImaginationSettings
 from asyncrl.errors import CheckpointError
 from asyncrl.launch.named_models import named_world
-from asyncrl.storage import asset_paths
+from asyncrl.storage import assets
 from asyncrl.worlds.files import convert_world
 from asyncrl.worlds.opensora.files import open_world as open_opensora
 from asyncrl.worlds.start_states import load_start_states
@@ -22,7 +22,7 @@ from asyncrl.worlds.wan.files import open_world as open_wan
 
 def write_old(name: str, folder: Path) -> Path:
     """Write a shipped world as version 1 of the layout had it."""
-    source = asset_paths.ASSETS / name / "world"
+    source = assets.ASSETS / name / "world"
     files = (open_wan if name == "tabletop" else open_opensora)(source)
     folder.mkdir()
     for path in source.rglob("*"):
@@ -50,14 +50,14 @@ def test_a_world_of_an_earlier_version_is_converted_and_imagines_as_before(name:
     assert main(["convert", str(old), str(new)]) == 0
     shipped, converted = load(name), load(str(new))
     assert (shipped.version, converted.version) == (0, 7)
-    state = load_start_states(asset_paths.ASSETS / "tabletop" / "start_states.h5")[0]
+    state = load_start_states(assets.ASSETS / "tabletop" / "start_states.h5")[0]
     actions = torch.linspace(-0.5, 0.5, 56).reshape(1, 8, 7)
     frames = [
         world.imagine(world.start([state], decisions=1), actions, [3])[0] for world in (shipped, converted)
     ]
     assert torch.equal(*frames)
-    for path in (asset_paths.ASSETS / name / "world").rglob("*.safetensors"):
-        copied = new / path.relative_to(asset_paths.ASSETS / name / "world")
+    for path in (assets.ASSETS / name / "world").rglob("*.safetensors"):
+        copied = new / path.relative_to(assets.ASSETS / name / "world")
         assert copied.read_bytes() == path.read_bytes()
 
 

@@ -17,7 +17,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.fitting.worlds.wan import ActionScale, take_raw
 from asyncrl.launch.world_conformance import check_world
 from asyncrl.records import CHUNK
-from asyncrl.storage.asset_paths import start_states_path, world_folder
+from asyncrl.storage.assets import start_states_path, world_folder
 from asyncrl.worlds.evac.conditions import EvacConfig
 from asyncrl.worlds.evac.world import EvacWorld
 from asyncrl.worlds.evac.world import load_world as load_evac

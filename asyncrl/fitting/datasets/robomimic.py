@@ -44,8 +44,7 @@ from asyncrl.fitting.datasets.pictures import check_resizable
 from asyncrl.fitting.datasets.settings import NONE, DataSetSettings
 from asyncrl.fitting.recordings import Looks
 from asyncrl.simulators.rollout import SimulatedEpisode
-from asyncrl.storage.hdf5_bounds import attribute_of, dataset_in, described_in, group_in, open_hdf5
-from asyncrl.storage.untrusted import parse_json
+from asyncrl.storage.untrusted import attribute_of, dataset_in, described_in, group_in, open_hdf5, parse_json
 
 _PREFIX: Final = "demo_"
 _STATES: Final = (

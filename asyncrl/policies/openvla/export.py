@@ -40,10 +40,9 @@ from asyncrl.policies.openvla.files import (
 )
 from asyncrl.policies.openvla.tokenizer import BEGIN, END, UNKNOWN, PromptTokenizer
 from asyncrl.storage.atomic import read_json, replacing, write_json
-from asyncrl.storage.tensor_reader import Spec
-from asyncrl.storage.tensor_writer import SHARD_BYTES
-from asyncrl.storage.untrusted import read_text
-from asyncrl.storage.weight_files import INDEX
+from asyncrl.storage.tensor_files import SHARD_BYTES
+from asyncrl.storage.untrusted import INDEX, read_text
+from asyncrl.storage.weight_files import Spec
 
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 _OWN: Final = {"config.json", "tokenizer.json", "state.json", STATISTICS, INDEX}

@@ -27,8 +27,8 @@ from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.names import CRITIC, LM_HEAD, PROPRIO, TensorMapping
 from asyncrl.policies.openvla.tokenizer import PromptTokenizer
 from asyncrl.storage.atomic import read_json, replacing, write_json
-from asyncrl.storage.tensor_reader import Spec, TensorFiles
-from asyncrl.storage.tensor_writer import SHARD_BYTES, write_folder
+from asyncrl.storage.tensor_files import SHARD_BYTES, TensorFiles, write_folder
+from asyncrl.storage.weight_files import Spec
 
 MODEL_TYPE: Final = "openvla"
 SECTION: Final = "asyncrl"

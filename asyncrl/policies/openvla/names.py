@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig, TowerConfig
-from asyncrl.storage.tensor_reader import Spec
+from asyncrl.storage.weight_files import Spec
 
 PROPRIO, CRITIC, LM_HEAD = "proprio_projector.", "value_head.", "language_model.lm_head.weight"
 _DINO, _SIGLIP = "vision_backbone.featurizer.", "vision_backbone.fused_featurizer."

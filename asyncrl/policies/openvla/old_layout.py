@@ -17,7 +17,7 @@ from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.files import OLD_FORMAT, Original, PolicyFolder, read_statistics
 from asyncrl.policies.openvla.tokenizer import PromptTokenizer
 from asyncrl.storage.atomic import read_json
-from asyncrl.storage.tensor_reader import TensorFiles
+from asyncrl.storage.tensor_files import TensorFiles
 
 _UNUSED, _CARRIED = "unused.safetensors", "published"
 _KEYS: Final = ("format", "format_version")

@@ -58,8 +58,8 @@ from asyncrl.policies.sampling import (
     uniforms_for,
 )
 from asyncrl.records import ActionSpec
-from asyncrl.storage.tensor_reader import Spec
-from asyncrl.storage.tensor_writer import SHARD_BYTES
+from asyncrl.storage.tensor_files import SHARD_BYTES
+from asyncrl.storage.weight_files import Spec
 
 Dtype = torch.dtype | Literal["config"]
 LEVELS: Final = {"none": "none", "chunk": "decision", "action": "action"}

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError
 from asyncrl.simulators.rendering import load_mujoco
-from asyncrl.storage.user_cache import user_cache_folder
+from asyncrl.storage.assets import user_cache_folder
 
 TRIALS: Final = 50
 """Stored starts of each task, in every suite."""

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from asyncrl.config.sections import ImaginationSettings
 from asyncrl.errors import CheckpointError, first_line
 from asyncrl.records import ACTION_DIM, CHUNK, POSE_DIM
-from asyncrl.storage.tensor_reader import TensorFiles
-from asyncrl.storage.tensor_writer import write_tensors
+from asyncrl.storage.tensor_files import TensorFiles
 from asyncrl.storage.untrusted import check_sizes, shortened
+from asyncrl.storage.weight_files import write_tensors
 from asyncrl.worlds.evac.conditions import (
     AutoencoderConfig,
     EvacConfig,

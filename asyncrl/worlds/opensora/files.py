@@ -21,10 +21,9 @@ from asyncrl.config.sections import ImaginationSettings, WorldDefaults
 from asyncrl.devices.float8 import saved_bytes
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.records import ACTION_DIM, CHUNK, SlotBytes
-from asyncrl.storage.atomic import read_json, write_json
-from asyncrl.storage.tensor_names import header_names, indexed_names
-from asyncrl.storage.tensor_reader import TensorFiles, check_fit, fill
-from asyncrl.storage.untrusted import check_sizes
+from asyncrl.storage.atomic import indexed_names, read_json, write_json
+from asyncrl.storage.tensor_files import TensorFiles, check_fit, fill
+from asyncrl.storage.untrusted import check_sizes, header_names
 from asyncrl.worlds.files import AS_SAVED, WeightTypes, WorldFolder, read_about, shape_of
 from asyncrl.worlds.kinds import OPENSORA_MARKS, lacks_opensora
 from asyncrl.worlds.opensora.autoencoder import FRAMES_AT_ONCE, FrameVae, VaeConfig

@@ -29,7 +29,7 @@ from asyncrl.devices import float8
 from asyncrl.devices.cuda_graph import CudaGraphed
 from asyncrl.devices.tensors import to_device, to_signed, to_uint8
 from asyncrl.records import CHUNK, ActionSpec, ModelSummary, SlotBytes, StartState
-from asyncrl.storage.tensor_writer import write_tensors
+from asyncrl.storage.weight_files import write_tensors
 from asyncrl.worlds.files import AS_SAVED, refuse_own_settings, write_about
 from asyncrl.worlds.opensora.autoencoder import FrameVae
 from asyncrl.worlds.opensora.files import (

@@ -26,9 +26,8 @@ from asyncrl.devices.float8 import check_device, saved_bytes, use_float8
 from asyncrl.errors import CheckpointError
 from asyncrl.records import ACTION_DIM, CHUNK, SlotBytes
 from asyncrl.storage.atomic import read_json, replacing, write_json
-from asyncrl.storage.rewriting import copy_others, rewrite_file
-from asyncrl.storage.tensor_names import INDEX, header_names
-from asyncrl.storage.tensor_reader import TensorFiles, check_fit, fill
+from asyncrl.storage.tensor_files import TensorFiles, check_fit, copy_others, fill, rewrite_file
+from asyncrl.storage.untrusted import INDEX, header_names
 from asyncrl.worlds.files import AS_SAVED, WeightTypes, WorldFolder, read_about, renamed, shape_of
 from asyncrl.worlds.kinds import ABOUT, WAN_MARKS, WAN_PREFIX
 from asyncrl.worlds.wan.tiny_decoder import TinyDecoder, load_decoder

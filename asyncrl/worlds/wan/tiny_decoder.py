@@ -27,8 +27,8 @@ from torch.nn import functional
 
 from asyncrl.errors import CheckpointError
 from asyncrl.storage.atomic import read_json, write_json
-from asyncrl.storage.tensor_reader import TensorFiles, fill
-from asyncrl.storage.tensor_writer import write_tensors
+from asyncrl.storage.tensor_files import TensorFiles, fill
+from asyncrl.storage.weight_files import write_tensors
 from asyncrl.worlds.wan.vae import (
     FRAMES_PER_LATENT,
     Cache,

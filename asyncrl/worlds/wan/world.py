@@ -30,7 +30,7 @@ from asyncrl.config.sections import ImaginationSettings, WorldDefaults
 from asyncrl.devices.cuda_graph import CudaGraphed
 from asyncrl.devices.tensors import to_device, to_signed, to_uint8
 from asyncrl.records import ActionSpec, ModelSummary, SlotBytes, StartState, dummy_action
-from asyncrl.storage.tensor_writer import write_tensors
+from asyncrl.storage.weight_files import write_tensors
 from asyncrl.worlds.files import AS_SAVED, refuse_own_settings, write_about
 from asyncrl.worlds.slots import TensorState, draw_noise, finite_rows, imagine_full, open_each_once
 from asyncrl.worlds.start_states import check_beginnings

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from asyncrl.config.sections import ImaginationSettings
 from asyncrl.errors import CheckpointError
-from asyncrl.storage.tensor_names import header_names
-from asyncrl.storage.tensor_writer import write_tensors
+from asyncrl.storage.untrusted import header_names
+from asyncrl.storage.weight_files import write_tensors
 from asyncrl.worlds.evac.conditions import EvacConfig, EvacNetworks
 from asyncrl.worlds.evac.files import open_evac
 from asyncrl.worlds.evac.published import PREFIXES, published_tensors

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from asyncrl.config.sections import ImaginationSettings
 from asyncrl.errors import CheckpointError, ConfigError
-from asyncrl.storage.tensor_names import header_names
-from asyncrl.storage.tensor_reader import TensorFiles
+from asyncrl.storage.tensor_files import TensorFiles
+from asyncrl.storage.untrusted import header_names
 from asyncrl.worlds.kinds import lacks_opensora as lacks
 from asyncrl.worlds.opensora.autoencoder import FrameVae, VaeConfig
 from asyncrl.worlds.opensora.files import open_world

@@ -12,9 +12,7 @@ from asyncrl.commands.audit import AuditConfig
 from asyncrl.commands.collect import CollectConfig
 from asyncrl.commands.convert import ConvertConfig
 from asyncrl.commands.evaluate import EvaluateConfig
-from asyncrl.config.loading import parse
-from asyncrl.config.run import TrainConfig
-from asyncrl.config.short_help import (
+from asyncrl.config.help import (
     AUDIT,
     COLLECT,
     CONVERT,
@@ -25,6 +23,8 @@ from asyncrl.config.short_help import (
     answer_help,
     value_of,
 )
+from asyncrl.config.loading import parse
+from asyncrl.config.run import TrainConfig
 
 SETTINGS = {
     TRAIN.command: (TRAIN, TrainConfig()),

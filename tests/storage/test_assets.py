@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import CheckpointError
-from asyncrl.storage.asset_paths import policy_folder, shipped, start_states_path, world_folder
+from asyncrl.storage.assets import policy_folder, shipped, start_states_path, world_folder
 
 
 @pytest.fixture(autouse=True)
@@ -13,7 +13,7 @@ def assets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty place for shipped files, whatever this checkout ships, and a working folder beside it."""
     (tmp_path / "assets").mkdir()
     (tmp_path / "here").mkdir()
-    monkeypatch.setattr("asyncrl.storage.asset_paths.ASSETS", tmp_path / "assets")
+    monkeypatch.setattr("asyncrl.storage.assets.ASSETS", tmp_path / "assets")
     monkeypatch.chdir(tmp_path / "here")
     return tmp_path / "assets"
 
@@ -58,11 +58,6 @@ def test_a_checkpoint_and_a_policy_folder_stand_for_themselves(tmp_path: Path) -
     assert policy_folder(str(tmp_path / "models")) == inner
 
 
-def test_a_path_may_be_relative_to_the_working_folder() -> None:
-    run = make_run(Path("run"), "update_000010")
-    assert policy_folder("run") == run / "checkpoints" / "update_000010"
-
-
 def test_a_shipped_name_goes_before_a_folder_of_the_same_name(assets: Path) -> None:
     make_policy(Path("tabletop"))
     assert policy_folder("tabletop") == Path("tabletop")
@@ -84,18 +79,6 @@ def test_shipped_worlds_and_start_states_are_found_by_name_others_by_path(
     assert world_folder(str(tmp_path / "mine")) == tmp_path / "mine"
     assert start_states_path("tabletop", "tabletop") == assets / "tabletop" / "start_states.h5"
     assert start_states_path(str(tmp_path / "mine.h5"), "tabletop") == tmp_path / "mine.h5"
-
-
-def test_a_folder_of_start_states_is_all_of_its_files(assets: Path, tmp_path: Path) -> None:
-    """Absolute paths were taken for shipped names, so of such a folder only one file was read."""
-    folder = tmp_path / "states"
-    folder.mkdir()
-    for file in ("start_states.h5", "keyframes.h5"):
-        (folder / file).write_bytes(b"")
-    assert start_states_path(str(folder), "tabletop") == folder
-    assert start_states_path("../states", "tabletop") == Path("../states")
-    (folder / "world").mkdir()
-    assert world_folder(str(folder)) == folder
 
 
 def test_an_unknown_name_is_answered_with_the_names_there_are(assets: Path) -> None:

@@ -1,18 +1,17 @@
-"""Read weight files: names, shapes and types from their headers, and tensors one by one; never all of them.
+"""Named tensors of weight files: check, read and write them one at a time.
 
-The kinds of files are those of `weight_files`. Whether a file fits is known before a number is read, and a
-10 GB file needs no second 10 GB of memory.
+A file of 10 GB takes no second 10 GB of memory, and is known to fit before a number is read.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-import math
+import re
+import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Final
@@ -22,50 +21,42 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from asyncrl.errors import CheckpointError
-from asyncrl.storage.weight_files import TYPES, PthFile, SafetensorsFile, compare_names, listed, open_files
+from asyncrl.storage.atomic import write_json
+from asyncrl.storage.untrusted import INDEX
+from asyncrl.storage.weight_files import (
+    TYPES,
+    WEIGHTS,
+    PthFile,
+    SafetensorsFile,
+    Spec,
+    compare_names,
+    listed,
+    open_files,
+    write_file,
+)
 
 READERS: Final = 4
-"""Tensors that are read at the same time; so many are in memory besides those in use."""
+"""Tensors that `stream` reads at the same time."""
+SHARD_BYTES: Final = 5_000_000_000
+"""Largest weight file that is written, unless a single tensor is larger."""
+_SHARD: Final = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 _log = logging.getLogger(__name__)
 _Home = tuple[SafetensorsFile | PthFile, str]
-"""The file in which a tensor is, and its name there."""
-
-
-@dataclass(frozen=True)
-class Spec:
-    """Type and shape of a tensor that need not be in memory."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its numbers."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def empty(self) -> Tensor:
-        """Return a tensor of its shape and dtype that takes no memory."""
-        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+"""File of a tensor, and its name there."""
 
 
 class TensorFiles:
-    """The tensors of one file, of several, or of the weight files of a folder, by name."""
+    """The tensors of one or several files, or of a folder's weight files, by name."""
 
     def __init__(self, source: Path | Sequence[Path], *, rename: Callable[[str], str] = str) -> None:
-        """Read the headers.
-
-        Raises:
-            CheckpointError: a file is missing, truncated or holds something else than tensors, the index and
-                the files do not agree, or two tensors have one name.
-        """
+        """Read the headers."""
         paths = [source] if isinstance(source, Path) else list(source)
         self.label = str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
-        """What errors call these files."""
+        """Name of these files in errors."""
         self.changes: dict[str, Callable[[Tensor], Tensor]] = {}
-        """Functions that are applied to tensors after reading, on the thread that read them. They keep dtype
-        and shape: `spec`, which headers of new files are written from, is known before a number is read."""
+        """Functions applied to tensors after reading, on the reading thread. They keep dtype and shape."""
         self.extra: dict[str, Tensor] = {}
-        """Tensors that come from elsewhere and are given as they are."""
+        """Further tensors, returned as they are."""
         opened = [file for path in paths for file in open_files(path)]
         self._set_names(((stored, (file, stored)) for file in opened for stored in file.headers), rename)
 
@@ -76,16 +67,15 @@ class TensorFiles:
                 raise CheckpointError(f"{self.label} holds tensor {rename(name)} twice. Copy it again.")
 
     def renamed(self, rename: Callable[[str], str]) -> TensorFiles:
-        """Return the same files with other names, without `changes` and `extra`; nothing is read again."""
+        """Return the same files with other names, without `changes` and `extra`."""
         other = copy.copy(self)
         other.changes, other.extra = {}, {}
         other._set_names(self._homes.items(), rename)
         return other
 
     def only(self, names: Set[str]) -> TensorFiles:
-        """Return the same files with the tensors of these names alone, without `changes` and `extra`."""
-        other = copy.copy(self)
-        other.changes, other.extra = {}, {}
+        """Return the tensors of these names, without `changes` and `extra`."""
+        other = self.renamed(str)
         other._homes = {name: home for name, home in self._homes.items() if name in names}
         return other
 
@@ -95,23 +85,17 @@ class TensorFiles:
 
     @property
     def paths(self) -> list[Path]:
-        """Return the files that the tensors are in, in their order."""
+        """Files that hold the tensors, in order."""
         return list(dict.fromkeys(file.path for file, _ in self._homes.values()))
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
         """Shape of every tensor by name."""
-        own = {name: file.headers[stored].shape for name, (file, stored) in self._homes.items()}
-        return {name: torch.Size(shape) for name, shape in own.items()} | {
-            name: tensor.shape for name, tensor in self.extra.items()
-        }
+        own = {name: torch.Size(file.headers[stored].shape) for name, (file, stored) in self._homes.items()}
+        return own | {name: tensor.shape for name, tensor in self.extra.items()}
 
     def spec(self, name: str) -> Spec:
-        """Return type and shape, from the header.
-
-        Raises:
-            CheckpointError: the tensor is of a type that no model here has.
-        """
+        """Return type and shape from the header."""
         if name in self.extra:
             return Spec(self.extra[name].dtype, tuple(self.extra[name].shape))
         file, stored = self._homes[name]
@@ -129,13 +113,10 @@ class TensorFiles:
         )
 
     def check(self, expected: Mapping[str, tuple[int, ...]], *, optional: Set[str] = frozenset()) -> None:
-        """Compare names, shapes and types with what a policy needs; reads no numbers.
+        """Compare names, shapes and types with those of a policy; reads headers only.
 
         Args:
             optional: Names in `expected` that may be absent.
-
-        Raises:
-            CheckpointError: a tensor is missing, unknown, misshapen or of no floating-point type.
         """
         compare_names(self.label, self.names(), expected.keys() - optional, allowed=expected.keys())
         for name in self.names():
@@ -150,14 +131,10 @@ class TensorFiles:
                 raise self._wrong_type(name)
 
     def read(self, name: str, buffer: Tensor | None = None) -> Tensor:
-        """Return one tensor on the CPU, as its file has it or `changes` makes it. Any thread may call this.
+        """Read one tensor to the CPU, and apply its change. Thread-safe.
 
         Args:
-            buffer: ``[bytes]`` uint8 on the CPU, at least as large: whose memory the tensor gets. None: it
-                gets memory of its own.
-
-        Raises:
-            CheckpointError: the file ends before the tensor does, or cannot be read.
+            buffer: ``[bytes]`` uint8 on the CPU, at least as large, whose memory the tensor takes.
         """
         if name in self.extra:
             return self.extra[name]
@@ -167,48 +144,44 @@ class TensorFiles:
         else:
             tensor = buffer[: spec.nbytes].view(spec.dtype).view(spec.shape)
         file.read(stored, tensor)
-        if name not in self.changes:
-            return tensor
-        changed = self.changes[name](tensor)
-        found = Spec(changed.dtype, tuple(changed.shape))
-        assert found == spec, f"{self.label}: {name} is {spec}, and {found} after a change that must keep it"
-        return changed
+        if name in self.changes:
+            tensor = self.changes[name](tensor)
+            found = Spec(tensor.dtype, tuple(tensor.shape))
+            assert found == spec, (
+                f"{self.label}: {name} is {spec}, and {found} after a change that must keep it"
+            )
+        return tensor
 
     def stream(self, names: Iterable[str], *, what: str) -> Iterator[tuple[str, Tensor]]:
-        """Read tensors one after the other, the next few of them ahead on other threads.
+        """Yield name and CPU tensor in order; the next `READERS` are read ahead on threads.
 
         Args:
-            what: Shown beside a progress bar when it takes longer than two seconds.
-
-        Yields:
-            Name and tensor, of any shape and dtype, on the CPU: what `read` returns.
+            what: Title of the progress bar, shown after two seconds.
         """
         wanted = list(names)
-        total = sum(self.spec(name).nbytes for name in wanted)
-        left = iter(wanted)
-        with (
-            ThreadPoolExecutor(READERS) as readers,
-            tqdm(
-                total=total, desc=what, unit="B", unit_scale=True, delay=2, mininterval=1.0, leave=False
-            ) as bar,
-        ):
+        total, remaining = sum(self.spec(name).nbytes for name in wanted), iter(wanted)
+        bar = tqdm(total=total, desc=what, unit="B", unit_scale=True, delay=2, mininterval=1.0, leave=False)
+        with ThreadPoolExecutor(READERS) as readers, bar:
             ahead: deque[tuple[str, Future[Tensor]]] = deque()
-            ahead.extend((name, readers.submit(self.read, name)) for name in islice(left, READERS))
+            ahead.extend((name, readers.submit(self.read, name)) for name in islice(remaining, READERS))
             while ahead:
                 name, future = ahead.popleft()
                 tensor = future.result()
-                del future  # It would keep the tensor while the caller works on it.
-                ahead.extend((n, readers.submit(self.read, n)) for n in islice(left, 1))
+                del future  # It would keep the tensor in memory while the caller works on it.
+                ahead.extend((n, readers.submit(self.read, n)) for n in islice(remaining, 1))
                 bar.update(self.spec(name).nbytes)
                 yield name, tensor
                 del tensor
 
 
 def check_fit(module: nn.Module, files: TensorFiles, *, unused: bool = True) -> None:
-    """Check that `files` hold all tensors of `module`, in its shapes. Reads no number.
+    """Check that `files` hold all tensors of `module`, in its shapes; reads headers only.
+
+    Args:
+        unused: Whether further tensors are allowed, with a warning.
 
     Raises:
-        CheckpointError: A tensor is missing or has the wrong shape; names file, tensor and both shapes.
+        CheckpointError: A tensor is missing or of another shape.
     """
     wanted, shapes = module.state_dict(), files.shapes
     for name, tensor in wanted.items():
@@ -238,23 +211,87 @@ def fill(
     device: torch.device | str,
     exact: Set[str] = frozenset(),
 ) -> None:
-    """Give `module` (which may live on the meta device) the weights of `files`, one tensor at a time.
+    """Load the weights of `module` (which may be on the meta device), one tensor at a time.
 
     Args:
-        dtype: Floating-point type of the weights afterwards; whole numbers stay what they are.
-        exact: Names of weights that become float32 instead; the module may have none of these names.
-
-    Raises:
-        CheckpointError: See `check_fit`.
+        dtype: Type of floating-point weights afterwards.
+        exact: Names of weights that become float32 instead.
     """
     check_fit(module, files)
     wanted, ready = list(module.state_dict()), dict[str, Tensor]()
-    # In one buffer, since memory that is freed after each tensor would lie in pieces between those that stay.
+    # One buffer, since memory that is freed after each tensor would be fragmented by those that stay.
     buffer = torch.empty(max((files.spec(name).nbytes for name in wanted), default=0), dtype=torch.uint8)
     title = Path(files.label).name
     for name in tqdm(wanted, desc=title, unit="tensor", delay=2, mininterval=2, leave=False):
         tensor = files.read(name, buffer)
-        chosen = torch.float32 if name in exact else dtype
-        kept = chosen if tensor.is_floating_point() else tensor.dtype
-        ready[name] = tensor.to(device, kept, copy=True)
+        floating = torch.float32 if name in exact else dtype
+        ready[name] = tensor.to(device, floating if tensor.is_floating_point() else tensor.dtype, copy=True)
     module.load_state_dict(ready, assign=True)
+
+
+def write_folder(
+    folder: Path,
+    specs: Mapping[str, Spec],
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write the weight files of a folder, replacing old ones one by one.
+
+    Args:
+        tensors: Name and tensor in the order of `specs`, of these shapes, any dtype and device.
+        shard_bytes: Size above which a further file is begun. A single file is `model.safetensors`.
+    """
+    shards, room = [dict[str, Spec]()], shard_bytes
+    for name, spec in specs.items():
+        if shards[-1] and spec.nbytes > room:
+            shards.append({})
+            room = shard_bytes
+        shards[-1][name] = spec
+        room -= spec.nbytes
+    count = len(shards)
+    files = (
+        [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)] if count > 1 else [WEIGHTS]
+    )
+    before = [path for path in folder.glob("model*.safetensors") if _SHARD.fullmatch(path.name)]
+    stream = iter(tensors)
+    for file, shard in zip(files, shards, strict=True):
+        write_file(folder / file, shard, stream)
+    if count > 1:
+        weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+        total = sum(spec.nbytes for spec in specs.values())
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    else:
+        (folder / INDEX).unlink(missing_ok=True)
+    for path in before:
+        if path.name not in files:
+            path.unlink()
+
+
+def rewrite_file(
+    source: Path, target: Path, tensors: Mapping[str, Tensor], rename: Callable[[str], str]
+) -> None:
+    """Copy a safetensors file with other numbers, one tensor at a time.
+
+    Args:
+        tensors: New numbers by renamed name, of the shapes in the file, any dtype. Others are copied.
+    """
+    files = TensorFiles(source)
+    specs = {name: files.spec(name) for name in files.names()}
+
+    def numbers(name: str) -> Tensor:
+        new = tensors.get(rename(name))
+        return files.read(name) if new is None else new
+
+    write_file(target, specs, ((name, numbers(name)) for name in specs))
+
+
+def copy_others(source: Path, folder: Path, besides: Set[str]) -> None:
+    """Copy the content of a folder except the names in `besides` and hidden files; links are followed."""
+    for path in sorted(source.iterdir()):
+        if path.name in besides or path.name.startswith("."):
+            continue
+        if path.is_dir():
+            shutil.copytree(path, folder / path.name, ignore=shutil.ignore_patterns(".*"), dirs_exist_ok=True)
+        else:
+            shutil.copyfile(path, folder / path.name)

@@ -1,0 +1,303 @@
+"""Owner of a run folder: one at a time, with the secret that its processes know each other by.
+
+    RUN/lock             pid, host and start of rank 0, for people; the lock itself is the kernel's (flock)
+    RUN/identity.json    mode 0600: a random secret, the number of starts, and the folder it was made for
+
+Rank 0 takes the lock exclusively, writes itself in, and shares it with the run's other processes (`join`).
+Another run needs it exclusively, so it waits until no process of the first one lives.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from asyncrl.errors import ConfigError
+from asyncrl.observability import process_status, waits
+from asyncrl.storage.atomic import check_private, read_small, write_private
+from asyncrl.storage.untrusted import open_regular
+
+LOCK: Final = "lock"
+IDENTITY: Final = "identity.json"
+LEAVE_DEADLINE: Final = 20.0
+"""Seconds that the processes of a dead rank 0 have to end."""
+_POLL: Final = 0.1
+_MOMENT: Final = 2.0
+"""Longest time in seconds for which `owner` or a starting run holds the lock."""
+_SECRET_BYTES: Final = 32
+_DELETE: Final = "Delete it: the run gets a new one at its next start, and actors elsewhere join again."
+
+
+# --- lock ---
+
+
+class FolderInUse(ConfigError):
+    """Another process owns the run folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Owner:
+    """Rank 0 of a run, as written into the lock."""
+
+    pid: int
+    started: int
+    """As `process_status.started`."""
+    host: str
+    since: float
+    """Seconds since 1970."""
+
+    def __str__(self) -> str:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
+        return f"process {self.pid} on {self.host}, since {when}"
+
+    def lives(self) -> bool:
+        """Return False if the process has ended; one of another host counts as alive."""
+        return self.host != socket.gethostname() or process_status.started(self.pid) == self.started
+
+
+class RunLock:
+    """Lock of a run folder, held until `release` or the end of this process."""
+
+    def __init__(self, handle: int, *, owns: bool) -> None:
+        self._handle, self._owns = handle, owns
+
+    def release(self) -> None:
+        """Give the folder up. May be called twice."""
+        if self._handle >= 0:
+            if self._owns:
+                os.ftruncate(self._handle, 0)
+            os.close(self._handle)
+            self._handle = -1
+
+    def __del__(self) -> None:
+        """Release."""
+        self.release()
+
+
+def acquire(run_dir: Path) -> RunLock:
+    """Become the owner of a run folder; waits for the processes of an owner that died.
+
+    Raises:
+        FolderInUse: Another owner lives, or processes of a dead one do not end.
+        ConfigError: The lock cannot be opened, or the file system has none.
+    """
+    handle = _open(run_dir)
+    try:
+        with waits.waiting(waits.OWNER, LEAVE_DEADLINE):
+            began = time.monotonic()
+            while not _take(handle, fcntl.LOCK_EX, run_dir):
+                found, waited = _read(run_dir), time.monotonic() - began
+                # Without an owner in the file, another process starts or asks at this moment.
+                if waited > _MOMENT if found is None else found.lives() or waited > LEAVE_DEADLINE:
+                    raise in_use(run_dir, found)
+                time.sleep(_POLL)
+        pid = os.getpid()
+        row = {"pid": pid, "started": process_status.started(pid), "host": socket.gethostname()}
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, json.dumps(row | {"since": time.time()}).encode() + b"\n", 0)
+        # Another run may take the lock while it changes from exclusive to shared.
+        until = time.monotonic() + _MOMENT
+        while not _take(handle, fcntl.LOCK_SH, run_dir) and time.monotonic() < until:
+            time.sleep(_POLL)
+        if (found := _read(run_dir)) is None or found.pid != pid:
+            raise in_use(run_dir, found)
+    except BaseException:
+        os.close(handle)
+        raise
+    return RunLock(handle, owns=True)
+
+
+def join(run_dir: Path) -> RunLock:
+    """Share the lock as a process of the same run."""
+    handle = _open(run_dir)
+    until = time.monotonic() + _MOMENT
+    while not _take(handle, fcntl.LOCK_SH, run_dir):
+        if time.monotonic() > until:
+            os.close(handle)
+            raise in_use(run_dir, _read(run_dir))
+        time.sleep(_POLL)
+    return RunLock(handle, owns=False)
+
+
+@contextmanager
+def owned(run_dir: Path, what: str) -> Iterator[None]:
+    """Own a run folder while a command changes it; a folder of no run needs no lock."""
+    if not (run_dir / "config.json").exists():
+        yield
+        return
+    try:
+        lock = acquire(run_dir)
+    except FolderInUse as error:
+        raise FolderInUse(f"{what} would change a folder that is in use: {error}") from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def owner(run_dir: Path) -> Owner | None:
+    """Read who owns a run folder; None if nobody does."""
+    found = _read(run_dir)
+    if found is None or found.host == socket.gethostname():
+        return found if found and found.lives() else None
+    handle = _open(run_dir)
+    try:
+        return None if _take(handle, fcntl.LOCK_EX, run_dir) else found
+    finally:
+        os.close(handle)
+
+
+def left_by(run_dir: Path) -> Owner | None:
+    """Read who died while owning a run folder; None if it was released, or its owner lives."""
+    return _read(run_dir) if owner(run_dir) is None else None
+
+
+@contextmanager
+def kept_unowned(run_dir: Path, what: str) -> Iterator[None]:
+    """Keep runs out of a folder without an owner; the entry of its last owner stays."""
+    found = owner(run_dir)
+    handle = _open(run_dir)
+    try:
+        if found is not None or not _take(handle, fcntl.LOCK_EX, run_dir):
+            raise FolderInUse(f"{what} would change a folder that is in use: {in_use(run_dir, found)}")
+        yield
+    finally:
+        os.close(handle)
+
+
+def _take(handle: int, kind: int, run_dir: Path) -> bool:
+    """Try to lock."""
+    try:
+        fcntl.flock(handle, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise ConfigError(
+            f"{run_dir / LOCK}, the lock of the run, cannot be taken ({error.strerror}): its file system has "
+            "no locks. Choose a --run-dir elsewhere, or mount it with locks."
+        ) from None
+    return True
+
+
+def _open(run_dir: Path, flags: int = os.O_RDWR | os.O_CREAT) -> int:
+    path = run_dir / LOCK
+    try:
+        # Writable also to ask only: a network file system locks no other files.
+        return open_regular(path, flags, 0o600)
+    except OSError as error:
+        raise ConfigError(
+            f"{path}, the lock of the run, cannot be opened ({error.strerror}). Make it a file of this user, "
+            "or delete it when no process of the run is left."
+        ) from None
+
+
+def _read(run_dir: Path) -> Owner | None:
+    """Read the entry of the owner; None without a valid one."""
+    try:
+        handle = _open(run_dir, os.O_RDWR)
+    except ConfigError:
+        return None
+    try:
+        row: Any = json.loads(os.pread(handle, 4096, 0))
+        found = Owner(pid=row["pid"], started=row["started"], host=row["host"], since=float(row["since"]))
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    finally:
+        os.close(handle)
+    valid = type(found.pid) is type(found.started) is int and isinstance(found.host, str)
+    return found if valid and 0 <= found.since < 2**32 else None
+
+
+def in_use(run_dir: Path, found: Owner | None) -> FolderInUse:
+    """Return the error that names the owner of a folder."""
+    return FolderInUse(
+        f"{run_dir} is in use by {found or 'another process'}. Wait for its end or stop it (Ctrl-C or "
+        "SIGTERM saves), or choose another run folder. Nothing was changed."
+    )
+
+
+# --- identity ---
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunIdentity:
+    """One start of one run. A peer that knows the secret belongs to the run."""
+
+    secret: str = field(default="", repr=False)
+    """64 hexadecimal digits; empty if no other process can connect."""
+    attempt: int = 0
+    """Number of this start of the run, from 1."""
+
+    def knows(self, secret: str) -> bool:
+        """Compare a secret with this run's, in constant time."""
+        return hmac.compare_digest(self.secret.encode(), secret.encode())
+
+    @property
+    def mark(self) -> str:
+        """Public name of this start, which does not reveal the secret."""
+        return hashlib.sha256(f"{self.secret}:{self.attempt}".encode()).hexdigest()[:32]
+
+
+NO_RUN: Final = RunIdentity()
+"""For parts that are used without a run."""
+
+
+def next_attempt(run_dir: Path) -> RunIdentity:
+    """Count a start of the run in a folder that this process owns; a copied folder is another run."""
+    before = _read_identity(run_dir) or RunIdentity(secret=secrets.token_hex(_SECRET_BYTES))
+    found = RunIdentity(secret=before.secret, attempt=before.attempt + 1)
+    content = {"secret": found.secret, "attempt": found.attempt, "folder": _folder(run_dir)}
+    write_private(run_dir / IDENTITY, json.dumps(content))
+    return found
+
+
+def read_identity(run_dir: Path) -> RunIdentity:
+    """Read the identity of a run that was started."""
+    if (found := _read_identity(run_dir)) is None:
+        raise ConfigError(
+            f"{run_dir / IDENTITY} is missing or was made for another folder, so the run's processes cannot "
+            "know each other. Start the run again with --resume."
+        )
+    return found
+
+
+def _read_identity(run_dir: Path) -> RunIdentity | None:
+    """Read the file; None if it is missing or was made for another folder."""
+    path = run_dir / IDENTITY
+    try:
+        row: Any = json.loads(read_small(path))
+        check_private(path, _DELETE)
+        secret, attempt, folder = row["secret"], row["attempt"], row["folder"]
+        if type(attempt) is not int or not 0 < attempt < 2**31 or len(bytes.fromhex(secret)) != _SECRET_BYTES:
+            raise ValueError
+    except FileNotFoundError:
+        return None
+    except ConfigError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error}). {_DELETE}") from None
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise ConfigError(f"{path} is damaged. {_DELETE}") from None
+    if not isinstance(folder, list) or len(folder) not in (2, 3):
+        return None
+    device, number, host = _folder(run_dir)
+    # Every host numbers its devices for itself.
+    same = folder[1] == number and (folder[0] == device or folder[2:] not in ([], [host]))
+    return RunIdentity(secret=secret, attempt=attempt) if same else None
+
+
+def _folder(run_dir: Path) -> list[int | str]:
+    """Return device and inode of the folder, and the host that numbered the device."""
+    about = run_dir.stat()
+    return [about.st_dev, about.st_ino, socket.gethostname()]
