@@ -1,10 +1,11 @@
 """Process of one tracker: hands a run's rows from metrics.jsonl to accelerate's tracker.
 
-    python -m asyncrl.observability.tracker_process NAME RUN_DIR SENT      started by `trackers`
+    python -m asyncrl.observability.tracker_process NAME RUN_DIR SENT LATE      started by `trackers`
 
 input      the command that started the run, as a line; its end is the run's end
-output     "took STEP", "lost STEP REASON", "refused REASON": one line each
+output     lines for the console, or "refused REASON"
 SENT       size of metrics.jsonl at the start: later rows are sent
+LATE       seconds after which a row counts as late
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any, Final
 
 from asyncrl.errors import first_line
-from asyncrl.observability import process_status
+from asyncrl.observability import process_status, waits
 from asyncrl.observability.logger import LARGEST_PICTURE, SHEET, VIDEOS, flat, is_result, picture_name
 from asyncrl.observability.metrics_training import EVAL_SUCCESS, EVAL_VERSION
 from asyncrl.storage.untrusted import LINE_BYTES, load_json, open_regular, parse_json, read_bytes
@@ -38,10 +40,10 @@ _TAKE_LISTS: Final = ("swanlab", "wandb")
 """Trackers that take a list of pictures."""
 
 
-def main(name: str, run_dir: Path, sent: int) -> int:
+def main(name: str, run_dir: Path, sent: int, late_seconds: float) -> int:
     """Send rows until the run is over; returns 0, or 1 if the tracker cannot begin."""
-    answers = os.dup(1)  # Output of a library goes where its errors go.
-    os.set_inheritable(answers, False)
+    console = os.dup(1)  # Output of a library goes where its errors go.
+    os.set_inheritable(console, False)
     os.dup2(2, 1)
     os.nice(5)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -49,30 +51,72 @@ def main(name: str, run_dir: Path, sent: int) -> int:
     command = sys.stdin.buffer.readline().decode(errors="replace").strip()
     over = threading.Event()
     threading.Thread(target=_wait_for_end, args=(over,), name="end of the run", daemon=True).start()
+    report = Report(name, partial(_say, console), late_seconds)
     try:
         with process_status.activity(f"beginning with {name}"):
             tracker = begin(name, run_dir, command)
     except BaseException as error:
         logging.exception("%s cannot begin", name)
-        _answer(answers, f"refused {_reason(error)}")
+        _say(console, f"refused {_reason(error)}")
         return 1
     shown, newest = Filter(), 0
-    for row in rows_of(run_dir / "metrics.jsonl", sent, over):
+    for row in rows_of(run_dir / "metrics.jsonl", sent, over, report.idle):
         step = row["step"]
         newest = max(newest, step)
         try:
-            with process_status.activity(f"sending update {step} to {name}"):
+            with process_status.activity(f"sending update {step} to {name}"), report.sending(step):
                 tracker.log(shown(row), step=newest)  # Trackers take no step back.
                 if EVAL_SUCCESS.name in row:
                     send_sheet(tracker, run_dir, step, newest)
-        except Exception as error:  # This process's boundary to a library: the learner reports it.
+        except Exception as error:  # This process's boundary to a library: the learner's console reports it.
             logging.exception("%s did not take update %d", name, step)
-            _answer(answers, f"lost {step} {_reason(error)}")
-            continue
-        _answer(answers, f"took {step}")
+            report.lost(step, _reason(error))
     with process_status.activity(f"finishing {name}"):
         tracker.finish()
     return 0
+
+
+class Report:
+    """Lines for the learner's console about late and lost rows: one when it begins, one when it is over."""
+
+    def __init__(self, name: str, say: Callable[[str], None], late_seconds: float) -> None:
+        self._name, self._say, self._seconds = name, say, late_seconds
+        self._lost, self._late = 0, False
+
+    @contextlib.contextmanager
+    def sending(self, step: int) -> Iterator[None]:
+        """Report a row that is not taken in time, and the first one that is taken after lost ones."""
+        timer = threading.Timer(self._seconds, self._on_late, [step])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+        if self._lost:
+            self._say(f"{self._name} takes updates again; {self._lost} are missing there")
+            self._lost = 0
+
+    def lost(self, step: int, reason: str) -> None:
+        """Count a row that raised an error."""
+        waits.count(waits.LOST_TRACKED)
+        if not self._lost:
+            self._say(f"{self._name} does not take update {step} ({reason}). The run goes on")
+        self._lost += 1
+
+    def idle(self) -> None:
+        """Report that all rows are sent, if they were late."""
+        if self._late:
+            self._late = False
+            self._say(f"{self._name} has all updates again")
+
+    def _on_late(self, step: int) -> None:
+        if not self._late:
+            self._late = True
+            self._say(
+                f"{self._name} is late: it has not taken update {step} after {self._seconds:.0f} s. The run "
+                "goes on, and its rows wait in metrics.jsonl"
+            )
 
 
 def begin(name: str, run_dir: Path, command: str) -> Any:
@@ -146,8 +190,14 @@ class Filter:
         return found | evaluated
 
 
-def rows_of(path: Path, at: int, over: threading.Event) -> Iterator[dict[str, Any]]:
-    """Yield rows with a ``step`` of a growing metrics.jsonl, from byte `at` on, until `over`."""
+def rows_of(
+    path: Path, at: int, over: threading.Event, idle: Callable[[], None] = lambda: None
+) -> Iterator[dict[str, Any]]:
+    """Yield rows with a ``step`` of a growing metrics.jsonl, from byte `at` on, until `over`.
+
+    Args:
+        idle: Called when all rows were yielded.
+    """
     while True:
         last = over.is_set()
         lines, at = _new_lines(path, at)
@@ -158,9 +208,10 @@ def rows_of(path: Path, at: int, over: threading.Event) -> Iterator[dict[str, An
                 continue  # A damaged line is no row (`logger.cut_rows_after`).
             if type(row.get("step")) is int:
                 yield row
-        if last and not lines:
-            return
         if not lines:
+            idle()
+            if last:
+                return
             over.wait(POLL)  # Idle until a row or the end comes.
 
 
@@ -188,10 +239,10 @@ def _wait_for_end(over: threading.Event) -> None:
     over.set()
 
 
-def _answer(answers: int, line: str) -> None:
+def _say(console: int, line: str) -> None:
     """Write a line, shorter than a pipe takes at once."""
     with contextlib.suppress(BrokenPipeError):  # The learner is gone; the remaining rows are sent.
-        os.write(answers, line.encode("utf-8", "replace")[:500].replace(b"\n", b" ") + b"\n")
+        os.write(console, line.encode("utf-8", "replace")[:500].replace(b"\n", b" ") + b"\n")
 
 
 def _reason(error: BaseException) -> str:
@@ -199,4 +250,4 @@ def _reason(error: BaseException) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])))
+    raise SystemExit(main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])))

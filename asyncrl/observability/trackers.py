@@ -1,8 +1,7 @@
 """Send a run's rows to trackers (Weights & Biases, MLflow, ...), each in a process of its own.
 
-learner's thread     note: expects an answer for a row; returns at once
-tracker's process    (`tracker_process`) reads RUN/metrics.jsonl, and answers a line per row
-tracker's thread     reads these lines; reports late and failed rows; ended by the process's end
+tracker's process    (`tracker_process`) reads RUN/metrics.jsonl; prints a line about each problem
+tracker's thread     forwards these lines to the console; ended by the process's end
 
 A library that blocks, raises or kills its process does so there: the learner goes on.
 """
@@ -16,10 +15,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Final
+from typing import Final
 
 from asyncrl.errors import ConfigError
 from asyncrl.observability import waits
@@ -34,10 +32,9 @@ PACKAGES: Final = {
 }
 """Tracker of accelerate, and its package -> name for pip."""
 LATE_SECONDS: Final = 60.0
-"""Age at which a row that a tracker has not taken is reported."""
+"""Time for a tracker to take a row, after which it is reported as late."""
 CLOSE_SECONDS: Final = 20.0
 """Time for all trackers to finish after the run."""
-_PENDING: Final = 10_000
 _RANKS: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -89,14 +86,14 @@ class Trackers:
         sent = rows.stat().st_size if rows.exists() else 0  # By earlier starts of the run.
         for name in [name for name in names if name != ALWAYS]:
             try:
-                self._all.append(_Tracker(name, run_dir, tell, sent, command, late_seconds))
+                self._all.append(_Tracker(name, run_dir, tell, [str(sent), str(late_seconds)], command))
             except OSError as error:
                 tell(f"{name} could not be started ({error}). The run goes on without it")
 
     def note(self, step: int, values: Readings) -> None:
-        """Receive a row; see `RowReader`."""
-        for tracker in self._all:
-            tracker.note(step)
+        """Count a row that a tracker will never take; see `RowReader`."""
+        if gone := sum(tracker.gone for tracker in self._all):
+            waits.count(waits.LOST_TRACKED, gone)
 
     def close(self) -> None:
         """Give the trackers a bounded time for the remaining rows, then end them. May be called twice."""
@@ -118,27 +115,30 @@ class Trackers:
 
 
 class _Tracker:
-    """Process of one tracker, and the thread that reads its answers."""
+    """Process of one tracker, and the thread that forwards its lines."""
 
     def __init__(
-        self,
-        name: str,
-        run_dir: Path,
-        tell: Callable[[str], None],
-        sent: int,
-        command: str,
-        late_seconds: float,
+        self, name: str, run_dir: Path, tell: Callable[[str], None], arguments: list[str], command: str
     ) -> None:
-        self._name, self._tell, self._late_seconds = name, tell, late_seconds
-        self._log_path = run_dir / "logs" / f"tracker-{name}.log"
-        self._lock = threading.Lock()
-        """Guards the fields up to the process."""
-        self._pending: deque[tuple[int, float]] = deque(maxlen=_PENDING)
-        """Unanswered rows: update and time."""
-        self._lost = 0
-        """Rows it did not take, since it last recovered."""
-        self._late = self._failing = self._gone = self._closing = self._killed = False
-        self._process = _start(name, run_dir, self._log_path, sent)
+        self.gone = False
+        """Whether the process ended, or refused to begin."""
+        self._closing = self._killed = False
+        self._name, self._tell, self._log_path = name, tell, run_dir / "logs" / f"tracker-{name}.log"
+        make_folder(self._log_path.parent)
+        log = open_regular(self._log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        try:
+            self._process = subprocess.Popen(  # noqa: S603
+                [sys.executable, "-m", "asyncrl.observability.tracker_process", name, run_dir, *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=environment_of_tracker(os.environ),
+                start_new_session=True,  # Ctrl-C in the terminal is the run's; it ends when its input does.
+            )
+        finally:
+            os.close(log)
+        assert self._process.stdin is not None
+        self._input = self._process.stdin
         with contextlib.suppress(OSError):  # If it has ended, its thread reports it.
             # Shorter than a pipe's buffer (`logger.LONGEST_COMMAND`), so that this does not block.
             self._input.write(command.replace("\n", " ").encode() + b"\n")
@@ -146,33 +146,9 @@ class _Tracker:
         self._thread = threading.Thread(target=self._listen, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
-    @property
-    def _input(self) -> IO[bytes]:
-        assert self._process.stdin is not None
-        return self._process.stdin
-
-    def note(self, step: int) -> None:
-        """Expect an answer for a row."""
-        now, text = time.monotonic(), ""
-        with self._lock:
-            if self._gone:
-                waits.count(waits.LOST_TRACKED)
-                return
-            self._pending.append((step, now))
-            oldest, since = self._pending[0]
-            if not self._late and now - since > self._late_seconds:
-                self._late = True
-                text = (
-                    f"{self._name} is late: it has not taken update {oldest} after {now - since:.0f} s. The "
-                    "run goes on, and its rows wait in metrics.jsonl"
-                )
-        if text:
-            self._tell(text)
-
     def end_input(self) -> None:
         """End the input of the process: there are no further rows."""
-        with self._lock:
-            self._closing = True
+        self._closing = True
         with contextlib.suppress(OSError):  # If it has ended, its thread reports it.
             self._input.close()
 
@@ -181,86 +157,34 @@ class _Tracker:
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
-            with self._lock:
-                left, self._killed = len(self._pending), True
+            self._killed = True
             self._process.kill()
             self._process.wait()
             self._tell(
-                f"{self._name} was ended: {seconds:.0f} s after the run it had not finished, and {left} "
-                "updates may be missing there. metrics.jsonl has them"
+                f"{self._name} was ended: {seconds:.0f} s after the run it had not finished, and updates may "
+                "be missing there. metrics.jsonl has them"
             )
         self._thread.join(1.0)
-
-    # --- the tracker's thread ---
 
     def _listen(self) -> None:
         assert self._process.stdout is not None
         reason = ""
-        with self._process.stdout as answers:
-            for line in answers:  # Ended by the process's end.
-                kind, _, rest = line.decode(errors="replace").strip().partition(" ")
-                number, _, failure = rest.partition(" ")
-                if kind in ("took", "lost") and number.isdecimal():
-                    self._on_answer(int(number), failure if kind == "lost" else "")
-                elif kind == "refused":
-                    reason = rest
+        with self._process.stdout as lines:
+            for line in lines:  # Ended by the process's end.
+                text = line.decode(errors="replace").strip()
+                if text.startswith("refused "):
+                    reason = text.removeprefix("refused ")
                     break
-        self._on_end(reason)
-
-    def _on_answer(self, step: int, failure: str) -> None:
-        text = ""
-        with self._lock:
-            while self._pending and self._pending[0][0] <= step:
-                self._pending.popleft()
-            if failure:
-                waits.count(waits.LOST_TRACKED)
-                self._lost += 1
-                if not self._failing:
-                    text = f"{self._name} does not take update {step} ({failure}). The run goes on"
-            elif self._failing:
-                text = f"{self._name} takes updates again; {self._lost} are missing there"
-                self._lost = 0
-            self._failing = bool(failure)
-            if self._late and not self._pending:
-                text = text or f"{self._name} has all updates again"
-                self._late = False
-        if text:
-            self._tell(text)
-
-    def _on_end(self, reason: str) -> None:
-        """Handle the end of the process, or its refusal to begin."""
-        with self._lock:
-            self._gone, left = True, len(self._pending)
-            self._pending.clear()
-            if left:
-                waits.count(waits.LOST_TRACKED, left)
-            if self._killed:
-                return
-        if not reason:
-            code = self._process.wait()
-            if self._closing and code == 0 and not left:
-                return
-            reason = f"its process ended with exit code {code}"
+                self._tell(text)
+        self.gone = True
+        code = self._process.wait() if not reason else 1
+        if self._killed or (self._closing and code == 0):
+            return
+        reason = reason or f"its process ended with exit code {code}"
         self._tell(
             f"{self._name} gets nothing any more ({reason}). The run goes on; "
             f"metrics.jsonl has every update, and {self._log_path} what the tracker said"
         )
-
-
-def _start(name: str, run_dir: Path, log_path: Path, sent: int) -> subprocess.Popen[bytes]:
-    make_folder(log_path.parent)
-    log = open_regular(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    try:
-        return subprocess.Popen(  # noqa: S603
-            [sys.executable, "-m", "asyncrl.observability.tracker_process", name, run_dir, str(sent)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            env=environment_of_tracker(os.environ),
-            start_new_session=True,  # Ctrl-C in the terminal is the run's; it ends when its input does.
-        )
-    finally:
-        os.close(log)
 
 
 def environment_of_tracker(environ: Mapping[str, str]) -> dict[str, str]:
