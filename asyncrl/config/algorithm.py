@@ -14,12 +14,12 @@ from asyncrl.errors import ConfigError
 from asyncrl.registry import BUILT_IN, check_name, names_code
 
 Level = Literal["token", "action", "decision"]
-"""What has one probability ratio: a token, an action (the tokens of a step), a decision (all its actions)."""
+"""Unit of a probability ratio: a token, an action (the tokens of a step), a decision (all its actions)."""
 CorrectionLevel = Literal["token", "action", "decision", "episode"]
 TrustRegion = float | Literal["auto"]
 """See `CorrectionSettings.trust_region`."""
 TRUST_REGIONS: Final = (0.2, 0.02)
-"""What `auto` stands for: with a lag of at most `SMALL_LAG`, and beyond."""
+"""Values of `auto`: with a lag of at most `SMALL_LAG`, and beyond."""
 SMALL_LAG: Final = 2
 LEVELS = ("token", "action", "decision", "episode")
 """From fine to coarse."""
@@ -27,37 +27,37 @@ LEVELS = ("token", "action", "decision", "episode")
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmSettings(Bounded, section="algorithm."):
-    """What is maximised: advantages and objective."""
+    """Advantages and objective."""
 
     kind: Literal["grpo", "ppo"] = "grpo"
-    """grpo: the advantage of an episode comes from its siblings. ppo: it comes from a critic (--critic)."""
+    """grpo: advantages from an episode's siblings. ppo: from a critic (--critic)."""
     group_size: Annotated[int, AtLeast(1, "a start state needs an episode.", "Use 8.", highest=4096)] = 8
-    """Episodes imagined from each start state. All of them must arrive before the group is used."""
+    """Episodes from each start state, all of which must arrive before the group is used."""
     groups_per_update: Annotated[int, AtLeast(1, "an update needs data.", "Use 8.", highest=65_536)] = 16
     """Groups in one update."""
     baseline: Literal["mean", "leave_one_out"] = "mean"
-    """grpo: what a sibling's return is compared with: the mean of all, or of the others (RLOO)."""
+    """grpo: baseline of a return: the mean of all siblings, or of the others (RLOO)."""
     advantage_scale: Literal["group_std", "batch_std", "none"] = "group_std"
-    """grpo: what the difference is divided by: the group's standard deviation (GRPO), the batch's, nothing
-    (Dr. GRPO, WoVR)."""
+    """grpo: divisor of the difference: the group's standard deviation (GRPO), the batch's, none (Dr. GRPO,
+    WoVR)."""
     filter_groups: bool = False
-    """Replace groups whose episodes all scored the same by fresh ones (DAPO's dynamic sampling)."""
+    """Replace groups of equal returns by fresh ones (DAPO's dynamic sampling)."""
     max_filtered_batches: Annotated[int, AtLeast(1, "a filter may take groups.", "Use 10.")] = 10
-    """With --algorithm.filter-groups: the run ends well, with a checkpoint, when since the last update this
-    many times --algorithm.groups-per-update groups were replaced and there is still no batch."""
+    """With --algorithm.filter-groups: the run ends, with a checkpoint, when this many times
+    --algorithm.groups-per-update groups were replaced since the last update."""
     advantage: str = "auto"
-    """group_relative: an episode's return against its siblings'. gae: what followed against the critic's
-    values. auto: group_relative for grpo, gae for ppo. Or a class of yours: package.module:Class."""
+    """group_relative: return against the siblings'. gae: rewards against the critic's values. auto:
+    group_relative for grpo, gae for ppo. Or your own package.module:Class."""
     objective: str = "ppo"
-    """ppo: clipped ratio. cispo: the ratio is clipped but every token keeps its gradient. gspo: clipped
-    geometric mean of the ratios of a decision. Or a class of yours: package.module:Class."""
+    """ppo: clipped ratio. cispo: clipped, but every token keeps its gradient. gspo: clipped geometric mean of
+    a decision's ratios. Or your own package.module:Class."""
     settings: tuple[str, ...] = ()
-    """key=value texts for your own advantage and objective; a value is read as TOML, else it is text."""
+    """key=value texts for your own advantage and objective; a value is TOML, or else a text."""
     level: Level = "token"
-    """What has one ratio of its own: a token, an action (tokens of a step), a decision (all tokens)."""
+    """Unit of a ratio: a token, an action (tokens of a step), a decision (all tokens)."""
     aggregation: Literal["token_mean", "episode_mean", "length_normalised", "constant"] = "token_mean"
-    """How ratios add up to the loss: equal weight for all; equal weight for every episode (RLinf calls it
-    length-normalised); or divided by the constant number that the longest episodes would have (Dr. GRPO)."""
+    """Weights of ratios in the loss: equal for all; equal for every episode (RLinf's length-normalised); or
+    divided by the number of ratios of the longest episodes (Dr. GRPO)."""
     clip_low: Annotated[
         float, Within(0, 1, "a ratio is kept above 1 - clip_low, which must lie in 0..1.", "Use 0.2.")
     ] = 0.2
@@ -65,16 +65,16 @@ class AlgorithmSettings(Bounded, section="algorithm."):
     clip_high: Annotated[float, AtLeast(0, "a ratio of 1 is never clipped.", "Use 0.28.")] = 0.28
     """The probability ratio is kept below 1 + clip_high."""
     dual_clip: float = 3.0
-    """ppo, gspo: with a negative advantage the loss is at most dual_clip times it; 0 = no such limit, and one
+    """ppo, gspo: with a negative advantage the loss is at most dual_clip times it; 0 = no limit, so that one
     unit of an old sample can outweigh all others."""
     entropy_coef: Annotated[float, AtLeast(0, "it rewards entropy.", "Use 0.")] = 0.0
     """Reward for entropy, per token."""
     kl_coef: Annotated[float, AtLeast(0, "it is a penalty.", "Use 0.")] = 0.0
-    """Penalty per token for leaving the policy the run began with (with LoRA: that without adapters)."""
+    """Penalty per token of the KL to the initial policy (with LoRA: without adapters)."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k2"
     """Estimator of that KL divergence. Only k2 has the right gradient; k1's is zero on average."""
     epochs: Annotated[int, AtLeast(1, "a batch that is never used teaches nothing.", "Use 1.")] = 1
-    """Passes over each batch; the proximal policy is the one before the first of them."""
+    """Passes over each batch; the proximal policy is the one before the first pass."""
     minibatches: Annotated[int, AtLeast(1, "an epoch has a step.", "Use 1.")] = 1
     """Optimizer steps per epoch, each on its share of the batch."""
     micro_batch: Annotated[int, AtLeast(1, "a pass needs a decision.", "Use 32.", highest=1_000_000)] = 32
@@ -113,26 +113,24 @@ class AlgorithmSettings(Bounded, section="algorithm."):
 
 @dataclass(frozen=True, kw_only=True)
 class CorrectionSettings(Bounded, section="correction."):
-    """How samples of older policies are corrected."""
+    """Correction of samples of older policies."""
 
     kind: str = "tis"
-    """none: samples count as fresh. naive: the clipped ratio is taken against the policy that sampled.
-    tis: truncated importance weights. mis: weights outside the limits become 0 (with a lower limit: IcePop).
-    decoupled: weights as they are, 0 above the cap. gipo: weights that a bell curve damps the more, the
-    further the ratio is from 1. vtrace: corrected advantages and value targets; needs ppo. Or a class of
-    yours: package.module:Class."""
+    """none: samples count as fresh. naive: the clipped ratio is that to the behaviour policy. tis: truncated
+    importance weights. mis: weights outside the limits are 0 (with a lower limit: IcePop). decoupled: weights
+    above the cap are 0. gipo: weights damped by a Gaussian of the log-ratio. vtrace: corrected advantages and
+    value targets; needs ppo. Or your own package.module:Class."""
     settings: tuple[str, ...] = ()
-    """key=value texts for your own correction; a value is read as TOML, else it is text."""
+    """key=value texts for your own correction; a value is TOML, or else a text."""
     level: Literal["auto", "token", "action", "decision", "episode"] = "auto"
-    """What has one importance weight. auto: as --algorithm.level."""
+    """Unit of an importance weight. auto: as --algorithm.level."""
     trust_region: TrustRegion = "auto"
-    """A unit is left out once its probability differs by more than this from that with which it was sampled,
-    in the direction in which its advantage pushes (DPPO-TV); of several tokens it is the geometric mean.
-    Only for policies that draw tokens. 0 = no such bound. auto: 0.2 where samples are at most 2 versions old
-    (--replay.max-lag), else 0.02; docs/measurements/staleness.md has what both were measured at."""
+    """Leave out a unit once its probability differs by more than this from the behaviour policy's, in the
+    direction of its advantage (DPPO-TV); of several tokens the geometric mean. Only for policies of tokens. 0
+    = no bound. auto: 0.2 if --replay.max-lag is at most 2, else 0.02 (docs/measurements/staleness.md)."""
     reject: Literal["none", "token", "action", "decision", "episode"] = "none"
-    """tis, mis, decoupled, gipo: what is left out when the geometric mean of its ratios is not within
-    reject_low and reject_high; a level of its own, so that weights per token go with whole episodes."""
+    """tis, mis, decoupled, gipo: unit that is left out if the geometric mean of its ratios is not within
+    reject_low and reject_high."""
     reject_low: Annotated[
         float, Within(0, 1, "fresh samples have ratio 1 and must pass.", "Use 0.5.", open_above=True)
     ] = 0.5
@@ -154,9 +152,8 @@ class CorrectionSettings(Bounded, section="correction."):
     ] = 0.0
     """tis, mis, decoupled, gipo: drop an episode with a token whose ratio is below this; 0 = never."""
     proximal: Literal["recomputed", "log_linear"] = "recomputed"
-    """tis, mis, decoupled, gipo: the policy the clipped ratio is taken against: the learner's before the
-    update, or its interpolation between the policy that sampled and the current one (A-3PO), which saves a
-    pass."""
+    """tis, mis, decoupled, gipo: denominator of the clipped ratio: the learner's policy before the update, or
+    an interpolation of behaviour and current policy (A-3PO), which saves a pass."""
     rho_cap: float = 1.0
     """vtrace: upper limit of the importance weight of a temporal difference (rho bar)."""
     trace_cap: Annotated[float, AtLeast(0, "it is a weight.", "Use 1.")] = 1.0
@@ -188,10 +185,10 @@ class CriticSettings(Bounded, section="critic."):
     lam: Annotated[float, Within(0, 1, "it must lie in 0..1.", "Use 0.95.")] = 0.95
     """Lambda of GAE and V-trace."""
     truncation: Literal["bootstrap", "failure"] = "bootstrap"
-    """What an episode that ran out of time could still have got: bootstrap: the critic's value of the final
-    observation. failure: nothing, the time limit is part of the task."""
+    """Value after a time limit. bootstrap: the critic's of the final observation. failure: 0, as the limit is
+    part of the task."""
     value_clip: Annotated[float, AtLeast(0, "it is a distance.", "Use 0 for no clip.")] = 0.0
-    """A value may move this far from the one before the update before its loss is clipped; 0 = no clip."""
+    """Distance of a value from the one before the update at which its loss is clipped; 0 = no clip."""
     huber: Annotated[float, Positive("it must be positive.", "Use 10.")] = 10.0
     """Error beyond which the value loss grows linearly."""
     normalize_advantages: bool = True

@@ -49,73 +49,71 @@ class TrainConfig(Bounded):
     resume: bool = False
     """Continue the run in --run-dir (default: the newest run) from its newest checkpoint."""
     inline: bool = False
-    """All roles in one process, in turns: for debugging, tests and experiments. The lag is exactly
-    --replay.max-lag, and a run repeats itself."""
+    """All roles in one process, in turns: for debugging and tests. The lag is exactly --replay.max-lag, and a
+    run can be repeated exactly."""
     synchronous: bool = False
-    """Actors wait for every update, so that the lag is always 0: for comparison."""
+    """Actors wait for every update: the lag is always 0, for comparison."""
     placement: str = "auto"
-    """Which rank is what: 'learner=0,actor=1-3'. A rank may be both. policy=2,world=3 is an actor on two
-    devices. auto: rank 0 learns, the others imagine, unless a run
-    measured what keeps both busy (--balance-from); collocated: all do both; disaggregated: the first half
-    learns, the rest imagines; hybrid: all learn, the first half has policies, the second their worlds."""
+    """Roles of ranks: 'learner=0,actor=1-3'. A rank may be both. policy=2,world=3 is an actor on two devices.
+    auto: rank 0 learns, the others imagine, or as --balance-from measured; collocated: all do both;
+    disaggregated: the first half learns, the rest imagines; hybrid: all learn, the first half has policies,
+    the second their worlds."""
     balance_from: str = ""
-    """Run whose balance.json --placement auto chooses by: how many of the ranks learn, so that both sides are
-    busy. It had the same models and number of ranks. Empty: the run that is resumed, if it has one."""
+    """Run whose balance.json decides how many ranks learn with --placement auto; it had the same models and
+    ranks. Empty: the run that is resumed."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the models run. auto: cuda where there is a GPU."""
+    """Device of the models. auto: cuda if there is a GPU."""
     policy: str = "tabletop"
-    """Policy to start from: 'tabletop' (shipped), a policy folder, a published OpenVLA(-OFT) folder, or a
-    class of your own: package.module:Class@FOLDER."""
+    """Policy to start from: 'tabletop' (shipped), a policy folder, a published OpenVLA(-OFT) folder, or your
+    own package.module:Class@FOLDER."""
     world: str = "tabletop"
-    """World model to imagine in: 'tabletop' (shipped), a folder with world.json and its weights, or a folder
-    as RLinf publishes them (RLinf-Wan-LIBERO-*), or a class of your own: package.module:Class@FOLDER. Or a
-    simulator to play in: tabletop_true (shipped), libero_spatial, maniskill_stack_cube ..., or your own
-    package.module:make; a folder called like one is written ./NAME."""
+    """World model: 'tabletop' (shipped), a folder with world.json and weights, a folder of RLinf
+    (RLinf-Wan-LIBERO-*), or your own package.module:Class@FOLDER. Or a simulator: tabletop_true (shipped),
+    libero_spatial, maniskill_stack_cube ..., or your own package.module:make; a folder of that name is
+    ./NAME."""
     reward: str = ""
-    """Reward model that judges the frames: a folder, or a class of your own. Empty: the one in the world's
-    folder."""
+    """Reward model of the frames: a folder, or your own class. Empty: the one in the world's folder."""
     policy_settings: tuple[str, ...] = ()
-    """Settings of --policy as key=value: of a published folder what it does not say about itself, or what
-    your own class takes. In TOML a table [policy.settings]."""
+    """Settings of a published --policy folder, or of your own class, as key=value; in TOML
+    [policy.settings]."""
     world_settings: tuple[str, ...] = ()
     """Settings of a simulator or of your own --world as key=value; in TOML [world.settings]."""
     reward_settings: tuple[str, ...] = ()
     """Settings of your own --reward as key=value; in TOML [reward.settings]."""
     start_states: str = "tabletop"
-    """Where episodes begin: 'tabletop' (shipped), an HDF5 file of start states, or a folder of traj*.npy.
-    Left at its default, a world brings its own: in its folder 'dataset', or shipped with it."""
+    """Starts of episodes: 'tabletop' (shipped), an HDF5 file of start states, or a folder of traj*.npy. By
+    default a world's own: in its folder 'dataset', or shipped with it."""
     keyframes: bool = True
-    """Of a folder of traj*.npy use the keyframe files (*_kir.npy) too, which begin on the way to the goal."""
+    """Use the keyframe files (*_kir.npy) of a folder of traj*.npy, which begin on the way to the goal."""
     keyframe_share: Annotated[
         float, Within(-1, 1, "it is a share of the groups.", "Use 0.5, or -1 for no share of their own.")
     ] = -1.0
-    """Share of the groups that begin at key frames (`asyncrl fit keyframes`), spread evenly. An episode from
-    there has the decisions that were left. 0: none. -1: key frames come as often as any start state."""
+    """Share of groups from key frames (`asyncrl fit keyframes`), whose episodes have the remaining decisions.
+    -1: key frames come as often as any start state."""
     checkpoint_every: Annotated[int, AtLeast(1, "it counts updates.", "Use 10.")] = 5
     """Updates between two checkpoints."""
     keep_checkpoints: Annotated[int, AtLeast(1, "the newest one must stay.", "Use 3.")] = 3
     """Newest checkpoints that are kept."""
     evaluate_every: Annotated[int, AtLeast(0, "it counts updates.", "Use 5, or 0 for never.")] = 0
-    """Updates between two measurements of the true success, in a simulator, beside the training; the first
-    policy and the last are measured too. 0: never. The best version stays in checkpoints/best."""
+    """Updates between two measurements of true success in a simulator, besides the first and the last policy.
+    0: never. The best version stays in checkpoints/best."""
     log_every: Annotated[int, AtLeast(1, "it counts updates.", "Use 1.")] = 1
     """Updates between two console rows."""
     log_with: tuple[str, ...] = ()
-    """Trackers that get every update too: wandb, trackio, mlflow, aim, comet_ml, clearml, dvclive, swanlab.
-    TensorBoard's files are written in any case (docs/tracking.md)."""
+    """Trackers besides TensorBoard: wandb, trackio, mlflow, aim, comet_ml, clearml, dvclive, swanlab
+    (docs/tracking.md)."""
     batch_timeout: Annotated[
         float, AtLeast(1, "imagining a batch takes time.", "Use 600.", highest=SECONDS)
     ] = 600.0
-    """Seconds the learner waits for a batch without a sign of progress (an episode that was admitted, or
-    decisions that an actor reported) before it ends the run with a checkpoint and an error."""
+    """Seconds without progress (admitted episodes, reported decisions) while the learner waits for a batch,
+    after which the run ends with a checkpoint and an error."""
     startup_timeout: Annotated[
         float, AtLeast(1, "loading models takes time.", "Use 600.", highest=SECONDS)
     ] = 600.0
-    """Seconds that all processes have to load their models, meet, and take the first weights."""
+    """Seconds for all processes to load their models, meet, and receive the first weights."""
     hang_timeout: Annotated[float, AtLeast(1, "an update takes time.", "Use 900.", highest=SECONDS)] = 900.0
-    """Seconds that one round of an actor, or an update without a sign of progress (a micro-batch that is
-    done), may take. Then the stacks of all processes are written and the process is ended: an actor is
-    respawned, a learner is a failed rank for torchrun."""
+    """Seconds for a round of an actor, or for a micro-batch of an update. Then the stacks of all processes
+    are written and the process is ended: an actor is respawned, a learner is a failed rank for torchrun."""
     algorithm: AlgorithmSettings = field(default_factory=AlgorithmSettings)
     correction: CorrectionSettings = field(default_factory=CorrectionSettings)
     critic: CriticSettings = field(default_factory=CriticSettings)
@@ -173,16 +171,16 @@ class TrainConfig(Bounded):
 
     @property
     def success_frames(self) -> SuccessFrames:
-        """The rule of `ActorSettings.success_frames` that holds in this run."""
+        """`ActorSettings.success_frames` of this run."""
         return "last" if self.guard.kind == "lasting" else self.actor.success_frames
 
     @property
     def max_lag(self) -> int:
-        """The lag bound that holds in this run, in policy versions."""
+        """Lag bound of this run, in policy versions."""
         return 0 if self.synchronous else self.replay.max_lag
 
     @property
     def trust_region(self) -> float:
-        """The bound of `CorrectionSettings.trust_region` that holds in this run."""
+        """`CorrectionSettings.trust_region` of this run."""
         chosen = self.correction.trust_region
         return TRUST_REGIONS[self.max_lag > SMALL_LAG] if chosen == "auto" else chosen

@@ -20,30 +20,28 @@ class ActorSettings(Bounded, section="actor."):
     slots: Annotated[int, AtLeast(1, "an actor imagines at least one episode.", "Use 16.", highest=4096)] = 16
     """Episodes imagined at the same time by one actor."""
     pipeline_stages: Literal[1, 2] = 1
-    """2: the slots decide in two halves in turns, so that the host works on one half while the GPU works on
-    the other, and policy and world on two GPUs work at the same time (RLinf: pipeline_stage_num)."""
+    """2: the slots decide in two halves in turns, so that host and GPU, or policy and world on two GPUs, work
+    at the same time (RLinf: pipeline_stage_num)."""
     offload: bool = False
-    """Keep policy, world and reward model in pinned host memory while there is nothing to imagine. Without
-    effect under --inline."""
+    """Keep the models in pinned host memory while there is nothing to imagine. No effect with --inline."""
     max_decisions: Annotated[
         int, AtLeast(0, "an episode has a decision.", "Use 6, or 0 for what the world says.", highest=10_000)
     ] = 0
-    """An episode is cut after this many decisions (of 8 steps each). 0: what the world says; 32 in a
-    published folder, in a simulator what its horizon has room for, else 6."""
+    """Longest episode in decisions of 8 steps. 0: the world's own; 32 for a published folder, a simulator's
+    horizon, else 6."""
     success_threshold: Annotated[float, Within(0, 1, "it is a probability.", "Use 0.7.", open_below=True)] = (
         0.7
     )
     """The reward model's probability from which a step counts as success."""
     success_frames: SuccessFrames = 1
-    """Which frames at --actor.success-threshold or above make a success. A number k: the first k in a row; 1:
-    the first of all. last: the last frame of a decision, so that what was gone again at its end does not
-    count. docs/worlds.md says what each rule gets wrong."""
+    """Frames at --actor.success-threshold or above that make a success. A number k: the first k in a row.
+    last: the last frame of a decision, so that a success must last until its end (docs/worlds.md)."""
     threads: Annotated[
         int, AtLeast(0, "it counts threads.", "Use 0 to let asyncrl choose.", highest=THREADS)
     ] = 0
     """CPU threads of an actor process. 0: two where every actor has two cores, else one."""
     max_respawns: int = 5
-    """An actor that dies comes back this often; one death more ends the run."""
+    """Restarts of an actor that dies; one death more ends the run."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,31 +74,29 @@ class ReplaySettings(Bounded, section="replay."):
     ] = 30.0
     """Seconds without any sign of life after which an actor's open groups are given up."""
     keep_video_every: Annotated[int, AtLeast(0, "it counts groups.", "Use 0 for never.")] = 16
-    """Keep every imagined frame of each n-th group, for movies and for data sets with one sample per step
-    (`asyncrl replay export`); 0 = never."""
+    """Keep all frames of each n-th group, for movies and `asyncrl replay export` with one sample per step; 0
+    = never."""
     max_gigabytes: Annotated[float, AtLeast(0.01, "the run must fit.", "Use 8.")] = 8.0
     """Oldest groups that were already used are deleted beyond this size."""
     read_ahead_gigabytes: Annotated[float, AtLeast(0, "memory cannot be negative.", "Use 8.")] = 8.0
-    """Memory of the replay for complete groups that it reads before the learner asks for them. What does not
-    fit is checked, and read again when a learner rank fetches it. Without effect under --inline."""
+    """Memory for complete groups that the replay reads ahead; others are read when a learner rank fetches
+    them. No effect with --inline."""
     listen: str = ""
-    """Address the replay listens on, like tcp://10.0.0.5:5555; beyond loopback it needs --replay.keys. Empty:
-    a private socket on this host. Without effect under --inline."""
+    """Address of the replay, like tcp://10.0.0.5:5555; beyond loopback it needs --replay.keys. Empty: a
+    private socket on this host. No effect with --inline."""
     keys: str = ""
     """Folder of key files from `asyncrl keys`: traffic is encrypted, and only listed clients are admitted."""
     compact_at_end: bool = False
-    """When the run has made all its updates, compress the pictures of groups that are no longer needed, as
-    `asyncrl replay compact` does."""
+    """After the last update, compress the pictures of used groups, as `asyncrl replay compact`."""
     max_age_versions: Annotated[int, AtLeast(0, "it counts versions.", "Use 0 for never.")] = 0
     """Groups that were already used are deleted when their newest decision is older than this. 0: never."""
     quarantine_after: Annotated[int, AtLeast(1, "it counts failures.", "Use 2.")] = 2
-    """A start state is not used any more after this many groups of it could not be imagined: something was
-    not finite, or raised an error."""
+    """Groups of a start state that may fail (a value not finite, an error) before it is no longer used."""
     max_reuse: Annotated[int, AtLeast(1, "a group is used at least once.", "Use 1.")] = 1
     """A group is trained on in up to this many updates, as long as the lag bound lets it."""
     sampler: ReplaySampler = "oldest"
-    """Which groups an update gets. prioritized: by chance, in proportion to the spread of their returns,
-    which changes what is maximised (docs/staleness.md)."""
+    """Groups that an update gets. prioritized: at random in proportion to the spread of their returns, which
+    changes the objective (docs/staleness.md)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -117,10 +113,10 @@ Precision = Literal["stored", "bf16", "float8"]
 
 @dataclass(frozen=True, kw_only=True)
 class WorldDefaults:
-    """What a world says about a run where its user said nothing."""
+    """Defaults of a run that a world brings."""
 
     source: str
-    """What the run's banner calls them."""
+    """Name in the run's banner."""
     context: Literal["frames", "latents"] = "latents"
     """For --imagination.context auto."""
     steps: int = 0
@@ -128,36 +124,33 @@ class WorldDefaults:
     max_decisions: int = 6
     """For --actor.max-decisions 0."""
     temperature: float = 0.0
-    """At which those who published the world sampled the policy, for the banner only: how far a policy must
-    be flattened depends on the policy and the algorithm. 0: nothing is known."""
+    """Sampling temperature of the world's publishers, for the banner only; 0 if unknown."""
     simulated: bool = False
-    """Whether it is a simulator, for which only `max_decisions` means something."""
+    """Whether it is a simulator, for which only `max_decisions` applies."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImaginationSettings(Bounded, section="imagination."):
-    """What the world model computes, and how fast. docs/approximations.md says what each choice costs."""
+    """Computation of the world model; docs/approximations.md has the cost of each choice."""
 
     context: Literal["auto", "frames", "latents"] = "auto"
-    """What the next decision begins with. frames: the last four frames as uint8 pixels, encoded again, and
-    the decoder starts anew behind the first frame, as published. latents: the last latent, and the decoder
-    goes on from where it stopped. auto: what the world says; frames in a published folder, else latents."""
+    """Start of the next decision. frames: the last four frames as uint8, encoded again, and a new decoder
+    state, as published. latents: the last latent and decoder state. auto: frames for a published folder, else
+    latents."""
     decoder: Literal["full", "tiny"] = "full"
-    """Which decoder draws the frames. tiny: one distilled from the full one by `asyncrl fit decoder`."""
+    """Decoder of the frames. tiny: distilled from the full one by `asyncrl fit decoder`."""
     steps: Annotated[
         int, AtLeast(0, "it counts network calls.", "Use 0 for the folder's.", highest=10_000)
     ] = 0
-    """Network calls per decision; 0 = as many as the world's folder says (published: 5)."""
+    """Network calls per decision; 0 = the world's own (published: 5)."""
     precision: Precision = "stored"
-    """What the world computes in. stored: a published world in bfloat16, one that asyncrl fitted in float32.
-    bf16: every world in bfloat16, which takes half of the memory and on a GPU a fraction of the time. float8:
-    as stored, but the denoiser's linear layers multiply numbers of 8 bits, for GPUs from H100 on: half of the
-    memory; with compile Wan draws 1.1 times as many frames, 1.3 times with the tiny decoder."""
+    """Numbers of the world. stored: bfloat16 if published, float32 if fitted by asyncrl. bf16: bfloat16, with
+    half of the memory. float8: as stored, but the denoiser's linear layers multiply 8 bits (from H100 on):
+    half of the memory; with compile Wan draws 1.1 times as many frames, 1.3 times with the tiny decoder."""
     compile: bool = False
     """Compile the networks of the actor: about a minute at the start, then up to twice as fast on a GPU."""
     fixed_shape: bool = False
-    """Give every pass as many rows as it can have: what is free is filled up with copies. An episode then has
-    the same bits whatever is imagined beside it; a pass always costs as much as with all --actor.slots."""
+    """Fill every pass up to --actor.slots with copies, so that an episode has the same bits in any batch."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -176,32 +169,28 @@ class SimulatorSettings(Bounded, section="simulator."):
     workers: Annotated[
         int, AtLeast(0, "it counts processes.", "Use 0 for the actor's own.", highest=THREADS)
     ] = 0
-    """Processes of each actor that simulate; --actor.slots are shared out to them. 0: the actor's own process
-    does, and the policy waits meanwhile. LIBERO can have one slot in each."""
+    """Simulator processes of each actor, which share its --actor.slots; LIBERO has one slot in each. 0: the
+    actor's own process simulates, while the policy waits."""
     starts: Literal["random", "stored", "evaluation"] = "random"
-    """Where episodes begin. random: at starts that are drawn below the seeds of evaluations. stored: at those
-    stored starts that no evaluation plays, from the 50th of each task on. evaluation: at all stored starts,
-    also those that `asyncrl evaluate` plays, so that its numbers say nothing of new ones."""
+    """Starts of episodes. random: drawn below the seeds of evaluations. stored: stored starts that no
+    evaluation plays, from the 50th of each task on. evaluation: all stored starts, so that `asyncrl evaluate`
+    measures nothing new."""
     horizon: Annotated[int, AtLeast(0, "it counts steps.", "Use 0 for the simulator's.", highest=100_000)] = 0
     """Steps until an episode is truncated; 0: the simulator's own."""
     image_size: Annotated[
         int, AtLeast(0, "it counts pixels.", "Use 0 for the simulator's.", highest=4096)
     ] = 0
-    """Height and width of the pictures in pixels; 0: the simulator's own, where it has none the policy's."""
+    """Height and width of the pictures in pixels; 0: the simulator's own, else the policy's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSettings(Bounded, section="evaluation."):
-    """How --evaluate-every measures the true success of the run's policy, in a process that nobody waits for.
-
-    With the run's own temperature and top-k, from starts that nothing is trained on, the same ones each time.
-    """
+    """How --evaluate-every measures true success, with the run's sampling, from the same held-out starts."""
 
     episodes: Annotated[int, AtLeast(1, "it counts episodes.", "Use 64.", highest=100_000)] = 64
-    """Episodes that are played of each version. More make the interval narrower, and take longer."""
+    """Episodes per version. More make the interval narrower, and take longer."""
     simulator: str = ""
-    """Simulator to play in; empty: the run's own, the one whose tasks the start states are of. Or
-    package.module:make."""
+    """Simulator, or package.module:make; empty: the run's own, or the one of the start states' tasks."""
     simulator_settings: tuple[str, ...] = ()
     """Keywords of the simulator's class: key=value ..."""
     workers: Annotated[
@@ -209,30 +198,28 @@ class EvaluationSettings(Bounded, section="evaluation."):
     ] = 1
     """Processes that simulate. LIBERO has one episode in each."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the policy plays, and world and reward model draw; auto: on the learner's device, beside it."""
+    """Device of policy, world and reward model; auto: the learner's."""
     movies: Annotated[int, AtLeast(0, "it counts episodes.", "Use 6, or 0 for none.", highest=64)] = 6
-    """Episodes of each version that are drawn into RUN/videos: the truth beside what the run's world model
-    imagines of the same actions, and both verdicts."""
+    """Episodes per version drawn into RUN/videos: true and imagined frames of the same actions, both
+    verdicts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GuardSettings(Bounded, section="guard."):
-    """Which imagined successes count, since some of them are false."""
+    """Which imagined successes count, as some are false."""
 
     kind: Literal["none", "lasting"] = "none"
-    """none: a reward of 1 at the first frame whose score reaches --actor.success-threshold. lasting: only
-    where the last frame of a decision reaches it, as --actor.success-frames last: a success that is gone
-    again at the end of its decision does not count."""
+    """none: reward 1 at the first frame that reaches --actor.success-threshold. lasting: only if the last
+    frame of a decision reaches it, as --actor.success-frames last."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MonitorSettings(Bounded, section="monitor."):
-    """What others can read of a run over the network."""
+    """What can be read of a run over the network."""
 
     listen: str = ""
-    """HOST:PORT, or PORT for this host only, where the learner answers Prometheus (/metrics) and says whether
-    the run makes progress (/healthz). Empty: nowhere. There is no key: docs/cluster.md says what can be
-    read."""
+    """HOST:PORT, or PORT for this host only, of /metrics for Prometheus and /healthz for progress, without a
+    key (docs/cluster.md). Empty: none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -245,18 +232,17 @@ class WeightSettings(Bounded, section="weights."):
     """How new weights reach the actors."""
 
     transport: str = "auto"
-    """Carrier of the weights. auto: nccl when every actor has a GPU of its own, cuda_ipc when some are on the
-    first learner's GPU, else shared_memory. Or package.module:Class."""
+    """Carrier of the weights. auto: nccl if every actor has a GPU of its own, cuda_ipc if some share the
+    first learner's, else shared_memory. Or package.module:Class."""
     between_hosts: Literal["tcp", "nccl"] = "tcp"
-    """How weights travel to the other hosts of a run, once to each. tcp: encrypted, fetched in pieces. nccl:
-    broadcast together with those of the first host, NOT encrypted: only on a private network. It takes one
-    GPU of each host. Actors that join always fetch by tcp."""
+    """Carrier to the other hosts, once to each. tcp: encrypted, fetched in pieces; always for actors that
+    join. nccl: broadcast with the first host's, NOT encrypted: only on a private network. It takes a GPU per
+    host."""
     timeout: Annotated[float, AtLeast(1, "a broadcast takes time.", "Use 60.", highest=SECONDS)] = 60.0
-    """Seconds after which an actor that does not take part in a broadcast is left behind, and one that joined
-    and cannot reach the learner ends."""
+    """Seconds after which a broadcast leaves an actor behind, and a joined one without the learner ends."""
     listen: str = ""
-    """Address where actors on other hosts fetch the weights, like tcp://10.0.0.5:5556. Empty: the address of
-    --replay.listen with a port that the system chooses. It takes the same --replay.keys."""
+    """Address of the weights for actors on other hosts, like tcp://10.0.0.5:5556, with --replay.keys. Empty:
+    that of --replay.listen with a free port."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,8 +256,8 @@ class OptimizerSettings(Bounded, section="optimizer."):
     warmup_updates: Annotated[int, AtLeast(0, "it counts updates.", "Use 0.")] = 0
     """Updates in which the learning rates rise linearly to their full size."""
     decay_updates: Annotated[int, AtLeast(0, "it counts updates.", "Use 0.")] = 0
-    """linear, cosine: update at which the end is reached; 0 = --updates of the run when it began. The number
-    is kept with the run: a resume with more --updates makes the others at the final rate."""
+    """linear, cosine: update at which the end is reached; 0 = --updates when the run began, also after a
+    resume with more --updates."""
     final_lr_share: Annotated[float, Within(0, 1, "it is a share.", "Use 0.")] = 0.0
     """linear, cosine: the learning rate at the end, as a share of the full one."""
     weight_decay: Annotated[float, AtLeast(0, "negative, it would make weights grow.", "Use 0.")] = 0.0
@@ -313,35 +299,31 @@ class LearnerSettings(Bounded, section="learner."):
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16: forward and backward passes in bfloat16; weights, log-probs and optimizer stay float32."""
     frozen_precision: Literal["stored", "float8"] = "stored"
-    """With --lora.rank and bf16: what frozen linear layers below adapters multiply in the learner's passes.
-    stored: numbers as the policy is loaded with. float8: rounded to 8 bits, forward and for the gradient of
-    what goes in; 2 more bytes for each of their weights, and a GPU from H100 on. Nothing that is published or
-    saved is rounded. With --learner.compile passes are 1.4 times as fast, without it slower."""
+    """With --lora.rank and bf16: numbers of the frozen linear layers in the learner's passes. float8: rounded
+    to 8 bits, forward and for the gradient of the input (from H100 on), with 2 more bytes per weight; what is
+    published or saved is not rounded. With --learner.compile passes are 1.4 times as fast, without slower."""
     compile: bool = False
-    """Compile the layers: about a minute at the start; then passes are 1.6 times as fast on a GPU. All are of
-    one size then: micro-batches are filled up, and prompts padded to the longest instruction."""
+    """Compile the layers: about a minute at the start, then passes of one padded size, 1.6 times as fast on a
+    GPU."""
     compile_early: bool = True
-    """With --learner.compile: compile while the actors imagine the first batch, not in the first update. Not
-    done with --inline, where nobody imagines meanwhile, nor with --learner.offload, which leaves the device
-    to the actors then."""
+    """With --learner.compile: compile while the actors imagine the first batch. No effect with --inline or
+    --learner.offload."""
     gradient_checkpointing: bool = False
     """Compute the layers' activations again in the backward pass: less memory, a third more time."""
     gradient_checkpointing_every: Annotated[
         int, AtLeast(1, "it counts layers.", "Use 1 for all layers.", highest=1024)
     ] = 1
-    """With --learner.gradient-checkpointing: one of so many layers does so, the others keep what they need.
-    1: all of them. 2: half of the extra time, for half of the memory that is saved. OpenVLA-OFT with adapters
-    and 32 decisions per pass takes 22 GiB, with 4 it takes 63 and is 1.28 times as fast; where nothing is
-    computed again, 48 per pass take 105 GiB."""
+    """With --learner.gradient-checkpointing: one of so many layers does so; 2: half of the time and of the
+    saving. OpenVLA-OFT with adapters and 32 decisions per pass takes 22 GiB, with 4 63 GiB and is 1.28 times
+    as fast."""
     offload: bool = False
     """Keep weights, gradient and optimizer state in pinned host memory while the learner waits."""
     shard: Literal["all", "host"] = "all"
-    """What learner ranks spread weights, gradient and optimizer state over: all of them, or those of their
-    host, so that every host has all of it: more memory, and only gradients travel between hosts."""
+    """Ranks that share weights, gradient and optimizer state: all, or those of a host, which takes more
+    memory, but only gradients travel between hosts."""
     reshard_after: Literal["pass", "step"] = "pass"
-    """When learner ranks that train all weights free those that they gathered from each other: after each
-    pass of a layer, or after the passes of an optimizer step, which takes 2 bytes more for each weight in
-    bfloat16 and is 1.07 to 1.10 times as fast. Adapters stay for a step in any case."""
+    """When gathered weights are freed, if all are trained: after each pass of a layer, or after an optimizer
+    step, which takes 2 bytes more per bfloat16 weight and is 1.07 to 1.10 times as fast."""
 
     @property
     def recomputed(self) -> float:

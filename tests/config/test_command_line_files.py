@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.config.algorithm import AlgorithmSettings, CorrectionSettings
@@ -107,9 +107,10 @@ def test_resolved_settings_are_a_file_that_gives_them_back(file: Path, tmp_path:
 texts = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"), max_size=30)
 
 
+@settings(deadline=None)
 @given(
     run_dir=texts,
-    settings=st.lists(texts, max_size=3),
+    own=st.lists(texts, max_size=3),
     temperature=st.floats(1e-300, 1000),
     region=st.floats(0, 1) | st.just("auto"),
     frames=st.integers(1, 10**9) | st.just("last"),
@@ -117,14 +118,14 @@ texts = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0
 def test_any_settings_come_back(
     tmp_path_factory: pytest.TempPathFactory,
     run_dir: str,
-    settings: list[str],
+    own: list[str],
     temperature: float,
     region: float,
     frames: int,
 ) -> None:
     config = TrainConfig(
         run_dir=run_dir,
-        policy_settings=tuple(settings),
+        policy_settings=tuple(own),
         algorithm=AlgorithmSettings(temperature=temperature),
         correction=CorrectionSettings(trust_region=region),  # type: ignore[arg-type]
         actor=ActorSettings(success_frames=frames),  # type: ignore[arg-type]

@@ -22,6 +22,7 @@ from asyncrl.policies.lora import save_adapter
 from asyncrl.policies.openvla.model_card import CardFacts, TrainedPolicy, card, trained_policy
 from asyncrl.storage import provenance
 from asyncrl.storage.assets import simulator_named
+from asyncrl.storage.checkpoint import _write_state
 from support.adapters import adapted, small
 from support.published import CONFIG, run_cli, some_policy
 
@@ -59,10 +60,8 @@ def make_run(
     """A run's folder with one checkpoint, of version 40; returns the checkpoint."""
     checkpoint = folder / "checkpoints" / name
     some_policy().save(checkpoint)
-    sizes = {path.name: path.stat().st_size for path in checkpoint.iterdir()}
     progress = {"version": 40, "groups_used": 9, "bad_updates": 0, "bad_in_a_row": 0, "config_hash": ""}
-    state = {"format": 2, "progress": progress | {"asyncrl_version": "0.1.0"}, "files": sizes}
-    (checkpoint / "state.json").write_text(json.dumps(state))
+    _write_state(checkpoint, {"progress": progress | {"asyncrl_version": "0.1.0"}}, None)
     (folder / "config.json").write_text(to_json(settings))
     lines = [json.dumps({"step": step, "env/success_once": rate}) for step, rate in IMAGINED.items()]
     (folder / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 40, "eval/success_once": 0.9}', ""]))
