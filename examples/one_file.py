@@ -227,7 +227,7 @@ def main(updates: int = 10) -> None:
     """Improve the shipped policy in the shipped world."""
     from asyncrl.config.sections import ImaginationSettings
     from asyncrl.launch.named_models import named_policy, named_reward, named_world
-    from asyncrl.storage.asset_paths import start_states_path
+    from asyncrl.storage.assets import start_states_path
     from asyncrl.worlds.start_states import load_start_states
 
     settings, cpu = Settings(), torch.device("cpu")

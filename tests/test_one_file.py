@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.config.algorithm import AlgorithmSettings, CorrectionSettings, CriticSettings, OptimizerSettings
+from asyncrl.config.algorithm import AlgorithmSettings, CorrectionSettings, CriticSettings
+from asyncrl.config.sections import OptimizerSettings
 from asyncrl.learner.batches import Batch, build_batch
 from asyncrl.learner.update import Update
 from asyncrl.observability import metrics_training as m
