@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -13,21 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
-from asyncrl.policies.action_tokens import BINS
-from asyncrl.policies.interface import PolicyInputs
 from asyncrl.policies.openvla.autoregressive import load_policy
-from asyncrl.policies.openvla.config import PROMPT, OpenVLAOFTConfig
-from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.rewards.libero_tasks import SUITES
 from asyncrl.worlds.start_states import load_start_states
 from support import ROOT
 from support.episodes import make_episode
 from support.replay import grant_group, make_limiter, make_replay
-from support.whole_runs import TORCHRUN, environment
 
 SMALLEST = {
     "learner_speed": ["--tiny", "--device", "cpu", "--rows", "2", "--kept-rows", "2", "--lora", "4"],
@@ -54,76 +45,6 @@ def test_a_benchmark_ends_with_its_table(
     monkeypatch.setattr(sys, "argv", [name, *SMALLEST[name]])
     benchmark.main()
     assert re.search(LAST[name], capsys.readouterr().out)
-
-
-def forward_flops(config: OpenVLAOFTConfig) -> float:
-    """Count the FLOPs of a decision's matrix products, convolutions and attention."""
-    with torch.device("meta"):
-        policy = OpenVLAOFTPolicy(config)
-        policy.restore_buffers()
-        inputs = PolicyInputs(
-            pixels=torch.empty(1, config.image_size, config.image_size, 3, dtype=torch.uint8),
-            input_ids=torch.ones(1, PROMPT, dtype=torch.int64),
-            attention_mask=torch.ones(1, PROMPT, dtype=torch.int64),
-            padded=False,
-            proprio=None,
-        )
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            policy.readout(inputs)
-    return counter.get_total_flops() + 2 * config.slots * config.llm_width * BINS
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("lora", "passes"), [("4", 2), ("0", 3)])
-def test_the_utilisation_of_updates_counts_what_teaches(
-    lora: str, passes: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    benchmark = import_module("learner_updates")
-    peak = 1e10
-    monkeypatch.setattr("asyncrl.learner.metrics.peak_flops", lambda *_: peak)
-    flags = [*SMALLEST["learner_updates"], "--lora", lora, "--json", str(tmp_path / "found")]
-    monkeypatch.setattr(sys, "argv", ["learner_updates", *flags])
-    with sdpa_kernel(SDPBackend.MATH):  # What others compute on a CPU is not counted.
-        benchmark.main()
-    [[_, seconds, ratio, used, of_passes]] = json.loads((tmp_path / "found").read_text())["updates"]
-    teaching = 8  # One of two groups, one decision an episode.
-    least = passes * teaching * forward_flops(OpenVLAOFTConfig.tiny()) / peak
-    assert float(used.rstrip("%")) / 100 == pytest.approx(least / float(seconds), rel=0.05)
-    assert float(of_passes.rstrip("%")) / float(used.rstrip("%")) == pytest.approx(float(ratio), rel=0.01)
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-def test_ranks_that_torchrun_starts_are_timed_together_and_one_speaks(tmp_path: Path) -> None:
-    flags = [*SMALLEST["learner_updates"], "--lora", "0"]
-    done = subprocess.run(
-        [*TORCHRUN, "--nproc-per-node", "2", str(ROOT / "benchmarks" / "learner_updates.py"), *flags],
-        env=environment(tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("16 decisions on each of 2 ranks") == 1
-    assert len(re.findall(r"^update / passes alone +\d", done.stdout, re.MULTILINE)) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(180)
-def test_layers_that_keep_what_they_need_are_timed_beside_those_that_do_not(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    benchmark = import_module("learner_speed")
-    monkeypatch.setattr(benchmark, "compile_blocks", lambda *_, **__: None)
-    flags = [*SMALLEST["learner_speed"], "--recomputed", "--kept-rows", "2"]
-    monkeypatch.setattr(sys, "argv", ["learner_speed", *flags])
-    benchmark.main()
-    lines = re.findall(r"^(one in \d|none) +2 +[\d.]+ +([\d.]+) ", capsys.readouterr().out, re.MULTILINE)
-    assert [name for name, _ in lines] == ["one in 1", "one in 2", "one in 4", "none"]
-    assert lines[0][1] == "1.000"
-    assert all(float(ratio) > 0 for _, ratio in lines)
 
 
 @pytest.mark.parametrize(

@@ -277,19 +277,19 @@ ACTING: Final = {
     "gipo": (*(name for name in _WEIGHING if name != "max_weight"), "level", "sigma"),
     "vtrace": ("rho_cap", "trace_cap"),
 }
-"""Kind of correction -> its settings that do something; kind, settings and trust_region always may."""
+"""Kind of correction -> its settings that have an effect, besides kind, settings and trust_region."""
 assert ACTING.keys() == BUILT_IN["correction"].keys()
+_ONE_STEP: Final = (
+    "with one step per batch the ratio to the proximal policy is 1. --correction.trust-region bounds the "
+    "policy against the one that sampled"
+)
 
 
 def idle_settings(
     algorithm: AlgorithmSettings, correction: CorrectionSettings, critic: CriticSettings
 ) -> list[str]:
-    """Say of every setting that differs from its default, but changes nothing, why that is so.
-
-    Returns:
-        Lines for people.
-    """
-    found = [*_of_correction(correction), *_of_algorithm(algorithm, correction)]
+    """Return a line for each setting that differs from its default without effect, with the reason."""
+    found = [*_idle_correction(correction), *_idle_algorithm(algorithm, correction)]
     if algorithm.kind == "grpo":
         found += [(f"critic.{name}", "--algorithm.kind grpo has no critic") for name in _changed(critic)]
     lines = [f"--{name.replace('_', '-')} has no effect: {why}" for name, why in found]
@@ -301,7 +301,7 @@ def idle_settings(
     return lines
 
 
-def _of_correction(correction: CorrectionSettings) -> Iterator[tuple[str, str]]:
+def _idle_correction(correction: CorrectionSettings) -> Iterator[tuple[str, str]]:
     if names_code(correction.kind):
         return
     acting = {*ACTING[correction.kind], "kind", "settings", "trust_region"}
@@ -312,37 +312,29 @@ def _of_correction(correction: CorrectionSettings) -> Iterator[tuple[str, str]]:
             yield f"correction.{name}", "--correction.reject is none"
 
 
-def _of_algorithm(algorithm: AlgorithmSettings, correction: CorrectionSettings) -> Iterator[tuple[str, str]]:
-    changed = _changed(algorithm)
-    one_step = algorithm.epochs * algorithm.minibatches == 1
+def _idle_algorithm(
+    algorithm: AlgorithmSettings, correction: CorrectionSettings
+) -> Iterator[tuple[str, str]]:
     fresh = correction.kind in ("none", "vtrace") or (
         correction.kind in ACTING and correction.kind != "naive" and correction.proximal == "recomputed"
     )
-    if one_step and fresh and not names_code(algorithm.objective):
-        why = (
-            "with one step per batch the ratio to the proximal policy is 1. --correction.trust-region bounds "
-            "the policy against the one that sampled"
-        )
-        yield from ((f"algorithm.{name}", why) for name in ("clip_low", "clip_high") if name in changed)
-        if "dual_clip" in changed:
-            yield "algorithm.dual_clip", why
-    elif algorithm.objective == "cispo" and "dual_clip" in changed:
-        yield "algorithm.dual_clip", "cispo has no clipped loss to limit"
-    if "kl_estimator" in changed and not algorithm.kl_coef:
-        yield "algorithm.kl_estimator", "--algorithm.kl-coef is 0"
-    if "max_filtered_batches" in changed and not algorithm.filter_groups:
-        yield "algorithm.max_filtered_batches", "--algorithm.filter-groups is not set"
+    one_step = fresh and algorithm.epochs * algorithm.minibatches == 1 and not names_code(algorithm.objective)
+    reasons: dict[str, str] = {}
+    if one_step:
+        reasons = dict.fromkeys(("clip_low", "clip_high", "dual_clip"), _ONE_STEP)
+    elif algorithm.objective == "cispo":
+        reasons = {"dual_clip": "cispo has no clipped loss to limit"}
+    if not algorithm.kl_coef:
+        reasons["kl_estimator"] = "--algorithm.kl-coef is 0"
+    if not algorithm.filter_groups:
+        reasons["max_filtered_batches"] = "--algorithm.filter-groups is not set"
     if algorithm.kind == "ppo" and algorithm.advantage in ("auto", "gae"):
-        for name in ("baseline", "advantage_scale"):
-            if name in changed:
-                yield f"algorithm.{name}", "--algorithm.kind ppo compares with the critic, not with siblings"
+        why = "--algorithm.kind ppo compares with the critic, not with siblings"
+        reasons |= {"baseline": why, "advantage_scale": why}
+    changed = _changed(algorithm)
+    yield from ((f"algorithm.{name}", why) for name, why in reasons.items() if name in changed)
 
 
 def _changed(settings: Any) -> list[str]:
-    """Names of the settings that are not as by default."""
     default = type(settings)()
-    return [
-        field.name
-        for field in fields(settings)
-        if getattr(settings, field.name) != getattr(default, field.name)
-    ]
+    return [x.name for x in fields(settings) if getattr(settings, x.name) != getattr(default, x.name)]

@@ -30,7 +30,7 @@ from asyncrl.launch.job import Hosts, Job, RunInfo, failure_was_read, receive, r
 from asyncrl.launch.placement import RELAYED, Placement, checked_placement, pick_device
 from asyncrl.messaging.sockets import private_folder
 from asyncrl.observability import process_status, waits
-from asyncrl.observability.process_log import logged_to
+from asyncrl.observability.background_file import logged_to
 from asyncrl.observability.signals import BlockingThread, StopFlag
 from asyncrl.observability.watchdog import Watchdog
 from asyncrl.storage import run_owner

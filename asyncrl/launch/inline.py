@@ -23,7 +23,7 @@ from asyncrl.launch.own_device import take_device, use_compiler_cache
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.launch.simulated import SimulatorFiles
 from asyncrl.observability import process_status
-from asyncrl.observability.process_log import logged_to
+from asyncrl.observability.background_file import logged_to
 from asyncrl.observability.signals import StopFlag
 from asyncrl.replay.in_process import InProcessActorPort, InProcessLearnerPort
 from asyncrl.storage import run_folder

@@ -53,8 +53,8 @@ from asyncrl.launch.placement import (
     transport_of,
 )
 from asyncrl.observability import process_status, signals
+from asyncrl.observability.background_file import logged_to
 from asyncrl.observability.console import StatusLine, steady_console
-from asyncrl.observability.process_log import logged_to
 from asyncrl.observability.signals import StopFlag, die_with_parent
 from asyncrl.observability.watchdog import Watchdog
 from asyncrl.storage import run_folder

@@ -157,17 +157,11 @@ def _create_pair(secret_path: Path, public_path: Path) -> Path | None:
 
 
 def _write_new(path: Path, key: bytes, mode: int) -> None:
-    # Atomic, like `storage.atomic`, but it never replaces a file.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(key + b"\n")
-            file.flush()
-            os.fsync(handle)
-        os.link(temporary, path)
-    finally:
-        temporary.unlink()
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    with os.fdopen(handle, "wb") as file:
+        file.write(key + b"\n")
+        file.flush()
+        os.fsync(handle)
 
 
 def _read_secret(folder: Path, name: str) -> bytes:

@@ -10,11 +10,12 @@ A failed write is undone and repeated. Records beyond the queue's limit are lost
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -28,6 +29,11 @@ LONGEST_PAUSE: Final = 10.0
 STALLED_SECONDS: Final = 10.0
 """A longer write is reported."""
 LARGEST_WRITE: Final = 1 << 20
+CONSOLE: Final = "asyncrl.console"
+"""Logger of console lines."""
+_LOG_LIMIT: Final = 4 << 20
+_LOG_CLOSE_SECONDS: Final = 2.0
+_log = logging.getLogger(__name__)
 
 
 class BackgroundFile:
@@ -178,3 +184,53 @@ class BackgroundFile:
                 return
             self._late, lost, self._lost_now = False, self._lost_now, 0
         self._tell(f"{self._what} are written again; {lost} were lost")
+
+
+# --- the log of a process ---
+
+
+class _FileHandler(logging.Handler):
+    def __init__(self, file: BackgroundFile) -> None:
+        super().__init__(logging.INFO)
+        self._file = file
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._file.add((self.format(record) + "\n").encode(errors="backslashreplace"))
+
+
+class _OnConsole(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Pass records that are not on the console already."""
+        return record.name not in (CONSOLE, __name__)
+
+
+@contextlib.contextmanager
+def logged_to(path: Path) -> Iterator[None]:
+    """Append log records from the level INFO on, and an exception's traceback, to a file within the block.
+
+    Warnings go to standard error too.
+    """
+    file = BackgroundFile(
+        path, f"lines of {path.name}", limit=_LOG_LIMIT, lost=waits.DROPPED_LINES, tell=lambda line: None
+    )
+    console = logging.StreamHandler()
+    console.setLevel(logging.WARNING)
+    console.addFilter(_OnConsole())
+    handlers, package = (_FileHandler(file), console), logging.getLogger("asyncrl")
+    before, package.propagate = (package.level, package.propagate), False
+    package.setLevel(logging.INFO)
+    for handler in handlers:
+        package.addHandler(handler)
+    _log.info("process %d begins, %s", os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S %z"))
+    try:
+        yield
+    except Exception:
+        _log.exception("process %d failed", os.getpid())
+        raise
+    finally:
+        for handler in handlers:
+            package.removeHandler(handler)
+        package.setLevel(before[0])
+        package.propagate = before[1]
+        file.close(_LOG_CLOSE_SECONDS)

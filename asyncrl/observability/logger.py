@@ -29,10 +29,9 @@ from typing import Any, Final, Protocol, TextIO
 
 from asyncrl.observability import console, waits
 from asyncrl.observability import metrics_training as m
-from asyncrl.observability.background_file import BackgroundFile
+from asyncrl.observability.background_file import CONSOLE, BackgroundFile
 from asyncrl.observability.console import COLUMNS, TRUTH, Column, columns_in, header, render
 from asyncrl.observability.metrics import Metric, Readings, reduce
-from asyncrl.observability.process_log import CONSOLE
 from asyncrl.storage.atomic import replacing
 from asyncrl.storage.untrusted import make_folder, read_rows
 

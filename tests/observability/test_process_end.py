@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.observability.process_log import CONSOLE, logged_to
+from asyncrl.observability.background_file import CONSOLE, logged_to
 from support import child_environment
 
 PROGRAM = """
