@@ -1,8 +1,7 @@
 """Console of a run: lines that never fail or block it, its rows of numbers, and a status line on a terminal.
 
-Within `steady_console` text for stdout and stderr goes there as long as it is read. Lines that the console
-does not take (`| head` has ended, the terminal is lost or stopped) go to a file of the run (`keep_in`), with
-time and reason; lines that the file does not take either are dropped and counted (`log/dropped_lines`).
+Lines that the console does not take (`| head` has ended, the terminal is lost or stopped) go to a file of the
+run, else they are dropped and counted (`log/dropped_lines`).
 """
 
 from __future__ import annotations
@@ -58,11 +57,7 @@ def duration(seconds: float) -> str:
 
 
 def hanging(head: str, text: str, *, least: int = 20) -> str:
-    """Put `text` behind `head`; on a terminal it is wrapped between words and indented to its beginning.
-
-    Words are never cut, so that paths and commands can be copied. With fewer than `least` columns left the
-    text begins below `head`.
-    """
+    """Append `text` to `head`; a terminal gets it wrapped and indented, below `head` if space is short."""
     if not sys.stdout.isatty():
         return head + text
     width = shutil.get_terminal_size().columns
@@ -83,6 +78,7 @@ class ConsoleStream(io.TextIOBase):
 
     def __init__(self, stream: TextIO) -> None:
         """Replace `stream`, whose descriptor is used."""
+        self.isatty = stream.isatty
         self._stream, self._descriptor = stream, stream.fileno()
         self._line = ""
         self._gone, self._stalled, self._headed = False, False, False
@@ -97,10 +93,6 @@ class ConsoleStream(io.TextIOBase):
     def fileno(self) -> int:
         """Return the descriptor."""
         return self._descriptor
-
-    def isatty(self) -> bool:
-        """Return True for a terminal."""
-        return self._stream.isatty()
 
     def writable(self) -> bool:
         """Return True."""
@@ -239,15 +231,15 @@ COLUMNS: Final = (
     ),
     Column(title="live/useful", width=11, text=_cell("{:.0%} / {:.0%}", s.LIVE_SLOTS, s.USEFUL_STEPS)),
 )
-"""The columns between 'update' and 'eta'."""
+"""Columns between 'update' and 'eta'."""
 TRUTH: Final = Column(title="true [95 %] @update", width=19, text=_truth)
-"""The last column, in a run that measures the true success."""
+"""Last column of a run that measures true success."""
 LEFT_OUT: Final = ("live/useful", "clip", "grad", "waiting l/a", "kl")
-"""Columns that a narrow terminal lacks, the first of these first. A file or a pipe gets all columns."""
+"""Columns that a narrow terminal lacks, in this order."""
 
 
 def columns_in(width: int, columns: tuple[Column, ...] = COLUMNS) -> tuple[Column, ...]:
-    """Choose those of `columns` that fit into a terminal of `width`; at least those not in `LEFT_OUT`."""
+    """Leave out columns until they fit into a terminal of `width`, at most those of `LEFT_OUT`."""
     for title in LEFT_OUT:
         if len(header(columns)) > width:
             columns = tuple(column for column in columns if column.title != title)
@@ -255,13 +247,13 @@ def columns_in(width: int, columns: tuple[Column, ...] = COLUMNS) -> tuple[Colum
 
 
 def header(columns: Sequence[Column] = COLUMNS) -> str:
-    """Write the console's header line."""
+    """Format the header line."""
     titles = [f"{'update':>6}", *(f"{column.title:>{column.width}}" for column in columns), f"{'eta':>8}"]
     return "  ".join(titles)
 
 
 def render(step: int, values: Readings, eta: float, columns: Sequence[Column] = COLUMNS) -> str:
-    """Write one console row; an absent value shows as '-', and so does a remaining time (seconds) of NaN."""
+    """Format a row; an absent value, or an `eta` (seconds) of NaN, shows as '-'."""
     cells = [f"{step:>6}", *(f"{column.text(values):>{column.width}}" for column in columns)]
     return "  ".join([*cells, f"{duration(eta):>8}"])
 
@@ -289,7 +281,7 @@ def show_status(text: str) -> None:
 
 
 class StatusLine:
-    """Shows in a terminal's last line the activities of a run until its next row, from a thread of its own.
+    """Shows the activities of a run in a terminal's last line, from a thread.
 
     0:00:41  [########----]  learner-0: waiting for a batch: 5 of 8 groups, 43 of 64 episodes  actor-0: ...
     """
@@ -324,7 +316,7 @@ def status_line(processes: Sequence[process_status.Process], seconds: float, wid
 
 
 def bar(doing: str) -> str:
-    """Draw the progress of an activity with 'M of N' in its name: of the last such pair, the finest.
+    """Draw the progress of an activity by the last 'M of N' in its name.
 
     >>> bar("waiting for a batch: 5 of 8 groups, 48 of 64 episodes"), bar("loading models")
     ('[#########---]', '')
