@@ -32,11 +32,11 @@ def states(size: int) -> list[StartState]:
 
 
 def wan(memory: Any) -> WanWorld:
-    return load_world(world_folder("tabletop"), settings=ImaginationSettings(context=memory))
+    return load_world(world_folder("tabletop"), settings=ImaginationSettings(context=memory, steps=2))
 
 
 def evac(**options: Any) -> EvacWorld:
-    config = EvacConfig.tiny()
+    config = replace(EvacConfig.tiny(), schedule_steps=2)
     return EvacWorld(tiny_networks(config), config, **options)
 
 

@@ -35,7 +35,9 @@ from support.evac import SMALL as SMALL_EVAC
 from support.evac import tiny_networks
 from support.opensora import nano_world
 from support.published_worlds import EXPORTS, small_world
-from support.tiny_models import SIZE, start_state
+from support.tiny_models import start_state
+
+SIZE: Final = 32
 
 CPU = torch.device("cpu")
 STORED, BF16 = ImaginationSettings(), ImaginationSettings(precision="bf16")
@@ -44,9 +46,10 @@ FLOAT8 = ImaginationSettings(precision="float8")
 
 def tiny_wan() -> WanWorld:
     torch.manual_seed(0)
-    transformer: Any = ActionWanTransformer(TransformerConfig.tiny()).eval().requires_grad_(False)
-    vae: Any = WanVae(VaeConfig.tiny()).eval().requires_grad_(False)
-    return WanWorld(transformer, vae, image_size=SIZE)
+    size = replace(TransformerConfig.tiny(), heads=2, head_dim=24, layers=2, ffn_dim=64, freq_dim=32)
+    transformer: Any = ActionWanTransformer(size).eval().requires_grad_(False)
+    vae: Any = WanVae(replace(VaeConfig.tiny(), base_dim=4, decoder_base_dim=4)).eval().requires_grad_(False)
+    return WanWorld(transformer, vae, image_size=32, schedule_steps=2)
 
 
 def tiny_evac(config: EvacConfig) -> EvacWorld:
@@ -55,10 +58,10 @@ def tiny_evac(config: EvacConfig) -> EvacWorld:
 
 MADE: Final[dict[str, Callable[[], Any]]] = {
     "wan": tiny_wan,
-    "opensora": lambda: nano_world(image_size=SIZE),
-    "evac": lambda: tiny_evac(EvacConfig.tiny(SIZE)),
+    "opensora": nano_world,
+    "evac": lambda: tiny_evac(replace(EvacConfig.tiny(), schedule_steps=2)),
 }
-"""Makes a world of a kind in float32, which no file was asked for."""
+"""Makes a world of a kind of 32 pixels in float32, which no file was asked for."""
 SAVE: Final[dict[str, Callable[[Path, Any], None]]] = {
     "wan": save_wan,
     "opensora": save_opensora,
@@ -206,7 +209,7 @@ def test_a_rounded_world_keeps_what_a_run_rests_on(ours: Path) -> None:
 def test_a_rounded_world_that_takes_actions_backwards_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_opensora(tmp_path, nano_world(image_size=SIZE))
+    save_opensora(tmp_path, nano_world())
     world = load(tmp_path, BF16)
     imagine = world.imagine
     monkeypatch.setattr(world, "imagine", lambda state, a, seeds: imagine(state, a.flip(1), seeds))

@@ -112,7 +112,7 @@ class EvacState(TensorState):
     left: Tensor
     """``[B]`` int64 decisions that there is still room for, on the CPU, so that reading never waits."""
 
-    def write_rows(self, indices: Sequence[int], other: Self) -> Self:
+    def write_rows(self, indices: Sequence[int], other: Self) -> Self:  # pyright: ignore
         """See `TensorState.write_rows`; both need room for as many frames."""
         if other.history.shape[1] != self.history.shape[1]:
             raise ConfigError(
