@@ -31,7 +31,7 @@ from asyncrl.policies.openvla.names import published_config, published_shapes, u
 from asyncrl.policies.openvla.tokenizer import PromptTokenizer, build_word_tokenizer, words_for
 from asyncrl.rewards.files import PUBLISHED
 from asyncrl.rewards.libero_tasks import SUITES
-from asyncrl.rewards.resnet import RewardConfig, build_network
+from asyncrl.rewards.resnet import RewardConfig, RewardNetwork
 from asyncrl.storage.atomic import write_json
 from asyncrl.storage.untrusted import INDEX
 from asyncrl.storage.weight_files import Spec, write_file, write_pth, write_tensors
@@ -169,7 +169,7 @@ def write_world(folder: Path, scale: Scale) -> None:
         reward_size = replace(reward_size, widths=(4, 8, 16, 32))
     with torch.device("meta"):
         transformer, vae = ActionWanTransformer(transformer_size), WanVae(vae_size)
-        reward = build_network(reward_size)
+        reward = RewardNetwork(reward_size)
     folder.mkdir(parents=True, exist_ok=True)
     known = published_names("wan_action_transformer", transformer_name)
     names = {known[n]: t.shape for n, t in transformer.state_dict().items()}

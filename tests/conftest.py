@@ -22,7 +22,7 @@ from asyncrl.policies.openvla.config import OpenVLAOFTConfig, TowerConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.replay.server import ReplayServer
 from asyncrl.rewards.files import RewardConfig
-from asyncrl.rewards.resnet import ResNetReward, build_network
+from asyncrl.rewards.resnet import ResNetReward, RewardNetwork
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae
 from asyncrl.worlds.wan.world import WanWorld
@@ -56,7 +56,7 @@ def imagination() -> Imagination:
     world: Any = WanWorld(ActionWanTransformer(size).eval(), vae, image_size=64, schedule_steps=2, version=5)
     config = RewardConfig.tiny(TASKS)
     sampling = SamplingParams(temperature=1.3, top_k=20)
-    return Imagination(policy, world, ResNetReward(build_network(config), config), sampling)
+    return Imagination(policy, world, ResNetReward(RewardNetwork(config), config), sampling)
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.policies.openvla.tokenizer import PromptTokenizer, build_word_tokenizer, words_for
 from asyncrl.records import ACTION_DIM, CHUNK
 from asyncrl.rewards.files import RewardConfig
-from asyncrl.rewards.resnet import ResNetReward, build_network
+from asyncrl.rewards.resnet import ResNetReward, RewardNetwork
 from asyncrl.storage.atomic import write_json
 
 Statistics = Literal["auto", "q01_q99", "none"]
@@ -128,7 +128,7 @@ def fresh_reward(size: Size, recordings: Recordings, device: torch.device) -> Re
     """
     make = RewardConfig.tiny if size == "tiny" else RewardConfig.small
     config = make(tuple(sorted(set(recordings.tasks))), recordings.image_size)
-    return ResNetReward(build_network(config), config, device=device)
+    return ResNetReward(RewardNetwork(config), config, device=device)
 
 
 def examples(recordings: Recordings) -> np.ndarray:

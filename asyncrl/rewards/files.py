@@ -13,7 +13,7 @@ several ``N.pth`` in a group the largest number counts, as published.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -49,9 +49,8 @@ class RewardConfig:
     hidden_dim: int
     """Width between trunk and probability (unused without tasks)."""
     image_size: int
-    """Height and width of the frames in pixels."""
     normed_shortcut: bool = False
-    """Blocks as in EVAC's reward model: `NormedBlock` and not `ResidualBlock`."""
+    """Blocks as in EVAC's reward model, without biases."""
 
     @classmethod
     def tiny(cls, tasks: Sequence[str], image_size: int = 64) -> RewardConfig:
@@ -95,11 +94,7 @@ class RewardFiles:
 
 
 def open_reward(folder: Path, tasks: Collection[str] = ()) -> RewardFiles:
-    """Read the description of a folder's reward model.
-
-    Args:
-        folder: Holds ``reward.json``, or a file with a published network.
-    """
+    """Read the description of a folder's reward model: of ``reward.json``, or of a published network."""
     if (folder / "reward.json").is_file():
         return _open_own(folder)
     weights = _find_published(folder)
@@ -169,12 +164,12 @@ def _find_published(folder: Path) -> TensorFiles | None:
         if (folder / name).is_file():
             return TensorFiles(folder / name)
     models: list[TensorFiles] = []
-    unreadable: list[CheckpointError] = []
+    unreadable: CheckpointError | None = None
     for path in sorted(folder.glob("*.pth")):
         try:
             weights = TensorFiles(path)
         except CheckpointError as error:
-            unreadable.append(error)
+            unreadable = unreadable or error
             continue
         if not _absent_layers(weights.shapes):
             models.append(weights)
@@ -183,8 +178,8 @@ def _find_published(folder: Path) -> TensorFiles | None:
             f"{folder} holds several reward models: {models[0].label} and {models[1].label}. Keep one of "
             "them."
         )
-    if not models and unreadable:  # Perhaps it is the one that cannot be read.
-        raise unreadable[0]
+    if unreadable and not models:  # Perhaps it is the one that cannot be read.
+        raise unreadable
     return models[0] if models else None
 
 
@@ -215,14 +210,14 @@ def _recognised(weights: TensorFiles, tasks: Collection[str]) -> RewardFiles:
     return RewardFiles(weights=weights, config=config, rounded=True)
 
 
-def _embeds(shapes: dict[str, torch.Size]) -> bool:
-    return any(name.startswith(("task_embedding.", "visual_encoder.")) for name in shapes)
-
-
-def _stage_weights(shapes: dict[str, torch.Size]) -> list[str]:
+def _stage_weights(shapes: Mapping[str, torch.Size]) -> list[str]:
     trunk = "visual_encoder" if _embeds(shapes) else "net"
     return [f"{trunk}.{layer}.weight" for layer in _STAGES]
 
 
-def _absent_layers(shapes: dict[str, torch.Size]) -> list[str]:
+def _embeds(shapes: Mapping[str, torch.Size]) -> bool:
+    return any(name.startswith(("task_embedding.", "visual_encoder.")) for name in shapes)
+
+
+def _absent_layers(shapes: Mapping[str, torch.Size]) -> list[str]:
     return [name for name in _stage_weights(shapes) if len(shapes.get(name, ())) != 4]

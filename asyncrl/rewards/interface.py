@@ -42,9 +42,6 @@ class RewardModel(Protocol):
             device: The world's.
             tasks: Instructions of the start states.
             own: Of ``[reward.settings]`` or --reward-settings.
-
-        Raises:
-            CheckpointError: A file is missing or does not fit.
         """
         ...
 
@@ -58,11 +55,7 @@ class RewardModel(Protocol):
         ...
 
     def score(self, frames: Tensor, tasks: Sequence[str]) -> Tensor:
-        """Score every frame. Never waits for the device.
-
-        Args:
-            frames: ``[B, C, H, W, 3]`` uint8.
-            tasks: ``B`` instructions.
+        """Score every frame ``[B, C, H, W, 3]`` uint8 for ``B`` instructions. Never waits for the device.
 
         Returns:
             ``[B, C]`` float32 probability of success, in [0, 1].
@@ -78,11 +71,9 @@ def deciding_step(
 ) -> tuple[int, int] | None:
     """Find where an episode succeeds: the step that gets the reward and ends what learning counts.
 
-    RLinf ends an episode when the largest score of a decision reaches the threshold, and pays
-    ``coefficient * (score_t - score_{t-1})`` at step t, which sums up to the score of the decision's last
-    frame: a success that relapses within its decision ends the episode with the return 0. Here ``frames=1``
-    ends it at the same decision and pays it, since a success that is not paid teaches the opposite;
-    ``"last"`` neither pays nor ends it. The coefficient is no setting: it cancels in group advantages.
+    RLinf pays the score of the frame that ends the decision in which an episode succeeds, so a success that
+    relapses within it returns 0. Here ``frames=1`` pays it, since a success that is not paid teaches the
+    opposite; ``"last"`` neither pays nor ends it.
 
     Args:
         scores_NC: ``[N, C]`` float32 probabilities of success.

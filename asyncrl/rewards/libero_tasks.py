@@ -60,12 +60,10 @@ SUITES: Final[dict[str, tuple[str, ...]]] = {
 }
 """The id of an instruction is its index in the suite."""
 LONG: Final = "libero_10"
-"""LIBERO-Long."""
 GROUPS: Final = tuple(f"group_{number}" for number in range(1, 7))
 """Folders of the networks that judge LIBERO-Long together."""
 LONG_GROUPS: Final = (5, 2, 1, 1, 1, 3, 4, 4, 6, 2)
-"""Group number of each task of LIBERO-Long, by id: 1 things into the basket, 2 moka pots on
-the stove, 3 the bowl into the drawer, 4 the white mug on a plate, 5 the book into the caddy, 6 microwave."""
+"""Group number of each task of LIBERO-Long, by id."""
 
 
 def suite_of(tasks: Collection[str]) -> str:

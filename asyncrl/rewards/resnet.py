@@ -1,4 +1,4 @@
-"""ResNet reward models of any size: their networks, and the judges that a run names.
+"""ResNet reward models of any size: their network, and the judges that a run names.
 
 Tensor names equal those of the published files (``resnet_rm.pth``, ``taskemb_resnet_rm.pth``, and the file of
 RLinf's first EVAC environment, whose blocks are others).
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -30,85 +31,60 @@ from asyncrl.storage.weight_files import write_tensors
 
 
 class ResidualBlock(nn.Module):
-    """Two 3x3 convolutions beside a shortcut, which is a 1x1 convolution where the shape changes."""
+    """Two 3x3 convolutions next to a shortcut, which is a 1x1 convolution where the shape changes.
 
-    def __init__(self, channels_in: int, channels: int, stride: int) -> None:
+    A normed block has no biases, and a norm in its shortcut.
+    """
+
+    def __init__(self, channels_in: int, channels: int, stride: int, *, normed: bool) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(channels_in, channels, 3, stride=stride, padding=1)
-        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1)
-        same = stride == 1 and channels_in == channels
-        self.conv3 = None if same else nn.Conv2d(channels_in, channels, 1, stride=stride)
-        self.bn1 = nn.BatchNorm2d(channels)
-        self.bn2 = nn.BatchNorm2d(channels)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map ``[N, channels_in, h, w]`` to ``[N, channels, h / stride, w / stride]``, both float32."""
-        y = self.bn2(self.conv2(functional.relu(self.bn1(self.conv1(x)))))
-        return functional.relu(y + (x if self.conv3 is None else self.conv3(x)))
-
-
-class NormedBlock(nn.Module):
-    """Two 3x3 convolutions without biases beside a shortcut, which is normed where the shape changes."""
-
-    def __init__(self, channels_in: int, channels: int, stride: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(channels_in, channels, 3, stride=stride, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(channels)
-        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(channels)
-        self.shortcut: nn.Module = nn.Identity()
+        biased = not normed
+        self.conv1 = nn.Conv2d(channels_in, channels, 3, stride=stride, padding=1, bias=biased)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=biased)
+        self.conv3: nn.Module | None = None
         if stride != 1 or channels_in != channels:
-            projection = nn.Conv2d(channels_in, channels, 1, stride=stride, bias=False)
-            self.shortcut = nn.Sequential(projection, nn.BatchNorm2d(channels))
+            projection = nn.Conv2d(channels_in, channels, 1, stride=stride, bias=biased)
+            if normed:
+                self.shortcut = nn.Sequential(projection, nn.BatchNorm2d(channels))
+            else:
+                self.conv3 = projection
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.bn2 = nn.BatchNorm2d(channels)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[N, channels_in, h, w]`` to ``[N, channels, h / stride, w / stride]``, both float32."""
         y = self.bn2(self.conv2(functional.relu(self.bn1(self.conv1(x)))))
-        return functional.relu(y + self.shortcut(x))
+        shortcut = getattr(self, "shortcut", self.conv3)
+        return functional.relu(y + (x if shortcut is None else shortcut(x)))
 
 
-def _trunk(config: RewardConfig) -> list[nn.Module]:
-    widths, block = config.widths, NormedBlock if config.normed_shortcut else ResidualBlock
-    stem = nn.Sequential(
-        nn.Conv2d(3, widths[0], 7, stride=2, padding=3),
-        nn.BatchNorm2d(widths[0]),
-        nn.ReLU(),
-        nn.MaxPool2d(3, stride=2, padding=1),
-    )
-    stages = [nn.Sequential(block(widths[0], widths[0], 1), block(widths[0], widths[0], 1))]
-    for before, width in pairwise(widths):
-        stages.append(nn.Sequential(block(before, width, 2), block(width, width, 1)))
-    return [stem, *stages, nn.AdaptiveAvgPool2d(1), nn.Flatten()]
-
-
-class ResnetRewModel(nn.Module):
-    """A ResNet-18 that looks at one frame."""
+class RewardNetwork(nn.Module):
+    """A ResNet-18 that looks at one frame, and at an embedding of the task if it knows tasks."""
 
     def __init__(self, config: RewardConfig) -> None:
         super().__init__()
-        self.net = nn.Sequential(*_trunk(config), nn.Linear(config.widths[-1], 1), nn.Sigmoid())
-
-    def logits(self, images_N3HW: Tensor, task_ids_N: Tensor | None = None) -> Tensor:
-        """Score images, whatever the task.
-
-        Args:
-            images_N3HW: ``[N, 3, H, W]`` float32 in [-1, 1].
-
-        Returns:
-            ``[N]`` float32 log-odds of success.
-        """
-        return self.net[:-1](images_N3HW).squeeze(1)
-
-
-class TaskEmbedResnetRewModel(nn.Module):
-    """The same trunk beside an embedding of the task."""
-
-    def __init__(self, config: RewardConfig) -> None:
-        super().__init__()
-        self.visual_encoder = nn.Sequential(*_trunk(config))
+        widths, block = config.widths, partial(ResidualBlock, normed=config.normed_shortcut)
+        stem = nn.Sequential(
+            nn.Conv2d(3, widths[0], 7, stride=2, padding=3),
+            nn.BatchNorm2d(widths[0]),
+            nn.ReLU(),
+            nn.MaxPool2d(3, stride=2, padding=1),
+        )
+        stages = [
+            nn.Sequential(
+                ResidualBlock(before, width, stride, normed=normed),
+                ResidualBlock(width, width, 1, normed=normed),
+            )
+            for stride, before, width in ((1, widths[0], widths[0]), *((2, *two) for two in pairwise(widths)))
+        ]
+        trunk = [stem, *stages, nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+        if not config.tasks:
+            self.net = nn.Sequential(*trunk, nn.Linear(widths[-1], 1), nn.Sigmoid())
+            return
+        self.visual_encoder = nn.Sequential(*trunk)
         self.task_embedding = nn.Embedding(len(config.tasks), config.embed_dim)
         self.fusion_layer = nn.Sequential(
-            nn.Linear(config.widths[-1] + config.embed_dim, config.hidden_dim),
+            nn.Linear(widths[-1] + config.embed_dim, config.hidden_dim),
             nn.ReLU(),
             nn.Dropout(0.1),
             nn.Linear(config.hidden_dim, 1),
@@ -120,18 +96,15 @@ class TaskEmbedResnetRewModel(nn.Module):
 
         Args:
             images_N3HW: ``[N, 3, H, W]`` float32 in [-1, 1].
-            task_ids_N: ``[N]`` int64.
+            task_ids_N: ``[N]`` int64; not looked at by a network of any task.
 
         Returns:
             ``[N]`` float32 log-odds of success.
         """
+        if hasattr(self, "net"):
+            return self.net[:-1](images_N3HW).squeeze(1)
         seen = torch.cat([self.visual_encoder(images_N3HW), self.task_embedding(task_ids_N)], dim=1)
         return self.fusion_layer[:-1](seen).squeeze(1)
-
-
-def build_network(config: RewardConfig) -> ResnetRewModel | TaskEmbedResnetRewModel:
-    """Build the network `config` describes, with fresh weights."""
-    return TaskEmbedResnetRewModel(config) if config.tasks else ResnetRewModel(config)
 
 
 class ResNetReward:
@@ -139,7 +112,7 @@ class ResNetReward:
 
     def __init__(
         self,
-        network: ResnetRewModel | TaskEmbedResnetRewModel,
+        network: RewardNetwork,
         config: RewardConfig,
         *,
         rounded: bool = False,
@@ -188,18 +161,7 @@ class ResNetReward:
 
     @torch.no_grad()
     def score(self, frames: Tensor, tasks: Sequence[str]) -> Tensor:
-        """Score every frame on its own.
-
-        Args:
-            frames: ``[B, C, H, W, 3]`` uint8 at the model's image size.
-            tasks: ``B`` instructions.
-
-        Returns:
-            ``[B, C]`` float32 probability of success; exactly 0 or 1 when `rounded`.
-
-        Raises:
-            ConfigError: An unknown task, or frames of another size.
-        """
+        """Score every frame on its own; see `RewardModel.score`. Exactly 0 or 1 when `rounded`."""
         batch, count, height, width, _ = frames.shape
         if height != self.config.image_size or width != self.config.image_size or batch != len(tasks):
             raise ConfigError(
@@ -217,7 +179,6 @@ class GroupedReward:
     """Scores frames of LIBERO-Long with the network of their task's group."""
 
     def __init__(self, models: Mapping[str, ResNetReward]) -> None:
-        """Join the networks."""
         self.models = dict(models)
         self._group = {
             task: GROUPS[number - 1] for task, number in zip(SUITES[LONG], LONG_GROUPS, strict=True)
@@ -253,27 +214,24 @@ class GroupedReward:
         return self
 
     def score(self, frames: Tensor, tasks: Sequence[str]) -> Tensor:
-        """Score every frame with the network of its task; see `ResNetReward.score`."""
+        """Score every frame with the network of its task; see `RewardModel.score`."""
         if len(tasks) != len(frames):
             raise ConfigError(f"the reward model was given {len(frames)} slots and {len(tasks)} tasks.")
         # Rows are grouped on the host, so nothing waits for the device.
         frames, rows = frames.to(self.models[GROUPS[0]].device), dict[str, list[int]]()
         for row, task in enumerate(tasks):
-            rows.setdefault(self._group_of(task), []).append(row)
+            if task not in self._group:
+                raise ConfigError(
+                    f"the reward models of LIBERO-Long do not know the task {task!r}. They know: "
+                    f"{', '.join(map(repr, self._group))}. Use --start-states of these tasks."
+                )
+            rows.setdefault(self._group[task], []).append(row)
         scores = torch.zeros(frames.shape[:2], dtype=torch.float32, device=frames.device)
         for group, members in rows.items():
             index = to_device(np.array(members, np.int64), frames.device)
             group_tasks = [tasks[row] for row in members]
             scores.index_copy_(0, index, self.models[group].score(frames.index_select(0, index), group_tasks))
         return scores
-
-    def _group_of(self, task: str) -> str:
-        if task not in self._group:
-            raise ConfigError(
-                f"the reward models of LIBERO-Long do not know the task {task!r}. They know: "
-                f"{', '.join(map(repr, self._group))}. Use --start-states of these tasks."
-            )
-        return self._group[task]
 
 
 def _refuse_settings(own: Mapping[str, Any]) -> None:
@@ -284,7 +242,7 @@ def _refuse_settings(own: Mapping[str, Any]) -> None:
 def _check_files(files: RewardFiles) -> int:
     """Check that all tensors are there and fit; return the bytes of the loaded model."""
     with torch.device("meta"):
-        network = build_network(files.config)
+        network = RewardNetwork(files.config)
     check_fit(network, files.weights, unused=False)
     return sum(tensor.nbytes for tensor in network.state_dict().values())
 
@@ -292,7 +250,7 @@ def _check_files(files: RewardFiles) -> int:
 def _loaded(files: RewardFiles, device: torch.device | str) -> ResNetReward:
     _check_files(files)
     with torch.device("meta"):
-        network = build_network(files.config)
+        network = RewardNetwork(files.config)
     # In float32: rewards are not worth a rounding error.
     fill(network, files.weights, dtype=torch.float32, device=device)
     return ResNetReward(network.requires_grad_(False), files.config, rounded=files.rounded, device=device)

@@ -19,7 +19,7 @@ from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.records import StartState
 from asyncrl.rewards.files import RewardConfig
-from asyncrl.rewards.resnet import ResNetReward, build_network
+from asyncrl.rewards.resnet import ResNetReward, RewardNetwork
 from asyncrl.worlds.kinds import KINDS, world_class
 from support.tiny_actor import GROUP, TASKS, actor_with, start
 from support.tiny_models import WORLDS
@@ -61,7 +61,7 @@ def models_on(device: torch.device, kind: str, folder: Path) -> Imagination[Any]
     world: Any = Slowed(world_class(folder).load(folder, device, ImaginationSettings()))
     policy = OpenVLAOFTPolicy(OpenVLAOFTConfig.tiny()).eval().to(device)
     config = RewardConfig.tiny(TASKS)
-    reward = ResNetReward(build_network(config), config, device=device)
+    reward = ResNetReward(RewardNetwork(config), config, device=device)
     sampling = SamplingParams(temperature=1.0)
     return Imagination(policy, world, reward, sampling, policy_device=device, world_device=device)
 

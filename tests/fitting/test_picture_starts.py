@@ -18,7 +18,7 @@ from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.policies.openvla.tokenizer import PromptTokenizer, build_word_tokenizer
 from asyncrl.rewards.files import RewardConfig
-from asyncrl.rewards.resnet import ResNetReward, build_network, save_reward
+from asyncrl.rewards.resnet import ResNetReward, RewardNetwork, save_reward
 from asyncrl.storage.assets import world_folder
 from asyncrl.worlds.start_states import load_start_states
 from support.recorded import recorded_spec, write_recorded
@@ -174,7 +174,7 @@ def test_a_run_refuses_start_states_whose_instructions_the_policy_cannot_read(
     run, world = tmp_path / "run", tmp_path / "world"
     shutil.copytree(world_folder("tabletop"), world)
     judge = RewardConfig.tiny(("unplug the charger",))
-    save_reward(world, ResNetReward(build_network(judge), judge))
+    save_reward(world, ResNetReward(RewardNetwork(judge), judge))
     flags = ["--world", str(world), "--start-states", str(starts), "--run-dir", str(run)]
     assert cli.run("train", [*flags, "--updates", "1", "--inline", "--device", "cpu"]) == 2
     assert "'unplug', 'charger'" in " ".join(capsys.readouterr().err.split())

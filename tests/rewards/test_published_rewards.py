@@ -17,7 +17,7 @@ from asyncrl.learner.advantages import group_relative_advantages
 from asyncrl.rewards.files import RewardConfig, open_reward
 from asyncrl.rewards.interface import deciding_step
 from asyncrl.rewards.libero_tasks import GROUPS, LONG_GROUPS, SUITES
-from asyncrl.rewards.resnet import GroupedReward, build_network, load_reward, save_reward
+from asyncrl.rewards.resnet import GroupedReward, RewardNetwork, load_reward, save_reward
 from asyncrl.storage.weight_files import write_pth
 
 LONG = SUITES["libero_10"]
@@ -146,7 +146,7 @@ def test_each_published_layout_is_told_by_its_tensors_and_scores_as_described(
 
 def test_evacs_network_has_123_tensors_at_the_published_size() -> None:
     with torch.device("meta"):
-        network = build_network(replace(RewardConfig.full(), normed_shortcut=True))
+        network = RewardNetwork(replace(RewardConfig.full(), normed_shortcut=True))
     shapes = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
     # Stem 2 + 5; 8 blocks of 2 + 2 * 5; 3 shortcuts of 1 + 5; head 2.
     assert len(shapes) == 7 + 8 * 12 + 3 * 6 + 2

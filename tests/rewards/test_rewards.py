@@ -12,7 +12,7 @@ from torch import Tensor
 
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.rewards.files import RewardConfig
-from asyncrl.rewards.resnet import ResNetReward, build_network, load_reward, save_reward
+from asyncrl.rewards.resnet import ResNetReward, RewardNetwork, load_reward, save_reward
 
 TASKS = ("open the drawer", "close the drawer", "push the plate")
 
@@ -20,7 +20,7 @@ TASKS = ("open the drawer", "close the drawer", "push the plate")
 def model(tasks: tuple[str, ...] = TASKS, *, rounded: bool = False) -> ResNetReward:
     torch.manual_seed(0)
     config = RewardConfig.tiny(tasks)
-    network = build_network(config).requires_grad_(False)
+    network = RewardNetwork(config).requires_grad_(False)
     for module in network.modules():  # statistics and weights that matter
         if isinstance(module, torch.nn.BatchNorm2d):
             module.running_mean = 0.1 * torch.randn(module.num_features)
@@ -94,7 +94,7 @@ def test_the_full_networks_have_the_published_tensors(
     tasks: int, entries: int, parameters: int, fingerprint: str
 ) -> None:
     with torch.device("meta"):
-        network = build_network(RewardConfig.full([f"task {i}" for i in range(tasks)]))
+        network = RewardNetwork(RewardConfig.full([f"task {i}" for i in range(tasks)]))
     shapes = {name: tensor.shape for name, tensor in network.state_dict().items()}
     assert (len(shapes), sum(p.numel() for p in network.parameters())) == (entries, parameters)
     assert key_hash(shapes) == fingerprint

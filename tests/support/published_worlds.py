@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 
 from asyncrl.rewards.files import RewardConfig
-from asyncrl.rewards.resnet import ResNetReward, build_network
+from asyncrl.rewards.resnet import ResNetReward, RewardNetwork
 from asyncrl.storage.weight_files import write_pth
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae
@@ -63,7 +63,7 @@ def write_published_world(folder: Path, kind: str) -> Path:
     EXPORTS[kind](folder)
     reward = RewardConfig.tiny(tasks=(), image_size=SIZE)
     torch.manual_seed(0)
-    export_reward(folder, ResNetReward(build_network(reward), reward))
+    export_reward(folder, ResNetReward(RewardNetwork(reward), reward))
     (folder / "dataset").mkdir()
     (folder / "dataset" / "traj0.npy").write_bytes(b"start states")
     return folder

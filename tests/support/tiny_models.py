@@ -13,7 +13,7 @@ from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.records import StartState
 from asyncrl.rewards.files import RewardConfig
-from asyncrl.rewards.resnet import ResNetReward, build_network, save_reward
+from asyncrl.rewards.resnet import ResNetReward, RewardNetwork, save_reward
 from asyncrl.simulators.tabletop.scene import TASKS
 from asyncrl.worlds.start_states import save_start_states
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
@@ -73,7 +73,7 @@ def write_models(folder: Path, world: str = "wan") -> list[str]:
     OpenVLAOFTPolicy(OpenVLAOFTConfig.tiny()).save(folder / "policy")
     WORLDS[world](folder / "world")
     reward = RewardConfig.tiny(tasks=tuple(TASKS))
-    save_reward(folder / "world", ResNetReward(build_network(reward), reward))
+    save_reward(folder / "world", ResNetReward(RewardNetwork(reward), reward))
     save_start_states(folder / "starts.h5", [start_state(number, SIZE) for number in range(8)])
     return flags_of(folder)
 

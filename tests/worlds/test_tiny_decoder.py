@@ -19,20 +19,13 @@ from asyncrl.commands import fit
 from asyncrl.devices.tensors import to_uint8
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.fitting.autoencoder import reconstruction_loss
-from asyncrl.fitting.fit_decoder import (
-    OPENING,
-    Imagined,
-    compare,
-    fit_decoder,
-    imagine_episodes,
-    psnr,
-)
+from asyncrl.fitting.fit_decoder import OPENING, Imagined, compare, fit_decoder, imagine_episodes, psnr
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig, TowerConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.records import StartState
 from asyncrl.rewards.files import RewardConfig
-from asyncrl.rewards.resnet import ResNetReward, build_network, load_reward
+from asyncrl.rewards.resnet import ResNetReward, RewardNetwork, load_reward
 from asyncrl.storage.assets import start_states_path, world_folder
 from asyncrl.worlds.start_states import load_start_states
 from asyncrl.worlds.wan.tiny_decoder import (
@@ -360,7 +353,7 @@ def test_the_loss_and_its_gradient_follow_the_formula() -> None:
 def random_reward() -> ResNetReward:
     torch.manual_seed(4)
     size = RewardConfig(widths=(4, 4, 4, 4), tasks=(TASK,), embed_dim=4, hidden_dim=4, image_size=64)
-    return ResNetReward(build_network(size), size)
+    return ResNetReward(RewardNetwork(size), size)
 
 
 def test_a_fit_brings_the_frames_nearer_and_repeats_itself(imagined: Imagined) -> None:

@@ -32,14 +32,7 @@ from asyncrl.worlds.wan.flow_matching import (
     window_loss,
 )
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig, transformer_name
-from asyncrl.worlds.wan.vae import (
-    VaeConfig,
-    WanVae,
-    decode_step,
-    decode_stream,
-    encode_step,
-    encode_stream,
-)
+from asyncrl.worlds.wan.vae import VaeConfig, WanVae, decode_step, decode_stream, encode_step, encode_stream
 from asyncrl.worlds.wan.world import WanWorld, load_world, save_world
 from support.published_exports import TRANSFORMER_NAMES, VAE_NAMES
 

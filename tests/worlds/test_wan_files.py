@@ -25,7 +25,7 @@ from asyncrl.launch.console import world_line
 from asyncrl.launch.environment import build_environment, check_environment, with_world_defaults
 from asyncrl.rewards.files import RewardConfig, open_reward
 from asyncrl.rewards.libero_tasks import SUITES, suite_of
-from asyncrl.rewards.resnet import ResNetReward, build_network, load_reward, save_reward
+from asyncrl.rewards.resnet import ResNetReward, RewardNetwork, load_reward, save_reward
 from asyncrl.storage import weight_files
 from asyncrl.storage.tensor_files import TensorFiles, fill
 from asyncrl.storage.weight_files import write_pth
@@ -53,7 +53,7 @@ def small_world() -> WanWorld:
 def small_reward(tasks: tuple[str, ...] = ()) -> ResNetReward:
     torch.manual_seed(1)
     config = replace(SMALL_REWARD, tasks=tasks)
-    network = build_network(config).requires_grad_(False)
+    network = RewardNetwork(config).requires_grad_(False)
     for name, tensor in network.state_dict().items():
         if name.endswith("running_mean"):
             tensor.normal_()
@@ -573,7 +573,7 @@ def test_a_fitted_world_without_start_states_begins_at_the_shipped_ones(tmp_path
     vae = replace(VaeConfig.tiny(), base_dim=4, decoder_base_dim=4)
     save_world(tmp_path, WanWorld(ActionWanTransformer(size), WanVae(vae), image_size=64))
     reward = RewardConfig.tiny(())
-    save_reward(tmp_path, ResNetReward(build_network(reward), reward))
+    save_reward(tmp_path, ResNetReward(RewardNetwork(reward), reward))
     assert len(check_environment(TrainConfig(world=str(tmp_path))).starts) > 0
     assert open_world(tmp_path).types().dtype == torch.float32
 

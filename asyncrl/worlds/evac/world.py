@@ -26,20 +26,8 @@ from asyncrl.devices.cuda_graph import CudaGraphed
 from asyncrl.devices.tensors import to_device, to_signed, to_uint8
 from asyncrl.errors import ConfigError
 from asyncrl.records import CHUNK, POSE_DIM, ActionSpec, ModelSummary, SlotBytes, StartState
-from asyncrl.worlds.evac.conditions import (
-    EvacConfig,
-    EvacNetworks,
-    Geometry,
-    decode_frames,
-    encode_frames,
-)
-from asyncrl.worlds.evac.ddim import (
-    guided,
-    normal_noise,
-    normal_words,
-    sampling_steps,
-    seed_words,
-)
+from asyncrl.worlds.evac.conditions import EvacConfig, EvacNetworks, Geometry, decode_frames, encode_frames
+from asyncrl.worlds.evac.ddim import guided, normal_noise, normal_words, sampling_steps, seed_words
 from asyncrl.worlds.evac.files import EvacFiles, open_evac, write_evac
 from asyncrl.worlds.evac.state import Conditions, EvacOptions, EvacState, conditions_of
 from asyncrl.worlds.slots import finite_rows, imagine_full, open_each_once

@@ -8,13 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.worlds.evac.ddim import (
-    guided,
-    sampling_steps,
-    sampling_times,
-    signal_scales,
-    signal_shares,
-)
+from asyncrl.worlds.evac.ddim import guided, sampling_steps, sampling_times, signal_scales, signal_shares
 
 
 def slow_shares() -> list[float]:

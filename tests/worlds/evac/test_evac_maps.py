@@ -126,11 +126,7 @@ def test_rays_go_through_the_centres_of_the_pixels() -> None:
     for row in range(size):
         for column in range(size):
             local = np.array(
-                [
-                    (column + 0.5 - 64 * scale) / (64 * scale),
-                    (row + 0.5 - 64 * scale) / (64 * scale),
-                    1.0,
-                ]
+                [(column + 0.5 - 64 * scale) / (64 * scale), (row + 0.5 - 64 * scale) / (64 * scale), 1.0]
             )
             expected = to_world @ local / np.linalg.norm(local)
             np.testing.assert_allclose(rays[:3, row, column], expected, atol=1e-6)
