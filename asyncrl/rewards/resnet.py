@@ -71,10 +71,7 @@ class RewardNetwork(nn.Module):
             nn.MaxPool2d(3, stride=2, padding=1),
         )
         stages = [
-            nn.Sequential(
-                ResidualBlock(before, width, stride, normed=normed),
-                ResidualBlock(width, width, 1, normed=normed),
-            )
+            nn.Sequential(block(before, width, stride), block(width, width, 1))
             for stride, before, width in ((1, widths[0], widths[0]), *((2, *two) for two in pairwise(widths)))
         ]
         trunk = [stem, *stages, nn.AdaptiveAvgPool2d(1), nn.Flatten()]

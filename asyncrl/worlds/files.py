@@ -18,6 +18,7 @@ from torch import nn
 
 from asyncrl.config.sections import ImaginationSettings, WorldDefaults
 from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.records import ACTION_DIM, ActionSpec, ModelSummary, SlotBytes
 from asyncrl.storage.atomic import read_json, replacing, write_json
 from asyncrl.storage.tensor_files import TensorFiles, copy_others
 from asyncrl.storage.untrusted import check_sizes, check_types
@@ -44,11 +45,6 @@ class WeightTypes:
     exact: frozenset[str] = frozenset()
     """Names of weights, in any of the networks, that are float32 all the same."""
 
-    @property
-    def float32(self) -> bool:
-        """True if the world computes in float32."""
-        return self.dtype == EXACT
-
     def nbytes(self, network: nn.Module) -> int:
         """Return the bytes that the parameters of a network will take; it may be on device meta."""
         return sum(
@@ -72,6 +68,11 @@ class WorldFolder:
     published: bool
     """True if the folder has no world.json."""
 
+    @property
+    def action_dim(self) -> int:
+        """Numbers per action."""
+        return ACTION_DIM
+
     def types(self, settings: ImaginationSettings = AS_SAVED) -> WeightTypes:
         """Return the types of weights: published worlds compute in bfloat16, fitted ones in float32."""
         if self.published:
@@ -89,6 +90,46 @@ class WorldFolder:
             max_decisions=MAX_DECISIONS,
             temperature=TEMPERATURE,
         )
+
+    def check(self, settings: ImaginationSettings = AS_SAVED) -> int:
+        """Check that all tensors are there and fit; return the bytes that the loaded world takes."""
+        raise NotImplementedError
+
+    def slot_bytes(self, settings: ImaginationSettings = AS_SAVED, decisions: int = 0) -> SlotBytes:
+        """Estimate the device memory of a slot, excluding the weights."""
+        raise NotImplementedError
+
+
+class FolderWorld:
+    """The class methods of a world that asyncrl reads from folders; see `World` and its capabilities."""
+
+    @classmethod
+    def files(cls, folder: Path, settings: ImaginationSettings, own: Mapping[str, Any]) -> WorldFolder:
+        """Read sizes and facts; refuse settings that the kind cannot follow."""
+        raise NotImplementedError
+
+    @classmethod
+    def check(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> ModelSummary:
+        """See `World.check`."""
+        files = cls.files(folder, settings, own)
+        return ModelSummary(
+            image_size=files.image_size,
+            nbytes=files.check(settings),
+            action_spec=ActionSpec(dim=files.action_dim),
+            version=files.version,
+        )
+
+    @classmethod
+    def defaults(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> WorldDefaults:
+        """See `BringsDefaults`."""
+        return cls.files(folder, settings, own).defaults(settings)
+
+    @classmethod
+    def slot_bytes(
+        cls, folder: Path, settings: ImaginationSettings, *, decisions: int = 0, **own: Any
+    ) -> SlotBytes:
+        """See `CountsSlots`."""
+        return cls.files(folder, settings, own).slot_bytes(settings, decisions)
 
 
 def refuse_own_settings(own: Mapping[str, Any], world: str) -> None:
@@ -153,13 +194,7 @@ def renamed(name: str, table: Sequence[tuple[str, str]]) -> str:
 
 
 def convert_world(source: Path, out: Path) -> None:
-    """Write a world of an earlier version, in format 1, as this version reads it; tensors stay as they are.
-
-    Each kind has `convert_old`, which changes a copied folder and returns its facts for world.json.
-
-    Raises:
-        CheckpointError: There is no world of format 1 in `source`.
-    """
+    """Write a world of format 1 as this version reads it, by its kind's `convert_old`; tensors stay."""
     about = read_json(source / ABOUT)
     if (found := about.get("format")) != _OLD_FORMAT:
         raise CheckpointError(f"{source / ABOUT} has format {found!r}; {_OLD_FORMAT!r} can be converted.")

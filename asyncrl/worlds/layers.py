@@ -15,17 +15,11 @@ def attend_few(
 ) -> Tensor:
     """Compute scaled dot-product attention between the few frames of a window, at every place of a picture.
 
-    On an H200 the fused kernels take eight times as long as two products for tens of thousands of sequences
-    of a dozen frames: they compute a whole tile each.
-
     Args:
-        query_NHFE: ``[N, H, F, E]`` of any float dtype.
-        key_NHKE: ``[N, H, K, E]`` in the same.
         visible_FK: ``[F, K]`` bool; None: every frame sees all.
-
-    Returns:
-        ``[N, H, F, E]`` in the same dtype.
     """
+    # On an H200 the fused kernels take eight times as long as two products for tens of thousands of sequences
+    # of a dozen frames: they compute a whole tile each.
     if query_NHFE.is_cuda:
         return attend_by_products(query_NHFE, key_NHKE, value_NHKE, visible_FK)
     return functional.scaled_dot_product_attention(query_NHFE, key_NHKE, value_NHKE, attn_mask=visible_FK)
@@ -43,14 +37,7 @@ def attend_by_products(
 
 
 def sinusoid(times: Tensor, channels: int) -> Tensor:
-    """Encode times as ``[cos, sin]`` waves, in float64 because sin(1000) needs the digits.
-
-    Args:
-        times: ``[...]`` of any float dtype, in 0..1000.
-
-    Returns:
-        ``[..., channels]`` float64.
-    """
+    """Encode times ``[...]`` of 0..1000 as ``[..., channels]`` float64 waves; sin(1000) needs the digits."""
     half = channels // 2
     rates = 10000.0 ** (-torch.arange(half, dtype=torch.float64, device=times.device) / half)
     angles = times.double().unsqueeze(-1) * rates

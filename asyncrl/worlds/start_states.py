@@ -1,16 +1,13 @@
 """Read and write start states, and draw them in an order that follows from a seed.
 
-Our file is HDF5 (``*.h5``, ``*.hdf5``), one row per start state::
+Our file is HDF5 (``*.h5``, ``*.hdf5``), one row per start state, with attribute ``format``::
 
-    attribute  format           "asyncrl-start-states-1"
-    name       bytes  [S]       fixed length, UTF-8       task             bytes   [S]  fixed length, UTF-8
-    frame      uint8  [S, H, W, 3]                        context_length   int64   [S]  0 or K
-    context_frames  uint8 [S, K, H, W, 3]                 context_actions  float32 [S, K, A]
-    ee_pose  float32 [S, 8], NaN where it is not known    elapsed          int64   [S]  0: not on the way
+    name, task  bytes [S]  fixed length, UTF-8          frame  uint8 [S, H, W, 3]
+    context_length   int64 [S], 0 or K                  context_frames  uint8 [S, K, H, W, 3]
+    context_actions  float32 [S, K, A]                  ee_pose  float32 [S, 8], NaN where unknown
+    elapsed          int64 [S]
 
-``context_frames`` and ``context_actions`` are left out when no start state has a context, ``ee_pose`` when
-none has a pose, and ``elapsed`` when all are 0. RLinf's folders of ``traj*.npy`` are read too, see
-`rlinf_start_states`.
+Contexts are left out when no start state has one, poses likewise, and ``elapsed`` when all are 0.
 """
 
 from __future__ import annotations
@@ -36,11 +33,7 @@ _SUFFIXES: Final = (".h5", ".hdf5")
 
 
 def save_start_states(path: Path, states: Sequence[StartState]) -> None:
-    """Write start states of one image size to `path`; a reader sees the old file or the new one.
-
-    Raises:
-        AssetError: There are none, two share a name, or their images or contexts differ in size.
-    """
+    """Write start states of one image size and context; a reader sees the old file or the new one."""
     _check_alike(path, states)
     length = max(len(state.context_frames) for state in states)
     numbers = max(state.context_actions.shape[1] for state in states)
@@ -89,9 +82,6 @@ def load_start_states(path: Path, *, keyframes: bool = True, image_size: int = 0
 
     Args:
         keyframes: Whether trajectories with ``_kir`` in their name are used (RLinf's ``enable_kir``).
-
-    Raises:
-        AssetError: Nothing is there, or it is in neither format.
     """
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES)
@@ -154,12 +144,7 @@ def check_beginnings(
     action_dim: int = ACTION_DIM,
     needs_pose: bool = False,
 ) -> None:
-    """Check that a world can begin with start states.
-
-    Args:
-        image_size: Height and width of the world's frames in pixels.
-        context: Frames of a context, where a state has one; 0: the world takes none.
-    """
+    """Check that a world can begin with start states; `context` 0: it takes no context frames."""
     for state in states:
         for frame in (state.frame, *state.context_frames):
             if frame.shape != (image_size, image_size, 3):
@@ -184,11 +169,7 @@ def check_beginnings(
 
 
 def check_pose(state: StartState) -> None:
-    """Check the pose of the hand in a start state, for a world that needs it.
-
-    Raises:
-        ConfigError: It does not.
-    """
+    """Check the pose of the hand in a start state, for a world that needs it."""
     pose = state.ee_pose
     if pose is None or np.shape(pose) != (POSE_DIM,) or not np.isfinite(pose).all():
         raise ConfigError(
@@ -204,11 +185,7 @@ def _shuffled(count: int, seed: int, turn: int) -> tuple[int, ...]:
 
 
 def start_state_at(states: Sequence[StartState], seed: int, n: int) -> StartState:
-    """Return the n-th start state of the stream `seed`.
-
-    Every state comes once, in random order, then every state again in another order. A pure function of its
-    arguments, so a stream can be continued from `n` alone.
-    """
+    """Return the n-th start state of the stream `seed`: all states in random order, again and again."""
     round_number, position = divmod(n, len(states))
     return states[_shuffled(len(states), seed, round_number)[position]]
 
@@ -219,15 +196,7 @@ def is_keyframe(state: StartState) -> bool:
 
 
 def check_keyframes(states: Sequence[StartState], *, share: float, max_decisions: int) -> None:
-    """Check that episodes can begin at key frames as often as asked for, with decisions left to make.
-
-    Args:
-        max_decisions: Of an episode from an ordinary start; 0: not known.
-
-    Raises:
-        ConfigError: There are no key frames, or none but key frames, where both are needed; or one lies at
-            or behind the end of an episode.
-    """
+    """Check that episodes can begin at key frames as often as asked for, with decisions left to make."""
     marked = [state for state in states if is_keyframe(state)]
     if share > 0 and not marked:
         raise ConfigError(

@@ -23,7 +23,7 @@ from asyncrl.policies.openvla.autoregressive import new_policy
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.records import SlotBytes
 from asyncrl.worlds.evac.conditions import EvacConfig, EvacNetworks
-from asyncrl.worlds.evac.world import estimate_slot
+from asyncrl.worlds.evac.files import estimate_slot
 from asyncrl.worlds.opensora.autoencoder import FrameVae, VaeConfig
 from asyncrl.worlds.opensora.files import slot_bytes
 from asyncrl.worlds.opensora.stdit3 import STDiT3, STDiT3Config

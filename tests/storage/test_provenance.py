@@ -11,7 +11,15 @@ import pytest
 import torch
 
 from asyncrl import __version__
-from asyncrl.storage.provenance import MOST_STARTS, Launch, Provenance, devices, git_state, read, this_start
+from asyncrl.storage.provenance import (
+    MOST_STARTS,
+    Launch,
+    Provenance,
+    devices,
+    git_state,
+    read,
+    this_start,
+)
 
 BEGAN = "2025-01-01T00:00:00+00:00"
 START = Launch(attempt=1, command="asyncrl train", host="a", pid=1, began=BEGAN)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import logging
 import struct
 from dataclasses import replace
 from operator import attrgetter
@@ -29,7 +28,7 @@ from asyncrl.rewards.resnet import ResNetReward, RewardNetwork, load_reward, sav
 from asyncrl.storage import weight_files
 from asyncrl.storage.tensor_files import TensorFiles, fill
 from asyncrl.storage.weight_files import write_pth
-from asyncrl.worlds.wan.files import ACTION_MODEL, AUTOENCODER, fingerprint, open_world, recognise_transformer
+from asyncrl.worlds.wan.files import open_world, recognise_transformer
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae
 from asyncrl.worlds.wan.world import WanWorld, load_world, save_world
@@ -126,20 +125,16 @@ def sparse_pth(path: Path, shapes: dict[str, torch.Size], wrapper: str | None = 
 
 @pytest.mark.parametrize("wrapper", [None, "model_state"])
 def test_files_of_the_true_size_are_recognised_and_checked_without_reading_them(
-    tmp_path: Path, wrapper: str | None, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, wrapper: str | None
 ) -> None:
     sparse_safetensors(tmp_path / MODEL, listed("wan_action_transformer"))
     sparse_pth(tmp_path / VAE, listed("wan_vae"), wrapper)
     assert (tmp_path / MODEL).stat().st_size > 10_000_000_000
     assert (tmp_path / VAE).stat().st_size > 2_800_000_000
-    with caplog.at_level(logging.INFO):
-        files = open_world(tmp_path)
+    files = open_world(tmp_path)
     assert (files.transformer_size, files.vae_size) == (TransformerConfig.full(), VaeConfig.full())
     assert (files.image_size, files.schedule_steps, files.types().dtype) == (256, 5, torch.bfloat16)
     assert files.check() == 2 * (5_025_334_464 + 704_688_668)
-    assert f"is the published action-conditioned Wan2.2-TI2V-5B ({ACTION_MODEL})" in caplog.text
-    assert f"is the published autoencoder of Wan 2.2 ({AUTOENCODER})" in caplog.text
-    assert "unknown" not in caplog.text
 
 
 @pytest.mark.parametrize(("name", "count"), [("resnet_rm", 127), ("taskemb_resnet_rm", 130)])
@@ -177,29 +172,20 @@ TEXT = {
     "text_embedding.2.bias": torch.Size([3072]),
 }
 SCALAR = torch.Size([])
-VARIANTS = {
-    "1f5ab7703c6fc803fdded85ff040c316": (published_shapes(token=0, vector=0) | TEXT, "takes no actions"),
-    "6efc7e19e87c1755f17dec14be3d0bf1": (
-        published_shapes(token=0),
-        r"modulation only \(TI2V3: no action_mlp1\)",
-    ),
-    "d3abb829": (
-        published_shapes(token=0) | {"action_scale": SCALAR},
-        "modulation only.*scaled by action_scale",
-    ),
-    "3f4e3743": (
-        published_shapes(vector=0) | {"action_scale1": SCALAR},
-        "cross-attention only.*action_scale1",
-    ),
-    "c435810b": (published_shapes(token=14, vector=56), "takes actions of 14 numbers"),
-    "": (published_shapes() | {"action_scale": SCALAR}, "scales its actions by action_scale, and how is not"),
-}
+VARIANTS = [
+    (published_shapes(token=0, vector=0) | TEXT, "takes no actions"),
+    (published_shapes(token=0), r"modulation only \(TI2V3: no action_mlp1\)"),
+    (published_shapes(token=0) | {"action_scale": SCALAR}, "modulation only.*scaled by action_scale"),
+    (published_shapes(vector=0) | {"action_scale1": SCALAR}, "cross-attention only.*action_scale1"),
+    (published_shapes(token=14, vector=56), "takes actions of 14 numbers"),
+    (published_shapes() | {"action_scale": SCALAR}, "scales its actions by action_scale, and how is not"),
+]
 
 
-@pytest.mark.parametrize("known", VARIANTS)
-def test_variants_that_are_steered_otherwise_are_refused_by_name(tmp_path: Path, known: str) -> None:
-    shapes, words = VARIANTS[known]
-    assert fingerprint(shapes).startswith(known)
+@pytest.mark.parametrize(("shapes", "words"), VARIANTS)
+def test_variants_that_are_steered_otherwise_are_refused_by_name(
+    tmp_path: Path, shapes: dict[str, tuple[int, ...]], words: str
+) -> None:
     sparse_safetensors(tmp_path / MODEL, {f"pipe.dit.{name}": shape for name, shape in shapes.items()})
     with pytest.raises(CheckpointError, match=rf"model-00001\.safetensors .*{words}.*TI2V2"):
         recognise_transformer(TensorFiles([tmp_path / MODEL]), {})
@@ -283,7 +269,6 @@ def test_unknown_tensors_are_reported_by_name_once_all_others_are_there(
     save_file({**tensors, "old_head.bias": torch.zeros(3)}, copy / MODEL)
     load_world(copy)
     assert "holds 1 tensors the model has no use for: old_head.bias" in caplog.text
-    assert "has the unknown fingerprint" in caplog.text
     del tensors["blocks.1.ffn.2.bias"]
     save_file({**tensors, "old_head.bias": torch.zeros(3)}, copy / MODEL)
     with pytest.raises(CheckpointError, match=r"lacks tensor blocks\.1\.ffn\.net\.2\.bias of shape \[128\]"):

@@ -1,10 +1,8 @@
 """The networks of an EVAC world besides its U-Net, its sizes, and the conditions that they make.
 
-- Frames are encoded and decoded by Stable Diffusion's autoencoder (diffusers' `AutoencoderKL`), one by one.
-- The first picture is encoded by OpenCLIP's vision transformer (transformers' CLIP vision model); its tokens
-  are those of the last layer, without the norm behind it (DynamiCrafter, arXiv 2310.12190).
-- Two resamplers turn that picture, and the motion of each frame, into a fixed number of tokens: a learned
-  query per token attends over the inputs and over all queries (Flamingo, arXiv 2204.14198).
+Frames are encoded by Stable Diffusion's autoencoder, the first picture by OpenCLIP's vision transformer (the
+last layer, without the norm behind it; DynamiCrafter, arXiv 2310.12190). Two resamplers turn that picture,
+and the motion of each frame, into tokens (Flamingo, arXiv 2204.14198).
 
 Dimension letters: B slots, C steps, P frames remembered, F = P + C frames of the window, N frames, M rows, S
 vectors of a row, A their numbers, Q queries, D inner width, Z latent channels, h/w latent size, H, W pixels,
@@ -38,15 +36,12 @@ class AutoencoderConfig:
     """Size of an autoencoder."""
 
     channels: int
-    """Of the first level; a multiple of `groups`."""
     multipliers: tuple[int, ...]
     """Channels of each level, in those of the first; each level but the last halves height and width."""
     res_blocks: int
     """Residual blocks of a level of the encoder; the decoder has one more."""
     latent: int = 4
-    """``Z``."""
     groups: int = 32
-    """Of the group norms."""
     scale: float = 0.18215
     """Factor of latents, which makes their variance about 1."""
 
@@ -107,7 +102,6 @@ class ImageEncoderConfig:
     """Size of a vision transformer."""
 
     width: int
-    """``D``."""
     layers: int
     heads: int
     mlp: int
@@ -119,7 +113,7 @@ class ImageEncoderConfig:
 
     @property
     def tokens(self) -> int:
-        """One for the picture, and one per patch."""
+        """Number of tokens: one for the picture, and one per patch."""
         return 1 + (self.size // self.patch) ** 2
 
     @classmethod
@@ -183,13 +177,11 @@ class ResamplerConfig:
     """Size of a resampler."""
 
     inputs: int
-    """``A``."""
     queries: int
-    """``Q``: tokens that come out."""
+    """Tokens that come out."""
     width: int
-    """Of the tokens, and within."""
+    """Width of the tokens, and within."""
     depth: int
-    """Layers."""
     heads: int
     head_dim: int
 
@@ -288,11 +280,7 @@ class EvacConfig:
     """Network calls per decision."""
 
     def __post_init__(self) -> None:
-        """Check that the parts fit together.
-
-        Raises:
-            ValueError: They do not; names the sizes that differ.
-        """
+        """Check that the parts fit together; the ValueError names sizes that differ."""
         latent, unet, encoder = self.autoencoder.latent, self.unet, self.image_encoder
         pairs = {
             "channels of the network": (unet.in_channels, 3 * latent + 7),
@@ -401,18 +389,11 @@ def action_tokens(resampler: Resampler, motions_BF14: Tensor) -> Tensor:
 
 
 def condition_channels(history_BPZhw: Tensor, maps_BCZhw: Tensor, rays_6hw: Tensor) -> Tensor:
-    """Join the channels beside the noisy latents: condition image, mask, trajectory map and rays.
+    """Join the channels next to the noisy latents: ``[B, 2 Z + 7, F, h, w]`` float32.
 
-    The condition image of a remembered frame is that frame, with a mask of 1; of a new frame it is the last
-    remembered frame, with a mask of 0. Maps of remembered frames are zero.
-
-    Args:
-        history_BPZhw: ``[B, P, Z, h, w]`` float32 clean latents of earlier frames.
-        maps_BCZhw: ``[B, C, Z, h, w]`` float32 latents of the new frames' trajectory maps.
-        rays_6hw: ``[6, h, w]`` float32.
-
-    Returns:
-        ``[B, 2 Z + 7, F, h, w]`` float32.
+    They are condition image, mask, trajectory map and rays. The condition image of a remembered frame is that
+    frame, with a mask of 1; of a new frame the last remembered one, with a mask of 0. Maps of remembered
+    frames are zero.
     """
     batch, known, _, height, width = history_BPZhw.shape
     new = maps_BCZhw.shape[1]

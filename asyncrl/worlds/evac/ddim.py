@@ -8,9 +8,7 @@ falls from 1 to 0.7 over the first 400 levels (DynamiCrafter, arXiv 2310.12190),
     x_t = sqrt(abar_t) scale_t x_0 + sqrt(1 - abar_t) noise
     v_t = sqrt(abar_t) noise - sqrt(1 - abar_t) scale_t x_0
 
-A step (arXiv 2010.02502, equation 12) removes the noise that the velocity predicts, and with eta > 0 adds
-fresh noise. diffusers' `DDIMScheduler` cannot stand in: it has no scale of the signal, and at eta 1 its
-variance at pure noise is the root of a negative number, so everything becomes NaN; here it is bounded.
+diffusers' `DDIMScheduler` has no such scale, and at eta 1 makes NaN of pure noise.
 
 Dimension letters: B samples or slots, P frames remembered, C new frames, F = P + C, Z latent channels, h/w
 latent size, I image tokens, T tokens of an action, K their width.
@@ -20,7 +18,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, NamedTuple
 
@@ -62,33 +59,14 @@ def signal_scales() -> tuple[float, ...]:
     return (*falling.tolist(), *[_LOWEST_SCALE] * (LEVELS - _SCALED_LEVELS))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """Numbers of one step.
-
-    ``x_0 = signal_x x + signal_v v`` and ``noise = noise_x x + noise_v v``, then
-    ``x = to_signal x_0 + to_noise noise + fresh * new noise``.
-    """
+class Step(NamedTuple):
+    """A step of the sampler (arXiv 2010.02502, equation 12): ``x_factor x + v_factor v + fresh noise``."""
 
     time: int
     """Noise level, 0..999."""
-    signal_x: float
-    signal_v: float
-    noise_x: float
-    noise_v: float
-    to_signal: float
-    to_noise: float
+    x_factor: float
+    v_factor: float
     fresh: float
-
-    @property
-    def x_factor(self) -> float:
-        """Factor of the noisy latent."""
-        return self.to_signal * self.signal_x + self.to_noise * self.noise_x
-
-    @property
-    def v_factor(self) -> float:
-        """Factor of the velocity."""
-        return self.to_signal * self.signal_v + self.to_noise * self.noise_v
 
 
 @lru_cache(maxsize=32)
@@ -117,15 +95,13 @@ def sampling_steps(steps: int, eta: float = 1.0) -> tuple[Step, ...]:
         # At the end both levels may be the same one, and nothing is left to add.
         spread = eta**2 * (1 - then) / (1 - now) * (1 - now / then)
         fresh = min(max(spread, 0.0), 1 - then)
+        to_signal, to_noise = then**0.5, (1 - then - fresh) ** 0.5
+        signal, noise = now**0.5, (1 - now) ** 0.5
         table.append(
             Step(
                 time=time,
-                signal_x=now**0.5 * rescale,
-                signal_v=-((1 - now) ** 0.5) * rescale,
-                noise_x=(1 - now) ** 0.5,
-                noise_v=now**0.5,
-                to_signal=then**0.5,
-                to_noise=(1 - then - fresh) ** 0.5,
+                x_factor=to_signal * (signal * rescale) + to_noise * noise,
+                v_factor=to_signal * (-noise * rescale) + to_noise * signal,
                 fresh=fresh**0.5,
             )
         )
@@ -133,11 +109,9 @@ def sampling_steps(steps: int, eta: float = 1.0) -> tuple[Step, ...]:
 
 
 def guided(conditional: Tensor, unconditional: Tensor, scale: float, rescale: float) -> Tensor:
-    """Apply classifier-free guidance to a velocity ``[B, ...]`` (arXiv 2207.12598).
+    """Apply classifier-free guidance to velocities ``[B, ...]`` (arXiv 2207.12598).
 
     Args:
-        conditional: ``[B, ...]`` velocity under the conditions.
-        unconditional: ``[B, ...]`` velocity without them.
         rescale: In [0, 1], how far the spread of each row is brought back to that of `conditional` (arXiv
             2305.08891, section 3.4).
     """
@@ -150,16 +124,12 @@ def guided(conditional: Tensor, unconditional: Tensor, scale: float, rescale: fl
 # ---- seeded draws --------------------------------------------------------------------------------
 # Philox 4x32-10 (Salmon et al., SC 2011) turns a counter and a key into four random words of 32 bits. The key
 # is the row's seed, the counter the place within the draw and the number of the draw, so that a row's noise
-# depends on nothing else. All of it is tensor arithmetic, so nothing waits for the device. Words are kept in
-# int64, whose products wrap at 64 bits like unsigned ones.
+# depends on nothing else, and nothing waits for the device. Words are kept in int64, whose products wrap at
+# 64 bits like unsigned ones.
 
 
 def philox(counter: Sequence[Tensor | int], key: Sequence[Tensor | int]) -> tuple[Tensor, ...]:
-    """Compute four random words, int64 in 0..2**32 - 1, from four words of a counter and two of a key.
-
-    Args:
-        counter: Four tensors int64 (or numbers) whose shapes broadcast; one is a tensor.
-    """
+    """Compute four random words, int64 in 0..2**32 - 1, from four words of a counter and two of a key."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for number in range(_ROUNDS):
@@ -171,7 +141,7 @@ def philox(counter: Sequence[Tensor | int], key: Sequence[Tensor | int]) -> tupl
 
 
 def _product(multiplier: int, word: Tensor | int) -> tuple[Tensor | int, Tensor | int]:
-    """Return the upper and the lower 32 bits of a product of two words."""
+    # The upper and the lower 32 bits.
     if isinstance(word, int):
         return (multiplier * word) >> 32, (multiplier * word) & _MASK
     # The factor as a signed number: int64 has no word above 2**63, and products are the same modulo 2**64.
@@ -185,13 +155,10 @@ def seed_words(seeds: Sequence[int]) -> NDArray[np.int64]:
 
 
 def normal_words(place_N: Tensor, seeds_B2: Tensor, draw: int | Tensor) -> Tensor:
-    """Draw four standard normal numbers for each place: ``[B, N, 4]`` float64. This part may be compiled.
+    """Draw four standard normal numbers for each place ``[N]`` int64: ``[B, N, 4]`` float64.
 
-    Args:
-        place_N: ``[N]`` int64 in 0..2**32 - 1. An argument, for a compiled `arange` would be an index of 32
-            bits, too few for Philox's products.
-        seeds_B2: ``[B, 2]`` int64, of `seed_words`.
-        draw: Number of the draw, 0..2**32 - 1; a tensor: ``[]`` int64.
+    This part may be compiled, so the places are an argument: a compiled `arange` would be an index of 32
+    bits, too few for Philox's products.
     """
     words = philox((place_N, draw, 0, 0), (seeds_B2[:, :1], seeds_B2[:, 1:]))
     # Centres of 2**32 equal parts of (0, 1), so that the logarithm is finite. In float64: float32 has no
@@ -222,12 +189,11 @@ def normal_noise(
     return words(place_N, seeds_B2, draw).flatten(1)[:, :count].float().unflatten(1, shape)
 
 
-# ---- training ------------------------------------------------------------------------------------
-# The history is noised a little while its time is 0, so that the imperfect frames of an imagined episode do
-# not make the network drift ("teacher forcing" augmentation; EnerVerse-AC, arXiv 2505.09723): a frame gets
-# level (1 - cos(a)) * 1000 / d with a uniform in 0..pi/2 for each frame and d a whole number of 3 to 20 for
-# each sample, older frames the noisier ones. The condition image is taken from the noised frames, for else
-# the clean ones would still be seen. Samples without tokens are needed for guidance.
+# ---- training ------------------------------------------------------------------------------------ The
+# history is noised a little while its time is 0, so that the imperfect frames of an imagined episode do not
+# make the network drift (EnerVerse-AC, arXiv 2505.09723): a frame gets level (1 - cos(a)) * 1000 / d with a
+# uniform in 0..pi/2 for each frame and d a whole number of 3 to 20 for each sample, older frames the noisier
+# ones. The condition image is taken from the noised frames. Samples without tokens are needed for guidance.
 
 
 class ChunkLoss(NamedTuple):
@@ -255,13 +221,7 @@ class Draws(NamedTuple):
 
 
 def draw(generator: torch.Generator, new: torch.Size, remembered: int, *, dropout: float = DROPOUT) -> Draws:
-    """Draw the random numbers of a batch, in the order of `Draws`.
-
-    Args:
-        new: ``[B, C, Z, h, w]``.
-        remembered: ``P``.
-        dropout: Share of the samples without tokens, in [0, 1].
-    """
+    """Draw the random numbers of a batch of ``[B, C, Z, h, w]`` new and ``P`` remembered frames."""
     batch, _, *frame = new
     levels = torch.randint(0, LEVELS, (batch,), generator=generator)
     noise = torch.randn(new, generator=generator)
@@ -317,15 +277,8 @@ def chunk_loss(
 ) -> ChunkLoss:
     """Compute the loss of the velocity of the new frames, with gradients to the network and the tokens.
 
-    Args:
-        history_BPZhw: ``[B, P, Z, h, w]`` float32 clean latents of remembered frames, the last one last.
-        new_BCZhw: ``[B, C, Z, h, w]`` float32 clean latents of the new frames.
-        maps_BCZhw: ``[B, C, Z, h, w]`` float32 latents of their trajectory maps.
-        rays_6hw: ``[6, h, w]`` float32.
-        image_BIK: ``[B, I, K]`` tokens of the window's first frame.
-        actions_BFTK: ``[B, F, T, K]`` tokens of the action that made each frame.
-        fps: ``[B]`` of any dtype.
-        domain: ``[B]`` int64.
+    Latents are float32 and clean, the last remembered frame last; maps are latents too. The image tokens are
+    those of the window's first frame, `fps` and `domain` ``[B]``.
     """
     device, remembered = new_BCZhw.device, history_BPZhw.shape[1]
     levels_BC = draws.levels[:, None].expand(-1, new_BCZhw.shape[1])

@@ -8,7 +8,6 @@ asyncrl writes a safetensors file per network, named by its prefix, and facts th
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import partial
@@ -19,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl.config.sections import ImaginationSettings
-from asyncrl.errors import CheckpointError, first_line
-from asyncrl.records import ACTION_DIM, CHUNK, POSE_DIM
+from asyncrl.errors import CheckpointError
+from asyncrl.records import ACTION_DIM, CHUNK, POSE_DIM, SlotBytes
 from asyncrl.storage.tensor_files import TensorFiles
 from asyncrl.storage.untrusted import check_sizes, shortened
 from asyncrl.storage.weight_files import write_tensors
@@ -32,12 +31,27 @@ from asyncrl.worlds.evac.conditions import (
     ResamplerConfig,
 )
 from asyncrl.worlds.evac.poses import Camera, MotionStatistics
-from asyncrl.worlds.evac.published import PREFIXES, config_of, grouped, published_state, published_tensors
+from asyncrl.worlds.evac.published import (
+    PREFIXES,
+    config_of,
+    grouped,
+    load_checkpoint,
+    published_state,
+    published_tensors,
+)
 from asyncrl.worlds.evac.unet import UNetConfig
 from asyncrl.worlds.files import AS_SAVED, WorldFolder, read_about, write_about
 from asyncrl.worlds.kinds import ABOUT
 
 KIND: Final = "evac"
+CONTEXT: Final = 4
+"""Frames of a start state's context, if it has one."""
+FRAMES_AT_ONCE: Final = 32
+"""Frames that the autoencoder takes at a time: its memory grows with them."""
+# Chosen so that the published sizes take as much memory as measured (docs/measurements/world_speed.md): 236
+# MiB a slot, 4 GiB.
+_WORKING: Final = 6  # copies of the skip connections that the network takes
+_DRAWING: Final = 8  # largest tensors of the decoder, alive at the same time
 MARK: Final = "model.diffusion_model.input_blocks.0.0.weight"
 """A tensor that every published checkpoint has."""
 _POSE_MODEL: Final = "pose_model.safetensors"
@@ -88,6 +102,12 @@ class EvacFiles(WorldFolder):
     """Name of the files in errors."""
     config: EvacConfig
     parts: Parts
+    guided: bool
+    """True if a slot is drawn with and without conditions."""
+
+    def slot_bytes(self, settings: ImaginationSettings = AS_SAVED, decisions: int = 0) -> SlotBytes:
+        """See `WorldFolder.slot_bytes`; a slot remembers its whole episode."""
+        return estimate_slot(self.config, decisions, self.types(settings).dtype, guided=self.guided)
 
     def build(self) -> EvacNetworks:
         """Build the networks without memory for their weights (on the meta device)."""
@@ -95,7 +115,7 @@ class EvacFiles(WorldFolder):
             return EvacNetworks.build(self.config)
 
     def check(self, settings: ImaginationSettings = AS_SAVED) -> int:
-        """Check that all tensors are there and fit; return the bytes that the loaded world takes."""
+        """See `WorldFolder.check`."""
         networks, dtype = self.build(), self.types(settings).dtype
         for part, wanted in published_tensors(networks).items():
             present, prefix = self.parts[part], PREFIXES.get(part, "")
@@ -145,7 +165,25 @@ def _dtype(part: str, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if part == "pose_model" else dtype
 
 
-def open_evac(folder: Path) -> EvacFiles:
+def estimate_slot(
+    config: EvacConfig, decisions: int, dtype: torch.dtype, *, guided: bool = False
+) -> SlotBytes:
+    """Estimate the device memory of slots, excluding the weights, from sizes alone."""
+    size, frames = config.latent_size, 1 + CONTEXT + CHUNK * decisions
+    remembered = frames * (config.autoencoder.latent * size**2 + POSE_DIM) * 4
+    kept = 2 * (remembered + 3 * config.image_size**2)  # the state before a decision and the one after it
+    # Of the network: what the way down leaves for the way up. Of the decoder: its largest tensors, of as
+    # many frames as it takes at once.
+    levels = sum(
+        (config.unet.res_blocks + 1) * m * config.unet.channels * (size >> i) ** 2
+        for i, m in enumerate(config.unet.multipliers)
+    )
+    largest = config.autoencoder.channels * config.image_size**2
+    scratch = dtype.itemsize * _WORKING * (config.history + CHUNK) * levels * (2 if guided else 1)
+    return SlotBytes(kept=kept, scratch=scratch, shared=dtype.itemsize * _DRAWING * FRAMES_AT_ONCE * largest)
+
+
+def open_evac(folder: Path, *, guided: bool = False) -> EvacFiles:
     """Read sizes and facts of a world, without its weights."""
     label, parts = _find_parts(folder)
     about = read_about(folder, KIND, published=bool(parts)) if parts or (folder / ABOUT).is_file() else None
@@ -185,6 +223,7 @@ def open_evac(folder: Path) -> EvacFiles:
         label=label,
         config=config,
         parts=parts,
+        guided=guided,
     )
 
 
@@ -287,61 +326,6 @@ def _open_files(folder: Path) -> tuple[Files, list[CheckpointError]]:
         prefix = own.get(path.name, "")
         files[path] = {prefix + name.removeprefix(_WRAPPED): entry for name, entry in entries.items()}
     return files, errors
-
-
-class _PassedOver:
-    """Stands for classes and functions of a training framework, whose objects are of no use here."""
-
-    def __new__(cls, *_: object, **__: object) -> Any:
-        return OrderedDict()  # The one type that PyTorch both fills and gives a state.
-
-
-class _NumpyPassedOver:
-    """Stands for those of NumPy, whose states are tuples."""
-
-    def __init__(self, *_: object) -> None:
-        pass
-
-    def __setstate__(self, state: object) -> None:
-        pass
-
-
-def load_checkpoint(path: Path) -> dict[str, Tensor]:
-    """Map the tensors of a training checkpoint, by name; other objects in it are passed over.
-
-    They are the state dict, whatever its framework calls it, and those beside it, such as the statistics of a
-    model's inputs.
-    """
-    try:
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-        stand_ins: list[Any] = [
-            (_NumpyPassedOver if name.startswith("numpy.") else _PassedOver, name) for name in names
-        ]
-        with torch.serialization.safe_globals(stand_ins):
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # On broken files PyTorch raises whatever it stumbles upon.
-        refused = re.search(r"GLOBAL (\S+)", str(error))
-        inner = first_line(str(error).rpartition("WeightsUnpickler error: ")[2])
-        # Without PyTorch's advice to read it all the same.
-        reason = (
-            f"it names {refused[1]}"
-            if refused
-            else type(error).__name__
-            if "weights_only" in inner
-            else inner
-        )
-        raise CheckpointError(
-            f"{path} was not read: {reason.rstrip('.')}. Only files of torch.save (PyTorch 1.6 or later) are "
-            "read, and only their tensors; nothing in a file is ever executed. Download it again."
-        ) from error
-    tensors: dict[str, Tensor] = {}
-    for wrapper in ("module", "state_dict", "model_state_dict", ""):  # DeepSpeed, Lightning, others
-        if isinstance(content, dict):
-            tensors |= {n: t for n, t in content.items() if isinstance(n, str) and isinstance(t, Tensor)}
-            content = content[wrapper] if isinstance(content.get(wrapper), dict) else content
-    if not tensors:
-        raise CheckpointError(f"{path} was not read: it holds no tensors by name. Download it again.")
-    return tensors
 
 
 def lacks(folder: Path) -> str:

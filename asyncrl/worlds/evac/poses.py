@@ -1,13 +1,10 @@
 """Poses of the robot's hand: prediction from actions, motions between them, and their maps.
 
-A pose is (x, y, z, quaternion x, y, z, w, gripper), in metres. The policy's actions are relative; EVAC takes
-absolute poses (as trajectory maps) and their differences (as action tokens), so a small network follows the
-hand from its pose at the start. EVAC knows two arms: a single one is given twice.
-
-A trajectory map shows each arm's hand on a dark canvas: a disc coloured by the gripper, over it the hand's
-three axes as segments, red, green and blue. Every pixel is coloured by its distance to the disc's centre and
-to the segments, so that drawing is tensor arithmetic and never waits for the device. A ray map has the
-camera's position and the viewing direction of each latent pixel.
+A pose is (x, y, z, quaternion x, y, z, w, gripper), in metres. EVAC takes absolute poses (as trajectory maps)
+and their differences (as action tokens), so a small network follows the hand from its pose at the start. EVAC
+knows two arms: a single one is given twice. A trajectory map shows each arm's hand on a dark canvas: a disc
+coloured by the gripper, over it the hand's axes as segments. Drawing is tensor arithmetic and never waits for
+the device. A ray map has the camera's position and the viewing direction of each latent pixel.
 
 Dimension letters: B slots, F frames, C steps per decision, A arms, S height and width of the map in pixels.
 """
@@ -75,15 +72,7 @@ class PoseModel(nn.Module):
         self.register_buffer("abs_action_std", torch.ones(POSE_DIM))
 
     def forward(self, action_B7: Tensor, pose_B8: Tensor) -> Tensor:
-        """Predict the next pose.
-
-        Args:
-            action_B7: ``[B, 7]`` float32, of the policy.
-            pose_B8: ``[B, 8]`` float32, metres.
-
-        Returns:
-            ``[B, 8]`` float32, metres; the quaternion need not have length 1.
-        """
+        """Predict the next pose ``[B, 8]`` float32, in metres; its quaternion need not have length 1."""
         normalised = (pose_B8 - self.abs_action_mean) / self.abs_action_std
         predicted = self.net(torch.cat([action_B7, normalised], dim=1))
         return predicted * self.abs_action_std + self.abs_action_mean
@@ -136,15 +125,7 @@ class Motions(nn.Module):
         self.register_buffer("spread", spread, persistent=False)
 
     def forward(self, poses_BF8: Tensor, before_BF8: Tensor) -> Tensor:
-        """Compute the motions of an arm, normalised, once for each of EVAC's two arms.
-
-        Args:
-            poses_BF8: ``[B, F, 8]`` float32: pose at each frame.
-            before_BF8: ``[B, F, 8]`` float32: pose at the frame before each.
-
-        Returns:
-            ``[B, F, 14]`` float32.
-        """
+        """Compute the normalised motions from the pose before each frame: ``[B, F, 14]``, the arm twice."""
         moved = poses_BF8[..., :3] - before_BF8[..., :3]
         turned = roll_pitch_yaw(poses_BF8[..., 3:7]) - roll_pitch_yaw(before_BF8[..., 3:7])
         turned = torch.remainder(turned + math.pi, 2 * math.pi) - math.pi
@@ -225,10 +206,7 @@ class MapDrawer(nn.Module):
             self.register_buffer(name, buffer, persistent=False)
 
     def forward(self, poses_BF8: Tensor) -> Tensor:
-        """Draw trajectory maps of one arm, used for both.
-
-        Args:
-            poses_BF8: ``[B, F, 8]`` float32, metres; gripper in -1 (open) to 1.
+        """Draw trajectory maps of an arm ``[B, F, 8]`` in metres, gripper -1 (open) to 1, used for both.
 
         Returns:
             ``[B, F, 3, S, S]`` float32 in [-1, 1].
@@ -239,7 +217,6 @@ class MapDrawer(nn.Module):
         return drawn * 2 - 1
 
     def _draw(self, drawn_BF3SS: Tensor, poses_BF8: Tensor, palette_K3: Tensor) -> Tensor:
-        """Draw one arm's hand over `drawn_BF3SS`."""
         pixel = self.size / _MAP_SIZE
         axes = rotation(poses_BF8[..., 3:7]).transpose(-1, -2)  # [B, F, axis, 3]
         hand = poses_BF8[..., None, :3] + self.camera.reach * axes[..., 2:, :]

@@ -77,22 +77,18 @@ class EvacOptions:
 def memory_index(count_B: Tensor, remembered: int) -> Tensor:
     """Choose the frames that the network sees of an episode so far: three spread over it, and the last one.
 
-    An episode begins with `P` copies of its first frame, and they are counted: of ``n = count + P - 1``
-    frames the network sees ``n * i // (P - 1)`` for i from 0 to P - 2, and the last one (EnerVerse-AC's
-    sampler).
+    The first frame counts `P` times (EnerVerse-AC's sampler): of ``n = count + P - 1`` frames the network
+    sees ``n * i // (P - 1)`` for i from 0 to P - 2, and the last one.
 
     Args:
-        count_B: ``[B]`` int64 frames so far, the first one counted once; at least 1.
+        count_B: ``[B]`` int64 frames so far; at least 1.
         remembered: ``P``, at least 2.
-
-    Returns:
-        ``[B, P]`` int64 frame numbers, the first frame's being 0.
 
     Example:
         >>> memory_index(torch.tensor([1, 9]), 4).tolist()
         [[0, 0, 0, 0], [0, 1, 5, 8]]
     """
-    copies = remembered - 1  # of the first frame, beside itself
+    copies = remembered - 1  # of the first frame, besides itself
     spread = torch.arange(copies, device=count_B.device) * (count_B[:, None] + copies) // copies - copies
     return torch.cat([spread.clamp(min=0), count_B[:, None] - 1], dim=1)
 
@@ -126,15 +122,7 @@ class EvacState(TensorState):
         return replace(super().to(device), left=self.left.clone())
 
     def remembered(self, frames: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the network's view of the episode so far.
-
-        Args:
-            frames: ``P``.
-
-        Returns:
-            Latents ``[B, P, Z, h, w]``, poses ``[B, P, 8]`` at them, and poses ``[B, P, 8]`` at the frames
-            before each; before the first frame its own.
-        """
+        """Return latents ``[B, P, Z, h, w]``, their poses ``[B, P, 8]``, and the poses one frame earlier."""
         rows = torch.arange(len(self), device=self.count.device)[:, None]
         index = memory_index(self.count, frames)
         before = (index - 1).clamp(min=0)
@@ -150,13 +138,7 @@ class EvacState(TensorState):
             )
 
     def extended(self, latents: Tensor, poses: Tensor, finite: Tensor) -> EvacState:
-        """Return a new state with the frames of a decision appended.
-
-        Args:
-            latents: ``[B, C, Z, h, w]`` float32.
-            poses: ``[B, C, 8]`` float32.
-            finite: ``[B]`` bool, of the new ones.
-        """
+        """Append the latents ``[B, C, Z, h, w]`` and poses ``[B, C, 8]`` of a decision."""
         rows = torch.arange(len(self), device=self.count.device)[:, None]
         places = self.count[:, None] + torch.arange(latents.shape[1], device=self.count.device)
         return EvacState(
@@ -197,9 +179,6 @@ def conditions_of(
     """Compute the conditions of a decision, on the device.
 
     Args:
-        state: Of ``B`` slots.
-        actions_BC7: ``[B, C, 7]`` float32 on the device.
-        remembered: ``P``.
         encode: Turns maps ``[N, 3, H, W]`` into latents ``[N, Z, h, w]`` float32.
     """
     history_BPZhw, poses_BP8, before_BP8 = state.remembered(remembered)

@@ -1,12 +1,10 @@
 """EVAC's video diffusion network, which predicts the velocity of noisy latents from actions and maps.
 
-Every frame has 19 channels: noisy latent 4, latent of the condition image 4, mask 1, latent of the trajectory
-map 4, ray directions 3, ray origins 3. History frames come first and have time 0. Spatial transformers attend
-to action tokens and to image tokens by turns, beginning with actions (EnerVerse-AC, arXiv 2505.09723).
-Parameters have the names of the published checkpoint, with its spelling (``temopral_conv``). Frames lie in
-the batch axis, except where a layer mixes them. Sources of the layers: latent diffusion (arXiv 2112.10752)
-within a frame, ModelScope (arXiv 2308.06571) for temporal convolutions, DynamiCrafter (arXiv 2310.12190) for
-temporal transformers.
+Every frame has 19 channels: noisy latent 4, condition image 4, mask 1, trajectory map 4, ray directions 3,
+ray origins 3. History frames come first and have time 0. Spatial transformers attend to action and image
+tokens by turns, beginning with actions (EnerVerse-AC, arXiv 2505.09723). Parameters have the published names,
+with their spelling (``temopral_conv``). Layers: latent diffusion (arXiv 2112.10752), ModelScope (arXiv
+2308.06571) for temporal convolutions, DynamiCrafter (arXiv 2310.12190) for temporal transformers.
 
 Dimension letters:
     B  samples     F  frames (history and chunk)     N = B * F     C  channels     h, w  latent size
@@ -51,7 +49,6 @@ class UNetConfig:
     initial_inner: int
     """Inner width of the temporal transformer behind the first convolution."""
     groups: int = 32
-    """Of the group norms."""
     in_channels: int = 19
     out_channels: int = 4
     domains: int = 30
@@ -196,12 +193,9 @@ class Attention(nn.Module):
             self.to_v_tp = nn.Linear(context, inner, bias=False)
 
     def forward(self, x: Tensor, context: Tensor | None = None, *, of_actions: bool = False) -> Tensor:
-        """Attend.
+        """Attend ``[M, S, width]`` tokens to context tokens, or to themselves.
 
-        Args:
-            x: ``[M, S, width]`` tokens in the dtype of the weights.
-            context: ``[M / R, L, K]`` tokens in the same, each for R rows of `x` that follow each other;
-                None: `x` itself.
+        The context is ``[M / R, L, K]``, each row for R neighbouring rows of `x`.
         """
         if context is None:
             key, value = self.to_k(x), self.to_v(x)
@@ -295,12 +289,7 @@ def _project(layer: nn.Linear | nn.Conv1d, x: Tensor) -> Tensor:
 
 
 def sinusoid(times: Tensor, channels: int) -> Tensor:
-    """Encode times as ``[cos, sin]`` waves of periods from 2 pi to 20000 pi.
-
-    Args:
-        times: ``[...]`` of any dtype, in 0..1000.
-        channels: Even; returns ``[..., channels]`` float32.
-    """
+    """Encode times ``[...]`` of 0..1000 as ``[..., channels]`` float32 ``[cos, sin]`` waves."""
     half = channels // 2
     steps = torch.arange(half, dtype=torch.float32, device=times.device)
     angles = times.float().unsqueeze(-1) * torch.exp(-math.log(10000.0) / half * steps)
@@ -344,7 +333,6 @@ class EvacUNet(nn.Module):
         ]
 
     def _down(self) -> tuple[nn.ModuleList, list[int]]:
-        """Return the blocks of the way down and the channels of each."""
         size = self.size
         channels, skips = size.channels, [size.channels]
         first = nn.Conv2d(size.in_channels, channels, 3, padding=1)
@@ -384,19 +372,14 @@ class EvacUNet(nn.Module):
         fps_B: Tensor,
         domain_B: Tensor,
     ) -> Tensor:
-        """Predict the velocity of every frame.
+        """Predict the velocity of every frame: ``[B, 4, F, h, w]`` in the dtype of the weights.
 
         Args:
-            x_BCFhw: ``[B, 19, F, h, w]`` of any float dtype; h and w are multiples of 2 for each level but
-                the first.
-            times_BF: ``[B, F]`` of any dtype: noise level 0..999 of each frame; 0 for the history.
-            image_BIK: ``[B, I, K]`` of any float dtype, for all frames.
-            actions_BFTK: ``[B, F, T, K]`` of any float dtype: tokens of the action that made the frame.
-            fps_B: ``[B]`` of any dtype: frames per second, as in training.
-            domain_B: ``[B]`` int64: kind of robot.
-
-        Returns:
-            ``[B, 4, F, h, w]`` in the dtype of the weights.
+            x_BCFhw: h and w are multiples of 2 for each level but the first.
+            times_BF: Noise level 0..999 of each frame; 0 for the history.
+            actions_BFTK: Tokens of the action that made each frame.
+            fps_B: Frames per second, as in training.
+            domain_B: int64 kind of robot.
         """
         dtype, frames = self.domain_embedding.weight.dtype, x_BCFhw.shape[2]
         embedding_NE = self._embed(times_BF, fps_B, domain_B).flatten(0, 1)
@@ -413,7 +396,6 @@ class EvacUNet(nn.Module):
         return frames_to_axis(self.out(y), frames)
 
     def _embed(self, times_BF: Tensor, fps_B: Tensor, domain_B: Tensor) -> Tensor:
-        """Return ``[B, F, E]``: embedding of time, speed and robot."""
         dtype, width = self.domain_embedding.weight.dtype, self.size.channels
         time_BFE = self.time_embed(sinusoid(times_BF, width).to(dtype))
         told_BE = self.fps_embedding(sinusoid(fps_B, width).to(dtype)) + self.domain_embedding(domain_B)

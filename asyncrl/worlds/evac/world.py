@@ -2,8 +2,7 @@
 
 The network sees a window of twelve frames, one latent each: four of the episode so far, which stay clean
 (`state.memory_index`), and the eight of the decision, which begin as noise. So a slot keeps every frame of
-its episode, and its memory is made for as many decisions as will come. The poses that the actions lead to are
-predicted first, drawn into maps and made into tokens. Latents are kept as drawn, never encoded again.
+its episode. The poses that the actions lead to are predicted first, drawn into maps and made into tokens.
 
 Dimension letters: B slots, C steps, P frames remembered, F = P + C, N frames there is room for, Z latent
 channels, h/w latent size, I image tokens, T tokens of an action, K their width.
@@ -11,39 +10,31 @@ channels, h/w latent size, I image tokens, T tokens of an action, K their width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from asyncrl.config.sections import ImaginationSettings, WorldDefaults
+from asyncrl.config.sections import ImaginationSettings
 from asyncrl.devices.cuda_graph import CudaGraphed
 from asyncrl.devices.tensors import to_device, to_signed, to_uint8
 from asyncrl.errors import ConfigError
-from asyncrl.records import CHUNK, POSE_DIM, ActionSpec, ModelSummary, SlotBytes, StartState
+from asyncrl.records import CHUNK, ActionSpec, StartState
 from asyncrl.worlds.evac.conditions import EvacConfig, EvacNetworks, Geometry, decode_frames, encode_frames
 from asyncrl.worlds.evac.ddim import guided, normal_noise, normal_words, sampling_steps, seed_words
-from asyncrl.worlds.evac.files import EvacFiles, open_evac, write_evac
+from asyncrl.worlds.evac.files import CONTEXT, FRAMES_AT_ONCE, EvacFiles, open_evac, write_evac
 from asyncrl.worlds.evac.state import Conditions, EvacOptions, EvacState, conditions_of
+from asyncrl.worlds.files import FolderWorld
 from asyncrl.worlds.slots import finite_rows, imagine_full, open_each_once
 from asyncrl.worlds.start_states import check_beginnings
 
-CONTEXT: Final = 4
-"""Frames of a start state's context, if it has one."""
-FRAMES_AT_ONCE: Final = 32
-"""Frames that the autoencoder takes at a time: its memory grows with them."""
-# Chosen so that the published sizes take as much memory as measured (docs/measurements/world_speed.md): 236
-# MiB a slot, 4 GiB.
-_WORKING: Final = 6  # copies of the skip connections that the network takes
-_DRAWING: Final = 8  # largest tensors of the decoder, alive at the same time
 
-
-class EvacWorld:
+class EvacWorld(FolderWorld):
     """Imagines frames with EVAC's video diffusion network and a frame-wise autoencoder."""
 
     needs_pose = True
@@ -57,11 +48,7 @@ class EvacWorld:
         version: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Join the networks.
-
-        Args:
-            options: Of the sampler; None: as published, with the folder's number of steps.
-        """
+        """Join the networks; `options` None: as published, with the folder's number of steps."""
         self.networks = networks
         self.config = config
         self.options = options or EvacOptions()
@@ -86,35 +73,17 @@ class EvacWorld:
         return ActionSpec()
 
     @classmethod
-    def check(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> ModelSummary:
-        """Check the files of a folder without loading weights."""
-        EvacOptions.from_settings(settings, own)
-        files = open_evac(folder)
-        nbytes = files.check(settings)
-        return ModelSummary(image_size=files.config.image_size, nbytes=nbytes, version=files.version)
+    def files(cls, folder: Path, settings: ImaginationSettings, own: Mapping[str, Any]) -> EvacFiles:
+        """See `FolderWorld.files`."""
+        options = EvacOptions.from_settings(settings, own)
+        return open_evac(folder, guided=options.guidance != 1)
 
     @classmethod
     def load(cls, folder: Path, device: torch.device, settings: ImaginationSettings, **own: Any) -> EvacWorld:
-        """Read the world of a folder."""
-        options, files = EvacOptions.from_settings(settings, own), open_evac(folder)
-        return _opened(files, device, files.types(settings).dtype, options)
-
-    @classmethod
-    def defaults(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> WorldDefaults:
-        """Return the settings that a folder brings."""
-        EvacOptions.from_settings(settings, own)
-        return open_evac(folder).defaults()
-
-    @classmethod
-    def slot_bytes(
-        cls, folder: Path, settings: ImaginationSettings, *, decisions: int, **own: Any
-    ) -> SlotBytes:
-        """Estimate the bytes of a slot, which remembers its whole episode."""
+        """See `World.load`."""
         options = EvacOptions.from_settings(settings, own)
         files = open_evac(folder)
-        return estimate_slot(
-            files.config, decisions, files.types(settings).dtype, guided=options.guidance != 1
-        )
+        return _opened(files, device, files.types(settings).dtype, options)
 
     def modules(self) -> dict[str, nn.Module]:
         """Return the six networks by name."""
@@ -153,16 +122,7 @@ class EvacWorld:
 
     @torch.no_grad()
     def start(self, states: Sequence[StartState], *, decisions: int) -> EvacState:
-        """Open one slot per start state, with memory for `decisions` decisions; siblings are opened once.
-
-        Args:
-            states: ``B`` start states; each needs a pose of the hand.
-            decisions: How many times `imagine` will be called on each, at most.
-
-        Raises:
-            ConfigError: A frame has another size than the world's, a pose is missing, or there are not 0 or 4
-                context frames; or `decisions` is not positive.
-        """
+        """See `World.start`; equal start states are opened once. Each needs a pose of the hand."""
         if decisions < 1:
             raise ConfigError(f"a world cannot start for {decisions} decisions. Use 1 or more.")
         return open_each_once(states, lambda some: self._open(some, decisions))
@@ -193,17 +153,10 @@ class EvacWorld:
     def imagine(
         self, state: EvacState, actions: Tensor | NDArray[np.float32], noise_seeds: Sequence[int]
     ) -> tuple[Tensor, EvacState]:
-        """Imagine the 8 frames that 8 actions lead to. Never waits for the device.
-
-        Args:
-            actions: ``[B, 8, 7]`` float32; action i produced frame i.
-            noise_seeds: ``B`` seeds; row i depends on ``noise_seeds[i]`` only.
-
-        Returns:
-            Frames ``[B, 8, H, W, 3]`` uint8, and the state after them.
+        """Draw 8 frames ``[B, 8, H, W, 3]`` for 8 actions; see `World.imagine`.
 
         Raises:
-            ConfigError: A slot has had as many decisions as `start` was told.
+            ConfigError: A slot has had as many decisions as it was started for.
         """
         state.check_room()
         return imagine_full(self._imagine, state, actions, noise_seeds, rows=self._rows, device=self.device)
@@ -229,15 +182,7 @@ class EvacWorld:
 
     @torch.no_grad()
     def denoise(self, conditions: Conditions, noise_seeds: Sequence[int]) -> Tensor:
-        """Draw the latents of the new frames.
-
-        Args:
-            conditions: Of ``B`` slots.
-            noise_seeds: ``B`` seeds.
-
-        Returns:
-            ``[B, Z, C, h, w]`` float32.
-        """
+        """Draw the latents of the new frames: ``[B, Z, C, h, w]`` float32."""
         seeds_B2 = to_device(seed_words(noise_seeds), self.device)
         _, channels, _, height, width = conditions.history.shape
         shape = (channels, CHUNK, height, width)
@@ -251,7 +196,6 @@ class EvacWorld:
         return x_BZChw
 
     def _guided_velocity(self, conditions: Conditions, x_BZChw: Tensor, time: int) -> Tensor:
-        """Predict the velocity ``[B, Z, C, h, w]`` float32 of the new frames, with guidance if it is on."""
         # The history is put in front at every step, so it stays clean; its time is 0.
         is_new, fps, domain, _ = self._constants
         window = torch.cat([torch.cat([conditions.history, x_BZChw], dim=2), conditions.channels], dim=1)
@@ -271,13 +215,11 @@ class EvacWorld:
         return velocity
 
     def _encode(self, pictures_N3HW: Tensor, encode: Callable[..., Tensor]) -> Tensor:
-        """Encode frames, some at a time: ``[N, Z, h, w]`` float32."""
         scale = self.config.autoencoder.scale
         parts = pictures_N3HW.split(FRAMES_AT_ONCE)
         return torch.cat([encode(self.networks.autoencoder, part, scale) for part in parts])
 
     def _decode(self, latents_NZhw: Tensor) -> Tensor:
-        """Decode frames, some at a time: ``[N, 3, H, W]`` in the dtype of the weights."""
         scale = self.config.autoencoder.scale
         parts = latents_NZhw.split(FRAMES_AT_ONCE)
         return torch.cat([self._decode_frames(self.networks.autoencoder, part, scale) for part in parts])
@@ -297,36 +239,10 @@ def load_world(
     dtype: torch.dtype | None = None,
     options: EvacOptions | None = None,
 ) -> EvacWorld:
-    """Load a world for inference; None of `dtype` and `options`: as saved or published.
-
-    Raises:
-        CheckpointError: A file is missing or does not fit.
-    """
+    """Load a world for inference; None of `dtype` and `options`: as saved or published."""
     return _opened(open_evac(folder), device, dtype, options)
 
 
 def save_world(folder: Path, world: EvacWorld) -> None:
     """Write a world's files; see `write_evac`."""
     write_evac(folder, world.networks, world.config, world.version)
-
-
-def estimate_slot(
-    config: EvacConfig, decisions: int, dtype: torch.dtype, *, guided: bool = False
-) -> SlotBytes:
-    """Estimate the device memory beside the weights, in episodes of so many decisions.
-
-    Args:
-        dtype: Of the weights.
-    """
-    size, frames = config.latent_size, 1 + CONTEXT + CHUNK * decisions
-    remembered = frames * (config.autoencoder.latent * size**2 + POSE_DIM) * 4
-    kept = 2 * (remembered + 3 * config.image_size**2)  # the state before a decision and the one after it
-    # Of the network: what the way down leaves for the way up. Of the decoder: its largest tensors, of as
-    # many frames as it takes at once.
-    levels = sum(
-        (config.unet.res_blocks + 1) * m * config.unet.channels * (size >> i) ** 2
-        for i, m in enumerate(config.unet.multipliers)
-    )
-    largest = config.autoencoder.channels * config.image_size**2
-    scratch = dtype.itemsize * _WORKING * (config.history + CHUNK) * levels * (2 if guided else 1)
-    return SlotBytes(kept=kept, scratch=scratch, shared=dtype.itemsize * _DRAWING * FRAMES_AT_ONCE * largest)

@@ -1,10 +1,9 @@
 """Encode frames into latents and decode them, each frame by itself: Stable Diffusion's autoencoder.
 
-The layers are diffusers' AutoencoderKL. A latent is the mean of what the encoder returns, times the scale:
-published training took a random sample instead, which would make a start state depend on more than its frame.
+A latent is the mean of what the encoder returns, times the scale: published training took a random sample
+instead, which would make a start state depend on more than its frame.
 
-Dimension letters:
-    N  frames    H, W  pixels    Z  latent channels    h, w  latent height and width
+Dimension letters: N frames, H, W pixels, Z latent channels, h, w latent height and width.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Read and write folders of OpenSora worlds.
 
 A folder like RLinf-OpenSora-LIBERO-Spatial holds the transformer (one safetensors file, or shards with an
-index), the autoencoder in ``vae/``, ``dataset_statistics.json``, a reward model and ``dataset/``. Sizes are
-read from shapes and from ``vae/config.json``; world.json has the image size and the steps. Without it these,
-and the scale of the latents, are those of all published OpenSora worlds.
+index), the autoencoder in ``vae/`` and ``dataset_statistics.json``. Sizes are read from shapes and from
+``vae/config.json``; world.json has the image size and the steps, which else are the published ones.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any, Final
 
 import torch
 
-from asyncrl.config.sections import ImaginationSettings, WorldDefaults
+from asyncrl.config.sections import ImaginationSettings
 from asyncrl.devices.float8 import saved_bytes
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.records import ACTION_DIM, CHUNK, SlotBytes
@@ -71,14 +70,13 @@ class WorldFiles(WorldFolder):
     vae_size: VaeConfig
     action_range: ActionRange
 
-    def defaults(self, settings: ImaginationSettings = AS_SAVED) -> WorldDefaults:
-        """See `WorldFolder.defaults`."""
-        check_settings(settings)
-        return super().defaults(settings)
+    @property
+    def action_dim(self) -> int:
+        """Numbers per action."""
+        return self.transformer_size.action_dim
 
-    def slot_bytes(self, settings: ImaginationSettings = AS_SAVED) -> SlotBytes:
-        """Estimate the device memory of a slot, excluding the weights."""
-        check_settings(settings)
+    def slot_bytes(self, settings: ImaginationSettings = AS_SAVED, decisions: int = 0) -> SlotBytes:
+        """See `WorldFolder.slot_bytes`."""
         return slot_bytes(self.transformer_size, self.vae_size, self.image_size, self.types(settings).dtype)
 
     def build(self, *, unused_branches: bool) -> tuple[STDiT3, FrameVae]:
@@ -88,8 +86,7 @@ class WorldFiles(WorldFolder):
             return STDiT3(size), FrameVae(self.vae_size)
 
     def check(self, settings: ImaginationSettings = AS_SAVED) -> int:
-        """Check that all tensors are there and fit; return the bytes of the loaded world."""
-        check_settings(settings)
+        """See `WorldFolder.check`."""
         in_files, vae = self.build(unused_branches=self.transformer_size.unused_branches)
         check_fit(in_files, self.transformer, unused=False)
         check_fit(vae, self.vae, unused=False)
@@ -106,11 +103,7 @@ class WorldFiles(WorldFolder):
         *,
         unused_branches: bool = False,
     ) -> tuple[STDiT3, FrameVae]:
-        """Load the networks for inference, one tensor at a time, straight to `device`.
-
-        Args:
-            dtype: Of all weights; None takes `types`.
-        """
+        """Load the networks for inference, one tensor at a time; `dtype` None takes `types`."""
         self.check()
         types = self.types(settings) if dtype is None else WeightTypes(dtype=dtype)
         unused_branches = unused_branches and self.transformer_size.unused_branches
@@ -139,8 +132,7 @@ def check_settings(settings: ImaginationSettings) -> None:
 def slot_bytes(size: STDiT3Config, vae: VaeConfig, image_size: int, dtype: torch.dtype) -> SlotBytes:
     """Estimate the bytes of slots, excluding the weights, from sizes alone.
 
-    The state, and keys and values of the condition frames, are exact; the largest tensors of a block are
-    estimated. The decoder draws a fixed number of frames at once, so its memory does not grow with the slots.
+    The state, and keys and values of the condition frames, are exact; the rest is estimated.
     """
     side = image_size // vae.spatial
     state = 4 * vae.channels * CONDITION * side**2 + 1  # latents in float32, and `finite`
@@ -296,12 +288,6 @@ def _vae_file(folder: Path) -> Path:
 
 
 def _today(name: str) -> str:
-    """Map a name of diffusers' old attention to today's.
-
-    Example:
-        >>> _today("encoder.mid_block.attentions.0.proj_attn.bias")
-        'encoder.mid_block.attentions.0.to_out.0.bias'
-    """
     match = re.fullmatch(r"(.+\.attentions\.\d+)\.(query|key|value|proj_attn)\.(weight|bias)", name)
     return f"{match[1]}.{_OLD_ATTENTION[match[2]]}.{match[3]}" if match else name
 

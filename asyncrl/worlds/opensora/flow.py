@@ -1,12 +1,9 @@
 """Rectified flow of OpenSora's worlds: noise levels, sampling, the training loss, and the range of actions.
 
-Data and noise mix as ``x(t) = (1 - t / 1000) clean + (t / 1000) noise`` (rectified flow, arXiv 2209.03003).
-The network predicts ``clean - noise``, the way from noise to data: the opposite sign of Wan's. The published
-shift of the times by image size and number of frames is the identity at 256 pixels, so there is none.
-diffusers' flow schedulers have float32 tables, so that a step of 0.1 becomes 0.10000002 and frames differ.
-
-Published with the loss (WMPO, arXiv 2511.09515): Adam (epsilon 1e-15) at a learning rate of 1e-4 after 1000
-updates of warm-up, gradients clipped to norm 1, and as the result a moving average of the weights by 0.99.
+Data and noise mix as ``x(t) = (1 - t / 1000) clean + (t / 1000) noise`` (arXiv 2209.03003). The network
+predicts ``clean - noise``, the opposite sign of Wan's. The published shift of the times is the identity at
+256 pixels. diffusers' flow schedulers have float32 tables, so that a step of 0.1 becomes 0.10000002 and
+frames differ.
 """
 
 from __future__ import annotations
@@ -58,15 +55,7 @@ def mix(clean: Tensor, noise: Tensor, times_B: Tensor) -> Tensor:
 
 
 def sample(velocity: Callable[[Tensor, Tensor], Tensor], noise: Tensor, *, steps: int) -> Tensor:
-    """Follow the velocity from noise to data with Euler steps of equal length.
-
-    Args:
-        velocity: Of ``[B, ...]`` float32 at times ``[B]`` float32; the same shape, any float dtype.
-        noise: ``[B, ...]`` float32.
-
-    Returns:
-        ``[B, ...]`` float32.
-    """
+    """Follow the velocity from noise ``[B, ...]`` to data with Euler steps of equal length; float32."""
     x = noise
     for time, following in pairwise(sampling_times(steps)):
         times_B = torch.full(x.shape[:1], time, device=x.device)
@@ -96,12 +85,7 @@ def window_loss(
     *,
     condition_noise: bool = True,
 ) -> WindowLoss:
-    """Compute the squared error of ``clean - noise`` of the new frames, given the four before.
-
-    Args:
-        latents_BZFhw: ``[B, Z, 4 + C, h, w]`` of any float dtype, clean and scaled.
-        actions_BCA: ``[B, C, A]`` float32, normalised; action i produced new frame i.
-    """
+    """Compute the squared error of ``clean - noise`` of the new frames, given the four before; all clean."""
     clean = latents_BZFhw.float()
     device = clean.device
     times_B = training_times(clean.shape[0], generator).to(device)

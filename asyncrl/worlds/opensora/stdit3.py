@@ -2,13 +2,9 @@
 
 Spatial blocks mix the tokens of a frame, temporal blocks the frames of a token, in turns. A window has four
 condition frames and the new ones. Actions are added to the time embedding of the new frames, in spatial
-blocks only (WMPO, arXiv 2511.09515). There is no text.
-
-Temporal attention is causal, and the condition frames have a time of their own and no action: what the
-network makes of them depends neither on the new frames nor on their time. `STDiT3.prefix` computes it once,
-and `STDiT3.step` continues from there; `STDiT3.forward` computes the whole window.
-
-Modules and their attributes have the published names, since the names of the tensors follow from them.
+blocks only (WMPO, arXiv 2511.09515). There is no text. Temporal attention is causal, and the condition frames
+have a time of their own and no action, so `STDiT3.prefix` computes their part once and `STDiT3.step`
+continues from there; `STDiT3.forward` computes the whole window. Attributes have the published names.
 
 Dimension letters:
     B  samples            Z  latent channels      F  frames      C  new frames, one per action
@@ -46,9 +42,8 @@ class STDiT3Config:
     depth: int
     """Spatial blocks, and as many temporal ones."""
     width: int
-    """Model width, a multiple of 4 and of `heads`."""
+    """Model width, a multiple of 4 and of 2 `heads`."""
     heads: int
-    """Attention heads; width / heads is even."""
     channels: int = 4
     """Latent channels. The network returns twice as many; the second half means nothing."""
     patch: int = 2
@@ -60,7 +55,6 @@ class STDiT3Config:
     unused_branches: bool = False
     """Keep the text and frame-rate branches, which no computation reads: to write published files."""
     action_dim: int = ACTION_DIM
-    """Numbers per action; published: 7."""
     text_channels: int = 4096
     """Channels of the text embedding; only with `unused_branches`, like `text_tokens`."""
     text_tokens: int = 300
@@ -148,7 +142,6 @@ class Block(nn.Module):
     """Common part of spatial and temporal blocks: attention and MLP between modulated norms."""
 
     def __init__(self, width: int, heads: int, hidden: int, *, text: bool) -> None:
-        """Make the layers; `hidden` is the inner width of the MLP, `text` adds the unused cross-attention."""
         super().__init__()
         self.scale_shift_table = nn.Parameter(torch.randn(6, width) / width**0.5)
         self.attn = Attention(width, heads)
@@ -169,10 +162,7 @@ class SpatialBlock(Block):
     """Mixes the tokens of each frame by full attention."""
 
     def forward(self, x_BFSD: Tensor, shared_BF6D: Tensor) -> Tensor:
-        """Mix the tokens of ``[B, F, S, D]`` in the dtype of the weights.
-
-        The modulation that all blocks share is ``[B, F, 6, D]`` in the same, or with 1 for B and F.
-        """
+        """Mix the tokens of each frame; the shared modulation may have 1 for B and F."""
         shift, scale, gate, *of_mlp = self.modulation(shared_BF6D)
         query, key, value = self.attn.project(modulate(x_BFSD, shift, scale).flatten(0, 1))
         mixed = functional.scaled_dot_product_attention(query, key, value)
@@ -191,12 +181,7 @@ class TemporalBlock(Block):
         visible_FK: Tensor,
         before: KeysValues | None = None,
     ) -> tuple[Tensor, KeysValues]:
-        """Mix the frames; return them, and their keys and values.
-
-        Args:
-            visible_FK: ``[F, K]`` bool: the frames, earlier ones first, that each frame sees.
-            before: Keys and values of earlier frames; None: there are none.
-        """
+        """Mix the frames, which see those of `visible_FK` bool; return them, and their keys and values."""
         shift, scale, gate, *of_mlp = self.modulation(shared_BF6D)
         by_token = modulate(x_BFSD, shift, scale).transpose(1, 2)
         query, key, value = self.attn.project(by_token.flatten(0, 1))
@@ -215,10 +200,7 @@ def modulate(x_BFSD: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 
 
 def rotate(x_NHFE: Tensor, rotary: Rotary) -> Tensor:
-    """Rotate neighbouring channels of ``[N, heads, F, E]`` by the angles of their frame, in float32 or more.
-
-    Rotary position embedding (arXiv 2104.09864).
-    """
+    """Rotate neighbouring channels by the angles of their frame (arXiv 2104.09864), in float32 or more."""
     cos, sin = rotary
     exact = x_NHFE.to(torch.promote_types(x_NHFE.dtype, torch.float32))
     # Of channels a, b: a * cos - b * sin and b * cos + a * sin.
@@ -262,16 +244,12 @@ class STDiT3(nn.Module):
         return self.x_embedder.proj.weight.dtype
 
     def forward(self, latents_BZFhw: Tensor, times_B: Tensor, actions_BCA: Tensor) -> Tensor:
-        """Predict the velocity ``clean - noise`` of the new frames from a whole window.
+        """Predict the velocity ``clean - noise`` ``[B, Z, C, h, w]`` of the new frames from a whole window.
 
         Args:
-            latents_BZFhw: ``[B, Z, 4 + C, h, w]`` of any float dtype: condition frames, noisy new ones; h and
-                w are multiples of the patch.
-            times_B: ``[B]`` float32, time of the new frames, 0..1000.
-            actions_BCA: ``[B, C, A]`` float32, normalised; action i produced new frame i.
-
-        Returns:
-            ``[B, Z, C, h, w]`` in the dtype of the weights.
+            latents_BZFhw: Condition frames, then noisy new ones; h and w are multiples of the patch.
+            times_B: Time of the new frames, 0..1000.
+            actions_BCA: Normalised; action i produced new frame i.
         """
         frames, rows = latents_BZFhw.shape[2], latents_BZFhw.shape[0]
         time_B1D, actions_BCD = self.embed_times(times_B), self._embed_actions(actions_BCA)
@@ -375,8 +353,7 @@ class STDiT3(nn.Module):
 def positions(rows: int, columns: int, width: int, device: torch.device) -> Tensor:
     """Encode the positions of a frame's patches, ``[S, D]`` float32: waves of the column, then of the row.
 
-    Positions are stretched as if every frame had the published one's size: with 8 pixels per latent pixel and
-    patches of 2, a token is 32 / sqrt(S) units wide, where ``S = rows * columns`` (256 pixels: 2).
+    Positions are stretched as if every frame had the published one's size.
     """
     with torch.inference_mode(False):
         rates = 10000.0 ** (

@@ -1,11 +1,7 @@
 """Imagine frames from start states and actions with the OpenSora world model.
 
-The transformer sees a window of twelve frame latents: the last four, and the eight that a decision makes.
-Latents that were drawn are remembered as they are and never encoded again. There is no anchor: what lies
-further back is forgotten.
-
-What a decision makes of the four condition frames (their keys and values) is computed once and used in every
-step. It is scratch of that decision and no part of the state.
+The transformer sees a window of twelve frame latents: the last four as they were drawn, and the eight that a
+decision makes. Keys and values of the four are computed once per decision and are no part of the state.
 
 Dimension letters: B slots, Z latent channels, C new frames (8), h/w latent size, H/W pixels, U frames that
 differ, A numbers of an action.
@@ -24,13 +20,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from asyncrl.config.sections import ImaginationSettings, WorldDefaults
+from asyncrl.config.sections import ImaginationSettings
 from asyncrl.devices import float8
 from asyncrl.devices.cuda_graph import CudaGraphed
 from asyncrl.devices.tensors import to_device, to_signed, to_uint8
-from asyncrl.records import CHUNK, ActionSpec, ModelSummary, SlotBytes, StartState
+from asyncrl.records import CHUNK, ActionSpec, StartState
 from asyncrl.storage.weight_files import write_tensors
-from asyncrl.worlds.files import AS_SAVED, refuse_own_settings, write_about
+from asyncrl.worlds.files import AS_SAVED, FolderWorld, refuse_own_settings, write_about
 from asyncrl.worlds.opensora.autoencoder import FrameVae
 from asyncrl.worlds.opensora.files import (
     KIND,
@@ -56,7 +52,7 @@ class OpenSoraState(TensorState):
     """``[B, Z, 4, h, w]`` float32, scaled; the oldest first."""
 
 
-class OpenSoraWorld:
+class OpenSoraWorld(FolderWorld):
     """Imagines frames with an action-conditioned STDiT3 and a frame autoencoder."""
 
     def __init__(
@@ -70,11 +66,7 @@ class OpenSoraWorld:
         version: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Join the networks and move them to `device`.
-
-        Args:
-            image_size: Height and width of the frames in pixels.
-        """
+        """Join the networks and move them to `device`."""
         self.transformer = transformer
         self.vae = vae
         self.action_range = action_range
@@ -92,16 +84,11 @@ class OpenSoraWorld:
         return self._image_size
 
     @classmethod
-    def check(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> ModelSummary:
-        """See `World.check`."""
-        files = _files(folder, own)
-        nbytes = files.check(settings)
-        return ModelSummary(
-            image_size=files.image_size,
-            nbytes=nbytes,
-            action_spec=ActionSpec(dim=files.transformer_size.action_dim),
-            version=files.version,
-        )
+    def files(cls, folder: Path, settings: ImaginationSettings, own: Mapping[str, Any]) -> WorldFiles:
+        """See `FolderWorld.files`."""
+        refuse_own_settings(own, "an OpenSora world")
+        check_settings(settings)
+        return open_world(folder)
 
     @classmethod
     def load(
@@ -110,18 +97,6 @@ class OpenSoraWorld:
         """See `World.load`."""
         refuse_own_settings(own, "an OpenSora world")
         return load_world(folder, device=device, settings=settings)
-
-    @classmethod
-    def defaults(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> WorldDefaults:
-        """See `BringsDefaults`."""
-        return _files(folder, own).defaults(settings)
-
-    @classmethod
-    def slot_bytes(
-        cls, folder: Path, settings: ImaginationSettings, *, decisions: int = 0, **own: Any
-    ) -> SlotBytes:
-        """See `CountsSlots`."""
-        return _files(folder, own).slot_bytes(settings)
 
     @property
     def action_spec(self) -> ActionSpec:
@@ -157,11 +132,7 @@ class OpenSoraWorld:
 
     @torch.no_grad()
     def start(self, states: Sequence[StartState], *, decisions: int = 0) -> OpenSoraState:
-        """Open one slot per start state; equal ones are opened once. The state's size is fixed.
-
-        Raises:
-            ConfigError: A frame has another size than the world's, or there are not 0 or 4 context frames.
-        """
+        """See `World.start`; equal start states are opened once. The state's size is fixed."""
         return open_each_once(states, self._open)
 
     def _open(self, states: Sequence[StartState]) -> OpenSoraState:
@@ -182,15 +153,8 @@ class OpenSoraWorld:
         self, state: OpenSoraState, actions: Tensor | NDArray[np.float32], noise_seeds: Sequence[int]
     ) -> tuple[Tensor, OpenSoraState]:
         """Draw 8 frames ``[B, 8, H, W, 3]`` for 8 actions in the policy's units; see `World.imagine`."""
-        return imagine_full(
-            self._imagine,
-            state,
-            actions,
-            noise_seeds,
-            rows=self._rows,
-            device=self.device,
-            spec=self.action_spec,
-        )
+        full = {"rows": self._rows, "device": self.device, "spec": self.action_spec}
+        return imagine_full(self._imagine, state, actions, noise_seeds, **full)
 
     def _imagine(
         self, state: OpenSoraState, actions_BCA: Tensor, noise_seeds: Sequence[int]
@@ -205,16 +169,7 @@ class OpenSoraWorld:
 
     @torch.no_grad()
     def denoise(self, state: OpenSoraState, actions_BCA: Tensor, noise_seeds: Sequence[int]) -> Tensor:
-        """Draw the eight new latents that actions lead to.
-
-        Args:
-            state: Of ``B`` slots.
-            actions_BCA: ``[B, 8, A]`` float32 in the policy's units, on the world's device.
-            noise_seeds: ``B`` seeds.
-
-        Returns:
-            ``[B, Z, 8, h, w]`` float32, scaled.
-        """
+        """Draw the eight new latents ``[B, Z, 8, h, w]`` float32, scaled; arguments as of `imagine`."""
         _, channels, _, height, width = state.latents.shape
         noise = draw_noise(noise_seeds, (channels, CHUNK, height, width))
         scaled = normalise(actions_BCA, self._low_A, self._high_A)
@@ -231,11 +186,6 @@ class OpenSoraWorld:
         return sample(velocity, noise_BZChw, steps=self.schedule_steps)
 
 
-def _files(folder: Path, own: Mapping[str, Any]) -> WorldFiles:
-    refuse_own_settings(own, "an OpenSora world")
-    return open_world(folder)
-
-
 def load_world(
     folder: Path,
     *,
@@ -244,15 +194,7 @@ def load_world(
     settings: ImaginationSettings = AS_SAVED,
     unused_branches: bool = False,
 ) -> OpenSoraWorld:
-    """Load a world for inference; tensors are read one at a time and go straight to `device`.
-
-    Args:
-        dtype: Of all weights; None takes `WorldFolder.types`.
-
-    Raises:
-        CheckpointError: A file is missing or does not fit.
-        ConfigError: A setting that this kind of world, or the device, cannot follow.
-    """
+    """Load a world for inference; see `World.load`. `dtype` None takes `WorldFolder.types`."""
     check_settings(settings)
     rounded = settings.precision == "float8"
     if rounded:

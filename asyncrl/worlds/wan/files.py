@@ -1,18 +1,14 @@
 """Read and write folders of Wan worlds.
 
-A folder like RLinf-Wan-LIBERO-Spatial holds the transformer (``model-00001.safetensors``, or shards), the
-autoencoder ``Wan2.2_VAE.pth``, a reward model and ``dataset/``; asyncrl writes ``transformer.safetensors``
-and ``vae.safetensors``. Tensors have the names of Wan's authors or those of diffusers, and both are read as
-diffusers'. Sizes are read from shapes; world.json has the facts that shapes do not tell. Without it they are
-those of all published Wan models: heads of 128 channels, and the statistics of the 48 latent channels.
+A folder like RLinf-Wan-LIBERO-Spatial holds the transformer (``model-00001.safetensors``, or shards) and the
+autoencoder ``Wan2.2_VAE.pth``; asyncrl writes ``transformer.safetensors`` and ``vae.safetensors``. Names of
+Wan's authors and of diffusers are both read. Sizes are read from shapes; world.json has the other facts.
 """
 
 from __future__ import annotations
 
-import hashlib
-import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -39,8 +35,6 @@ from asyncrl.worlds.wan.transformer import (
 )
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae, decode_step, encode_step, use_channels_last
 
-_log = logging.getLogger(__name__)
-
 KIND: Final = "wan"
 TRANSFORMER: Final = "transformer.safetensors"
 VAE: Final = "vae.safetensors"
@@ -51,10 +45,6 @@ ADAPTER_FOLDER: Final = "adapter"
 HEAD_DIM: Final = 128
 IMAGE_SIZE: Final = 256
 SCHEDULE_STEPS: Final = 5
-ACTION_MODEL: Final = "bc4824aef7c3f23d3378cec6e2b1316c"
-"""Fingerprint of the published action-conditioned transformer (829 tensors)."""
-AUTOENCODER: Final = "e1de6c02cdac79f8b739f4d3698cd216"
-"""Fingerprint of ``Wan2.2_VAE.pth`` (196 tensors)."""
 OPENSORA: Final = "x_embedder.proj.weight"
 """A tensor of OpenSora's transformer, which is published in a file of the same name, and not of Wan's."""
 TENSORS_AT_ONCE: Final = 10
@@ -93,22 +83,8 @@ def vae_name(name: str) -> str:
     return renamed(name, _VAE_NAMES)
 
 
-def fingerprint(shapes: Mapping[str, Sequence[int]]) -> str:
-    """Hash names and shapes as DiffSynth does: MD5 of all "name:d0_d1" and "name", sorted, joined by commas.
-
-    Example:
-        >>> fingerprint({"a": (2, 3)}) == hashlib.md5(b"a,a:2_3", usedforsecurity=False).hexdigest()
-        True
-    """
-    words = [f"{name}:{'_'.join(map(str, shape))}" for name, shape in shapes.items()] + list(shapes)
-    return hashlib.md5(",".join(sorted(words)).encode(), usedforsecurity=False).hexdigest()
-
-
 def transformer_files(folder: Path) -> list[Path]:
-    """Return the files of the transformer: those of the index, one file, or all shards.
-
-    Under other names, those with tensors of a Wan transformer; none where there are none.
-    """
+    """Return the files of the transformer: of the index, one file, all shards, or any with its tensors."""
     index = folder / INDEX
     if index.is_file():
         weight_map = read_json(index, "Download it again.").get("weight_map")
@@ -160,8 +136,13 @@ class WorldFiles(WorldFolder):
         """Return the form of the memory, see `ImaginationSettings.context`."""
         return self.defaults(settings).context if settings.context == "auto" else settings.context
 
-    def slot_bytes(self, settings: ImaginationSettings) -> SlotBytes:
-        """Estimate the device memory of a slot, excluding the weights."""
+    @property
+    def action_dim(self) -> int:
+        """Numbers per action."""
+        return self.transformer_size.action_dim
+
+    def slot_bytes(self, settings: ImaginationSettings = AS_SAVED, decisions: int = 0) -> SlotBytes:
+        """See `WorldFolder.slot_bytes`."""
         _, vae = self.build()
         nn.Module.to(vae, self.types(settings).dtype)  # diffusers' own `to` warns
         return slot_bytes(vae, self.image_size, self.context(settings))
@@ -172,7 +153,7 @@ class WorldFiles(WorldFolder):
             return ActionWanTransformer(self.transformer_size), WanVae(self.vae_size)
 
     def check(self, settings: ImaginationSettings = AS_SAVED) -> int:
-        """Check that all tensors are there and fit; return the bytes that the loaded world takes."""
+        """See `WorldFolder.check`."""
         transformer, vae = self.build()
         check_fit(transformer, self.transformer)
         check_fit(vae, self.vae)
@@ -208,11 +189,9 @@ class WorldFiles(WorldFolder):
 
 @torch.no_grad()
 def slot_bytes(vae: WanVae, image_size: int, context: Literal["frames", "latents"]) -> SlotBytes:
-    """Estimate the bytes of a slot, excluding the weights: caches are exact, a decision's tensors estimated.
+    """Estimate the bytes of a slot, excluding the weights, from an autoencoder on the meta device.
 
-    Args:
-        vae: The autoencoder on the meta device, in the dtype that it is used in.
-        image_size: Height and width of the frames in pixels.
+    Caches are exact, a decision's tensors estimated.
     """
 
     def pixels(frames: int) -> Tensor:
@@ -233,11 +212,7 @@ def slot_bytes(vae: WanVae, image_size: int, context: Literal["frames", "latents
 
 
 def open_world(folder: Path) -> WorldFiles:
-    """Read sizes and facts of a world, without its weights.
-
-    Raises:
-        CheckpointError: A file is missing, cannot be read, or is of a kind that is not known.
-    """
+    """Read sizes and facts of a world, without its weights."""
     files = transformer_files(folder)
     about = read_about(folder, KIND, published=bool(files))
     if not files:
@@ -267,7 +242,7 @@ def open_world(folder: Path) -> WorldFiles:
 
 
 def recognise_transformer(files: TensorFiles, about: Mapping[str, Any]) -> TransformerConfig:
-    """Return the size of the transformer in `files`; log whether it is the very one that was published."""
+    """Return the size of the transformer in `files`."""
     shapes = {transformer_name(name): shape for name, shape in files.shapes.items()}
     numbers = shapes.get("action_mlp1.0.weight", (0,))[-1] if about else ACTION_DIM
     if why := _unsupported(shapes, numbers):
@@ -276,8 +251,6 @@ def recognise_transformer(files: TensorFiles, about: Mapping[str, Any]) -> Trans
             "the modulation (TI2V2): the model-00001.safetensors of RLinf-Wan-LIBERO-Spatial, -Object or "
             "-Goal."
         )
-    if not about:
-        _log_fingerprint(files, ACTION_MODEL, "the published action-conditioned Wan2.2-TI2V-5B")
 
     def shape(name: str, axes: int) -> torch.Size:
         return shape_of(files, shapes, name, axes, "Wan model")
@@ -342,7 +315,6 @@ def recognise_vae(files: TensorFiles, about: Mapping[str, Any]) -> VaeConfig:
                 "others are not known here. Use Wan2.2_VAE.pth."
             )
         mean, std = full.latents_mean, full.latents_std
-        _log_fingerprint(files, AUTOENCODER, "the published autoencoder of Wan 2.2")
     return VaeConfig(
         z_dim=z_dim,
         base_dim=shape_of(files, shapes, "encoder.conv_in.weight", 5, "Wan model")[0],
@@ -351,14 +323,6 @@ def recognise_vae(files: TensorFiles, about: Mapping[str, Any]) -> VaeConfig:
         latents_mean=mean,
         latents_std=std,
     )
-
-
-def _log_fingerprint(files: TensorFiles, known: str, title: str) -> None:
-    found = fingerprint({name.removeprefix(WAN_PREFIX): shape for name, shape in files.shapes.items()})
-    if found == known:
-        _log.info("%s is %s (%s)", files.label, title, found)
-    else:
-        _log.warning("%s has the unknown fingerprint %s; its tensors decide", files.label, found)
 
 
 def _count(pattern: str, names: Iterable[str]) -> int:
@@ -370,11 +334,7 @@ def rewrite_world(source: Path, folder: Path, tensors: Mapping[str, Tensor], ver
     """Write a world's folder again with other weights of its transformer; all else in it is copied.
 
     Args:
-        folder: New, or empty; it appears when it is complete.
-        tensors: Weights of the transformer by diffusers' names, of any dtype: they get the file's.
-
-    Raises:
-        CheckpointError: The source cannot be read any more.
+        tensors: By diffusers' names, of any dtype: they get the file's.
     """
     files = transformer_files(source)
     folder.parent.mkdir(parents=True, exist_ok=True)

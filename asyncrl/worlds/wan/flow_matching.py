@@ -106,9 +106,8 @@ def window_loss(
     imagined episode do not make it drift (WoVR, arXiv 2602.13977).
 
     Args:
-        latents_BZ4hw: ``[B, Z, 4, h, w]`` of any float dtype, clean and normalised: anchor, memory, two new.
-        actions_BTA: ``[B, 13, A]`` float32 raw actions, the first of them the dummy.
-        context_sigma: Noise level of the memory, in [0, 1].
+        latents_BZ4hw: Clean and normalised: anchor, memory, two new.
+        actions_BTA: ``[B, 13, A]`` raw actions, the first of them the dummy.
     """
     clean = latents_BZ4hw.float()
     device = clean.device

@@ -1,12 +1,9 @@
 """Draw frames from latents at a small part of the autoencoder's cost, with a distilled decoder.
 
-Every level works on whole latent frames, that is on four video frames at once, with two-dimensional
-convolutions; only the last layer turns channels into time. A latent frame depends on those before it through
-memory blocks: each sees half of the channels of its input one latent frame earlier. So a stream's memory is
-one tensor per block, and all latents of a call run side by side as one batch.
-
-A small network in place of a video autoencoder's decoder is a known idea (TAEHV for Wan); this architecture
-is our own. `asyncrl fit decoder` trains it.
+Every level works on whole latent frames with two-dimensional convolutions; only the last layer turns channels
+into time. Memory blocks see half of the channels of their input one latent frame earlier, so a stream's
+memory is one tensor per block. The idea is TAEHV's; this architecture is our own. `asyncrl fit decoder`
+trains it.
 
 Dimension letters:
     B  videos    F  latent frames    N = B F    Z  latent channels    h, w  latent size    H, W  pixels
@@ -85,7 +82,6 @@ class TinyDecoderConfig:
     """Size of a tiny decoder. It has no fixed image size: it draws 16 pixels per latent pixel."""
 
     z_dim: int
-    """Latent channels."""
     widths: tuple[int, int, int, int]
     """Channels at 1, 2, 4 and 8 times the latent size; even."""
     blocks: tuple[int, int, int, int]
@@ -119,12 +115,7 @@ class MemoryBlock(nn.Module):
             self.add.weight.mul_(0.2)  # a deep stack of fresh blocks begins near the identity
 
     def forward(self, x_NChw: Tensor, frames: int, memory_BhwK: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return new features ``[N, C, h, w]``, and the memory after them as a tensor of its own.
-
-        Args:
-            frames: ``F``.
-            memory_BhwK: ``[B, h, w, K]`` of the latent frame before; None: there is none.
-        """
+        """Return new features ``[N, C, h, w]``, and the memory after them as a tensor of its own."""
         # Channels last throughout: these permutations are views, and the convolutions are faster.
         x_BFhwC = x_NChw.permute(0, 2, 3, 1).unflatten(0, (-1, frames))
         kept_BFhwK = x_BFhwC[..., : self.kept]
@@ -204,12 +195,7 @@ def save_decoder(
     latents_std: Sequence[float],
     fit: Mapping[str, float | int | None],
 ) -> None:
-    """Write ``decoder.safetensors`` and ``decoder.json``.
-
-    Args:
-        latents_mean: ``[Z]`` of the autoencoder whose latents it reads.
-        latents_std: ``[Z]`` of the same.
-    """
+    """Write ``decoder.safetensors`` and ``decoder.json``, with the latents' statistics."""
     folder.mkdir(parents=True, exist_ok=True)
     write_tensors(folder / WEIGHTS, decoder.state_dict())
     content = {
@@ -230,13 +216,7 @@ def load_decoder(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> TinyDecoder:
-    """Load a decoder for inference.
-
-    Args:
-        latents_mean: ``[Z]`` of the autoencoder whose latents it is to read.
-        latents_std: ``[Z]`` of the same.
-        dtype: Of the weights once loaded.
-    """
+    """Load a decoder for inference, for an autoencoder whose latents have these statistics."""
     file = folder / ABOUT
     if not file.is_file():
         raise CheckpointError(

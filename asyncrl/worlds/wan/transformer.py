@@ -54,16 +54,7 @@ class WanBlock(WanTransformerBlock):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, x_BFPD: Tensor, context_BTD: Tensor, modulation_BF6D: Tensor, rotary: Rotary
     ) -> Tensor:
-        """Mix the tokens.
-
-        Args:
-            x_BFPD: ``[B, F, P, D]`` tokens in the dtype of the weights.
-            context_BTD: ``[B, T, D]`` action tokens, in the same.
-            modulation_BF6D: ``[B, F, 6, D]`` float: shift, scale, gate of the attention, then of the MLP.
-
-        Returns:
-            ``[B, F, P, D]`` in the dtype of `x_BFPD`.
-        """
+        """Mix the tokens; the modulation is shift, scale, gate of the attention, then of the MLP."""
         table = self.scale_shift_table.unsqueeze(0) + modulation_BF6D.float()
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = table.unsqueeze(3).unbind(2)
         y = (self.norm1(x_BFPD.float()) * (1 + scale) + shift).type_as(x_BFPD)
@@ -78,12 +69,7 @@ class WanBlock(WanTransformerBlock):
 
 
 def attend(layer: Any, x_BSD: Tensor, context_BTD: Tensor | None, rotary: Rotary | None) -> Tensor:
-    """Attend over the tokens, or over a context: ``[B, S, D]`` in the dtype of the weights.
-
-    Args:
-        context_BTD: ``[B, T, D]``, the same dtype; None: over `x_BSD`.
-        rotary: Of all S tokens; None: without positions.
-    """
+    """Attend over the tokens, or over a context: ``[B, S, D]`` in the dtype of the weights."""
     source = x_BSD if context_BTD is None else context_BTD
     query, key = layer.norm_q(layer.to_q(x_BSD)), layer.norm_k(layer.to_k(source))
     q, k, v = (part.unflatten(2, (layer.heads, -1)) for part in (query, key, layer.to_v(source)))
@@ -107,13 +93,10 @@ class TransformerConfig:
     """Size of an action-conditioned Wan transformer."""
 
     heads: int
-    """Attention heads."""
     head_dim: int
     """Channels per head; the three-way rotary split must stay even (24, 48, 64 and 128 do)."""
     layers: int
-    """Transformer blocks."""
     ffn_dim: int
-    """Inner width of the feed-forward layers."""
     channels: int
     """Latent channels."""
     patch: int
@@ -123,7 +106,6 @@ class TransformerConfig:
     round_timestep: bool = False
     """Round times to bfloat16 first, as published checkpoints were trained (952.38 becomes 952)."""
     action_dim: int = ACTION_DIM
-    """Numbers per action; published: 7."""
 
     @classmethod
     def tiny(cls) -> TransformerConfig:
@@ -170,16 +152,12 @@ class ActionWanTransformer(WanTransformer3DModel):
         )
 
     def forward(self, latents_BZFhw: Tensor, times_BF: Tensor, actions_BTA: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Predict the velocity ``noise - clean`` of every latent.
+        """Predict the velocity ``noise - clean`` of every latent: ``[B, Z, F, h, w]`` in the weights' dtype.
 
         Args:
-            latents_BZFhw: ``[B, Z, F, h, w]`` of any float dtype; h and w are multiples of the patch.
-            times_BF: ``[B, F]`` float32, 1000 * sigma of each latent frame; 0 for those that are conditions.
-            actions_BTA: ``[B, T, A]`` float32 raw actions; action i produced frame i; the first is the dummy.
-
-        Returns:
-            ``[B, Z, F, h, w]`` in the dtype of the weights. The layers that actions enter through may be of
-            another one.
+            latents_BZFhw: h and w are multiples of the patch.
+            times_BF: 1000 * sigma of each latent frame; 0 for those that are conditions.
+            actions_BTA: Raw actions; action i produced frame i; the first is the dummy.
         """
         latents = latents_BZFhw.to(self.patch_embedding.weight.dtype)
         rotary = self.rope(latents)
@@ -197,7 +175,6 @@ class ActionWanTransformer(WanTransformer3DModel):
         return self._unpatch(self.proj_out(tokens_BFPD).flatten(1, 2), latents)
 
     def _condition(self, times_BF: Tensor, actions_BTA: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return action tokens ``[B, T, D]``, time embedding ``[B, F, D]``, modulation ``[B, F, 6, D]``."""
         embedder = self.condition_embedder
         dtype = self.patch_embedding.weight.dtype
         # Frame 0 is alone in its latent frame: its action is repeated until every latent frame has four.

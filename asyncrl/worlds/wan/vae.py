@@ -1,9 +1,8 @@
 """Encode frames into latents and decode them: Wan 2.2's causal video autoencoder, step by step.
 
 The autoencoder sees a video as one frame, then groups of four. diffusers owns the modules and their weights;
-the arithmetic of a step is written here, because a cache that is a list of tensors of fixed shapes, batch
-first, lets a slot be refilled without the others and compiles into one graph, and because norms are computed
-in float32: with diffusers' own pass 8 % of the pixels differ in bfloat16.
+the arithmetic of a step is written here, because a cache that is a list of tensors of fixed shapes lets a
+slot be refilled without the others and compiles into one graph, and because norms are computed in float32.
 
 Dimension letters:
     B  videos      T  frames = 1 + 4 (F - 1)    H, W  pixels      F  latent frames    Z  latent channels
@@ -56,17 +55,12 @@ class VaeConfig:
     """Size and latent statistics of a Wan 2.2 autoencoder."""
 
     base_dim: int
-    """Channels of the encoder's first layer."""
     decoder_base_dim: int
-    """Channels of the decoder's last layer."""
     z_dim: int
-    """Latent channels."""
     res_blocks: int
     """Residual blocks per level of the encoder; the decoder has one more."""
     latents_mean: tuple[float, ...]
-    """``[Z]`` mean of the raw latents; normalised latents have it subtracted."""
     latents_std: tuple[float, ...]
-    """``[Z]`` standard deviation of the raw latents; normalised latents are divided by it."""
 
     @classmethod
     def tiny(cls) -> VaeConfig:
@@ -153,7 +147,7 @@ class _Step:
         self.stored: list[Tensor] = []
 
     def cached_frames(self, x: Tensor) -> Tensor:
-        """Return the two frames before `x`: zeros, like padding, at the beginning of a video."""
+        """Return the two frames before `x`: zeros at the beginning of a video."""
         if self._cache is None:
             shape = (x.shape[0], x.shape[1], CACHED_FRAMES, x.shape[3], x.shape[4])
             return _channels_last(torch.zeros(shape, dtype=x.dtype, device=x.device))
@@ -239,11 +233,7 @@ def _repeat_shortcut(shortcut: Any, x: Tensor, step: _Step) -> Tensor:
 
 
 def decode_layers(decoder: Any, x: Tensor, cache: Sequence[Tensor] | None) -> tuple[Tensor, FrameCache]:
-    """Run the decoder over the next latents.
-
-    Args:
-        x: ``[B, C, T, h, w]`` in the weights' dtype, after `post_quant_conv`; T is 1 at the beginning.
-        cache: ``[B, C, 2, h, w]`` per layer, of the last call; None at the beginning of a video.
+    """Run the decoder over the next latents ``[B, C, T, h, w]``; T is 1 at the beginning, without a cache.
 
     Returns:
         ``[B, 12, 1 or 4 T, 8 h, 8 w]``, in the dtype of `x`, and the cache after them.
@@ -287,12 +277,7 @@ def _average_shortcut(shortcut: Any, x: Tensor) -> Tensor:
 
 
 def encode_layers(encoder: Any, x: Tensor, cache: Sequence[Tensor] | None) -> tuple[Tensor, FrameCache]:
-    """Run the encoder over the next frames.
-
-    Args:
-        x: ``[B, 12, T, h, w]`` patches of pixels in the weights' dtype; T is 1 at the beginning, then a
-            multiple of 4.
-        cache: ``[B, C, 2, h, w]`` per layer, of the last call; None at the beginning of a video.
+    """Run the encoder over patches of the next frames ``[B, 12, T, h, w]``; T is 1 without a cache, else 4 k.
 
     Returns:
         Moments ``[B, 2 Z, 1 or T / 4, h / 8, w / 8]``, in the dtype of `x`, and the cache after them.
@@ -317,11 +302,7 @@ def encode_layers(encoder: Any, x: Tensor, cache: Sequence[Tensor] | None) -> tu
 def encode_step(
     vae: WanVae, frames_B3THW: Tensor, cache: Cache | None, *, layers: Layers = encode_layers
 ) -> tuple[Tensor, Cache]:
-    """Encode the next frames of `B` videos.
-
-    Args:
-        frames_B3THW: ``[B, 3, T, H, W]`` of any float dtype, in [-1, 1]; T is 1 when `cache` is None, else a
-            multiple of 4.
+    """Encode the next frames of `B` videos, in [-1, 1]; T is 1 when `cache` is None, else a multiple of 4.
 
     Returns:
         Normalised latents ``[B, Z, 1 or T / 4, h, w]`` in the weights' dtype (mode of the posterior), and the
@@ -345,10 +326,9 @@ def decode_step(
     clamp: bool = True,
     layers: Layers = decode_layers,
 ) -> tuple[Tensor, Cache]:
-    """Decode the next latents of `B` videos.
+    """Decode the next normalised latents of `B` videos; F is 1 when `cache` is None.
 
     Args:
-        latents_BZFhw: ``[B, Z, F, h, w]`` of any float dtype, normalised; F is 1 when `cache` is None.
         clamp: Keep pixels in [-1, 1]. Off while fitting, where a clamp would stop the gradient.
 
     Returns:
@@ -364,14 +344,7 @@ def decode_step(
 
 
 def encode_stream(vae: WanVae, video_B3THW: Tensor, *, frames_per_step: int = 16) -> Tensor:
-    """Encode whole videos.
-
-    Args:
-        video_B3THW: ``[B, 3, T, H, W]`` of any float dtype, in [-1, 1]; T = 1 + 4 k.
-
-    Returns:
-        ``[B, Z, 1 + (T - 1) / 4, h, w]`` normalised latents in the weights' dtype.
-    """
+    """Encode whole videos of 1 + 4 k frames in [-1, 1] to normalised latents ``[B, Z, 1 + k, h, w]``."""
     if video_B3THW.shape[2] % 4 != 1:
         raise ValueError(f"a video must have 1 + 4 k frames, got {video_B3THW.shape[2]}")
     latents, cache = encode_step(vae, video_B3THW[:, :, :1], None)
@@ -385,14 +358,7 @@ def encode_stream(vae: WanVae, video_B3THW: Tensor, *, frames_per_step: int = 16
 def decode_stream(
     vae: WanVae, latents_BZFhw: Tensor, *, latents_per_step: int = 4, clamp: bool = True
 ) -> Tensor:
-    """Decode whole videos.
-
-    Args:
-        latents_BZFhw: ``[B, Z, F, h, w]`` of any float dtype, normalised.
-
-    Returns:
-        ``[B, 3, 1 + 4 (F - 1), H, W]`` in the weights' dtype.
-    """
+    """Decode whole videos from normalised latents: ``[B, 3, 1 + 4 (F - 1), H, W]``."""
     frames, cache = decode_step(vae, latents_BZFhw[:, :, :1], None, clamp=clamp)
     parts = [frames]
     for start in range(1, latents_BZFhw.shape[2], latents_per_step):

@@ -3,11 +3,9 @@
 The transformer sees a window of four latents: [anchor, memory, new, new]. The anchor is the first frame, the
 memory stands for the last four frames, and every decision makes two latents (8 frames). Two ways to go on:
 
-    latents   the memory is the last latent, and the decoder goes on from where it stopped: for the
-              autoencoder an episode is one continuous causal video
+    latents   the memory is the last latent, and the decoder goes on from where it stopped
     frames    as published: the last four frames become uint8 pixels and are encoded again behind the first
-              one, and the decoder draws [memory, new, new] again behind the first frame. What encoder and
-              decoder remember of the first frame is the same for the whole episode and is kept
+              one, and the decoder draws [memory, new, new] again behind the first frame
 
 Dimension letters: B slots, Z latent channels, h/w latent size, H/W pixels, T = 13 actions of a window.
 """
@@ -26,12 +24,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from asyncrl.config.sections import ImaginationSettings, WorldDefaults
+from asyncrl.config.sections import ImaginationSettings
 from asyncrl.devices.cuda_graph import CudaGraphed
 from asyncrl.devices.tensors import to_device, to_signed, to_uint8
-from asyncrl.records import ActionSpec, ModelSummary, SlotBytes, StartState, dummy_action
+from asyncrl.records import ActionSpec, StartState, dummy_action
 from asyncrl.storage.weight_files import write_tensors
-from asyncrl.worlds.files import AS_SAVED, refuse_own_settings, write_about
+from asyncrl.worlds.files import AS_SAVED, FolderWorld, refuse_own_settings, write_about
 from asyncrl.worlds.slots import TensorState, draw_noise, finite_rows, imagine_full, open_each_once
 from asyncrl.worlds.start_states import check_beginnings
 from asyncrl.worlds.wan.files import KIND, TRANSFORMER, VAE, WorldFiles, open_world
@@ -62,7 +60,7 @@ class WanState(TensorState):
     """Encoder cache of the first frame; empty when the memory is a latent."""
 
 
-class WanWorld:
+class WanWorld(FolderWorld):
     """Imagines frames with an action-conditioned Wan transformer and the Wan autoencoder."""
 
     def __init__(
@@ -77,12 +75,7 @@ class WanWorld:
         memory: Literal["frames", "latents"] = "latents",
         decoder: Decoder | None = None,
     ) -> None:
-        """Join the networks and move them to `device`.
-
-        Args:
-            image_size: Height and width of the frames in pixels.
-            decoder: None: the autoencoder's own.
-        """
+        """Join the networks and move them to `device`; the decoder is the autoencoder's own if None."""
         self.transformer = transformer
         self.vae = vae
         self.schedule_steps = schedule_steps
@@ -102,34 +95,16 @@ class WanWorld:
         return self._image_size
 
     @classmethod
-    def check(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> ModelSummary:
-        """See `World.check`."""
-        files = _files(folder, own)
-        nbytes = files.check(settings)
-        return ModelSummary(
-            image_size=files.image_size,
-            nbytes=nbytes,
-            action_spec=ActionSpec(dim=files.transformer_size.action_dim),
-            version=files.version,
-        )
+    def files(cls, folder: Path, settings: ImaginationSettings, own: Mapping[str, Any]) -> WorldFiles:
+        """See `FolderWorld.files`."""
+        refuse_own_settings(own, "a Wan world")
+        return open_world(folder)
 
     @classmethod
     def load(cls, folder: Path, device: torch.device, settings: ImaginationSettings, **own: Any) -> WanWorld:
         """See `World.load`."""
         refuse_own_settings(own, "a Wan world")
         return load_world(folder, device=device, settings=settings)
-
-    @classmethod
-    def defaults(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> WorldDefaults:
-        """See `BringsDefaults`."""
-        return _files(folder, own).defaults(settings)
-
-    @classmethod
-    def slot_bytes(
-        cls, folder: Path, settings: ImaginationSettings, *, decisions: int = 0, **own: Any
-    ) -> SlotBytes:
-        """See `CountsSlots`."""
-        return _files(folder, own).slot_bytes(settings)
 
     @property
     def action_spec(self) -> ActionSpec:
@@ -167,11 +142,7 @@ class WanWorld:
 
     @torch.no_grad()
     def start(self, states: Sequence[StartState], *, decisions: int = 0) -> WanState:
-        """Open one slot per start state; equal ones are opened once. The state's size is fixed.
-
-        Raises:
-            ConfigError: A frame has another size than the world's, or there are not 0 or 4 context frames.
-        """
+        """See `World.start`; equal start states are opened once. The state's size is fixed."""
         return open_each_once(states, self.open_slots)
 
     @torch.no_grad()
@@ -202,15 +173,8 @@ class WanWorld:
         self, state: WanState, actions: Tensor | NDArray[np.float32], noise_seeds: Sequence[int]
     ) -> tuple[Tensor, WanState]:
         """Draw 8 frames ``[B, 8, H, W, 3]`` for 8 actions; see `World.imagine`."""
-        return imagine_full(
-            self._imagine,
-            state,
-            actions,
-            noise_seeds,
-            rows=self._rows,
-            device=self.device,
-            spec=self.action_spec,
-        )
+        full = {"rows": self._rows, "device": self.device, "spec": self.action_spec}
+        return imagine_full(self._imagine, state, actions, noise_seeds, **full)
 
     def _imagine(
         self, state: WanState, actions_B8A: Tensor, noise_seeds: Sequence[int]
@@ -235,22 +199,12 @@ class WanWorld:
         return to_uint8(frames).permute(0, 2, 3, 4, 1).contiguous(), after
 
     def _reencode(self, frames_B3THW: Tensor, encoder_cache: Cache) -> Tensor:
-        """Encode four frames as uint8 pixels behind the first frame: ``[B, Z, 1, h, w]`` float32."""
         pixels = to_signed(to_uint8(frames_B3THW))
         return encode_step(self.vae, pixels, encoder_cache, layers=self._encoder_layers)[0].float()
 
     @torch.no_grad()
     def denoise(self, state: WanState, actions_B8A: Tensor, noise_seeds: Sequence[int]) -> Tensor:
-        """Draw the two new latents that actions lead to.
-
-        Args:
-            state: Of ``B`` slots.
-            actions_B8A: ``[B, 8, A]`` float32 on the world's device.
-            noise_seeds: ``B`` seeds.
-
-        Returns:
-            ``[B, Z, 2, h, w]`` float32, normalised.
-        """
+        """Draw the two new latents ``[B, Z, 2, h, w]`` float32, normalised; arguments as of `imagine`."""
         batch, channels, _, height, width = state.anchor.shape
         noise = draw_noise(noise_seeds, (channels, WINDOW, height, width))[:, :, 2:]
         new_BZ2hw = to_device(noise.numpy(), self.device)
@@ -275,7 +229,6 @@ def _constants(device: torch.device, numbers: int) -> tuple[Tensor, Tensor]:
 
 
 def _opening_frames(state: StartState) -> NDArray[np.uint8]:
-    """Return ``[5, H, W, 3]``: the first frame, then the context (else the first frame four times)."""
     context = state.context_frames if len(state.context_frames) else np.stack([state.frame] * CONTEXT)
     return np.concatenate([state.frame[None], context])
 
@@ -286,11 +239,6 @@ def _opening_actions(state: StartState, numbers: int) -> NDArray[np.float32]:
     return np.tile(dummy_action(numbers), (CONTEXT, 1))
 
 
-def _files(folder: Path, own: Mapping[str, Any]) -> WorldFiles:
-    refuse_own_settings(own, "a Wan world")
-    return open_world(folder)
-
-
 def load_world(
     folder: Path,
     *,
@@ -298,15 +246,7 @@ def load_world(
     dtype: torch.dtype | None = None,
     settings: ImaginationSettings = AS_SAVED,
 ) -> WanWorld:
-    """Load a world for inference; tensors are read one at a time and go straight to `device`.
-
-    Args:
-        dtype: Of all weights; None takes `WorldFolder.types`.
-
-    Raises:
-        CheckpointError: A file is missing or does not fit.
-        ConfigError: A setting that the device cannot follow.
-    """
+    """Load a world for inference; see `World.load`. `dtype` None takes `WorldFolder.types`."""
     files = open_world(folder)
     transformer, vae, decoder = files.load(device, dtype, settings)
     return WanWorld(

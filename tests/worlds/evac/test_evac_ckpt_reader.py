@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from asyncrl.errors import CheckpointError
-from asyncrl.worlds.evac.files import load_checkpoint
+from asyncrl.worlds.evac.published import load_checkpoint
 
 
 def tensors() -> dict[str, torch.Tensor]:

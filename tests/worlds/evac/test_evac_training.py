@@ -135,4 +135,4 @@ def test_the_sampler_undoes_the_mixing() -> None:
         rescale = signal_scales()[step.time]
         root, rest = math.sqrt(signal_shares()[step.time]), math.sqrt(1 - signal_shares()[step.time])
         torch.testing.assert_close((root * x - rest * v) / rescale, clean, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(step.noise_x * x + step.noise_v * v, noise, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(rest * x + root * v, noise, atol=1e-5, rtol=1e-5)

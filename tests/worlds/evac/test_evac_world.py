@@ -18,9 +18,10 @@ from asyncrl.errors import ConfigError
 from asyncrl.records import StartState
 from asyncrl.worlds.evac.conditions import EvacConfig, decode_frames, encode_frames
 from asyncrl.worlds.evac.ddim import normal_noise, sampling_times, seed_words, signal_scales, signal_shares
+from asyncrl.worlds.evac.files import estimate_slot
 from asyncrl.worlds.evac.state import EvacOptions, EvacState
 from asyncrl.worlds.evac.unet import EvacUNet
-from asyncrl.worlds.evac.world import EvacWorld, estimate_slot
+from asyncrl.worlds.evac.world import EvacWorld
 from support.evac import POSE, some_actions, start_state, tiny_networks
 
 CONFIG = EvacConfig.tiny()
