@@ -20,7 +20,7 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import ActorSettings, ImaginationSettings, SuccessFrames
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation.simulator_of_tasks import refuse_foreign_tasks
-from asyncrl.simulators.starts import evaluation_plays, evaluation_seeds
+from asyncrl.simulators.rollout import evaluation_plays, evaluation_seeds
 
 if TYPE_CHECKING:
     import torch

@@ -18,7 +18,7 @@ from asyncrl.launch.own_device import take_device
 from asyncrl.simulators.build import SimulatorSource
 from asyncrl.simulators.interface import Demonstrator, SimStart
 from asyncrl.simulators.pool import SimulatorPool
-from asyncrl.simulators.starts import HELD_OUT
+from asyncrl.simulators.rollout import HELD_OUT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ def _record_expert(config: CollectConfig, source: SimulatorSource) -> int:
             config.expert,
             _starts(config, pool),
             extra_decisions=config.expert.extra_decisions,
-            about={"demonstrator": asdict(config.expert), "source": source.as_dict()},
+            about={"demonstrator": asdict(config.expert), "source": asdict(source)},
         )
 
 
@@ -135,7 +135,7 @@ def _record_policy(config: CollectConfig, source: SimulatorSource) -> int:
             about={
                 "policy": config.policy,
                 "temperature": config.temperature,
-                "source": source.as_dict(),
+                "source": asdict(source),
             },
         )
 

@@ -19,7 +19,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.evaluation.evaluate import Evaluation, acting, check_fits, episode_row, evaluate
 from asyncrl.evaluation.simulator_of_tasks import refuse_foreign_tasks
 from asyncrl.simulators.interface import Demonstrator
-from asyncrl.simulators.starts import EPISODES, evaluation_plays, evaluation_seeds
+from asyncrl.simulators.rollout import EPISODES, evaluation_plays, evaluation_seeds
 
 if TYPE_CHECKING:
     from asyncrl.launch.run_settings import RunSettings
@@ -266,7 +266,7 @@ class _Played:
 
 
 def _simulator_row(source: SimulatorSource, spec: SimulatorSpec) -> dict[str, object]:
-    row = {name: value for name, value in source.as_dict().items() if name != "places"}
+    row = {name: value for name, value in asdict(source).items() if name != "places"}
     return row | {"max_steps": spec.max_steps, "image_size": spec.image_size, "protocol": spec.protocol}
 
 

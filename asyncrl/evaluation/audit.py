@@ -40,7 +40,7 @@ from asyncrl.policies.interface import Policy, SamplingParams
 from asyncrl.records import StartState
 from asyncrl.rewards.interface import RewardModel, deciding_step
 from asyncrl.seeds import episode_seed, noise_seed, sampling_seed
-from asyncrl.simulators.pool import Pool
+from asyncrl.simulators.pool import SimulatorPool
 from asyncrl.simulators.rollout import Observations, Play, SimulatedEpisode, rollout
 from asyncrl.worlds.interface import World
 
@@ -184,7 +184,7 @@ def _rate(outcomes: NDArray[np.bool_]) -> SuccessRate:
 
 def audit(
     models: Models,
-    pool: Pool,
+    pool: SimulatorPool,
     plays: Sequence[Play],
     *,
     rows: int,
@@ -202,7 +202,9 @@ def audit(
     return audited
 
 
-def _audit_batch(models: Models, pool: Pool, plays: list[Play], seeds: list[int]) -> Iterator[AuditedEpisode]:
+def _audit_batch(
+    models: Models, pool: SimulatorPool, plays: list[Play], seeds: list[int]
+) -> Iterator[AuditedEpisode]:
     """Audit as many episodes as there are plays; there is a seed for every row of a pass."""
     beginnings = _in_order(plays, rollout(pool, _end_at_once, plays, keep_frames=True))
     starts = [start_of(episode) for episode in beginnings]

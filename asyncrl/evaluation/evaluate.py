@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError
 from asyncrl.simulators.interface import Demonstrator, SimulatorSpec
-from asyncrl.simulators.pool import Pool
+from asyncrl.simulators.pool import SimulatorPool
 from asyncrl.simulators.rollout import Act, Observations, Play, SimulatedEpisode, rollout
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def check_fits(policy: Policy, spec: SimulatorSpec) -> None:
 
 
 def evaluate(
-    pool: Pool,
+    pool: SimulatorPool,
     act: Act | Demonstrator,
     plays: Sequence[Play],
     *,

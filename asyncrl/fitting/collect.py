@@ -11,9 +11,8 @@ from typing import Final
 from asyncrl.errors import ConfigError
 from asyncrl.fitting.recordings import write_part
 from asyncrl.simulators.interface import Demonstrator, SimStart, SimulatorSpec, random_start, stored_start
-from asyncrl.simulators.pool import Pool
-from asyncrl.simulators.rollout import Act, Play, SimulatedEpisode, rollout
-from asyncrl.simulators.starts import HELD_OUT, chosen_tasks
+from asyncrl.simulators.pool import SimulatorPool
+from asyncrl.simulators.rollout import HELD_OUT, Act, Play, SimulatedEpisode, chosen_tasks, rollout
 
 EPISODES_PER_PART: Final = 32
 """At most."""
@@ -53,7 +52,7 @@ def training_starts(
 
 def record(
     folder: Path,
-    pool: Pool,
+    pool: SimulatorPool,
     act: Act | Demonstrator,
     starts: Sequence[SimStart],
     *,

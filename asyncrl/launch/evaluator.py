@@ -50,8 +50,7 @@ from asyncrl.policies.interface import Policy, SamplingParams
 from asyncrl.simulators.build import SimulatorSource
 from asyncrl.simulators.interface import SimulatorSpec
 from asyncrl.simulators.pool import SimulatorPool
-from asyncrl.simulators.rollout import Play, SimulatedEpisode, rollout
-from asyncrl.simulators.starts import evaluation_plays
+from asyncrl.simulators.rollout import Play, SimulatedEpisode, evaluation_plays, rollout
 from asyncrl.storage.assets import simulator_named
 from asyncrl.storage.checkpoint import clean_up, forget_best_after
 from asyncrl.storage.media import movie_suffix

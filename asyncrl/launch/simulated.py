@@ -26,7 +26,7 @@ from asyncrl.replay.interface import ENDLESS, EpisodeFormat, SimulatorFormat
 from asyncrl.simulators.build import SimulatorSource
 from asyncrl.simulators.interface import SimStart, SimulatorSpec, random_start, stored_start
 from asyncrl.simulators.pool import SimulatorPool
-from asyncrl.simulators.starts import HELD_OUT
+from asyncrl.simulators.rollout import HELD_OUT
 from asyncrl.storage.assets import SIMULATOR_ALIASES, simulator_named
 
 EVALUATED_TRIALS: Final = 50

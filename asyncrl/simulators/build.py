@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from asyncrl import registry
@@ -14,7 +14,7 @@ _NEEDS = ("spec", "reset", "step", "look", "close")
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatorSource:
-    """Says what is built; plain values, so that worker processes can be told."""
+    """Name and settings of a simulator; plain values, which worker processes receive."""
 
     name: str
     """Short name, or 'package.module:Class' (or function) of the user."""
@@ -27,19 +27,15 @@ class SimulatorSource:
     """Steps until an episode is truncated; 0: the simulator's own."""
 
     def with_(self, **changes: Any) -> SimulatorSource:
-        """Return a copy with other fields."""
+        """Return a copy with some fields changed."""
         return replace(self, **changes)
-
-    def as_dict(self) -> dict[str, object]:
-        """Return plain values, for JSON."""
-        return asdict(self)
 
     def build(self) -> Simulator:
         """Build the simulator.
 
         Raises:
-            ConfigError: Nothing is called so, it refuses a setting, or it makes something else.
-            AssetError: A library that it needs is not there.
+            ConfigError: The name is unknown, a setting is refused, or something else was made.
+            AssetError: A library is missing.
         """
         built = self._call(registry.resolve("simulator", self.name))
         if all(hasattr(built, name) for name in _NEEDS):
@@ -55,12 +51,7 @@ class SimulatorSource:
         )
 
     def spec(self) -> SimulatorSpec:
-        """Return the spec, without building a scene where the class can say it.
-
-        Raises:
-            ConfigError: As `build`.
-            AssetError: As `build`.
-        """
+        """Return the spec, without building a scene if the class has `describe`. Raises as `build`."""
         kind = registry.resolve("simulator", self.name)
         if hasattr(kind, "describe"):
             return self._call(kind.describe)
@@ -71,12 +62,12 @@ class SimulatorSource:
             simulator.close()
 
     def usual_places(self) -> int:
-        """Return how many places one object has where nobody says: as its class says, else 16."""
+        """Return the default number of places of one object: that of its class, else 16."""
         kind = registry.resolve("simulator", self.name)
         return min(getattr(kind, "usual_places", 16), getattr(kind, "most_places", 16))
 
     def may_have_expert(self) -> bool:
-        """Whether the class has an `expert`. What a function makes may have one: a worker knows."""
+        """True if the class has an `expert`, or if only a worker can tell: a function makes the simulator."""
         kind = registry.resolve("simulator", self.name)
         return not isinstance(kind, type) or hasattr(kind, "expert")
 
@@ -94,7 +85,7 @@ class SimulatorSource:
 
 
 def _is_vector_env(built: object) -> bool:
-    """Whether it is a `gymnasium.vector.VectorEnv`. Imports nothing: who made one has imported it."""
+    """True for a `gymnasium.vector.VectorEnv`, without an import: its maker has imported gymnasium."""
     return any(
         kind.__name__ == "VectorEnv" and kind.__module__.startswith("gymnasium.vector")
         for kind in type(built).__mro__

@@ -1,7 +1,7 @@
 """The interface of every simulator: places in which episodes with true physics are played.
 
-A simulator has one or more *places*, each with an episode of its own. Nothing resets by itself: a place whose
-episode ended ignores actions until `reset`, and everything about an episode follows from its `SimStart`.
+Each *place* has an episode of its own. Nothing resets by itself, and everything about an episode follows from
+its `SimStart` and the actions.
 
 Dimension letters:
     n  places addressed      K  cameras      H, W  picture size in pixels (equal)
@@ -23,13 +23,13 @@ from asyncrl.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatorSpec:
-    """What is known of a simulator before an episode is played. Plain values only: it travels as JSON."""
+    """Properties of a simulator, known before an episode is played. Plain values: it travels as JSON."""
 
     name: str
     """Short, as in `SimStart.name`: ``libero_spatial``."""
     tasks: tuple[str, ...]
-    """Instructions, lower case, without a full stop. Stored starts name them by their index (task id); where
-    there are none, an episode says its own after the reset, and these are all that it may say. Empty: any."""
+    """Instructions, lower case, without a full stop; stored starts have their index as task id.
+    Without stored starts: all that `Seen.tasks` may hold; empty: any."""
     trials: int
     """Stored starts of each task, numbered from 0; 0: every seed is a start."""
     max_steps: int
@@ -37,49 +37,48 @@ class SimulatorSpec:
     image_size: int
     """Height and width of the pictures in pixels."""
     cameras: tuple[str, ...] = ("main",)
-    """Names of the K cameras; the first is what models of one picture see."""
+    """Names of the K cameras; models of one picture see the first."""
     state_dim: int = 0
-    """``Q``: numbers of the robot's state, as published policies are given it."""
+    """``Q``: numbers of the robot's state, as published policies expect it."""
     poses: bool = False
-    """Whether `Seen.poses` says where the hand is: some world models begin with it."""
+    """True if `Seen.poses` is filled, with which some world models begin."""
     action_low: tuple[float, ...] = (-1.0,) * 7
     action_high: tuple[float, ...] = (1.0,) * 7
-    """``A`` bounds; what lies outside is clipped."""
+    """``A`` bounds, to which actions are clipped."""
     idle: tuple[float, ...] = (0.0,) * 6 + (-1.0,)
     """``A`` numbers: the action that moves nothing and keeps the gripper open."""
     reward: Literal["success", "dense"] = "success"
     """`success`: 1 in the step that fulfils the task, else 0. `dense`: any numbers, at every step."""
     protocol: str = ""
-    """What a number that was measured in it must be read with, in words: which scene, how many idle steps."""
+    """Conditions of measurements, in words: the scene, the number of idle steps."""
     places: int = 1
     """Episodes that one object plays at once."""
     lockstep: bool = False
-    """Whether all places can only be stepped together: then no place steps before all that play have an
-    action."""
+    """True if the places can only be stepped together, once all that play have an action."""
 
     @property
     def action_dim(self) -> int:
-        """Return ``A``."""
+        """``A``."""
         return len(self.idle)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimStart:
-    """Where an episode begins. Everything about the episode but the actions follows from it."""
+    """Start of an episode."""
 
     name: str
     """Unique: ``libero_spatial/3/017`` for a stored start, ``tabletop/seed-1000123`` for a random one."""
     task: str
-    """The instruction, lower case, without a full stop; empty: it is said by `Seen.tasks` after the reset."""
+    """The instruction, lower case, without a full stop; empty: see `Seen.tasks` after the reset."""
     task_id: int = -1
-    """Index into `SimulatorSpec.tasks`; -1: there are no numbered tasks."""
+    """Index into `SimulatorSpec.tasks`; -1 without stored starts."""
     trial: int = -1
-    """Which of the task's stored starts; -1: a random one, drawn from `seed`."""
+    """Number among the task's stored starts; -1: a random start, drawn from `seed`."""
     seed: int = 0
 
 
 class Seen(NamedTuple):
-    """What n places show."""
+    """Observations of n places."""
 
     images: NDArray[np.uint8]
     """``[n, K, H, W, 3]`` red-green-blue."""
@@ -88,23 +87,19 @@ class Seen(NamedTuple):
     tasks: tuple[str, ...] = ()
     """After a reset the n instructions, otherwise empty."""
     poses: NDArray[np.float32] | None = None
-    """``[n, 8]`` where the hand is, as `hand_pose` returns it; None unless `SimulatorSpec.poses`."""
+    """``[n, 8]`` of `hand_pose`; None unless `SimulatorSpec.poses`."""
 
 
 def hand_pose(
     position: NDArray[np.floating], quaternion: NDArray[np.floating], opened: float
 ) -> NDArray[np.float32]:
-    """Say where a hand is, in the order of `records.POSE_DIM`.
+    """Return a hand's position, orientation and gripper as ``[8]`` float32; the gripper is -1 (open) to 1.
 
     Args:
         position: ``[3]`` of the point between the fingers, in metres, in the simulator's world.
         quaternion: ``[4]`` x, y, z, w of length 1: from the hand's axes to the world's. Its sign is free, but
             must not jump between two steps.
-        opened: How far the fingers are apart, from 0 to 1; clipped.
-
-    Returns:
-        ``[8]`` float32; the last number is the gripper as in actions, but as it is and not as it was told to
-        be: -1 (open) to 1 (closed).
+        opened: Distance of the fingers, from 0 to 1; clipped.
 
     Example:
         >>> hand_pose(np.array([0.5, 0.0, 0.2]), np.array([1.0, 0.0, 0.0, 0.0]), 0.75).tolist()
@@ -115,37 +110,36 @@ def hand_pose(
 
 
 class Stepped(NamedTuple):
-    """What one step did in n places."""
+    """Results of one step in n places."""
 
     seen: Seen | None
-    """What is seen after the action; None when nothing was to be drawn."""
+    """Observations after the action; None if nothing was to be drawn."""
     rewards: NDArray[np.float32]
     """``[n]``."""
     success: NDArray[np.bool_]
-    """``[n]`` whether the task is fulfilled at this very moment. Not latched: a later step may undo it."""
+    """``[n]`` True where the task is fulfilled after this step. Not latched: a later step may undo it."""
     terminated: NDArray[np.bool_]
-    """``[n]`` whether the episode cannot go on, by the simulator's own rules: what had to stand has fallen. A
-    success that one can go on from is none: who plays decides whether it ends the episode."""
+    """``[n]`` True where the episode cannot go on: an object has fallen. A success is no termination by
+    itself; the player decides whether it ends the episode."""
     truncated: NDArray[np.bool_]
-    """``[n]`` whether it is over because `SimulatorSpec.max_steps` is reached."""
+    """``[n]`` True where `SimulatorSpec.max_steps` is reached."""
 
 
 class Simulator(Protocol):
     """Places with true physics and true success.
 
     Built by calling its class, or a function of the user's, with ``places=`` (at least 1) and ``image_size=``
-    in pixels (0: its own size), ``horizon=`` (steps until truncation) where --horizon is set, and the
-    keywords of --simulator-settings.
+    in pixels (0: its own size), ``horizon=`` (steps until truncation) if --horizon is set, and the keywords
+    of --simulator-settings.
 
-    A class may say more: ``most_places = 1`` when it can only have so many (more are refused with a
-    `ConfigError`); ``usual_places = 4`` when so many are best where nobody says another number;
-    ``any_image_size = True`` when it has no official picture; and a class method ``describe``
-    with the same arguments, which returns the spec without building a scene.
+    Optional attributes of the class: ``most_places = 1`` if it can only have so many; ``usual_places = 4``,
+    the default number; ``any_image_size = True`` if it has no official picture size; and a class method
+    ``describe`` with the same arguments, which returns the spec without building a scene.
     """
 
     @property
     def spec(self) -> SimulatorSpec:
-        """Return what is known of it."""
+        """Its properties."""
         ...
 
     def reset(self, places: Sequence[int], starts: Sequence[SimStart]) -> Seen:
@@ -160,18 +154,18 @@ class Simulator(Protocol):
         """Carry out one action in each of n different places whose episodes are not over.
 
         Args:
-            places: Those to step. With `SimulatorSpec.lockstep` all that play.
+            places: With `SimulatorSpec.lockstep` all that play.
             actions: ``[n, A]`` float32, finite.
-            draw: Whether pictures are wanted; nothing else depends on it.
+            draw: False leaves `Stepped.seen` out; nothing else depends on it.
         """
         ...
 
     def look(self, places: Sequence[int]) -> Seen:
-        """Show what n places look like now, without a step."""
+        """Return the observations of n places, without a step."""
         ...
 
     def close(self) -> None:
-        """Free what it holds. May be called again."""
+        """Free the scenes. May be called again."""
         ...
 
 
@@ -208,20 +202,19 @@ class Demonstrator(Bounded):
 
 @runtime_checkable
 class HasExpert(Protocol):
-    """A simulator that can show how a task is done: `asyncrl collect` and `evaluate --policy expert`."""
+    """A simulator with a demonstrator: for `asyncrl collect` and `evaluate --policy expert`."""
 
     def expert(
         self, place: int, settings: Demonstrator, rng: np.random.Generator
     ) -> Callable[[], NDArray[np.float32]]:
-        """Return what chooses the next action of the episode that was just reset; it may see the true state.
+        """Return a function that chooses the next action ``[A]`` float32 of the episode that was just reset.
+
+        It is called before each `step` and may see the true state.
 
         Args:
-            place: Where the episode is played.
-            settings: How good it shall be; what has no meaning here is ignored.
+            place: Of the episode.
+            settings: Its flaws; those without a meaning here are ignored.
             rng: Source of all its randomness.
-
-        Returns:
-            A function that gives ``[A]`` float32 in the units of `Simulator.step`, called before each `step`.
         """
         ...
 
@@ -258,3 +251,18 @@ def random_start(spec: SimulatorSpec, seed: int) -> SimStart:
     return SimStart(
         name=f"{spec.name}/{task_id}/seed-{seed}", task=spec.tasks[task_id], task_id=task_id, seed=seed
     )
+
+
+def check_step(
+    places: Sequence[int], actions: NDArray[np.float32], width: int, playing: NDArray[np.bool_]
+) -> None:
+    """Raise `ValueError` for actions that are ragged or not finite, and for places without an episode."""
+    if actions.shape != (len(places), width) or not np.isfinite(actions).all():
+        raise ValueError(f"actions must be finite [{len(places)}, {width}], got shape {actions.shape}")
+    if over := [place for place in places if not playing[place]]:
+        raise ValueError(f"places {over} have no episode under way: it ended, or was left out of a step")
+
+
+def plain_task(task: str) -> str:
+    """Return an instruction in lower case, without a full stop."""
+    return task.strip().rstrip(".").lower()

@@ -1,9 +1,9 @@
-"""Join environments that play one episode each into a simulator of several places, stepped one by one."""
+"""A simulator made of environments that play one episode each, stepped one by one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,18 +12,19 @@ from asyncrl.simulators.interface import Seen, SimStart, SimulatorSpec, Stepped
 
 
 class Outcome(NamedTuple):
-    """What one step did."""
+    """Result of one step; see `interface.Stepped`."""
 
     success: bool
-    """Whether the task is fulfilled at this very moment."""
     reward: float | None = None
     """None: 1 with success, else 0."""
     terminated: bool = False
-    """Whether the episode cannot go on."""
 
 
 class Place(Protocol):
-    """An environment that plays one episode at a time. Letters as in `interface`."""
+    """An environment that plays one episode at a time. Letters as in `interface`.
+
+    It may have ``close()``. With `SimulatorSpec.poses` it needs ``pose()``: ``[8]`` of `interface.hand_pose`.
+    """
 
     def reset(self, start: SimStart) -> str:
         """Begin the episode that belongs to a start; return its instruction."""
@@ -38,14 +39,6 @@ class Place(Protocol):
         ...
 
 
-class HasPose(Place, Protocol):
-    """A place that says where the hand is: all of a simulator with `SimulatorSpec.poses`."""
-
-    def pose(self) -> NDArray[np.float32]:
-        """Return ``[8]`` float32: see `interface.hand_pose`."""
-        ...
-
-
 SomePlace = TypeVar("SomePlace", bound=Place)
 
 
@@ -53,14 +46,13 @@ class OneByOne(Generic[SomePlace]):
     """A `Simulator` of independent places. Counts steps, and truncates at `SimulatorSpec.max_steps`."""
 
     def __init__(self, spec: SimulatorSpec, places: Sequence[SomePlace]) -> None:
-        """Join `spec.places` environments."""
         assert len(places) == spec.places
         self.spec = spec
         self.places = list(places)
         self._steps = [0] * len(places)
 
     def reset(self, places: Sequence[int], starts: Sequence[SimStart]) -> Seen:
-        """See `Simulator.reset`."""
+        """Begin one episode in each of n places."""
         tasks = []
         for place, start in zip(places, starts, strict=True):
             tasks.append(self.places[place].reset(start))
@@ -68,7 +60,7 @@ class OneByOne(Generic[SomePlace]):
         return self.look(places)._replace(tasks=tuple(tasks))
 
     def step(self, places: Sequence[int], actions: NDArray[np.float32], *, draw: bool) -> Stepped:
-        """See `Simulator.step`."""
+        """Carry out one action in each of n places."""
         low, high = self.spec.action_low, self.spec.action_high
         outcomes = []
         for place, action in zip(places, np.clip(actions, low, high), strict=True):
@@ -84,14 +76,15 @@ class OneByOne(Generic[SomePlace]):
         )
 
     def look(self, places: Sequence[int]) -> Seen:
-        """See `Simulator.look`."""
+        """Return the observations of n places."""
         images, states = zip(*(self.places[place].look() for place in places), strict=True)
         seen = Seen(np.stack(images), np.stack(states))
         if not self.spec.poses:
             return seen
-        return seen._replace(poses=np.stack([cast("HasPose", self.places[place]).pose() for place in places]))
+        posed: list[Any] = [self.places[place] for place in places]
+        return seen._replace(poses=np.stack([place.pose() for place in posed]))
 
     def close(self) -> None:
-        """Close the places that can be closed."""
+        """Close the places that have ``close``."""
         for place in self.places:
             getattr(place, "close", lambda: None)()

@@ -1,58 +1,60 @@
 """Play many episodes side by side in worker processes, without waiting for the slowest.
 
-Requests go out per slot, and answers are taken as they come: a reset, another task's scene or a slow worker
-holds up nobody else. A worker that dies, raises or hangs is named and replaced; who plays in it is told
-that the episode is lost, and plays it again from its start.
-
-A worker waits for requests without a deadline; its wait ends when the parent sends one, closes the pipe or
-dies. The parent waits for answers (`waits.SIMULATORS`) as long as it says, and for no worker longer than
-`timeout` seconds without an answer.
+Requests and answers are per slot. A worker that dies, raises or hangs is replaced, and its slots report their
+episodes as lost. A worker waits for requests until the pipe closes or the parent dies.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import math
+import mmap
+import multiprocessing as mp
+import os
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
+from multiprocessing import reduction
 from multiprocessing.connection import wait
-from typing import Any, Final, Protocol
+from multiprocessing.process import BaseProcess
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.errors import ConfigError, RunError
+from asyncrl.errors import AssetError, AsyncRLError, ConfigError, RunError
 from asyncrl.observability import waits
 from asyncrl.records import CHUNK
 from asyncrl.simulators.build import SimulatorSource
-from asyncrl.simulators.interface import Demonstrator, SimStart, SimulatorSpec
-from asyncrl.simulators.pool_worker import Frames, InProcessMember, Request, WorkerMember
+from asyncrl.simulators.interface import Demonstrator, SimStart, Simulator, SimulatorSpec
+from asyncrl.simulators.pool_worker import Frames, PlaceArrays, Request, Worker, plain_tuples, worker_main
 
 _log = logging.getLogger(__name__)
 MOST_LOST: Final = 5
 """Workers that may be lost before the pool gives up."""
 START_TIMEOUT: Final = 300.0
-"""Seconds a worker may take until it is ready: drawing may have to be compiled first."""
+"""Seconds until a worker must be ready: drawing may have to be compiled first."""
+_ERRORS: Final[dict[str, type[AsyncRLError]]] = {"AssetError": AssetError, "ConfigError": ConfigError}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlotAnswer:
-    """What became of a request in one slot. Dimension letters as in `pool_worker`; S steps were made."""
+    """Result of a request in one slot. Dimension letters as in `pool_worker`; S steps were made."""
 
     slot: int
     lost: str = ""
-    """Why the episode was lost with its worker; empty: it was not. Then the slot is free, and nothing else of
-    this means anything."""
+    """Why the episode was lost with its worker, else empty. The slot is then free, the other fields void."""
     task: str = ""
     """After a reset: the instruction."""
     frames: NDArray[np.uint8] = field(default_factory=lambda: np.zeros((0, 1, 0, 0, 3), np.uint8))
-    """``[S, K, H, W, 3]`` what was seen after each step where every frame was asked for, else ``[1, ...]``:
-    after the last one, or after the reset."""
+    """``[S, K, H, W, 3]`` after each step if all frames were asked for; else ``[1, ...]`` after the last one,
+    or after the reset."""
     states: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0), np.float32))
     """``[rows of frames, Q]``."""
     poses: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0), np.float32))
-    """``[rows of frames, 8]``; ``[rows of frames, 0]`` of a simulator that says none."""
+    """``[rows of frames, 8]``; ``[rows of frames, 0]`` without `SimulatorSpec.poses`."""
     actions: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0), np.float32))
-    """``[S, A]`` what was carried out."""
+    """``[S, A]`` carried out."""
     rewards: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
     """``[S]``."""
     success: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
@@ -62,61 +64,120 @@ class SlotAnswer:
 
     @property
     def steps(self) -> int:
-        """Return ``S``; 0 after a reset."""
+        """``S``; 0 after a reset."""
         return len(self.rewards)
 
 
-class Pool(Protocol):
-    """What plays episodes: `SimulatorPool`, and what stands in for it."""
+class _InProcess:
+    """Stands in for a worker process: carries requests out when answers are asked for."""
 
-    @property
-    def spec(self) -> SimulatorSpec:
-        """Return what is known of the simulator."""
-        ...
+    def __init__(self, simulator: Simulator, steps: int) -> None:
+        self.spec = simulator.spec
+        self.arrays = PlaceArrays.over(bytearray(PlaceArrays.nbytes(self.spec, steps)), self.spec, steps)
+        self._worker, self._requests = Worker(simulator, self.arrays), list[Request]()
+        self.close = simulator.close
 
-    @property
-    def slots(self) -> int:
-        """Return the number of slots."""
-        ...
+    def send(self, request: Request) -> None:
+        self._requests.append(request)
 
-    def reset(self, slot: int, start: SimStart, expert: Demonstrator | None = None) -> None:
-        """See `SimulatorPool.reset`."""
-        ...
-
-    def step(
-        self,
-        slot: int,
-        actions: NDArray[np.float32] | int,
-        *,
-        frames: Frames = "last",
-        past_success: bool = False,
-    ) -> None:
-        """See `SimulatorPool.step`."""
-        ...
-
-    def leave(self, slot: int) -> None:
-        """See `SimulatorPool.leave`."""
-        ...
-
-    def ready(self, patience: float) -> list[SlotAnswer]:
-        """See `SimulatorPool.ready`."""
-        ...
-
-    def loaded_task(self, slot: int) -> int:
-        """See `SimulatorPool.loaded_task`."""
-        ...
+    def answers(self) -> list[dict[str, Any]]:
+        requests, self._requests = self._requests, []
+        return self._worker.take(requests)
 
 
-@dataclass(kw_only=True)
-class _Asked:
-    """What a slot was asked."""
+class _WorkerProcess:
+    """The parent's side of one worker process."""
 
-    since: float
-    frames: Frames = "last"
+    def __init__(self, source: SimulatorSource, number: int, steps: int) -> None:
+        context = mp.get_context("spawn")
+        self.name = f"simulator worker {number}"
+        self.spec: SimulatorSpec | None = None
+        self.arrays: PlaceArrays | None = None
+        """None, as the spec, until the worker is ready."""
+        self.heard = time.monotonic()
+        """When the newest request was sent or the newest answer came."""
+        self._steps, self._unsent = steps, list[Request]()
+        self.pipe, theirs = context.Pipe()
+        self.process: BaseProcess = context.Process(
+            target=worker_main, name=self.name, args=(theirs, source, steps, os.getpid()), daemon=True
+        )
+        self.process.start()
+        theirs.close()
+
+    def send(self, request: Request) -> None:
+        """Send a request, or keep it until the worker is ready."""
+        self.heard = time.monotonic()
+        if self.arrays is None:
+            self._unsent.append(request)
+            return
+        try:
+            self.pipe.send_bytes(json.dumps(request).encode())
+        except (BrokenPipeError, ConnectionResetError):
+            return  # It died: `check` reports that.
+
+    def answers(self) -> list[dict[str, Any]]:
+        """Receive what has come, without waiting."""
+        found = []
+        try:
+            while self.pipe.poll():
+                message = json.loads(self.pipe.recv_bytes())
+                self.heard = time.monotonic()
+                if "error" in message:
+                    kind, text = message["kind"], message["error"]
+                    if kind in _ERRORS:
+                        raise _ERRORS[kind](text)
+                    raise RunError(f"The {self.name} failed: {kind}: {text}")
+                if "spec" in message:
+                    self._begin(SimulatorSpec(**plain_tuples(message["spec"])))
+                else:
+                    found.append(message)
+        except (EOFError, ConnectionResetError):
+            raise self._dead() from None
+        return found
+
+    def _begin(self, spec: SimulatorSpec) -> None:
+        memory = reduction.recv_handle(self.pipe)
+        size = max(1, PlaceArrays.nbytes(spec, self._steps))
+        self.spec, self.arrays = spec, PlaceArrays.over(mmap.mmap(memory, size), spec, self._steps)
+        os.close(memory)
+        unsent, self._unsent = self._unsent, []
+        for request in unsent:
+            self.send(request)
+
+    def check(self, patience: float) -> None:
+        """Raise `RunError` if the worker died, or was silent for longer than `patience` seconds.
+
+        With lockstep a worker may rightly wait for the newest request, so time is counted from there.
+        """
+        if not self.process.is_alive() and not self.pipe.poll():
+            raise self._dead()
+        if time.monotonic() - self.heard > patience:
+            late = f"did not answer within {patience:.0f} s"
+            if self.arrays is None:
+                late = f"was not ready after {patience:.0f} s (use fewer workers)"
+            raise RunError(
+                f"The {self.name} (process {self.process.pid}) {late}, so it hangs or the machine is "
+                "overloaded."
+            )
+
+    def _dead(self) -> RunError:
+        self.process.join(timeout=5)
+        return RunError(
+            f"The {self.name} died with exit code {self.process.exitcode} (negative: killed by signal). Its "
+            "own output above says why; signal 9 often means a lack of memory."
+        )
+
+    def close(self, patience: float = 5.0) -> None:
+        """Close the pipe, which ends the process; kill it if that takes longer than `patience` seconds."""
+        self.pipe.close()
+        self.process.join(timeout=patience)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join(timeout=5)
 
 
 class SimulatorPool:
-    """``max(workers, 1) * source.places`` slots, numbered through from 0, each with an episode or none.
+    """``max(workers, 1) * source.places`` slots, each with an episode or none.
 
     Results do not depend on the number of workers, bit for bit. Create the pool in a thread that outlives it:
     on Linux the workers die with that thread.
@@ -124,11 +185,11 @@ class SimulatorPool:
     Args:
         source: Simulator of every worker.
         workers: Processes; 0 runs everything in this process.
-        steps: Steps that a request may have.
-        timeout: Seconds that a worker may take for one answer.
+        steps: Most steps of a request.
+        timeout: Seconds a worker may take for one answer.
 
     Raises:
-        ConfigError: A number is out of range, or the simulator is unknown or lacks what one needs.
+        ConfigError: A number is out of range, or the simulator is unknown or cannot be built.
         AssetError: No OpenGL library.
         RunError: The first worker died or did not start in time.
     """
@@ -142,18 +203,18 @@ class SimulatorPool:
                 "cannot work. Use 0 workers (this process) or more, and at least 1 place and step."
             )
         self._source, self._steps, self._timeout = source, steps, timeout
-        self._asked: dict[int, _Asked] = {}
-        """Requests under way by slot."""
+        self._asked: dict[int, Frames] = {}
+        """Slot -> frames wanted of the request under way there."""
         self._tasks: dict[int, int] = {}
         """Slot -> task id of the scene that is loaded there."""
-        self._lost: list[str] = []
+        self._lost = 0
         self._closed = False
-        self._members: list[InProcessMember | WorkerMember] = []
+        self._members: list[_InProcess | _WorkerProcess] = []
         try:
             if workers == 0:
-                self._members = [InProcessMember(source.build(), steps)]
+                self._members = [_InProcess(source.build(), steps)]
             for number in range(workers):
-                self._members.append(WorkerMember(source, number, steps))
+                self._members.append(_WorkerProcess(source, number, steps))
             self.spec: SimulatorSpec = self._first_spec()
         except BaseException:
             self.close()
@@ -164,10 +225,10 @@ class SimulatorPool:
 
     def reset(self, slot: int, start: SimStart, expert: Demonstrator | None = None) -> None:
         """Ask for an episode; the answer comes with `ready`."""
-        place = self._ask(slot, _Asked(since=time.monotonic()))
+        self._ask(slot, "last")
         self._tasks[slot] = start.task_id
         demonstrator = None if expert is None else asdict(expert)
-        self._send(slot, {"do": "reset", "place": place, "start": asdict(start), "expert": demonstrator})
+        self._send(slot, do="reset", start=asdict(start), expert=demonstrator)
 
     def step(
         self,
@@ -180,65 +241,54 @@ class SimulatorPool:
         """Ask for steps; the answer comes with `ready`. They stop early where the episode ends.
 
         Args:
-            actions: ``[S, A]`` float32, finite; or how many steps the expert shall choose. At most the steps
-                of the pool.
+            actions: ``[S, A]`` float32, finite; or the number of steps that the expert chooses.
 
         Raises:
-            ValueError: The actions are not finite or of another shape.
+            ValueError: The actions are not finite, of another shape, or too many.
         """
+        by_expert = isinstance(actions, int)
         steps = actions if isinstance(actions, int) else len(actions)
-        chosen = None
-        if not isinstance(actions, int):
-            chosen = actions
-            wanted = actions.ndim == 2 and actions.shape[1] == self.spec.action_dim
-            if not wanted or not np.isfinite(actions).all():
-                raise ValueError(
-                    f"actions must be finite [steps, {self.spec.action_dim}], got shape {actions.shape}"
-                )
+        if not isinstance(actions, int) and not (
+            actions.ndim == 2 and actions.shape[1] == self.spec.action_dim and np.isfinite(actions).all()
+        ):
+            raise ValueError(
+                f"actions must be finite [steps, {self.spec.action_dim}], got shape {actions.shape}"
+            )
         if not 1 <= steps <= self._steps:
             raise ValueError(f"{steps} steps were asked for, this pool takes 1 to {self._steps} at once")
-        place = self._ask(slot, _Asked(since=time.monotonic(), frames=frames))
-        arrays = self._members[slot // self.places].arrays
-        assert arrays is not None, "an episode is begun before it is stepped"
-        if chosen is not None:
-            arrays.actions[place, :steps] = chosen
+        self._ask(slot, frames)
+        if not by_expert:
+            arrays = self._members[slot // self.places].arrays
+            assert arrays is not None, "an episode is begun before it is stepped"
+            arrays.actions[slot % self.places, :steps] = actions
         self._send(
-            slot,
-            {
-                "do": "step",
-                "place": place,
-                "steps": steps,
-                "frames": frames,
-                "past_success": past_success,
-                "by_expert": chosen is None,
-            },
+            slot, do="step", steps=steps, frames=frames, past_success=past_success, by_expert=by_expert
         )
 
     def leave(self, slot: int) -> None:
-        """Say that nobody plays on in a slot whose episode is not over: nobody waits for it any more."""
+        """Abandon the episode of a slot: lockstep no longer waits for it."""
         if self.spec.lockstep:
-            self._send(slot, {"do": "leave", "place": slot % self.places})
+            self._send(slot, do="leave")
 
     def loaded_task(self, slot: int) -> int:
-        """Return the task id of the scene in a slot, -1 where there is none: another one may take seconds."""
+        """Return the task id of the scene in a slot, -1 if none: another scene may take seconds."""
         return self._tasks.get(slot, -1)
 
     def ready(self, patience: float) -> list[SlotAnswer]:
-        """Take the answers that have come; wait until there is one, at most `patience` seconds.
+        """Return the answers that have come; wait for the first, at most `patience` seconds.
 
         Raises:
             RunError: More than a few workers were lost.
             ConfigError: A worker cannot be built, or refuses a start.
         """
-        if self._closed:
-            raise RunError("The simulator pool is closed. Create a new one.")
+        self._check_open()
         deadline = time.monotonic() + patience
         while True:
             answers = [answer for number in range(len(self._members)) for answer in self._answers(number)]
             left = deadline - time.monotonic()
             if answers or not self._asked or left <= 0:
                 return answers
-            remotes = [member for member in self._members if isinstance(member, WorkerMember)]
+            remotes = [member for member in self._members if isinstance(member, _WorkerProcess)]
             if remotes:
                 with waits.waiting(waits.SIMULATORS):
                     wait([x for m in remotes for x in (m.pipe, m.process.sentinel)], timeout=min(left, 1.0))
@@ -248,7 +298,7 @@ class SimulatorPool:
         self._closed = True
         members, self._members = self._members, []
         for member in members:
-            if isinstance(member, WorkerMember):
+            if isinstance(member, _WorkerProcess):
                 member.pipe.close()  # All end at the same time.
         for member in members:
             member.close()
@@ -262,79 +312,50 @@ class SimulatorPool:
     def _first_spec(self) -> SimulatorSpec:
         """Wait until the first worker is ready; the others may still be loading."""
         first = self._members[0]
-        if isinstance(first, InProcessMember):
-            return first.spec
-        deadline = time.monotonic() + START_TIMEOUT
         while first.spec is None:
+            assert isinstance(first, _WorkerProcess)
             first.answers()
-            if first.spec is not None:
-                break
-            if time.monotonic() > deadline:
-                raise RunError(
-                    f"The {first.name} (process {first.process.pid}) was not ready after {START_TIMEOUT:.0f} "
-                    "s, so it hangs or the machine is overloaded. Use fewer workers."
-                )
-            with waits.waiting(waits.SIMULATORS):
-                wait([first.pipe, first.process.sentinel], timeout=1.0)
-            if not first.process.is_alive() and not first.pipe.poll():
-                raise first.dead()
+            if first.spec is None:
+                first.check(START_TIMEOUT)
+                with waits.waiting(waits.SIMULATORS):
+                    wait([first.pipe, first.process.sentinel], timeout=1.0)
         return first.spec
 
-    def _ask(self, slot: int, asked: _Asked) -> int:
-        """Note a request; return the slot's place in its worker."""
+    def _check_open(self) -> None:
         if self._closed:
             raise RunError("The simulator pool is closed. Create a new one.")
+
+    def _ask(self, slot: int, frames: Frames) -> None:
+        self._check_open()
         if not 0 <= slot < self.slots or slot in self._asked:
             raise ValueError(f"slot {slot} is not one of {self.slots}, or is still asked something")
-        self._asked[slot] = asked
-        return slot % self.places
+        self._asked[slot] = frames
 
-    def _send(self, slot: int, request: Request) -> None:
-        self._members[slot // self.places].send(request)
+    def _send(self, slot: int, **request: Any) -> None:
+        self._members[slot // self.places].send(request | {"place": slot % self.places})
 
     def _answers(self, number: int) -> list[SlotAnswer]:
         member = self._members[number]
-        if isinstance(member, InProcessMember):
+        if isinstance(member, _InProcess):
             return [self._read(number, message) for message in member.answers()]
-        starting = member.arrays is None
         try:
             found = [self._read(number, message) for message in member.answers()]
-            if starting and member.arrays is not None:
-                self._count_anew(number)  # It was built; only now it begins with what it was asked.
             if not found:
-                self._check_alive(number, member)
+                patience = START_TIMEOUT if member.arrays is None else self._timeout
+                member.check(patience if self._asked.keys() & self._slots_of(number) else math.inf)
             return found
         except RunError as error:
             return self._replace(number, member, str(error))
 
-    def _check_alive(self, number: int, member: WorkerMember) -> None:
-        """Raise when a worker died, or takes too long for what it was asked."""
-        if not member.process.is_alive() and not member.pipe.poll():
-            raise member.dead()
-        # The newest request: with lockstep a worker may rightly wait for it.
-        patience = self._timeout if member.arrays is not None else START_TIMEOUT
-        asked = [self._asked[slot].since for slot in self._slots_of(number) if slot in self._asked]
-        if asked and time.monotonic() - max(asked) > patience:
-            raise RunError(
-                f"The {member.name} (process {member.process.pid}) did not answer within {patience:.0f} s, "
-                "so it hangs or the machine is overloaded."
-            )
-
-    def _count_anew(self, number: int) -> None:
-        """Let the time in which a worker has to answer begin now."""
-        for slot in self._slots_of(number):
-            if slot in self._asked:
-                self._asked[slot] = replace(self._asked[slot], since=time.monotonic())
-
-    def _replace(self, number: int, member: WorkerMember, reason: str) -> list[SlotAnswer]:
-        """Start another worker in the place of one that is lost; tell all its slots."""
-        self._lost.append(reason)
-        _log.warning("%s Its episodes are played again (%d of %d times).", reason, len(self._lost), MOST_LOST)
+    def _replace(self, number: int, member: _WorkerProcess, reason: str) -> list[SlotAnswer]:
+        """Start another worker in the place of a lost one; report its episodes as lost."""
+        self._lost += 1
+        _log.warning("%s Its episodes are played again (%d of %d times).", reason, self._lost, MOST_LOST)
         member.close(patience=0.0)
-        if len(self._lost) >= MOST_LOST:
-            raise RunError(f"{reason} It is number {len(self._lost)} that was lost, so the pool gives up.")
-        self._members[number] = WorkerMember(self._source, number, self._steps)
-        slots = list(self._slots_of(number))
+        if self._lost >= MOST_LOST:
+            raise RunError(f"{reason} It is number {self._lost} that was lost, so the pool gives up.")
+        self._members[number] = _WorkerProcess(self._source, number, self._steps)
+        slots = self._slots_of(number)
         for slot in slots:
             self._asked.pop(slot, None)
             self._tasks.pop(slot, None)
@@ -347,10 +368,9 @@ class SimulatorPool:
         """Copy an answer out of the shared memory."""
         arrays, place = self._members[number].arrays, message["place"]
         assert arrays is not None
-        slot = number * self.places + place
-        asked, steps = self._asked.pop(slot), message.get("steps", 0)
-        self._count_anew(number)  # Its worker lives: those that wait for it have more time.
-        rows = slice(0, steps) if asked.frames == "all" and steps else slice(max(steps, 1) - 1, max(steps, 1))
+        slot, steps = number * self.places + place, message.get("steps", 0)
+        last = max(steps, 1)
+        rows = slice(0 if self._asked.pop(slot) == "all" else last - 1, last)
         return SlotAnswer(
             slot=slot,
             task=message.get("task", ""),

@@ -1,7 +1,7 @@
 """Play episodes in simulators, by a policy or by the simulator's expert, and yield them as they end.
 
-Slots are filled continuously, with a start of the task that is loaded there where one is left. All slots
-whose answer is there are decided together, while the others step; no episode depends on that.
+Slots are filled continuously, if possible with a start of the task that is loaded there. All slots that have
+answered are decided together while the others step; no episode depends on that.
 
 Dimension letters:
     B  slots that are decided      C  steps per decision      F  frames of an episode, the first included
@@ -11,6 +11,7 @@ Dimension letters:
 
 from __future__ import annotations
 
+import difflib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -23,19 +24,38 @@ from numpy.typing import NDArray
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.records import CHUNK, dummy_action
 from asyncrl.seeds import simulated_sampling_seed
-from asyncrl.simulators.interface import Demonstrator, SimStart
-from asyncrl.simulators.pool import Pool, SlotAnswer
+from asyncrl.simulators.interface import Demonstrator, SimStart, SimulatorSpec, random_start, stored_start
+from asyncrl.simulators.pool import SimulatorPool, SlotAnswer
 from asyncrl.simulators.pool_worker import Frames
 
 PATIENCE: Final = 600.0
-"""Seconds without any answer after which something is wrong beyond what the pool sees."""
+"""Seconds without any answer after which the simulators are given up."""
 REPEAT_STRIDE: Final = 1 << 40
-"""What the sampling seeds of an episode's further plays are apart from those of its first."""
+"""Distance of the sampling seeds of an episode's further plays from those of its first."""
+HELD_OUT: Final = 1_000_000
+"""First seed of evaluation; from here on none is used for recordings, start states or training."""
+SEEDS_PER_EVALUATION: Final = 100_000
+EPISODES: Final = 256
+"""Default length of an evaluation at seeds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Play:
+    """One episode to be played."""
+
+    start: SimStart
+    repeat: int = 0
+    """Number of earlier plays of the start: a policy samples with other seeds."""
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Unique among the plays of a list."""
+        return self.start.name, self.repeat
 
 
 @dataclass(frozen=True, kw_only=True)
 class Observations:
-    """What B slots show, and what is to be done there."""
+    """Observations of B slots to be decided."""
 
     images: NDArray[np.uint8]
     """``[B, K, H, W, 3]``."""
@@ -45,27 +65,12 @@ class Observations:
     seeds: list[int]
     """Of the policy's sampling."""
     plays: list[Play]
-    """Which episodes they are."""
     decisions: list[int]
-    """How many were made in each before."""
+    """Decisions made before in each episode."""
 
 
 Act = Callable[[Observations], Sequence[NDArray[np.float32] | None] | NDArray[np.float32]]
-"""Chooses ``[B, C, A]`` float32 actions; None in place of a row's ``[C, A]``: its episode ends here."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Play:
-    """One episode to be played."""
-
-    start: SimStart
-    repeat: int = 0
-    """How often the start was played before: a policy samples anew."""
-
-    @property
-    def key(self) -> tuple[str, int]:
-        """Return what no other play of the same list has."""
-        return self.start.name, self.repeat
+"""Chooses ``[B, C, A]`` float32 actions; None in place of a row's ``[C, A]`` ends its episode."""
 
 
 @dataclass(kw_only=True)
@@ -76,44 +81,42 @@ class SimulatedEpisode:
     repeat: int
     task: str
     frames: NDArray[np.uint8]
-    """``[F, H, W, 3]`` of the first camera, from the first observation on; ``[1, ...]``, only that one, where
-    frames are not kept."""
+    """``[F, H, W, 3]`` of the first camera, from the first observation on. Without frames, here and in the
+    next three, ``[1, ...]``: only the first observation."""
     more_frames: NDArray[np.uint8]
-    """``[F, K - 1, H, W, 3]`` of the others; as `frames`."""
+    """``[F, K - 1, H, W, 3]`` of the other cameras."""
     states: NDArray[np.float32]
-    """``[F, Q]``; as `frames`."""
+    """``[F, Q]``."""
     poses: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0), np.float32))
-    """``[F, 8]`` where the hand was (`interface.hand_pose`); as `frames`. Empty: the simulator says none."""
+    """``[F, 8]`` hand poses (`interface.hand_pose`); empty without `SimulatorSpec.poses`."""
     actions: NDArray[np.float32]
-    """``[F, A]``; row 0 is `DUMMY_ACTION`, or zeros where A is not 7."""
+    """``[F, A]``; row 0 is `records.dummy_action`."""
     rewards: NDArray[np.float32]
     """``[F]``; row 0 is 0."""
     success: NDArray[np.bool_]
-    """``[F]`` whether the task was solved in that frame."""
+    """``[F]`` True where the task was solved in that frame."""
     terminated: bool
-    """It could not go on."""
     truncated: bool
-    """Time ran out."""
     seconds: float
     """From the reset until its end."""
 
     @property
     def seed(self) -> int:
-        """Return the seed of its start."""
+        """Seed of its start."""
         return self.start.seed
 
     @property
     def solved(self) -> bool:
-        """Tell whether the task was fulfilled at any step."""
+        """True if the task was fulfilled at any step."""
         return bool(self.success.any())
 
     @property
     def steps(self) -> int:
-        """Count the steps to success, or all of them."""
+        """Steps to success, or all of them."""
         return int(self.success.argmax()) if self.solved else len(self.success) - 1
 
     def drop_frames(self) -> None:
-        """Keep of frames and states only the first: an evaluation's would not fit into memory."""
+        """Keep only the first frame and state: an evaluation's would not fit into memory."""
         self.frames, self.more_frames = self.frames[:1].copy(), self.more_frames[:1].copy()
         self.states, self.poses = self.states[:1].copy(), self.poses[:1].copy()
 
@@ -126,12 +129,23 @@ class _Running:
     answers: list[SlotAnswer] = field(default_factory=list)
     """The first is the reset's, each further one a decision's."""
     solved_for: int = -1
-    """Decisions since the task was solved; -1: it is not."""
+    """Decisions since the task was solved; -1 if it is not."""
 
     @property
     def sampling_seed(self) -> int:
         seed = self.play.start.seed + self.play.repeat * REPEAT_STRIDE
         return simulated_sampling_seed(seed, len(self.answers) - 1)
+
+    def goes_on(self, answer: SlotAnswer, extra_decisions: int) -> bool:
+        """Add the answer to a decision or a reset; True if another decision follows."""
+        self.answers.append(answer)
+        if not answer.steps:
+            self.task = answer.task
+            return True
+        if self.solved_for >= 0 or answer.success.any():
+            self.solved_for += 1
+        solved = self.solved_for >= max(0, extra_decisions)
+        return not (answer.terminated or answer.truncated or solved)
 
     def finish(self, keep_frames: bool, width: int) -> SimulatedEpisode:
         first, *others = self.answers
@@ -145,7 +159,7 @@ class _Running:
             more_frames=images[:, 1:].copy(),
             states=np.concatenate([answer.states for answer in shown]),
             poses=np.concatenate([answer.poses for answer in shown]),
-            actions=np.concatenate([first_action(width)[None], *(answer.actions for answer in others)]),
+            actions=np.concatenate([dummy_action(width)[None], *(answer.actions for answer in others)]),
             rewards=np.concatenate([np.zeros(1, np.float32), *(answer.rewards for answer in others)]),
             success=np.concatenate([np.zeros(1, np.bool_), *(answer.success for answer in others)]),
             terminated=bool(others) and others[-1].terminated,
@@ -154,13 +168,8 @@ class _Running:
         )
 
 
-def first_action(width: int) -> NDArray[np.float32]:
-    """Return ``[A]`` float32, what stands for the action before the first frame."""
-    return dummy_action(width)
-
-
 def rollout(
-    pool: Pool,
+    pool: SimulatorPool,
     act: Act | Demonstrator,
     plays: Sequence[Play],
     *,
@@ -173,91 +182,73 @@ def rollout(
     worker is lost is played again from its start, with the same seeds.
 
     Args:
-        extra_decisions: Decisions that are made after the one with the success, which then is carried out as
-            a whole; -1: the episode ends with the very step that succeeds.
+        extra_decisions: Decisions after the one with the success, which then is carried out as a whole; -1:
+            the episode ends with the step that succeeds.
 
     Raises:
         RunError: The pool gives up, or does not answer.
         ConfigError: An action that was chosen is not finite, or of another width.
     """
     expert = act if isinstance(act, Demonstrator) else None
-    waiting, running = _Waiting(plays), dict[int, _Running]()
+    waiting, running = list(plays), dict[int, _Running]()
     while waiting or running:
         for slot in range(pool.slots):
             if slot not in running and waiting:
-                running[slot] = _Running(play=waiting.take(pool, slot))
+                running[slot] = _Running(play=_pop_play(waiting, pool, slot))
                 pool.reset(slot, running[slot].play.start, expert)
         answers = pool.ready(PATIENCE)
         if not answers:
             raise RunError(f"The simulators did not answer within {PATIENCE:.0f} s.")
-        undecided = []
+        undecided, ended = {}, []
         for answer in answers:
             episode = running.get(answer.slot)
             if episode is None:
                 continue
             if answer.lost:
                 del running[answer.slot]
-                waiting.put_back(episode.play)
-            elif _goes_on(episode, answer, extra_decisions):
-                undecided.append(answer.slot)
+                waiting.insert(0, episode.play)
+            elif episode.goes_on(answer, extra_decisions):
+                undecided[answer.slot] = episode
             else:
-                pool.leave(answer.slot)
-                yield running.pop(answer.slot).finish(keep_frames, pool.spec.action_dim)
-        live = {slot: running[slot] for slot in sorted(undecided)}
-        for slot in _decide(pool, act, live, keep_frames, extra_decisions):
+                ended.append(answer.slot)
+        undecided = dict(sorted(undecided.items()))
+        for slot in [*ended, *_decide(pool, act, undecided, keep_frames, extra_decisions)]:
             pool.leave(slot)
             yield running.pop(slot).finish(keep_frames, pool.spec.action_dim)
 
 
-def _goes_on(episode: _Running, answer: SlotAnswer, extra_decisions: int) -> bool:
-    """Take what became of a decision (or of the reset); return whether another one follows."""
-    episode.answers.append(answer)
-    if not answer.steps:
-        episode.task = answer.task
-        return True
-    if episode.solved_for >= 0 or answer.success.any():
-        episode.solved_for += 1
-    solved = episode.solved_for >= max(0, extra_decisions)
-    return not (answer.terminated or answer.truncated or solved)
-
-
 def _decide(
-    pool: Pool,
+    pool: SimulatorPool,
     act: Act | Demonstrator,
     undecided: dict[int, _Running],
     keep_frames: bool,
     extra_decisions: int,
-) -> list[int]:
-    """Ask for the next decision of slots, all at once; returns the slots whose episode ends instead."""
+) -> Iterator[int]:
+    """Ask for the next decision of slots, all at once; yield the slots whose episode ends instead."""
     if not undecided:
-        return []
+        return
     frames: Frames = "all" if keep_frames else "last"
     if isinstance(act, Demonstrator):
         frames = "all" if keep_frames else "none"  # It sees the true state.
-        chosen: list[NDArray[np.float32] | int | None] = [CHUNK] * len(undecided)
+        chosen: Sequence[NDArray[np.float32] | int | None] = [CHUNK] * len(undecided)
     else:
         live = list(undecided.values())
-        chosen = list(
-            act(
-                Observations(
-                    images=np.stack([episode.answers[-1].frames[-1] for episode in live]),
-                    states=np.stack([episode.answers[-1].states[-1] for episode in live]),
-                    tasks=[episode.task for episode in live],
-                    seeds=[episode.sampling_seed for episode in live],
-                    plays=[episode.play for episode in live],
-                    decisions=[len(episode.answers) - 1 for episode in live],
-                )
-            )
+        shown = Observations(
+            images=np.stack([episode.answers[-1].frames[-1] for episode in live]),
+            states=np.stack([episode.answers[-1].states[-1] for episode in live]),
+            tasks=[episode.task for episode in live],
+            seeds=[episode.sampling_seed for episode in live],
+            plays=[episode.play for episode in live],
+            decisions=[len(episode.answers) - 1 for episode in live],
         )
-    ended = []
+        chosen = list(act(shown))
     for slot, actions in zip(undecided, chosen, strict=True):
         if actions is None:
-            ended.append(slot)
+            yield slot
             continue
         if not isinstance(actions, int):
             _check(actions, pool.spec.action_dim, undecided[slot].play.start)
         pool.step(slot, actions, frames=frames, past_success=extra_decisions >= 0)
-    return ended
 
 
 def _check(actions: NDArray[np.float32], width: int, start: SimStart) -> None:
@@ -269,27 +260,82 @@ def _check(actions: NDArray[np.float32], width: int, start: SimStart) -> None:
         )
 
 
-class _Waiting:
-    """Plays that have not begun.
+def _pop_play(waiting: list[Play], pool: SimulatorPool, slot: int) -> Play:
+    """Remove a play of the task that the slot has loaded, else of the task with most plays per slot."""
+    wanted = pool.loaded_task(slot)
+    remaining = Counter(play.start.task_id for play in waiting)
+    if wanted not in remaining:
+        loaded = Counter(pool.loaded_task(other) for other in range(pool.slots))
+        wanted = max(remaining, key=lambda task: remaining[task] / (1 + loaded[task]))
+    return waiting.pop(next(i for i, play in enumerate(waiting) if play.start.task_id == wanted))
 
-    A slot gets one of the task it has loaded, else of the task that most wait for and fewest have loaded.
+
+def evaluation_seeds(seed: int, episodes: int) -> list[int]:
+    """Return the simulator seeds of evaluation number `seed`, which nothing else ever uses.
+
+    Raises:
+        ConfigError: More episodes than one evaluation owns, or a negative seed.
     """
+    if seed < 0 or not 0 < episodes <= SEEDS_PER_EVALUATION:
+        raise ConfigError(
+            f"--seed {seed} with --episodes {episodes}: the seed must be 0 or more and the episodes 1 to "
+            f"{SEEDS_PER_EVALUATION}. Use --seed 0 --episodes 256."
+        )
+    return [HELD_OUT + seed * SEEDS_PER_EVALUATION + i for i in range(episodes)]
 
-    def __init__(self, plays: Sequence[Play]) -> None:
-        self._plays = list(plays)
 
-    def __len__(self) -> int:
-        return len(self._plays)
+def evaluation_plays(
+    spec: SimulatorSpec, *, episodes: int = 0, seed: int = 0, tasks: Sequence[str], trials: int, repeats: int
+) -> list[Play]:
+    """List every episode of an evaluation once: of stored starts trial by trial, else by seed.
 
-    def put_back(self, play: Play) -> None:
-        self._plays.insert(0, play)
+    Args:
+        episodes: Number of seeds, if every seed is a start; 0: 256.
+        trials: Of each task; 0: all that are stored.
 
-    def take(self, pool: Pool, slot: int) -> Play:
-        loaded = pool.loaded_task(slot)
-        of_task = next((i for i, play in enumerate(self._plays) if play.start.task_id == loaded), None)
-        if of_task is None:
-            elsewhere = Counter(pool.loaded_task(other) for other in range(pool.slots))
-            left = Counter(play.start.task_id for play in self._plays)
-            best = max(left, key=lambda task: left[task] / (1 + elsewhere[task]))
-            of_task = next(i for i, play in enumerate(self._plays) if play.start.task_id == best)
-        return self._plays.pop(of_task)
+    Raises:
+        ConfigError: The simulator lacks these tasks or trials, or has no such choice.
+    """
+    if not spec.trials:
+        if tasks or trials:
+            raise ConfigError(
+                f"--tasks and --trials choose stored starts, but in {spec.name} every seed is a start. Leave "
+                "them out; --episodes and --seed say which starts are played."
+            )
+        starts = [random_start(spec, one) for one in evaluation_seeds(seed, episodes or EPISODES)]
+    else:
+        if episodes or seed:
+            raise ConfigError(
+                f"--episodes and --seed choose among seeds, but the starts of {spec.name} are stored. Leave "
+                "them out; --tasks and --trials say which starts are played."
+            )
+        if trials > spec.trials:
+            raise ConfigError(
+                f"--trials {trials}: {spec.name} has {spec.trials} stored starts per task. Use that or less."
+            )
+        chosen = chosen_tasks(spec, tasks)
+        starts = [
+            stored_start(spec, task, trial) for trial in range(trials or spec.trials) for task in chosen
+        ]
+    return [Play(start=start, repeat=repeat) for repeat in range(repeats) for start in starts]
+
+
+def chosen_tasks(spec: SimulatorSpec, tasks: Sequence[str]) -> list[int]:
+    """Return the task ids of `--tasks` (numbers or instructions), each once; all if empty.
+
+    Raises:
+        ConfigError: There is no such task.
+    """
+    return list(dict.fromkeys(_task_id(spec, task) for task in tasks)) or list(range(len(spec.tasks)))
+
+
+def _task_id(spec: SimulatorSpec, text: str) -> int:
+    if text.isdecimal() and int(text) < len(spec.tasks):
+        return int(text)
+    if text in spec.tasks:
+        return spec.tasks.index(text)
+    near = difflib.get_close_matches(text, spec.tasks, n=1, cutoff=0.0)
+    raise ConfigError(
+        f"--tasks {text!r}: {spec.name} has no such task. Its tasks are 0..{len(spec.tasks) - 1}; the "
+        f"nearest is {spec.tasks.index(near[0])}, {near[0]!r}."
+    )

@@ -17,8 +17,14 @@ from asyncrl.seeds import simulated_sampling_seed
 from asyncrl.simulators.build import SimulatorSource
 from asyncrl.simulators.interface import SimStart
 from asyncrl.simulators.pool import SimulatorPool
-from asyncrl.simulators.rollout import Observations, Play, rollout
-from asyncrl.simulators.starts import HELD_OUT, evaluation_plays, evaluation_seeds
+from asyncrl.simulators.rollout import (
+    HELD_OUT,
+    Observations,
+    Play,
+    evaluation_plays,
+    evaluation_seeds,
+    rollout,
+)
 from support.simulated import COUNTING, TASKS, simulated_episode
 
 

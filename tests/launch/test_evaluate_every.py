@@ -25,7 +25,7 @@ from asyncrl.observability import metrics_training as m
 from asyncrl.observability import process_status
 from asyncrl.records import ActionSpec
 from asyncrl.rewards.libero_tasks import SUITES
-from asyncrl.simulators.starts import HELD_OUT
+from asyncrl.simulators.rollout import HELD_OUT
 from asyncrl.simulators.tabletop.scene import TASKS
 from support.event_files import pictures_in
 from support.tiny_models import start_state, write_models

@@ -30,7 +30,7 @@ from asyncrl.replay.interface import ENDLESS
 from asyncrl.replay_tools.episodes import read_rows, replay_folder
 from asyncrl.simulators.build import SimulatorSource
 from asyncrl.simulators.rendering import find_backend
-from asyncrl.simulators.starts import HELD_OUT
+from asyncrl.simulators.rollout import HELD_OUT
 from asyncrl.storage import checkpoint
 from asyncrl.storage.assets import simulator_named
 from support.simulated import COUNTING

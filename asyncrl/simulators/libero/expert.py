@@ -1,7 +1,6 @@
-"""Demonstrate LIBERO's pick-and-place tasks by a script that knows where everything is.
+"""A scripted expert of LIBERO's pick-and-place tasks, which reads the true state.
 
-It moves over the object, sinks, closes the fingers, lifts, carries, sets down, lets go and withdraws. Bowls
-and the like are taken at the rim, at an angle where nothing is in the way; other things across their middle.
+Bowls are grasped at the rim, at an angle where nothing is in the way; other objects across their middle.
 Lengths are metres, angles degrees, positions in the world.
 """
 
@@ -9,19 +8,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.simulators.interface import Demonstrator
+from asyncrl.simulators.libero.scene import Scene
 
 TRANSLATION: Final = 0.05
-"""Metres that the controller is sent at action 1."""
+"""Metres of the controller's target at action 1."""
 ROTATION: Final = 0.5
 """Radians at action 1."""
 GAIN: Final = 2.0
-"""The controller covers a part of what it is sent before the next action comes."""
+"""Compensates that the controller covers only a part of its way before the next action."""
 CLOSE: Final = 1.0
 OPEN: Final = -1.0
 _HAND_DOWN = np.diag([1.0, -1.0, -1.0])
@@ -31,11 +31,11 @@ _ROOM = 0.018
 _CLOSING_STEPS = 10
 _OPENING_STEPS = 6
 _PATIENCE = 60
-"""Steps after which a phase ends whatever was reached."""
+"""Steps after which a phase ends in any case."""
 
 
 class Phase(Enum):
-    """What the hand is doing."""
+    """Phases of an episode, in their order."""
 
     REACH = auto()
     SINK = auto()
@@ -49,66 +49,38 @@ class Phase(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Grasp:
-    """How an object is taken."""
+    """Grasp of an object."""
 
     radius: float = 0.0
     """Distance of the rim from the object's axis; 0: across its middle."""
     height: float = 0.0
     """Of the grip above the object's origin."""
     angles: tuple[float, ...] = (90.0,)
-    """Directions in which the fingers close, in the world (0: x, 90: y): from the axis to the rim, if it has
-    one. The first is tried first, the next after a miss."""
-    turns: bool = False
-    """Whether the angles are counted from the object's own direction."""
+    """Directions in which the fingers close, in the world (0: x, 90: y), from the axis to the rim. The first
+    is tried first, the next after a miss."""
     inside: str = ""
-    """The region that the object lies in, whose walls leave room on one side: then angles whose rim is nearer
-    to its middle come first, by `_ROOM` at least."""
+    """Region around the object with room on one side only: then angles whose rim is nearer to its middle come
+    first, by `_ROOM` at least. Empty: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a task asks for."""
+    """Move an object to a goal."""
 
     item: str
-    """The object to be moved."""
     goal: str
-    """The object, fixture or region it is to be moved to."""
+    """An object, fixture or region."""
     grasp: Grasp
     drop: float = 0.008
     """Height of the object's origin above the goal's when the fingers open."""
     over: float = 0.16
-    """Height of the hand above the goal's origin, at least, on the way there."""
-
-
-class KnownScene(Protocol):
-    """What the expert knows of the scene; see `Scene`."""
-
-    def position(self, name: str) -> NDArray[np.float64]:
-        """Return where an object, fixture or region is: ``[3]``."""
-        ...
-
-    def rotation(self, name: str) -> NDArray[np.float64]:
-        """Return its axes as columns: ``[3, 3]``."""
-        ...
-
-    def hand(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return where the grip is, ``[3]``, and the hand's axes as columns, ``[3, 3]``."""
-        ...
+    """Least height of the hand above the goal's origin on the way there."""
 
 
 class Expert:
-    """Acts on privileged state, for one episode.
+    """Acts on privileged state, for one episode that was just reset."""
 
-    Args:
-        scene: As it is when the episode begins.
-        plan: What to do.
-        settings: How well it is done. Noise is in units of the action range.
-        rng: Source of the noise and of the errors.
-    """
-
-    def __init__(
-        self, scene: KnownScene, plan: Plan, settings: Demonstrator, rng: np.random.Generator
-    ) -> None:
+    def __init__(self, scene: Scene, plan: Plan, settings: Demonstrator, rng: np.random.Generator) -> None:
         self._scene, self._plan, self._rng = scene, plan, rng
         self._noise = float(rng.uniform(*settings.noise))
         self._miss = np.array([*settings.offset, 0.0])
@@ -149,12 +121,9 @@ class Expert:
         return tuple(grasp.angles[place] for place in sorted(range(len(grasp.angles)), key=from_middle))
 
     def _aim(self) -> None:
-        """Choose how the object is grasped this time."""
+        """Choose the grasp of this try."""
         grasp = self._plan.grasp
         angle = np.radians(self._angles[self._tries % len(self._angles)])
-        if grasp.turns:
-            axes = self._scene.rotation(self._plan.item)
-            angle += np.arctan2(axes[1, 0], axes[0, 0])
         rim = grasp.radius * np.array([np.cos(angle), np.sin(angle), 0.0])
         self._grip_offset = rim + np.array([0.0, 0.0, grasp.height])
         # The fingers are alike, so the hand turns by at most 90 degrees.
@@ -170,7 +139,7 @@ class Expert:
         self._gripper = CLOSE if phase in _HOLDING else OPEN
 
     def _next(self, hand: NDArray[np.float64]) -> None:
-        """Go on to the next phase; after an empty grasp, where that is wanted, to the first."""
+        """Enter the next phase; after an empty grasp, with `retry`, the first."""
         phase = self._phase
         if phase is Phase.WITHDRAW:
             return
@@ -184,7 +153,7 @@ class Expert:
     def _target(
         self, hand: NDArray[np.float64], axes: NDArray[np.float64]
     ) -> tuple[NDArray[np.float64], bool]:
-        """Return where the hand is to go, ``[3]``, and whether the phase is at its end."""
+        """Return the hand's target ``[3]``, and True if the phase is at its end."""
         item, goal = self._scene.position(self._plan.item), self._scene.position(self._plan.goal)
         phase = self._phase
         if phase is Phase.REACH:

@@ -1,10 +1,6 @@
-"""Make light files of a suite's shapes and pictures, for scenes that are drawn several times faster.
+"""Light files of a suite's visible shapes and textures, for scenes that are drawn several times faster.
 
-What is only looked at is simplified: shapes of many faces, and large textures. What things collide with
-stays, so the physics is the same. The files go to the user's cache; they are made of the installed package
-and are never shipped.
-
-Simplify shapes of triangles, and write them as MuJoCo reads them.
+Shapes that collide stay, so the physics is the same. The files go to the user's cache.
 
 Dimension letters:
     V  points      F  faces
@@ -44,7 +40,7 @@ _EDGES = ((0, 1), (1, 2), (2, 0))
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A shape of triangles, as its file has it."""
+    """A shape of triangles in its file's coordinates."""
 
     points: NDArray[np.float64]
     """``[V, 3]``."""
@@ -55,7 +51,7 @@ class Shape:
 
     @classmethod
     def of(cls, model: Any, mesh: int) -> Shape:
-        """Read a shape from a compiled model, which has moved and turned it to its middle, and scaled it."""
+        """Read a shape from a compiled model, which has centred, turned and scaled it."""
         mujoco = load_mujoco()
         first, count = model.mesh_vertadr[mesh], model.mesh_vertnum[mesh]
         turn = np.zeros(9)
@@ -71,7 +67,7 @@ class Shape:
         return cls(points=points, faces=faces, texture=places[corners].astype(np.float64))
 
     def welded(self) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
-        """Return points and faces of the surface: points that differ in their texture only are one."""
+        """Return points and faces of the surface; points that differ in their texture only are joined."""
         points, inverse = np.unique(np.round(self.points, 9), axis=0, return_inverse=True)
         corners = inverse.reshape(-1)[self.faces].astype(np.int32)
         whole = np.all([corners[:, a] != corners[:, b] for a, b in _EDGES], axis=0)
@@ -98,7 +94,7 @@ class Shape:
 
 
 def simplified(shape: Shape, faces: int) -> Shape:
-    """Return the shape with at most about `faces` faces; its texture is laid on as before."""
+    """Return the shape with at most about `faces` faces, and its texture."""
     points, corners = shape.welded()
     reduced, new_faces = load_simplifier()(points.astype(np.float32), corners, target_count=faces)
     reduced, new_faces = reduced.astype(np.float64), new_faces.astype(np.int32)
@@ -136,7 +132,7 @@ def point_normals(points: NDArray[np.float64], faces: NDArray[np.int32]) -> NDAr
 
 
 def load_simplifier() -> Callable[..., Any]:
-    """Return what reduces the faces of a shape."""
+    """Return the function that reduces the faces of a shape."""
     try:
         return importlib.import_module("fast_simplification").simplify
     except ModuleNotFoundError as error:
@@ -145,19 +141,15 @@ def load_simplifier() -> Callable[..., Any]:
         ) from error
 
 
-FACES: Final = 3600
-"""Faces that a shape keeps at most."""
-TEXTURE: Final = 512
-"""Pixels that a texture's longer side keeps at most."""
 _FORMAT: Final = 1
 _OPEN: Final = 0.1
 _MORE: Final = 3
-"""A shape of loose parts falls apart at few faces: it keeps so many times more."""
+"""Times more faces for a shape of loose parts (more than `_OPEN` open edges), which would fall apart."""
 
 
 @dataclass(kw_only=True)
 class LightReport:
-    """What was made of a suite."""
+    """Files made of a suite."""
 
     folder: Path
     shapes: int = 0
@@ -169,7 +161,7 @@ class LightReport:
 
 
 def light_files(suite: str) -> dict[str, str]:
-    """Return what `make_light` made of a suite: paths of the package's files, and of those in their place."""
+    """Return path of the package's file -> path of the light one, as `make_light` made them."""
     index = _index(suite)
     remedy = f"Make them: asyncrl simulators lite {suite}"
     if not index.is_file():
@@ -185,16 +177,16 @@ def light_files(suite: str) -> dict[str, str]:
 
 
 def make_light(
-    suite: str, *, faces: int = FACES, texture: int = TEXTURE, say: Callable[[str], None] = print
+    suite: str, *, faces: int = 3600, texture: int = 512, say: Callable[[str], None] = print
 ) -> LightReport:
-    """Make the light files of all scenes of a suite, in place of those that were made before.
+    """Make the light files of all scenes of a suite, and replace earlier ones.
 
     Args:
-        faces: That a shape keeps at most.
-        texture: Pixels that a texture's longer side keeps at most.
+        faces: Most faces of a shape.
+        texture: Most pixels of a texture's longer side.
 
     Raises:
-        ConfigError: See `check_versions`; or what simplifies shapes is not installed.
+        ConfigError: See `check_versions`; or fast-simplification is not installed.
     """
     load_simplifier()
     load_robosuite()
@@ -221,18 +213,17 @@ def make_light(
 
 
 def _sources(bddl: Path) -> Iterator[tuple[str, Any, int]]:
-    """Yield file, compiled model and number of each shape that is only looked at; of textures with -1."""
+    """Yield file, compiled model and mesh number of each shape without collisions; of textures with -1."""
     with quiet(), numpy_generator([0]):
         environment = build_environment(bddl, {})
     try:
         text, model = environment.model.get_xml(), environment.sim.model._model
         for tag in re.findall(r"<mesh [^>]*>", text):
-            file, name = _attribute(tag, "file"), _attribute(tag, "name")
-            mesh = model.mesh(name).id
+            mesh = model.mesh(_attribute(tag, "name")).id
             users = np.flatnonzero((model.geom_dataid == mesh) & (model.geom_type == 7))
             seen_only = (model.geom_contype[users] | model.geom_conaffinity[users]) == 0
             if len(users) and seen_only.all() and (model.geom_group[users] == 1).all():
-                yield file, model, mesh
+                yield _attribute(tag, "file"), model, mesh
         for tag in re.findall(r"<texture [^>]*file=[^>]*>", text):
             yield _attribute(tag, "file"), model, -1
     finally:
@@ -247,7 +238,7 @@ def _attribute(tag: str, name: str) -> str:
 
 
 def _make(source: str, model: Any, mesh: int, faces: int, texture: int, report: LightReport) -> str:
-    """Make the light file of one; return its name, or '' when the original is to stay."""
+    """Make one light file; return its name, or '' if the original stays."""
     key = hashlib.sha256(Path(source).read_bytes() + f"{_FORMAT} {faces} {texture}".encode()).hexdigest()[:24]
     if mesh < 0:
         target = report.folder / f"{key}.png"
@@ -277,7 +268,7 @@ def _make(source: str, model: Any, mesh: int, faces: int, texture: int, report: 
 
 
 def shrink_texture(source: str | Path, target: Path, longest: int) -> bool:
-    """Write a PNG halved in size until its longer side fits; False when it does already."""
+    """Write a PNG halved in size until its longer side fits; False if it fits already."""
     from PIL import Image
 
     with Image.open(source) as image:
@@ -293,7 +284,7 @@ def shrink_texture(source: str | Path, target: Path, longest: int) -> bool:
 
 
 def _compiles(file: Path) -> bool:
-    """Whether MuJoCo takes the file as a shape."""
+    """True if MuJoCo reads the file as a shape."""
     text = (
         f'<mujoco><asset><mesh name="a" file="{file}"/></asset><worldbody>'
         '<geom type="mesh" mesh="a" contype="0" conaffinity="0" mass="0"/></worldbody></mujoco>'

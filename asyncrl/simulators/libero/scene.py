@@ -1,13 +1,7 @@
-"""Build the scene of one LIBERO task, begin its episodes and step them.
+"""The scene of one LIBERO task: its physics is robosuite's, unchanged; its pictures are drawn here.
 
-The physics is robosuite's, unchanged. What is added decides an episode by its start alone, whatever was
-played before: where fixtures (cabinet, stove) stand is not part of LIBERO's stored states, and a reset that
-keeps the compiled scene leaves the gripper's last command.
-
-Draw what LIBERO's cameras see.
-
-The official environment looks at its cameras shortly before a step ends. What is seen then is noted down at
-every step, which is cheap; it is drawn, which is not, only when somebody looks.
+An episode follows from its start alone: where fixtures (cabinet, stove) stand is not part of LIBERO's stored
+states, and a reset that keeps the compiled scene leaves the gripper's last command.
 """
 
 from __future__ import annotations
@@ -19,7 +13,6 @@ import importlib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,30 +24,40 @@ from asyncrl.simulators.interface import hand_pose
 from asyncrl.simulators.libero.tasks import environment, load_robosuite, quiet
 from asyncrl.simulators.rendering import count_egl_devices, load_mujoco, open_context, require_backend
 
-_MAX_GEOMS = 1000
-"""As many as the official environment draws at most."""
+CAMERAS: Final = {"agentview": "agentview", "wrist": "robot0_eye_in_hand"}
+"""Names of the cameras, and what robosuite calls them."""
+STATE_DIM: Final = 8
+OPEN: Final = 0.08
+"""Metres between the fingers of an open gripper."""
+CONTROL_HZ: Final = 20
+_STATE: Final = ("robot0_eef_pos", "robot0_eef_quat", "robot0_gripper_qpos")
+_LAYOUT_TRIES: Final = 20
+_JOINT_NOISE: Final = 0.02
+"""Standard deviation of the arm's joints (rad) in stored starts, with which LIBERO drew them."""
+_MAX_GEOMS: Final = 1000
+"""Most shapes that the official environment draws."""
 
 
 class Pictures:
     """The cameras of one scene. Bound to the thread that made it.
+
+    The official environment observes its cameras shortly before a step ends. `note` keeps that view at every
+    step, which is cheap; `draw` renders it.
 
     Args:
         model: A ``mujoco.MjModel``. Its sizes and quality of pictures are set here.
         state: Its ``mujoco.MjData``.
         cameras: Names of K cameras of the model.
         size: Side of the pictures in pixels.
-        multisampling: Whether edges are smoothed, as they are officially.
-        reflections: Whether shiny materials mirror the scene, as they do officially.
-
-    Raises:
-        AssetError: There is no OpenGL library.
+        multisampling: Smooth edges, as officially.
+        reflections: Mirrors, as officially.
     """
 
     def __init__(
         self,
         model: Any,
         state: Any,
-        cameras: tuple[str, ...],
+        cameras: Sequence[str],
         *,
         size: int,
         multisampling: bool,
@@ -79,7 +82,7 @@ class Pictures:
         atexit.register(self.close)
 
     def _view(self, name: str, reflections: bool) -> tuple[Any, Any]:
-        """Return the camera, and the list of what it sees."""
+        """Return a camera and its scene of shapes."""
         mujoco = self._mujoco
         camera = mujoco.MjvCamera()
         camera.type = mujoco.mjtCamera.mjCAMERA_FIXED
@@ -90,7 +93,7 @@ class Pictures:
         return camera, scene
 
     def note(self) -> None:
-        """Note down what the cameras see of the present state."""
+        """Keep the cameras' view of the present state."""
         everything = self._mujoco.mjtCatBit.mjCAT_ALL
         for camera, scene in self._views:
             self._mujoco.mjv_updateScene(
@@ -98,11 +101,9 @@ class Pictures:
             )
 
     def draw(self) -> NDArray[np.uint8]:
-        """Draw what was noted down last.
+        """Draw the view that was kept last: ``[K, size, size, 3]`` uint8, a new array.
 
-        Returns:
-            ``[K, size, size, 3]`` uint8, a new array. Both axes of what OpenGL gives are reversed, as
-            published policies are given them: upright, and a mirror image.
+        Both axes of OpenGL's picture are reversed, as published policies expect: upright, and mirrored.
         """
         self._context.make_current()
         area = self._mujoco.MjrRect(0, 0, self._size, self._size)
@@ -123,7 +124,7 @@ class Pictures:
 
 
 def drawing_device() -> str:
-    """Return which EGL device draws, by its number: the first that CUDA may use. Empty: EGL's first."""
+    """Return the number of the EGL device that draws: the first that CUDA may use. Empty: EGL's first."""
     if require_backend() != "egl" or os.environ.get("MUJOCO_EGL_DEVICE_ID"):
         return ""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip()
@@ -138,66 +139,34 @@ def drawing_device() -> str:
     return first if first and int(first) < count_egl_devices() else ""
 
 
-CAMERAS: Final = {"agentview": "agentview", "wrist": "robot0_eye_in_hand"}
-"""Names of the cameras, and what robosuite calls them."""
-STATE_DIM: Final = 8
-OPEN: Final = 0.08
-"""Metres between the fingers of an open gripper."""
-CONTROL_HZ: Final = 20
-_STATE: Final = ("robot0_eef_pos", "robot0_eef_quat", "robot0_gripper_qpos")
-_LAYOUT_TRIES: Final = 20
-_JOINT_NOISE: Final = 0.02
-"""Standard deviation of the arm's joints (rad) in stored starts: what LIBERO drew them with."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Look:
-    """What is drawn, and how."""
-
-    image_size: int
-    cameras: tuple[str, ...]
-    """Of `CAMERAS`."""
-    multisampling: bool = True
-    reflections: bool = True
-    files: Mapping[str, str] | None = None
-    """Drawn in place of other files, by their paths."""
-
-
 class Scene:
     """The scene of one task, with at most one episode under way.
 
     Args:
         bddl: The task's file.
-        look: How it is drawn.
+        cameras: Of `CAMERAS`.
+        files: Path of a file -> the one drawn in its place.
+        drawing: Keywords of `Pictures`.
 
     Raises:
         ConfigError: See `check_versions`.
         AssetError: There is no OpenGL library.
     """
 
-    def __init__(self, bddl: Path, look: Look) -> None:
+    def __init__(self, bddl: Path, cameras: Sequence[str], files: Mapping[str, str], **drawing: Any) -> None:
         load_robosuite()
         with quiet(), numpy_generator([0]):
-            self._env: Any = build_environment(bddl, look.files or {})
+            self._env: Any = build_environment(bddl, files)
         self.sim: Any = self._env.sim
-        cameras = tuple(CAMERAS[name] for name in look.cameras)
-        self._pictures = Pictures(
-            self.sim.model._model,
-            self.sim.data._data,
-            cameras,
-            size=look.image_size,
-            multisampling=look.multisampling,
-            reflections=look.reflections,
-        )
+        model, data = self.sim.model._model, self.sim.data._data
+        self._pictures = Pictures(model, data, [CAMERAS[name] for name in cameras], **drawing)
+        self.draw = self._pictures.draw
+        """Draws the view that belongs to `state`."""
         self._fixtures = _take_over_fixtures(self._env)
         self._watch()
 
     def begin(self, entropy: Sequence[int], stored: NDArray[np.float64] | None) -> None:
-        """Begin an episode.
-
-        Args:
-            stored: ``[1 + positions + velocities]``, the state to begin in; None: a random one.
-        """
+        """Begin an episode in a state ``[1 + positions + velocities]``; None: a random one."""
         env = self._env
         with quiet(), numpy_generator(entropy):
             for fixture in self._fixtures:
@@ -217,7 +186,7 @@ class Scene:
                     f"a stored state has {state.shape[0]} numbers, but the scene of {env.bddl_file_name} has "
                     f"{1 + self.sim.model.nq + self.sim.model.nv}. The package is damaged: install it anew."
                 )
-            # What the official `set_init_state` does.
+            # As the official `set_init_state` does:
             self.sim.set_state_from_flattened(state)
             self.sim.forward()
             env._check_success()
@@ -226,7 +195,7 @@ class Scene:
             self._seen = env._get_observations()
 
     def step(self, action: NDArray[np.float64]) -> bool:
-        """Carry out an action ``[7]``; return whether the task is fulfilled at its end."""
+        """Carry out an action ``[7]``; True if the task is fulfilled at its end."""
         self._seen, _, success, _ = self._env.step(action)
         return bool(success)
 
@@ -236,36 +205,24 @@ class Scene:
         return np.concatenate([position, axis_angle(quaternion), fingers]).astype(np.float32)
 
     def pose(self) -> NDArray[np.float32]:
-        """Return where the hand is: ``[8]``, of the same observation as `state`. See `hand_pose`."""
+        """Return the `hand_pose` ``[8]`` of the same observation as `state`."""
         position, quaternion, fingers = (self._seen[name] for name in _STATE)
         return hand_pose(position, quaternion, float(np.abs(fingers).sum()) / OPEN)
 
-    def draw(self) -> NDArray[np.uint8]:
-        """Draw what belongs to `state`: see `Pictures.draw`."""
-        return self._pictures.draw()
-
     def position(self, name: str) -> NDArray[np.float64]:
-        """Return where an object, fixture or region of the task is now: ``[3]`` metres."""
+        """Return the present position of an object, fixture or region of the task: ``[3]`` metres."""
         if name in self._env.obj_body_id:
             return self.sim.data.body_xpos[self._env.obj_body_id[name]].copy()
         return self.sim.data.get_site_xpos(name).copy()
 
-    def rotation(self, name: str) -> NDArray[np.float64]:
-        """Return the axes of an object or fixture in the world as columns: ``[3, 3]``."""
-        return self.sim.data.body_xmat[self._env.obj_body_id[name]].reshape(3, 3).copy()
-
     def hand(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return where the grip is now, ``[3]`` metres, and the hand's axes as columns, ``[3, 3]``.
+        """Return the grip's present position, ``[3]`` metres, and the hand's axes as columns, ``[3, 3]``.
 
         The fingers move along the second axis, the third points out of the hand.
         """
-        robot, body = (
-            self._env.robots[0],
-            self.sim.model.body_name2id(self._env.robots[0].robot_model.eef_name),
-        )
-        return self.sim.data.site_xpos[robot.eef_site_id].copy(), self.sim.data.body_xmat[body].reshape(
-            3, 3
-        ).copy()
+        robot, data = self._env.robots[0], self.sim.data
+        axes = data.body_xmat[self.sim.model.body_name2id(robot.robot_model.eef_name)]
+        return data.site_xpos[robot.eef_site_id].copy(), axes.reshape(3, 3).copy()
 
     def close(self) -> None:
         """Free the scene. May be called again."""
@@ -277,7 +234,7 @@ class Scene:
             gc.collect()  # Its parts refer to each other, and the next scene is as large.
 
     def _lay_out(self) -> None:
-        """Let robosuite reset, which draws the objects' places; a layout without room is drawn again."""
+        """Let robosuite reset, which draws the objects' places; a failed layout is drawn again."""
         failure = importlib.import_module("robosuite.utils.errors").RandomizationError
         for _ in range(_LAYOUT_TRIES):
             with contextlib.suppress(failure):
@@ -294,7 +251,7 @@ class Scene:
         self.sim.model.body_quat[body] = rotation
 
     def _watch(self) -> None:
-        """Look at cameras and state when the official environment does, and at nothing else."""
+        """Observe cameras and state when the official environment does, and nothing else."""
         observables = importlib.import_module("robosuite.utils.observables")
 
         @observables.sensor(modality="image")
@@ -341,7 +298,7 @@ def quaternion_of(turn: NDArray[np.floating]) -> NDArray[np.float64]:
 
 @contextlib.contextmanager
 def numpy_generator(entropy: Sequence[int]) -> Iterator[None]:
-    """Seed numpy's global generator, which LIBERO draws from, for a while; then it goes on as before."""
+    """Seed numpy's global generator, which LIBERO draws from, within the context only."""
     before = np.random.get_state()
     np.random.seed(np.random.SeedSequence(list(entropy)).generate_state(8))
     try:
@@ -351,7 +308,7 @@ def numpy_generator(entropy: Sequence[int]) -> Iterator[None]:
 
 
 class _Fixture:
-    """Stands in for the sampler of a fixture: says the pose that was drawn for the episode."""
+    """Stands in for the sampler of a fixture: returns the pose that was drawn for the episode."""
 
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
@@ -365,12 +322,12 @@ class _Fixture:
         self.position, self.rotation, _ = self._sampler.sample()[self._body.name]
 
     def sample(self, fixtures: Mapping[str, Any] | None = None, **_: Any) -> dict[str, Any]:
-        """Return the placements that there were and this one, as LIBERO's samplers do."""
+        """Add its placement, as LIBERO's samplers do."""
         return {**(fixtures or {}), self._body.name: (self.position, self.rotation, self._body)}
 
 
 def _take_over_fixtures(env: Any) -> list[_Fixture]:
-    """Put `_Fixture` in the place of the fixtures' samplers; return them in the order of the task's file."""
+    """Replace the fixtures' samplers; return the replacements in the order of the task's file."""
     samplers = env.placement_initializer.samplers
     taken = {
         name: _Fixture(sampler)
@@ -382,7 +339,7 @@ def _take_over_fixtures(env: Any) -> list[_Fixture]:
 
 
 def build_environment(bddl: Path, files: Mapping[str, str]) -> Any:
-    """Construct robosuite's environment as the official wrapper does, but for cameras and resets."""
+    """Construct robosuite's environment as the official wrapper does, except for cameras and resets."""
     robosuite = importlib.import_module("robosuite")
     parser = importlib.import_module("libero.libero.envs.bddl_utils")
     kinds = importlib.import_module("libero.libero.envs.bddl_base_domain").TASK_MAPPING

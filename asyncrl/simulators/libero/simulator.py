@@ -1,9 +1,7 @@
 """LIBERO's suites as simulators: official starts, pictures, states, instructions and horizons.
 
-One object plays one episode. Another start of the same task costs a fraction of a second, of another task
-seconds: its scene is built anew.
-
-Which LIBERO tasks the scripted expert can demonstrate, and how.
+One object plays one episode. A reset takes a fraction of a second, with another task seconds: its scene is
+built.
 """
 
 from __future__ import annotations
@@ -20,10 +18,25 @@ from asyncrl.errors import ConfigError
 from asyncrl.simulators.interface import Demonstrator, Seen, SimStart, SimulatorSpec, Stepped
 from asyncrl.simulators.libero.expert import Expert, Grasp, Plan
 from asyncrl.simulators.libero.light import light_files
-from asyncrl.simulators.libero.scene import CAMERAS, STATE_DIM, Look, Scene, drawing_device
+from asyncrl.simulators.libero.scene import CAMERAS, STATE_DIM, Scene, drawing_device
 from asyncrl.simulators.libero.tasks import TRIALS, bddl_file, instruction, stored_states, task_names
 
 _BOWL: Final = Grasp(radius=0.047, height=0.034)
+
+
+_OBJECTS: Final = (
+    ("alphabet_soup_1", 90, 0.01),
+    ("cream_cheese_1", 90, 0.0),
+    ("salad_dressing_1", 0, 0.04),
+    ("bbq_sauce_1", 0, 0.02),
+    ("ketchup_1", 0, 0.04),
+    ("tomato_sauce_1", 90, 0.01),
+    ("butter_1", 90, 0.0),
+    ("milk_1", 0, 0.025),
+    ("chocolate_pudding_1", 90, 0.0),
+    ("orange_juice_1", 0, 0.025),
+)
+"""Item, direction of the fingers and height of the grip, by task id."""
 
 
 def _bowl_to_plate(*angles: float) -> Plan:
@@ -35,54 +48,32 @@ def _to_basket(item: str, angle: float, height: float) -> Plan:
     return Plan(item=item, goal="basket_1_contain_region", grasp=grasp, drop=0.05, over=0.22)
 
 
+_USUAL: Final = _bowl_to_plate(90, 0, 180)
+_IN_DRAWER: Final = replace(_BOWL, angles=(165.0, 350.0), inside="wooden_cabinet_1_top_region")
+_BOTTLE: Final = Grasp(angles=(90.0, 0.0), height=0.13)
+_CHEESE: Final = Grasp(angles=(90.0,))
 PLANS: Final[dict[str, dict[int, Plan]]] = {
-    "libero_spatial": {
-        0: _bowl_to_plate(90, 0, 180),
-        1: _bowl_to_plate(90, 0, 180),
-        2: _bowl_to_plate(90, 0, 180),
-        3: _bowl_to_plate(90, 0, 180),
-        4: Plan(
-            item="akita_black_bowl_1",
-            goal="plate_1",
-            grasp=replace(_BOWL, angles=(165.0, 350.0), inside="wooden_cabinet_1_top_region"),
-        ),
-        5: _bowl_to_plate(90, 0, 180),
+    "libero_spatial": dict.fromkeys(range(10), _USUAL)
+    | {
+        4: replace(_USUAL, grasp=_IN_DRAWER),
         6: _bowl_to_plate(180, 90, 0),
-        7: _bowl_to_plate(90, 0, 180),
         8: _bowl_to_plate(-90, 0, 180),
         9: _bowl_to_plate(45, 135, 90),
     },
-    "libero_object": {
-        0: _to_basket("alphabet_soup_1", 90, 0.01),
-        1: _to_basket("cream_cheese_1", 90, 0.0),
-        2: _to_basket("salad_dressing_1", 0, 0.04),
-        3: _to_basket("bbq_sauce_1", 0, 0.02),
-        4: _to_basket("ketchup_1", 0, 0.04),
-        5: _to_basket("tomato_sauce_1", 90, 0.01),
-        6: _to_basket("butter_1", 90, 0.0),
-        7: _to_basket("milk_1", 0, 0.025),
-        8: _to_basket("chocolate_pudding_1", 90, 0.0),
-        9: _to_basket("orange_juice_1", 0, 0.025),
-    },
+    "libero_object": {task: _to_basket(*item) for task, item in enumerate(_OBJECTS)},
     "libero_goal": {
-        1: replace(_bowl_to_plate(90, 0, 180), goal="flat_stove_1_cook_region"),
-        2: Plan(
-            item="wine_bottle_1",
-            goal="wooden_cabinet_1_top_side",
-            grasp=Grasp(angles=(90.0, 0.0), height=0.13),
-            drop=0.02,
-        ),
-        4: replace(_bowl_to_plate(90, 0, 180), goal="wooden_cabinet_1_top_side"),
-        6: Plan(item="cream_cheese_1", goal="akita_black_bowl_1", grasp=Grasp(angles=(90.0,)), drop=0.05),
-        8: _bowl_to_plate(90, 0, 180),
+        1: replace(_USUAL, goal="flat_stove_1_cook_region"),
+        2: Plan(item="wine_bottle_1", goal="wooden_cabinet_1_top_side", grasp=_BOTTLE, drop=0.02),
+        4: replace(_USUAL, goal="wooden_cabinet_1_top_side"),
+        6: Plan(item="cream_cheese_1", goal="akita_black_bowl_1", grasp=_CHEESE, drop=0.05),
+        8: _USUAL,
     },
 }
-"""Suite -> task id -> plan."""
+"""Suite -> task id -> plan of the scripted expert."""
 
 
 IMAGE_SIZE: Final = 256
 IDLE: Final = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0)
-_SCENES: Final = ("stock", "light")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,47 +81,47 @@ class LiberoSettings:
     """The keywords of --simulator-settings."""
 
     settle: int = 10
-    """Idle steps before an episode begins, while objects come to rest. They do not count."""
+    """Idle steps before an episode begins, while objects come to rest; not counted."""
     horizon: int = 0
     """Steps until truncation; 0: the suite's own."""
     wrist: bool = True
-    """Whether the camera at the wrist is drawn too, which doubles what pictures cost."""
+    """Draw the camera at the wrist too, which doubles the cost of pictures."""
     scene: str = "stock"
-    """`stock`: the shapes and pictures that LIBERO ships. `light`: those that `asyncrl simulators lite` made
-    of them, which are drawn faster and look slightly different; the physics is the same."""
+    """`stock`: the shapes and textures of LIBERO. `light`: those that `asyncrl simulators lite` made of them,
+    which are drawn faster and look slightly different; the physics is the same."""
     multisampling: bool = True
-    """Whether edges are smoothed, as they are officially."""
+    """Smooth edges, as officially."""
     reflections: bool = True
-    """Whether shiny materials mirror the scene, as they do officially."""
+    """Mirrors, as officially."""
 
     @property
     def protocol(self) -> str:
-        """Say in words what is drawn and how long is waited."""
+        """The scene and the settling steps, in words."""
         without = [name for name in ("multisampling", "reflections") if not getattr(self, name)]
         drawn = "".join(f", without {name}" for name in without)
         return f"{self.scene} scene{drawn}, {self.settle} settling steps"
 
     def __post_init__(self) -> None:
-        for name, least in (("settle", 0), ("horizon", 0)):
+        for name in ("settle", "horizon"):
             value = getattr(self, name)
-            if type(value) is not int or not least <= value <= 100_000:
+            if type(value) is not int or not 0 <= value <= 100_000:
                 raise ConfigError(
-                    f"--simulator-settings {name}={value} counts steps. Use a whole number from {least} on."
+                    f"--simulator-settings {name}={value} counts steps. Use a whole number from 0 on."
                 )
         for name in ("wrist", "multisampling", "reflections"):
             if type(getattr(self, name)) is not bool:
                 raise ConfigError(
                     f"--simulator-settings {name}={getattr(self, name)} is a switch. Use true or false."
                 )
-        if self.scene not in _SCENES:
+        if self.scene not in ("stock", "light"):
             raise ConfigError(f"--simulator-settings scene={self.scene} is neither stock nor light.")
 
 
 class LiberoSuite:
     """A suite of LIBERO: one place, actions of robosuite's OSC_POSE controller at 20 Hz.
 
-    An action is 7 numbers in [-1, 1]: translation (5 cm at 1), rotation vector (0.5 rad at 1), gripper (+1
-    closes). What lies outside is clipped. A success ends nothing; `terminated` is never set.
+    An action is 7 numbers, clipped to [-1, 1]: translation (5 cm at 1), rotation vector (0.5 rad at 1),
+    gripper (+1 closes). A success ends nothing; `terminated` is never set.
 
     Args:
         places: 1.
@@ -148,9 +139,9 @@ class LiberoSuite:
 
     def __init__(self, *, places: int = 1, image_size: int = 0, **settings: Any) -> None:
         self._settings = LiberoSettings(**settings)
-        self._spec = self.describe(places=places, image_size=image_size, **settings)
-        drawing_device()  # What is wrong with drawing is said before scenes are built.
-        self._files = light_files(self.suite) if self._settings.scene == "light" else None
+        self.spec = self.describe(places=places, image_size=image_size, **settings)
+        drawing_device()  # Errors of drawing come before scenes are built.
+        self._files = light_files(self.suite) if self._settings.scene == "light" else {}
         self._scene: Scene | None = None
         self._task_id = -1
         self._steps = 0
@@ -182,13 +173,8 @@ class LiberoSuite:
             protocol=chosen.protocol,
         )
 
-    @property
-    def spec(self) -> SimulatorSpec:
-        """Return what is known of it."""
-        return self._spec
-
     def reset(self, places: Sequence[int], starts: Sequence[SimStart]) -> Seen:
-        """Begin the start's episode: see `Simulator.reset`."""
+        """Begin the start's episode in place 0."""
         if list(places) != [0] or len(starts) != 1:
             raise ConfigError(f"{self.suite} has the one place 0; a reset of {list(places)} was asked for.")
         start = starts[0]
@@ -202,10 +188,10 @@ class LiberoSuite:
         for _ in range(self._settings.settle):
             scene.step(np.array(IDLE))
         self._steps, self._success = 0, False
-        return self._seen((self._spec.tasks[start.task_id],))
+        return self._seen((self.spec.tasks[start.task_id],))
 
     def step(self, places: Sequence[int], actions: NDArray[np.float32], *, draw: bool) -> Stepped:
-        """Carry out one action: see `Simulator.step`. After the horizon nothing moves any more."""
+        """Carry out one action in place 0; after the horizon nothing moves."""
         if self._scene is None or list(places) != [0]:
             raise ConfigError(f"{self.suite} plays in place 0 after a reset; a step of {list(places)} came.")
         if actions.shape != (1, len(IDLE)) or not np.isfinite(actions).all():
@@ -213,7 +199,7 @@ class LiberoSuite:
                 f"an action of {self.suite} is {len(IDLE)} finite numbers, got {actions.tolist()}. "
                 "Look at the policy that chose it."
             )
-        over = self._steps >= self._spec.max_steps
+        over = self._steps >= self.spec.max_steps
         if not over:
             self._success = self._scene.step(np.clip(actions[0].astype(np.float64), -1.0, 1.0))
             self._steps += 1
@@ -222,11 +208,11 @@ class LiberoSuite:
             rewards=np.array([self._success and not over], np.float32),
             success=np.array([self._success]),
             terminated=np.array([False]),
-            truncated=np.array([self._steps >= self._spec.max_steps]),
+            truncated=np.array([self._steps >= self.spec.max_steps]),
         )
 
     def look(self, places: Sequence[int]) -> Seen:
-        """Show what `step` would have shown with its pictures drawn; nothing depends on it."""
+        """Return the observation that the last `step` made."""
         if self._scene is None or list(places) != [0]:
             raise ConfigError(f"{self.suite} shows place 0 after a reset; {list(places)} was asked for.")
         return self._seen()
@@ -234,7 +220,7 @@ class LiberoSuite:
     def expert(
         self, place: int, settings: Demonstrator, rng: np.random.Generator
     ) -> Callable[[], NDArray[np.float32]]:
-        """Return what chooses the next action: see `HasExpert.expert`."""
+        """Return the scripted expert of the task; see `HasExpert.expert`."""
         if self._scene is None or place != 0:
             raise ConfigError(f"an expert of {self.suite} begins after a reset of place 0, not of {place}.")
         plans = PLANS.get(self.suite, {})
@@ -242,7 +228,7 @@ class LiberoSuite:
             able = ", ".join(map(str, plans)) or "none"
             raise ConfigError(
                 f"there is no scripted expert for task {self._task_id} of {self.suite} "
-                f"({self._spec.tasks[self._task_id]!r}). Tasks that have one: {able}. Set --tasks, or use a "
+                f"({self.spec.tasks[self._task_id]!r}). Tasks that have one: {able}. Set --tasks, or use a "
                 "policy."
             )
         return Expert(self._scene, plans[self._task_id], settings, rng).act
@@ -262,7 +248,7 @@ class LiberoSuite:
 
     def _check(self, start: SimStart) -> None:
         """Refuse a start that the suite does not have."""
-        tasks = self._spec.tasks
+        tasks = self.spec.tasks
         if not 0 <= start.task_id < len(tasks):
             raise ConfigError(
                 f"start {start.name} is of task {start.task_id}, but {self.suite} has tasks 0 to "
@@ -285,14 +271,14 @@ class LiberoSuite:
         """Return the task's scene; that of another task is freed first, for the memory."""
         if self._scene is None or self._task_id != task_id:
             self.close()
-            look = Look(
-                image_size=self._spec.image_size,
-                cameras=self._spec.cameras,
+            self._scene = Scene(
+                bddl_file(self.suite, task_id),
+                self.spec.cameras,
+                self._files,
+                size=self.spec.image_size,
                 multisampling=self._settings.multisampling,
                 reflections=self._settings.reflections,
-                files=self._files,
             )
-            self._scene = Scene(bddl_file(self.suite, task_id), look)
             self._task_id = task_id
         return self._scene
 

