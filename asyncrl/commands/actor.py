@@ -39,7 +39,6 @@ class ActorConfig(Bounded):
 
 
 ARGUMENTS: Final = ActorConfig
-"""What the command takes; tab completion reads it too."""
 
 
 def main(arguments: list[str]) -> int:
@@ -47,12 +46,7 @@ def main(arguments: list[str]) -> int:
     config = tyro.cli(ARGUMENTS, args=arguments, prog="asyncrl actor")
     from asyncrl.launch.join import run
 
-    paths = {
-        "policy": config.policy,
-        "world": config.world,
-        "reward": config.reward,
-        "start_states": config.start_states,
-    }
+    parts = ("policy", "world", "reward", "start_states")
     return run(
         JoinOptions(
             endpoint=config.join,
@@ -61,6 +55,6 @@ def main(arguments: list[str]) -> int:
             name=config.name,
             device=config.device,
             threads=config.threads,
-            paths={name: path for name, path in paths.items() if path},
+            paths={name: path for name in parts if (path := getattr(config, name))},
         )
     )

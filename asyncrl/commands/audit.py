@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
@@ -14,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import tyro
 
 from asyncrl import registry
-from asyncrl.config.bounds import SEEDS, THREADS, AtLeast, Bounded, Within
+from asyncrl.commands.evaluate import HeldOutConfig, check_json
+from asyncrl.config.bounds import AtLeast, Within
 from asyncrl.config.help import AUDIT, answer_help
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import ActorSettings, ImaginationSettings, SuccessFrames
@@ -25,20 +25,18 @@ from asyncrl.simulators.rollout import evaluation_plays, evaluation_seeds
 if TYPE_CHECKING:
     import torch
 
-    from asyncrl.evaluation.audit import AuditedEpisode, Models
-    from asyncrl.launch.run_settings import RunSettings
+    from asyncrl.evaluation.audit import Audit, AuditedEpisode, Models
+    from asyncrl.launch.named_models import RunSettings
     from asyncrl.rewards.interface import RewardModel
     from asyncrl.simulators.build import SimulatorSource
     from asyncrl.worlds.interface import World
 
 EPISODES: Final = 128
-"""Where nobody says another number."""
-START_STATES: Final = "tabletop"
-"""Where nobody names any, and the simulator names no tasks."""
+"""Default of simulators whose starts are seeds."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class AuditConfig(Bounded):
+class AuditConfig(HeldOutConfig):
     """Imagine held-out episodes closed-loop, play their actions in the simulator, and compare.
 
     What is left open is as in the run that the policy is of.
@@ -47,8 +45,6 @@ class AuditConfig(Bounded):
     checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[POLICY]")] = "tabletop"
     """Run folder (its newest checkpoint), checkpoint, policy folder or shipped policy; of a class of your
     own: package.module:Class@FOLDER."""
-    policy_settings: tuple[str, ...] = ()
-    """Keywords of the policy's class: key=value ..."""
     every_checkpoint: bool = False
     """Audit all checkpoints that the run kept, one row each."""
     versions: tuple[int, ...] = ()
@@ -73,38 +69,13 @@ class AuditConfig(Bounded):
     """Probability from which the reward model calls a frame a success."""
     success_frames: SuccessFrames = 1
     """So many such frames in a row are a success, or 'last': a decision's last frame must be one."""
-    simulator: str = "tabletop"
-    """Simulator that says the truth: a built-in one, or package.module:Class."""
-    simulator_settings: tuple[str, ...] = ()
-    """Keywords of the simulator's class: key=value ..."""
     episodes: Annotated[int, AtLeast(0, "it counts episodes.", "Use 128.", highest=1_000_000)] = 0
     """Episodes, each from its own start, of simulators whose starts are seeds; 0: 128."""
-    seed: Annotated[int, AtLeast(0, "random streams are numbered from 0.", "Use 0.", highest=SEEDS)] = 0
-    """Which held-out starts, and the noise of imagination."""
-    tasks: tuple[str, ...] = ()
-    """Tasks to play, as numbers or instructions, of simulators with stored starts; none: all."""
-    trials: Annotated[int, AtLeast(0, "it counts starts.", "Use 0 for all.", highest=1_000_000)] = 0
-    """Stored starts to play of each task, from the first on; 0: all."""
-    temperature: Annotated[float, Within(0, 1000, "it must lie in 0..1000.", "Use 1.0, or 0 for greedy.")] = (
-        1.0
-    )
-    """Sampling temperature of the action tokens; 0: always the most likely one."""
-    top_k: Annotated[int, AtLeast(0, "it counts tokens.", "Use 0 for all.", highest=1_000_000)] = 0
-    """Sample among so many of the most likely tokens; 0: among all."""
     rows: Annotated[int, AtLeast(1, "a pass has a row.", "Use 16.", highest=65536)] = 16
     """Episodes imagined together, filled up with copies: so results do not depend on --workers."""
-    workers: Annotated[int, AtLeast(1, "somebody has to play.", "Use 8.", highest=THREADS)] = min(
-        8, os.cpu_count() or 1
-    )
-    """Simulator processes."""
-    device: str = "auto"
-    """Where the models run: cpu, cuda, or auto."""
-    json: str = ""
-    """Also write the result, with every episode, to this file."""
 
 
 ARGUMENTS: Final = AuditConfig
-"""What the command takes; tab completion reads it too."""
 
 
 def main(arguments: list[str]) -> int:
@@ -112,57 +83,63 @@ def main(arguments: list[str]) -> int:
     arguments = answer_help(arguments, lambda: AUDIT.text(AuditConfig()))
     config, run = _parse(arguments)
     evaluation_seeds(config.seed, config.episodes or EPISODES)
-    if config.json and not Path(config.json).absolute().parent.is_dir():
-        raise ConfigError(f"--json {config.json}: there is no folder {Path(config.json).parent}. Make it.")
+    check_json(config.json)
     versions = _versions(config)
     audited = _audit_all(config, run, versions)
-    _print_tables(config, audited)
-    _write_curves(config, versions, audited)
-    if config.json:
-        Path(config.json).write_text(json.dumps(_content(config, audited), indent=1, allow_nan=False) + "\n")
-    return 0
 
-
-def _print_tables(config: AuditConfig, audited: dict[str, list[AuditedEpisode]]) -> None:
-    from asyncrl.evaluation.audit import table  # Imports torch.
+    from asyncrl.evaluation.audit import Audit, table
 
     head = f"world {config.world}, simulator {config.simulator}, temperature {config.temperature:g}"
     print(table(head, audited))
+    audits = {name: Audit.of(episodes) for name, episodes in audited.items()}
+    _write_curves(config, versions, audits)
+    if config.json:
+        rows = [
+            {
+                "name": name,
+                **_plain(asdict(audit)),
+                "episodes": [asdict(episode) for episode in audited[name]],
+            }
+            for name, audit in audits.items()
+        ]
+        content = {"settings": asdict(config), "audits": rows}
+        Path(config.json).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+    return 0
 
 
-def _write_curves(
-    config: AuditConfig, versions: dict[str, str], audited: dict[str, list[AuditedEpisode]]
-) -> None:
+def _write_curves(config: AuditConfig, versions: dict[str, str], audits: dict[str, Audit]) -> None:
     """Write curves of a run's checkpoints into its folder; of anything else none."""
-    from asyncrl.evaluation.audit import Audit, write_curves
-    from asyncrl.launch.run_settings import run_of
+    from asyncrl.evaluation.audit import write_curves
+    from asyncrl.launch.named_models import folder_part, run_of
     from asyncrl.observability.logger import start_command
+    from asyncrl.storage.assets import newest_checkpoint
 
     run_dir = run_of(config.checkpoint)
-    found = {_version_of(versions[name]): Audit.of(episodes) for name, episodes in audited.items()}
-    if run_dir is None or None in found:
-        return
-    known = {version: audit for version, audit in found.items() if version is not None}
+    found = {}
+    for name, audit in audits.items():
+        number = newest_checkpoint(Path(folder_part(versions[name]))).name.rpartition("_")[2]
+        if run_dir is None or not number.isdecimal():
+            return
+        found[int(number)] = audit
+    assert run_dir is not None
     try:
-        folder = write_curves(run_dir, known, start_command())
+        folder = write_curves(run_dir, found, start_command())
     except OSError as error:
         print(f"TensorBoard does not get the audit: {error}", file=sys.stderr)
         return
     print(f"curves: tensorboard --logdir {folder}", file=sys.stderr)
 
 
-def _version_of(text: str) -> int | None:
-    """Return the policy version of a run's folder or checkpoint; None: its name does not say it."""
-    from asyncrl.launch.named_models import folder_part
-    from asyncrl.storage.assets import newest_checkpoint
-
-    number = newest_checkpoint(Path(folder_part(text))).name.rpartition("_")[2]
-    return int(number) if number.isdecimal() else None
+def _plain(value: Any) -> Any:
+    """Return a value for JSON, with None in the place of NaN."""
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def _parse(arguments: list[str]) -> tuple[AuditConfig, RunSettings | None]:
     """Read the flags; what they leave open is as in the run that the policy is of, if it is of one."""
-    from asyncrl.launch.run_settings import run_of, settings_of_run, without_code
+    from asyncrl.launch.named_models import run_of, settings_of_run, without_code
 
     config = tyro.cli(ARGUMENTS, args=arguments, prog="asyncrl audit")
     folder = run_of(config.checkpoint)
@@ -198,8 +175,8 @@ def _parse(arguments: list[str]) -> tuple[AuditConfig, RunSettings | None]:
 
 
 def _versions(config: AuditConfig) -> dict[str, str]:
-    """Return what is audited: its name in the table, and what --policy would call it."""
-    from asyncrl.launch.run_settings import run_of
+    """Return the audited policies: name in the table -> name as for --policy."""
+    from asyncrl.launch.named_models import run_of
     from asyncrl.storage import checkpoint
 
     if not config.every_checkpoint:
@@ -261,7 +238,6 @@ def _audit_all(
 
 
 def _models(config: AuditConfig, policy: str, device: torch.device) -> Models:
-    """Load what imagines."""
     from asyncrl.evaluation.audit import Models
     from asyncrl.launch.environment import with_world_defaults
     from asyncrl.policies.interface import SamplingParams
@@ -278,7 +254,7 @@ def _models(config: AuditConfig, policy: str, device: torch.device) -> Models:
             world_settings=config.world_settings,
             reward=config.reward,
             reward_settings=config.reward_settings,
-            start_states=config.start_states or START_STATES,
+            start_states=config.start_states or "tabletop",
             imagination=config.imagination,
             actor=ActorSettings(
                 max_decisions=config.max_decisions,
@@ -302,7 +278,7 @@ def _models(config: AuditConfig, policy: str, device: torch.device) -> Models:
 def _world_and_reward(
     config: AuditConfig, settings: TrainConfig, device: torch.device
 ) -> tuple[World[Any], RewardModel]:
-    """Load both for the tasks of the start states; where none are named, for those of the simulator."""
+    """Load both for the tasks of the start states; without start states, for those of the simulator."""
     from asyncrl.launch.environment import Environment, build_environment
     from asyncrl.launch.named_models import named_reward, named_world
     from asyncrl.simulators.build import SimulatorSource
@@ -329,7 +305,7 @@ def _load_policy(text: str, config: AuditConfig, device: torch.device) -> Any:
 
 
 def _source(config: AuditConfig, models: Models) -> SimulatorSource:
-    """Say what every worker builds: pictures as the world draws them, and time for all decisions."""
+    """Return the simulator of every worker, with the world's picture size and time for all decisions."""
     from asyncrl.simulators.build import SimulatorSource
 
     world: World[Any] = models.world
@@ -340,20 +316,3 @@ def _source(config: AuditConfig, models: Models) -> SimulatorSource:
         horizon=models.max_decisions * world.action_spec.chunk,
     )
     return source.with_(places=max(1, min(source.usual_places(), -(-config.rows // config.workers))))
-
-
-def _content(config: AuditConfig, audited: dict[str, list[AuditedEpisode]]) -> dict[str, Any]:
-    from asyncrl.evaluation.audit import Audit
-
-    def plain(value: Any) -> Any:
-        return None if isinstance(value, float) and math.isnan(value) else value
-
-    rows = []
-    for name, episodes in audited.items():
-        summary = asdict(Audit.of(episodes))
-        summary = {
-            key: {k: plain(v) for k, v in value.items()} if isinstance(value, dict) else plain(value)
-            for key, value in summary.items()
-        }
-        rows.append({"name": name, **summary, "episodes": [asdict(episode) for episode in episodes]})
-    return {"settings": asdict(config), "audits": rows}

@@ -44,23 +44,17 @@ class CheckConfig(Bounded):
 
 
 ARGUMENTS: Final = CheckConfig
-"""What the command takes; tab completion reads it too."""
 
 
 def main(arguments: list[str]) -> int:
-    """Check and print a line for everything that holds; the first thing that does not ends it with code 2."""
+    """Print a line for each check that holds; the first that does not ends it with code 2."""
     config = tyro.cli(ARGUMENTS, args=arguments, prog="asyncrl check")
-    for line in _checks(config):
+    checks = {"policy": _check_policy, "world": _check_world, "reward": _check_reward}
+    checks["simulator"] = _check_simulator
+    for line in checks.get(config.kind, _check_recipe)(config):
         print(f"ok  {line}", flush=True)
     print(f"{config.name} keeps the protocol of its kind, {config.kind}")
     return 0
-
-
-def _checks(config: CheckConfig) -> Iterator[str]:
-    if config.kind in ("correction", "advantage", "objective"):
-        return _check_recipe(config)
-    checks = {"policy": _check_policy, "world": _check_world, "reward": _check_reward}
-    return checks.get(config.kind, _check_simulator)(config)
 
 
 def _check_policy(config: CheckConfig) -> Iterator[str]:
@@ -94,7 +88,7 @@ def _check_world(config: CheckConfig) -> Iterator[str]:
 
 
 def _starts(config: CheckConfig, size: int) -> list[StartState]:
-    """Start states of the given size: those that are set, or the shipped ones where they fit, else noise."""
+    """Return start states of the given size: those of --start-states or the shipped ones, else noise."""
     import numpy as np
 
     from asyncrl.launch.named_models import folder_part
@@ -156,8 +150,7 @@ def _check_recipe(config: CheckConfig) -> Iterator[str]:
     algorithm, correction = AlgorithmSettings(level=config.level), CorrectionSettings()
     if config.kind == "correction":
         correction = CorrectionSettings(kind=config.name, settings=config.settings)
-    elif config.kind == "advantage":
-        algorithm = AlgorithmSettings(level=config.level, advantage=config.name, settings=config.settings)
     else:
-        algorithm = AlgorithmSettings(level=config.level, objective=config.name, settings=config.settings)
+        chosen: Any = {config.kind: config.name}
+        algorithm = AlgorithmSettings(level=config.level, settings=config.settings, **chosen)
     yield from check_recipe(build_recipe(algorithm, correction, CriticSettings()))

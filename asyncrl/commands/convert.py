@@ -13,7 +13,7 @@ from asyncrl import registry
 from asyncrl.config.bounds import AtLeast, Bounded, Positive
 from asyncrl.config.help import CONVERT, answer_help
 from asyncrl.errors import ConfigError
-from asyncrl.launch.run_settings import run_of
+from asyncrl.launch.named_models import run_of
 from asyncrl.storage.assets import policy_folder, simulator_named
 
 if TYPE_CHECKING:
@@ -77,11 +77,10 @@ class ConvertConfig(Bounded):
 
 
 ARGUMENTS: Final = ConvertConfig
-"""What the command takes; tab completion reads it too."""
 
 
 def main(arguments: list[str], hub: Any = None) -> int:
-    """Convert and print a report; `hub` replaces the real one of --push in tests."""
+    """Convert and print a report; tests replace the `hub` of --push."""
     arguments = answer_help(arguments, lambda: CONVERT.text(ConvertConfig(source="", out=Path())))
     config = tyro.cli(ARGUMENTS, args=arguments, prog="asyncrl convert")
     _check(config)
@@ -185,7 +184,7 @@ def report(config: ConvertConfig, done: ConversionReport, seconds: float) -> str
 
 
 def missing(done: ConversionReport) -> list[str]:
-    """Format the files that other stacks lack in the folder written, and the remedy, as lines."""
+    """Format the files that other stacks lack in the written folder, and the remedy, as lines."""
     from asyncrl.policies.openvla.export import listed
 
     if done.unpublished:

@@ -44,11 +44,10 @@ class SimulatorConfig(Bounded):
 
 
 ARGUMENTS: Final = TrainConfig
-"""What tab completion offers."""
 
 
 def main(arguments: list[str]) -> int:
-    """Print what works and what is missing; exit code 1 when it is needed."""
+    """Print the findings; exit code 1 if something needed is missing."""
     as_json = JSON in arguments
     arguments = [argument for argument in arguments if argument != JSON]
     if any(argument.partition("=")[0] == SIMULATOR for argument in arguments):
@@ -59,7 +58,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _take_host(arguments: list[str]) -> tuple[int, list[str]]:
-    """Take `--host N` or `--host=N` out of the arguments; returns the number, 0 without, and the others."""
+    """Return the number of `--host N` or `--host=N`, 0 without, and the other arguments."""
     left, number, found = list[str](), 0, iter(arguments)
     for argument in found:
         flag, _, text = argument.partition("=")
@@ -74,7 +73,7 @@ def _take_host(arguments: list[str]) -> tuple[int, list[str]]:
 
 
 def _read(arguments: list[str]) -> Examination:
-    """Read the settings as `train` does. Only now: without arguments an incomplete installation will do."""
+    """Read the settings as `train` does. Without arguments an incomplete installation will do."""
     from asyncrl.commands.train import read_settings
 
     config = read_settings(arguments, DOCTOR, ABOUT)
@@ -82,7 +81,7 @@ def _read(arguments: list[str]) -> Examination:
 
 
 def _read_simulator(arguments: list[str]) -> SimulatorExamination:
-    """Read the settings of a simulator; a name that nothing has is refused."""
+    """Read the settings of a simulator; an unknown name is refused."""
     import tyro
 
     from asyncrl import registry

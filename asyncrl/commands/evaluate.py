@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -18,16 +16,16 @@ from asyncrl.config.help import EVALUATE, answer_help
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation.evaluate import Evaluation, acting, check_fits, episode_row, evaluate
 from asyncrl.evaluation.simulator_of_tasks import refuse_foreign_tasks
+from asyncrl.records import CHUNK
 from asyncrl.simulators.interface import Demonstrator
 from asyncrl.simulators.rollout import EPISODES, evaluation_plays, evaluation_seeds
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from asyncrl.launch.run_settings import RunSettings
-    from asyncrl.policies.interface import Policy
     from asyncrl.simulators.build import SimulatorSource
-    from asyncrl.simulators.interface import SimulatorSpec
-    from asyncrl.simulators.pool import SimulatorPool
-    from asyncrl.simulators.rollout import SimulatedEpisode
+    from asyncrl.simulators.rollout import Act, SimulatedEpisode
     from asyncrl.worlds.interface import World
 
 OTHER_TASKS = "Choose another simulator, or add --other-tasks: no task of training is measured then."
@@ -36,29 +34,57 @@ EXPERT = "expert"
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateConfig(Bounded):
-    """Play a policy from held-out starts in a true simulator and count successes."""
+class PlayConfig(Bounded):
+    """Flags of all commands that play a policy in a simulator."""
+
+    policy_settings: tuple[str, ...] = ()
+    """Keywords of the policy's class: key=value ..."""
+    simulator: str = "tabletop"
+    """A built-in simulator, or package.module:Class (or a function that makes one)."""
+    simulator_settings: tuple[str, ...] = ()
+    """Keywords of the simulator's class: key=value ..."""
+    tasks: tuple[str, ...] = ()
+    """Tasks to play, as numbers or instructions, of simulators with stored starts; none: all."""
+    temperature: Annotated[float, Within(0, 1000, "it must lie in 0..1000.", "Use 1.0, or 0 for greedy.")] = (
+        1.0
+    )
+    """Sampling temperature of the policy's action tokens; 0: always the most likely one."""
+    workers: Annotated[int, AtLeast(1, "somebody has to play.", "Use 8.", highest=THREADS)] = min(
+        8, os.cpu_count() or 1
+    )
+    """Simulator processes."""
+    device: str = "auto"
+    """Where models run: cpu, cuda, or auto."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOutConfig(PlayConfig):
+    """Flags of all commands that play held-out starts."""
+
+    seed: Annotated[int, AtLeast(0, "random streams are numbered from 0.", "Use 0.", highest=SEEDS)] = 0
+    """Which held-out starts, of simulators whose starts are seeds; of an audit also the noise."""
+    trials: Annotated[int, AtLeast(0, "it counts starts.", "Use 0 for all.", highest=1_000_000)] = 0
+    """Stored starts to play of each task, from the first on; 0: all."""
+    top_k: Annotated[int, AtLeast(0, "it counts tokens.", "Use 0 for all.", highest=1_000_000)] = 0
+    """Sample among so many of the most likely tokens; 0: among all."""
+    json: str = ""
+    """Also write the result, with every episode, to this file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig(HeldOutConfig):
+    """Play a policy from held-out starts in a true simulator and count successes.
+
+    What is left open is as in the run that the policy is of.
+    """
 
     checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[POLICY]")] = ""
     """Run folder (its newest checkpoint), checkpoint, policy folder, or 'tabletop' (the shipped policy); of a
     class of your own: package.module:Class@FOLDER; 'expert': the simulator's scripted expert."""
     policy: str = ""
     """The same, as a flag."""
-    policy_settings: tuple[str, ...] = ()
-    """Keywords of the policy's class: key=value ..."""
-    simulator: str = "tabletop"
-    """Simulator to play in: a built-in one, or package.module:Class (or a function that makes one). Of a run
-    the one that it trained in, or that has the tasks of its start states."""
-    simulator_settings: tuple[str, ...] = ()
-    """Keywords of the simulator's class: key=value ..."""
     episodes: Annotated[int, AtLeast(0, "it counts episodes.", "Use 256.", highest=1_000_000)] = 0
     """Episodes, each from its own start, of simulators whose starts are seeds; 0: 256."""
-    seed: Annotated[int, AtLeast(0, "random streams are numbered from 0.", "Use 0.", highest=SEEDS)] = 0
-    """Which held-out starts, of simulators whose starts are seeds; the same seed gives the same ones."""
-    tasks: tuple[str, ...] = ()
-    """Tasks to play, as numbers or instructions, of simulators with stored starts; none: all."""
-    trials: Annotated[int, AtLeast(0, "it counts starts.", "Use 0 for all.", highest=1_000_000)] = 0
-    """Stored starts to play of each task, from the first on; 0: all."""
     repeats: Annotated[int, AtLeast(1, "each start is played.", "Use 1.", highest=10_000)] = 1
     """How often each start is played; a policy that samples decides anew each time."""
     horizon: Annotated[int, AtLeast(0, "it counts steps.", "Use 0.", highest=1_000_000)] = 0
@@ -67,26 +93,14 @@ class EvaluateConfig(Bounded):
     """Idle steps after a reset until objects rest, of simulators with such; -1: what its protocol says."""
     image_size: Annotated[int, AtLeast(0, "it counts pixels.", "Use 0.", highest=PIXELS)] = 0
     """Side of the pictures; 0: what the simulator's protocol says, else what the policy is best shown."""
-    temperature: Annotated[float, Within(0, 1000, "it must lie in 0..1000.", "Use 1.0, or 0 for greedy.")] = (
-        1.0
-    )
-    """Sampling temperature of the action tokens; of a run its own, else 1; 0: always the most likely one."""
-    top_k: Annotated[int, AtLeast(0, "it counts tokens.", "Use 0 for all.", highest=1_000_000)] = 0
-    """Sample among so many of the most likely tokens; of a run its own, else 0: among all."""
     other_tasks: bool = False
     """Play a run's policy in a simulator that lacks some of the tasks it was trained on."""
     expert: Demonstrator = field(default_factory=Demonstrator)
     """How good the expert is, where it plays."""
-    workers: Annotated[int, AtLeast(1, "somebody has to play.", "Use 8.", highest=THREADS)] = min(
-        8, os.cpu_count() or 1
-    )
-    """Simulator processes."""
     places: Annotated[int, AtLeast(0, "it counts episodes.", "Use 0.", highest=65536)] = 0
     """Episodes that each process plays at once; 0: as many as the simulator likes."""
     rows: Annotated[int, AtLeast(1, "a pass has a row.", "Use 8.", highest=65536)] = 8
     """Rows of every pass of the policy, filled up with copies: so results do not depend on --workers."""
-    device: str = "auto"
-    """Where the policy runs: cpu, cuda, or auto."""
     video: str = ""
     """Write a contact sheet of true and imagined episodes here: .mp4 (needs the extra 'video') or .gif."""
     world: str = "tabletop"
@@ -95,14 +109,12 @@ class EvaluateConfig(Bounded):
     """Keywords of the world's class: key=value ..."""
     movies: str = ""
     """Write a movie of every episode into this folder: .mp4 with the extra 'video', else .gif."""
-    json: str = ""
-    """Also write the result, with every episode, to this file."""
     tensorboard: str = ""
     """Also write eval/* there; of a checkpoint of a run, at its update."""
 
     @property
     def player(self) -> str:
-        """Return what plays."""
+        """Name of the policy, or `EXPERT`."""
         if bool(self.checkpoint) == bool(self.policy):
             raise ConfigError(
                 "Say once what is evaluated: `asyncrl evaluate CHECKPOINT`, or --policy CHECKPOINT; 'expert' "
@@ -112,42 +124,44 @@ class EvaluateConfig(Bounded):
 
 
 ARGUMENTS: Final = EvaluateConfig
-"""What the command takes; tab completion reads it too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Played:
+    result: Evaluation
+    episodes: list[SimulatedEpisode]
+    simulator: dict[str, object]
+    """Settings of the simulator that results depend on."""
+    checkpoint: str
+    world: World[Any] | None
+    """Imagines the episodes of --video."""
 
 
 def main(arguments: list[str]) -> int:
     """Evaluate and print a table."""
     arguments = answer_help(arguments, lambda: EVALUATE.text(EvaluateConfig()))
     config, run = _parse(arguments)
-    player = config.player
     evaluation_seeds(config.seed, config.episodes or EPISODES)
     registry.resolve("simulator", config.simulator)
     _check_outputs(config)
-    _refuse_idle(config, player)
+    _refuse_idle(config)
     if run is not None:
-        print(_of_run(config, run))
-    played = _play_expert(config) if player == EXPERT else _play_policy(config, run)
+        print(_settings_line(config, run))
+    played = _play(config, run)
     print(table(played.result))
     if protocol := played.simulator["protocol"]:
         print(protocol)
     if config.json:
-        content = {
-            "checkpoint": played.folder,
-            "seed": config.seed,
-            "temperature": config.temperature,
-            "top_k": config.top_k,
-        }
-        if player == EXPERT:
-            content = {"checkpoint": EXPERT, "seed": config.seed, "expert": asdict(config.expert)}
-        rows = {"episodes": [episode_row(episode) for episode in played.episodes]}
-        whole = content | {"simulator": played.simulator} | played.result.as_dict() | rows
-        Path(config.json).write_text(json.dumps(whole, indent=2, allow_nan=False) + "\n")
+        Path(config.json).write_text(json.dumps(_content(config, played), indent=2, allow_nan=False) + "\n")
     if config.tensorboard:
-        _write_curves(Path(config.tensorboard), played.folder, config.simulator, played.result)
+        folder = Path(config.tensorboard) / config.simulator.replace(":", "_")
+        _write_curves(folder, played.checkpoint, played.result)
     if config.movies:
         print(f"{len(played.episodes)} movies in {config.movies}")
-    if played.write_video is not None:
-        played.write_video(played.episodes)
+    if played.world is not None:
+        from asyncrl.evaluation.contact_sheet import write_contact_sheet
+
+        write_contact_sheet(Path(config.video), played.episodes, world=played.world)
         print(f"contact sheet in {config.video}")
     return 0
 
@@ -182,18 +196,18 @@ def _parse(arguments: list[str]) -> tuple[EvaluateConfig, RunSettings | None]:
     return config, run
 
 
-def _of_run(config: EvaluateConfig, run: RunSettings) -> str:
-    """Say in a line what was taken from the run."""
+def _settings_line(config: EvaluateConfig, run: RunSettings) -> str:
+    """Return a line with the settings that were taken from the run."""
     top_k = f", top-k {config.top_k}" if config.top_k else ""
     horizon = f", horizon {config.horizon}" if config.horizon else ""
-    changed = "" if config.temperature == run.config.algorithm.temperature else " (the run's: "
-    changed += f"{run.config.algorithm.temperature:g})" if changed else ""
+    own = run.config.algorithm.temperature
+    changed = "" if config.temperature == own else f" (the run's: {own:g})"
     return f"simulator {config.simulator}, temperature {config.temperature:g}{changed}{top_k}{horizon}"
 
 
-def _refuse_idle(config: EvaluateConfig, player: str) -> None:
-    """Refuse what would be set without any effect."""
-    expert = player == EXPERT
+def _refuse_idle(config: EvaluateConfig) -> None:
+    """Refuse settings without any effect."""
+    player, expert = config.player, config.player == EXPERT
     if expert and config.video:
         raise ConfigError("--video draws what a policy did beside a world. Use --movies with the expert.")
     if not expert and config.expert != Demonstrator():
@@ -208,19 +222,72 @@ def _refuse_idle(config: EvaluateConfig, player: str) -> None:
         )
 
 
+def check_json(path: str) -> None:
+    """Refuse a file of --json that cannot be written; empty: none."""
+    if path and not Path(path).absolute().parent.is_dir():
+        raise ConfigError(f"--json {path}: there is no folder {Path(path).parent}. Make it.")
+    if path and Path(path).is_dir():
+        raise ConfigError(f"--json {path} is a folder, where a file is expected. Add a file's name.")
+
+
 def _check_outputs(config: EvaluateConfig) -> None:
-    """Refuse what could not be written before anything is played."""
-    if config.json and not Path(config.json).absolute().parent.is_dir():
-        raise ConfigError(f"--json {config.json}: there is no folder {Path(config.json).parent}. Make it.")
-    if config.json and Path(config.json).is_dir():
-        raise ConfigError(f"--json {config.json} is a folder, where a file is expected. Add a file's name.")
+    """Refuse outputs that could not be written, before anything is played."""
+    check_json(config.json)
     for flag, folder in (("--movies", config.movies), ("--tensorboard", config.tensorboard)):
         if folder and Path(folder).exists() and not Path(folder).is_dir():
             raise ConfigError(f"{flag} {folder} is a file, where a folder is expected. Choose another name.")
 
 
-def _source(config: EvaluateConfig, wanted_size: int, episodes: int) -> SimulatorSource:
-    """Say what every worker builds."""
+def _play(config: EvaluateConfig, run: RunSettings | None) -> _Played:
+    from asyncrl.simulators.pool import SimulatorPool
+
+    policy, world, checkpoint = None, None, EXPERT
+    act: Act | Demonstrator = config.expert
+    if config.player != EXPERT:
+        from asyncrl.launch.named_models import named_policy
+        from asyncrl.launch.own_device import take_device
+        from asyncrl.policies.interface import SamplingParams
+
+        named = named_policy(config.player, config.policy_settings)
+        device = take_device(config.device)
+        world = _world_of_video(config) if config.video else None
+        policy, checkpoint = named.kind.load(named.folder, device, **named.settings), str(named.folder)
+        act = acting(policy, SamplingParams(temperature=config.temperature, top_k=config.top_k), config.rows)
+    source = _source(config, policy.image_size if policy else 0)
+    if policy is None and not source.may_have_expert():
+        raise ConfigError(
+            f"--simulator {config.simulator} has no expert. Name a policy, or add the method `expert`: "
+            "docs/extending.md."
+        )
+    steps = policy.action_spec.chunk if policy else CHUNK
+    with SimulatorPool(source, workers=config.workers, steps=steps) as pool:
+        spec = pool.spec
+        if policy is not None:
+            check_fits(policy, spec)
+            if run is not None and not config.other_tasks:
+                refuse_foreign_tasks(run.tasks, spec.tasks, config.simulator, OTHER_TASKS)
+        pairs = 0
+        if world is not None:
+            from asyncrl.evaluation.contact_sheet import PAIRS, check_imagines
+
+            check_imagines(world, spec)
+            pairs = PAIRS
+        plays = evaluation_plays(
+            spec,
+            episodes=config.episodes,
+            seed=config.seed,
+            tasks=config.tasks,
+            trials=config.trials,
+            repeats=config.repeats,
+        )
+        result, episodes = evaluate(pool, act, plays, on_frames=_movie_writer(config), keep_frames=pairs)
+    row = {name: value for name, value in asdict(source).items() if name != "places"}
+    row |= {"max_steps": spec.max_steps, "image_size": spec.image_size, "protocol": spec.protocol}
+    return _Played(result=result, episodes=episodes, simulator=row, checkpoint=checkpoint, world=world)
+
+
+def _source(config: EvaluateConfig, policy_size: int) -> SimulatorSource:
+    """Return the simulator of every worker, with pictures of the policy's size if it has none of its own."""
     from asyncrl.simulators.build import SimulatorSource
 
     settle = (f"settle={config.settle}",) if config.settle >= 0 else ()
@@ -230,98 +297,29 @@ def _source(config: EvaluateConfig, wanted_size: int, episodes: int) -> Simulato
         image_size=config.image_size,
         horizon=config.horizon,
     )
-    kind = registry.resolve("simulator", config.simulator)
-    if not config.image_size and getattr(kind, "any_image_size", False):
-        source = source.with_(image_size=wanted_size)
+    if not config.image_size and getattr(
+        registry.resolve("simulator", config.simulator), "any_image_size", False
+    ):
+        source = source.with_(image_size=policy_size)
+    # An upper bound of the episodes: the simulator has not been asked yet.
+    episodes = max(config.episodes or EPISODES, config.trials * max(1, len(config.tasks))) * config.repeats
     most = -(-episodes // config.workers)
     return source.with_(places=config.places or max(1, min(source.usual_places(), most)))
 
 
-def _episodes(config: EvaluateConfig) -> int:
-    """Bound the number of episodes from above, before the simulator says what it has."""
-    return max(config.episodes or EPISODES, config.trials * max(1, len(config.tasks))) * config.repeats
-
-
-def _plays(config: EvaluateConfig, pool: SimulatorPool) -> list:
-    return evaluation_plays(
-        pool.spec,
-        episodes=config.episodes,
-        seed=config.seed,
-        tasks=config.tasks,
-        trials=config.trials,
-        repeats=config.repeats,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Played:
-    """What came of it."""
-
-    result: Evaluation
-    episodes: list[SimulatedEpisode]
-    simulator: dict[str, object]
-    """What it was and how it was set, without what must not matter."""
-    folder: str
-    write_video: Callable[[list[SimulatedEpisode]], None] | None = None
-
-
-def _simulator_row(source: SimulatorSource, spec: SimulatorSpec) -> dict[str, object]:
-    row = {name: value for name, value in asdict(source).items() if name != "places"}
-    return row | {"max_steps": spec.max_steps, "image_size": spec.image_size, "protocol": spec.protocol}
-
-
-def _play_expert(config: EvaluateConfig) -> _Played:
-    from asyncrl.simulators.pool import SimulatorPool
-
-    source = _source(config, 0, _episodes(config))
-    if not source.may_have_expert():
-        raise ConfigError(
-            f"--simulator {config.simulator} has no expert. Name a policy, or add the method `expert`: "
-            "docs/extending.md."
-        )
-    with SimulatorPool(source, workers=config.workers) as pool:
-        result, episodes = evaluate(
-            pool, config.expert, _plays(config, pool), on_frames=_movie_writer(config)
-        )
-        row = _simulator_row(source, pool.spec)
-    return _Played(result=result, episodes=episodes, simulator=row, folder=EXPERT)
-
-
-def _play_policy(config: EvaluateConfig, run: RunSettings | None) -> _Played:
-    from asyncrl.evaluation.contact_sheet import PAIRS, check_imagines, write_contact_sheet
-    from asyncrl.launch.named_models import named_policy
-    from asyncrl.launch.own_device import take_device
-    from asyncrl.policies.interface import SamplingParams
-    from asyncrl.simulators.pool import SimulatorPool
-
-    named = named_policy(config.player, config.policy_settings)
-    device = take_device(config.device)
-    world = _world_of_video(config) if config.video else None
-    policy: Policy = named.kind.load(named.folder, device, **named.settings)
-    source = _source(config, policy.image_size, _episodes(config))
-    act = acting(policy, SamplingParams(temperature=config.temperature, top_k=config.top_k), config.rows)
-    with SimulatorPool(source, workers=config.workers, steps=policy.action_spec.chunk) as pool:
-        check_fits(policy, pool.spec)
-        if run is not None and not config.other_tasks:
-            refuse_foreign_tasks(run.tasks, pool.spec.tasks, config.simulator, OTHER_TASKS)
-        if world is not None:
-            check_imagines(world, pool.spec)
-        result, episodes = evaluate(
-            pool,
-            act,
-            _plays(config, pool),
-            on_frames=_movie_writer(config),
-            keep_frames=PAIRS if config.video else 0,
-        )
-        row = _simulator_row(source, pool.spec)
-    write_video = partial(write_contact_sheet, Path(config.video), world=world) if world else None
-    return _Played(
-        result=result, episodes=episodes, simulator=row, folder=str(named.folder), write_video=write_video
-    )
+def _content(config: EvaluateConfig, played: _Played) -> dict[str, object]:
+    """Return the content of --json."""
+    content: dict[str, object] = {"checkpoint": played.checkpoint, "seed": config.seed}
+    if played.checkpoint == EXPERT:
+        content["expert"] = asdict(config.expert)
+    else:
+        content |= {"temperature": config.temperature, "top_k": config.top_k}
+    rows = [episode_row(episode) for episode in played.episodes]
+    return content | {"simulator": played.simulator} | played.result.as_dict() | {"episodes": rows}
 
 
 def _world_of_video(config: EvaluateConfig) -> World[Any]:
-    """Load what --video needs, so that what cannot work is said before the episodes are played."""
+    """Load the world of --video, so that errors come before the episodes are played."""
     import torch
 
     from asyncrl.config.sections import ImaginationSettings
@@ -334,7 +332,7 @@ def _world_of_video(config: EvaluateConfig) -> World[Any]:
 
 
 def _movie_writer(config: EvaluateConfig) -> Callable[[SimulatedEpisode], None] | None:
-    """Return what writes an episode's pictures, named by its start and by what became of it."""
+    """Return the writer of --movies, which names files by start and outcome."""
     from asyncrl.storage.media import movie_suffix, write_movie
 
     if not config.movies:
@@ -350,8 +348,8 @@ def _movie_writer(config: EvaluateConfig) -> Callable[[SimulatedEpisode], None] 
     return write
 
 
-def _write_curves(folder: Path, checkpoint: str, simulator: str, result: Evaluation) -> None:
-    """Write the rates as one point of the curves eval/*: at the update that the checkpoint's name says."""
+def _write_curves(folder: Path, checkpoint: str, result: Evaluation) -> None:
+    """Write the rates as one point of the curves eval/*, at the update of the checkpoint's name."""
     from asyncrl.observability import metrics_training as m
     from asyncrl.observability.logger import write_curves
 
@@ -364,11 +362,11 @@ def _write_curves(folder: Path, checkpoint: str, simulator: str, result: Evaluat
         m.EVAL_EPISODES: float(result.overall.episodes),
         m.EVAL_STEPS: result.mean_steps,
     }
-    write_curves(folder / simulator.replace(":", "_"), {step: values})
+    write_curves(folder, {step: values})
 
 
 def table(result: Evaluation) -> str:
-    """The success rates as aligned rows."""
+    """Format the success rates as aligned rows."""
     width = max(len(task) for task in [*result.by_task, "all tasks"])
     rows = [f"{task:<{width}}  {rate}" for task, rate in result.by_task.items()]
     head = f"{'task':<{width}}  success  95 % interval   episodes"

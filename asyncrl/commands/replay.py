@@ -33,7 +33,6 @@ ARGUMENTS: Any = tyro.conf.FlagCreatePairsOff[
     | Annotated[Prune, _named(name="prune")]
     | Annotated[Compact, _named(name="compact")]
 ]
-"""What the command takes; tab completion reads it too."""
 
 
 def main(arguments: list[str]) -> int:

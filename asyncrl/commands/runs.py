@@ -1,10 +1,6 @@
 """`asyncrl runs list|compare|disk|gc`: look over the runs of a folder, and clean up after them.
 
-Run `asyncrl runs gc`: say what of ended runs nobody needs, and delete it when told to.
-
-Only what is recognised can go: checkpoints before the newest ones, checkpoints that were never finished, and
-of finished runs the groups that `asyncrl replay prune` would delete. A run that is running is never touched,
-and while something of a run is deleted no other can begin in its folder.
+Only recognised files are deleted, none of a running run, and no run can begin in a folder meanwhile.
 """
 
 from __future__ import annotations
@@ -33,7 +29,6 @@ from asyncrl.storage.atomic import flush
 from asyncrl.storage.run_folder import (
     LEFT_BY_EVALUATOR,
     METRICS,
-    RunSummary,
     State,
     is_run,
     is_whole,
@@ -55,7 +50,7 @@ _PART: Final = ".tmp"
 
 @dataclass(frozen=True, kw_only=True)
 class Leftover:
-    """Something that can be deleted."""
+    """A file or folder that can be deleted."""
 
     path: Path
     kind: str
@@ -81,23 +76,21 @@ class Gc(Bounded):
 
     def run(self) -> int:
         """List, and with --yes delete; 1 when something could not be deleted."""
-        found: list[tuple[Path, State, list[Leftover]]] = []
-        for run in runs_in(self.folder.expanduser()):
-            state = summarise(run).state
-            leftovers = (
-                [] if state is State.RUNNING else list(leftovers_of(run, state, self.keep_checkpoints))
-            )
-            found.append((run, state, leftovers))
-        print(self._as_json(found) if self.json else self._text(found), flush=True)
+        listed = [
+            (run, state, list(leftovers_of(run, state, self.keep_checkpoints)))
+            for run in runs_in(self.folder.expanduser())
+            for state in (summarise(run).state,)
+        ]
+        print(self._as_json(listed) if self.json else self._text(listed), flush=True)
         if not self.yes:
             return 0
-        left = [path for run, state, leftovers in found for path in self._delete(run, state, leftovers)]
+        left = [path for run, state, leftovers in listed for path in self._delete(run, state, leftovers)]
         for path in left:
             warn(f"{path} could not be deleted. Delete it as its owner.")
         return int(bool(left))
 
     def _delete(self, run: Path, state: State, listed: list[Leftover]) -> list[Path]:
-        """Delete what was listed of a run and still is not needed; return what is still there."""
+        """Delete the listed leftovers that still are such; return the paths that remain."""
         if not listed:
             return []
         try:
@@ -139,7 +132,9 @@ class Gc(Bounded):
 
 
 def leftovers_of(run: Path, state: State, keep: int) -> Iterator[Leftover]:
-    """Find what nobody needs of a run that has ended."""
+    """Yield the leftovers of a run that has ended; none of a running one."""
+    if state is State.RUNNING:
+        return
     if kind_of(run / "checkpoints") == "a folder":
         yield from _checkpoints(run / "checkpoints", keep)
     replay = run / "replay"
@@ -152,7 +147,7 @@ def leftovers_of(run: Path, state: State, keep: int) -> Iterator[Leftover]:
 
 
 def _checkpoints(folder: Path, keep: int) -> Iterator[Leftover]:
-    """Find unfinished checkpoints, and those before the newest; a link, like 'best', keeps what it names."""
+    """Yield unfinished checkpoints and those before the newest; a link, like 'best', keeps its target."""
     paths = [path for path in sorted(folder.iterdir()) if kind_of(path) == "a folder"]
     for path in paths:
         unfinished = path.suffix == _PART and _CHECKPOINT.fullmatch(path.stem)
@@ -169,18 +164,18 @@ def _checkpoints(folder: Path, keep: int) -> Iterator[Leftover]:
 
 
 def folder_bytes(folder: Path, *, freed: bool = False) -> int:
-    """Add up the sizes of all files of a folder; one that has two names there counts once.
+    """Sum the sizes of all files of a folder; a file with two names there counts once.
 
     Args:
-        freed: Count only what is free once the folder is deleted: no file that has a name elsewhere, as those
-            of the best checkpoint have.
+        freed: Count only the bytes that deletion frees: no file with a name elsewhere, as of the best
+            checkpoint.
     """
     sizes: dict[tuple[int, int], int] = {}
     for above, _, names in os.walk(folder):
         for name in names:
             try:
                 found = (Path(above) / name).lstat()
-            except FileNotFoundError:  # A live run deletes files that it no longer needs.
+            except FileNotFoundError:  # A live run deletes files.
                 continue
             if not freed or found.st_nlink == 1:
                 sizes[found.st_dev, found.st_ino] = found.st_size
@@ -188,7 +183,7 @@ def folder_bytes(folder: Path, *, freed: bool = False) -> int:
 
 
 def _delete_one(one: Leftover) -> None:
-    """Delete it; a checkpoint that is half deleted must not look like a complete one."""
+    """Delete it; a half-deleted checkpoint must not look like a complete one."""
     try:
         path = one.path
         if one.kind == OLDER:
@@ -200,16 +195,12 @@ def _delete_one(one: Leftover) -> None:
 
 
 PARTS: Final = ("replay", "checkpoints", "videos", "logs")
-"""Folders of a run whose sizes `disk` shows apart."""
+"""Folders of a run that `disk` lists separately."""
 COMPARED: Final = (
     *(m.SUCCESS_ONCE, m.EVAL_SUCCESS, m.RETURN, m.APPROX_KL, m.CLIP_FRACTION, m.GRAD_NORM, m.ENTROPY_LOSS),
     *(s.LAG_MEAN, s.GROUPS_PER_MINUTE, s.LEARNER_WAITING, s.ACTORS_WAITING),
 )
 """Metrics that `compare` shows without --all."""
-NOT_COMPARED: Final = ("run_dir", "resume")
-"""Settings that differ in any two runs."""
-LEFT_OUT: Final = ("started",)
-"""Columns that `list` does without in a narrow terminal."""
 LONG_AGO: Final = 300 * 86_400
 """Seconds after which a date has its year instead of the time of day."""
 
@@ -229,7 +220,21 @@ class List(Bounded):
         """Print a row per run, the one started last at the end."""
         runs = [summarise(path) for path in runs_in(self.folder.expanduser())]
         if self.json:
-            print(json.dumps([_as_dict(run) for run in runs], indent=2))
+            rows_of_json = [
+                {
+                    "run": str(run.path),
+                    "state": run.state.value,
+                    "started": run.started,
+                    "version": run.version,
+                    "updates": run.updates,
+                    "imagined_success": run.imagined_success,
+                    "true_success": run.true_success,
+                    "bytes": folder_bytes(run.path),
+                    "problem": run.problem,
+                }
+                for run in runs
+            ]
+            print(json.dumps(rows_of_json, indent=2))
             return 0
         rows = [("run", "started", "state", "updates", "imagined", "true", "MB")]
         rows += [
@@ -244,7 +249,7 @@ class List(Bounded):
             )
             for run in runs
         ]
-        print(table(rows, LEFT_OUT) if runs else f"There are no runs in {self.folder}.")
+        print(table(rows, ("started",)) if runs else f"There are no runs in {self.folder}.")
         for run in runs:
             if run.problem:
                 print(f"{run.path.name}: {run.problem}", file=sys.stderr)
@@ -281,16 +286,22 @@ class Compare(Bounded):
             return 0
         names = [path.name for path in runs]
         names = names if len(set(names)) == len(names) else [str(path) for path in runs]
-        print(_side_by_side("setting", names, settings) if settings else "The settings are the same.")
-        print(f"\n{_side_by_side('last', names, metrics)}" if metrics else "\nThere are no metrics yet.")
+        for title, values, nothing in (
+            ("setting", settings, "The settings are the same."),
+            ("last", metrics, "There are no metrics yet."),
+        ):
+            rows = [(name, *map(_text, of_runs)) for name, of_runs in values.items()]
+            print(("\n" if title == "last" else "") + (table([(title, *names), *rows]) if rows else nothing))
         return 0
 
     def _metrics(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
         names = dict.fromkeys(["step", *(metric.name for metric in COMPARED)])
         if self.all:
             names = dict.fromkeys([*names, *(name for row in rows for name in row if name != "time")])
-        found = {name: [row.get(name) for row in rows] for name in names}
-        return {name: values for name, values in found.items() if any(value is not None for value in values)}
+        columns = {name: [row.get(name) for row in rows] for name in names}
+        return {
+            name: values for name, values in columns.items() if any(value is not None for value in values)
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,20 +335,18 @@ ARGUMENTS: Any = tyro.conf.FlagCreatePairsOff[
     | Annotated[Disk, _named(name="disk")]
     | Annotated[Gc, _named(name="gc")]
 ]
-"""What the command takes; tab completion reads it too."""
-NAMES: Final = ("list", "compare", "disk", "gc")
 
 
 def main(arguments: list[str]) -> int:
     """Run one of them; without a name, and with a folder alone, `list`."""
-    if not arguments or (arguments[0] not in NAMES and arguments[0] not in ("-h", "--help")):
+    if not arguments or arguments[0] not in ("list", "compare", "disk", "gc", "-h", "--help"):
         arguments = ["list", *arguments]
     wanted: Any = tyro.cli(ARGUMENTS, args=arguments, prog="asyncrl runs")
     return wanted.run()
 
 
 def parts_of(run: Path) -> dict[str, int]:
-    """Add up the bytes of a run's folders, of the rest, and of all."""
+    """Sum the bytes of a run's folders, of the rest, and of all."""
     parts = {name: folder_bytes(run / name) for name in PARTS if not (run / name).is_symlink()}
     parts = dict.fromkeys(PARTS, 0) | parts
     everything = folder_bytes(run)
@@ -345,21 +354,16 @@ def parts_of(run: Path) -> dict[str, int]:
 
 
 def differing(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return the settings that are not the same in all runs; None stands for one that a run does not have."""
-    names = dict.fromkeys(name for of_run in settings for name in of_run if name not in NOT_COMPARED)
-    found = {name: [of_run.get(name) for of_run in settings] for name in names}
-    return {name: values for name, values in found.items() if any(value != values[0] for value in values)}
+    """Return the settings that differ between runs; None stands for one that a run does not have."""
+    names = dict.fromkeys(name for of_run in settings for name in of_run if name not in ("run_dir", "resume"))
+    values = {name: [of_run.get(name) for of_run in settings] for name in names}
+    return {name: row for name, row in values.items() if any(value != row[0] for value in row)}
 
 
 def when(seconds: float) -> str:
     """Write a time in at most 11 columns: with the time of day, or long ago with the year."""
     pattern = "%m-%d %H:%M" if 0 <= time.time() - seconds < LONG_AGO else "%Y-%m-%d"
     return time.strftime(pattern, time.localtime(seconds))
-
-
-def _side_by_side(title: str, names: Sequence[str], values: Mapping[str, Sequence[Any]]) -> str:
-    rows = [(name, *map(_text, of_runs)) for name, of_runs in values.items()]
-    return table([(title, *names), *rows])
 
 
 def _text(value: Any) -> str:
@@ -380,17 +384,3 @@ def _flat(settings: Mapping[str, Any], section: str = "") -> Iterator[tuple[str,
             yield from _flat(value, f"{section}{name}.")
         else:
             yield section + name, value
-
-
-def _as_dict(run: RunSummary) -> dict[str, Any]:
-    return {
-        "run": str(run.path),
-        "state": run.state.value,
-        "started": run.started,
-        "version": run.version,
-        "updates": run.updates,
-        "imagined_success": run.imagined_success,
-        "true_success": run.true_success,
-        "bytes": folder_bytes(run.path),
-        "problem": run.problem,
-    }

@@ -20,7 +20,7 @@ class List:
     """List the simulators that `--simulator` knows by name, and what each of them plays."""
 
     def run(self) -> int:
-        """Print one line each; what cannot be used here stands below, by the reason."""
+        """Print a line each; those that cannot be used here stand below, by the reason."""
         from asyncrl.observability.console import hanging
         from asyncrl.simulators.build import SimulatorSource
 
@@ -58,7 +58,7 @@ class Lite(Bounded):
     """Pixels that a texture's longer side keeps at most."""
 
     def run(self) -> int:
-        """Make them and say how much less there is to draw."""
+        """Make them and print the numbers of faces."""
         import difflib
 
         from asyncrl.simulators.libero.light import make_light

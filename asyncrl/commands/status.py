@@ -21,15 +21,15 @@ from asyncrl.storage import run_folder
 from asyncrl.storage.run_folder import RunSummary, State
 
 WRITING_SECONDS = 1.0
-"""How long the processes get to write their stacks."""
+"""Time for the processes to write their stacks."""
 CODES: Final[Mapping[State, int]] = MappingProxyType(
     {State.RUNNING: 0, State.DEAD: 1, State.FINISHED: 3, State.STOPPED: 4}
 )
-"""Exit code of a state; with --watch, which waits for the end, a finished run is 0."""
+"""Exit codes; with --watch a finished run is 0."""
 INTERRUPTED: Final = 130
 """Exit code when Ctrl-C ends --watch; the run goes on."""
 _CLEARED: Final = "\033[H\033[J"
-"""To the terminal's first line, and nothing below it."""
+"""Clears a terminal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +54,10 @@ class StatusConfig(Bounded):
 
 
 ARGUMENTS: Any = tyro.conf.FlagCreatePairsOff[StatusConfig]
-"""What the command takes; tab completion reads it too."""
 
 
 def main(arguments: list[str]) -> int:
-    """Print a row per thread; the exit code says what became of the run (`CODES`)."""
+    """Print a row per thread; return the exit code of the run's state (`CODES`)."""
     config: StatusConfig = tyro.cli(ARGUMENTS, args=arguments, prog="asyncrl status")
     run = Path(config.run).expanduser()
     try:
@@ -75,7 +74,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _shown(run: Path, config: StatusConfig) -> State:
-    """Print what there is to say now."""
+    """Print the present state and return it."""
     processes = process_status.read(run)
     if not processes and not run_folder.is_run(run):
         raise ConfigError(
@@ -84,7 +83,7 @@ def _shown(run: Path, config: StatusConfig) -> State:
     if run_folder.is_run(run):
         summary = run_folder.summarise(run)
         state, head = summary.state, _headline(summary)
-    else:  # A process says what it does, and nobody what the run is.
+    else:  # Processes of a run whose config.json is missing.
         summary, head = None, ""
         state = State.RUNNING if any(process.alive for process in processes) else State.DEAD
     if config.json:
@@ -92,10 +91,8 @@ def _shown(run: Path, config: StatusConfig) -> State:
         print(json.dumps(found, indent=None if config.watch else 2), flush=True)
         return state
     cleared = config.watch and sys.stdout.isatty()
-    lines = [
-        *filter(None, [head]),
-        *(line for process in processes for line in _lines(process, state)),
-    ]
+    lines = [head] if head else []
+    lines += [line for process in processes for line in _lines(process, state)]
     text = "\n".join([*lines, ""] if config.watch and not cleared else lines)
     print(f"{_CLEARED if cleared else ''}{text}", flush=True)
     return state

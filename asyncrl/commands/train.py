@@ -1,10 +1,4 @@
-"""`asyncrl train [CONFIG.toml ...] [--flags]`: improve a policy inside a world model.
-
-Check a run without starting it, and print its settings: `asyncrl train --dry-run`.
-
-First what `asyncrl train` refuses before its first process, then those checks of the doctor that start no
-process and write no file. Standard output gets the settings and nothing else, so that it can be a file.
-"""
+"""`asyncrl train [CONFIG.toml ...] [--flags]`: improve a policy inside a world model."""
 
 from __future__ import annotations
 
@@ -31,12 +25,10 @@ from asyncrl.storage.run_folder import check_folder
 
 
 def dry_run(config: TrainConfig) -> int:
-    """Check, and print the settings with what the world says where the user said nothing.
+    """Check a run without starting it, and print its settings with the world's defaults; 0 if it would start.
 
-    Of several ranks the first one does it.
-
-    Returns:
-        0: a run with these settings would start here.
+    First the refusals of `asyncrl train`, then the doctor's checks that start no process and write no file.
+    Standard output gets the settings and nothing else, so that it can be a file. Other ranks do nothing.
     """
     from asyncrl.launch import console  # Loads torch, which --help must not.
 
@@ -61,7 +53,7 @@ def dry_run(config: TrainConfig) -> int:
 
 
 def _refuse(config: TrainConfig) -> None:
-    """Refuse what the run would refuse before it looks at models."""
+    """Refuse what a run refuses before it loads models."""
     if not config.inline:
         ranks = read_job().size if "RANK" in os.environ else ranks_named(config.placement)
         placement = checked_placement(config, ranks)
@@ -78,7 +70,6 @@ def _refuse(config: TrainConfig) -> None:
 
 
 ARGUMENTS: Final = TrainConfig
-"""What tab completion offers."""
 
 
 def main(arguments: list[str]) -> int:
@@ -90,7 +81,7 @@ def main(arguments: list[str]) -> int:
         return dry_run(config)
     ranks = ranks_named(config.placement)
     if ranks > 1 and "RANK" not in os.environ and not config.inline:
-        checked_placement(config, ranks)  # What cannot work is said before torchrun starts.
+        checked_placement(config, ranks)  # Errors come before torchrun starts.
         _become_torchrun(ranks, arguments)
     if os.environ.get("RANK", "0") == "0":
         # The first sign of life: importing torch and loading models takes seconds.

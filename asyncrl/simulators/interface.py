@@ -200,6 +200,23 @@ class Demonstrator(Bounded):
             )
 
 
+class Flaws:
+    """The flaws of one episode's expert: all draws but the noise are made here."""
+
+    def __init__(self, settings: Demonstrator, rng: np.random.Generator) -> None:
+        self._rng = rng
+        self._noise = float(rng.uniform(*settings.noise))
+        self.grasp = np.asarray(settings.offset) + rng.normal(0.0, 1.0, 2) * settings.spread
+        """``[2]`` metres (x, y) by which the grasp misses."""
+        self.place = np.asarray(settings.place_offset) + rng.normal(0.0, 1.0, 2) * settings.place_spread
+        """``[2]`` metres (x, y) by which the set-down misses."""
+        self.retry = settings.retry
+
+    def noise(self) -> NDArray[np.float64]:
+        """Draw the noise ``[6]`` of an action's motion."""
+        return self._rng.normal(0.0, 1.0, 6) * self._noise
+
+
 @runtime_checkable
 class HasExpert(Protocol):
     """A simulator with a demonstrator: for `asyncrl collect` and `evaluate --policy expert`."""

@@ -383,8 +383,7 @@ def test_a_model_of_poses_learns_where_actions_take_the_hand() -> None:
 
 def test_the_tabletops_camera_is_the_simulators() -> None:
     """Points in front of it fall on the same pixels as by MuJoCo's own position, axes and field of view."""
-    from asyncrl.simulators.tabletop.scene import CAMERA
-    from asyncrl.simulators.tabletop.simulator import Table
+    from asyncrl.simulators.tabletop.scene import CAMERA, Table
 
     table = Table(64, render=False, supersample=1)
     table.reset(0)

@@ -14,7 +14,6 @@ from asyncrl.simulators.build import SimulatorSource
 from asyncrl.simulators.interface import Demonstrator, SimStart, random_start, stored_start
 from asyncrl.simulators.maniskill.expert import SceneView
 from asyncrl.simulators.maniskill.tasks import TASKS
-from asyncrl.simulators.pool import SimulatorPool
 from asyncrl.worlds.evac.poses import rotation
 from support.maniskill import require_maniskill
 
@@ -91,27 +90,6 @@ def expert_run(simulator: Any, seed: int, **flaws: Any) -> tuple[bool, list[floa
     return False, rewards
 
 
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("name", THREE)
-def test_an_episode_is_the_same_in_every_place_order_and_process(name: str, build: Build) -> None:
-    two = build(name, places=2)
-    first = play(two, 0, 3)
-    play(two, 1, 4)
-    assert_same(play(two, 1, 3), first)  # Another place, after another episode.
-    play(two, 0, 5)
-    assert_same(play(two, 0, 3), first)
-    with SimulatorPool(source(name), 1) as pool:
-        pool.reset(0, start(two, 3))
-        (begun,) = pool.ready(120)
-        pool.step(0, actions_of(3), frames="all", past_success=True)
-        (played,) = pool.ready(120)
-    assert begun.task == TASKS[name].instruction
-    np.testing.assert_array_equal(begun.frames[0], first[0][0])
-    np.testing.assert_array_equal(played.frames, [row[0] for row in first[1:]])
-    np.testing.assert_array_equal(played.states, [row[1] for row in first[1:]])
-    np.testing.assert_array_equal(played.success, [row[3] for row in first[1:]])
-
-
 def test_places_that_step_together_are_the_same_as_each_alone(build: Build) -> None:
     two = build("push_cube", places=2)
     alone = [play(two, 0, 6), play(two, 0, 7)]
@@ -120,16 +98,6 @@ def test_places_that_step_together_are_the_same_as_each_alone(build: Build) -> N
     for step in range(8):
         done = two.step([0, 1], np.stack([actions_of(6)[step], actions_of(7)[step]]), draw=True)
         np.testing.assert_array_equal(done.seen.images, [rows[step + 1][0] for rows in alone])
-
-
-def test_pictures_that_nobody_wants_change_nothing(build: Build) -> None:
-    one = build("stack_cube")
-    drawn = play(one, 0, 3)
-    one.reset([0], [start(one, 3)])
-    for action in actions_of(3):
-        assert one.step([0], action[None], draw=False).seen is None
-    np.testing.assert_array_equal(one.look([0]).images[0], drawn[-1][0])
-    np.testing.assert_array_equal(one.look([0]).states[0], drawn[-1][1])
 
 
 @pytest.mark.parametrize(("name", "steps"), [("pick_cube", 30), ("stack_cube", 40), ("push_cube", 20)])

@@ -123,7 +123,7 @@ def by_definition(success: list[bool], held: list[bool]) -> list[float]:
 def test_the_shaped_reward_is_its_definition_in_every_place() -> None:
     rng = np.random.default_rng(0)
     for chance in (0.0, 0.3, 0.8):
-        reward = GraspReward(2, "held")
+        reward = GraspReward(2)
         episodes = []
         for place in range(2):
             reward.begin(place, held=False)

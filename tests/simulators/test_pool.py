@@ -149,19 +149,6 @@ def test_a_pool_of_processes_equals_the_same_places_in_process() -> None:
     assert results[0][1][3].frames.shape[0] == 8
 
 
-@pytest.mark.render
-@needs_opengl
-def test_the_last_picture_is_the_same_whether_the_others_are_drawn_or_not() -> None:
-    found = []
-    for every in (True, False):
-        with SimulatorPool(source(1, name="tabletop"), workers=0) as pool:
-            pool.reset(0, random_start(pool.spec, 5))
-            take(pool, 1)
-            pool.step(0, actions(8), frames="all" if every else "last")
-            found.append(take(pool, 1)[0].frames[-1])
-    np.testing.assert_array_equal(*found)
-
-
 def test_what_nobody_looks_at_is_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[int] = []
     look = CountingPlace.look

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.simulators.interface import Demonstrator
+from asyncrl.simulators.interface import Demonstrator, Flaws
 from asyncrl.simulators.libero.scene import Scene
 
 TRANSLATION: Final = 0.05
@@ -81,13 +81,8 @@ class Expert:
     """Acts on privileged state, for one episode that was just reset."""
 
     def __init__(self, scene: Scene, plan: Plan, settings: Demonstrator, rng: np.random.Generator) -> None:
-        self._scene, self._plan, self._rng = scene, plan, rng
-        self._noise = float(rng.uniform(*settings.noise))
-        self._miss = np.array([*settings.offset, 0.0])
-        self._miss[:2] += rng.normal(0.0, 1.0, 2) * settings.spread
-        self._misplace = np.array([*settings.place_offset, 0.0])
-        self._misplace[:2] += rng.normal(0.0, 1.0, 2) * settings.place_spread
-        self._retry = settings.retry
+        self._scene, self._plan, self._flaws = scene, plan, Flaws(settings, rng)
+        self._miss, self._misplace = np.append(self._flaws.grasp, 0.0), np.append(self._flaws.place, 0.0)
         self._tries = 0
         self._angles = self._in_order(plan.grasp)
         self._start_height = float(scene.hand()[0][2])
@@ -103,7 +98,7 @@ class Expert:
         action = np.zeros(7)
         action[:3] = np.clip((target - hand) / TRANSLATION * GAIN, -1.0, 1.0)
         action[3:6] = np.clip(rotation_between(axes, self._wanted) / ROTATION, -1.0, 1.0)
-        action[:6] += self._rng.normal(0.0, 1.0, 6) * self._noise
+        action[:6] += self._flaws.noise()
         action[6] = self._gripper
         return np.clip(action, -1.0, 1.0).astype(np.float32)
 
@@ -144,7 +139,7 @@ class Expert:
         if phase is Phase.WITHDRAW:
             return
         lifted = self._scene.position(self._plan.item)[2] - self._item_from[2]
-        if phase is Phase.LIFT and self._retry and lifted < 0.5 * (hand[2] - self._from[2]):
+        if phase is Phase.LIFT and self._flaws.retry and lifted < 0.5 * (hand[2] - self._from[2]):
             self._tries += 1
             self._aim()
             return

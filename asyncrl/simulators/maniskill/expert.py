@@ -1,22 +1,19 @@
-"""Demonstrate three tasks of ManiSkill by scripts that know the true state.
+"""Scripted experts of three tasks of ManiSkill, which read the true state.
 
-To pick and to stack: reach over the cube, sink, close, carry, and for a stack sink and let go. To push: go
-behind the cube with closed fingers, and through it to the target. Lengths in metres; actions in our own
-convention (rotations right-handed, gripper -1 = open).
-
-Rotations as ManiSkill has them: quaternions with the real part first.
+Lengths in metres; actions in our own convention (rotations right-handed, gripper -1 = open); quaternions as
+ManiSkill has them, with the real part first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.simulators.interface import Demonstrator
+from asyncrl.simulators.interface import Flaws
 
 Array = NDArray[np.float64]
 
@@ -59,7 +56,7 @@ def matrix(quaternion: Array) -> Array:
 
 
 def turn_between(now: Array, then: Array) -> Array:
-    """Return the rotation vector ``[3]`` about the world's axes that leads from one matrix to another.
+    """Return the rotation vector ``[3]`` about the world's axes from one matrix to another.
 
     Exact for small angles; for larger ones shorter than the true angle, in its direction.
     """
@@ -82,34 +79,29 @@ BEHIND: Final = 0.08
 _DOWN: Final = np.diag([1.0, -1.0, -1.0])
 _CLOSING_STEPS: Final = 3
 _MISSED: Final = 0.03
-"""Distance between cube and tool while it is carried, beyond which it was lost."""
+"""Distance between cube and tool in CARRY beyond which the cube is lost."""
 _PATIENCE: Final = 20
-"""Steps in one phase after which the expert goes on regardless: a bad grasp is made, not waited for."""
+"""Steps after which a phase ends in any case."""
 
 
 class SceneView:
-    """One row of an environment of ManiSkill, as arrays of float64.
-
-    Args:
-        env: The environment without wrappers.
-        row: Which of its scenes.
-    """
+    """One row of an environment of ManiSkill (without wrappers), as arrays of float64."""
 
     def __init__(self, env: Any, row: int) -> None:
         self._env, self._row = env, row
 
     @property
     def tool(self) -> Array:
-        """Return the point between the finger tips: ``[3]``."""
+        """Point between the finger tips: ``[3]``."""
         return self._of(self._env.agent.tcp.pose.p)
 
     @property
     def tool_rotation(self) -> Array:
-        """Return the tool's axes as columns: ``[3, 3]``."""
+        """The tool's axes as columns: ``[3, 3]``."""
         return matrix(self._of(self._env.agent.tcp.pose.q))
 
     def position(self, thing: str) -> Array:
-        """Return where an object of the scene is: ``[3]``."""
+        """Return an object's position: ``[3]``."""
         return self._of(getattr(self._env, thing).pose.p)
 
     def yaw(self, thing: str) -> float:
@@ -119,25 +111,6 @@ class SceneView:
 
     def _of(self, values: Any) -> Array:
         return values[self._row].cpu().numpy().astype(np.float64)
-
-
-class Flaws:
-    """What an episode's expert does wrong; drawn once."""
-
-    def __init__(self, settings: Demonstrator, rng: np.random.Generator) -> None:
-        self._rng = rng
-        self._noise = float(rng.uniform(*settings.noise))
-        self.grasp = np.array([*(np.asarray(settings.offset) + rng.normal(0, settings.spread, 2)), 0.0])
-        """``[3]`` where it grasps beside the middle of the cube."""
-        place = np.asarray(settings.place_offset) + rng.normal(0, settings.place_spread, 2)
-        self.place = np.array([*place, 0.0])
-        """``[3]`` where it sets down beside the goal."""
-        self.retry = settings.retry
-
-    def noisy(self, action: Array) -> Array:
-        """Add noise to the motion of an action ``[7]``, and clip it."""
-        motion = action[:6] + self._noise * self._rng.normal(size=6)
-        return np.array([*np.clip(motion, -1, 1), action[6]])
 
 
 class _Phase(Enum):
@@ -150,20 +123,21 @@ class _Phase(Enum):
 
 
 class PickExpert:
-    """Takes a cube to a goal.
+    """Takes a cube to a goal: reach over it, sink, close, carry; to stack, come from above and let go.
 
     Args:
-        scene: What it sees.
+        scene: Of the episode.
         cube: Name of the cube in ManiSkill's environment.
-        goal: Where the cube's middle shall come to ``[3]``; asked at every step.
-        stack: Whether it comes from above and lets go.
-        flaws: What it does wrong.
+        goal: Returns the goal of the cube's middle ``[3]``; called at every step.
+        stack: Come from above and let go.
+        flaws: Of the episode.
     """
 
     def __init__(
         self, scene: SceneView, cube: str, goal: Callable[[], Array], *, stack: bool, flaws: Flaws
     ) -> None:
         self._scene, self._cube, self._goal, self._stack, self._flaws = scene, cube, goal, stack, flaws
+        self._miss, self._misplace = np.append(flaws.grasp, 0.0), np.append(flaws.place, 0.0)
         self._begin(_Phase.REACH)
 
     def __call__(self) -> Array:
@@ -180,13 +154,13 @@ class PickExpert:
             target = tool + self._carry()
         else:
             target, grip = tool, OPEN if self._phase is _Phase.RELEASE else CLOSE
-        return self._flaws.noisy(np.array([*_motion(target - tool, TRANSLATION), *self._turn(), grip]))
+        return _noisy(self._flaws, [*_motion(target - tool, TRANSLATION), *self._turn()], grip)
 
     def _begin(self, phase: _Phase) -> None:
         self._phase, self._steps = phase, 0
 
     def _advance(self) -> None:
-        """Go on to the next phase when this one is done."""
+        """Enter the next phase when this one is done."""
         scene, way = self._scene, self._grasp_point() - self._scene.tool
         late = self._steps > _PATIENCE
         if self._phase is _Phase.REACH and (np.hypot(*way[:2]) < 0.012 or late):
@@ -198,24 +172,22 @@ class PickExpert:
         elif self._phase is _Phase.LIFT and (abs(self._goal()[2] + LIFT - scene.tool[2]) < 0.02 or late):
             self._begin(_Phase.CARRY)
         elif self._phase is _Phase.CARRY:
-            missed = np.linalg.norm(scene.position(self._cube) - scene.tool) > _MISSED + self._error()
+            allowed = _MISSED + float(np.linalg.norm(self._miss))
+            missed = np.linalg.norm(scene.position(self._cube) - scene.tool) > allowed
             if missed and self._flaws.retry:
                 self._begin(_Phase.REACH)
             elif self._stack and (self._rests() or late):
                 self._begin(_Phase.RELEASE)
 
     def _grasp_point(self) -> Array:
-        return self._scene.position(self._cube) + self._flaws.grasp
-
-    def _error(self) -> float:
-        return float(np.linalg.norm(self._flaws.grasp))
+        return self._scene.position(self._cube) + self._miss
 
     def _left(self) -> Array:
         """Return the way from the cube to the goal ``[3]``."""
-        return self._goal() + self._flaws.place - self._scene.position(self._cube)
+        return self._goal() + self._misplace - self._scene.position(self._cube)
 
     def _carry(self) -> Array:
-        """Return the way that the cube shall go now: onto another one only from straight above."""
+        """Return the cube's next way ``[3]``: onto another one only from straight above."""
         left = self._left()
         if self._stack and np.hypot(*left[:2]) >= 0.008:
             return left + np.array([0, 0, 0.03])
@@ -235,39 +207,38 @@ class PickExpert:
 
 
 class PushExpert:
-    """Pushes a cube along x to the target.
+    """Pushes a cube along x to the target: behind it with closed fingers, then through it.
 
-    Args:
-        scene: What it sees.
-        flaws: What it does wrong: `grasp` is where it pushes beside the middle of the cube, `place` where it
-            stops.
+    `Flaws.grasp` is the error of where it pushes, `Flaws.place` of where it stops.
     """
 
     def __init__(self, scene: SceneView, flaws: Flaws) -> None:
         self._scene, self._flaws, self._behind, self._steps = scene, flaws, False, 0
+        self._miss, self._misplace = np.append(flaws.grasp, 0.0), np.append(flaws.place, 0.0)
 
     def __call__(self) -> Array:
         """Choose the next action ``[7]``."""
         tool, cube = self._scene.tool, self._scene.position("obj")
-        start = cube + self._flaws.grasp - [BEHIND, 0, 0]
+        start = cube + self._miss - [BEHIND, 0, 0]
         self._steps += 1
         if not self._behind:
             self._behind = bool(np.linalg.norm(start - tool) < 0.015) or self._steps > _PATIENCE
-        if (
-            self._flaws.retry
-            and self._behind
-            and abs(cube[1] - tool[1]) > _MISSED + abs(self._flaws.grasp[1])
-        ):
+        missed = abs(cube[1] - tool[1]) > _MISSED + abs(self._miss[1])
+        if missed and self._behind and self._flaws.retry:
             self._behind, self._steps = False, 0
         target = start
         if self._behind:
-            goal = self._scene.position("goal_region") + self._flaws.place
-            target = np.array([goal[0], cube[1] + self._flaws.grasp[1], cube[2]])
-        return self._flaws.noisy(np.array([*_motion(target - tool, TRANSLATION), 0, 0, 0, CLOSE]))
+            goal = self._scene.position("goal_region") + self._misplace
+            target = np.array([goal[0], cube[1] + self._miss[1], cube[2]])
+        return _noisy(self._flaws, [*_motion(target - tool, TRANSLATION), 0, 0, 0], CLOSE)
+
+
+def _noisy(flaws: Flaws, motion: Sequence[float], grip: float) -> Array:
+    return np.array([*np.clip(np.asarray(motion) + flaws.noise(), -1, 1), grip])
 
 
 def _motion(way: Array, unit: float) -> Array:
-    """Return an action that goes a way ``[3]``, as far as one action can."""
+    """Return the motion ``[3]`` of an action that goes a way, as far as one action can."""
     return np.clip(way / unit, -1, 1)
 
 
@@ -286,10 +257,3 @@ EXPERTS: Final[dict[str, Callable[[SceneView, Flaws], Callable[[], Array]]]] = {
     "push_cube": PushExpert,
 }
 """By task."""
-
-
-def make_expert(
-    task: str, scene: SceneView, settings: Demonstrator, rng: np.random.Generator
-) -> Callable[[], Array]:
-    """Return what chooses the actions ``[7]`` of an episode that was just begun."""
-    return EXPERTS[task](scene, Flaws(settings, rng))

@@ -1,14 +1,7 @@
-"""The tasks of ManiSkill 3.0.1 that can be played offline, and what a policy is told to do in each.
+"""The tasks of ManiSkill 3.0.1 that can be played offline, and the import of ManiSkill and SAPIEN.
 
 Left out are those without a success of their own (MS-*, TableTopFreeDraw, UnitreeG1Stand) and those whose
 models are downloaded (YCB, PartNet, AI2-THOR, RoboCasa, AnymalC, widowxai).
-
-Import ManiSkill, find out what a task lacks, and make its environments.
-
-Find out whether there is a device to draw with, before ManiSkill is asked.
-
-Without a Vulkan device SAPIEN cannot even build scenes that nobody draws: a material needs one. Its own
-failure is a line deep in a traceback.
 """
 
 from __future__ import annotations
@@ -18,135 +11,103 @@ import logging
 import os
 import re
 import warnings
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import Any, Final, Literal
 
 from asyncrl.errors import AssetError, ConfigError
 
 WIDOWX: Final = "arm_pd_ee_target_delta_pose_align2_gripper_pd_joint_pos"
-"""How published policies of put_on_plate_25 move the arm: metres and radians."""
+"""Controller of published policies of put_on_plate_25: metres and radians."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ManiSkillTask:
-    """What is known of a task of ManiSkill."""
+    """A task of ManiSkill."""
 
     environment: str
     """ManiSkill's own name."""
-    instruction: str
-    """Lower case, without a full stop; empty: each episode says its own."""
+    instruction: str = ""
+    """Lower case, without a full stop; empty: each episode has its own."""
+    _: KW_ONLY
     control: str = "pd_ee_delta_pose"
     """Name of ManiSkill's controller."""
     robot: Literal["gripper", "stick", "hand"] = "gripper"
-    """Arms whose last number opens a gripper; one that holds a stick; anything else, moved joint by joint."""
+    """`gripper`: arms whose last number opens it; `stick`: an arm with a stick; `hand`: moved by joints."""
     camera: str = "base_camera"
     wrist: str = ""
-    """Camera on the hand; empty: the robot has none."""
+    """Camera on the hand; empty: none."""
     grasped: str = ""
-    """Where info says that the object is held; empty: nowhere, then no shaped reward."""
+    """Key of info that is true while the object is held; empty: none, and no shaped reward."""
     reconfigures: bool = False
-    """Whether every reset builds another scene, which a batched simulation cannot do for one place."""
+    """True if every reset builds another scene, which a batched simulation cannot do for one place."""
     published: bool = False
-    """Whether published policies exist: then pictures, signs and reward are as these expect them."""
+    """True if published policies exist: pictures, signs and reward are then as these expect them."""
 
 
-def _arm(environment: str, instruction: str, *, wrist: bool = False, grasped: str = "") -> ManiSkillTask:
-    return ManiSkillTask(
-        environment=environment,
-        instruction=instruction,
-        wrist="hand_camera" if wrist else "",
-        grasped=grasped,
-    )
-
-
-def _stick(environment: str, instruction: str) -> ManiSkillTask:
-    return ManiSkillTask(environment=environment, instruction=instruction, robot="stick")
-
-
-def _hand(environment: str, instruction: str, *, grasped: str = "") -> ManiSkillTask:
-    return ManiSkillTask(
-        environment=environment,
-        instruction=instruction,
-        control="pd_joint_delta_pos",
-        robot="hand",
-        grasped=grasped,
-    )
-
-
-def _published(environment: str) -> ManiSkillTask:
-    return ManiSkillTask(
-        environment=environment,
-        instruction="",
-        control=WIDOWX,
-        camera="3rd_view_camera",
-        grasped="is_src_obj_grasped",
-        published=True,
-    )
-
-
-TASKS: Final = MappingProxyType(
-    {
-        "pick_cube": _arm("PickCube-v1", "move the red cube to the green ball", grasped="is_grasped"),
-        "push_cube": _arm("PushCube-v1", "push the cube onto the target"),
-        "pull_cube": _arm("PullCube-v1", "pull the cube onto the target"),
-        "pull_cube_tool": _arm("PullCubeTool-v1", "pull the cube closer with the hook"),
-        "poke_cube": _arm(
-            "PokeCube-v1", "poke the cube onto the target with the peg", grasped="is_peg_grasped"
-        ),
-        "stack_cube": _arm(
-            "StackCube-v1", "put the red cube on the green cube", wrist=True, grasped="is_cubeA_grasped"
-        ),
-        "stack_pyramid": _arm(
-            "StackPyramid-v1",
-            "put the red cube beside the green cube and the blue cube on top of both",
-            wrist=True,
-        ),
-        "lift_peg_upright": _arm("LiftPegUpright-v1", "stand the peg upright"),
-        "peg_insertion_side": ManiSkillTask(
-            environment="PegInsertionSide-v1",
-            instruction="insert the orange end of the peg into the hole of the box",
-            wrist="hand_camera",
-            reconfigures=True,
-        ),
-        "plug_charger": _arm("PlugCharger-v1", "plug the charger into the receptacle", wrist=True),
-        "place_sphere": _arm("PlaceSphere-v1", "put the ball into the bin", grasped="is_obj_grasped"),
-        "roll_ball": _arm("RollBall-v1", "roll the ball onto the target"),
-        "assemble_board": _arm("FMBAssembly1Easy-v1", "put the bridge onto the board"),
-        "push_t": _stick("PushT-v1", "push the t onto the target"),
-        "draw_triangle": _stick("DrawTriangle-v1", "draw over the triangle"),
-        "two_robot_pick_cube": _arm(
-            "TwoRobotPickCube-v1", "hand the cube over and move it to the green ball"
-        ),
-        "two_robot_stack_cube": _arm(
-            "TwoRobotStackCube-v1", "put the green cube on the target and the blue cube on top of it"
-        ),
-        "place_apple_in_bowl": _hand(
-            "UnitreeG1PlaceAppleInBowl-v1", "put the apple into the bowl", grasped="is_grasped"
-        ),
-        "transport_box": _hand(
-            "UnitreeG1TransportBox-v1", "carry the box to the other table", grasped="box_grasped"
-        ),
-        **{f"rotate_valve_{i}": _hand(f"RotateValveLevel{i}-v1", "turn the valve") for i in range(5)},
-        **{
-            f"rotate_in_hand_{i}": _hand(
-                f"RotateSingleObjectInHandLevel{i}-v1", "turn the object in the hand without dropping it"
-            )
-            for i in range(2)
-        },
-        **{
-            f"rotate_cube_{i}": _hand(
-                f"TriFingerRotateCubeLevel{i}-v1", "move the cube to where the goal cube is, turned like it"
-            )
-            for i in range(5)
-        },
-        "put_on_plate_25": _published("PutOnPlateInScene25Main-v3"),
-        "put_on_plate_25_vision": _published("PutOnPlateInScene25VisionImage-v1"),
-        "put_on_plate_25_semantic": _published("PutOnPlateInScene25Instruct-v1"),
-        "put_on_plate_25_position": _published("PutOnPlateInScene25Position-v1"),
-    }
+_WRIST: Final = "hand_camera"
+_arm: Final = ManiSkillTask
+_stick: Final = partial(ManiSkillTask, robot="stick")
+_hand: Final = partial(ManiSkillTask, control="pd_joint_delta_pos", robot="hand")
+_published: Final = partial(
+    ManiSkillTask, control=WIDOWX, camera="3rd_view_camera", grasped="is_src_obj_grasped", published=True
 )
-"""By the part of a simulator's name behind ``maniskill_``."""
+TASKS: Final = {
+    "pick_cube": _arm("PickCube-v1", "move the red cube to the green ball", grasped="is_grasped"),
+    "push_cube": _arm("PushCube-v1", "push the cube onto the target"),
+    "pull_cube": _arm("PullCube-v1", "pull the cube onto the target"),
+    "pull_cube_tool": _arm("PullCubeTool-v1", "pull the cube closer with the hook"),
+    "poke_cube": _arm("PokeCube-v1", "poke the cube onto the target with the peg", grasped="is_peg_grasped"),
+    "stack_cube": _arm(
+        "StackCube-v1", "put the red cube on the green cube", wrist=_WRIST, grasped="is_cubeA_grasped"
+    ),
+    "stack_pyramid": _arm(
+        "StackPyramid-v1",
+        "put the red cube beside the green cube and the blue cube on top of both",
+        wrist=_WRIST,
+    ),
+    "lift_peg_upright": _arm("LiftPegUpright-v1", "stand the peg upright"),
+    "peg_insertion_side": _arm(
+        "PegInsertionSide-v1",
+        "insert the orange end of the peg into the hole of the box",
+        wrist=_WRIST,
+        reconfigures=True,
+    ),
+    "plug_charger": _arm("PlugCharger-v1", "plug the charger into the receptacle", wrist=_WRIST),
+    "place_sphere": _arm("PlaceSphere-v1", "put the ball into the bin", grasped="is_obj_grasped"),
+    "roll_ball": _arm("RollBall-v1", "roll the ball onto the target"),
+    "assemble_board": _arm("FMBAssembly1Easy-v1", "put the bridge onto the board"),
+    "push_t": _stick("PushT-v1", "push the t onto the target"),
+    "draw_triangle": _stick("DrawTriangle-v1", "draw over the triangle"),
+    "two_robot_pick_cube": _arm("TwoRobotPickCube-v1", "hand the cube over and move it to the green ball"),
+    "two_robot_stack_cube": _arm(
+        "TwoRobotStackCube-v1", "put the green cube on the target and the blue cube on top of it"
+    ),
+    "place_apple_in_bowl": _hand(
+        "UnitreeG1PlaceAppleInBowl-v1", "put the apple into the bowl", grasped="is_grasped"
+    ),
+    "transport_box": _hand(
+        "UnitreeG1TransportBox-v1", "carry the box to the other table", grasped="box_grasped"
+    ),
+    **{f"rotate_valve_{i}": _hand(f"RotateValveLevel{i}-v1", "turn the valve") for i in range(5)},
+    **{
+        f"rotate_in_hand_{i}": _hand(
+            f"RotateSingleObjectInHandLevel{i}-v1", "turn the object in the hand without dropping it"
+        )
+        for i in range(2)
+    },
+    **{
+        f"rotate_cube_{i}": _hand(
+            f"TriFingerRotateCubeLevel{i}-v1", "move the cube to where the goal cube is, turned like it"
+        )
+        for i in range(5)
+    },
+    "put_on_plate_25": _published("PutOnPlateInScene25Main-v3"),
+    "put_on_plate_25_vision": _published("PutOnPlateInScene25VisionImage-v1"),
+    "put_on_plate_25_semantic": _published("PutOnPlateInScene25Instruct-v1"),
+    "put_on_plate_25_position": _published("PutOnPlateInScene25Position-v1"),
+}
+"""By the simulator's name without ``maniskill_``."""
 
 
 def load_maniskill(name: str, task: ManiSkillTask, module: str) -> Any:
@@ -185,7 +146,7 @@ def load_maniskill(name: str, task: ManiSkillTask, module: str) -> Any:
 
 
 def make_environment(gym: Any, environment: str, count: int, settings: dict[str, Any]) -> Any:
-    """Make one environment of `count` rows, without wrappers, which hides nothing from pictures."""
+    """Make one environment of `count` rows, without wrappers, whose pictures hide nothing."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         made = gym.make(environment, num_envs=count, **settings).unwrapped
@@ -196,7 +157,7 @@ def make_environment(gym: Any, environment: str, count: int, settings: dict[str,
 
 
 def reward_mode(name: str, environment: str, reward: str) -> str:
-    """Return ManiSkill's name of what its environments compute as a reward."""
+    """Return ManiSkill's name of the reward."""
     registered = importlib.import_module("mani_skill.utils.registration").REGISTERED_ENVS
     modes = registered[environment].cls.SUPPORTED_REWARD_MODES
     if reward == "dense":
@@ -207,7 +168,7 @@ def reward_mode(name: str, environment: str, reward: str) -> str:
 
 
 def renderer(render: str) -> str:
-    """Return ManiSkill's name of what draws."""
+    """Return ManiSkill's name of the renderer."""
     if render != "auto":
         return render
     try:
@@ -229,7 +190,7 @@ def load_sapien() -> Any:
     """Import SAPIEN."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # It says that it brings a Vulkan loader of its own.
+            warnings.simplefilter("ignore")  # It brings a Vulkan loader of its own, and warns of it.
             importlib.import_module("sapien.render")
             return importlib.import_module("sapien")
     except ModuleNotFoundError as error:
@@ -243,7 +204,8 @@ def require_device() -> str:
     """Return the name of the device that SAPIEN draws with.
 
     Raises:
-        AssetError: The extra is not installed, or there is no such device: says what to install.
+        AssetError: The extra is not installed, or there is no Vulkan device, without which SAPIEN cannot
+            build even scenes that are not drawn.
     """
     sapien = load_sapien()
     try:
@@ -253,21 +215,18 @@ def require_device() -> str:
             f"There is no Vulkan device here ({error}), and ManiSkill needs one even where nothing is drawn. "
             f"{_REMEDY}"
         ) from error
-    found = devices_of(summary)
-    usable = [name for name, supported in found if supported]
-    if usable:
-        return usable[0]
-    names = ", ".join(name for name, _ in found) or "none at all"
-    unset = (
-        f" {_RAY_TRACING} is set, which rules out CPU devices: unset it."
-        if _RAY_TRACING in os.environ
-        else ""
-    )
+    devices = devices_of(summary)
+    for name, supported in devices:
+        if supported:
+            return name
+    names = ", ".join(name for name, _ in devices) or "none at all"
+    ruled_out = f" {_RAY_TRACING} is set, which rules out CPU devices: unset it."
+    unset = ruled_out if _RAY_TRACING in os.environ else ""
     raise AssetError(f"SAPIEN can use no Vulkan device here (there is: {names}).{unset} {_REMEDY}")
 
 
 def devices_of(summary: str) -> list[tuple[str, bool]]:
-    r"""Read names of devices, and whether SAPIEN supports them, from its summary.
+    r"""Read names of devices from SAPIEN's summary, with True if it supports them.
 
     >>> devices_of("GPU: llvmpipe (LLVM 15)\n  Supported: 1\n  Present:   0\n")
     [('llvmpipe (LLVM 15)', True)]

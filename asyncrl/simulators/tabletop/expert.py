@@ -1,23 +1,25 @@
-"""Demonstrate the tasks of `tabletop` by a script that knows the simulator's true state.
+"""The scripted expert of `tabletop`, which reads the true state. Lengths in metres.
 
 It reaches over the named cube while sinking into a funnel, closes, carries over the named plate, lets go and
-withdraws. It can be made worse by action noise, by constant offsets of where it grasps and where it sets
-down (a miscalibrated demonstrator) and by errors of both drawn anew each episode. Lengths in metres.
+withdraws.
 """
 
-from collections.abc import Callable
+from __future__ import annotations
+
 from enum import Enum, auto
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.simulators.interface import Demonstrator, Flaws
 from asyncrl.simulators.tabletop.scene import (
     CUBE_HALF,
     PLATE_HEIGHT,
     PLATE_RADIUS,
     ROTATION,
     TRANSLATION,
+    Table,
     rotation_matrix,
     skew_part,
 )
@@ -27,7 +29,7 @@ HOVER: Final = 0.07
 LIFT: Final = 0.06
 """Height above the plate at which the cube travels."""
 GAIN: Final = 0.42
-"""Share of the remaining way that one action asks for: calm motion that a policy can copy."""
+"""Share of the remaining way per action: calm motion that a policy can copy."""
 CLOSE: Final = 1.0
 OPEN: Final = -1.0
 _DOWN = np.diag([1.0, -1.0, -1.0])
@@ -35,7 +37,7 @@ _GRASP_HEIGHT = 0.020
 _CLOSING_STEPS = 2
 _RELEASE_STEPS = 2
 _PATIENCE = 18
-"""Steps of reaching or carrying after which the expert goes on regardless."""
+"""Steps after which reaching or carrying ends in any case."""
 
 
 class _Phase(Enum):
@@ -46,120 +48,66 @@ class _Phase(Enum):
     WITHDRAW = auto()
 
 
-class TableState(Protocol):
-    """What the expert knows of the simulator."""
-
-    cube: int
-    plate: int
-    cube_position: Callable[[int], NDArray[np.float64]]
-    cube_yaw: Callable[[int], float]
-    plate_position: Callable[[int], NDArray[np.float64]]
-
-    @property
-    def tool_position(self) -> NDArray[np.float64]:
-        """See `Tabletop.tool_position`."""
-        ...
-
-    @property
-    def tool_rotation(self) -> NDArray[np.float64]:
-        """See `Tabletop.tool_rotation`."""
-        ...
-
-    @property
-    def finger_opening(self) -> float:
-        """See `Tabletop.finger_opening`."""
-        ...
-
-
 class Expert:
-    """Acts on privileged state. One object serves one episode at a time; call `start` at each reset.
+    """Acts on the true state of a table, for one episode that was just reset."""
 
-    Args:
-        noise: Standard deviation of the Gaussian noise on an action's six motion numbers, before clipping.
-        grasp_offset: ``(x, y)`` metres by which every grasp misses the cube's centre.
-        rng: Source of the noise and of the grasp error.
-        grasp_error: Standard deviation in metres of a further ``(x, y)`` miss, drawn by `start`.
-        place_offset: ``(x, y)`` metres by which the cube is set down beside the plate's centre.
-        place_error: Standard deviation in metres of a further ``(x, y)`` error of the same, drawn by `start`.
-        retry: Reach again after an empty grasp or a dropped cube. Otherwise it carries on with nothing.
-    """
-
-    def __init__(
-        self,
-        noise: float,
-        grasp_offset: tuple[float, float],
-        rng: np.random.Generator,
-        *,
-        grasp_error: float = 0.0,
-        place_offset: tuple[float, float] = (0.0, 0.0),
-        place_error: float = 0.0,
-        retry: bool = False,
-    ) -> None:
-        self._noise, self._rng, self._retry = noise, rng, retry
-        self._offset, self._place_offset = np.asarray(grasp_offset), np.asarray(place_offset)
-        self._grasp_error, self._place_error = grasp_error, place_error
-        self.start()
-
-    def start(self) -> None:
-        """Forget the last episode and draw the errors of the next one."""
-        self._miss = self._offset + self._rng.normal(0.0, 1.0, 2) * self._grasp_error
-        self._misplace = self._place_offset + self._rng.normal(0.0, 1.0, 2) * self._place_error
+    def __init__(self, table: Table, settings: Demonstrator, rng: np.random.Generator) -> None:
+        self._table, self._flaws = table, Flaws(settings, rng)
         self._enter(_Phase.REACH)
 
-    def act(self, table: TableState) -> NDArray[np.float32]:
-        """Choose the next action.
-
-        Returns:
-            ``[7]`` float32 in [-1, 1]: proportional to the remaining way, gripper exactly -1 or 1.
-        """
-        self._change_phase(table)
+    def act(self) -> NDArray[np.float32]:
+        """Choose the next action ``[7]`` float32 in [-1, 1]; the gripper is exactly -1 or 1."""
+        self._change_phase()
         self._steps += 1
         action = np.zeros(7)
-        action[:3] = GAIN * (self._target(table) - table.tool_position) / TRANSLATION
-        action[3:6] = GAIN * self._turn(table) / ROTATION
-        action[:6] += self._rng.normal(0.0, 1.0, 6) * self._noise
+        action[:3] = GAIN * (self._target() - self._table.tool_position) / TRANSLATION
+        action[3:6] = GAIN * self._turn() / ROTATION
+        action[:6] += self._flaws.noise()
         action[6] = CLOSE if self._phase in (_Phase.GRASP, _Phase.CARRY) else OPEN
         return np.clip(action, -1.0, 1.0).astype(np.float32)
 
     def _enter(self, phase: _Phase) -> None:
         self._phase, self._steps = phase, 0
 
-    def _change_phase(self, table: TableState) -> None:
-        """Move on when the present phase has reached its end, or has run out of patience."""
+    def _change_phase(self) -> None:
+        """Enter the next phase when this one is done, or after `_PATIENCE`."""
+        table = self._table
         if self._phase is _Phase.REACH:
-            error = table.tool_position - self._grasp_point(table)
+            error = table.tool_position - self._grasp_point()
             if (np.hypot(*error[:2]) < 0.012 and abs(error[2]) < 0.012) or self._steps >= _PATIENCE:
                 self._enter(_Phase.GRASP)
         elif self._phase is _Phase.GRASP and self._steps >= _CLOSING_STEPS:
             self._enter(_Phase.CARRY)
         elif self._phase is _Phase.CARRY:
-            if self._retry and not self._holds(table):
+            if self._flaws.retry and not self._holds():
                 self._enter(_Phase.REACH)
             else:
-                above = self._cargo(table) - self._put_point(table)
+                above = self._cargo() - self._put_point()
                 if (np.hypot(*above[:2]) < 0.018 and above[2] < 0.008) or self._steps >= _PATIENCE:
                     self._enter(_Phase.RELEASE)
                     self._held_at = table.tool_position
         elif self._phase is _Phase.RELEASE and self._steps >= _RELEASE_STEPS:
             self._enter(_Phase.WITHDRAW)
 
-    def _target(self, table: TableState) -> NDArray[np.float64]:
+    def _target(self) -> NDArray[np.float64]:
         """Compute the tool's target ``[3]``. Far from the goal it keeps its height; near it, it sinks."""
+        table = self._table
         if self._phase is _Phase.REACH:
-            return _funnel(table.tool_position, self._grasp_point(table), HOVER, slope=2.5)
+            return _funnel(table.tool_position, self._grasp_point(), HOVER, slope=2.5)
         if self._phase is _Phase.GRASP:
-            return self._grasp_point(table)
+            return self._grasp_point()
         if self._phase is _Phase.CARRY:
-            cargo = self._cargo(table)
-            way = _funnel(cargo, self._put_point(table), LIFT, slope=2.0) - cargo
-            way[:2] *= _share_sideways(cargo, self._put_point(table))
+            cargo = self._cargo()
+            way = _funnel(cargo, self._put_point(), LIFT, slope=2.0) - cargo
+            way[:2] *= _share_sideways(cargo, self._put_point())
             return table.tool_position + way
         if self._phase is _Phase.WITHDRAW:
             return np.array([*self._held_at[:2], 0.13])
         return self._held_at
 
-    def _turn(self, table: TableState) -> NDArray[np.float64]:
+    def _turn(self) -> NDArray[np.float64]:
         """Compute the rotation ``[3]`` that sets the hand upright and, before the grasp, along the cube."""
+        table = self._table
         yaw = table.cube_yaw(table.cube)
         if self._phase is not _Phase.REACH:
             axes = table.tool_rotation
@@ -167,20 +115,22 @@ class Expert:
         wanted = rotation_matrix(np.array([0.0, 0.0, yaw])) @ _DOWN
         return skew_part(wanted @ table.tool_rotation.T)
 
-    def _grasp_point(self, table: TableState) -> NDArray[np.float64]:
-        cube = table.cube_position(table.cube)
-        return np.array([*(cube[:2] + self._miss), cube[2] - CUBE_HALF + _GRASP_HEIGHT])
+    def _grasp_point(self) -> NDArray[np.float64]:
+        cube = self._table.cube_position(self._table.cube)
+        return np.array([*(cube[:2] + self._flaws.grasp), cube[2] - CUBE_HALF + _GRASP_HEIGHT])
 
-    def _put_point(self, table: TableState) -> NDArray[np.float64]:
-        """Compute where the cargo's centre is to be when the fingers open: ``[3]``, just above the plate."""
-        plate = table.plate_position(table.plate)
-        return np.array([*(plate[:2] + self._misplace), PLATE_HEIGHT + CUBE_HALF + 0.003])
+    def _put_point(self) -> NDArray[np.float64]:
+        """Compute the goal of the cargo's centre, just above the plate: ``[3]``."""
+        plate = self._table.plate_position(self._table.plate)
+        return np.array([*(plate[:2] + self._flaws.place), PLATE_HEIGHT + CUBE_HALF + 0.003])
 
-    def _cargo(self, table: TableState) -> NDArray[np.float64]:
-        """Return what to bring over the plate, ``[3]``: the cube when it is held, else the tool itself."""
-        return table.cube_position(table.cube) if self._holds(table) else table.tool_position
+    def _cargo(self) -> NDArray[np.float64]:
+        """Return the position ``[3]`` to bring over the plate: the held cube's, else the tool's."""
+        table = self._table
+        return table.cube_position(table.cube) if self._holds() else table.tool_position
 
-    def _holds(self, table: TableState) -> bool:
+    def _holds(self) -> bool:
+        table = self._table
         near = np.linalg.norm(table.cube_position(table.cube) - table.tool_position) < 0.05
         return bool(near and table.finger_opening > 1.5 * CUBE_HALF)
 

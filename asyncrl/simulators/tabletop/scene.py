@@ -1,16 +1,19 @@
-"""Describe the scene of `tabletop` as MJCF, and its geometry. Pure functions: no files, no mujoco.
+"""One table of `tabletop`: an arm, two cubes and two plates, one of each named by the instruction.
 
-Lengths are metres, angles radians, colours red-green-blue in [0, 1]. World axes: x points away from the robot
-and towards the camera, y to the right in the picture, z up; the table top is z = 0.
-
-The arm has the joint frames of a Franka Panda, drawn with capsules. Its wrist and hand are slimmer than the
-real ones, so that a grasp can be seen in a picture of 64 x 64 pixels.
+One step is 0.1 s. Lengths are metres, angles radians, colours red-green-blue in [0, 1]. World axes: x points
+away from the robot and towards the camera, y to the right in the picture, z up; the table top is z = 0.
 """
 
-from typing import Final
+from __future__ import annotations
+
+import functools
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
+
+from asyncrl.records import ACTION_DIM
+from asyncrl.simulators.rendering import Renderer, load_mujoco, require_backend
 
 CUBE_COLOURS: Final[dict[str, str]] = {"red": ".88 .10 .08", "green": ".10 .62 .14", "blue": ".10 .26 .90"}
 PLATE_COLOURS: Final[dict[str, str]] = {
@@ -38,6 +41,18 @@ HOME: Final = (0.0, 0.1743, 0.0, -2.3999, 0.0, 2.5742, 0.7854)
 """Joint angles at reset: the tool at (0.50, 0, 0.14), pointing straight down."""
 CAMERA: Final = "front"
 
+PHYSICS_STEPS: Final = 20
+"""Physics steps of 5 ms in one step."""
+TOOL_LOW: Final = (0.30, -0.30, 0.010)
+TOOL_HIGH: Final = (0.70, 0.30, 0.30)
+"""The tool cannot be sent outside this box."""
+
+_IK_EVERY = 5
+_CUBES_LOW, _CUBES_HIGH = (0.41, -0.17), (0.61, 0.17)
+_MAX_YAW = 0.25
+_CLEARANCE = 0.115
+"""Least distance between two objects at reset: the open fingers must fit between a plate and a cube."""
+_NO_IMAGE = np.zeros((0, 0, 3), np.uint8)
 _PLATE_CORE = 0.045
 """Half side of the invisible square that carries the cube: on a cylinder, a box would tremble."""
 _SHELL = ".80 .81 .84 1"
@@ -46,14 +61,12 @@ _FINGER = ".15 1 1 1"
 
 
 def build_xml(render_size: int) -> str:
-    """Write the whole model as MJCF.
+    """Write the model as MJCF: bodies ``cube0..``, ``plate0..``, joints ``j1..j7 f1 f2``, the site ``tool``.
+
+    The cubes and plates get their colours and places at reset.
 
     Args:
         render_size: Side of the off-screen buffer in pixels; the picture cannot be larger.
-
-    Returns:
-        One `<mujoco>` element: bodies ``cube0..``, ``plate0..``, joints ``j1..j7 f1 f2``, the site ``tool``.
-        The cubes and plates get their colours and places at reset.
     """
     cubes = "".join(
         f'<body name="cube{i}" pos="0 0 1"><freejoint name="cube{i}"/>'
@@ -91,7 +104,10 @@ def build_xml(render_size: int) -> str:
 
 
 def _arm() -> str:
-    """Write seven links, innermost last, with the frames and joint ranges of a Franka Panda."""
+    """Write seven links, innermost last, with the frames and joint ranges of a Franka Panda.
+
+    Wrist and hand are slimmer than the real ones, so that a grasp can be seen in a picture of 64 x 64 pixels.
+    """
     # name, position, quaternion, joint range, [(capsule from-to, radius, colour)]
     links = [
         ("1", "0 0 .333", "1 0 0 0", "-2.89 2.89", [("0 0 -.15 0 0 0", ".06", _SHELL)]),
@@ -148,15 +164,165 @@ def _actuators() -> str:
     return arm + fingers
 
 
-def rotation_matrix(vector: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Compute the rotation about an axis by the axis' length in radians (Rodrigues' formula).
+@functools.cache
+def _shared_renderer(size: int, supersample: int) -> Renderer:
+    """Make one OpenGL context per process and picture size: every `Table` has the same geometry."""
+    require_backend()
+    return Renderer(_compile(size * supersample), size=size, supersample=supersample)
 
-    Args:
-        vector: ``[3]`` float64.
 
-    Returns:
-        ``[3, 3]`` float64.
+def _compile(render_size: int) -> Any:
+    return load_mujoco().MjModel.from_xml_string(build_xml(render_size))
+
+
+class Table:
+    """Put the named cube on the named plate. Deterministic: seed and actions decide everything.
+
+    Arguments and errors are those of `Tabletop`.
     """
+
+    def __init__(self, image_size: int, *, render: bool, supersample: int) -> None:
+        self._renderer = _shared_renderer(image_size, supersample) if render else None
+        self._mujoco = load_mujoco()
+        self.model = _compile(image_size * supersample)
+        self.data = self._mujoco.MjData(self.model)
+        self.task = ""
+        """The instruction, lower case, without a full stop."""
+        self.success = False
+        self.cube = self.plate = 0
+        """Indices of the scene's cube and plate that the instruction names."""
+        self._tool = self.model.site("tool").id
+        self._jacobian = np.zeros((6, self.model.nv))
+        self._goal_position = np.zeros(3)
+        self._goal_rotation = np.eye(3)
+
+    def reset(self, seed: int) -> None:
+        """Lay out the scene of this seed."""
+        rng = np.random.default_rng(seed)
+        self._mujoco.mj_resetData(self.model, self.data)
+        self.data.qpos[:7] = self.data.ctrl[:7] = HOME
+        self.data.qpos[7:9] = self.data.ctrl[7:9] = FINGER_TRAVEL
+        self._choose_task(rng)
+        self._place_objects(rng)
+        self._mujoco.mj_forward(self.model, self.data)
+        self.success = self._is_success()
+
+    def step(self, action: NDArray[np.floating]) -> None:
+        """Carry out one action of 0.1 s.
+
+        Args:
+            action: ``[7]`` of any float dtype, (dx, dy, dz, droll, dpitch, dyaw, gripper), clipped to
+                [-1, 1]. Translations scale with `TRANSLATION` and rotations, a rotation vector about the
+                world axes, with `ROTATION`, both from the present tool pose; gripper > 0 closes the
+                fingers, else they open.
+        """
+        clipped = np.clip(np.asarray(action, np.float64), -1, 1)
+        if clipped.shape != (ACTION_DIM,) or not np.isfinite(clipped).all():
+            raise ValueError(f"an action is {ACTION_DIM} finite numbers, got {action!r}")
+        self._set_goal(clipped)
+        self._advance()
+        self.success = self._is_success()
+
+    def picture(self) -> NDArray[np.uint8]:
+        """Draw the table as it is: ``[H, W, 3]`` uint8, or ``[0, 0, 3]`` without rendering."""
+        draw = self._renderer
+        return _NO_IMAGE if draw is None else draw.draw(self.model, self.data, CAMERA)
+
+    @property
+    def tool_position(self) -> NDArray[np.float64]:
+        """Point between the finger tips: ``[3]`` float64."""
+        return self.data.site_xpos[self._tool].copy()
+
+    @property
+    def tool_rotation(self) -> NDArray[np.float64]:
+        """The tool's axes in the world as columns, the third out of the hand: ``[3, 3]`` float64."""
+        return self.data.site_xmat[self._tool].reshape(3, 3).copy()
+
+    @property
+    def tool_quaternion(self) -> NDArray[np.float64]:
+        """The same rotation as a quaternion x, y, z, w: ``[4]`` float64."""
+        # The hand's, a product of the joints' turns: its sign does not jump.
+        return np.roll(self.data.xquat[self.model.site_bodyid[self._tool]], -1)
+
+    @property
+    def finger_opening(self) -> float:
+        """Distance between the fingers, 0..0.08."""
+        return float(self.data.qpos[7] + self.data.qpos[8])
+
+    def cube_position(self, index: int) -> NDArray[np.float64]:
+        """Return the centre of a cube: ``[3]`` float64."""
+        return self.data.qpos[9 + 7 * index : 12 + 7 * index].copy()
+
+    def cube_yaw(self, index: int) -> float:
+        """Return the direction of a cube's sides about the vertical: radians in [-pi/4, pi/4)."""
+        matrix = self.data.body(f"cube{index}").xmat
+        return float((np.arctan2(matrix[3], matrix[0]) + np.pi / 4) % (np.pi / 2) - np.pi / 4)
+
+    def plate_position(self, index: int) -> NDArray[np.float64]:
+        """Return the centre of a plate: ``[3]`` float64."""
+        return self.data.mocap_pos[index].copy()
+
+    def _choose_task(self, rng: np.random.Generator) -> None:
+        """Draw the colours of the scene and which of them the instruction names."""
+        cubes = rng.permutation(list(CUBE_COLOURS))[:CUBES_IN_SCENE]
+        plates = rng.permutation(list(PLATE_COLOURS))[:PLATES_IN_SCENE]
+        for i, colour in enumerate(cubes):
+            self.model.geom(f"cube{i}").rgba[:3] = np.fromstring(CUBE_COLOURS[colour], sep=" ")
+        for i, colour in enumerate(plates):
+            self.model.geom(f"plate{i}").rgba[:3] = np.fromstring(PLATE_COLOURS[colour], sep=" ")
+        self.cube, self.plate = int(rng.integers(len(cubes))), int(rng.integers(len(plates)))
+        self.task = f"put the {cubes[self.cube]} cube on the {plates[self.plate]} plate"
+        assert self.task in TASKS
+
+    def _place_objects(self, rng: np.random.Generator) -> None:
+        """Scatter cubes and plates over the table, none closer to another than `_CLEARANCE`."""
+        positions: list[NDArray[np.float64]] = []
+        while len(positions) < CUBES_IN_SCENE + PLATES_IN_SCENE:
+            position = rng.uniform(_CUBES_LOW, _CUBES_HIGH)
+            if all(np.linalg.norm(position - other) > _CLEARANCE for other in positions):
+                positions.append(position)
+        for i in range(CUBES_IN_SCENE):
+            half_yaw = rng.uniform(-_MAX_YAW, _MAX_YAW) / 2
+            pose = [*positions[i], CUBE_HALF, np.cos(half_yaw), 0, 0, np.sin(half_yaw)]
+            self.data.qpos[9 + 7 * i : 16 + 7 * i] = pose
+        for i in range(PLATES_IN_SCENE):
+            self.data.mocap_pos[i] = [*positions[CUBES_IN_SCENE + i], PLATE_HEIGHT / 2]
+
+    def _set_goal(self, action: NDArray[np.float64]) -> None:
+        """Set the tool pose and finger opening that the servos follow."""
+        self._goal_position = np.clip(self.tool_position + action[:3] * TRANSLATION, TOOL_LOW, TOOL_HIGH)
+        self._goal_rotation = rotation_matrix(action[3:6] * ROTATION) @ self.tool_rotation
+        self.data.ctrl[7:9] = 0.0 if action[6] > 0 else FINGER_TRAVEL
+
+    def _advance(self) -> None:
+        """Run the physics for one step, renewing the joint goals by inverse kinematics every `_IK_EVERY`."""
+        for _ in range(PHYSICS_STEPS // _IK_EVERY):
+            self.data.ctrl[:7] = self._joint_goal()
+            self._mujoco.mj_step(self.model, self.data, _IK_EVERY)
+
+    def _joint_goal(self) -> NDArray[np.float64]:
+        """Compute joint angles ``[7]`` one damped-least-squares step towards the goal pose."""
+        angles = self.data.qpos[:7]
+        turn = self._goal_rotation @ self.data.site_xmat[self._tool].reshape(3, 3).T
+        error = np.concatenate([self._goal_position - self.data.site_xpos[self._tool], skew_part(turn)])
+        self._mujoco.mj_jacSite(self.model, self.data, self._jacobian[:3], self._jacobian[3:], self._tool)
+        jacobian = self._jacobian[:, :7]
+        damped_inverse = jacobian.T @ np.linalg.inv(jacobian @ jacobian.T + 1e-3 * np.eye(6))
+        home = 0.05 * (np.asarray(HOME) - angles)
+        change = damped_inverse @ (error - jacobian @ home) + home
+        limits = self.model.jnt_range[:7]
+        return np.clip(angles + np.clip(change, -0.25, 0.25), limits[:, 0], limits[:, 1])
+
+    def _is_success(self) -> bool:
+        """True if the named cube rests on the named plate and both fingers have let go of it."""
+        offset = self.cube_position(self.cube) - self.plate_position(self.plate)
+        speed = np.linalg.norm(self.data.qvel[9 + 6 * self.cube : 12 + 6 * self.cube])
+        resting = abs(offset[2] - PLATE_HEIGHT / 2 - CUBE_HALF) < 0.006 and speed < 0.05
+        return bool(resting and np.hypot(offset[0], offset[1]) < 0.045 and self.finger_opening > 0.065)
+
+
+def rotation_matrix(vector: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Compute the matrix ``[3, 3]`` of a rotation vector ``[3]`` in radians (Rodrigues' formula)."""
     angle = float(np.linalg.norm(vector))
     if angle < 1e-9:
         return np.eye(3)
@@ -166,13 +332,6 @@ def rotation_matrix(vector: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def skew_part(rotation: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Compute the axis times the sine of the angle of a rotation: the rotation vector, for small angles.
-
-    Args:
-        rotation: ``[3, 3]`` float64.
-
-    Returns:
-        ``[3]`` float64.
-    """
+    """Compute axis times sine of the angle ``[3]`` of a matrix ``[3, 3]``: its vector, for small angles."""
     r = rotation
     return 0.5 * np.array([r[2, 1] - r[1, 2], r[0, 2] - r[2, 0], r[1, 0] - r[0, 1]])

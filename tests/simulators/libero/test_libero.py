@@ -135,19 +135,6 @@ def test_a_frame_is_the_same_whether_the_seven_before_it_were_drawn_or_not(simul
     assert np.abs(moved).max() > 20, "the frames do not differ anyway, so this test shows nothing"
 
 
-def test_a_look_shows_what_was_not_drawn_and_changes_nothing_after_it(simulator):
-    start, actions = stored_start(simulator.spec, 0, 5), random_actions(6)
-    begin(simulator, start)
-    every = play(simulator, actions)
-    begin(simulator, start)
-    for index, action in enumerate(actions):
-        simulator.step([0], action[None], draw=False)
-        for _ in range(index % 3):
-            seen = simulator.look([0])
-            np.testing.assert_array_equal(seen.images, every[index].seen.images)
-            np.testing.assert_array_equal(seen.states, every[index].seen.states)
-
-
 def test_fixtures_stand_where_the_trial_says_within_their_regions(simulator):
     spec, found = simulator.spec, {}
     for trial in (0, 1, 2, 1, 0):
