@@ -89,7 +89,7 @@ WRONG = {
     "asyncrl train configs/none.toml": "cannot be read",
     "asyncrl fitt policy": "no command",
     "asyncrl fit policy --data a": "--out",
-    "asyncrl evaluate": "Say once",
+    "asyncrl evaluate": "nothing is evaluated",
     "asyncrl doctor --simulator tabletop --seeds 3": "seeds",
     "torchrun --nproc-per-node 2 torchrun_scripts/trian.sh": "no file",
     "torchrun --nproc-per-node 2 torchrun_scripts/train.sh --seeed 1": "seed",

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 OTHER_TASKS = "Choose another simulator, or add --other-tasks: no task of training is measured then."
 EXPERT = "expert"
-"""Names the simulator's own demonstrator in the place of a policy."""
+"""Name of the simulator's own demonstrator."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +81,6 @@ class EvaluateConfig(HeldOutConfig):
     checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[POLICY]")] = ""
     """Run folder (its newest checkpoint), checkpoint, policy folder, or 'tabletop' (the shipped policy); of a
     class of your own: package.module:Class@FOLDER; 'expert': the simulator's scripted expert."""
-    policy: str = ""
-    """The same, as a flag."""
     episodes: Annotated[int, AtLeast(0, "it counts episodes.", "Use 256.", highest=1_000_000)] = 0
     """Episodes, each from its own start, of simulators whose starts are seeds; 0: 256."""
     repeats: Annotated[int, AtLeast(1, "each start is played.", "Use 1.", highest=10_000)] = 1
@@ -111,16 +109,6 @@ class EvaluateConfig(HeldOutConfig):
     """Write a movie of every episode into this folder: .mp4 with the extra 'video', else .gif."""
     tensorboard: str = ""
     """Also write eval/* there; of a checkpoint of a run, at its update."""
-
-    @property
-    def player(self) -> str:
-        """Name of the policy, or `EXPERT`."""
-        if bool(self.checkpoint) == bool(self.policy):
-            raise ConfigError(
-                "Say once what is evaluated: `asyncrl evaluate CHECKPOINT`, or --policy CHECKPOINT; 'expert' "
-                "is the simulator's scripted expert."
-            )
-        return self.checkpoint or self.policy
 
 
 ARGUMENTS: Final = EvaluateConfig
@@ -171,12 +159,16 @@ def _parse(arguments: list[str]) -> tuple[EvaluateConfig, RunSettings | None]:
     from asyncrl.launch.run_settings import run_of, settings_of_run
 
     config = tyro.cli(ARGUMENTS, args=arguments, prog="asyncrl evaluate")
-    folder = None if config.player == EXPERT else run_of(config.player)
+    if not config.checkpoint:
+        raise ConfigError(
+            "Say what is evaluated: `asyncrl evaluate POLICY`; 'expert' is the simulator's scripted expert."
+        )
+    folder = None if config.checkpoint == EXPERT else run_of(config.checkpoint)
     if folder is None:
         return config, None
     run = settings_of_run(folder)
     default = EvaluateConfig(
-        policy_settings=run.config.policy_settings if registry.names_code(config.player) else (),
+        policy_settings=run.config.policy_settings if registry.names_code(config.checkpoint) else (),
         simulator=run.simulator,
         simulator_settings=run.simulator_settings,
         horizon=run.config.simulator.horizon,
@@ -207,7 +199,7 @@ def _settings_line(config: EvaluateConfig, run: RunSettings) -> str:
 
 def _refuse_idle(config: EvaluateConfig) -> None:
     """Refuse settings without any effect."""
-    player, expert = config.player, config.player == EXPERT
+    player, expert = config.checkpoint, config.checkpoint == EXPERT
     if expert and config.video:
         raise ConfigError("--video draws what a policy did beside a world. Use --movies with the expert.")
     if not expert and config.expert != Demonstrator():
@@ -243,12 +235,12 @@ def _play(config: EvaluateConfig, run: RunSettings | None) -> _Played:
 
     policy, world, checkpoint = None, None, EXPERT
     act: Act | Demonstrator = config.expert
-    if config.player != EXPERT:
+    if config.checkpoint != EXPERT:
         from asyncrl.launch.named_models import named_policy
         from asyncrl.launch.own_device import take_device
         from asyncrl.policies.interface import SamplingParams
 
-        named = named_policy(config.player, config.policy_settings)
+        named = named_policy(config.checkpoint, config.policy_settings)
         device = take_device(config.device)
         world = _world_of_video(config) if config.video else None
         policy, checkpoint = named.kind.load(named.folder, device, **named.settings), str(named.folder)

@@ -1,9 +1,7 @@
-"""Run `asyncrl replay imagine`: imagine a stored group again and compare it with what is stored.
+"""`asyncrl replay imagine`: imagine a stored group again, with its actions and noise, and compare.
 
-The stored actions go through the world with the stored noise, so the policy decides nothing, and frames and
-scores can be compared whatever policy versions are left. The log-probs of the stored samples are compared
-where the policy of exactly their version is: a checkpoint that was kept, or for version 0 the policy that the
-run began with. Models and what they need are imported when the command runs.
+Log-probs are compared where the policy of exactly their version is left: a kept checkpoint, or for version 0
+the policy that the run began with.
 """
 
 from __future__ import annotations
@@ -71,7 +69,7 @@ class Imagine(ReplayCommand):
             require_png(self.out)
 
     def run(self) -> int:
-        """Print the table and draw the picture; 1 when a member differs."""
+        """Print the table and draw the picture; 1 if a member differs."""
         episodes = find_group(self.folder, self.group)
         run = self._run_folder()
         config = self._settings(run)
@@ -112,7 +110,7 @@ class Imagine(ReplayCommand):
         )
 
     def _settings(self, run: Path) -> TrainConfig:
-        """Read the run's settings with the parts named here in place of its own."""
+        """Read the run's settings; parts that are named here replace its own."""
         from asyncrl.config.loading import load_file
         from asyncrl.config.run import TrainConfig
         from asyncrl.launch.named_models import refuse_foreign_code
@@ -126,7 +124,7 @@ class Imagine(ReplayCommand):
         return config
 
     def _rows_of_a_pass(self, config: TrainConfig, members: int) -> tuple[int, str]:
-        """Return how many rows, 0 for the members that go on, and what to say of it."""
+        """Return the number of rows, 0 for the members that go on, and its reason."""
         from asyncrl.launch.build import rows_of_a_pass
 
         if self.rows:
@@ -149,7 +147,6 @@ class Imagine(ReplayCommand):
 
 
 def _start_of(episodes: Sequence[Episode], starts: Sequence[StartState]) -> StartState:
-    """Find the start state of a group."""
     first = episodes[0]
     if first.world_version < 0:
         raise ConfigError("the group was recorded in a simulator: no world imagined it.")
@@ -168,7 +165,7 @@ def _start_of(episodes: Sequence[Episode], starts: Sequence[StartState]) -> Star
 
 
 def _about(config: TrainConfig, world: World[Any], episodes: Sequence[Episode]) -> str:
-    """Name the world that imagines, and the version that the group was imagined with if it is another."""
+    """Name the world, and the group's world version if it is another."""
     others = {episode.world_version for episode in episodes} - {world.version}
     note = f", but the group's was {min(others)}: it cannot come out the same" if others else ""
     return f"world {config.world}, version {world.version}{note}"
@@ -201,7 +198,7 @@ def _compare(
 def _logprobs(
     run: Path, config: TrainConfig, episodes: Sequence[Episode], device: torch.device
 ) -> list[np.ndarray]:
-    """Compute the log-probs of the stored samples by the policies that are there, and say which are."""
+    """Compute the log-probs of the stored samples by the policies that are left; print which are."""
     from asyncrl.evaluation.reimagine import logprobs_again
     from asyncrl.launch.named_models import build_policy
     from asyncrl.storage import checkpoint

@@ -219,7 +219,7 @@ class Flaws:
 
 @runtime_checkable
 class HasExpert(Protocol):
-    """A simulator with a demonstrator: for `asyncrl collect` and `evaluate --policy expert`."""
+    """A simulator with a demonstrator: for `asyncrl collect` and `asyncrl evaluate expert`."""
 
     def expert(
         self, place: int, settings: Demonstrator, rng: np.random.Generator

@@ -84,8 +84,6 @@ class PlaceArrays:
 
 @dataclass(kw_only=True)
 class _Turn:
-    """A request for steps that is under way."""
-
     place: int
     steps: int
     frames: Frames

@@ -1,8 +1,6 @@
-"""Draw pictures of a MuJoCo model with OpenGL, without a screen.
+"""Draw pictures of a MuJoCo model with OpenGL, without a screen: ``MUJOCO_GL`` if set, else EGL, else OSMesa.
 
-Order of choice: the environment variable ``MUJOCO_GL`` if it is set, else EGL, else OSMesa. Whether a
-library is usable is found out with ctypes, before mujoco is asked, because mujoco's own failures are long
-tracebacks.
+Libraries are tried with ctypes before mujoco is imported, whose own failures are long tracebacks.
 """
 
 import atexit
@@ -12,6 +10,7 @@ import importlib
 import os
 import platform
 import sys
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -23,7 +22,7 @@ LIBRARIES: Final[dict[str, tuple[str, ...]]] = {
     "egl": ("libEGL.so.1", "libEGL.so"),
     "osmesa": ("libOSMesa.so.8", "libOSMesa.so.6", "libOSMesa.so"),
 }
-"""What each backend loads, in the order in which the backends are tried."""
+"""Libraries of each backend, in the order in which backends are tried."""
 
 _OFF = ("disable", "disabled", "off", "false", "0")
 _REMEDY = (
@@ -33,7 +32,7 @@ _REMEDY = (
 
 
 def find_backend() -> str | None:
-    """Name the OpenGL backend that rendering would use, or None when there is none. Imports no mujoco."""
+    """Return the name of the OpenGL backend, or None without one. Imports no mujoco."""
     wanted = os.environ.get("MUJOCO_GL", "").lower().strip()
     if wanted in _OFF:
         return None
@@ -47,10 +46,10 @@ def find_backend() -> str | None:
 
 
 def require_backend() -> str:
-    """Return what `find_backend` finds; a missing library is an error that says what to install.
+    """Return the name of the OpenGL backend.
 
     Raises:
-        AssetError: No OpenGL library, or ``MUJOCO_GL`` names one that is not there or turns rendering off.
+        AssetError: No OpenGL library, or ``MUJOCO_GL`` names a missing one or turns rendering off.
     """
     backend = find_backend()
     if backend is not None:
@@ -65,7 +64,7 @@ def require_backend() -> str:
 
 
 def load_mujoco() -> Any:
-    """Import mujoco, also without OpenGL: its import fails when ``MUJOCO_GL`` names what is not there."""
+    """Import mujoco, also without OpenGL: its import fails when ``MUJOCO_GL`` names a missing library."""
     if "mujoco" in sys.modules:
         return sys.modules["mujoco"]
     before = os.environ.get("MUJOCO_GL")
@@ -80,7 +79,7 @@ def load_mujoco() -> Any:
 
 
 def _usable(backend: str) -> bool:
-    """Tell whether the library loads and, for EGL, whether it offers at least one device to draw with."""
+    """True if the library loads and, for EGL, has at least one device."""
     for name in LIBRARIES[backend]:
         try:
             library = ctypes.CDLL(name)
@@ -92,7 +91,7 @@ def _usable(backend: str) -> bool:
 
 
 def count_egl_devices() -> int:
-    """Count the devices that EGL can draw with; 0 without EGL."""
+    """Count the devices of EGL; 0 without EGL."""
     for name in LIBRARIES["egl"]:
         with contextlib.suppress(OSError):
             return _egl_devices(ctypes.CDLL(name))
@@ -100,7 +99,7 @@ def count_egl_devices() -> int:
 
 
 def _egl_devices(library: ctypes.CDLL) -> int:
-    """Count the devices EGL can draw with; a loader without a driver has none."""
+    """Count the devices of EGL; a loader without a driver has none."""
     if not hasattr(library, "eglGetProcAddress"):
         return 0
     library.eglGetProcAddress.restype = ctypes.c_void_p
@@ -108,15 +107,13 @@ def _egl_devices(library: ctypes.CDLL) -> int:
     address = library.eglGetProcAddress(b"eglQueryDevicesEXT")
     if not address:
         return 0
-    query = ctypes.CFUNCTYPE(ctypes.c_uint, ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))(
-        address
-    )
+    kind = ctypes.CFUNCTYPE(ctypes.c_uint, ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))
     count = ctypes.c_int(0)
-    return count.value if query(0, None, ctypes.byref(count)) else 0
+    return count.value if kind(address)(0, None, ctypes.byref(count)) else 0
 
 
 def open_context(backend: str, size: int) -> Any:
-    """Create the off-screen context of this backend, whatever ``MUJOCO_GL`` was when mujoco was imported."""
+    """Create an off-screen context, whatever ``MUJOCO_GL`` was at the import of mujoco."""
     try:
         module = backend if backend in ("egl", "osmesa", "cgl") else "glfw"
         return importlib.import_module(f"mujoco.{module}").GLContext(size, size)
@@ -125,76 +122,85 @@ def open_context(backend: str, size: int) -> Any:
 
 
 class Renderer:
-    """Draws one camera of a MuJoCo model into a square picture, supersampled.
+    """Draws cameras of a MuJoCo model into square pictures. Bound to the thread that made it.
 
-    The picture is drawn `supersample` times larger and averaged down: a cube is 7 pixels wide at 64 x 64, so
-    soft edges carry position information that hard edges lose. Bound to the thread that made it.
+    `note` keeps the cameras' view of a state, which is cheap; `draw` renders it. Pictures are drawn
+    `supersample` times larger and averaged down: a cube is 7 pixels wide at 64 x 64, so soft edges carry
+    position information that hard edges lose.
 
     Args:
         model: A ``mujoco.MjModel`` whose off-screen buffer is at least ``size * supersample`` wide. Other
             models compiled from the same text may be drawn too.
-        size: Side of the picture in pixels.
+        cameras: Names of K cameras of the model.
+        size: Side of the pictures in pixels.
         supersample: Rays per pixel and axis.
+        most_shapes: Shapes that are drawn at most.
+        without: Of ``mujoco.mjtRndFlag``, such as ``SHADOW``: what is not drawn.
     """
 
-    def __init__(self, model: Any, *, size: int, supersample: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        cameras: Sequence[str],
+        *,
+        size: int,
+        supersample: int = 1,
+        most_shapes: int,
+        without: Sequence[str] = (),
+    ) -> None:
         mujoco = load_mujoco()
         side = size * supersample
-        self._size, self._supersample = size, supersample
+        self._mujoco, self._supersample = mujoco, supersample
         self._context: Any = open_context(require_backend(), side)
         self._context.make_current()
-        self._scene = mujoco.MjvScene(model, maxgeom=100)
-        self._scene.flags[mujoco.mjtRndFlag.mjRND_SHADOW] = 0
-        self._scene.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = 0
-        self._scene.flags[mujoco.mjtRndFlag.mjRND_SKYBOX] = 0
-        self._option = mujoco.MjvOption()
-        self._option.sitegroup[:] = 0
-        self._camera = mujoco.MjvCamera()
         self._buffers = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_50)
         mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._buffers)
+        self.option = mujoco.MjvOption()
+        """Which kinds of shapes are drawn."""
+        self._views: list[tuple[Any, Any]] = []
+        for name in cameras:
+            camera, scene = mujoco.MjvCamera(), mujoco.MjvScene(model, maxgeom=most_shapes)
+            camera.type, camera.fixedcamid = mujoco.mjtCamera.mjCAMERA_FIXED, model.camera(name).id
+            for flag in without:
+                scene.flags[getattr(mujoco.mjtRndFlag, f"mjRND_{flag}")] = 0
+            self._views.append((camera, scene))
         self._rect = mujoco.MjrRect(0, 0, side, side)
         self._pixels = np.empty((side, side, 3), np.uint8)
         atexit.register(self.close)
 
-    def draw(self, model: Any, state: Any, camera: str) -> NDArray[np.uint8]:
-        """Draw the present state.
+    def note(self, model: Any, state: Any) -> None:
+        """Keep the view of a ``mujoco.MjData`` of a model, whose colours may have changed."""
+        for camera, scene in self._views:
+            self._mujoco.mjv_updateScene(
+                model, state, self.option, None, camera, self._mujoco.mjtCatBit.mjCAT_ALL, scene
+            )
 
-        Args:
-            model: The ``mujoco.MjModel`` (its colours are read anew each time).
-            state: Its ``mujoco.MjData``.
-
-        Returns:
-            ``[size, size, 3]`` uint8, a new array, first row on top.
-        """
-        mujoco = load_mujoco()
+    def draw(self) -> NDArray[np.uint8]:
+        """Draw the view that was kept last: ``[K, size, size, 3]``, a new array, first row on top."""
         self._context.make_current()
-        self._camera.type = mujoco.mjtCamera.mjCAMERA_FIXED
-        self._camera.fixedcamid = model.camera(camera).id
-        mujoco.mjv_updateScene(
-            model, state, self._option, None, self._camera, mujoco.mjtCatBit.mjCAT_ALL, self._scene
-        )
-        mujoco.mjr_render(self._rect, self._scene, self._buffers)
-        mujoco.mjr_readPixels(self._pixels, None, self._rect, self._buffers)
-        return box_average(self._pixels[::-1], self._supersample)
+        pictures = []
+        for _, scene in self._views:
+            self._mujoco.mjr_render(self._rect, scene, self._buffers)
+            self._mujoco.mjr_readPixels(self._pixels, None, self._rect, self._buffers)
+            pictures.append(box_average(self._pixels[::-1], self._supersample))
+        return np.stack(pictures)
 
     def close(self) -> None:
         """Free the OpenGL context. May be called again."""
         atexit.unregister(self.close)
         if self._context is not None:
+            self._context.make_current()
             self._buffers.free()
             self._context.free()
             self._context = None
 
 
 def box_average(image: NDArray[np.uint8], factor: int) -> NDArray[np.uint8]:
-    """Average squares of ``factor x factor`` pixels, rounding half up.
+    """Average squares of ``factor x factor`` pixels, rounding half up, into a new array.
 
     Args:
         image: ``[H, W, 3]`` uint8; H and W multiples of `factor`.
         factor: Side of a square in pixels, at most 16.
-
-    Returns:
-        ``[H / factor, W / factor, 3]`` uint8, a new array.
     """
     if factor == 1:
         return image.copy()

@@ -284,7 +284,6 @@ class VectorEnvSimulator:
         return observation, infos
 
     def _pictures(self, observation: Any) -> NDArray[np.uint8]:
-        """Copy the pictures of all places ``[P, H, W, 3]``."""
         return np.array(_value_at(observation, self._image_key), np.uint8)
 
     def _keep_seen(self, observation: Any, rows: list[int]) -> None:

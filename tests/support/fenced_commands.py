@@ -227,7 +227,7 @@ def _asyncrl(words: list[str]) -> str:
         return name
     read: Any = tyro.cli(wanted, args=arguments, prog=f"asyncrl {name}")
     if name == "evaluate":
-        assert read.player
+        assert read.checkpoint, "nothing is evaluated"
     return name
 
 

@@ -103,7 +103,6 @@ class Expert:
         return np.clip(action, -1.0, 1.0).astype(np.float32)
 
     def _in_order(self, grasp: Grasp) -> tuple[float, ...]:
-        """Return the angles in the order in which they are tried."""
         if not grasp.inside:
             return grasp.angles
         out = (self._scene.position(self._plan.item) - self._scene.position(grasp.inside))[:2]
@@ -116,7 +115,6 @@ class Expert:
         return tuple(grasp.angles[place] for place in sorted(range(len(grasp.angles)), key=from_middle))
 
     def _aim(self) -> None:
-        """Choose the grasp of this try."""
         grasp = self._plan.grasp
         angle = np.radians(self._angles[self._tries % len(self._angles)])
         rim = grasp.radius * np.array([np.cos(angle), np.sin(angle), 0.0])

@@ -297,7 +297,6 @@ def _compiles(file: Path) -> bool:
 
 
 def _base() -> Path:
-    """Return the folder that the packages with the files are installed in."""
     return libero_package().resolve().parents[1]
 
 

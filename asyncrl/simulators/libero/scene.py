@@ -6,7 +6,6 @@ states, and a reset that keeps the compiled scene leaves the gripper's last comm
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import gc
 import importlib
@@ -22,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 from asyncrl.errors import ConfigError
 from asyncrl.simulators.interface import hand_pose
 from asyncrl.simulators.libero.tasks import environment, load_robosuite, quiet
-from asyncrl.simulators.rendering import count_egl_devices, load_mujoco, open_context, require_backend
+from asyncrl.simulators.rendering import Renderer, count_egl_devices, require_backend
 
 CAMERAS: Final = {"agentview": "agentview", "wrist": "robot0_eye_in_hand"}
 """Names of the cameras, and what robosuite calls them."""
@@ -36,91 +35,6 @@ _JOINT_NOISE: Final = 0.02
 """Standard deviation of the arm's joints (rad) in stored starts, with which LIBERO drew them."""
 _MAX_GEOMS: Final = 1000
 """Most shapes that the official environment draws."""
-
-
-class Pictures:
-    """The cameras of one scene. Bound to the thread that made it.
-
-    The official environment observes its cameras shortly before a step ends. `note` keeps that view at every
-    step, which is cheap; `draw` renders it.
-
-    Args:
-        model: A ``mujoco.MjModel``. Its sizes and quality of pictures are set here.
-        state: Its ``mujoco.MjData``.
-        cameras: Names of K cameras of the model.
-        size: Side of the pictures in pixels.
-        multisampling: Smooth edges, as officially.
-        reflections: Mirrors, as officially.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        state: Any,
-        cameras: Sequence[str],
-        *,
-        size: int,
-        multisampling: bool,
-        reflections: bool,
-    ) -> None:
-        mujoco = load_mujoco()
-        self._mujoco, self._model, self._state, self._size = mujoco, model, state, size
-        model.vis.global_.offwidth = max(size, model.vis.global_.offwidth)
-        model.vis.global_.offheight = max(size, model.vis.global_.offheight)
-        if not multisampling:
-            model.vis.quality.offsamples = 0
-        device = drawing_device()
-        with environment(MUJOCO_EGL_DEVICE_ID=device) if device else contextlib.nullcontext():
-            self._context: Any = open_context(require_backend(), size)
-        self._context.make_current()
-        self._buffers = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_150)
-        mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._buffers)
-        self._option = mujoco.MjvOption()
-        self._option.geomgroup[0] = 0  # Shapes for collisions
-        self._option.geomgroup[1] = 1  # Shapes to be seen
-        self._views = [self._view(name, reflections) for name in cameras]
-        atexit.register(self.close)
-
-    def _view(self, name: str, reflections: bool) -> tuple[Any, Any]:
-        """Return a camera and its scene of shapes."""
-        mujoco = self._mujoco
-        camera = mujoco.MjvCamera()
-        camera.type = mujoco.mjtCamera.mjCAMERA_FIXED
-        camera.fixedcamid = self._model.camera(name).id
-        scene = mujoco.MjvScene(self._model, maxgeom=_MAX_GEOMS)
-        if not reflections:
-            scene.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = 0
-        return camera, scene
-
-    def note(self) -> None:
-        """Keep the cameras' view of the present state."""
-        everything = self._mujoco.mjtCatBit.mjCAT_ALL
-        for camera, scene in self._views:
-            self._mujoco.mjv_updateScene(
-                self._model, self._state, self._option, None, camera, everything, scene
-            )
-
-    def draw(self) -> NDArray[np.uint8]:
-        """Draw the view that was kept last: ``[K, size, size, 3]`` uint8, a new array.
-
-        Both axes of OpenGL's picture are reversed, as published policies expect: upright, and mirrored.
-        """
-        self._context.make_current()
-        area = self._mujoco.MjrRect(0, 0, self._size, self._size)
-        images = np.empty((len(self._views), self._size, self._size, 3), np.uint8)
-        for image, (_, scene) in zip(images, self._views, strict=True):
-            self._mujoco.mjr_render(area, scene, self._buffers)
-            self._mujoco.mjr_readPixels(image, None, area, self._buffers)
-        return images[:, ::-1, ::-1].copy()
-
-    def close(self) -> None:
-        """Free the OpenGL context. May be called again."""
-        atexit.unregister(self.close)
-        if self._context is not None:
-            self._context.make_current()
-            self._buffers.free()
-            self._context.free()
-            self._context = None
 
 
 def drawing_device() -> str:
@@ -146,22 +60,39 @@ class Scene:
         bddl: The task's file.
         cameras: Of `CAMERAS`.
         files: Path of a file -> the one drawn in its place.
-        drawing: Keywords of `Pictures`.
+        size: Side of the pictures in pixels.
+        multisampling: Smooth edges, as officially.
+        reflections: Mirrors, as officially.
 
     Raises:
         ConfigError: See `check_versions`.
         AssetError: There is no OpenGL library.
     """
 
-    def __init__(self, bddl: Path, cameras: Sequence[str], files: Mapping[str, str], **drawing: Any) -> None:
+    def __init__(
+        self,
+        bddl: Path,
+        cameras: Sequence[str],
+        files: Mapping[str, str],
+        *,
+        size: int,
+        multisampling: bool,
+        reflections: bool,
+    ) -> None:
         load_robosuite()
         with quiet(), numpy_generator([0]):
             self._env: Any = build_environment(bddl, files)
         self.sim: Any = self._env.sim
-        model, data = self.sim.model._model, self.sim.data._data
-        self._pictures = Pictures(model, data, [CAMERAS[name] for name in cameras], **drawing)
-        self.draw = self._pictures.draw
-        """Draws the view that belongs to `state`."""
+        model = self.sim.model._model
+        model.vis.global_.offwidth = max(size, model.vis.global_.offwidth)
+        model.vis.global_.offheight = max(size, model.vis.global_.offheight)
+        if not multisampling:
+            model.vis.quality.offsamples = 0
+        names, without = [CAMERAS[name] for name in cameras], () if reflections else ("REFLECTION",)
+        device = drawing_device()
+        with environment(MUJOCO_EGL_DEVICE_ID=device) if device else contextlib.nullcontext():
+            self._renderer = Renderer(model, names, size=size, most_shapes=_MAX_GEOMS, without=without)
+        self._renderer.option.geomgroup[:2] = 0, 1  # Shapes for collisions, shapes to be seen
         self._fixtures = _take_over_fixtures(self._env)
         self._watch()
 
@@ -209,6 +140,14 @@ class Scene:
         position, quaternion, fingers = (self._seen[name] for name in _STATE)
         return hand_pose(position, quaternion, float(np.abs(fingers).sum()) / OPEN)
 
+    def note(self) -> None:
+        """Keep the cameras' view; the official environment observes it shortly before a step ends."""
+        self._renderer.note(self.sim.model._model, self.sim.data._data)
+
+    def draw(self) -> NDArray[np.uint8]:
+        """Draw the view that belongs to `state`: ``[K, H, W, 3]``, mirrored, as published policies expect."""
+        return self._renderer.draw()[:, :, ::-1].copy()
+
     def position(self, name: str) -> NDArray[np.float64]:
         """Return the present position of an object, fixture or region of the task: ``[3]`` metres."""
         if name in self._env.obj_body_id:
@@ -227,7 +166,7 @@ class Scene:
     def close(self) -> None:
         """Free the scene. May be called again."""
         if self._env is not None:
-            self._pictures.close()
+            self._renderer.close()
             with quiet():
                 self._env.close()
             self._env, self.sim, self._fixtures = None, None, []
@@ -256,7 +195,7 @@ class Scene:
 
         @observables.sensor(modality="image")
         def noted(_: Any) -> float:
-            self._pictures.note()
+            self.note()
             return 0.0
 
         for name, observable in self._env._observables.items():

@@ -175,9 +175,7 @@ class LiberoSuite:
 
     def reset(self, places: Sequence[int], starts: Sequence[SimStart]) -> Seen:
         """Begin the start's episode in place 0."""
-        if list(places) != [0] or len(starts) != 1:
-            raise ConfigError(f"{self.suite} has the one place 0; a reset of {list(places)} was asked for.")
-        start = starts[0]
+        (start,) = starts
         self._check(start)
         scene = self._scene_of(start.task_id)
         key = [zlib.crc32(self.suite.encode()), start.task_id]
@@ -192,8 +190,7 @@ class LiberoSuite:
 
     def step(self, places: Sequence[int], actions: NDArray[np.float32], *, draw: bool) -> Stepped:
         """Carry out one action in place 0; after the horizon nothing moves."""
-        if self._scene is None or list(places) != [0]:
-            raise ConfigError(f"{self.suite} plays in place 0 after a reset; a step of {list(places)} came.")
+        scene = self._begun(places)
         if actions.shape != (1, len(IDLE)) or not np.isfinite(actions).all():
             raise ConfigError(
                 f"an action of {self.suite} is {len(IDLE)} finite numbers, got {actions.tolist()}. "
@@ -201,7 +198,7 @@ class LiberoSuite:
             )
         over = self._steps >= self.spec.max_steps
         if not over:
-            self._success = self._scene.step(np.clip(actions[0].astype(np.float64), -1.0, 1.0))
+            self._success = scene.step(np.clip(actions[0].astype(np.float64), -1.0, 1.0))
             self._steps += 1
         return Stepped(
             seen=self._seen() if draw else None,
@@ -213,16 +210,14 @@ class LiberoSuite:
 
     def look(self, places: Sequence[int]) -> Seen:
         """Return the observation that the last `step` made."""
-        if self._scene is None or list(places) != [0]:
-            raise ConfigError(f"{self.suite} shows place 0 after a reset; {list(places)} was asked for.")
+        self._begun(places)
         return self._seen()
 
     def expert(
         self, place: int, settings: Demonstrator, rng: np.random.Generator
     ) -> Callable[[], NDArray[np.float32]]:
         """Return the scripted expert of the task; see `HasExpert.expert`."""
-        if self._scene is None or place != 0:
-            raise ConfigError(f"an expert of {self.suite} begins after a reset of place 0, not of {place}.")
+        scene = self._begun([place])
         plans = PLANS.get(self.suite, {})
         if self._task_id not in plans:
             able = ", ".join(map(str, plans)) or "none"
@@ -231,7 +226,7 @@ class LiberoSuite:
                 f"({self.spec.tasks[self._task_id]!r}). Tasks that have one: {able}. Set --tasks, or use a "
                 "policy."
             )
-        return Expert(self._scene, plans[self._task_id], settings, rng).act
+        return Expert(scene, plans[self._task_id], settings, rng).act
 
     def close(self) -> None:
         """Free the scene. May be called again."""
@@ -240,14 +235,17 @@ class LiberoSuite:
         self._scene, self._task_id = None, -1
 
     def _seen(self, tasks: tuple[str, ...] = ()) -> Seen:
-        assert self._scene is not None
-        scene = self._scene
+        scene = self._begun([0])
         return Seen(
             images=scene.draw()[None], states=scene.state()[None], tasks=tasks, poses=scene.pose()[None]
         )
 
+    def _begun(self, places: Sequence[int]) -> Scene:
+        if self._scene is None or list(places) != [0]:
+            raise ConfigError(f"{self.suite} plays in place 0 after a reset, not in {list(places)}.")
+        return self._scene
+
     def _check(self, start: SimStart) -> None:
-        """Refuse a start that the suite does not have."""
         tasks = self.spec.tasks
         if not 0 <= start.task_id < len(tasks):
             raise ConfigError(

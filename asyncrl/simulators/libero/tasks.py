@@ -152,7 +152,7 @@ def load_robosuite() -> types.ModuleType:
     logger = logging.getLogger("robosuite_logs")
     logger.addHandler(logging.NullHandler())
     logger.propagate = False
-    # robosuite asks for OpenGL at its import; pictures are drawn without it, by `scene.Pictures`.
+    # robosuite asks for OpenGL at its import; pictures are drawn without it, by `rendering.Renderer`.
     with quiet(), environment(MUJOCO_GL="disable", CUDA_VISIBLE_DEVICES=None):
         if "robosuite" not in sys.modules:
             _preset_macros()

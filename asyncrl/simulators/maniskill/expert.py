@@ -160,7 +160,6 @@ class PickExpert:
         self._phase, self._steps = phase, 0
 
     def _advance(self) -> None:
-        """Enter the next phase when this one is done."""
         scene, way = self._scene, self._grasp_point() - self._scene.tool
         late = self._steps > _PATIENCE
         if self._phase is _Phase.REACH and (np.hypot(*way[:2]) < 0.012 or late):

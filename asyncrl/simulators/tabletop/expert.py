@@ -70,7 +70,6 @@ class Expert:
         self._phase, self._steps = phase, 0
 
     def _change_phase(self) -> None:
-        """Enter the next phase when this one is done, or after `_PATIENCE`."""
         table = self._table
         if self._phase is _Phase.REACH:
             error = table.tool_position - self._grasp_point()

@@ -168,7 +168,16 @@ def _actuators() -> str:
 def _shared_renderer(size: int, supersample: int) -> Renderer:
     """Make one OpenGL context per process and picture size: every `Table` has the same geometry."""
     require_backend()
-    return Renderer(_compile(size * supersample), size=size, supersample=supersample)
+    renderer = Renderer(
+        _compile(size * supersample),
+        [CAMERA],
+        size=size,
+        supersample=supersample,
+        most_shapes=100,
+        without=("SHADOW", "REFLECTION", "SKYBOX"),
+    )
+    renderer.option.sitegroup[:] = 0
+    return renderer
 
 
 def _compile(render_size: int) -> Any:
@@ -225,8 +234,10 @@ class Table:
 
     def picture(self) -> NDArray[np.uint8]:
         """Draw the table as it is: ``[H, W, 3]`` uint8, or ``[0, 0, 3]`` without rendering."""
-        draw = self._renderer
-        return _NO_IMAGE if draw is None else draw.draw(self.model, self.data, CAMERA)
+        if self._renderer is None:
+            return _NO_IMAGE
+        self._renderer.note(self.model, self.data)
+        return self._renderer.draw()[0]
 
     @property
     def tool_position(self) -> NDArray[np.float64]:
@@ -263,7 +274,6 @@ class Table:
         return self.data.mocap_pos[index].copy()
 
     def _choose_task(self, rng: np.random.Generator) -> None:
-        """Draw the colours of the scene and which of them the instruction names."""
         cubes = rng.permutation(list(CUBE_COLOURS))[:CUBES_IN_SCENE]
         plates = rng.permutation(list(PLATE_COLOURS))[:PLATES_IN_SCENE]
         for i, colour in enumerate(cubes):
@@ -289,7 +299,6 @@ class Table:
             self.data.mocap_pos[i] = [*positions[CUBES_IN_SCENE + i], PLATE_HEIGHT / 2]
 
     def _set_goal(self, action: NDArray[np.float64]) -> None:
-        """Set the tool pose and finger opening that the servos follow."""
         self._goal_position = np.clip(self.tool_position + action[:3] * TRANSLATION, TOOL_LOW, TOOL_HIGH)
         self._goal_rotation = rotation_matrix(action[3:6] * ROTATION) @ self.tool_rotation
         self.data.ctrl[7:9] = 0.0 if action[6] > 0 else FINGER_TRAVEL

@@ -208,7 +208,7 @@ def test_a_point_of_the_scene_is_seen_at_its_mirrored_place(simulator):
     column, row = SIZE / 2 + way @ right * scale, SIZE / 2 - way @ up * scale
     data.joint("plate_1_joint0").qpos[2] -= 5  # Out of sight
     scene.sim.forward()
-    scene._pictures.note()
+    scene.note()
     changed = np.argwhere(np.abs(scene.draw()[0] - before).max(axis=-1) > 30)
     assert len(changed) > 40
     seen_row, seen_column = changed.mean(axis=0)
