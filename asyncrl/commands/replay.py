@@ -1,24 +1,246 @@
 """`asyncrl replay list|show|video|sheet|stats|verify|imagine|export|prune|compact`: look into a replay.
 
-Everything works on a live run but `prune` and `compact`, which alone change files and refuse on a live run.
+All works on a live run except `prune` and `compact`, which alone change files and refuse on a live run.
 Only `imagine` runs models, and imports what they need when it does.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 import tyro
 
-from asyncrl.commands.replay_imagine import Imagine
+from asyncrl.config.bounds import AtLeast
 from asyncrl.errors import ConfigError, ReplayError
+from asyncrl.records import Episode, StartState
 from asyncrl.replay_tools.cleanup import Compact, Prune
+from asyncrl.replay_tools.episodes import find_group
 from asyncrl.replay_tools.export import Export
-from asyncrl.replay_tools.pictures import Sheet, Video
+from asyncrl.replay_tools.pictures import (
+    Comparison,
+    Sheet,
+    Video,
+    comparison_sheet,
+    comparison_table,
+    imagined_film,
+    stored_film,
+)
+from asyncrl.replay_tools.selection import ReplayCommand
 from asyncrl.replay_tools.statistics import Stats
 from asyncrl.replay_tools.tables import List, Show
 from asyncrl.replay_tools.verify import Verify
+from asyncrl.storage.media import require_png
+
+if TYPE_CHECKING:
+    import torch
+
+    from asyncrl.config.run import TrainConfig
+    from asyncrl.config.sections import ActorSettings
+    from asyncrl.launch.environment import Environment
+    from asyncrl.worlds.interface import World
+
+FRAMES_PER_SECOND = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Imagine(ReplayCommand):
+    """Imagine a group again from its stored actions and noise, and compare frames, scores and log-probs."""
+
+    group: Annotated[int, tyro.conf.Positional, tyro.conf.arg(metavar="GROUP")]
+    """Its number."""
+    out: Path = Path()
+    """File to write, ending in .png: the final frames beside those imagined again. The whole film goes into
+    one of the same name, .mp4 or .gif. Left out: the table only."""
+    rows: Annotated[int, AtLeast(0, "it counts rows.", "Use 0 for those of the run.", highest=4096)] = 0
+    """Rows of every pass of the models: 1 is every member alone. 0: with --imagination.fixed-shape as many as
+    in the run, else the members that go on."""
+    device: str = "auto"
+    """Where the models run: cpu, cuda, or auto."""
+    policy: str = ""
+    """In place of the run's --policy, as for `train`. Classes of your own are named here again; so for the
+    next three."""
+    world: str = ""
+    """In place of the run's --world."""
+    reward: str = ""
+    """In place of the run's --reward."""
+    start_states: str = ""
+    """In place of the run's --start-states."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.out != Path():
+            require_png(self.out)
+
+    def run(self) -> int:
+        """Print the table and draw the picture; 1 if a member differs."""
+        episodes = find_group(self.folder, self.group)
+        run = self._run_folder()
+        config = self._settings(run)
+        from asyncrl.launch.environment import build_world_model
+        from asyncrl.launch.own_device import take_device
+        from asyncrl.storage.assets import simulator_named
+
+        if simulator_named(config.world):
+            raise ConfigError(
+                f"the episodes of group {self.group} were played in the simulator {config.world}, so there "
+                "is nothing to imagine again. Name a world model with --world to see what it would imagine."
+            )
+        device = take_device(self.device)
+        environment = build_world_model(config, device)
+        start = _start_of(episodes, environment.starts)
+        rows, why = self._rows_of_a_pass(config, len(episodes))
+        print(f"group {self.group}: {start.task}, from start state {start.name}, {len(episodes)} members")
+        print(_about(config, environment.world, episodes))
+        logprobs = _logprobs(run, config, episodes, device)
+        print(f"rows of a pass: {why}\n")
+        actor = replace(config.actor, success_frames=config.success_frames)
+        found = _compare(environment, start, episodes, logprobs, rows, actor)
+        print(comparison_table(found))
+        verdicts = [one.verdict for one in found]
+        counts = ", ".join(f"{verdicts.count(kind)} {kind}" for kind in dict.fromkeys(verdicts))
+        print(f"{len(found)} members: {counts}")
+        if self.out != Path():
+            self._draw(found)
+        return int("differs" in verdicts)
+
+    def _run_folder(self) -> Path:
+        for folder in (self.path, self.folder.parent):
+            if (folder / "config.json").is_file():
+                return folder
+        raise ConfigError(
+            f"{self.path} has no config.json, so it is not known with what its groups were imagined. Give a "
+            "run's folder."
+        )
+
+    def _settings(self, run: Path) -> TrainConfig:
+        """Read the run's settings; parts that are named here replace its own."""
+        from asyncrl.config.loading import load_file
+        from asyncrl.config.run import TrainConfig
+        from asyncrl.launch.named_models import refuse_foreign_code
+        from asyncrl.registry import MODELS
+
+        given: dict[str, Any] = {
+            name: text for name in (*MODELS, "start_states") if (text := getattr(self, name))
+        }
+        config = replace(load_file(run / "config.json"), **given)
+        refuse_foreign_code(config, replace(TrainConfig(), **given), str(run / "config.json"), MODELS)
+        return config
+
+    def _rows_of_a_pass(self, config: TrainConfig, members: int) -> tuple[int, str]:
+        """Return the number of rows, 0 for the members that go on, and its reason."""
+        from asyncrl.launch.build import rows_of_a_pass
+
+        if self.rows:
+            return self.rows, f"{self.rows} (--rows)"
+        if config.imagination.fixed_shape:
+            rows = rows_of_a_pass(config)
+            return rows, f"{rows}, as in the run (--imagination.fixed-shape)"
+        return 0, f"{members} and fewer; the run's varied, which shows in the last digits"
+
+    def _draw(self, found: Sequence[Comparison]) -> None:
+        from asyncrl.evaluation.contact_sheet import pair, tile
+        from asyncrl.storage.media import movie_suffix, write_movie
+
+        comparison_sheet(found).save(self.out)
+        film = self.out.with_suffix(movie_suffix())
+        clips = [pair(stored_film(one.episode), imagined_film(one), won=one.episode.success) for one in found]
+        write_movie(film, tile(clips), rate=FRAMES_PER_SECOND)
+        print(f"{self.out}: stored final frames, those imagined again, and differences")
+        print(f"{film}: stored at the left, imagined again at the right")
+
+
+def _start_of(episodes: Sequence[Episode], starts: Sequence[StartState]) -> StartState:
+    first = episodes[0]
+    if first.world_version < 0:
+        raise ConfigError("the group was recorded in a simulator: no world imagined it.")
+    start = next((start for start in starts if start.name == first.start_state), None)
+    if start is None:
+        raise ConfigError(
+            f"the group began at start state {first.start_state}, which is not among the {len(starts)} that "
+            "the run's settings name now. Name the file or folder they are in: --start-states."
+        )
+    if not np.array_equal(start.present_frame, first.frames[0]):
+        raise ConfigError(
+            f"start state {start.name} does not look like the first frame of the group: it is another one of "
+            "that name. Name the file or folder that the run had: --start-states."
+        )
+    return start
+
+
+def _about(config: TrainConfig, world: World[Any], episodes: Sequence[Episode]) -> str:
+    """Name the world, and the group's world version if it is another."""
+    others = {episode.world_version for episode in episodes} - {world.version}
+    note = f", but the group's was {min(others)}: it cannot come out the same" if others else ""
+    return f"world {config.world}, version {world.version}{note}"
+
+
+def _compare(
+    environment: Environment,
+    start: StartState,
+    episodes: Sequence[Episode],
+    logprobs: Sequence[np.ndarray],
+    rows: int,
+    settings: ActorSettings,
+) -> list[Comparison]:
+    from asyncrl.evaluation.reimagine import imagine_again
+
+    again = imagine_again(environment.world, environment.reward, start, episodes, rows=rows)
+    return [
+        Comparison(
+            episode=episode,
+            video=np.concatenate(imagined.frames),
+            scores=np.stack(imagined.scores),
+            logprobs=of_policy,
+            threshold=settings.success_threshold,
+            success_frames=settings.success_frames,
+        )
+        for episode, imagined, of_policy in zip(episodes, again, logprobs, strict=True)
+    ]
+
+
+def _logprobs(
+    run: Path, config: TrainConfig, episodes: Sequence[Episode], device: torch.device
+) -> list[np.ndarray]:
+    """Compute the log-probs of the stored samples by the policies that are left; print which are."""
+    from asyncrl.evaluation.reimagine import logprobs_again
+    from asyncrl.launch.named_models import build_policy
+    from asyncrl.storage import checkpoint
+
+    kept = checkpoint.kept(run)
+    found = [np.full_like(episode.logprobs, np.nan) for episode in episodes]
+    for version in sorted({int(v) for episode in episodes for v in episode.policy_versions}):
+        if version and version not in kept:
+            nearest = min([0, *kept], key=lambda other: abs(other - version))
+            print(
+                f"policy version {version}: not kept (the nearest is {nearest}), its log-probs are left out"
+            )
+            continue
+        source = str(kept[version]) if version in kept else f"{config.policy}, with which the run began"
+        print(f"policy version {version}: {source}")
+        policy = build_policy(_of_version(config, kept.get(version)), device)
+        for episode, logprobs in zip(episodes, found, strict=True):
+            if (decisions := np.flatnonzero(episode.policy_versions == version)).size:
+                logprobs[decisions] = logprobs_again(policy, episode, decisions.tolist())
+    return found
+
+
+def _of_version(config: TrainConfig, folder: Path | None) -> TrainConfig:
+    """Return the settings that load a checkpoint, whose adapters are merged; None: that of version 0."""
+    from asyncrl import registry
+
+    config = replace(config, lora=replace(config.lora, rank=0))
+    if folder is None:
+        return config
+    name, _ = registry.split(config.policy)
+    # A checkpoint in our own layout says all about itself; the settings are of the folder the run began with.
+    settings = config.policy_settings if name else ()
+    return replace(config, policy=f"{name}@{folder}" if name else str(folder), policy_settings=settings)
+
 
 _named = tyro.conf.subcommand
 ARGUMENTS: Any = tyro.conf.FlagCreatePairsOff[

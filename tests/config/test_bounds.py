@@ -18,7 +18,7 @@ from asyncrl.commands.collect import CollectConfig
 from asyncrl.commands.convert import ConvertConfig
 from asyncrl.commands.evaluate import EvaluateConfig
 from asyncrl.commands.fit_decoder import FitDecoder
-from asyncrl.commands.replay_imagine import Imagine
+from asyncrl.commands.replay import Imagine
 from asyncrl.config.loading import load_file, parse
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError

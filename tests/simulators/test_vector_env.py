@@ -14,6 +14,7 @@ from asyncrl.errors import ConfigError, RunError
 from asyncrl.simulators.build import SimulatorSource
 from asyncrl.simulators.interface import SimStart, random_start, stored_start
 from asyncrl.simulators.pool import SimulatorPool
+from asyncrl.simulators.rollout import Observations, Play, rollout
 from asyncrl.simulators.vector_env import VectorEnvSimulator
 from support.own_environment import DOT, PAGE, write_my_lab
 
@@ -287,44 +288,22 @@ def test_a_registered_environment_says_its_own_name_and_length() -> None:
         del gym.registry["lab/Counter-v3"]
 
 
-def play_in_pool(pool: SimulatorPool, seeds: list[int]) -> dict[int, tuple[int, bool, bool, list[float]]]:
-    """Play an episode of each seed by requests of eight steps."""
-    waiting, playing, rewards, played = list(seeds), {}, {}, {}
-    for slot in range(pool.slots):
-        playing[slot] = waiting.pop(0)
-        pool.reset(slot, random_start(pool.spec, playing[slot]))
-    while playing:
-        answers = pool.ready(60)
-        assert answers, "nothing came within a minute"
-        for answer in answers:
-            assert not answer.lost
-            seed = playing[answer.slot]
-            done = rewards.setdefault(seed, [])
-            done.extend(answer.rewards.tolist())
-            if answer.terminated or answer.truncated:
-                played[seed] = (len(done), answer.terminated, answer.truncated, done)
-                del playing[answer.slot]
-                if waiting:
-                    playing[answer.slot] = waiting.pop(0)
-                    pool.reset(answer.slot, random_start(pool.spec, playing[answer.slot]))
-            else:
-                chosen = actions_of(seed)[len(done) : len(done) + 8]
-                pool.step(answer.slot, chosen, past_success=True)
-    return played
-
-
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("mode", "workers"), [*((mode, 0) for mode in MODES), ("SAME_STEP", 2)])
 def test_a_pool_plays_the_same_episodes(mode: str, workers: int, my_lab: Path) -> None:
+    def act(shown: Observations) -> list[np.ndarray]:
+        made = zip(shown.plays, shown.decisions, strict=True)
+        return [actions_of(play.start.seed)[8 * done : 8 * done + 8] for play, done in made]
+
     source, seeds = SimulatorSource(name=DOT, settings=(f"mode={mode}",), places=2), [4, 1, 0, 3, 12, 5]
     with SimulatorPool(source, workers) as pool:
         assert pool.slots == 2 * max(workers, 1)
-        played = play_in_pool(pool, seeds)
+        plays = [Play(start=random_start(pool.spec, seed)) for seed in seeds]
+        played = {e.seed: e for e in rollout(pool, act, plays, extra_decisions=99)}
     for seed in seeds:
         rows = play_alone(seed)[1:]
-        steps_made, terminated, truncated, rewards = played[seed]
-        assert (steps_made, terminated, truncated) == (len(rows), *rows[-1][-2:])
-        assert rewards == [row[2] for row in rows]
+        assert played[seed].rewards[1:].tolist() == [row[2] for row in rows]
+        assert (played[seed].terminated, played[seed].truncated) == rows[-1][-2:]
 
 
 class IgnoresMask(VectorWrapper):
