@@ -110,7 +110,8 @@ def main(arguments: list[str]) -> int:
 def _write_curves(config: AuditConfig, versions: dict[str, str], audits: dict[str, Audit]) -> None:
     """Write curves of a run's checkpoints into its folder; of anything else none."""
     from asyncrl.evaluation.audit import write_curves
-    from asyncrl.launch.named_models import folder_part, run_of
+    from asyncrl.launch.named_models import folder_part
+    from asyncrl.launch.run_settings import run_of
     from asyncrl.observability.logger import start_command
     from asyncrl.storage.assets import newest_checkpoint
 
