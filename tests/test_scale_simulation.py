@@ -79,32 +79,3 @@ def test_the_measured_runs_are_made_again() -> None:
             if lag:
                 assert found.actors_wait == pytest.approx(credit, abs=0.1)
         assert gpus == 2 * actors
-
-
-def test_the_limiter_of_one_use_counts_as_the_real_one() -> None:
-    module, real = import_module("simulated_run"), import_module("asyncrl.replay.limiter").Limiter
-    scale = module.Scale(
-        actors=3, slots=5, round_seconds=1.0, update_seconds=7.0, group_size=4, groups_per_update=4,
-        decisions=5, max_lag=2, shortest=0.2,
-    )  # fmt: skip
-    run = module.Simulation(scale, 1)
-    counts = []
-    original = run.limiter.next_grant
-
-    def asked(actor: str, request_number: int = -1) -> Any:
-        counts.append((run.limiter.uses_reserved, real.uses_reserved.fget(run.limiter)))
-        return original(actor, request_number)
-
-    run.limiter.next_grant = asked
-    run.run(20, skip=5)
-    assert len(counts) > 50
-    assert all(quick == slow for quick, slow in counts)
-
-
-def test_looking_less_often_for_a_batch_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    uneven = {"shortest": 0.25, "decisions": 8, "update_seconds": 3.7, "slots": 7}
-    quick = simulated(seed=5, **uneven)
-    module = import_module("simulated_run")
-    always = property(lambda _: -1, lambda _, __: None)
-    monkeypatch.setattr(module.Simulation, "awaited", always, raising=False)
-    assert simulated(seed=5, **uneven) == quick
