@@ -23,7 +23,6 @@ from asyncrl.config.loading import MOST_BYTES, existing_settings, to_json
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.observability import metrics_training as m
-from asyncrl.observability import process_status
 from asyncrl.storage import run_owner
 from asyncrl.storage.atomic import write_text
 from asyncrl.storage.run_owner import RunIdentity, RunLock
@@ -313,12 +312,6 @@ def _state_of(folder: Path, *, finished: bool) -> State:
         return State.RUNNING
     if run_owner.left_by(folder) is not None:
         return State.DEAD
-    if not (folder / run_owner.LOCK).exists():  # Its processes' files remain.
-        processes = process_status.read(folder)
-        if any(process.alive for process in processes):
-            return State.RUNNING
-        if processes and not finished:
-            return State.DEAD
     return State.FINISHED if finished else State.STOPPED
 
 
