@@ -79,7 +79,7 @@ def start_run(
     config: TrainConfig, policy: Policy, files: EnvironmentFiles | SimulatorFiles, again: Path | None = None
 ) -> LearnerStart:
     """Make or find the run's folder."""
-    if again is not None and run_folder.has_checkpoint(again):
+    if again is not None and checkpoint.latest(again) is not None:
         config, again = replace(config, run_dir=str(again), resume=True), None
     elif again is not None:
         config = replace(config, resume=False)

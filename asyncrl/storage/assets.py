@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -16,6 +17,7 @@ DEFAULT: Final = "tabletop"
 SIMULATOR_ALIASES: Final = {"tabletop_true": "tabletop"}
 """Names of --world for simulators whose own name is a world model's."""
 START_STATES: Final = "start_states.h5"
+_CHECKPOINT: Final = re.compile(r"update_(\d{6,})")
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 """A policy folder has one of these."""
 
@@ -30,7 +32,7 @@ def policy_folder(name: str) -> Path:
     """Find the folder of a policy: a shipped name, a policy folder, a checkpoint, or a run folder."""
     path = Path(name)
     named = _named(name, "policy")
-    for candidate in (*named, path, path / "policy", *_newest_checkpoints(path)):
+    for candidate in (*named, path, path / "policy", *reversed(kept(path).values())):
         if (candidate / "config.json").is_file() and any((candidate / name).is_file() for name in WEIGHTS):
             return candidate
     seen = "does not exist" if not path.exists() else "holds no config.json with model.safetensors"
@@ -43,7 +45,7 @@ def policy_folder(name: str) -> Path:
 
 def newest_checkpoint(folder: Path) -> Path:
     """Return the newest complete checkpoint of a run's folder; any other folder itself."""
-    return next(iter(_newest_checkpoints(folder)), folder)
+    return next(reversed(kept(folder).values()), folder)
 
 
 def world_folder(name: str) -> Path:
@@ -121,10 +123,11 @@ def shipped(part: str) -> list[str]:
     return sorted(path.parent.name for path in ASSETS.glob(f"*/{part}"))
 
 
-def _newest_checkpoints(run_folder: Path) -> list[Path]:
-    folders = [p for p in (run_folder / "checkpoints").glob("update_*") if not p.name.endswith(".tmp")]
-    # From a million updates on the names are longer.
-    return sorted(folders, key=lambda folder: (len(folder.name), folder.name), reverse=True)
+def kept(run_dir: Path) -> dict[int, Path]:
+    """Return the complete checkpoints of a run by version, oldest first; each is a policy folder too."""
+    paths = (run_dir / "checkpoints").glob("update_*")
+    found = [(match, path) for path in paths if (match := _CHECKPOINT.fullmatch(path.name))]
+    return dict(sorted((int(match[1]), path) for match, path in found))
 
 
 def check_repo(repo: str) -> None:

@@ -19,7 +19,6 @@ import json
 import math
 import os
 import random
-import re
 import shutil
 import time
 from collections.abc import Callable, Iterable
@@ -37,6 +36,7 @@ from torch.optim import Optimizer
 from asyncrl import __version__
 from asyncrl.errors import CheckpointError
 from asyncrl.observability.process_status import activity
+from asyncrl.storage.assets import kept
 from asyncrl.storage.atomic import (
     Checksum,
     checksum_of_lines,
@@ -73,7 +73,6 @@ WRITE_DEADLINE: Final = 1800.0
 """Longest time in seconds to write a checkpoint."""
 COPYING: Final = "copying weights and optimizer for a checkpoint"
 _TYPES: Final = {"int": int, "str": str}
-_NAME = re.compile(r"update_(\d{6,})")
 CHECKSUMS: Final = "sha256"
 """Key in state.json: file name -> SHA-256."""
 OWN_CHECKSUM: Final = "sha256_of_state"
@@ -110,7 +109,7 @@ class Checkpoints:
             link: Gloo process group of the ranks' writers; None for one rank.
             ledger: Ledger of the replay, whose checksum goes into every checkpoint.
         """
-        self.folder, self.keep, self._ledger = run_dir / FOLDER, keep, ledger
+        self._run_dir, self.folder, self.keep, self._ledger = run_dir, run_dir / FOLDER, keep, ledger
         self._ranks, self._writer = Ranks(link), WriterThread()
         self._copied = 0.0
 
@@ -152,8 +151,7 @@ class Checkpoints:
     @property
     def newest(self) -> Path | None:
         """Newest complete checkpoint, or None."""
-        complete = _complete(self.folder)
-        return complete[-1][1] if complete else None
+        return latest(self._run_dir)
 
     def waited(self) -> float:
         """Return the seconds spent waiting for the writer since the last call."""
@@ -190,7 +188,7 @@ class Checkpoints:
         write_policy(part)
         _write_state(part, counters, None if self._ledger is None else checksum_of_lines(self._ledger))
         publish(part, final)
-        for _, old in _complete(self.folder)[: -self.keep]:
+        for old in list(kept(self._run_dir).values())[: -self.keep]:
             remove(old)
 
     def _explained(self, final: Path, action: Callable[[], None]) -> None:
@@ -205,12 +203,7 @@ class Checkpoints:
 
 def latest(run_dir: Path) -> Path | None:
     """Return the newest complete checkpoint of a run, or None."""
-    return Checkpoints(run_dir, keep=1).newest
-
-
-def kept(run_dir: Path) -> dict[int, Path]:
-    """Return the complete checkpoints of a run by policy version, oldest first."""
-    return dict(_complete(run_dir / FOLDER))
+    return next(reversed(kept(run_dir).values()), None)
 
 
 def load(
@@ -303,12 +296,6 @@ def _check_content(folder: Path, state: dict[str, Any], names: set[str]) -> None
     for name, digest in found.items():
         if state[CHECKSUMS][name] != digest:
             raise unreadable(folder / name, CHANGED)
-
-
-def _complete(folder: Path) -> list[tuple[int, Path]]:
-    """Complete checkpoints with their versions, oldest first."""
-    found = [(match, path) for path in folder.glob("update_*") if (match := _NAME.fullmatch(path.name))]
-    return sorted((int(match[1]), path) for match, path in found)
 
 
 def _read_state(folder: Path) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.observability import metrics_training as m
 from asyncrl.storage import run_owner
+from asyncrl.storage.assets import kept
 from asyncrl.storage.atomic import write_text
 from asyncrl.storage.run_owner import RunIdentity, RunLock
 from asyncrl.storage.untrusted import (
@@ -162,11 +163,6 @@ def newest(run_root: Path) -> Path:
     )
 
 
-def has_checkpoint(run_dir: Path) -> bool:
-    """Return True if a run has a complete checkpoint."""
-    return any(path.suffix != ".tmp" for path in (run_dir / "checkpoints").glob("update_*"))
-
-
 def _fresh(template: str) -> Path:
     folder = Path(template.replace(TIME, time.strftime("%Y-%m-%d_%H-%M-%S"))).expanduser()
     if TIME in template:  # Two runs may start within one second.
@@ -200,8 +196,8 @@ def _to_resume(config: TrainConfig) -> Path:
     elif not (folder / "config.json").is_file():
         state = "is not the folder of a run: it has no config.json" if folder.is_dir() else "does not exist"
         raise ConfigError(f"--resume was given, but --run-dir {folder} {state}. Check the path.")
-    if not has_checkpoint(folder):
-        others = [path for path in sorted(folder.parent.glob("*")) if path != folder and has_checkpoint(path)]
+    if not kept(folder):
+        others = [path for path in sorted(folder.parent.glob("*")) if path != folder and kept(path)]
         hint = f" {others[-1]} has one: name it with --run-dir." if others else ""
         raise ConfigError(
             f"--resume was given, but {folder} has no checkpoint yet: the run ended before its first one. "
