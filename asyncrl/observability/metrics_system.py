@@ -58,28 +58,17 @@ DROPPED_UNUSABLE = define("""replay/dropped_unusable, last, episodes: Set aside:
 DROPPED_UNRECORDED = define("""replay/dropped_unrecorded, last, episodes: Given up on a resume because the
     ledger of their uses was lost or changed. 0. Otherwise `replay/ledger.log` was deleted or damaged; new
     groups are imagined instead.""")
-(
-    DROPPED_LAG_DECISIONS,
-    DROPPED_DEADLINE_DECISIONS,
-    DROPPED_RESUME_DECISIONS,
-    DROPPED_INVALID_DECISIONS,
-    DROPPED_POISONED_DECISIONS,
-    DROPPED_OUTDATED_DECISIONS,
-    DROPPED_UNUSABLE_DECISIONS,
-    DROPPED_UNRECORDED_DECISIONS,
-) = (
-    define(f"{name}_decisions, last, decisions: Decisions in `{name}`. As the episodes.")
-    for name in (
-        DROPPED_LAG.name,
-        DROPPED_DEADLINE.name,
-        DROPPED_RESUME.name,
-        DROPPED_INVALID.name,
-        DROPPED_POISONED.name,
-        DROPPED_OUTDATED.name,
-        DROPPED_UNUSABLE.name,
-        DROPPED_UNRECORDED.name,
-    )
+_DROPPED = (
+    *(DROPPED_LAG, DROPPED_DEADLINE, DROPPED_RESUME, DROPPED_INVALID),
+    *(DROPPED_POISONED, DROPPED_OUTDATED, DROPPED_UNUSABLE, DROPPED_UNRECORDED),
 )
+DROPPED_DECISIONS = {
+    episodes: define(
+        f"{episodes.name}_decisions, last, decisions: Decisions in `{episodes.name}`. As the episodes."
+    )
+    for episodes in _DROPPED
+}
+"""Dropped episodes -> their decisions."""
 REFUSED_CONTENT = define("""replay/refused_content, last, episodes: Of `replay/dropped_invalid`: contradictory
     content, or numbers that no model gives. 0. Otherwise an actor runs other code, or is hostile; its log has
     every reason.""")

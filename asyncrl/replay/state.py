@@ -45,14 +45,9 @@ EPISODES: Final[dict[ReceiptStatus, Metric]] = {
     "dropped_unrecorded": m.DROPPED_UNRECORDED,
 }
 DECISIONS: Final[dict[ReceiptStatus, Metric]] = {
-    "dropped_lag": m.DROPPED_LAG_DECISIONS,
-    "dropped_deadline": m.DROPPED_DEADLINE_DECISIONS,
-    "dropped_invalid": m.DROPPED_INVALID_DECISIONS,
-    "dropped_resume": m.DROPPED_RESUME_DECISIONS,
-    "dropped_poisoned": m.DROPPED_POISONED_DECISIONS,
-    "dropped_outdated": m.DROPPED_OUTDATED_DECISIONS,
-    "dropped_unusable": m.DROPPED_UNUSABLE_DECISIONS,
-    "dropped_unrecorded": m.DROPPED_UNRECORDED_DECISIONS,
+    status: m.DROPPED_DECISIONS[metric]
+    for status, metric in EPISODES.items()
+    if metric in m.DROPPED_DECISIONS
 }
 REFUSED: Final[dict[RefusalCause, Metric]] = {
     "content": m.REFUSED_CONTENT,

@@ -121,7 +121,7 @@ def test_a_sibling_that_was_finished_is_dropped_counted_and_settled(tmp_path: Pa
     run.replay.fail(failure(granted.number))
     run.replay.fail(failure(granted.number))  # Said again: it counts once.
     status = run.replay.status()
-    assert (status[m.DROPPED_POISONED], status[m.DROPPED_POISONED_DECISIONS]) == (1, 1)
+    assert (status[m.DROPPED_POISONED], status[m.DROPPED_DECISIONS[m.DROPPED_POISONED]]) == (1, 1)
     assert (status[m.POISONED_WORLD], status[m.GROUPS_IN_FLIGHT]) == (1, 0)
     ((actor, receipt),) = run.replay.pop_receipts()
     assert (actor, receipt.episode_id, receipt.status) == ("a", sibling.episode_id, "dropped_poisoned")

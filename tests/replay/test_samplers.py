@@ -180,7 +180,7 @@ def test_dropped_decisions_are_counted_and_survive_a_restart(tmp_path: Path) -> 
     replay.set_version(1)
     for _ in range(2):
         assert replay.status()[m.DROPPED_LAG] == 2
-        assert replay.status()[m.DROPPED_LAG_DECISIONS] == 6
+        assert replay.status()[m.DROPPED_DECISIONS[m.DROPPED_LAG]] == 6
         replay.close()
         replay = open_replay(tmp_path, max_lag=0, per_update=1)
     replay.close()

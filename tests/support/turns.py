@@ -96,7 +96,7 @@ def learn(
             about = [
                 (e.group_id, e.oldest_version, e.world_version, e.success) for group in batch for e in group
             ]
-            counted = (m.EPISODES, m.DROPPED_RESUME, m.DROPPED_RESUME_DECISIONS, m.REPLAY_BYTES)
+            counted = (m.EPISODES, m.DROPPED_RESUME, m.DROPPED_DECISIONS[m.DROPPED_RESUME], m.REPLAY_BYTES)
             status = {x.name: value for x, value in learner.status().items() if x not in counted}
             seen[version] = about, status
     except Killed:
