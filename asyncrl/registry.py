@@ -26,17 +26,10 @@ _LEARNER: Final = "asyncrl.learner"
 _TRANSPORTS: Final = "asyncrl.weights.transports"
 _MANISKILL: Final = (
     *("pick_cube", "push_cube", "pull_cube", "pull_cube_tool", "poke_cube", "stack_cube", "stack_pyramid"),
-    *(
-        "lift_peg_upright",
-        "peg_insertion_side",
-        "plug_charger",
-        "place_sphere",
-        "roll_ball",
-        "assemble_board",
-    ),
-    *("push_t", "draw_triangle", "two_robot_pick_cube", "two_robot_stack_cube", "place_apple_in_bowl"),
-    *("transport_box", *(f"rotate_valve_{i}" for i in range(5)), "rotate_in_hand_0", "rotate_in_hand_1"),
-    *(f"rotate_cube_{i}" for i in range(5)),
+    *("lift_peg_upright", "peg_insertion_side", "plug_charger", "place_sphere", "roll_ball"),
+    *("assemble_board", "push_t", "draw_triangle", "two_robot_pick_cube", "two_robot_stack_cube"),
+    *("place_apple_in_bowl", "transport_box", *(f"rotate_valve_{i}" for i in range(5))),
+    *("rotate_in_hand_0", "rotate_in_hand_1", *(f"rotate_cube_{i}" for i in range(5))),
     *("put_on_plate_25", *(f"put_on_plate_25_{kind}" for kind in ("vision", "semantic", "position"))),
 )
 _LIBERO: Final = "asyncrl.simulators.libero.simulator"
