@@ -219,9 +219,9 @@ def test_gc_never_touches_a_running_run(folder: Path, capsys: pytest.CaptureFixt
 class BeginsARun(runs_command.Gc):
     """Looks at the folder, and then a run begins there."""
 
-    def _text(self, found: Any) -> str:
+    def _text(self, states: Any, found: Any) -> str:
         HELD.append(run_owner.acquire(self.folder))
-        return super()._text(found)
+        return super()._text(states, found)
 
 
 HELD: list[run_owner.RunLock] = []

@@ -43,14 +43,25 @@ from asyncrl.storage.untrusted import kind_of, remove
 GROUPS: Final = "groups that were used"
 OLDER: Final = "older checkpoints"
 UNFINISHED: Final = "unfinished checkpoints"
-MB: Final = 1e6
 _CHECKPOINT: Final = re.compile(r"update_(\d{6,})")
 _PART: Final = ".tmp"
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Look(Bounded):
+    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="[FOLDER]")] = Path("runs")
+    """Folder of runs, or one run."""
+    json: bool = False
+    """Print JSON: a list with more digits, sizes in bytes."""
+
+    def runs(self) -> list[Path]:
+        """Return the folders of the runs."""
+        return list(runs_in(self.folder.expanduser()))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Leftover:
-    """A file or folder that can be deleted."""
+    """A file or folder of a run that can be deleted."""
 
     path: Path
     kind: str
@@ -58,33 +69,31 @@ class Leftover:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gc(Bounded):
+class Gc(_Look):
     """Say what of the ended runs of a folder can be deleted; --yes deletes it.
 
     What can go: checkpoints but the newest ones and the best; unfinished checkpoints; of finished runs the
     groups of the replay that no resume needs. Running runs, and all that is not recognised, are left alone.
     """
 
-    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="[FOLDER]")] = Path("runs")
-    """Folder of runs, or one run."""
     keep_checkpoints: Annotated[int, AtLeast(1, "a run goes on from the newest.", "Use 1.")] = 1
     """Newest checkpoints of each run that stay."""
     yes: bool = False
     """Delete it."""
-    json: bool = False
-    """Print a JSON list of all paths, each with run, kind and bytes."""
 
     def run(self) -> int:
         """List, and with --yes delete; 1 when something could not be deleted."""
-        listed = [
-            (run, state, list(leftovers_of(run, state, self.keep_checkpoints)))
-            for run in runs_in(self.folder.expanduser())
-            for state in (summarise(run).state,)
+        states = {run: summarise(run).state for run in self.runs()}
+        found = {run: list(leftovers_of(run, states[run], self.keep_checkpoints)) for run in states}
+        rows = [
+            {"run": str(run), "path": str(one.path), "kind": one.kind, "bytes": one.nbytes}
+            for run, leftovers in found.items()
+            for one in leftovers
         ]
-        print(self._as_json(listed) if self.json else self._text(listed), flush=True)
+        print(json.dumps(rows, indent=2) if self.json else self._text(states, found), flush=True)
         if not self.yes:
             return 0
-        left = [path for run, state, leftovers in listed for path in self._delete(run, state, leftovers)]
+        left = [path for run, listed in found.items() for path in self._delete(run, states[run], listed)]
         for path in left:
             warn(f"{path} could not be deleted. Delete it as its owner.")
         return int(bool(left))
@@ -105,30 +114,21 @@ class Gc(Bounded):
             warn(str(error))
         return [one.path for one in listed if one.path.exists()]
 
-    def _as_json(self, found: list[tuple[Path, State, list[Leftover]]]) -> str:
-        rows: list[dict[str, Any]] = [
-            {"run": str(run), "path": str(one.path), "kind": one.kind, "bytes": one.nbytes}
-            for run, _, leftovers in found
-            for one in leftovers
-        ]
-        return json.dumps(rows, indent=2)
-
-    def _text(self, found: list[tuple[Path, State, list[Leftover]]]) -> str:
+    def _text(self, states: Mapping[Path, State], found: Mapping[Path, Sequence[Leftover]]) -> str:
         rows = [("run", "state", "what", "number", "MB")]
-        for run, state, leftovers in found:
+        for run, leftovers in found.items():
             for kind in (GROUPS, OLDER, UNFINISHED):
-                if of_kind := [one.nbytes for one in leftovers if one.kind == kind]:
-                    rows.append((run.name, state.value, kind, str(len(of_kind)), f"{sum(of_kind) / MB:.1f}"))
-        total = sum(one.nbytes for _, _, leftovers in found for one in leftovers)
+                if sizes := [one.nbytes for one in leftovers if one.kind == kind]:
+                    rows.append((run.name, states[run].value, kind, str(len(sizes)), _mb(sum(sizes))))
+        total = sum(one.nbytes for leftovers in found.values() for one in leftovers)
         lines = [table(rows)] if len(rows) > 1 else []
-        if running := [run.name for run, state, _ in found if state is State.RUNNING]:
+        if running := [run.name for run, state in states.items() if state is State.RUNNING]:
             lines.append(f"left alone, for it runs: {', '.join(running)}")
-        verb = "deleting" if self.yes else "would free"
-        lines.append(
-            f"{verb} {total / MB:.1f} MB in {self.folder}"
-            + ("" if self.yes or not total else "; --yes does it")
+        verb, hint = (
+            "deleting" if self.yes else "would free",
+            "" if self.yes or not total else "; --yes does it",
         )
-        return "\n".join(lines)
+        return "\n".join([*lines, f"{verb} {_mb(total)} MB in {self.folder}{hint}"])
 
 
 def leftovers_of(run: Path, state: State, keep: int) -> Iterator[Leftover]:
@@ -204,51 +204,32 @@ COMPARED: Final = (
 LONG_AGO: Final = 300 * 86_400
 """Seconds after which a date has its year instead of the time of day."""
 
-Folder = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="[FOLDER]")]
-
 
 @dataclass(frozen=True, kw_only=True)
-class List(Bounded):
+class List(_Look):
     """List the runs of a folder: when each began, what became of it, how far it is, success, disk."""
-
-    folder: Folder = Path("runs")
-    """Folder of runs, or one run."""
-    json: bool = False
-    """Print JSON: a list with more digits."""
 
     def run(self) -> int:
         """Print a row per run, the one started last at the end."""
-        runs = [summarise(path) for path in runs_in(self.folder.expanduser())]
+        runs = [summarise(path) for path in self.runs()]
+        sizes = [folder_bytes(run.path) for run in runs]
         if self.json:
+            names = ("started", "version", "updates", "imagined_success", "true_success", "problem")
             rows_of_json = [
-                {
-                    "run": str(run.path),
-                    "state": run.state.value,
-                    "started": run.started,
-                    "version": run.version,
-                    "updates": run.updates,
-                    "imagined_success": run.imagined_success,
-                    "true_success": run.true_success,
-                    "bytes": folder_bytes(run.path),
-                    "problem": run.problem,
-                }
-                for run in runs
+                {"run": str(run.path), "state": run.state.value, "bytes": size}
+                | {name: getattr(run, name) for name in names}
+                for run, size in zip(runs, sizes, strict=True)
             ]
             print(json.dumps(rows_of_json, indent=2))
             return 0
-        rows = [("run", "started", "state", "updates", "imagined", "true", "MB")]
-        rows += [
-            (
-                run.path.name,
-                when(run.started),
-                run.state.value,
-                f"{run.version}/{run.updates}",
-                _percent(run.imagined_success),
-                _percent(run.true_success),
-                f"{folder_bytes(run.path) / MB:.1f}",
-            )
-            for run in runs
-        ]
+        rows: list[tuple[str, ...]] = [("run", "started", "state", "updates", "imagined", "true", "MB")]
+        for run, size in zip(runs, sizes, strict=True):
+            shares = [
+                NOTHING if share is None else f"{share:.1%}"
+                for share in (run.imagined_success, run.true_success)
+            ]
+            updates = f"{run.version}/{run.updates}"
+            rows.append((run.path.name, when(run.started), run.state.value, updates, *shares, _mb(size)))
         print(table(rows, ("started",)) if runs else f"There are no runs in {self.folder}.")
         for run in runs:
             if run.problem:
@@ -305,25 +286,19 @@ class Compare(Bounded):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Disk(Bounded):
+class Disk(_Look):
     """Say how much of the disk each run of a folder takes, in MB (1e6 bytes)."""
-
-    folder: Folder = Path("runs")
-    """Folder of runs, or one run."""
-    json: bool = False
-    """Print JSON: bytes."""
 
     def run(self) -> int:
         """Print a row per run, and their sum."""
-        found = {path.name: parts_of(path) for path in runs_in(self.folder.expanduser())}
+        found = {path.name: parts_of(path) for path in self.runs()}
         if self.json:
             print(json.dumps([{"run": name, **parts} for name, parts in found.items()], indent=2))
             return 0
         columns = (*PARTS, "other", "all")
-        rows = [("run", *columns)]
-        rows += [(name, *(f"{parts[one] / MB:.1f}" for one in columns)) for name, parts in found.items()]
-        sums = (sum(parts[one] for parts in found.values()) for one in columns)
-        rows.append(("all", *(f"{nbytes / MB:.1f}" for nbytes in sums)))
+        rows = [(name, *(_mb(parts[one]) for one in columns)) for name, parts in found.items()]
+        sums = [sum(parts[one] for parts in found.values()) for one in columns]
+        rows = [("run", *columns), *rows, ("all", *map(_mb, sums))]
         print(table(rows) if found else f"There are no runs in {self.folder}.")
         return 0
 
@@ -374,8 +349,8 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) and value else json.dumps(value)
 
 
-def _percent(share: float | None) -> str:
-    return NOTHING if share is None else f"{share:.1%}"
+def _mb(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.1f}"
 
 
 def _flat(settings: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
