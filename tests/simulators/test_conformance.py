@@ -200,4 +200,4 @@ def test_neither_workers_nor_order_change_an_episode(tested: Case) -> None:
             for e in episodes
         )
 
-    assert played(1, [0, 1, 2]) == played(2, [2, 0, 1])
+    assert played(0, [0, 1, 2]) == played(1, [0, 1, 2]) == played(2, [2, 0, 1])

@@ -90,16 +90,6 @@ def expert_run(simulator: Any, seed: int, **flaws: Any) -> tuple[bool, list[floa
     return False, rewards
 
 
-def test_places_that_step_together_are_the_same_as_each_alone(build: Build) -> None:
-    two = build("push_cube", places=2)
-    alone = [play(two, 0, 6), play(two, 0, 7)]
-    seen = two.reset([1, 0], [start(two, 7), start(two, 6)])
-    np.testing.assert_array_equal(seen.images, [alone[1][0][0], alone[0][0][0]])
-    for step in range(8):
-        done = two.step([0, 1], np.stack([actions_of(6)[step], actions_of(7)[step]]), draw=True)
-        np.testing.assert_array_equal(done.seen.images, [rows[step + 1][0] for rows in alone])
-
-
 @pytest.mark.parametrize(("name", "steps"), [("pick_cube", 30), ("stack_cube", 40), ("push_cube", 20)])
 def test_the_expert_fulfils_the_task(name: str, steps: int, build: Build) -> None:
     one = build(name)

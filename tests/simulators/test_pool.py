@@ -123,32 +123,6 @@ def test_a_pool_that_loses_worker_after_worker_gives_up(monkeypatch: pytest.Monk
         list(rollout(pool, still, plays(100)))
 
 
-@pytest.mark.multiprocess
-@pytest.mark.render
-@needs_opengl
-def test_a_pool_of_processes_equals_the_same_places_in_process() -> None:
-    results = []
-    for workers, places in ((0, 4), (2, 2), (4, 1)):
-        with SimulatorPool(source(places, "supersample=1", name="tabletop"), workers=workers) as pool:
-            assert pool.slots == 4
-            found = []
-            for slot, seed in ((3, 11), (0, 12), (2, 13)):
-                pool.reset(slot, random_start(pool.spec, seed))
-            found.append(take(pool, 3))
-            for decision in range(2):
-                for slot in (3, 0, 2):
-                    pool.step(slot, actions(8, decision), frames="all" if slot else "last")
-                found.append(take(pool, 3))
-            results.append(found)
-    for other in results[1:]:
-        for here, there in zip(results[0], other, strict=True):
-            assert {s: a.task for s, a in here.items()} == {s: a.task for s, a in there.items()}
-            for slot in here:
-                np.testing.assert_array_equal(here[slot].frames, there[slot].frames)
-    assert results[0][1][0].frames.shape[0] == 1
-    assert results[0][1][3].frames.shape[0] == 8
-
-
 def test_what_nobody_looks_at_is_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[int] = []
     look = CountingPlace.look

@@ -2,6 +2,7 @@ import ctypes.util
 
 import numpy as np
 import pytest
+import torch
 
 from asyncrl.errors import AssetError, ConfigError
 from asyncrl.simulators import rendering
@@ -11,6 +12,7 @@ from asyncrl.simulators.tabletop import scene
 from asyncrl.simulators.tabletop.expert import Expert
 from asyncrl.simulators.tabletop.scene import TASKS, TRANSLATION, Table, rotation_matrix
 from asyncrl.simulators.tabletop.simulator import MAX_STEPS, Tabletop
+from asyncrl.worlds.evac.poses import rotation
 
 needs_opengl = pytest.mark.skipif(find_backend() is None, reason="no OpenGL library")
 
@@ -251,25 +253,6 @@ def test_a_library_that_loads_but_is_not_egl_is_not_usable(monkeypatch):
     assert find_backend() is None
 
 
-def matrix_of(quaternion):
-    """The rotation of a quaternion x, y, z, w, column by column: q e q* (Hamilton's product)."""
-    x, y, z, w = quaternion
-
-    def times(p, q):
-        (px, py, pz, pw), (qx, qy, qz, qw) = p, q
-        return np.array(
-            [
-                pw * qx + px * qw + py * qz - pz * qy,
-                pw * qy - px * qz + py * qw + pz * qx,
-                pw * qz + px * qy - py * qx + pz * qw,
-                pw * qw - px * qx - py * qy - pz * qz,
-            ]
-        )
-
-    turned = [times(times((x, y, z, w), (*axis, 0)), (-x, -y, -z, w))[:3] for axis in np.eye(3)]
-    return np.stack(turned, axis=1)
-
-
 def test_the_pose_is_that_of_the_tool_site():
     simulator = Tabletop(places=2, render=False)
     first = simulator.reset([0, 1], [random_start(simulator.spec, seed) for seed in (3, 4)])
@@ -285,7 +268,8 @@ def test_the_pose_is_that_of_the_tool_site():
             data = place.table.data
             site = place.table.model.site("tool").id
             np.testing.assert_allclose(pose[:3], data.site_xpos[site], atol=1e-6)
-            np.testing.assert_allclose(matrix_of(pose[3:7]), data.site_xmat[site].reshape(3, 3), atol=1e-6)
+            turned = rotation(torch.from_numpy(pose[3:7]).double()).numpy()
+            np.testing.assert_allclose(turned, data.site_xmat[site].reshape(3, 3), atol=1e-6)
             opened = (data.qpos[7] + data.qpos[8]) / 0.08
             assert pose[7] == pytest.approx(1 - 2 * np.clip(opened, 0, 1), abs=1e-6)
         turned = np.abs(seen.poses[:, 3:7] - before[:, 3:7]).max()
