@@ -70,7 +70,7 @@ class Leftover:
 
 @dataclass(frozen=True, kw_only=True)
 class Gc(_Look):
-    """Say what of the ended runs of a folder can be deleted; --yes deletes it.
+    """List the files of ended runs that can be deleted; --yes deletes them.
 
     What can go: checkpoints but the newest ones and the best; unfinished checkpoints; of finished runs the
     groups of the replay that no resume needs. Running runs, and all that is not recognised, are left alone.
@@ -287,7 +287,7 @@ class Compare(Bounded):
 
 @dataclass(frozen=True, kw_only=True)
 class Disk(_Look):
-    """Say how much of the disk each run of a folder takes, in MB (1e6 bytes)."""
+    """List the disk space of each run of a folder, in MB (1e6 bytes)."""
 
     def run(self) -> int:
         """Print a row per run, and their sum."""
