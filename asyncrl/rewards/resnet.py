@@ -145,12 +145,6 @@ class ResNetReward:
         """Return the network."""
         return {"network": self.network}
 
-    def to(self, device: torch.device | str) -> ResNetReward:
-        """Move the weights to `device` and return this model."""
-        self.network.to(device)
-        self.device = torch.device(device)
-        return self
-
     def task_ids(self, tasks: Sequence[str]) -> Tensor:
         """Look up ``[B]`` int64 ids of instructions (zeros for a model of any task)."""
         self.config.check_tasks(tasks)
@@ -203,12 +197,6 @@ class GroupedReward:
     def modules(self) -> dict[str, nn.Module]:
         """Return the six networks."""
         return {group: model.network for group, model in self.models.items()}
-
-    def to(self, device: torch.device | str) -> GroupedReward:
-        """Move the weights to `device` and return this model."""
-        for model in self.models.values():
-            model.to(device)
-        return self
 
     def score(self, frames: Tensor, tasks: Sequence[str]) -> Tensor:
         """Score every frame with the network of its task; see `RewardModel.score`."""

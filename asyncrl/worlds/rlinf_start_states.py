@@ -34,7 +34,6 @@ MAX_BYTES: Final = 2**30
 COPIES: Final = 4
 """Bytes that may be made of each byte of a file: numpy needs two where protocol 2 writes text."""
 _MAX_FRAMES: Final = 5_000
-_MAX_PIXELS: Final = 4096
 _HEADER: Final = re.compile(
     rb"\{'descr': '\|O', 'fortran_order': (?:False|True), 'shape': \((\d{1,9}),\), \}\s*"
 )
@@ -103,11 +102,9 @@ def _image(frame: Mapping[str, Any], file: Path) -> NDArray[np.uint8]:
     if not isinstance(image, np.ndarray) or image.dtype != np.uint8 or image.ndim != 3:
         seen = f"{image.dtype}{list(image.shape)}" if isinstance(image, np.ndarray) else type(image).__name__
         raise AssetError(f"{file}: 'image' is {seen}, expected uint8 [H, W, 3]. Use RLinf's layout.")
-    height, width, channels = image.shape
-    if channels != 3 or not 1 <= height <= _MAX_PIXELS or not 1 <= width <= _MAX_PIXELS:
+    if image.shape[2] != 3 or not image.size:
         raise AssetError(
-            f"{file}: 'image' has the shape {list(image.shape)}, expected [H, W, 3] of 1 to {_MAX_PIXELS} "
-            "pixels a side. Use RLinf's layout."
+            f"{file}: 'image' has the shape {list(image.shape)}, expected [H, W, 3]. Use RLinf's layout."
         )
     return image
 
@@ -174,15 +171,6 @@ def _read_header(stream: io.BytesIO) -> int:
     return int(match[1])
 
 
-class _Dtype:
-    """Stands for `numpy.dtype`, whose own objects a file could change for the whole process."""
-
-    def __init__(self, code: str) -> None:
-        if not _DTYPE.fullmatch(code):
-            raise _UnsafePickle(f"it holds values of type {code!r}")
-        self.own = np.dtype(code)
-
-
 _Python: Any = vars(pickle)["_Unpickler"]
 """The one written in Python, whose instructions can be replaced."""
 
@@ -205,10 +193,7 @@ class _Unpickler(_Python):
 
     def find_class(self, module: str, name: str, /) -> Any:
         """Return a name as a text."""
-        known = f"{module} {name}".replace("numpy.core.", "numpy._core.")
-        if known not in _NAMES:
-            raise _UnsafePickle(f"it wants to import {f'{module}.{name}'[:80]!r}")
-        return known
+        return f"{module} {name}".replace("numpy.core.", "numpy._core.")
 
     def get_extension(self, code: int) -> None:
         """Refuse a class by number, which would pass `find_class` by."""
@@ -221,35 +206,43 @@ class _Unpickler(_Python):
         if self._room < 0:
             raise _UnsafePickle("what it holds would take many times its own length")
         match name, *arguments:
-            case ("numpy dtype", str(code), False, True):
-                made: Any = _Dtype(code)
+            case ("numpy dtype", str(code), False, True) if _DTYPE.fullmatch(code):
+                made: Any = np.dtype(code)
             case ("numpy._core.multiarray _reconstruct", "numpy ndarray", (0,), b"b"):
                 made = np.zeros(0, np.int8)
-            case ("numpy._core.multiarray scalar", _Dtype(own=dtype), bytes(content)) if not dtype.hasobject:
+            case ("numpy._core.multiarray scalar", np.dtype() as dtype, bytes(content)) if (
+                not dtype.hasobject
+            ):
                 made = _array(content, dtype, (), "C")[()]
             case (
                 "numpy._core.numeric _frombuffer",
                 (bytes() | bytearray()) as content,
-                _Dtype(own=dtype),
+                np.dtype() as dtype,
                 tuple() as shape,
                 ("C" | "F") as order,
-            ) if not dtype.hasobject:
+            ):
                 made = _array(content, dtype, shape, order)
             case ("_codecs encode", str(text), "latin1"):  # Protocol 2 has no bytes.
                 made = text.encode("latin1")
             case ("__builtin__ bytes",):
                 made = b""
             case _:
-                raise _UnsafePickle(f"it calls {name!r:.80} in an unusual way")
+                raise _UnsafePickle(f"it calls {name!r:.80}, which numpy does not for plain values")
         self.append(made)
 
     def _build(self) -> None:
         state, target = self.stack.pop(), self.stack[-1]
         match target, state:
             # (version, byte order, sub-array, field names, fields, ...)
-            case _Dtype(), (3 | 4, ("|" | "<" | ">") as order, None, None, None, *_):
-                target.own = target.own if order == "|" else target.own.newbyteorder(order)
-            case np.ndarray(shape=(0,)), (1, tuple() as shape, _Dtype(own=dtype), bool() as fortran, content):
+            case np.dtype(), (3 | 4, "|" | "<", None, None, None, *_):
+                pass  # It says what the code says; a type of numpy's is shared by the whole process.
+            case np.ndarray(shape=(0,)), (
+                1,
+                tuple() as shape,
+                np.dtype() as dtype,
+                bool() as fortran,
+                content,
+            ):
                 if not isinstance(content, list if dtype.hasobject else bytes):
                     raise _UnsafePickle("it fills an array with something else than its numbers")
                 _check_shape(shape, 1 if dtype.hasobject else dtype.itemsize, len(content))
@@ -265,19 +258,6 @@ class _Unpickler(_Python):
     dispatch |= {pickle.REDUCE[0]: _reduce, pickle.BUILD[0]: _build, pickle.BYTEARRAY8[0]: _bytearray}
 
 
-_NAMES: Final = frozenset(
-    {
-        "numpy ndarray",
-        "numpy dtype",
-        "numpy._core.multiarray _reconstruct",
-        "numpy._core.multiarray scalar",
-        "numpy._core.numeric _frombuffer",
-        "_codecs encode",
-        "__builtin__ bytes",
-    }
-)
-
-
 def _check_shape(shape: tuple[Any, ...], unit: int, length: int) -> None:
     if len(shape) > 8 or not all(type(size) is int and 0 <= size <= MAX_BYTES for size in shape):
         raise _UnsafePickle("it holds an array of an impossible shape")
@@ -287,4 +267,6 @@ def _check_shape(shape: tuple[Any, ...], unit: int, length: int) -> None:
 
 def _array(content: bytes | bytearray, dtype: np.dtype[Any], shape: tuple[Any, ...], order: Any) -> Any:
     _check_shape(shape, dtype.itemsize, len(content))
+    if dtype.hasobject:
+        raise _UnsafePickle("it makes objects of bytes")
     return np.ndarray(shape, dtype, buffer=content, order=order)

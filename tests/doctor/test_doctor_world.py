@@ -16,12 +16,11 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.placement import parse_placement
 from asyncrl.records import ActionSpec, SlotBytes
 from asyncrl.storage.assets import world_folder
-from asyncrl.worlds.evac.conditions import EvacConfig
 from asyncrl.worlds.evac.world import EvacWorld
 from asyncrl.worlds.evac.world import save_world as save_evac
 from asyncrl.worlds.opensora.world import save_world as save_opensora
 from support.broken_worlds import SIZE
-from support.evac import start_state, tiny_networks
+from support.evac import start_state, tiny_config, tiny_networks
 from support.opensora import nano_world
 
 GIB = 2**30
@@ -102,7 +101,7 @@ def saved(kind: str, folder: Path) -> str:
     if kind == "opensora":
         save_opensora(folder, nano_world())
     else:
-        config = EvacConfig.tiny()
+        config = tiny_config()
         save_evac(folder, EvacWorld(tiny_networks(config), config))
     return str(folder)
 
@@ -123,7 +122,7 @@ def test_every_kind_says_what_its_slots_take(kind: str, tmp_path: Path) -> None:
 
 def test_room_is_counted_for_as_many_decisions_as_the_run_has(tmp_path: Path) -> None:
     world = saved("evac", tmp_path / "evac")
-    config = EvacConfig.tiny()
+    config = tiny_config()
     frame = config.autoencoder.latent * config.latent_size**2 * 4 + 8 * 4
     assert slot(world, 6).kept - slot(world, 3).kept == 2 * 3 * 8 * frame
 

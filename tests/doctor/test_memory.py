@@ -22,7 +22,7 @@ from asyncrl.launch.placement import parse_placement
 from asyncrl.policies.openvla.autoregressive import new_policy
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.records import SlotBytes
-from asyncrl.worlds.evac.conditions import EvacConfig, EvacNetworks
+from asyncrl.worlds.evac.conditions import EvacNetworks
 from asyncrl.worlds.evac.files import estimate_slot
 from asyncrl.worlds.opensora.autoencoder import FrameVae, VaeConfig
 from asyncrl.worlds.opensora.files import slot_bytes
@@ -32,6 +32,7 @@ from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConf
 from asyncrl.worlds.wan.vae import VaeConfig as WanVaeConfig
 from asyncrl.worlds.wan.vae import WanVae
 from support import ROOT
+from support.evac import PUBLISHED
 
 GIB = 2**30
 TOLERANCE = 0.1
@@ -66,7 +67,7 @@ def opensora(_: TrainConfig) -> tuple[int, SlotBytes]:
 
 
 def evac(config: TrainConfig) -> tuple[int, SlotBytes]:
-    size = EvacConfig.published()
+    size = PUBLISHED
     networks = EvacNetworks.build(size).by_name().values()
     return weight_bytes(*networks), estimate_slot(size, config.actor.max_decisions, torch.bfloat16)
 
@@ -221,7 +222,7 @@ def test_decisions_of_the_published_worlds_take_what_is_estimated(
     if kind == "opensora":
         slot = slot_bytes(STDiT3Config.xl2(), VaeConfig.published(), 256, torch.bfloat16)
     else:
-        slot = estimate_slot(EvacConfig.published(), 32, torch.bfloat16)
+        slot = estimate_slot(PUBLISHED, 32, torch.bfloat16)
     for graphs, measured in ((False, eager), (True, compiled)):
         found = weights + (16 * slot.kept + slot.drawing(16, graphs=graphs)) / GIB
         assert found == pytest.approx(measured, rel=0.15)

@@ -37,10 +37,10 @@ from asyncrl.fitting.worlds.frame_latents import FrameAutoencoder
 from asyncrl.fitting.worlds.interface import FittedWorld, WorldOptions, fit_class
 from asyncrl.fitting.worlds.opensora import OpenSoraFit, measured_range
 from asyncrl.records import StartState
-from asyncrl.worlds.evac.conditions import Geometry, condition_channels
+from asyncrl.worlds.evac.conditions import condition_channels
 from asyncrl.worlds.evac.ddim import ChunkLoss
 from asyncrl.worlds.evac.poses import Camera, PoseModel, roll_pitch_yaw, rotation
-from asyncrl.worlds.evac.state import conditions_of
+from asyncrl.worlds.evac.world import EvacWorld
 from asyncrl.worlds.opensora.autoencoder import FrameVae, VaeConfig
 from support.recorded import recorded_spec, write_recorded
 
@@ -249,9 +249,7 @@ def test_training_of_evac_is_told_what_imagination_tells(
     made = slice(begin + 1, begin + seen)
     state = state.extended(latents.all[made][None], poses[made][None], torch.tensor([True]))
     new = slice(begin + seen, begin + seen + 8)
-    told = conditions_of(
-        networks, Geometry(config), state, actions[new][None], remembered=4, encode=evac_world._encode
-    )
+    told = EvacWorld(networks, config).conditions(state, actions[new][None])
     given: dict[str, Any] = {}
 
     def seen_by_the_loss(unet: object, *tensors: Tensor, **named: Any) -> ChunkLoss:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl.fitting.loop import Rounded, minimise, prepared_network
-from asyncrl.worlds.evac.unet import EvacUNet, UNetConfig
+from asyncrl.worlds.evac.unet import EvacUNet
+from support.evac import TINY_UNET
 
 CPU = torch.device("cpu")
 BATCH, FRAMES, SIDE = 2, 12, 8
@@ -19,7 +20,7 @@ BATCH, FRAMES, SIDE = 2, 12, 8
 
 def network() -> EvacUNet:
     torch.manual_seed(0)
-    unet = EvacUNet(UNetConfig.tiny())
+    unet = EvacUNet(TINY_UNET)
     for parameter in unet.parameters():
         if parameter.ndim > 1 and not parameter.any():
             nn.init.normal_(parameter, std=0.05)
@@ -27,7 +28,7 @@ def network() -> EvacUNet:
 
 
 def inputs(seed: int, device: torch.device) -> list[Tensor]:
-    size, generator = UNetConfig.tiny(), torch.Generator().manual_seed(seed)
+    size, generator = TINY_UNET, torch.Generator().manual_seed(seed)
     noise = [
         torch.randn(shape, generator=generator)
         for shape in (

@@ -41,6 +41,41 @@ SMALL = EvacConfig(
     pose_hidden=64,
 )
 """A small world with what the published layout leaves open: heads of 64, groups of 32."""
+TINY_UNET = UNetConfig(
+    channels=16,
+    multipliers=(1, 2),
+    res_blocks=1,
+    attention_levels=(0, 1),
+    head_dim=8,
+    context_dim=24,
+    initial_inner=16,
+    groups=4,
+    domains=12,
+)
+TINY_IMAGE_ENCODER = ImageEncoderConfig(width=16, layers=2, heads=2, mlp=32, patch=8, size=32)
+_OF_TOKENS: dict[str, int] = {"width": 1024, "depth": 4, "heads": 12, "head_dim": 64}
+PUBLISHED = EvacConfig(
+    image_size=256,
+    unet=UNetConfig.published(),
+    autoencoder=AutoencoderConfig(channels=128, multipliers=(1, 2, 4, 4), res_blocks=2),
+    image_encoder=ImageEncoderConfig.published(),
+    image_resampler=ResamplerConfig(inputs=1280, queries=128, **_OF_TOKENS),
+    action_resampler=ResamplerConfig(inputs=14, queries=16, **_OF_TOKENS),
+)
+"""The size published for LIBERO: pictures of 256 pixels, chunks of 8."""
+
+
+def tiny_config(image_size: int = 32) -> EvacConfig:
+    inner: dict[str, int] = {"width": 24, "depth": 1, "heads": 2, "head_dim": 8}
+    return EvacConfig(
+        image_size=image_size,
+        unet=TINY_UNET,
+        autoencoder=AutoencoderConfig(channels=8, multipliers=(1, 1, 2, 2), res_blocks=1, groups=4),
+        image_encoder=TINY_IMAGE_ENCODER,
+        image_resampler=ResamplerConfig(inputs=16, queries=4, **inner),
+        action_resampler=ResamplerConfig(inputs=14, queries=3, **inner),
+        schedule_steps=3,
+    )
 
 
 def published_shapes(name: str) -> dict[str, tuple[int, ...]]:

@@ -46,11 +46,10 @@ def write_opensora(folder: Path) -> None:
 
 def write_evac(folder: Path) -> None:
     """Write an EVAC world."""
-    from asyncrl.worlds.evac.conditions import EvacConfig
     from asyncrl.worlds.evac.world import EvacWorld, save_world
-    from support.evac import tiny_networks
+    from support.evac import tiny_config, tiny_networks
 
-    config = EvacConfig.tiny(SIZE)
+    config = tiny_config(SIZE)
     save_world(folder, EvacWorld(tiny_networks(config), config))
 
 

@@ -17,7 +17,6 @@ from asyncrl.errors import AsyncRLError, CheckpointError, ConfigError
 from asyncrl.launch.named_models import named_policy, named_world
 from asyncrl.worlds import kinds
 from asyncrl.worlds.evac import files as evac
-from asyncrl.worlds.evac.conditions import EvacConfig
 from asyncrl.worlds.evac.world import EvacWorld
 from asyncrl.worlds.evac.world import save_world as save_evac
 from asyncrl.worlds.opensora.world import save_world as save_opensora
@@ -26,7 +25,7 @@ from asyncrl.worlds.wan.vae import VaeConfig, WanVae
 from asyncrl.worlds.wan.world import WanWorld
 from asyncrl.worlds.wan.world import save_world as save_wan
 from support import fourth_kind
-from support.evac import tiny_networks
+from support.evac import tiny_config, tiny_networks
 from support.opensora import nano_world
 
 TITLES = {"wan": "Wan", "opensora": "OpenSora", "evac": "EVAC"}
@@ -68,7 +67,7 @@ def save_ours(kind: str, folder: Path) -> Path:
     elif kind == "opensora":
         save_opensora(folder, nano_world())
     else:
-        save_evac(folder, EvacWorld(tiny_networks(EvacConfig.tiny()), EvacConfig.tiny()))
+        save_evac(folder, EvacWorld(tiny_networks(tiny_config()), tiny_config()))
     return folder
 
 

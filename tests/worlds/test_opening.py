@@ -17,12 +17,11 @@ from asyncrl.config.sections import ImaginationSettings
 from asyncrl.errors import ConfigError
 from asyncrl.records import StartState
 from asyncrl.storage.assets import start_states_path, world_folder
-from asyncrl.worlds.evac.conditions import EvacConfig
 from asyncrl.worlds.evac.world import EvacWorld, save_world
 from asyncrl.worlds.slots import TensorState, open_each_once
 from asyncrl.worlds.start_states import check_beginnings, load_start_states, save_start_states
 from asyncrl.worlds.wan.world import WanWorld, load_world
-from support.evac import some_actions, start_state, tiny_networks
+from support.evac import some_actions, start_state, tiny_config, tiny_networks
 from support.opensora import nano_world
 
 # ---- sharing -------------------------------------------------------------------------------------
@@ -137,7 +136,7 @@ def test_a_slot_is_what_it_would_be_alone(build: Callable[[], Any]) -> None:
         assert (frames[row].int() - expected[0].int()).abs().max() <= 1
 
 
-TINY = EvacConfig.tiny()
+TINY = tiny_config()
 
 
 # ---- what cannot begin ---------------------------------------------------------------------------

@@ -16,14 +16,13 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.world_conformance import CHECKS, Trial, check_world
 from asyncrl.records import StartState
 from asyncrl.storage.assets import start_states_path, world_folder
-from asyncrl.worlds.evac.conditions import EvacConfig
 from asyncrl.worlds.evac.world import EvacWorld
 from asyncrl.worlds.evac.world import save_world as save_evac
 from asyncrl.worlds.opensora.world import save_world as save_opensora
 from asyncrl.worlds.start_states import load_start_states
 from asyncrl.worlds.wan.world import WanWorld, load_world
 from support.broken_worlds import BROKEN, SIZE, SoundWorld
-from support.evac import start_state, tiny_networks
+from support.evac import start_state, tiny_config, tiny_networks
 from support.opensora import nano_world
 
 
@@ -36,7 +35,7 @@ def wan(memory: Any) -> WanWorld:
 
 
 def evac(**options: Any) -> EvacWorld:
-    config = replace(EvacConfig.tiny(), schedule_steps=2)
+    config = replace(tiny_config(), schedule_steps=2)
     return EvacWorld(tiny_networks(config), config, **options)
 
 

@@ -32,7 +32,7 @@ from asyncrl.worlds.wan.world import WanWorld
 from asyncrl.worlds.wan.world import load_world as load_wan
 from asyncrl.worlds.wan.world import save_world as save_wan
 from support.evac import SMALL as SMALL_EVAC
-from support.evac import tiny_networks
+from support.evac import tiny_config, tiny_networks
 from support.opensora import nano_world
 from support.published_worlds import EXPORTS, small_world
 from support.tiny_models import start_state
@@ -59,7 +59,7 @@ def tiny_evac(config: EvacConfig) -> EvacWorld:
 MADE: Final[dict[str, Callable[[], Any]]] = {
     "wan": tiny_wan,
     "opensora": nano_world,
-    "evac": lambda: tiny_evac(replace(EvacConfig.tiny(), schedule_steps=2)),
+    "evac": lambda: tiny_evac(replace(tiny_config(), schedule_steps=2)),
 }
 """Makes a world of a kind of 32 pixels in float32, which no file was asked for."""
 SAVE: Final[dict[str, Callable[[Path, Any], None]]] = {

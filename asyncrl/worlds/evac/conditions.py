@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from asyncrl.records import CHUNK
 from asyncrl.worlds.evac.poses import MOTION_DIM, Camera, MapDrawer, Motions, MotionStatistics, PoseModel
 from asyncrl.worlds.evac.unet import EvacUNet, UNetConfig
 
@@ -49,16 +48,6 @@ class AutoencoderConfig:
     def reduction(self) -> int:
         """Pixels per latent pixel in height and width."""
         return 2 ** (len(self.multipliers) - 1)
-
-    @classmethod
-    def tiny(cls) -> AutoencoderConfig:
-        """Return a size for tests and small pictures: 8 pixels per latent pixel."""
-        return cls(channels=8, multipliers=(1, 1, 2, 2), res_blocks=1, groups=4)
-
-    @classmethod
-    def published(cls) -> AutoencoderConfig:
-        """Return the published size: 248 tensors, 83.65 million parameters."""
-        return cls(channels=128, multipliers=(1, 2, 4, 4), res_blocks=2)
 
 
 def build_autoencoder(size: AutoencoderConfig) -> Any:
@@ -115,11 +104,6 @@ class ImageEncoderConfig:
     def tokens(self) -> int:
         """Number of tokens: one for the picture, and one per patch."""
         return 1 + (self.size // self.patch) ** 2
-
-    @classmethod
-    def tiny(cls) -> ImageEncoderConfig:
-        """Return a size for tests and small pictures."""
-        return cls(width=16, layers=2, heads=2, mlp=32, patch=8, size=32)
 
     @classmethod
     def published(cls) -> ImageEncoderConfig:
@@ -184,16 +168,6 @@ class ResamplerConfig:
     depth: int
     heads: int
     head_dim: int
-
-    @classmethod
-    def published_actions(cls) -> ResamplerConfig:
-        """Return the size for the 14 numbers of an action: 51 tensors, 47,245,312 parameters."""
-        return cls(inputs=14, queries=16, width=1024, depth=4, heads=12, head_dim=64)
-
-    @classmethod
-    def published_image(cls, chunk: int = 8) -> ResamplerConfig:
-        """Return the size for ViT-H: 48,656,384 parameters for chunks of 8, 48,787,456 for 16."""
-        return cls(inputs=1280, queries=16 * chunk, width=1024, depth=4, heads=12, head_dim=64)
 
 
 class QueryAttention(nn.Module):
@@ -316,33 +290,6 @@ class EvacConfig:
     def latent_size(self) -> int:
         """Height and width of the latents."""
         return self.image_size // self.autoencoder.reduction
-
-    @classmethod
-    def tiny(cls, image_size: int = 32) -> EvacConfig:
-        """Return a size for tests and small pictures."""
-        unet, encoder = UNetConfig.tiny(), ImageEncoderConfig.tiny()
-        inner = {"width": unet.context_dim, "depth": 1, "heads": 2, "head_dim": 8}
-        return cls(
-            image_size=image_size,
-            unet=unet,
-            autoencoder=AutoencoderConfig.tiny(),
-            image_encoder=encoder,
-            image_resampler=ResamplerConfig(inputs=encoder.width, queries=4, **inner),
-            action_resampler=ResamplerConfig(inputs=MOTION_DIM, queries=3, **inner),
-            schedule_steps=3,
-        )
-
-    @classmethod
-    def published(cls) -> EvacConfig:
-        """Return the size published for LIBERO: pictures of 256 pixels, chunks of 8."""
-        return cls(
-            image_size=256,
-            unet=UNetConfig.published(),
-            autoencoder=AutoencoderConfig.published(),
-            image_encoder=ImageEncoderConfig.published(),
-            image_resampler=ResamplerConfig.published_image(CHUNK),
-            action_resampler=ResamplerConfig.published_actions(),
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,13 +1,13 @@
-"""Settings of an EVAC world, memory of its slots, and the conditions of a decision.
+"""Settings of an EVAC world and the memory of its slots.
 
-Dimension letters: B slots, C steps, P frames remembered, F = P + C, N frames there is room for, Z latent
-channels, h/w latent size, I image tokens, T tokens of an action, K their width.
+Dimension letters: B slots, C steps, P frames remembered, N frames there is room for, Z latent channels, h/w
+latent size.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Self
 
@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.sections import ImaginationSettings
-from asyncrl.devices.tensors import to_signed
 from asyncrl.errors import ConfigError
-from asyncrl.worlds.evac.conditions import EvacNetworks, Geometry, action_tokens, condition_channels
 from asyncrl.worlds.slots import TensorState
 
 _OWN: Final = {"guidance": 100.0, "guidance_rescale": 1.0, "eta": 1.0}
@@ -149,51 +147,3 @@ class EvacState(TensorState):
             finite=self.finite & finite,
             left=self.left - 1,
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Conditions:
-    """Inputs of the network in a decision, the same at every step of the sampler."""
-
-    history: Tensor
-    """``[B, Z, P, h, w]`` float32 clean latents of earlier frames, which stay in front of the new ones."""
-    channels: Tensor
-    """``[B, 2 Z + 7, F, h, w]`` float32, see `condition_channels`."""
-    image: Tensor
-    """``[B, I, K]`` tokens of the episode's first picture, which is the window's first too."""
-    actions: Tensor
-    """``[B, F, T, K]`` tokens of the action that made each frame."""
-    poses: Tensor
-    """``[B, C, 8]`` float32 poses of the hand at the new frames."""
-
-
-def conditions_of(
-    networks: EvacNetworks,
-    geometry: Geometry,
-    state: EvacState,
-    actions_BC7: Tensor,
-    *,
-    remembered: int,
-    encode: Callable[[Tensor], Tensor],
-) -> Conditions:
-    """Compute the conditions of a decision, on the device.
-
-    Args:
-        encode: Turns maps ``[N, 3, H, W]`` into latents ``[N, Z, h, w]`` float32.
-    """
-    history_BPZhw, poses_BP8, before_BP8 = state.remembered(remembered)
-    last_B8 = poses_BP8[:, -1]  # the last frame is always remembered
-    poses_BC8 = networks.pose_model.follow(actions_BC7, last_B8)
-    before_BC8 = torch.cat([last_B8[:, None], poses_BC8[:, :-1]], dim=1)
-    motions_BF14 = geometry.motions(
-        torch.cat([poses_BP8, poses_BC8], dim=1), torch.cat([before_BP8, before_BC8], dim=1)
-    )
-    pictures_B3HW = to_signed(state.first).permute(0, 3, 1, 2)
-    maps_BCZhw = encode(geometry.drawer(poses_BC8).flatten(0, 1)).unflatten(0, poses_BC8.shape[:2])
-    return Conditions(
-        history=history_BPZhw.transpose(1, 2),
-        channels=condition_channels(history_BPZhw, maps_BCZhw, geometry.drawer.rays),
-        image=networks.image_resampler(networks.image_encoder(pictures_B3HW)),
-        actions=action_tokens(networks.action_resampler, motions_BF14),
-        poses=poses_BC8,
-    )

@@ -55,21 +55,6 @@ class UNetConfig:
     """Kinds of robots."""
 
     @classmethod
-    def tiny(cls) -> UNetConfig:
-        """Return a size for tests and small pictures."""
-        return cls(
-            channels=16,
-            multipliers=(1, 2),
-            res_blocks=1,
-            attention_levels=(0, 1),
-            head_dim=8,
-            context_dim=24,
-            initial_inner=16,
-            groups=4,
-            domains=12,
-        )
-
-    @classmethod
     def published(cls) -> UNetConfig:
         """Return the published size: 1549 tensors, 1,464,484,100 parameters."""
         return cls(

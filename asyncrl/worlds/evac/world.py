@@ -11,6 +11,7 @@ channels, h/w latent size, I image tokens, T tokens of an action, K their width.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,37 @@ from asyncrl.devices.cuda_graph import CudaGraphed
 from asyncrl.devices.tensors import to_device, to_signed, to_uint8
 from asyncrl.errors import ConfigError
 from asyncrl.records import CHUNK, ActionSpec, StartState
-from asyncrl.worlds.evac.conditions import EvacConfig, EvacNetworks, Geometry, decode_frames, encode_frames
+from asyncrl.worlds.evac.conditions import (
+    EvacConfig,
+    EvacNetworks,
+    Geometry,
+    action_tokens,
+    condition_channels,
+    decode_frames,
+    encode_frames,
+)
 from asyncrl.worlds.evac.ddim import guided, normal_noise, normal_words, sampling_steps, seed_words
 from asyncrl.worlds.evac.files import CONTEXT, FRAMES_AT_ONCE, EvacFiles, open_evac, write_evac
-from asyncrl.worlds.evac.state import Conditions, EvacOptions, EvacState, conditions_of
+from asyncrl.worlds.evac.state import EvacOptions, EvacState
 from asyncrl.worlds.files import FolderWorld
 from asyncrl.worlds.slots import finite_rows, imagine_full, open_each_once
 from asyncrl.worlds.start_states import check_beginnings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """Inputs of the network in a decision, the same at every step of the sampler."""
+
+    history: Tensor
+    """``[B, Z, P, h, w]`` float32 clean latents of earlier frames, which stay in front of the new ones."""
+    channels: Tensor
+    """``[B, 2 Z + 7, F, h, w]`` float32, see `condition_channels`."""
+    image: Tensor
+    """``[B, I, K]`` tokens of the episode's first picture, which is the window's first too."""
+    actions: Tensor
+    """``[B, F, T, K]`` tokens of the action that made each frame."""
+    poses: Tensor
+    """``[B, C, 8]`` float32 poses of the hand at the new frames."""
 
 
 class EvacWorld(FolderWorld):
@@ -164,14 +189,7 @@ class EvacWorld(FolderWorld):
     def _imagine(
         self, state: EvacState, actions_BC7: Tensor, noise_seeds: Sequence[int]
     ) -> tuple[Tensor, EvacState]:
-        conditions = conditions_of(
-            self.networks,
-            self._geometry,
-            state,
-            actions_BC7,
-            remembered=self.config.history,
-            encode=lambda maps: self._encode(maps, self._encode_frames),
-        )
+        conditions = self.conditions(state, actions_BC7)
         new_BZChw = self.denoise(conditions, noise_seeds)
         latents_BCZhw = new_BZChw.transpose(1, 2)
         pictures = self._decode(latents_BCZhw.flatten(0, 1)).unflatten(0, latents_BCZhw.shape[:2])
@@ -179,6 +197,27 @@ class EvacWorld(FolderWorld):
         parts = (new_BZChw, conditions.poses, pictures)
         finite = torch.stack([finite_rows(part) for part in parts]).all(dim=0)
         return frames, state.extended(latents_BCZhw, conditions.poses, finite)
+
+    def conditions(self, state: EvacState, actions_BC7: Tensor) -> Conditions:
+        """Compute the conditions of a decision."""
+        networks, drawer = self.networks, self._geometry.drawer
+        history_BPZhw, poses_BP8, before_BP8 = state.remembered(self.config.history)
+        last_B8 = poses_BP8[:, -1]  # the last frame is always remembered
+        poses_BC8 = networks.pose_model.follow(actions_BC7, last_B8)
+        before_BC8 = torch.cat([last_B8[:, None], poses_BC8[:, :-1]], dim=1)
+        motions_BF14 = self._geometry.motions(
+            torch.cat([poses_BP8, poses_BC8], dim=1), torch.cat([before_BP8, before_BC8], dim=1)
+        )
+        pictures_B3HW = to_signed(state.first).permute(0, 3, 1, 2)
+        maps = self._encode(drawer(poses_BC8).flatten(0, 1), self._encode_frames)
+        maps_BCZhw = maps.unflatten(0, poses_BC8.shape[:2])
+        return Conditions(
+            history=history_BPZhw.transpose(1, 2),
+            channels=condition_channels(history_BPZhw, maps_BCZhw, drawer.rays),
+            image=networks.image_resampler(networks.image_encoder(pictures_B3HW)),
+            actions=action_tokens(networks.action_resampler, motions_BF14),
+            poses=poses_BC8,
+        )
 
     @torch.no_grad()
     def denoise(self, conditions: Conditions, noise_seeds: Sequence[int]) -> Tensor:

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from asyncrl.worlds.evac.conditions import AutoencoderConfig, build_autoencoder, decode_frames, encode_frames
 from asyncrl.worlds.evac.published import published_state
-from support.evac import published_shapes, randomised
+from support.evac import PUBLISHED, published_shapes, randomised
 
 TINY = AutoencoderConfig(channels=8, multipliers=(1, 2, 2), res_blocks=2, groups=4)
 
@@ -82,7 +82,7 @@ def tiny() -> Any:
 
 def test_published_names_and_shapes_are_the_published_ones() -> None:
     with torch.device("meta"):
-        network = build_autoencoder(AutoencoderConfig.published())
+        network = build_autoencoder(PUBLISHED.autoencoder)
     published = published_shapes("evac_autoencoder")
     assert len(published) == 248
     found = {

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from asyncrl.worlds.evac.conditions import EvacConfig
 from asyncrl.worlds.evac.world import EvacWorld
 from asyncrl.worlds.interface import BringsDefaults, CompilesWorld, CountsSlots
-from support.evac import some_actions, start_state, tiny_networks
+from support.evac import some_actions, start_state, tiny_config, tiny_networks
 
-CONFIG = EvacConfig.tiny()
+CONFIG = tiny_config()
 
 
 def test_it_offers_what_a_world_may_offer() -> None:

@@ -16,23 +16,25 @@ from asyncrl.config.sections import ImaginationSettings
 from asyncrl.errors import CheckpointError
 from asyncrl.storage.untrusted import header_names
 from asyncrl.storage.weight_files import write_tensors
-from asyncrl.worlds.evac.conditions import EvacConfig, EvacNetworks
+from asyncrl.worlds.evac.conditions import EvacNetworks
 from asyncrl.worlds.evac.files import open_evac
 from asyncrl.worlds.evac.published import PREFIXES, published_tensors
 from asyncrl.worlds.evac.world import EvacWorld, load_world, save_world
 from asyncrl.worlds.files import convert_world
 from support.evac import (
+    PUBLISHED,
     SMALL,
     checkpoint,
     pose_file,
     published_shapes,
     some_actions,
     start_state,
+    tiny_config,
     tiny_networks,
 )
 
 SETTINGS = ImaginationSettings()
-TINY = EvacConfig.tiny()
+TINY = tiny_config()
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +199,7 @@ def test_a_folder_of_nothing_says_what_was_looked_for(tmp_path: Path) -> None:
 
 def test_the_expected_names_are_those_of_the_published_files() -> None:
     with torch.device("meta"):
-        wanted = published_tensors(EvacNetworks.build(EvacConfig.published()))
+        wanted = published_tensors(EvacNetworks.build(PUBLISHED))
     files = {
         "unet": "evac_unet",
         "autoencoder": "evac_autoencoder",

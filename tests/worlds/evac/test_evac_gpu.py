@@ -5,17 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from asyncrl.worlds.evac.conditions import EvacConfig
 from asyncrl.worlds.evac.ddim import normal_noise, normal_words, seed_words
 from asyncrl.worlds.evac.state import EvacOptions
 from asyncrl.worlds.evac.world import EvacWorld
-from support.evac import some_actions, start_state, tiny_networks
+from support.evac import some_actions, start_state, tiny_config, tiny_networks
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-CONFIG = EvacConfig.tiny()
+CONFIG = tiny_config()
 
 
 def cuda_world(**options: float) -> EvacWorld:

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from asyncrl.worlds.evac.conditions import ImageEncoder, ImageEncoderConfig
 from asyncrl.worlds.evac.published import published_state
-from support.evac import randomised
+from support.evac import TINY_IMAGE_ENCODER, randomised
 
-TINY = ImageEncoderConfig.tiny()
+TINY = TINY_IMAGE_ENCODER
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 STD = (0.26862954, 0.26130258, 0.27577711)
 

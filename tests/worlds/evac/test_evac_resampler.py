@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from asyncrl.worlds.evac.conditions import Resampler, ResamplerConfig
-from support.evac import published_shapes, randomised, shapes_of
+from support.evac import PUBLISHED, published_shapes, randomised, shapes_of
 
 TINY = ResamplerConfig(inputs=5, queries=4, width=12, depth=2, heads=2, head_dim=3)
 
@@ -46,8 +47,10 @@ def slow(w: dict[str, Tensor], size: ResamplerConfig, vectors: Tensor) -> Tensor
 
 def test_names_shapes_and_counts_are_the_published_ones() -> None:
     with torch.device("meta"):
-        actions = Resampler(ResamplerConfig.published_actions())
-        images = {chunk: Resampler(ResamplerConfig.published_image(chunk)) for chunk in (8, 16)}
+        actions = Resampler(PUBLISHED.action_resampler)
+        images = {
+            chunk: Resampler(replace(PUBLISHED.image_resampler, queries=16 * chunk)) for chunk in (8, 16)
+        }
     assert shapes_of(actions) == published_shapes("evac_action_resampler")
     assert shapes_of(images[8]) == published_shapes("evac_image_resampler_8")
     assert shapes_of(images[16]) == published_shapes("evac_image_resampler_16")

@@ -18,10 +18,10 @@ from asyncrl.worlds.evac.ddim import (
     signal_shares,
     velocity,
 )
-from asyncrl.worlds.evac.unet import EvacUNet, UNetConfig
-from support.evac import randomised
+from asyncrl.worlds.evac.unet import EvacUNet
+from support.evac import TINY_UNET, randomised
 
-SIZE = UNetConfig.tiny()
+SIZE = TINY_UNET
 B, P, C = 3, 2, 3
 
 

@@ -12,9 +12,9 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from asyncrl.worlds.evac.unet import CausalConv, EvacUNet, UNetConfig, attend, sinusoid
-from support.evac import published_shapes, randomised, shapes_of
+from support.evac import TINY_UNET, published_shapes, randomised, shapes_of
 
-TINY = UNetConfig.tiny()
+TINY = TINY_UNET
 Weights = dict[str, Tensor]
 
 

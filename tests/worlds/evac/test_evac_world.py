@@ -16,15 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from asyncrl.config.sections import ImaginationSettings
 from asyncrl.errors import ConfigError
 from asyncrl.records import StartState
-from asyncrl.worlds.evac.conditions import EvacConfig, decode_frames, encode_frames
+from asyncrl.worlds.evac.conditions import decode_frames, encode_frames
 from asyncrl.worlds.evac.ddim import normal_noise, sampling_times, seed_words, signal_scales, signal_shares
 from asyncrl.worlds.evac.files import estimate_slot
 from asyncrl.worlds.evac.state import EvacOptions, EvacState
 from asyncrl.worlds.evac.unet import EvacUNet
 from asyncrl.worlds.evac.world import EvacWorld
-from support.evac import POSE, some_actions, start_state, tiny_networks
+from support.evac import POSE, PUBLISHED, some_actions, start_state, tiny_config, tiny_networks
 
-CONFIG = EvacConfig.tiny()
+CONFIG = tiny_config()
 
 
 @pytest.fixture(scope="module")
@@ -368,7 +368,7 @@ def test_sizes_that_do_not_fit_are_refused(wrong: dict[str, Any]) -> None:
 
 
 def test_a_slot_of_the_published_size_is_what_the_documentation_says() -> None:
-    slot = estimate_slot(EvacConfig.published(), 32, torch.bfloat16)
+    slot = estimate_slot(PUBLISHED, 32, torch.bfloat16)
     frames = 1 + 4 + 256
     state = frames * (4 * 32 * 32 * 4 + 8 * 4) + 256 * 256 * 3
     assert slot.kept == 2 * state
