@@ -102,15 +102,15 @@ def beginnings(size: int) -> list[StartState]:
 
 
 def wan(memory: str) -> WanWorld:
-    return load_world(world_folder("tabletop"), settings=ImaginationSettings(context=memory))  # type: ignore[arg-type]
+    return load_world(world_folder("tabletop"), settings=ImaginationSettings(context=memory, steps=2))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("memory", ["latents", "frames"])
-@pytest.mark.parametrize("slots", [1, 7, 8])
+@pytest.mark.parametrize("slots", [1, 7])
 def test_wan_draws_the_very_frames_of_slots_that_are_opened_each_for_itself(memory: str, slots: int) -> None:
     world = wan(memory)
     shipped = load_start_states(start_states_path("tabletop", "tabletop"))
-    states = [shipped[0]] * 8 if slots == 8 else [*beginnings(64)[:4], *shipped[:2], shipped[0]][:slots]
+    states = [*beginnings(64)[:4], *shipped[:2], shipped[0]][:slots]
     actions = some_actions(slots)
     shared, apart = world.start(states), world.open_slots(states)
     for one, other in zip(shared._tensors(), apart._tensors(), strict=True):

@@ -407,19 +407,6 @@ def test_the_two_memories_agree_in_the_first_decision_and_part_afterwards(world:
     assert (state_a.memory - state_b.memory).abs().max() > 1e-2
 
 
-def test_slots_with_memory_in_frames_can_be_refilled(world: WanWorld) -> None:
-    exact = WanWorld(world.transformer, world.vae, image_size=64, schedule_steps=2, memory="frames")
-    _, state = exact.imagine(exact.start([start_state(1), start_state(2)]), some_actions(2), [1, 2])
-    kept = state.select([0])
-    state.write_rows([1], exact.start([start_state(3)]))
-    actions = some_actions(2, seed=9)
-    mixed, _ = exact.imagine(state, actions, [3, 4])
-    goes_on, _ = exact.imagine(kept, actions[:1], [3])
-    afresh, _ = exact.imagine(exact.start([start_state(3)]), actions[1:], [4])
-    assert (mixed[0].int() - goes_on[0].int()).abs().max() <= 1
-    assert (mixed[1].int() - afresh[0].int()).abs().max() <= 1
-
-
 def test_a_compiled_world_fills_its_batch_up_and_imagines_the_same(
     world: WanWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -445,72 +432,12 @@ def test_without_context_the_episode_begins_with_a_still_image_and_null_actions(
     assert torch.equal(a.last_actions, b.last_actions)
 
 
-def test_slots_do_not_see_their_neighbours(world: WanWorld) -> None:
-    starts, actions = [start_state(1), start_state(2, context=4)], some_actions(2)
-    together = world.start(starts)
-    frames, after = world.imagine(together, actions, [11, 12])
-    latents = world.denoise(together, actions, [11, 12])
-    for i in range(2):
-        alone = world.start([starts[i]])
-        mine, mine_after = world.imagine(alone, actions[i : i + 1], [11 + i])
-        torch.testing.assert_close(
-            world.denoise(alone, actions[i : i + 1], [11 + i]), latents[i : i + 1], atol=1e-5, rtol=1e-5
-        )
-        assert (mine[0].int() - frames[i].int()).abs().max() <= 1
-        torch.testing.assert_close(mine_after.memory, after.memory[i : i + 1], atol=1e-5, rtol=1e-5)
-
-
-def test_a_refilled_slot_starts_afresh_and_the_other_goes_on(world: WanWorld) -> None:
-    first, state = world.imagine(world.start([start_state(1), start_state(2)]), some_actions(2), [1, 2])
-    kept = state.select([0])
-    state.write_rows([1], world.start([start_state(3)]))
-    actions = some_actions(2, seed=9)
-    mixed, _ = world.imagine(state, actions, [3, 4])
-    goes_on, _ = world.imagine(kept, actions[:1], [3])
-    afresh, _ = world.imagine(world.start([start_state(3)]), actions[1:], [4])
-    assert (mixed[0].int() - goes_on[0].int()).abs().max() <= 1
-    assert (mixed[1].int() - afresh[0].int()).abs().max() <= 1
-    assert (mixed[1].int() - first[1].int()).abs().max() > 1
-
-
-def test_put_changes_neither_the_source_nor_older_states(world: WanWorld) -> None:
-    before = world.start([start_state(1), start_state(2)])
-    anchor = before.anchor.clone()
-    _, after = world.imagine(before, some_actions(2), [1, 2])
-    other = world.start([start_state(3)])
-    assert after.write_rows([0], other) is after
-    assert torch.equal(before.anchor, anchor)
-    assert torch.equal(after.anchor[:1], other.anchor)
-    assert torch.equal(after.select([1, 0]).anchor, after.anchor.flip(0))
-    assert len(after.to("cpu")) == 2
-
-
-def test_a_slot_can_be_refilled_whether_or_not_it_was_filled_in_inference_mode(world: WanWorld) -> None:
-    with torch.inference_mode():
-        _, state = world.imagine(world.start([start_state(1)]), some_actions(1), [1])
-    fresh = world.start([start_state(2)])
-    assert torch.equal(state.write_rows([0], fresh).anchor, fresh.anchor)
-    with torch.inference_mode():
-        assert torch.equal(fresh.write_rows([0], world.start([start_state(3)])).anchor, fresh.anchor)
-
-
 def test_actions_may_come_as_read_only_arrays(world: WanWorld) -> None:
     actions = some_actions(1).numpy()
     actions.flags.writeable = False
     state = world.start([start_state(1)])
     frames, _ = world.imagine(state, actions, [1])
     assert torch.equal(frames, world.imagine(state, some_actions(1), [1])[0])
-
-
-def test_a_seed_fixes_the_frames_bit_for_bit_and_another_seed_changes_them(world: WanWorld) -> None:
-    state, actions = world.start([start_state(1)]), some_actions(1)
-    frames, _ = world.imagine(state, actions, [5])
-    again, _ = world.imagine(state, actions, [5])
-    other, _ = world.imagine(state, actions, [6])
-    assert frames.shape == (1, 8, 64, 64, 3)
-    assert frames.dtype == torch.uint8
-    assert torch.equal(frames, again)
-    assert not torch.equal(frames, other)
 
 
 def test_noise_depends_on_the_seed_of_its_row_only() -> None:
@@ -523,11 +450,6 @@ def test_noise_depends_on_the_seed_of_its_row_only() -> None:
 def test_pixels_are_rounded_to_the_nearest_level() -> None:
     values = torch.tensor([-1.0, 1.0, 0.0, -0.9961])
     assert to_uint8(values).tolist() == [0, 255, 128, 0]
-
-
-def test_actions_of_another_shape_are_refused(world: WanWorld) -> None:
-    with pytest.raises(ValueError, match=r"need actions \[1, 8, 7\]"):
-        world.imagine(world.start([start_state(1)]), torch.zeros(1, 7, 7), [0])
 
 
 def test_start_states_of_another_size_are_refused(world: WanWorld) -> None:

@@ -57,6 +57,16 @@ def test_every_world_keeps_all_of_it(name: str) -> None:
     assert [line.partition(":")[0] for line in lines] == ["imagine", *CHECKS, "modules"]
 
 
+@pytest.mark.parametrize("name", ["wan, latents", "opensora", "evac"])
+def test_seeds_actions_and_starts_all_decide_what_is_drawn(name: str) -> None:
+    world = WORLDS[name]()
+    starts = [start_state(seed, size=world.image_size) for seed in (1, 1, 1, 2)]
+    actions = torch.zeros(4, 8, 7)
+    actions[1] += 1
+    frames, _ = world.imagine(world.start(starts, decisions=1), actions, [1, 1, 2, 1])
+    assert [torch.equal(frames[0], frames[row]) for row in (1, 2, 3)] == [False] * 3
+
+
 def test_a_world_with_little_room_is_told_from_one_without_bounds() -> None:
     for world, said in ((evac(), "is refused"), (nano_world(), "any number of decisions may follow")):
         line = next(line for line in check_world(world, states(32)) if line.startswith("room"))

@@ -50,27 +50,6 @@ def test_memory_comes_with_the_poses_there_and_before() -> None:
         assert torch.equal(poses[row, -1], state.poses[row, count - 1])
 
 
-def test_selected_rows_are_copies_in_the_order_asked_for() -> None:
-    state = some_state(3)
-    picked = state.select([2, 0, 2])
-    assert len(picked) == 3
-    for name, tensor in tensors(picked).items():
-        assert torch.equal(tensor, tensors(state)[name][[2, 0, 2]])
-    picked.history.zero_()
-    picked.left[0] = 99
-    assert state.history.abs().min() > 0
-    assert 99 not in state.left.tolist()
-
-
-def test_written_rows_replace_those_and_no_others() -> None:
-    state, other = some_state(4), some_state(2, seed=1)
-    before = {name: tensor.clone() for name, tensor in tensors(state).items()}
-    assert state.write_rows([3, 1], other) is state
-    for name, tensor in tensors(state).items():
-        assert torch.equal(tensor[[3, 1]], tensors(other)[name])
-        assert torch.equal(tensor[[0, 2]], before[name][[0, 2]])
-
-
 def test_states_for_other_numbers_of_decisions_do_not_mix() -> None:
     with pytest.raises(ConfigError, match=r"room for 25 frames .* room for 17"):
         some_state(2).write_rows([0], some_state(1, room=25))

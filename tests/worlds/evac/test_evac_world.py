@@ -7,7 +7,6 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from asyncrl.records import StartState
 from asyncrl.worlds.evac.conditions import decode_frames, encode_frames
 from asyncrl.worlds.evac.ddim import normal_noise, sampling_times, seed_words, signal_scales, signal_shares
 from asyncrl.worlds.evac.files import estimate_slot
-from asyncrl.worlds.evac.state import EvacOptions, EvacState
+from asyncrl.worlds.evac.state import EvacOptions
 from asyncrl.worlds.evac.unet import EvacUNet
 from asyncrl.worlds.evac.world import EvacWorld
 from support.evac import POSE, PUBLISHED, some_actions, start_state, tiny_config, tiny_networks
@@ -149,54 +148,6 @@ def test_fifty_steps_stay_finite(world: EvacWorld) -> None:
 # ---- rows ---------------------------------------------------------------------------------------------
 
 
-def same(one: EvacState, other: EvacState, *, exact: bool) -> None:
-    assert torch.equal(one.left, other.left)
-    for name in ("history", "poses", "count", "first", "finite"):
-        a, b = getattr(one, name), getattr(other, name)
-        if exact or name in ("count", "finite"):
-            assert torch.equal(a, b), name
-        else:
-            torch.testing.assert_close(a.float(), b.float(), atol=1.0 if name == "first" else 1e-4, rtol=1e-4)
-
-
-def test_a_row_is_the_same_beside_other_neighbours(world: EvacWorld) -> None:
-    one = world.start([start_state(1), start_state(2)], decisions=2)
-    two = world.start([start_state(1), start_state(3, context=4)], decisions=2)
-    actions = some_actions(3)
-    frames_one, after_one = world.imagine(one, actions[[0, 1]], [5, 6])
-    frames_two, after_two = world.imagine(two, actions[[0, 2]], [5, 7])
-    assert torch.equal(frames_one[0], frames_two[0])
-    same(after_one.select([0]), after_two.select([0]), exact=True)
-    assert not torch.equal(frames_one[1], frames_two[1])
-    alone, after = world.imagine(world.start([start_state(1)], decisions=2), actions[:1], [5])
-    assert (alone[0].int() - frames_one[0].int()).abs().max() <= 1
-    same(after, after_one.select([0]), exact=False)
-
-
-def test_the_given_state_is_not_changed(world: EvacWorld) -> None:
-    state = world.start([start_state(1)], decisions=2)
-    before = state.select([0])
-    first, _ = world.imagine(state, some_actions(1), [5])
-    again, _ = world.imagine(state, some_actions(1), [5])
-    same(state, before, exact=True)
-    assert torch.equal(first, again)
-    other, _ = world.imagine(state, some_actions(1), [6])
-    assert not torch.equal(first, other)
-
-
-def test_a_slot_saved_in_mid_episode_goes_on_as_if_nothing_had_been(world: EvacWorld) -> None:
-    state = world.start([start_state(1), start_state(2)], decisions=3)
-    _, state = world.imagine(state, some_actions(2, 1), [1, 2])
-    kept = state.select([1])
-    expected, _ = world.imagine(state, some_actions(2, 2), [3, 4])
-    other = world.start([start_state(7), start_state(8)], decisions=3)
-    other.write_rows([1], kept)
-    got, after = world.imagine(other, some_actions(2, 2), [3, 4])
-    assert torch.equal(got[1], expected[1])
-    assert after.left.tolist() == [2, 1]
-    assert after.count.tolist() == [9, 17]
-
-
 def test_an_action_reaches_the_hand_from_its_own_frame_on(world: EvacWorld) -> None:
     state = world.start([start_state(1)], decisions=1)
     actions = some_actions(1)
@@ -217,18 +168,6 @@ def test_actions_and_seeds_and_starts_all_matter(world: EvacWorld) -> None:
         assert not torch.equal(frames[0], frames[row])
 
 
-def test_actions_that_are_not_finite_poison_their_row_only(world: EvacWorld) -> None:
-    state = world.start([start_state(1), start_state(2)], decisions=2)
-    actions = some_actions(2)
-    clean, _ = world.imagine(state, actions, [1, 2])
-    actions[1, 3, 2] = math.nan
-    frames, after = world.imagine(state, actions, [1, 2])
-    assert after.finite.tolist() == [True, False]
-    assert torch.equal(frames[0], clean[0])
-    _, later = world.imagine(after, some_actions(2), [3, 4])
-    assert later.finite.tolist() == [True, False]
-
-
 def test_fewer_rows_than_compiled_for_are_filled_up(world: EvacWorld) -> None:
     filled = EvacWorld(world.networks, CONFIG)
     filled._rows = 3
@@ -237,7 +176,8 @@ def test_fewer_rows_than_compiled_for_are_filled_up(world: EvacWorld) -> None:
     got, got_after = filled.imagine(state, some_actions(2), [1, 2])
     assert got.shape == frames.shape
     assert (got.int() - frames.int()).abs().max() <= 1
-    same(got_after, after, exact=False)
+    assert torch.equal(got_after.count, after.count)
+    torch.testing.assert_close(got_after.history, after.history, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.slow
@@ -303,29 +243,6 @@ def test_a_decision_beyond_the_announced_number_is_an_error(world: EvacWorld) ->
         world.imagine(state, some_actions(1), [1])
     with pytest.raises(ConfigError, match="0 decisions"):
         world.start([start_state(1)], decisions=0)
-
-
-def test_a_start_state_without_a_pose_is_refused_by_name(world: EvacWorld) -> None:
-    with pytest.raises(ConfigError, match="start-9 does not say where the robot's hand is"):
-        world.start([start_state(1), start_state(9, pose=None)], decisions=1)
-    odd = replace(start_state(8), ee_pose=np.full(8, np.nan, np.float32))
-    with pytest.raises(ConfigError, match="start-8"):
-        world.start([odd], decisions=1)
-
-
-def test_other_pictures_and_contexts_are_refused(world: EvacWorld) -> None:
-    with pytest.raises(ConfigError, match=r"start-1 has a frame of shape \[16, 16, 3\].*32x32"):
-        world.start([start_state(1, size=16)], decisions=1)
-    with pytest.raises(ConfigError, match="3 context frames"):
-        world.start([start_state(1, context=3)], decisions=1)
-
-
-def test_wrong_shapes_name_both_shapes(world: EvacWorld) -> None:
-    state = world.start([start_state(1), start_state(2)], decisions=1)
-    with pytest.raises(ValueError, match=r"actions \[2, 8, 7\].*got \[2, 4, 7\] and 2"):
-        world.imagine(state, torch.zeros(2, 4, 7), [1, 2])
-    with pytest.raises(ValueError, match=r"got \[2, 8, 7\] and 1"):
-        world.imagine(state, torch.zeros(2, 8, 7), [1])
 
 
 @pytest.mark.parametrize(

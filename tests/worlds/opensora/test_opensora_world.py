@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.errors import ConfigError
 from asyncrl.records import StartState
 from asyncrl.worlds.opensora.world import OpenSoraWorld
 from support.opensora import RANGE, by_diffusers, nano_world
@@ -81,37 +80,6 @@ def test_frames_depend_on_their_own_action_and_earlier_ones_only(world: OpenSora
         assert (difference[number:] > 1e-5).all()
 
 
-def test_a_seed_fixes_the_frames_bit_for_bit_and_another_seed_changes_them(world: OpenSoraWorld) -> None:
-    state, actions = world.start([start_state(1)]), some_actions(1)
-    frames, _ = world.imagine(state, actions, [5])
-    again, _ = world.imagine(state, actions, [5])
-    other, _ = world.imagine(state, actions, [6])
-    assert frames.shape == (1, 8, 32, 32, 3)
-    assert frames.dtype == torch.uint8
-    assert torch.equal(frames, again)
-    assert not torch.equal(frames, other)
-
-
-def test_actions_may_come_as_read_only_arrays(world: OpenSoraWorld) -> None:
-    actions = some_actions(1).numpy()
-    actions.flags.writeable = False
-    state = world.start([start_state(1)])
-    assert torch.equal(world.imagine(state, actions, [1])[0], world.imagine(state, some_actions(1), [1])[0])
-
-
-def test_actions_that_are_no_numbers_poison_their_row_only(world: OpenSoraWorld) -> None:
-    state, actions = world.start([start_state(1), start_state(2)]), some_actions(2)
-    sound, _ = world.imagine(state, actions, [1, 2])
-    actions[0, 3, 2] = float("nan")
-    frames, after = world.imagine(state, actions, [1, 2])
-    assert after.finite.tolist() == [False, True]
-    assert grey_levels_apart(frames[1], sound[1]) <= 1
-    _, later = world.imagine(after, some_actions(2), [3, 4])
-    assert later.finite.tolist() == [False, True]
-    _, later = world.imagine(replace(state, finite=after.finite), some_actions(2), [3, 4])
-    assert later.finite.tolist() == [False, True]  # also where the latents look sound
-
-
 def test_a_world_in_bfloat16_remembers_float32_and_draws_nearly_the_same(world: OpenSoraWorld) -> None:
     rounded = nano_world()
     for module in rounded.modules().values():
@@ -128,60 +96,6 @@ def test_a_world_in_bfloat16_remembers_float32_and_draws_nearly_the_same(world: 
 # ---- slots ---------------------------------------------------------------------------------------
 
 
-def test_slots_do_not_see_their_neighbours(world: OpenSoraWorld) -> None:
-    starts, actions = [start_state(1), start_state(2, context=4)], some_actions(2)
-    together = world.start(starts)
-    frames, after = world.imagine(together, actions, [11, 12])
-    for i in range(2):
-        alone = world.start([starts[i]])
-        mine, mine_after = world.imagine(alone, actions[i : i + 1], [11 + i])
-        assert grey_levels_apart(mine[0], frames[i]) <= 1
-        torch.testing.assert_close(mine_after.latents, after.latents[i : i + 1], atol=1e-5, rtol=1e-5)
-
-
-def test_a_refilled_slot_starts_afresh_and_the_other_goes_on(world: OpenSoraWorld) -> None:
-    first, state = world.imagine(world.start([start_state(1), start_state(2)]), some_actions(2), [1, 2])
-    kept = state.select([0])
-    state.write_rows([1], world.start([start_state(3)]))
-    actions = some_actions(2, seed=9)
-    mixed, _ = world.imagine(state, actions, [3, 4])
-    goes_on, _ = world.imagine(kept, actions[:1], [3])
-    afresh, _ = world.imagine(world.start([start_state(3)]), actions[1:], [4])
-    assert grey_levels_apart(mixed[0], goes_on[0]) <= 1
-    assert grey_levels_apart(mixed[1], afresh[0]) <= 1
-    assert grey_levels_apart(mixed[1], first[1]) > 1
-
-
-def test_a_decision_changes_no_older_state(world: OpenSoraWorld) -> None:
-    before = world.start([start_state(1), start_state(2)])
-    latents = before.latents.clone()
-    _, after = world.imagine(before, some_actions(2), [1, 2])
-    after.write_rows([0, 1], after.select([1, 0]))
-    assert torch.equal(before.latents, latents)
-
-
-def test_siblings_are_encoded_once_and_share_every_bit(
-    world: OpenSoraWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    encoded: list[int] = []
-    encode = world.vae.encode
-
-    def counting(frames: Tensor) -> Tensor:
-        encoded.append(len(frames))
-        return encode(frames)
-
-    monkeypatch.setattr(world.vae, "encode", counting)
-    one, other = start_state(1), start_state(2, context=4)
-    copied = replace(one, name="the same frame, read again", frame=one.frame.copy())
-    state = world.start([one, other, one, copied, other])
-    assert encoded == [1 + 4]
-    assert torch.equal(state.latents[0], state.latents[2])
-    assert torch.equal(state.latents[0], state.latents[3])
-    assert torch.equal(state.latents[1], state.latents[4])
-    expected = torch.cat([world.start([start]).latents for start in (one, other)])
-    torch.testing.assert_close(state.latents[:2], expected, atol=1e-5, rtol=1e-5)
-
-
 def test_an_episode_goes_on_from_its_context_and_not_from_the_first_frame(world: OpenSoraWorld) -> None:
     start = start_state(6, context=4)
     state = world.start([start])
@@ -196,24 +110,6 @@ def test_an_episode_goes_on_from_its_context_and_not_from_the_first_frame(world:
     torch.testing.assert_close(
         world.start([still]).latents, world.start([plain]).latents, atol=1e-5, rtol=1e-5
     )
-
-
-def test_wrong_shapes_are_refused_with_both(world: OpenSoraWorld) -> None:
-    state = world.start([start_state(1)])
-    with pytest.raises(
-        ValueError, match=r"need actions \[1, 8, 7\] and as many seeds, got \[1, 7, 7\] and 1"
-    ):
-        world.imagine(state, torch.zeros(1, 7, 7), [0])
-    with pytest.raises(ValueError, match=r"got \[1, 8, 7\] and 2"):
-        world.imagine(state, torch.zeros(1, 8, 7), [0, 1])
-    with pytest.raises(ConfigError, match=r"frame of shape \[16, 16, 3\].*32x32 pixels"):
-        world.start([start_state(1, size=16)])
-    with pytest.raises(ConfigError, match=r"frame of shape \[16, 16, 3\]"):
-        world.start(
-            [replace(start_state(1), context_frames=start_state(1, context=4, size=16).context_frames)]
-        )
-    with pytest.raises(ConfigError, match="has 2 context frames"):
-        world.start([start_state(1, context=2)])
 
 
 def test_a_world_without_steps_is_refused() -> None:
