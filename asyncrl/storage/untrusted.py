@@ -216,17 +216,27 @@ INDEX: Final = "model.safetensors.index.json"
 _HEADER_BYTES: Final = 100_000_000
 
 
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """Read the header of a safetensors file: tensor name -> entry, and the offset of the numbers.
+
+    Raises:
+        OSError, struct.error, ValueError: It cannot be read.
+    """
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        if length > _HEADER_BYTES:
+            raise ValueError(f"its header has {length} bytes")
+        entries = parse_json(file.read(length), dict)
+    entries.pop("__metadata__", None)
+    return entries, 8 + length
+
+
 def header_names(path: Path) -> set[str]:
     """Read the tensor names of a safetensors file, even of a truncated one; empty for other files."""
-    if not path.is_file():
-        return set()
     try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            entries = parse_json(file.read(length), dict) if length <= _HEADER_BYTES else {}
+        return set(read_header(path)[0]) if path.is_file() else set()
     except (OSError, struct.error, ValueError):
         return set()
-    return entries.keys() - {"__metadata__"}
 
 
 # --- HDF5 ---

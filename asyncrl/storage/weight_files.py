@@ -26,7 +26,7 @@ from torch import Tensor
 
 from asyncrl.errors import CheckpointError, first_line
 from asyncrl.storage.atomic import read_json, replacing
-from asyncrl.storage.untrusted import INDEX, parse_json
+from asyncrl.storage.untrusted import INDEX, read_header
 
 WEIGHTS: Final = "model.safetensors"
 TYPES: Final = {
@@ -93,12 +93,9 @@ class SafetensorsFile:
                 f"{path} is truncated or not a safetensors file ({error}). Download or copy it again."
             ) from error
         try:
-            with path.open("rb") as opened:
-                (length,) = struct.unpack("<Q", opened.read(8))
-                entries = parse_json(opened.read(length), dict)
-            entries.pop("__metadata__", None)
+            entries, begin = read_header(path)
             self.headers = {
-                name: _Header(entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
+                name: _Header(entry["dtype"], tuple(entry["shape"]), begin + entry["data_offsets"][0])
                 for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"][0])
             }
         except (OSError, struct.error, ValueError, KeyError, TypeError, IndexError) as error:
