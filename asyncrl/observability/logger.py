@@ -1,12 +1,7 @@
-"""Write a run's numbers to metrics.jsonl, TensorBoard and the console.
+"""Write a run's numbers to metrics.jsonl and TensorBoard, by threads (`background_file`), and the console.
 
-Files are written by threads of their own (`background_file`): with a full or hanging disk rows and curves
-come late, or are lost and counted, but the learner goes on.
-
-The console shows one row per update, with a header every 20 rows:
-
-    update  success  lag avg/max       kl    clip     grad  groups/min  waiting learner/actors       eta
-        41    62.5%      1.2 / 2   0.0031    4.1%     0.84        11.3                 3% / 0%   1:52:10
+update  success  lag avg/max       kl    clip     grad  groups/min  waiting learner/actors       eta
+41    62.5%      1.2 / 2   0.0031    4.1%     0.84        11.3                 3% / 0%   1:52:10
 """
 
 from __future__ import annotations
@@ -21,7 +16,7 @@ import shutil
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from io import BytesIO
 from pathlib import Path
 from types import MappingProxyType
@@ -71,22 +66,20 @@ def picture_name(version: int, suffix: str) -> str:
 # --- settings and command of a run ---
 
 
-def flat(table: Mapping[str, Any]) -> dict[str, object]:
+def flat(table: Mapping[str, Any], section: str = "") -> dict[str, object]:
     """Name nested settings by their flags, lists as one text.
 
     >>> flat({"seed": 1, "actor": {"max_decisions": 6}, "log_with": ["wandb"]})
     {'seed': 1, 'actor.max-decisions': 6, 'log-with': 'wandb'}
     """
-    return dict(_named(table, ""))
-
-
-def _named(table: Mapping[str, Any], section: str) -> Iterator[tuple[str, object]]:
+    found = dict[str, object]()
     for key, value in table.items():
         name = section + key.replace("_", "-")
         if isinstance(value, Mapping):
-            yield from _named(value, f"{name}.")
+            found |= flat(value, f"{name}.")
         else:
-            yield name, " ".join(map(str, value)) if isinstance(value, list | tuple) else value
+            found[name] = " ".join(map(str, value)) if isinstance(value, list | tuple) else value
+    return found
 
 
 def start_command() -> str:
@@ -127,8 +120,7 @@ class _EventFile:
 class Curves:
     """Curves of one TensorBoard file, by tensorboardX, whose thread hands its records to a `BackgroundFile`.
 
-    A curve begins with its metric's first value other than 0, and with the 0 before it: most counts of a
-    healthy run stay at 0, and their empty cards hide the others; of a result (`is_result`) also 0 is shown.
+    A curve begins with its metric's first value other than 0, and the 0 before it, unless it is a result.
     """
 
     _SCHEME: Final = "asyncrl"
