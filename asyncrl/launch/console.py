@@ -302,13 +302,13 @@ def opened_log(config: TrainConfig, start: LearnerStart, ranks: int = 1) -> Iter
             gpus=start.policy.device.type == "cuda",
         )
         kept = provenance.Provenance(start.run_dir, begun, updates=config.updates, tell=log.banner)
-        log.readers += [sent, stack.enter_context(kept)]
+        log.readers += [sent.note, stack.enter_context(kept).note]
         if config.monitor.listen:
             from asyncrl.observability.monitor import Monitor
 
             address = monitor_address.parse_address(config.monitor.listen)
             there = Monitor(address, start.run_dir, updates=config.updates, resume_step=start.version)
-            log.readers.append(stack.enter_context(there))
+            log.readers.append(stack.enter_context(there).note)
         yield log
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from io import BytesIO
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Protocol, TextIO
+from typing import Any, Final, TextIO
 
 from asyncrl.observability import console, waits
 from asyncrl.observability import metrics_training as m
@@ -234,14 +234,6 @@ def write_curves(folder: Path, points: Mapping[int, Readings], command: str = ""
 # --- the logger ---
 
 
-class RowReader(Protocol):
-    """Reader of every row, such as a tracker."""
-
-    def note(self, step: int, values: Readings) -> None:
-        """Receive an update's numbers before they are in metrics.jsonl; returns at once."""
-        ...
-
-
 class MetricsLogger:
     """Writes the numbers of a run. Opened by the learner only.
 
@@ -288,15 +280,15 @@ class MetricsLogger:
         self._curves = Curves(
             run_dir / "tensorboard", resume_step + 1, self.banner, settings=settings, command=command
         )
-        self.readers: list[RowReader] = []
-        """Readers of every row, such as trackers."""
+        self.readers: list[Callable[[int, Readings], None]] = []
+        """Called with step and values of every row; they return at once."""
 
     def write(self, step: int, values: Readings) -> None:
         """Record an update, counted from 1; the console shows every `log_every`-th and the last."""
         now = self._clock()
         values = {**self._noted, **values}
-        for reader in self.readers:  # First, as a tracker may acknowledge the row as soon as it is written.
-            reader.note(step, {**values, **self._evaluated})
+        for reader in self.readers:
+            reader(step, {**values, **self._evaluated})
         self._record(step, values, now)
         with waits.waiting(waits.ROW, ROW_SECONDS):
             self._rows.settle(ROW_SECONDS)

@@ -104,7 +104,7 @@ class Monitor:
         self._thread.start()
 
     def note(self, step: int, values: Readings) -> None:
-        """Receive a row; see `RowReader`."""
+        """Receive a row."""
         self._last = (step, self._clock(), dict(values))
 
     def close(self) -> None:

@@ -91,7 +91,7 @@ class Trackers:
                 tell(f"{name} could not be started ({error}). The run goes on without it")
 
     def note(self, step: int, values: Readings) -> None:
-        """Count a row that a tracker will never take; see `RowReader`."""
+        """Count a row that a tracker will never take."""
         if gone := sum(tracker.gone for tracker in self._all):
             waits.count(waits.LOST_TRACKED, gone)
 

@@ -100,7 +100,7 @@ class Provenance:
         self._put(start)
 
     def note(self, step: int, values: object) -> None:
-        """Receive a row; see `RowReader`."""
+        """Receive a row."""
         self._step = step
 
     def __enter__(self) -> Provenance:

@@ -82,7 +82,7 @@ def run_with(
             close_seconds=close_seconds,
             **settings,
         )
-        log.readers.append(trackers)
+        log.readers.append(trackers.note)
         for step, values in enumerate(rows, start=resume_step + 1):
             log.write(step, values)
         if after_rows is not None:
