@@ -129,19 +129,20 @@ def test_activities_nest_and_damaged_files_are_left_out(tmp_path: Path) -> None:
     assert process.activities == ()
 
 
-def test_progress_renews_the_deadline_but_not_the_beginning(tmp_path: Path) -> None:
+def test_progress_renews_the_deadline_but_not_the_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(process_status.time, "monotonic", lambda: clock[0])
     process_status.publish_as(tmp_path, "learner-0")
-    with process_status.activity("updating", 0.3):
-        time.sleep(0.2)
+    with process_status.activity("updating", 30.0):
+        clock[0] += 20
         process_status.progress()
-        time.sleep(0.2)
-        (process,) = process_status.read(tmp_path)
-        (updating,) = process.activities
-        assert updating.seconds >= 0.4
-        assert not updating.overdue
-        time.sleep(0.2)
-        (process,) = process_status.read(tmp_path)
-        assert process.activities[0].overdue
+        for seconds, overdue in ((40, False), (60, True)):
+            clock[0] += 20
+            (process,) = process_status.read(tmp_path)
+            (updating,) = process.activities
+            assert (updating.seconds, updating.overdue) == (seconds, overdue)
     process_status.progress()  # Nothing is under way.
 
 
