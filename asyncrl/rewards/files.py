@@ -71,11 +71,7 @@ class RewardConfig:
         return cls(widths=widths, tasks=tuple(tasks), embed_dim=64, hidden_dim=256, image_size=256)
 
     def check_tasks(self, tasks: Sequence[str]) -> None:
-        """Check that the model can score `tasks`.
-
-        Raises:
-            ConfigError: It was not fitted on one of them.
-        """
+        """Check that the model was fitted on `tasks`."""
         if self.tasks and (unknown := sorted(set(tasks) - set(self.tasks))):
             raise ConfigError(
                 f"the reward model does not know the task {unknown[0]!r}. It was fitted on: "
@@ -159,7 +155,6 @@ def _newest(folder: Path) -> Path:
 
 
 def _find_published(folder: Path) -> TensorFiles | None:
-    """Open a folder's published model; raises if several files hold one, or one cannot be read."""
     for name in PUBLISHED:
         if (folder / name).is_file():
             return TensorFiles(folder / name)
@@ -184,7 +179,6 @@ def _find_published(folder: Path) -> TensorFiles | None:
 
 
 def _recognised(weights: TensorFiles, tasks: Collection[str]) -> RewardFiles:
-    """Read size and tasks of a published network; raises if it is none, or `tasks` are not of one suite."""
     shapes = weights.shapes
     if absent := _absent_layers(shapes):
         raise CheckpointError(

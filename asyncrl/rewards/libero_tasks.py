@@ -85,11 +85,7 @@ def suite_of(tasks: Collection[str]) -> str:
 
 
 def reward_kind(folder: Path) -> str:
-    """Return the short name of a folder's reward model, one of `registry.BUILT_IN`.
-
-    Raises:
-        CheckpointError: It holds the reward models of LIBERO-Long twice.
-    """
+    """Return the short name of a folder's reward model, one of `registry.BUILT_IN`."""
     if (folder / "reward.json").is_file() or group_folders(folder) is None:
         return "resnet"
     return "libero_long"

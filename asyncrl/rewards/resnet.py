@@ -89,15 +89,7 @@ class RewardNetwork(nn.Module):
         )
 
     def logits(self, images_N3HW: Tensor, task_ids_N: Tensor) -> Tensor:
-        """Score images, each for its own task.
-
-        Args:
-            images_N3HW: ``[N, 3, H, W]`` float32 in [-1, 1].
-            task_ids_N: ``[N]`` int64; not looked at by a network of any task.
-
-        Returns:
-            ``[N]`` float32 log-odds of success.
-        """
+        """Return the log-odds of success ``[N]`` of images in [-1, 1], each for its own task (if any)."""
         if hasattr(self, "net"):
             return self.net[:-1](images_N3HW).squeeze(1)
         seen = torch.cat([self.visual_encoder(images_N3HW), self.task_embedding(task_ids_N)], dim=1)
@@ -225,7 +217,6 @@ def _refuse_settings(own: Mapping[str, Any]) -> None:
 
 
 def _check_files(files: RewardFiles) -> int:
-    """Check that all tensors are there and fit; return the bytes of the loaded model."""
     with torch.device("meta"):
         network = RewardNetwork(files.config)
     check_fit(network, files.weights, unused=False)

@@ -91,11 +91,7 @@ def world_class(folder: Path) -> type[Any]:
 
 
 def world_title(folder: Path) -> str:
-    """Return the name for people of a folder's kind of world; "" without a world.
-
-    Raises:
-        CheckpointError: world.json names an unknown kind.
-    """
+    """Return the name for people of a folder's kind of world; "" without a world."""
     name, _ = _recognised(folder)
     return KINDS[name].title if name else ""
 

@@ -41,11 +41,7 @@ _DTYPE: Final = re.compile(r"O8|b1|[iu][1248]|f[248]|[SU]\d{1,5}")
 
 
 def load_trajectories(folder: Path, *, keyframes: bool, image_size: int = 0) -> list[StartState]:
-    """Read one start state per trajectory of a folder, by name (``traj10`` before ``traj2``).
-
-    Args:
-        keyframes: Whether to use files with ``_kir`` in their name, on an equal footing.
-    """
+    """Read one start state per trajectory of a folder, by name (``traj10`` before ``traj2``)."""
     files = sorted(folder.glob("*.npy"), key=lambda file: file.name)
     files = [file for file in files if keyframes or KEYFRAME_MARK not in file.name]
     if not files:
@@ -120,7 +116,6 @@ def _numbers(found: Any, count: int) -> NDArray[np.float32] | None:
 
 
 def _task(frame: Mapping[str, Any], file: Path) -> str:
-    """Read the instruction as records want it: lower case, without a full stop."""
     for key in ("instruction", "task"):
         text = frame.get(key)
         if isinstance(text, bytes):
@@ -160,7 +155,6 @@ def read_object_array(path: Path) -> list[Any]:
 
 
 def _read_header(stream: io.BytesIO) -> int:
-    """Read the .npy header; return the number of objects."""
     magic = stream.read(8)
     if magic[:6] != b"\x93NUMPY" or magic[6:] not in (b"\x01\x00", b"\x02\x00"):
         raise _UnsafePickle("it is not a .npy file of format 1 or 2")

@@ -117,14 +117,7 @@ def draw_noise(seeds: Sequence[int], shape: tuple[int, ...]) -> Tensor:
 
 
 def open_each_once(states: Sequence[StartState], open_slots: Callable[[list[StartState]], State]) -> State:
-    """Open one slot per start state; equal start states (siblings) are opened once and copied.
-
-    Args:
-        states: ``B`` start states, at least 1.
-
-    Returns:
-        A state of ``B`` rows with memory of its own.
-    """
+    """Open one slot per start state, with memory of its own; equal ones (siblings) are opened once."""
     keys, first_of = [_content(state) for state in states], dict[tuple[object, ...], StartState]()
     for key, state in zip(keys, states, strict=True):
         first_of.setdefault(key, state)
@@ -165,11 +158,8 @@ def imagine_full(
 
     Args:
         imagine: Draws a decision from a state, actions ``[B, C, A]`` float32 on `device` and ``B`` seeds.
-        state: Of ``B`` slots.
         actions: ``[B, C, A]`` float32, on any device.
-        noise_seeds: ``B`` seeds.
         rows: Rows of a full batch.
-        spec: ``C`` and ``A`` of the world.
     """
     if not isinstance(actions, Tensor):
         actions = torch.from_numpy(np.array(actions, dtype=np.float32))  # a copy, for it may be read-only

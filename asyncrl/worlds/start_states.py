@@ -220,11 +220,7 @@ class StartStateStream:
     """An endless list of start states whose n-th element depends on `seed` and n only."""
 
     def __init__(self, states: Sequence[StartState], seed: int, keyframe_share: float = -1.0) -> None:
-        """Make a stream.
-
-        Args:
-            keyframe_share: Share of elements that are key frames, spread evenly; -1: every state comes alike.
-        """
+        """Make a stream with a share of key frames, spread evenly; -1: every state comes alike."""
         if not states:
             raise AssetError("a stream of start states needs at least one. Set --start-states.")
         self.seed, self.share = seed, keyframe_share

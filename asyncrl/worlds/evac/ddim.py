@@ -178,12 +178,7 @@ def normal_noise(
     *,
     words: Callable[[Tensor, Tensor, int | Tensor], Tensor] = normal_words,
 ) -> Tensor:
-    """Draw ``[B, *shape]`` float32 standard normal numbers; row i depends on its seed and `draw` alone.
-
-    Args:
-        seeds_B2: ``[B, 2]`` int64 on the device, of `seed_words`.
-        draw: Number of the draw, 0..2**32 - 1; a tensor: ``[]`` int64.
-    """
+    """Draw ``[B, *shape]`` float32 standard normal numbers; row i depends on its seed and `draw` alone."""
     count = math.prod(shape)
     place_N = torch.arange((count + 3) // 4, device=seeds_B2.device)
     return words(place_N, seeds_B2, draw).flatten(1)[:, :count].float().unflatten(1, shape)
@@ -239,7 +234,6 @@ def draw(generator: torch.Generator, new: torch.Size, remembered: int, *, dropou
 
 @lru_cache(maxsize=1)
 def _tables() -> tuple[Tensor, Tensor, Tensor]:
-    """Return by noise level ``sqrt(abar)``, ``sqrt(1 - abar)`` and the signal's scale: ``[1000]`` float32."""
     with torch.inference_mode(False):
         shares = torch.tensor(signal_shares(), dtype=torch.float64)
         return shares.sqrt().float(), (1 - shares).sqrt().float(), torch.tensor(signal_scales())

@@ -139,11 +139,7 @@ class EvacFiles(WorldFolder):
         return sum(p.numel() * _dtype(n, dtype).itemsize for n, m in modules for p in m.parameters())
 
     def load(self, device: torch.device | str, dtype: torch.dtype | None) -> EvacNetworks:
-        """Load the networks for inference, one tensor at a time, straight to `device`.
-
-        Args:
-            dtype: Of the loaded weights, see `types`; None: as the folder says.
-        """
+        """Load the networks for inference, one tensor at a time; `dtype` None takes `types`."""
         self.check()
         networks, dtype = self.build(), dtype or self.types().dtype
         for part, module in networks.by_name().items():
@@ -258,7 +254,6 @@ def _facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _find_parts(folder: Path) -> tuple[str, Parts]:
-    """Find the networks of a world by the tensors of a folder's files; none without a U-Net."""
     tensors, errors = _open_files(folder)
     main = [path for path, entries in tensors.items() if MARK in entries]
     if not main:
@@ -338,7 +333,6 @@ def lacks(folder: Path) -> str:
 
 
 def _tower(files: Files) -> dict[str, Entry]:
-    """Find OpenCLIP's visual tower in a file of its own; else nothing."""
     for entries in files.values():
         if _TOWER in entries:
             visual = {n.removeprefix("visual."): e for n, e in entries.items() if n.startswith("visual.")}
@@ -371,7 +365,6 @@ def _pose_model(files: Files) -> dict[str, Entry]:
 
 
 def _checked_facts(about: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Check the facts in world.json; raises ValueError if one is missing, unknown or impossible."""
     facts = {}
     for name, (kind, keys) in _FACTS.items():
         part = about.get(name)
@@ -389,11 +382,7 @@ def _checked_facts(about: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def check_kinds(kind: type[Any], values: Mapping[str, Any]) -> None:
-    """Check that numbers have the types that the fields of a dataclass declare.
-
-    Raises:
-        ValueError: One does not; names it.
-    """
+    """Check that numbers have the types that a dataclass declares; the ValueError names one that has not."""
     for declared in fields(kind):
         match = re.fullmatch(r"(tuple\[)?(int|float|bool)\b.*", str(declared.type))
         if match is None or declared.name not in values:

@@ -206,11 +206,7 @@ class MapDrawer(nn.Module):
             self.register_buffer(name, buffer, persistent=False)
 
     def forward(self, poses_BF8: Tensor) -> Tensor:
-        """Draw trajectory maps of an arm ``[B, F, 8]`` in metres, gripper -1 (open) to 1, used for both.
-
-        Returns:
-            ``[B, F, 3, S, S]`` float32 in [-1, 1].
-        """
+        """Draw trajectory maps ``[B, F, 3, S, S]`` in [-1, 1] of an arm ``[B, F, 8]``, used for both."""
         drawn = self.canvas.expand(*poses_BF8.shape[:2], 3, self.size, self.size)
         for arm in range(ARMS):
             drawn = self._draw(drawn, poses_BF8, self.palettes[arm])

@@ -70,10 +70,6 @@ _SQUARE: Final = re.compile(r"\.mid\.attn_1\.(q|k|v|proj_out)\.weight$")
 def published_name(part: str, name: str, levels: int) -> str:
     """Map the name of a network's tensor to the published one, without prefix.
 
-    Args:
-        part: One of `EvacNetworks.by_name`.
-        levels: Of the autoencoder; the published decoder counts them from the finest on.
-
     Example:
         >>> published_name("autoencoder", "decoder.up_blocks.0.resnets.0.conv_shortcut.weight", 4)
         'decoder.up.3.block.0.nin_shortcut.weight'
@@ -135,12 +131,7 @@ def config_of(
     facts: Mapping[str, Mapping[str, Any]],
     others: Mapping[str, Any],
 ) -> EvacConfig:
-    """Read the sizes of a world from the shapes of its tensors, by network and published name.
-
-    Args:
-        facts: Facts that shapes do not tell, by network; those missing are as published.
-        others: Further fields of `EvacConfig`; `image_size` at least.
-    """
+    """Read the sizes of a world from the shapes of its tensors; facts that are missing are as published."""
     of = {part: _Shapes(part, own) for part, own in shapes.items()}
     return EvacConfig(
         unet=_unet_size(of["unet"], facts.get("unet", {})),
@@ -240,11 +231,7 @@ class _NumpyPassedOver:
 
 
 def load_checkpoint(path: Path) -> dict[str, Tensor]:
-    """Map the tensors of a training checkpoint, by name; other objects in it are passed over.
-
-    They are the state dict, whatever its framework calls it, and those beside it, such as the statistics of a
-    model's inputs.
-    """
+    """Map the tensors of a training checkpoint, in and next to its state dict; pass over other objects."""
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
         stand_ins: list[Any] = [

@@ -178,11 +178,7 @@ class EvacWorld(FolderWorld):
     def imagine(
         self, state: EvacState, actions: Tensor | NDArray[np.float32], noise_seeds: Sequence[int]
     ) -> tuple[Tensor, EvacState]:
-        """Draw 8 frames ``[B, 8, H, W, 3]`` for 8 actions; see `World.imagine`.
-
-        Raises:
-            ConfigError: A slot has had as many decisions as it was started for.
-        """
+        """See `World.imagine`; a decision beyond the announced number is refused."""
         state.check_room()
         return imagine_full(self._imagine, state, actions, noise_seeds, rows=self._rows, device=self.device)
 

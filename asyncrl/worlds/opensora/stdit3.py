@@ -327,7 +327,6 @@ class STDiT3(nn.Module):
         return self.action_embedder.fc(actions_BCA.to(self.dtype))
 
     def _share(self, embedding_BFD: Tensor) -> Tensor:
-        """Return the modulation that all blocks share: ``[B, F, 6, D]``."""
         return self.t_block(embedding_BFD).unflatten(2, (6, -1))
 
     def angles(self, first: int, frames: int) -> Rotary:
@@ -372,7 +371,6 @@ def positions(rows: int, columns: int, width: int, device: torch.device) -> Tens
 
 @cache
 def _visible(frames: int, seen: int, device: torch.device) -> Tensor:
-    """Return the causal mask of the last `frames` of `seen` frames, ``[F, K]`` bool."""
     with torch.inference_mode(False):
         return torch.ones(frames, seen, dtype=torch.bool, device=device).tril(seen - frames)
 
@@ -387,7 +385,6 @@ def _time_mlp(size: STDiT3Config) -> nn.Sequential:
 
 
 def _branch(**modules: nn.Module) -> Any:
-    """Return a module that holds others under the published names."""
     branch = nn.Module()
     for name, module in modules.items():
         branch.add_module(name, module)

@@ -276,7 +276,6 @@ def recognise_transformer(files: TensorFiles, about: Mapping[str, Any]) -> Trans
 
 
 def _unsupported(shapes: Mapping[str, torch.Size], numbers: int) -> str | None:
-    """Return the reason against a transformer with these tensors and actions of `numbers`."""
     token, vector = (shapes.get(f"action_mlp{n}.0.weight") for n in (1, 2))
     scales = sorted(name for name in shapes if name.startswith("action_scale"))
     if OPENSORA in shapes:
@@ -331,11 +330,7 @@ def _count(pattern: str, names: Iterable[str]) -> int:
 
 
 def rewrite_world(source: Path, folder: Path, tensors: Mapping[str, Tensor], version: int) -> None:
-    """Write a world's folder again with other weights of its transformer; all else in it is copied.
-
-    Args:
-        tensors: By diffusers' names, of any dtype: they get the file's.
-    """
+    """Write a world's folder again with other weights of its transformer, by diffusers' names."""
     files = transformer_files(source)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with replacing(folder) as part:

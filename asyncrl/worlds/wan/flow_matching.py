@@ -104,10 +104,7 @@ def window_loss(
 
     The anchor is clean. The memory is noised a little, at time 0, so that the imperfect memories of a long
     imagined episode do not make it drift (WoVR, arXiv 2602.13977).
-
-    Args:
-        latents_BZ4hw: Clean and normalised: anchor, memory, two new.
-        actions_BTA: ``[B, 13, A]`` raw actions, the first of them the dummy.
+    Latents are clean and normalised: anchor, memory, two new. The first action is the dummy.
     """
     clean = latents_BZ4hw.float()
     device = clean.device

@@ -179,7 +179,6 @@ class TinyDecoder(nn.Module):
 
 
 def _to_video(drawn_NChw: Tensor, frames: int) -> Tensor:
-    """Turn channels (4 frames, 3 colours, 2x2 pixels) into time and space: ``[B, 3, 4 F, 2 h, 2 w]``."""
     height, width = drawn_NChw.shape[2:]
     parts = drawn_NChw.view(-1, frames, FRAMES_PER_LATENT, 3, PATCH, PATCH, height, width)
     return parts.permute(0, 3, 1, 2, 6, 4, 7, 5).reshape(

@@ -200,7 +200,6 @@ class ActionWanTransformer(WanTransformer3DModel):
 
 
 def _enter(mlp: Any, actions: Tensor) -> Tensor:
-    """Turn actions ``[..., A]`` into ``[..., D]``, each layer computing in the dtype of its weights."""
     first, activation, last = mlp
     return last(activation(first(actions.to(first.weight.dtype))).to(last.weight.dtype))
 

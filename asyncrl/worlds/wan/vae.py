@@ -163,7 +163,6 @@ def _channels_last(frames: Tensor) -> Tensor:
 
 
 def _causal(conv: Any, x: Tensor, step: _Step) -> Tensor:
-    """Convolve over the last two frames and `x`; a kernel of one frame needs no cache."""
     space = conv.kernel_size[1] // 2
     if conv.kernel_size[0] == 1:
         return functional.conv3d(x, conv.weight, conv.bias, padding=(0, space, space))
@@ -190,7 +189,6 @@ def _residual_block(block: Any, x: Tensor, step: _Step) -> Tensor:
 
 
 def _attention_block(block: Any, x: Tensor) -> Tensor:
-    """Attend within each frame, with one head."""
     batch, channels, frames, height, width = x.shape
     images = _norm(block.norm, x.transpose(1, 2).flatten(0, 1))
     qkv = functional.conv2d(images, block.to_qkv.weight, block.to_qkv.bias)
@@ -224,7 +222,6 @@ def _upsample(sampler: Any, x: Tensor, step: _Step) -> Tensor:
 
 
 def _repeat_shortcut(shortcut: Any, x: Tensor, step: _Step) -> Tensor:
-    """Spread the channels over new pixels and frames; the first frame of all keeps its last copy only."""
     t, s, out = shortcut.factor_t, shortcut.factor_s, shortcut.out_channels
     x = x.repeat_interleave(shortcut.repeats, dim=1).unflatten(1, (out, t, s, s))
     # [B, out, t, s, s, T, h, w] -> [B, out, T t, h s, w s]
@@ -233,11 +230,7 @@ def _repeat_shortcut(shortcut: Any, x: Tensor, step: _Step) -> Tensor:
 
 
 def decode_layers(decoder: Any, x: Tensor, cache: Sequence[Tensor] | None) -> tuple[Tensor, FrameCache]:
-    """Run the decoder over the next latents ``[B, C, T, h, w]``; T is 1 at the beginning, without a cache.
-
-    Returns:
-        ``[B, 12, 1 or 4 T, 8 h, 8 w]``, in the dtype of `x`, and the cache after them.
-    """
+    """Run the decoder over the next latents; T is 1 at the beginning, without a cache: then 4 T frames."""
     step = _Step(cache)
     x = _middle_block(decoder.mid_block, _causal(decoder.conv_in, x, step), step)
     for block in decoder.up_blocks:
