@@ -19,7 +19,7 @@ from asyncrl.config.bounds import AtLeast
 from asyncrl.errors import ConfigError, ReplayError
 from asyncrl.records import Episode, StartState
 from asyncrl.replay_tools.cleanup import Compact, Prune
-from asyncrl.replay_tools.episodes import find_group
+from asyncrl.replay_tools.episodes import ReplayCommand, find_group
 from asyncrl.replay_tools.export import Export
 from asyncrl.replay_tools.pictures import (
     Comparison,
@@ -30,9 +30,7 @@ from asyncrl.replay_tools.pictures import (
     imagined_film,
     stored_film,
 )
-from asyncrl.replay_tools.selection import ReplayCommand
-from asyncrl.replay_tools.statistics import Stats
-from asyncrl.replay_tools.tables import List, Show
+from asyncrl.replay_tools.tables import List, Show, Stats
 from asyncrl.replay_tools.verify import Verify
 from asyncrl.storage.media import require_png
 

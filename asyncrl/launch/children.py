@@ -32,7 +32,7 @@ from asyncrl.observability import metrics_system as m
 from asyncrl.observability import waits
 from asyncrl.observability.metrics import Metric
 from asyncrl.observability.signals import StopFlag, die_with_parent, expect_exit
-from asyncrl.replay.learner_client import ZmqLearnerPort
+from asyncrl.replay.client import ZmqLearnerPort
 from asyncrl.storage.untrusted import open_regular
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from asyncrl.actors.actor import Actor
-    from asyncrl.replay.actor_client import ZmqActorPort
+    from asyncrl.replay.client import ZmqActorPort
     from asyncrl.replay.connection import JoinSettings
     from asyncrl.weights.receiver import WeightReceiver
 
@@ -145,7 +145,7 @@ def _join(settings: JoinOptions, name: str, keys: ClientKeys | None) -> _Joined:
     from asyncrl.launch.named_models import build_policy
     from asyncrl.launch.own_device import take_device, use_compiler_cache
     from asyncrl.launch.placement import threads_of_actor
-    from asyncrl.replay.actor_client import WINDOW, ZmqActorPort
+    from asyncrl.replay.client import WINDOW, ZmqActorPort
     from asyncrl.replay.connection import ask_settings
     from asyncrl.weights.interface import PULL
     from asyncrl.weights.receiver import build_receiver

@@ -32,7 +32,7 @@ from asyncrl.learner.fsdp import make_float32_masters, shard
 from asyncrl.learner.loop import NullLog
 from asyncrl.learner.ranks import DistributedRanks, LearnerRanks, SingleRank, default_group
 from asyncrl.learner.weight_export import acting_types
-from asyncrl.replay.learner_client import ZmqRankPort
+from asyncrl.replay.client import ZmqRankPort
 from asyncrl.replay.store import LEDGER
 from asyncrl.storage import run_owner
 from asyncrl.storage.checkpoint import WRITE_DEADLINE, Checkpoints

@@ -41,7 +41,7 @@ def actor_main(config_json: str, info_json: str, name: str) -> None:
     from asyncrl.launch.environment import build_environment
     from asyncrl.launch.named_models import build_policy
     from asyncrl.launch.placement import parse_placement
-    from asyncrl.replay.actor_client import WINDOW, ZmqActorPort
+    from asyncrl.replay.client import WINDOW, ZmqActorPort
 
     config, info, job = *_read(config_json, info_json), read_job()
     lock = run_owner.join(Path(info.run_dir))

@@ -1,12 +1,8 @@
 """Refuse the episodes that no actor of this run could have produced. Pure; no I/O.
 
-An episode comes from a peer, or from a file of any origin, and the learner believes every number of it. So
-every array and scalar is checked against the settings and models of the run, before an episode is stored
-and again before a stored one is given to the learner. The ids are checked with the message
-(`episode_codec`) and with the grant; `seed` and `noise_seeds` may be any numbers: nothing is computed with
-them.
-
-Dimension letters, as in `records`: N decisions, C steps per decision, A numbers per step.
+The learner believes every number of an episode, so every array and scalar is checked against the settings and
+models of the run, before an episode is stored and again before a stored one is given to the learner. `seed`
+and `noise_seeds` may be any numbers: nothing is computed with them.
 """
 
 from __future__ import annotations
@@ -21,15 +17,11 @@ from numpy.typing import NDArray
 
 from asyncrl.episode_layout import decision_layout, optional_of, problem_with, version_of
 from asyncrl.records import UNKNOWN_LENGTH, Episode, Sampling
-from asyncrl.replay.interface import ANY_FORMAT, EpisodeFormat, RefusalCause, SimulatorFormat
+from asyncrl.replay.interface import ANY_FORMAT, EpisodeFormat, RefusalCause
 
 MAX_NUMBER: Final = 1e6
 """Limit of an action, log-prob (nats), value, reward or float of a sample. No model comes near it, and sums
 and squares of such numbers stay finite in float32."""
-MAX_TASK: Final = 1024
-"""Letters of an instruction."""
-MAX_NAME: Final = 255
-"""Letters of the name of a start state or of an actor."""
 _START: Final = re.compile(r"(/[0-9]{1,9})?/([0-9]{3,9}|seed-[0-9]{1,20})")
 """End of a start's name, after that of its simulator: ``/3/017``, ``/seed-12``, ``/3/seed-12``."""
 
@@ -55,15 +47,6 @@ class Refusal(NamedTuple):
     reason: str
 
 
-class _Check(NamedTuple):
-    cause: RefusalCause
-    problem: Callable[[Episode, Expected], str | None]
-    """Returns the problem, or None."""
-    of_stored: bool = True
-    """Also checked of stored episodes: not if a learner can learn from them all the same, as after a resume
-    with other start states or shorter episodes."""
-
-
 def _numbers(episode: Episode, expected: Expected) -> str | None:
     optional = {name: getattr(episode, name) for name in optional_of(episode) if "state" in name}
     named: dict[str, NDArray[Any]] = {
@@ -76,10 +59,10 @@ def _numbers(episode: Episode, expected: Expected) -> str | None:
     for name, array in named.items():
         if not (np.abs(array) <= MAX_NUMBER).all():  # False for nan too.
             return f"{name} holds a number that is not finite, or beyond {MAX_NUMBER:g}"
-    scores_NC, values_N = episode.success_scores, episode.values
-    if not ((scores_NC >= 0) & (scores_NC <= 1)).all():
-        return f"success_scores are probabilities, but lie in {scores_NC.min():g}..{scores_NC.max():g}"
-    if not (np.isnan(values_N).all() or (np.abs(values_N) <= MAX_NUMBER).all()):
+    scores, values = episode.success_scores, episode.values
+    if not ((scores >= 0) & (scores <= 1)).all():
+        return f"success_scores are probabilities, but lie in {scores.min():g}..{scores.max():g}"
+    if not (np.isnan(values).all() or (np.abs(values) <= MAX_NUMBER).all()):
         return f"values must all be finite and at most {MAX_NUMBER:g}, or all nan where there is no critic"
     return None
 
@@ -102,9 +85,9 @@ def _outcome(episode: Episode, expected: Expected) -> str | None:
 
 
 def _actor(episode: Episode, expected: Expected) -> str | None:
-    if expected.actor is not None and episode.actor != expected.actor:
-        return f"it says that {episode.actor[:60]!r} imagined it, but {expected.actor[:60]!r} sent it"
-    return _name("actor", episode.actor)
+    if expected.actor not in (None, episode.actor):
+        return f"it says that {episode.actor[:60]!r} imagined it, but {expected.actor!s:.60} sent it"
+    return None
 
 
 def _settings(episode: Episode, expected: Expected) -> str | None:
@@ -131,10 +114,9 @@ def _settings(episode: Episode, expected: Expected) -> str | None:
 
 
 def _fits(found: tuple[str, tuple[int, ...]], wanted: tuple[str, tuple[int | str, ...]]) -> bool:
-    (dtype, shape), (wanted_dtype, wanted_shape) = found, wanted
-    sizes = zip(shape, wanted_shape, strict=False)
-    same = len(shape) == len(wanted_shape) and all(isinstance(w, str) or n == w for n, w in sizes)
-    return dtype == wanted_dtype and same
+    shapes = zip(found[1], wanted[1], strict=False)
+    same = len(found[1]) == len(wanted[1]) and all(isinstance(w, str) or n == w for n, w in shapes)
+    return found[0] == wanted[0] and same
 
 
 def _length(episode: Episode, expected: Expected) -> str | None:
@@ -169,25 +151,17 @@ def _played(episode: Episode, expected: Expected) -> str | None:
 def _start(episode: Episode, expected: Expected) -> str | None:
     """Check start state and instruction against the run's."""
     known, simulator = expected.format.tasks, expected.format.simulator
+    task, start = episode.task[:60], episode.start_state[:60]
     if simulator is not None:
-        return _simulated_start(episode, simulator)
-    if episode.start_state in known:
-        if episode.task in known[episode.start_state]:
-            return None
-        return f"task {episode.task[:60]!r}, but start state {episode.start_state[:60]!r} has another one"
-    if known:
-        return f"start state {episode.start_state[:60]!r} is none of the run's {len(known)}"
-    name, mark, _ = episode.start_state.partition("/")
-    simulated = mark and _START.fullmatch(episode.start_state.removeprefix(name))
-    return _instruction(episode.task) or _name("start_state", name if simulated else episode.start_state)
-
-
-def _simulated_start(episode: Episode, simulator: SimulatorFormat) -> str | None:
-    if simulator.tasks and episode.task not in simulator.tasks:
-        return f"task {episode.task[:60]!r} is none of the {len(simulator.tasks)} of {simulator.name}"
-    if not is_start_of(simulator.name, episode.start_state):
-        return f"start_state {episode.start_state[:60]!r} is no start of {simulator.name}"
-    return _instruction(episode.task)
+        if simulator.tasks and episode.task not in simulator.tasks:
+            return f"task {task!r} is none of the {len(simulator.tasks)} of {simulator.name}"
+        if not is_start_of(simulator.name, episode.start_state):
+            return f"start_state {start!r} is no start of {simulator.name}"
+    elif known and episode.start_state not in known:
+        return f"start state {start!r} is none of the run's {len(known)}"
+    elif known and episode.task not in known[episode.start_state]:
+        return f"task {task!r}, but start state {start!r} has another one"
+    return None
 
 
 def is_start_of(simulator: str, name: str) -> bool:
@@ -195,50 +169,38 @@ def is_start_of(simulator: str, name: str) -> bool:
     return name.startswith(simulator) and _START.fullmatch(name.removeprefix(simulator)) is not None
 
 
-def _instruction(task: str) -> str | None:
-    if not 1 <= len(task) <= MAX_TASK or not task.strip() or not task.isprintable():
-        return f"a task is 1 to {MAX_TASK} printable letters, this one has {len(task)}"
-    return None
-
-
-def _name(what: str, name: str) -> str | None:
-    plain = 1 <= len(name) <= MAX_NAME and name.isprintable() and name.strip(". ")
-    if not plain or "/" in name or "\\" in name:
-        return f"{what} {name[:60]!r} is no plain name: 1 to {MAX_NAME} printable letters, no path"
-    return None
-
-
 def _versions(episode: Episode, expected: Expected) -> str | None:
     newest = int(episode.policy_versions.max())
     if newest > expected.newest_version:
         return f"policy version {newest} made it, the newest there can be is {expected.newest_version}"
     known, found = expected.format.world_version, episode.world_version
-    if found < -1 or (known is not None and found != known):
+    if found < -1 or known not in (None, found):
         return (
             f"world version {found} imagined it, in this run it is {'-1 or more' if known is None else known}"
         )
     return None
 
 
-_CHECKS: Final[tuple[_Check, ...]] = (
-    _Check("content", lambda episode, expected: problem_with(episode)),
-    _Check("content", _numbers),
-    _Check("content", _outcome),
-    _Check("content", _actor, of_stored=False),
-    _Check("settings", _settings),
-    _Check("settings", _length, of_stored=False),
-    _Check("settings", _played, of_stored=False),
-    _Check("settings", _start, of_stored=False),
-    _Check("version", _versions),
+_CHECKS: Final[tuple[tuple[RefusalCause, bool, Callable[[Episode, Expected], str | None]], ...]] = (
+    ("content", True, lambda episode, expected: problem_with(episode)),
+    ("content", True, _numbers),
+    ("content", True, _outcome),
+    ("content", False, _actor),
+    ("settings", True, _settings),
+    ("settings", False, _length),
+    ("settings", False, _played),
+    ("settings", False, _start),
+    ("version", True, _versions),
 )
+"""Cause; whether stored episodes are checked too, unless a learner can learn from them all the same, as after
+a resume with other start states or shorter episodes; the problem or None."""
 
 
 def refusal(episode: Episode, expected: Expected, *, stored: bool = False) -> Refusal | None:
     """Return why an episode is not admitted, or None if it is; `stored`: it was admitted before."""
-    for check in _CHECKS:
-        problem = check.problem(episode, expected) if check.of_stored or not stored else None
-        if problem is not None:
-            return Refusal(check.cause, problem)
+    for cause, of_stored, check in _CHECKS:
+        if (of_stored or not stored) and (problem := check(episode, expected)) is not None:
+            return Refusal(cause, problem)
     return None
 
 
@@ -266,3 +228,34 @@ def unlike(sibling: Episode, episode: Episode) -> str | None:
     if (sibling.task, sibling.start_state) != (episode.task, episode.start_state):
         return "its siblings have another task or start state"
     return None
+
+
+class RefusedActors:
+    """Counts refused groups: a run of which nothing is admitted would go on for ever.
+
+    An actor cannot end a run with it as long as another one's groups are complete.
+    """
+
+    def __init__(self, after: int = 8) -> None:
+        """Start without refusals; `after` groups without a complete one, an actor is hopeless."""
+        self._after = after
+        self._reasons: dict[str, list[str]] = {}  # Actor -> of its refused groups since it completed one.
+
+    def add(self, actor: str, number: int, reason: str) -> None:
+        """Count a group that was given up because an episode of it was refused."""
+        self._reasons.setdefault(actor, []).append(f"group {number} of {actor!r}: {reason}")
+
+    def forget(self, actor: str) -> None:
+        """Restart the count of an actor that completed a group, started again or left."""
+        self._reasons.pop(actor, None)
+
+    def exhausted(self, actors: Sequence[str]) -> str:
+        """Return why none of the present `actors` will complete a group; empty while there is hope."""
+        if not actors or any(len(self._reasons.get(actor, ())) < self._after for actor in actors):
+            return ""
+        return (
+            f"Nothing that the actors imagine is admitted: of each of {len(actors)} actors {self._after} "
+            f"groups in a row were refused (replay/refused_*), last {self._reasons[actors[-1]][-1][:500]}. "
+            "Actors and learner have other settings, models or code: start all with the run's config.json "
+            "and files."
+        )

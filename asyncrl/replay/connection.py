@@ -1,8 +1,7 @@
-"""One socket to the replay that keeps itself introduced.
+"""One socket to the replay that keeps itself introduced, and the episodes without a receipt.
 
-It sends `hello` and pings once a second; an actor does so on a thread, because one step of imagination may
-take long. A restarted replay answers that it does not know the peer; then the connection introduces itself
-again, and `Connection.server_id` names the new process, so that its owner repeats everything unanswered.
+It sends `hello` and pings once a second. A restarted replay answers that it does not know the peer; then the
+connection introduces itself again, and its owner repeats everything unanswered to the new process.
 """
 
 from __future__ import annotations
@@ -10,7 +9,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,11 +22,20 @@ from asyncrl.messaging.episode_codec import MAX_TEXT, Buffer
 from asyncrl.messaging.keys import ClientKeys, Handshakes
 from asyncrl.messaging.sockets import IDENTITY, LINGER_MS, open_dealer
 from asyncrl.messaging.wire import Message, decode, encode
+from asyncrl.records import Episode
+from asyncrl.replay.groups import number_of
+from asyncrl.replay.interface import GroupFailure
 from asyncrl.storage.atomic import read_small
 from asyncrl.storage.run_owner import NO_RUN, RunIdentity
 
 PING_EVERY: Final = 1.0
 """Seconds; also the interval of repeating an unanswered question."""
+RESEND_AFTER: Final = 10.0
+"""Seconds until an episode or request that was not answered at all is sent again."""
+HELD_RESEND_AFTER: Final = 60.0
+"""Seconds until an episode of an incomplete group is sent again: its final receipt may be lost."""
+RANK: Final = "rank"
+"""Role of a learner rank other than 0: it fetches its part of batches."""
 VISITOR: Final = "visitor"
 """Role of a process that wants to join."""
 MAX_PARTS: Final = 64
@@ -142,15 +151,8 @@ class Connection:
         self._context.destroy(linger=LINGER_MS)
 
     def _introduce(self) -> None:
-        self.send_now(
-            "hello",
-            role=self.role,
-            name=self.name,
-            session=self.session,
-            version=self.version,
-            secret=self._identity.secret,
-            attempt=self._identity.attempt,
-        )
+        who = {"role": self.role, "name": self.name, "session": self.session, "version": self.version}
+        self.send_now("hello", **who, secret=self._identity.secret, attempt=self._identity.attempt)
 
     def _welcome(self, message: Message) -> None:
         if message["package"] != __version__:
@@ -165,6 +167,80 @@ class Connection:
             self._introduce()
 
 
+@dataclass(kw_only=True)
+class _Unacknowledged:
+    """An episode, or the report of a group that failed, without a final receipt."""
+
+    group_id: str
+    frames: list[Buffer]
+    server_id: str = ""
+    """Replay process that it was sent to."""
+    sent_at: float = -float("inf")
+    held: bool = False
+    """That process has it; the final receipt follows, but only once."""
+
+
+class Outbox:
+    """The unacknowledged episodes of one actor."""
+
+    def __init__(self, link: Connection, warn: Callable[[str], None]) -> None:
+        """Start empty; `warn` receives a line for each episode that the replay dropped as invalid."""
+        self._link, self.warn = link, warn
+        self._items: dict[str, _Unacknowledged] = {}
+        self.dropped: set[int] = set()
+        """Groups that were given up."""
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @property
+    def groups(self) -> int:
+        """Count of the groups with unacknowledged episodes."""
+        return len({item.group_id for item in self._items.values()})
+
+    @property
+    def undelivered(self) -> bool:
+        """True if something may not even have reached the replay."""
+        return any(not item.held for item in self._items.values())
+
+    def add(self, episode: Episode) -> None:
+        """Add an episode; its arrays must not change any more."""
+        frames = encode("episode", episode)
+        self._items[episode.episode_id] = _Unacknowledged(group_id=episode.group_id, frames=frames)
+
+    def fail(self, failure: GroupFailure) -> None:
+        """Add the report of a group that failed; it is acknowledged like an episode."""
+        report = os.urandom(16).hex()
+        frames = encode("failed", report=report, **asdict(failure))
+        self._items[report] = _Unacknowledged(group_id=f"{failure.number:08d}", frames=frames)
+
+    def handle(self, message: Message) -> None:
+        """Record a receipt; other messages are ignored."""
+        if message.kind != "receipt" or (item := self._items.get(message["episode_id"])) is None:
+            return
+        status = message["status"]
+        if status == "held":
+            item.held = True
+            return
+        del self._items[message["episode_id"]]
+        if status.startswith("dropped") and status != "dropped_outdated":
+            self.dropped.add(number_of(item.group_id))
+        if status == "dropped_invalid":
+            self.warn(f"replay: episode {message['episode_id']} was dropped: {message['reason']}")
+
+    def send_due(self) -> None:
+        """Send without waiting everything that the replay does not have."""
+        server_id, now = self._link.server_id, time.monotonic()
+        if not server_id or self._link.stopped:
+            return
+        for item in self._items.values():
+            again = item.sent_at + (HELD_RESEND_AFTER if item.held else RESEND_AFTER)
+            if item.server_id != server_id or now >= again:
+                if not self._link.send_frames(item.frames):
+                    return
+                item.server_id, item.sent_at, item.held = server_id, now, False
+
+
 @dataclass(frozen=True, kw_only=True)
 class JoinSettings:
     """Facts that an actor needs to join a run."""
@@ -174,7 +250,6 @@ class JoinSettings:
     weights: str
     """Endpoint of the weights."""
     identity: RunIdentity = NO_RUN
-    """The run's, in its present start."""
 
     def part(self, number: int) -> dict[str, Any] | None:
         """Return the fields of one `settings_part`; None if there is no such part."""
@@ -182,21 +257,12 @@ class JoinSettings:
         if not 0 <= number < parts <= MAX_PARTS:
             return None
         text = self.config[number * MAX_TEXT : (number + 1) * MAX_TEXT]
-        return {
-            "part": number,
-            "parts": parts,
-            "text": text,
-            "weights": self.weights,
-            "secret": self.identity.secret,
-            "attempt": self.identity.attempt,
-        }
+        whose = {"secret": self.identity.secret, "attempt": self.identity.attempt}
+        return {"part": number, "parts": parts, "text": text, "weights": self.weights, **whose}
 
 
 def ask_settings(endpoint: str, name: str, security: ClientKeys | None, deadline: float) -> JoinSettings:
-    """Ask a replay for the settings of its run, part by part; the replay records nothing about a visitor.
-
-    Args:
-        deadline: Longest wait in seconds.
+    """Ask a replay for the settings of its run, part by part, at most `deadline` seconds.
 
     Raises:
         ReplayError: No answer came, or the replay refuses: wrong keys, another version, a name that is taken.
@@ -217,11 +283,8 @@ def ask_settings(endpoint: str, name: str, security: ClientKeys | None, deadline
                 asked_at = -float("inf")
                 if len(texts) >= message["parts"]:
                     identity = RunIdentity(secret=message["secret"], attempt=message["attempt"])
-                    return JoinSettings(
-                        config="".join(texts),
-                        weights=message["weights"],
-                        identity=identity,
-                    )
+                    config, weights = "".join(texts), message["weights"]
+                    return JoinSettings(config=config, weights=weights, identity=identity)
             if link.stopped:
                 raise ReplayError(f"the run at {endpoint} is over.")
     finally:

@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO, Final, Literal, Self, get_args, get_type_hints
+from typing import Any, Final, Literal, Self, get_args, get_type_hints
 
 from asyncrl.errors import ReplayError
 from asyncrl.replay.interface import CAUSES, GroupFailure, ReceiptStatus, RefusalCause
@@ -69,7 +69,6 @@ class Event:
 
 @cache
 def _kinds(event: type[Event]) -> dict[str, Any]:
-    """Return the keys of an event's line with their types."""
     return {key: kind for key, kind in get_type_hints(event).items() if key != "failure"}
 
 
@@ -87,7 +86,7 @@ class LearnerStarted(Event):
     """A learner began or resumed."""
 
     learner: str
-    """Session of the learner."""
+    """Its session."""
     version: int
 
 
@@ -104,7 +103,6 @@ class Granted(Event):
     """A group was granted."""
 
     grant: int
-    """Number of the group."""
     actor: str
     turn: int
     """The actor's count of requests; -1 if it does not count them."""
@@ -113,13 +111,11 @@ class Granted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Used(Event):
-    """A batch was given to the learner."""
+    """A batch was given to the learner at `version`."""
 
     used: Sequence[int]
-    """Numbers of the groups."""
     request: str
     version: int
-    """The learner's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,10 +123,8 @@ class Filtered(Event):
     """A complete group will never be used, because its episodes all had the same return."""
 
     filtered: int
-    """Number of the group."""
     newest_version: int
     successes: int
-    """Episodes that succeeded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +132,6 @@ class Ready(Event):
     """A group that a lost update used waits to be used again."""
 
     ready: int
-    """Number of the group."""
     uses: Sequence[int] = ()
     """The learner's versions at the uses that count."""
 
@@ -148,14 +141,12 @@ class Dropped(Event):
     """A group was given up."""
 
     dropped: int
-    """Number of the group."""
     status: ReceiptStatus
     episodes: int
     """Episodes of the group that had come."""
     stored: bool
     """True if the group has or had a file."""
     decisions: int = 0
-    """Decisions of these episodes."""
     task: str = ""
     """The group's; empty if no episode of it had come."""
     version: int = 0
@@ -196,7 +187,6 @@ class Refused(Event):
 
     refused: ReceiptStatus
     decisions: int = 0
-    """Decisions of the episode."""
     cause: RefusalCause | Literal[""] = ""
     """Cause of `dropped_invalid`; empty for others, and in ledgers of earlier versions."""
 
@@ -206,7 +196,6 @@ class GroupSized(Event):
     """The run's groups have another size from here on."""
 
     group_size: int
-    """Episodes per group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,6 +243,10 @@ def checksum_of(line: bytes) -> bytes | None:
     return None if found is None else found[1]
 
 
+def _link(line: bytes) -> bytes:
+    return checksum_of(line) or START
+
+
 class Ledger:
     """An append-only file of JSON lines."""
 
@@ -262,9 +255,9 @@ class Ledger:
         self.path, self._warn = path, warn
         self._file = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         self.close = weakref.finalize(self, os.close, self._file)
-        sound, self._last = _end(path)
-        if sound < os.fstat(self._file).st_size:
-            os.ftruncate(self._file, sound)
+        end, self._last = _last_line(path)
+        if end < os.fstat(self._file).st_size:
+            os.ftruncate(self._file, end)
         self._spare = path.with_suffix(".spare")
         self.keep_spare()
 
@@ -273,20 +266,22 @@ class Ledger:
         return read_entries(self.path, self._warn)
 
     def append(self, **entry: Any) -> None:
-        """Append one line durably."""
-        line = write_line(entry, self._last)
-        size = os.fstat(self._file).st_size
+        """Append one line durably; on a full disk the spare space is given back first."""
+        line, size = write_line(entry, self._last), os.fstat(self._file).st_size
         try:
-            self._write(line + b"\n")
-        except OSError as error:
-            if not (is_full(error) and self._spare.is_file()):
-                raise self._refused(str(error)) from None
-            self._spare.unlink()
-            os.ftruncate(self._file, size)
             try:
                 self._write(line + b"\n")
-            except OSError as again:
-                raise self._refused(str(again)) from None
+            except OSError as error:
+                if not (is_full(error) and self._spare.is_file()):
+                    raise
+                self._spare.unlink()
+                os.ftruncate(self._file, size)
+                self._write(line + b"\n")
+        except OSError as error:
+            raise ReplayError(
+                f"{self.path} could not be written: {error}. Free disk space, or lower "
+                "--replay.max-gigabytes."
+            ) from None
         self._last = _link(line)
 
     def keep_spare(self) -> None:
@@ -302,15 +297,9 @@ class Ledger:
                 os.close(handle)
 
     def _write(self, line: bytes) -> None:
-        """Append and sync; a disk that becomes full accepts a part first."""
-        while line:
+        while line:  # A disk that becomes full accepts a part first.
             line = line[os.write(self._file, line) :]
         os.fdatasync(self._file)
-
-    def _refused(self, why: str) -> ReplayError:
-        return ReplayError(
-            f"{self.path} could not be written: {why}. Free disk space, or lower --replay.max-gigabytes."
-        )
 
 
 def read_entries(path: Path, warn: Callable[[str], None]) -> Iterator[Entry]:
@@ -341,25 +330,14 @@ def read_entries(path: Path, warn: Callable[[str], None]) -> Iterator[Entry]:
                 warn(f"{path}: line {number} is damaged or out of place and was skipped: {problem}.")
 
 
-def _end(path: Path) -> tuple[int, bytes]:
+def _last_line(path: Path) -> tuple[int, bytes]:
     """Return the byte behind the last whole line, and the digits that the next line's checksum covers."""
     with reading(path, LINES_BYTES) as file:
-        end = _line_feed_before(file, file.seek(0, os.SEEK_END))
-        begin = max(_line_feed_before(file, max(0, end)) + 1, end - MAX_LINE)  # A longer line is damaged.
-        file.seek(begin)
-        return end + 1, _link(file.read(max(0, end - begin)))
-
-
-def _line_feed_before(file: BinaryIO, end: int) -> int:
-    """Return the last line feed before byte `end`, searched in pieces; -1 if there is none."""
-    while end > 0:
-        begin = max(0, end - MAX_LINE)
-        file.seek(begin)
-        if (found := file.read(end - begin).rfind(b"\n")) >= 0:
-            return begin + found
-        end = begin
-    return -1
-
-
-def _link(line: bytes) -> bytes:
-    return checksum_of(line) or START
+        size = end = file.seek(0, os.SEEK_END)
+        tail = b""
+        while end > 0 and tail.count(b"\n") < 2:  # Of a longer line only its end matters, a checksum's place.
+            end = max(0, end - MAX_LINE)
+            file.seek(end)
+            tail = file.read(size - end)
+        whole, feed, _ = tail.rpartition(b"\n")
+        return end + len(whole) + len(feed), _link(whole.rpartition(b"\n")[2]) if feed else START

@@ -1,33 +1,45 @@
-"""Table of the groups: granted and open, then complete and ready, then closed."""
+"""Table of the groups: granted and open, then complete and ready, then closed; counts of their episodes."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, get_args
 
+from asyncrl.observability import metrics_system as m
+from asyncrl.observability.metrics import REGISTRY, Metric
 from asyncrl.records import Episode, Sampling
 from asyncrl.replay.admission import unlike
 from asyncrl.replay.group_file import GroupFile
-from asyncrl.replay.interface import GroupGrant, ReceiptStatus
+from asyncrl.replay.interface import GroupGrant, ReceiptStatus, RefusalCause
 
 NO_VERSION: Final = 2**63 - 1
 """Oldest version of a group without members."""
 GRANTS_AGAIN: Final = 2
 """Repeated grants of a number whose group its actors did not complete."""
+DROPPED: Final = [status for status in get_args(ReceiptStatus) if status.startswith("dropped")]
+EPISODES: Final[dict[ReceiptStatus, Metric]] = {
+    "stored": m.EPISODES,
+    "duplicate": m.DUPLICATES,
+    **{status: REGISTRY[f"replay/{status}"] for status in DROPPED},
+}
+DECISIONS: Final = {status: REGISTRY[f"replay/{status}_decisions"] for status in DROPPED}
+REFUSED: Final[dict[RefusalCause, Metric]] = {
+    cause: REGISTRY[f"replay/refused_{cause}"] for cause in get_args(RefusalCause)
+}
 
 
 class GroupTable:
-    """The groups of a run, each open, ready or closed.
+    """The groups of a run, each open, ready or closed; changed by events, the learner's version and files.
 
-    Events, the learner's version and the files change it. Numbers are granted in ascending order: a number
-    below `next_number` that is neither open nor ready is closed, also if nothing else of it is remembered.
+    Numbers are granted in ascending order: a number below `next_number` that is neither open nor ready is
+    closed, even if nothing else of it is remembered.
     """
 
     def __init__(self, *, uses: int, horizon: int) -> None:
-        """Start empty."""
         self.uses, self.horizon = uses, horizon
         self.version = 0
         """The learner's newest policy version."""
@@ -44,23 +56,21 @@ class GroupTable:
         """Recently closed groups whose episodes all had the same return."""
         self.to_grant_again: set[int] = set()
         """Closed groups whose numbers are granted again, before any new number."""
-        self._given_up: dict[int, int] = {}
-        """Number that may be granted again -> times that its actor did not complete it."""
+        self._given_up: dict[
+            int, int
+        ] = {}  # Number to grant again -> times that its actor did not complete it.
         self._filtered_before = 0
-        self._forgotten: set[int] | None = set()
-        """Until `end_recovery`, the forgotten closed groups."""
+        self._forgotten: set[int] | None = set()  # The forgotten closed groups, until `end_recovery`.
 
     @property
     def filtered_groups(self) -> int:
-        """Count the groups whose episodes all had the same return, since the run began."""
+        """Count of the groups whose episodes all had the same return, since the run began."""
         return self._filtered_before + len(self.filtered)
 
     def is_closed(self, number: int) -> bool:
-        """True if a group was used up, filtered or given up.
-
-        While the ledger is read, only groups that it closed count: a damaged line may hide a grant whose file
-        exists. After that, every file of a group that is not closed has made it ready.
-        """
+        """True if a group was used up, filtered or given up."""
+        # While the ledger is read only groups that it closed count: a damaged line may hide a grant whose
+        # file exists. Later, every file of a group that is not closed has made it ready.
         if self._forgotten is not None:
             return number in self.closed or number in self._forgotten
         return 0 <= number < self.next_number and number not in self.open and number not in self.ready
@@ -82,12 +92,9 @@ class GroupTable:
 
     def make_ready(self, number: int, group: ReadyGroup) -> None:
         """Make a stored group ready; its earlier uses stay known."""
-        used_at = self.used_at.get(number, ())
-        self._take_out(number)
+        self.undo_uses(number, self.used_at.get(number, ()))
         self._given_up.pop(number, None)
         self.ready[number] = group
-        if used_at:
-            self.used_at[number] = used_at
 
     def use(self, numbers: Sequence[int]) -> None:
         """Record that groups were given to the learner at `version`; each is closed after `uses` times."""
@@ -126,8 +133,7 @@ class GroupTable:
         """Give a group up, for good or to grant its number again (`grants_again`)."""
         again = self.grants_again(number, status)
         given_up = self._given_up.get(number, 0) + (status == "dropped_deadline")
-        told: ReceiptStatus = "duplicate" if stored and status != "dropped_resume" else status
-        self._close(number, told, self.version)
+        self._close(number, "duplicate" if stored and status != "dropped_resume" else status, self.version)
         if again:
             self.to_grant_again.add(number)
             self._given_up[number] = given_up
@@ -164,12 +170,10 @@ class GroupTable:
         """Forget the groups that were closed more than `horizon` versions ago; around a resume some later."""
         before = self.version - self.horizon
         if self.uses > 1:  # No event records that a used group became too old.
-            stale = [number for number, used_at in self.used_at.items() if used_at[-1] < before]
-            for number in stale:
+            for number in [n for n, used_at in self.used_at.items() if used_at[-1] < before]:
                 if number not in self.ready and number not in self.closed:
                     self.close_used(number)
-        old = list(itertools.takewhile(lambda number: self.closed[number].version < before, self.closed))
-        for number in old:
+        for number in list(itertools.takewhile(lambda n: self.closed[n].version < before, self.closed)):
             del self.closed[number]
             self.used_at.pop(number, None)
             self._filtered_before += self.filtered.pop(number, None) is not None
@@ -190,14 +194,18 @@ class OpenGroup:
     granted_before: bool = False
     """True if it was given up before; episodes of that grant may still come."""
     members: dict[int, Episode] = field(default_factory=dict)
-
     oldest_version: int = NO_VERSION
-    """Version of the oldest decision of the present members."""
 
     def add(self, episode: Episode) -> None:
         """Add a member."""
         self.members[episode.member] = episode
         self.oldest_version = min(self.oldest_version, episode.oldest_version)
+
+    def mismatch(self, episode: Episode) -> str | None:
+        """Return why an episode cannot be added, or None if it can."""
+        if episode.member in self.members:
+            return f"member {episode.member} came twice, with different ids"
+        return next((problem for x in self.members.values() if (problem := unlike(x, episode))), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +219,6 @@ class ReadyGroup:
     sampling: Sampling | None = None
     """None: as the run's."""
     world_version: int = 0
-    """Of the world that imagined it."""
     size: int = 0
     """Its episodes; 0: as many as the run's groups have."""
 
@@ -232,9 +239,7 @@ class FilteredGroup:
 
     newest_version: int
     successes: int
-    """Episodes that succeeded."""
     size: int
-    """Its episodes."""
 
 
 def ready_group(group_file: GroupFile) -> ReadyGroup:
@@ -250,13 +255,86 @@ def ready_group(group_file: GroupFile) -> ReadyGroup:
     )
 
 
-def mismatch(group: OpenGroup, episode: Episode) -> str | None:
-    """Return why an episode cannot be added to a group, or None if it can."""
-    if episode.member in group.members:
-        return f"member {episode.member} came twice, with different ids"
-    return next((problem for x in group.members.values() if (problem := unlike(x, episode))), None)
-
-
 def number_of(group_id: str) -> int:
     """Return the number in a `GroupGrant.group_id`, or -1 if it has none."""
     return int(group_id) if len(group_id) == 8 and group_id.isascii() and group_id.isdecimal() else -1
+
+
+def has_no_signal(group: Sequence[Episode]) -> bool:
+    """True if all episodes have the same return: compared with siblings, none is better."""
+    return len({episode.total_reward for episode in group}) <= 1
+
+
+class EpisodeCounters:
+    """Counts of episodes since the run began; the ledger carries them over a restart."""
+
+    def __init__(self) -> None:
+        self.episodes: Counter[str] = Counter()
+        self.decisions: Counter[str] = Counter()
+        """Decisions of dropped episodes."""
+        self.refused: Counter[RefusalCause] = Counter()
+        """Invalid episodes that were not admitted."""
+
+    def add(self, status: ReceiptStatus, episodes: int = 1, decisions: int = 0) -> None:
+        """Count episodes with one status; a negative number takes back."""
+        self.episodes[status] += episodes
+        self.decisions[status] += decisions
+
+    def metrics(self) -> dict[Metric, float]:
+        """Return all counts."""
+        episodes = {metric: float(self.episodes[status]) for status, metric in EPISODES.items()}
+        decisions = {metric: float(self.decisions[status]) for status, metric in DECISIONS.items()}
+        return episodes | decisions | {metric: float(self.refused[c]) for c, metric in REFUSED.items()}
+
+    def reasons(self) -> str:
+        """Return the numbers of dropped episodes by reason, as text."""
+        dropped = {status: n for status, n in self.episodes.items() if status.startswith("dropped") and n}
+        return ", ".join(f"{n} {status[8:]}" for status, n in sorted(dropped.items())) or "none"
+
+
+@dataclass
+class FilterStreak:
+    """Groups that were filtered since the learner's last batch."""
+
+    groups: int = 0
+    succeeded: int = 0
+    """Groups of which every episode succeeded."""
+    failed: int = 0
+
+    def add(self, successes: int, size: int) -> None:
+        """Count a group of `size` episodes, of which `successes` succeeded."""
+        self.groups += 1
+        self.succeeded += successes == size
+        self.failed += not successes
+
+    def reason(self) -> str:
+        """Return the property that all these groups share, as text."""
+        which = f"of the last {self.groups} groups"
+        if self.groups == self.succeeded:
+            return f"every episode {which} succeeded"
+        if self.groups == self.failed:
+            return f"every episode {which} failed"
+        return (
+            f"within each {which} all episodes scored the same ({self.succeeded} groups succeeded, "
+            f"{self.failed} failed)"
+        )
+
+
+@dataclass
+class SuccessWindow:
+    """Share of successful episodes among the groups completed at one version of the learner."""
+
+    last: float | None = None
+    """Share at the version before the current one, in [0, 1]; None if no group became complete then."""
+    successes: int = 0
+    episodes: int = 0
+
+    def add(self, successes: int, episodes: int) -> None:
+        """Count a complete group."""
+        self.successes += successes
+        self.episodes += episodes
+
+    def close(self) -> None:
+        """Start the next version: the current share becomes the last one."""
+        self.last = self.successes / self.episodes if self.episodes else None
+        self.successes = self.episodes = 0

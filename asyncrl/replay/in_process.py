@@ -1,7 +1,7 @@
 """Reach a replay in the same thread by plain calls: the ports of `--inline` and of tests.
 
-Learner and actor take turns: the learner gets a batch once everything that was granted is complete. So
-nothing is in flight while it updates, version max(0, k - max_lag) imagines batch k, and a run repeats itself.
+Learner and actor take turns: the learner gets a batch once everything that was granted is complete, so a run
+repeats itself.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class InProcessActorPort:
 
     @property
     def stopped(self) -> bool:
-        """Whether the learner ended the run."""
+        """True if the learner ended the run."""
         return self._replay.stopped
 
     def acquire_groups(self, groups: int, timeout: float) -> list[GroupGrant]:
-        """See `ActorPort.acquire_groups`. Returns at once: credit cannot come while this thread waits."""
+        """See `ActorPort`. Returns at once: credit cannot come while this thread waits."""
         if self.stopped:
             raise RunStopped("the learner ended the run.")
         found: list[GroupGrant] = []
@@ -52,7 +52,7 @@ class InProcessActorPort:
         return found
 
     def push(self, episode: Episode) -> None:
-        """See `ActorPort.push`. The replay holds it until its group is complete."""
+        """See `ActorPort`. The replay holds it until its group is complete."""
         receipt = self._replay.admit(episode)
         if receipt.status.startswith("dropped") and receipt.status != "dropped_outdated":
             self._dropped.add(number_of(episode.group_id))
@@ -60,30 +60,30 @@ class InProcessActorPort:
             self._warn(f"replay: episode {receipt.episode_id} was dropped: {receipt.reason}")
 
     def fail(self, failure: GroupFailure) -> None:
-        """See `ActorPort.fail`."""
+        """See `ActorPort`."""
         self._replay.fail(failure)
 
     @property
     def quarantined(self) -> Collection[str]:
-        """See `ActorPort.quarantined`."""
+        """See `ActorPort`."""
         return self._replay.state.quarantine.names
 
     def pop_dropped(self) -> set[int]:
-        """See `ActorPort.pop_dropped`."""
+        """See `ActorPort`."""
         dropped, self._dropped = self._dropped, set()
         return dropped
 
     def serve(self) -> None:
-        """See `ActorPort.serve`."""
+        """See `ActorPort`."""
         self._replay.state.limiter.record_heartbeat(self._name)
         self._replay.pop_receipts()
 
     def report(self, metrics: Mapping[Metric, float]) -> None:
-        """See `ActorPort.report`."""
+        """See `ActorPort`."""
         self._replay.report(self._name, metrics)
 
     def close(self, deadline: float) -> None:
-        """See `ActorPort.close`. Nothing is in flight."""
+        """See `ActorPort`. Nothing is in flight."""
 
 
 class InProcessLearnerPort:
@@ -94,12 +94,11 @@ class InProcessLearnerPort:
     ) -> None:
         """Begin or resume the run."""
         self._replay, self._imagine = replay, imagine
-        self._batch: dict[int, list[Episode]] = {}
-        """Number -> group of the batch that was chosen and not fetched yet."""
+        self._batch: dict[int, list[Episode]] = {}  # The batch that was chosen and not fetched yet.
         replay.begin(os.urandom(8).hex(), version, in_turns=True)
 
     def choose(self, *, groups: int, version: int, timeout: float) -> BatchDescription:
-        """See `LearnerPort.choose`; `sample` says what waiting means here."""
+        """See `LearnerPort`; `sample` says what waiting means here."""
         batch = self.sample(groups=groups, version=version, timeout=timeout)
         self._batch = {number_of(group[0].group_id): group for group in batch}
         return BatchDescription(request="", numbers=tuple(self._batch))
@@ -107,7 +106,7 @@ class InProcessLearnerPort:
     def fetch(
         self, wanted: BatchDescription, *, timeout: float, while_waiting: Callable[[], object] = lambda: None
     ) -> list[list[Episode]]:
-        """See `LearnerPort.fetch`. The groups were read when they were chosen."""
+        """See `LearnerPort`. The groups were read when they were chosen."""
         found, self._batch = [self._batch[number] for number in wanted.numbers], {}
         return found
 
@@ -135,18 +134,18 @@ class InProcessLearnerPort:
                 time.sleep(IDLE)
 
     def report_version(self, version: int) -> None:
-        """See `LearnerPort.report_version`."""
+        """See `LearnerPort`."""
         self._replay.set_version(version)
 
     def status(self) -> dict[Metric, float]:
-        """See `LearnerPort.status`. Nothing passes a wire."""
+        """See `LearnerPort`. Nothing passes a wire."""
         wire = dict.fromkeys((m.WIRE_BYTES, m.WIRE_ERRORS), 0.0)
         return self._replay.status() | wire
 
     def stop(self) -> None:
-        """See `LearnerPort.stop`."""
+        """See `LearnerPort`."""
         self._replay.stop()
 
     def close(self) -> None:
-        """See `LearnerPort.close`."""
+        """See `LearnerPort`."""
         self._replay.close()

@@ -1,7 +1,4 @@
-"""Interfaces of the replay: `ActorPort` and `LearnerPort`, and the facts about a run that it needs.
-
-The ports are implemented over ZeroMQ (`actor_client`, `learner_client`) and in one process (`in_process`).
-"""
+"""Interfaces of the replay: `ActorPort` and `LearnerPort`, and the facts about a run that it needs."""
 
 from __future__ import annotations
 
@@ -47,19 +44,9 @@ CAUSES: Final = get_args(Cause)
 REPORTED: Final = {
     metric.name: metric
     for metric in (
-        m.ACTORS_WAITING,
-        m.LIVE_SLOTS,
-        m.USEFUL_STEPS,
-        m.ACTOR_POLICY,
-        m.ACTOR_WORLD,
-        m.ACTOR_REWARD,
-        m.ACTOR_SIMULATORS,
-        m.ACTOR_HOST,
-        m.ACTOR_OFFLOAD,
-        m.ACTOR_MEMORY,
-        m.ACTOR_OFFLOADED,
-        m.ACTOR_DECISIONS,
-        m.ACTOR_RESTARTED,
+        *(m.ACTORS_WAITING, m.LIVE_SLOTS, m.USEFUL_STEPS, m.ACTOR_POLICY, m.ACTOR_WORLD, m.ACTOR_REWARD),
+        *(m.ACTOR_SIMULATORS, m.ACTOR_HOST, m.ACTOR_OFFLOAD, m.ACTOR_MEMORY, m.ACTOR_OFFLOADED),
+        *(m.ACTOR_DECISIONS, m.ACTOR_RESTARTED),
     )
 }
 """Readings that an actor reports of itself, by name."""
@@ -84,9 +71,8 @@ class BatchDescription:
     """The groups of an update, or the part of them that one learner rank gets."""
 
     request: str
-    """Id of the batch."""
     numbers: tuple[int, ...]
-    """Of the groups, in the batch's order."""
+    """Groups, in the batch's order."""
 
     def part(self, rank: int, ranks: int) -> BatchDescription:
         """Return the part of learner rank `rank` of `ranks`: group n goes to rank ``n % ranks``."""
@@ -133,7 +119,6 @@ class GroupFailure:
     """The first member that failed; -1 when the group was not begun."""
     cause: Cause
     start_state: str
-    """Its name."""
     reason: str
     """One line."""
     left: int
@@ -164,11 +149,10 @@ class SimulatorFormat:
     name: str
     """Prefix of the names of its starts."""
     tasks: tuple[str, ...] = ()
-    """Its instructions; empty: any."""
+    """Instructions; empty: any."""
     more_cameras: int = 0
-    """``V``: cameras beside the first that the policy sees."""
+    """Cameras next to the first that the policy sees."""
     state_dim: int = 0
-    """``Q``: numbers of state that the policy sees."""
     reward: Literal["success", "dense"] = "success"
     """success: 1 in the step that fulfils the task, else 0. dense: any numbers."""
 
@@ -189,9 +173,9 @@ class EpisodeFormat:
     tasks: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Name of a start state -> its instruction, or several of as many start states; empty: unknown, any."""
     world_version: int | None = None
-    """Version of the world model; -1: a simulator; None: unknown, any."""
+    """-1: a simulator; None: unknown, any."""
     simulator: SimulatorFormat | None = None
-    """The run's simulator; None: a world model, or unknown."""
+    """None: a world model, or unknown."""
 
     @property
     def imagined(self) -> bool:
@@ -220,7 +204,6 @@ class EpisodeFormat:
 
 
 ANY_FORMAT: Final = EpisodeFormat()
-"""Everything is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,7 +230,6 @@ class RunStart:
 
 
 NEW_RUN: Final = RunStart()
-"""Everything is unknown but the settings."""
 
 
 class ActorPort(Protocol):
@@ -265,11 +247,9 @@ class ActorPort(Protocol):
 
     def push(self, episode: Episode) -> None:
         """Keep and resend an episode until it is durable. Never blocks."""
-        ...
 
     def fail(self, failure: GroupFailure) -> None:
         """Give a granted group up; resent until it is durable. Never blocks."""
-        ...
 
     @property
     def quarantined(self) -> Collection[str]:
@@ -282,11 +262,9 @@ class ActorPort(Protocol):
 
     def serve(self) -> None:
         """Exchange receipts, heartbeats and the stop notice. Never blocks; call it once per step."""
-        ...
 
     def report(self, metrics: Mapping[Metric, float]) -> None:
         """Report some of `REPORTED`. May be lost; never blocks."""
-        ...
 
     @property
     def stopped(self) -> bool:
@@ -299,7 +277,6 @@ class ActorPort(Protocol):
         Raises:
             ReplayError: Episodes were left over.
         """
-        ...
 
 
 class LearnerPort(Protocol):
@@ -323,8 +300,6 @@ class LearnerPort(Protocol):
         """Fetch the groups of a batch, or of a part of it, in its order, on any learner rank.
 
         Args:
-            wanted: The last batch, or a part of it.
-            timeout: Seconds since the last episode that came.
             while_waiting: Called about once a second.
 
         Raises:
@@ -335,7 +310,6 @@ class LearnerPort(Protocol):
 
     def report_version(self, version: int) -> None:
         """Report the learner's newest policy version: credit follows from it."""
-        ...
 
     def status(self) -> dict[Metric, float]:
         """Return `replay/*`, `wire/*` and the actors' readings (`REPORTED`)."""
@@ -343,11 +317,9 @@ class LearnerPort(Protocol):
 
     def stop(self) -> None:
         """End the run for the actors and the replay."""
-        ...
 
     def close(self) -> None:
         """Close the connection."""
-        ...
 
 
 class NullLearnerPort:

@@ -16,9 +16,9 @@ from asyncrl.errors import DiskFull, OutOfFiles
 from asyncrl.records import Episode
 from asyncrl.replay.events import Dropped, Filtered
 from asyncrl.replay.group_file import GroupFile
-from asyncrl.replay.groups import ready_group
+from asyncrl.replay.groups import SuccessWindow, has_no_signal, ready_group
 from asyncrl.replay.interface import GroupFailure, Receipt, ReceiptStatus
-from asyncrl.replay.state import ReplayState, SuccessWindow, has_no_signal
+from asyncrl.replay.state import ReplayState
 from asyncrl.replay.store import EpisodeStore
 
 NOTICES: Final = 20
@@ -32,7 +32,6 @@ class GroupLifecycle:
     """Stores, filters, drops and deletes one group: file, event and receipts in step."""
 
     def __init__(self, store: EpisodeStore, state: ReplayState, warn: Callable[[str], None] = print) -> None:
-        """Begin with nothing to write."""
         self.store, self.state = store, state
         self.success = SuccessWindow()
         self.disk = DiskWait(store.folder, state.limiter.clock, warn)
@@ -73,11 +72,7 @@ class GroupLifecycle:
         return True
 
     def finish(self, *, wait: bool = True) -> None:
-        """Enter the groups that the thread wrote.
-
-        Args:
-            wait: Until all are written; False: only those that are.
-        """
+        """Enter the groups that the thread wrote; with `wait`, all of them."""
         while self._unwritten and (wait or next(iter(self._unwritten.values())).done()):
             number = next(iter(self._unwritten))
             try:
@@ -196,15 +191,10 @@ class GroupLifecycle:
         if not max_age and self.store.total_bytes <= self.store.max_bytes:
             return
         again = set(self.state.session.batch)
-        expendable = {
-            number: group_file
-            for number, group_file in self.store.group_files.items()
-            if limiter.is_closed(number) and number not in again
-        }
-        oldest = limiter.version - max_age
-        self.store.trim(
-            expendable, aged=[n for n, s in expendable.items() if max_age and s.newest_version < oldest]
-        )
+        files = self.store.group_files
+        expendable = [n for n in files if limiter.is_closed(n) and n not in again]
+        oldest = limiter.version - max_age if max_age else 0
+        self.store.trim(expendable, aged=[n for n in expendable if files[n].newest_version < oldest])
 
 
 class DiskWait:
@@ -214,7 +204,6 @@ class DiskWait:
         """Start without groups; `warn` receives one line when waiting begins and one when it ends."""
         self._folder, self._clock, self._warn = folder, clock, warn
         self.groups: set[int] = set()
-        """Numbers of the waiting groups."""
         self._since, self._failed_at, self._pause, self._before = 0.0, 0.0, FIRST_PAUSE, 0.0
         self._free = 0
         self.wanted = "disk space"
@@ -231,11 +220,7 @@ class DiskWait:
 
     @property
     def due(self) -> bool:
-        """True if it is time to try again.
-
-        That is `FIRST_PAUSE` after a failure once more space is free than there was, or else after a growing
-        pause: a quota may be used up.
-        """
+        """True if it is time to try again: soon once more space is free, else ever more rarely (a quota)."""
         if not self.groups:
             return False
         pause = self._clock() - self._failed_at

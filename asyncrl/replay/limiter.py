@@ -1,8 +1,4 @@
-"""Decide who may imagine, which episodes are admitted, and which groups may be used. No I/O.
-
-Lag, use counts, credit and completeness are decided here and nowhere else; the fate of the groups is in
-`groups`.
-"""
+"""Decide who may imagine, which episodes are admitted, and which groups may be used. No I/O."""
 
 from __future__ import annotations
 
@@ -10,13 +6,13 @@ import math
 import random
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import Final, Protocol
+from typing import Final
 
 from asyncrl.config.sections import ReplaySampler, ReplaySettings
 from asyncrl.records import Episode, Sampling
 from asyncrl.replay.admission import Expected, Refusal, refusal
 from asyncrl.replay.events import Granted
-from asyncrl.replay.groups import GroupTable, OpenGroup, ReadyGroup, mismatch, number_of
+from asyncrl.replay.groups import GroupTable, OpenGroup, ReadyGroup, number_of
 from asyncrl.replay.interface import (
     ANY_FORMAT,
     EpisodeFormat,
@@ -30,17 +26,8 @@ FLOOR: Final = 0.05
 """Least weight of a group in `prioritized`: one without spread (0 of at most 0.5) comes rarely, but comes."""
 
 
-class HasVersions(Protocol):
-    """An episode or a group of them."""
-
-    @property
-    def oldest_version(self) -> int:
-        """Policy version of the oldest decision."""
-        ...
-
-
 class Limiter(GroupTable):
-    """All groups of a run, and the rules that follow from them."""
+    """All groups of a run, and the rules of lag, use counts, credit and completeness."""
 
     def __init__(
         self,
@@ -55,26 +42,18 @@ class Limiter(GroupTable):
         horizon: int = 20,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start without groups.
-
-        Args:
-            horizon: Versions that a resume may go back without loss, at least `max_lag`; see
-                `recovery.plan_resume`.
-            clock: Returns seconds.
-        """
+        """Start without groups; a resume may go back `horizon` versions without loss, at least `max_lag`."""
         super().__init__(uses=settings.max_reuse, horizon=max(horizon, settings.max_lag))
         self.settings, self.max_lag, self.clock = settings, settings.max_lag, clock
         self.group_size, self.groups_per_update = group_size, groups_per_update
         self.filter_groups, self.sampling, self.seed = filter_groups, sampling, seed
         self.episode_format = episode_format
         self.heartbeat_timeout = settings.heartbeat_timeout
-        """Seconds without a sign of life after which an actor's open groups are given up."""
         self._heartbeats: dict[str, float] = {}
-        self._progress: dict[str, float] = {}
-        """Actor -> time of its last reported decision."""
+        self._progress: dict[str, float] = {}  # Actor -> time of its last reported decision.
         self._listening_since = self.clock()
 
-    def too_old(self, aged: HasVersions, version: int) -> ReceiptStatus | None:
+    def too_old(self, aged: Episode | OpenGroup | ReadyGroup, version: int) -> ReceiptStatus | None:
         """Return `dropped_lag` if a learner at `version` may not use an episode or group, else None."""
         return "dropped_lag" if version - aged.oldest_version > self.max_lag else None
 
@@ -157,11 +136,8 @@ class Limiter(GroupTable):
         self.open_group(number, group)
 
     def expected(self, actor: str | None = None) -> Expected:
-        """Return the properties that an episode of this actor must have; None: of any actor.
-
-        An actor may be one version ahead of the learner known here: the learner publishes a version before it
-        tells the replay, and no later update begins without a batch of the replay.
-        """
+        """Return the properties that an episode of this actor must have; None: of any actor."""
+        # The learner publishes a version before it reports it here; the next update needs a batch first.
         return Expected(
             format=self.episode_format,
             group_size=self.group_size,
@@ -175,11 +151,7 @@ class Limiter(GroupTable):
         return number in self.open and actor in (None, self.open[number].actor)
 
     def admit(self, episode: Episode, actor: str | None = None) -> Receipt:
-        """Decide about an episode: `held` means that it was added to its group.
-
-        Args:
-            actor: The sender: only the actor to which a group was granted fills it. None: unknown.
-        """
+        """Decide about an episode of a sender (None: unknown); `held`: it was added to its group."""
         number = number_of(episode.group_id)
 
         def receipt(status: ReceiptStatus, reason: str = "", cause: RefusalCause | None = None) -> Receipt:
@@ -204,7 +176,7 @@ class Limiter(GroupTable):
         if not self.owns(number, actor):
             return receipt("dropped_invalid", f"group {number} was granted to another actor", "grant")
         refused = refusal(episode, self.expected(actor))
-        if refused is None and (problem := mismatch(group, episode)) is not None:
+        if refused is None and (problem := group.mismatch(episode)) is not None:
             refused = Refusal("content", problem)
         if refused is not None:
             return receipt("dropped_invalid", refused.reason, refused.cause)
@@ -221,10 +193,7 @@ class Limiter(GroupTable):
         return number in self.open and len(self.open[number].members) == self.group_size
 
     def overdue(self) -> list[int]:
-        """List the open groups of actors that make no progress or fell silent.
-
-        A complete group waits for the disk, which is not its actor's fault.
-        """
+        """List the incomplete open groups of actors that make no progress or fell silent."""
         now, found = self.clock(), []
         for number, group in self.open.items():
             progress = max(group.granted_at, self._progress.get(group.actor, 0.0), self._listening_since)
@@ -240,12 +209,12 @@ class Limiter(GroupTable):
 
     def stale(self) -> dict[int, ReceiptStatus]:
         """Return the ready and open groups with a decision beyond the lag bound, each with its status."""
-        begun = {number: group for number, group in self.open.items() if group.members}
-        found = dict[int, ReceiptStatus]()
-        for number, group in {**self.ready, **begun}.items():
-            if (why := self.too_old(group, self.version)) is not None:
-                found[number] = why
-        return found
+        groups = {**self.ready, **{number: group for number, group in self.open.items() if group.members}}
+        return {
+            number: why
+            for number, group in groups.items()
+            if (why := self.too_old(group, self.version)) is not None
+        }
 
     def mismatched(self) -> list[int]:
         """List the ready groups that the run would not have made: see `matches_run`."""
@@ -265,9 +234,8 @@ class Limiter(GroupTable):
     def pick(self, groups: int, *, not_awaited: Collection[int] = ()) -> list[int] | None:
         """Choose ready groups within the lag bound at `version`; None if there are too few.
 
-        A group with a decision of a later version waits until the learner is there. In the order `oldest`,
-        slow groups are waited for: they are mostly failures, and skipping them would let them expire and bias
-        the batch.
+        In the order `oldest` slow groups are waited for: they are mostly failures, and skipping them would
+        let them expire and bias the batch.
         """
         usable = self.usable
         if len(usable) < groups:
@@ -279,11 +247,9 @@ class Limiter(GroupTable):
         return None if overtakes else numbers
 
     def begin(self, version: int) -> None:
-        """Start at `version`, after the changes of `recovery.plan_resume`.
-
-        Every update uses `groups_per_update` groups, however many were filtered or dropped. So `used` follows
-        from the version, also if `groups_per_update` was changed for the resume.
-        """
+        """Start at `version`, after the changes of `recovery.plan_resume`."""
+        # Every update uses as many groups, however many were filtered or dropped, so `used` follows from the
+        # version, also if `groups_per_update` was changed for the resume.
         self.version, self.used = version, version * self.groups_per_update
         self.next_number = max(self.next_number, self.used)
 
@@ -293,13 +259,9 @@ def pick_in_order(
 ) -> list[int]:
     """Choose `groups` different groups.
 
-    Every number has its own draw from seed and cursor: other groups do not change it, nor does a restart.
-
-    Args:
-        usable: Group number -> group; at least `groups` of them.
-        order: oldest: by number. newest: by the version of the oldest decision, then by number. uniform:
-            equal chances. prioritized: in proportion to the spread of returns, at least `FLOOR`, without
-            repetition.
+    oldest: by number. newest: by the version of the oldest decision, then by number. uniform: equal chances.
+    prioritized: in proportion to the spread of returns, at least `FLOOR`. Every number has its own draw from
+    seed and cursor: other groups do not change it, nor does a restart.
     """
     numbers = sorted(usable)
     if order == "oldest":

@@ -12,12 +12,10 @@ from asyncrl import __version__
 from asyncrl.errors import WireError
 from asyncrl.messaging.episode_codec import Buffer
 from asyncrl.messaging.wire import Message, encode
-from asyncrl.replay.connection import VISITOR, JoinSettings
+from asyncrl.replay.connection import RANK, VISITOR, JoinSettings
 from asyncrl.replay.replay import Replay
 from asyncrl.storage.run_owner import NO_RUN, RunIdentity
 
-RANK: Final = "rank"
-"""Role of a learner rank other than 0: it fetches its part of batches."""
 NAME_RESERVED: Final = 5.0
 """Seconds after its last sign of life for which an actor's name is not given to one that joins."""
 _VISITORS: Final = 256
@@ -73,27 +71,19 @@ class Peers:
         identity: RunIdentity = NO_RUN,
         learner_key: bytes = b"",
     ) -> None:
-        """Start without peers; those of an earlier process introduce themselves again.
-
-        Args:
-            settings: Sent to actors that join; None: none can join.
-        """
+        """Start without peers. `settings` are sent to actors that join; None: none can join."""
         self.replay, self.sender, self.settings = replay, sender, settings
         self.identity, self._learner_key = identity, learner_key.decode()
         self.server_id = os.urandom(8).hex()
-        """Names this process of the replay."""
         self.actors: dict[bytes, str] = {}
         """Routing id -> name of each actor that is there."""
         self.learner = b""
         """The learner's routing id; empty until it is there."""
         self.ranks: dict[str, bytes] = {}
         """Name of each other learner rank that is there -> its routing id."""
-        self._visitors: dict[bytes, None] = {}
-        """Peers that may ask for the settings, the newest last."""
-        self._replaced: set[str] = set()
-        """Sessions of actors whose name a newer one took."""
-        self._told: dict[bytes, int] = {}
-        """Actor -> quarantined start states that it knows of: the first of the list."""
+        self._visitors: dict[bytes, None] = {}  # Peers that may ask for the settings, the newest last.
+        self._replaced: set[str] = set()  # Sessions of actors whose name a newer one took.
+        self._sent_names: dict[bytes, int] = {}  # Actor -> number of quarantined start states that it knows.
 
     def knows(self, peer: bytes) -> bool:
         """True if a peer has introduced itself as a part of this run."""
@@ -144,7 +134,7 @@ class Peers:
             return
         if message["role"] == "learner":
             self.learner = peer
-            self._told.clear()  # A resume may have forgotten some of them.
+            self._sent_names.clear()  # A resume may have forgotten some of them.
             self.replay.begin(message["session"], message["version"])
         elif message["role"] == RANK:
             self.ranks[message["name"]] = peer
@@ -162,7 +152,7 @@ class Peers:
 
     def bye(self, peer: bytes, message: Message) -> None:
         """Remove an actor. After the stop its open groups stay, for a resume."""
-        self._told.pop(peer, None)
+        self._sent_names.pop(peer, None)
         name = self.actors.pop(peer, None)
         if name is not None and not self.replay.stopped:
             self.replay.leave(name)
@@ -185,10 +175,10 @@ class Peers:
     def send_quarantined(self, peer: bytes) -> bool:
         """Send an actor the quarantined start states that it does not know; False if it accepts no more."""
         names = self.replay.state.quarantine.names
-        while (told := self._told.get(peer, 0)) < len(names):
-            if not self.sender.send(peer, "quarantined", start_state=names[told]):
+        for number in range(self._sent_names.get(peer, 0), len(names)):
+            if not self.sender.send(peer, "quarantined", start_state=names[number]):
                 return False
-            self._told[peer] = told + 1
+            self._sent_names[peer] = number + 1
         return True
 
     def _admit(self, peer: bytes, message: Message) -> bool:
@@ -201,9 +191,9 @@ class Peers:
         if (before := self.replay.state.session.actors.get(name)) not in (None, session):
             self._replaced.add(str(before))
         for other in [other for other, known in self.actors.items() if known == name]:
-            self._told.pop(other, None)
+            self._sent_names.pop(other, None)
             del self.actors[other]
         self.actors[peer] = name
-        self._told.pop(peer, None)
+        self._sent_names.pop(peer, None)
         self.replay.hello(name, session)
         return True

@@ -7,16 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from asyncrl.replay.events import Dropped, GroupSized, LedgerLost, Ready, read_events
-from asyncrl.replay.groups import ReadyGroup, ready_group
+from asyncrl.replay.groups import ReadyGroup, SuccessWindow, has_no_signal, ready_group
 from asyncrl.replay.interface import ReceiptStatus
 from asyncrl.replay.lifecycle import GroupLifecycle
-from asyncrl.replay.state import SuccessWindow, has_no_signal
-
-if TYPE_CHECKING:
-    from asyncrl.replay.limiter import Limiter
+from asyncrl.replay.limiter import Limiter
 
 
 @dataclass(frozen=True, kw_only=True)

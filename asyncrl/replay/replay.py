@@ -1,8 +1,5 @@
 """Answer the actors and the learner, without sockets: grants, receipts and batches.
 
-One thread decides; a second one may write the files (`lifecycle`), and others read the learner's
-(`sampling`).
-
 Order of effects, which makes a kill at any moment harmless: a grant is in the ledger before the actor gets
 it; a group is a sealed file before its members are acknowledged; a use is in the ledger before the learner
 gets the batch; a file that a resume gives up is deleted before the ledger frees its number.
@@ -21,7 +18,7 @@ from asyncrl.messaging.episode_codec import scalars_of
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability.metrics import Metric, reduce
 from asyncrl.records import Episode, Sampling
-from asyncrl.replay.admission import is_start_of
+from asyncrl.replay.admission import RefusedActors, is_start_of
 from asyncrl.replay.events import ActorStarted, LearnerStarted, Refused
 from asyncrl.replay.groups import number_of
 from asyncrl.replay.interface import (
@@ -31,12 +28,10 @@ from asyncrl.replay.interface import (
     GroupFailure,
     GroupGrant,
     Receipt,
-    RefusalCause,
     RunStart,
 )
 from asyncrl.replay.lifecycle import GroupLifecycle
 from asyncrl.replay.limiter import Limiter
-from asyncrl.replay.quarantine import RefusedActors
 from asyncrl.replay.recovery import count_successes, recover, roll_back_to
 from asyncrl.replay.sampling import BatchChooser
 from asyncrl.replay.state import ReplayState
@@ -78,11 +73,7 @@ def open_replay(
         horizon=horizon,
     )
     max_filtered = algorithm.max_filtered_batches * algorithm.groups_per_update
-    return Replay(
-        *(store, limiter, warn),
-        max_filtered=max_filtered,
-        lost_ledger=lost_ledger,
-    )
+    return Replay(store, limiter, warn, max_filtered=max_filtered, lost_ledger=lost_ledger)
 
 
 class Replay:
@@ -97,16 +88,13 @@ class Replay:
         max_filtered: int = 160,
         lost_ledger: str = "",
     ) -> None:
-        """Recover the state from the store's ledger and files."""
         self.store, self._max_filtered = store, max_filtered
         self.state = ReplayState(store.ledger, limiter, store.made_with)
         self.refused_actors = RefusedActors()
         self.lifecycle = GroupLifecycle(store, self.state, warn)
         self.batches = BatchChooser(self.lifecycle, warn)
         self.stopped = False
-        """True if the learner ended the run."""
-        self._reports: dict[str, dict[Metric, float]] = {}
-        """Actor -> its last report."""
+        self._reports: dict[str, dict[Metric, float]] = {}  # Actor -> its last report.
         self._decisions = 0.0
         recover(self.lifecycle, lost_ledger)
 
@@ -165,11 +153,7 @@ class Replay:
         return self.state.limiter.granted(actor, request_number) is None
 
     def admit(self, episode: Episode, actor: str | None = None) -> Receipt:
-        """Admit an episode. Receipts of its siblings follow by `pop_receipts`.
-
-        Args:
-            actor: Name of the sender, to which its group must have been granted; None: unknown.
-        """
+        """Admit an episode of a sender (None: unknown). Receipts of its siblings follow by `pop_receipts`."""
         number, limiter = number_of(episode.group_id), self.state.limiter
         if number in self.lifecycle.unwritten:  # Its problem could give the group up.
             self.lifecycle.finish()
@@ -196,11 +180,7 @@ class Replay:
         return receipt
 
     def fail(self, failure: GroupFailure, actor: str | None = None) -> None:
-        """Give up a group that cannot be imagined: its credit returns. A closed group stays closed.
-
-        Args:
-            actor: Its name; it gives up only groups that it was granted. None: unknown.
-        """
+        """Give up a group that an actor (None: unknown) was granted and cannot imagine."""
         if failure.number in self.lifecycle.unwritten:
             self.lifecycle.finish()
         limiter = self.state.limiter
@@ -268,12 +248,7 @@ class Replay:
         return due
 
     def choose(self, groups: int, version: int, request: str = "") -> list[int] | None:
-        """Give complete groups away: see `BatchChooser.choose`.
-
-        Args:
-            version: The learner's; no decision is older than ``version - max_lag``.
-            request: A repeated request gets the same batch again: its first answer may be lost.
-        """
+        """Give complete groups away; a repeated request gets the same batch. See `BatchChooser.choose`."""
         self.set_version(version)
         return self.batches.choose(groups, request)
 
@@ -359,8 +334,6 @@ class Replay:
         try:
             scalars_of(episode)
         except WireError as error:
-            why: RefusalCause = "content"
-            return Receipt(
-                episode_id=episode.episode_id, status="dropped_invalid", reason=str(error), cause=why
-            )
+            name = episode.episode_id
+            return Receipt(episode_id=name, status="dropped_invalid", reason=str(error), cause="content")
         return self.state.limiter.admit(episode, actor)

@@ -1,10 +1,8 @@
 """Choose the groups of a batch, and read them ahead in threads.
 
-    serving thread   `choose`, `load`, `read_ahead`; never waits
-    reader threads   one group's file at a time: arrays, checksums, `admission.unusable`, messages
-
-Groups stay in memory as far as they fit; of others only the verdict stays. Reading decides nothing: the
-limiter is asked when a batch is chosen.
+The serving thread never waits; threads read one group's file at a time and check and encode it. Groups stay
+in memory as far as they fit; of others only the verdict stays. Reading decides nothing: the limiter is asked
+when a batch is chosen.
 """
 
 from __future__ import annotations
@@ -48,8 +46,7 @@ class _Entry:
     """A group that is read, or being read."""
 
     future: Future[LoadedGroup]
-    kept: bool
-    """True if its episodes are kept, not only the verdict."""
+    kept: bool  # Its episodes, not only the verdict.
     nbytes: int
 
 
@@ -63,8 +60,7 @@ class BatchChooser:
         self._pool: ThreadPoolExecutor | None = None
         self._max_bytes = 0
         self._entries: dict[int, _Entry] = {}
-        self.reading = False
-        """True if there are enough groups for the last request, and some are being read."""
+        self.reading = False  # True if there are enough groups for the last request, and some are being read.
 
     def read_in_background(self) -> None:
         """Read in threads from now on, also ahead: see `read_ahead`."""

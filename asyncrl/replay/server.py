@@ -1,11 +1,7 @@
 """Serve the replay to actors and the learner over one ROUTER socket.
 
-One thread serves, one writes files, some read the files of batches.
-
-consumes   episodes          waits for: messages, at most 100 ms     ended by: any peer
-produces   grants, batches   parks acquire, sample and fetch         ended by: the learner's next version, the
-                             until they can be answered              actors' next complete group, the readers
-ends after the learner's stop once the actors left (or 5 s later), on its stop event, or with its parent
+It ends after the learner's stop once the actors left (or 5 s later), on its stop event, or with its parent.
+One thread serves and never waits, one writes files, some read the files of batches.
 """
 
 from __future__ import annotations
@@ -111,13 +107,11 @@ class ReplayServer:
         self.peers = Peers(replay, self.sender, settings, identity, learner_key)
         self._keyed = bool(learner_key)
         self._served_at = time.monotonic()
-        self._acquires: dict[bytes, deque[int]] = {}
-        """Actor -> its requests for a group that have no answer."""
+        self._acquires: dict[bytes, deque[int]] = {}  # Actor -> its requests for a group without an answer.
+        # Actors that asked since the last pass: their group may have been granted, and the answer lost.
         self._asked = set[bytes]()
-        """Actors that asked since the last pass: their group may have been granted, and the answer lost."""
         self._sample_request: Message | None = None
-        self._chosen: deque[list[Buffer]] = deque()
-        """Remaining messages of the answer to it."""
+        self._chosen: deque[list[Buffer]] = deque()  # Remaining messages of the answer to it.
         self._hand_over = HandOver(replay.batches, replay.state.session, self.sender)
         self._bytes = self._episodes = 0
         self._handlers: dict[str, Callable[[bytes, Message], None]] = {
@@ -220,9 +214,8 @@ class ReplayServer:
             self._grant()
         self._try_sample()
         notices = self.replay.lifecycle.notices
-        while (
-            notices and self.peers.learner and self.sender.send(self.peers.learner, "notice", text=notices[0])
-        ):
+        learner = self.peers.learner
+        while notices and learner and self.sender.send(learner, "notice", text=notices[0]):
             notices.pop(0)
         while self._chosen and self.sender.send_frames(self.peers.learner, self._chosen[0]):
             self._chosen.popleft()
@@ -236,10 +229,9 @@ class ReplayServer:
         """Answer parked requests in turns, one group for each actor, until none gets any more."""
         answered = True
         while answered:
-            hopeful = (
-                self._acquires if self.replay.state.limiter.credit else self._asked & self._acquires.keys()
-            )
-            answered = sum(self._grant_one(peer) for peer in list(hopeful)) > 0
+            peers = self._acquires.keys()
+            peers = list(peers if self.replay.state.limiter.credit else self._asked & peers)
+            answered = sum(self._grant_one(peer) for peer in peers) > 0
         self._asked.clear()
 
     def _grant_one(self, peer: bytes) -> bool:
@@ -255,8 +247,7 @@ class ReplayServer:
         if self.replay.was_given_up(name, requests[0]):
             self.sender.send(peer, "given_up", turn=requests.popleft())
         elif (grant := self.replay.grant(name, requests[0])) is not None:
-            about = {"number": grant.number, "min_version": grant.min_version, "keep_video": grant.keep_video}
-            self.sender.send(peer, "grant", turn=requests.popleft(), **about)
+            self.sender.send(peer, "grant", turn=requests.popleft(), **asdict(grant))
         else:
             return False
         if not requests:
@@ -350,7 +341,6 @@ class _Outgoing:
     """Groups that one rank requested and did not receive."""
 
     request: str
-    """Id of the batch."""
     numbers: deque[int] = field(default_factory=deque)
     """In the order of the requests; the first one may be on its way."""
     messages: deque[list[Buffer]] = field(default_factory=deque)
@@ -358,17 +348,11 @@ class _Outgoing:
 
 
 class HandOver:
-    """Sends each learner rank the groups of the chosen batch that it requests.
-
-    It waits neither for files nor for a rank. A rank requests a few groups at a time, so no more are on their
-    way to it, and other messages come between them.
-    """
+    """Sends each learner rank the groups of the chosen batch that it requests, a few at a time."""
 
     def __init__(self, batches: BatchChooser, session: Session, sender: PeerSender) -> None:
-        """Start without requests; ranks repeat theirs to a new process of the replay."""
         self._batches, self._session, self._sender = batches, session, sender
-        self._outgoing: dict[bytes, _Outgoing] = {}
-        """Routing id of a rank -> its groups."""
+        self._outgoing: dict[bytes, _Outgoing] = {}  # Routing id of a rank -> its groups.
 
     @property
     def busy(self) -> bool:

@@ -1,18 +1,17 @@
-"""Change the replay's state by events alone: in the ledger first, then in memory.
+"""The replay's state, which events change: in the ledger first, then in memory.
 
-A running replay commits an event, which does both; recovery applies the events of the ledger.
+A running replay commits an event, which does both; recovery applies the events of the ledger. A group that
+cannot be imagined is part of the event that gives it up, and counts against its start state (`Quarantine`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, get_args
 
 from asyncrl.observability import metrics_system as m
-from asyncrl.observability.metrics import Metric
-from asyncrl.records import Episode
+from asyncrl.observability.metrics import REGISTRY, Metric
 from asyncrl.replay.events import (
     ActorStarted,
     Dropped,
@@ -27,113 +26,17 @@ from asyncrl.replay.events import (
     Refused,
     Used,
 )
-from asyncrl.replay.groups import ReadyGroup
-from asyncrl.replay.interface import ReceiptStatus, RefusalCause
+from asyncrl.replay.groups import EpisodeCounters, FilterStreak, ReadyGroup
+from asyncrl.replay.interface import ENDLESS, Cause, GroupFailure
 from asyncrl.replay.limiter import Limiter
-from asyncrl.replay.quarantine import Quarantine
 
-EPISODES: Final[dict[ReceiptStatus, Metric]] = {
-    "stored": m.EPISODES,
-    "duplicate": m.DUPLICATES,
-    "dropped_lag": m.DROPPED_LAG,
-    "dropped_deadline": m.DROPPED_DEADLINE,
-    "dropped_invalid": m.DROPPED_INVALID,
-    "dropped_resume": m.DROPPED_RESUME,
-    "dropped_poisoned": m.DROPPED_POISONED,
-    "dropped_outdated": m.DROPPED_OUTDATED,
-    "dropped_unusable": m.DROPPED_UNUSABLE,
-    "dropped_unrecorded": m.DROPPED_UNRECORDED,
+COUNTERS: Final[dict[Cause, Metric]] = {
+    cause: REGISTRY[f"replay/poisoned_{cause}"] for cause in get_args(Cause)
 }
-DECISIONS: Final[dict[ReceiptStatus, Metric]] = {
-    status: m.DROPPED_DECISIONS[metric]
-    for status, metric in EPISODES.items()
-    if metric in m.DROPPED_DECISIONS
-}
-REFUSED: Final[dict[RefusalCause, Metric]] = {
-    "content": m.REFUSED_CONTENT,
-    "settings": m.REFUSED_SETTINGS,
-    "version": m.REFUSED_VERSION,
-    "grant": m.REFUSED_GRANT,
-}
-
-
-def has_no_signal(group: Sequence[Episode]) -> bool:
-    """True if all episodes have the same return: compared with siblings, none is better."""
-    return len({episode.total_reward for episode in group}) <= 1
-
-
-class EpisodeCounters:
-    """Counts of episodes since the run began; the ledger carries them over a restart."""
-
-    def __init__(self) -> None:
-        """Start at 0."""
-        self.episodes: Counter[ReceiptStatus] = Counter()
-        self.decisions: Counter[ReceiptStatus] = Counter()
-        """Decisions of dropped episodes."""
-        self.refused: Counter[RefusalCause] = Counter()
-        """Invalid episodes that were not admitted."""
-
-    def add(self, status: ReceiptStatus, episodes: int = 1, decisions: int = 0) -> None:
-        """Count episodes with one status; a negative number takes back."""
-        self.episodes[status] += episodes
-        self.decisions[status] += decisions
-
-    def metrics(self) -> dict[Metric, float]:
-        """Return all counts."""
-        episodes = {metric: float(self.episodes[status]) for status, metric in EPISODES.items()}
-        decisions = {metric: float(self.decisions[status]) for status, metric in DECISIONS.items()}
-        return episodes | decisions | {metric: float(self.refused[c]) for c, metric in REFUSED.items()}
-
-    def reasons(self) -> str:
-        """Return the numbers of dropped episodes by reason, as text."""
-        dropped = {status: n for status, n in self.episodes.items() if status.startswith("dropped") and n}
-        return ", ".join(f"{n} {status[8:]}" for status, n in sorted(dropped.items())) or "none"
-
-
-class FilteredGroups:
-    """Groups that were filtered since the learner's last batch."""
-
-    def __init__(self) -> None:
-        """Start at 0."""
-        self.groups = self._succeeded = self._failed = 0
-
-    def add(self, successes: int, size: int) -> None:
-        """Count a group of `size` episodes, of which `successes` succeeded."""
-        self.groups += 1
-        self._succeeded += successes == size
-        self._failed += not successes
-
-    def reason(self) -> str:
-        """Return the property that all these groups share, as text."""
-        which = f"of the last {self.groups} groups"
-        if self.groups == self._succeeded:
-            return f"every episode {which} succeeded"
-        if self.groups == self._failed:
-            return f"every episode {which} failed"
-        return (
-            f"within each {which} all episodes scored the same ({self._succeeded} groups succeeded, "
-            f"{self._failed} failed)"
-        )
-
-
-class SuccessWindow:
-    """Share of successful episodes among the groups completed at one version of the learner."""
-
-    def __init__(self) -> None:
-        """Start without groups."""
-        self.last: float | None = None
-        """Share at the version before the current one, in [0, 1]; None if no group became complete then."""
-        self._successes = self._episodes = 0
-
-    def add(self, successes: int, episodes: int) -> None:
-        """Count a complete group."""
-        self._successes += successes
-        self._episodes += episodes
-
-    def close(self) -> None:
-        """Start the next version: the current share becomes the last one."""
-        self.last = self._successes / self._episodes if self._episodes else None
-        self._successes = self._episodes = 0
+IN_A_ROW: Final = 16
+"""Groups that may fail one after the other where every one begins elsewhere (`ENDLESS`)."""
+_NAMED: Final = 10
+"""Most start states in a message."""
 
 
 @dataclass(kw_only=True)
@@ -141,13 +44,11 @@ class Session:
     """The participants, and the learner's last batch."""
 
     learner: str = ""
-    """The learner's session."""
     request: str = ""
     """The learner's last answered request."""
     batch: list[int] = field(default_factory=list)
-    """Groups of the answer."""
     actors: dict[str, str] = field(default_factory=dict)
-    """Every actor seen -> its session."""
+    """Name -> session."""
     answered: dict[str, int] = field(default_factory=dict)
     """Actor -> its newest request of this session that was answered with a group."""
 
@@ -156,15 +57,14 @@ class ReplayState:
     """The groups, the fate of their episodes, the participants, and the quarantined start states."""
 
     def __init__(self, ledger: Ledger, limiter: Limiter, group_size: int) -> None:
-        """Start empty; see `recovery.recover`."""
         self._ledger, self.limiter = ledger, limiter
         self.group_size = group_size
         """Episodes of a group, as of the last event."""
         self.lost_ledgers: set[str] = set()
-        """See `events.LedgerLost`."""
+        """SHA-256 of missing lines that were accounted for."""
         self.counters, self.session = EpisodeCounters(), Session()
         self.quarantine = Quarantine(limiter.settings.quarantine_after)
-        self.filtered = FilteredGroups()
+        self.filtered = FilterStreak()
 
     def commit(self, event: Event) -> None:
         """Make an event durable, then apply it."""
@@ -183,7 +83,7 @@ class ReplayState:
             case LearnerStarted():
                 limiter.begin(event.version)
                 self.quarantine.begin(event.version)
-                self.filtered = FilteredGroups()
+                self.filtered = FilterStreak()
                 session.learner, session.request, session.batch = event.learner, "", []
             case ActorStarted():
                 session.actors[event.actor] = event.session
@@ -197,7 +97,7 @@ class ReplayState:
                     limiter.advance(event.version)
                 counters.add("stored", size * sum(not limiter.is_counted(n) for n in event.used))
                 limiter.use(event.used)
-                self.filtered = FilteredGroups()
+                self.filtered = FilterStreak()
                 session.request, session.batch = event.request, list(event.used)
             case Filtered():
                 if event.filtered not in limiter.ready:
@@ -231,3 +131,95 @@ class ReplayState:
         self.quarantine.on_complete_group()
         if number not in self.limiter.used_at:
             self.counters.add("stored", group.size or self.group_size)
+
+
+class Quarantine:
+    """Failures by start state and by cause.
+
+    The replay decides, because it alone hears of the failures of all actors. A failure of the policy
+    quarantines no start state: if it fails for all of them in a row, the run cannot go on with this version.
+    """
+
+    def __init__(self, after: int) -> None:
+        """Start without failures; a start state is quarantined `after` failures in as many groups."""
+        self.after = after
+        self.names: list[str] = []
+        self.counts: Counter[Cause] = Counter()
+        # Start state -> group that failed -> the learner's version then.
+        self._groups: dict[str, dict[int, int]] = {}
+        self._failed_by_policy: Counter[str] = Counter()  # Since a group was complete.
+        self._first = self._first_of_policy = ""
+        self._left, self._policy_fails = True, False
+        self._in_a_row, self._last = 0, ""
+
+    def begin(self, version: int) -> None:
+        """Forget the failures after `version`: a resume may have other start states and another policy."""
+        self._left, self._policy_fails, self._in_a_row = True, False, 0
+        self._failed_by_policy.clear()
+        for name, groups in self._groups.items():
+            self._groups[name] = {number: at for number, at in groups.items() if at <= version}
+        self.names = [name for name in self.names if len(self._groups[name]) >= self.after]
+        self._first = self._first if any(self._groups.values()) else ""
+
+    def on_complete_group(self) -> None:
+        """Restart the counts of failures in a row."""
+        self._failed_by_policy.clear()
+        self._in_a_row = 0
+
+    def add(self, failure: GroupFailure, version: int) -> None:
+        """Count a group that was given up while the learner was at `version`."""
+        self.counts[failure.cause] += 1
+        name, number = failure.start_state, failure.number
+        text = f"start state {name!r} in group {number}: {failure.reason}"
+        self._left = failure.left > 0
+        if failure.left >= ENDLESS:
+            self._in_a_row, self._last = self._in_a_row + 1, text
+        if failure.cause == "policy":
+            self._failed_by_policy[name] += 1
+            failed = sum(count >= self.after for count in self._failed_by_policy.values())
+            self._policy_fails = failed >= failure.left
+            self._first_of_policy = text
+        elif failure.cause != "quarantined":
+            self._first = self._first or text
+            groups = self._groups.setdefault(name, {})
+            groups[number] = version
+            if len(groups) >= self.after and name not in self.names:
+                self.names.append(name)
+
+    def metrics(self) -> dict[Metric, float]:
+        """Return all counts."""
+        counts = {metric: float(self.counts[cause]) for cause, metric in COUNTERS.items()}
+        return counts | {m.QUARANTINED: float(len(self.names))}
+
+    @property
+    def exhausted(self) -> str:
+        """Reason why no group can be imagined any more; empty while a start state is left."""
+        if self._policy_fails:
+            return (
+                f"The policy failed for all {len(self._failed_by_policy)} start states, last for "
+                f"{self._first_of_policy}. Its weights or its precision are broken: resume from an earlier "
+                "checkpoint, with a lower --optimizer.learning-rate."
+            )
+        if self._in_a_row >= IN_A_ROW:
+            return (
+                f"{self._in_a_row} groups in a row failed, each from another start, last {self._last}. The "
+                "actors' logs have every one of them. Look at --world and --policy."
+            )
+        if self._left:
+            return ""
+        more = f" and {len(self.names) - _NAMED} more" if len(self.names) > _NAMED else ""
+        return (
+            f"No start state is left: all {len(self.names)} failed in {self.after} groups each "
+            f"(--replay.quarantine-after) and are not used any more: {', '.join(self.names[:_NAMED])}{more}. "
+            f"First failure: {self._first}. The actors' logs have every one of them. When they fail for one "
+            "reason, look at --world and --policy; else choose other --start-states."
+        )
+
+    def contents(self) -> str:
+        """Return a summary for an error message; empty without failures."""
+        if not self.counts:
+            return ""
+        counts = ", ".join(f"{n} {cause}" for cause, n in sorted(self.counts.items()))
+        names = f", {len(self.names)} start states quarantined" if self.names else ""
+        first = self._first or self._first_of_policy
+        return f"groups poisoned: {counts}{names}; first: {first}; "

@@ -22,7 +22,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from asyncrl.episode_layout import SCHEMA_VERSION
 from asyncrl.errors import CodecMissing, OutOfFiles, ReplayError
@@ -51,6 +51,7 @@ from asyncrl.storage.untrusted import (
     remove,
 )
 
+T = TypeVar("T")
 PATTERN: Final = "group-*.h5"
 LEDGER: Final = "ledger.log"
 
@@ -66,11 +67,7 @@ class EpisodeStore:
     def __init__(
         self, folder: Path, *, group_size: int, max_bytes: int, warn: Callable[[str], None] = print
     ) -> None:
-        """Open or create the folder and recover what is in it.
-
-        Args:
-            max_bytes: Size beyond which groups that are no longer needed are deleted, oldest first.
-        """
+        """Open or create the folder and recover it; beyond `max_bytes` unneeded groups are deleted."""
         self.folder, self.max_bytes, self._warn = folder, max_bytes, warn
         try:
             make_folder(folder)
@@ -82,10 +79,8 @@ class EpisodeStore:
         except OSError as error:
             raise _unwritable(folder, error) from None
         self.group_files: dict[int, GroupFile] = {}
-        """Group number -> sealed file."""
         self.total_bytes = 0
-        """Size of all sealed files."""
-        self._removed: dict[int, tuple[str, ...]] = {}  # Ids of those that are to be sealed anew.
+        self._removed: dict[int, tuple[str, ...]] = {}  # Episodes of groups to be sealed again.
         self._reserve = Reserve()
         self._index = FileIndex(folder / "index.log", warn)
         self._recover()
@@ -101,17 +96,22 @@ class EpisodeStore:
     def write(self, number: int, episodes: Sequence[Episode]) -> GroupFile:
         """Write the durable file of a complete group, in any thread; the caller has to `enter` it."""
         members = sorted(episodes, key=lambda episode: episode.member)
+
+        def write() -> GroupFile:
+            try:
+                return write_group(self.folder / file_name(number), number, members)
+            except OSError as error:
+                raise write_error(f"group {number} could not be written to {self.folder}", error) from None
+
+        return self._with_reserve(write)
+
+    def _with_reserve(self, action: Callable[[], T]) -> T:
+        """Call an action, again with the reserved file descriptors if there were too few."""
         try:
-            return self._write(number, members)
+            return action()
         except OutOfFiles:
             with self._reserve.lent():
-                return self._write(number, members)
-
-    def _write(self, number: int, members: Sequence[Episode]) -> GroupFile:
-        try:
-            return write_group(self._path(number), number, members)
-        except OSError as error:
-            raise write_error(f"group {number} could not be written to {self.folder}", error) from None
+                return action()
 
     def enter(self, group_file: GroupFile) -> GroupFile:
         """Record a group whose file is durable."""
@@ -132,11 +132,7 @@ class EpisodeStore:
     def read(self, group_file: GroupFile, *, without: Collection[str] = ()) -> list[Episode]:
         """Read a group's file. Any thread may call this."""
         path, expected = group_file.path, group_file.attributes
-        try:
-            return read_group(path, without=without, attributes=expected)
-        except OutOfFiles:
-            with self._reserve.lent():
-                return read_group(path, without=without, attributes=expected)
+        return self._with_reserve(lambda: read_group(path, without=without, attributes=expected))
 
     def put_away(self, number: int, why: str) -> None:
         """Move the damaged file of a group into quarantine."""
@@ -144,11 +140,7 @@ class EpisodeStore:
             self._quarantine(self._take_out(number).path, why)
 
     def trim(self, expendable: Iterable[int], aged: Iterable[int] = ()) -> list[int]:
-        """Delete groups and return their numbers.
-
-        Args:
-            expendable: Groups that may be deleted, lowest number first, until the size is within the limit.
-        """
+        """Delete aged groups, then expendable ones until the size fits; return their numbers."""
         old = sorted(set(aged) & self.group_files.keys())
         deleted = list[int]()
         for number in [*old, *sorted(set(expendable) & self.group_files.keys() - old)]:
@@ -209,9 +201,6 @@ class EpisodeStore:
                 self._quarantine(path, str(error))
         complete = not misses and self._index.lines == len(self.group_files)
         self._index.begin(self.group_files.values(), complete=complete)
-
-    def _path(self, number: int) -> Path:
-        return self.folder / file_name(number)
 
     def _enter(self, group_file: GroupFile) -> None:
         if group_file.number in self.group_files:
@@ -286,17 +275,10 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 def _check_meta(path: Path, group_size: int) -> int:
     """Check replay.json, or make it; returns the group size that it names."""
-    expected = {
-        "format": FORMAT,
-        "format_version": FORMAT_VERSION,
-        "schema_version": SCHEMA_VERSION,
-    }
+    expected = {"format": FORMAT, "format_version": FORMAT_VERSION, "schema_version": SCHEMA_VERSION}
     if not path.exists():
-        temporary = path.with_suffix(".json.tmp")
-        temporary.write_bytes(write_line(expected | {"group_size": group_size}) + b"\n")
-        flush(temporary)
-        temporary.rename(path)
-        flush(path.parent)
+        with replacing(path) as part:
+            part.write_bytes(write_line(expected | {"group_size": group_size}) + b"\n")
     found = read_meta(path.parent)
     for key, value in expected.items():
         if found.get(key) != value:
@@ -328,16 +310,14 @@ def _lock(folder: Path) -> int:
 class FileIndex:
     """A cache of facts about the files of a store, so that opening costs a stat and a short read per file.
 
-    One line per sealed group: CRC-32 of the rest of the line, then JSON. An entry counts only if its checksum
-    holds and its file has the same size, modification time and footer; every other file is read, and the
-    index is written again. So a line needs no fsync, and nothing here fails.
+    One line per sealed group: CRC-32, then JSON. An entry counts if its checksum holds and its file has the
+    same size, modification time and footer; other files are read. So a line needs no fsync.
     """
 
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
         """Read it; `warn` receives a line when the index can no longer be written."""
         self.path, self._warn, self._file = path, warn, -1
-        self.lines = 0
-        """Lines of the file, right or wrong."""
+        self.lines = 0  # Of the file, right or wrong.
         self._entries = dict[str, dict[str, Any]]()
         try:
             with reading(path, LINES_BYTES) as file:

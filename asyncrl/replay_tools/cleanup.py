@@ -1,4 +1,4 @@
-"""Run `asyncrl replay prune` and `compact`: delete or compress the files of groups that nobody needs."""
+"""Run `asyncrl replay prune` and `compact`: delete or compress the files of unneeded groups."""
 
 from __future__ import annotations
 
@@ -16,8 +16,14 @@ from asyncrl.errors import ConfigError, ReplayError
 from asyncrl.replay.group_file import GroupFile, read_group
 from asyncrl.replay.sealed_file import Codec, codec_of, opened, sealing, settings_of
 from asyncrl.replay.store import PATTERN
-from asyncrl.replay_tools.episodes import GroupOutcomes, group_file_or_none, read_outcomes, warn, watched
-from asyncrl.replay_tools.selection import ReplayCommand
+from asyncrl.replay_tools.episodes import (
+    GroupOutcomes,
+    ReplayCommand,
+    group_file_or_none,
+    read_outcomes,
+    warn,
+    watched,
+)
 from asyncrl.storage import run_owner
 from asyncrl.storage.atomic import flush, replacing
 from asyncrl.storage.untrusted import dataset_in
@@ -49,10 +55,9 @@ class Compact(ReplayCommand):
 
 @dataclass(frozen=True, kw_only=True)
 class Compaction:
-    """What `compact_folder` did."""
+    """Result of `compact_folder`."""
 
     text: str
-    """One line about it."""
     unreadable: int
     """Files that could not be read, which are as they were."""
 
@@ -65,11 +70,7 @@ def compact_folder(
     dry_run: bool = False,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> Compaction:
-    """Compress the images of one file of a replay after the other.
-
-    Raises:
-        FolderInUse, ReplayError: See `locked`, `compact`, `settings_of`.
-    """
+    """Compress the images of one file of a replay after the other."""
     settings = settings_of(codec)
     with nullcontext() if dry_run else locked(folder):
         paths = sorted(folder.glob(PATTERN))
@@ -107,11 +108,7 @@ def _choose(
 
 
 def codec_in(path: Path) -> Codec | None:
-    """Return the codec of a sealed file's images; None when they are not compressed.
-
-    Raises:
-        ReplayError: It is damaged.
-    """
+    """Return the codec of a sealed file's images; None if they are not compressed."""
     with opened(path) as (file, _):
         there = [*IMAGES, *(name for name in MORE_IMAGES if name in file)]
         return next((codec for name in there if (codec := codec_of(dataset_in(file, name)))), None)
@@ -181,18 +178,17 @@ class Prune(ReplayCommand):
         folder = self.folder
         with nullcontext() if self.dry_run else locked(folder):
             paths = watched(sorted(folder.glob(PATTERN)), "reading groups")
-            group_files = [
-                group_file for path in paths if (group_file := group_file_or_none(path)) is not None
-            ]
+            group_files = [x for path in paths if (x := group_file_or_none(path)) is not None]
             outcomes, resume = read_outcomes(folder, warn), resume_version(folder)
-            closed = [group_file for group_file in group_files if expendable(group_file, outcomes, resume)]
+            closed = [x for x in group_files if expendable(x, outcomes, resume)]
             chosen = self._choose(group_files, closed)
-            if not self.dry_run:
-                _delete(folder, chosen)
+            if chosen and not self.dry_run:
+                for group_file in watched(chosen, "deleting"):
+                    group_file.path.unlink(missing_ok=True)
+                flush(folder)
         for group_file in chosen:
-            print(
-                f"{group_file.path.name}  {group_file.size / 1e6:8.2f} MB  {outcomes.of(group_file.number)}"
-            )
+            outcome = outcomes.of(group_file.number)
+            print(f"{group_file.path.name}  {group_file.size / 1e6:8.2f} MB  {outcome}")
         freed, total = sum(s.size for s in chosen), sum(s.size for s in group_files)
         verb = "would free" if self.dry_run else "freed"
         print(
@@ -204,10 +200,8 @@ class Prune(ReplayCommand):
 
     def _choose(self, group_files: list[GroupFile], closed: list[GroupFile]) -> list[GroupFile]:
         if self.older_than_version is not None:
-            return [
-                group_file for group_file in closed if group_file.newest_version < self.older_than_version
-            ]
-        excess = sum(group_file.size for group_file in group_files) - int((self.keep_gigabytes or 0.0) * 1e9)
+            return [x for x in closed if x.newest_version < self.older_than_version]
+        excess = sum(x.size for x in group_files) - int((self.keep_gigabytes or 0.0) * 1e9)
         chosen: list[GroupFile] = []
         for group_file in closed:
             if excess <= 0:
@@ -218,7 +212,7 @@ class Prune(ReplayCommand):
 
 
 def expendable(group_file: GroupFile, outcomes: GroupOutcomes, resume: int | None) -> bool:
-    """Tell whether nobody needs a group: it is closed, and a resume would not use it again."""
+    """True if a group is closed and a resume would not use it again."""
     if outcomes.of(group_file.number) == "unused":
         return False
     used_at = outcomes.used.get(group_file.number)
@@ -234,7 +228,7 @@ def resume_version(folder: Path) -> int | None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the locks of run and replay, so that no run begins meanwhile."""
+    """Hold the locks of run and replay, so that no run begins."""
     try:
         with run_owner.owned(folder.parent, f"changing {folder}"), (folder / "lock").open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -248,10 +242,3 @@ def locked(folder: Path) -> Iterator[None]:
         raise ReplayError(
             f"{folder} cannot be changed: {error}. Run it as the owner of the folder."
         ) from None
-
-
-def _delete(folder: Path, chosen: list[GroupFile]) -> None:
-    for group_file in watched(chosen, "deleting"):
-        group_file.path.unlink(missing_ok=True)
-    if chosen:
-        flush(folder)

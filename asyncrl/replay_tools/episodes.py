@@ -1,9 +1,7 @@
-"""Read the episodes of a run's replay folder, for `asyncrl replay`. Works on a live run.
+"""Read and choose the episodes of a run's replay folder, for `asyncrl replay`; align text in columns.
 
 A live run deletes groups that it no longer needs: a file that vanishes between listing and reading is left
-out without a word, a damaged one is reported on stderr.
-
-Align rows of text in columns, and draw bars of characters, for the terminal.
+out, a damaged one is reported on stderr.
 """
 
 from __future__ import annotations
@@ -14,9 +12,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Literal, TypeVar
+from typing import Annotated, Final, Literal, TypeVar
 
-from asyncrl.episode_layout import problem_with
+import tyro
+
+from asyncrl.config.bounds import Bounded
 from asyncrl.errors import ConfigError, ReplayError
 from asyncrl.records import Episode
 from asyncrl.replay.events import Dropped, Event, Filtered, Granted, Ready, Used, read_entries, read_events
@@ -105,7 +105,7 @@ Outcome = Literal["used", "filtered", "dropped", "unused"]
 
 @dataclass(kw_only=True)
 class GroupOutcomes:
-    """What the ledger says last of every group."""
+    """The last event of every group in the ledger."""
 
     granted: set[int] = field(default_factory=set)
     """Groups that an actor was allowed to imagine."""
@@ -122,7 +122,7 @@ class GroupOutcomes:
     again. The task is empty where no episode had arrived, and in ledgers of earlier versions."""
 
     def of(self, number: int) -> Outcome:
-        """Say what became of a group; `unused`: it waits, or the ledger does not know it."""
+        """Return the outcome of a group; `unused`: it waits, or the ledger does not know it."""
         if number in self.used:
             return "used"
         if number in self.filtered:
@@ -172,21 +172,19 @@ LIGHT: Final = ("rewards", "policy_versions")
 
 @dataclass(frozen=True, kw_only=True)
 class StoredEpisode:
-    """One stored episode and what became of its group. Only the arrays that were asked for are filled."""
+    """One stored episode and the outcome of its group. Only the arrays that were asked for are filled."""
 
     number: int
     """Of the group."""
     path: Path
-    """The group's file."""
     episode: Episode
     used_at: int | None
     """Learner's version when the group was used; None when it was not."""
     outcome: Outcome = "unused"
-    """What became of the group."""
 
     @property
     def filtered(self) -> bool:
-        """Tell whether the group was replaced because all its episodes had the same return."""
+        """True if the group was replaced because all its episodes had the same return."""
         return self.outcome == "filtered"
 
     @property
@@ -252,7 +250,7 @@ def read_rows(
 
 
 def group_file_or_none(path: Path) -> GroupFile | None:
-    """Read what a file says of itself; None when it is gone, or damaged, which is reported."""
+    """Read the facts about a group's file; None if it is gone, or damaged, which is reported."""
     try:
         return read_group_file(path)
     except (ReplayError, FileNotFoundError) as error:
@@ -312,27 +310,74 @@ def find_group(folder: Path, number: int) -> list[Episode]:
     return sorted(read_group(path), key=lambda episode: episode.member)
 
 
-def problem_with_file(path: Path, *group_sizes: int) -> str | None:
-    """Say what is wrong with a group's file, or None when it is sound; a group has one of `group_sizes`."""
-    try:
-        number, episodes = read_group_file(path).number, read_group(path)
-    except (ReplayError, FileNotFoundError) as error:
-        return str(error)
-    if path.name != file_name(number):
-        return f"it says that it is group {number}"
-    members = [episode.member for episode in episodes]
-    if members not in [list(range(size)) for size in group_sizes]:
-        expected = " or ".join(f"0 to {size - 1}" for size in sorted(group_sizes))
-        return f"its members are {members}, expected {expected}"
-    if len({(episode.group_id, episode.task) for episode in episodes}) != 1:
-        return "its members belong to different groups or tasks"
-    for episode in episodes:
-        problem = problem_with(episode)
-        if problem:
-            return f"episode {episode.episode_id}: {problem}"
-    return None
-
-
 def warn(line: str) -> None:
     """Report on stderr what was left out."""
     print(line, file=sys.stderr)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayCommand(Bounded):
+    """A command about a whole replay."""
+
+    path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """A run's folder, or its replay folder; the run may be going on."""
+
+    @property
+    def folder(self) -> Path:
+        """Return the replay folder."""
+        return replay_folder(self.path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodeSelection(ReplayCommand):
+    """A command about some episodes. Flags of one kind widen the choice, flags of several kinds narrow it."""
+
+    task: str = ""
+    """Only tasks that contain this text."""
+    success: bool = False
+    """Only successful episodes."""
+    no_success: bool = False
+    """Only failed episodes."""
+    used: bool = False
+    """Only episodes whose group was given to the learner."""
+    unused: bool = False
+    """Only episodes whose group waits, or was dropped."""
+    filtered: bool = False
+    """Only episodes whose group was filtered: all its returns are equal."""
+    min_lag: int | None = None
+    """Only used episodes whose oldest decision was at least this many updates old."""
+    max_lag: int | None = None
+    """Only used episodes whose oldest decision was at most this many updates old."""
+    version: int | None = None
+    """Only episodes with a decision by this policy version."""
+    world_version: int | None = None
+    """Only episodes of this world model; -1: of a simulator."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.min_lag is not None and self.max_lag is not None and self.min_lag > self.max_lag:
+            raise ConfigError(
+                f"--min-lag {self.min_lag} is above --max-lag {self.max_lag}, so no episode fits. Swap them."
+            )
+
+    def rows(self, names: Sequence[str] = LIGHT, more: Sequence[str] = ()) -> Iterator[StoredEpisode]:
+        """Read the chosen episodes, with the arrays `names`, and those of `more` that they have."""
+        successes = {True, False} if self.success == self.no_success else {self.success}
+        groups = {"used": self.used, "unused": self.unused, "dropped": self.unused, "filtered": self.filtered}
+        outcomes = [name for name, wanted in groups.items() if wanted] or list(groups)
+        for row in read_rows(self.folder, names, more):
+            episode = row.episode
+            if (
+                self.task in episode.task
+                and episode.success in successes
+                and row.outcome in outcomes
+                and self._lag_fits(row.lag)
+                and self.version in (None, *episode.policy_versions.tolist())
+                and self.world_version in (None, episode.world_version)
+            ):
+                yield row
+
+    def _lag_fits(self, lag: int | None) -> bool:
+        if lag is None:
+            return self.min_lag is None and self.max_lag is None
+        return (self.min_lag is None or self.min_lag <= lag) and (self.max_lag is None or lag <= self.max_lag)

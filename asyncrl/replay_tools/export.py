@@ -1,6 +1,4 @@
-"""Run `asyncrl replay export`: write stored episodes as a data set for imitation learning.
-
-Write samples as an HDF5 file in the layout of robomimic.
+"""Run `asyncrl replay export`: write stored episodes for imitation learning; the layout of robomimic.
 
     /data               attributes: total (samples of all episodes), env_args (JSON)
     /data/demo_0        attributes: num_samples, and about the episode: episode_id, task, success,
@@ -28,12 +26,10 @@ from typing import Literal
 import h5py
 import numpy as np
 
-from asyncrl.episode_layout import EPISODE_ARRAYS, OPTIONAL_ARRAYS
 from asyncrl.errors import ConfigError
-from asyncrl.replay_tools.episodes import LIGHT, StoredEpisode
+from asyncrl.replay_tools.episodes import LIGHT, EpisodeSelection, StoredEpisode
 from asyncrl.replay_tools.lerobot import write_lerobot
 from asyncrl.replay_tools.samples import STEPS_PER_SECOND, Rate, Samples, camera_name, samples_of
-from asyncrl.replay_tools.selection import EpisodeSelection
 from asyncrl.storage.atomic import replacing, unfinished
 from asyncrl.storage.untrusted import load_json
 
@@ -42,11 +38,7 @@ GYM = 2
 
 
 def write_robomimic(out: Path, episodes: Iterable[tuple[StoredEpisode, Samples]], rate: Rate) -> int:
-    """Write the episodes, one demonstration each.
-
-    Returns:
-        Samples of all episodes.
-    """
+    """Write the episodes, one demonstration each; return the number of their samples."""
     total, names = 0, {True: list[bytes](), False: list[bytes]()}
     with replacing(out) as part, h5py.File(part, "w") as file:
         data = file.create_group("data")
@@ -55,7 +47,9 @@ def write_robomimic(out: Path, episodes: Iterable[tuple[StoredEpisode, Samples]]
             total += len(samples.actions)
             names[row.episode.success].append(f"demo_{number}".encode())
         data.attrs["total"] = total
-        data.attrs["env_args"] = json.dumps(_env_args(rate))
+        made = {"sample": rate, "steps_per_second": STEPS_PER_SECOND}
+        about = {"env_name": "asyncrl", "type": GYM, "env_kwargs": made}
+        data.attrs["env_args"] = json.dumps(about)
         mask = file.create_group("mask")
         for success, name in ((True, "success"), (False, "failure")):
             mask.create_dataset(name, data=np.array(names[success], "S"))
@@ -65,12 +59,10 @@ def write_robomimic(out: Path, episodes: Iterable[tuple[StoredEpisode, Samples]]
 def _put_episode(group: h5py.Group, row: StoredEpisode, samples: Samples) -> None:
     episode = row.episode
     group.attrs["num_samples"] = len(samples.actions)
-    group.attrs["episode_id"] = episode.episode_id
-    group.attrs["task"] = episode.task
-    group.attrs["success"] = episode.success
+    for name in ("episode_id", "task", "success", "world_version"):
+        group.attrs[name] = getattr(episode, name)
     group.attrs["group_number"] = row.number
     group.attrs["policy_version"] = episode.oldest_version
-    group.attrs["world_version"] = episode.world_version
     group.create_dataset("obs/agentview_image", data=samples.images)
     for camera in range(samples.more_images.shape[1]):
         group.create_dataset(f"obs/{camera_name(camera)}_image", data=samples.more_images[:, camera])
@@ -83,18 +75,8 @@ def _put_episode(group: h5py.Group, row: StoredEpisode, samples: Samples) -> Non
     group.create_dataset("dones", data=samples.dones.astype(np.int64))
 
 
-def _env_args(rate: Rate) -> dict[str, object]:
-    return {
-        "env_name": "asyncrl",
-        "type": GYM,
-        "env_kwargs": {"sample": rate, "steps_per_second": STEPS_PER_SECOND},
-    }
-
-
 NEEDED = (*LIGHT, "frames", "actions", "video")
 MORE = ("more_frames", "states")
-assert set(NEEDED) <= set(EPISODE_ARRAYS)
-assert set(MORE) <= set(OPTIONAL_ARRAYS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +107,7 @@ class Export(EpisodeSelection):
             raise ConfigError(f"--out {self.out} must end in .h5 or .hdf5 for robomimic.")
 
     def run(self) -> int:
-        """Write the data set and say what is in it, and what was left out."""
+        """Write the data set and print its contents, and what was left out."""
         write = write_robomimic if self.format == "robomimic" else write_lerobot
         source = _Source(command=self)
         # Nothing is created for nothing: the first episode is looked for before the output is opened.
@@ -149,7 +131,6 @@ class Export(EpisodeSelection):
         return f"{why}. Widen the flags."
 
     def _how_to_keep(self) -> str:
-        """Say what this run kept, and how a run keeps all."""
         every = _kept_every(self.folder)
         this = {None: "", 0: " (this run: none, 0)"}.get(every, f" (this run: of 1 in {every})")
         return (
@@ -159,7 +140,7 @@ class Export(EpisodeSelection):
 
 
 def _kept_every(folder: Path) -> int | None:
-    """Read from the config.json of the run which groups' videos it kept; None: it is not known."""
+    """Read the run's `keep_video_every` from its config.json; None if unknown."""
     try:
         found = load_json(folder.parent / "config.json", dict).get("replay")
     except (OSError, ValueError):
@@ -185,9 +166,6 @@ class _Source:
                 self.left_out += 1
                 continue
             self.taken += 1
-            pairs = (
-                (row.episode.states, samples.states),
-                (row.episode.more_frames, samples.more_images),
-            )
+            pairs = (row.episode.states, samples.states), (row.episode.more_frames, samples.more_images)
             self.without += any(stored is not None and not found.shape[1] for stored, found in pairs)
             yield row, samples

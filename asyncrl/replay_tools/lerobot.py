@@ -4,11 +4,7 @@ meta/info.json, meta/stats.json, meta/tasks.parquet, meta/episodes/chunk-000/fil
 data/chunk-000/file-000.parquet              all episodes, one row per sample
 videos/CAMERA/chunk-000/file-000.mp4         all episodes, one frame per sample; of every camera a movie
 
-Compute the statistics of LeRobot's columns: exact, over all samples, numbers and pictures alike.
-
 Letters: T samples, D numbers of a sample, H W picture size.
-
-Describe the columns of a LeRobot folder, and the folder: what meta/info.json says.
 """
 
 from __future__ import annotations
@@ -100,11 +96,11 @@ _ACTION = ["dx", "dy", "dz", "droll", "dpitch", "dyaw", "gripper"]
 
 @dataclass(frozen=True, kw_only=True)
 class SampleLayout:
-    """What every sample of a data set has; one folder holds samples of one layout."""
+    """Sizes of a sample; one folder holds samples of one layout."""
 
     cameras: int
     size: tuple[int, int]
-    """Height and width of the pictures in pixels."""
+    """Height and width in pixels."""
     numbers: int
     """Of an action."""
     chunk: int
@@ -131,24 +127,16 @@ class SampleLayout:
     def features(self) -> dict[str, dict[str, Any]]:
         """Return the columns that are tables, in their order."""
         names = _ACTION if self.numbers == len(_ACTION) else [f"action_{i}" for i in range(self.numbers)]
-        state = {
-            "dtype": "float32",
-            "shape": [self.states],
-            "names": [f"state_{i}" for i in range(self.states)],
-        }
-        chunk = {"dtype": "float32", "shape": [self.chunk], "names": None}
+        states = [f"state_{i}" for i in range(self.states)]
         return {
-            **({STATE: state} if self.states else {}),
-            "action": {"dtype": "float32", "shape": [self.numbers], "names": names},
-            **({CHUNK: chunk} if self.chunk else {}),
-            "next.reward": _number("float32"),
-            "next.done": _number("bool"),
-            "next.success": _number("bool"),
-            "timestamp": _number("float32"),
-            "frame_index": _number("int64"),
-            "episode_index": _number("int64"),
-            "index": _number("int64"),
-            "task_index": _number("int64"),
+            **({STATE: _column("float32", self.states, states)} if self.states else {}),
+            "action": _column("float32", self.numbers, names),
+            **({CHUNK: _column("float32", self.chunk)} if self.chunk else {}),
+            "next.reward": _column("float32"),
+            "next.done": _column("bool"),
+            "next.success": _column("bool"),
+            "timestamp": _column("float32"),
+            **{f"{name}index": _column("int64") for name in ("frame_", "episode_", "", "task_")},
         }
 
     def videos(self, fps: float) -> dict[str, dict[str, Any]]:
@@ -169,24 +157,15 @@ class SampleLayout:
         return {key: dict(video) for key in self.image_keys}
 
 
-def _number(dtype: str) -> dict[str, Any]:
-    return {"dtype": dtype, "shape": [1], "names": None}
-
-
-def whole_or_float(rate: Fraction) -> float:
-    """Return frames per second as info.json has them: a whole number where they are one."""
-    return int(rate) if rate.denominator == 1 else float(rate)
+def _column(dtype: str, size: int = 1, names: list[str] | None = None) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": [size], "names": names}
 
 
 def info_of(
     layout: SampleLayout, rate: Fraction, *, episodes: int, frames: int, tasks: int
 ) -> dict[str, Any]:
-    """Describe a data set.
-
-    Args:
-        rate: Samples per second.
-    """
-    fps = whole_or_float(rate)
+    """Return the content of meta/info.json; `rate` in samples per second."""
+    fps = int(rate) if rate.denominator == 1 else float(rate)
     return {
         "codebase_version": "v3.0",
         "robot_type": None,
@@ -207,11 +186,7 @@ def info_of(
 def episode_row(
     row: StoredEpisode, layout: SampleLayout, rate: Fraction, number: int, begin: int, end: int
 ) -> dict[str, Any]:
-    """Return one row of meta/episodes: what LeRobot asks for, then where the episode comes from.
-
-    Args:
-        rate: Samples per second.
-    """
+    """Return one row of meta/episodes: LeRobot's columns, then the origin of the episode."""
     position = {"chunk_index": 0, "file_index": 0}
     seconds = {"from_timestamp": float(begin / rate), "to_timestamp": float(end / rate)}
     places = {f"videos/{key}/{n}": v for key in layout.image_keys for n, v in (position | seconds).items()}
@@ -236,12 +211,14 @@ ENCODING: Final = {"g": "2", "crf": "18"}
 
 
 def write_lerobot(out: Path, episodes: Iterable[tuple[StoredEpisode, Samples]], rate: Rate) -> int:
-    """Write the episodes.
-
-    Returns:
-        Samples of all episodes.
-    """
-    _require_packages()
+    """Write the episodes; return the number of their samples."""
+    missing = [] if find_spec("pyarrow") else ["pyarrow (extra 'lerobot')"]
+    missing += [] if can_write_mp4() else ["av (extra 'video')"]
+    if missing:
+        raise ConfigError(
+            f"--format lerobot needs {' and '.join(missing)}, which is not installed. "
+            "Install it with pip install 'asyncrl[lerobot]', or use --format robomimic."
+        )
     with replacing(out) as part:
         part.mkdir()
         columns = _Columns(part, rate)
@@ -252,24 +229,12 @@ def write_lerobot(out: Path, episodes: Iterable[tuple[StoredEpisode, Samples]], 
     return columns.index
 
 
-def _require_packages() -> None:
-    missing = [] if find_spec("pyarrow") else ["pyarrow (extra 'lerobot')"]
-    missing += [] if can_write_mp4() else ["av (extra 'video')"]
-    if missing:
-        raise ConfigError(
-            f"--format lerobot needs {' and '.join(missing)}, which is not installed. "
-            "Install it with pip install 'asyncrl[lerobot]', or use --format robomimic."
-        )
-
-
 class _Columns:
     """Everything but the pictures, gathered while these go to the encoders."""
 
     def __init__(self, folder: Path, rate: Rate) -> None:
-        self.index = 0
-        """Samples so far."""
+        self.index = 0  # Samples so far.
         self.movies = ExitStack()
-        """Closes them."""
         self._folder, self._per_step = folder, rate == "step"
         self._layout: SampleLayout | None = None
         self._rate = Fraction(STEPS_PER_SECOND)
@@ -280,7 +245,7 @@ class _Columns:
         self._stats: dict[str, NumberStatistics | PictureStatistics] = {}
 
     def add(self, row: StoredEpisode, samples: Samples) -> None:
-        """Write an episode's pictures, and note its rows."""
+        """Write an episode's pictures, and keep its rows."""
         layout = SampleLayout.of(samples)
         if self._layout is None:
             self._begin(layout)
@@ -293,7 +258,7 @@ class _Columns:
         for writer, frames in zip(self._writers, pictures, strict=True):
             for frame in frames:
                 writer.add(frame)
-        self._note(row, samples, layout, dict(zip(layout.image_keys, pictures, strict=True)))
+        self._add_rows(row, samples, layout, dict(zip(layout.image_keys, pictures, strict=True)))
 
     def write(self) -> None:
         """Write the tables and the JSON files."""
@@ -306,13 +271,8 @@ class _Columns:
         _write_table(self._folder / "data" / f"{FILE}.parquet", rows)
         _write_table(meta / "episodes" / f"{FILE}.parquet", pa.Table.from_pylist(self._episodes))
         _write_table(meta / "tasks.parquet", _task_table(pa, list(self._tasks)))
-        info = info_of(
-            self._layout,
-            self._rate,
-            episodes=len(self._episodes),
-            frames=self.index,
-            tasks=len(self._tasks),
-        )
+        counts = {"episodes": len(self._episodes), "frames": self.index, "tasks": len(self._tasks)}
+        info = info_of(self._layout, self._rate, **counts)
         (meta / "info.json").write_text(json.dumps(info, indent=4) + "\n")
         stats = {name: gathered.as_dict() for name, gathered in self._stats.items()}
         (meta / "stats.json").write_text(json.dumps(stats, indent=4) + "\n")
@@ -327,7 +287,7 @@ class _Columns:
             writer = Mp4Writer(path, rate=self._rate, options=ENCODING)
             self._writers.append(self.movies.enter_context(writer))
 
-    def _note(
+    def _add_rows(
         self,
         row: StoredEpisode,
         samples: Samples,

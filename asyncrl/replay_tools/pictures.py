@@ -1,8 +1,4 @@
-"""Run `asyncrl replay sheet`: draw successes and failures in one picture.
-
-Run `asyncrl replay video`: draw stored episodes as movies.
-
-Compare stored episodes with the same ones imagined again, as a table and as a picture. Runs no models.
+"""Run `asyncrl replay sheet` and `video`; compare stored episodes with the same ones imagined again.
 
 Dimension letters:
     N  decisions of an episode    C  steps per decision    A  numbers per step    H, W  image size in pixels
@@ -24,8 +20,17 @@ from PIL import Image, ImageDraw
 from asyncrl.config.sections import SuccessFrames
 from asyncrl.errors import ConfigError, ReplayError
 from asyncrl.records import UNKNOWN_LENGTH, Episode
-from asyncrl.replay_tools.episodes import NOTHING, StoredEpisode, find_row, reread, table, warn, watched
-from asyncrl.replay_tools.selection import EpisodeSelection, ReplayCommand
+from asyncrl.replay_tools.episodes import (
+    NOTHING,
+    EpisodeSelection,
+    ReplayCommand,
+    StoredEpisode,
+    find_row,
+    reread,
+    table,
+    warn,
+    watched,
+)
 from asyncrl.rewards.interface import deciding_step
 from asyncrl.storage.media import (
     GREEN,
@@ -110,13 +115,19 @@ def tile(row: StoredEpisode, episode: Episode) -> Image.Image:
         last_picture(episode),
     ]
     pictures = [captioned(enlarged(frame, TILE_WIDTH), [text], edge=PAPER) for text, frame in told]
-    width, height = pictures[0].size
-    strip = Image.new("RGB", (4 * width + 6, height), PAPER)
-    for index, picture in enumerate(pictures):
-        strip.paste(picture, (index * (width + 2), 0))
+    strip = _strip(pictures)
     outcome = f"success in step {episode.steps}" if episode.success else f"no success in {row.steps} steps"
     about = f"{outcome}   version {row.versions}   {episode.episode_id[:8]}"
     return captioned(strip, [episode.task, about], edge=GREEN if episode.success else RED)
+
+
+def _strip(pictures: Sequence[Image.Image]) -> Image.Image:
+    """Lay pictures of one size side by side."""
+    width, height = pictures[0].size
+    strip = Image.new("RGB", (len(pictures) * (width + 2) - 2, height), PAPER)
+    for index, picture in enumerate(pictures):
+        strip.paste(picture, (index * (width + 2), 0))
+    return strip
 
 
 def last_picture(episode: Episode) -> tuple[str, NDArray[np.uint8]]:
@@ -152,7 +163,7 @@ def lay_out(columns: Sequence[Sequence[Image.Image]], heads: Sequence[str]) -> I
 
 
 def _tiles(rows: Sequence[StoredEpisode], what: str) -> list[Image.Image]:
-    """Draw what can still be read; a live run may have deleted some meanwhile."""
+    """Draw the rows that can still be read; a live run may have deleted some."""
     tiles = []
     for row in watched(rows, f"drawing {what}"):
         try:
@@ -204,7 +215,6 @@ class Video(ReplayCommand):
         return 0
 
     def _target(self, beginning: str) -> Path:
-        """Say where one episode goes: a folder, or a file."""
         named = self.out.suffix in (".mp4", ".gif")
         if named and len(self.episodes) > 1:
             raise ConfigError(
@@ -294,18 +304,14 @@ class Comparison:
 
     @property
     def same_end(self) -> bool:
-        """Tell whether it would have ended at the same step for the same reason."""
+        """True if it would have ended at the same step for the same reason."""
         solved = deciding_step(self.scores, self.threshold, self.success_frames)
         steps = self.scores.size if solved is None else solved[0] * self.scores.shape[1] + solved[1] + 1
         return (solved is not None, steps) == (self.episode.success, self.episode.steps)
 
     @property
     def verdict(self) -> Verdict:
-        """Say how far both are the same.
-
-        Log-probs come from `evaluate`, as in the learner, and not from `act`, so they are never asked to be
-        equal.
-        """
+        """Return how far both agree; log-probs of `evaluate` and `act` are never equal bit for bit."""
         agreed = self.same_end and not self.logprob_gap > CLOSE_LOGPROBS
         if agreed and self.frame_gap == 0 and self.score_gap == 0:
             return "equal"
@@ -348,15 +354,11 @@ def _tile(found: Comparison) -> Image.Image:
     difference = np.abs(stored.astype(np.int16) - again) * AMPLIFIED
     frames = [stored, again, difference.clip(0, 255).astype(np.uint8)]
     pictures = [enlarged(frame, TILE_WIDTH) for frame in frames]
-    width, height = pictures[0].size
-    strip = Image.new("RGB", (3 * width + 4, height), PAPER)
-    for index, picture in enumerate(pictures):
-        strip.paste(picture, (index * (width + 2), 0))
     lines = [
         f"member {found.episode.member}: {_end(found.episode)}",
         f"{found.verdict}   frames {found.frame_gap}   scores {found.score_gap:.1g}",
     ]
-    return captioned(strip, lines, edge=RED if found.verdict == "differs" else GREEN)
+    return captioned(_strip(pictures), lines, edge=RED if found.verdict == "differs" else GREEN)
 
 
 def _cells(found: Comparison) -> tuple[str, ...]:

@@ -40,7 +40,7 @@ class Samples:
 
 
 def camera_name(number: int) -> str:
-    """Return what the other cameras are called, from 0: a replay does not say it."""
+    """Return the name of another camera, from 0, which a replay does not know."""
     return f"camera_{number + 1}"
 
 
@@ -50,46 +50,32 @@ def samples_of(episode: Episode, rate: Rate) -> Samples | None:
     At the rate of steps observation t is the last frame before action t: the first observation of the
     episode, then the video frame that action t - 1 made. What came after the end is left out.
     """
-    return _per_decision(episode) if rate == "decision" else _per_step(episode)
-
-
-def _per_step(episode: Episode) -> Samples | None:
-    if not len(episode.video):
-        return None
     length = episode.steps
-    return Samples(
-        images=np.concatenate([episode.frames[:1], episode.video[: length - 1]]),
-        actions=episode.actions.reshape(-1, episode.actions.shape[-1])[:length],
-        chunks=np.empty((length, 0), np.float32),
-        rewards=episode.rewards.reshape(-1)[:length],
-        **_of_decisions(episode, length, known=episode.actions.shape[1] == 1),
-        **_ends(episode, length),
-    )
-
-
-def _per_decision(episode: Episode) -> Samples:
-    length = math.ceil(episode.steps / episode.rewards.shape[1])
-    return Samples(
-        images=episode.frames[:length],
-        actions=episode.actions[:length, 0],
-        chunks=episode.actions[:length].reshape(length, -1),
-        rewards=episode.rewards[:length].sum(axis=1, dtype=np.float32),
-        **_of_decisions(episode, length, known=True),
-        **_ends(episode, length),
-    )
-
-
-def _of_decisions(episode: Episode, length: int, *, known: bool) -> dict[str, Any]:
-    """`states` and `more_images`, where a sample is a decision; else nothing is known of them."""
+    if rate == "decision":
+        length = math.ceil(episode.steps / episode.rewards.shape[1])
+        found: dict[str, Any] = {
+            "images": episode.frames[:length],
+            "actions": episode.actions[:length, 0],
+            "chunks": episode.actions[:length].reshape(length, -1),
+            "rewards": episode.rewards[:length].sum(axis=1, dtype=np.float32),
+        }
+    elif len(episode.video):
+        found = {
+            "images": np.concatenate([episode.frames[:1], episode.video[: length - 1]]),
+            "actions": episode.actions.reshape(-1, episode.actions.shape[-1])[:length],
+            "chunks": np.empty((length, 0), np.float32),
+            "rewards": episode.rewards.reshape(-1)[:length],
+        }
+    else:
+        return None
+    known = rate == "decision" or episode.actions.shape[1] == 1
     states, pictures = episode.states, episode.more_frames
     no_picture = np.empty((length, 0, *episode.frames.shape[1:]), np.uint8)
-    return {
-        "states": np.empty((length, 0), np.float32) if states is None or not known else states[:length],
-        "more_images": no_picture if pictures is None or not known else pictures[:length],
-    }
-
-
-def _ends(episode: Episode, length: int) -> dict[str, Any]:
-    """`dones` and `successes`."""
     dones = np.arange(length) == length - 1
-    return {"dones": dones, "successes": dones & episode.success}
+    return Samples(
+        **found,
+        states=np.empty((length, 0), np.float32) if states is None or not known else states[:length],
+        more_images=no_picture if pictures is None or not known else pictures[:length],
+        dones=dones,
+        successes=dones & episode.success,
+    )

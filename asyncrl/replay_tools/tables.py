@@ -1,19 +1,29 @@
-"""Run `asyncrl replay list` and `show`: print episodes as tables or JSON."""
+"""Run `asyncrl replay list`, `show` and `stats`: print episodes and their counts as text or JSON."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import tyro
 
 from asyncrl.episode_layout import EPISODE_SCALARS, optional_of, scalar_types, version_of
 from asyncrl.errors import ConfigError
-from asyncrl.records import UNKNOWN_LENGTH, Episode
-from asyncrl.replay_tools.episodes import NOTHING, StoredEpisode, find_row, table
-from asyncrl.replay_tools.selection import EpisodeSelection, ReplayCommand
+from asyncrl.records import UNKNOWN_LENGTH
+from asyncrl.replay_tools.episodes import (
+    NOTHING,
+    EpisodeSelection,
+    ReplayCommand,
+    StoredEpisode,
+    bar,
+    find_row,
+    read_outcomes,
+    table,
+    warn,
+)
 
 SORTS = Literal["number", "success", "steps", "lag", "version"]
 TITLES = ("episode", "group", "member", "task", "success", "steps", "versions", "lag", "world", "group was")
@@ -65,14 +75,16 @@ class Show(ReplayCommand):
     def run(self) -> int:
         """Print its scalars and why it ended, then one row per decision."""
         row = find_row(self.folder, self.episode)
-        kept = len(row.episode.video)
+        kept, (height, width) = len(row.episode.video), row.episode.frames.shape[1:3]
         scalars = scalar_types(version_of(row.episode))
         about = {name: str(getattr(row.episode, name)) for name in scalars} | {
             "group number": str(row.number),
             "group was": row.outcome if row.used_at is None else f"used at version {row.used_at}",
-            "observations": f"{len(row.episode.frames)} of {_size(row)}",
-            "sample": _sample(row),
-            **_optional(row.episode),
+            "observations": f"{len(row.episode.frames)} of {height} x {width} pixels",
+            "sample": ", ".join(
+                f"{name} {list(array.shape)} {array.dtype}" for name, array in row.episode.sample.items()
+            ),
+            **{name: str(list(getattr(row.episode, name).shape)) for name in optional_of(row.episode)},
             "video": f"{kept} frames" if kept else "not kept",
             "ended": why_ended(row),
         }
@@ -83,7 +95,7 @@ class Show(ReplayCommand):
 
 
 def why_ended(row: StoredEpisode) -> str:
-    """Say how many steps an episode took, and why there were no more."""
+    """Return an episode's number of steps and the reason of its end, as text."""
     scores = row.episode.success_scores
     steps = f"{row.steps} steps ({len(scores)} decisions)"
     if row.episode.steps_taken != UNKNOWN_LENGTH:
@@ -136,22 +148,6 @@ def _action(action_A: Any) -> str:
     return "[" + " ".join(f"{x:+.2f}" for x in action_A) + "]"
 
 
-def _sample(row: StoredEpisode) -> str:
-    """Say what the policy is shown again: name, shape and type of each array."""
-    arrays = row.episode.sample.items()
-    return ", ".join(f"{name} {list(array.shape)} {array.dtype}" for name, array in arrays)
-
-
-def _optional(episode: Episode) -> dict[str, str]:
-    """Say which other cameras and states there are."""
-    return {name: str(list(getattr(episode, name).shape)) for name in optional_of(episode)}
-
-
-def _size(row: StoredEpisode) -> str:
-    height, width = row.episode.frames.shape[1:3]
-    return f"{height} x {width} pixels"
-
-
 def _cells(row: StoredEpisode) -> tuple[str, ...]:
     episode = row.episode
     return (
@@ -166,3 +162,128 @@ def _cells(row: StoredEpisode) -> tuple[str, ...]:
         str(episode.world_version),
         row.outcome,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stats(EpisodeSelection):
+    """Sum up: success by task and policy version, lag of the decisions, lengths of the episodes."""
+
+    json: bool = False
+    """Print JSON instead of bars."""
+
+    def run(self) -> int:
+        """Print the bars."""
+        summary = Summary(drops=read_outcomes(self.folder, warn).drops)
+        for row in self.rows():
+            summary.add(row)
+        if not summary.episodes.total:
+            raise ConfigError(
+                f"{self.path} holds no episode that fits. Widen the flags, or wait for the run."
+            )
+        print(json.dumps(summary.as_dict(), indent=1) if self.json else summary.as_text())
+        return 0
+
+
+@dataclass(kw_only=True)
+class SuccessCount:
+    """Episodes and how many of them succeeded."""
+
+    total: int = 0
+    won: int = 0
+
+    @property
+    def share(self) -> float:
+        """Return successes over episodes, in [0, 1]."""
+        return self.won / self.total if self.total else 0.0
+
+    def add(self, won: bool) -> None:
+        """Count one episode."""
+        self.total += 1
+        self.won += won
+
+    def as_dict(self) -> dict[str, float]:
+        """Return the counts for JSON."""
+        return {"episodes": self.total, "successes": self.won, "success": round(self.share, 6)}
+
+
+@dataclass(kw_only=True)
+class Summary:
+    """Counts that `stats` prints."""
+
+    episodes: SuccessCount = field(default_factory=SuccessCount)
+    by_task: defaultdict[str, SuccessCount] = field(default_factory=lambda: defaultdict(SuccessCount))
+    by_version: defaultdict[int, SuccessCount] = field(default_factory=lambda: defaultdict(SuccessCount))
+    """By the version of the oldest decision of an episode."""
+    lags: Counter[int] = field(default_factory=Counter)
+    """Lag in updates -> decisions of the used groups."""
+    lengths: Counter[int] = field(default_factory=Counter)
+    """Decisions begun until the end -> episodes."""
+    steps: int = 0
+    groups: dict[int, str] = field(default_factory=dict)
+    """Group -> its outcome."""
+    drops: Counter[tuple[str, str, int]]
+    """See `GroupOutcomes.drops`; of the whole run, whatever was selected."""
+
+    def add(self, row: StoredEpisode) -> None:
+        """Count one episode."""
+        for count in (
+            self.episodes,
+            self.by_task[row.episode.task],
+            self.by_version[row.episode.oldest_version],
+        ):
+            count.add(row.episode.success)
+        if row.used_at is not None:
+            self.lags.update(row.used_at - int(v) for v in row.episode.policy_versions)
+        self.lengths[-(-row.episode.steps // row.episode.rewards.shape[1])] += 1
+        self.steps += row.episode.steps
+        self.groups[row.number] = row.outcome
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the counts for JSON; success is a share in [0, 1], lags and lengths count decisions."""
+        return {
+            **self.episodes.as_dict(),
+            "mean_steps": round(self.steps / max(1, self.episodes.total), 3),
+            "groups": dict(sorted(Counter(self.groups.values()).items())),
+            "by_task": {task: count.as_dict() for task, count in sorted(self.by_task.items())},
+            "by_version": {str(v): count.as_dict() for v, count in sorted(self.by_version.items())},
+            "decisions_by_lag": {str(lag): n for lag, n in sorted(self.lags.items())},
+            "episodes_by_decisions": {str(length): n for length, n in sorted(self.lengths.items())},
+            "groups_given_up": [
+                {"why": why, "task": task, "episodes_arrived": arrived, "times": times}
+                for (why, task, arrived), times in sorted(self.drops.items())
+            ],
+        }
+
+    def as_text(self) -> str:
+        """Return the counts as bars by topic; a topic without numbers is left out."""
+        found = Counter(self.groups.values())
+        parts = [
+            f"{self.episodes.total} episodes, {self.episodes.share:.1%} successful, "
+            f"{self.steps / max(1, self.episodes.total):.1f} steps on average; {len(self.groups)} groups: "
+            + ", ".join(f"{found[outcome]} {outcome}" for outcome in sorted(found))
+        ]
+        drops = {
+            f"{why.removeprefix('dropped_')}, {arrived}, {task or 'not known'}": times
+            for (why, task, arrived), times in sorted(self.drops.items())
+        }
+        for title, counts in (
+            ("success by task", self.by_task),
+            ("success by policy version", self.by_version),
+        ):
+            rows = [
+                (str(key), f"{count.share:.1%} of {count.total}", bar(count.share, 1.0))
+                for key, count in sorted(counts.items())
+            ]
+            parts += _topic(title, rows)
+        for title, numbers in (
+            ("decisions by lag when used (updates)", dict(sorted(self.lags.items()))),
+            ("episodes by length (decisions)", dict(sorted(self.lengths.items()))),
+            ("groups given up: why, episodes that had arrived, task", drops),
+        ):
+            rows = [(str(k), str(n), bar(n, max(numbers.values()))) for k, n in numbers.items()]
+            parts += _topic(title, rows)
+        return "\n\n".join(parts)
+
+
+def _topic(title: str, rows: list[tuple[str, str, str]]) -> list[str]:
+    return [f"{title}\n{table([('', '', ''), *rows])[1:]}"] if rows else []

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from asyncrl.episode_layout import SCHEMA_VERSION
+from asyncrl.episode_layout import SCHEMA_VERSION, problem_with
 from asyncrl.errors import ReplayError
 from asyncrl.replay.events import GroupSized, read_entries, read_events
-from asyncrl.replay.group_file import FORMAT_VERSION, GroupFile, read_group_file
+from asyncrl.replay.group_file import FORMAT_VERSION, GroupFile, read_group, read_group_file
 from asyncrl.replay.store import LEDGER, PATTERN, file_name, read_meta
-from asyncrl.replay_tools.episodes import GroupOutcomes, problem_with_file, read_outcomes, watched
-from asyncrl.replay_tools.selection import ReplayCommand
+from asyncrl.replay_tools.episodes import GroupOutcomes, ReplayCommand, read_outcomes, watched
 from asyncrl.storage.untrusted import shortened
 
 MOST_MEMBERS: Final = 2**16
@@ -63,6 +62,27 @@ def check_files(folder: Path) -> tuple[list[str], dict[int, GroupFile]]:
                 problems.append(f"{path.name}: episode {episode_id} is in {seen[episode_id]} too")
             seen[episode_id] = path.name
     return problems, group_files
+
+
+def problem_with_file(path: Path, *group_sizes: int) -> str | None:
+    """Return the problem of a group's file, or None if it is sound; a group has one of `group_sizes`."""
+    try:
+        number, episodes = read_group_file(path).number, read_group(path)
+    except (ReplayError, FileNotFoundError) as error:
+        return str(error)
+    if path.name != file_name(number):
+        return f"it says that it is group {number}"
+    members = [episode.member for episode in episodes]
+    if members not in [list(range(size)) for size in group_sizes]:
+        expected = " or ".join(f"0 to {size - 1}" for size in sorted(group_sizes))
+        return f"its members are {members}, expected {expected}"
+    if len({(episode.group_id, episode.task) for episode in episodes}) != 1:
+        return "its members belong to different groups or tasks"
+    for episode in episodes:
+        problem = problem_with(episode)
+        if problem:
+            return f"episode {episode.episode_id}: {problem}"
+    return None
 
 
 def group_sizes(folder: Path) -> set[int]:

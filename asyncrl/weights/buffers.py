@@ -79,7 +79,7 @@ class DoubleBuffer:
             self.newest = version
 
     def _begin(self, manifest: packing.Manifest, version: int) -> int:
-        """Return the set to pack, which nobody sends or reads until it is pending again."""
+        """Return the set to pack, which is neither sent nor read until it is pending again."""
         with self._lock:
             if version <= self.newest:
                 raise stale_version(version, self.newest)

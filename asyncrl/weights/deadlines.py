@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from asyncrl.errors import WeightSyncError, first_line
 from asyncrl.observability.signals import BlockingThread
-from asyncrl.weights.interface import CountsPieces, Link
+from asyncrl.weights.interface import Link
 
 ABORT_SECONDS = 10.0
 """Longest wait for an aborted link; NCCL needs about half a second."""
@@ -97,8 +97,7 @@ class TransportSession:
         """Broadcast over the link. Raises as `run_bounded` does."""
         link = self._link
         assert link is not None
-        moved = (lambda: link.moved) if isinstance(link, CountsPieces) else (lambda: 0)
-        self._run(what, lambda: action(link), moved)
+        self._run(what, lambda: action(link), lambda: getattr(link, "moved", 0))
 
     def drop(self) -> None:
         """Abort and free the link, if there is one, without ever blocking for long or failing."""

@@ -1,14 +1,7 @@
 """Publisher and Receiver, the two ends of the weight channel; Transport, the carrier of its bytes.
 
 All receivers agree with the learner through one socket (`server`); most get the bytes by a carrier:
-
-    shared_memory  members copy out of the learner's CPU buffers, which they map
-    cuda_ipc       members on the learner's GPU copy out of its buffers; NCCL carries to the other GPUs
-    nccl           a broadcast between GPUs, one rank per GPU
-    pull           no carrier: the receiver fetches pieces over the socket, from any host
-    in_process     both ends are in one process, without a socket
-
-A link need not notice a dead peer: `deadlines` gives every action a deadline, and `abort` ends the link.
+shared_memory, cuda_ipc or nccl. With `pull` they fetch pieces over the socket, from any host.
 """
 
 from __future__ import annotations
@@ -16,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Final, Protocol, Self, runtime_checkable
+from typing import Final, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -40,7 +33,7 @@ class WeightSource(Protocol):
     """The learner's weights, in its own types and perhaps spread over its ranks."""
 
     @property
-    def manifest(self) -> packing.Manifest:
+    def manifest(self) -> Manifest:
         """Names, whole shapes, and the dtypes in which actors hold the weights; fixed for a run."""
         ...
 
@@ -50,7 +43,6 @@ class WeightSource(Protocol):
         Args:
             targets: Rank 0: a tensor for every entry of `manifest`, all on one device. Other ranks: empty.
         """
-        ...
 
 
 class WholeTensors:
@@ -85,7 +77,6 @@ class Publisher(Protocol):
         Raises:
             WeightSyncError: `version` is old, the tensors changed their shape, or the channel broke down.
         """
-        ...
 
     def wait_for_first(self, version: int, deadline: float, actors: int = 1) -> None:
         """Wait until `actors` actors hold `version` or a newer one, at most `deadline` seconds.
@@ -93,7 +84,6 @@ class Publisher(Protocol):
         Raises:
             WeightSyncError: names the actors that hold it and those that do not.
         """
-        ...
 
     def status(self) -> dict[Metric, float]:
         """Return the newest metrics `weights/*`."""
@@ -101,7 +91,6 @@ class Publisher(Protocol):
 
     def close(self) -> None:
         """Announce to the actors that no version will follow, and stop. May be called twice."""
-        ...
 
 
 class NullPublisher:
@@ -138,7 +127,6 @@ class Receiver(Protocol):
         """Copy the newest complete version into the tensors, in place, if it is newer.
 
         Never waits for the network, nor for the device: the copies run in the order of the current stream.
-
         A function is called only for a newer version: naming a thousand tensors takes milliseconds.
 
         Returns:
@@ -151,44 +139,32 @@ class Receiver(Protocol):
 
     def wait_newer(self, version: int, wait: float) -> None:
         """Wait until a version newer than `version` can be swapped in, at most `wait` seconds."""
-        ...
 
     def close(self) -> None:
         """Leave the group and stop. May be called twice."""
-        ...
 
 
 class Link(Protocol):
-    """The connection of one epoch between the learner (rank 0) and its members."""
+    """The connection of one epoch between the learner (rank 0) and its members; every call may block.
+
+    A link may count in `moved` the pieces that it carried so far: a slow network is no dead peer.
+    """
 
     def send(self, buffer_index: int) -> None:
-        """Send a buffer set, 0 or 1, to all members. Rank 0 only; blocks, and raises if a peer is gone."""
-        ...
+        """Send a buffer set, 0 or 1, to all members; does nothing where members copy it."""
 
     def receive(self, buffer_index: int, into: Buffers) -> None:
-        """Receive a buffer set, 0 or 1. Other ranks only; blocks, and raises as `send` does.
-
-        Args:
-            buffer_index: Of the set that the learner sends.
-            into: One ``[E]`` buffer per dtype, on `Transport.device`, of the learner's sizes and order.
-        """
-        ...
+        """Receive a buffer set, 0 or 1, into ``[E]`` buffers of the learner's sizes on `Transport.device`."""
 
     def abort(self) -> None:
         """End the link from any thread; a blocked call is freed at once, or at its timeout."""
-        ...
-
-
-@runtime_checkable
-class CountsPieces(Protocol):
-    """A link that carries a version in pieces, and so shows that a slow network is no dead peer."""
-
-    moved: int
-    """Pieces carried over this link so far."""
 
 
 class Transport(Protocol):
-    """Makes links. One object per process, used for all epochs of a run."""
+    """Makes links. One object per process, used for all epochs of a run.
+
+    It may have a method `allocate` that makes a buffer set of the learner, as `packing.allocate` does.
+    """
 
     device: torch.device
     """Where the buffers have to be."""
@@ -215,15 +191,6 @@ class Transport(Protocol):
 
     def connect_member(self, store: Store, rank: int, size: int) -> Link:
         """Form a link as rank `rank` (1 or more) of `size`; blocks until all are there."""
-        ...
-
-
-@runtime_checkable
-class AllocatesBuffers(Protocol):
-    """A `Transport` whose members map the learner's buffers, so it makes them."""
-
-    def allocate(self, manifest: Manifest) -> Buffers:
-        """Make one of the two buffer sets, as `packing.allocate` does."""
         ...
 
 
@@ -256,9 +223,8 @@ def open_store(address: str, seconds: float) -> Store:
         return store
     place, _, prefix = rest.partition("/")
     host, _, port = place.rpartition(":")
-    return PrefixStore(
-        prefix, TCPStore(host, int(port), is_master=False, timeout=timeout, wait_for_workers=False)
-    )
+    tcp = TCPStore(host, int(port), is_master=False, timeout=timeout, wait_for_workers=False)
+    return PrefixStore(prefix, tcp)
 
 
 def stale_version(version: int, newest: int) -> WeightSyncError:

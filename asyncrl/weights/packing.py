@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -72,17 +73,18 @@ class Manifest:
             sizes[entry.dtype] = max(sizes.get(entry.dtype, 0), end)
         return sizes
 
+    @property
+    def checksum(self) -> int:
+        """CRC-32 of the manifest."""
+        return zlib.crc32(self.to_json().encode())
+
     def to_json(self) -> str:
         """Write the manifest so that `from_json` reads it back."""
         return json.dumps([[e.name, e.dtype, list(e.shape), e.offset] for e in self.entries])
 
     @staticmethod
     def from_json(text: str | bytes) -> Manifest:
-        """Read a manifest.
-
-        Raises:
-            WeightSyncError: the text is not a manifest.
-        """
+        """Read a manifest."""
         try:
             rows = json.loads(text)
             entries = tuple(
@@ -114,7 +116,7 @@ def build_manifest(tensors: Mapping[str, Tensor], types: Mapping[str, torch.dtyp
     ends: dict[str, int] = {}
     entries = []
     for name in sorted(tensors):
-        dtype = _dtype_name(types[name] if types else tensors[name].dtype)
+        dtype = str(types[name] if types else tensors[name].dtype).removeprefix("torch.")
         entry = Entry(name=name, dtype=dtype, shape=tuple(tensors[name].shape), offset=ends.get(dtype, 0))
         ends[dtype] = entry.offset + _padded(entry.elements, dtype)
         entries.append(entry)
@@ -247,10 +249,6 @@ def as_bytes(buffer: Tensor) -> Tensor:
 def _padded(elements: int, dtype: str) -> int:
     per_block = max(1, ALIGNMENT // getattr(torch, dtype).itemsize)
     return -(-elements // per_block) * per_block
-
-
-def _dtype_name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _described(entry: Entry | None) -> str:

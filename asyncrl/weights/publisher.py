@@ -1,7 +1,6 @@
-"""Publish the learner's newest weights to all receivers; form the weight group of its members anew as needed.
+"""Publish the learner's newest weights to all receivers; form the weight group of its members as needed.
 
-publish (learner's thread)   packs a spare buffer set and returns; waits for nobody
-the publisher's thread       serves the socket (`server`) all the time, and drives this state machine:
+`publish` packs a spare buffer set and returns. The publisher's thread serves the socket (`server`) and drives:
 
     idle      a member registered, left, died or failed       -> drop the link; send `group` to all: ready
     ready     all members answered within READY_SECONDS       -> send `form`: forming
@@ -11,9 +10,8 @@ the publisher's thread       serves the socket (`server`) all the time, and driv
     receipts  all members sent `took`                         -> linked; the set before may be packed again
     any       deadline, failure or death of a member          -> idle, after a pause that grows
 
-An epoch is one passage from idle to idle, with a fixed set of members and a store of its own. A member that
-does not answer is left behind; it is a member again when it is heard again. The next version is promoted
-only when no member may still read the buffers that it replaces: after all receipts, or in a new epoch.
+An epoch is one passage from idle to idle, with a fixed set of members. The next version is promoted only when
+no member may still read the buffers that it replaces: after all receipts, or in a new epoch.
 """
 
 from __future__ import annotations
@@ -39,7 +37,6 @@ from asyncrl.weights import packing
 from asyncrl.weights.buffers import DoubleBuffer, PackedVersion
 from asyncrl.weights.deadlines import ABORT_SECONDS, POLL_SECONDS, TransportSession
 from asyncrl.weights.interface import (
-    AllocatesBuffers,
     Link,
     Transport,
     WeightSource,
@@ -74,9 +71,7 @@ class BroadcastTimings:
     summing: float = 0.0
     announcing: float = 0.0
     broadcasting: float = 0.0
-    """Until it is over on the learner's side."""
     receipts: float = 0.0
-    """Until every member has the version, with the right checksum."""
 
     @property
     def seconds(self) -> float:
@@ -88,9 +83,8 @@ class BroadcastPublisher:
     """Publishes over a socket and a transport. A `Publisher`; build it with `build_publisher`."""
 
     def __init__(self, transport: Transport, path: Path, deadline: float, settings: ServerSettings) -> None:
-        allocate = transport.allocate if isinstance(transport, AllocatesBuffers) else None
         self._transport, self._path, self._deadline = transport, path, deadline
-        self._buffers = DoubleBuffer(transport.device, allocate)
+        self._buffers = DoubleBuffer(transport.device, getattr(transport, "allocate", None))
         self._stores: TCPStore | None = None
         self._store_prefix = ""
         if settings.store_address:
@@ -98,20 +92,15 @@ class BroadcastPublisher:
             self._store_prefix = f"{where}/{settings.identity.mark}"
         self.server = WeightServer(path, self._buffers, settings)
         self.endpoint = self.server.endpoint
-        """Endpoint for receivers of this host."""
-        self.pull_endpoint = self.server.pull_endpoint
-        """Endpoint for receivers elsewhere."""
+        self.pull_endpoint = self.server.pull_endpoint  # For receivers elsewhere.
         self._session = TransportSession(deadline, self._given_up, self.server.turn, self.server.wake)
         self._epoch = 0
-        self._members: tuple[Subscriber, ...] = ()
-        """Members of this epoch."""
+        self._members: tuple[Subscriber, ...] = ()  # Of this epoch.
         self._epoch_failed = False
         self._sent_in_epoch = -1
         self._failed_in_a_row = 0
-        self._packing = False
-        """True while the device copies the version to send into its buffers."""
+        self._packing = False  # True while the device copies the version to send into its buffers.
         self.sent = BroadcastTimings()
-        """The last broadcast that all members took."""
         self._waiting_for = "no actor has registered"
         self._failure: Exception | None = None
         self._closing = False
@@ -136,9 +125,9 @@ class BroadcastPublisher:
                 took = sorted(name for name, newest in held.items() if newest >= version)
                 if len(took) >= actors:
                     return
-                refused, left = dict(self.server.refused), until - time.monotonic()
-                if refused or left <= 0:
-                    raise self._first_missing(version, deadline, actors, took, set(held), refused)
+                left = until - time.monotonic()
+                if self.server.refused or left <= 0:
+                    raise self._first_missing(version, deadline, actors, took, set(held))
                 self.server.changed.wait(min(left, POLL_SECONDS))
 
     def versions_held(self) -> dict[str, int]:
@@ -186,14 +175,9 @@ class BroadcastPublisher:
             raise WeightSyncError("The weight publisher was closed. Publish before closing it.")
 
     def _first_missing(
-        self,
-        version: int,
-        deadline: float,
-        actors: int,
-        took: list[str],
-        known: set[str],
-        refused: dict[str, str],
+        self, version: int, deadline: float, actors: int, took: list[str], known: set[str]
     ) -> WeightSyncError:
+        refused = self.server.refused
         late = sorted(known - set(took) - set(refused))
         parts = [f"took it: {', '.join(took) or 'nobody'}", f"did not: {', '.join(late) or 'nobody'}"]
         parts += [f"never registered: {n}"] if (n := actors - len(known | set(refused))) > 0 else []
@@ -272,8 +256,9 @@ class BroadcastPublisher:
     def _forget_store(self) -> None:
         """Delete the file of this epoch's link, which is formed or given up."""
         # While it is there, torch's destructor of the store writes into it, which a full disk makes fatal.
-        self._store_file().unlink(missing_ok=True)
+        self._store_file.unlink(missing_ok=True)
 
+    @property
     def _store_file(self) -> Path:
         return self._path.with_name(f"{self._path.name}.{self._epoch}")
 
@@ -294,7 +279,8 @@ class BroadcastPublisher:
             late = self._await_members(lambda member: member.ready == epoch, patience)
         if late:
             raise WeightSyncError(f"left behind, did not answer: {_names(late)}.")
-        store, size = self._store_address(), 1 + len(members)
+        prefix, size = self._store_prefix, 1 + len(members)
+        store = f"{prefix}/{epoch}" if prefix else f"file://{self._store_file}"
         for rank, member in enumerate(members, start=1):
             self.server.send(member.peer, "form", epoch=epoch, rank=rank, size=size, store=store)
 
@@ -305,23 +291,15 @@ class BroadcastPublisher:
         with waits.waiting(waits.FORMING, self._deadline, f", epoch {epoch}"):
             self._session.form("forming the weight group", form)
 
-    def _store_address(self) -> str:
-        return f"{self._store_prefix}/{self._epoch}" if self._store_prefix else f"file://{self._store_file()}"
-
     def _send(self, snapshot: PackedVersion) -> None:
         """Send one version to all members and wait until they have it."""
         version, index, times = snapshot.version, snapshot.buffer_index, [snapshot.began, time.monotonic()]
         with self._transport.side_stream():
             checksum = packing.checksum(self._buffers.buffer_pair[index])
         times.append(time.monotonic())
-        header: dict[str, Any] = {
-            "epoch": self._epoch,
-            "version": version,
-            "buffer_index": index,
-            "checksum": checksum,
-        }
+        header: dict[str, Any] = {"version": version, "buffer_index": index, "checksum": checksum}
         for member in self._members:
-            self.server.send(member.peer, "send", **header)
+            self.server.send(member.peer, "send", epoch=self._epoch, **header)
         times.append(time.monotonic())
         about = f" version {version}"
         with waits.waiting(waits.BROADCAST, self._deadline, about):
@@ -400,9 +378,8 @@ def build_publisher(
     Raises:
         ConfigError: an address is not allowed or taken, or the transport needs a GPU.
     """
-    return BroadcastPublisher(
-        build_transport(transport, torch.device(device), deadline), path, deadline, settings
-    )
+    carrier = build_transport(transport, torch.device(device), deadline)
+    return BroadcastPublisher(carrier, path, deadline, settings)
 
 
 def _names(members: Iterable[Subscriber]) -> str:

@@ -22,7 +22,6 @@ import math
 import os
 import threading
 import time
-import zlib
 from collections import deque
 from collections.abc import Mapping
 from typing import Any, Final
@@ -50,9 +49,9 @@ ASK_AGAIN: Final = 10.0
 MAX_DAMAGED: Final = 3
 """Damaged messages or versions in a row after which a receiver gives up."""
 CLOSE_SECONDS: Final = 2 * ABORT_SECONDS
-"""Longest wait of `close`; saying good-bye takes up to 2 s if nobody listens."""
+"""Longest wait of `close`; saying good-bye takes up to 2 s without a listener."""
 MAX_REASON: Final = 2000
-"""Letters of a reason that the learner is told."""
+"""Letters of a reason that is sent."""
 _SLICE: Final = 0.1
 _log = logging.getLogger(__name__)
 
@@ -220,7 +219,7 @@ class WeightReceiver(BufferedReceiver):
 
     def _meet_manifest(self, crc: int) -> None:
         """Check that the learner's manifest is this receiver's, or adopt it."""
-        if self._manifest is not None and crc == zlib.crc32(self._manifest.to_json().encode()):
+        if self._manifest is not None and crc == self._manifest.checksum:
             return
         theirs = packing.Manifest.from_json(bytes(self._ask_layout().payload))
         if self._manifest is None:

@@ -1,13 +1,6 @@
 """Hand the learner's versions on to the actors of another host: once over the network, then through memory.
 
-    learner --NCCL, or pieces over the socket--> this (one process per host) --shared memory--> its actors
-
-the thread   consumes   versions of a receiver that adopts the learner's manifest
-             produces   versions of a publisher of this host
-             waits for  a newer version, ended by: the learner, close; after --weights.timeout without it the
-                        channel is closed, as at the end of the run
-
-Inside the host always through its memory: buffers on a GPU would take room from the actor there.
+learner --NCCL, or pieces over the socket--> this (one process per host) --shared memory--> its actors
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
 """The learner's authenticated socket: registrations, offers, receipts, and pieces of versions.
 
-Bound to an ipc endpoint in the run's private folder, and to a TCP endpoint where other hosts take part or
-actors join; with keys, both take CURVE clients of the allow-list only. Every registration carries the run's
-secret and the number of its start.
-
 A receiver registers with `newest`, which is also its heartbeat, and gets an answer at once if there is a
 newer version, otherwise within PARKED seconds. Two kinds:
 
@@ -11,8 +7,7 @@ newer version, otherwise within PARKED seconds. Two kinds:
     puller    is offered each new version and fetches it piece by piece
 
 All state belongs to the publisher's thread, which calls `turn` whenever it waits. The learner's thread reads
-names and versions under `changed`. For pullers a version is copied to host memory by a thread of its own,
-when the first of them asks for it: without pullers there is no copy. A copy lives while somebody reads it.
+names and versions under `changed`.
 """
 
 from __future__ import annotations
@@ -21,7 +16,6 @@ import logging
 import os
 import threading
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, closing
@@ -50,6 +44,9 @@ STOPPED_SECONDS: Final = 2.0
 """A member whose process is halted for so long is left behind; a profiler halts one for less."""
 MOST_LETTERS: Final = 100
 """Longest name of an actor: people see it on the console."""
+TWIN: Final = (
+    "Two actors are called {}, and the newer one took this one's place. Give each actor a name of its own."
+)
 LEFT_BEHIND: Final = "was left behind: it did not answer"
 _LOOK_SECONDS: Final = 0.02
 _AT_ONCE: Final = 64
@@ -107,7 +104,7 @@ class Subscriber:
     parked_at: float | None = None
     """Time of the question that waits for an answer."""
     seconds: float = 0.0
-    """Seconds from a puller's last offer to its next question."""
+    """From a puller's last offer to its next question."""
     ready: int = 0
     """Epoch that a member accepted last."""
     took: tuple[int, int] = (0, -1)
@@ -118,7 +115,6 @@ class Subscriber:
     """Left out of the group until it is heard again."""
     stopped_since: float | None = None
     gone: bool = False
-    """It left, died, or was replaced by one of its name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,13 +122,12 @@ class ServerSettings:
     """Endpoint and identity of the socket."""
 
     listen: str = ""
-    """Endpoint beside the one in the private folder, for receivers elsewhere; port 0: any. Empty: none."""
+    """Second endpoint, for receivers elsewhere; port 0: any. Empty: none."""
     security: ServerKeys | None = None
     """The server's keys and its allow-list; None for endpoints that only this user reaches."""
     silence: float = 30.0
     """Seconds without a message after which a receiver without a process on this host counts as gone."""
     identity: RunIdentity = NO_RUN
-    """Of the run; receivers of another one are refused."""
     store_address: str = ""
     """IPv4 address of this host at which a TCPStore sets up links to members on other hosts; empty: there
     are none, and files of the private folder do."""
@@ -144,8 +139,8 @@ class WeightServer:
     def __init__(self, path: Path, buffers: DoubleBuffer, settings: ServerSettings) -> None:
         """Open the socket, with an ipc endpoint at `path` in a private folder."""
         self._buffers, self._settings = buffers, settings
+        # Guards `subscribers` and `refused`; notified after every turn in which something happened.
         self.changed = threading.Condition()
-        """Guards `subscribers` and `refused`; notified after every turn in which something happened."""
         self.subscribers: dict[bytes, Subscriber] = {}
         self.refused: dict[str, str] = {}
         """Name of a receiver whose policy differs -> why."""
@@ -161,8 +156,7 @@ class WeightServer:
             self.endpoint = f"ipc://{path}"
             self._opened.enter_context(admitting(self._context, settings.security))
             self._socket = bind_router(self._context, self.endpoint, settings.security, prepare=self._watch)
-            self.pull_endpoint = self.endpoint
-            """Endpoint for receivers elsewhere."""
+            self.pull_endpoint = self.endpoint  # For receivers elsewhere.
             if settings.listen:
                 bind(self._socket, settings.listen, settings.security)
                 self.pull_endpoint = self._socket.getsockopt(zmq.LAST_ENDPOINT).decode().rstrip("\0")  # pyright: ignore[reportAttributeAccessIssue]
@@ -172,7 +166,6 @@ class WeightServer:
             raise
         self._wakeable = WakeableSocket(self._socket)
         self.wake = self._wakeable.wake
-        """Ends the wait in `turn`; any thread may call it."""
         self.copies = HostVersions(buffers, self.wake)
         self._handlers: dict[str, Callable[[Subscriber, WeightMessage], None]] = {
             "manifest": self._on_manifest,
@@ -288,7 +281,7 @@ class WeightServer:
         elif message["attempt"] < identity.attempt:
             self.send(peer, "ended", attempt=identity.attempt)
         elif peer in self._replaced:
-            self._refuse_twin(peer, name)
+            self.send(peer, "refused", reason=TWIN.format(repr(name)))
         else:
             subscriber = self.subscribers.get(peer) or self._register(peer, message)
             now = time.monotonic()
@@ -308,19 +301,12 @@ class WeightServer:
         for former in list(self.subscribers.values()):
             if new.member and former.member and former.name == new.name:
                 self._replaced.add(former.peer)
-                self._refuse_twin(former.peer, former.name)
+                self.send(former.peer, "refused", reason=TWIN.format(repr(former.name)))
                 self._forget(former, "was replaced")
         self.refused.pop(new.name, None)
         self.subscribers[peer] = new
         self._tell(new, "joined")
         return new
-
-    def _refuse_twin(self, peer: bytes, name: str) -> None:
-        why = (
-            f"Two actors are called {name!r}, and the newer one took this one's place. Give each actor a "
-            "name of its own."
-        )
-        self.send(peer, "refused", reason=why)
 
     def _answer_parked(self) -> None:
         now = time.monotonic()
@@ -346,9 +332,8 @@ class WeightServer:
     @cached_property
     def manifest_sum(self) -> int:
         """CRC-32 of the manifest, which is fixed once there is a version."""
-        manifest = self._buffers.manifest
-        assert manifest is not None
-        return zlib.crc32(manifest.to_json().encode())
+        assert self._buffers.manifest is not None
+        return self._buffers.manifest.checksum
 
     def _on_manifest(self, subscriber: Subscriber, message: WeightMessage) -> None:
         if (manifest := self._buffers.manifest) is None:
@@ -398,9 +383,6 @@ class WeightServer:
                 self._forget(each, "died")
             else:
                 each.stopped_since = None
-        self._free_copies()
-
-    def _free_copies(self) -> None:
         if all(each.member for each in self.subscribers.values()):
             self.copies.clear()
 
@@ -408,7 +390,6 @@ class WeightServer:
         subscriber.gone = True
         if self.subscribers.pop(subscriber.peer, None) is not None and not subscriber.behind:
             self._tell(subscriber, why)
-        self._free_copies()
 
     def _tell(self, subscriber: Subscriber, what: str) -> None:
         """Keep a line for the console, unless it is about a member of this host."""

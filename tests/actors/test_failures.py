@@ -24,10 +24,9 @@ from asyncrl.observability import metrics_system as m
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.policies.sampling import action_distribution, logprob_of
-from asyncrl.replay.actor_client import ZmqActorPort
+from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.interface import GroupFailure
-from asyncrl.replay.learner_client import ZmqLearnerPort
-from asyncrl.replay.quarantine import COUNTERS, Quarantine
+from asyncrl.replay.state import COUNTERS, Quarantine
 from asyncrl.worlds.wan.world import load_world
 from support.episodes import make_episode
 from support.failing_models import (

@@ -25,8 +25,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.fitting.settings import FitPolicy, FitReward, FitStarts, FitWorld
 from asyncrl.replay_tools.cleanup import Prune
 from asyncrl.replay_tools.pictures import Video
-from asyncrl.replay_tools.statistics import Stats
-from asyncrl.replay_tools.tables import List
+from asyncrl.replay_tools.tables import List, Stats
 from asyncrl.simulators.interface import Demonstrator
 
 NEEDED: dict[str, Any] = {

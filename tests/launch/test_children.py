@@ -11,7 +11,7 @@ from asyncrl.errors import ReplayError, RunError
 from asyncrl.launch.children import ChildProcesses, ChildState, WatchedReplay
 from asyncrl.launch.job import Job, RunInfo, failure_was_read, pop_failure, report_failure
 from asyncrl.observability.signals import StopFlag
-from asyncrl.replay.learner_client import ZmqLearnerPort
+from asyncrl.replay.client import ZmqLearnerPort
 
 
 class Child:

@@ -17,9 +17,8 @@ from asyncrl.learner.batches import batch_metrics, build_batch, outcome_of, pack
 from asyncrl.learner.progress import fetch_part
 from asyncrl.learner.ranks import DistributedRanks, Groups, SingleRank
 from asyncrl.records import Episode
-from asyncrl.replay.actor_client import ZmqActorPort
+from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort, ZmqRankPort
 from asyncrl.replay.interface import GroupLost
-from asyncrl.replay.learner_client import ZmqLearnerPort, ZmqRankPort
 from asyncrl.storage.checkpoint import latest
 from support.episodes import make_episode
 from support.memory_learner import Run

@@ -23,8 +23,7 @@ from asyncrl.launch.roles import open_run_replay
 from asyncrl.messaging.keys import ClientKeys, create_keys, load_client_keys, load_server_keys
 from asyncrl.messaging.sockets import bind_router, check_endpoint
 from asyncrl.messaging.wire import encode
-from asyncrl.replay.actor_client import ZmqActorPort
-from asyncrl.replay.learner_client import ZmqLearnerPort
+from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.server import serve_replay
 from support.replay_server import CONFIG, acquire, push_group, until
 from support.sockets import connect_dealer

@@ -15,8 +15,7 @@ from asyncrl.errors import ReplayError, WireError
 from asyncrl.messaging.sockets import bind_router
 from asyncrl.messaging.wire import decode, encode
 from asyncrl.observability import metrics_system as m
-from asyncrl.replay.actor_client import ZmqActorPort
-from asyncrl.replay.learner_client import ZmqLearnerPort
+from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from support.replay_server import NOBODY, Served
 
 

@@ -17,13 +17,14 @@ from asyncrl.config.algorithm import AlgorithmSettings
 from asyncrl.config.sections import ReplaySettings
 from asyncrl.errors import ConfigError
 from asyncrl.observability import metrics_system as s
+from asyncrl.replay.groups import has_no_signal
 from asyncrl.replay.in_process import InProcessLearnerPort
 from asyncrl.replay.interface import Filling, GroupGrant, NothingToLearn
 from asyncrl.replay.limiter import Limiter
 from asyncrl.replay.replay import Replay
-from asyncrl.replay.state import has_no_signal
 from asyncrl.replay.store import EpisodeStore
-from asyncrl.replay_tools.episodes import problem_with_file, read_rows
+from asyncrl.replay_tools.episodes import read_rows
+from asyncrl.replay_tools.verify import problem_with_file
 from support.episodes import make_episode
 from support.replay import Clock
 from support.turns import Dream, Seen, learn

@@ -20,10 +20,10 @@ from asyncrl.errors import ReplayError, SampleTimeout
 from asyncrl.observability import metrics_system as m
 from asyncrl.records import Episode
 from asyncrl.replay import store
-from asyncrl.replay.actor_client import ZmqActorPort
+from asyncrl.replay.client import FETCH_WINDOW as WINDOW
+from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort, ZmqRankPort
 from asyncrl.replay.group_file import read_group
 from asyncrl.replay.interface import BatchDescription, GroupLost
-from asyncrl.replay.learner_client import WINDOW, ZmqLearnerPort, ZmqRankPort
 from asyncrl.replay.store import file_name
 from support.episodes import assert_same, make_episode
 from support.replay import fill as admit_all

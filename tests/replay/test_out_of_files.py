@@ -16,9 +16,8 @@ import pytest
 from asyncrl.errors import OutOfFiles
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability import process_status, signals, waits
-from asyncrl.replay.actor_client import ZmqActorPort
+from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.group_file import GroupFile, read_group_file
-from asyncrl.replay.learner_client import ZmqLearnerPort
 from asyncrl.replay.lifecycle import DiskWait
 from asyncrl.replay.replay import Replay
 from asyncrl.replay.store import EpisodeStore

@@ -17,9 +17,8 @@ from asyncrl.config.sections import ReplaySettings
 from asyncrl.errors import ReplayError
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.observability import metrics_system as m
-from asyncrl.replay.actor_client import ZmqActorPort
+from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.connection import JoinSettings, ask_settings
-from asyncrl.replay.learner_client import ZmqLearnerPort
 from asyncrl.replay.server import ReplayServer, serve_replay
 from support import child_environment
 from support.episodes import make_episode
@@ -102,7 +101,7 @@ def test_an_actor_that_leaves_hands_over_what_is_finished_and_gives_the_rest_bac
 
 STOPPED = """
 import sys, time
-from asyncrl.replay.actor_client import ZmqActorPort
+from asyncrl.replay.client import ZmqActorPort
 from support.episodes import make_episode
 from support.replay_server import acquire, push_group, until
 port = ZmqActorPort(sys.argv[1], "far")

@@ -16,9 +16,8 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.errors import AttemptEnded, ReplayError
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.messaging.sockets import IDENTITY
-from asyncrl.replay.actor_client import ZmqActorPort
+from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.connection import JoinSettings, ask_settings
-from asyncrl.replay.learner_client import ZmqLearnerPort
 from asyncrl.replay.server import serve_replay
 from asyncrl.storage.run_owner import NO_RUN, RunIdentity
 from support.replay_server import acquire, push_group, until

@@ -14,10 +14,9 @@ from asyncrl.launch.roles import open_run_replay
 from asyncrl.messaging.sockets import bind_router
 from asyncrl.messaging.wire import decode, encode
 from asyncrl.observability import metrics_system as s
-from asyncrl.replay.actor_client import WINDOW, ZmqActorPort
+from asyncrl.replay.client import WINDOW, ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.in_process import InProcessActorPort, InProcessLearnerPort
 from asyncrl.replay.interface import GroupGrant, NothingToLearn, RunStopped
-from asyncrl.replay.learner_client import ZmqLearnerPort
 from asyncrl.replay.server import ReplayServer, serve_replay
 from support.episodes import assert_same, make_episode
 from support.replay import Clock
@@ -226,7 +225,7 @@ def test_invalid_messages_are_answered_counted_and_survived(tmp_path: Path, endp
 def test_an_episode_whose_last_receipt_was_lost_is_settled_later(
     endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.replay.actor_client.HELD_RESEND_AFTER", 0.2)
+    monkeypatch.setattr("asyncrl.replay.connection.HELD_RESEND_AFTER", 0.2)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     replay, actor = bind_router(context, endpoint), ZmqActorPort(endpoint, "actor-0")
     answer(replay, actor, "hello", reply="welcome", boot="b", known=True)

@@ -25,10 +25,9 @@ from asyncrl.messaging.sockets import ipc_endpoint, private_folder
 from asyncrl.observability import metrics_system as m
 from asyncrl.records import Episode
 from asyncrl.replay import sealed_file
-from asyncrl.replay.actor_client import ZmqActorPort
+from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.events import SPARE_BYTES, Ledger
 from asyncrl.replay.group_file import read_group
-from asyncrl.replay.learner_client import ZmqLearnerPort
 from asyncrl.replay.server import serve_replay
 from asyncrl.replay.store import EpisodeStore
 from support.episodes import assert_same, make_episode

@@ -5,12 +5,10 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from asyncrl.commands.replay import main as run_inspection
 from asyncrl.records import EndReason
 from asyncrl.replay_tools.episodes import find_group
-from asyncrl.storage.media import BLUE, FAINT
 from support.episodes import assert_same, simulated, with_chain
 from support.recorded_run import IDS, episode_of, make_run, open_store, remove_after_listing
 
@@ -166,16 +164,11 @@ def test_stats_count_success_lag_and_lengths(run_dir: Path, capsys: pytest.Captu
     ]
 
 
-def test_stats_print_bars_and_draw_the_same(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = run_dir / "stats.png"
-    assert run_inspection(["stats", str(run_dir), "--task", "drawer", "--out", str(out)]) == 0
+def test_stats_print_bars(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_inspection(["stats", str(run_dir), "--task", "drawer"]) == 0
     said = capsys.readouterr().out
     assert "4 episodes, 25.0% successful" in said
     assert "open the drawer  25.0% of 4  ########\n" in said
-    with Image.open(out) as picture:
-        colours = {colour: count for count, colour in picture.convert("RGB").getcolors(1 << 20) or []}
-    assert colours[BLUE] > 1000
-    assert colours[FAINT] > colours[BLUE] / 2
 
 
 def test_stats_of_nothing_is_refused(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -354,7 +347,7 @@ def test_bad_input_is_answered_with_exit_code_2(
         ["prune"],
         ["prune", "--keep-gigabytes", "1", "--older-than-version", "2"],
         ["prune", "--keep-gigabytes", "-1"],
-        ["stats", "--out", "stats.jpg"],
+        ["sheet", "--out", "stats.jpg"],
     ],
 )
 def test_flags_that_cannot_work_exit_with_2(run_dir: Path, flags: list[str]) -> None:

@@ -18,9 +18,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 from asyncrl.errors import SampleTimeout
 from asyncrl.messaging.wire import Message
 from asyncrl.records import Episode
-from asyncrl.replay.actor_client import Outbox
+from asyncrl.replay.client import Outbox, ZmqLearnerPort
 from asyncrl.replay.interface import BatchDescription
-from asyncrl.replay.learner_client import ZmqLearnerPort
 
 GATE_DEADLINE = 60.0
 

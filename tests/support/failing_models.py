@@ -26,8 +26,8 @@ from asyncrl.policies.interface import ActResult, SamplingParams
 from asyncrl.records import Episode, StartState
 from asyncrl.replay.in_process import InProcessActorPort, InProcessLearnerPort
 from asyncrl.replay.interface import ActorPort
-from asyncrl.replay.quarantine import COUNTERS
 from asyncrl.replay.replay import Replay
+from asyncrl.replay.state import COUNTERS
 from asyncrl.weights.transports.in_process import build_in_process
 from asyncrl.worlds.start_states import StartStateStream, start_state_at
 

@@ -15,7 +15,7 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import ReplaySettings
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.messaging.wire import Message, decode, encode
-from asyncrl.replay.actor_client import ZmqActorPort
+from asyncrl.replay.client import ZmqActorPort
 from asyncrl.replay.interface import NEW_RUN, ActorPort, GroupGrant, RunStart
 from asyncrl.replay.server import serve_replay
 from support import child_environment

@@ -21,8 +21,7 @@ from asyncrl.errors import SampleTimeout
 from asyncrl.observability import metrics_system as m
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.records import StartState
-from asyncrl.replay.actor_client import WINDOW, ZmqActorPort
-from asyncrl.replay.learner_client import ZmqLearnerPort
+from asyncrl.replay.client import WINDOW, ZmqActorPort, ZmqLearnerPort
 from asyncrl.weights.transports.in_process import build_in_process
 from asyncrl.worlds.start_states import StartStateStream
 from support.replay_server import Served

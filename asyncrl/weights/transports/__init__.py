@@ -1,1 +1,1 @@
-"""What carries weights from the learner to the actors: one module per transport."""
+"""Carriers of weights from the learner to the actors: one module per transport."""

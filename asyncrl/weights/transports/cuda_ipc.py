@@ -1,18 +1,10 @@
 """Send weights by CUDA IPC to members on the learner's own GPU, and by NCCL to those on other GPUs.
 
 While the link of an epoch is formed, every member writes its GPU into the store; rank 0 answers with the
-whole list, so all come to the same two groups:
-
-    local    members on rank 0's GPU, which copy out of its buffers; NCCL refuses a second rank on one GPU
-    remote   the others, in the order of their ranks: an NCCL group with rank 0
-
-Either group may be empty. Rank 0 first starts the broadcast, then nothing: local members copy when the
-version is announced. Ordered steps of a local member, per version:
-
-    learner   1  pack a buffer set that no member reads, wait for the copies, announce its number
-    member    2  copy it into its own buffers, wait for the copies
-    member    3  check its sum, and that the epoch is still the same; then send the receipt
-    learner   4  pack that set again only after all receipts, or after it announced a new epoch
+whole list, so all come to the same two groups, of which either may be empty. A local member copies a version
+out of the learner's buffers when it is announced, waits for the copies, checks its sum and that the epoch is
+still the same, and sends its receipt. The learner packs that set again only after all receipts, or after it
+announced a new epoch.
 
 Handles travel as a fixed struct and raw bytes, never pickled.
 """

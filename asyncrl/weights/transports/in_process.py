@@ -54,7 +54,7 @@ class InProcessPublisher:
         }
 
     def close(self) -> None:
-        """Do nothing: there is nobody to tell."""
+        """Do nothing."""
 
 
 class InProcessReceiver:

@@ -65,7 +65,6 @@ class _NcclLink:
         self._group, self._stream, self._buffers = group, stream, buffers
         self._aborted = threading.Event()
         self.moved = 0
-        """See `CountsPieces`."""
 
     def send(self, buffer_index: int) -> None:
         self._broadcast(self._buffers[buffer_index])

@@ -1,0 +1,413 @@
+"""Ports of actors and learner ranks to a replay in another process.
+
+Everything without a final answer is repeated, at once if the replay was restarted. Episodes are recognised by
+id, requests by number, and the files of groups never change, so repeating is harmless.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Final
+
+from asyncrl.errors import ReplayError, SampleTimeout
+from asyncrl.messaging.keys import ClientKeys
+from asyncrl.messaging.wire import Message
+from asyncrl.observability import metrics_system, process_status  # noqa: F401  They define the replay's metrics.
+from asyncrl.observability.metrics import REGISTRY, Metric
+from asyncrl.records import Episode
+from asyncrl.replay.connection import PING_EVERY, RANK, RESEND_AFTER, Connection, Outbox
+from asyncrl.replay.interface import (
+    BatchDescription,
+    Filling,
+    GroupFailure,
+    GroupGrant,
+    GroupLost,
+    NothingToLearn,
+    NullLearnerPort,
+    RunStopped,
+)
+from asyncrl.storage.run_owner import NO_RUN, RunIdentity
+
+WINDOW: Final = 32
+"""Groups with unacknowledged episodes, besides one for each slot, from which on an actor asks for no more."""
+FETCH_WINDOW: Final = 4
+"""Groups that a rank has requested and not received: as many are on their way in the replay's memory."""
+LOOK_EVERY: Final = 1.0
+"""Seconds between two calls of `while_waiting`."""
+
+
+class ZmqActorPort:
+    """`ActorPort` of an actor process."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        actor_name: str,
+        *,
+        window: int = WINDOW,
+        warn: Callable[[str], None] = print,
+        security: ClientKeys | None = None,
+        identity: RunIdentity = NO_RUN,
+    ) -> None:
+        self._link = Connection(endpoint, "actor", actor_name, 0, security, identity)
+        self._outbox = Outbox(self._link, warn)
+        self._window = window
+        self._next_grant = 0  # Number of the request that is answered next; each group is one request.
+        self._asked_until, self._asked_at, self._asked_server_id = 0, -float("inf"), ""
+        self._grants: dict[int, GroupGrant | None] = {}  # Request -> answer; None: its group was given up.
+        self._quarantined: set[str] = set()
+
+    @property
+    def stopped(self) -> bool:
+        """True if the learner ended the run."""
+        return self._link.stopped
+
+    @property
+    def unacknowledged(self) -> int:
+        """Count of the episodes that are not known to be durable."""
+        return len(self._outbox)
+
+    def acquire_groups(self, groups: int, timeout: float) -> list[GroupGrant]:
+        """See `ActorPort`. Requests without credit stay at the replay for the next call."""
+        deadline = time.monotonic() + timeout
+        while True:
+            self._exchange(0)
+            if self.stopped:
+                raise RunStopped("the learner ended the run.")
+            found = list[GroupGrant]()
+            while self._next_grant in self._grants:
+                if (grant := self._grants.pop(self._next_grant)) is not None:
+                    found.append(grant)
+                self._next_grant += 1
+            self._ask(groups - len(found))
+            left = deadline - time.monotonic()
+            if found or left <= 0:
+                return found
+            self._exchange(left)
+
+    def push(self, episode: Episode) -> None:
+        """See `ActorPort`."""
+        if not self.stopped:
+            self._outbox.add(episode)
+            self._exchange(0)
+
+    def fail(self, failure: GroupFailure) -> None:
+        """See `ActorPort`."""
+        if not self.stopped:
+            self._outbox.fail(failure)
+            self._exchange(0)
+
+    @property
+    def quarantined(self) -> Collection[str]:
+        """See `ActorPort`."""
+        return self._quarantined
+
+    def pop_dropped(self) -> set[int]:
+        """See `ActorPort`."""
+        dropped, self._outbox.dropped = self._outbox.dropped, set()
+        return dropped
+
+    def serve(self) -> None:
+        """See `ActorPort`."""
+        self._exchange(0)
+
+    def report(self, metrics: Mapping[Metric, float]) -> None:
+        """See `ActorPort`."""
+        self._link.send_now("report", readings={metric.name: float(x) for metric, x in metrics.items()})
+
+    def close(self, deadline: float) -> None:
+        """See `ActorPort`."""
+        end = time.monotonic() + deadline
+        try:
+            while self._outbox and not self.stopped:
+                left = end - time.monotonic()
+                if left <= 0:
+                    raise ReplayError(
+                        f"{len(self._outbox)} episodes of actor {self._link.name!r} were not "
+                        f"acknowledged by the replay at {self._link.endpoint} within {deadline:g} s. Look at "
+                        "the replay's log; members of incomplete groups are never acknowledged."
+                    )
+                self._exchange(min(left, 0.1))
+            self._link.send_now("bye")
+        finally:
+            self._link.close()
+
+    def leave(self, deadline: float) -> None:
+        """Leave a run that goes on: deliver finished episodes within `deadline` seconds, give groups back."""
+        end = time.monotonic() + deadline
+        try:
+            while self._outbox.undelivered and not self.stopped:
+                left = end - time.monotonic()
+                if left <= 0:
+                    self._outbox.warn(f"left without handing over all of {self.unacknowledged} episodes")
+                    break
+                self._exchange(min(left, 0.1))
+            while not self._link.send_now("bye") and time.monotonic() < end:
+                self._exchange(0.05)  # Its queue is full of episodes.
+        finally:
+            self._link.close()
+
+    def abandon(self) -> None:
+        """Close without delivering: no part of the run waits for these episodes any more."""
+        if self.unacknowledged:
+            self._outbox.warn(f"{self.unacknowledged} episodes are given up")
+        self._link.close()
+
+    def _exchange(self, wait: float) -> None:
+        self._outbox.send_due()
+        for message in self._link.exchange(wait):
+            self._outbox.handle(message)
+            if message.kind == "quarantined":
+                self._quarantined.add(message["start_state"])
+            elif message.kind == "grant" and message["turn"] >= self._next_grant:
+                about = {x.name: message[x.name] for x in fields(GroupGrant)}
+                self._grants[message["turn"]] = GroupGrant(**about)
+            elif message.kind == "given_up" and message["turn"] >= self._next_grant:
+                self._grants.setdefault(message["turn"], None)
+        self._outbox.send_due()
+
+    def _ask(self, groups: int) -> None:
+        """Ask for `groups` from the next request on; again only for more, or if no answer came."""
+        server_id, now = self._link.server_id, time.monotonic()
+        groups = min(groups, self._window - self._outbox.groups)
+        until = self._next_grant + groups
+        asked = self._asked_server_id == server_id and until <= self._asked_until
+        if groups < 1 or not server_id or (asked and now - self._asked_at < PING_EVERY):
+            return
+        if self._link.send_now("acquire", turn=self._next_grant, groups=groups):
+            self._asked_until, self._asked_at, self._asked_server_id = until, now, server_id
+
+
+@dataclass(kw_only=True)
+class _BatchRequest:
+    """A pending batch. It outlives a timeout, so that a late answer is not lost."""
+
+    groups: int
+    version: int
+    request: str
+    asked_at: float = -float("inf")
+    asked_server_id: str = ""
+    chosen: dict[int, int] = field(default_factory=dict)
+    """Place in the batch -> group."""
+    complete: bool = False
+
+
+class ZmqLearnerPort:
+    """`LearnerPort` of learner rank 0."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        version: int = 0,
+        security: ClientKeys | None = None,
+        identity: RunIdentity = NO_RUN,
+        tell: Callable[[str], None] = print,
+    ) -> None:
+        self._tell = tell
+        self._link = Connection(endpoint, "learner", "learner", version, security, identity)
+        self._requests = 0
+        self._request: _BatchRequest | None = None
+        self._fetch: _PartFetch | None = None
+        self._reply: Message | None = None
+
+    def sample(self, *, groups: int, version: int, timeout: float) -> list[list[Episode]]:
+        """Choose a batch and fetch all of it; see `LearnerPort`."""
+        batch = self.choose(groups=groups, version=version, timeout=timeout)
+        return self.fetch(batch, timeout=timeout)
+
+    def choose(self, *, groups: int, version: int, timeout: float) -> BatchDescription:
+        """See `LearnerPort`. After a timeout the same request goes on waiting."""
+        self._link.version = max(self._link.version, version)
+        wanted = self._request
+        if wanted is None or (wanted.groups, wanted.version) != (groups, version):
+            self._requests += 1
+            request = f"{self._link.session}-{self._requests}"
+            wanted = self._request = _BatchRequest(groups=groups, version=version, request=request)
+        deadline = time.monotonic() + timeout
+        while not wanted.complete and (left := deadline - time.monotonic()) > 0:
+            self._ask(wanted)
+            self._exchange(left if self._link.server_id else min(left, 0.05))
+        if not wanted.complete:
+            reply = self._ask_status(1.0)
+            if not wanted.complete:
+                contents = "does not answer" if reply is None else f"holds {reply['contents']}"
+                raise SampleTimeout(
+                    f"No batch of {groups} groups at version {version} within {timeout:g} s: "
+                    f"the replay at {self._link.endpoint} {contents}.",
+                    **({} if reply is None else {x.name: reply[x.name] for x in fields(Filling)}),
+                )
+        self._request = None
+        numbers = tuple(wanted.chosen[place] for place in sorted(wanted.chosen))
+        return BatchDescription(request=wanted.request, numbers=numbers)
+
+    def fetch(
+        self, wanted: BatchDescription, *, timeout: float, while_waiting: Callable[[], object] = lambda: None
+    ) -> list[list[Episode]]:
+        """See `LearnerPort`."""
+        self._fetch = _PartFetch(self._link, wanted)
+        try:
+            return self._fetch.run(self._exchange, timeout, while_waiting)
+        finally:
+            self._fetch = None
+
+    def report_version(self, version: int) -> None:
+        """See `LearnerPort`."""
+        self._link.version = max(self._link.version, version)
+        self._exchange(0)
+        if self._link.server_id:  # Otherwise the hello has it.
+            self._link.send_now("version", version=version)
+
+    def status(self) -> dict[Metric, float]:
+        """See `LearnerPort`.
+
+        Raises:
+            ReplayError: No answer within 10 seconds.
+        """
+        reply = self._ask_status(10.0)
+        if reply is None:
+            raise ReplayError(f"the replay at {self._link.endpoint} does not answer. Look at its log.")
+        return {REGISTRY[name]: value for name, value in reply["readings"].items() if name in REGISTRY}
+
+    def stop(self) -> None:
+        """See `LearnerPort`. Waits up to 5 s for the answer; a replay that is gone needs no stop."""
+        self._repeat("stop", 5.0, lambda: self._link.stopped)
+
+    def close(self) -> None:
+        """See `LearnerPort`."""
+        self._link.close()
+
+    def _ask_status(self, timeout: float) -> Message | None:
+        self._reply = None
+        self._repeat("status", timeout, lambda: self._reply is not None)
+        return self._reply
+
+    def _repeat(self, kind: str, timeout: float, answered: Callable[[], bool]) -> None:
+        """Send a message once a second until it is answered, at most `timeout` seconds."""
+        deadline, asked_at = time.monotonic() + timeout, -float("inf")
+        while not answered() and (left := deadline - time.monotonic()) > 0:
+            now = time.monotonic()
+            if self._link.server_id and now - asked_at >= PING_EVERY and self._link.send_now(kind):
+                asked_at = now
+            self._exchange(min(left, 0.05))
+
+    def _exchange(self, wait: float) -> None:
+        for message in self._link.exchange(wait):
+            wanted = self._request
+            if message.kind == "status_reply":
+                self._reply = message
+            elif message.kind == "notice":
+                self._tell(f"replay: {message['text']}")
+            elif message.kind in ("nothing_to_learn", "chosen"):
+                if wanted is None or message["request"] != wanted.request:
+                    continue
+                if message.kind == "nothing_to_learn":
+                    raise NothingToLearn(message["reason"])
+                wanted.asked_at = time.monotonic()
+                wanted.chosen[message["place"]] = message["number"]
+                wanted.complete = len(wanted.chosen) == message["places"]
+            elif self._fetch is not None:
+                self._fetch.take(message)
+
+    def _ask(self, wanted: _BatchRequest) -> None:
+        server_id, now = self._link.server_id, time.monotonic()
+        if not server_id or (server_id == wanted.asked_server_id and now - wanted.asked_at < RESEND_AFTER):
+            return
+        about = {"request": wanted.request, "groups": wanted.groups, "version": wanted.version}
+        if self._link.send_now("sample", **about):
+            wanted.asked_at, wanted.asked_server_id = now, server_id
+
+
+class _PartFetch:
+    """One part of a batch on its way."""
+
+    def __init__(self, link: Connection, wanted: BatchDescription) -> None:
+        self._link, self._wanted = link, wanted
+        self._missing = dict.fromkeys(wanted.numbers)  # Incomplete groups, in the order of the part.
+        self._asked = set[int]()
+        self._asked_server_id = ""
+        self._members: dict[int, dict[int, Episode]] = {number: {} for number in wanted.numbers}
+        self._heard_at = self._asked_at = time.monotonic()
+
+    def _ask(self) -> None:
+        """Request the next groups; all of them again if the replay restarted or sent nothing for long."""
+        server_id, now = self._link.server_id, time.monotonic()
+        if not server_id:
+            return
+        if server_id != self._asked_server_id or now - max(self._heard_at, self._asked_at) > RESEND_AFTER:
+            self._asked_server_id = server_id
+            self._asked.clear()
+        for number in [number for number in self._missing if number not in self._asked]:
+            about = {"request": self._wanted.request, "number": number}
+            if len(self._asked) >= FETCH_WINDOW or not self._link.send_now("fetch", **about):
+                return
+            self._asked.add(number)
+            self._asked_at = now
+
+    def take(self, message: Message) -> None:
+        """Add an episode of the part; other messages are ignored."""
+        if message.kind == "lost" and message["request"] == self._wanted.request:
+            raise GroupLost(f"Group {message['number']} of the batch is lost: {message['reason']}.")
+        if message.kind != "batch" or message["number"] not in self._missing:
+            return
+        assert message.episode is not None
+        number, members = message["number"], self._members[message["number"]]
+        members[message.episode.member] = message.episode
+        self._heard_at = time.monotonic()
+        process_status.progress()
+        if len(members) == message["size"]:
+            del self._missing[number]
+            self._asked.discard(number)
+
+    def run(
+        self, exchange: Callable[[float], None], timeout: float, while_waiting: Callable[[], object]
+    ) -> list[list[Episode]]:
+        """Exchange messages, which passes them to `take`, until the part is complete."""
+        looked_at = -float("inf")
+        while self._missing:
+            now = time.monotonic()
+            if now - looked_at >= LOOK_EVERY:
+                looked_at = now
+                while_waiting()
+            if self._link.stopped:
+                raise ReplayError("The run was ended while a learner rank fetched its part of a batch.")
+            if now - self._heard_at > timeout:
+                raise ReplayError(
+                    f"The replay at {self._link.endpoint} sent nothing of a chosen batch for {timeout:g} s "
+                    "(--batch-timeout). See its log."
+                )
+            self._ask()
+            exchange(LOOK_EVERY if self._link.server_id else 0.05)
+        return [[x for _, x in sorted(self._members[n].items())] for n in self._wanted.numbers]
+
+
+class ZmqRankPort(NullLearnerPort):
+    """`LearnerPort` of a learner rank other than 0: it only fetches."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        name: str,
+        *,
+        security: ClientKeys | None = None,
+        identity: RunIdentity = NO_RUN,
+    ) -> None:
+        self._link = Connection(endpoint, RANK, name, 0, security, identity)
+
+    def fetch(
+        self, wanted: BatchDescription, *, timeout: float, while_waiting: Callable[[], object] = lambda: None
+    ) -> list[list[Episode]]:
+        """See `LearnerPort`."""
+        fetch = _PartFetch(self._link, wanted)
+
+        def exchange(wait: float) -> None:
+            for message in self._link.exchange(wait):
+                fetch.take(message)
+
+        return fetch.run(exchange, timeout, while_waiting)
+
+    def close(self) -> None:
+        """See `LearnerPort`."""
+        self._link.close()
