@@ -36,9 +36,8 @@ from asyncrl.launch.roles import open_run_replay
 from asyncrl.messaging.episode_codec import as_bytes
 from asyncrl.messaging.sockets import ipc_endpoint, private_folder
 from asyncrl.records import Episode
-from asyncrl.replay.client import ZmqActorPort
+from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.group_file import read_group
-from asyncrl.replay.client import ZmqLearnerPort
 from asyncrl.replay.server import serve_replay
 from asyncrl.replay.store import EpisodeStore
 from asyncrl.storage.atomic import flush

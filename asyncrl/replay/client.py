@@ -34,7 +34,7 @@ WINDOW: Final = 32
 """Groups with unacknowledged episodes, besides one for each slot, from which on an actor asks for no more."""
 FETCH_WINDOW: Final = 4
 """Groups that a rank has requested and not received: as many are on their way in the replay's memory."""
-LOOK_EVERY: Final = 1.0
+POLL_SECONDS: Final = 1.0
 """Seconds between two calls of `while_waiting`."""
 
 
@@ -309,7 +309,7 @@ class ZmqLearnerPort:
                 wanted.chosen[message["place"]] = message["number"]
                 wanted.complete = len(wanted.chosen) == message["places"]
             elif self._fetch is not None:
-                self._fetch.take(message)
+                self._fetch.add(message)
 
     def _ask(self, wanted: _BatchRequest) -> None:
         server_id, now = self._link.server_id, time.monotonic()
@@ -346,7 +346,7 @@ class _PartFetch:
             self._asked.add(number)
             self._asked_at = now
 
-    def take(self, message: Message) -> None:
+    def add(self, message: Message) -> None:
         """Add an episode of the part; other messages are ignored."""
         if message.kind == "lost" and message["request"] == self._wanted.request:
             raise GroupLost(f"Group {message['number']} of the batch is lost: {message['reason']}.")
@@ -364,11 +364,11 @@ class _PartFetch:
     def run(
         self, exchange: Callable[[float], None], timeout: float, while_waiting: Callable[[], object]
     ) -> list[list[Episode]]:
-        """Exchange messages, which passes them to `take`, until the part is complete."""
+        """Exchange messages, which passes them to `add`, until the part is complete."""
         looked_at = -float("inf")
         while self._missing:
             now = time.monotonic()
-            if now - looked_at >= LOOK_EVERY:
+            if now - looked_at >= POLL_SECONDS:
                 looked_at = now
                 while_waiting()
             if self._link.stopped:
@@ -379,7 +379,7 @@ class _PartFetch:
                     "(--batch-timeout). See its log."
                 )
             self._ask()
-            exchange(LOOK_EVERY if self._link.server_id else 0.05)
+            exchange(POLL_SECONDS if self._link.server_id else 0.05)
         return [[x for _, x in sorted(self._members[n].items())] for n in self._wanted.numbers]
 
 
@@ -404,7 +404,7 @@ class ZmqRankPort(NullLearnerPort):
 
         def exchange(wait: float) -> None:
             for message in self._link.exchange(wait):
-                fetch.take(message)
+                fetch.add(message)
 
         return fetch.run(exchange, timeout, while_waiting)
 

@@ -87,7 +87,7 @@ class GroupTable:
     def open_group(self, number: int, group: OpenGroup) -> None:
         """Add a granted group."""
         group.granted_before = number in self.to_grant_again
-        self._take_out(number)
+        self._remove(number)
         self.open[number] = group
 
     def make_ready(self, number: int, group: ReadyGroup) -> None:
@@ -114,7 +114,7 @@ class GroupTable:
 
     def undo_uses(self, number: int, kept: tuple[int, ...]) -> None:
         """Forget a group and its uses, except those at the versions `kept`."""
-        self._take_out(number)
+        self._remove(number)
         if kept:
             self.used_at[number] = kept
 
@@ -149,11 +149,11 @@ class GroupTable:
         return status in ("dropped_resume", "dropped_lag")
 
     def _close(self, number: int, status: ReceiptStatus, version: int) -> None:
-        self._take_out(number)
+        self._remove(number)
         self._given_up.pop(number, None)
         self.closed[number] = ClosedGroup(status=status, version=version)
 
-    def _take_out(self, number: int) -> None:
+    def _remove(self, number: int) -> None:
         for groups in (self.open, self.ready, self.closed, self.used_at, self.filtered):
             groups.pop(number, None)
         self.to_grant_again.discard(number)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Final, Literal, Protocol, get_args
+from typing import Any, Final, Literal, Protocol, get_args
 
 from asyncrl.errors import AsyncRLError, ReplayError
 from asyncrl.observability import metrics_system as m
@@ -182,16 +182,9 @@ class EpisodeFormat:
         """True if a world model is known to make the episodes."""
         return bool(self.image_size) and self.simulator is None
 
-    def to_json(self) -> str:
-        """Return the text that `from_json` reads."""
-        return json.dumps(asdict(self))
-
     @classmethod
-    def from_json(cls, text: str) -> EpisodeFormat:
-        """Read the text of `to_json`; an empty text: everything is unknown."""
-        if not text:
-            return cls()
-        plain = json.loads(text)
+    def from_dict(cls, plain: dict[str, Any]) -> EpisodeFormat:
+        """Build the format from `dataclasses.asdict`, also by way of JSON."""
         spec, sample, simulator = (plain.pop(name) for name in ("action_spec", "sample", "simulator"))
         if simulator is not None:
             simulator = SimulatorFormat(**{**simulator, "tasks": tuple(simulator["tasks"])})
@@ -216,17 +209,16 @@ class RunStart:
 
     def to_json(self) -> str:
         """Return the text that `from_json` reads."""
-        ledger = None if self.ledger is None else asdict(self.ledger)
-        return json.dumps({"episodes": self.episodes.to_json(), "ledger": ledger})
+        return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> RunStart:
         """Read the text of `to_json`; an empty text: everything is unknown."""
-        plain = json.loads(text or "{}")
-        return cls(
-            episodes=EpisodeFormat.from_json(plain.get("episodes", "")),
-            ledger=Checksum.from_json(plain.get("ledger")),
-        )
+        if not text:
+            return cls()
+        plain = json.loads(text)
+        episodes, ledger = EpisodeFormat.from_dict(plain["episodes"]), Checksum.from_json(plain["ledger"])
+        return cls(episodes=episodes, ledger=ledger)
 
 
 NEW_RUN: Final = RunStart()

@@ -39,7 +39,7 @@ class GroupLifecycle:
         """Receipts that are due, each with its actor."""
         self.notices: list[str] = []
         """Lines for the learner's console."""
-        self._warn, self._told = warn, 0
+        self._warn, self._notified = warn, 0
         self._writer: ThreadPoolExecutor | None = None
         self._unwritten: dict[int, Future[GroupFile]] = {}
 
@@ -52,7 +52,7 @@ class GroupLifecycle:
         """Complete groups in the thread's queue. Nothing gives them up before they are written."""
         return self._unwritten.keys()
 
-    def take(self, number: int, newest: str) -> bool:
+    def store_soon(self, number: int, newest: str) -> bool:
         """Store a complete group, or queue it for the thread; True if it is stored already."""
         if self._writer is None:
             return self.store_group(number, newest)
@@ -124,21 +124,21 @@ class GroupLifecycle:
             Filtered(filtered=number, newest_version=group_file.newest_version, successes=successes)
         )
 
-    def tell(self, line: str) -> None:
+    def notify(self, line: str) -> None:
         """Write a line to the log and to the learner's console, there `NOTICES` lines at most."""
         line = "".join(letter if letter.isprintable() else "?" for letter in line)[:2000]  # It is sent.
         self._warn(f"replay: {line}")
-        self._told += 1
-        if self._told <= NOTICES:
+        self._notified += 1
+        if self._notified <= NOTICES:
             self.notices.append(line)
-        elif self._told == NOTICES + 1:
+        elif self._notified == NOTICES + 1:
             self.notices.append("the replay has more to say: see its log")
 
     def set_aside(self, number: int, why: str) -> None:
         """Close a ready group that the learner cannot use; keep its file in another folder."""
         self.drop(number, "dropped_unusable", stored=True, reason=why[:1000])
         kept = self.store.set_aside(number)
-        self.tell(
+        self.notify(
             f"group {number} is set aside, the learner cannot use it: {why[:300]}. Its file is kept: "
             f"{kept.parent.name}/{kept.name} of the replay folder"
         )

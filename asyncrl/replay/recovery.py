@@ -109,7 +109,7 @@ def _give_up_unrecorded(lifecycle: GroupLifecycle, lost_ledger: str) -> None:
     for number in numbers:
         lifecycle.drop(number, "dropped_unrecorded", stored=True)
     state.commit(LedgerLost(ledger_lost=lost_ledger))
-    lifecycle.tell(
+    lifecycle.notify(
         f"the replay's {lifecycle.store.ledger.path.name} is not what it was when the checkpoint was "
         f"written: lines are missing or changed. {len(numbers)} stored groups that may have been used are "
         "given up (replay/dropped_unrecorded), and new ones are imagined."
@@ -123,7 +123,7 @@ def roll_back_to(lifecycle: GroupLifecycle, version: int, *, in_turns: bool) -> 
     plan = plan_resume(state.limiter, version, stored, in_turns=in_turns)
     other = [n for n in plan.drop if n in stored and not state.limiter.matches_run(stored[n])]
     if other:
-        lifecycle.tell(
+        lifecycle.notify(
             f"{len(other)} stored groups were made in another world, or with another --algorithm.group-size, "
             "temperature or top-k: they are given up (replay/dropped_resume) and imagined again."
         )

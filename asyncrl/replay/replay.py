@@ -161,7 +161,7 @@ class Replay:
         if receipt.status == "held":
             if limiter.complete(number):
                 self.refused_actors.forget(limiter.open[number].actor)
-                if self.lifecycle.take(number, newest=episode.episode_id):
+                if self.lifecycle.store_soon(number, newest=episode.episode_id):
                     receipt = Receipt(episode_id=episode.episode_id, status="stored")
         elif receipt.status == "duplicate":
             self.state.counters.add("duplicate")

@@ -137,7 +137,7 @@ class EpisodeStore:
     def put_away(self, number: int, why: str) -> None:
         """Move the damaged file of a group into quarantine."""
         if number in self.group_files:
-            self._quarantine(self._take_out(number).path, why)
+            self._quarantine(self._remove(number).path, why)
 
     def trim(self, expendable: Iterable[int], aged: Iterable[int] = ()) -> list[int]:
         """Delete aged groups, then expendable ones until the size fits; return their numbers."""
@@ -145,21 +145,21 @@ class EpisodeStore:
         deleted = list[int]()
         for number in [*old, *sorted(set(expendable) & self.group_files.keys() - old)]:
             if number in old or self.total_bytes > self.max_bytes:
-                self._take_out(number).path.unlink(missing_ok=True)
+                self._remove(number).path.unlink(missing_ok=True)
                 deleted.append(number)
         return deleted
 
     def remove(self, number: int) -> None:
         """Delete a group durably, so that its number can be sealed again; `holds` remembers its episodes."""
         if number in self.group_files:
-            group_file = self._take_out(number)
+            group_file = self._remove(number)
             self._removed[number] = group_file.episode_ids
             group_file.path.unlink(missing_ok=True)
             flush(self.folder)
 
     def set_aside(self, number: int) -> Path:
         """Move the file of a group to `set_aside/`, where it is neither read nor deleted; return its path."""
-        group_file = self._take_out(number)
+        group_file = self._remove(number)
         away = self.folder / "set_aside"
         try:
             make_folder(away)
@@ -204,12 +204,12 @@ class EpisodeStore:
 
     def _enter(self, group_file: GroupFile) -> None:
         if group_file.number in self.group_files:
-            self._take_out(group_file.number)
+            self._remove(group_file.number)
         self.group_files[group_file.number] = group_file
         self.total_bytes += group_file.size
         self._removed.pop(group_file.number, None)
 
-    def _take_out(self, number: int) -> GroupFile:
+    def _remove(self, number: int) -> GroupFile:
         group_file = self.group_files.pop(number)
         self.total_bytes -= group_file.size
         return group_file

@@ -274,7 +274,7 @@ class BufferedReceiver:
             assert complete is not None  # There is a version.
             packing.fill(tensors, complete.views)
             if self._device.type == "cuda":
-                # Before the next version is received into these buffers, `_room` waits for this event.
+                # `_spare_buffers` waits for this event before the next version is received into them.
                 complete.read = torch.cuda.Event()
                 complete.read.record(torch.cuda.current_stream(self._device))
             self._held = self._version
@@ -307,7 +307,7 @@ class BufferedReceiver:
 
     # --- the receiver's thread ---
 
-    def _room(self) -> packing.Buffers:
+    def _spare_buffers(self) -> packing.Buffers:
         """The spare buffers; later work on the current stream runs after the last swap has read them."""
         if self._spare is None:
             assert self._manifest is not None

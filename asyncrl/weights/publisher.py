@@ -1,6 +1,6 @@
 """Publish the learner's newest weights to all receivers; form the weight group of its members as needed.
 
-`publish` packs a spare buffer set and returns. The publisher's thread serves the socket (`server`) and drives:
+`publish` packs a spare buffer set and returns. The publisher's thread serves the socket and drives:
 
     idle      a member registered, left, died or failed       -> drop the link; send `group` to all: ready
     ready     all members answered within READY_SECONDS       -> send `form`: forming

@@ -134,11 +134,11 @@ class WeightReceiver(BufferedReceiver):
         elif message.kind == "group":
             self._session.drop()
             self._epoch, self._epoch_failed = message["epoch"], False
-            self._meet_manifest(message["manifest"])
+            self._check_manifest(message["manifest"])
             self._report("ready", epoch=self._epoch)
         elif message.kind in ("form", "send") and message["epoch"] == self._epoch and not self._epoch_failed:
             try:
-                self._form(message) if message.kind == "form" else self._take(message)
+                self._form(message) if message.kind == "form" else self._receive(message)
             except WeightSyncError as error:
                 self._session.drop()
                 if self._damaged >= MAX_DAMAGED:
@@ -149,10 +149,10 @@ class WeightReceiver(BufferedReceiver):
 
     def _ask_newest(self) -> None:
         now = time.monotonic()
-        if now - self._asked_at >= ASK_AGAIN and self._tell("newest", held=self._version, **self._greeting):
+        if now - self._asked_at >= ASK_AGAIN and self._send("newest", held=self._version, **self._greeting):
             self._asked_at = now
 
-    def _tell(self, kind: str, **fields: Any) -> bool:
+    def _send(self, kind: str, **fields: Any) -> bool:
         try:
             self._socket.send_multipart(encode(kind, **fields), zmq.NOBLOCK)
         except zmq.Again:
@@ -162,7 +162,7 @@ class WeightReceiver(BufferedReceiver):
     def _report(self, kind: str, **fields: Any) -> None:
         """Send an answer, also if requests for pieces fill the queue now."""
         self._socket.poll(LINGER_MS, zmq.POLLOUT)
-        self._tell(kind, **fields)
+        self._send(kind, **fields)
 
     def _listen(self, seconds: float) -> None:
         """Wait for messages, at most `seconds`, and put them into the inbox; raises if none will follow."""
@@ -195,7 +195,7 @@ class WeightReceiver(BufferedReceiver):
             try:
                 message = decode([frame.buffer for frame in frames])
             except WireError as error:
-                self._note_damage(str(error))
+                self._record_damage(str(error))
                 continue
             if message.kind == "closed":
                 raise _Closing
@@ -208,7 +208,7 @@ class WeightReceiver(BufferedReceiver):
             if message.kind != "unchanged":
                 return message
 
-    def _note_damage(self, what: str) -> None:
+    def _record_damage(self, what: str) -> None:
         self._damaged += 1
         _log.warning("%s received damaged weights: %s", self._name, what)
         if self._damaged >= MAX_DAMAGED:
@@ -217,7 +217,7 @@ class WeightReceiver(BufferedReceiver):
                 "The network changes what it carries, or both sides do not run the same asyncrl."
             )
 
-    def _meet_manifest(self, crc: int) -> None:
+    def _check_manifest(self, crc: int) -> None:
         """Check that the learner's manifest is this receiver's, or adopt it."""
         if self._manifest is not None and crc == self._manifest.checksum:
             return
@@ -235,7 +235,7 @@ class WeightReceiver(BufferedReceiver):
         asked_at = -math.inf
         while True:
             now = time.monotonic()
-            if now - asked_at >= ASK_AGAIN and self._tell("manifest"):
+            if now - asked_at >= ASK_AGAIN and self._send("manifest"):
                 asked_at = now
             self._listen(_SLICE)
             for message in self._inbox:
@@ -249,20 +249,20 @@ class WeightReceiver(BufferedReceiver):
         version = offer["version"]
         if version <= self._version:
             return
-        self._meet_manifest(offer["manifest"])
+        self._check_manifest(offer["manifest"])
         self._state = f"fetching version {version} from {self._endpoint}"
         if not self._fetch(version):
             return
-        found = packing.checksum(self._room())
+        found = packing.checksum(self._spare_buffers())
         if found == offer["checksum"]:
             self._damaged = 0
             self._accept(version)
         else:
-            self._note_damage(f"version {version} has checksum {found:x}, expected {offer['checksum']:x}.")
+            self._record_damage(f"version {version} has checksum {found:x}, expected {offer['checksum']:x}.")
 
     def _fetch(self, version: int) -> bool:
         """Fetch all pieces of a version into the spare buffers. False: it is gone, a newer one is there."""
-        into = [packing.as_bytes(buffer).numpy().data for buffer in self._room()]
+        into = [packing.as_bytes(buffer).numpy().data for buffer in self._spare_buffers()]
         missing = [
             (number, offset, min(CHUNK, len(view) - offset))
             for number, view in reversed(list(enumerate(into)))
@@ -271,7 +271,7 @@ class WeightReceiver(BufferedReceiver):
         asked: dict[Piece, None] = {}
         quiet_since, damaged = time.monotonic(), self._damaged
         while missing or asked:
-            while missing and len(asked) < IN_FLIGHT and self._tell_piece(version, missing[-1]):
+            while missing and len(asked) < IN_FLIGHT and self._request_piece(version, missing[-1]):
                 asked[missing.pop()] = None
             self._listen(_SLICE)
             if not self._inbox and (time.monotonic() - quiet_since >= ASK_AGAIN or self._damaged > damaged):
@@ -289,9 +289,9 @@ class WeightReceiver(BufferedReceiver):
                     into[piece[0]][piece[1] : piece[1] + piece[2]] = message.payload
         return True
 
-    def _tell_piece(self, version: int, piece: Piece) -> bool:
+    def _request_piece(self, version: int, piece: Piece) -> bool:
         buffer, offset, length = piece
-        return self._tell("bytes", version=version, buffer=buffer, offset=offset, length=length)
+        return self._send("bytes", version=version, buffer=buffer, offset=offset, length=length)
 
     # member of the weight group
 
@@ -308,13 +308,13 @@ class WeightReceiver(BufferedReceiver):
             self._session.form(self._state, form)
         self._state = f"member of epoch {epoch}, waiting for a version"
 
-    def _take(self, message: WeightMessage) -> None:
+    def _receive(self, message: WeightMessage) -> None:
         """Receive one version into the spare buffers and, if it is whole, make them the complete ones."""
         version, index, transport = message["version"], message["buffer_index"], self._transport
         assert transport is not None
         assert self._session.formed  # `form` precedes `send`.
         with transport.side_stream():
-            spare = self._room()
+            spare = self._spare_buffers()
         try:
             with waits.waiting(waits.RECEIVING, self._deadline, f": version {version}"):
                 self._session.use(f"receiving version {version}", lambda link: link.receive(index, spare))

@@ -48,7 +48,7 @@ TWIN: Final = (
     "Two actors are called {}, and the newer one took this one's place. Give each actor a name of its own."
 )
 LEFT_BEHIND: Final = "was left behind: it did not answer"
-_LOOK_SECONDS: Final = 0.02
+_CHECK_SECONDS: Final = 0.02
 _AT_ONCE: Final = 64
 _LOGGED: Final = 100
 _log = logging.getLogger(__name__)
@@ -146,10 +146,10 @@ class WeightServer:
         """Name of a receiver whose policy differs -> why."""
         self.sent_bytes = 0
         self.closing = False
-        self._news: deque[str] = deque(maxlen=1000)
+        self._events: deque[str] = deque(maxlen=1000)
         self._replaced: set[bytes] = set()
         self._errors = 0
-        self._looked = 0.0
+        self._checked_at = 0.0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._opened = ExitStack()
         try:
@@ -181,8 +181,8 @@ class WeightServer:
     def pop_events(self) -> list[str]:
         """Return and forget one line for each receiver from elsewhere that came or went."""
         with self.changed:
-            lines = list(self._news)
-            self._news.clear()
+            lines = list(self._events)
+            self._events.clear()
             return lines
 
     # --- the publisher's thread ---
@@ -205,9 +205,9 @@ class WeightServer:
                 self._guard.note(peer)
                 self._handle(peer.bytes, [frame.buffer for frame in frames])
             self._answer_parked()
-            if (now := time.monotonic()) - self._looked > _LOOK_SECONDS:
-                self._looked = now
-                self._look_after_all(now)
+            if (now := time.monotonic()) - self._checked_at > _CHECK_SECONDS:
+                self._checked_at = now
+                self._check_receivers(now)
             self.changed.notify_all()
 
     def send(self, peer: bytes, kind: str, payload: Buffer | None = None, **fields: Any) -> bool:
@@ -230,7 +230,7 @@ class WeightServer:
                 self.send(peer, "closed")
             began = time.monotonic()
             while time.monotonic() - began < (GOODBYE if self.subscribers else LAST_CALL):
-                self.turn(_LOOK_SECONDS)
+                self.turn(_CHECK_SECONDS)
         finally:
             self._wakeable.close()
             self._opened.close()
@@ -241,7 +241,7 @@ class WeightServer:
         """Go on without a member until it is heard again."""
         if not member.behind and not member.gone:
             member.behind = True
-            self._tell(member, LEFT_BEHIND)
+            self._log_event(member, LEFT_BEHIND)
 
     def _handle(self, peer: bytes, frames: list[Buffer]) -> None:
         subscriber = self.subscribers.get(peer)
@@ -287,7 +287,7 @@ class WeightServer:
             now = time.monotonic()
             if subscriber.behind:
                 subscriber.behind = False
-                self._tell(subscriber, "joined")
+                self._log_event(subscriber, "joined")
             if subscriber.reading >= 0 and message["held"] >= subscriber.reading:
                 subscriber.seconds, subscriber.reading = now - subscriber.offered_at, -1
             subscriber.parked_at = now
@@ -305,7 +305,7 @@ class WeightServer:
                 self._forget(former, "was replaced")
         self.refused.pop(new.name, None)
         self.subscribers[peer] = new
-        self._tell(new, "joined")
+        self._log_event(new, "joined")
         return new
 
     def _answer_parked(self) -> None:
@@ -368,7 +368,7 @@ class WeightServer:
         else:
             self._forget(receiver, "left")
 
-    def _look_after_all(self, now: float) -> None:
+    def _check_receivers(self, now: float) -> None:
         """Forget receivers that died or are silent; leave halted members behind."""
         silent = f"was not heard of for {self._settings.silence:g} s"
         for each in list(self.subscribers.values()):
@@ -389,13 +389,15 @@ class WeightServer:
     def _forget(self, subscriber: Subscriber, why: str) -> None:
         subscriber.gone = True
         if self.subscribers.pop(subscriber.peer, None) is not None and not subscriber.behind:
-            self._tell(subscriber, why)
+            self._log_event(subscriber, why)
 
-    def _tell(self, subscriber: Subscriber, what: str) -> None:
+    def _log_event(self, subscriber: Subscriber, what: str) -> None:
         """Keep a line for the console, unless it is about a member of this host."""
         if subscriber.started:
             return
         kind = "other host" if subscriber.member else "joined actor"
         elsewhere = [each for each in self.subscribers.values() if not each.started and not each.behind]
         same = [each for each in elsewhere if each.member == subscriber.member]
-        self._news.append(f"{subscriber.name} {what} ({len(same)} {kind}{'' if len(same) == 1 else 's'} now)")
+        self._events.append(
+            f"{subscriber.name} {what} ({len(same)} {kind}{'' if len(same) == 1 else 's'} now)"
+        )

@@ -344,7 +344,8 @@ def test_dense_rewards_of_a_simulator_are_admitted_however_the_episode_ended() -
     ends: tuple[EndReason, ...] = ("success", "terminated", "truncated")
     for end in ends:
         assert why(simulated(make_episode(0, 0, versions=(0, 0)), end=end)) == ""
-    assert EpisodeFormat.from_json(PLAYED.to_json()) == PLAYED
+    start = RunStart(episodes=PLAYED)
+    assert RunStart.from_json(start.to_json()) == start
 
 
 @pytest.mark.parametrize(

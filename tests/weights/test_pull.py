@@ -125,7 +125,7 @@ def test_a_slow_actor_gets_its_version_whole_while_a_fast_one_goes_on(
     channel: tuple[BroadcastPublisher, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publisher, endpoint = channel
-    genuine, go_on, began = WeightReceiver._tell_piece, threading.Event(), threading.Event()
+    genuine, go_on, began = WeightReceiver._request_piece, threading.Event(), threading.Event()
 
     def wait(self: WeightReceiver, version: int, piece: tuple[int, int, int]) -> bool:
         if self._name == "slow" and piece[1]:
@@ -133,7 +133,7 @@ def test_a_slow_actor_gets_its_version_whole_while_a_fast_one_goes_on(
             assert go_on.wait(PATIENCE)
         return genuine(self, version, piece)
 
-    monkeypatch.setattr(WeightReceiver, "_tell_piece", wait)
+    monkeypatch.setattr(WeightReceiver, "_request_piece", wait)
     tensors = policy(0)
     publisher.publish(policy(0), 0)
     with receiving(endpoint, "slow") as slow, receiving(endpoint, "fast") as fast:
@@ -151,7 +151,7 @@ def test_a_version_replaced_while_it_is_fetched_arrives_whole_and_the_newer_one_
 ) -> None:
     publisher, endpoint = channel
     pieces, go_on, half = [0], threading.Event(), threading.Event()
-    genuine = WeightReceiver._tell_piece
+    genuine = WeightReceiver._request_piece
 
     def slowly(self: WeightReceiver, version: int, piece: tuple[int, int, int]) -> bool:
         pieces[0] += 1
@@ -161,7 +161,7 @@ def test_a_version_replaced_while_it_is_fetched_arrives_whole_and_the_newer_one_
         return genuine(self, version, piece)
 
     monkeypatch.setattr(pulling, "IN_FLIGHT", 1)
-    monkeypatch.setattr(WeightReceiver, "_tell_piece", slowly)
+    monkeypatch.setattr(WeightReceiver, "_request_piece", slowly)
     publisher.publish(policy(0), 0)
     with receiving(endpoint) as receiver:
         assert half.wait(PATIENCE)
@@ -181,13 +181,13 @@ def test_a_version_that_is_gone_is_begun_again_with_the_newest(
     channel: tuple[BroadcastPublisher, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publisher, endpoint = channel
-    genuine, forgot = WeightReceiver._tell_piece, [0]
+    genuine, forgot = WeightReceiver._request_piece, [0]
 
     def forget(self: WeightReceiver, version: int, piece: tuple[int, int, int]) -> bool:
         forgot[0] += 1
         return genuine(self, version - (forgot[0] == 2), piece)
 
-    monkeypatch.setattr(WeightReceiver, "_tell_piece", forget)
+    monkeypatch.setattr(WeightReceiver, "_request_piece", forget)
     publisher.publish(policy(3), 3)
     with receiving(endpoint) as receiver:
         monkeypatch.setattr(pulling, "ASK_AGAIN", 0.3)
@@ -266,7 +266,7 @@ def insatiable(genuine: Any) -> Any:
     """Ask for a piece as often as the queue takes it before this actor closes."""
 
     def listen(self: WeightReceiver, seconds: float) -> None:
-        while self._closing.is_set() and self._tell_piece(0, (0, 0, CHUNK)):
+        while self._closing.is_set() and self._request_piece(0, (0, 0, CHUNK)):
             pass
         genuine(self, seconds)
 

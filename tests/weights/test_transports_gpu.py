@@ -130,7 +130,7 @@ def test_a_swap_waits_for_nothing_and_is_not_overtaken_by_the_next_version() -> 
 
     def arrive(version: int) -> None:
         with torch.cuda.stream(receiving):
-            receiver._room()[0].fill_(version)
+            receiver._spare_buffers()[0].fill_(version)
         receiver._accept(version)
 
     arrive(0)
