@@ -178,12 +178,6 @@ def test_a_meta_file_with_the_right_checksum_and_wrong_numbers_is_refused(
         open_store(run_dir)
 
 
-def test_a_ledger_of_terabytes_is_refused(run_dir: Path) -> None:
-    os.truncate(run_dir / "replay" / "ledger.log", 8 * 2**40)
-    with pytest.raises(ReplayError, match="more than the limit"):
-        open_store(run_dir)
-
-
 def test_a_line_of_a_ledger_that_is_longer_than_any_is_reported_and_skipped(run_dir: Path) -> None:
     path = run_dir / "replay" / "ledger.log"
     with path.open("ab") as file:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import multiprocessing
-import os
 import random
 import shutil
 import subprocess
@@ -202,58 +201,6 @@ def test_another_version_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(group_files, "STORED_SCHEMA_VERSIONS", (8, 9))
     with pytest.raises(ReplayError, match="schema_version 1, this asyncrl reads 8 and 9"):
         read_group_file(path)
-
-
-def test_a_full_disk_is_said_and_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = open_store(tmp_path)
-
-    def full(handle: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(ReplayError, match=r"--replay\.max-gigabytes"):
-        store.store_group(0, group_of(0))
-    assert not list(tmp_path.glob("group-*"))
-    assert not store.group_files
-    store.close()
-
-
-FULL_DISK = """
-import os, resource, sys
-from pathlib import Path
-from asyncrl.errors import ReplayError
-from support.replay_store import group_of, open_store
-store = open_store(Path(sys.argv[1]))
-store.ledger.append(used=[1, 2], request="", version=0)
-resource.setrlimit(resource.RLIMIT_FSIZE, (70, 70))  # No file can become larger, as on a full disk.
-entry = {"used": [3, 4], "request": "", "version": 1}
-for write in (lambda: store.store_group(0, group_of(0)), lambda: store.ledger.append(**entry)):
-    try:
-        write()
-    except ReplayError as error:
-        print(error, flush=True)
-os._exit(0)
-"""
-
-
-def test_a_disk_that_becomes_full_while_writing_is_said_in_the_same_way(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, str(tmp_path)],
-        env=child_environment(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert "group 0 could not be written" in done.stdout, done.stderr
-    assert f"{tmp_path / 'ledger.log'} could not be written" in done.stdout, done.stderr
-    assert done.stdout.count("--replay.max-gigabytes") == 2
-    assert not list(tmp_path.glob("group-*"))
-    warnings: list[str] = []
-    ledger = Ledger(tmp_path / "ledger.log", warnings.append)
-    assert (list(ledger.read()), warnings) == ([{"used": [1, 2], "request": "", "version": 0}], [])
-    ledger.close()
 
 
 def test_a_torn_last_line_of_the_ledger_is_forgotten(tmp_path: Path) -> None:
