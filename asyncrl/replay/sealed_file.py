@@ -72,7 +72,7 @@ def sealing(path: Path) -> Iterator[tuple[h5py.File, list[tuple[int, int]]]]:
         yield file, extents
     content = memory.getbuffer()
     checksum = _checksum_outside(lambda begin, count: content[begin : begin + count], extents, len(content))
-    _write_new_file(path, content, _make_footer(extents, checksum, len(content)))
+    _write_new_file(path, content, make_footer(extents, checksum, len(content)))
 
 
 def _write_new_file(path: Path, *parts: memoryview | bytes) -> None:
@@ -113,18 +113,11 @@ def opened(path: Path) -> Iterator[tuple[h5py.File, os.stat_result]]:
         raise unreadable(path, error) from None
 
 
-def _make_footer(extents: Sequence[tuple[int, int]], checksum: int, length: int) -> bytes:
+def make_footer(extents: Sequence[tuple[int, int]], checksum: int, length: int) -> bytes:
     """Return the footer: (offset, bytes) of each array's values, checksum and length of the HDF5 content."""
     body = b"".join(_EXTENT.pack(*extent) for extent in extents)
     body += _TAIL.pack(_MAGIC, len(extents), checksum, length)
     return body + _CRC.pack(zlib.crc32(body))
-
-
-def append_footer(path: Path) -> None:
-    """Add a footer without extents to a closed HDF5 file: every byte counts as structure."""
-    content = path.read_bytes()
-    with path.open("ab") as file:
-        file.write(_make_footer((), zlib.crc32(content), len(content)))
 
 
 def check_whole(path: Path) -> os.stat_result:

@@ -20,9 +20,9 @@ from asyncrl.records import UNKNOWN_LENGTH, EndReason
 from asyncrl.replay import group_file as group_files
 from asyncrl.replay.events import Ledger
 from asyncrl.replay.group_file import read_group, read_group_file, write_group
-from asyncrl.replay.sealed_file import append_footer
 from support import child_environment
 from support.episodes import assert_same, make_episode, simulated, with_chain
+from support.group_damage import append_footer
 from support.replay_store import group_of, open_store
 
 
