@@ -140,9 +140,9 @@ class Peers:
             self.ranks[message["name"]] = peer
         elif message["role"] == "actor" and not self._admit(peer, message):
             return
-        self.ping(peer, message)
+        self.welcome(peer)
 
-    def ping(self, peer: bytes, message: Message) -> None:
+    def welcome(self, peer: bytes) -> None:
         """Answer that this process knows the peer."""
         self.sender.send(peer, "welcome", boot=self.server_id, known=True)
 
@@ -150,7 +150,7 @@ class Peers:
         """Ask a peer of an earlier process to introduce itself and to repeat its requests."""
         self.sender.send(peer, "welcome", boot=self.server_id, known=False)
 
-    def bye(self, peer: bytes, message: Message) -> None:
+    def remove(self, peer: bytes) -> None:
         """Remove an actor. After the stop its open groups stay, for a resume."""
         self._sent_names.pop(peer, None)
         name = self.actors.pop(peer, None)

@@ -42,6 +42,11 @@ LONG_PASS: Final = 2.0
 """Seconds of one pass of the loop (a slow disk, a suspended machine) that do not count as actors' silence."""
 MAX_REQUESTS: Final = 4096
 """Groups that an actor may ask for at once."""
+KINDS: Final = {
+    *("hello", "ping", "bye", "settings", "acquire", "episode", "failed", "report"),
+    *("sample", "fetch", "version", "status", "stop"),
+}
+"""Messages to the replay."""
 _MESSAGES_PER_PASS: Final = 64
 """Messages handled before waiting requests are tried again."""
 _EPISODES_PER_PASS: Final = 8
@@ -114,21 +119,6 @@ class ReplayServer:
         self._chosen: deque[list[Buffer]] = deque()  # Remaining messages of the answer to it.
         self._hand_over = HandOver(replay.batches, replay.state.session, self.sender)
         self._bytes = self._episodes = 0
-        self._handlers: dict[str, Callable[[bytes, Message], None]] = {
-            "hello": self._hello,
-            "ping": self.peers.ping,
-            "bye": self.peers.bye,
-            "settings": self.peers.send_settings,
-            "acquire": self._acquire,
-            "episode": self._episode,
-            "failed": self._failed,
-            "report": self._report,
-            "sample": self._sample_asked,
-            "fetch": self._fetch,
-            "version": self._version,
-            "status": self._status,
-            "stop": self._stop,
-        }
 
     def run(self, stop_event: threading.Event) -> None:
         """Serve until stopped, orphaned, or abandoned by all after the learner's stop."""
@@ -176,7 +166,7 @@ class ReplayServer:
     def _handle(self, peer: bytes, frames: list[Buffer], key: str = "") -> None:
         try:
             message = decode(frames, views=True)
-            if message.kind not in self._handlers:
+            if message.kind not in KINDS:
                 raise WireError(f"the replay does not take {message.kind!r}.")
             if message.kind == "hello":
                 self.peers.check(message, key)
@@ -198,7 +188,7 @@ class ReplayServer:
         if known and self.replay.stopped and message.kind not in ("bye", "status", "stop"):
             self.sender.send(peer, "stopped")
         elif known:
-            self._handlers[message.kind](peer, message)
+            self._dispatch(peer, message)
         elif message.kind != "bye":
             self.peers.introduce(peer)
 
@@ -275,62 +265,53 @@ class ReplayServer:
             about = {"request": wanted["request"], "place": place, "places": len(numbers), "number": number}
             self._chosen.append(encode("chosen", **about))
 
-    def _hello(self, peer: bytes, message: Message) -> None:
-        if message["role"] == "learner" and peer != self.peers.learner:
-            self._sample_request = None
-            self._chosen.clear()
-        self._hand_over.forget(peer)  # It asks again.
-        self.peers.hello(peer, message)
-
-    def _acquire(self, peer: bytes, message: Message) -> None:
-        if peer in self.peers.actors:
-            first = message["turn"]
-            self._acquires[peer] = deque(range(first, first + message["groups"]))
-            self._asked.add(peer)
-
-    def _episode(self, peer: bytes, message: Message) -> None:
-        assert message.episode is not None
-        receipt = self.replay.admit(message.episode, self.peers.actors.get(peer, ""))
-        self._receipt(peer, receipt.episode_id, receipt.status, receipt.reason)
-
-    def _failed(self, peer: bytes, message: Message) -> None:
-        about = {x.name: message[x.name] for x in fields(GroupFailure)}
-        self.replay.fail(GroupFailure(**about), self.peers.actors.get(peer, ""))
-        self._receipt(peer, message["report"], "dropped_poisoned", "")
-
-    def _report(self, peer: bytes, message: Message) -> None:
-        if peer in self.peers.actors:
-            metrics = {REPORTED[name]: value for name, value in message["readings"].items()}
-            self.replay.report(self.peers.actors[peer], metrics)
-
-    def _sample_asked(self, peer: bytes, message: Message) -> None:
-        if peer == self.peers.learner and message["groups"] >= 1:
-            self._chosen.clear()
-            self._sample_request = message
-
-    def _fetch(self, peer: bytes, message: Message) -> None:
-        if self.peers.learns(peer):
-            self._hand_over.ask(peer, message)
-
-    def _version(self, peer: bytes, message: Message) -> None:
-        if peer == self.peers.learner:
-            self.replay.set_version(message["version"])
-
-    def _status(self, peer: bytes, message: Message) -> None:
-        found = self.replay.status()
-        found |= {m.WIRE_BYTES: float(self._bytes), m.WIRE_ERRORS: float(self.sender.errors)}
-        named = {metric.name: value for metric, value in found.items()}
-        about = {"contents": self.replay.contents()[:4000], **asdict(self.replay.filling)}
-        self.sender.send(peer, "status_reply", readings=named, **about)
-
-    def _stop(self, peer: bytes, message: Message) -> None:
-        if peer != self.peers.learner:
-            return
-        self.replay.stop()
-        self.sender.send(peer, "stopped")
-        for actor in list(self.peers.actors):
-            if not self.sender.send(actor, "stopped"):
-                self.peers.bye(actor, message)
+    def _dispatch(self, peer: bytes, message: Message) -> None:
+        """Handle a message of a known peer; a request of another role is ignored."""
+        actor, from_learner = self.peers.actors.get(peer), peer == self.peers.learner
+        match message.kind:
+            case "hello":
+                if message["role"] == "learner" and not from_learner:
+                    self._sample_request = None
+                    self._chosen.clear()
+                self._hand_over.forget(peer)  # It asks again.
+                self.peers.hello(peer, message)
+            case "ping":
+                self.peers.welcome(peer)
+            case "bye":
+                self.peers.remove(peer)
+            case "settings":
+                self.peers.send_settings(peer, message)
+            case "acquire" if actor is not None:
+                first = message["turn"]
+                self._acquires[peer] = deque(range(first, first + message["groups"]))
+                self._asked.add(peer)
+            case "episode":
+                assert message.episode is not None
+                receipt = self.replay.admit(message.episode, actor or "")
+                self._receipt(peer, receipt.episode_id, receipt.status, receipt.reason)
+            case "failed":
+                about = {x.name: message[x.name] for x in fields(GroupFailure)}
+                self.replay.fail(GroupFailure(**about), actor or "")
+                self._receipt(peer, message["report"], "dropped_poisoned", "")
+            case "report" if actor is not None:
+                self.replay.report(actor, {REPORTED[name]: x for name, x in message["readings"].items()})
+            case "sample" if from_learner and message["groups"] >= 1:
+                self._chosen.clear()
+                self._sample_request = message
+            case "fetch" if self.peers.learns(peer):
+                self._hand_over.ask(peer, message)
+            case "version" if from_learner:
+                self.replay.set_version(message["version"])
+            case "status":
+                wire = {m.WIRE_BYTES: float(self._bytes), m.WIRE_ERRORS: float(self.sender.errors)}
+                named = {metric.name: value for metric, value in (self.replay.status() | wire).items()}
+                about = {"contents": self.replay.contents()[:4000], **asdict(self.replay.filling)}
+                self.sender.send(peer, "status_reply", readings=named, **about)
+            case "stop" if from_learner:
+                self.replay.stop()
+                for other in [peer, *self.peers.actors]:
+                    if not self.sender.send(other, "stopped"):
+                        self.peers.remove(other)
 
     def _receipt(self, peer: bytes, episode_id: str, status: str, reason: str) -> None:
         self.sender.send(peer, "receipt", episode_id=episode_id, status=status, reason=reason[:1000])
