@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, Literal, Self, get_args, get_type_hints
+from typing import Any, BinaryIO, Final, Literal, Self, get_args, get_type_hints
 
 from asyncrl.errors import ReplayError
 from asyncrl.replay.interface import CAUSES, GroupFailure, ReceiptStatus, RefusalCause
@@ -333,11 +333,18 @@ def read_entries(path: Path, warn: Callable[[str], None]) -> Iterator[Entry]:
 def _last_line(path: Path) -> tuple[int, bytes]:
     """Return the byte behind the last whole line, and the digits that the next line's checksum covers."""
     with reading(path, LINES_BYTES) as file:
-        size = end = file.seek(0, os.SEEK_END)
-        tail = b""
-        while end > 0 and tail.count(b"\n") < 2:  # Of a longer line only its end matters, a checksum's place.
-            end = max(0, end - MAX_LINE)
-            file.seek(end)
-            tail = file.read(size - end)
-        whole, feed, _ = tail.rpartition(b"\n")
-        return end + len(whole) + len(feed), _link(whole.rpartition(b"\n")[2]) if feed else START
+        end = _line_feed_before(file, file.seek(0, os.SEEK_END))
+        begin = max(_line_feed_before(file, max(0, end)) + 1, end - MAX_LINE)  # A longer line is damaged.
+        file.seek(begin)
+        return end + 1, _link(file.read(max(0, end - begin)))
+
+
+def _line_feed_before(file: BinaryIO, end: int) -> int:
+    """Return the last line feed before byte `end`, searched in pieces; -1 if there is none."""
+    while end > 0:
+        begin = max(0, end - MAX_LINE)
+        file.seek(begin)
+        if (found := file.read(end - begin).rfind(b"\n")) >= 0:
+            return begin + found
+        end = begin
+    return -1
