@@ -208,6 +208,8 @@ class WeightServer:
             if (now := time.monotonic()) - self._checked_at > _CHECK_SECONDS:
                 self._checked_at = now
                 self._check_receivers(now)
+            if all(each.member for each in self.subscribers.values()):
+                self.copies.clear()
             self.changed.notify_all()
 
     def send(self, peer: bytes, kind: str, payload: Buffer | None = None, **fields: Any) -> bool:
@@ -383,8 +385,6 @@ class WeightServer:
                 self._forget(each, "died")
             else:
                 each.stopped_since = None
-        if all(each.member for each in self.subscribers.values()):
-            self.copies.clear()
 
     def _forget(self, subscriber: Subscriber, why: str) -> None:
         subscriber.gone = True
