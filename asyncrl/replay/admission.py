@@ -1,8 +1,7 @@
 """Refuse the episodes that no actor of this run could have produced. Pure; no I/O.
 
-The learner believes every number of an episode, so every array and scalar is checked against the settings and
-models of the run, before an episode is stored and again before a stored one is given to the learner. `seed`
-and `noise_seeds` may be any numbers: nothing is computed with them.
+The learner believes every number of an episode, so all are checked against the settings and models of the
+run, before an episode is stored and again before the learner gets it. Nothing is computed with the seeds.
 """
 
 from __future__ import annotations

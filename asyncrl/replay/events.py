@@ -1,24 +1,7 @@
 """Events change the replay's state; each is a line of the ledger, appended and synced before it takes effect.
 
-    {"learner": session, "version": v}                         a learner began or resumed at version v
-    {"actor": name, "session": s}                              an actor (re)started
-    {"grant": n, "actor": name, "turn": t, "min_version": m}   group n was granted
-    {"used": [n, ...], "request": r, "version": v}             a batch was given away
-    {"filtered": n, "newest_version": v, "successes": k}       group n is complete but will never be used
-    {"ready": n}                                               group n, used by a lost update, waits again;
-                                                               "uses": versions of the uses that count
-    {"dropped": n, "status": why, "episodes": k, "stored": b,  group n was given up; dropped_poisoned has also
-     "decisions": d, "task": t, "version": v}                  "cause", "start_state", "why" and "left",
-                                                               dropped_unusable a "reason"
-    {"refused": why, "decisions": d, "cause": c}               one episode was not admitted
-    {"group_size": k}                                          groups have k episodes from here on
-    {"ledger_lost": d}                                         lines with the SHA-256 d are gone
-
-`ReplayState.apply` has the effect of each. Every line has a checksum that covers that of the line before: a
-line that was changed, copied, moved, or came from elsewhere is reported and skipped, and so is the line
-behind a missing one. A crash can tear only the last line, which never took effect; opening removes it.
-Decisions have to be written on a full disk too: 1 MiB lies ready in `ledger.spare`, given back when a line
-finds no space.
+docs/replay_format.md lists the lines. The checksum of each covers that of the line before: one that was
+changed, copied or moved is reported and skipped. A crash can tear only the last, which never took effect.
 """
 
 from __future__ import annotations
@@ -47,6 +30,7 @@ MAX_LINE: Final = 2**20
 _CHECKSUM: Final = re.compile(rb',"crc32":"([0-9a-f]{8})"}')
 _LENGTH: Final = len(b',"crc32":"01234567"}')
 SPARE_BYTES: Final = 1 << 20
+"""Decisions are written on a full disk too: `ledger.spare` is given back when a line finds no space."""
 START: Final = b"asyncrl-replay ledger"
 """Stands for the checksum of the line before the first, and of a line without a checksum."""
 FINAL_STATUSES: Final = frozenset(get_args(ReceiptStatus)) - {"held"}

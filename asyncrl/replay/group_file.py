@@ -1,17 +1,7 @@
-"""Write, check and read the HDF5 file of one complete group.
+"""Write, check and read the HDF5 file of one complete group; docs/replay_format.md has its layout.
 
-    /              attributes: format, format_version, schema_version
-    /group         [1] table: group_number, group_id, group_size, task, start_state, actor, oldest_version,
-                   newest_version, successes
-    /episodes      [E] table: the scalars of each episode, and the rows of its decisions (N) and video
-                   frames (M): N_begin, N_end, M_begin, M_end
-    /checksums     [E] table: CRC-32 of each episode's part of each array, of its little-endian bytes
-    /frames, ...   the arrays of `episode_layout.episode_arrays`, all episodes concatenated along N or M;
-                   arrays without either (final_frame) are stacked: [E, H, W, 3]
-    each dataset   attributes: letters, unit
-
-The columns of /checksums name the arrays. Everything is a number or fixed-length UTF-8 bytes; nothing is
-compressed or chunked, except images that `asyncrl replay compact` rewrote. `sealed_file` adds the footer.
+Everything is a number or fixed-length UTF-8 bytes; nothing is compressed or chunked, except images that
+`asyncrl replay compact` rewrote. `sealed_file` adds the footer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Reach a replay in the same thread by plain calls: the ports of `--inline` and of tests.
 
-Learner and actor take turns: the learner gets a batch once everything that was granted is complete, so a run
-repeats itself.
+Learner and actor take turns, so a run repeats itself.
 """
 
 from __future__ import annotations

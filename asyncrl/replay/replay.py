@@ -1,8 +1,7 @@
 """Answer the actors and the learner, without sockets: grants, receipts and batches.
 
-Order of effects, which makes a kill at any moment harmless: a grant is in the ledger before the actor gets
-it; a group is a sealed file before its members are acknowledged; a use is in the ledger before the learner
-gets the batch; a file that a resume gives up is deleted before the ledger frees its number.
+A kill at any moment is harmless: a grant or use is in the ledger before the peer gets it, a file is sealed
+before its receipts, and a file that a resume gives up is deleted before its number is free.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Choose the groups of a batch, and read them ahead in threads.
 
-The serving thread never waits; threads read one group's file at a time and check and encode it. Groups stay
-in memory as far as they fit; of others only the verdict stays. Reading decides nothing: the limiter is asked
-when a batch is chosen.
+The serving thread never waits; others read one group's file at a time, check and encode it. Groups stay in
+memory as far as they fit, of others only the verdict. The limiter decides when a batch is chosen.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Write an HDF5 file whole and durably, with a footer that is checked before libhdf5 opens the file.
 
-The footer has a checksum of everything but the arrays' values, which have checksums of their own: libhdf5 may
-crash on a damaged structure. libhdf5 writes to memory only, so it never meets a full disk.
-
-`asyncrl replay compact` rewrites images with a codec: gzip is part of HDF5, the others are plug-ins of the
-package hdf5plugin, needed to write and to read them.
+libhdf5 may crash on a damaged structure, so the footer has a checksum of everything but the arrays' values,
+which have their own. libhdf5 writes to memory only, so it never meets a full disk.
 """
 
 from __future__ import annotations

@@ -1,15 +1,7 @@
-"""Keep complete groups in a folder of HDF5 files, and recover them after a crash.
+"""Keep complete groups in a folder of HDF5 files, and recover them after a crash; see docs/replay_format.md.
 
-    replay.json                format, versions and group size
-    ledger.log                 see `events`
-    index.log                  a cache of facts about the files; see `FileIndex`
-    lock                       held by the one process that writes
-    group-00000012.h5          a sealed group; `.h5.tmp` while it is written
-    quarantine/                files that could not be read
-    set_aside/                 files of groups that the learner cannot use
-
-A file counts once it is complete: written as `.tmp`, closed, synced, renamed, and the folder synced. Only
-after that an episode is acknowledged: everything acknowledged is readable, and everything readable is whole.
+A file counts once it is complete: written as `.tmp`, synced, renamed, and the folder synced. Only after that
+an episode is acknowledged: everything acknowledged is readable, and everything readable is whole.
 """
 
 from __future__ import annotations

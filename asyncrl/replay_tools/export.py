@@ -1,16 +1,4 @@
-"""Run `asyncrl replay export`: write stored episodes for imitation learning; the layout of robomimic.
-
-    /data               attributes: total (samples of all episodes), env_args (JSON)
-    /data/demo_0        attributes: num_samples, and about the episode: episode_id, task, success,
-                        group_number, policy_version (of its oldest decision), world_version
-        obs/agentview_image   uint8    [T, H, W, 3]
-        obs/camera_1_image    uint8    [T, H, W, 3]  the first camera beside it, and so on
-        obs/robot_state       float32  [T, Q]  both where they are known of every sample
-        actions               float32  [T, A]
-        actions_chunk         float32  [T, C * A]  only with one sample per decision
-        rewards               float32  [T]
-        dones                 int64    [T]      1 at the last sample
-    /mask/success       names of the successful episodes; /mask/failure of the others
+"""Run `asyncrl replay export`; write the layout of robomimic, described in docs/replay_inspection.md.
 
 There are no simulator states and no next_obs: robomimic can train from it, but not replay it.
 """

@@ -1,9 +1,5 @@
 """Write samples as a folder in the layout of LeRobot v3.0, one sample per step or per decision.
 
-meta/info.json, meta/stats.json, meta/tasks.parquet, meta/episodes/chunk-000/file-000.parquet
-data/chunk-000/file-000.parquet              all episodes, one row per sample
-videos/CAMERA/chunk-000/file-000.mp4         all episodes, one frame per sample; of every camera a movie
-
 Letters: T samples, D numbers of a sample, H W picture size.
 """
 

@@ -1,8 +1,6 @@
 """Run `asyncrl replay sheet` and `video`; compare stored episodes with the same ones imagined again.
 
-Dimension letters:
-    N  decisions of an episode    C  steps per decision    A  numbers per step    H, W  image size in pixels
-    M = N C  frames that were drawn
+N decisions of an episode, C steps per decision, A numbers per step, H x W pixels, M = N C frames.
 """
 
 from __future__ import annotations

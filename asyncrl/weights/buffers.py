@@ -1,7 +1,6 @@
 """Double buffers of the two ends: a version is packed, or received, while the one before is read.
 
-The learner packs one buffer set while the publisher sends the other; a version that was not sent yet is
-replaced. An actor swaps the newest complete version in while a thread receives the next into spare buffers.
+The learner packs one set while the publisher sends the other; a version that was not sent yet is replaced.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""Copy named tensors into one flat buffer per dtype, and out of it again.
+"""Copy named tensors into one flat buffer per dtype, and out of it again; checksums of the buffers.
 
-A manifest says which tensor lies where in the buffers. Learner and actor each derive it from their own
-policy; when the two differ, nothing is sent.
-
-Dimension letters used in this file:
-    E  elements of one buffer: all tensors of one dtype, each padded to a multiple of 16 bytes
+Learner and actor derive the manifest from their own policy; when the two differ, nothing is sent.
+E: elements of one buffer, all tensors of one dtype, each padded to a multiple of 16 bytes.
 """
 
 from __future__ import annotations

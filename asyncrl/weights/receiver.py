@@ -1,18 +1,7 @@
 """Receive the learner's versions, and swap the newest one into the policy between two decisions.
 
-swap_into (actor's thread)   copies the newest complete version; waits for nobody
-the receiver's thread        one loop over the messages of the learner's socket (`server`):
-
-    newest     sent at once, and after every answer: registers, shows that this receiver is there
-    offer      fetch the version piece by piece, IN_FLIGHT at a time (receivers that pull)
-    group      drop the link of the former epoch, answer `ready`
-    form       form this epoch's link; a failure is reported with `broken`, and the next `group` awaited
-    send       receive the version over the link, check its sum, answer `took`
-    closed     the run is over
-
-Forming, receiving and fetching go on reading messages, so that a newer epoch or the end of the run ends
-them. A learner that answers nothing for the deadline is gone; time in which this process itself did not run
-does not count as its silence. A question that is not answered is repeated.
+The receiver's thread loops over the messages of the learner's socket (`server`), also while it forms a link,
+receives or fetches: a newer epoch or the end of the run ends these. An unanswered question is repeated.
 """
 
 from __future__ import annotations

@@ -1,13 +1,7 @@
 """The learner's authenticated socket: registrations, offers, receipts, and pieces of versions.
 
-A receiver registers with `newest`, which is also its heartbeat, and gets an answer at once if there is a
-newer version, otherwise within PARKED seconds. Two kinds:
-
-    member    takes part in the weight group: the publisher forms epochs of members (`publisher`)
-    puller    is offered each new version and fetches it piece by piece
-
-All state belongs to the publisher's thread, which calls `turn` whenever it waits. The learner's thread reads
-names and versions under `changed`.
+Members take part in the weight group (`publisher`); pullers are offered each version and fetch its pieces.
+The publisher's thread owns all state and calls `turn` whenever it waits; others read it under `changed`.
 """
 
 from __future__ import annotations

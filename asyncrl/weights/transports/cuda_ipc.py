@@ -1,12 +1,7 @@
 """Send weights by CUDA IPC to members on the learner's own GPU, and by NCCL to those on other GPUs.
 
-While the link of an epoch is formed, every member writes its GPU into the store; rank 0 answers with the
-whole list, so all come to the same two groups, of which either may be empty. A local member copies a version
-out of the learner's buffers when it is announced, waits for the copies, checks its sum and that the epoch is
-still the same, and sends its receipt. The learner packs that set again only after all receipts, or after it
-announced a new epoch.
-
-Handles travel as a fixed struct and raw bytes, never pickled.
+A local member copies an announced version out of the learner's buffers, checks its sum and the epoch, and
+sends its receipt. The learner packs that set again only after all receipts or in a new epoch.
 """
 
 from __future__ import annotations

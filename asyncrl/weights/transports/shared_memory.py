@@ -1,11 +1,7 @@
-"""Copy weights between processes of a host through memory that both have: no socket carries them.
+"""Copy weights between processes of a host out of the learner's buffers in memory files (memfd).
 
-The learner's two buffer sets lie in files of memory that have no name (memfd). The members map these, to be
-read only, and copy a version into their own buffers when it is announced; the learner packs a set again only
-after all receipts, or after it announced a new epoch. A member that copies too late finds another sum.
-
-A mapping is the kernel's: it outlives the learner, and nothing is left behind when all have ended. The files
-can neither shrink nor grow, so a reader never meets memory that is gone.
+A mapping outlives the learner, and the files can neither shrink nor grow. The learner packs a set again only
+after all receipts or in a new epoch; a member that copies too late finds another sum.
 """
 
 from __future__ import annotations
