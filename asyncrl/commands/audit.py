@@ -19,7 +19,7 @@ from asyncrl.config.help import AUDIT, answer_help
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import ActorSettings, ImaginationSettings, SuccessFrames
 from asyncrl.errors import ConfigError
-from asyncrl.evaluation.simulator_of_tasks import refuse_foreign_tasks
+from asyncrl.evaluation.evaluate import refuse_foreign_tasks
 from asyncrl.simulators.rollout import evaluation_plays, evaluation_seeds
 
 if TYPE_CHECKING:

@@ -14,8 +14,14 @@ from asyncrl import registry
 from asyncrl.config.bounds import PIXELS, SEEDS, THREADS, AtLeast, Bounded, Within
 from asyncrl.config.help import EVALUATE, answer_help
 from asyncrl.errors import ConfigError
-from asyncrl.evaluation.evaluate import Evaluation, acting, check_fits, episode_row, evaluate
-from asyncrl.evaluation.simulator_of_tasks import refuse_foreign_tasks
+from asyncrl.evaluation.evaluate import (
+    Evaluation,
+    acting,
+    check_fits,
+    episode_row,
+    evaluate,
+    refuse_foreign_tasks,
+)
 from asyncrl.records import CHUNK
 from asyncrl.simulators.interface import Demonstrator
 from asyncrl.simulators.rollout import EPISODES, evaluation_plays, evaluation_seeds

@@ -22,7 +22,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.fitting.loading import load_recordings
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.fitting.settings import FitKeyframes, FitPolicy, FitReward, FitStarts, FitWorld
-from asyncrl.fitting.worlds.interface import (
+from asyncrl.fitting.world import (
     FittedWorld,
     WorldOptions,
     check_recordings,
@@ -64,12 +64,8 @@ def fit_policy_command(config: FitPolicy, recordings: Recordings) -> None:
     loss = fit_policy(
         policy,
         recordings,
-        steps=config.steps,
-        batch=config.batch,
-        learning_rate=config.learning_rate,
-        seed=config.seed,
+        _schedule(config, compiled=config.compile),
         drawn=drawn,
-        compiled=config.compile,
         average=config.average,
     )
     policy.save(config.out, dtype=torch.bfloat16)
@@ -108,8 +104,7 @@ ROWS = 32
 
 def fit_keyframes_command(config: FitKeyframes, recordings: Recordings) -> None:
     """Write key frames of the recorded episodes."""
-    from asyncrl.fitting.rlinf_trajectories import write_trajectories
-    from asyncrl.fitting.starts import keyframe_states
+    from asyncrl.fitting.starts import keyframe_states, write_trajectories
     from asyncrl.worlds.start_states import save_start_states
 
     if config.layout == "npy":
@@ -174,11 +169,21 @@ def redrawn(world: Path, recordings: Recordings, device: torch.device) -> FrameF
     return loaded.redraw(recordings)
 
 
+def _schedule(config: FitPolicy | FitWorld | FitReward, *, compiled: bool = False) -> Schedule:
+    from asyncrl.fitting.loop import Schedule
+
+    return Schedule(
+        steps=config.steps,
+        batch=config.batch,
+        learning_rate=config.learning_rate,
+        seed=config.seed,
+        compiled=compiled,
+    )
+
+
 def fit_world_command(config: FitWorld, recordings: Recordings) -> None:
     """Fit autoencoder and network (or refine the network) and write the world."""
     import torch
-
-    from asyncrl.fitting.loop import Schedule
 
     if _fine_tunes_world(config):
         return _fine_tune_world(config, recordings)
@@ -192,13 +197,7 @@ def fit_world_command(config: FitWorld, recordings: Recordings) -> None:
     else:
         world = fit_class(config.kind).fresh(config.size, config.vae_size, recordings, options)
         world.to(device)
-    schedule = Schedule(
-        steps=config.steps,
-        batch=config.batch,
-        learning_rate=config.learning_rate,
-        seed=config.seed,
-        compiled=config.compile,
-    )
+    schedule = _schedule(config, compiled=config.compile)
     if not config.refine:
         _give_autoencoder(world, config, recordings, schedule)
     loss = world.fit_network(recordings, schedule, options)
@@ -321,23 +320,14 @@ def fit_reward_command(config: FitReward, recordings: Recordings) -> None:
     """Fit the reward model into the world's folder."""
     import torch
 
-    from asyncrl.fitting.fit_policy import fresh_reward
-    from asyncrl.fitting.fit_reward import fit_reward
+    from asyncrl.fitting.fit_reward import fit_reward, fresh_reward
     from asyncrl.rewards.resnet import save_reward
 
     torch.manual_seed(config.seed)
     device = take_device(config.device)
     reward = fresh_reward(config.size, recordings, device)
     drawn = redrawn(config.world, recordings, device)
-    loss = fit_reward(
-        reward,
-        recordings,
-        drawn,
-        steps=config.steps,
-        batch=config.batch,
-        learning_rate=config.learning_rate,
-        seed=config.seed,
-    )
+    loss = fit_reward(reward, recordings, drawn, _schedule(config))
     reward.network.to(torch.bfloat16)  # halves the file; `load_reward` computes in float32 again
     save_reward(config.world, reward)
     print(f"reward model in {config.world}: cross-entropy {loss:.4f}")
@@ -345,12 +335,11 @@ def fit_reward_command(config: FitReward, recordings: Recordings) -> None:
 
 def _write_picture_starts(config: FitStarts) -> None:
     """Write pictures as start states."""
-    from asyncrl.fitting.datasets.interface import placing_of
     from asyncrl.fitting.starts import picture_starts
     from asyncrl.worlds.start_states import save_start_states
 
-    placing = placing_of(config.dataset)
-    states = picture_starts(Path(config.pictures), Path(config.instructions), placing, config.count)
+    pictures, instructions = Path(config.pictures), Path(config.instructions)
+    states = picture_starts(pictures, instructions, config.dataset, config.count)
     save_start_states(config.out, states)
     print(f"{len(states)} start states with {len({s.task for s in states})} instructions in {config.out}")
 

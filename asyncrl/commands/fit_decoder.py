@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from asyncrl.fitting.fit_decoder import Imagined, Likeness
-    from asyncrl.fitting.worlds.interface import DistilsDecoder
     from asyncrl.rewards.interface import RewardModel
 
 
@@ -73,6 +72,7 @@ def fit_decoder_command(config: FitDecoder) -> None:
     import torch
 
     from asyncrl.fitting.fit_decoder import compare, fit_decoder
+    from asyncrl.fitting.loop import Schedule
 
     device = take_device(config.device)
     folder = world_folder(config.world)
@@ -82,15 +82,14 @@ def fit_decoder_command(config: FitDecoder) -> None:
     reward = _reward(folder, set(learned.tasks) | set(held_out.tasks), device)
     torch.manual_seed(config.seed)
     decoder = fitted.fresh_decoder().to(device)
-    loss = fit_decoder(
-        decoder,
-        learned,
+    schedule = Schedule(
         steps=config.steps,
         batch=config.batch,
         learning_rate=config.learning_rate,
         seed=config.seed,
         compiled=config.compile,
     )
+    loss = fit_decoder(decoder, learned, schedule)
     decoder.to(torch.bfloat16)  # as it is stored: halves the file, and what is measured is what will be used
     decoder.to(_dtype(device))
     likeness = compare(decoder, held_out, reward, threshold=config.threshold)
@@ -105,12 +104,12 @@ def _dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def _distillable(folder: Path, device: torch.device) -> DistilsDecoder:
+def _distillable(folder: Path, device: torch.device) -> Any:
     """Read the world, whose kind must be one that can have a tiny decoder."""
-    from asyncrl.fitting.worlds.interface import DistilsDecoder, load_fitted
+    from asyncrl.fitting.world import load_fitted
 
     fitted = load_fitted(folder, device, _dtype(device))
-    if not isinstance(fitted, DistilsDecoder):
+    if not fitted.distils:
         raise ConfigError(
             f"--world {folder} holds a world whose frames are decoded one by one; a tiny decoder takes the "
             "place of one that draws causal video, and there is none for this kind. Use the world as it is."
@@ -167,7 +166,7 @@ def _reward(folder: Path, tasks: set[str], device: torch.device) -> RewardModel 
 
 
 def _save(
-    config: FitDecoder, out: Path, fitted: DistilsDecoder, decoder: nn.Module, likeness: Likeness, loss: float
+    config: FitDecoder, out: Path, fitted: Any, decoder: nn.Module, likeness: Likeness, loss: float
 ) -> None:
     import torch
 

@@ -140,7 +140,7 @@ class Rounds:
     """
 
     def __init__(self, pace: PaceConfig, train_flags: Sequence[str], train: TrainConfig) -> None:
-        from asyncrl.evaluation.simulator_of_tasks import simulator_of_tasks
+        from asyncrl.evaluation.evaluate import simulator_of_tasks
         from asyncrl.launch.named_models import folder_part
         from asyncrl.storage.assets import simulator_named, start_states_path, world_folder
         from asyncrl.worlds.start_states import load_start_states

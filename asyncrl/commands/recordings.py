@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -11,20 +12,20 @@ import tyro
 
 from asyncrl.config.bounds import Bounded
 from asyncrl.errors import ConfigError
-from asyncrl.fitting.datasets.settings import DataSetSettings
 from asyncrl.fitting.recordings import read_part, recording_files
+from asyncrl.fitting.settings import DataSetSettings
 from asyncrl.replay_tools.episodes import table
 
 if TYPE_CHECKING:
-    from asyncrl.fitting.datasets.interface import DataSet
+    from asyncrl.fitting.data_sets import DataSet
 
 Folders = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER...")]
 
 
 def _own_files(given: tuple[Path, ...]) -> list[Path]:
     """Return the files of recordings of our own."""
-    from asyncrl.fitting.datasets.lerobot import is_lerobot
-    from asyncrl.fitting.datasets.robomimic import is_robomimic
+    from asyncrl.fitting.lerobot import is_lerobot
+    from asyncrl.fitting.robomimic import is_robomimic
 
     for path in given:
         if is_lerobot(path) or (path.is_file() and is_robomimic(path)):
@@ -50,11 +51,11 @@ class ListFiles(Bounded):
             rows.append(
                 (
                     str(path),
-                    part.simulator,
-                    ",".join(part.cameras),
-                    f"{part.shape[1]}x{part.shape[2]}",
+                    part.looks.simulator,
+                    ",".join(part.looks.cameras),
+                    f"{part.looks.height}x{part.looks.width}",
                     str(len(part.tasks)),
-                    str(part.shape[0]),
+                    str(part.frames),
                     str(int(part.solved().sum())),
                 )
             )
@@ -114,7 +115,7 @@ class Import(Bounded):
     def run(self) -> int:
         """Import, and say how many."""
         from asyncrl.fitting.collect import must_be_new
-        from asyncrl.fitting.loading import open_data_sets
+        from asyncrl.fitting.loading import import_data_sets, open_data_sets
 
         if not self.files:
             raise ConfigError("No file was given. Give folders or files of one kind.")
@@ -127,24 +128,17 @@ class Import(Bounded):
                 f"{of_libero[0]} has LIBERO's demonstrations, but {data_sets[0].path} is of another kind. "
                 "Import them one after the other."
             )
-        written = self._data_sets(data_sets) if data_sets else self._libero()
-        print(f"{written} episodes in {self.out}. Next: asyncrl fit policy --data {self.out} --out POLICY")
-        return 0
-
-    def _data_sets(self, data_sets: list[DataSet]) -> int:
-        from asyncrl.fitting.datasets.importing import import_data_sets
-        from asyncrl.fitting.loading import check_alike
-
-        if self.simulator or not self.wrist:
+        if data_sets and (self.simulator or not self.wrist):
             raise ConfigError(
                 "--simulator and --no-wrist are about LIBERO's demonstrations, but these are of another "
                 "kind. Use --dataset.simulator and --dataset.cameras."
             )
-        check_alike(data_sets)
-        return import_data_sets(data_sets, self.out)
+        written = import_data_sets(data_sets or self._libero(), self.out)
+        print(f"{written} episodes in {self.out}. Next: asyncrl fit policy --data {self.out} --out POLICY")
+        return 0
 
-    def _libero(self) -> int:
-        from asyncrl.fitting.libero_demonstrations import CAMERAS, import_demonstrations
+    def _libero(self) -> Sequence[DataSet]:
+        from asyncrl.fitting.robomimic import LIBERO_CAMERAS, open_libero
 
         if self.dataset != DataSetSettings():
             raise ConfigError(
@@ -160,13 +154,12 @@ class Import(Bounded):
                     "meta/info.json). Check the path."
                 )
             paths += found
-        cameras = CAMERAS if self.wrist else CAMERAS[:1]
-        return import_demonstrations(paths, self.out, simulator=self.simulator, cameras=cameras)
+        return open_libero(paths, self.simulator, list(LIBERO_CAMERAS)[: 2 if self.wrist else 1])
 
 
 def _libero_files(given: Path) -> list[Path]:
     """Return the files with LIBERO's demonstrations at a path."""
-    from asyncrl.fitting.datasets.robomimic import is_libero
+    from asyncrl.fitting.robomimic import is_libero
 
     paths = sorted(given.glob("*.hdf5")) if given.is_dir() else [given]
     return [path for path in paths if path.is_file() and is_libero(path)]
@@ -188,7 +181,7 @@ class Export(Bounded):
     def run(self) -> int:
         """Export, and say how many."""
         from asyncrl.fitting.loading import load_recordings
-        from asyncrl.fitting.rlinf_trajectories import write_trajectories
+        from asyncrl.fitting.starts import write_trajectories
 
         if self.out.exists() and not self.out.is_dir():
             raise ConfigError(f"OUT {self.out} is a file, where a folder is expected. Choose another name.")

@@ -1,21 +1,9 @@
-"""Hold what a policy imagines against what its actions truly lead to.
+"""Compare the imagined episodes of a policy with the true outcome of the same actions.
 
-    start in the simulator -> imagine an episode, closed loop -> play its actions in the simulator -> compare
+Policy, world and reward model act as in training, closed loop; the simulator then plays the same actions from
+the same start, for as many decisions. Where the verdicts differ, the imagination was wrong.
 
-Policy, world and reward model act as in training: the policy sees imagined frames, and the episode ends where
-the success rule says. The simulator then plays the same actions from the same start, for as many decisions.
-Where both verdicts differ the imagination was wrong; where the reward model errs on the true frames too, it
-has a part in that.
-
-Dimension letters:
-    B  episodes of a batch     C  steps of a decision     N  decisions of an episode     A  numbers of a step
-
-Write what audits found as text.
-
-Write what audits of a run's checkpoints found as curves: in RUN/tensorboard/audit, by the policy version.
-
-A folder below that of the training's curves, for TensorBoard reads the newest file of a folder only: one
-written beside those of a run that goes on would end the run's own curves.
+Letters: B episodes of a batch, C steps of a decision, N decisions of an episode, A numbers of a step.
 """
 
 from __future__ import annotations
@@ -50,7 +38,7 @@ TO_THE_END: Final = 1_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Imagined:
-    """Closed-loop episodes of a batch; each may go on behind its end, until all have ended."""
+    """Closed-loop episodes of a batch; each goes on until all have ended."""
 
     frames: NDArray[np.uint8]
     """``[B, N * C, H, W, 3]``: frame i was made by action i."""
@@ -62,7 +50,7 @@ class Imagined:
 
 @dataclass(frozen=True, kw_only=True)
 class Models:
-    """What imagines, and how an episode ends."""
+    """The models that imagine, and the rule that ends an episode; see `ActorSettings`."""
 
     policy: Policy
     world: World[Any]
@@ -70,22 +58,19 @@ class Models:
     sampling: SamplingParams
     max_decisions: int
     threshold: float
-    """See `ActorSettings.success_threshold`."""
     success_frames: SuccessFrames
-    """See `ActorSettings.success_frames`."""
 
     def end(self, scores_NC: NDArray[np.float32]) -> int | None:
-        """Return the decision, from 0, in which an episode succeeds; None: it does not."""
+        """Return the decision, from 0, in which an episode succeeds; None if it does not."""
         found = deciding_step(scores_NC, self.threshold, self.success_frames)
         return None if found is None else found[0]
 
     @torch.inference_mode()
     def imagine(self, starts: Sequence[StartState], seeds: Sequence[int]) -> Imagined:
-        """Imagine episodes until all have succeeded or made the decisions that are left.
+        """Imagine ``B`` episodes until all have succeeded or made the decisions that are left.
 
         Args:
-            starts: ``B`` start states.
-            seeds: ``B`` seeds of episodes, as `seeds.episode_seed` makes them.
+            seeds: ``B`` seeds of `seeds.episode_seed`.
         """
         tasks, shown = [start.task for start in starts], np.stack([start.present_frame for start in starts])
         state = self.world.start(starts, decisions=self.max_decisions)
@@ -110,7 +95,7 @@ class Models:
 
     @torch.inference_mode()
     def score_true(self, episode: SimulatedEpisode, decisions: int) -> NDArray[np.float32]:
-        """Score true frames: ``[N, C]``, zero where the simulator stopped before."""
+        """Score true frames: ``[N, C]``, zero behind the simulator's last step."""
         chunk = self.world.action_spec.chunk
         true = torch.from_numpy(episode.frames[1 : 1 + decisions * chunk]).to(self.world.device)
         scores = np.zeros(decisions * chunk, np.float32)
@@ -121,65 +106,65 @@ class Models:
 
 @dataclass(frozen=True, kw_only=True)
 class AuditedEpisode:
-    """What was imagined of an episode, and what was true."""
+    """Imagined and true outcome of an episode."""
 
     start: str
     task: str
     decisions: int
     """Until the imagined end."""
     imagined: bool
-    """It succeeded in imagination."""
+    """Imagined success."""
     true: bool
-    """The task was solved in the simulator at any of these steps."""
+    """True success at any of these steps."""
     judged_true: bool
-    """The reward model calls the true frames of these steps a success."""
+    """Verdict of the reward model on the true frames of these steps."""
     psnr: tuple[float, ...]
     """dB of the imagined frames of each decision against the true ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Audit:
-    """What audited episodes say together; every rate with its 95 % interval."""
+    """Rates over audited episodes, with their 95 % intervals."""
 
     imagined_success: SuccessRate
     true_success: SuccessRate
     """Of the same actions."""
     wrong: SuccessRate
-    """Verdicts of imagination that are not the truth."""
+    """Imagined verdicts that differ from the truth."""
     false: SuccessRate
-    """Of the imagined successes, those that are none."""
+    """Imagined successes that are true failures."""
     missed: SuccessRate
-    """Of the true successes, those that were not imagined."""
+    """True successes that are imagined failures."""
     wrong_on_true_frames: SuccessRate
-    """Verdicts of the reward model on the true frames that are not the truth."""
+    """Verdicts of the reward model on the true frames that differ from the truth."""
     correlation: float
-    """Of imagined and true success; not a number where either is always the same."""
+    """Of imagined and true success; nan if either is always the same."""
     psnr: tuple[float, ...]
     """dB by decision, mean over the episodes that have it."""
 
     @classmethod
     def of(cls, episodes: Sequence[AuditedEpisode]) -> Audit:
-        """Count."""
+        """Compute the rates."""
         imagined = np.array([episode.imagined for episode in episodes], bool)
         true = np.array([episode.true for episode in episodes], bool)
         judged = np.array([episode.judged_true for episode in episodes], bool)
         longest = max((len(episode.psnr) for episode in episodes), default=0)
         by_decision = [[e.psnr[n] for e in episodes if len(e.psnr) > n] for n in range(longest)]
         varied = bool(imagined.any() and true.any() and not imagined.all() and not true.all())
+
+        def rate(outcomes: NDArray[np.bool_]) -> SuccessRate:
+            return SuccessRate.of(int(outcomes.sum()), len(outcomes))
+
         return cls(
-            imagined_success=_rate(imagined),
-            true_success=_rate(true),
-            wrong=_rate(imagined != true),
-            false=_rate(~true[imagined]),
-            missed=_rate(~imagined[true]),
-            wrong_on_true_frames=_rate(judged != true),
+            imagined_success=rate(imagined),
+            true_success=rate(true),
+            wrong=rate(imagined != true),
+            false=rate(~true[imagined]),
+            missed=rate(~imagined[true]),
+            wrong_on_true_frames=rate(judged != true),
             correlation=float(np.corrcoef(imagined, true)[0, 1]) if varied else float("nan"),
             psnr=tuple(float(np.mean(values)) for values in by_decision),
         )
-
-
-def _rate(outcomes: NDArray[np.bool_]) -> SuccessRate:
-    return SuccessRate.of(int(outcomes.sum()), len(outcomes))
 
 
 def audit(
@@ -206,8 +191,15 @@ def _audit_batch(
     models: Models, pool: SimulatorPool, plays: list[Play], seeds: list[int]
 ) -> Iterator[AuditedEpisode]:
     """Audit as many episodes as there are plays; there is a seed for every row of a pass."""
-    beginnings = _in_order(plays, rollout(pool, _end_at_once, plays, keep_frames=True))
-    starts = [start_of(episode) for episode in beginnings]
+
+    def end_at_once(shown: Observations) -> list[None]:
+        return [None] * len(shown.tasks)
+
+    def follow(shown: Observations) -> list[NDArray[np.float32] | None]:
+        places = zip(shown.plays, shown.decisions, strict=True)
+        return [next(iter(script[play.key][decision : decision + 1]), None) for play, decision in places]
+
+    starts = [start_of(e) for e in _in_order(plays, rollout(pool, end_at_once, plays, keep_frames=True))]
     filled = starts + starts[:1] * (len(seeds) - len(starts))
     imagined = models.imagine(filled, seeds)
     ends = [models.end(scores_NC) for scores_NC in imagined.scores[: len(plays)]]
@@ -216,7 +208,7 @@ def _audit_batch(
         play.key: imagined.actions[row, :length]
         for row, (play, length) in enumerate(zip(plays, lengths, strict=True))
     }
-    played = rollout(pool, _following(script), plays, keep_frames=True, extra_decisions=TO_THE_END)
+    played = rollout(pool, follow, plays, keep_frames=True, extra_decisions=TO_THE_END)
     chunk = models.world.action_spec.chunk
     for row, episode in enumerate(_in_order(plays, played)):
         length, steps = lengths[row], lengths[row] * chunk
@@ -234,25 +226,6 @@ def _audit_batch(
 def _in_order(plays: Sequence[Play], played: Iterator[SimulatedEpisode]) -> list[SimulatedEpisode]:
     found = {(episode.start.name, episode.repeat): episode for episode in played}
     return [found[play.key] for play in plays]
-
-
-def _end_at_once(shown: Observations) -> list[None]:
-    return [None] * len(shown.tasks)
-
-
-def _following(
-    script: dict[tuple[str, int], NDArray[np.float32]],
-) -> Callable[[Observations], list[NDArray[np.float32] | None]]:
-    """Return what makes the decisions ``[N, C, A]`` of each play, and then ends it."""
-
-    def act(shown: Observations) -> list[NDArray[np.float32] | None]:
-        chosen: list[NDArray[np.float32] | None] = []
-        for play, decision in zip(shown.plays, shown.decisions, strict=True):
-            decisions = script[play.key]
-            chosen.append(decisions[decision] if decision < len(decisions) else None)
-        return chosen
-
-    return act
 
 
 def psnr_by_decision(drawn: NDArray[np.uint8], true: NDArray[np.uint8], chunk: int) -> tuple[float, ...]:
@@ -277,24 +250,23 @@ def psnr_by_decision(drawn: NDArray[np.uint8], true: NDArray[np.uint8], chunk: i
 
 
 ROWS: Final = {
-    "imagined_success": "imagined success",
-    "true_success": "true success of the same actions",
-    "wrong": "wrong verdicts",
-    "false": "false, of imagined successes",
-    "missed": "missed, of true successes",
-    "wrong_on_true_frames": "reward model wrong on the true frames",
+    "imagined_success": ("imagined success", "imagined", m.AUDIT_IMAGINED_SUCCESS),
+    "true_success": ("true success of the same actions", "true", m.AUDIT_TRUE_SUCCESS),
+    "wrong": ("wrong verdicts", "wrong", m.AUDIT_WRONG),
+    "false": ("false, of imagined successes", "false", m.AUDIT_FALSE),
+    "missed": ("missed, of true successes", "missed", m.AUDIT_MISSED),
+    "wrong_on_true_frames": ("reward model wrong on the true frames", "reward wrong", m.AUDIT_REWARD_WRONG),
 }
-"""What `Audit` counts, in words."""
-SHORT: Final = ("imagined", "true", "wrong", "false", "missed", "reward wrong")
+"""Rates of `Audit`: titles in a table of one and of several versions, and metrics."""
 
 
 def table(head: str, audited: Mapping[str, Sequence[AuditedEpisode]]) -> str:
-    """Write what was found: of one version in full, of several a row each."""
+    """Format audits by version: one in full, several as a row each."""
     found = {name: Audit.of(episodes) for name, episodes in audited.items()}
     if len(found) == 1:
         return "\n".join([head, *_whole(next(iter(found.values())))])
     width = max(map(len, found))
-    titles = " ".join(f"{title:>21}" for title in SHORT)
+    titles = " ".join(f"{short:>21}" for _, short, _ in ROWS.values())
     rows = [f"{'':<{width}} {titles} {'correlation':>12}"]
     for name, one in found.items():
         rates = (getattr(one, field_name) for field_name in ROWS)
@@ -304,8 +276,8 @@ def table(head: str, audited: Mapping[str, Sequence[AuditedEpisode]]) -> str:
 
 
 def _whole(audit: Audit) -> list[str]:
-    width = max(map(len, ROWS.values()))
-    rows = [f"{title:<{width}}  {getattr(audit, field_name)}" for field_name, title in ROWS.items()]
+    width = max(len(title) for title, *_ in ROWS.values())
+    rows = [f"{title:<{width}}  {getattr(audit, field_name)}" for field_name, (title, *_) in ROWS.items()]
     rows.append(f"{'correlation of both successes':<{width}}  {_number(audit.correlation)}")
     numbers = "".join(f"{number:>7}" for number in range(1, 1 + len(audit.psnr)))
     decibels = "".join(f"{value:7.1f}" for value in audit.psnr)
@@ -313,25 +285,13 @@ def _whole(audit: Audit) -> list[str]:
 
 
 def _number(value: float) -> str:
-    """Write a share or a correlation; a dash where there is none."""
     return f"{'-':>6}" if math.isnan(value) else f"{value:6.3f}"
 
 
-FOLDER: Final = Path("tensorboard", "audit")
-_RATES: Final = {
-    "imagined_success": m.AUDIT_IMAGINED_SUCCESS,
-    "true_success": m.AUDIT_TRUE_SUCCESS,
-    "wrong": m.AUDIT_WRONG,
-    "false": m.AUDIT_FALSE,
-    "missed": m.AUDIT_MISSED,
-    "wrong_on_true_frames": m.AUDIT_REWARD_WRONG,
-}
-
-
 def metrics_of(audit: Audit) -> dict[Metric, float]:
-    """Return what curves say of an audit; what is not a number is left out."""
+    """Return the metrics of an audit, without those that are not a number."""
     values: dict[Metric, float] = {}
-    for name, metrics in _RATES.items():
+    for name, (*_, metrics) in ROWS.items():
         rate = getattr(audit, name)
         if rate.episodes:
             values |= {metrics.rate: rate.rate, metrics.low: rate.low, metrics.high: rate.high}
@@ -343,17 +303,20 @@ def metrics_of(audit: Audit) -> dict[Metric, float]:
 
 
 def write_curves(run_dir: Path, audits: Mapping[int, Audit], command: str) -> Path:
-    """Write a file of curves; points of earlier audits from its first version on are void.
+    """Write curves of a run's checkpoints to RUN/tensorboard/audit; earlier points from then on are void.
+
+    A folder of its own, for TensorBoard reads the newest file of a folder only: among those of a run that
+    goes on, it would end the run's own curves.
 
     Args:
-        audits: Policy version -> what was found, at least one.
+        audits: By policy version, at least one.
 
     Returns:
-        Its folder.
+        The folder.
 
     Raises:
         OSError: It cannot be written.
     """
-    folder = run_dir / FOLDER
+    folder = run_dir / "tensorboard" / "audit"
     write_points(folder, {version: metrics_of(audit) for version, audit in audits.items()}, command)
     return folder

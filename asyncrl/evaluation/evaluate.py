@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError
-from asyncrl.simulators.interface import Demonstrator, SimulatorSpec
-from asyncrl.simulators.pool import SimulatorPool
-from asyncrl.simulators.rollout import Act, Observations, Play, SimulatedEpisode, rollout
+from asyncrl.rewards.libero_tasks import SUITES
+from asyncrl.simulators.tabletop.scene import TASKS
 
 if TYPE_CHECKING:
     from asyncrl.policies.interface import Policy, SamplingParams
+    from asyncrl.simulators.interface import Demonstrator, SimulatorSpec
+    from asyncrl.simulators.pool import SimulatorPool
+    from asyncrl.simulators.rollout import Act, Observations, Play, SimulatedEpisode
+
+_TASKS = {"tabletop": frozenset(TASKS), **{suite: frozenset(tasks) for suite, tasks in SUITES.items()}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,12 +72,8 @@ class Evaluation:
 
 def summarise(episodes: Sequence[SimulatedEpisode]) -> Evaluation:
     """Compute success rates over all episodes and by task."""
-    by_task = {
-        task: SuccessRate.of(
-            sum(e.solved for e in episodes if e.task == task), sum(e.task == task for e in episodes)
-        )
-        for task in sorted({e.task for e in episodes})
-    }
+    tasks = {task: [e for e in episodes if e.task == task] for task in sorted({e.task for e in episodes})}
+    by_task = {task: SuccessRate.of(sum(e.solved for e in own), len(own)) for task, own in tasks.items()}
     steps = [e.steps for e in episodes if e.solved]
     return Evaluation(
         overall=SuccessRate.of(sum(e.solved for e in episodes), len(episodes)),
@@ -82,7 +83,7 @@ def summarise(episodes: Sequence[SimulatedEpisode]) -> Evaluation:
 
 
 def episode_row(episode: SimulatedEpisode) -> dict[str, object]:
-    """Return what is written of an episode: where it began, what became of it, and how long it took."""
+    """Return the JSON row of an episode: its start, its outcome and its duration."""
     start = episode.start
     where = {"seed": start.seed} if start.trial < 0 else {"task_id": start.task_id, "trial": start.trial}
     return {
@@ -101,8 +102,8 @@ def acting(policy: Policy, sampling: SamplingParams, rows: int) -> Act:
     """Turn a policy into the function that a rollout calls.
 
     Args:
-        rows: Of every pass. Fewer are filled up with copies of the first: what is computed of a row depends,
-            in the last digits, on how many there are, and that must not depend on who answered first.
+        rows: Of every pass; fewer are filled up with copies of the first. A row's last digits depend on the
+            number of rows, and must not depend on which simulator answered first.
     """
     import torch
 
@@ -117,7 +118,10 @@ def acting(policy: Policy, sampling: SamplingParams, rows: int) -> Act:
         for first in range(0, len(shown.tasks), rows):
             real = range(first, min(first + rows, len(shown.tasks)))
             filled = [*real, *[first] * (rows - len(real))]
-            parts.append(act_alike(_rows(shown, filled))[: len(real)])
+            lists = {name: getattr(shown, name) for name in ("tasks", "seeds", "plays", "decisions")}
+            chosen = {name: [values[row] for row in filled] for name, values in lists.items()}
+            some = replace(shown, images=shown.images[filled], states=shown.states[filled], **chosen)
+            parts.append(act_alike(some)[: len(real)])
         return np.concatenate(parts)
 
     return act
@@ -126,17 +130,6 @@ def acting(policy: Policy, sampling: SamplingParams, rows: int) -> Act:
 def pictures(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Return ``[B, K, H, W, 3]`` as policies take it: of one camera ``[B, H, W, 3]``."""
     return images[:, 0] if images.shape[1] == 1 else images
-
-
-def _rows(shown: Observations, rows: Sequence[int]) -> Observations:
-    return Observations(
-        images=shown.images[rows],
-        states=shown.states[rows],
-        tasks=[shown.tasks[row] for row in rows],
-        seeds=[shown.seeds[row] for row in rows],
-        plays=[shown.plays[row] for row in rows],
-        decisions=[shown.decisions[row] for row in rows],
-    )
 
 
 def check_fits(policy: Policy, spec: SimulatorSpec) -> None:
@@ -177,6 +170,8 @@ def evaluate(
     """
     from tqdm import tqdm
 
+    from asyncrl.simulators.rollout import rollout
+
     order = {play.key: place for place, play in enumerate(plays)}
     played: list[SimulatedEpisode] = []
     solved = 0
@@ -189,8 +184,35 @@ def evaluate(
             played.append(episode)
             solved += episode.solved
             bar.update(1)
-            bar.set_postfix(
-                success=f"{solved / len(played):.1%}", refresh=False
-            )  # A line a second in a file.
+            # Not refreshed: a line a second in a file.
+            bar.set_postfix(success=f"{solved / len(played):.1%}", refresh=False)
     played.sort(key=lambda e: order[e.start.name, e.repeat])
     return summarise(played), played
+
+
+def simulator_of_tasks(tasks: Collection[str]) -> str:
+    """Return the built-in simulator that has all `tasks`; empty: there is none, or no task."""
+    wanted = {plain(task) for task in tasks}
+    return next((name for name, known in _TASKS.items() if wanted and wanted <= known), "")
+
+
+def refuse_foreign_tasks(tasks: Collection[str], known: Sequence[str], simulator: str, remedy: str) -> None:
+    """Refuse a simulator that does not have the tasks a policy was trained on.
+
+    Raises:
+        ConfigError: It lacks one. Names it, what is nearest, and the simulator that has all.
+    """
+    foreign = sorted({plain(task) for task in tasks} - {plain(task) for task in known}) if known else []
+    if not foreign:
+        return
+    near = difflib.get_close_matches(foreign[0], known, n=1, cutoff=0.0)[0]
+    right = simulator_of_tasks(tasks)
+    raise ConfigError(
+        f"the run's policy was trained on {foreign[0]!r}, which is no task of --simulator {simulator} (the "
+        f"nearest of its {len(known)} is {near!r}). {f'Use --simulator {right}.' if right else remedy}"
+    )
+
+
+def plain(task: str) -> str:
+    """Return an instruction as simulators write it: lower case, without a full stop."""
+    return task.strip().rstrip(".").lower()

@@ -1,19 +1,13 @@
-"""Imagine a stored group again: the actions and the noise that it was made of, once more through the models.
+"""Imagine a stored group again with its actions and noise; find start states whose outcome is open.
 
-Dimension letters:
-    N  decisions of an episode    C  steps per decision    A  numbers per step    H, W  image size in pixels
-
-Tell from which start states the outcome is open: of the episodes imagined there some succeed and some not.
-
-A group whose episodes all end alike has no advantage to learn from, so a key frame from which the policy
-always succeeds, or never, is of no use.
+Letters: N decisions of an episode, C steps per decision, A numbers per step, H W image size in pixels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +23,7 @@ from asyncrl.worlds.interface import World
 
 @dataclass(frozen=True, kw_only=True)
 class ImaginedAgain:
-    """What stored actions and noise led to, decision by decision."""
+    """Frames and scores of stored actions and noise, by decision."""
 
     frames: list[NDArray[np.uint8]] = field(default_factory=list)
     """N times ``[C, H, W, 3]``."""
@@ -41,14 +35,13 @@ class ImaginedAgain:
 def imagine_again(
     world: World[Any], reward: RewardModel, start: StartState, episodes: Sequence[Episode], *, rows: int = 0
 ) -> list[ImaginedAgain]:
-    """Imagine what the stored actions of a group lead to, with the stored noise.
+    """Imagine the frames of a group's stored actions, with the stored noise.
 
     Args:
-        rows: Rows of every pass: members in excess of it go through the models afterwards, and where fewer
-            are left, copies of the first fill it up. 0: all members whose episodes go on.
+        rows: Of every pass; fewer are filled up with copies of the first. 0: all members that go on.
 
     Returns:
-        As many as `episodes`, in their order, each of as many decisions as its own.
+        One per episode, of as many decisions.
     """
     size = rows or len(episodes)
     found = []
@@ -66,18 +59,18 @@ def _imagine_together(
     state = world.start([start] * len(in_state), decisions=decisions)
     for n in range(decisions):
         going_on = [member for member, episode in enumerate(episodes) if n < len(episode.actions)]
-        taking_part = _filled(going_on, rows)
-        if taking_part != in_state:
-            state = state.select([in_state.index(member) for member in taking_part])
-        actions_BCA = torch.from_numpy(np.stack([episodes[member].actions[n] for member in taking_part]))
-        seeds = [int(episodes[member].noise_seeds[n]) for member in taking_part]
+        members = _filled(going_on, rows)
+        if members != in_state:
+            state = state.select([in_state.index(member) for member in members])
+        actions_BCA = torch.from_numpy(np.stack([episodes[member].actions[n] for member in members]))
+        seeds = [int(episodes[member].noise_seeds[n]) for member in members]
         frames, state = world.imagine(state, actions_BCA.to(world.device), seeds)
-        scores_BC = reward.score(frames, [start.task] * len(taking_part)).cpu().numpy()
+        scores_BC = reward.score(frames, [start.task] * len(members)).cpu().numpy()
         frames_BCHW3 = frames.cpu().numpy()
         for row, member in enumerate(going_on):
             found[member].frames.append(frames_BCHW3[row])
             found[member].scores.append(scores_BC[row])
-        in_state = taking_part
+        in_state = members
     return found
 
 
@@ -104,20 +97,6 @@ def logprobs_again(policy: Policy, episode: Episode, decisions: Sequence[int]) -
     return policy.evaluate(inputs, sample, sampling).logprob.float().cpu().numpy()
 
 
-LOWEST: Final = 1 / 8
-HIGHEST: Final = 7 / 8
-
-
-def is_open(share: float) -> bool:
-    """Tell whether so many successes, in [0, 1], leave the outcome open.
-
-    Example:
-        >>> [is_open(successes / 8) for successes in (0, 1, 7, 8)]
-        [False, True, True, False]
-    """
-    return LOWEST <= share <= HIGHEST
-
-
 def open_starts(
     models: Models,
     starts: Sequence[StartState],
@@ -127,29 +106,15 @@ def open_starts(
     seed: int,
     progress: Callable[[int], object] = lambda _: None,
 ) -> list[StartState]:
-    """Keep the start states whose outcome is open; see `success_shares`."""
-    shares = success_shares(models, starts, siblings=siblings, rows=rows, seed=seed, progress=progress)
-    return [start for start, share in zip(starts, shares, strict=True) if is_open(share)]
+    """Keep the start states from which 1/8 to 7/8 of the episodes imagined there succeed.
 
-
-def success_shares(
-    models: Models,
-    starts: Sequence[StartState],
-    *,
-    siblings: int,
-    rows: int,
-    seed: int,
-    progress: Callable[[int], object] = lambda _: None,
-) -> list[float]:
-    """Imagine episodes from every start state, closed loop, with the decisions that are left there.
+    A group whose episodes all end alike has no advantage to learn from.
 
     Args:
-        siblings: Episodes from each, at least 1.
-
-    Returns:
-        Share of successes from each start state, in [0, 1].
+        siblings: Episodes from each, at least 1, closed loop, with the decisions that are left there.
+        rows: Of every pass.
     """
-    # What has the most decisions left comes first, so that few rows imagine on behind their end.
+    # The most decisions left come first, so that few rows imagine on behind their end.
     order = sorted(range(len(starts)), key=lambda number: starts[number].elapsed)
     episodes = [(number, member) for number in order for member in range(siblings)]
     successes = [0] * len(starts)
@@ -164,4 +129,5 @@ def success_shares(
             left = models.max_decisions - starts[number].elapsed
             successes[number] += models.end(scores_NC[:left]) is not None
         progress(len(batch))
-    return [count / siblings for count in successes]
+    shares = zip(starts, (count / siblings for count in successes), strict=True)
+    return [start for start, share in shares if 1 / 8 <= share <= 7 / 8]

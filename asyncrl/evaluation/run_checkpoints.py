@@ -1,9 +1,7 @@
-"""Measure the checkpoints of a run that goes on: the newest one that is due, and never one twice.
+"""Measure the checkpoints of a running run: the newest one that is due, and never one twice.
 
-consumes   run/checkpoints/update_*     looks for them, and is waited for by nobody
-produces   run/evaluations.jsonl, run/checkpoints/best
-
-A checkpoint is held by links to its files while it is measured, so that the run may delete it meanwhile.
+consumes   run/checkpoints/update_*     by polling
+produces   run/evaluations.jsonl (one line per version), run/checkpoints/best
 """
 
 from __future__ import annotations
@@ -13,34 +11,92 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
-from asyncrl.evaluation import evaluations_file
 from asyncrl.evaluation.evaluate import Evaluation
-from asyncrl.evaluation.evaluations_file import EvaluatedVersion, is_due
 from asyncrl.storage import checkpoint
+from asyncrl.storage.atomic import append_record, keep_records, read_records
 from asyncrl.storage.checkpoint import clean_up, keep_as_best, keep_copy
 from asyncrl.storage.run_folder import HELD
 from asyncrl.storage.untrusted import remove
 
 _log = logging.getLogger(__name__)
+EVALUATIONS: Final = "evaluations.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluatedVersion:
+    """True success of one policy version: a line of the file."""
+
+    version: int
+    """Updates of the policy; 0: the one that the run began with."""
+    time: float
+    """Of the result, in seconds since 1970."""
+    seconds: float
+    """Duration of the measurement."""
+    simulator: str
+    temperature: float
+    successes: int
+    episodes: int
+    success: float
+    """Share of the episodes, in [0, 1]; `low` and `high` are the ends of its 95 % Wilson interval."""
+    low: float
+    high: float
+    steps: float
+    """Mean steps to success; 0 when no episode succeeded."""
+    best: bool
+    """True if no version before it succeeded more often."""
+    skipped: int = 0
+    """Due versions before it that were not measured, since the one before took too long."""
+    sheet: str = ""
+    """Picture of true and imagined episodes, below the run's folder; empty: none was drawn."""
+    movie: str = ""
+    """The same as a movie."""
+
+    def __str__(self) -> str:
+        interval = f"[{self.low:.1%}, {self.high:.1%}]"
+        return f"{self.success:.1%} {interval} of {self.episodes} (version {self.version})"
+
+
+def is_due(version: int, every: int, last: int) -> bool:
+    """Return True if a version above 0 is to be measured; `every` 0: none is.
+
+    >>> [version for version in range(1, 13) if is_due(version, 5, 12)]
+    [5, 10, 12]
+    """
+    return every > 0 and (version % every == 0 or version == last)
+
+
+def append_evaluation(run_dir: Path, row: EvaluatedVersion) -> None:
+    """Add a line; raises OSError when it cannot be written."""
+    append_record(run_dir / EVALUATIONS, row)
+
+
+def read_evaluations(run_dir: Path) -> list[EvaluatedVersion]:
+    """Read the lines, oldest first, without torn ones."""
+    return read_records(run_dir / EVALUATIONS, EvaluatedVersion)
+
+
+def cut_evaluations(run_dir: Path, version: int) -> None:
+    """Remove the lines of versions after one: a resumed run measures them again."""
+    keep_records(run_dir / EVALUATIONS, EvaluatedVersion, lambda row: row.version <= version)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What came of one version."""
+    """Result of measuring one version, with the pictures of `EvaluatedVersion`."""
 
     result: Evaluation
     sheet: str = ""
-    """See `EvaluatedVersion`."""
     movie: str = ""
 
 
 Measure = Callable[[int, Path | None], Measured]
-"""Called with a version and the folder of its policy; None: the one that the run began with."""
+"""Gets a version and the folder of its policy, None for the one that the run began with."""
 
 
 class RunCheckpoints:
-    """Finds what is due in one run and has it measured. Used by one thread of one process."""
+    """Finds the due checkpoints of one run and has them measured. Used by one thread of one process."""
 
     def __init__(
         self,
@@ -53,15 +109,15 @@ class RunCheckpoints:
         temperature: float,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Begin; what was already measured is not measured again."""
+        """Read the earlier results, which are not measured again."""
         self._run_dir, self._measure, self._every, self._last = run_dir, measure, every, last
         self._simulator, self._temperature, self._clock = simulator, temperature, clock
         self._folder = run_dir / checkpoint.FOLDER
-        self._rows = evaluations_file.read(run_dir)
+        self._rows = read_evaluations(run_dir)
         clean_up(run_dir)
 
     def round(self) -> bool:
-        """Measure one version, if one is due; returns whether one was.
+        """Measure one version if one is due; return True if one was.
 
         Raises:
             AsyncRLError: It cannot be measured.
@@ -70,13 +126,13 @@ class RunCheckpoints:
         known = {row.version for row in self._rows}
         newest = max(known, default=-1)
         due = [v for v in checkpoint.kept(self._run_dir) if v > newest and is_due(v, self._every, self._last)]
-        if not known:  # What the run began with comes first, also when training was faster.
+        if not known:  # The initial policy comes first, also when training was faster.
             self._evaluate(0, None)
             return True
         if not due:
             return False
         version, held = max(due), self._folder / HELD
-        try:
+        try:  # Held by links to its files, so that the run may delete it meanwhile.
             keep_copy(checkpoint.kept(self._run_dir)[version], held)
         except (FileNotFoundError, KeyError):  # Deleted since: a newer one is there.
             return False
@@ -110,6 +166,6 @@ class RunCheckpoints:
         )
         if row.best and folder is not None:
             keep_as_best(folder)
-        evaluations_file.append(self._run_dir, row)
+        append_evaluation(self._run_dir, row)
         self._rows.append(row)
         _log.info("true success %s, %.1f s", row, row.seconds)

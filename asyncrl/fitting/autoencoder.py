@@ -1,43 +1,52 @@
-"""Train an autoencoder on recorded frames: what is alike for all kinds of worlds.
+"""Fit the autoencoders of worlds; encode, redraw and cut windows where each frame is encoded by itself.
 
-Letters: B batch, T frames of a clip, Z latent channels, F' latent frames, h w latent grid, E episodes,
-N scenes, or the latents of all episodes.
+Letters: B batch, T frames of a clip, Z latent channels, F' latent frames, h w latent grid, E episodes, N
+scenes or latents of all episodes, F frames of all episodes, W windows, P frames given, C frames made (8).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from tqdm import tqdm
 
-from asyncrl.devices.tensors import to_signed
-from asyncrl.fitting.frame_file import BatchSource
+from asyncrl.devices.tensors import to_device, to_signed, to_uint8
+from asyncrl.errors import ConfigError
+from asyncrl.fitting.frame_file import BatchSource, FrameFile
 from asyncrl.fitting.loop import Schedule, minimise, prepared
 from asyncrl.fitting.recordings import Recordings
+from asyncrl.fitting.world import FittedWorld
+from asyncrl.records import CHUNK
 
-CLIP_FRAMES = 17
-"""Frames of a clip. For a causal autoencoder 1 + 16: one single-frame latent and four of 4 frames, twice what
-one decision needs."""
-LATENT_NOISE = 0.1
+CLIP_FRAMES: Final = 17
+"""For a causal autoencoder 1 + 16: one single-frame latent and four of 4 frames, twice a decision's."""
+LATENT_NOISE: Final = 0.1
 """Standard deviation of the encoder's posterior, fixed: makes the decoder forgive a world model's error."""
-FOREGROUND_WEIGHT = 20.0
-"""How much heavier a pixel weighs per unit of difference from the average picture; a cube is 40 of 4096."""
-PRIOR_WEIGHT = 1e-4
+FOREGROUND_WEIGHT: Final = 20.0
+"""Extra weight of a pixel per unit of difference from the average picture; a cube is 40 of 4096."""
+PRIOR_WEIGHT: Final = 1e-4
 """Weight of the Kullback-Leibler divergence to a standard normal prior, as far as the mean matters."""
 MEASURED_CLIPS: Final = 64
 MEASUREMENTS: Final = 8
 """Clips at a time, and how often, from which the latents' mean and deviation are measured."""
 MEASURED_TOGETHER: Final = 8
-"""Of those clips, so many are encoded together: they are of whatever size pictures have."""
+"""Of those clips, so many are encoded together, whatever the size of pictures."""
 AT_ONCE_ON_CPU: Final = 48 * 2**20
 AT_ONCE_ON_GPU: Final = 256 * 2**20
-"""Bytes of pictures that are encoded or drawn side by side; on a CPU their features take a hundred times that
-of the host's memory."""
+"""Bytes of pictures encoded or drawn side by side; on a CPU their features take a hundred times as much."""
+REDUCTION: Final = 8
+"""Pixels per latent pixel in height and width, where each frame is encoded by itself."""
+PIXELS_ON_CPU: Final = 2**17
+PIXELS_ON_GPU: Final = 2**22
+"""Pixels encoded or drawn side by side, where each frame is encoded by itself."""
 
 
 class Autoencoder(Protocol):
@@ -45,21 +54,13 @@ class Autoencoder(Protocol):
 
     @property
     def network(self) -> nn.Module:
-        """Return what is trained."""
+        """Return the network that is trained."""
         ...
 
     def clips(
         self, recordings: Recordings, batch: int, rng: np.random.Generator
     ) -> tuple[Tensor, NDArray[np.int64]]:
-        """Draw clips.
-
-        Returns:
-            Rows ``[batch, CLIP_FRAMES]`` int64 of the pictures, and episodes ``[batch]`` int64.
-        """
-        ...
-
-    def latent_shape(self, batch: int, height: int, width: int) -> tuple[int, ...]:
-        """Return the shape ``B, Z, F', h, w`` of the latents of clips of so many pixels."""
+        """Draw clips: rows ``[batch, CLIP_FRAMES]`` int64 of the pictures, and episodes ``[batch]`` int64."""
         ...
 
     def encode(self, video_B3THW: Tensor) -> Tensor:
@@ -81,8 +82,8 @@ def average_pictures(recordings: Recordings) -> Tensor:
     Returns:
         ``[N, 3, H, W]`` float32 in [-1, 1] on the CPU, by `Recordings.scenes`.
     """
-    lengths, means = np.diff(recordings.offsets), []
-    scenes_F = np.repeat(recordings.scenes(), lengths)
+    means = []
+    scenes_F = np.repeat(recordings.scenes(), np.diff(recordings.offsets))
     for scene in range(int(scenes_F.max()) + 1):
         rows = np.flatnonzero(scenes_F == scene)
         some = torch.from_numpy(recordings.frames[rows[:: max(1, len(rows) // 2000)]])
@@ -114,7 +115,9 @@ def fit_autoencoder(autoencoder: Autoencoder, recordings: Recordings, schedule: 
         return latents.float(), autoencoder.decode(latents + LATENT_NOISE * noise).float()
 
     redraw = prepared(redraw, device, compiled=schedule.compiled)
-    shape = autoencoder.latent_shape(schedule.batch, *recordings.frames.shape[1:3])
+    with torch.no_grad():
+        one = autoencoder.encode(torch.zeros(1, 3, CLIP_FRAMES, *recordings.frames.shape[1:3], device=device))
+    shape = (schedule.batch, *one.shape[1:])
 
     def loss_at(step: int) -> Tensor:
         rows, episodes = autoencoder.clips(recordings, schedule.batch, rng)
@@ -124,14 +127,7 @@ def fit_autoencoder(autoencoder: Autoencoder, recordings: Recordings, schedule: 
         background_B3HW = backgrounds_N3HW[torch.from_numpy(scenes_E[episodes]).to(device)]
         return reconstruction_loss(drawn, video, background_B3HW) + PRIOR_WEIGHT * latents.square().mean()
 
-    loss = minimise(
-        "vae",
-        autoencoder.network,
-        loss_at,
-        steps=schedule.steps,
-        learning_rate=schedule.learning_rate,
-        average=0.999,
-    )
+    loss = minimise("vae", autoencoder.network, loss_at, schedule, average=0.999)
     with torch.no_grad():
         clips = (autoencoder.clips(recordings, MEASURED_CLIPS, rng)[0] for _ in range(MEASUREMENTS))
         videos = (to_video(frames.take(rows)) for rows in clips)
@@ -149,7 +145,7 @@ def to_video(frames_BTHW3: Tensor) -> Tensor:
 def reconstruction_loss(drawn_B3THW: Tensor, wanted_B3THW: Tensor, background: Tensor) -> Tensor:
     """Compute absolute plus twice the squared error, heavier where a pixel differs from the average picture.
 
-    What matters is small: without the weight a decoder learns the table and forgets the cubes.
+    The parts that matter are small: without the weight a decoder learns the table and forgets the cubes.
 
     Args:
         drawn_B3THW: ``[B, 3, T, H, W]`` float32, not clamped.
@@ -181,6 +177,153 @@ class Latents(Sequence[Tensor]):
 
 
 def rows_at_once(device: torch.device, most: int, frames: int, frame_bytes: int) -> int:
-    """Say how many episodes of so many frames are encoded or drawn side by side, at most `most`."""
+    """Count the episodes of so many frames that are encoded or drawn side by side, at most `most`."""
     room = AT_ONCE_ON_GPU if device.type == "cuda" else AT_ONCE_ON_CPU
     return max(1, min(most, room // max(1, frames * frame_bytes)))
+
+
+class FrameAutoencoder:
+    """`Autoencoder` of clips of independent frames, by a network of Stable Diffusion's (``AutoencoderKL``).
+
+    The published form knows one scale for all latents and no mean: here both are worked into the two
+    convolutions of one pixel at the latents, which is exact, and the scale is 1.
+    """
+
+    def __init__(self, network: nn.Module, channels: int, scale: float) -> None:
+        """Wrap a network.
+
+        Args:
+            network: With ``encoder``, ``quant_conv``, ``post_quant_conv`` and ``decoder``.
+            channels: ``Z``.
+        """
+        self.network = network
+        self.channels = channels
+        self.scale = scale
+        self._parts: Any = network
+
+    def clips(
+        self, recordings: Recordings, batch: int, rng: np.random.Generator
+    ) -> tuple[Tensor, NDArray[np.int64]]:
+        """Draw frames from anywhere in an episode."""
+        episodes = rng.integers(len(recordings), size=batch)
+        begins, ends = recordings.offsets[episodes], recordings.offsets[episodes + 1]
+        rows = rng.integers(begins[:, None], ends[:, None], size=(batch, CLIP_FRAMES))
+        return torch.from_numpy(rows), episodes
+
+    def encode(self, video_B3THW: Tensor) -> Tensor:
+        """Encode clips to the posterior's means ``[B, Z, T, h, w]``, unscaled."""
+        frames = video_B3THW.transpose(1, 2).flatten(0, 1)
+        moments = self._parts.quant_conv(self._parts.encoder(frames))
+        return moments[:, : self.channels].unflatten(0, (len(video_B3THW), -1)).transpose(1, 2)
+
+    def decode(self, latents_BZFhw: Tensor) -> Tensor:
+        """Draw clips ``[B, 3, T, H, W]``, not clamped."""
+        latents = latents_BZFhw.transpose(1, 2).flatten(0, 1)
+        drawn = self._parts.decoder(self._parts.post_quant_conv(latents))
+        return drawn.unflatten(0, (len(latents_BZFhw), -1)).transpose(1, 2)
+
+    @torch.no_grad()
+    def set_statistics(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        """Work mean and deviation into the convolutions before and behind the latents."""
+        into, out = self._parts.quant_conv, self._parts.post_quant_conv
+        mean_Z, std_Z = (torch.tensor(numbers, device=into.weight.device) for numbers in (mean, std))
+        # z' = (z - mean) / std, of which the next layer makes W z + b = (W std) z' + (b + W mean).
+        into.weight[: self.channels] /= std_Z[:, None, None, None]
+        into.bias[: self.channels] = (into.bias[: self.channels] - mean_Z) / std_Z
+        out.bias += out.weight[:, :, 0, 0] @ mean_Z
+        out.weight *= std_Z[:, None, None]
+
+    def take(self, source: FrameAutoencoder) -> None:
+        """Take over the weights of another one, so that both worlds' latents of a frame are the same."""
+        own, given = self.network.state_dict(), source.network.state_dict()
+        if {name: tensor.shape for name, tensor in own.items()} != {n: t.shape for n, t in given.items()}:
+            count, other = (sum(tensor.numel() for tensor in tensors.values()) for tensors in (own, given))
+            raise ConfigError(
+                f"The autoencoder of --autoencoder has {other:,} parameters, the fresh world's {count:,} in "
+                "other layers. Give a world that was fitted with the same --vae-size, or leave it out."
+            )
+        self.network.load_state_dict(given)
+        self.set_statistics([0.0] * self.channels, [self.scale / source.scale] * self.channels)
+
+
+class FrameByFrameFit(FittedWorld):
+    """A `FittedWorld` whose autoencoder encodes each frame by itself."""
+
+    @property
+    @abstractmethod
+    def autoencoder(self) -> FrameAutoencoder:
+        """Return the world's autoencoder."""
+
+    @abstractmethod
+    def encode_frames(self, frames_N3HW: Tensor) -> Tensor:
+        """Encode frames in [-1, 1] to scaled latents ``[N, Z, h, w]``."""
+
+    @abstractmethod
+    def decode_frames(self, latents_NZhw: Tensor) -> Tensor:
+        """Draw frames ``[N, 3, H, W]`` in [-1, 1]."""
+
+    def fit_autoencoder(self, recordings: Recordings, schedule: Schedule) -> float:
+        """Train the autoencoder in place."""
+        return fit_autoencoder(self.autoencoder, recordings, schedule)
+
+    def take_autoencoder(self, source: FittedWorld) -> None:
+        """Take over another world's autoencoder. See `FittedWorld.take_autoencoder`."""
+        if not isinstance(source, FrameByFrameFit):
+            raise ConfigError(
+                "The world of --autoencoder encodes videos, and this --kind encodes each frame by itself. "
+                "Give a world of kind opensora or evac, or leave it out."
+            )
+        self.autoencoder.take(source.autoencoder)
+
+    @torch.no_grad()
+    def encode(self, recordings: Recordings) -> Latents:
+        """Encode every frame by itself: row i of `Latents.all` is that of frame i."""
+        device, side = self.world.device, self.image_size // REDUCTION
+        shape = (len(recordings.frames), self.autoencoder.channels, side, side)
+        latents = torch.empty(shape, device=device)
+        for piece, frames_N3HW in self._pieces(recordings, "encode"):
+            latents[piece] = self.encode_frames(frames_N3HW).float()
+        return Latents(latents, recordings.offsets)
+
+    @torch.no_grad()
+    def redraw(self, recordings: Recordings) -> FrameFile:
+        """Encode every frame by itself and draw it again."""
+        count, height, width, _ = recordings.frames.shape
+        drawn = FrameFile((count, height, width, 3))
+        for piece, frames_N3HW in self._pieces(recordings, "redraw"):
+            frames = to_uint8(self.decode_frames(self.encode_frames(frames_N3HW)))
+            drawn.write(piece.start, frames.permute(0, 2, 3, 1).cpu().numpy())
+        return drawn
+
+    def _pieces(self, recordings: Recordings, name: str) -> Iterator[tuple[slice, Tensor]]:
+        device = self.world.device
+        for piece in pieces(len(recordings.frames), recordings.image_size, device, name):
+            yield piece, to_signed(to_device(recordings.frames[piece], device)).permute(0, 3, 1, 2)
+
+
+def pieces(count: int, side: int, device: torch.device, name: str) -> Iterator[slice]:
+    """Cut the rows of ``count`` square pictures into slices that are encoded or drawn together."""
+    pixels = PIXELS_ON_GPU if device.type == "cuda" else PIXELS_ON_CPU
+    size = max(1, pixels // side**2)
+    for begin in tqdm(range(0, count, size), desc=name, mininterval=2.0):
+        yield slice(begin, min(begin + size, count))
+
+
+def window_rows(
+    offsets: NDArray[np.int64], given: Callable[[NDArray[np.int64]], NDArray[np.int64]]
+) -> NDArray[np.int64]:
+    """Cut a window behind every frame after which an episode has a whole decision.
+
+    Args:
+        offsets: ``[E + 1]`` of the episodes.
+        given: Maps numbers of frames seen, ``[n]``, at least one, to the frames ``[n, P]`` that a world then
+            remembers, counted from 0 in the episode.
+
+    Returns:
+        ``[W, P + C]`` rows of the recordings.
+    """
+    windows = []
+    for begin, end in pairwise(offsets.tolist()):
+        seen = np.arange(1, end - begin - CHUNK + 1)
+        windows.append(begin + np.concatenate([given(seen), seen[:, None] + np.arange(CHUNK)], axis=1))
+    return np.concatenate(windows)

@@ -6,18 +6,12 @@ import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
 
 from asyncrl.errors import ConfigError
-from asyncrl.fitting.recordings import write_part
+from asyncrl.fitting.recordings import episodes_per_part, write_part
 from asyncrl.simulators.interface import Demonstrator, SimStart, SimulatorSpec, random_start, stored_start
 from asyncrl.simulators.pool import SimulatorPool
 from asyncrl.simulators.rollout import HELD_OUT, Act, Play, SimulatedEpisode, chosen_tasks, rollout
-
-EPISODES_PER_PART: Final = 32
-"""At most."""
-PART_BYTES: Final = 256 * 2**20
-"""Pictures of a file, before compression, if all its episodes last as long as they can."""
 
 
 def training_starts(
@@ -26,7 +20,7 @@ def training_starts(
     """List the starts of a recording, task by task.
 
     Raises:
-        ConfigError: The seeds reach those of evaluation, or the simulator does not have what was asked for.
+        ConfigError: The seeds reach those of evaluation, or the simulator has no such starts.
     """
     if (stored or tasks) and not spec.trials:
         raise ConfigError(
@@ -59,19 +53,17 @@ def record(
     extra_decisions: int,
     about: dict[str, object],
 ) -> int:
-    """Record one episode from each start, whole decisions with all frames, in files that hold them in order.
-
-    Returns:
-        The episodes written.
+    """Record one episode from each start, in order, whole decisions with all frames; return how many.
 
     Raises:
-        ConfigError: the folder already holds recordings.
+        ConfigError: The folder already holds recordings.
     """
     from tqdm import tqdm
 
     must_be_new(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    per_part = _episodes_per_part(pool.spec)
+    spec = pool.spec
+    per_part = episodes_per_part((spec.max_steps + 1) * len(spec.cameras) * spec.image_size**2 * 3)
     places = {start.name: number for number, start in enumerate(starts)}
     parts: dict[int, dict[int, SimulatedEpisode]] = {}
     plays = [Play(start=start) for start in starts]
@@ -90,13 +82,8 @@ def record(
     return written
 
 
-def _episodes_per_part(spec: SimulatorSpec) -> int:
-    nbytes = (spec.max_steps + 1) * len(spec.cameras) * spec.image_size**2 * 3
-    return max(1, min(EPISODES_PER_PART, PART_BYTES // max(1, nbytes)))
-
-
 def must_be_new(folder: Path) -> None:
-    """Look, without making it, whether a folder can hold a new recording.
+    """Check, without making it, that a folder can hold a new recording.
 
     Raises:
         ConfigError: It holds recordings, or cannot be made.

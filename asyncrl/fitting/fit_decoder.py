@@ -1,13 +1,13 @@
 """Distil a tiny decoder from the full decoder's frames, and measure how alike the two draw.
 
-Dimension letters: E episodes, B episodes of a batch, F latent frames, T frames, H W pixels.
+Letters: E episodes, B episodes of a batch, F latent frames, T frames, H W pixels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from asyncrl.devices.tensors import to_uint8
 from asyncrl.fitting.autoencoder import reconstruction_loss, to_video
-from asyncrl.fitting.loop import minimise, prepared
+from asyncrl.fitting.loop import Schedule, minimise, prepared
 from asyncrl.policies.interface import Policy, SamplingParams
 from asyncrl.records import StartState
 from asyncrl.rewards.interface import RewardModel
@@ -27,12 +27,12 @@ from asyncrl.worlds.wan.world import WanWorld
 
 @dataclass(frozen=True, kw_only=True)
 class Imagined:
-    """Episodes as a decoder sees them, in host memory."""
+    """Latents and frames of episodes, in host memory."""
 
     latents: Tensor
     """``[E, Z, F, h, w]`` float32, normalised: the anchor, the first memory, two per decision."""
     frames: Tensor
-    """``[E, T, H, W, 3]`` uint8 that the full decoder drew of them as one stream."""
+    """``[E, T, H, W, 3]`` uint8, drawn by the full decoder as one stream."""
     tasks: list[str]
     """``[E]`` instructions."""
 
@@ -41,7 +41,7 @@ class Imagined:
 
 
 class Recorder:
-    """Passes latents on to a decoder, and keeps them and the frames that come back."""
+    """Stands in for a decoder and keeps its latents and frames."""
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
@@ -56,19 +56,8 @@ class Recorder:
         return frames, after
 
     def compile(self) -> None:
-        """Compile the decoder it passes latents on to."""
+        """Compile the decoder."""
         self.decoder.compile()
-
-
-@contextmanager
-def recorded(world: WanWorld) -> Iterator[Recorder]:
-    """Record what the world's decoder is given, for as long as the block lasts."""
-    recorder = Recorder(world.decoder)
-    world.decoder = recorder
-    try:
-        yield recorder
-    finally:
-        world.decoder = recorder.decoder
 
 
 @torch.no_grad()
@@ -83,17 +72,14 @@ def imagine_episodes(
     seed: int,
     name: str,
 ) -> Imagined:
-    """Imagine one episode of `decisions` decisions from each start state, whether or not it succeeds earlier.
-
-    Args:
-        starts: ``E`` start states.
-        decisions: ``D``.
-    """
+    """Imagine one episode of so many decisions from each of ``E`` start states, also behind a success."""
     parts: list[tuple[Tensor, Tensor]] = []
-    with tqdm(total=len(starts) * decisions, desc=name, unit="decision", mininterval=2.0) as bar:
-        for begin in range(0, len(starts), batch):
-            some = starts[begin : begin + batch]
-            with recorded(world) as recorder:
+    decoder = world.decoder
+    try:
+        with tqdm(total=len(starts) * decisions, desc=name, unit="decision", mininterval=2.0) as bar:
+            for begin in range(0, len(starts), batch):
+                world.decoder = recorder = Recorder(decoder)
+                some = starts[begin : begin + batch]
                 tasks, state = [start.task for start in some], world.open_slots(some)
                 seen_BHW3 = np.stack([start.present_frame for start in some])
                 for decision in range(decisions):
@@ -102,7 +88,9 @@ def imagine_episodes(
                     frames, state = world.imagine(state, acted.actions, seeds)
                     seen_BHW3 = frames[:, -1].cpu().numpy()
                     bar.update(len(some))
-            parts.append((torch.cat(recorder.latents, dim=2), torch.cat(recorder.frames, dim=1)))
+                parts.append((torch.cat(recorder.latents, dim=2), torch.cat(recorder.frames, dim=1)))
+    finally:
+        world.decoder = decoder
     return Imagined(
         latents=torch.cat([latents for latents, _ in parts]),
         frames=torch.cat([frames for _, frames in parts]),
@@ -111,38 +99,33 @@ def imagine_episodes(
 
 
 OPENING = 5
-"""Frames of a stream that were seen and not imagined: the first and its four followers."""
+"""Frames of a stream before the first imagined one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Likeness:
-    """How much a tiny decoder's new frames are like the full decoder's, on episodes it was not fitted on."""
+    """Agreement of a tiny decoder's new frames with the full decoder's, on held-out episodes."""
 
     psnr: float
     """dB, mean over frames of uint8 pictures."""
     worst_psnr: float
-    """dB, the frame below which 1 % of the frames lie."""
-    same_verdict: float
-    """Share of frames that the reward model judges alike; nan without a reward model."""
-    same_outcome: float
-    """Share of episodes of which it judges alike whether any frame shows success; nan without one."""
-    success: float
-    """Share of the full decoder's episodes with a success: how much there is to disagree about."""
+    """dB, first percentile over frames."""
+    same_verdict: float = math.nan
+    """Share of frames with the same verdict of the reward model; nan without one."""
+    same_outcome: float = math.nan
+    """Share of episodes of which both decoders' frames show a success, or neither's; nan likewise."""
+    success: float = math.nan
+    """Share of the full decoder's episodes with a success; nan likewise."""
 
     def as_dict(self) -> dict[str, float | None]:
-        """Return rounded values, for JSON, which knows no nan."""
+        """Return rounded values for JSON, None instead of nan."""
         return {name: None if value != value else round(value, 4) for name, value in asdict(self).items()}
 
 
 def fit_decoder(
     decoder: nn.Module,
     imagined: Imagined,
-    *,
-    steps: int,
-    batch: int,
-    learning_rate: float,
-    seed: int,
-    compiled: bool = False,
+    schedule: Schedule,
 ) -> float:
     """Train `decoder` in place on whole episodes, so that its memory blocks learn what to remember.
 
@@ -156,18 +139,18 @@ def fit_decoder(
         RunError: The loss stopped being finite.
     """
     device = next(decoder.parameters()).device
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(schedule.seed)
     some = imagined.frames[:: max(1, len(imagined) // 64)]
     background_3HW = to_video(some.to(device)).mean((0, 2))
-    draw = prepared(decoder, device, compiled=compiled)
+    draw = prepared(decoder, device, compiled=schedule.compiled)
 
     def loss_at(step: int) -> Tensor:
-        rows = torch.randint(len(imagined), (batch,), generator=generator)
+        rows = torch.randint(len(imagined), (schedule.batch,), generator=generator)
         drawn = draw(imagined.latents[rows].to(device)).float()
         return reconstruction_loss(drawn, to_video(imagined.frames[rows].to(device)), background_3HW)
 
     decoder.train()
-    loss = minimise("decoder", decoder, loss_at, steps=steps, learning_rate=learning_rate, average=0.998)
+    loss = minimise("decoder", decoder, loss_at, schedule, average=0.998)
     decoder.eval()
     return loss
 
@@ -193,21 +176,13 @@ def compare(
         if reward is not None:
             scores = [reward.score(video, held_out.tasks[rows]) for video in (wanted, drawn)]
             verdicts.append((scores[0] >= threshold, scores[1] >= threshold))
-    nan = float("nan")
     per_frame = torch.cat(decibels)
-    likeness = Likeness(
-        psnr=float(per_frame.mean()),
-        worst_psnr=float(per_frame.quantile(0.01)),
-        same_verdict=nan,
-        same_outcome=nan,
-        success=nan,
-    )
+    likeness = Likeness(psnr=float(per_frame.mean()), worst_psnr=float(per_frame.quantile(0.01)))
     if not verdicts:
         return likeness
     full, tiny = (torch.cat(both) for both in zip(*verdicts, strict=True))
-    return Likeness(
-        psnr=likeness.psnr,
-        worst_psnr=likeness.worst_psnr,
+    return replace(
+        likeness,
         same_verdict=float((full == tiny).float().mean()),
         same_outcome=float((full.any(1) == tiny.any(1)).float().mean()),
         success=float(full.any(1).float().mean()),

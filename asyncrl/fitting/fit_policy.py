@@ -1,12 +1,12 @@
-"""Train a policy to imitate recorded demonstrations (behaviour cloning).
-
-Models with fresh weights that are made for what was recorded: picture size, tasks, actions.
+"""Behaviour cloning: policies with fresh weights made for recordings, and their training on recorded actions.
 
 Letters: E episodes, F frames of all episodes, A numbers per action.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from asyncrl.errors import ConfigError
 from asyncrl.fitting.frame_file import BatchSource, Frames, shown_to
-from asyncrl.fitting.loop import ONE_RANK, FitRanks, Shares, minimise, prepared
+from asyncrl.fitting.loop import WARMUP, Schedule, minimise, prepared
 from asyncrl.fitting.recordings import FIRST_SIMULATOR, Recordings
-from asyncrl.fitting.worlds.interface import Size
+from asyncrl.fitting.world import Size
 from asyncrl.policies.action_tokens import BINS, NormStats, encode, normalise, opening_of
 from asyncrl.policies.interface import PolicyInputs, SamplingParams
 from asyncrl.policies.openvla.autoregressive import new_policy
@@ -27,17 +27,14 @@ from asyncrl.policies.openvla.files import STATISTICS
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.policies.openvla.tokenizer import PromptTokenizer, build_word_tokenizer, words_for
 from asyncrl.records import ACTION_DIM, CHUNK
-from asyncrl.rewards.files import RewardConfig
-from asyncrl.rewards.resnet import ResNetReward, RewardNetwork
 from asyncrl.storage.atomic import write_json
 
-Statistics = Literal["auto", "q01_q99", "none"]
 LARGEST_PATCH: Final = 16
 """Pixels."""
 
 
 def patch_size(image_size: int) -> int:
-    """Choose the side of a patch: at most `LARGEST_PATCH` pixels, and at least 8 x 8 patches where that goes.
+    """Choose the side of a patch: at most `LARGEST_PATCH` pixels, with at least 8 x 8 patches if possible.
 
     Example:
         >>> [patch_size(side) for side in (64, 96, 128, 256)]
@@ -56,24 +53,28 @@ def patch_size(image_size: int) -> int:
     return patch
 
 
-def fresh_policy(size: Size, recordings: Recordings, statistics: Statistics) -> OpenVLAOFTPolicy:
-    """Build a policy that knows the words of the recordings, sees their pictures, and spans their actions.
+def fresh_policy(
+    size: Size, recordings: Recordings, statistics: Literal["auto", "q01_q99", "none"]
+) -> OpenVLAOFTPolicy:
+    """Build a policy for the words, pictures and actions of recordings.
 
     Args:
-        statistics: q01_q99: its tokens span what was recorded. none: they span [-1, 1]. auto: as the
-            simulator asks for.
+        statistics: Range of its tokens. q01_q99: the recorded one. none: [-1, 1]. auto: by the simulator.
 
     Raises:
         ConfigError: The pictures are not square.
     """
     side = recordings.image_size
     tokenizer = build_word_tokenizer(words_for(recordings.tasks))
-    changes: dict[str, Any] = {"image_size": side, "patch_size": patch_size(side)}
-    base = getattr(OpenVLAOFTConfig, size)()
-    padding = base.vocab_size - base.token_count
+    base: OpenVLAOFTConfig = getattr(OpenVLAOFTConfig, size)()
     tokens = max(base.token_count, BINS + tokenizer.get_vocab_size())
-    changes |= {"token_count": tokens, "vocab_size": tokens + padding}
-    changes["action_dim"] = recordings.actions.shape[1]
+    changes: dict[str, Any] = {
+        "image_size": side,
+        "patch_size": patch_size(side),
+        "token_count": tokens,
+        "vocab_size": tokens + base.vocab_size - base.token_count,
+        "action_dim": recordings.actions.shape[1],
+    }
     if statistics == "q01_q99" or (statistics == "auto" and recordings.simulator != FIRST_SIMULATOR):
         stats = action_statistics(recordings)
         changes |= {"norm_key": recordings.simulator, "norm_stats": {recordings.simulator: stats}}
@@ -87,9 +88,9 @@ def executed(recordings: Recordings) -> np.ndarray:
 
 
 def action_statistics(recordings: Recordings) -> NormStats:
-    """Measure what actions are scaled with: the first and 99th percentile of each number but the gripper's.
+    """Measure the first and 99th percentile of each number of an action.
 
-    The last of 7 numbers is the gripper's, and stays as it is, where it keeps to -1 to 1.
+    The last of 7 numbers is the gripper's, and is not scaled if it keeps to -1 to 1.
 
     Raises:
         ConfigError: No action was recorded.
@@ -105,9 +106,9 @@ def action_statistics(recordings: Recordings) -> NormStats:
 
 
 def write_statistics(folder: Path, policy: OpenVLAOFTPolicy, recordings: Recordings) -> None:
-    """Write `dataset_statistics.json` beside a policy, as published policies have it: for other programs.
+    """Write `dataset_statistics.json` next to a policy, as published policies have it: for other programs.
 
-    Nothing is written where the policy has no statistics, or has those of other recordings.
+    Nothing is written if the policy has no statistics, or those of other recordings.
     """
     key = policy.config.norm_key
     if not key or policy.config.norm_stats[key] != action_statistics(recordings):
@@ -120,35 +121,17 @@ def write_statistics(folder: Path, policy: OpenVLAOFTPolicy, recordings: Recordi
     write_json(folder / STATISTICS, {key: entry | counts})
 
 
-def fresh_reward(size: Size, recordings: Recordings, device: torch.device) -> ResNetReward:
-    """Build a reward model of the recordings' tasks and picture size.
-
-    Raises:
-        ConfigError: The pictures are not square.
-    """
-    make = RewardConfig.tiny if size == "tiny" else RewardConfig.small
-    config = make(tuple(sorted(set(recordings.tasks))), recordings.image_size)
-    return ResNetReward(RewardNetwork(config), config, device=device)
-
-
 def examples(recordings: Recordings) -> np.ndarray:
-    """Find the frames after which the recording has at least one whole decision's actions.
-
-    Returns:
-        ``[N]`` int64, rows of `recordings.frames`.
-    """
-    rows = [
-        np.arange(recordings.span(e).start, recordings.span(e).stop - CHUNK)
-        for e in range(len(recordings))
-        if recordings.span(e).stop - recordings.span(e).start > CHUNK
-    ]
+    """Return the frames before at least one whole recorded decision: ``[N]`` int64 rows of the frames."""
+    spans = map(recordings.span, range(len(recordings)))
+    rows = [np.arange(s.start, s.stop - CHUNK) for s in spans if s.stop - s.start > CHUNK]
     if not rows:
         raise ConfigError(f"No recorded episode is longer than {CHUNK} steps: there is nothing to imitate.")
     return np.concatenate(rows)
 
 
 def check_imitable(policy: OpenVLAOFTPolicy, recordings: Recordings) -> None:
-    """Check that the policy can say what was done and can tell the tasks apart.
+    """Check that the policy can represent the recorded actions and tokenise the tasks.
 
     Raises:
         ConfigError: It cannot.
@@ -163,13 +146,10 @@ def check_imitable(policy: OpenVLAOFTPolicy, recordings: Recordings) -> None:
 
 
 def tokens_of(actions: np.ndarray, config: OpenVLAOFTConfig) -> np.ndarray:
-    """Find the bins that a policy decodes to given actions, up to half a bin: the inverse of its `decode`.
+    """Compute the bins ``[F, A]`` int32, 0..255, that a policy decodes to given actions, up to half a bin.
 
     Args:
         actions: ``[F, A]`` float32 in the environment's units.
-
-    Returns:
-        ``[F, A]`` int32, 0..255.
     """
     scaled = opening_of(actions, config.gripper)
     if config.norm_key:
@@ -180,28 +160,20 @@ def tokens_of(actions: np.ndarray, config: OpenVLAOFTConfig) -> np.ndarray:
 def fit_policy(
     policy: OpenVLAOFTPolicy,
     recordings: Recordings,
+    schedule: Schedule,
     *,
-    steps: int,
-    batch: int,
-    learning_rate: float,
-    seed: int,
     drawn: Frames | None = None,
     jitter: float = 1.3,
-    compiled: bool = False,
     average: float = 0.999,
-    micro_batch: int = 0,
     pictures_on_device: bool = True,
-    ranks: FitRanks = ONE_RANK,
 ) -> float:
     """Minimise the negative log-likelihood of the recorded actions, in nats per token.
 
     Args:
-        batch: Examples per step.
-        drawn: ``[F, H, W, 3]`` uint8, the frames as a world model's autoencoder draws them, for every
-            second step: the policy will act on imagined pictures and must not take them for something else.
-        average: Decay of the moving average of what is trained, which replaces it at the end; 0: none.
-        micro_batch: Examples that a rank computes at once; 0: all of its own. The step is the same, up to
-            rounding, whatever it is and however many ranks there are.
+        drawn: ``[F, H, W, 3]`` uint8, the frames as a world model's autoencoder draws them, for every second
+            step: the policy will act on imagined pictures and must read them alike.
+        jitter: Standard deviation of the noise on the imitated tokens, in bins.
+        average: Decay of the moving average of the weights, which replaces them at the end; 0: none.
 
     Returns:
         Mean loss of the last tenth.
@@ -212,92 +184,61 @@ def fit_policy(
     """
     require_trainable(policy.config)
     check_imitable(policy, recordings)
-    device = next(policy.parameters()).device
-    shares = Shares.of(batch, ranks, micro_batch)
-    imitation = _Imitation(
-        policy, recordings, drawn, seed=seed, jitter=jitter, shares=shares, resident=pictures_on_device
-    )
-
-    def logprob(pixels: Tensor, input_ids: Tensor, attention_mask: Tensor, tokens_BCA: Tensor) -> Tensor:
-        inputs = PolicyInputs(
-            pixels=pixels,
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            padded=imitation.prompts.padded,
-        )
-        return policy.evaluate(
-            inputs, {"tokens": tokens_BCA}, SamplingParams(temperature=1.0, top_k=0)
-        ).logprob
-
-    logprob = prepared(logprob, device, compiled=compiled)
-
-    def loss_at(count: int) -> Tensor:
-        step, part = divmod(count, shares.parts)
-        if part == 0:
-            imitation.draw(batch)
-        return -logprob(*imitation.part(step, part)).mean()
-
+    frames = [recordings.frames] if drawn is None else [recordings.frames, drawn]
+    sources = [
+        BatchSource(shown_to(policy, some), policy.device, resident=pictures_on_device) for some in frames
+    ]
+    loss_at = _imitation(policy, recordings, sources, schedule, jitter)
     policy.train()
-    loss = minimise(
-        "policy",
-        policy,
-        loss_at,
-        steps=steps,
-        learning_rate=learning_rate,
-        warmup=min(200, steps // 10),
-        average=average,
-        parts=shares.parts,
-        ranks=ranks,
-    )
+    schedule = replace(schedule, warmup=min(WARMUP, schedule.steps // 10))
+    loss = minimise("policy", policy, loss_at, schedule, average=average)
     policy.eval()
     return loss
 
 
-class _Imitation:
-    """The recordings, from which examples are drawn."""
+def _imitation(
+    policy: OpenVLAOFTPolicy,
+    recordings: Recordings,
+    sources: list[BatchSource],
+    schedule: Schedule,
+    jitter: float,
+) -> Callable[[int], Tensor]:
+    """Return the loss of a step; the sources of pictures take turns."""
+    device, names = policy.device, sorted(set(recordings.tasks))
+    generator = torch.Generator(device).manual_seed(schedule.seed)
+    tokens_FA, rows_N, tasks_F = (
+        torch.from_numpy(array).to(device)
+        for array in (
+            tokens_of(recordings.actions, policy.config),
+            examples(recordings),
+            np.repeat([names.index(task) for task in recordings.tasks], np.diff(recordings.offsets)),
+        )
+    )
+    prompts = policy.preprocess(recordings.frames[: len(names)], names)
+    chunk = torch.arange(1, CHUNK + 1, device=device)
+    sampling = SamplingParams(temperature=1.0, top_k=0)
+    own: list[Tensor] = []
 
-    def __init__(
-        self,
-        policy: OpenVLAOFTPolicy,
-        recordings: Recordings,
-        drawn: Frames | None,
-        *,
-        seed: int,
-        jitter: float,
-        shares: Shares,
-        resident: bool,
-    ) -> None:
-        self.shares = shares
-        self.device = policy.device
-        self.generator = torch.Generator(self.device).manual_seed(seed)
-        self.jitter = jitter
-        pictures = (frames for frames in (recordings.frames, drawn) if frames is not None)
-        self.sources = [
-            BatchSource(shown_to(policy, frames), self.device, resident=resident) for frames in pictures
-        ]
-        self.tokens = self._put(tokens_of(recordings.actions, policy.config))
-        self.rows = self._put(examples(recordings))
-        names = sorted(set(recordings.tasks))
-        self.prompts = policy.preprocess(recordings.frames[: len(names)], names)
-        numbers = [names.index(task) for task in recordings.tasks]
-        self.tasks = self._put(np.repeat(numbers, np.diff(recordings.offsets)))
-        self.chunk = torch.arange(1, CHUNK + 1, device=self.device)
+    def logprob(pixels: Tensor, input_ids: Tensor, attention_mask: Tensor, tokens_BCA: Tensor) -> Tensor:
+        inputs = PolicyInputs(
+            pixels=pixels, input_ids=input_ids, attention_mask=attention_mask, padded=prompts.padded
+        )
+        return policy.evaluate(inputs, {"tokens": tokens_BCA}, sampling).logprob
 
-    def _put(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
+    run = prepared(logprob, device, compiled=schedule.compiled)
 
-    def draw(self, batch: int) -> None:
-        """Choose the examples of a step: all ranks choose the same, and each keeps its own."""
-        drawn = torch.randint(len(self.rows), (batch,), generator=self.generator, device=self.device)
-        rows = self.rows[drawn]
-        imitated = self.tokens[rows[:, None] + self.chunk]
-        moved = self.jitter * torch.randn(imitated.shape, generator=self.generator, device=self.device)
-        tokens = (imitated + moved.round().int()).clamp(0, BINS - 1)
-        self.drawn = self.shares.own(rows), self.shares.own(tokens)
+    def loss_at(count: int) -> Tensor:
+        step, part = divmod(count, schedule.parts)
+        if part == 0:
+            drawn = torch.randint(len(rows_N), (schedule.batch,), generator=generator, device=device)
+            rows = rows_N[drawn]
+            imitated = tokens_FA[rows[:, None] + chunk]
+            moved = jitter * torch.randn(imitated.shape, generator=generator, device=device)
+            tokens = (imitated + moved.round().int()).clamp(0, BINS - 1)
+            own[:] = schedule.own(rows), schedule.own(tokens)
+        rows, tokens = (schedule.part(tensor, part) for tensor in own)
+        task = tasks_F[rows]
+        pixels = sources[step % len(sources)].take(rows)
+        return -run(pixels, prompts.input_ids[task], prompts.attention_mask[task], tokens).mean()
 
-    def part(self, step: int, part: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return micro-batch `part` of this rank's examples of step `step`; the sources take turns."""
-        rows, tokens = (self.shares.part(chosen, part) for chosen in self.drawn)
-        task = self.tasks[rows]
-        pixels = self.sources[step % len(self.sources)].take(rows)
-        return pixels, self.prompts.input_ids[task], self.prompts.attention_mask[task], tokens
+    return loss_at

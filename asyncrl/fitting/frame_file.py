@@ -1,11 +1,6 @@
-"""Pictures that are read by row from a temporary file: none of them stays in memory.
-
-The file has no name, so that it is gone as soon as nobody has it open, however the process ended. Reading
-needs no mapping: the memory of a process is what it asked for, and a disk that fails is an error of the call.
+"""Pictures of recordings outside memory: in a temporary file, read by row, and drawn as batches on a device.
 
 Letters: F pictures, H W picture size.
-
-Draws batches of pictures on the device that a model is fitted on.
 """
 
 from __future__ import annotations
@@ -30,13 +25,15 @@ from asyncrl.errors import AssetError
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 
 BLOCK_BYTES: Final = 64 * 2**20
-"""Of pictures that are moved at a time."""
+"""Pictures moved at a time."""
+ON_DEVICE: Final = 0.4
+"""Share of a GPU's free memory that the pictures of one source may take."""
 
 
 def cache_folder() -> Path:
-    """Return where large temporary files go: TMPDIR if it is set, else /var/tmp, else the system's folder.
+    """Return the folder of large temporary files: TMPDIR if set, else /var/tmp, else the system's.
 
-    /tmp is memory on many hosts, which is what these files are to save.
+    /tmp is memory on many hosts, which these files are to save.
     """
     lasting = Path("/var/tmp")  # noqa: S108 - the file in it is made without a name
     if not os.environ.get("TMPDIR") and lasting.is_dir() and os.access(lasting, os.W_OK):
@@ -45,13 +42,14 @@ def cache_folder() -> Path:
 
 
 class FrameFile:
-    """``[F, H, W, 3]`` uint8 in a temporary file, read like an array. Threads may read and write at once."""
+    """``[F, H, W, 3]`` uint8 in a temporary file, read like an array; safe for concurrent threads.
+
+    The file has no name, so it is gone when the process ends. Reading needs no mapping: the memory of a
+    process is the rows it asked for, and a failing disk is an error of the call.
+    """
 
     def __init__(self, shape: tuple[int, int, int, int]) -> None:
-        """Reserve the space.
-
-        Args:
-            shape: ``F, H, W, 3``.
+        """Reserve the space of ``F, H, W, 3`` bytes.
 
         Raises:
             AssetError: The folder of temporary files has no room for it.
@@ -73,18 +71,13 @@ class FrameFile:
                 f"The recordings' pictures take {self.nbytes / 1e9:.1f} GB unpacked, and {folder} has "
                 f"{free / 1e9:.1f} GB free ({error.strerror}). Set TMPDIR to a folder with more."
             ) from error
-
         weakref.finalize(self, os.close, self._handle)
 
     def __len__(self) -> int:
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> NDArray[np.uint8]:
-        """Read what NumPy would give for an index of rows: a number, a slice, or an array of any shape.
-
-        Returns:
-            ``[..., H, W, 3]`` uint8, a copy.
-        """
+        """Return a copy of rows as NumPy indexes them: ``[..., H, W, 3]`` uint8."""
         rows = np.asarray(self._rows[index])
         flat = rows.reshape(-1)
         frames = np.empty((len(flat), *self.shape[1:]), np.uint8)
@@ -114,32 +107,12 @@ class FrameFile:
             left, at = left[count:], at + count
 
 
-class FrameRows:
-    """Some rows of other pictures, ``[F, H, W, 3]`` uint8; none is copied before it is read."""
-
-    def __init__(self, frames: NDArray[np.uint8] | FrameFile | FrameRows, rows: NDArray[np.int64]) -> None:
-        """Choose `rows`, ``[F]`` int64, in that order; of a choice, rows of what it was made of."""
-        if isinstance(frames, FrameRows):
-            frames, rows = frames._frames, frames._rows[rows]
-        self._frames, self._rows = frames, rows
-        self.shape = (len(rows), *frames.shape[1:])
-        self.dtype = np.dtype(np.uint8)
-        self.nbytes = math.prod(self.shape)
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __getitem__(self, index: Any) -> NDArray[np.uint8]:
-        """Read what NumPy would give for an index of rows; see `FrameFile.__getitem__`."""
-        return self._frames[self._rows[index]]
-
-
-Frames = NDArray[np.uint8] | FrameFile | FrameRows
+Frames = NDArray[np.uint8] | FrameFile
 """``[F, H, W, 3]`` uint8, in memory or in a file."""
 
 
 def blocks(shape: Sequence[int]) -> list[slice]:
-    """Cut the rows ``[F, H, W, 3]`` into parts of at most about `BLOCK_BYTES`, each a multiple of 64 rows.
+    """Cut the rows ``[F, H, W, 3]`` into parts of about `BLOCK_BYTES`, each a multiple of 64 rows.
 
     Example:
         >>> blocks((130, 512, 512, 3))
@@ -149,27 +122,16 @@ def blocks(shape: Sequence[int]) -> list[slice]:
     return [slice(begin, min(begin + size, shape[0])) for begin in range(0, shape[0], size)]
 
 
-ON_DEVICE: Final = 0.4
-"""Share of a GPU's free memory that the pictures of one source may take there."""
-
-
 class BatchSource:
-    """Pictures from which batches are drawn, on the device where they fit there."""
+    """Pictures from which batches are drawn, resident on a GPU if they fit there."""
 
     def __init__(self, frames: Frames, device: torch.device, *, resident: bool = True) -> None:
-        """Move the pictures to a GPU that has room for them; elsewhere every batch is read when it is drawn.
-
-        Args:
-            frames: ``[F, H, W, 3]`` uint8.
-        """
+        """Move ``[F, H, W, 3]`` uint8 to a GPU with room; otherwise every batch is read when drawn."""
         self.frames = frames
         self.device = device
         self.resident: Tensor | None = None
-        if (
-            resident
-            and device.type == "cuda"
-            and frames.nbytes < ON_DEVICE * torch.cuda.mem_get_info(device)[0]
-        ):
+        on_gpu = resident and device.type == "cuda"
+        if on_gpu and frames.nbytes < ON_DEVICE * torch.cuda.mem_get_info(device)[0]:
             self.resident = torch.empty(frames.shape, dtype=torch.uint8, device=device)
             for part in blocks(frames.shape):
                 self.resident[part] = to_device(frames[part], device)
@@ -183,13 +145,13 @@ class BatchSource:
 
 
 def shown_to(policy: OpenVLAOFTPolicy, frames: Frames) -> Frames:
-    """Return the pictures as the policy is shown them, where that is more work than a batch has time for.
+    """Return the frames in the policy's own picture size if its resizing is too slow to repeat per batch.
 
     Args:
         frames: ``[F, H, W, 3]`` uint8.
 
     Returns:
-        ``[F, S, S, 3]`` uint8 of the policy's picture size, or the frames themselves.
+        ``[F, S, S, 3]`` uint8, or the frames themselves.
     """
     if policy.config.image_pipeline == "rlinf":
         return frames

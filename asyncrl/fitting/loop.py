@@ -1,15 +1,13 @@
-"""Train the parameters of a module on a loss: the one loop of all fits.
+"""Train the parameters of a module on a loss: the one loop of all fits, alone or shared by several ranks.
 
-Shares the examples of a step out: to the ranks that fit together, and to the micro-batches of each.
-
-All ranks draw the same examples and the same noise, and each keeps its own part, so a step is that of one
-rank alone, up to rounding.
+All ranks draw the same examples and noise, and each keeps its own part, so a step is that of one rank alone,
+up to rounding.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -22,31 +20,58 @@ from tqdm import tqdm
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.observability import process_status
 
+WARMUP: Final = 200
+
 
 @dataclass(frozen=True, kw_only=True)
-class Shares:
-    """Who computes which examples of a step."""
+class FitRanks:
+    """The processes that fit one network together; each computes a part of every batch."""
 
-    ranks: FitRanks
-    parts: int
-    """Micro-batches of each rank."""
+    rank: int = 0
+    size: int = 1
+    sum: Callable[[Tensor], Tensor] = lambda value: value
+    """Collective sum over the ranks of a tensor of any shape and dtype."""
 
-    @classmethod
-    def of(cls, batch: int, ranks: FitRanks, micro_batch: int) -> Shares:
-        """Share a batch out; see `parts_of`."""
-        return cls(ranks=ranks, parts=parts_of(batch, ranks.size, micro_batch))
+
+ONE_RANK: Final = FitRanks()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Steps, batch and speed of a fit, and how each batch is shared out."""
+
+    steps: int
+    """Optimizer steps."""
+    batch: int
+    """Examples per step."""
+    learning_rate: float
+    """Peak learning rate."""
+    seed: int = 0
+    """Of the choice of examples and of all noise."""
+    warmup: int = WARMUP
+    """Steps until the peak of the learning rate."""
+    compiled: bool = False
+    """Use `torch.compile`."""
+    micro_batch: int = 0
+    """Examples that a rank computes at once; 0: all of its own."""
+    ranks: FitRanks = ONE_RANK
+
+    @property
+    def parts(self) -> int:
+        """Micro-batches of each rank."""
+        return parts_of(self.batch, self.ranks.size, self.micro_batch)
 
     def own(self, drawn: Tensor) -> Tensor:
-        """Return this rank's rows of what was drawn for a whole step, ``[batch, ...]`` of any dtype."""
+        """Return this rank's rows of a whole step, ``[batch, ...]`` of any dtype."""
         return drawn[self.ranks.rank :: self.ranks.size]
 
     def part(self, own: Tensor, part: int) -> Tensor:
-        """Return the rows of a micro-batch of what `own` returned."""
+        """Return the rows of a micro-batch among those of `own`."""
         return own[part :: self.parts]
 
 
 def parts_of(batch: int, ranks: int, micro_batch: int) -> int:
-    """Count the micro-batches of a rank: alike for all, so that their means make up the batch's.
+    """Count the micro-batches of a rank: all of one size, so that their means make up the batch's.
 
     Raises:
         ConfigError: The batch cannot be shared out evenly.
@@ -58,45 +83,6 @@ def parts_of(batch: int, ranks: int, micro_batch: int) -> int:
             f"Use a --batch that is a multiple of {ranks * max(1, at_once)}."
         )
     return batch // (ranks * at_once)
-
-
-@dataclass(frozen=True, kw_only=True)
-class FitRanks:
-    """The processes that fit one network together; each computes a part of every batch."""
-
-    rank: int = 0
-    size: int = 1
-    sum: Callable[[Tensor], Tensor] = lambda value: value
-    """Adds a tensor up over the ranks, of any shape and dtype, on the CPU or their devices; a collective."""
-
-
-ONE_RANK: Final = FitRanks()
-
-
-WARMUP: Final = 200
-"""Steps until the peak of the learning rate."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """How long and how fast a network is fitted."""
-
-    steps: int
-    """Optimizer steps."""
-    batch: int
-    """Examples per step."""
-    learning_rate: float
-    """Peak learning rate."""
-    seed: int
-    """Of the choice of examples and of all noise."""
-    warmup: int = WARMUP
-    """Steps until the peak."""
-    compiled: bool = False
-    """Use `torch.compile`."""
-    micro_batch: int = 0
-    """Examples that a rank computes at once; 0: all of its own."""
-    ranks: FitRanks = ONE_RANK
-    """That share every batch."""
 
 
 def prepared(function: Callable[..., Any], device: torch.device, *, compiled: bool) -> Callable[..., Any]:
@@ -125,7 +111,7 @@ class Rounded(nn.Module):
         self.network = network
 
     def forward(self, *inputs: Tensor) -> Any:
-        """Call the network with these inputs, which it turns into the type of its weights itself."""
+        """Call the network, which casts its inputs to the dtype of its weights."""
         rounded = {name: p.to(torch.bfloat16) for name, p in self.network.named_parameters()}
         return functional_call(self.network, rounded, inputs)
 
@@ -134,7 +120,7 @@ def prepared_network(network: nn.Module, device: torch.device, *, compiled: bool
     """Run a network in bfloat16 on a GPU: compiled, or as CUDA graphs, gradients included.
 
     A small network's thousands of kernels take longer to start than to run. Shapes, types and which inputs
-    need gradients are those of the first call, and what is returned is overwritten by the next one.
+    need gradients are those of the first call, and the result is overwritten by the next one.
     """
     if compiled or device.type != "cuda":
         return prepared(network, device, compiled=compiled)
@@ -149,40 +135,42 @@ def prepared_network(network: nn.Module, device: torch.device, *, compiled: bool
     return run
 
 
-def learning_rate_at(step: int, steps: int, peak: float, warmup: int) -> float:
-    """Compute the rate of a step: a linear warm-up to `peak`, then a cosine to zero at `steps`."""
+def learning_rate_at(step: int, schedule: Schedule) -> float:
+    """Compute the rate of a step: a linear warm-up to the peak, then a cosine to zero at the last step."""
+    peak, warmup = schedule.learning_rate, schedule.warmup
     if step < warmup:
         return peak * (step + 1) / warmup
-    return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+    return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, schedule.steps - warmup)))
 
 
 def minimise(
     name: str,
     module: nn.Module,
     loss_at: Callable[[int], Tensor],
+    schedule: Schedule,
     *,
-    steps: int,
-    learning_rate: float,
     weight_decay: float = 0.01,
-    warmup: int = WARMUP,
     average: float = 0.0,
-    parts: int = 1,
-    ranks: FitRanks = ONE_RANK,
 ) -> float:
     """Train `module` with AdamW and return the mean loss of the last tenth.
 
     Args:
-        loss_at: Gives a loss, ``[]`` float32, with gradient: of step i; with `parts` of part
-            ``i % parts`` of step ``i // parts``.
+        loss_at: Computes a loss, ``[]`` float32, with gradient: of step i; with several micro-batches of
+            part ``i % parts`` of step ``i // parts``.
+        average: Decay of the moving average of the weights, which replaces them at the end; 0: none.
+
+    Raises:
+        RunError: The loss stopped being finite.
     """
-    optimizer = _adamw(module, weight_decay)
+    optimizer, parts = _adamw(module, weight_decay), schedule.parts
     parameters = [p for p in module.parameters() if p.requires_grad]
     averaged = [p.detach().clone() for p in parameters] if average else []
     losses: list[Tensor] = []
-    bar = tqdm(range(steps), desc=name, mininterval=2.0, dynamic_ncols=True, disable=ranks.rank > 0)
+    hidden = schedule.ranks.rank > 0
+    bar = tqdm(range(schedule.steps), desc=name, mininterval=2.0, dynamic_ncols=True, disable=hidden)
     for step in bar:
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate_at(step, steps, learning_rate, warmup)
+            group["lr"] = learning_rate_at(step, schedule)
         optimizer.zero_grad(set_to_none=True)
         whole = torch.zeros((), device=parameters[0].device)
         for part in range(parts):
@@ -197,11 +185,11 @@ def minimise(
             decay = min(average, (1 + step) / (10 + step))
             get_ema_multi_avg_fn(decay)(averaged, [p.detach() for p in parameters], step)
         if (step + 1) % 100 == 0:
-            bar.set_postfix(loss=f"{_finite_mean(name, losses[-100:], ranks):.4f}")
+            bar.set_postfix(loss=f"{_finite_mean(name, losses[-100:], schedule.ranks):.4f}")
     with torch.no_grad():
         for parameter, mean in zip(parameters, averaged, strict=bool(averaged)):
             parameter.copy_(mean)
-    return _finite_mean(name, losses[-max(1, steps // 10) :], ranks)
+    return _finite_mean(name, losses[-max(1, schedule.steps // 10) :], schedule.ranks)
 
 
 def _adamw(module: nn.Module, weight_decay: float) -> torch.optim.AdamW:
@@ -219,7 +207,7 @@ def _adamw(module: nn.Module, weight_decay: float) -> torch.optim.AdamW:
     )
 
 
-def _finite_mean(name: str, losses: Iterable[Tensor], ranks: FitRanks) -> float:
+def _finite_mean(name: str, losses: Sequence[Tensor], ranks: FitRanks) -> float:
     mean = float(ranks.sum(torch.stack(list(losses)).mean()) / ranks.size)
     if not math.isfinite(mean):
         raise RunError(f"The loss of `{name}` is {mean}. Lower its learning rate, or check the recordings.")

@@ -1,33 +1,27 @@
-"""Write recordings of a simulator to HDF5 files, and read them back; pictures are never all in memory.
-
-A recording folder holds `part-*.h5` files. Inside: the frames of all episodes one after another with an
-offset table, numbers and fixed-length text only, so that any HDF5 tool can read them.
+"""Recordings: HDF5 files `part-*.h5` with the episodes of a simulator, written and read as a stream.
 
 Letters: E episodes, F frames of all episodes, H W image size, A numbers per action.
-
-What recordings look like: what those that are fitted together must have in common.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import AssetError, ConfigError, first_line
-from asyncrl.fitting.frame_file import FrameFile, FrameRows, Frames, blocks
+from asyncrl.fitting.frame_file import FrameFile, Frames, blocks
 from asyncrl.records import POSE_DIM
 from asyncrl.simulators.interface import SimStart, SimulatorSpec
 from asyncrl.simulators.rollout import SimulatedEpisode
@@ -37,26 +31,37 @@ from asyncrl.storage.untrusted import attribute_of, dataset_in, open_hdf5
 if TYPE_CHECKING:
     import h5py
 
+FORMAT: Final = "asyncrl-recordings-2"
+FORMATS: Final = ("asyncrl-recordings-1", FORMAT)
+"""The first has no rewards, states or further cameras, and its starts are seeds of one simulator."""
+FIRST_SIMULATOR: Final = "tabletop"
+RATE: Final = "steps_per_second"
+"""Key of the attribute `about`."""
+UNREADABLE: Final = (
+    *(OSError, KeyError, TypeError, ValueError, IndexError, RuntimeError, MemoryError, AttributeError),
+    zlib.error,
+)
+"""Raised by h5py and by the checks of what it returns."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Looks:
-    """Of one file of recordings, or of one data set of another program."""
+    """What recordings that are fitted together have in common."""
 
     simulator: str
     cameras: tuple[str, ...]
     height: int
-    """Of the pictures in pixels, like `width`."""
     width: int
     action_dim: int
     rate: float = 0.0
-    """Steps per second; 0: not said."""
+    """Steps per second; 0 if unknown."""
 
     def fits(self, other: Looks) -> bool:
-        """Tell whether both can be fitted together: they are alike, and of one rate where both say it."""
+        """Return True if all but the rate is equal, and the rate where both are known."""
         same_rate = not (self.rate and other.rate) or abs(self.rate - other.rate) < 1e-6
-        return same_rate and self._told() == other._told()
+        return same_rate and self._key() == other._key()
 
-    def _told(self) -> tuple[object, ...]:
+    def _key(self) -> tuple[object, ...]:
         return self.simulator, self.cameras, self.height, self.width, self.action_dim
 
     def __str__(self) -> str:
@@ -67,25 +72,12 @@ class Looks:
         )
 
 
-_log = logging.getLogger(__name__)
-FORMAT = "asyncrl-recordings-2"
-_FAMILY: Final = "asyncrl-recordings-"
-FORMATS = ("asyncrl-recordings-1", FORMAT)
-"""That are read; the first had neither rewards nor states nor further cameras, and its starts were seeds."""
-FIRST_SIMULATOR: Final = "tabletop"
-FIRST_CAMERAS: Final = ("main",)
-"""What all recordings of the first format were made with."""
-RATE: Final = "steps_per_second"
-"""In `about`, where it is known."""
-_UNREADABLE = (OSError, KeyError, TypeError, ValueError, IndexError, RuntimeError, MemoryError, zlib.error)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Recordings:
     """Episodes of one simulator, one after another. Action i produced frame i."""
 
     frames: Frames
-    """``[F, H, W, 3]`` of the first camera. Read from disk by row, where files were loaded."""
+    """``[F, H, W, 3]`` of the first camera."""
     actions: NDArray[np.float32]
     """``[F, A]``; the first row of each episode is the dummy action."""
     success: NDArray[np.bool_]
@@ -97,12 +89,10 @@ class Recordings:
     seeds: NDArray[np.int64]
     """``[E]``."""
     task_ids: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    """``[E]`` numbers of the tasks, -1 where they have none; empty: as if all were -1."""
+    """``[E]`` numbers of the tasks, -1 if unnumbered; empty: all are."""
     simulator: str = FIRST_SIMULATOR
-    """Name of the simulator."""
     poses: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, POSE_DIM), np.float32))
-    """``[F, 8]`` where the hand is in each frame (`simulators.interface.hand_pose`); ``[0, 8]``: not every
-    file says it."""
+    """``[F, 8]`` of the hand (`simulators.interface.hand_pose`); ``[0, 8]`` if a file has none."""
 
     def __len__(self) -> int:
         return len(self.tasks)
@@ -128,8 +118,8 @@ class Recordings:
         return slice(int(self.offsets[episode]), int(self.offsets[episode + 1]))
 
     def solved(self) -> NDArray[np.bool_]:
-        """Tell of each episode whether it was solved at any step: ``[E]`` bool."""
-        return np.array([self.success[self.span(e)].any() for e in range(len(self))])
+        """Return the episodes that were solved at any step: ``[E]`` bool."""
+        return solved_episodes(self.success, self.offsets)
 
     def scenes(self) -> NDArray[np.int64]:
         """Number the scenes: ``[E]`` int64 from 0. Every numbered task has its own; others share one."""
@@ -138,22 +128,14 @@ class Recordings:
         return np.unique(self.task_ids, return_inverse=True)[1].astype(np.int64)
 
 
-def chosen(recordings: Recordings, episodes: Sequence[int]) -> Recordings:
-    """Return some episodes, in that order; their pictures stay where they are."""
-    spans = [recordings.span(episode) for episode in episodes]
-    rows = np.concatenate([np.arange(span.start, span.stop) for span in spans] or [np.empty(0, np.int64)])
-    numbers = np.array(episodes, np.int64)
-    return Recordings(
-        frames=FrameRows(recordings.frames, rows),
-        actions=recordings.actions[rows],
-        success=recordings.success[rows],
-        offsets=np.cumsum([0, *(span.stop - span.start for span in spans)]).astype(np.int64),
-        tasks=[recordings.tasks[episode] for episode in episodes],
-        seeds=recordings.seeds[numbers],
-        task_ids=recordings.task_ids[numbers] if len(recordings.task_ids) else recordings.task_ids,
-        simulator=recordings.simulator,
-        poses=recordings.poses[rows] if len(recordings.poses) else recordings.poses,
-    )
+def solved_episodes(success_F: NDArray[np.bool_], offsets: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Return the episodes with a success: ``[E]`` bool."""
+    return np.logical_or.reduceat(success_F, offsets[:-1]) if len(offsets) > 1 else np.zeros(0, bool)
+
+
+def episodes_per_part(nbytes: int) -> int:
+    """Count the episodes, of so many bytes of pictures each, that share a file: at most 32 and 256 MiB."""
+    return max(1, min(32, 256 * 2**20 // max(1, nbytes)))
 
 
 def write_part(
@@ -164,67 +146,50 @@ def write_part(
 
     path.parent.mkdir(parents=True, exist_ok=True)
     lengths: list[int] = []
-    tasks: list[bytes] = []
-    starts: list[SimStart] = []
-    ends: list[tuple[bool, bool]] = []
+    written: list[tuple[str, SimStart, bool, bool]] = []
     with replacing(path) as part, h5py.File(part, "w", libver=("v110", "v110")) as file:
         file.attrs.update(
             format=FORMAT, simulator=spec.name, cameras=json.dumps(spec.cameras), about=json.dumps(about)
         )
         for episode in episodes:
-            _append(file, "frames", episode.frames)
-            _append(file, "actions", episode.actions)
-            _append(file, "success", episode.success.astype(np.uint8))
-            _append(file, "rewards", episode.rewards)
-            if episode.poses.size:
-                _append(file, "poses", episode.poses)
-            if episode.states.shape[1]:
-                _append(file, "states", episode.states)
-            if episode.more_frames.shape[1]:
-                _append(file, "more_frames", episode.more_frames)
+            rows = {name: getattr(episode, name) for name in ("frames", "actions", "rewards")}
+            rows["success"] = episode.success.astype(np.uint8)
+            optional = {name: getattr(episode, name) for name in ("poses", "states", "more_frames")}
+            for name, array in (rows | {n: array for n, array in optional.items() if array.size}).items():
+                _append(file, name, array)
             lengths.append(len(episode.frames))
-            tasks.append(episode.task.encode())
-            starts.append(episode.start)
-            ends.append((episode.terminated, episode.truncated))
+            written.append((episode.task, episode.start, episode.terminated, episode.truncated))
         file["offsets"] = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        names = [start.name.encode() for start in starts]
-        file["tasks"] = np.array(tasks, dtype=f"S{max(map(len, tasks), default=1)}")
-        file["starts"] = np.array(names, dtype=f"S{max(map(len, names), default=1)}")
+        for name, texts in (
+            ("tasks", [task.encode() for task, *_ in written]),
+            ("starts", [start.name.encode() for _, start, *_ in written]),
+        ):
+            file[name] = np.array(texts, dtype=f"S{max(map(len, texts), default=1)}")
         for name in ("seed", "task_id", "trial"):
-            file[f"{name}s"] = np.array([getattr(start, name) for start in starts], dtype=np.int64)
-        for column, name in enumerate(("terminated", "truncated")):
-            file[name] = np.array([end[column] for end in ends], dtype=np.uint8)
+            file[f"{name}s"] = np.array([getattr(start, name) for _, start, *_ in written], dtype=np.int64)
+        for column, name in enumerate(("terminated", "truncated"), 2):
+            file[name] = np.array([row[column] for row in written], dtype=np.uint8)
     return len(lengths)
 
 
-def _append(file: object, name: str, rows: NDArray) -> None:
-    import h5py
-
-    assert isinstance(file, h5py.File)
-    if name not in file:
-        shape = rows.shape[1:]
-        file.create_dataset(
-            name,
-            data=rows,
-            maxshape=(None, *shape),
-            chunks=(16, *shape),
-            compression="gzip",
-            compression_opts=1,
-        )
+def _append(file: h5py.File, name: str, rows: NDArray[Any]) -> None:
+    if name in file:
+        dataset: Any = file[name]
+        begin = dataset.shape[0]
+        dataset.resize(begin + len(rows), axis=0)
+        dataset[begin:] = rows
         return
-    dataset = file[name]
-    assert isinstance(dataset, h5py.Dataset)
-    begin = dataset.shape[0]
-    dataset.resize(begin + len(rows), axis=0)
-    dataset[begin:] = rows
+    shape = rows.shape[1:]
+    packed: dict[str, Any] = {"compression": "gzip", "compression_opts": 1}
+    file.create_dataset(name, data=rows, maxshape=(None, *shape), chunks=(16, *shape), **packed)
 
 
 def is_recording(path: Path) -> bool:
-    """Tell whether a file says that it is a recording, of whatever version."""
+    """Return True if a file is a recording of any version."""
     try:
         with open_hdf5(path) as file:
-            return str(attribute_of(file, "format")).startswith(_FAMILY)
-    except _UNREADABLE:
+            return str(attribute_of(file, "format")).startswith("asyncrl-recordings-")
+    except UNREADABLE:
         return False
 
 
@@ -245,12 +210,12 @@ def recording_files(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordingFile:
-    """A file without its pictures; the other arrays as in `Recordings`."""
+    """A recording without its pictures; its arrays are those of `Recordings`."""
 
-    simulator: str
-    cameras: tuple[str, ...]
-    shape: tuple[int, int, int, int]
-    """``F, H, W, 3`` of the pictures."""
+    path: Path
+    looks: Looks
+    frames: int
+    """``F``."""
     actions: NDArray[np.float32]
     success: NDArray[np.bool_]
     offsets: NDArray[np.int64]
@@ -258,24 +223,21 @@ class RecordingFile:
     seeds: NDArray[np.int64]
     task_ids: NDArray[np.int64]
     poses: NDArray[np.float32]
-    rate: float = 0.0
-    """Steps per second; 0: not said."""
 
     def solved(self) -> NDArray[np.bool_]:
-        """Tell of each episode whether it was solved at any step: ``[E]`` bool."""
-        return np.logical_or.reduceat(self.success, self.offsets[:-1]) if self.tasks else np.zeros(0, bool)
+        """Return the episodes that were solved at any step: ``[E]`` bool."""
+        return solved_episodes(self.success, self.offsets)
 
-    @property
-    def looks(self) -> Looks:
-        """What recordings that are fitted together have in common."""
-        return Looks(
-            simulator=self.simulator,
-            cameras=self.cameras,
-            height=self.shape[1],
-            width=self.shape[2],
-            action_dim=self.actions.shape[1],
-            rate=self.rate,
-        )
+    def read(self, into: FrameFile, row: int) -> RecordingFile:
+        """Write the pictures of the first camera from a row on."""
+        with _opened(self.path) as file:
+            frames = dataset_in(file, "frames")
+            if frames.chunks is None or frames.compression != "gzip" or frames.shuffle or frames.fletcher32:
+                for part in blocks(frames.shape):
+                    into.write(row + part.start, frames[part])
+            else:
+                _inflate(frames, into, row)
+        return self
 
 
 def read_part(path: Path) -> RecordingFile:
@@ -284,67 +246,62 @@ def read_part(path: Path) -> RecordingFile:
     Raises:
         ConfigError: It is no recording, or is damaged.
     """
-    with opened(path) as file:
+    with _opened(path) as file:
         first = attribute_of(file, "format") == FORMATS[0]
-        frames = dataset_in(file, "frames")
-        seeds = dataset_in(file, "seeds")[:]
+        frames, success = dataset_in(file, "frames"), dataset_in(file, "success")[:].astype(bool)
+        if len(frames.shape) != 4 or frames.shape[-1] != 3 or frames.dtype != np.uint8:
+            raise ValueError(f"frames are {frames.dtype}{list(frames.shape)}")
+        actions, seeds = dataset_in(file, "actions")[:], dataset_in(file, "seeds")[:]
+        if actions.dtype.kind not in "fiu":
+            raise ValueError(f"actions are {actions.dtype}, expected float32")
+        if actions.ndim != 2 or not len(actions) == len(success) == len(frames):
+            raise ValueError(f"{len(frames)} frames, but {len(actions)} actions and {len(success)} success")
         part = RecordingFile(
-            simulator=FIRST_SIMULATOR if first else str(attribute_of(file, "simulator")),
-            cameras=FIRST_CAMERAS if first else tuple(json.loads(str(attribute_of(file, "cameras")))),
-            shape=frames.shape,
-            actions=_numbers(dataset_in(file, "actions")[:], "actions"),
-            success=dataset_in(file, "success")[:].astype(bool),
+            path=path,
+            looks=Looks(
+                simulator=FIRST_SIMULATOR if first else str(attribute_of(file, "simulator")),
+                cameras=("main",) if first else tuple(json.loads(str(attribute_of(file, "cameras")))),
+                height=frames.shape[1],
+                width=frames.shape[2],
+                action_dim=actions.shape[1],
+                rate=_rate_in(file),
+            ),
+            frames=len(frames),
+            actions=actions.astype(np.float32, copy=False),
+            success=success,
             offsets=dataset_in(file, "offsets")[:],
             tasks=[task.decode() for task in dataset_in(file, "tasks")[:]],
             seeds=seeds,
             task_ids=np.full(len(seeds), -1) if first else dataset_in(file, "task_ids")[:],
             poses=dataset_in(file, "poses")[:] if "poses" in file else np.zeros((0, POSE_DIM), np.float32),
-            rate=_rate_in(file),
         )
-        _check(part, frames.dtype)
+        _check(part)
         return part
 
 
-def _numbers(stored: NDArray[np.generic], name: str) -> NDArray[np.float32]:
-    """Return numbers of any type as those of 32 bits."""
-    if stored.dtype.kind not in "fiu":
-        raise ValueError(f"{name} are {stored.dtype}, expected float32")
-    found = stored.astype(np.float32, copy=False)
-    if not np.isfinite(found).all():
-        raise ValueError(f"its {name} are not all finite")
-    return found
-
-
 def _rate_in(file: h5py.File) -> float:
-    """Return the steps per second that an import noted; 0: nothing did."""
     about = json.loads(str(attribute_of(file, "about"))) if "about" in file.attrs else {}
     rate = about.get(RATE, 0) if isinstance(about, dict) else 0
     return float(rate) if isinstance(rate, int | float) else 0.0
 
 
-def _check(part: RecordingFile, dtype: np.dtype) -> None:
+def _check(part: RecordingFile) -> None:
     """Raise ValueError where the arrays contradict each other."""
-    shape, offsets, episodes = part.shape, part.offsets, len(part.tasks)
-    if len(shape) != 4 or shape[-1] != 3 or dtype != np.uint8:
-        raise ValueError(f"frames are {dtype}{list(shape)}")
-    if part.actions.ndim != 2 or not len(part.actions) == len(part.success) == shape[0]:
-        raise ValueError(
-            f"{shape[0]} frames, but {len(part.actions)} actions and {len(part.success)} success"
-        )
-    poses = part.poses
-    if poses.dtype != np.float32 or poses.shape not in ((0, POSE_DIM), (shape[0], POSE_DIM)):
-        raise ValueError(f"{shape[0]} frames, but poses are {poses.dtype}{list(poses.shape)}")
-    if not np.isfinite(poses).all():
-        raise ValueError("its poses are not all finite")
+    poses, offsets, episodes = part.poses, part.offsets, len(part.tasks)
+    if poses.dtype != np.float32 or poses.shape not in ((0, POSE_DIM), (part.frames, POSE_DIM)):
+        raise ValueError(f"{part.frames} frames, but poses are {poses.dtype}{list(poses.shape)}")
+    for name, numbers in (("actions", part.actions), ("poses", poses)):
+        if not np.isfinite(numbers).all():
+            raise ValueError(f"its {name} are not all finite")
     if offsets.shape != (episodes + 1,) or not len(part.seeds) == len(part.task_ids) == episodes:
         raise ValueError(f"{episodes} tasks, but {len(offsets)} offsets and {len(part.seeds)} seeds")
-    if offsets[0] != 0 or offsets[-1] != shape[0] or (np.diff(offsets) < 1).any():
+    if offsets[0] != 0 or offsets[-1] != part.frames or (np.diff(offsets) < 1).any():
         raise ValueError("its offsets do not cut the frames into episodes")
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[h5py.File]:
-    """Open a recording to read; what is wrong in it while the block reads is said with its name."""
+def _opened(path: Path) -> Iterator[h5py.File]:
+    """Open a recording; errors of the block name it."""
     try:
         with open_hdf5(path) as file:
             if (found := attribute_of(file, "format")) not in FORMATS:
@@ -352,19 +309,8 @@ def opened(path: Path) -> Iterator[h5py.File]:
             yield file
     except ConfigError:
         raise
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise ConfigError(f"{path} is not a recording ({first_line(error)}). Collect it again.") from error
-
-
-def unpack_frames(path: Path, into: FrameFile, row: int) -> None:
-    """Write the pictures of a recording from a row on."""
-    with opened(path) as file:
-        frames = dataset_in(file, "frames")
-        if frames.chunks is None or frames.compression != "gzip" or frames.shuffle or frames.fletcher32:
-            for part in blocks(frames.shape):
-                into.write(row + part.start, frames[part])
-        else:
-            _inflate(frames, into, row)
 
 
 def _inflate(dataset: h5py.Dataset, into: FrameFile, row: int) -> None:

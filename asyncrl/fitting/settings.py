@@ -1,24 +1,81 @@
-"""Settings of `asyncrl fit policy|world|reward|starts`: their flags are these fields."""
+"""Settings of `asyncrl fit policy|world|reward|starts|keyframes`, and of reading data sets: their flags."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
-from asyncrl.config.bounds import SEEDS, AtLeast, Bounded, Within
+from asyncrl.config.bounds import PIXELS, SEEDS, AtLeast, Bounded, Within
 from asyncrl.config.sections import LoraSettings
 from asyncrl.errors import ConfigError
-from asyncrl.fitting.datasets.settings import DataSetSettings
-from asyncrl.fitting.worlds.interface import CONTEXT_SIGMA, DEFAULT_KIND, Size, check_kind
+from asyncrl.fitting.world import CONTEXT_SIGMA, DEFAULT_KIND, Size, check_kind
 
-MOST_EXAMPLES = 65_536
-"""Examples of a step: more are computed in several steps."""
+NONE: Final = "none"
+"""As a key: not read, although the data set has it."""
+_MOST_EXAMPLES: Final = 65_536
+Steps = Annotated[int, AtLeast(1, "it counts steps.", "Leave it out for the default.")]
+Examples = Annotated[
+    int, AtLeast(1, "a step needs an example.", "Leave it out for the default.", highest=_MOST_EXAMPLES)
+]
+LearningRate = Annotated[float, Within(0, 1, "a learning rate lies in 0..1.", "Use 1e-3.")]
+StartCount = Annotated[int, AtLeast(1, "episodes begin somewhere.", "Use 512.", highest=1_000_000)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSetSettings(Bounded):
+    """How LeRobot v3 folders and robomimic files are read. Recordings of our own need none of this."""
+
+    SECTION: ClassVar[str] = "dataset."
+
+    cameras: tuple[str, ...] = ()
+    """Keys of the cameras; models see the first. None: the first one that is not at a wrist."""
+    action: str = ""
+    """Key of the actions; empty: 'action' (LeRobot), 'actions' (robomimic)."""
+    state: tuple[str, ...] = ()
+    """Keys of the robot's state, joined in this order. None: observation.state (LeRobot); position, rotation
+    and gripper of robot0 (robomimic), where they are there. 'none': no state."""
+    reward: str = ""
+    """Key of the rewards; empty: 'next.reward' (LeRobot), 'rewards' (robomimic). 'none': no rewards."""
+    success: str = ""
+    """Key that is above 0.5 where the task is solved; empty: 'next.success' (LeRobot), the attribute
+    'success' of a demonstration or rewards of 0 and 1 (robomimic). 'none': nothing is solved."""
+    solved: Literal["key", "end"] = "key"
+    """end: every episode is solved in its last picture, whatever its keys say: of demonstrations."""
+    task: str = ""
+    """Instruction of all episodes, instead of the data set's."""
+    simulator: str = ""
+    """Simulator's name in the recordings; empty: the robot (LeRobot), the environment (robomimic)."""
+    image_size: Annotated[int, AtLeast(0, "it counts pixels.", "Use 128.", highest=PIXELS)] = 0
+    """Height and width that pictures are resized to; 0: as they are stored."""
+    aspect: Literal["stretch", "crop", "pad"] = "stretch"
+    """Of pictures that are not square: squeezed whole, cut to the middle, or with black bars."""
+    flip: Literal["none", "vertical", "both"] = "none"
+    """Lines stored from the bottom up: vertical. Both axes reversed: both."""
+    stride: Annotated[int, AtLeast(1, "steps are counted from 1.", "Use 1.", highest=1000)] = 1
+    """Only every so many steps are taken: 3 makes 10 steps per second of 30."""
+    between: Literal["last", "sum"] = "last"
+    """With a stride, the action of a step. last: the last one of those it replaces, right for positions to
+    go to. sum: their sum but for the last number, the gripper's: right for motions."""
+    episodes: Annotated[int, AtLeast(0, "episodes are counted.", "Use 0.")] = 0
+    """Only the first so many episodes of each data set; 0: all."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.between == "sum" and self.stride == 1:
+            raise ConfigError(
+                "--dataset.between sum is about steps that --dataset.stride leaves out, and it leaves out "
+                "none. Set --dataset.stride, or leave it out."
+            )
+        if len(set(self.cameras)) != len(self.cameras):
+            raise ConfigError("--dataset.cameras names a camera twice. Name each once.")
+        if NONE in self.state and len(self.state) > 1:
+            raise ConfigError("--dataset.state has 'none' and keys. Give one or the other.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FromData(Bounded):
-    """What every fit reads."""
+    """Input of every fit."""
 
     data: tuple[Path, ...]
     """Recording folders, LeRobot v3 folders, or robomimic's HDF5 files."""
@@ -28,7 +85,7 @@ class FromData(Bounded):
 
 @dataclass(frozen=True, kw_only=True)
 class FitSettings(FromData):
-    """What every fit of a network has."""
+    """Settings of every fit of a network."""
 
     device: str = "auto"
     """cpu, cuda, or auto."""
@@ -38,10 +95,9 @@ class FitSettings(FromData):
 
 @dataclass(frozen=True, kw_only=True)
 class Refinable(FitSettings):
-    """What the fits of a policy and of a world have: they go on with large networks (`launch.fine_tune`)."""
+    """Settings of fits that can fine-tune large networks (`launch.fine_tune`)."""
 
     MODEL: ClassVar[str]
-    """What is refined, in a word."""
 
     refine: str = ""
     """What to start from instead of fresh weights."""
@@ -65,7 +121,7 @@ class Refinable(FitSettings):
             )
 
     def asked_of_fine_tuning(self) -> list[str]:
-        """List the settings that are about fine-tuning and were set."""
+        """List the settings of fine-tuning that differ from their defaults."""
         is_set = {
             "lora.rank": self.lora.rank > 0,
             "precision": self.precision != "fp32",
@@ -75,7 +131,7 @@ class Refinable(FitSettings):
         return [name for name, value in is_set.items() if value]
 
     def refuse_with_refine(self, **defaults: str) -> None:
-        """Refuse settings of fresh weights beside --refine."""
+        """Refuse settings of fresh weights together with --refine."""
         for name, default in defaults.items():
             if self.refine and (value := getattr(self, name)) != default:
                 raise ConfigError(
@@ -106,13 +162,11 @@ class FitPolicy(Refinable):
     """Decay of the moving average of what is trained, which is what is written; 0: the last weights are."""
     world: str = ""
     """World folder whose autoencoder redraws half of the frames: the policy will see imagined ones."""
-    steps: Annotated[int, AtLeast(1, "it counts steps.", "Leave it out for the default.")] = 10_000
+    steps: Steps = 10_000
     """Optimizer steps."""
-    batch: Annotated[
-        int, AtLeast(1, "a step needs an example.", "Leave it out for the default.", highest=MOST_EXAMPLES)
-    ] = 256
+    batch: Examples = 256
     """Examples per step."""
-    learning_rate: Annotated[float, Within(0, 1, "a learning rate lies in 0..1.", "Use 1e-3.")] = 1e-3
+    learning_rate: LearningRate = 1e-3
     """Peak learning rate."""
     compile: bool = False
     """Compile the model first: a minute or two at the start, then about twice as fast on a GPU."""
@@ -122,7 +176,7 @@ class FitPolicy(Refinable):
         self.refuse_with_refine(size="tiny")
 
     def asked_of_fine_tuning(self) -> list[str]:
-        """List the settings that are about fine-tuning and were set."""
+        """List the settings of fine-tuning that differ from their defaults."""
         own = ["policy_settings"] if self.policy_settings else []
         return own + super().asked_of_fine_tuning()
 
@@ -144,21 +198,17 @@ class FitWorld(Refinable):
     autoencoder: str = ""
     """World folder whose autoencoder is taken over instead of fitting one. Of opensora and evac, whose
     autoencoders are alike: frames are then the same latents in both. No --vae-steps are made."""
-    vae_steps: Annotated[int, AtLeast(1, "it counts steps.", "Leave it out for the default.")] = 7_000
+    vae_steps: Steps = 7_000
     """Optimizer steps of the autoencoder."""
-    vae_batch: Annotated[
-        int, AtLeast(1, "a step needs an example.", "Leave it out for the default.", highest=MOST_EXAMPLES)
-    ] = 48
+    vae_batch: Examples = 48
     """Clips of 17 frames per step; where each frame is encoded by itself, 17 frames from anywhere."""
-    vae_learning_rate: Annotated[float, Within(0, 1, "a learning rate lies in 0..1.", "Use 1e-3.")] = 2e-3
+    vae_learning_rate: LearningRate = 2e-3
     """Peak learning rate of the autoencoder."""
-    steps: Annotated[int, AtLeast(1, "it counts steps.", "Leave it out for the default.")] = 30_000
+    steps: Steps = 30_000
     """Optimizer steps of the network that draws latents."""
-    batch: Annotated[
-        int, AtLeast(1, "a step needs an example.", "Leave it out for the default.", highest=MOST_EXAMPLES)
-    ] = 512
+    batch: Examples = 512
     """Windows per step."""
-    learning_rate: Annotated[float, Within(0, 1, "a learning rate lies in 0..1.", "Use 1e-3.")] = 1e-3
+    learning_rate: LearningRate = 1e-3
     """Peak learning rate of the network that draws latents."""
     context_sigma: Annotated[float, Within(0, 1000, "it is a width.", "Use 0.1.")] = CONTEXT_SIGMA
     """Noise on the memory latent while training, against drift. Of wan only: others have a published one."""
@@ -190,13 +240,13 @@ class FitReward(FitSettings):
     """World folder: its autoencoder redraws half of the frames; the reward model is written into it."""
     size: Size = "tiny"
     """tiny: 0.4 million parameters. small: 0.7 million."""
-    steps: Annotated[int, AtLeast(1, "it counts steps.", "Leave it out for the default.")] = 6_000
+    steps: Steps = 6_000
     """Optimizer steps."""
     batch: Annotated[
-        int, AtLeast(4, "a step has frames of both kinds.", "Leave it out.", highest=MOST_EXAMPLES)
+        int, AtLeast(4, "a step has frames of both kinds.", "Leave it out.", highest=_MOST_EXAMPLES)
     ] = 256
     """Frames per step."""
-    learning_rate: Annotated[float, Within(0, 1, "a learning rate lies in 0..1.", "Use 1e-3.")] = 1e-3
+    learning_rate: LearningRate = 1e-3
     """Peak learning rate."""
 
 
@@ -206,7 +256,7 @@ class FitKeyframes(FitSettings):
 
     out: Path
     """HDF5 file to write; with --layout npy a folder."""
-    count: Annotated[int, AtLeast(1, "episodes begin somewhere.", "Use 512.", highest=1_000_000)] = 512
+    count: StartCount = 512
     """Key frames to keep, as many of each task as there are."""
     layout: Literal["h5", "npy"] = "h5"
     """h5: start states of ours. npy: RLinf's traj*.npy and traj*_kir.npy, of every episode."""
@@ -241,7 +291,7 @@ class FitStarts(FromData):
     """File with the instructions of --pictures: .txt, .csv or .json; docs/fitting.md says how."""
     out: Path
     """HDF5 file to write."""
-    count: Annotated[int, AtLeast(1, "episodes begin somewhere.", "Use 512.", highest=1_000_000)] = 512
+    count: StartCount = 512
     """Start states to keep."""
 
     def __post_init__(self) -> None:

@@ -1,22 +1,6 @@
-"""Choose the key frames of recorded episodes, and make start states of them.
+"""Start states from the key frames of recordings or from pictures, and as RLinf's trajectories.
 
-Imagination that begins on the way makes fewer decisions, so a world's errors add up less. How WoVR (arXiv
-2602.13977) chose its key frames was not published; this is the rule here. Only true frames are used, and
-nothing that a robot could not know but whether the task was solved. An episode has at most two, both at the
-end of a decision:
-
-    contact   one decision before the one in which the gripper's command changes for the first time
-    late      one decision before the one that solves the task; of an episode that was not solved, two before
-              its end: there a world's error is small and the outcome still open
-
-A key frame with nothing after it, or within the first decision, is none.
-
-Make start states of a folder of pictures and a file of instructions, for those who recorded nothing.
-
-instructions.txt     one instruction per line: every picture is a start of each of them
-instructions.json    a list of instructions, likewise; or an object: name of a picture -> instruction, or
-a list of instructions
-instructions.csv     the columns picture and instruction, a row for every start
+Letters: F frames of an episode, H W picture size.
 """
 
 from __future__ import annotations
@@ -29,28 +13,38 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from tqdm import tqdm
 
 from asyncrl.errors import ConfigError, first_line
-from asyncrl.fitting.datasets.interface import plain_task
-from asyncrl.fitting.datasets.pictures import FILE_BYTES, Placing, decoded
+from asyncrl.fitting.data_sets import FILE_BYTES, decode_picture, place_picture, plain_task
 from asyncrl.fitting.recordings import Recordings
+from asyncrl.fitting.settings import DataSetSettings
 from asyncrl.records import ACTION_DIM, CHUNK, StartState
+from asyncrl.storage.atomic import replacing
 from asyncrl.storage.untrusted import parse_json, read_bytes
-from asyncrl.worlds.rlinf_start_states import CONTEXT
+from asyncrl.worlds.rlinf_start_states import CONTEXT, KEYFRAME_MARK
 
+SUFFIXES: Final = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+"""Of files that are taken for pictures."""
 _GRIPPER: Final = -1
 T = TypeVar("T")
 
 
 def keyframes(actions: NDArray[np.float32], success: NDArray[np.bool_]) -> list[int]:
-    """Choose the steps of an episode at which imagination may begin.
+    """Choose the steps of an episode at which imagination may begin: at most two, at the end of a decision.
+
+    Imagination that begins on the way makes fewer decisions, so a world's errors add up less. How WoVR (arXiv
+    2602.13977) chose its key frames was not published; this is the rule here:
+
+        contact   one decision before the one in which the gripper's command changes for the first time
+        late      one decision before the one that solves the task; if none does, two before the end
 
     Args:
         actions: ``[F, 7]``; action i produced frame i.
         success: ``[F]``.
 
     Returns:
-        Multiples of 8, in order.
+        Multiples of 8, in order, neither within the first decision nor at the end.
 
     Example:
         >>> grasp = np.repeat(np.array([-1.0, 1.0]), [31, 19])[:, None] * np.ones(7)
@@ -66,11 +60,10 @@ def keyframes(actions: NDArray[np.float32], success: NDArray[np.bool_]) -> list[
 
 
 def keyframe_states(recordings: Recordings, count: int) -> list[StartState]:
-    """Make start states of key frames: of every task as many, as far as it has them.
+    """Make start states of key frames, balanced over the tasks, in the order of the recordings.
 
-    Returns:
-        In the order of the recordings; each with the episode's first frame, the four frames up to the key
-        frame with their actions, and the decisions that were made until then.
+    Each has the episode's first frame, the four frames up to the key frame with their actions, and the number
+    of decisions until then.
 
     Raises:
         ConfigError: No episode has a key frame.
@@ -80,48 +73,18 @@ def keyframe_states(recordings: Recordings, count: int) -> list[StartState]:
         span = recordings.span(episode)
         steps = keyframes(recordings.actions[span], recordings.success[span])
         found.setdefault(task, []).extend((episode, step) for step in steps)
-    places = sorted(
-        place for task, share in _shares(found, count).items() for place in spread(found[task], share)
-    )
+    places = sorted(_balanced(found, count))
     if not places:
         raise ConfigError(
             f"None of the {len(recordings)} episodes of --data has a key frame: they are shorter than three "
             "decisions. Record longer ones."
         )
-    return [state_at(recordings, episode, step) for episode, step in places]
+    return [_state_at(recordings, episode, step) for episode, step in places]
 
 
-def balanced(states: Sequence[StartState], count: int) -> list[StartState]:
-    """Choose at most so many, of every task as many as it has, each spread over those of its task."""
-    found: dict[str, list[StartState]] = {}
-    for state in states:
-        found.setdefault(state.task, []).append(state)
-    return [state for task, share in _shares(found, count).items() for state in spread(found[task], share)]
-
-
-def _shares(found: Mapping[str, Sequence[object]], count: int) -> dict[str, int]:
-    """Say how many key frames each task gives: alike, and what one lacks the others give."""
-    shares, left = dict.fromkeys(found, 0), count
-    while left:
-        open_tasks = [task for task in found if shares[task] < len(found[task])]
-        if not open_tasks:
-            break
-        for task in open_tasks[:left]:
-            shares[task] += 1
-        left -= min(left, len(open_tasks))
-    return shares
-
-
-def spread(places: Sequence[T], count: int) -> list[T]:
-    """Choose so many of the places, spread over all of them."""
-    rows = np.linspace(0, len(places) - 1, count).round().astype(int) if count else []
-    return [places[row] for row in rows]
-
-
-def state_at(recordings: Recordings, episode: int, step: int) -> StartState:
-    """Make a start state of an episode: where it began, or on the way."""
+def _state_at(recordings: Recordings, episode: int, step: int) -> StartState:
     first = int(recordings.offsets[episode])
-    seen = slice(first + step - CONTEXT + 1, first + step + 1) if step else slice(0)
+    seen = slice(first + step - CONTEXT + 1, first + step + 1)
     return StartState(
         name=f"episode-{episode}-seed-{recordings.seeds[episode]}-step-{step}",
         task=recordings.tasks[episode],
@@ -133,70 +96,82 @@ def state_at(recordings: Recordings, episode: int, step: int) -> StartState:
     )
 
 
-SUFFIXES: Final = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
-"""Of files that are taken for pictures."""
+def balanced(states: Sequence[StartState], count: int) -> list[StartState]:
+    """Choose at most so many, of every task as many as it has, each spread over those of its task."""
+    found: dict[str, list[StartState]] = {}
+    for state in states:
+        found.setdefault(state.task, []).append(state)
+    return _balanced(found, count)
 
 
-def picture_starts(pictures: Path, instructions: Path, placing: Placing, count: int) -> list[StartState]:
-    """Read pictures and make a start state of each with each of its instructions.
+def _balanced(found: Mapping[str, Sequence[T]], count: int) -> list[T]:
+    """Take the same number of every task; the others make up for tasks that have fewer."""
+    shares, left = dict.fromkeys(found, 0), count
+    while left and (open_tasks := [task for task in found if shares[task] < len(found[task])]):
+        for task in open_tasks[:left]:
+            shares[task] += 1
+        left -= min(left, len(open_tasks))
+    return [one for task, share in shares.items() for one in _spread(found[task], share)]
 
-    Args:
-        count: Start states at most; they are spread over all that there could be.
+
+def _spread(places: Sequence[T], count: int) -> list[T]:
+    """Choose so many of the places, evenly spread."""
+    rows = np.linspace(0, len(places) - 1, count).round().astype(int) if count else []
+    return [places[row] for row in rows]
+
+
+def picture_starts(
+    pictures: Path, instructions: Path, settings: DataSetSettings, count: int
+) -> list[StartState]:
+    """Make a start state of each picture with each of its instructions, evenly spread if there are more.
 
     Returns:
         Start states of one picture size, without a context and without a pose.
 
     Raises:
-        ConfigError: There are no pictures or instructions, a picture that is named is not there or cannot be
-            read, or they are not square or not of one size.
+        ConfigError: There are no pictures or instructions, a named picture is missing or cannot be read, or
+            they are not square or not of one size.
     """
-    files = {file.name: file for file in _picture_files(pictures)}
+    folder = sorted(pictures.iterdir()) if pictures.is_dir() else []
+    files = {file.name: file for file in folder if file.suffix.lower() in SUFFIXES}
+    if not files:
+        raise ConfigError(
+            f"--pictures {pictures} is no folder with pictures ({', '.join(SUFFIXES)}). Check the path."
+        )
     pairs = list(_pairs(instructions, files))
     if not pairs:
         raise ConfigError(f"--instructions {instructions} has no instruction. Write one per line.")
-    chosen = np.linspace(0, len(pairs) - 1, min(count, len(pairs))).round().astype(int)
     if len(set(pairs)) < len(pairs):
         raise ConfigError(
             f"--instructions {instructions} has an instruction twice for a picture. Leave one out."
         )
     states: list[StartState] = []
     frame, last, of_it = np.empty((0, 0, 3), np.uint8), "", 0
-    for name, task in (pairs[number] for number in chosen):
+    for name, task in _spread(pairs, min(count, len(pairs))):
         if name != last:
-            frame, last, of_it = _placed(files[name], placing), name, 0
+            frame, last, of_it = _placed(files[name], settings), name, 0
         if states and frame.shape != states[0].frame.shape:
             raise ConfigError(
                 f"{files[name]} has {frame.shape[0]} x {frame.shape[1]} pixels, but {states[0].name} has "
                 f"{states[0].frame.shape[0]} x {states[0].frame.shape[1]}. Set the size that your world "
                 "draws: --dataset.image-size 128."
             )
-        states.append(_start(f"{name}/{of_it}", task, frame))
+        states.append(
+            StartState(
+                name=f"{name}/{of_it}",
+                task=task,
+                frame=frame,
+                context_frames=np.empty((0, *frame.shape), np.uint8),
+                context_actions=np.empty((0, ACTION_DIM), np.float32),
+            )
+        )
         of_it += 1
     return states
 
 
-def _start(name: str, task: str, frame: np.ndarray) -> StartState:
-    return StartState(
-        name=name,
-        task=task,
-        frame=frame,
-        context_frames=np.empty((0, *frame.shape), np.uint8),
-        context_actions=np.empty((0, ACTION_DIM), np.float32),
-    )
-
-
-def _picture_files(folder: Path) -> list[Path]:
-    found = sorted(p for p in folder.iterdir() if p.suffix.lower() in SUFFIXES) if folder.is_dir() else []
-    if not found:
-        raise ConfigError(
-            f"--pictures {folder} is no folder with pictures ({', '.join(SUFFIXES)}). Check the path."
-        )
-    return found
-
-
-def _placed(file: Path, placing: Placing) -> np.ndarray:
+def _placed(file: Path, settings: DataSetSettings) -> NDArray[np.uint8]:
     try:
-        frame = placing.place(decoded(read_bytes(file, FILE_BYTES)))
+        frame = place_picture(decode_picture(read_bytes(file, FILE_BYTES)), settings)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file}: {first_line(error)}. Write it again, or leave it out.") from error
     if frame.shape[0] != frame.shape[1]:
@@ -210,11 +185,10 @@ def _placed(file: Path, placing: Placing) -> np.ndarray:
 def _pairs(path: Path, files: Mapping[str, Path]) -> Iterator[tuple[str, str]]:
     """Yield names of pictures with an instruction, in the order of the pictures' names."""
     try:
-        text = read_bytes(path).decode("utf-8-sig")
-        told = _READERS.get(path.suffix.lower(), _lines)(text)
-        if isinstance(told, list):
-            told = dict.fromkeys(files, told)
-        named = {name: _instructions(of_it) for name, of_it in told.items()}
+        read = _parsed(path.suffix.lower(), read_bytes(path).decode("utf-8-sig"))
+        if isinstance(read, list):
+            read = dict.fromkeys(files, read)
+        named = {name: _instructions(of_it) for name, of_it in read.items()}
     except (OSError, ValueError, csv.Error) as error:
         raise ConfigError(
             f"--instructions {path} cannot be read ({first_line(error)}). Write one instruction per line "
@@ -225,23 +199,25 @@ def _pairs(path: Path, files: Mapping[str, Path]) -> Iterator[tuple[str, str]]:
             f"--instructions {path} names {missing[0]}, which is not in the folder of --pictures. Correct "
             "the name, or add the picture."
         )
-    for name in sorted(named):
-        for task in named[name]:
-            yield name, task
+    yield from ((name, task) for name in sorted(named) for task in named[name])
 
 
-def _instructions(told: Any) -> list[str]:
-    listed = told if isinstance(told, list) else [told]
+def _instructions(read: Any) -> list[str]:
+    listed = read if isinstance(read, list) else [read]
     if not all(isinstance(one, str) and plain_task(one) for one in listed):
         raise ValueError("an instruction is empty or no text")
     return [plain_task(one) for one in listed]
 
 
-def _lines(text: str) -> list[str]:
-    return [line for line in text.splitlines() if line.strip()]
-
-
-def _rows(text: str) -> dict[str, list[str]]:
+def _parsed(suffix: str, text: str) -> Any:
+    """Return a list of instructions of every picture, or a picture's instruction or list of them by name."""
+    if suffix == ".json":
+        try:
+            return parse_json(text.encode(), dict)
+        except ValueError:
+            return parse_json(text.encode(), list)
+    if suffix != ".csv":
+        return [line for line in text.splitlines() if line.strip()]
     reader = csv.DictReader(io.StringIO(text), strict=True)
     if not {"picture", "instruction"} <= set(reader.fieldnames or ()):
         raise ValueError("its first line is not picture,instruction")
@@ -251,11 +227,56 @@ def _rows(text: str) -> dict[str, list[str]]:
     return found
 
 
-def _object(text: str) -> Any:
-    try:
-        return parse_json(text.encode(), dict)
-    except ValueError:
-        return parse_json(text.encode(), list)
+def write_trajectories(
+    recordings: Recordings, folder: Path, *, with_keyframes: bool = True
+) -> tuple[int, int]:
+    """Write every episode's start and key frames as RLinf's world-model environments begin with them.
+
+        traj00003.npy                 the first frame of episode 3
+        traj00003_step0040_kir.npy    its first frame, then the four frames up to step 40: a key frame
+
+    Args:
+        folder: Created when missing; must not hold trajectories.
+
+    Returns:
+        Numbers of ordinary starts and of key frames.
+
+    Raises:
+        ConfigError: The folder holds trajectories, or actions are not 7 numbers wide.
+    """
+    if (width := recordings.actions.shape[1]) != ACTION_DIM:
+        raise ConfigError(
+            f"DATA has actions of {width} numbers, but RLinf's trajectories hold {ACTION_DIM}. Export "
+            f"recordings of a simulator with {ACTION_DIM}."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.glob("*.npy")):
+        raise ConfigError(f"{folder} already holds trajectories; they are not overwritten. Choose another.")
+    written = 0
+    for episode in tqdm(range(len(recordings)), desc="export", unit="episode", mininterval=2.0):
+        span = recordings.span(episode)
+        _write(folder / f"traj{episode:05d}.npy", recordings, episode, [0])
+        if not with_keyframes:
+            continue
+        for step in keyframes(recordings.actions[span], recordings.success[span]):
+            steps = [0, *range(step - CONTEXT + 1, step + 1)]
+            name = f"traj{episode:05d}_step{step:04d}{KEYFRAME_MARK}.npy"
+            _write(folder / name, recordings, episode, steps)
+            written += 1
+    return len(recordings), written
 
 
-_READERS: Final[Mapping[str, Any]] = {".txt": _lines, ".csv": _rows, ".json": _object}
+def _write(path: Path, recordings: Recordings, episode: int, steps: list[int]) -> None:
+    """Write a dict per frame; its action produced the frame, and its pose is that of the very frame."""
+    frames = np.empty(len(steps), object)
+    for place, row in enumerate((recordings.offsets[episode] + np.array(steps)).tolist()):
+        frames[place] = {
+            "image": recordings.frames[row].copy(),
+            "delta_action": recordings.actions[row].astype(np.float32),
+            "instruction": recordings.tasks[episode],
+        }
+        if len(recordings.poses):
+            pose = recordings.poses[row]
+            frames[place] |= {"init_ee_pose": pose.copy(), "abs_action": pose.copy()}
+    with replacing(path) as part, part.open("wb") as file:
+        np.save(file, frames, allow_pickle=True)  # RLinf's format is a pickle; it is written, never loaded

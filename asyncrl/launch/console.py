@@ -15,7 +15,7 @@ from asyncrl.config.algorithm import idle_settings
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import WorldDefaults
 from asyncrl.errors import AsyncRLError
-from asyncrl.evaluation import evaluations_file
+from asyncrl.evaluation import run_checkpoints
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability import monitor_address, process_status, trackers
 from asyncrl.observability.console import duration
@@ -215,7 +215,7 @@ def _change(rates: Sequence[float]) -> str:
 
 def _measured(run_dir: Path) -> list[str]:
     """Lines about the true success that was measured on the way; none where it was not."""
-    rows = evaluations_file.read(run_dir)
+    rows = run_checkpoints.read_evaluations(run_dir)
     if not rows:
         return []
     first, last, best = rows[0], rows[-1], max(rows, key=lambda row: (row.success, row.version))

@@ -31,12 +31,22 @@ from asyncrl import registry
 from asyncrl.config.loading import overlay, to_json
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError, RunError
-from asyncrl.evaluation import evaluations_file
-from asyncrl.evaluation.evaluate import acting, check_fits, summarise
-from asyncrl.evaluation.evaluations_file import EvaluatedVersion, is_due
-from asyncrl.evaluation.judged import JudgedEpisode, judge, unjudged, write_judged_movie, write_judged_sheet
-from asyncrl.evaluation.run_checkpoints import Measured, RunCheckpoints
-from asyncrl.evaluation.simulator_of_tasks import refuse_foreign_tasks, simulator_of_tasks
+from asyncrl.evaluation import run_checkpoints
+from asyncrl.evaluation.contact_sheet import (
+    JudgedEpisode,
+    judge,
+    unjudged,
+    write_judged_movie,
+    write_judged_sheet,
+)
+from asyncrl.evaluation.evaluate import (
+    acting,
+    check_fits,
+    refuse_foreign_tasks,
+    simulator_of_tasks,
+    summarise,
+)
+from asyncrl.evaluation.run_checkpoints import EvaluatedVersion, Measured, RunCheckpoints, is_due
 from asyncrl.launch.children import Supervisor
 from asyncrl.launch.environment import Environment, EnvironmentFiles, build_environment, check_environment
 from asyncrl.launch.named_models import load_policy_version
@@ -294,7 +304,7 @@ class EvaluatorProcess:
         self.lost = ""
         """Why there will be no more results; empty: there may be."""
         if config.evaluate_every:
-            evaluations_file.cut_after(run_dir, version)
+            run_checkpoints.cut_evaluations(run_dir, version)
             forget_best_after(run_dir, version)
             self._known = _reported(run_dir / "metrics.jsonl")
             self._child = Supervisor(
@@ -360,7 +370,7 @@ class EvaluatorProcess:
             clean_up(self._run_dir)
 
     def _report_new(self) -> None:
-        for row in evaluations_file.read(self._run_dir):
+        for row in run_checkpoints.read_evaluations(self._run_dir):
             if row.version not in self._known:
                 self._known.add(row.version)
                 self._report(row.version, metrics_of(row), pictures_of(self._run_dir, row))

@@ -31,8 +31,7 @@ from asyncrl.fitting.frame_file import Frames
 from asyncrl.fitting.loop import FitRanks, Schedule, parts_of
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.fitting.settings import FitPolicy, FitWorld
-from asyncrl.fitting.worlds.interface import (
-    FineTunes,
+from asyncrl.fitting.world import (
     FittedWorld,
     WorldOptions,
     check_same_size,
@@ -121,16 +120,10 @@ def fine_tune_policy(
         loss = fit_policy(
             policy,
             recordings,
-            steps=config.steps,
-            batch=config.batch,
-            learning_rate=config.learning_rate,
-            seed=config.seed,
+            _schedule(config, ranks),
             drawn=drawn,
-            compiled=config.compile,
             average=config.average,
-            micro_batch=config.micro_batch,
             pictures_on_device=False,  # Moments, averages and activations come later, and need the room.
-            ranks=fit_ranks(ranks),
         )
         write = copy_policy(policy, ranks)
         if ranks.rank > 0:
@@ -174,7 +167,7 @@ WORLD_RANKS: Final = "the other ranks that fine-tune a world"
 
 def can_fine_tune(folder: Path) -> bool:
     """Tell whether the world in a folder is of a kind that can be fine-tuned; reads no weights."""
-    return issubclass(fit_class(world_kind(folder)), FineTunes)
+    return fit_class(world_kind(folder)).fine_tunes
 
 
 def fine_tune_world(config: FitWorld, recordings: Recordings) -> str:
@@ -244,7 +237,7 @@ def _prepare(world: Any, config: FitWorld, recordings: Recordings, options: Worl
         recompute(world.blocks())
 
 
-def _schedule(config: FitWorld, ranks: LearnerRanks) -> Schedule:
+def _schedule(config: FitPolicy | FitWorld, ranks: LearnerRanks) -> Schedule:
     return Schedule(
         steps=config.steps,
         batch=config.batch,
@@ -256,7 +249,7 @@ def _schedule(config: FitWorld, ranks: LearnerRanks) -> Schedule:
     )
 
 
-def _write(world: FineTunes, config: FitWorld, source: Path, ranks: LearnerRanks) -> None:
+def _write(world: Any, config: FitWorld, source: Path, ranks: LearnerRanks) -> None:
     """Gather the weights with all ranks, in the types that they have in files, and write them on rank 0."""
     types = world.types(source)
     merged = ((name, tensor.to(types[name])) for name, tensor in merged_tensors(world.network()))

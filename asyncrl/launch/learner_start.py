@@ -12,7 +12,7 @@ import torch
 
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
-from asyncrl.evaluation.simulator_of_tasks import simulator_of_tasks
+from asyncrl.evaluation.evaluate import simulator_of_tasks
 from asyncrl.launch.conformance import try_policy
 from asyncrl.launch.environment import EnvironmentFiles, check_environment
 from asyncrl.launch.named_models import build_learning_policy, named_policy, named_world

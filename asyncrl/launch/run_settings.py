@@ -12,7 +12,7 @@ from asyncrl import registry
 from asyncrl.config.loading import load_file
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import AsyncRLError
-from asyncrl.evaluation.simulator_of_tasks import simulator_of_tasks
+from asyncrl.evaluation.evaluate import simulator_of_tasks
 from asyncrl.launch.named_models import folder_part
 from asyncrl.storage import assets, checkpoint
 from asyncrl.storage.assets import simulator_named

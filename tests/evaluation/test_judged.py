@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from asyncrl.evaluation.judged import (
+from asyncrl.evaluation.contact_sheet import (
     JudgedEpisode,
     judge,
     judged_sheet,

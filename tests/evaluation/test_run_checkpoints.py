@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.evaluation import evaluations_file
+from asyncrl.evaluation import run_checkpoints
 from asyncrl.evaluation.evaluate import Evaluation, SuccessRate
-from asyncrl.evaluation.evaluations_file import EvaluatedVersion, is_due
-from asyncrl.evaluation.run_checkpoints import Measured, RunCheckpoints
+from asyncrl.evaluation.run_checkpoints import EvaluatedVersion, Measured, RunCheckpoints, is_due
 from asyncrl.storage import checkpoint
 from asyncrl.storage.checkpoint import clean_up, forget_best_after
 from asyncrl.storage.run_folder import BEFORE, BEST, HELD
@@ -52,7 +51,7 @@ def test_the_first_policy_is_measured_before_there_is_a_checkpoint(tmp_path: Pat
     assert checkpoints.round()
     assert not checkpoints.round(), "nothing else is due"
     assert player.played == [(0, "")]
-    (row,) = evaluations_file.read(tmp_path)
+    (row,) = run_checkpoints.read_evaluations(tmp_path)
     assert (row.version, row.successes, row.episodes, row.success, row.best) == (0, 4, 10, 0.4, True)
     assert (row.low, row.high) == pytest.approx((0.1682, 0.6873), abs=1e-4)
     assert (row.simulator, row.temperature, row.steps, row.sheet) == ("tabletop", 1.0, 20.0, "0.png")
@@ -69,7 +68,7 @@ def test_the_newest_version_that_is_due_is_measured_and_what_was_skipped_is_coun
     save(tmp_path, 25)
     assert checkpoints.round()
     assert [version for version, _ in player.played] == [0, 20, 25]
-    assert [row.skipped for row in evaluations_file.read(tmp_path)] == [0, 3, 0]
+    assert [row.skipped for row in run_checkpoints.read_evaluations(tmp_path)] == [0, 3, 0]
 
 
 def test_the_last_version_is_due_whatever_its_number(tmp_path: Path) -> None:
@@ -93,7 +92,7 @@ def test_the_best_version_stays_and_of_two_equal_ones_the_later(tmp_path: Path) 
         best = tmp_path / "checkpoints" / BEST / "model.safetensors"
         kept.append(best.read_text() if best.exists() else "")
     assert kept == ["", "weights 5", "weights 5", "weights 15"]
-    assert [row.best for row in evaluations_file.read(tmp_path)] == [True, True, False, True]
+    assert [row.best for row in run_checkpoints.read_evaluations(tmp_path)] == [True, True, False, True]
     assert not list((tmp_path / "checkpoints").glob("evaluating*"))
 
 
@@ -162,8 +161,8 @@ def test_a_resumed_run_forgets_what_it_makes_anew(tmp_path: Path) -> None:
     for version in (5, 10):
         save(tmp_path, version)
         checkpoints.round()
-    evaluations_file.cut_after(tmp_path, 5)
-    assert [row.version for row in evaluations_file.read(tmp_path)] == [0, 5]
+    run_checkpoints.cut_evaluations(tmp_path, 5)
+    assert [row.version for row in run_checkpoints.read_evaluations(tmp_path)] == [0, 5]
 
 
 def test_lines_that_are_none_are_left_out(tmp_path: Path) -> None:
@@ -174,7 +173,7 @@ def test_lines_that_are_none_are_left_out(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.writelines(json.dumps(row) + "\n" for row in wrong)
         file.write('{"version": 9, "ti')
-    assert [row.version for row in evaluations_file.read(tmp_path)] == [0]
+    assert [row.version for row in run_checkpoints.read_evaluations(tmp_path)] == [0]
 
 
 def test_a_row_says_itself_in_words() -> None:
@@ -230,4 +229,4 @@ def test_a_line_behind_a_torn_one_can_be_read(tmp_path: Path) -> None:
         file.write('{"version": 3, "ti')
     save(tmp_path, 5)
     checkpoints.round()
-    assert [row.version for row in evaluations_file.read(tmp_path)] == [0, 5]
+    assert [row.version for row in run_checkpoints.read_evaluations(tmp_path)] == [0, 5]

@@ -3,7 +3,7 @@
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.evaluation.simulator_of_tasks import refuse_foreign_tasks, simulator_of_tasks
+from asyncrl.evaluation.evaluate import refuse_foreign_tasks, simulator_of_tasks
 from asyncrl.rewards.libero_tasks import SUITES
 from asyncrl.simulators.tabletop.scene import TASKS
 

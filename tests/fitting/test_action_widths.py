@@ -15,8 +15,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.fitting.fit_policy import action_statistics, patch_size
 from asyncrl.fitting.loop import Schedule
 from asyncrl.fitting.recordings import Recordings
-from asyncrl.fitting.worlds.interface import WorldOptions, check_picture_size, fit_class
-from asyncrl.fitting.worlds.wan import ActionScale, measured_scale, take_raw, take_scaled, windows
+from asyncrl.fitting.wan import ActionScale, measured_scale, take_raw, take_scaled, windows
+from asyncrl.fitting.world import WorldOptions, check_picture_size, fit_class
 from asyncrl.policies.openvla.autoregressive import load_policy
 from asyncrl.records import ActionSpec, StartState
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig

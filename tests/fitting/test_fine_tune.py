@@ -14,7 +14,7 @@ from asyncrl import cli
 from asyncrl.errors import ConfigError
 from asyncrl.fitting.fit_policy import fit_policy
 from asyncrl.fitting.loading import load_recordings
-from asyncrl.fitting.loop import parts_of
+from asyncrl.fitting.loop import Schedule, parts_of
 from asyncrl.policies.lora import add_lora, merged_tensors
 from asyncrl.policies.openvla.autoregressive import load_policy
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
@@ -69,7 +69,7 @@ def slow_adapters(folders: Path, rank: int) -> dict[str, torch.Tensor]:
     policy.drop_critic()
     add_lora(policy, rank, 0.0, "all")
     recordings = load_recordings([folders / "data"])
-    fit_policy(policy, recordings, steps=3, batch=8, learning_rate=1e-2, seed=0, average=0.0)
+    fit_policy(policy, recordings, Schedule(steps=3, batch=8, learning_rate=1e-2), average=0.0)
     return {name: tensor.detach() for name, tensor in merged_tensors(policy)}
 
 

@@ -18,10 +18,9 @@ from asyncrl import cli
 from asyncrl.errors import ConfigError
 from asyncrl.fitting.autoencoder import Latents
 from asyncrl.fitting.loading import load_recordings
-from asyncrl.fitting.loop import ONE_RANK, FitRanks, Schedule, Shares
-from asyncrl.fitting.worlds.interface import WorldOptions
-from asyncrl.fitting.worlds.wan import WanFit, Windows, window_losses
-from asyncrl.fitting.worlds.wan_latents import encode_recordings
+from asyncrl.fitting.loop import ONE_RANK, FitRanks, Schedule
+from asyncrl.fitting.wan import WanFit, Windows, encode_recordings, window_losses
+from asyncrl.fitting.world import WorldOptions
 from asyncrl.learner.fsdp import make_float32_masters, spread
 from asyncrl.learner.ranks import DistributedRanks
 from asyncrl.policies.acceleration import recompute
@@ -100,11 +99,12 @@ def gradients(
         spread(network, network.blocks, CPU, precision, cast_inputs=False)
     else:
         make_float32_masters(network, precision)
-    schedule = Schedule(steps=1, batch=8, learning_rate=1.0, seed=11)
-    shares = Shares.of(8, ranks or ONE_RANK, micro_batch)
-    loss_at = window_losses(network, nano_windows(), schedule, shares, context_sigma=0.1)
-    for part in range(shares.parts):
-        (loss_at(part) / shares.parts).backward()
+    schedule = Schedule(
+        steps=1, batch=8, learning_rate=1.0, seed=11, micro_batch=micro_batch, ranks=ranks or ONE_RANK
+    )
+    loss_at = window_losses(network, nano_windows(), schedule, context_sigma=0.1)
+    for part in range(schedule.parts):
+        (loss_at(part) / schedule.parts).backward()
     found: dict[str, Any] = {}
     for name, parameter in network.named_parameters():
         if parameter.requires_grad:

@@ -16,10 +16,9 @@ from asyncrl.fitting.autoencoder import Latents
 from asyncrl.fitting.collect import must_be_new, record, training_starts
 from asyncrl.fitting.fit_policy import examples, fit_policy
 from asyncrl.fitting.loading import load_recordings
-from asyncrl.fitting.loop import learning_rate_at, minimise
+from asyncrl.fitting.loop import Schedule, learning_rate_at, minimise
 from asyncrl.fitting.recordings import Recordings, write_part
-from asyncrl.fitting.worlds.wan import windows
-from asyncrl.fitting.worlds.wan_latents import stream_of
+from asyncrl.fitting.wan import stream_of, windows
 from asyncrl.policies.action_tokens import encode
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig, TowerConfig
@@ -137,7 +136,9 @@ def test_windows_are_cut_where_decisions_are_made() -> None:
     ("step", "rate"), [(0, 0.2), (4, 1.0), (9, 2.0), (10, 2.0), (40, 1.5), (55, 1.0), (70, 0.5), (100, 0.0)]
 )
 def test_the_learning_rate_rises_and_then_follows_a_cosine(step: int, rate: float) -> None:
-    assert learning_rate_at(step, 100, 2.0, 10) == pytest.approx(rate, abs=1e-12)
+    assert learning_rate_at(
+        step, Schedule(steps=100, batch=1, learning_rate=2.0, warmup=10)
+    ) == pytest.approx(rate, abs=1e-12)
 
 
 class Point(nn.Module):
@@ -153,7 +154,13 @@ class Point(nn.Module):
 @pytest.mark.parametrize("average", [0.0, 0.9])
 def test_minimising_finds_the_bottom_of_a_bowl(average: float) -> None:
     point = Point()
-    loss = minimise("bowl", point, point.distance, steps=200, learning_rate=0.1, warmup=10, average=average)
+    loss = minimise(
+        "bowl",
+        point,
+        point.distance,
+        Schedule(steps=200, learning_rate=0.1, warmup=10, batch=1),
+        average=average,
+    )
     torch.testing.assert_close(point.at.detach(), torch.tensor([3.0, -1.0]), atol=0.01, rtol=0)
     assert loss < 1e-3
     assert point.frozen.tolist() == [1, 1]
@@ -167,8 +174,9 @@ def test_averaging_follows_the_slow_formula() -> None:
         path.append(plain.at.detach().clone())
         return plain.distance(step)
 
-    minimise("plain", plain, remembering, steps=30, learning_rate=0.1, warmup=5)
-    minimise("averaged", averaged, averaged.distance, steps=30, learning_rate=0.1, warmup=5, average=0.8)
+    schedule = Schedule(steps=30, learning_rate=0.1, warmup=5, batch=1)
+    minimise("plain", plain, remembering, schedule)
+    minimise("averaged", averaged, averaged.distance, schedule, average=0.8)
     mean = torch.zeros(2)
     for step, at in enumerate([*path[1:], plain.at.detach()]):
         decay = min(0.8, (1 + step) / (10 + step))
@@ -177,9 +185,9 @@ def test_averaging_follows_the_slow_formula() -> None:
 
 
 def test_a_loss_that_is_not_finite_stops_the_fit() -> None:
-    point = Point()
+    point, schedule = Point(), Schedule(steps=3, learning_rate=0.1, batch=1)
     with pytest.raises(RunError, match="`bowl` is nan"):
-        minimise("bowl", point, lambda step: point.distance(step) * float("nan"), steps=3, learning_rate=0.1)
+        minimise("bowl", point, lambda step: point.distance(step) * float("nan"), schedule)
 
 
 # ---- cloning -------------------------------------------------------------------------------------
@@ -216,11 +224,11 @@ def small_policy() -> OpenVLAOFTPolicy:
 
 def test_every_second_step_of_cloning_sees_the_redrawn_frames() -> None:
     recordings = random_demonstration()
-    settings = {"batch": 4, "learning_rate": 1e-2, "seed": 0}
 
     def weights_after(steps: int, drawn: np.ndarray | None) -> Tensor:
         policy = small_policy()
-        fit_policy(policy, recordings, steps=steps, drawn=drawn, **settings)
+        schedule = Schedule(steps=steps, batch=4, learning_rate=1e-2)
+        fit_policy(policy, recordings, schedule, drawn=drawn)
         return torch.cat([p.detach().flatten() for p in policy.parameters()])
 
     black = np.zeros_like(recordings.frames)
@@ -242,7 +250,7 @@ def test_cloning_makes_the_demonstrated_actions_likely() -> None:
         return -float(seen.logprob.mean())
 
     assert surprise() > 5.0, "a policy that knows nothing has about log(256) = 5.5 nats per token"
-    fit_policy(policy, recordings, steps=60, batch=8, learning_rate=1e-2, seed=0, jitter=0.0)
+    fit_policy(policy, recordings, Schedule(steps=60, batch=8, learning_rate=1e-2), jitter=0.0)
     assert surprise() < 4.0
     assert not policy.training
 

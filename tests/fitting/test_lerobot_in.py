@@ -15,10 +15,10 @@ import pytest
 
 from asyncrl.commands.recordings import main as recordings_command
 from asyncrl.errors import ConfigError
-from asyncrl.fitting.datasets.lerobot import LeRobotFolder
-from asyncrl.fitting.datasets.settings import DataSetSettings
+from asyncrl.fitting.lerobot import LeRobotFolder
 from asyncrl.fitting.loading import load_recordings
 from asyncrl.fitting.recordings import read_part
+from asyncrl.fitting.settings import DataSetSettings
 from support import ROOT
 from support.datasets import TOP, TOWEL, WRIST, Sampled, sampled, smooth_pictures, write_lerobot_folder
 
@@ -84,7 +84,7 @@ def test_an_import_keeps_states_rewards_and_all_cameras_that_were_named(tmp_path
         np.testing.assert_array_equal(file["states"][21], episodes[1].states[-1])
         np.testing.assert_array_equal(file["rewards"][12:22], episodes[1].rewards)
         assert file["rewards"][11] == 0
-    assert read_part(out / "part-00000.h5").rate == 30
+    assert read_part(out / "part-00000.h5").looks.rate == 30
     assert recordings_command(["stats", str(out)]) == 0
 
 
@@ -255,7 +255,7 @@ def test_a_damaged_folder_is_named_and_an_import_of_it_writes_nothing(
 MEASURED = """
 import sys
 from pathlib import Path
-from asyncrl.fitting.datasets.settings import DataSetSettings
+from asyncrl.fitting.settings import DataSetSettings
 from asyncrl.fitting.loading import load_recordings
 
 def peak():

@@ -1,8 +1,7 @@
-"""What a fit computes with: rounded weights, CUDA graphs of both passes, and the average of the weights."""
+"""What a fit computes with: rounded weights, CUDA graphs of both passes."""
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from asyncrl.fitting.loop import Rounded, minimise, prepared_network
+from asyncrl.fitting.loop import Rounded, prepared_network
 from asyncrl.worlds.evac.unet import EvacUNet
 from support.evac import TINY_UNET
 
@@ -92,28 +91,3 @@ def test_a_graph_of_both_passes_follows_inputs_and_weights() -> None:
         with torch.no_grad():
             for parameter in unet.parameters():
                 parameter.mul_(1.1)
-
-
-def test_the_average_of_the_weights_is_that_of_the_formula() -> None:
-    torch.manual_seed(0)
-    layer = nn.Linear(3, 2)
-    mean, seen = copy.deepcopy(layer.state_dict()), list[dict[str, Tensor]]()
-    rows = torch.randn(4, 3)
-
-    def loss_at(step: int) -> Tensor:
-        seen.append(copy.deepcopy(layer.state_dict()))
-        return layer(rows).square().mean()
-
-    # The weights after a step are those that the next one sees.
-    minimise("layer", layer, loss_at, steps=6, learning_rate=0.1, average=0.0)
-    seen.append(copy.deepcopy(layer.state_dict()))
-    for step, weights in enumerate(seen[1:]):
-        decay = min(0.5, (1 + step) / (10 + step))
-        mean = {name: decay * mean[name] + (1 - decay) * weights[name] for name in mean}
-
-    torch.manual_seed(0)
-    layer = nn.Linear(3, 2)
-    rows = torch.randn(4, 3)
-    minimise("layer", layer, loss_at, steps=6, learning_rate=0.1, average=0.5)
-    for name, tensor in layer.state_dict().items():
-        torch.testing.assert_close(tensor, mean[name], atol=1e-6, rtol=1e-5)

@@ -12,7 +12,7 @@ from PIL import Image
 from asyncrl import cli
 from asyncrl.commands.fit import main as fit
 from asyncrl.errors import ConfigError
-from asyncrl.fitting.datasets.pictures import Placing
+from asyncrl.fitting.settings import DataSetSettings
 from asyncrl.fitting.starts import picture_starts
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
@@ -76,7 +76,7 @@ def test_pictures_and_instructions_become_start_states(
 
 def test_fewer_start_states_are_spread_over_all_pictures(tmp_path: Path, pictures: Path) -> None:
     (tmp_path / "i.txt").write_text("a\nb\nc\n")
-    states = picture_starts(pictures, tmp_path / "i.txt", Placing(), 2)
+    states = picture_starts(pictures, tmp_path / "i.txt", DataSetSettings(), 2)
     assert [(state.name, state.task) for state in states] == [("view0.png/0", "a"), ("view1.bmp/0", "c")]
 
 
@@ -97,23 +97,23 @@ def test_instructions_that_cannot_be_used_are_refused(
 ) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(ConfigError, match=said):
-        picture_starts(pictures, tmp_path / name, Placing(), 9)
+        picture_starts(pictures, tmp_path / name, DataSetSettings(), 9)
 
 
 def test_pictures_that_cannot_be_used_are_refused(tmp_path: Path, pictures: Path) -> None:
     (tmp_path / "i.txt").write_text("fold\n")
     with pytest.raises(ConfigError, match="is no folder with pictures"):
-        picture_starts(tmp_path, tmp_path / "i.txt", Placing(), 9)
+        picture_starts(tmp_path, tmp_path / "i.txt", DataSetSettings(), 9)
     Image.new("RGB", (48, 48)).save(pictures / "view2.png")
     with pytest.raises(ConfigError, match=r"view2.png has 48 x 48 pixels, but view0.png"):
-        picture_starts(pictures, tmp_path / "i.txt", Placing(), 9)
-    assert len(picture_starts(pictures, tmp_path / "i.txt", Placing(image_size=16), 9)) == 3
+        picture_starts(pictures, tmp_path / "i.txt", DataSetSettings(), 9)
+    assert len(picture_starts(pictures, tmp_path / "i.txt", DataSetSettings(image_size=16), 9)) == 3
     Image.new("RGB", (48, 40)).save(pictures / "view2.png")
     with pytest.raises(ConfigError, match=r"view2.png has 40 x 48 pixels.* square pictures"):
-        picture_starts(pictures, tmp_path / "i.txt", Placing(), 9)
+        picture_starts(pictures, tmp_path / "i.txt", DataSetSettings(), 9)
     (pictures / "view2.png").write_bytes(b"\x89PNG\r\n\x1a\n damaged")
     with pytest.raises(ConfigError, match=r"view2.png: a picture cannot be read"):
-        picture_starts(pictures, tmp_path / "i.txt", Placing(), 9)
+        picture_starts(pictures, tmp_path / "i.txt", DataSetSettings(), 9)
 
 
 @pytest.mark.parametrize("flags", [[], ["--data", "a", "--pictures", "b"], ["--pictures", "b"]])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import h5py
@@ -18,16 +19,16 @@ from asyncrl.fitting.autoencoder import average_pictures, reconstruction_loss
 from asyncrl.fitting.fit_policy import fit_policy
 from asyncrl.fitting.frame_file import BatchSource, FrameFile, cache_folder, shown_to
 from asyncrl.fitting.loading import load_recordings
+from asyncrl.fitting.loop import Schedule
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.fitting.settings import FitStarts
-from asyncrl.fitting.worlds.wan import windows
-from asyncrl.fitting.worlds.wan_latents import encode_recordings, redraw
+from asyncrl.fitting.wan import encode_recordings, redraw, windows
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig, TowerConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.worlds.start_states import load_start_states
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae
 from support import ROOT
-from support.recorded import KITCHEN, recorded_spec, write_recorded
+from support.recorded import recorded_spec, write_recorded
 
 # ---- pictures in a file --------------------------------------------------------------------------
 
@@ -101,22 +102,6 @@ def test_batches_are_the_rows_that_were_asked_for() -> None:
 
 
 # ---- what is read --------------------------------------------------------------------------------
-
-
-def test_episodes_of_several_files_come_in_order(tmp_path: Path) -> None:
-    spec = recorded_spec(32)
-    written = [
-        *write_recorded(tmp_path, spec, (9, 34, 17)),
-        *write_recorded(tmp_path, spec, (25, 12), part=1),
-    ]
-    read = load_recordings([tmp_path])
-    assert read.offsets.tolist() == [0, 9, 43, 60, 85, 97]
-    for number, episode in enumerate(written):
-        np.testing.assert_array_equal(read.frames[read.span(number)], episode.frames)
-        np.testing.assert_array_equal(read.actions[read.span(number)], episode.actions)
-    assert read.tasks == [KITCHEN[0], KITCHEN[1], KITCHEN[2], KITCHEN[0], KITCHEN[1]]
-    assert read.task_ids.tolist() == [0, 1, 2, 0, 1]
-    assert (read.simulator, read.image_size) == ("kitchen", 32)
 
 
 def test_pictures_that_another_program_packed_are_read_too(tmp_path: Path) -> None:
@@ -270,16 +255,6 @@ def test_start_states_have_the_pose_of_the_first_frame(tmp_path: Path, poses: bo
 # ---- what is fitted ------------------------------------------------------------------------------
 
 
-def in_memory(read: Recordings) -> Recordings:
-    return Recordings(
-        **{
-            name: getattr(read, name)
-            for name in ("actions", "success", "offsets", "tasks", "seeds", "task_ids", "simulator")
-        },
-        frames=read.frames[:],
-    )
-
-
 @pytest.mark.parametrize("pipeline", ["rlinf", "oft"])
 def test_a_policy_is_the_same_whether_pictures_are_in_memory_or_in_a_file(
     tmp_path: Path, pipeline: str
@@ -292,10 +267,12 @@ def test_a_policy_is_the_same_whether_pictures_are_in_memory_or_in_a_file(
         torch.manual_seed(0)
         config = OpenVLAOFTConfig.tiny(dino=tower, siglip=tower, llm_layers=1, image_pipeline=pipeline)
         policy = OpenVLAOFTPolicy(config)
-        fit_policy(policy, recordings, steps=2, batch=4, learning_rate=1e-2, seed=0, drawn=recordings.frames)
+        fit_policy(
+            policy, recordings, Schedule(steps=2, batch=4, learning_rate=1e-2), drawn=recordings.frames
+        )
         return torch.cat([p.detach().flatten() for p in policy.parameters()])
 
-    assert torch.equal(weights(read), weights(in_memory(read)))
+    assert torch.equal(weights(read), weights(replace(read, frames=read.frames[:])))
 
 
 def test_pictures_of_the_oft_pipeline_are_what_the_policy_is_shown(tmp_path: Path) -> None:
@@ -324,15 +301,13 @@ def test_an_episode_that_ends_within_a_decision_is_encoded_with_its_last_frame_r
     read, vae = load_recordings([tmp_path]), tiny_vae()
     latents = encode_recordings(vae, read)
     assert [len(episode) for episode in latents] == [2 + 3, 2 + 4]
-    filled = in_memory(read)
-    frames = np.concatenate([short.frames, short.frames[-1:]])
     alone = Recordings(
-        frames=frames,
-        actions=filled.actions[:13],
-        success=filled.success[:13],
+        frames=np.concatenate([short.frames, short.frames[-1:]]),
+        actions=read.actions[:13],
+        success=read.success[:13],
         offsets=np.array([0, 13]),
-        tasks=filled.tasks[:1],
-        seeds=filled.seeds[:1],
+        tasks=read.tasks[:1],
+        seeds=read.seeds[:1],
     )
     torch.testing.assert_close(latents[0], encode_recordings(vae, alone)[0], atol=1e-5, rtol=0)
     drawn = redraw(vae, latents, read)
@@ -393,6 +368,7 @@ import sys, numpy as np, torch
 from pathlib import Path
 from asyncrl.fitting.fit_policy import fit_policy
 from asyncrl.fitting.loading import load_recordings
+from asyncrl.fitting.loop import Schedule
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.policies.openvla.config import TowerConfig
@@ -405,7 +381,7 @@ tower = TowerConfig(width=48, depth=2, heads=2, mlp=96)
 policy = OpenVLAOFTPolicy(OpenVLAOFTConfig.tiny(dino=tower, siglip=tower, llm_layers=1))
 def fit(folder):
     read = load_recordings([Path(folder)])
-    fit_policy(policy, read, steps=4, batch=64, learning_rate=1e-3, seed=0, drawn=read.frames)
+    fit_policy(policy, read, Schedule(steps=4, batch=64, learning_rate=1e-3), drawn=read.frames)
     return read.frames.nbytes
 fit(sys.argv[1])
 before = peak()

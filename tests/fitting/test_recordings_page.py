@@ -13,8 +13,8 @@ import pytest
 
 from asyncrl import cli
 from asyncrl.errors import ConfigError
-from asyncrl.fitting.datasets.settings import DataSetSettings
 from asyncrl.fitting.loading import load_recordings
+from asyncrl.fitting.settings import DataSetSettings
 from support import ROOT
 
 PAGE = ROOT / "docs" / "recordings.md"

@@ -16,9 +16,9 @@ import pytest
 from asyncrl.commands.recordings import main as recordings_command
 from asyncrl.commands.replay import main as replay_command
 from asyncrl.errors import AssetError, ConfigError
-from asyncrl.fitting.datasets.settings import DataSetSettings
 from asyncrl.fitting.loading import load_recordings
 from asyncrl.fitting.recordings import FORMAT
+from asyncrl.fitting.settings import DataSetSettings
 from asyncrl.records import Episode
 from asyncrl.replay.store import EpisodeStore
 from support.datasets import TOP, WRIST, Sampled, sampled, smooth_pictures, write_robomimic_file
@@ -198,7 +198,7 @@ def test_links_to_other_files_beside_what_is_read_are_not_followed(
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("data/demo_0/obs", "there is no group obs"),
+        ("data/demo_0/obs", "there is no group data/demo_0/obs"),
         ("data/demo_0/actions", "has no actions"),
         ("data/demo_10", "data/demo_10/actions is not a dataset of this file"),
         ("data/demo_10/next_obs", "data/demo_10/next_obs/.* is not a dataset of this file"),
@@ -232,7 +232,7 @@ def test_without_the_extra_one_line_says_how_to_install_it(
 ) -> None:
     (tmp_path / "towel" / "meta").mkdir(parents=True)
     (tmp_path / "towel" / "meta" / "info.json").write_text("{}")
-    monkeypatch.setattr("asyncrl.fitting.datasets.lerobot.find_spec", lambda name: None)
+    monkeypatch.setattr("asyncrl.fitting.lerobot.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pyarrow and av\. Install .*pip install 'asyncrl\[lerobot\]'"):
         load_recordings([tmp_path / "towel"])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ast
+import inspect
 import json
 import re
 from dataclasses import replace
@@ -19,11 +19,11 @@ from asyncrl.commands.fit import main as fit
 from asyncrl.config.sections import ImaginationSettings
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.fitting import autoencoder
+from asyncrl.fitting import world as world_table
 from asyncrl.fitting.loading import load_recordings
 from asyncrl.fitting.loop import Schedule
 from asyncrl.fitting.recordings import Recordings
-from asyncrl.fitting.worlds import interface
-from asyncrl.fitting.worlds.interface import KINDS, FittedWorld, WorldOptions, fit_class, load_fitted
+from asyncrl.fitting.world import KINDS, WorldOptions, fit_class, load_fitted
 from asyncrl.records import StartState
 from asyncrl.rewards.files import open_reward
 from asyncrl.simulators.build import SimulatorSource
@@ -84,27 +84,7 @@ def with_poses(tmp_path: Path, *, image_size: int = 32, simulator: str = "tablet
 
 def test_every_built_in_world_can_be_fitted_and_has_what_fitting_needs() -> None:
     assert set(KINDS) == set(registry.BUILT_IN["world"])
-    needed = {name for name in vars(FittedWorld) if not name.startswith("_")}
-    assert needed == {
-        *("fresh", "load", "world", "image_size", "to", "fit_autoencoder", "take_autoencoder"),
-        *("fit_network", "encode", "redraw", "save"),
-    }
-    for kind in KINDS:
-        assert needed - {"world"} <= set(dir(fit_class(kind))), kind
-
-
-def test_no_module_outside_worlds_and_fitting_imports_a_kind() -> None:
-    parts = [f"asyncrl.{part}.{kind}" for part in ("worlds", "fitting.worlds") for kind in KINDS]
-    seen = 0
-    for file in PACKAGE.rglob("*.py"):
-        if file.relative_to(PACKAGE).parts[0] in ("worlds", "fitting"):
-            continue
-        for node in ast.walk(ast.parse(file.read_text())):
-            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            names += [name.name for name in node.names] if isinstance(node, ast.Import) else []
-            seen += len(names)
-            assert not [name for name in names if name.startswith(tuple(parts))], file
-    assert seen > 1000
+    assert not any(inspect.isabstract(fit_class(kind)) for kind in KINDS)
 
 
 class Toy:
@@ -136,7 +116,7 @@ class Toy:
 
 
 def test_a_fourth_kind_is_one_line_of_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interface, "KINDS", {**KINDS, "toy": f"{__name__}:Toy"})
+    monkeypatch.setattr(world_table, "KINDS", {**KINDS, "toy": f"{__name__}:Toy"})
     with_poses(tmp_path / "data")
     call = ["world", "--kind", "toy", "--data", str(tmp_path / "data"), "--out", str(tmp_path / "out")]
     assert fit([*call, *STEPS]) == 0

@@ -17,7 +17,7 @@ from asyncrl import cli
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import EvaluationSettings
 from asyncrl.errors import ConfigError
-from asyncrl.evaluation import evaluations_file
+from asyncrl.evaluation import run_checkpoints
 from asyncrl.launch.environment import EnvironmentFiles
 from asyncrl.launch.evaluator import EvaluatorProcess, VersionPlayer, plan
 from asyncrl.launch.run_settings import settings_of_run
@@ -58,7 +58,7 @@ def test_a_run_measures_its_first_and_its_last_version_and_resumes(models, tmp_p
         return done.stdout
 
     said = train("3")
-    measured = evaluations_file.read(run)
+    measured = run_checkpoints.read_evaluations(run)
     assert measured[0].version == 0
     assert measured[-1].version == 3, "the end of the run waits for its last version"
     assert all(row.episodes == 2 and row.simulator == "tabletop" for row in measured)
@@ -77,7 +77,7 @@ def test_a_run_measures_its_first_and_its_last_version_and_resumes(models, tmp_p
     assert (run / "checkpoints" / "update_000002").is_dir(), "a version that is due is a checkpoint"
 
     train("4", "--resume")
-    again = evaluations_file.read(run)
+    again = run_checkpoints.read_evaluations(run)
     assert again[: len(measured)] == measured, "what was measured is not measured again"
     assert [row.version for row in again][len(measured) :] == [4]
     assert left_over(tmp_path) == []

@@ -15,9 +15,9 @@ from asyncrl.config.loading import to_json
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import LoraSettings, OptimizerSettings
 from asyncrl.errors import CheckpointError
-from asyncrl.evaluation import evaluations_file
+from asyncrl.evaluation import run_checkpoints
 from asyncrl.evaluation.evaluate import SuccessRate
-from asyncrl.evaluation.evaluations_file import EvaluatedVersion
+from asyncrl.evaluation.run_checkpoints import EvaluatedVersion
 from asyncrl.policies.lora import save_adapter
 from asyncrl.policies.openvla.model_card import CardFacts, TrainedPolicy, card, trained_policy
 from asyncrl.storage import provenance
@@ -66,7 +66,7 @@ def make_run(
     lines = [json.dumps({"step": step, "env/success_once": rate}) for step, rate in IMAGINED.items()]
     (folder / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 40, "eval/success_once": 0.9}', ""]))
     for row in rows:
-        evaluations_file.append(folder, row)
+        run_checkpoints.append_evaluation(folder, row)
     return checkpoint
 
 

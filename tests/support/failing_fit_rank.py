@@ -8,7 +8,7 @@ from typing import Any
 
 from asyncrl import cli
 from asyncrl.errors import RunError
-from asyncrl.fitting.worlds import wan
+from asyncrl.fitting import wan
 
 
 def failing(window_loss: Any) -> Any:

@@ -20,6 +20,7 @@ from asyncrl.devices.tensors import to_uint8
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.fitting.autoencoder import reconstruction_loss
 from asyncrl.fitting.fit_decoder import OPENING, Imagined, compare, fit_decoder, imagine_episodes, psnr
+from asyncrl.fitting.loop import Schedule
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig, TowerConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
@@ -360,8 +361,8 @@ def test_a_fit_brings_the_frames_nearer_and_repeats_itself(imagined: Imagined) -
     def fitted(steps: int) -> TinyDecoder:
         torch.manual_seed(0)
         decoder = TinyDecoder(NANO)
-        settings = {"batch": 2, "learning_rate": 1e-1, "seed": 0}  # warms up over 200 steps
-        fit_decoder(decoder, imagined, steps=steps, **settings)
+        schedule = Schedule(steps=steps, batch=2, learning_rate=1e-1)  # warms up over 200 steps
+        fit_decoder(decoder, imagined, schedule)
         return decoder
 
     fresh, short, longer, again = (fitted(steps) for steps in (1, 4, 40, 4))

@@ -1,8 +1,4 @@
-"""Fit an OpenSora world: its frame autoencoder, then its transformer by rectified flow.
-
-As published (`worlds.opensora.flow`): times whose logit is normal, a little noise on the condition
-frames, a loss on the new frames only, a moving average by 0.99. A window may begin at any frame. The range of
-the actions is that of the recordings; a world that is refined keeps its own.
+"""Fit an OpenSora world as published: rectified flow, a loss on the new frames only (`worlds.opensora.flow`).
 
 Letters: W windows, B windows of a batch, F frames of all episodes, Z latent channels, h w latent grid,
 A numbers of an action, P = 4 condition frames, C = 8 new frames.
@@ -21,25 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.devices.tensors import to_device
-from asyncrl.fitting.autoencoder import Latents
+from asyncrl.fitting.autoencoder import FrameAutoencoder, FrameByFrameFit, Latents, window_rows
 from asyncrl.fitting.fit_policy import executed
-from asyncrl.fitting.frame_file import FrameFile
 from asyncrl.fitting.loop import Schedule, minimise, prepared
 from asyncrl.fitting.recordings import Recordings
-from asyncrl.fitting.worlds.frame_latents import (
-    FrameAutoencoder,
-    FrameByFrameFit,
-    encode_each,
-    redraw_each,
-    window_rows,
-)
-from asyncrl.fitting.worlds.interface import (
-    Size,
-    WorldOptions,
-    check_picture_size,
-    check_recordings,
-    refuse_options,
-)
+from asyncrl.fitting.world import Size, WorldOptions, check_picture_size, check_recordings, refuse_options
 from asyncrl.worlds.opensora.autoencoder import FrameVae, VaeConfig
 from asyncrl.worlds.opensora.flow import ActionRange, normalise, window_loss
 from asyncrl.worlds.opensora.stdit3 import CONDITION, STDiT3, STDiT3Config
@@ -48,21 +30,19 @@ from asyncrl.worlds.opensora.world import OpenSoraWorld, load_world, save_world
 AVERAGE: Final = 0.99
 """Decay of the moving average of the weights, as published."""
 LEAST_RANGE: Final = 1e-3
-"""Width that a number of an action has at least which (nearly) never changed: it is not divided by zero."""
+"""Least width of a number of an action that (nearly) never changed: never divide by zero."""
 
 
 class OpenSoraFit(FrameByFrameFit):
-    """`FittedWorld` and `KeepsLayout` of OpenSora."""
+    """`FittedWorld` of OpenSora. A world that is refined keeps its range of actions."""
 
-    options: ClassVar = frozenset[str]()
-
-    def __init__(self, world: OpenSoraWorld) -> None:
-        self.world = world
+    kind: ClassVar = "opensora"
+    world: OpenSoraWorld
 
     @classmethod
     def fresh(cls, size: Size, vae_size: Size, recordings: Recordings, options: WorldOptions) -> OpenSoraFit:
-        """Make a world of the recordings' picture size and actions. See `FittedWorld.fresh`."""
-        refuse_options(options, OpenSoraFit, "opensora")
+        """Build a world of the recordings' picture size and actions."""
+        refuse_options(options, cls)
         transformer: STDiT3Config = getattr(STDiT3Config, size)()
         transformer = replace(transformer, action_dim=recordings.actions.shape[1])
         vae: VaeConfig = getattr(VaeConfig, vae_size)()
@@ -73,7 +53,7 @@ class OpenSoraFit(FrameByFrameFit):
 
     @classmethod
     def load(cls, folder: Path, device: torch.device, dtype: torch.dtype | None = None) -> OpenSoraFit:
-        """Read a folder of ours or a published one."""
+        """Load a folder of ours or a published one."""
         return cls(load_world(folder, device=device, dtype=dtype))
 
     @property
@@ -82,34 +62,22 @@ class OpenSoraFit(FrameByFrameFit):
         size = self.world.vae.size
         return FrameAutoencoder(self.world.vae, size.channels, size.scale)
 
-    def fit_network(self, recordings: Recordings, schedule: Schedule, options: WorldOptions) -> float:
-        """Train the transformer. See `FittedWorld.fit_network` and `fit_transformer`."""
-        refuse_options(options, OpenSoraFit, "opensora")
-        check_recordings(recordings, self.world.action_spec.dim)
-        self.world.vae.requires_grad_(False)
-        cut = windows(recordings, self.encode(recordings), self.world.action_range)
-        return fit_transformer(self._trainable(), cut, schedule)
+    def encode_frames(self, frames_N3HW: Tensor) -> Tensor:
+        """Encode frames in [-1, 1] to scaled latents ``[N, Z, h, w]``."""
+        return self.world.vae.encode(frames_N3HW)
 
-    def _trainable(self) -> STDiT3:
-        """Return the transformer, of which all but the rates of its positions are trained."""
+    def decode_frames(self, latents_NZhw: Tensor) -> Tensor:
+        """Draw frames ``[N, 3, H, W]`` in [-1, 1]."""
+        return self.world.vae.decode(latents_NZhw)
+
+    def fit_network(self, recordings: Recordings, schedule: Schedule, options: WorldOptions) -> float:
+        """Train the transformer, all but the rates of its positions."""
+        self.check(recordings, options)
+        self.world.vae.requires_grad_(False)
         network = self.world.transformer.requires_grad_(True)
         network.rope.freqs.requires_grad_(False)
-        return network
-
-    @property
-    def _latent(self) -> tuple[int, int, int]:
-        """Shape ``Z, h, w`` of a latent."""
-        size = self.world.vae.size
-        return (size.channels, *[self.image_size // size.spatial] * 2)
-
-    def encode(self, recordings: Recordings) -> Latents:
-        """Encode every frame by itself."""
-        return encode_each(self.world.vae.encode, recordings, self._latent, self.world.device)
-
-    def redraw(self, recordings: Recordings) -> FrameFile:
-        """Draw the recorded frames as the autoencoder draws them."""
-        vae = self.world.vae
-        return redraw_each(vae.encode, vae.decode, recordings, self.world.device)
+        cut = windows(recordings, self.encode(recordings), self.world.action_range)
+        return fit_transformer(network, cut, schedule)
 
     def save(self, folder: Path, version: int) -> None:
         """Write the world in bfloat16."""
@@ -132,8 +100,8 @@ def measured_range(recordings: Recordings) -> ActionRange:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Windows:
-    """What each decision sees and makes. Latents and actions are those of frames and kept once."""
+class FrameWindows:
+    """Condition and new frames of each decision. Latents and actions belong to frames and are kept once."""
 
     latents: Tensor
     """``[F, Z, h, w]`` float32."""
@@ -161,23 +129,19 @@ def last_frames(seen: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.maximum(seen[:, None] - CONDITION + np.arange(CONDITION), 0)
 
 
-def windows(recordings: Recordings, latents: Latents, action_range: ActionRange) -> Windows:
+def windows(recordings: Recordings, latents: Latents, action_range: ActionRange) -> FrameWindows:
     """Cut episodes into windows, one behind every frame with eight more behind it."""
     device = latents.all.device
     actions = to_device(recordings.actions, device)
-    return Windows(
+    return FrameWindows(
         latents=latents.all,
         actions=normalise(actions, *action_range.tensors(device)),
         rows=to_device(window_rows(recordings.offsets, last_frames), device),
     )
 
 
-def fit_transformer(transformer: STDiT3, windows: Windows, schedule: Schedule) -> float:
-    """Train by rectified flow on the new frames. See `worlds.opensora.flow.window_loss`.
-
-    Returns:
-        Mean loss of the last tenth.
-    """
+def fit_transformer(transformer: STDiT3, windows: FrameWindows, schedule: Schedule) -> float:
+    """Train by rectified flow on the new frames; return the mean loss of the last tenth."""
     generator = torch.Generator().manual_seed(schedule.seed)
     device = windows.latents.device
     velocity: Callable[..., Tensor] = prepared(transformer, device, compiled=schedule.compiled)
@@ -186,12 +150,4 @@ def fit_transformer(transformer: STDiT3, windows: Windows, schedule: Schedule) -
         chosen = torch.randint(len(windows), (schedule.batch,), generator=generator).to(device)
         return window_loss(velocity, *windows.take(chosen), generator=generator).loss
 
-    return minimise(
-        "world",
-        transformer,
-        loss_at,
-        steps=schedule.steps,
-        learning_rate=schedule.learning_rate,
-        warmup=schedule.warmup,
-        average=AVERAGE,
-    )
+    return minimise("world", transformer, loss_at, schedule, average=AVERAGE)

@@ -1,0 +1,316 @@
+"""Data sets of other programs: keys and pictures that are read, and how samples become an episode of ours.
+
+Letters: T samples of an episode, H W picture size, K cameras, Q numbers of state, A numbers per action.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from asyncrl.config.bounds import PIXELS
+from asyncrl.errors import ConfigError
+from asyncrl.fitting.frame_file import FrameFile
+from asyncrl.fitting.recordings import Looks, RecordingFile
+from asyncrl.fitting.settings import NONE, DataSetSettings
+from asyncrl.records import POSE_DIM, dummy_action
+from asyncrl.simulators.interface import SimStart
+from asyncrl.simulators.rollout import SimulatedEpisode
+
+_log = logging.getLogger(__name__)
+EPISODE_BYTES: Final = 4 * 2**30
+"""Pictures of one episode, as placed; one episode is in memory at a time."""
+FORMATS: Final = ("PNG", "JPEG", "WEBP", "BMP")
+FILE_BYTES: Final = 64 * 2**20
+"""Largest file with one picture."""
+
+
+class DataSet(ABC):
+    """A data set of another program, read as a stream: one episode is in memory."""
+
+    looks: Looks
+    frames: int
+    """Of all episodes, as they are read."""
+    cameras: tuple[str, ...]
+    action: str
+    state: tuple[str, ...]
+    reward: str
+    success: str
+    """Keys; empty if there is no such thing."""
+    state_dim: int
+
+    def __init__(self, path: Path, settings: DataSetSettings) -> None:
+        self.path = path
+        self.settings = settings
+        self.notes: list[str] = []
+        """Choices that the settings left open, as sentences for the user."""
+
+    @abstractmethod
+    def episodes(self) -> Iterator[SimulatedEpisode]:
+        """Read one episode after the other; a ConfigError names damage."""
+
+    def read(self, into: FrameFile, row: int) -> RecordingFile:
+        """Write the pictures of the first camera from a row on, and return the rest."""
+        read: list[tuple[NDArray[np.float32], NDArray[np.bool_], str, int]] = []
+        offsets, name = [0], f"read {self.path.name}"
+        bar = tqdm(self.episodes(), desc=name, unit="episode", delay=2, mininterval=2, leave=False)
+        for episode in bar:
+            if offsets[-1] + len(episode.frames) > self.frames:
+                break
+            into.write(row + offsets[-1], episode.frames)
+            offsets.append(offsets[-1] + len(episode.frames))
+            read.append((episode.actions, episode.success, episode.task, episode.seed))
+        if offsets[-1] != self.frames:
+            raise ConfigError(
+                f"{self.path} has other episodes than it says. Download or write the data set again."
+            )
+        self.log_notes()
+        actions, success, tasks, seeds = zip(*read, strict=True)
+        return RecordingFile(
+            path=self.path,
+            looks=self.looks,
+            frames=self.frames,
+            actions=np.concatenate(actions),
+            success=np.concatenate(success),
+            offsets=np.array(offsets, np.int64),
+            tasks=list(tasks),
+            seeds=np.array(seeds, np.int64),
+            task_ids=np.full(len(tasks), -1, np.int64),
+            poses=np.zeros((0, POSE_DIM), np.float32),
+        )
+
+    def log_notes(self) -> None:
+        """Log the choices that the settings left open."""
+        for note in self.notes:
+            _log.warning("%s: %s", self.path, note)
+
+    def choose_cameras(self, sizes: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
+        """Choose the cameras among all, with their stored sizes; return the placed height and width."""
+        if not sizes:
+            raise ConfigError(f"{self.path} has no pictures. Give a data set with a camera.")
+        for key in self.settings.cameras:
+            self.check_key("cameras", key, list(sizes))
+        at_wrist = ("wrist", "hand", "gripper")
+        others = [key for key in sizes if not any(word in key.lower() for word in at_wrist)]
+        self.cameras = self.settings.cameras or ([*others, *sizes][0],)
+        if not self.settings.cameras and len(sizes) > 1:
+            self.notes.append(f"camera {self.cameras[0]} of {', '.join(sizes)} (--dataset.cameras)")
+        stored = [sizes[key] for key in self.cameras]
+        for height, width in stored:
+            largest = max(height, width, *placed_size(height, width, self.settings))
+            if not 0 < largest <= PIXELS or not min(height, width):
+                raise ConfigError(
+                    f"{self.path} has pictures of {height} x {width} pixels, but at most {PIXELS} x "
+                    f"{PIXELS} are read. Write the data set with smaller ones."
+                )
+        placed = {placed_size(*size, self.settings) for size in stored}
+        if len(placed) > 1:
+            raise ConfigError(
+                f"{self.path} has pictures of different sizes from {', '.join(self.cameras)}. Resize them "
+                "(--dataset.image-size), or choose one (--dataset.cameras)."
+            )
+        return placed.pop()
+
+    def choose_keys(
+        self,
+        keys: Sequence[str],
+        state_keys: Sequence[str],
+        *,
+        action: str,
+        states: Sequence[tuple[str, ...]],
+        reward: str,
+        success: str = "",
+    ) -> None:
+        """Choose the keys of numbers: those of the settings, else the usual ones given here."""
+        asked = self.settings
+        self.action = asked.action or action
+        self.check_key("action", self.action, keys)
+        self.state = () if asked.state == (NONE,) else asked.state
+        for key in self.state:
+            self.check_key("state", key, state_keys)
+        if not asked.state:
+            self.state = next((usual for usual in states if set(usual) <= set(state_keys)), ())
+        for flag, given, usual in (("reward", asked.reward, reward), ("success", asked.success, success)):
+            if given and given != NONE:
+                self.check_key(flag, given, keys)
+            setattr(self, flag, "" if given == NONE else given or (usual if usual in keys else ""))
+
+    def check_key(self, flag: str, key: str, keys: Sequence[str]) -> None:
+        """Refuse a key that the data set does not have, listing those it has."""
+        if key not in keys:
+            there = ", ".join(keys) or "none of that kind"
+            raise ConfigError(f"{self.path} has no {key} (--dataset.{flag}). There are: {there}.")
+
+    def note_no_success(self) -> None:
+        """Note that no key tells successes, unless the settings do."""
+        if self.settings.success != NONE and self.settings.solved == "key":
+            self.notes.append(
+                "nothing says when a task is solved: no episode counts as solved (--dataset.success KEY, or "
+                "--dataset.solved end for demonstrations)"
+            )
+
+    def kept_steps(self, samples: int) -> NDArray[np.int64]:
+        """Return the samples whose observations are kept at the stride of the settings."""
+        return np.arange(0, samples, self.settings.stride)
+
+    def count_frames(self, samples: Sequence[int]) -> int:
+        """Count the frames that episodes of so many samples become."""
+        return sum(-(-count // self.settings.stride) + 1 for count in samples)
+
+    def check_bytes(self, where: str, samples: int) -> None:
+        """Refuse an episode whose pictures would not fit into memory."""
+        looks, count = self.looks, -(-samples // self.settings.stride) + 1
+        needed = count * len(looks.cameras) * looks.height * looks.width * 3
+        if needed > EPISODE_BYTES:
+            raise ConfigError(
+                f"{where} has {count} pictures of {looks.height} x {looks.width} pixels from "
+                f"{len(looks.cameras)} cameras, {needed / 1e9:.1f} GB in memory. Resize them "
+                "(--dataset.image-size 128), or take fewer (--dataset.stride)."
+            )
+
+    def episode(
+        self,
+        where: str,
+        start: SimStart,
+        *,
+        pictures: NDArray[np.uint8],
+        states: NDArray[np.float32],
+        actions: NDArray[np.float32],
+        rewards: NDArray[np.float32],
+        success: NDArray[np.bool_],
+    ) -> SimulatedEpisode:
+        """Shift samples, observation then action, into our order, in which action i produced frame i.
+
+        The first action is the idle one. Without an observation after the last action, the last picture
+        stands for it too, and both have the last verdict. With a stride, rewards are summed, and a step is
+        solved if one of its samples is.
+
+        Args:
+            pictures: ``[N, K, H, W, 3]`` of the N kept steps, or with one more behind the last action.
+            states: ``[N, Q]``, likewise.
+            actions: ``[T, A]`` of all steps, like `rewards` ``[T]`` and `success` ``[T]``.
+        """
+        for what, values, width in (
+            ("an action", actions, self.looks.action_dim),
+            ("the state", states, self.state_dim),
+        ):
+            if values.shape[1] != width:
+                raise ConfigError(
+                    f"{where} has {values.shape[1]} numbers of {what}, where the data set has {width}. Mend "
+                    "it, or leave the episode out."
+                )
+        if (stride := self.settings.stride) > 1:
+            begins, every = np.arange(0, len(actions), stride), actions
+            actions = every[np.minimum(begins + stride, len(every)) - 1]
+            if self.settings.between == "sum":
+                actions[:, :-1] = np.add.reduceat(every[:, :-1], begins, axis=0)
+            rewards, success = np.add.reduceat(rewards, begins), np.logical_or.reduceat(success, begins)
+        steps = len(actions)
+        if repeated := len(pictures) == steps:
+            pictures = np.concatenate([pictures, pictures[-1:]])
+            states = np.concatenate([states, states[-1:]])
+        success = np.concatenate([np.zeros(1, bool), success])
+        if self.settings.solved == "end":
+            success = np.arange(steps + 1) == steps
+        if repeated:
+            success[-2] |= success[-1]
+        return SimulatedEpisode(
+            start=start,
+            repeat=0,
+            task=start.task,
+            frames=pictures[:, 0],
+            more_frames=pictures[:, 1:],
+            states=states,
+            actions=np.concatenate([dummy_action(actions.shape[1])[None], actions]),
+            rewards=np.concatenate([np.zeros(1, np.float32), rewards]),
+            success=success,
+            terminated=False,
+            truncated=False,
+            seconds=0.0,
+        )
+
+
+def check_numbers(where: str, what: str, values: NDArray[Any], flag: str) -> NDArray[np.float32]:
+    """Return finite numbers ``[T, n]`` as float32; a ConfigError refuses others."""
+    if values.ndim != 2 or not values.shape[1] or values.dtype.kind not in "fiub":
+        raise ConfigError(
+            f"{where}: {what} are {values.dtype}{list(values.shape)}, expected numbers [T, A]. Choose "
+            f"another key (--dataset.{flag})."
+        )
+    found = values.astype(np.float32)
+    if not np.isfinite(found).all():
+        raise ConfigError(
+            f"{where}: {what} are not all finite numbers of 32 bits. Mend the data set, or choose another "
+            f"key (--dataset.{flag})."
+        )
+    return found
+
+
+def plain_task(text: str) -> str:
+    """Return an instruction as ours are: lower case, single spaces, without a full stop.
+
+    Example:
+        >>> plain_task(" Fold the  Towel.")
+        'fold the towel'
+    """
+    return " ".join(text.lower().split()).rstrip(" .")
+
+
+def placed_size(height: int, width: int, settings: DataSetSettings) -> tuple[int, int]:
+    """Return the height and width that `place_picture` gives a picture."""
+    if settings.image_size:
+        return settings.image_size, settings.image_size
+    side = {"stretch": 0, "crop": min(height, width), "pad": max(height, width)}[settings.aspect]
+    return (side, side) if side else (height, width)
+
+
+def place_picture(picture: NDArray[np.uint8], settings: DataSetSettings) -> NDArray[np.uint8]:
+    """Flip, square and resize a picture ``[H, W, 3]`` uint8. Resizing averages, then filters.
+
+    Example:
+        >>> settings = DataSetSettings(image_size=2, aspect="crop")
+        >>> place_picture(np.full((4, 8, 3), 9, np.uint8), settings).shape
+        (2, 2, 3)
+    """
+    from PIL import Image
+
+    if settings.flip != "none":
+        picture = picture[::-1] if settings.flip == "vertical" else picture[::-1, ::-1]
+    height, width = picture.shape[:2]
+    if settings.aspect != "stretch" and height != width:
+        side = (min if settings.aspect == "crop" else max)(height, width)
+        top, left = abs(height - side) // 2, abs(width - side) // 2
+        if settings.aspect == "crop":
+            picture = picture[top : top + side, left : left + side]
+        else:
+            padded = np.zeros((side, side, 3), np.uint8)
+            padded[top : top + height, left : left + width] = picture
+            picture = padded
+    height, width = placed_size(height, width, settings)
+    if picture.shape[:2] == (height, width):
+        return np.ascontiguousarray(picture)
+    image = Image.fromarray(np.ascontiguousarray(picture))
+    return np.asarray(image.resize((width, height), Image.Resampling.BICUBIC, reducing_gap=3.0)).copy()
+
+
+def decode_picture(content: bytes, size: Sequence[int] = ()) -> NDArray[np.uint8]:
+    """Decode a file with one picture of a size, none: up to `PIXELS`; a ValueError refuses others."""
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+            found = (image.height, image.width)
+            if max(found) > PIXELS or (size and found != tuple(size)):
+                wanted = f"{size[0]} x {size[1]}" if size else f"at most {PIXELS} x {PIXELS}"
+                raise ValueError(f"a picture has {found[0]} x {found[1]} pixels, expected {wanted}")
+            return np.asarray(image.convert("RGB"))
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ValueError(f"a picture cannot be read ({error})") from error

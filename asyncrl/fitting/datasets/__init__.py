@@ -1,1 +1,0 @@
-"""Episodes that other programs recorded: LeRobot v3 folders and robomimic files."""

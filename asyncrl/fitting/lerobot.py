@@ -1,0 +1,415 @@
+"""LeRobot v3.0 folders: row t has the observation before action t, and reward and success of that action.
+
+Letters: T samples of an episode, H W picture size.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.errors import ConfigError, first_line
+from asyncrl.fitting.data_sets import DataSet, check_numbers, decode_picture, place_picture, plain_task
+from asyncrl.fitting.recordings import Looks
+from asyncrl.fitting.settings import DataSetSettings
+from asyncrl.simulators.interface import SimStart
+from asyncrl.simulators.rollout import SimulatedEpisode
+from asyncrl.storage.untrusted import check_types, load_json, open_regular, shortened
+
+INFO: Final = "meta/info.json"
+"""codebase_version, fps, and features: key -> dtype, shape, names. Instructions are in meta/tasks.parquet."""
+PLACES: Final = "chunk-*/file-*.parquet"
+"""Below meta/episodes: of each episode its length, and the files with its rows and frames."""
+DATA: Final = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
+VIDEO: Final = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
+"""Several episodes in a file, one row or frame per sample. Pictures that are no movies lie in the rows."""
+ROWS_AT_ONCE: Final = 4096
+PICTURES_AT_ONCE: Final = 32
+"""Rows read at once where they hold pictures."""
+AGAIN: Final = "Download or write the data set again."
+_NUMBERS: Final = ("float32", "float64", "int64", "int32", "int16", "int8", "uint8", "bool", "float16")
+
+
+def is_lerobot(path: Path) -> bool:
+    """Return True if a folder has LeRobot's layout, of any version."""
+    return (path / INFO).is_file()
+
+
+class _Place(NamedTuple):
+    """The files that hold an episode."""
+
+    number: int
+    length: int
+    rows: tuple[int, int]
+    """Chunk and file."""
+    videos: Mapping[str, tuple[int, int, float]]
+    """Camera -> chunk, file and the seconds of the first frame."""
+
+
+class LeRobotFolder(DataSet):
+    """One folder."""
+
+    def __init__(self, path: Path, settings: DataSetSettings) -> None:
+        """Read what the folder declares, without rows and pictures."""
+        super().__init__(path, settings)
+        if missing := [name for name in ("pyarrow", "av") if find_spec(name) is None]:
+            raise ConfigError(
+                f"{path} is a LeRobot folder, which needs {' and '.join(missing)}. Install what is missing "
+                "with pip install 'asyncrl[lerobot]'."
+            )
+        self._features, self._rate, robot = _read_info(path)
+        sizes = {key: size for key, about in self._features.items() if (size := _picture_size(about))}
+        height, width = self.choose_cameras(sizes)
+        self._sizes = sizes
+        keys = [key for key, about in self._features.items() if about.get("dtype") in _NUMBERS]
+        usual = {"action": "action", "reward": "next.reward", "success": "next.success"}
+        self.choose_keys(keys, keys, states=[("observation.state",)], **usual)
+        if not self.success:
+            self.note_no_success()
+        self._tasks = {} if settings.task else _read_tasks(path)
+        self.state_dim = sum(map(self._width, self.state))
+        self.looks = Looks(
+            simulator=settings.simulator or robot or "lerobot",
+            cameras=tuple(key.removeprefix("observation.images.") for key in self.cameras),
+            height=height,
+            width=width,
+            action_dim=self._width(self.action),
+            rate=self._rate / settings.stride,
+        )
+        self._places = self._read_places()
+        lengths = [place.length for place in self._places]
+        self.frames = self.count_frames(lengths)
+        self.check_bytes(str(path), max(lengths))
+
+    def _width(self, key: str) -> int:
+        return math.prod(self._features[key]["shape"])
+
+    def _read_places(self) -> list[_Place]:
+        """Read the places of the episodes, in their order."""
+        videos = [key for key in self.cameras if self._features[key]["dtype"] == "video"]
+        of_videos = [
+            f"videos/{key}/{column}"
+            for key in videos
+            for column in ("chunk_index", "file_index", "from_timestamp")
+        ]
+        columns = ["episode_index", "length", "data/chunk_index", "data/file_index", *of_videos]
+        places: list[_Place] = []
+        for file in sorted((self.path / "meta" / "episodes").glob(PLACES)):
+            for batch in _batches(file, columns):
+                with _reading(file):
+                    found = np.concatenate([_numbers_in(batch, name) for name in columns], 1).astype(float)
+                    if not ((found >= 0) & (found < 1e12)).all():
+                        raise ValueError("it has a place below zero, or one that is no number")
+                for number, length, chunk, index, *rest in found.tolist():
+                    of_key = zip(videos, rest[::3], rest[1::3], rest[2::3], strict=True)
+                    movies = {key: (int(c), int(i), begin) for key, c, i, begin in of_key}
+                    places.append(_Place(int(number), int(length), (int(chunk), int(index)), movies))
+        places.sort(key=lambda place: place.number)
+        numbers = {place.number for place in places}
+        if not places or len(numbers) < len(places) or min(place.length for place in places) < 1:
+            raise ConfigError(
+                f"{self.path}: meta/episodes has no episodes, one twice, or one without samples. {AGAIN}"
+            )
+        return places[: self.settings.episodes or None]
+
+    def episodes(self) -> Iterator[SimulatedEpisode]:
+        """Read one episode after the other, with one file of rows and one movie of each camera open."""
+        movies: dict[str, _Movie] = {}
+        pictures = [key for key in self.cameras if self._features[key]["dtype"] == "image"]
+        columns = ["episode_index", *(() if self.settings.task else ("task_index",))]
+        columns += [key for key in (self.action, *self.state, self.reward, self.success) if key]
+        columns = list(dict.fromkeys(columns))
+        try:
+            for (chunk, index), places in groupby(self._places, key=lambda place: place.rows):
+                file = self.path / DATA.format(chunk_index=chunk, file_index=index)
+                size = PICTURES_AT_ONCE if pictures else ROWS_AT_ONCE
+                rows = _Rows(file, _batches(file, [*columns, *pictures], rows=size), columns, pictures)
+                for place in places:
+                    yield self._episode(place, rows, movies)
+        finally:
+            for movie in movies.values():
+                movie.close()
+
+    def _episode(self, place: _Place, rows: _Rows, movies: dict[str, _Movie]) -> SimulatedEpisode:
+        where = f"{self.path} episode {place.number}"
+        kept = self.kept_steps(place.length)
+        shape = (len(kept), len(self.cameras), self.looks.height, self.looks.width, 3)
+        pictures = np.empty(shape, np.uint8)
+        numbers = self._read_rows(where, place, rows, pictures)
+        for camera, key in enumerate(self.cameras):
+            if key in place.videos:
+                chunk, index, begin = place.videos[key]
+                file = VIDEO.format(video_key=key, chunk_index=chunk, file_index=index)
+                if key not in movies or movies[key].path != self.path / file:
+                    if key in movies:
+                        movies[key].close()
+                    movies[key] = _Movie(self.path / file, self._sizes[key], self._rate)
+                for row, picture in enumerate(movies[key].frames(begin, kept)):
+                    pictures[row, camera] = place_picture(picture, self.settings)
+        if (numbers["episode_index"] != place.number).any():
+            raise ConfigError(f"{where}: its rows are not where meta/episodes says. {AGAIN}")
+        nothing = np.zeros((place.length, 1), np.float32)
+
+        def read(key: str, flag: str) -> NDArray[np.float32]:
+            return check_numbers(where, key, numbers[key], flag) if key else nothing
+
+        states = [read(key, "state")[kept] for key in self.state]
+        start = SimStart(
+            name=f"{self.looks.simulator}/{self.path.name}/{place.number:06d}",
+            task=self._task(numbers, where),
+            seed=place.number,
+        )
+        return self.episode(
+            where,
+            start,
+            pictures=pictures,
+            states=np.concatenate(states, axis=1) if states else nothing[kept, :0],
+            actions=read(self.action, "action"),
+            rewards=read(self.reward, "reward")[:, 0],
+            success=read(self.success, "success")[:, 0] > 0.5,
+        )
+
+    def _read_rows(
+        self, where: str, place: _Place, rows: _Rows, pictures: NDArray[np.uint8]
+    ) -> dict[str, NDArray[Any]]:
+        """Read the numbers of an episode; pictures in its rows are unpacked into `pictures`."""
+        pieces: list[dict[str, NDArray[Any]]] = []
+        stride, step = self.settings.stride, 0
+        for numbers, packed in rows.take(place.length):
+            for key, files in packed.items():
+                for offset in range(-step % stride, len(files), stride):
+                    try:
+                        picture = decode_picture(files[offset], self._sizes[key])
+                    except ValueError as error:
+                        raise ConfigError(f"{where}, {key}: {error}. {AGAIN}") from error
+                    row = (step + offset) // stride
+                    pictures[row, self.cameras.index(key)] = place_picture(picture, self.settings)
+            pieces.append(numbers)
+            step += len(numbers["episode_index"])
+        try:
+            return {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
+        except ValueError as error:
+            raise ConfigError(f"{where} has rows of different widths. Write the data set again.") from error
+
+    def _task(self, numbers: Mapping[str, NDArray[Any]], where: str) -> str:
+        """Return the instruction of an episode's first sample."""
+        task = self.settings.task
+        if not task:
+            of_rows = numbers["task_index"][:, 0]
+            task = self._tasks.get(int(of_rows[0]), "")
+            note = "instructions that change within an episode: the first one is taken"
+            if (of_rows != of_rows[0]).any() and note not in self.notes:
+                self.notes.append(note)
+        if not plain_task(task):
+            raise ConfigError(f"{where} has no instruction. Give one: --dataset.task 'fold the towel'.")
+        return plain_task(task)
+
+
+def _read_info(path: Path) -> tuple[dict[str, dict[str, Any]], float, str]:
+    """Return features, steps per second and the robot's name, empty if there is none."""
+    with _reading(path / INFO):
+        info = load_json(path / INFO, dict)
+        check_types(info, {"codebase_version": str, "fps": float, "features": dict})
+        version, rate = info["codebase_version"], float(info["fps"])
+        if not version.startswith("v3."):
+            raise ConfigError(
+                f"{path} is a LeRobot folder of version {shortened(version)}, and v3.0 is read. Convert it "
+                "with LeRobot: python -m lerobot.datasets.v30.convert_dataset_v21_to_v30 --repo-id NAME."
+            )
+        if not 0 < rate <= 10_000:
+            raise ValueError(f"fps is {rate}")
+        for key, about in info["features"].items():
+            if not isinstance(about, dict):
+                raise ValueError(f"the feature {shortened(key)} is no object")
+            check_types(about, {"dtype": str, "shape": list})
+            if not all(type(size) is int and 0 < size <= 2**31 for size in about["shape"]):
+                raise ValueError(f"the feature {shortened(key)} has the shape {shortened(about['shape'])}")
+            if "/" in key or key in ("", ".", ".."):
+                raise ValueError(f"a feature is called {shortened(key)}, which is no name of a folder")
+        for name, usual in (("data_path", DATA), ("video_path", VIDEO)):
+            if info.get(name) not in (None, usual):
+                raise ValueError(f"{name} is {shortened(info[name])}, expected {usual}")
+        robot = info.get("robot_type")
+        return info["features"], rate, robot if isinstance(robot, str) else ""
+
+
+def _picture_size(about: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return height and width of a camera's pictures; None if the feature has no colour pictures."""
+    shape, names = about["shape"], about.get("names")
+    details = about.get("info") or about.get("video_info") or {}
+    depth = isinstance(details, dict) and (details.get("video.is_depth_map") or details.get("is_depth_map"))
+    if about["dtype"] not in ("video", "image") or len(shape) != 3 or depth:
+        return None
+    first = isinstance(names, list) and bool(names) and str(names[0]).startswith("channel")
+    if first or (shape[0] == 3 and shape[2] != 3):
+        return (shape[1], shape[2]) if shape[0] == 3 else None
+    return (shape[0], shape[1]) if shape[2] == 3 else None
+
+
+def _read_tasks(path: Path) -> dict[int, str]:
+    """Read the instructions by number."""
+    file = path / "meta" / "tasks.parquet"
+    with _opened(file) as table:
+        texts = [name for name in table.schema_arrow.names if name != "task_index"]
+    column = next((name for name in ("task", "__index_level_0__") if name in texts), None)
+    if column is None:
+        raise ConfigError(
+            f"{file} has no column of instructions (task), only {', '.join(texts)[:200]}. Give one "
+            "instruction for all: --dataset.task 'fold the towel'."
+        )
+    tasks: dict[int, str] = {}
+    for batch in _batches(file, ["task_index", column]):
+        with _reading(file):
+            found = _column(batch, column).to_pylist()
+            if not all(isinstance(text, str) for text in found):
+                raise ValueError(f"{column} does not hold texts")
+            tasks |= dict(zip(_numbers_in(batch, "task_index")[:, 0].tolist(), found, strict=True))
+    return tasks
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Name the file in errors of pyarrow, PyAV and our own checks."""
+    import pyarrow as pa  # pyright: ignore[reportMissingImports]
+    from av.error import FFmpegError  # pyright: ignore[reportMissingImports]
+
+    own = (OSError, KeyError, TypeError, ValueError, IndexError, RuntimeError, MemoryError)
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (pa.ArrowException, FFmpegError, *own) as error:
+        raise ConfigError(f"{path} cannot be read ({first_line(error)}). {AGAIN}") from error
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    import pyarrow.parquet as pq  # pyright: ignore[reportMissingImports]
+
+    with _reading(path), io.FileIO(open_regular(path), "rb") as raw:
+        yield pq.ParquetFile(raw)
+
+
+def _batches(path: Path, columns: Sequence[str], *, rows: int = ROWS_AT_ONCE) -> Iterator[Any]:
+    """Read a parquet file as batches of Arrow."""
+    with _opened(path) as file:
+        there = file.schema_arrow.names
+        if missing := [name for name in columns if name not in there]:
+            raise ValueError(f"it has no column {missing[0]}, only {', '.join(there)[:500]}")
+        yield from file.iter_batches(batch_size=rows, columns=list(columns))
+
+
+def _column(batch: Any, name: str) -> Any:
+    return batch.column(batch.schema.get_field_index(name))
+
+
+def _numbers_in(batch: Any, column: str) -> NDArray[Any]:
+    """Return a column of numbers, or of lists of equally many: ``[T, n]``."""
+    import pyarrow as pa  # pyright: ignore[reportMissingImports]
+
+    array = _column(batch, column)
+    rows, kind = len(array), array.type
+    if array.null_count:
+        raise ValueError(f"{column} has rows without a value")
+    if isinstance(array, pa.ExtensionArray):
+        array, kind = array.storage, array.storage.type
+    while pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        if not pa.types.is_fixed_size_list(kind) and len(array.value_lengths().unique()) > 1:
+            raise ValueError(f"{column} has rows of different lengths")
+        array, kind = array.flatten(), kind.value_type
+    if array.null_count:
+        raise ValueError(f"{column} has numbers without a value")
+    values, width = array.to_numpy(zero_copy_only=False), len(array) // max(1, rows)
+    if values.dtype.kind not in "fiub":
+        raise ValueError(f"{column} holds {kind}, expected numbers")
+    return values.reshape(rows, width)
+
+
+def _files_in(batch: Any, column: str) -> list[bytes]:
+    """Return the files of a column of pictures, as Hugging Face's data sets store them."""
+    found = _column(batch, column).to_pylist()
+    files = [row.get("bytes") if isinstance(row, dict) else row for row in found]
+    packed = [file for file in files if isinstance(file, bytes)]
+    if len(packed) < len(files):
+        raise ValueError(f"{column} does not hold pictures: they may lie in files beside the table")
+    return packed
+
+
+class _Rows:
+    """Rows of a file in their order, as many at a time as an episode has."""
+
+    def __init__(
+        self, path: Path, batches: Iterator[Any], columns: Sequence[str], pictures: Sequence[str]
+    ) -> None:
+        self._path, self._batches, self._columns, self._pictures = path, batches, columns, pictures
+        self._left: Any = ()
+
+    def take(self, count: int) -> Iterator[tuple[dict[str, NDArray[Any]], dict[str, list[bytes]]]]:
+        """Yield numbers ``[n, ...]`` and files of pictures of the next rows, by column, in pieces."""
+        while count:
+            self._left = self._left if len(self._left) else next(self._batches, ())
+            if not len(self._left):
+                raise ConfigError(f"{self._path} has {count} rows fewer than meta/episodes says. {AGAIN}")
+            piece, self._left = self._left.slice(0, count), self._left.slice(count)
+            count -= len(piece)
+            with _reading(self._path):
+                numbers = {name: _numbers_in(piece, name) for name in self._columns}
+                pictures = {name: _files_in(piece, name) for name in self._pictures}
+            yield numbers, pictures
+
+
+class _Movie:
+    """One camera's movie, decoded from front to back."""
+
+    def __init__(self, path: Path, size: tuple[int, int], rate: float) -> None:
+        import av  # pyright: ignore[reportMissingImports]
+
+        self.path = path
+        self._size, self._rate = size, rate
+        with _reading(path):
+            # A handle instead of a name: what the file says can then lead to no other file.
+            self._raw = io.FileIO(open_regular(path), "rb")
+            try:
+                self._container: Any = av.open(self._raw, format="mp4")
+                stream = self._container.streams.video[0]
+                stream.thread_type = "AUTO"
+                self._decoded: Iterator[Any] = self._container.decode(stream)
+            except BaseException:
+                self._raw.close()
+                raise
+        self._frame: Any = None
+        self._at = -1.0
+
+    def frames(self, begin: float, steps: NDArray[np.int64]) -> Iterator[NDArray[np.uint8]]:
+        """Decode the frames ``[H, W, 3]`` of rising steps of an episode that begins at so many seconds."""
+        tolerance = 0.5 / self._rate
+        for step in steps.tolist():
+            seconds = begin + step / self._rate
+            with _reading(self.path):
+                while self._at < seconds - tolerance:
+                    self._frame = next(self._decoded, None)
+                    if self._frame is None or self._frame.time is None:
+                        raise ValueError(f"it has no frame at {seconds:.3f} s")
+                    self._at = float(self._frame.time)
+                if self._at > seconds + tolerance:
+                    raise ValueError(f"it has no frame at {seconds:.3f} s, the next is at {self._at:.3f} s")
+                if (found := (self._frame.height, self._frame.width)) != self._size:
+                    raise ValueError(
+                        f"its frames have {found[0]} x {found[1]} pixels, but meta/info.json says "
+                        f"{self._size[0]} x {self._size[1]}"
+                    )
+                picture = self._frame.to_ndarray(format="rgb24")
+            yield picture
+
+    def close(self) -> None:
+        self._container.close()
+        self._raw.close()

@@ -1,0 +1,423 @@
+"""HDF5 files with demonstrations ``data/demo_*``: robomimic's and LIBERO's, in two orders.
+
+Letters: T samples of a demonstration, H W picture size.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.errors import ConfigError, first_line
+from asyncrl.fitting.data_sets import DataSet, check_numbers, place_picture, plain_task
+from asyncrl.fitting.recordings import UNREADABLE, Looks
+from asyncrl.fitting.settings import NONE, DataSetSettings
+from asyncrl.records import DUMMY_ACTION
+from asyncrl.rewards.libero_tasks import SUITES
+from asyncrl.simulators.interface import SimStart, hand_pose
+from asyncrl.simulators.libero.scene import OPEN, quaternion_of
+from asyncrl.simulators.rollout import SimulatedEpisode
+from asyncrl.storage.untrusted import attribute_of, dataset_in, described_in, group_in, open_hdf5, parse_json
+
+_STATES: Final = (
+    ("robot0_eef_pos", "robot0_eef_quat", "robot0_gripper_qpos"),
+    ("robot_state",),
+)
+"""Usual states: robosuite's, and that of our own exports."""
+_AT_ONCE: Final = 32
+"""Pictures that are read before they are resized."""
+LIBERO_CAMERAS: Final = {"agentview": "agentview_rgb", "wrist": "eye_in_hand_rgb"}
+"""Name in our recordings -> key."""
+LIBERO_NUMBERS: Final = {
+    "libero_spatial": (0, 2, 4, 6, 8, 1, 3, 5, 7, 9),
+    "libero_object": (0, 3, 6, 8, 1, 4, 7, 9, 2, 5),
+    "libero_goal": (0, 3, 5, 8, 1, 4, 6, 9, 2, 7),
+    "libero_10": (5, 8, 7, 0, 1, 3, 4, 6, 9, 2),
+}
+"""The benchmark's number of each task in `SUITES`, whose order is that of the published reward models."""
+
+
+def is_robomimic(path: Path) -> bool:
+    """Return True for an HDF5 file with demonstrations."""
+    try:
+        with open_hdf5(path) as file:
+            return bool(_demos_in(file))
+    except UNREADABLE:
+        return False
+
+
+def is_libero(path: Path) -> bool:
+    """Return True for a file of LIBERO's demonstrations."""
+    try:
+        with open_hdf5(path) as file:
+            return _is_libero(file, _demos_in(file)[0])
+    except UNREADABLE:
+        return False
+
+
+def _is_libero(file: h5py.File, demo: str) -> bool:
+    data, obs = group_in(file, "data"), group_in(file, f"data/{demo}/obs")
+    return "problem_info" in data.attrs and "agentview_rgb" in obs and "ee_states" in obs
+
+
+def _demos_in(file: h5py.File) -> list[str]:
+    """Return the names of the demonstrations, in the order of their numbers."""
+    names = (str(name).partition("demo_") for name in group_in(file, "data"))
+    numbers = sorted(int(end) for start, _, end in names if not start and end.isdecimal() and len(end) < 20)
+    return [f"demo_{number}" for number in numbers]
+
+
+class RobomimicFile(DataSet):
+    """One file of robomimic's: observation t was made before action t."""
+
+    REFUSAL = "{path} cannot be read as a robomimic file ({reason}). Mend it, or leave it out."
+
+    def __init__(self, path: Path, settings: DataSetSettings) -> None:
+        """Read what the file declares, without its pictures."""
+        super().__init__(path, settings)
+        with self._opened() as file:
+            self.demos = _demos_in(file)[: settings.episodes or None]
+            if not self.demos:
+                raise ValueError("there is no data/demo_0")
+            self._check_kind(file)
+            first = f"data/{self.demos[0]}"
+            demo, obs = group_in(file, first), group_in(file, f"{first}/obs")
+            seen = list(map(str, obs))
+            sizes = {key: size for key in seen if (size := _picture_size(obs, key))}
+            height, width = self.choose_cameras(sizes)
+            keys = [key for key in map(str, demo) if _described(demo, key) is not None]
+            state_keys = [key for key in seen if key not in sizes]
+            self.choose_keys(keys, state_keys, action="actions", states=_STATES, reward="rewards")
+            self.state_dim = sum(_width(dataset_in(file, f"{first}/obs/{key}")) for key in self.state)
+            simulator, rate = self._environment(file)
+            self.looks = Looks(
+                simulator=simulator,
+                cameras=tuple(key.removesuffix("_image") for key in self.cameras),
+                height=height,
+                width=width,
+                action_dim=_width(dataset_in(file, f"{first}/{self.action}")),
+                rate=rate / settings.stride,
+            )
+            lengths = [len(dataset_in(file, f"data/{name}/{self.action}")) for name in self.demos]
+            if min(lengths) < 1:
+                raise ValueError("a demonstration has no action")
+            self.frames = self.count_frames(lengths)
+            sparse = self.reward and _is_sparse(dataset_in(file, f"{first}/{self.reward}")[:])
+            if not self.success and "success" not in demo.attrs and not sparse:
+                self.note_no_success()
+
+    def _check_kind(self, file: h5py.File) -> None:
+        if _is_libero(file, self.demos[0]):
+            raise ConfigError(
+                f"{self.path} has LIBERO's demonstrations, whose pictures come after their actions and are "
+                "upside down. Import them first: asyncrl recordings import FILES --out FOLDER."
+            )
+
+    def _environment(self, file: h5py.File) -> tuple[str, float]:
+        """Return the simulator's name and the steps per second, 0 if unknown."""
+        env = _json_of(group_in(file, "data"), "env_args")
+        given = env.get("env_kwargs")
+        kwargs: dict[str, Any] = given if isinstance(given, dict) else {}
+        if kwargs.get("sample") == "decision":
+            raise ConfigError(
+                f"{self.path} has one sample per decision: the pictures and actions between are not in it. "
+                "Export with --rate step."
+            )
+        name, rate = env.get("env_name"), kwargs.get("control_freq", kwargs.get("steps_per_second", 0))
+        known = type(rate) in (int, float) and 0 < rate <= 10_000
+        named = name if isinstance(name, str) and name else "robomimic"
+        return self.settings.simulator or named, float(rate) if known else 0.0
+
+    @contextmanager
+    def _opened(self) -> Iterator[h5py.File]:
+        """Open the file; errors of the block name it."""
+        try:
+            with open_hdf5(self.path) as file:
+                yield file
+        except ConfigError:
+            raise
+        except UNREADABLE as error:
+            raise ConfigError(self.REFUSAL.format(path=self.path, reason=first_line(error))) from error
+
+    def episodes(self) -> Iterator[SimulatedEpisode]:
+        """Read one demonstration after the other."""
+        with self._opened() as file:
+            for name in self.demos:
+                yield self._episode(file, name)
+
+    def _episode(self, file: h5py.File, name: str) -> SimulatedEpisode:
+        where = f"{self.path} {name}"
+        actions = self._numbers(file, name, self.action, "action")
+        states = self._states(file, name, len(actions))
+        rewards = np.zeros(len(actions), np.float32)
+        if self.reward:
+            rewards = self._numbers(file, name, self.reward, "reward")[:, 0]
+        self.check_bytes(where, len(actions))
+        start = SimStart(
+            name=f"{self.looks.simulator}/{self.path.stem}/{name}",
+            task=self._task(file, name),
+            seed=int(name.removeprefix("demo_")),
+        )
+        success = self._solved(file, name, rewards)
+        for numbers, what in ((rewards, "rewards"), (success, self.success)):
+            if len(numbers) != len(actions):
+                raise ValueError(f"{name} has {len(actions)} actions and {len(numbers)} {what}")
+        return self.episode(
+            where,
+            start,
+            pictures=self._pictures(file, name, len(actions)),
+            states=states,
+            actions=actions,
+            rewards=rewards,
+            success=success,
+        )
+
+    def _numbers(self, file: h5py.File, name: str, key: str, flag: str) -> NDArray[np.float32]:
+        """Read numbers ``[T, n]`` of a demonstration; ``[T]`` become ``[T, 1]``."""
+        stored = dataset_in(file, f"data/{name}/{key}")[:]
+        stored = stored[:, None] if stored.ndim == 1 else stored
+        return check_numbers(f"{self.path} {name}", key.rpartition("/")[2], stored, flag)
+
+    def _pictures(self, file: h5py.File, name: str, steps: int) -> NDArray[np.uint8]:
+        """Read ``[N, K, H, W, 3]`` of the N kept steps, and one more where `next_obs` has it."""
+        kept = self.kept_steps(steps)
+        after = "next_obs" in group_in(file, f"data/{name}")
+        shape = (len(kept) + after, len(self.cameras), self.looks.height, self.looks.width, 3)
+        placed = np.empty(shape, np.uint8)
+        for camera, key in enumerate(self.cameras):
+            stored = dataset_in(file, f"data/{name}/obs/{key}")
+            if len(stored) != steps:
+                raise ValueError(f"{name} has {steps} actions and {len(stored)} pictures of {key}")
+            for begin in range(0, len(kept), _AT_ONCE):
+                rows = kept[begin : begin + _AT_ONCE]
+                block = stored[int(rows[0]) : int(rows[-1]) + 1 : self.settings.stride]
+                for row, picture in enumerate(block, begin):
+                    placed[row, camera] = place_picture(_channels_last(picture), self.settings)
+            if after:
+                last = dataset_in(file, f"data/{name}/next_obs/{key}")[-1]
+                placed[-1, camera] = place_picture(_channels_last(last), self.settings)
+        return placed
+
+    def _states(self, file: h5py.File, name: str, steps: int) -> NDArray[np.float32]:
+        """Read ``[N, Q]``, with one more row where `next_obs` has it."""
+        kept = self.kept_steps(steps)
+        after = "next_obs" in group_in(file, f"data/{name}")
+        if not self.state:
+            return np.zeros((len(kept) + after, 0), np.float32)
+        parts = [self._numbers(file, name, f"obs/{key}", "state") for key in self.state]
+        if any(len(part) != steps for part in parts):
+            raise ValueError(f"{name} has {steps} actions, but states of another length")
+        found = np.concatenate(parts, axis=1)[kept]
+        if after:
+            last = [self._numbers(file, name, f"next_obs/{key}", "state")[-1:] for key in self.state]
+            found = np.concatenate([found, np.concatenate(last, axis=1)])
+        return found
+
+    def _solved(self, file: h5py.File, name: str, rewards: NDArray[np.float32]) -> NDArray[np.bool_]:
+        if self.success:
+            return self._numbers(file, name, self.success, "success")[:, 0] > 0.5
+        nothing, demo = np.zeros(len(rewards), bool), group_in(file, f"data/{name}")
+        if self.settings.success != NONE and "success" in demo.attrs:
+            nothing[-1] = bool(attribute_of(demo, "success"))
+        elif self.settings.success != NONE and _is_sparse(rewards):
+            return rewards > 0
+        return nothing
+
+    def _task(self, file: h5py.File, name: str) -> str:
+        data, demo = group_in(file, "data"), group_in(file, f"data/{name}")
+        task: Any = self.settings.task
+        if not task and "task" in demo.attrs:
+            task = attribute_of(demo, "task")
+        task = task or _json_of(demo, "ep_meta").get("lang")
+        task = task or _json_of(data, "problem_info").get("language_instruction")
+        if not isinstance(task, str) or not plain_task(task):
+            raise ConfigError(
+                f"{self.path} does not say what its demonstrations are to do. Say it: --dataset.task 'lift "
+                "the cube'."
+            )
+        return plain_task(task)
+
+
+class LiberoFile(RobomimicFile):
+    """The demonstrations of one of LIBERO's tasks, as published.
+
+    Observation t was made after action t: the first action's start is not stored, so the episode begins with
+    the picture after it. Pictures are mirrored and, unless the file says "opencv", upside down.
+    """
+
+    REFUSAL = (
+        "{path} is not a file of LIBERO's demonstrations ({reason}). Give files as published, such as "
+        "libero_spatial/NAME_demo.hdf5."
+    )
+
+    def __init__(self, path: Path, cameras: Sequence[str]) -> None:
+        """Read what the file declares.
+
+        Args:
+            cameras: Of `LIBERO_CAMERAS`.
+        """
+        settings = DataSetSettings(
+            cameras=tuple(LIBERO_CAMERAS[camera] for camera in cameras),
+            state=("ee_states", "gripper_states"),
+            reward=NONE,
+        )
+        super().__init__(path, settings)
+        self.looks = replace(self.looks, cameras=tuple(cameras), rate=0.0)
+        self.frames -= len(self.demos)
+        self.task_id, self.first_seed = -1, 0
+
+    def _check_kind(self, file: h5py.File) -> None:
+        data = group_in(file, "data")
+        demo, convention = group_in(data, self.demos[0]), "macros_image_convention"
+        upright = convention in data.attrs and str(attribute_of(data, convention)) == "opencv"
+        self.settings = replace(
+            self.settings,
+            flip="none" if upright else "vertical",
+            success="rewards" if "rewards" in demo else "dones",
+        )
+        told = parse_json(str(attribute_of(data, "problem_info")).encode(), dict)["language_instruction"]
+        stem = self.path.stem  # It has the simulator's wording where it is named as published.
+        named = instruction_of(stem.removesuffix("_demo")) if stem.endswith("_demo") else ""
+        self.instruction = named or "".join(told).strip(' ".').lower()
+
+    def assign(self, suite: str, first_seed: int) -> None:
+        """Take the suite's name and task number; seeds of the demonstrations count from `first_seed`."""
+        self.looks = replace(self.looks, simulator=suite)
+        self.first_seed = first_seed
+        if suite in LIBERO_NUMBERS:
+            self.task_id = LIBERO_NUMBERS[suite][SUITES[suite].index(self.instruction)]
+
+    def _episode(self, file: h5py.File, name: str) -> SimulatedEpisode:
+        actions = self._numbers(file, name, self.action, "action")
+        if actions.shape[1] != len(DUMMY_ACTION):
+            raise ValueError(f"{name}/actions are {list(actions.shape)}, expected [T, 7]")
+        states = self._states(file, name, len(actions))
+        success = self._solved(file, name, np.zeros(len(actions), np.float32))
+        if len(success) != len(actions):
+            raise ValueError(f"{name} has {len(actions)} actions and {len(success)} {self.success}")
+        task = f"{self.path.stem if self.task_id < 0 else self.task_id}"
+        start = SimStart(
+            name=f"{self.looks.simulator}/{task}/{name}",
+            task=self.instruction,
+            task_id=self.task_id,
+            seed=self.first_seed + self.demos.index(name),
+        )
+        episode = self.episode(
+            f"{self.path} {name}",
+            start,
+            pictures=np.ascontiguousarray(self._pictures(file, name, len(actions))[..., ::-1, :]),
+            states=states,
+            actions=actions[1:],
+            rewards=success[1:].astype(np.float32),
+            success=success[1:],
+        )
+        hand, fingers = (dataset_in(file, f"data/{name}/obs/{key}")[:] for key in self.state)
+        episode.poses = np.stack(
+            [
+                hand_pose(h[:3], quaternion_of(h[3:]), float(np.abs(f).sum()) / OPEN)
+                for h, f in zip(hand, fingers, strict=True)
+            ]
+        )
+        return episode
+
+
+def instruction_of(name: str) -> str:
+    """Return the instruction of a task's name, without the scene before it.
+
+    Example:
+        >>> instruction_of("KITCHEN_SCENE3_turn_on_the_stove")
+        'turn on the stove'
+    """
+    words = name.split("_")
+    scene = next((i for i, word in enumerate(words) if word.startswith("SCENE")), -1)
+    return " ".join(words[scene + 1 :]).lower()
+
+
+def open_libero(paths: Sequence[Path], simulator: str, cameras: Sequence[str]) -> list[LiberoFile]:
+    """Open the demonstrations of one suite.
+
+    Args:
+        simulator: Suite; empty: the one that has all of these tasks, else the folder's name.
+        cameras: Of `LIBERO_CAMERAS`.
+
+    Raises:
+        ConfigError: A file has no demonstrations, or they are not of one suite.
+    """
+    files = [LiberoFile(path, cameras) for path in paths]
+    suite, seed = _suite_of(files, simulator), 0
+    for file in files:
+        file.assign(suite, seed)
+        seed += len(file.demos)
+    return files
+
+
+def _suite_of(files: Sequence[LiberoFile], simulator: str) -> str:
+    tasks = {file.instruction for file in files}
+    # The 90 tasks of libero_90 have 74 instructions: a file does not tell its task's number.
+    if simulator and simulator not in (known := (*SUITES, "libero_90")):
+        near = difflib.get_close_matches(simulator, known, n=1, cutoff=0.0)[0]
+        raise ConfigError(f"--simulator {simulator} is no suite of LIBERO; the nearest is {near}.")
+    homes = [name for name, own in SUITES.items() if tasks <= set(own)]
+    if simulator in SUITES and simulator not in homes:
+        unknown = sorted(tasks - set(SUITES[simulator]))[0]
+        raise ConfigError(
+            f"--simulator {simulator} has no task {unknown!r}. Leave it out, or name the suite of these "
+            "files."
+        )
+    folders = {file.path.resolve().parent.name for file in files}
+    if simulator or len(homes) == 1:
+        return simulator or homes[0]
+    if len(folders) == 1 and (folder := folders.pop()).startswith("libero_") and folder not in SUITES:
+        return folder
+    raise ConfigError(
+        f"The suite of these demonstrations cannot be told from their tasks ({sorted(tasks)[0]!r}, ...) and "
+        "folders. Import one suite at a time, or say it with --simulator libero_90."
+    )
+
+
+def _json_of(group: h5py.Group, name: str) -> dict[str, Any]:
+    """Return an attribute that is a JSON object, else an empty one."""
+    if name not in group.attrs:
+        return {}
+    try:
+        found = attribute_of(group, name)
+        return parse_json(found if isinstance(found, bytes) else str(found).encode(), dict)
+    except ValueError:
+        return {}
+
+
+def _described(group: h5py.Group, name: str) -> h5py.Dataset | None:
+    try:
+        return described_in(group, name)
+    except TypeError:  # A group, or a link to another file.
+        return None
+
+
+def _picture_size(obs: h5py.Group, key: str) -> tuple[int, int] | None:
+    """Return height and width of a camera's pictures; None if the dataset holds none."""
+    found = _described(obs, key)
+    if found is None or found.ndim != 4 or found.dtype != np.uint8:
+        return None
+    if found.shape[-1] == 3:
+        return found.shape[1], found.shape[2]
+    return (found.shape[2], found.shape[3]) if found.shape[1] == 3 else None
+
+
+def _channels_last(picture: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    return picture if picture.shape[-1] == 3 else picture.transpose(1, 2, 0)
+
+
+def _width(dataset: h5py.Dataset) -> int:
+    return dataset.shape[1] if dataset.ndim > 1 else 1
+
+
+def _is_sparse(rewards: NDArray[Any]) -> bool:
+    return bool(np.isin(rewards, (0, 1)).all())

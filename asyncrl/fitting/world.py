@@ -1,0 +1,214 @@
+"""Fits of world models: what every kind offers, and the table of kinds. Imports no torch.
+
+fresh  ->  fit_autoencoder or take_autoencoder  ->  fit_network  ->  save       `asyncrl fit world`
+load  ->  fit_network or fine_tune  ->  save or rewrite                         with --refine
+load  ->  redraw                                                      `asyncrl fit reward|policy --world`
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Self
+
+from asyncrl.config.bounds import shown
+from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.records import CHUNK
+from asyncrl.worlds.kinds import world_kind
+
+if TYPE_CHECKING:
+    import torch
+
+    from asyncrl.fitting.frame_file import FrameFile
+    from asyncrl.fitting.loop import Schedule
+    from asyncrl.fitting.recordings import Recordings
+
+Size = Literal["tiny", "small"]
+CONTEXT_SIGMA: Final = 0.1
+DEFAULT_KIND: Final = "wan"
+KINDS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "wan": "asyncrl.fitting.wan:WanFit",
+        "opensora": "asyncrl.fitting.opensora:OpenSoraFit",
+        "evac": "asyncrl.fitting.evac:EvacFit",
+    }
+)
+"""Short name of a kind of world, as in `registry.BUILT_IN` -> 'module:Class' of its `FittedWorld`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorldOptions:
+    """Options of some kinds only."""
+
+    context_sigma: float = CONTEXT_SIGMA
+    """Noise level of the memory latent while training, in [0, 1]."""
+    camera: str = ""
+    """JSON file with the camera's place; empty: that of the recordings' simulator, if known."""
+
+
+class FittedWorld(ABC):
+    """A world of one kind while it is fitted."""
+
+    kind: ClassVar[str]
+    options: ClassVar[frozenset[str]] = frozenset()
+    """Fields of `WorldOptions` that this kind has."""
+    fine_tunes: ClassVar[bool] = False
+    """Whether it has the methods for `launch.fine_tune`: see `wan.WanFit`."""
+    distils: ClassVar[bool] = False
+    """Whether it has those for `asyncrl fit decoder`: `fresh_decoder` and `save_decoder`."""
+
+    def __init__(self, world: Any) -> None:
+        """Wrap a `worlds.interface.World`."""
+        self.world = world
+
+    @classmethod
+    @abstractmethod
+    def fresh(cls, size: Size, vae_size: Size, recordings: Recordings, options: WorldOptions) -> Self:
+        """Build networks with fresh weights for the recordings' pictures, on the CPU.
+
+        Args:
+            size: Of the network that draws latents, and of the networks that make its tokens.
+            vae_size: Of the autoencoder.
+
+        Raises:
+            ConfigError: The recordings lack something that this kind needs, or an option is not its own.
+        """
+
+    @classmethod
+    @abstractmethod
+    def load(cls, folder: Path, device: torch.device, dtype: torch.dtype | None = None) -> Self:
+        """Load a folder of this kind, ours or a published one.
+
+        Args:
+            dtype: Of the weights; None: as the kind prefers, float32 for folders of ours.
+
+        Raises:
+            CheckpointError: A file is missing or does not fit.
+        """
+
+    @property
+    def image_size(self) -> int:
+        """Height and width of the frames in pixels."""
+        return self.world.image_size
+
+    def to(self, device: torch.device) -> None:
+        """Move all networks."""
+        self.world.to(device)
+
+    @abstractmethod
+    def fit_autoencoder(self, recordings: Recordings, schedule: Schedule) -> float:
+        """Train the autoencoder in place and return the mean loss of the last tenth."""
+
+    @abstractmethod
+    def take_autoencoder(self, source: FittedWorld) -> None:
+        """Take over the autoencoder of another world instead of fitting one.
+
+        Raises:
+            ConfigError: It has other layers.
+        """
+
+    @abstractmethod
+    def fit_network(self, recordings: Recordings, schedule: Schedule, options: WorldOptions) -> float:
+        """Train all but the autoencoder in place by the published objective; return the mean loss at the end.
+
+        Args:
+            schedule: Its batch is of windows, each as long as a decision and the frames it sees before.
+
+        Raises:
+            ConfigError: The recordings lack something that this kind needs, or an option is not its own.
+            RunError: The loss stopped being finite.
+        """
+
+    @abstractmethod
+    def redraw(self, recordings: Recordings) -> FrameFile:
+        """Pass the recorded frames through the autoencoder: ``[F, H, W, 3]`` uint8, in their order."""
+
+    @abstractmethod
+    def save(self, folder: Path, version: int) -> None:
+        """Write the world in our layout, its weights in bfloat16."""
+
+    def check(self, recordings: Recordings, options: WorldOptions) -> None:
+        """Refuse options of other kinds and actions of another width, with a ConfigError."""
+        refuse_options(options, type(self))
+        check_recordings(recordings, self.world.action_spec.dim)
+
+
+def check_kind(kind: str) -> None:
+    """Refuse a kind that is not in the table, with a ConfigError."""
+    if kind not in KINDS:
+        raise ConfigError(f"--kind {shown(kind)} is no kind of world that can be fitted: {', '.join(KINDS)}.")
+
+
+def fit_class(kind: str) -> type[FittedWorld]:
+    """Import the class of a kind."""
+    check_kind(kind)
+    module, name = KINDS[kind].split(":")
+    return getattr(import_module(module), name)
+
+
+def load_fitted(folder: Path, device: torch.device, dtype: torch.dtype | None = None) -> FittedWorld:
+    """Load a world of any kind. See `FittedWorld.load`.
+
+    Raises:
+        CheckpointError: The folder does not exist, or a file is missing or does not fit.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"There is no folder {folder.absolute()} with a world. Give one that `asyncrl fit world` "
+            "wrote, a published one, or the name of a shipped world."
+        )
+    return fit_class(world_kind(folder)).load(folder, device, dtype)
+
+
+def check_recordings(recordings: Recordings, numbers: int = 0, world: str = "the world of --refine") -> None:
+    """Refuse recordings without a decision, or of another width of actions, with a ConfigError.
+
+    Args:
+        numbers: Width of an action; 0: any.
+        world: In words.
+    """
+    width = recordings.actions.shape[1]
+    if numbers and width != numbers:
+        raise ConfigError(
+            f"--data has actions of {width} numbers, but {world} takes {numbers}. Give recordings with "
+            f"{numbers} numbers per action, or fit a fresh world of --kind wan or opensora, which take any."
+        )
+    if (recordings.offsets[1:] - recordings.offsets[:-1]).max(initial=0) <= CHUNK:
+        raise ConfigError(f"No recorded episode is longer than {CHUNK} steps: there is nothing to imagine.")
+
+
+def check_same_size(world: FittedWorld, recordings: Recordings, flag: str) -> None:
+    """Refuse recordings of another picture size, with a ConfigError."""
+    if world.image_size != recordings.image_size:
+        raise ConfigError(
+            f"--data has pictures of {recordings.image_size} pixels, but --{flag} draws {world.image_size}. "
+            "Give recordings and a world of one size: asyncrl collect --image-size sets that of recordings."
+        )
+
+
+def check_picture_size(recordings: Recordings, multiple: int) -> int:
+    """Return the side of the pictures; a ConfigError refuses those that are not square multiples."""
+    side = recordings.image_size
+    if side % multiple:
+        near = max(1, round(side / multiple)) * multiple
+        raise ConfigError(
+            f"--data has pictures of {side} pixels, but this kind of world cuts them into squares of "
+            f"{multiple} x {multiple}. Use a multiple of {multiple}: --dataset.image-size {near} of a data "
+            f"set, asyncrl collect --image-size {near} of a simulator."
+        )
+    return side
+
+
+def refuse_options(options: WorldOptions, fitted: type[FittedWorld]) -> None:
+    """Refuse options that a kind does not have, with a ConfigError."""
+    for name in ("context_sigma", "camera"):
+        value = getattr(options, name)
+        if name not in fitted.options and value != getattr(WorldOptions(), name):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {value} means nothing to a world of kind {fitted.kind}: its "
+                "published training has no such choice. Leave it out."
+            )
