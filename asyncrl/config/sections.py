@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 
 from asyncrl.config.bounds import SECONDS, THREADS, AtLeast, Bounded, Positive, Within
 from asyncrl.errors import ConfigError
-from asyncrl.observability.monitor_address import parse_address
 
 SuccessFrames = int | Literal["last"]
 """See `ActorSettings.success_frames`."""
@@ -224,6 +223,8 @@ class MonitorSettings(Bounded, section="monitor."):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.listen:
+            from asyncrl.observability.monitor import parse_address  # It imports an HTTP server.
+
             parse_address(self.listen)
 
 

@@ -17,7 +17,7 @@ from asyncrl.config.sections import WorldDefaults
 from asyncrl.errors import AsyncRLError
 from asyncrl.evaluation import run_checkpoints
 from asyncrl.observability import metrics_training as m
-from asyncrl.observability import monitor_address, process_status, trackers
+from asyncrl.observability import monitor, process_status, trackers
 from asyncrl.observability.console import duration
 from asyncrl.observability.logger import MetricsLogger, flat, start_command
 from asyncrl.storage import assets, checkpoint, provenance, run_owner
@@ -136,7 +136,7 @@ def notes(config: TrainConfig) -> list[str]:
             "--replay.sampler prioritized changes what is maximised: where more groups are ready than an "
             "update takes, a group counts in proportion to the spread of its returns (docs/staleness.md)"
         )
-    return lines + ([monitor_address.line_about(config.monitor.listen)] if config.monitor.listen else [])
+    return lines + ([monitor.line_about(config.monitor.listen)] if config.monitor.listen else [])
 
 
 def tell_estimate(config: TrainConfig, tell: Callable[[str], None]) -> Callable[[str, float], None]:
@@ -274,7 +274,7 @@ def short_path(path: Path) -> str:
 def check_sinks(config: TrainConfig) -> None:
     """Check before anything starts that the trackers are installed and the monitor can listen."""
     trackers.check_installed(config.log_with)
-    monitor_address.check_free(config.monitor.listen)
+    monitor.check_free(config.monitor.listen)
 
 
 @contextmanager
@@ -304,10 +304,8 @@ def opened_log(config: TrainConfig, start: LearnerStart, ranks: int = 1) -> Iter
         kept = provenance.Provenance(start.run_dir, begun, updates=config.updates, tell=log.banner)
         log.readers += [sent.note, stack.enter_context(kept).note]
         if config.monitor.listen:
-            from asyncrl.observability.monitor import Monitor
-
-            address = monitor_address.parse_address(config.monitor.listen)
-            there = Monitor(address, start.run_dir, updates=config.updates, resume_step=start.version)
+            address = monitor.parse_address(config.monitor.listen)
+            there = monitor.Monitor(address, start.run_dir, updates=config.updates, resume_step=start.version)
             log.readers.append(stack.enter_context(there).note)
         yield log
 

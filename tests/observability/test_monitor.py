@@ -16,8 +16,15 @@ from asyncrl.observability import metrics_system as s
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability import process_status
 from asyncrl.observability.metrics import REGISTRY
-from asyncrl.observability.monitor import Monitor, name_of, stalled, unhealthy
-from asyncrl.observability.monitor_address import check_free, line_about, parse_address
+from asyncrl.observability.monitor import (
+    Monitor,
+    check_free,
+    line_about,
+    name_of,
+    parse_address,
+    stalled,
+    unhealthy,
+)
 from asyncrl.observability.process_status import Process, ThreadActivity
 
 PATIENCE = 30.0
