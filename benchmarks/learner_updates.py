@@ -43,7 +43,7 @@ from asyncrl.launch.job import read_job
 from asyncrl.launch.placement import pick_device
 from asyncrl.learner import update as update_module
 from asyncrl.learner.batches import Batch, build_batch
-from asyncrl.learner.early_compile import Shown
+from asyncrl.learner.early_compile import ObservationShapes
 from asyncrl.learner.forward import longest_first
 from asyncrl.learner.fsdp import UNITS, ReshardAfter, shard, summed_gradient
 from asyncrl.learner.metrics import Throughput
@@ -208,7 +208,7 @@ def passes_alone(update: Update, batch: Batch) -> None:
     rows = torch.nonzero((estimates.advantages != 0).flatten(1).any(dim=1)).flatten()
     rows = rows[longest_first(update.forward.prompt_lengths(batch.tasks)[rows])]
     update.stepper.clear_gradient()
-    parts = update.forward.cut(len(rows))
+    parts = update.forward.split(len(rows))
     with summed_gradient(update.policy) as pass_is_last:
         for number, part in enumerate(parts, start=1):
             found = update.forward.evaluate(batch, rows[part])
@@ -296,7 +296,8 @@ def updates(
 ) -> tuple[list[list[object]], list[list[object]], str]:
     """Time updates of one step; returns lines of ways, of an update's parts, its kernels."""
     groups = make_groups(policy, settings, ranks.rank)
-    shown = Shown(image_size=64 if settings.tiny else 256, tasks=tuple(sorted({g[0].task for g in groups})))
+    tasks = tuple(sorted({group[0].task for group in groups}))
+    shown = ObservationShapes(image_size=64 if settings.tiny else 256, tasks=tasks)
     config = replace(TrainConfig(), actor=ActorSettings(max_decisions=settings.decisions))
     algorithm = replace(
         config.algorithm,

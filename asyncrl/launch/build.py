@@ -30,12 +30,11 @@ from asyncrl.launch.learner_start import LearnerStart, check_compilable
 from asyncrl.launch.named_models import as_module, build_reference
 from asyncrl.launch.placement import only_learns
 from asyncrl.launch.simulated import SimulatedEnvironment
-from asyncrl.learner.early_compile import EarlyCompile, Shown, fix_sizes, has_known_sizes
+from asyncrl.learner.early_compile import EarlyCompile, ObservationShapes, fix_sizes, has_known_sizes
 from asyncrl.learner.forward import Reference
-from asyncrl.learner.learner import Learner
-from asyncrl.learner.loop import Log, LoopSettings
+from asyncrl.learner.learner import Learner, LoopSettings, WriteRow
 from asyncrl.learner.metrics import Throughput
-from asyncrl.learner.progress import Told
+from asyncrl.learner.progress import OnEstimate
 from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.learner.update import Update
 from asyncrl.learner.weight_export import ActingWeights, copy_policy
@@ -193,13 +192,13 @@ def build_learner(
     start: LearnerStart,
     port: LearnerPort,
     publisher: Publisher,
-    log: Log,
+    write_row: WriteRow,
     ranks: LearnerRanks,
     *,
     types: Mapping[str, torch.dtype],
     checkpoints: checkpoint.Checkpoints,
     stop_requested: Callable[[], bool],
-    tell_estimate: Told,
+    on_estimate: OnEstimate,
 ) -> Learner:
     """Build the learner and, when the run resumes, bring it to where the checkpoint stopped."""
     reference = build_reference(config, start.policy, start.policy.device)
@@ -212,7 +211,7 @@ def build_learner(
         update,
         port,
         publisher,
-        log,
+        write_row,
         checkpoints,
         loop_settings(config),
         copy_policy=partial(copy_policy, start.policy, ranks),
@@ -226,7 +225,7 @@ def build_learner(
         ),
         offload=learner_offload(config, update),
         stop_requested=stop_requested,
-        tell_estimate=tell_estimate,
+        on_estimate=on_estimate,
         compile_early=early or (lambda version: {}),
     )
     if start.checkpoint is not None:
@@ -261,7 +260,7 @@ def build_update(
     )
 
 
-def compile_learning(update: Update, shown: Shown | None) -> None:
+def compile_learning(update: Update, shown: ObservationShapes | None) -> None:
     """Compile the layers of an update's policy, at their first calls.
 
     For one size where all instructions are known and the policy can pad them alike, for any size elsewhere:
@@ -279,14 +278,15 @@ def compile_learning(update: Update, shown: Shown | None) -> None:
 def _early_compile(
     config: TrainConfig,
     update: Update,
-    shown: Shown | None,
+    shown: ObservationShapes | None,
     stop_requested: Callable[[], bool],
     port: LearnerPort,
 ) -> EarlyCompile | None:
     """Build what compiles before the first batch; None where it has nothing to do, or cannot."""
     wanted = config.learner.compile and config.learner.compile_early
     in_the_way = config.inline or config.learner.offload  # See the setting.
-    if not wanted or in_the_way or shown is None or not has_known_sizes(update.policy):
+    known = update.forward.small_size > 0 and has_known_sizes(update.policy)
+    if not wanted or in_the_way or shown is None or not known:
         return None
     if not any(True for _ in update.policy.blocks()):
         return None

@@ -25,7 +25,7 @@ from asyncrl.launch.world_conformance import Trial
 from asyncrl.learner.batches import Batch, build_batch
 from asyncrl.learner.interface import OldPolicy, describe_tensor
 from asyncrl.learner.losses import log_ratio, valid_units
-from asyncrl.learner.ranks import SingleRank
+from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.learner.recipe import Recipe
 from asyncrl.policies.interface import ActResult, HasCritic, Policy, SamplingParams
 from asyncrl.records import POSE_DIM, ActionSpec, Episode, StartState
@@ -139,7 +139,7 @@ def check_recipe(recipe: Recipe) -> Iterator[str]:
     old_logprob = batch.logprob_behaviour + 0.1 * torch.randn(batch.mask.shape, generator=rng)
     critic = torch.randn(len(batch.tasks), 1, generator=rng) if recipe.trains_critic else None
     old = OldPolicy(old_logprob, critic, torch.zeros(len(batch.returns)))
-    estimates = recipe.estimate(batch, old, SingleRank())
+    estimates = recipe.estimate(batch, old, LearnerRanks())
     advantages = estimates.advantages
     yield f"estimate: advantages {describe_tensor(advantages)}, mean {advantages.mean():.3g}"
     logprob = (old_logprob + 0.01).where(batch.mask, 0.0).requires_grad_()

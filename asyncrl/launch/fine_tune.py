@@ -46,7 +46,6 @@ from asyncrl.learner.ranks import (
     COLLECTIVE_DEADLINE,
     DistributedRanks,
     LearnerRanks,
-    SingleRank,
     default_group,
 )
 from asyncrl.learner.weight_export import ADAPTER_FOLDER, copy_policy, gather_to_host
@@ -68,7 +67,7 @@ def fine_tuning_ranks(what: str, precision: Precision, device: torch.device) -> 
     """
     size = read_job().size
     if size == 1 and precision == "fp32":
-        yield SingleRank()
+        yield LearnerRanks()
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -113,7 +112,7 @@ def fine_tune_policy(
     with fine_tuning_ranks(POLICY_RANKS, config.precision, device) as ranks:
         trained = count_trained(policy)
         anything: Any = policy
-        if isinstance(ranks, SingleRank):
+        if not isinstance(ranks, DistributedRanks):
             make_float32_masters(anything, config.precision)
         else:
             shard(anything, device, config.precision)
@@ -190,7 +189,7 @@ def fine_tune_world(config: FitWorld, recordings: Recordings) -> str:
     _prepare(world, config, recordings, options)
     with fine_tuning_ranks(WORLD_RANKS, config.precision, device) as ranks:
         trained = count_trained(world.network())
-        if isinstance(ranks, SingleRank):
+        if not isinstance(ranks, DistributedRanks):
             make_float32_masters(world.network(), config.precision)
         else:
             # Positions and times would be rounded if blocks had their inputs cast.

@@ -132,7 +132,7 @@ def _learn(roles: _Roles, stop: StopFlag, log: MetricsLogger) -> Learner:
             start,
             roles.port,
             roles.publisher,
-            log,
+            log.write,
             group,
             stop_requested=lambda: stop.set,
             tell=log.banner,

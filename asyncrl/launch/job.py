@@ -186,7 +186,7 @@ class RunInfo:
     mark: str = ""
     """`RunIdentity.mark`: by it a host knows that it sees the same folder."""
     shown: str = ""
-    """Shapes of decisions (`early_compile.Shown`), for learners that compile early."""
+    """Shapes of decisions (`early_compile.ObservationShapes`), for learners that compile early."""
 
     @property
     def identity(self) -> run_owner.RunIdentity:

@@ -27,10 +27,9 @@ from asyncrl.launch.learner_start import LearnerStart
 from asyncrl.launch.named_models import build_learning_policy
 from asyncrl.launch.own_device import take_device, use_compiler_cache
 from asyncrl.launch.placement import Placement, copies_of
-from asyncrl.learner.early_compile import Shown
+from asyncrl.learner.early_compile import ObservationShapes
 from asyncrl.learner.fsdp import make_float32_masters, shard
-from asyncrl.learner.loop import NullLog
-from asyncrl.learner.ranks import DistributedRanks, LearnerRanks, SingleRank, default_group
+from asyncrl.learner.ranks import DistributedRanks, LearnerRanks, default_group
 from asyncrl.learner.weight_export import acting_types
 from asyncrl.replay.client import ZmqRankPort
 from asyncrl.replay.store import LEDGER
@@ -43,8 +42,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store  # pyright: ignore[reportPrivateImportUsage]
 
     from asyncrl.launch.children import ChildProcesses
-    from asyncrl.learner.learner import Learner
-    from asyncrl.learner.loop import Log
+    from asyncrl.learner.learner import Learner, WriteRow
     from asyncrl.replay.interface import LearnerPort
     from asyncrl.weights.interface import Publisher
 
@@ -73,7 +71,7 @@ def learner_group(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if ranks == 1 and config.learner.precision == "fp32":
-        yield SingleRank()
+        yield LearnerRanks()
         return
     rank = job.rank if ranks > 1 else 0
     store = learners_store(job) if ranks > 1 else HashStore()
@@ -96,7 +94,7 @@ def build_joined_learner(
     start: LearnerStart,
     port: LearnerPort,
     publisher: Publisher,
-    log: Log,
+    write_row: WriteRow,
     group: LearnerRanks,
     *,
     stop_requested: Callable[[], bool] = lambda: False,
@@ -112,7 +110,7 @@ def build_joined_learner(
     """
     types = acting_types(start.policy)
     policy: Any = start.policy  # An `nn.Module` too: `build` has seen to it.
-    if isinstance(group, SingleRank):
+    if not isinstance(group, DistributedRanks):
         make_float32_masters(policy, "fp32")
     else:
         shard(
@@ -127,12 +125,12 @@ def build_joined_learner(
         start,
         port,
         publisher,
-        log,
+        write_row,
         group,
         types=types,
         checkpoints=_checkpoints(config, start.run_dir, group),
         stop_requested=stop_requested,
-        tell_estimate=console.tell_estimate(config, tell),
+        on_estimate=console.tell_estimate(config, tell),
     )
 
 
@@ -169,7 +167,7 @@ def run_follower_rank(
         lock=run_owner.join(run_dir),
         version=version,
         checkpoint=checkpoint,
-        shown=Shown.from_json(info.shown),
+        shown=ObservationShapes.from_json(info.shown),
     )
     port = ZmqRankPort(
         info.replay_endpoint,
@@ -186,7 +184,7 @@ def run_follower_rank(
                 start,
                 port,
                 NullPublisher(),
-                NullLog(),
+                lambda version, metrics: None,
                 group,
                 stop_requested=children.poll,
                 copies=copies_of(config, placement, hosts),

@@ -17,7 +17,7 @@ from asyncrl.launch.conformance import try_policy
 from asyncrl.launch.environment import EnvironmentFiles, check_environment
 from asyncrl.launch.named_models import build_learning_policy, named_policy, named_world
 from asyncrl.launch.simulated import SimulatorFiles
-from asyncrl.learner.early_compile import Shown, shown_of
+from asyncrl.learner.early_compile import ObservationShapes, observation_shapes
 from asyncrl.learner.recipe import build_recipe
 from asyncrl.policies.interface import Policy
 from asyncrl.registry import names_code
@@ -47,7 +47,7 @@ class LearnerStart:
     """What the replay is told."""
     simulator: str = ""
     """That has the tasks of the run; empty: none is known."""
-    shown: Shown | None = None
+    shown: ObservationShapes | None = None
     """What decisions of the run look at; None: it is not known."""
 
 
@@ -104,7 +104,7 @@ def start_run(
         checkpoint=folder,
         replay=RunStart(episodes=episodes, ledger=ledger),
         simulator=_simulator_of(config, files),
-        shown=shown_of(episodes),
+        shown=observation_shapes(episodes),
     )
 
 

@@ -289,7 +289,7 @@ def _train(
             start,
             port,
             WatchedPublisher(publisher, children),
-            log,
+            log.write,
             group,
             stop_requested=children.poll,
             tell=log.banner,

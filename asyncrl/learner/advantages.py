@@ -1,6 +1,6 @@
-"""Computes advantages and value targets: the built-in ways, and the functions that they are made of.
+"""Advantages and value targets: group-relative, GAE, V-trace.
 
-An episode is one row, so nothing can leak from the next one. After its last valid time step a row is padding.
+Each episode is one row, padded after its last valid time step.
 
 Dimension letters used in this file:
     B  episodes in the batch     G  episodes per group     N  groups, N = B / G
@@ -33,7 +33,7 @@ Scale = Literal["group_std", "batch_std", "none"]
 
 
 class GroupRelative:
-    """Compares each episode with its siblings; needs no critic. See `group_relative_advantages`."""
+    """Compares each episode with its siblings, without a critic; see `group_relative_advantages`."""
 
     def __init__(self, algorithm: AlgorithmSettings, critic: CriticSettings) -> None:
         self.settings = algorithm
@@ -42,7 +42,7 @@ class GroupRelative:
     def estimate(
         self, batch: Batch, old: OldPolicy | None, correction: Correction, ranks: LearnerRanks
     ) -> AdvantagesAndTargets:
-        """Return advantages ``[D, 1, 1]`` float32; the batch's standard deviation is that of all ranks."""
+        """Compute advantages ``[D, 1, 1]``. See `Advantage.estimate`."""
         batch_std = None
         if self.settings.advantage_scale == "batch_std":
             _, batch_std = moments_of_all(batch.returns, ranks)
@@ -57,7 +57,7 @@ class GroupRelative:
 
 
 class GeneralizedAdvantage:
-    """Compares what followed with the critic's values: GAE, or what the correction computes in its place."""
+    """Generalised advantage estimates, or those of a correction that `CorrectsAdvantages`."""
 
     def __init__(self, algorithm: AlgorithmSettings, critic: CriticSettings) -> None:
         self.critic = critic
@@ -66,8 +66,8 @@ class GeneralizedAdvantage:
     def estimate(
         self, batch: Batch, old: OldPolicy | None, correction: Correction, ranks: LearnerRanks
     ) -> AdvantagesAndTargets:
-        """Return advantages ``[D, K, 1]`` and targets ``[D, K]``, both float32."""
-        assert old is not None  # A critic's old values are always needed.
+        """Compute advantages ``[D, K, 1]`` and targets ``[D, K]``. See `Advantage.estimate`."""
+        assert old is not None
         assert old.values is not None
         critic, width = self.critic, old.values.shape[1]
         mask = batch.mask.any(dim=2)
@@ -101,20 +101,18 @@ def group_relative_advantages(
 ) -> Tensor:
     """Score each episode against its siblings: ``A = (R - baseline) / (scale + eps)``.
 
-    Siblings share a start state, so they are a baseline that needs no critic. Sources: mean and group's
-    standard deviation, GRPO, arXiv 2402.03300, section 4.1.2; no division, Dr. GRPO, arXiv 2503.20783;
-    leave-one-out, ``(R - mean) G / (G - 1)``, RLOO, arXiv 2402.14740; the deviation of all returns of the
-    batch, TRL's ``scale_rewards="batch"`` (REINFORCE++ divides by that of the advantages). Standard
-    deviations are the unbiased ones (divided by n - 1), as in ``torch.std``.
+    Sources: mean and group's standard deviation, GRPO, arXiv 2402.03300, section 4.1.2; no division, Dr.
+    GRPO, arXiv 2503.20783; leave-one-out, ``(R - mean) G / (G - 1)``, RLOO, arXiv 2402.14740; the deviation
+    of all returns of the batch, TRL's ``scale_rewards="batch"`` (REINFORCE++ divides by that of the
+    advantages). Standard deviations are unbiased (divided by n - 1), as in ``torch.std``.
 
     Args:
         returns: ``[B]`` float32, sum of rewards of each episode. Siblings are adjacent.
         group_size: ``G``, at least 2; must divide ``B``.
-        batch_std: ``[]`` float32, standard deviation of all returns of the batch when these are a part of it.
+        batch_std: ``[]`` float32, standard deviation over all ranks; None: that of `returns`.
 
     Returns:
-        ``[B]`` float32, detached, in the order of `returns`. A group whose episodes all scored the same
-        carries no signal and gets exactly zero.
+        ``[B]`` float32, detached. A group whose episodes all scored the same gets exactly zero.
 
     Example:
         >>> returns = torch.tensor([1.0, 0.0, 0.5, 0.5])
@@ -155,16 +153,14 @@ def generalized_advantages(
     """Compute generalised advantage estimates (GAE), arXiv 1506.02438, equation 16.
 
     ``delta_t = r_t + gamma V_{t+1} - V_t`` and ``A_t = delta_t + gamma lambda A_{t+1}``; the value after the
-    last one is 0 where the task ended (termination) and `final_values` where time ran out (truncation):
-    an episode that was cut could have gone on from its final observation.
+    last one is 0 where the task ended (termination) and `final_values` where time ran out (truncation).
 
     Args:
         rewards: ``[B, T]`` float32.
         values: ``[B, T]`` float32, critic's value of the observation before each time step.
-        final_values: ``[B]`` float32, value of the observation after the last one; ignored after termination.
+        final_values: ``[B]`` float32, value of the observation after the last one.
         mask: ``[B, T]`` bool, True from the first time step to the last; every row has one.
         terminated: ``[B]`` bool, True: the episode could not go on. False: time ran out.
-        gamma: Discount per time step, in [0, 1].
         lam: 0: one-step temporal differences; 1: Monte Carlo returns minus values.
 
     Returns:
@@ -210,11 +206,6 @@ def vtrace(
     After the last time step both are 0 after termination and `final_values` after truncation.
 
     Args:
-        rewards: ``[B, T]`` float32.
-        values: ``[B, T]`` float32.
-        final_values: ``[B]`` float32.
-        mask: ``[B, T]`` bool.
-        terminated: ``[B]`` bool.
         log_ratios: ``[B, T]`` float32, ``log pi - log mu`` of each time step: pi is learned, mu sampled.
         rho_cap: Decides which policy's values are learned (infinite: pi's); at least `trace_cap`.
 
@@ -271,12 +262,6 @@ def _following(values: Tensor, final_values: Tensor, mask: Tensor, terminated: T
 def whitened(advantages: Tensor, mask: Tensor, *, mean: Tensor, std: Tensor, eps: float = 1e-5) -> Tensor:
     """Shift and scale by the mean and (unbiased) standard deviation of the whole batch; 0 where masked.
 
-    Args:
-        advantages: Any shape, float32.
-        mask: bool, of the same shape.
-        mean: ``[]`` float32.
-        std: ``[]`` float32.
-
     >>> values, one = torch.tensor([1.0, 3.0]), torch.tensor(1.0)
     >>> whitened(values, values > 0, mean=one * 2, std=one)
     tensor([-1.0000,  1.0000])
@@ -287,11 +272,7 @@ def whitened(advantages: Tensor, mask: Tensor, *, mean: Tensor, std: Tensor, eps
 def moments_of_all(values: Tensor, ranks: LearnerRanks) -> tuple[Tensor, Tensor]:
     """Compute mean and unbiased standard deviation of all ranks' values, each ``[]`` float32, in float64.
 
-    Args:
-        values: This rank's, any shape, float32; there may be none.
-
-    Returns:
-        0 where there is no value; a standard deviation of 0 where there is one.
+    Both are 0 without values; the standard deviation of one value is 0.
     """
     values = values.double()
     number, total = ranks.sum(torch.stack([values.new_tensor(values.numel()), values.sum()]))
@@ -302,8 +283,7 @@ def moments_of_all(values: Tensor, ranks: LearnerRanks) -> tuple[Tensor, Tensor]
 
 def _by_episode(values_DK: Tensor, batch: Batch) -> Tensor:
     """``[D, K]`` to ``[B, T]``: one row per episode, padded with zeros."""
-    longest = int(batch.decision_index.max()) + 1
-    rows = values_DK.new_zeros(len(batch.returns), longest, values_DK.shape[1])
+    rows = values_DK.new_zeros(len(batch.returns), int(batch.decision_index.max()) + 1, values_DK.shape[1])
     rows[batch.episode, batch.decision_index] = values_DK
     return rows.flatten(1)
 

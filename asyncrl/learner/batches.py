@@ -1,17 +1,16 @@
-"""Flattens groups of episodes (numpy) into one batch of decisions for the update (torch), and sums them up.
+"""Flattens groups of episodes (numpy) into one batch of decisions for the update (torch), and its statistics.
 
 Dimension letters used in this file:
     D  decisions of all episodes     C  steps per decision     A  numbers per step
     B  episodes                      N  decisions of one       H, W  image size in pixels
-    V  cameras beside the first      Q  numbers of state       K  cameras, V + 1
-    E  episodes of a group           F  numbers of an episode, see `EPISODE`
+    V  cameras beside the first      Q  numbers of state
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,41 +22,12 @@ from asyncrl.errors import ReplayError
 from asyncrl.observability import metrics_system as r
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics import LAG_RANGES, Metric
-from asyncrl.records import Episode, Float32, Int64, Uint8
-
-
-def valid_steps(episode: Episode) -> NDArray[np.bool_]:
-    """Mark the steps until the episode's end (`Episode.steps`): the others' rewards would be noise.
-
-    RLinf keeps the whole decision in which an episode succeeds (its mask counts finished decisions, not
-    steps); a comparison with its numbers has to allow for at most C - 1 steps per successful episode.
-
-    Returns:
-        ``[N, C]`` bool.
-    """
-    return (np.arange(episode.rewards.size) < episode.steps).reshape(episode.rewards.shape)
-
-
-def token_mask(steps_NC: NDArray[np.bool_], dim: int) -> NDArray[np.bool_]:
-    """Give each of the numbers of a step the step's validity.
-
-    Args:
-        steps_NC: ``[N, C]`` bool.
-        dim: ``A``.
-
-    Returns:
-        ``[N, C, A]`` bool.
-
-    Example:
-        >>> token_mask(np.array([[True, False]]), 7).sum(axis=-1)
-        array([[7, 0]])
-    """
-    return np.repeat(steps_NC[..., None], dim, axis=-1)
+from asyncrl.records import Episode, Float32, Uint8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """What one update learns from. Decisions of an episode are adjacent, episodes of a group too."""
+    """Decisions of one update. Those of an episode are adjacent, episodes of a group too."""
 
     frames: Uint8
     """``[D, H, W, 3]`` observation of each decision."""
@@ -82,21 +52,20 @@ class Batch:
     lengths: Tensor
     """``[B]`` int64, steps until the end."""
     terminated: Tensor
-    """``[B]`` bool, True: it could not go on, by success or otherwise. False: time ran out (`truncated`), so
-    it could have gone on from its final frame."""
+    """``[B]`` bool, True: it could not go on, by success or otherwise. False: time ran out (`truncated`)."""
     final_frames: Uint8
-    """``[B, H, W, 3]`` what was seen after the last step, before any reset."""
+    """``[B, H, W, 3]`` observation after the last step, before any reset."""
     more_frames: Uint8 | None = None
-    """``[D, V, H, W, 3]`` what the other cameras saw with `frames`; None: there is one camera."""
+    """``[D, V, H, W, 3]`` other cameras' `frames`; None with one camera."""
     states: Float32 | None = None
-    """``[D, Q]`` the robot's state with `frames`; None: the policy does not see it."""
+    """``[D, Q]`` the robot's state with `frames`; None if the policy does not see it."""
     final_more_frames: Uint8 | None = None
     """``[B, V, H, W, 3]`` with `final_frames`."""
     final_states: Float32 | None = None
     """``[B, Q]`` with `final_frames`."""
     group_size: int
     temperature: float
-    """What the tokens were sampled with, and are evaluated with."""
+    """Temperature of sampling, used for evaluation too."""
     top_k: int
 
 
@@ -107,53 +76,67 @@ def build_batch(groups: Sequence[Sequence[Episode]], *, version: int) -> Batch:
         ReplayError: A group is incomplete, a decision is newer than the learner, or the episodes differ in
             what one batch must share (group size, sampling, image size).
     """
-    groups = [_complete(group) for group in groups]
-    episodes = [episode for group in groups for episode in group]
+    episodes = [episode for group in groups for episode in _sorted_members(group)]
     _check_shared(episodes, version)
-    steps = [valid_steps(episode) for episode in episodes]
     decisions = np.array([len(episode.frames) for episode in episodes])
-    episode_D = torch.from_numpy(np.repeat(np.arange(len(episodes)), decisions))
-    valid = np.concatenate(steps)
+    valid = np.concatenate([valid_steps(episode) for episode in episodes])
+
+    def joined(arrays: list[NDArray[Any]]) -> Tensor:
+        return torch.from_numpy(np.concatenate(arrays))
+
+    def optional(join: Callable[[list[NDArray[Any]]], NDArray[Any]], name: str) -> NDArray[Any] | None:
+        arrays = [getattr(episode, name) for episode in episodes]
+        return None if arrays[0] is None else join(arrays)  # All have it, or none (`_check_shared`).
+
+    sample = {name: np.concatenate([e.sample[name] for e in episodes]) for name in episodes[0].sample}
     return Batch(
         frames=np.concatenate([episode.frames for episode in episodes]),
         tasks=tuple(e.task for e in episodes for _ in range(len(e.frames))),
-        sample={name: _joined([e.sample[name] for e in episodes]) for name in episodes[0].sample},
-        logprob_behaviour=torch.from_numpy(np.concatenate([e.logprobs for e in episodes])),
+        sample={
+            name: torch.from_numpy(array if array.dtype.kind == "f" else array.astype(np.int64))
+            for name, array in sample.items()
+        },
+        logprob_behaviour=joined([e.logprobs for e in episodes]),
         mask=torch.from_numpy(token_mask(valid, episodes[0].logprobs.shape[2])),
         rewards=torch.from_numpy(np.concatenate([e.rewards for e in episodes]) * valid),
-        lag=version - torch.from_numpy(np.concatenate([e.policy_versions for e in episodes])),
-        episode=episode_D,
-        decision_index=torch.from_numpy(np.concatenate([np.arange(n) for n in decisions])),
+        lag=version - joined([e.policy_versions for e in episodes]),
+        episode=torch.from_numpy(np.repeat(np.arange(len(episodes)), decisions)),
+        decision_index=joined([np.arange(n) for n in decisions]),
         returns=torch.tensor([episode.total_reward for episode in episodes]),
         lengths=torch.tensor([episode.steps for episode in episodes]),
         terminated=torch.tensor([episode.end_reason != "truncated" for episode in episodes]),
         final_frames=np.stack([episode.final_frame for episode in episodes]),
-        more_frames=_optional(np.concatenate, [episode.more_frames for episode in episodes]),
-        states=_optional(np.concatenate, [episode.states for episode in episodes]),
-        final_more_frames=_optional(np.stack, [episode.final_more_frames for episode in episodes]),
-        final_states=_optional(np.stack, [episode.final_state for episode in episodes]),
+        more_frames=optional(np.concatenate, "more_frames"),
+        states=optional(np.concatenate, "states"),
+        final_more_frames=optional(np.stack, "final_more_frames"),
+        final_states=optional(np.stack, "final_state"),
         group_size=episodes[0].group_size,
         temperature=episodes[0].temperature,
         top_k=episodes[0].top_k,
     )
 
 
-def _optional(
-    join: Callable[[list[NDArray[Any]]], NDArray[Any]], arrays: Sequence[NDArray[Any] | None]
-) -> NDArray[Any] | None:
-    """Join arrays that all episodes of a batch have, or none (`_check_shared`)."""
-    there = [array for array in arrays if array is not None]
-    return join(there) if there else None
+def valid_steps(episode: Episode) -> NDArray[np.bool_]:
+    """Mark the steps until the episode's end (`Episode.steps`), ``[N, C]`` bool; later rewards are noise.
+
+    RLinf keeps the whole decision in which an episode succeeds (its mask counts finished decisions, not
+    steps), so its numbers include up to C - 1 steps more per successful episode.
+    """
+    return (np.arange(episode.rewards.size) < episode.steps).reshape(episode.rewards.shape)
 
 
-def _joined(arrays: Sequence[NDArray[Any]]) -> Tensor:
-    """``[D, ...]`` one array of the sample of all episodes; integers as int64."""
-    joined = np.concatenate(arrays)
-    return torch.from_numpy(joined if joined.dtype.kind == "f" else joined.astype(np.int64))
+def token_mask(steps_NC: NDArray[np.bool_], dim: int) -> NDArray[np.bool_]:
+    """Repeat the validity of each step for its numbers, ``[N, C, A]`` bool.
+
+    Example:
+        >>> token_mask(np.array([[True, False]]), 7).sum(axis=-1)
+        array([[7, 0]])
+    """
+    return np.repeat(steps_NC[..., None], dim, axis=-1)
 
 
-def _complete(group: Sequence[Episode]) -> list[Episode]:
-    """Sort a group by sibling number; refuse it when one is absent, double or from elsewhere."""
+def _sorted_members(group: Sequence[Episode]) -> list[Episode]:
+    """Sort a group by member; refuse it if one is absent, double or from elsewhere."""
     members = sorted(group, key=lambda episode: episode.member)
     size = members[0].group_size if members else 0
     same_group = len({(episode.group_id, episode.group_size) for episode in members}) == 1
@@ -195,52 +178,47 @@ def _check_shared(episodes: Sequence[Episode], version: int) -> None:
         )
 
 
-EPISODE: Final = ("total_reward", "steps", "success", "ended")
-"""What is said of an episode; `ended`: it could not go on, by success or otherwise."""
+class GroupOutcome(NamedTuple):
+    """How the episodes of one group ended; plain numbers, which ranks exchange as JSON."""
+
+    returns: list[float]
+    lengths: list[int]
+    successes: list[bool]
+    terminated: list[bool]
+    """False: time ran out."""
+    policy_versions: list[int]
+    """Of each decision."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class GroupOutcome:
-    """How the episodes of one group ended, and which versions made their decisions."""
-
-    episodes: NDArray[np.float64]
-    """``[E, F]`` float64, columns as in `EPISODE`."""
-    policy_versions: Int64
-    """``[D]`` int64."""
-
-    def column(self, name: str) -> NDArray[np.float64]:
-        """Return ``[E]`` one of `EPISODE`."""
-        return self.episodes[:, EPISODE.index(name)]
-
-
-def outcome_of(group: Sequence[Episode]) -> GroupOutcome:
-    """Sum a group up; the order of its episodes stays."""
-    rows = [(e.total_reward, e.steps, e.success, e.end_reason != "truncated") for e in group]
+def group_outcome(group: Sequence[Episode]) -> GroupOutcome:
+    """Summarise a group; the order of its episodes stays."""
     return GroupOutcome(
-        episodes=np.array(rows, np.float64),
-        policy_versions=np.concatenate([e.policy_versions for e in group]),
+        [episode.total_reward for episode in group],
+        [episode.steps for episode in group],
+        [episode.success for episode in group],
+        [episode.end_reason != "truncated" for episode in group],
+        np.concatenate([episode.policy_versions for episode in group]).tolist(),
     )
 
 
 def batch_metrics(outcomes: Sequence[GroupOutcome], version: int) -> dict[Metric, float]:
-    """Describe the groups of an update: episodes, and lags over decisions."""
+    """Compute the metrics of an update's groups: episodes, and lags over decisions; none of no groups."""
     if not outcomes:
         return {}
-    scores, lengths, success, ended = (
-        np.concatenate([outcome.column(name) for outcome in outcomes]) for name in EPISODE
+    returns, lengths, successes, terminated = (
+        np.array([x for outcome in outcomes for x in outcome[column]], np.float64) for column in range(4)
     )
-    mean_return = float(scores.mean())
-    lag = version - np.concatenate([outcome.policy_versions for outcome in outcomes])
+    lag = version - np.array([v for outcome in outcomes for v in outcome.policy_versions], np.int64)
     return {
-        m.SUCCESS_ONCE: float(success.mean()),
-        m.RETURN: mean_return,
-        m.REWARDS: mean_return,
-        m.REWARD_STD: float(scores.std()),
-        m.REWARD: float((scores / lengths).mean()),
-        m.STEP_REWARD: float(scores.sum() / lengths.sum()),
-        m.TERMINATION_RATE: float(ended.mean()),
+        m.SUCCESS_ONCE: float(successes.mean()),
+        m.RETURN: float(returns.mean()),
+        m.REWARDS: float(returns.mean()),
+        m.REWARD_STD: float(returns.std()),
+        m.REWARD: float((returns / lengths).mean()),
+        m.STEP_REWARD: float(returns.sum() / lengths.sum()),
+        m.TERMINATION_RATE: float(terminated.mean()),
         m.EPISODE_LEN: float(lengths.mean()),
-        r.SIGNAL_GROUPS: float(np.mean([_has_signal(outcome) for outcome in outcomes])),
+        r.SIGNAL_GROUPS: float(np.mean([len(set(outcome.returns)) > 1 for outcome in outcomes])),
         r.LAG_MEAN: float(lag.mean()),
         r.LAG_MAX: float(lag.max()),
         **{
@@ -248,39 +226,3 @@ def batch_metrics(outcomes: Sequence[GroupOutcome], version: int) -> dict[Metric
             for metric, lags in zip(r.LAG_HISTOGRAM, LAG_RANGES, strict=True)
         },
     }
-
-
-def _has_signal(outcome: GroupOutcome) -> bool:
-    """Return True if the episodes differ in return."""
-    return len(set(outcome.column("total_reward").tolist())) > 1
-
-
-def pack(outcomes: Sequence[GroupOutcome]) -> tuple[Int64, NDArray[np.float64]]:
-    """Write outcomes as two arrays that `unpack` reads.
-
-    Returns:
-        ``[n]`` int64: the number of groups, then of each its E, its D and its policy versions.
-        ``[sum of E * F]`` float64: the episodes of all groups.
-    """
-    numbers = [np.array([len(outcomes)])]
-    for outcome in outcomes:
-        sizes = (len(outcome.episodes), len(outcome.policy_versions))
-        numbers += [np.array(sizes), outcome.policy_versions]
-    episodes = [outcome.episodes.reshape(-1) for outcome in outcomes]
-    return np.concatenate(numbers).astype(np.int64), np.concatenate([np.empty(0), *episodes])
-
-
-def unpack(numbers: Int64, episodes: NDArray[np.float64]) -> list[GroupOutcome]:
-    """Read what `pack` wrote."""
-    outcomes, at, row, rows = list[GroupOutcome](), 1, 0, episodes.reshape(-1, len(EPISODE))
-    for _ in range(int(numbers[0])):
-        count, decisions = numbers[at : at + 2].tolist()
-        end = at + 2 + decisions
-        outcomes.append(
-            GroupOutcome(
-                episodes=rows[row : row + count],
-                policy_versions=numbers[at + 2 : end],
-            )
-        )
-        at, row = end, row + count
-    return outcomes

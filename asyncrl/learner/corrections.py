@@ -1,4 +1,4 @@
-"""Weighs samples of older policies: the built-in corrections, and the functions that they are made of.
+"""Corrections for samples of older policies: importance weights and proximal policies.
 
 behaviour  the policy that sampled (its log-probs travel with the episode)
 proximal   the policy that the clipped ratio is taken against: the learner's at the start of the update
@@ -13,10 +13,9 @@ current    the policy that is being optimised
     gipo        the learner's, or log-linear      r exp(-(log r / sigma)^2 / 2) with r = proximal / behaviour
     vtrace      the learner's                     1: `advantages.vtrace` corrects advantages and targets
 
-Whatever the kind: `beyond_trust_region` leaves out what has moved far from the behaviour policy already, and
---correction.reject what is far from it as a whole. All weights are detached, and what is left out stays in
-the denominator of the loss: it counts as "learn nothing from it", not as "never happened". Log-probs are in
-nats.
+With any kind, `beyond_trust_region` drops units that have moved far from the behaviour policy, and
+--correction.reject those that are far from it as a whole. Dropped units stay in the denominator of the loss.
+All weights are detached; log-probs are in nats.
 
 Dimension letters used in this file:
     D  decisions     C  steps per decision     A  numbers per step     U, V  units of a decision (`losses`)
@@ -51,7 +50,7 @@ class NoCorrection:
         self.needs: frozenset[str] = frozenset({"old_policy"})
 
     def weights(self, log_ratios: Tensor, mask: Tensor, episode: Tensor, level: Level) -> None:
-        """Return None: all weights are 1. See `Correction.weights`."""
+        """See `Correction.weights`."""
 
 
 class Naive:
@@ -61,15 +60,15 @@ class Naive:
         self.needs: frozenset[str] = frozenset({"behaviour"})
 
     def weights(self, log_ratios: Tensor, mask: Tensor, episode: Tensor, level: Level) -> None:
-        """Return None: all weights are 1. See `Correction.weights`."""
+        """See `Correction.weights`."""
 
     def proximal(self, logprob: Tensor, old_logprob: Tensor, behaviour: Tensor, lag: Tensor) -> Tensor:
-        """Return `behaviour`. See `ChoosesProximal.proximal`."""
+        """See `ChoosesProximal.proximal`."""
         return behaviour
 
 
 class TruncatedImportanceSampling:
-    """Multiplies the loss by truncated importance weights; base of the kinds that limit them otherwise."""
+    """Multiplies the loss by truncated importance weights; base of the kinds with other limits."""
 
     def __init__(self, settings: CorrectionSettings) -> None:
         self.settings = settings
@@ -82,35 +81,24 @@ class TruncatedImportanceSampling:
         self.needs: frozenset[str] = frozenset(needs)
 
     def limit(self, log_ratios: Tensor) -> Tensor:
-        """Turn log-ratios of any shape, float32, into weights of the same shape and dtype, detached."""
+        """Compute weights from log-ratios; shape and dtype stay."""
         return truncated_weights(log_ratios, low=self.low, cap=self.cap)
 
     def weights(self, log_ratios: Tensor, mask: Tensor, episode: Tensor, level: Level) -> Tensor:
-        """Compute the importance weights of the units of --correction.level. See `Correction.weights`.
-
-        Returns:
-            ``[D, C, A]``, ``[D, C, 1]`` or ``[D, 1, 1]`` float32, detached.
-        """
+        """Compute the importance weights of the units of --correction.level. See `Correction.weights`."""
         own = correction_level(self.settings, level)
         weights = self.limit(reduce_to_level(log_ratios, mask, own, episode, mean=self.settings.geometric))
         if self.settings.veto:
             dropped = vetoed(log_ratios, mask, episode, self.settings.veto)
             weights = torch.where(dropped[:, None, None], 0.0, weights)
         if self.settings.reject != "none":
-            weights = torch.where(self._rejected(log_ratios, mask, episode), 0.0, weights)
+            means = reduce_to_level(log_ratios, mask, self.settings.reject, episode, mean=True).exp()
+            rejected = (means < self.settings.reject_low) | (means > self.settings.reject_high)
+            weights = torch.where(rejected, 0.0, weights)
         return weights
 
-    def _rejected(self, log_ratios: Tensor, mask: Tensor, episode: Tensor) -> Tensor:
-        """What --correction.reject leaves out: bool, broadcasts to ``[D, C, A]``."""
-        assert self.settings.reject != "none"
-        means = reduce_to_level(log_ratios, mask, self.settings.reject, episode, mean=True).exp()
-        return (means < self.settings.reject_low) | (means > self.settings.reject_high)
-
     def proximal(self, logprob: Tensor, old_logprob: Tensor, behaviour: Tensor, lag: Tensor) -> Tensor:
-        """Return `old_logprob`, or by --correction.proximal `log_linear_proximal`.
-
-        See `ChoosesProximal.proximal`.
-        """
+        """See `ChoosesProximal.proximal`."""
         if self.settings.proximal == "log_linear":
             return log_linear_proximal(logprob, behaviour, lag)
         return old_logprob
@@ -148,7 +136,7 @@ class VTrace:
         self.needs: frozenset[str] = frozenset({"behaviour", "critic", "whole_episodes", "old_policy"})
 
     def weights(self, log_ratios: Tensor, mask: Tensor, episode: Tensor, level: Level) -> None:
-        """Return None: the advantages contain them. See `Correction.weights`."""
+        """Return None: the advantages contain the weights."""
 
     def estimates(
         self,
@@ -162,14 +150,9 @@ class VTrace:
         gamma: float,
         lam: float,
     ) -> Estimates:
-        """Return what `advantages.vtrace` computes. See `CorrectsAdvantages.estimates`."""
+        """See `CorrectsAdvantages.estimates`."""
         return vtrace(
-            rewards,
-            values,
-            final_values,
-            mask,
-            terminated,
-            log_ratios,
+            *(rewards, values, final_values, mask, terminated, log_ratios),
             gamma=gamma,
             lam=lam,
             rho_cap=self.settings.rho_cap,
@@ -183,10 +166,7 @@ def k3(log_ratio: Tensor) -> Tensor:
     Source: J. Schulman, "Approximating KL divergence" (2020).
 
     Args:
-        log_ratio: ``log p - log q`` of tokens that q sampled, any shape and float dtype, nats.
-
-    Returns:
-        Of the same shape and dtype, nats.
+        log_ratio: ``log p - log q`` of tokens that q sampled; shape and float dtype stay, nats.
 
     Example:
         >>> k3(torch.tensor([0.0, 1.0, -1.0]))
@@ -202,10 +182,7 @@ def truncated_weights(log_ratios: Tensor, *, low: float = 0.0, cap: float) -> Te
     "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025).
 
     Args:
-        log_ratios: ``log r``, any shape and float dtype, nats.
-
-    Returns:
-        Of the same shape and dtype, detached.
+        log_ratios: ``log r``, nats; shape and float dtype stay, as in the other weights.
 
     Example:
         >>> truncated_weights(torch.tensor([0.5, 9.0]).log(), cap=2.0)
@@ -220,12 +197,6 @@ def masked_weights(log_ratios: Tensor, *, low: float = 0.0, cap: float) -> Tenso
     Sources: IcePop, in "Every Step Evolves: Scaling Reinforcement Learning for Trillion-Scale Thinking
     Model", arXiv 2510.18855; with ``low = 0`` AReaL's decoupled objective, arXiv 2505.24298.
 
-    Args:
-        log_ratios: ``log r``, any shape and float dtype, nats.
-
-    Returns:
-        Of the same shape and dtype, detached.
-
     Example:
         >>> masked_weights(torch.tensor([0.1, 0.5, 9.0]).log(), low=0.25, cap=2.0)
         tensor([0.0000, 0.5000, 0.0000])
@@ -239,13 +210,6 @@ def gaussian_weights(log_ratios: Tensor, *, sigma: float) -> Tensor:
 
     Source: GIPO in AcceRL, which multiplies it with the advantage; there ``r = current / behaviour``.
 
-    Args:
-        log_ratios: ``log r``, any shape and float dtype, nats.
-        sigma: Width, in nats.
-
-    Returns:
-        Of the same shape and dtype, detached.
-
     Example:
         >>> gaussian_weights(torch.tensor([0.0, 0.5, -2.0]), sigma=0.5)
         tensor([1.0000e+00, 1.0000e+00, 4.5400e-05])
@@ -257,16 +221,15 @@ def gaussian_weights(log_ratios: Tensor, *, sigma: float) -> Tensor:
 def beyond_trust_region(
     logprob: Tensor, behaviour: Tensor, mask: Tensor, advantages: Tensor, level: Level, bound: float
 ) -> Tensor:
-    """Find the units that moved too far from the policy that sampled, to where the advantage pushes on.
+    """Mark the units that moved too far from the policy that sampled, in the advantage's direction.
 
     ``pi - mu > bound`` where A > 0 and ``mu - pi > bound`` where A < 0, with ``pi`` and ``mu`` the
-    probability of the unit: of several tokens the geometric mean. What is moved back is never left out. It
-    bounds the total variation, and so also what a ratio cannot: one of 2 is much at probability 0.4, and
-    nothing at 0.001. Source: DPPO with the total-variation mask, as in prime-rl.
+    probability of the unit: of several tokens the geometric mean. It bounds the total variation, which a
+    ratio does not: a ratio of 2 is much at probability 0.4, and nothing at 0.001. Source: DPPO with the
+    total-variation mask, as in prime-rl.
 
     Args:
-        logprob: ``[D, C, A]`` float32 of the current policy, nats.
-        behaviour: ``[D, C, A]`` float32.
+        logprob: ``[D, C, A]`` float32 of the current policy, nats; `behaviour` the same.
         mask: ``[D, C, A]`` bool.
         advantages: float32, broadcasts to the units.
         bound: Of the difference of probabilities, in [0, 1].
@@ -286,16 +249,10 @@ def beyond_trust_region(
 
 
 def vetoed(log_ratios_DCA: Tensor, mask_DCA: Tensor, episode: Tensor, threshold: float) -> Tensor:
-    """Find the decisions of an episode with a valid number whose ratio is below `threshold`.
+    """Mark all decisions, ``[D]`` bool, of an episode with a valid number whose ratio is below `threshold`.
 
     Args:
-        log_ratios_DCA: ``[D, C, A]`` float32, nats.
-        mask_DCA: ``[D, C, A]`` bool.
-        episode: ``[D]`` int64; all decisions of an episode must be there.
-        threshold: Of the ratio, in [0, 1).
-
-    Returns:
-        ``[D]`` bool.
+        episode: ``[D]`` int64; all decisions of an episode must be present.
     """
     below = (log_ratios_DCA.exp() < threshold) & mask_DCA
     return sum_per_episode(below.flatten(1).any(dim=1).float(), episode) > 0
@@ -308,12 +265,8 @@ def log_linear_proximal(logprob: Tensor, logprob_behaviour: Tensor, lag: Tensor)
     so ``lag / (lag + 1)``: fresh samples are their own proximal policy. Source: A-3PO, arXiv 2512.06547.
 
     Args:
-        logprob: ``[D, C, A]`` float32 of the current policy, nats.
-        logprob_behaviour: ``[D, C, A]`` float32, nats.
+        logprob: ``[D, C, A]`` float32 of the current policy, nats, as the others.
         lag: ``[D]`` int64, learner's version minus the version that sampled the decision.
-
-    Returns:
-        ``[D, C, A]`` float32, nats.
 
     Example:
         >>> now, then = torch.full((1, 1, 1), -1.0), torch.full((1, 1, 1), -3.0)
@@ -325,7 +278,7 @@ def log_linear_proximal(logprob: Tensor, logprob_behaviour: Tensor, lag: Tensor)
 
 
 def correction_level(settings: CorrectionSettings, level: Level) -> CorrectionLevel:
-    """Say what has one importance weight; `level` is the objective's."""
+    """Return the unit of an importance weight; `level` is the objective's."""
     return level if settings.level == "auto" else settings.level
 
 
@@ -339,46 +292,41 @@ def staleness_metrics(
     weights: Tensor | None,
     episode: Tensor,
     lag: Tensor,
-    taught: Tensor,
+    learned: Tensor,
 ) -> MetricAccumulator:
     """Compare the policy before the update with the one that sampled; once per decision and update.
 
-    All readings are of the decisions that are taught something: in some recipes the others are not evaluated.
-
     Args:
-        old_logprob: ``[D, C, A]`` float32 before the update; 0 where the mask is False, as `behaviour`.
-        proximal: ``[D, C, A]`` float32, what the weights compare with `behaviour`; the same.
-        behaviour: ``[D, C, A]`` float32.
+        old_logprob, proximal, behaviour: ``[D, C, A]`` float32; 0 where the mask is False.
         mask: ``[D, C, A]`` bool.
         weights: float32, broadcasts to the units ``[D, U, V]``; None: the correction has none.
-        episode: ``[D]`` int64.
-        lag: ``[D]`` int64.
-        taught: ``[D]`` bool, decisions whose advantage is not 0.
+        episode, lag: ``[D]`` int64.
+        learned: ``[D]`` bool, decisions with an advantage: in some recipes the others are not evaluated.
     """
-    found, own = MetricAccumulator(), correction_level(settings, level)
-    valid = mask & taught[:, None, None]
+    metrics, own = MetricAccumulator(), correction_level(settings, level)
+    valid = mask & learned[:, None, None]
     units = valid_units(valid, "decision" if own == "episode" else own)
 
     def at_level(ratios: Tensor) -> Tensor:
-        found_at = reduce_to_level(ratios, mask, own, episode, mean=settings.geometric)
-        return found_at.clamp(max=MAX_LOG_RATIO).exp()
+        reduced = reduce_to_level(ratios, mask, own, episode, mean=settings.geometric)
+        return reduced.clamp(max=MAX_LOG_RATIO).exp()
 
     ratios, weighed = (
         torch.where(mask, log_ratio(logprob, behaviour), 0.0) for logprob in (old_logprob, proximal)
     )
     raw, mismatch = at_level(ratios), k3(ratios)
-    found.mean(m.MISMATCH_KL, mismatch, valid)
-    found.moments("ratio", raw, units)
-    found.largest(m.IMPORTANCE_MAX, raw, units)
+    metrics.mean(m.MISMATCH_KL, mismatch, valid)
+    metrics.moments("ratio", raw, units)
+    metrics.largest(m.IMPORTANCE_MAX, raw, units)
     for at_lag, kl, mean_ratio in zip(LAG_RANGES, m.MISMATCH_KL_AT_LAG, m.RATIO_AT_LAG, strict=True):
         here = at_lag.holds(lag)[:, None, None]
-        found.mean(kl, mismatch, valid & here)
-        found.mean(mean_ratio, raw, units & here)
+        metrics.mean(kl, mismatch, valid & here)
+        metrics.mean(mean_ratio, raw, units & here)
     if weights is not None:
-        found.mean(m.IMPORTANCE_CAPPED, (weights != at_level(weighed)).float(), units)
-        found.mean(m.IMPORTANCE_MEAN, weights, units)
-        found.moments("weight", weights, units)
+        metrics.mean(m.IMPORTANCE_CAPPED, (weights != at_level(weighed)).float(), units)
+        metrics.mean(m.IMPORTANCE_MEAN, weights, units)
+        metrics.moments("weight", weights, units)
     if settings.veto:
         dropped = vetoed(ratios, mask, episode, settings.veto)[:, None, None]
-        found.mean(m.VETOED, dropped.float(), units)
-    return found
+        metrics.mean(m.VETOED, dropped.float(), units)
+    return metrics

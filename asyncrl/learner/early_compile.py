@@ -4,11 +4,9 @@ consumes   dummy decisions           waits for: nothing; with several ranks each
 produces   compiled layers           ended by: its last pass; a batch that is ready, or a stop request, both
                                      seen between two passes
 
-A pass is made of every kind that updates make, until the first batch is there. Where passes are of fixed
-sizes (`PolicyForward.fix_sizes`) these are few: with gradient, and those without that the recipe needs. Else
-there are passes of a full micro-batch and of another size (the compiler then makes graphs for any size), with
-one length of prompts and with several (a mask). Gradients, random states, optimizer, metrics and counters are
-as before. Dummy decisions have the run's shapes and dtypes; pictures are black and samples zeros.
+Passes have fixed sizes (`PolicyForward.fix_sizes`), so there are few kinds: with gradient, and those without
+that the recipe needs. Gradients, random states, optimizer, metrics and counters stay as they were. Dummy
+decisions have the run's shapes and dtypes; pictures are black and samples zeros.
 
 Dimension letters used in this file:
     D  decisions      C  steps per decision      A  numbers per step      H, W  image size in pixels
@@ -20,7 +18,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import NamedTuple, Self
@@ -29,9 +27,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from asyncrl.episode_layout import ArraySpec
 from asyncrl.learner.batches import Batch
-from asyncrl.learner.update import FEWEST_ROWS, Update, reads_movement_in_passes, rows_of_movement
+from asyncrl.learner.update import KL_ROWS_MIN, Update, reads_kl_in_passes, rows_for_kl
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability import process_status
 from asyncrl.observability.metrics import Metric
@@ -39,10 +36,12 @@ from asyncrl.observability.process_status import activity
 from asyncrl.policies.interface import Policy, SamplingParams
 from asyncrl.replay.interface import EpisodeFormat
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, kw_only=True)
-class Shown:
-    """What decisions of a run look at. Rank 0 knows it and tells the other learner ranks."""
+class ObservationShapes:
+    """Shapes of the observations of a run, sent by rank 0 to the other learner ranks."""
 
     image_size: int
     """Height and width of all pictures in pixels."""
@@ -51,39 +50,39 @@ class Shown:
     more_cameras: int = 0
     """``V``."""
     state_dim: int = 0
-    """``Q``; 0: the policy is shown none."""
+    """``Q``; 0 if the policy sees no state."""
 
     def to_json(self) -> str:
-        """Write it as the text that `from_json` reads."""
+        """Return the text that `from_json` reads."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Self | None:
-        """Read what `to_json` wrote; an empty text: it is not known."""
+        """Read the text of `to_json`; None for an empty one."""
         if not text:
             return None
         plain = json.loads(text)
         return cls(**{**plain, "tasks": tuple(plain["tasks"])})
 
 
-def shown_of(episodes: EpisodeFormat) -> Shown | None:
-    """Return what decisions of such episodes look at; None where pictures or instructions are not known."""
+def observation_shapes(episodes: EpisodeFormat) -> ObservationShapes | None:
+    """Return the shapes of episodes' observations; None if pictures or instructions are unknown."""
     simulator = episodes.simulator
-    named = (
+    tasks = (
         simulator.tasks if simulator is not None else [t for some in episodes.tasks.values() for t in some]
     )
-    if not episodes.image_size or not named:
+    if not episodes.image_size or not tasks:
         return None
-    return Shown(
+    return ObservationShapes(
         image_size=episodes.image_size,
-        tasks=tuple(sorted(set(named))),
+        tasks=tuple(sorted(set(tasks))),
         more_cameras=simulator.more_cameras if simulator is not None else 0,
         state_dim=simulator.state_dim if simulator is not None else 0,
     )
 
 
 def has_known_sizes(policy: Policy) -> bool:
-    """Tell whether all arrays of the policy's samples have sizes that it says before anything is decided."""
+    """Return True if all arrays of the policy's samples have sizes that are known in advance."""
     return all(
         isinstance(size, int) or size in ("C", "A")
         for spec in policy.sample_arrays.values()
@@ -91,24 +90,25 @@ def has_known_sizes(policy: Policy) -> bool:
     )
 
 
-def placeholder_batch(policy: Policy, shown: Shown, tasks: Sequence[str], sampling: SamplingParams) -> Batch:
-    """Make a batch of one decision per instruction.
-
-    Args:
-        tasks: ``D`` instructions; each decision is an episode of its own.
-
-    Returns:
-        ``D`` decisions, with shapes and types as in `build_batch`.
-    """
+def dummy_batch(
+    policy: Policy, shapes: ObservationShapes, tasks: Sequence[str], sampling: SamplingParams
+) -> Batch:
+    """Return a batch with one decision, an episode of its own, per instruction."""
     decisions, spec = len(tasks), policy.action_spec
-    frames = np.zeros((decisions, shown.image_size, shown.image_size, 3), np.uint8)
-    more = np.repeat(frames[:, None], shown.more_cameras, axis=1) if shown.more_cameras else None
-    states = np.zeros((decisions, shown.state_dim), np.float32) if shown.state_dim else None
+    letters = {"C": spec.chunk, "A": spec.dim}
+    frames = np.zeros((decisions, shapes.image_size, shapes.image_size, 3), np.uint8)
+    more = np.repeat(frames[:, None], shapes.more_cameras, axis=1) if shapes.more_cameras else None
+    states = np.zeros((decisions, shapes.state_dim), np.float32) if shapes.state_dim else None
     rows_D = torch.arange(decisions)
+
+    def zeros(shape: Sequence[int | str], dtype: str) -> Tensor:
+        sizes = [size if isinstance(size, int) else letters[size] for size in shape[1:]]
+        return torch.zeros(decisions, *sizes, dtype=torch.float32 if dtype[0] == "f" else torch.int64)
+
     return Batch(
         frames=frames,
         tasks=tuple(tasks),
-        sample=_samples(policy.sample_arrays, decisions, {"C": spec.chunk, "A": spec.dim}),
+        sample={name: zeros(array.shape, array.dtype) for name, array in policy.sample_arrays.items()},
         logprob_behaviour=torch.zeros(decisions, spec.chunk, spec.dim),
         mask=torch.ones(decisions, spec.chunk, spec.dim, dtype=torch.bool),
         rewards=torch.zeros(decisions, spec.chunk),
@@ -129,26 +129,10 @@ def placeholder_batch(policy: Policy, shown: Shown, tasks: Sequence[str], sampli
     )
 
 
-def _samples(specs: Mapping[str, ArraySpec], decisions: int, letters: Mapping[str, int]) -> dict[str, Tensor]:
-    """Name -> zeros ``[D, ...]``; integers as int64, as `build_batch` gives them."""
-    return {
-        name: torch.zeros(
-            decisions,
-            *(size if isinstance(size, int) else letters[size] for size in spec.shape[1:]),
-            dtype=torch.float32 if spec.dtype.startswith("float") else torch.int64,
-        )
-        for name, spec in specs.items()
-    }
-
-
-_log = logging.getLogger(__name__)
-
-
 class Pass(NamedTuple):
-    """One pass over placeholder decisions."""
+    """One pass over dummy decisions."""
 
-    tasks: tuple[str, ...]
-    """One per decision."""
+    size: int
     gradient: bool
     small: bool = False
     """See `PolicyForward.evaluate`."""
@@ -160,7 +144,7 @@ class EarlyCompile:
     def __init__(
         self,
         update: Update,
-        shown: Shown,
+        shapes: ObservationShapes,
         sampling: SamplingParams,
         stop_requested: Callable[[], bool] = lambda: False,
         *,
@@ -170,23 +154,21 @@ class EarlyCompile:
         """Choose the passes.
 
         Args:
+            update: Its passes have fixed sizes.
             hang_timeout: Seconds that a pass may take; 0: any.
         """
-        self.update, self.shown, self.sampling = update, shown, sampling
+        self.update, self.shapes, self.sampling = update, shapes, sampling
         self.stop_requested, self.batch_ready, self.hang_timeout = stop_requested, batch_ready, hang_timeout
-        self.passes = passes_of(update, shown)
+        self.passes = passes_of(update)
 
     def __call__(self, version: int) -> dict[Metric, float]:
-        """Make the passes of an update from `version`; collective.
-
-        Returns:
-            The seconds that it took.
-        """
+        """Make the passes of an update from `version`; returns the seconds it took; collective."""
         began = time.monotonic()
         with unchanged(self.update), activity("compiling", self.hang_timeout):
             for number, each in enumerate(self.passes):
-                if self._stops(number):
-                    break
+                stop = self.stop_requested() or (number > 0 and self.batch_ready())
+                if self.update.ranks.max(torch.tensor([float(stop)]))[0]:
+                    break  # All ranks together: a pass is collective.
                 process_status.describe(f"compiling: pass {number + 1} of {len(self.passes)}")
                 self._make(each, version)
                 process_status.progress()
@@ -194,108 +176,55 @@ class EarlyCompile:
         _log.info("compiled for %.1f s before the first batch", seconds)
         return {m.COMPILE_SECONDS: seconds}
 
-    def _stops(self, made: int) -> bool:
-        """Tell whether any rank shall stop: none may make a pass that another one does not."""
-        enough = self.stop_requested() or (made > 0 and self.batch_ready())
-        return bool(self.update.ranks.max(torch.tensor([float(enough)]))[0])
-
     def _make(self, each: Pass, version: int) -> None:
-        batch = placeholder_batch(self.update.policy, self.shown, each.tasks, self.sampling)
-        rows_D = torch.arange(len(each.tasks))
+        update, critic = self.update, self.update.recipe.trains_critic
+        batch = dummy_batch(update.policy, self.shapes, self.shapes.tasks[:1] * each.size, self.sampling)
+        rows_D = torch.arange(each.size)
         if not each.gradient:
-            self._without_gradient(batch, small=each.small)
+            with torch.no_grad():
+                update.forward.evaluate(batch, rows_D, small=each.small)
+                if critic and update.recipe.critic.truncation == "bootstrap":
+                    update.forward.values_at_end(batch, rows_D)
             return
-        update = self.update
         learns = version >= update.stepper.critic_warmup
-        critic = update.recipe.trains_critic
         through = critic and update.recipe.critic.through_policy and learns
-        now = update.forward.evaluate(batch, rows_D, through=through)
+        current = update.forward.evaluate(batch, rows_D, critic_through_policy=through)
         if update.reference is not None:
             update.forward.reference(update.reference, batch, rows_D)
-        loss = now.logprob.sum() + now.entropy.sum() if learns else now.logprob.new_zeros(())
-        if critic and now.value is not None:
-            loss = loss + now.value.sum()
+        loss = current.logprob.sum() + current.entropy.sum() if learns else current.logprob.new_zeros(())
+        if critic and current.value is not None:
+            loss = loss + current.value.sum()
         loss.backward()
-
-    @torch.no_grad()
-    def _without_gradient(self, batch: Batch, *, small: bool) -> None:
-        update, rows_D = self.update, torch.arange(len(batch.tasks))
-        update.forward.evaluate(batch, rows_D, small=small)
-        if update.recipe.trains_critic and update.recipe.critic.truncation == "bootstrap":
-            update.forward.values_at_end(batch, batch.tasks.__getitem__, rows_D)
 
 
 def fix_sizes(update: Update) -> None:
-    """Let all passes of updates be of one size, and small ones of another (`PolicyForward.fix_sizes`).
+    """Fix the sizes of an update's passes, see `PolicyForward.fix_sizes`.
 
-    With gradient they have the decisions of a micro-batch, or of a minibatch where these are fewer. The small
-    one after a single step is as large as others where it may be half of one.
+    Passes with gradient have the decisions of a micro-batch, or of a minibatch if that is smaller. The small
+    pass after a single step is as large as others if it would be at least half of one.
     """
-    size = pass_size(update)
-    few = rows_of_movement(_episodes(update) * update.max_decisions, size)
-    update.forward.fix_sizes(size, size if 2 * few >= size else FEWEST_ROWS)
+    settings = update.recipe.algorithm
+    episodes = settings.groups_per_update // update.ranks.size * settings.group_size
+    per_minibatch = max(1, -(-episodes // settings.minibatches))
+    size = min(settings.micro_batch, per_minibatch * update.max_decisions)
+    small = rows_for_kl(episodes * update.max_decisions, size)
+    update.forward.fix_sizes(size, size if 2 * small >= size else KL_ROWS_MIN)
 
 
-def pass_size(update: Update) -> int:
-    """Return the most decisions that a pass with gradient has."""
-    chosen = update.recipe.algorithm
-    episodes = max(1, -(-_episodes(update) // chosen.minibatches))
-    return min(chosen.micro_batch, episodes * update.max_decisions)
-
-
-def _episodes(update: Update) -> int:
-    """Count the episodes of a rank's part of a batch."""
-    chosen = update.recipe.algorithm
-    return chosen.groups_per_update // update.ranks.size * chosen.group_size
-
-
-def passes_of(update: Update, shown: Shown) -> list[Pass]:
-    """List the passes that compile what updates need, the same on all ranks; what all need comes first."""
-    return _of_fixed_sizes(update, shown) if update.forward.fixed else _of_any_size(update, shown)
-
-
-def _of_fixed_sizes(update: Update, shown: Shown) -> list[Pass]:
-    """List one pass for each kind."""
-    size, few, task = update.forward.micro_batch, update.forward.few, shown.tasks[0]
-    passes, moves = [Pass((task,) * size, gradient=True)], not reads_movement_in_passes(update.recipe)
-    if update.recipe.needs_old_policy_pass or (moves and few == size):
-        passes.append(Pass((task,) * size, gradient=False))
-    if moves and few < size:
-        passes.append(Pass((task,) * few, gradient=False, small=True))
+def passes_of(update: Update) -> list[Pass]:
+    """Return the passes that compile all that updates need, the same on all ranks."""
+    size, small = update.forward.micro_batch, update.forward.small_size
+    passes, kl_pass = [Pass(size, gradient=True)], not reads_kl_in_passes(update.recipe)
+    if update.recipe.needs_old_policy_pass or (kl_pass and small == size):
+        passes.append(Pass(size, gradient=False))
+    if kl_pass and small < size:
+        passes.append(Pass(small, gradient=False, small=True))
     return passes
-
-
-def _of_any_size(update: Update, shown: Shown) -> list[Pass]:
-    """List passes of two sizes."""
-    full = pass_size(update)
-    by_length = _one_task_per_length(update, shown)
-    longest, other = by_length[0], by_length[-1]
-    sizes = [full] if full < 3 else [full, full - 1]
-    alike = [(task,) * size for size, task in zip(sizes, (longest, other), strict=False)]
-    mixed = [(longest, *(other,) * (size - 1)) for size in sizes if size > 1 and other != longest]
-    alone = [(longest,)] if update.ranks.size > 1 and full > 1 else []
-    return [
-        Pass(tasks, gradient)
-        for batches in (alike, mixed, alone)
-        # With gradient first: once sizes are variable, one size is enough for the passes without.
-        for tasks, gradient in [(tasks, True) for tasks in batches]
-        + [(tasks, False) for tasks in batches[:1]]
-    ]
-
-
-def _one_task_per_length(update: Update, shown: Shown) -> list[str]:
-    """Return one instruction for every length of prompts, the longest first."""
-    lengths = update.forward.prompt_lengths(shown.tasks).tolist()
-    by_length = dict(zip(lengths, shown.tasks, strict=True))
-    return [by_length[length] for length in sorted(by_length, reverse=True)]
 
 
 @contextmanager
 def unchanged(update: Update) -> Iterator[None]:
-    """Leave gradients, random states and the mode of the policy behind as they were found.
-
-    Weights, optimizer and counters are not touched by passes, which count nothing and do not step.
-    """
+    """Restore gradients, random states and mode of the policy after the block."""
     parameters = list(update.policy.trainable_parameters().values())
     gradients = [parameter.grad for parameter in parameters]
     module = update.policy if isinstance(update.policy, nn.Module) else None

@@ -1,16 +1,14 @@
-"""Runs the policy over rows of a batch, in micro-batches and in step with the other ranks.
-
-The policy is the learner's, or for the KL penalty the one the run began with (`Reference`).
+"""Forward passes over rows of a batch, by the policy or its reference, in step with all ranks.
 
 Dimension letters used in this file:
-    D  decisions of the batch      B  its episodes      M  rows of a micro-batch
+    D  decisions of the batch      B  its episodes      M  rows of a micro-batch      R  rows evaluated
     C  steps per decision          A  numbers per step      K  values of a decision: 1, or C
     V  cameras beside the first    Q  numbers of state
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Final, Protocol, cast
 
@@ -35,18 +33,14 @@ from asyncrl.policies.interface import (
 from asyncrl.policies.lora import adapters_disabled, has_lora
 from asyncrl.records import Float32, Uint8
 
-ROW_IN_STEP: Final = torch.zeros(1, dtype=torch.int64)
-"""What a rank evaluates in a pass that only other ranks need: its first row, which then counts nothing."""
+PADDING_ROW: Final = torch.zeros(1, dtype=torch.int64)
+"""Row of a pass that only other ranks need: the first, masked."""
 
 
 def longest_first(lengths: Tensor) -> Tensor:
-    """Order rows so that a pass has little padding, and the first one takes the most memory.
+    """Return indices ``[M]`` int64 by falling prompt length, stable.
 
-    Args:
-        lengths: ``[M]`` int64, tokens of each row's prompt.
-
-    Returns:
-        ``[M]`` int64 indices. Rows of equal length keep their order.
+    So a pass has little padding, and the first pass takes the most memory.
     """
     return torch.argsort(lengths, descending=True, stable=True)
 
@@ -57,44 +51,24 @@ class PolicyForward:
     def __init__(
         self, policy: Policy, ranks: LearnerRanks, device: torch.device, *, micro_batch: int
     ) -> None:
-        """Keep the parts; `micro_batch` is the largest number of decisions of a pass."""
+        """Join the parts; `micro_batch` is the largest number of decisions of a pass."""
         self.policy, self.ranks, self.device, self.micro_batch = policy, ranks, device, micro_batch
-        self.few = 0
-        """Decisions of a small pass, where passes are of fixed sizes; 0: they are not. See `fix_sizes`."""
+        self.small_size = 0
+        """Decisions of a small pass of fixed size; 0: sizes vary."""
 
-    @property
-    def fixed(self) -> bool:
-        """Whether passes are of fixed sizes."""
-        return self.few > 0
+    def fix_sizes(self, size: int, small_size: int) -> None:
+        """Pad every pass to `size` decisions, a small one to `small_size`, by repeating the last.
 
-    def fix_sizes(self, size: int, few: int) -> None:
-        """From now on fill every pass up to `size` decisions, a small one up to `few`.
-
-        What fills it up is the last decision again, whose results are thrown away: results and gradients are
-        those of the pass as it was. So compiled code is needed for one size, or two.
+        Results and gradients stay, and compiled code needs one or two sizes only.
         """
-        self.micro_batch, self.few = size, few
-
-    def filled(self, rows_M: Tensor, *, small: bool = False) -> Tensor:
-        """Repeat the last of rows ``[M]`` where passes are of fixed sizes; else they are returned."""
-        if not self.fixed:
-            return rows_M
-        size = self.few if small else self.micro_batch
-        return torch.cat([rows_M, rows_M[-1:].expand(max(0, size - len(rows_M)))])
+        self.micro_batch, self.small_size = size, small_size
 
     def evaluate(
-        self, batch: Batch, rows_M: Tensor, *, through: bool = False, small: bool = False
+        self, batch: Batch, rows_M: Tensor, *, critic_through_policy: bool = False, small: bool = False
     ) -> EvaluateResult:
-        """Compute log-probs, entropies and values under the distribution that was sampled.
-
-        Args:
-            rows_M: ``[M]`` int64, which.
-
-        Returns:
-            Log-probs and entropies ``[M, C, A]`` in nats and values ``[M, K]``, all float32.
-        """
-        number, arguments = len(rows_M), self._arguments(batch, self.filled(rows_M, small=small))
-        result = self.policy.evaluate(*arguments, critic_through_policy=through)
+        """Compute log-probs and entropies ``[M, C, A]`` in nats and values ``[M, K]``, all float32."""
+        number, arguments = len(rows_M), self._arguments(batch, self._padded(rows_M, small=small))
+        result = self.policy.evaluate(*arguments, critic_through_policy=critic_through_policy)
         return EvaluateResult(
             logprob=result.logprob[:number].float(),
             entropy=result.entropy[:number].float(),
@@ -103,14 +77,14 @@ class PolicyForward:
 
     def reference(self, reference: Reference, batch: Batch, rows_M: Tensor) -> Tensor:
         """Compute the reference policy's log-probs of rows ``[M]`` int64: ``[M, C, A]`` float32, in nats."""
-        return reference.logprob(*self._arguments(batch, self.filled(rows_M)))[: len(rows_M)].float()
+        return reference.logprob(*self._arguments(batch, self._padded(rows_M)))[: len(rows_M)].float()
 
     @torch.no_grad()
     def evaluate_rows(self, batch: Batch, rows_R: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Compute the log-probs of some decisions and, with a critic, their values; collective.
+        """Compute log-probs of some decisions and, with a critic, their values; collective.
 
         Args:
-            rows_R: ``[R]`` int64 on the CPU, which; a rank may have none.
+            rows_R: ``[R]`` int64 on the CPU; a rank may have none.
 
         Returns:
             ``[D, C, A]`` float32 log-probs, and ``[D, K]`` float32 values or None; both 0 in other rows.
@@ -118,8 +92,8 @@ class PolicyForward:
         rows_R = rows_R[longest_first(self.prompt_lengths(batch.tasks)[rows_R])]
         logprob_DCA = torch.zeros(batch.mask.shape, device=self.device)
         value_DK: Tensor | None = None
-        for rows in self.micro_batches(len(rows_R)):
-            rows_M = ROW_IN_STEP if rows is None else rows_R[rows]
+        for rows in self._micro_batches(len(rows_R)):
+            rows_M = PADDING_ROW if rows is None else rows_R[rows]
             result = self.evaluate(batch, rows_M)
             if rows is None:
                 continue
@@ -133,40 +107,41 @@ class PolicyForward:
 
     @torch.no_grad()
     def final_values(self, batch: Batch) -> Tensor:
-        """Compute what episodes that ran out of time could still get: ``[B]`` float32, 0 for all others.
+        """Compute the critic's value of the final observations of truncated episodes; collective.
 
-        That is the critic's value of their final observations.
+        Returns:
+            ``[B]`` float32, 0 for all other episodes.
         """
-        tasks = dict(zip(batch.episode.tolist(), batch.tasks, strict=True))
-        cut_T = torch.nonzero(~batch.terminated).flatten()
-        cut_T = cut_T[longest_first(self.prompt_lengths([tasks[row] for row in cut_T.tolist()]))]
+        tasks = _task_of_episode(batch)
+        truncated_R = torch.nonzero(~batch.terminated).flatten()
+        lengths = self.prompt_lengths([tasks[row] for row in truncated_R.tolist()])
+        truncated_R = truncated_R[longest_first(lengths)]
         value_B = torch.zeros(len(batch.returns), device=self.device)
-        for rows in self.micro_batches(len(cut_T)):
-            rows_M = ROW_IN_STEP if rows is None else cut_T[rows]
-            value_M = self.values_at_end(batch, tasks.__getitem__, rows_M)
+        for rows in self._micro_batches(len(truncated_R)):
+            rows_M = PADDING_ROW if rows is None else truncated_R[rows]
+            value_M = self.values_at_end(batch, rows_M)
             if rows is not None:
                 value_B[moved(rows_M, self.device)] = value_M
         return value_B
 
-    def values_at_end(self, batch: Batch, task_of: Callable[[int], str], rows_M: Tensor) -> Tensor:
+    def values_at_end(self, batch: Batch, rows_M: Tensor) -> Tensor:
         """Compute the critic's value of the final observations of episodes ``[M]``: ``[M]`` float32."""
-        filled = self.filled(rows_M)
+        tasks, padded = _task_of_episode(batch), self._padded(rows_M)
         final = (batch.final_frames, batch.final_more_frames, batch.final_states)
-        inputs = self.inputs(*final, [task_of(row) for row in filled.tolist()], filled.numpy())
+        inputs = self._inputs(*final, [tasks[row] for row in padded.tolist()], padded.numpy())
         return cast("HasCritic", self.policy).values(inputs)[: len(rows_M), 0].float()
 
-    def micro_batches(self, rows: int) -> Iterator[slice | None]:
-        """Yield the slices of `cut`. Each is a sign of progress: --hang-timeout counts from the last one."""
-        for part in self.cut(rows):
+    def _micro_batches(self, rows: int) -> Iterator[slice | None]:
+        """Yield the slices of `split`. Each is a sign of progress: --hang-timeout counts from the last."""
+        for part in self.split(rows):
             yield part
             process_status.progress()
 
-    def cut(self, rows: int) -> list[slice | None]:
-        """Cut `rows` rows into slices of a pass; None for every pass that only other ranks need; collective.
+    def split(self, rows: int) -> list[slice | None]:
+        """Split `rows` into micro-batches; None for every pass that only other ranks need; collective.
 
-        Learner ranks have different numbers of decisions but make the same number of passes. One row is never
-        left over for a pass by itself, which a compiler would make other graphs for: the last two passes then
-        share out their rows.
+        Ranks have different numbers of decisions but make the same number of passes. No pass has a single
+        leftover row, for which a compiler would make other graphs: the last two passes share their rows.
         """
         own = -(-rows // self.micro_batch)
         needed = int(self.ranks.max(torch.tensor([float(own)]))[0])
@@ -177,24 +152,27 @@ class PolicyForward:
         return parts + [None] * (needed - own)
 
     def prompt_lengths(self, tasks: Sequence[str]) -> Tensor:
-        """Count the tokens of each instruction's prompt: int64, on the CPU; 0 if the policy does not say."""
+        """Count the tokens of each instruction's prompt: int64, on the CPU; 0 if unknown."""
         policy: object = self.policy
         if not isinstance(policy, CountsPromptTokens):
             return torch.zeros(len(tasks), dtype=torch.int64)
         lengths = {task: policy.prompt_tokens(task) for task in set(tasks)}
         return torch.tensor([lengths[task] for task in tasks], dtype=torch.int64)
 
+    def _padded(self, rows_M: Tensor, *, small: bool = False) -> Tensor:
+        if not self.small_size:
+            return rows_M
+        size = self.small_size if small else self.micro_batch
+        return torch.cat([rows_M, rows_M[-1:].expand(max(0, size - len(rows_M)))])
+
     def _arguments(self, batch: Batch, rows_M: Tensor) -> tuple[Any, dict[str, Tensor], SamplingParams]:
         tasks = [batch.tasks[row] for row in rows_M.tolist()]
-        inputs = self.inputs(batch.frames, batch.more_frames, batch.states, tasks, rows_M.numpy())
+        inputs = self._inputs(batch.frames, batch.more_frames, batch.states, tasks, rows_M.numpy())
         sampling = SamplingParams(temperature=batch.temperature, top_k=batch.top_k)
-        return (
-            inputs,
-            {name: moved(values[rows_M], self.device) for name, values in batch.sample.items()},
-            sampling,
-        )
+        sample = {name: moved(values[rows_M], self.device) for name, values in batch.sample.items()}
+        return inputs, sample, sampling
 
-    def inputs(
+    def _inputs(
         self,
         frames: Uint8,
         more_frames: Uint8 | None,
@@ -202,30 +180,28 @@ class PolicyForward:
         tasks: list[str],
         rows: NDArray[np.int64],
     ) -> Any:
-        """Show the policy rows ``[M]`` of what was seen: frames, and cameras and states where there are any.
-
-        Frames are ``[B, H, W, 3]``, those of the other cameras ``[B, V, H, W, 3]``, states ``[B, Q]``.
-        """
-        shown = frames[rows]
+        """Preprocess rows ``[M]`` of ``[B, H, W, 3]``, ``[B, V, H, W, 3]`` and ``[B, Q]``."""
+        pictures = frames[rows]
         if more_frames is not None:
-            shown = np.concatenate([shown[:, None], more_frames[rows]], axis=1)
+            pictures = np.concatenate([pictures[:, None], more_frames[rows]], axis=1)
         if states is None:
-            return self.policy.preprocess(shown, tasks)
-        return self.policy.preprocess(shown, tasks, states[rows])
+            return self.policy.preprocess(pictures, tasks)
+        return self.policy.preprocess(pictures, tasks, states[rows])
+
+
+def _task_of_episode(batch: Batch) -> dict[int, str]:
+    return dict(zip(batch.episode.tolist(), batch.tasks, strict=True))
 
 
 class Reference(Protocol):
-    """Does not change while the policy learns."""
+    """The policy that the KL penalty compares with; it does not change while the policy learns."""
 
     def logprob(self, inputs: PolicyInputs, sample: Mapping[str, Tensor], sampling: SamplingParams) -> Tensor:
-        """Compute the log-probs of a sample, without gradient.
+        """Compute log-probs of a sample, ``[B, C, A]`` float32 in nats, without gradient.
 
         Args:
-            inputs: Of ``B`` rows; what the policy's `preprocess` gives.
+            inputs: Of ``B`` rows, by the policy's `preprocess`.
             sample: See `Policy.evaluate`; each ``[B, ...]``.
-
-        Returns:
-            ``[B, C, A]`` float32, nats.
         """
         ...
 
@@ -241,7 +217,7 @@ class FrozenReference:
 
     @torch.no_grad()
     def logprob(self, inputs: PolicyInputs, sample: Mapping[str, Tensor], sampling: SamplingParams) -> Tensor:
-        """Compute log-probs by the second policy. See `Reference.logprob`."""
+        """See `Reference.logprob`."""
         return self.policy.evaluate(inputs, sample, sampling).logprob
 
 
@@ -249,11 +225,7 @@ class AdapterFreeReference:
     """The policy that learns, with its adapters disabled: no second copy of the weights."""
 
     def __init__(self, policy: Any) -> None:
-        """Take the learning policy.
-
-        Raises:
-            ConfigError: it has no adapters, so that it would be compared with itself.
-        """
+        """Wrap the learning policy; raises ConfigError without adapters: it would equal its reference."""
         if not has_lora(policy):
             raise ConfigError(
                 "The policy has no adapters, so the policy without adapters is the one that learns and the "
@@ -263,6 +235,6 @@ class AdapterFreeReference:
 
     @torch.no_grad()
     def logprob(self, inputs: PolicyInputs, sample: Mapping[str, Tensor], sampling: SamplingParams) -> Tensor:
-        """Compute log-probs with the adapters disabled. See `Reference.logprob`."""
+        """See `Reference.logprob`."""
         with adapters_disabled(self.policy):
             return self.policy.evaluate(inputs, sample, sampling).logprob

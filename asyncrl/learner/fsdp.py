@@ -1,28 +1,17 @@
-"""Spreads a policy, or any network of blocks, over the learner ranks: FSDP2.
+"""Shards a policy, or any network of blocks, over the learner ranks: FSDP2.
 
     all weights are trained    blocks (Llama layers, vision blocks) are units, gathered when they run and
-                               freed after it, or behind the last pass of a step; neighbours in a list share
-                               a unit until it is as large as the largest block, because the host needs as
-                               long for a small one; the rest (embeddings, norms, heads) is the root
-    adapters are               one unit, the root, which stays gathered in all passes of a step. Frozen
-                               weights are never sharded: nothing of them changes, and gathering them in each
-                               pass would cost more than their room
+                               freed after it, or after the last pass of a step; small neighbours in a list
+                               share a unit, because the host needs as long for a small one; the rest
+                               (embeddings, norms, heads) is the root
+    adapters are               one unit, the root, gathered once per step. Frozen weights are never sharded:
+                               gathering them in each pass would cost more than their room
 
-What is spread becomes DTensors, so the optimizer must be built afterwards. Works on one rank as well: there
-it only separates the float32 weights from the bfloat16 passes.
+Sharded parameters become DTensors, so the optimizer must be built afterwards. On one rank it only separates
+the float32 weights from the bfloat16 passes. With several copies (hybrid sharding) every row of ranks has all
+of the policy: gradients are summed within rows in each pass, between rows after the last pass of a step.
 
-With several copies (hybrid sharding) the ranks are so many rows: a policy is spread over the ranks of a row,
-and every row has all of it. Gradients are added up within rows in each pass, between them behind the last
-pass of a step.
-
-The loss of every rank is averaged by FSDP2: multiply it by the number of ranks where a sum is meant.
-
-Linear layers that keep float32 weights and compute in the type of what they are given.
-
-FSDP can round what is trained for its passes too, but then it turns the gradient of every weight back into
-float32 itself, one by one and in each pass: of a thousand adapters the host is not done with one pass when
-the device is. Here that is part of the passes: the compiler sees it, and gradients are added up where they
-arise. Numbers are the same.
+FSDP2 averages the loss over the ranks: multiply it by their number for a sum.
 """
 
 from __future__ import annotations
@@ -47,20 +36,24 @@ from asyncrl.policies.interface import EvaluateResult
 
 
 class RoundedLinear(nn.Linear):
-    """Rounds weight and bias to the type of its input, in every pass; their gradients keep their own type."""
+    """Keeps float32 weights and computes in the dtype of its input.
+
+    FSDP can round trained weights too, but then it turns each gradient back into float32 one by one in each
+    pass, which for a thousand adapters takes the host longer than the device. Here the compiler sees the
+    rounding. Numbers are the same.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
-        """Turn ``[..., I]`` of any float dtype into ``[..., O]`` of the same one."""
+        """Map ``[..., I]`` to ``[..., O]`` in the dtype of the input."""
         bias = None if self.bias is None else self.bias.to(input.dtype)
         return nn.functional.linear(input, self.weight.to(input.dtype), bias)
 
 
 def round_trained_layers(network: nn.Module) -> bool:
-    """Let what is trained of a network be rounded in its layers, in place.
+    """Turn the trained layers into `RoundedLinear`, in place.
 
     Returns:
-        Whether it could be done: all that is trained belongs to plain linear layers, as adapters do. If not,
-        nothing was changed.
+        False, without a change, unless all of them are plain linear layers, as adapters are.
     """
     trained = [
         module
@@ -81,21 +74,21 @@ def round_trained_layers(network: nn.Module) -> bool:
 Precision = Literal["fp32", "bf16"]
 ReshardAfter = Literal["pass", "step"]
 UNITS: Final = "asyncrl_units"
-"""Attribute of a network that was spread: its `Units`."""
+"""Attribute of a sharded network: its `Units`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Units:
-    """What FSDP2 gathers and frees piece by piece, and when."""
+    """Units that FSDP2 gathers and frees."""
 
     modules: tuple[FSDPModule, ...]
-    """Of each unit its first module; the root comes last."""
+    """The first module of each unit; the root is last."""
     only_adapters: bool
-    """The root alone is spread: gradients of several passes can be added up before ranks exchange them."""
+    """True if the root alone is sharded: ranks exchange the sum of the gradients of several passes."""
     stay: bool
-    """Gathered weights stay until the last pass of a step."""
+    """True if gathered weights stay until the last pass of a step."""
     copies: int
-    """Rows of ranks; see the module's text."""
+    """Rows of ranks."""
 
 
 def shard(
@@ -106,7 +99,7 @@ def shard(
     copies: int = 1,
     reshard_after: ReshardAfter = "pass",
 ) -> Any:
-    """Spread a policy over the ranks of the default process group, in place. See `spread`."""
+    """Shard a policy over the ranks of the default process group, in place, and return it. See `spread`."""
     spread(policy, policy.blocks(), device, precision, copies=copies, reshard_after=reshard_after)
     _hook_passes(policy)
     return policy
@@ -122,18 +115,19 @@ def spread(
     copies: int = 1,
     reshard_after: ReshardAfter = "pass",
 ) -> None:
-    """Spread a network over the ranks of the default process group, in place.
+    """Shard a network over the ranks of the default process group, in place.
 
     Args:
-        device: This rank's; the process group must serve its type.
-        precision: bf16: passes in bfloat16, gradients added up in float32, weights kept in float32.
-        cast_inputs: Whether passes in bfloat16 round what `network` and `blocks` are given, too.
-        reshard_after: When ranks free the weights that they gathered, inside `summed_gradient`; elsewhere and
-            by default after each pass of a unit. Adapters stay in any case.
+        precision: bf16: passes in bfloat16, gradients summed in float32, weights kept in float32.
+        cast_inputs: Round the inputs of `network` and `blocks` to bfloat16 too.
+        reshard_after: When ranks free gathered weights inside `summed_gradient`; elsewhere after each pass of
+            a unit. Adapters stay in any case.
     """
     make_float32_masters(network, precision)
     mesh = mesh_of_ranks(device, copies)
-    unsharded = _frozen_and_ready(network, precision)
+    frozen = {parameter for parameter in network.parameters() if not parameter.requires_grad}
+    compute_dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    unsharded = frozen if all(parameter.dtype == compute_dtype for parameter in frozen) else set()
     passes = MixedPrecisionPolicy()
     if precision == "bf16" and not (unsharded and round_trained_layers(network)):
         passes = MixedPrecisionPolicy(
@@ -157,21 +151,17 @@ def spread(
 
 
 def join_small(network: nn.Module, blocks: Iterable[nn.Module]) -> list[list[nn.Module]]:
-    """Join neighbours that are children of one module until they are as large as the largest block.
+    """Join neighbours that are children of one module into units as large as the largest block.
 
-    Only these: a unit is gathered for its backward pass when that of its last block begins, so that blocks
-    which do not run one after the other, as those of two towers, must not share one; and it is freed once all
-    of its blocks ran.
-
-    Returns:
-        All of them in their order, in lists with at least one.
+    A unit is gathered when the backward pass of its last block begins and freed once all ran, so blocks that
+    do not run one after the other, as those of two towers, must not share one.
     """
-    found = list(blocks)
+    blocks = list(blocks)
     parents = {child: parent for parent in network.modules() for child in parent.children()}
-    sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in found]
+    sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
     largest = max(sizes, default=0)
     units, room = list[list[nn.Module]](), 0
-    for block, size in zip(found, sizes, strict=True):
+    for block, size in zip(blocks, sizes, strict=True):
         if units and parents[units[-1][-1]] is parents[block] and size <= room:
             units[-1].append(block)
         else:
@@ -183,15 +173,14 @@ def join_small(network: nn.Module, blocks: Iterable[nn.Module]) -> list[list[nn.
 
 @contextmanager
 def summed_gradient(policy: object) -> Iterator[Callable[[], None]]:
-    """Add up the gradients of several passes for one optimizer step, without work in between where it pays.
+    """Sum the gradients of several passes for one optimizer step.
 
-    Adapters, one small unit, are gathered once and stay whole; their gradients are added up over the ranks
-    behind the last pass only. So a pass costs no more than on one rank. Of a policy of several units ranks
-    add up gradients in each pass, because whole ones would not fit, and gather weights in each, or once
-    (`spread`'s `reshard_after`). Rows of ranks that have a copy each add theirs up behind the last pass.
+    Adapters are gathered once, and their gradients summed over the ranks after the last pass only. Of several
+    units ranks sum gradients in each pass, because whole ones would not fit, and gather weights in each, or
+    once (`reshard_after`). Rows of ranks sum theirs after the last pass.
 
     Yields:
-        To be called before the last of the passes, by all ranks.
+        A function to call before the last of the passes, on all ranks.
     """
     units: Units | None = getattr(policy, UNITS, None)
     if units is None:
@@ -199,7 +188,7 @@ def summed_gradient(policy: object) -> Iterator[Callable[[], None]]:
         return
 
     def pass_is_last(last: bool = True) -> None:
-        for module in units.modules:  # Each alone: to look for others takes milliseconds.
+        for module in units.modules:  # Each without recursion, which takes milliseconds.
             if units.only_adapters:
                 module.set_requires_gradient_sync(last, recurse=False)
             elif units.copies > 1:
@@ -223,7 +212,7 @@ def summed_gradient(policy: object) -> Iterator[Callable[[], None]]:
 
 
 def mesh_of_ranks(device: torch.device, copies: int = 1) -> DeviceMesh:
-    """Arrange the ranks of the default process group in `copies` rows of equal length; collective."""
+    """Build the mesh of the default process group's ranks, in `copies` rows; collective."""
     ranks = torch.distributed.get_world_size()
     if copies == 1:
         return init_device_mesh(device.type, (ranks,), mesh_dim_names=("learner",))
@@ -231,26 +220,19 @@ def mesh_of_ranks(device: torch.device, copies: int = 1) -> DeviceMesh:
 
 
 def _copied(network: nn.Module, inputs: Any, output: Any) -> Any:
-    """Return no view: FSDP's own hook, which comes next, is lost when somebody writes into a view."""
+    """Return no view: FSDP's own hook, which comes next, is lost by a write into a view."""
     return output.clone() if isinstance(output, Tensor) else output
 
 
 def make_float32_masters(network: nn.Module, precision: Precision) -> None:
-    """Make what is trained float32, and in fp32 all the rest too; in bf16 frozen weights stay as they are."""
+    """Convert trained parameters to float32, with fp32 also frozen ones."""
     for parameter in network.parameters():
         if precision == "fp32" or parameter.requires_grad:
             parameter.data = parameter.data.float()
 
 
-def _frozen_and_ready(network: nn.Module, precision: Precision) -> set[nn.Parameter]:
-    """Return the frozen parameters if all have the type that passes compute in; none if one has not."""
-    frozen = {parameter for parameter in network.parameters() if not parameter.requires_grad}
-    wanted = torch.bfloat16 if precision == "bf16" else torch.float32
-    return frozen if all(parameter.dtype == wanted for parameter in frozen) else set()
-
-
 def _hook_passes(policy: Any) -> None:
-    """Let FSDP gather the root's parameters around `evaluate` and `values`, as it does around `passes`."""
+    """Make FSDP gather the root's parameters around `evaluate` and `values` too."""
     evaluate, values = policy.evaluate, policy.values
 
     def evaluated_fields(self: Any, *args: Any, **more: Any) -> tuple[Tensor, Tensor, Tensor | None]:

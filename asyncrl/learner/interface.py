@@ -1,4 +1,4 @@
-"""The protocols of what the learner finds by name: correction, advantage, objective.
+"""Protocols of the learner's parts that are chosen by name: correction, advantage, objective.
 
     --correction.kind        `Correction`   Class(settings: CorrectionSettings, **own)
     --algorithm.advantage    `Advantage`    Class(algorithm: AlgorithmSettings, critic: CriticSettings, **own)
@@ -9,7 +9,7 @@ A name is a short one of ours or `package.module:Class` of the user's; `own` are
 
 Dimension letters used in this file:
     D  decisions                      C  steps per decision         A  numbers per step
-    U, V  units of a decision: what has one probability ratio (`losses`)
+    U, V  units of a decision, each with one probability ratio (`losses`)
     B  episodes                       T  time steps of the longest episode
     K  values of a decision: 1, or C
 """
@@ -25,7 +25,7 @@ from asyncrl.learner.batches import Batch
 from asyncrl.learner.ranks import LearnerRanks
 
 Need = Literal["behaviour", "critic", "whole_episodes", "old_policy"]
-"""What a correction or an advantage cannot work without:
+"""Requirement of a correction or an advantage:
 
     behaviour        log-probs of the policy that sampled; a batch without them is refused
     critic           a critic that is trained: --algorithm.kind ppo
@@ -36,16 +36,16 @@ Need = Literal["behaviour", "critic", "whole_episodes", "old_policy"]
 
 
 class Estimates(NamedTuple):
-    """What a critic's rollout teaches. Both are detached, and 0 where the mask is False."""
+    """Advantages and value targets with a critic. Both are detached, and 0 where the mask is False."""
 
     advantages: Tensor
-    """``[B, T]`` float32, for the policy."""
+    """``[B, T]`` float32."""
     targets: Tensor
-    """``[B, T]`` float32, what the critic should have said."""
+    """``[B, T]`` float32."""
 
 
 class AdvantagesAndTargets(NamedTuple):
-    """What the decisions of a batch teach. Detached, on the CPU."""
+    """Advantages and value targets of the decisions of a batch. Detached, on the CPU."""
 
     advantages: Tensor
     """``[D, 1, 1]`` or ``[D, C, 1]`` float32. A decision whose advantages are all 0 may be left out."""
@@ -54,7 +54,7 @@ class AdvantagesAndTargets(NamedTuple):
 
 
 class OldPolicy(NamedTuple):
-    """What the policy said about a batch before the update. On the CPU."""
+    """Evaluation of a batch by the policy before the update. On the CPU."""
 
     logprob: Tensor
     """``[D, C, A]`` float32."""
@@ -68,7 +68,7 @@ class UnitLoss(NamedTuple):
     """A loss per unit, each ``[D, U, V]``."""
 
     loss: Tensor
-    """What to minimise, with gradient."""
+    """To be minimised, with gradient."""
     clipped: Tensor
     """bool, True where the clip removed the gradient (cispo: where it cut the weight)."""
     dual_clipped: Tensor
@@ -78,7 +78,7 @@ class UnitLoss(NamedTuple):
 
 
 class Correction(Protocol):
-    """Makes up for samples of older policies."""
+    """Corrects for samples of older policies."""
 
     needs: frozenset[str]
 
@@ -88,10 +88,10 @@ class Correction(Protocol):
         Args:
             log_ratios: ``[D, C, A]`` float32 in nats, log proximal - log behaviour within plus and minus 20;
                 0 where the mask is False.
-            mask: ``[D, C, A]`` bool, which numbers of an action count.
-            episode: ``[D]`` int64, index of each decision's episode. All decisions of an episode are there
-                only with the need `whole_episodes`; decisions that teach nothing may be absent.
-            level: What has one ratio in the objective.
+            mask: ``[D, C, A]`` bool, valid numbers.
+            episode: ``[D]`` int64, index of each decision's episode. All decisions of an episode are present
+                only with the need `whole_episodes`; decisions without an advantage may be absent.
+            level: Unit of the objective's ratio.
 
         Returns:
             float32, detached, broadcasts to the units ``[D, U, V]`` of `level`. None: all are 1.
@@ -103,7 +103,7 @@ class Correction(Protocol):
 class ChoosesProximal(Protocol):
     """A correction that chooses the policy which the clipped ratio is taken against.
 
-    Without it that is the learner's before the update. It may follow the current policy, unless the
+    By default that is the learner's before the update. It may follow the current policy, unless the
     correction needs `old_policy` or `whole_episodes`: then the weights are computed once, at the start.
     """
 
@@ -149,15 +149,12 @@ class CorrectsAdvantages(Protocol):
             log_ratios: ``[B, T]`` float32 in nats, log-probs before the update - behaviour's, by time step.
             gamma: Discount per time step, in [0, 1].
             lam: Extra discount of the traces, in [0, 1].
-
-        Returns:
-            Each ``[B, T]`` float32, detached.
         """
         ...
 
 
 class Advantage(Protocol):
-    """Says how much better than expected each decision was."""
+    """Estimates how much better than expected each decision was."""
 
     needs: frozenset[str]
 
@@ -167,10 +164,9 @@ class Advantage(Protocol):
         """Compute advantages, and with a critic its targets.
 
         Args:
-            batch: This rank's part; its tensors are on the CPU.
-            old: None unless `needs` names the policy before the update: `old_policy`, `whole_episodes` or
-                `critic`. (A correction that `CorrectsAdvantages` has the same effect.)
-            correction: Of the samples; it may be one that `CorrectsAdvantages`.
+            batch: This rank's shard; its tensors are on the CPU.
+            old: None unless `needs` has `old_policy`, `whole_episodes` or `critic`, or the correction
+                `CorrectsAdvantages`.
             ranks: For means over all of them; every rank makes the same calls.
 
         Returns:
@@ -180,16 +176,15 @@ class Advantage(Protocol):
 
 
 class Objective(Protocol):
-    """The loss of each unit, before importance weights and before units are counted together."""
+    """The loss of each unit, before importance weights and aggregation."""
 
     def loss(self, logprob: Tensor, proximal: Tensor, mask: Tensor, advantages: Tensor) -> UnitLoss:
         """Compute the loss of each unit.
 
         Args:
-            logprob: ``[D, C, A]`` float32 of the current policy, in nats, with gradient; 0 where the mask is
-                False.
-            proximal: The same of the policy that the ratio is taken against, detached.
-            mask: ``[D, C, A]`` bool, which numbers of an action count.
+            logprob: ``[D, C, A]`` float32 of the current policy, in nats, with gradient; 0 where masked.
+            proximal: The same of the proximal policy, detached.
+            mask: ``[D, C, A]`` bool, valid numbers.
             advantages: ``[D, 1, 1]`` or ``[D, C, 1]`` float32.
 
         Returns:
@@ -199,7 +194,7 @@ class Objective(Protocol):
 
 
 def describe_tensor(value: Any) -> str:
-    """Say what something is that should have been a tensor: type, shape, and whether it has a gradient."""
+    """Describe a value that should have been a tensor: type, shape, and whether it has a gradient."""
     if not isinstance(value, Tensor):
         return type(value).__name__
     gradient = " with gradient" if value.requires_grad else ""

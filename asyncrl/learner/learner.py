@@ -5,12 +5,11 @@ consumes   groups        waits for: `groups_per_update` complete, fresh groups i
                          ended by: the actors fill them, a stop request (seen in a second), the replay (it
                          filtered too many), --batch-timeout since the last sign of progress
 At the start it also waits for the actors to take the first version, so that a broken link fails at once.
-A version is published and saved only when its weights are finite. Whatever ends the run, the last finished
+A version is published and saved only if its weights are finite. Whatever ends the run, the last finished
 update is saved, if all ranks can still do that together.
 
-Every learner rank runs this loop and makes the same calls in the same order: rank 0 chooses the batch, says
-which groups are whose, publishes the weights that come together there, and decides when to end. Each rank
-fetches its part from the replay.
+Every learner rank runs this loop and makes the same calls in the same order: rank 0 chooses the batch and
+shards it, publishes the gathered weights, and decides when to end. Each rank fetches its shard itself.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -27,10 +27,9 @@ from torch import Tensor, nn
 from asyncrl.devices.offload import NO_OFFLOAD, IdleOffload
 from asyncrl.devices.tensors import host_peak, peak_memory
 from asyncrl.errors import CheckpointError, RunError, SampleTimeout
-from asyncrl.learner.batches import batch_metrics, build_batch, outcome_of
-from asyncrl.learner.loop import Log, LoopSettings
+from asyncrl.learner.batches import batch_metrics, build_batch, group_outcome
 from asyncrl.learner.metrics import Throughput
-from asyncrl.learner.progress import BatchWait, Told, UpdateProgress, fetch_part
+from asyncrl.learner.progress import BatchWait, OnEstimate, UpdateProgress, fetch_shard
 from asyncrl.learner.ranks import Groups, not_finite
 from asyncrl.learner.update import Update
 from asyncrl.observability import metrics_system as m
@@ -45,12 +44,40 @@ from asyncrl.weights.interface import Publisher, WeightSource
 
 SAMPLE_SLICE: Final = 1.0
 """Longest uninterrupted wait for a batch, in seconds: how soon a stop request is seen."""
-TELL_EVERY: Final = 5.0
-"""Seconds between two words of rank 0 to the others that it still waits for a batch."""
+HEARTBEAT_EVERY: Final = 5.0
+"""Seconds between two heartbeats of rank 0 to the others while it waits for a batch."""
 SHUTDOWN_TIMEOUT_CHECKPOINT: Final = 300.0
-"""Seconds that a checkpoint has to be written when the run has failed."""
-
+"""Seconds that a checkpoint has to be written after a failure."""
+WriteRow = Callable[[int, Mapping[Metric, float]], object]
+"""Receives a policy version and the metrics of its update."""
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopSettings:
+    """Settings of the learner loop."""
+
+    updates: int
+    """Policy version at which the run is over."""
+    checkpoint_every: int
+    """Updates between two checkpoints."""
+    batch_timeout: float
+    """Seconds to wait for a batch without a sign of progress before the run ends with an error."""
+    first_weights_deadline: float
+    """Seconds the actors have to take the first version."""
+    evaluate_every: int = 0
+    """Updates between two evaluated versions, which are checkpoints too; 0 disables."""
+    hang_timeout: float = 900.0
+    """Seconds that an update may take without a sign of progress."""
+    batches_ahead: int = 1
+    """Batches that may be imagined together, the awaited one included."""
+    config_hash: str = ""
+    """Identifies the settings of the run in its checkpoints."""
+
+    def checkpoint_due(self, version: int) -> bool:
+        """Return True if `version` is saved."""
+        intervals = (self.checkpoint_every, self.evaluate_every)
+        return any(every > 0 and version % every == 0 for every in intervals)
 
 
 class Learner:
@@ -61,7 +88,7 @@ class Learner:
         update: Update,
         replay: LearnerPort,
         publisher: Publisher,
-        log: Log,
+        write_row: WriteRow,
         checkpoints: Checkpoints,
         settings: LoopSettings,
         *,
@@ -70,52 +97,39 @@ class Learner:
         acting_tensors: Callable[[], WeightSource | Mapping[str, Tensor]],
         offload: IdleOffload = NO_OFFLOAD,
         stop_requested: Callable[[], bool] = lambda: False,
-        tell_estimate: Told = lambda what, seconds: None,
+        on_estimate: OnEstimate = lambda what, seconds: None,
         compile_early: Callable[[int], dict[Metric, float]] = lambda version: {},
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Join the parts.
 
-        `throughput` measures the updates; `copy_policy` copies the policy to host memory, with all ranks, and
-        returns what writes its files; `acting_tensors` gives what actors need, of which this rank may hold a
-        part; `offload` moves what only updates need to host memory while this rank waits; `stop_requested` is
-        asked on rank 0; `tell_estimate` hears once how long a batch takes, and once an update;
-        `compile_early` is called once, with all ranks, behind the first publish; it adds to the first row.
+        Args:
+            copy_policy: Copies the policy to host memory, with all ranks; returns a writer of its files.
+            acting_tensors: Returns the actors' weights, of which this rank may hold a shard.
+            offload: Of what only updates need, while this rank waits.
+            stop_requested: Called on rank 0.
+            compile_early: Called once, with all ranks, after the first publish; adds to the first row.
         """
-        self.update = update
-        self.replay = replay
-        self.publisher = publisher
-        self.log = log
-        self.checkpoints = checkpoints
-        self.settings = settings
-        self.copy_policy = copy_policy
-        self.acting_tensors = acting_tensors
-        self.ranks = update.ranks
-        self.groups_per_update = update.recipe.algorithm.groups_per_update
-        self.offload = offload
-        self.throughput = throughput
-        self.stop_requested = stop_requested
-        self.tell_estimate = tell_estimate
-        self.compile_early = compile_early
-        self.clock = clock
-        self.progress = UpdateProgress(tell_estimate, clock, update.device)
-        update.on_pass = self.progress.note
+        self.update, self.replay, self.publisher = update, replay, publisher
+        self.write_row, self.checkpoints, self.settings = write_row, checkpoints, settings
+        self.throughput, self.copy_policy, self.acting_tensors = throughput, copy_policy, acting_tensors
+        self.offload, self.stop_requested, self.on_estimate = offload, stop_requested, on_estimate
+        self.compile_early, self.clock = compile_early, clock
+        self.ranks, self.algorithm = update.ranks, update.recipe.algorithm
+        self.progress = UpdateProgress(on_estimate, clock, update.device)
+        update.on_pass = self.progress.on_pass
         self.end_reason = ""
-        """Why the run ended well before its last update; empty when it did not, or was asked to."""
+        """Why the run ended well before its last update; empty if it did not, or was asked to."""
+        self.version = self.groups_used = 0
         self._failure: Exception | None = None
-        """What failed on this rank where the others can still be told: raised once all have saved."""
-        self._told_ranks_at = clock()
-        self._batch_estimated = False
-        self.version = 0
-        self.groups_used = 0
-        self._met_actors = False
+        """Failure of this rank while the others go on: raised once all have saved."""
+        self._heartbeat_at = clock()
+        self._batch_estimated = self._actors_joined = self._update_in_progress = False
         self._saved_version = -1
-        self._half_updated = False
-        self._row_began = 0.0
-        self._waited = 0.0
+        self._row_began = self._waited = 0.0
 
     def restore(self, folder: Path) -> None:
-        """Go on where a checkpoint stopped. Frozen weights were loaded from the same folder before.
+        """Go on from a checkpoint. Frozen weights were loaded from the same folder before.
 
         Raises:
             CheckpointError: A file is missing, truncated or does not fit the policy.
@@ -164,160 +178,146 @@ class Learner:
     def _loop(self) -> None:
         self._require_finite()
         self._publish()
-        only_first = self.compile_early(self.version)
+        compile_metrics = self.compile_early(self.version)
         self._row_began = self.clock()
         while self.version < self.settings.updates:
-            part = self._next_part()
-            if part is None:
+            groups = self._next_shard()
+            if groups is None:
                 return
             with activity(f"updating version {self.version}", self.settings.hang_timeout):
-                outcomes = self.ranks.gather_outcomes([outcome_of(group) for group in part])
-                values = self._learn(part)
-                values |= batch_metrics(outcomes, self.version - 1)
+                outcomes = self.ranks.gather_outcomes([group_outcome(group) for group in groups])
+                metrics = self._learn(groups)
+                metrics |= batch_metrics(outcomes, self.version - 1)
                 self._publish()
-            self._write_row(values | only_first)
-            only_first = {}
-            if self.settings.saves(self.version):
+            self._write_row(metrics | compile_metrics)
+            compile_metrics = {}
+            if self.settings.checkpoint_due(self.version):
                 self._save()
             if failure_reason := self.update.stepper.failure_reason:
                 self._save()
-                raise RunError(f"{failure_reason} {self._where_to_go_on(checkpoint.WRITE_DEADLINE)}")
+                raise RunError(f"{failure_reason} {self._where_to_resume(checkpoint.WRITE_DEADLINE)}")
 
-    def _next_part(self) -> Groups | None:
-        """Wait for this rank's part of a batch; None at the end."""
+    def _next_shard(self) -> Groups | None:
+        """Wait for this rank's shard of a batch; None at the end."""
         try:
-            while (mine := self._next_description()) is not None:
-                began, patience = self.clock(), self.settings.batch_timeout
-                part = fetch_part(self.replay, self.ranks, mine, patience, self.stop_requested)
+            while (shard := self._next_description()) is not None:
+                began, timeout = self.clock(), self.settings.batch_timeout
+                fetched = fetch_shard(self.replay, self.ranks, shard, timeout, self.stop_requested)
                 self._waited += self.clock() - began
-                self._failure = self._failure or part.failure
-                if part.groups is not None or part.failure is not None:
-                    return part.groups
+                self._failure = self._failure or fetched.failure
+                if fetched.groups is not None or fetched.failure is not None:
+                    return fetched.groups
             return None
         finally:
             self.offload.restore()
 
     def _next_description(self) -> BatchDescription | None:
-        """Wait for the next batch: which groups of it are this rank's. None at the end."""
+        """Wait for the description of this rank's shard of the next batch; None at the end."""
         batch = None
         try:
-            batch = None if self._failure else self._next_batch()
+            if self.ranks.rank == 0 and not self._failure:
+                batch = self._next_batch()
         except Exception as error:  # Raised by `run`.
-            if not self._met_actors:
+            if not self._actors_joined:
                 raise  # Nothing happened yet that would have to be saved.
             self._failure = error
-        return self.ranks.deal(batch, self.offload.offload_if_idle)
+        return self.ranks.share_batch(batch, self.offload.offload_if_idle)
 
     def _next_batch(self) -> BatchDescription | None:
-        """Rank 0: wait for the actors, then for a batch; None when the run shall stop. Others: None."""
-        if self.ranks.rank > 0:
-            return None
+        """Rank 0: wait for the actors, then for a batch; None if the run shall stop."""
         try:
-            if not self._met_actors:
+            if not self._actors_joined:
                 self.publisher.wait_for_first(self.version, self.settings.first_weights_deadline)
-                self._met_actors, self._row_began = True, self.clock()
+                self._actors_joined, self._row_began = True, self.clock()
             with waits.waiting(waits.BATCH, self.settings.batch_timeout):
-                return self._choose()
+                return self._wait_for_batch()
         except KeyboardInterrupt:
             _log.info("interrupted at version %d", self.version)
         except NothingToLearn as end:
             self.end_reason = str(end)
         return None
 
-    def _choose(self) -> BatchDescription | None:
-        """Wait for a batch in slices; None when the run shall stop."""
+    def _wait_for_batch(self) -> BatchDescription | None:
+        """Wait for a batch in slices; None if the run shall stop."""
+        groups = self.algorithm.groups_per_update
         wait = BatchWait(
             self.settings.batch_timeout,
             self.clock,
-            episodes=self.groups_per_update * self.update.recipe.algorithm.group_size,
+            episodes=groups * self.algorithm.group_size,
             decisions=self.update.max_decisions,
-            ahead=self.settings.batches_ahead,
+            max_batches=self.settings.batches_ahead,
         )
         while not self.stop_requested():
-            self._tell_ranks()
+            if self.clock() - self._heartbeat_at >= HEARTBEAT_EVERY:
+                self._heartbeat_at = self.clock()
+                self.ranks.send_heartbeat()
             self.offload.offload_if_idle()
+            timeout = min(SAMPLE_SLICE, self.offload.next_check_in, wait.remaining)
             try:
-                batch = self.replay.choose(
-                    groups=self.groups_per_update,
-                    version=self.version,
-                    timeout=min(SAMPLE_SLICE, self.offload.next_check_in, wait.left),
-                )
-            except SampleTimeout as error:
-                self._go_on_waiting(wait, error)
+                batch = self.replay.choose(groups=groups, version=self.version, timeout=timeout)
+            except SampleTimeout as status:
+                self._keep_waiting(wait, status)
                 continue
             self._waited += wait.seconds
             return batch
         return None
 
-    def _go_on_waiting(self, wait: BatchWait, seen: SampleTimeout) -> None:
-        """Renew the deadline when the batch moved on, and say once how long it takes."""
-        if wait.note(seen):
+    def _keep_waiting(self, wait: BatchWait, status: SampleTimeout) -> None:
+        """Renew the deadline if the batch progressed, and estimate the first one."""
+        if wait.update(status):
             process_status.progress()
+        groups = self.algorithm.groups_per_update
         process_status.describe(
-            f"{waits.BATCH.name}: {seen.groups} of {self.groups_per_update} groups, {seen.episodes} of "
-            f"{self.groups_per_update * self.update.recipe.algorithm.group_size} episodes"
+            f"{waits.BATCH.name}: {status.groups} of {groups} groups, {status.episodes} of "
+            f"{groups * self.algorithm.group_size} episodes"
         )
-        if not self._batch_estimated and (seconds := wait.estimate(seen)) is not None:
+        if not self._batch_estimated and (seconds := wait.estimate(status)) is not None:
             self._batch_estimated = True
-            self.tell_estimate("batch", seconds)
-        if not wait.left:
-            raise wait.in_vain(f"{self.groups_per_update} groups at version {self.version}", seen) from seen
+            self.on_estimate("batch", seconds)
+        if not wait.remaining:
+            raise wait.timeout_error(f"{groups} groups at version {self.version}", status) from status
 
-    def _tell_ranks(self) -> None:
-        """Rank 0: tell the others now and then that it still waits."""
-        if self.clock() - self._told_ranks_at >= TELL_EVERY:
-            self._told_ranks_at = self.clock()
-            self.ranks.still_waiting()
-
-    def _learn(self, part: Groups) -> dict[Metric, float]:
+    def _learn(self, groups: Groups) -> dict[Metric, float]:
         """Make one update: the version rises by one, and nothing can interrupt it halfway."""
-        began = self.clock()
-        self.progress.begin()
-        batch = build_batch(part, version=self.version)
+        began = self.progress.began = self.clock()
+        batch = build_batch(groups, version=self.version)
         with interrupts_deferred():
-            self._half_updated = True
-            values = self.update(batch, self.version)
-            self._require_finite()  # While half updated: what is not finite is neither published nor saved.
+            self._update_in_progress = True
+            metrics = self.update(batch, self.version)
+            self._require_finite()  # While in progress: weights that are not finite are not saved.
             self.version += 1
-            self.groups_used += self.groups_per_update
-            self._half_updated = False
+            self.groups_used += self.algorithm.groups_per_update
+            self._update_in_progress = False
             seconds = self.clock() - began
             speed = self.throughput.measure(
                 batch, self.update.decisions, seconds, policy_learned=self.update.stepper.policy_learns
             )
-        return values | speed | {m.UPDATE_SECONDS: seconds}
+        return metrics | speed | {m.UPDATE_SECONDS: seconds}
 
     def _require_finite(self) -> None:
-        """Raise RunError unless all weights that are trained are finite, on all ranks alike."""
+        """Raise RunError unless all trained weights are finite, on all ranks alike."""
         tensors = self._parameters()
         if names := not_finite(tensors, self.ranks):
             raise RunError(
                 f"Weights are not finite, {len(names)} of {len(tensors)} tensors ({', '.join(names[:3])}), "
-                f"{'after' if self._half_updated else 'before'} the update from version {self.version}. They "
-                "are neither published nor saved. Continue with --resume and a lower "
-                f"--optimizer.learning-rate, or begin with another --policy. {self._where_to_go_on()}"
+                f"{'after' if self._update_in_progress else 'before'} the update from version "
+                f"{self.version}. They are neither published nor saved. Continue with --resume and a lower "
+                f"--optimizer.learning-rate, or begin with another --policy. {self._where_to_resume()}"
             )
-
-    def _where_to_go_on(self, deadline: float = SHUTDOWN_TIMEOUT_CHECKPOINT) -> str:
-        """Name the newest checkpoint, once it is complete."""
-        self._finish_after_failure(deadline)
-        newest = self.checkpoints.newest
-        return f"The newest checkpoint is {newest}." if newest else "There is no checkpoint yet."
 
     def _publish(self) -> None:
         self.publisher.publish(self.acting_tensors(), self.version)  # With all ranks, where it is sharded.
         self.replay.report_version(self.version)
 
-    def _write_row(self, values: dict[Metric, float]) -> None:
-        """Write the update's row. What fails here fails on one rank, at a place where the others go on."""
-        with self._failure_kept():
-            values = values | self._status()
-        with self._failure_kept():
-            self.log.write(self.version, values)
+    def _write_row(self, metrics: dict[Metric, float]) -> None:
+        """Write the update's row. A failure here affects one rank: it is raised after all have saved."""
+        with self._defer_failure():
+            metrics = metrics | self._status()
+        with self._defer_failure():
+            self.write_row(self.version, metrics)
 
     @contextmanager
-    def _failure_kept(self) -> Iterator[None]:
-        """Keep what fails in the block: `run` raises it, after all ranks have saved."""
+    def _defer_failure(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:
@@ -328,30 +328,26 @@ class Learner:
         now = self.clock()
         seconds = max(now - self._row_began, 1e-9)
         waited, self._waited, self._row_began = self._waited, 0.0, now
-        return {
+        status = {
             **self.replay.status(),
             **self.publisher.status(),
             **waits.wait_metrics(),
-            m.GROUPS_PER_MINUTE: 60 * self.groups_per_update / seconds,
+            m.GROUPS_PER_MINUTE: 60 * self.algorithm.groups_per_update / seconds,
             m.LEARNER_WAITING: waited / seconds,
             m.CHECKPOINT_WAITING: self.checkpoints.waited(),
             m.CHECKPOINT_COPYING: self.checkpoints.copied(),
             m.PEAK_MEMORY: host_peak(),
-            **self._device_memory(),
         }
-
-    def _device_memory(self) -> dict[Metric, float]:
-        found: dict[Metric, float] = {}
         if (device := self.update.device).type == "cuda":
-            found[m.LEARNER_MEMORY] = peak_memory([device])
+            status[m.LEARNER_MEMORY] = peak_memory([device])
         if self.offload.enabled:
-            seconds, offloaded = self.offload.pop_metrics()
-            found |= {m.LEARNER_OFFLOAD: seconds, m.LEARNER_OFFLOADED: float(offloaded)}
-        return found
+            moving, offloaded = self.offload.pop_metrics()
+            status |= {m.LEARNER_OFFLOAD: moving, m.LEARNER_OFFLOADED: float(offloaded)}
+        return status
 
     def _save(self) -> None:
-        """Begin a checkpoint of this version, unless it exists or an update was cut in the middle."""
-        if self._half_updated and self.update.stepper.stepped:
+        """Begin a checkpoint of this version, unless it exists or an update was interrupted halfway."""
+        if self._update_in_progress and self.update.stepper.stepped:
             _log.warning("no checkpoint: interrupted in the middle of an update; the one before it stays")
             return
         if self._saved_version == self.version:
@@ -372,10 +368,10 @@ class Learner:
         self._saved_version = self.version
 
     def _save_alone(self) -> None:
-        """Save the last finished update after a failure of which other ranks were not told."""
-        self._finish_after_failure()
+        """Save the last finished update after a failure that other ranks do not know of."""
+        self._finish_checkpoint()
         if self.ranks.size == 1:
-            if self._met_actors:
+            if self._actors_joined:
                 self._try_to_save()
         elif self._saved_version != self.version:
             _log.warning(
@@ -384,15 +380,20 @@ class Learner:
             )
 
     def _try_to_save(self) -> None:
-        """Save before a failure is raised, which what goes wrong here must not hide."""
+        """Save before a failure is raised, which an error here must not hide."""
         try:
             self._save()
             self.checkpoints.finish()
         except Exception as error:
             _log.warning("version %d could not be saved: %s", self.version, error)
 
-    def _finish_after_failure(self, deadline: float = SHUTDOWN_TIMEOUT_CHECKPOINT) -> None:
-        """Let a checkpoint that is being written become complete: it is where the run can go on."""
+    def _where_to_resume(self, deadline: float = SHUTDOWN_TIMEOUT_CHECKPOINT) -> str:
+        self._finish_checkpoint(deadline)
+        newest = self.checkpoints.newest
+        return f"The newest checkpoint is {newest}." if newest else "There is no checkpoint yet."
+
+    def _finish_checkpoint(self, deadline: float = SHUTDOWN_TIMEOUT_CHECKPOINT) -> None:
+        """Wait for a checkpoint that is being written: the run can resume there."""
         try:
             self.checkpoints.finish(deadline)
         except CheckpointError as error:

@@ -1,16 +1,15 @@
-"""Computes losses per unit: the built-in objectives, the critic's loss and the KL penalty.
+"""Losses per unit: the built-in objectives, the critic's loss and the KL penalty.
 
-A unit has one probability ratio. Each loss returns one number per unit and `aggregation_weights` the weight
-of each; the loss to minimise is the sum of their products. So the losses of micro-batches, and of
-data-parallel ranks, add up to the loss of the batch, and so do their gradients. Log-probs are in nats.
-Advantages, weights and everything of an older policy are detached.
+A unit has one probability ratio. Each loss returns one number per unit, and `aggregation_weights` the weight
+of each; the loss to minimise is the sum of their products. So the losses and gradients of micro-batches, and
+of data-parallel ranks, add up to those of the batch. Log-probs are in nats. Advantages, weights and
+everything of an older policy are detached. Masked numbers are left out of every sum.
 
     token      ``[D, C, A]``   every number of an action
     action     ``[D, C, 1]``   the A numbers of a step: its log-prob is their sum
     decision   ``[D, 1, 1]``   the C * A numbers of a decision
 
-Masked numbers are left out of every sum. The log-probs are the same on every level, the ratios are not: a
-decision's is the product of up to C * A of them, so the same clip cuts far more of them.
+A decision's ratio is the product of up to C * A token ratios, so the same clip cuts far more of them.
 
 Dimension letters used in this file:
     D  decisions     C  steps per decision     A  numbers per step     U, V  units of a decision
@@ -27,22 +26,25 @@ from torch import Tensor
 from asyncrl.config.algorithm import AlgorithmSettings, CorrectionLevel, Level
 from asyncrl.learner.interface import UnitLoss
 
-_SUMMED: dict[str, tuple[int, ...]] = {"token": (), "action": (2,), "decision": (1, 2)}
+Aggregation = Literal["token_mean", "episode_mean", "length_normalised", "constant"]
+Estimator = Literal["k1", "k2", "k3"]
+MAX_LOG_RATIO: Final = 20.0
+"""Log-ratios are clamped to plus and minus this, so that their exponential stays finite in float32."""
+_SUMMED: Final[dict[str, tuple[int, ...]]] = {"token": (), "action": (2,), "decision": (1, 2)}
+
+
+# --- units ---
 
 
 def summed(values_DCA: Tensor, mask_DCA: Tensor, level: Level, *, mean: bool = False) -> Tensor:
-    """Add up valid numbers: ``[D, C, A]`` to ``[D, U, V]``.
-
-    Args:
-        values_DCA: ``[D, C, A]``, any float type. What is masked may be NaN.
-        mask_DCA: ``[D, C, A]`` bool.
+    """Sum valid numbers by unit: ``[D, C, A]``, any float type, to ``[D, U, V]``.
 
     Example:
         >>> ones = torch.ones(2, 8, 7)
         >>> summed(ones, ones.bool(), "action").shape, summed(ones, ones.bool(), "decision")[0, 0, 0]
         (torch.Size([2, 8, 1]), tensor(56.))
     """
-    values_DCA = torch.where(mask_DCA, values_DCA, 0.0)
+    values_DCA = torch.where(mask_DCA, values_DCA, 0.0)  # Masked numbers may be NaN.
     if level == "token":
         return values_DCA
     total = values_DCA.sum(dim=_SUMMED[level], keepdim=True)
@@ -50,7 +52,7 @@ def summed(values_DCA: Tensor, mask_DCA: Tensor, level: Level, *, mean: bool = F
 
 
 def valid_units(mask_DCA: Tensor, level: Level) -> Tensor:
-    """Say which units have a valid number: ``[D, C, A]`` bool to ``[D, U, V]`` bool."""
+    """Mark the units with a valid number: ``[D, C, A]`` bool to ``[D, U, V]`` bool."""
     if level == "token":
         return mask_DCA
     actions_DC1 = mask_DCA.any(dim=2, keepdim=True)
@@ -62,27 +64,16 @@ def units_per_decision(level: Level, steps: int, dim: int) -> int:
     return {"token": steps * dim, "action": steps, "decision": 1}[level]
 
 
-def taught(advantages: Tensor) -> Tensor:
-    """Say which decisions are taught something: those with an advantage that is not 0.
-
-    Args:
-        advantages: ``[D, 1, 1]`` or ``[D, C, 1]``, any float type.
-
-    Returns:
-        ``[D]`` bool.
-    """
+def has_advantage(advantages: Tensor) -> Tensor:
+    """Mark the decisions with an advantage that is not 0: ``[D, 1, 1]`` or ``[D, C, 1]`` to ``[D]`` bool."""
     return (advantages != 0).flatten(1).any(dim=1)
 
 
 def sum_per_episode(values_D: Tensor, episode: Tensor) -> Tensor:
-    """Add up over the decisions of each episode and hand every decision its episode's sum.
+    """Return for each decision the sum over its episode: ``[D]``, any float type.
 
     Args:
-        values_D: ``[D]``, any float type.
         episode: ``[D]`` int64, index of each decision's episode.
-
-    Returns:
-        ``[D]`` of the same type.
     """
     total = values_D.new_zeros(int(episode.max()) + 1 if len(episode) else 0)
     return total.index_add_(0, episode, values_D)[episode]
@@ -91,12 +82,10 @@ def sum_per_episode(values_D: Tensor, episode: Tensor) -> Tensor:
 def reduce_to_level(
     values_DCA: Tensor, mask_DCA: Tensor, level: CorrectionLevel, episode: Tensor, *, mean: bool = False
 ) -> Tensor:
-    """Do the same as `summed`, with a fourth level: ``episode`` adds up a whole episode, ``[D, 1, 1]``.
+    """Sum as `summed`, with a fourth level: ``episode`` sums a whole episode, ``[D, 1, 1]``.
 
     Args:
-        values_DCA: ``[D, C, A]``, any float type.
-        mask_DCA: ``[D, C, A]`` bool.
-        episode: ``[D]`` int64, index of each decision's episode; all of its decisions must be there.
+        episode: ``[D]`` int64, index of each decision's episode; all of its decisions must be present.
     """
     if level != "episode":
         return summed(values_DCA, mask_DCA, level, mean=mean)
@@ -106,30 +95,31 @@ def reduce_to_level(
     return total[:, None, None]
 
 
-MAX_LOG_RATIO: Final = 20.0
-"""Log-ratios are kept within plus and minus this, so that their exponential stays finite in float32."""
-Aggregation = Literal["token_mean", "episode_mean", "length_normalised", "constant"]
-Estimator = Literal["k1", "k2", "k3"]
+def log_ratio(logprob_numerator: Tensor, logprob_denominator: Tensor) -> Tensor:
+    """Return ``log(p / q)``, detached and clamped to `MAX_LOG_RATIO`; any shape and float dtype, nats."""
+    return (logprob_numerator - logprob_denominator).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+# --- objectives ---
 
 
 class ClippedObjective:
     """PPO's clipped ratio; see `clipped_loss`."""
 
     GEOMETRIC: ClassVar[bool] = False
-    """Whether the ratio of a unit is the geometric mean of those in it, or their product."""
+    """True if the ratio of a unit is the geometric mean of its token ratios, not their product."""
 
     def __init__(self, settings: AlgorithmSettings) -> None:
         self.settings = settings
 
     def loss(self, logprob: Tensor, proximal: Tensor, mask: Tensor, advantages: Tensor) -> UnitLoss:
-        """Compute the losses ``[D, U, V]`` float32. See `Objective.loss`."""
-        chosen = self.settings
+        """See `Objective.loss`."""
         return clipped_loss(
-            summed(logprob - proximal, mask, chosen.level, mean=self.GEOMETRIC),
+            summed(logprob - proximal, mask, self.settings.level, mean=self.GEOMETRIC),
             advantages,
-            clip_low=chosen.clip_low,
-            clip_high=chosen.clip_high,
-            dual_clip=chosen.dual_clip,
+            clip_low=self.settings.clip_low,
+            clip_high=self.settings.clip_high,
+            dual_clip=self.settings.dual_clip,
         )
 
 
@@ -146,38 +136,23 @@ class CispoObjective:
         self.settings = settings
 
     def loss(self, logprob: Tensor, proximal: Tensor, mask: Tensor, advantages: Tensor) -> UnitLoss:
-        """Compute the losses ``[D, U, V]`` float32. See `Objective.loss`."""
-        chosen = self.settings
+        """See `Objective.loss`."""
         return cispo_loss(
-            summed(logprob, mask, chosen.level),
-            summed(logprob - proximal, mask, chosen.level),
+            summed(logprob, mask, self.settings.level),
+            summed(logprob - proximal, mask, self.settings.level),
             advantages,
-            clip_low=chosen.clip_low,
-            clip_high=chosen.clip_high,
+            clip_low=self.settings.clip_low,
+            clip_high=self.settings.clip_high,
         )
 
 
-def log_ratio(logprob_numerator: Tensor, logprob_denominator: Tensor) -> Tensor:
-    """Return ``log(p / q)``, detached and within plus and minus 20; any shape and float dtype, nats."""
-    return (logprob_numerator - logprob_denominator).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-
-
 def finite_ratio(log_ratio: Tensor) -> Tensor:
-    """Compute ``exp`` so that it stays finite: infinity would turn the clip's zero gradient into NaN.
-
-    Args:
-        log_ratio: Any shape and float dtype, nats.
-    """
+    """Compute ``exp`` so that it stays finite: infinity would turn the clip's zero gradient into NaN."""
     return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
 
 
 def clipped_loss(
-    log_ratio: Tensor,
-    advantages: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float = 0.0,
+    log_ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, dual_clip: float = 0.0
 ) -> UnitLoss:
     """Compute PPO's clipped loss: ``max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))``.
 
@@ -190,12 +165,7 @@ def clipped_loss(
     Args:
         log_ratio: ``[D, U, V]`` float32, ``log r = log current - log proximal``, with gradient.
         advantages: Broadcasts to ``[D, U, V]``, float32.
-        clip_low: The ratio is kept above ``1 - clip_low``.
-        clip_high: The ratio is kept below ``1 + clip_high``.
-        dual_clip: ``c`` above 1; 0 leaves it out.
-
-    Returns:
-        Each ``[D, U, V]``.
+        dual_clip: ``c`` above 1; 0 disables.
 
     Example:
         >>> one = torch.ones(1, 1, 1)
@@ -207,13 +177,13 @@ def clipped_loss(
     ratio = finite_ratio(log_ratio)
     clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = torch.maximum(-advantages * ratio, -advantages * clipped_ratio)
-    removed = ((advantages > 0) & (ratio > 1 + clip_high)) | ((advantages < 0) & (ratio < 1 - clip_low))
-    beyond = torch.zeros_like(removed)
+    clipped = ((advantages > 0) & (ratio > 1 + clip_high)) | ((advantages < 0) & (ratio < 1 - clip_low))
+    dual_clipped = torch.zeros_like(clipped)
     if dual_clip:
         limit = -advantages * dual_clip
-        beyond = (advantages < 0) & (loss > limit)
-        loss = torch.where(beyond, limit, loss)
-    return UnitLoss(loss, removed.expand_as(ratio), beyond.expand_as(ratio), clipped_ratio.detach())
+        dual_clipped = (advantages < 0) & (loss > limit)
+        loss = torch.where(dual_clipped, limit, loss)
+    return UnitLoss(loss, clipped.expand_as(ratio), dual_clipped.expand_as(ratio), clipped_ratio.detach())
 
 
 def cispo_loss(
@@ -228,15 +198,14 @@ def cispo_loss(
         logprob: ``[D, U, V]`` float32 of the current policy, with gradient.
         log_ratio: ``[D, U, V]`` float32, current against proximal policy.
         advantages: Broadcasts to ``[D, U, V]``, float32.
-        clip_high: The weight is kept below ``1 + clip_high``.
-
-    Returns:
-        Each ``[D, U, V]``; ``dual_clipped`` is False everywhere.
     """
     ratio = finite_ratio(log_ratio.detach())
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = -weight * advantages.detach() * logprob
     return UnitLoss(loss, weight != ratio, torch.zeros_like(ratio, dtype=torch.bool), weight)
+
+
+# --- critic, KL, aggregation ---
 
 
 def value_loss(
@@ -259,13 +228,13 @@ def value_loss(
     plain = torch.nn.functional.huber_loss(values, targets, reduction="none", delta=huber)
     if not clip:
         return plain, torch.zeros_like(plain, dtype=torch.bool)
-    near = old_values + (values - old_values).clamp(-clip, clip)
-    clipped = torch.nn.functional.huber_loss(near, targets, reduction="none", delta=huber)
+    clipped_values = old_values + (values - old_values).clamp(-clip, clip)
+    clipped = torch.nn.functional.huber_loss(clipped_values, targets, reduction="none", delta=huber)
     return torch.maximum(plain, clipped), clipped > plain
 
 
 def kl_penalty(logprob: Tensor, logprob_reference: Tensor, estimator: Estimator) -> Tensor:
-    """Estimate KL(current || reference) per unit from samples of the current policy.
+    """Estimate KL(current || reference) per unit from samples of the current policy, in nats.
 
     With ``d = log current - log reference``: k1 ``d``, k2 ``d^2 / 2``, k3 ``exp(-d) - 1 + d``. Source:
     J. Schulman, "Approximating KL divergence" (2020).
@@ -276,9 +245,6 @@ def kl_penalty(logprob: Tensor, logprob_reference: Tensor, estimator: Estimator)
 
     Args:
         logprob: ``[D, U, V]`` float32, with gradient.
-
-    Returns:
-        ``[D, U, V]`` float32, with gradient, nats.
 
     Example:
         >>> d = torch.tensor([0.5])
@@ -294,32 +260,31 @@ def kl_penalty(logprob: Tensor, logprob_reference: Tensor, estimator: Estimator)
 
 
 def aggregation_weights(
-    mask: Tensor, episode: Tensor, aggregation: Aggregation, *, units: float, episodes: float, longest: int
+    mask: Tensor, episode: Tensor, aggregation: Aggregation, *, units: float, episodes: float, max_units: int
 ) -> Tensor:
-    """Say what each unit counts in the loss; the denominators are those of the whole batch, over all ranks.
+    """Return each unit's weight in the loss, ``[D, U, V]`` float32, 0 where the mask is False.
 
     token_mean         ``1 / units``                    every unit counts the same
     episode_mean       ``1 / (episodes n_e)``           every episode counts the same
-    length_normalised  the same: RLinf takes the mean over all ``episodes * longest`` units of
-                       ``loss * longest / n_e``, which is the mean over episodes
-    constant           ``1 / (episodes longest)``       no bias by length: Dr. GRPO, arXiv 2503.20783
+    length_normalised  the same: RLinf takes the mean over all ``episodes * max_units`` of
+                       ``loss * max_units / n_e``, which is the mean over episodes
+    constant           ``1 / (episodes max_units)``     no bias by length: Dr. GRPO, arXiv 2503.20783
 
-    with ``n_e`` the number of valid units of episode e.
+    with ``n_e`` the number of valid units of episode e. The denominators are those of the whole batch, over
+    all ranks.
 
     Args:
-        mask: ``[D, U, V]`` bool, which units are valid.
+        mask: ``[D, U, V]`` bool, valid units.
         episode: ``[D]`` int64, index of each decision's episode; all of an episode is on one rank.
-
-    Returns:
-        ``[D, U, V]`` float32, 0 where the mask is False.
+        max_units: Units of the longest possible episode.
     """
-    counted = mask.float()
+    weights = mask.float()
     if not len(episode):  # This rank has no episode of the minibatch.
-        return counted
+        return weights
     if aggregation == "token_mean":
-        return counted / max(units, 1.0)
+        return weights / max(units, 1.0)
     if aggregation == "constant":
-        return counted / (episodes * longest)
-    per_decision = counted.flatten(1).sum(dim=1)
+        return weights / (episodes * max_units)
+    per_decision = weights.flatten(1).sum(dim=1)
     total = torch.zeros(int(episode.max()) + 1, device=mask.device).index_add_(0, episode, per_decision)
-    return counted / (episodes * total[episode].clamp(min=1.0))[:, None, None]
+    return weights / (episodes * total[episode].clamp(min=1.0))[:, None, None]

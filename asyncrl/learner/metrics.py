@@ -1,7 +1,7 @@
-"""Adds up the metrics of micro-batches, optimizer steps and ranks, and measures the speed of updates.
+"""Metrics of micro-batches, optimizer steps and ranks, and the speed of updates.
 
-Sums and their counts are kept apart until the end, so that a mean is exact for any micro-batches and ranks.
-Nothing is copied from the device before `reduce`.
+Sums and counts stay apart until the end, so that a mean is exact for any micro-batches and ranks. Nothing is
+copied from the device before `reduce`.
 
     MFU = passes * FLOPs of a decision's forward pass * decisions / (seconds * peak of all ranks' GPUs)
 
@@ -10,8 +10,8 @@ Nothing is copied from the device before `reduce`.
            1   only the critic learns, on a trunk that it does not reach (its warm-up)
 
 These are the model's FLOPs, not the hardware's: recomputation by gradient checkpointing, passes without
-gradient and the optimizer step count as time only. The peak is that of `--learner.precision`, also where
---learner.frozen-precision makes products of 8-bit numbers. Prompts count with their padding.
+gradient and the optimizer step count as time only. The peak is that of `--learner.precision`, even with 8-bit
+products (--learner.frozen-precision). Prompts count with their padding.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ from asyncrl.policies.interface import Policy, SamplingParams
 
 
 class MetricAccumulator:
-    """Sums, totals and maxima by metric, on the device of their values; empty at first."""
+    """Sums, totals and maxima by metric, in float64 on the device of their values.
+
+    Masks are bool and broadcast with the values, which may have any shape and float dtype.
+    """
 
     def __init__(self) -> None:
         self._sums: dict[Metric | str, tuple[Tensor, Tensor]] = {}
@@ -40,42 +43,30 @@ class MetricAccumulator:
         self._maxima: dict[Metric, Tensor] = {}
 
     def mean(self, metric: Metric | str, values: Tensor, mask: Tensor) -> None:
-        """Add values to a mean.
-
-        Args:
-            values: Any shape and float dtype, added up in float64; what is masked may be anything.
-            mask: bool, broadcasts with `values`.
-        """
+        """Add valid values to a mean."""
         values, mask = torch.broadcast_tensors(values.detach(), mask)
         self._add(metric, torch.where(mask, values, 0).sum(dtype=torch.float64), mask.sum().double())
 
     def total(self, metric: Metric, part: Tensor) -> None:
-        """Add a part of what all micro-batches and ranks make up together, once per optimizer step.
-
-        Args:
-            part: ``[]``, any float dtype; added up in float64.
-        """
-        held, part = self._totals.get(metric), part.detach().double()
-        self._totals[metric] = part if held is None else held + part
+        """Add ``[]`` to a sum over micro-batches and ranks, averaged over optimizer steps."""
+        total, part = self._totals.get(metric), part.detach().double()
+        self._totals[metric] = part if total is None else total + part
 
     def largest(self, metric: Metric, values: Tensor, mask: Tensor) -> None:
-        """Keep the largest valid value, in float64. See `MetricAccumulator.mean` for the arguments."""
+        """Keep the largest valid value."""
         values, mask = torch.broadcast_tensors(values.detach(), mask)
         lowest = values.new_full((), -math.inf, dtype=torch.float64)
         top = torch.where(mask, values, -math.inf).amax().double() if values.numel() else lowest
         self._maxima[metric] = torch.maximum(self._maxima.get(metric, top), top)
 
     def moments(self, name: str, values: Tensor, mask: Tensor) -> None:
-        """Add what `effective_sample_size` and `variance` need: the means of the values and their squares.
-
-        See `MetricAccumulator.mean` for the arguments.
-        """
+        """Add valid values and their squares to means, for `effective_sample_size` and `variance`."""
         values, mask = torch.broadcast_tensors(values.detach().double(), mask)
         self.mean(name, values, mask)
         self.mean(f"{name}^2", values.square(), mask)
 
     def fold(self, other: MetricAccumulator) -> None:
-        """Add all that another one holds."""
+        """Add all values of another accumulator."""
         for metric, (total, number) in other._sums.items():
             self._add(metric, total, number)
         for metric, part in other._totals.items():
@@ -84,7 +75,7 @@ class MetricAccumulator:
             self._maxima[metric] = torch.maximum(self._maxima.get(metric, top), top)
 
     def reduce(self, ranks: LearnerRanks, steps: int = 1) -> dict[Metric | str, float]:
-        """Fold the ranks: means by name (also of squares), totals per optimizer step, maxima."""
+        """Reduce over the ranks: means by name (also of squares), totals per optimizer step, maxima."""
         for metric, value in self._totals.items():
             self._sums[metric] = value, torch.full_like(value, steps / ranks.size)
         names = sorted(self._sums, key=str)
@@ -102,18 +93,20 @@ class MetricAccumulator:
         return result
 
     def _add(self, metric: Metric | str, total: Tensor, number: Tensor) -> None:
-        held = self._sums.get(metric)
-        self._sums[metric] = (total, number) if held is None else (held[0] + total, held[1] + number)
+        previous = self._sums.get(metric)
+        self._sums[metric] = (
+            (total, number) if previous is None else (previous[0] + total, previous[1] + number)
+        )
 
 
 def effective_sample_size(means: dict[Metric | str, float], name: str) -> float:
-    """Compute ``(sum w)^2 / (n sum w^2)`` of what `MetricAccumulator.moments` collected; NaN of nothing."""
+    """Compute ``(sum w)^2 / (n sum w^2)`` of `MetricAccumulator.moments`; NaN without values."""
     square = means.get(f"{name}^2", 0.0)
     return means[name] ** 2 / square if square > 0 else math.nan
 
 
 def variance(means: dict[Metric | str, float], name: str) -> float:
-    """Compute the variance of what `MetricAccumulator.moments` collected; NaN when there was nothing."""
+    """Compute the variance of `MetricAccumulator.moments`; NaN without values."""
     if name not in means:
         return math.nan
     return max(0.0, means[f"{name}^2"] - means[name] ** 2)
@@ -135,7 +128,7 @@ PEAK_FLOPS: Final[Mapping[str, Mapping[Precision, float]]] = {
 
 
 def peak_flops(device: torch.device, precision: Precision) -> float:
-    """Peak of a device in FLOPs per second; 0 where it is not known, as on a CPU or with TF32."""
+    """Return the device's peak in FLOPs per second; 0 if unknown, as on a CPU or with TF32."""
     if device.type != "cuda" or (precision == "fp32" and torch.get_float32_matmul_precision() != "highest"):
         return 0.0
     return PEAK_FLOPS.get(torch.cuda.get_device_name(device), {}).get(precision, 0.0)
@@ -144,24 +137,23 @@ def peak_flops(device: torch.device, precision: Precision) -> float:
 def forward_flops(policy: Policy, batch: Batch, rows: int, device: torch.device) -> float:
     """Count the FLOPs of one decision's forward pass on the first `rows` decisions, without gradient.
 
-    Matrix products, convolutions and attention count, two FLOPs per multiplication and addition. On a sharded
-    policy all ranks must call it together.
+    Matrix products, convolutions and attention count, two FLOPs per multiplication and addition.
+    Collective on a sharded policy.
     """
     rows = min(rows, len(batch.tasks))
     inputs = policy.preprocess(batch.frames[:rows], batch.tasks[:rows])
     sampling = SamplingParams(temperature=batch.temperature, top_k=batch.top_k)
-    # Left alone, a compiler that meets the counter marks every block as not to be compiled, for good.
+    sample = {name: values[:rows].to(device) for name, values in batch.sample.items()}
     counting = FlopCounterMode(display=False)
+    # A compiler that meets the counter marks every block as not to be compiled, for good.
     uncompiled = torch.compiler.set_stance("force_eager")
     with uncompiled, torch.no_grad(), counting as counter:
-        policy.evaluate(
-            inputs, {name: values[:rows].to(device) for name, values in batch.sample.items()}, sampling
-        )
+        policy.evaluate(inputs, sample, sampling)
     return counter.get_total_flops() / rows
 
 
 class Throughput:
-    """How fast updates are. Every learner rank has one and asks it after each update."""
+    """Speed of updates, measured on every learner rank after each update."""
 
     def __init__(
         self,
@@ -172,10 +164,10 @@ class Throughput:
         precision: Precision = "fp32",
         adapters: bool = False,
     ) -> None:
-        """Look up the device's peak; nothing is counted or exchanged before the first `measure`.
+        """Look up the device's peak; FLOPs are counted by the first `measure`.
 
         Args:
-            adapters: Whether only adapters learn.
+            adapters: True if only adapters learn.
         """
         self.policy, self.ranks, self.micro_batch, self.adapters = policy, ranks, micro_batch, adapters
         self.device = next(iter(policy.trainable_parameters().values())).device
@@ -186,30 +178,22 @@ class Throughput:
     def measure(
         self, batch: Batch, decisions: int, seconds: float, *, policy_learned: bool = True
     ) -> dict[Metric, float]:
-        """Return the metrics of an update; collective.
-
-        Args:
-            seconds: Duration of the update on this rank.
-        """
+        """Return the metrics of an update that took this rank `seconds`; collective."""
         if self._flops is None:
             self._count_flops(batch)
         total = float(self.ranks.sum(torch.tensor([float(decisions)], dtype=torch.float64))[0])
-        pace = total / max(seconds, 1e-9)
-        found = {m.DECISIONS_PER_SECOND: pace}
+        speed = total / max(seconds, 1e-9)
+        metrics = {m.DECISIONS_PER_SECOND: speed}
         if self._peak and self._flops:
-            found[m.MFU] = self._passes(policy_learned) * self._flops * pace / self._peak
-        return found
+            passes = (2 if self.adapters else 3) if policy_learned else 1
+            metrics[m.MFU] = passes * self._flops * speed / self._peak
+        return metrics
 
     def _count_flops(self, batch: Batch) -> None:
-        """Count a forward pass, on all ranks or on none: on shards it is a computation of all together."""
-        mine = torch.tensor([self.own_peak, float(self.own_peak > 0)], dtype=torch.float64)
-        peak, known = self.ranks.sum(mine).tolist()
+        """Count a forward pass on all ranks or on none: on shards it is collective."""
+        own = torch.tensor([self.own_peak, float(self.own_peak > 0)], dtype=torch.float64)
+        peak, known = self.ranks.sum(own).tolist()
         self._flops = 0.0
         if known == self.ranks.size:
             self._peak = peak
             self._flops = forward_flops(self.policy, batch, self.micro_batch, self.device)
-
-    def _passes(self, policy_learned: bool) -> int:
-        if not policy_learned:
-            return 1
-        return 2 if self.adapters else 3

@@ -1,4 +1,4 @@
-"""Steps the optimizer: learning rates, clipped gradients, and the guard against what is not finite."""
+"""Optimizer steps: learning rates, clipped gradients, and skipped steps."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from asyncrl.config.sections import OptimizerSettings
-from asyncrl.learner.ranks import own_parts
+from asyncrl.learner.ranks import local_tensors
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.policies.interface import Policy
+
+_log = logging.getLogger(__name__)
 
 
 def learning_rate_share(settings: OptimizerSettings, version: int, updates: int) -> float:
@@ -31,17 +34,14 @@ def learning_rate_share(settings: OptimizerSettings, version: int, updates: int)
         return 1.0
     end = settings.decay_updates or updates
     done = (version - settings.warmup_updates) / max(1, end - settings.warmup_updates)
-    left = 1.0 - min(1.0, done)
+    share = 1.0 - min(1.0, done)
     if settings.schedule == "cosine":
-        left = (1.0 - math.cos(math.pi * left)) / 2
-    return settings.final_lr_share + (1.0 - settings.final_lr_share) * left
-
-
-_log = logging.getLogger(__name__)
+        share = (1.0 - math.cos(math.pi * share)) / 2
+    return settings.final_lr_share + (1.0 - settings.final_lr_share) * share
 
 
 class ClippedOptimizer:
-    """AdamW over the policy and, at its own learning rate, the critic; their gradients are clipped apart."""
+    """AdamW over the policy and, at its own learning rate, the critic; gradients are clipped separately."""
 
     def __init__(
         self,
@@ -57,9 +57,8 @@ class ClippedOptimizer:
 
         Args:
             critic_warmup: First updates that train only the critic.
-            fused: Step all weights at once, where a step over a thousand shards is mostly Python otherwise,
-                and let the device skip a step that is not finite: the host does not wait for it. None: on a
-                GPU.
+            fused: Step all weights at once, and let the device skip a step that is not finite, so that the
+                host does not wait; None: on a GPU.
         """
         self.settings, self.updates, self.critic_warmup = settings, updates, critic_warmup
         self.device = next(iter(policy.trainable_parameters().values())).device
@@ -76,20 +75,18 @@ class ClippedOptimizer:
         self._full_rates = [float(group["lr"]) for group in groups]
         self.policy_learns = True
         """False during the critic's warm-up."""
-        self.bad_updates = 0
-        """Updates so far with steps that were skipped because their gradient was not finite."""
-        self.bad_in_a_row = 0
-        """The last of them, one behind the other."""
+        self.bad_updates = self.bad_in_a_row = 0
+        """Updates with steps skipped for a gradient that is not finite: in all, and the last in a row."""
         self._steps: list[Tensor] = []
         """Norms ``[groups]`` of each step of this update, on the device; not finite: it was skipped."""
 
     @property
     def stepped(self) -> bool:
-        """Whether anything may have been changed since `set_version`."""
+        """True if weights may have changed since `set_version`."""
         return bool(self._steps)
 
     def set_version(self, version: int) -> None:
-        """Take the learning rates of the update from `version` to the next one."""
+        """Set the learning rates of the update from `version` to the next one."""
         share = learning_rate_share(self.settings, version, self.updates)
         for group, full in zip(self.optimizer.param_groups, self._full_rates, strict=True):
             group["lr"] = full * share
@@ -101,20 +98,22 @@ class ClippedOptimizer:
         self.optimizer.zero_grad(set_to_none=True)
 
     def step(self) -> None:
-        """Clip the gradient and step; skip one that is not finite, which changes nothing (`end_update`)."""
-        if not self.policy_learns:  # What reached the policy on the way to the critic is not its gradient.
+        """Clip the gradient and step; skip one that is not finite."""
+        if not self.policy_learns:  # A gradient that passed the policy on the way to the critic.
             for group in self.optimizer.param_groups:
                 for parameter in [] if _is_critic(group) else group["params"]:
                     parameter.grad = None
         for parameter in (p for group in self._learning_groups for p in group["params"] if p.grad is None):
             # AdamW steps over None, and a batch without signal must still decay the momentum.
             parameter.grad = torch.zeros_like(parameter)
-        norms = torch.stack([self._clip(group) for group in self._learning_groups])
+        norms = torch.stack(
+            [clip([p.grad for p in g["params"]], self.settings.max_grad_norm) for g in self._learning_groups]
+        )
         finite = torch.isfinite(norms).all()
         self._steps.append(norms)
         if self._fused:
             skip = (~finite).float()
-            self.optimizer.found_inf = skip  # pyright: ignore[reportAttributeAccessIssue]  As GradScaler says it.
+            self.optimizer.found_inf = skip  # pyright: ignore[reportAttributeAccessIssue]  As GradScaler does.
             self.optimizer.step()
         elif bool(finite):
             self.optimizer.step()
@@ -128,31 +127,26 @@ class ClippedOptimizer:
         groups = self._learning_groups
         norms = torch.stack(self._steps).cpu() if self._steps else torch.zeros(0, len(groups))
         finite = torch.isfinite(norms).all(dim=1)
-        self._count(finite.tolist())
-        found: dict[Metric, float] = {}
-        if finite.any():
-            for group, largest in zip(groups, norms[finite].amax(dim=0).tolist(), strict=True):
-                found[m.CRITIC_GRAD_NORM if _is_critic(group) else m.GRAD_NORM] = largest
-        for group in self.optimizer.param_groups:
-            found[m.CRITIC_LEARNING_RATE if _is_critic(group) else m.LEARNING_RATE] = float(group["lr"])
-        return found | {m.BAD_UPDATES: float(self.bad_updates)}
-
-    def _count(self, finite: list[bool]) -> None:
-        """Count an update with steps that were skipped; a good step before them ends the row of bad ones."""
-        if finite and finite[0]:
+        if len(finite) and finite[0]:  # A good step before the skipped ones ends the row.
             self.bad_in_a_row = 0
-        skipped = finite.count(False)
-        if skipped:  # What is wrong with a batch reaches all of its minibatches: that is one fault.
+        if skipped := int((~finite).sum()):  # A bad batch spoils all of its minibatches: that is one fault.
             self.bad_updates += 1
             self.bad_in_a_row += 1
             _log.warning(
                 "%d of %d steps skipped: the gradient is not finite (%d updates in a row)",
                 *(skipped, len(finite), self.bad_in_a_row),
             )
+        metrics: dict[Metric, float] = {}
+        if finite.any():
+            for group, largest in zip(groups, norms[finite].amax(dim=0).tolist(), strict=True):
+                metrics[m.CRITIC_GRAD_NORM if _is_critic(group) else m.GRAD_NORM] = largest
+        for group in self.optimizer.param_groups:
+            metrics[m.CRITIC_LEARNING_RATE if _is_critic(group) else m.LEARNING_RATE] = float(group["lr"])
+        return metrics | {m.BAD_UPDATES: float(self.bad_updates)}
 
     @property
     def failure_reason(self) -> str:
-        """Why the run cannot go on: too many bad steps in a row; empty while it can."""
+        """Why the run cannot go on: too many bad updates in a row; empty while it can."""
         if self.bad_in_a_row < self.settings.max_bad_updates:
             return ""
         return (
@@ -167,10 +161,6 @@ class ClippedOptimizer:
     def _learning_groups(self) -> list[dict[str, Any]]:
         return [g for g in self.optimizer.param_groups if self.policy_learns or _is_critic(g)]
 
-    def _clip(self, group: dict[str, Any]) -> Tensor:
-        """Clip the gradient of a group; returns its norm ``[]`` before that."""
-        return clip([parameter.grad for parameter in group["params"]], self.settings.max_grad_norm)
-
 
 def _is_critic(group: dict[str, Any]) -> bool:
     return group.get("name") == "value"
@@ -178,33 +168,25 @@ def _is_critic(group: dict[str, Any]) -> bool:
 
 @torch.no_grad()
 def clip(gradients: Sequence[Tensor], largest: float) -> Tensor:
-    """Scale gradients so that their norm is at most `largest`; collective where ranks hold parts of them.
+    """Scale gradients so that their norm is at most `largest`, without waiting; collective if sharded.
 
-    What `torch.nn.utils.clip_grad_norm_` does, on the parts themselves.
+    Does what `torch.nn.utils.clip_grad_norm_` does, on the shards themselves.
 
     Args:
         gradients: Any shapes, one float dtype; all of them sharded alike, or none.
 
     Returns:
-        ``[]``, the norm of all of them before that; on their device, and nobody waits for it.
+        ``[]``, their norm before, on their device.
     """
-    parts = own_parts(gradients)
-    norm = torch.nn.utils.get_total_norm([part for part in parts if part.numel()])
-    norm = _over_ranks(norm.to(parts[0].device), gradients[0])
+    parts = local_tensors(gradients)
+    norm = torch.nn.utils.get_total_norm([part for part in parts if part.numel()]).to(parts[0].device)
+    if isinstance(first := gradients[0], DTensor):
+        squared = norm.square()
+        for dimension, placement in enumerate(first.placements):
+            if placement.is_shard() and first.device_mesh.size(dimension) > 1:
+                torch.distributed.all_reduce(squared, group=first.device_mesh.get_group(dimension))
+        norm = squared.sqrt()
     scale = torch.clamp(largest / (norm + 1e-6), max=1.0)
     multiply: Any = torch._foreach_mul_  # pyright: ignore[reportPrivateImportUsage]
     multiply(parts, scale)
     return norm
-
-
-def _over_ranks(norm: Tensor, like: Tensor) -> Tensor:
-    """Make the norm of this rank's parts that of all, which are sharded like one of them."""
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(like, DTensor):
-        return norm
-    squared = norm.square()
-    for dimension, placement in enumerate(like.placements):
-        if placement.is_shard() and like.device_mesh.size(dimension) > 1:
-            torch.distributed.all_reduce(squared, group=like.device_mesh.get_group(dimension))
-    return squared.sqrt()

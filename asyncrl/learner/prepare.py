@@ -1,39 +1,50 @@
-"""Looks at a batch once before the first step: old log-probs and values, advantages, importance weights.
+"""Prepares a batch for its optimizer steps: old log-probs, advantages, importance weights; minibatches.
 
-Only decisions whose old log-probs something reads are evaluated: all of them for a critic, otherwise those
-with an advantage.
+A minibatch is one optimizer step, so its episodes are whole. A micro-batch is one pass over decisions with
+prompts of about equal length. A rank without decisions repeats a masked one, to keep in step with others.
 
 Dimension letters used in this file:
-    D  decisions of the batch      R  those that are evaluated      M  those of a micro-batch
-    N  those of them that are new  C  steps per decision      A  numbers per step
+    D  decisions of the batch      R  those evaluated before the first step      E  episodes of a minibatch
+    M  decisions of a micro-batch, or minibatch      N  those evaluated for the first time
+    C  steps per decision      A  numbers per step
     U, V  units of a decision (`losses`)      K  values of a decision: 1, or C
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from asyncrl.config.algorithm import Level
 from asyncrl.devices.tensors import moved
 from asyncrl.learner.batches import Batch
 from asyncrl.learner.corrections import staleness_metrics
-from asyncrl.learner.forward import ROW_IN_STEP, PolicyForward
+from asyncrl.learner.forward import PADDING_ROW, PolicyForward, longest_first
 from asyncrl.learner.interface import AdvantagesAndTargets, OldPolicy
-from asyncrl.learner.losses import log_ratio, sum_per_episode, taught
+from asyncrl.learner.losses import (
+    aggregation_weights,
+    has_advantage,
+    log_ratio,
+    sum_per_episode,
+    units_per_decision,
+    valid_units,
+)
 from asyncrl.learner.metrics import MetricAccumulator
+from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.learner.recipe import Recipe
 
 
 @dataclass(kw_only=True)
 class PreparedBatch:
-    """What was known before the first step, and what the first pass over a decision adds to it."""
+    """Facts from before the first step, and those that the first pass over a decision adds."""
 
     estimates: AdvantagesAndTargets
     old_logprob: Tensor | None = None
-    """``[D, C, A]`` float32 log-probs on the policy's device, of what is taught something at least; None: the
-    first epoch finds them."""
+    """``[D, C, A]`` float32 log-probs before the update, at least of decisions with an advantage; None: known
+    after the first epoch."""
     weights: Tensor | None = None
     """Importance weights of the batch; None: there are none, or they are computed per micro-batch."""
     values: Tensor | None = None
@@ -41,48 +52,40 @@ class PreparedBatch:
     first_logprob: Tensor
     """``[D, C, A]`` float32 log-probs when a decision was first evaluated in this update."""
     evaluated: Tensor
-    """``[D]`` bool, on the CPU: which decisions were evaluated."""
+    """``[D]`` bool, on the CPU."""
 
     def record_first_logprob(self, rows: Tensor, logprob: Tensor) -> None:
-        """Remember the log-probs of decisions that are evaluated for the first time.
-
-        Args:
-            rows: ``[M]`` int64, on the CPU; which decisions of the batch.
-            logprob: ``[M, C, A]`` float32, nats.
-        """
+        """Store log-probs ``[M, C, A]`` of the rows ``[M]`` that are evaluated for the first time."""
         new_N = torch.nonzero(~self.evaluated[rows]).flatten()
         if len(new_N):
             device = self.first_logprob.device
             self.first_logprob[moved(rows[new_N], device)] = logprob.detach()[moved(new_N, device)]
             self.evaluated[rows] = True
 
-    def first_seen(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the log-probs of rows ``[M]`` when first evaluated, and whether they were evaluated at all.
-
-        On the device of `first_logprob`: ``[M, C, A]`` float32, nats, and ``[M, 1, 1]`` bool.
-        """
+    def first_evaluation(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return `first_logprob` ``[M, C, A]`` and `evaluated` ``[M, 1, 1]`` of rows, on one device."""
         device = self.first_logprob.device
         return self.first_logprob[moved(rows, device)], moved(self.evaluated[rows], device)[:, None, None]
 
     def end_epoch(self) -> None:
-        """From the second epoch on, what the first one found is the policy before the update."""
+        """Make the log-probs of the first epoch those of the policy before the update."""
         if self.old_logprob is None:
             self.old_logprob = self.first_logprob
 
     def value_mask(self, batch: Batch) -> Tensor:
-        """Say which values are of a valid decision or step: ``[D, K]`` bool; ``[D, 1]`` without a critic."""
+        """Mark values of valid decisions or steps: ``[D, K]`` bool; ``[D, 1]`` without a critic."""
         steps_DC = batch.mask.any(dim=2)
-        wide = self.values is not None and self.values.shape[1] > 1
-        return steps_DC if wide else steps_DC.any(dim=1, keepdim=True)
+        per_step = self.values is not None and self.values.shape[1] > 1
+        return steps_DC if per_step else steps_DC.any(dim=1, keepdim=True)
 
 
 def prepare_batch(
     batch: Batch, recipe: Recipe, forward: PolicyForward
 ) -> tuple[PreparedBatch, MetricAccumulator]:
-    """Evaluate decisions where later stages need them as they were, and decide what the batch teaches.
+    """Evaluate the decisions whose old log-probs are needed, and estimate advantages; collective.
 
     Returns:
-        What was found, and how stale the batch is if all that it teaches was evaluated.
+        The prepared batch, and its staleness metrics if all decisions with an advantage were evaluated.
     """
     if not recipe.needs_old_policy_pass:
         prepared = PreparedBatch(
@@ -92,13 +95,13 @@ def prepare_batch(
         )
         return prepared, MetricAccumulator()
     values = None
-    if recipe.estimates_look_back:
+    if recipe.advantages_need_old_policy:
         rows_R = torch.arange(len(batch.tasks))
-        old_logprob, old = _look_back(batch, recipe, forward, rows_R)
+        old_logprob, old = _evaluate_old_policy(batch, recipe, forward, rows_R)
         estimates, values = recipe.estimate(batch, old, forward.ranks), old.values
     else:
         estimates = recipe.estimate(batch, None, forward.ranks)
-        rows_R = rows_that_teach(batch, estimates, recipe)
+        rows_R = _rows_with_advantage(batch, estimates, recipe)
         old_logprob, _ = forward.evaluate_rows(batch, rows_R)
     weights, metrics = _weights(batch, old_logprob, recipe, estimates, rows_R)
     evaluated = torch.zeros(len(batch.tasks), dtype=torch.bool)
@@ -114,10 +117,10 @@ def prepare_batch(
     return prepared, metrics
 
 
-def _look_back(
+def _evaluate_old_policy(
     batch: Batch, recipe: Recipe, forward: PolicyForward, rows_R: Tensor
 ) -> tuple[Tensor, OldPolicy]:
-    """Ask the policy before the update about rows ``[R]``; its log-probs also as they are on its device."""
+    """Return the old log-probs on the policy's device, and all of `OldPolicy` on the CPU."""
     old_logprob, values = forward.evaluate_rows(batch, rows_R)
     final_values = torch.zeros(len(batch.returns))
     if recipe.trains_critic:
@@ -128,32 +131,29 @@ def _look_back(
     return old_logprob, OldPolicy(old_logprob.cpu(), values, final_values)
 
 
-def rows_that_teach(batch: Batch, estimates: AdvantagesAndTargets, recipe: Recipe) -> Tensor:
-    """Find the decisions whose old log-probs anything reads: ``[R]`` int64 on the CPU.
-
-    A loss is read where there is an advantage, and a weight of a whole episode is made of all its decisions.
-    """
+def _rows_with_advantage(batch: Batch, estimates: AdvantagesAndTargets, recipe: Recipe) -> Tensor:
+    """Return the decisions whose old log-probs are read, ``[R]`` int64: weights may read whole episodes."""
     valid_D = batch.mask.flatten(1).any(dim=1)
-    wanted_D = valid_D & taught(estimates.advantages)
+    read_D = valid_D & has_advantage(estimates.advantages)
     if "whole_episodes" in recipe.needs:
-        wanted_D = valid_D & (sum_per_episode(wanted_D.float(), batch.episode) > 0)
-    return torch.nonzero(wanted_D).flatten()
+        read_D = valid_D & (sum_per_episode(read_D.float(), batch.episode) > 0)
+    return torch.nonzero(read_D).flatten()
 
 
 def _weights(
     batch: Batch, old_logprob: Tensor, recipe: Recipe, estimates: AdvantagesAndTargets, rows_R: Tensor
 ) -> tuple[Tensor | None, MetricAccumulator]:
     """Return importance weights ``[D, ...]`` (1 for rows not evaluated) and the staleness metrics."""
-    device, counts = old_logprob.device, bool(len(rows_R))
-    rows_R = rows_R if counts else ROW_IN_STEP
-    behaviour, episode, mask, lag, taught_R = (
+    device, any_rows = old_logprob.device, bool(len(rows_R))
+    rows_R = rows_R if any_rows else PADDING_ROW
+    behaviour, episode, mask, lag, learned_R = (
         moved(x[rows_R], device)
         for x in (
             batch.logprob_behaviour,
             batch.episode,
-            batch.mask & counts,
+            batch.mask & any_rows,
             batch.lag,
-            taught(estimates.advantages),
+            has_advantage(estimates.advantages),
         )
     )
     here_R = moved(rows_R, device)
@@ -162,9 +162,165 @@ def _weights(
     weights = recipe.weights(torch.where(mask, log_ratio(proximal, behaviour), 0.0), mask, episode)
     settings, level = recipe.correction_settings, recipe.algorithm.level
     policies = (old_logprob, proximal, behaviour)
-    metrics = staleness_metrics(settings, level, *policies, mask, weights, episode, lag, taught_R)
+    metrics = staleness_metrics(settings, level, *policies, mask, weights, episode, lag, learned_R)
     if weights is None:
         return None, metrics
     all_weights = weights.new_ones(len(batch.tasks), *weights.shape[1:])
     all_weights[here_R] = weights
     return all_weights, metrics
+
+
+# --- minibatches and micro-batches ---
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """Decisions with all inputs of their loss, on the policy's device. A minibatch is one too."""
+
+    rows: Tensor
+    """``[M]`` int64 on the CPU, rows of the batch."""
+    counted: Tensor
+    """``[M]`` bool on the CPU; False: padding that keeps this rank in step."""
+    mask: Tensor
+    """``[M, C, A]`` bool."""
+    behaviour: Tensor
+    """``[M, C, A]`` float32 log-probs of the policy that sampled."""
+    lag: Tensor
+    """``[M]`` int64."""
+    episode: Tensor
+    """``[M]`` int64."""
+    advantages: Tensor
+    """``[M, 1, 1]`` or ``[M, C, 1]`` float32."""
+    unit_weights: Tensor
+    """``[M, U, V]`` float32, weight of each unit in the loss."""
+    token_weights: Tensor
+    """``[M, C, A]`` float32, the same per token, for entropy and KL."""
+    value_weights: Tensor
+    """``[M, K]`` float32."""
+    old_logprob: Tensor | None = None
+    """``[M, C, A]`` float32 log-probs before the update, where there is an advantage; None: those of this
+    pass."""
+    weights: Tensor | None = None
+    """Importance weights, which broadcast to ``[M, U, V]``; None: computed in the pass."""
+    values: Tensor | None = None
+    """``[M, K]`` float32 critic's values before the update."""
+    targets: Tensor | None = None
+    """``[M, K]`` float32."""
+    reference: Tensor | None = None
+    """``[M, C, A]`` float32 log-probs of the reference policy."""
+
+    @property
+    def decisions(self) -> int:
+        """Count the decisions without padding."""
+        return int(self.counted.sum())
+
+    def part(self, rows: slice | None) -> MicroBatch:
+        """Return a micro-batch of the rows; None: of the padding row."""
+        rows = slice(-1, None) if rows is None else rows
+        return replace(self, **{name: x[rows] for name, x in self._tensors().items()})
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """Move all but rows and counted to a device."""
+        on_cpu = ("rows", "counted")
+        tensors = {name: x for name, x in self._tensors().items() if name not in on_cpu}
+        return replace(self, **{name: moved(x, device) for name, x in tensors.items()})
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {f.name: x for f in fields(self) if (x := getattr(self, f.name)) is not None}
+
+
+def split_minibatches(
+    episodes: int, minibatches: int, seed: tuple[int, ...], *, before: int = 0
+) -> list[Tensor]:
+    """Deal episodes to minibatches whose sizes differ by at most one; a single one keeps their order.
+
+    Each rank continues where the one before stopped (`before`), so this holds over all ranks: no minibatch is
+    empty, which would still move the weights by the optimizer's momentum, if there are enough episodes.
+
+    Returns:
+        ``[E]`` int64 indices of episodes per minibatch, a function of the seed.
+    """
+    if minibatches == 1:
+        return [torch.arange(episodes)]
+    order = torch.from_numpy(np.random.default_rng(seed).permutation(episodes))
+    return [order[(number - before) % minibatches :: minibatches] for number in range(minibatches)]
+
+
+def episodes_before(episodes: int, ranks: LearnerRanks) -> int:
+    """Count the episodes of the ranks before this one; collective."""
+    counts = torch.zeros(ranks.size, dtype=torch.int64)
+    counts[ranks.rank] = episodes
+    return int(ranks.sum(counts)[: ranks.rank].sum())
+
+
+def build_minibatch(
+    batch: Batch,
+    prepared: PreparedBatch,
+    episodes: Tensor,
+    recipe: Recipe,
+    ranks: LearnerRanks,
+    *,
+    max_decisions: int,
+    prompt_lengths: Tensor,
+) -> MicroBatch:
+    """Collect the decisions of some episodes that can have a gradient; collective.
+
+    Args:
+        episodes: ``[E]`` int64, this rank's episodes of the minibatch.
+        prompt_lengths: ``[D]`` int64 of the batch's decisions, tokens; long ones come first.
+
+    Returns:
+        On the device of `prepared`; its last row is padding.
+    """
+    settings = recipe.algorithm
+    rows_M = torch.nonzero(torch.isin(batch.episode, episodes)).flatten()
+    mask, values = batch.mask[rows_M], prepared.value_mask(batch)[rows_M]
+    units = valid_units(mask, settings.level)
+    sums = torch.tensor([units.sum(), mask.sum(), len(episodes), values.sum()], dtype=torch.float64)
+    n_units, n_tokens, n_episodes, n_values = ranks.sum(sums).tolist()
+
+    def weights(valid: Tensor, number: float, level: Level) -> Tensor:
+        return aggregation_weights(
+            valid,
+            batch.episode[rows_M],
+            settings.aggregation,
+            units=number,
+            episodes=n_episodes,
+            max_units=max_decisions * units_per_decision(level, *mask.shape[1:]),
+        )
+
+    kept = _rows_with_gradient(mask, prepared.estimates.advantages[rows_M], recipe)
+    kept = kept[longest_first(prompt_lengths[rows_M[kept]])]
+    rows = torch.cat([rows_M[kept], PADDING_ROW])
+    counted = torch.arange(len(rows)) < len(rows) - 1
+
+    def padded(values: Tensor) -> Tensor:
+        return torch.cat([values[kept], values.new_zeros(1, *values.shape[1:])])
+
+    def optional(values: Tensor | None) -> Tensor | None:
+        return None if values is None else values[moved(rows, values.device)]
+
+    minibatch = MicroBatch(
+        rows=rows,
+        counted=counted,
+        mask=batch.mask[rows] & counted[:, None, None],
+        behaviour=batch.logprob_behaviour[rows],
+        lag=batch.lag[rows],
+        episode=batch.episode[rows],
+        advantages=prepared.estimates.advantages[rows],
+        unit_weights=padded(weights(units, n_units, settings.level)),
+        token_weights=padded(weights(mask, n_tokens, "token")),
+        value_weights=padded(values.float() / max(n_values, 1.0)),
+        old_logprob=optional(prepared.old_logprob),
+        weights=optional(prepared.weights),
+        values=optional(prepared.values),
+        targets=optional(prepared.estimates.targets),
+    )
+    return minibatch.to(prepared.first_logprob.device)
+
+
+def _rows_with_gradient(mask: Tensor, advantages: Tensor, recipe: Recipe) -> Tensor:
+    kept = mask.flatten(1).any(dim=1)
+    if not (recipe.trains_critic or recipe.algorithm.entropy_coef or recipe.algorithm.kl_coef):
+        kept &= has_advantage(advantages)
+    return torch.nonzero(kept).flatten()

@@ -1,15 +1,14 @@
-"""The learner ranks as one: values that must be equal on all of them, and how work is shared out.
+"""The learner ranks of a run: collectives over them, and how a batch is sharded.
 
-Every method is a collective: all ranks call the same ones in the same order. `SingleRank` is one alone;
-`DistributedRanks` are joined by torch.distributed's default process group, which has learners only.
+Every method is a collective: all ranks call the same ones in the same order. A `LearnerRanks` is one rank
+alone; `DistributedRanks` are joined by torch.distributed's default process group, which has learners only.
 
-    rank 0         chooses a batch and announces it         waits for: the others to have their parts
+    rank 0         chooses a batch and announces it         waits for: the others to have their shards
                    announces every few seconds that it waits for a batch
     other ranks    wait for a batch, or the end of the run  ended by: rank 0, or its end (the link breaks)
 
-A batch is announced through gloo by a header ``[2]`` int64 (`_Announcement`, bytes of the JSON that follows);
-each rank fetches its episodes from the replay itself. Sums and full tensors are collectives on the device.
-Every wait ends with a `RunError` at its deadline.
+A batch is announced through gloo as JSON; each rank fetches its episodes from the replay itself. Sums and
+full tensors are collectives on the device. Every wait ends with a `RunError` at its deadline.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from enum import IntEnum
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -31,48 +30,24 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.tensor import DTensor
 
 from asyncrl.errors import ConfigError, RunError
-from asyncrl.learner.batches import GroupOutcome, pack, unpack
+from asyncrl.learner.batches import GroupOutcome
 from asyncrl.observability import process_status, waits
 from asyncrl.records import Episode
 from asyncrl.replay.interface import BatchDescription
 
-
-@torch.no_grad()
-def not_finite(tensors: Mapping[str, Tensor], ranks: LearnerRanks) -> list[str]:
-    """Find the tensors that hold a number which is not finite, on any rank.
-
-    Args:
-        tensors: Not empty, any shapes and float dtypes; this rank's part where they are sharded.
-
-    Returns:
-        Their names, the same on all ranks.
-    """
-    parts = own_parts(tensors.values())
-    # All in a few kernels, where one for each tensor takes a thousand. NaN stays NaN; a shard may be empty.
-    largest = torch.nn.utils.get_total_norm([part for part in parts if part.numel()], norm_type=math.inf)
-    if not float(ranks.max((~largest.isfinite()).float().reshape(1))[0]):
-        return []
-    bad_T = torch.stack([~part.isfinite().all() for part in parts])
-    found = ranks.max(bad_T.float()).tolist()
-    return [name for name, bad in zip(tensors, found, strict=True) if bad]
-
-
-@torch.no_grad()
-def own_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return this rank's part of each tensor, which may be empty; all of it where it is not sharded.
-
-    What is done with plain tensors costs a thousand of them a few calls; DTensors cost each its own.
-    """
-    from torch.distributed.tensor import DTensor
-
-    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-
-
 Groups = Sequence[Sequence[Episode]]
+COLLECTIVE_DEADLINE: Final = 300.0
+"""Seconds that every rank has to join a collective; all make the same calls at about the same time."""
+RESUME: Final = "continue with --resume"
+"""Remedy after a lost rank."""
+POLL_INTERVAL: Final = 0.02
+"""Seconds between two queries whether an announcement has arrived."""
+FREED_SECONDS: Final = 0.2
+"""Seconds in which gloo's threads free the tensors of the last exchange."""
 
 
-class PartState(IntEnum):
-    """Whether a rank has its part of a batch."""
+class ShardState(IntEnum):
+    """State of a rank's shard of a batch."""
 
     HELD = 0
     LOST = 1
@@ -81,169 +56,60 @@ class PartState(IntEnum):
     """It could not be fetched: the run ends."""
 
 
-class LearnerRanks(Protocol):
-    """The learner ranks of a run. Used by one thread per rank."""
+class LearnerRanks:
+    """One rank alone, and the base of several. Used by one thread per rank."""
 
-    rank: int
+    rank = 0
     """0 .. size - 1; rank 0 talks to the replay, the actors and the disk."""
-    size: int
+    size = 1
 
     def sum(self, values: Tensor) -> Tensor:
-        """Add up a small tensor over the ranks; any shape, numeric dtype and device, also the sum's."""
-        ...
+        """Add up a small tensor over the ranks; shape, numeric dtype and device stay."""
+        return values
 
     def max(self, values: Tensor) -> Tensor:
-        """Take the elementwise largest over the ranks. See `LearnerRanks.sum` for shape, dtype and device."""
-        ...
+        """Take the elementwise maximum over the ranks; shape, numeric dtype and device stay."""
+        return values
 
-    def deal(
+    def share_batch(
         self, batch: BatchDescription | None, while_waiting: Callable[[], object] = lambda: None
     ) -> BatchDescription | None:
-        """Share a batch out: rank 0 says what it is, or None to end the run; each gets its part of it.
+        """Distribute rank 0's batch and return this rank's shard; None ends the run on all ranks.
 
-        `while_waiting` is called often on the ranks that wait for rank 0.
+        Args:
+            batch: Rank 0's; ignored on others.
+            while_waiting: Called often on the ranks that wait for rank 0.
 
         Raises:
             ConfigError: The batch has fewer groups than there are ranks.
         """
-        ...
-
-    def gather_states(self, state: PartState) -> list[PartState]:
-        """Say whether this rank has its part; returns what every rank said, in their order."""
-        ...
-
-    def gather_outcomes(self, part: Sequence[GroupOutcome]) -> list[GroupOutcome]:
-        """Gather what the ranks say of their parts.
-
-        Returns:
-            On rank 0 that of the whole batch, in its order; on others nothing.
-        """
-        ...
-
-    def still_waiting(self) -> None:
-        """Rank 0: tell those that wait in `deal` that a batch is still to come."""
-        ...
-
-    def gather_full(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Gather sharded tensors of any shape and dtype.
-
-        Returns:
-            On rank 0 the full ones by name, of the same dtype, ready to be copied; on others nothing.
-        """
-        ...
-
-
-class SingleRank:
-    """One rank alone: nothing to exchange."""
-
-    rank = 0
-    size = 1
-
-    def sum(self, values: Tensor) -> Tensor:
-        """Return the values. See `LearnerRanks.sum`."""
-        return values
-
-    def max(self, values: Tensor) -> Tensor:
-        """Return the values. See `LearnerRanks.max`."""
-        return values
-
-    def deal(
-        self, batch: BatchDescription | None, while_waiting: Callable[[], object] = lambda: None
-    ) -> BatchDescription | None:
-        """Return the batch: its part is all of it."""
         return batch
 
-    def gather_states(self, state: PartState) -> list[PartState]:
-        """Return its own."""
+    def gather_states(self, state: ShardState) -> list[ShardState]:
+        """Gather the states of all ranks' shards, in the order of the ranks."""
         return [state]
 
-    def gather_outcomes(self, part: Sequence[GroupOutcome]) -> list[GroupOutcome]:
-        """Return those of all groups."""
-        return list(part)
+    def gather_outcomes(self, shard: Sequence[GroupOutcome]) -> list[GroupOutcome]:
+        """Gather the outcomes of the whole batch on rank 0, in its order; empty on others."""
+        return list(shard)
 
-    def still_waiting(self) -> None:
-        """Do nothing: nobody waits."""
+    def send_heartbeat(self) -> None:
+        """Rank 0: renew the deadline of the ranks that wait in `share_batch`."""
 
     def gather_full(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors. See `LearnerRanks.gather_full`."""
+        """Gather sharded tensors of any shape and dtype on rank 0, ready to be copied; empty on others."""
         return dict(tensors)
 
 
-COLLECTIVE_DEADLINE: Final = 300.0
-"""Seconds that every rank has to join a collective; all make the same calls at about the same time."""
-RESUME: Final = "continue with --resume"
-"""What to do after a rank was lost, where nothing else is said."""
-POLL_INTERVAL: Final = 0.02
-"""Seconds between two questions whether an announcement has arrived."""
-FREED_SECONDS: Final = 0.2
-"""How long gloo's threads have to free what was exchanged last."""
-
-
-@contextmanager
-def default_group(
-    device: torch.device,
-    meeting: str,
-    work: str,
-    *,
-    store: Store | None = None,
-    rank: int = -1,
-    size: int = -1,
-    remedy: str = RESUME,
-) -> Iterator[None]:
-    """Be in the default process group for the time of the block; all ranks enter at about the same time.
-
-    Args:
-        store: Where the ranks meet. None: where torchrun's environment says, which also says who this is.
-
-    Raises:
-        RunError: A rank did not come, or is gone.
-    """
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    deadline = timedelta(seconds=COLLECTIVE_DEADLINE)
-    with explain_lost_peer(meeting, remedy):
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=deadline)
-    try:
-        with explain_lost_peer(work, remedy):
-            yield
-    except BaseException:
-        abandon_group(device)
-        raise
-    leave_group()
-
-
-def abandon_group(device: torch.device) -> None:
-    """Leave the default process group after a failure, without waiting for the others.
-
-    What the device has begun waits for them, and to destroy the group is to wait for it: only once it is
-    aborted does this process end and say why.
-    """
-    if device.type == "cuda":
-        dist.distributed_c10d._abort_process_group()  # pyright: ignore[reportPrivateUsage]
-
-
-def leave_group() -> None:
-    """Leave the default process group at the end of a job, behind the last exchange of its ranks.
-
-    A thread of gloo's frees the tensors of an exchange a moment after the result is there, for which it needs
-    the interpreter. Where that has begun to end, the thread is ended in the middle of it and the process with
-    it (SIGABRT), whereupon torchrun ends the other ranks, whatever they are writing. To destroy a group joins
-    its threads, but not as long as somebody refers to it; meshes do, which torch keeps.
-    """
-    dist.destroy_process_group()
-    time.sleep(FREED_SECONDS)
-
-
 class _Announcement(IntEnum):
-    """What rank 0 says."""
-
     END = 0
     BATCH = 1
     TOO_FEW = 2
     WAITING = 3
 
 
-class DistributedRanks:
-    """A `LearnerRanks` over the default process group. Used by one thread per rank."""
+class DistributedRanks(LearnerRanks):
+    """`LearnerRanks` over the default process group."""
 
     def __init__(
         self,
@@ -252,7 +118,7 @@ class DistributedRanks:
         while_waiting: Callable[[], object] = lambda: None,
         remedy: str = RESUME,
     ) -> None:
-        """Make the link for batches; collective, like every method."""
+        """Create the link for batches; collective, like every method."""
         self.rank, self.size, self.remedy = dist.get_rank(), dist.get_world_size(), remedy
         self.batch_timeout, self.while_waiting = batch_timeout, while_waiting
         self._link: Any = dist.new_group(
@@ -267,62 +133,56 @@ class DistributedRanks:
         """See `LearnerRanks.max`."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
-    def deal(
+    def share_batch(
         self, batch: BatchDescription | None, while_waiting: Callable[[], object] = lambda: None
     ) -> BatchDescription | None:
-        """See `LearnerRanks.deal`."""
+        """See `LearnerRanks.share_batch`."""
         with explain_lost_peer(f"learner rank {self.rank} of {self.size} to share a batch"):
-            whole = self._tell(batch) if self.rank == 0 else self._hear(while_waiting)
+            whole = self._send_batch(batch) if self.rank == 0 else self._receive_batch(while_waiting)
         return whole and whole.part(self.rank, self.size)
 
-    def gather_states(self, state: PartState) -> list[PartState]:
-        """See `LearnerRanks.gather_states`; ends when the last one has its part, or gave it up."""
-        said = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        deadline = self.batch_timeout + COLLECTIVE_DEADLINE
+    def gather_states(self, state: ShardState) -> list[ShardState]:
+        """See `LearnerRanks.gather_states`; returns when the last rank has its shard, or gave it up."""
+        states = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         with (
             explain_lost_peer(f"the parts of {self.size} learner ranks, at rank {self.rank}"),
-            waits.waiting(waits.FETCH, deadline),
+            waits.waiting(waits.FETCH, self.batch_timeout + COLLECTIVE_DEADLINE),
         ):
-            dist.all_gather(said, torch.tensor([int(state)]), group=self._link)
-        return [PartState(int(each)) for each in said]
+            dist.all_gather(states, torch.tensor([int(state)]), group=self._link)
+        return [ShardState(int(each)) for each in states]
 
-    def gather_outcomes(self, part: Sequence[GroupOutcome]) -> list[GroupOutcome]:
+    def gather_outcomes(self, shard: Sequence[GroupOutcome]) -> list[GroupOutcome]:
         """See `LearnerRanks.gather_outcomes`."""
-        with explain_lost_peer(f"what {self.size} learner ranks say of their parts, at rank {self.rank}"):
+        with explain_lost_peer(f"the outcomes of {self.size} learner ranks, at rank {self.rank}"):
             if self.rank > 0:
-                arrays = pack(part)
-                dist.send(torch.tensor([len(array) for array in arrays]), 0, group=self._link)
-                for array in arrays:
-                    dist.send(torch.from_numpy(array), 0, group=self._link)
+                text = _to_bytes(list(shard))
+                dist.send(torch.tensor([len(text)]), 0, group=self._link)
+                dist.send(text, 0, group=self._link)
                 return []
-            parts = [list(part), *(self._outcomes_of(rank) for rank in range(1, self.size))]
-        groups = sum(map(len, parts))
-        return [parts[n % self.size][n // self.size] for n in range(groups)]
+            shards = [list(shard)]
+            for rank in range(1, self.size):
+                length = torch.zeros(1, dtype=torch.int64)
+                dist.recv(length, rank, group=self._link)
+                text = torch.zeros(int(length), dtype=torch.uint8)
+                dist.recv(text, rank, group=self._link)
+                shards.append([GroupOutcome(*row) for row in _from_bytes(text)])
+        return [shards[n % self.size][n // self.size] for n in range(sum(map(len, shards)))]
 
-    def _outcomes_of(self, rank: int) -> list[GroupOutcome]:
-        lengths = torch.zeros(2, dtype=torch.int64)
-        dist.recv(lengths, rank, group=self._link)
-        numbers = torch.zeros(int(lengths[0]), dtype=torch.int64)
-        episodes = torch.zeros(int(lengths[1]), dtype=torch.float64)
-        for tensor in (numbers, episodes):
-            dist.recv(tensor, rank, group=self._link)
-        return unpack(numbers.numpy(), episodes.numpy())
-
-    def still_waiting(self) -> None:
-        """See `LearnerRanks.still_waiting`."""
+    def send_heartbeat(self) -> None:
+        """See `LearnerRanks.send_heartbeat`."""
         with explain_lost_peer(f"learner rank {self.rank} of {self.size} to say that it waits"):
             self._announce(_Announcement.WAITING)
 
     def gather_full(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See `LearnerRanks.gather_full`; one tensor at a time, in the order of their names."""
-        found: dict[str, Tensor] = {}
+        gathered: dict[str, Tensor] = {}
         with explain_lost_peer(f"learner rank {self.rank} of {self.size} to gather the weights", self.remedy):
             for name in sorted(tensors):
                 tensor = tensors[name].detach()
                 full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
                 if self.rank == 0:
-                    found[name] = full
-        return found
+                    gathered[name] = full
+        return gathered
 
     def _reduce(self, values: Tensor, operation: Any) -> Tensor:
         result = values.detach().clone()
@@ -330,57 +190,66 @@ class DistributedRanks:
             dist.all_reduce(result, operation)
         return result
 
-    def _tell(self, batch: BatchDescription | None) -> BatchDescription | None:
+    def _announce(self, announcement: _Announcement, text: Tensor | None = None) -> None:
+        length = 0 if text is None else len(text)
+        dist.broadcast(torch.tensor([announcement, length]), 0, group=self._link)
+        if text is not None:
+            dist.broadcast(text, 0, group=self._link)
+
+    def _send_batch(self, batch: BatchDescription | None) -> BatchDescription | None:
         if batch is None:
             self._announce(_Announcement.END)
-            return None
-        if len(batch.numbers) < self.size:
+        elif len(batch.numbers) < self.size:
             self._announce(_Announcement.TOO_FEW)
-            raise too_few(self.size)
-        self._announce(_Announcement.BATCH, json.dumps(asdict(batch)).encode())
+            raise _too_few_groups(self.size)
+        else:
+            self._announce(_Announcement.BATCH, _to_bytes(asdict(batch)))
         return batch
 
-    def _announce(self, announcement: _Announcement, text: bytes = b"") -> None:
-        dist.broadcast(torch.tensor([announcement, len(text)]), 0, group=self._link)
-        if text:
-            dist.broadcast(torch.frombuffer(bytearray(text), dtype=torch.uint8), 0, group=self._link)
-
-    def _hear(self, while_waiting: Callable[[], object]) -> BatchDescription | None:
+    def _receive_batch(self, while_waiting: Callable[[], object]) -> BatchDescription | None:
         with waits.waiting(waits.PART, self.batch_timeout):
-            announcement, length = self._next_announcement(while_waiting)
-            while announcement is _Announcement.WAITING:
+            while True:
+                announcement, length = self._receive_announcement(while_waiting)
+                if announcement is not _Announcement.WAITING:
+                    break
                 process_status.progress()
-                announcement, length = self._next_announcement(while_waiting)
         if announcement is _Announcement.TOO_FEW:
-            raise too_few(self.size)
+            raise _too_few_groups(self.size)
         if announcement is _Announcement.END:
             return None
         text = torch.zeros(length, dtype=torch.uint8)
         dist.broadcast(text, 0, group=self._link)
-        said = json.loads(text.numpy().tobytes())
-        return BatchDescription(request=said["request"], numbers=tuple(said["numbers"]))
+        fields = _from_bytes(text)
+        return BatchDescription(request=fields["request"], numbers=tuple(fields["numbers"]))
 
-    def _next_announcement(self, while_waiting: Callable[[], object]) -> tuple[_Announcement, int]:
-        """Wait for rank 0 to say something; returns it, and how many bytes follow."""
+    def _receive_announcement(self, while_waiting: Callable[[], object]) -> tuple[_Announcement, int]:
+        """Wait for rank 0's next announcement; returns it and the number of bytes that follow."""
         header = torch.zeros(2, dtype=torch.int64)
-        awaited = dist.broadcast(header, 0, group=self._link, async_op=True)
-        assert awaited is not None  # This rank is in the group.
+        work = dist.broadcast(header, 0, group=self._link, async_op=True)
+        assert work is not None  # This rank is in the group.
         until = time.monotonic() + self.batch_timeout
-        while not awaited.is_completed() and time.monotonic() < until:
+        while not work.is_completed() and time.monotonic() < until:
             self.while_waiting()
             while_waiting()
             time.sleep(POLL_INTERVAL)
-        if not awaited.is_completed():
+        if not work.is_completed():
             raise RunError(
                 f"Learner rank {self.rank} waited {self.batch_timeout:g} s for rank 0 to share a batch or to "
                 "say that it waits for one. It hangs: see its output and the actors' logs."
             )
-        awaited.wait()
+        work.wait()
         return _Announcement(int(header[0])), int(header[1])
 
 
-def too_few(ranks: int) -> ConfigError:
-    """Return the error for a batch that cannot be shared out."""
+def _to_bytes(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _from_bytes(text: Tensor) -> Any:
+    return json.loads(text.numpy().tobytes())
+
+
+def _too_few_groups(ranks: int) -> ConfigError:
     return ConfigError(
         f"--placement names {ranks} learner ranks, but a batch has fewer groups of episodes, so one "
         f"would have nothing to learn from. Use --algorithm.groups-per-update {ranks} or a multiple of it, "
@@ -388,24 +257,88 @@ def too_few(ranks: int) -> ConfigError:
     )
 
 
+@torch.no_grad()
+def not_finite(tensors: Mapping[str, Tensor], ranks: LearnerRanks) -> list[str]:
+    """Return the names of the tensors with a number that is not finite on any rank, the same on all.
+
+    Args:
+        tensors: Not empty, any shapes and float dtypes, sharded or not.
+    """
+    parts = local_tensors(tensors.values())
+    # All in a few kernels, where one for each tensor takes a thousand. NaN stays NaN; a shard may be empty.
+    largest = torch.nn.utils.get_total_norm([part for part in parts if part.numel()], norm_type=math.inf)
+    if not float(ranks.max((~largest.isfinite()).float().reshape(1))[0]):
+        return []
+    bad_T = torch.stack([~part.isfinite().all() for part in parts])
+    bad_on_any = ranks.max(bad_T.float()).tolist()
+    return [name for name, bad in zip(tensors, bad_on_any, strict=True) if bad]
+
+
+@torch.no_grad()
+def local_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return this rank's shard of each tensor, perhaps empty, or all of it if it is not sharded.
+
+    An operation on a thousand plain tensors costs a few calls; on DTensors, one or more each.
+    """
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+
+
+@contextmanager
+def default_group(
+    device: torch.device,
+    meeting: str,
+    work: str,
+    *,
+    store: Store | None = None,
+    rank: int = -1,
+    size: int = -1,
+    remedy: str = RESUME,
+) -> Iterator[None]:
+    """Join the default process group for the block; all ranks enter at about the same time.
+
+    Args:
+        meeting, work: Named in the error of a rank that is lost while joining, or later.
+        store: Where the ranks meet; None: as torchrun's environment says, which also has rank and size.
+
+    Raises:
+        RunError: A rank did not come, or is gone.
+    """
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    deadline = timedelta(seconds=COLLECTIVE_DEADLINE)
+    with explain_lost_peer(meeting, remedy):
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=deadline)
+    try:
+        with explain_lost_peer(work, remedy):
+            yield
+    except BaseException:
+        if device.type == "cuda":  # Destroying the group would wait for kernels that wait for other ranks.
+            dist.distributed_c10d._abort_process_group()  # pyright: ignore[reportPrivateUsage]
+        raise
+    leave_group()
+
+
+def leave_group() -> None:
+    """Leave the default process group after the last exchange of its ranks.
+
+    A thread of gloo frees the tensors of an exchange a moment after the result is there, with the
+    interpreter's lock. If the interpreter has begun to end, the process is aborted (SIGABRT), and torchrun
+    ends the other ranks. Destroying a group joins its threads only if nothing refers to it; meshes do.
+    """
+    dist.destroy_process_group()
+    time.sleep(FREED_SECONDS)
+
+
 @contextmanager
 def explain_lost_peer(awaited: str, remedy: str = RESUME) -> Iterator[None]:
-    """Turn the failure of a collective into an error that says what was waited for."""
+    """Turn the failure of a collective into a RunError that names what was awaited."""
     try:
         yield
     except RuntimeError as error:
-        if not is_lost_peer(error):
+        signs = ("gloo", "Connection closed", "Connection reset", "Timed out", "timed out", "NCCL")
+        if not isinstance(error, dist.DistError) and not any(sign in str(error) for sign in signs):
             raise
         raise RunError(
             f"Waited in vain for {awaited}: another rank is gone or did not come in time "
             f"({str(error).strip().splitlines()[-1][:200]}). See the output of the other ranks, "
             f"and {remedy}."
         ) from error
-
-
-def is_lost_peer(error: BaseException) -> bool:
-    """Tell whether an error of torch.distributed means that another rank is gone, late or broken."""
-    if isinstance(error, dist.DistError):
-        return True
-    signs = ("gloo", "Connection closed", "Connection reset", "Timed out", "timed out", "NCCL")
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)

@@ -3,11 +3,16 @@
     prepare_batch      old log-probs and values of the whole batch if they are needed; advantages, targets
     build_minibatch    whole episodes, and the weight of each unit of their decisions
     evaluate           a micro-batch by the current weights
-    update_loss        objective, correction, critic's loss; its gradient is added up over micro-batches
+    update_loss        sum over units of weight * (w * objective - entropy_coef * entropy + kl_coef * KL)
+                       + coef * sum over values of weight * value loss
     step               one clipped AdamW step per minibatch, or none if the gradient is not finite
-    movement           KL to the policy before: read in the last step's passes, or after the only step
+    KL to old policy   in the last step's passes, or in a small pass after the only step
 
 All learner ranks make the same calls in the same order; denominators are those of all ranks.
+
+Dimension letters used in this file:
+    M  decisions of the micro-batch     C  steps per decision      A  numbers per step
+    U, V  units of a decision (`losses`)     K  values of a decision: 1, or C
 """
 
 from __future__ import annotations
@@ -24,109 +29,33 @@ from asyncrl.config.algorithm import AlgorithmSettings, CorrectionSettings, Crit
 from asyncrl.config.sections import OptimizerSettings
 from asyncrl.devices.tensors import moved
 from asyncrl.learner.batches import Batch
-from asyncrl.learner.corrections import k3
-from asyncrl.learner.forward import ROW_IN_STEP, PolicyForward, Reference
+from asyncrl.learner.corrections import beyond_trust_region, k3, staleness_metrics, truncated_weights
+from asyncrl.learner.forward import PADDING_ROW, PolicyForward, Reference
 from asyncrl.learner.fsdp import summed_gradient
-from asyncrl.learner.losses import log_ratio
+from asyncrl.learner.losses import has_advantage, kl_penalty, log_ratio, valid_units, value_loss
 from asyncrl.learner.metrics import MetricAccumulator, effective_sample_size, variance
-from asyncrl.learner.minibatches import MicroBatch, build_minibatch, episodes_before, split_minibatches
-from asyncrl.learner.objective import update_loss
 from asyncrl.learner.optimizer import ClippedOptimizer
-from asyncrl.learner.prepare import PreparedBatch, prepare_batch
-from asyncrl.learner.ranks import LearnerRanks, SingleRank
+from asyncrl.learner.prepare import (
+    MicroBatch,
+    PreparedBatch,
+    build_minibatch,
+    episodes_before,
+    prepare_batch,
+    split_minibatches,
+)
+from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.learner.recipe import Recipe, build_recipe
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability import process_status
-from asyncrl.observability.metrics import Metric
-from asyncrl.policies.interface import Policy
+from asyncrl.observability.metrics import LAG_RANGES, Metric
+from asyncrl.policies.interface import EvaluateResult, Policy
 
-MOVEMENT_SHARE: Final = 32
-"""Of so many decisions one is evaluated again to see how far the policy moved: a pass costs about a third of
-what learning from a decision does, so that the reading takes a hundredth of the update."""
-FEWEST_ROWS: Final = 4
-"""Decisions of that reading where a batch is small."""
-
-
-def advantage_metrics(batch: Batch, prepared: PreparedBatch, device: torch.device) -> MetricAccumulator:
-    """Collect advantages over valid tokens, values and targets over valid decisions or steps."""
-    found = MetricAccumulator()
-    advantages, mask = moved(prepared.estimates.advantages, device), moved(batch.mask, device)
-    found.mean(m.ADVANTAGES_MEAN, advantages, mask)
-    found.largest(m.ADVANTAGES_MAX, advantages, mask)
-    found.largest(m.ADVANTAGES_MIN, -advantages, mask)
-    if prepared.values is None or prepared.estimates.targets is None:
-        return found
-    valid = moved(prepared.value_mask(batch), device)
-    values, targets = moved(prepared.values, device), moved(prepared.estimates.targets, device)
-    found.moments("target", targets, valid)
-    found.moments("error", targets - values, valid)
-    found.mean(m.VALUES_MEAN, values, valid)
-    return found
-
-
-def reads_movement_in_passes(recipe: Recipe) -> bool:
-    """Tell whether the last step's passes meet decisions that were evaluated before the first step.
-
-    They do where there are several steps, unless the one epoch meets every decision for the first time.
-    """
-    chosen = recipe.algorithm
-    return chosen.epochs > 1 or (chosen.minibatches > 1 and recipe.needs_old_policy_pass)
-
-
-def movement(before: Tensor, after: Tensor, mask: Tensor) -> MetricAccumulator:
-    """Measure KL(before || after) per valid token.
-
-    The decisions were sampled by the behaviour policy, so the estimate has its lag's bias.
-
-    Args:
-        before: ``[M, C, A]`` float32 log-probs when the decisions were first evaluated, nats.
-        mask: ``[M, C, A]`` bool.
-    """
-    found = MetricAccumulator()
-    possible = mask & torch.isfinite(before) & torch.isfinite(after)
-    moved = log_ratio(torch.where(possible, after, 0.0), torch.where(possible, before, 0.0))
-    found.mean(m.APPROX_KL, k3(moved), possible)
-    return found
-
-
-def movement_afterwards(batch: Batch, prepared: PreparedBatch, forward: PolicyForward) -> MetricAccumulator:
-    """Measure `movement` in a small pass of its own, after the last step; collective.
-
-    For updates of one step: before it the movement is zero by definition, and no other pass comes after it.
-    The decisions are spread evenly over those that were evaluated, as many as `rows_of_movement` says or,
-    where passes are of fixed sizes, as fill a small one.
-    """
-    evaluated = torch.nonzero(prepared.evaluated).flatten()
-    if not float(forward.ranks.sum(torch.tensor([float(len(evaluated))]))):
-        return MetricAccumulator()
-    most = forward.few or rows_of_movement(len(evaluated), forward.micro_batch)
-    stride = max(1, -(-len(evaluated) // most))
-    rows_M = evaluated[::stride] if len(evaluated) else ROW_IN_STEP
-    with torch.no_grad():
-        after = forward.evaluate(batch, rows_M, small=True).logprob
-    before = prepared.first_logprob[moved(rows_M, after.device)]
-    return movement(before, after, moved(batch.mask[rows_M], after.device) & bool(len(evaluated)))
-
-
-def rows_of_movement(evaluated: int, most: int) -> int:
-    """Say how many of so many decisions are evaluated again after the only step, `most` at most."""
-    return min(most, max(FEWEST_ROWS, evaluated // MOVEMENT_SHARE))
-
-
-def finish_metrics(means: dict[Metric | str, float]) -> dict[Metric, float]:
-    """Derive what is no mean, and leave out what is not finite: a skipped step has metrics that are not."""
-    result = {name: value for name, value in means.items() if isinstance(name, Metric)}
-    if m.ADVANTAGES_MIN in result:
-        result[m.ADVANTAGES_MIN] = -result[m.ADVANTAGES_MIN]
-    if "ratio" in means:
-        result[m.ESS] = effective_sample_size(means, "ratio")
-    if "weight" in means:
-        result[m.IMPORTANCE_ESS] = effective_sample_size(means, "weight")
-    if "target" in means:
-        spread = variance(means, "target")
-        result[m.RETURNS_MEAN] = means["target"]
-        result[m.EXPLAINED_VARIANCE] = 1 - variance(means, "error") / spread if spread > 0 else math.nan
-    return {name: value for name, value in result.items() if math.isfinite(value)}
+KL_ROWS_SHARE: Final = 32
+"""One of so many decisions is evaluated again for the KL to the old policy. A pass costs about a third of
+learning from a decision, so this costs a hundredth of the update."""
+KL_ROWS_MIN: Final = 4
+"""Fewest decisions of that pass."""
+LossAndMetrics = tuple[Tensor, MetricAccumulator]
 
 
 class Update:
@@ -150,13 +79,13 @@ class Update:
         """Build the optimizer over the policy's (already sharded) parameters.
 
         Args:
-            trust_region: Bound of `corrections.beyond_trust_region`; 0: none.
-            ranks: The learner ranks; None: this one alone.
+            trust_region: Bound of `beyond_trust_region`; 0 disables.
+            ranks: None: one rank alone.
 
         Raises:
-            ConfigError: What the settings name is not there, or needs a critic that the policy does not have.
+            ConfigError: A named part does not exist, or needs a critic that the policy does not have.
         """
-        self.policy, self.seed, self.ranks = policy, seed, ranks or SingleRank()
+        self.policy, self.seed, self.ranks = policy, seed, ranks or LearnerRanks()
         self.max_decisions, self.trust_region = max_decisions, trust_region
         self.recipe = build_recipe(algorithm, correction, critic)
         self.reference = reference if algorithm.kl_coef else None
@@ -168,11 +97,10 @@ class Update:
             critic_learning_rate=critic.learning_rate,
             critic_warmup=critic.warmup_updates if self.recipe.trains_critic else 0,
         )
-        self.optimizer = self.stepper.optimizer
-        self.device = self.stepper.device
+        self.optimizer, self.device = self.stepper.optimizer, self.stepper.device
         self.forward = PolicyForward(policy, self.ranks, self.device, micro_batch=algorithm.micro_batch)
         self.on_pass: Callable[[int, int], object] = lambda number, passes: None
-        """Called after each micro-batch with a gradient: which one it is, from 1, and of about how many."""
+        """Called after each micro-batch with a gradient: its number, from 1, of about how many."""
         self._passes = 0
         self.decisions = 0
         """Decisions of this rank with a gradient in the last update, each once per epoch."""
@@ -184,25 +112,27 @@ class Update:
         are not evaluated, but stay in the denominator: the result is that of the whole batch.
 
         Raises:
-            ConfigError: The batch lacks behaviour log-probs that the correction needs, or a class of the
-                user's returned something else than its protocol says.
+            ConfigError: The batch lacks behaviour log-probs that the correction needs, or a user's class
+                violates its protocol.
         """
         if isinstance(self.policy, nn.Module):
             self.policy.eval()  # Dropout would make current and behaviour log-probs differ without any lag.
-        recipe, chosen, self.decisions, self._passes = self.recipe, self.recipe.algorithm, 0, 0
+        recipe, settings, self.decisions, self._passes = self.recipe, self.recipe.algorithm, 0, 0
+        steps, episodes = settings.epochs * settings.minibatches, len(batch.returns)
         recipe.check_batch(batch)
         self.stepper.set_version(version)
         prepared, metrics = prepare_batch(batch, recipe, self.forward)
         lengths = self.forward.prompt_lengths(batch.tasks)
-        before, in_passes = episodes_before(len(batch.returns), self.ranks), reads_movement_in_passes(recipe)
-        for epoch in range(chosen.epochs):
+        before = episodes_before(episodes, self.ranks)
+        read_kl = reads_kl_in_passes(recipe)
+        for epoch in range(settings.epochs):
             seed = (self.seed, version, epoch)
-            shares = split_minibatches(len(batch.returns), chosen.minibatches, seed, before=before)
-            for number, episodes in enumerate(shares, start=epoch * chosen.minibatches + 1):
+            shares = split_minibatches(episodes, settings.minibatches, seed, before=before)
+            for number, share in enumerate(shares, start=epoch * settings.minibatches + 1):
                 minibatch = build_minibatch(
                     batch,
                     prepared,
-                    episodes,
+                    share,
                     recipe,
                     self.ranks,
                     max_decisions=self.max_decisions,
@@ -210,46 +140,240 @@ class Update:
                 )
                 self.decisions += minibatch.decisions
                 self.stepper.clear_gradient()
-                last = number == chosen.epochs * chosen.minibatches
-                for found in self._add_gradient(batch, prepared, minibatch, movement_read=last and in_passes):
-                    metrics.fold(found)
+                metrics_of_passes = self._add_gradient(
+                    batch, prepared, minibatch, read_kl=read_kl and number == steps
+                )
+                for metrics_of_pass in metrics_of_passes:
+                    metrics.fold(metrics_of_pass)
                 self.stepper.step()
             prepared.end_epoch()
         metrics.fold(advantage_metrics(batch, prepared, self.device))
-        if not in_passes:
-            metrics.fold(movement_afterwards(batch, prepared, self.forward))
-        means = metrics.reduce(self.ranks, chosen.epochs * chosen.minibatches)
-        return finish_metrics(means) | self.stepper.end_update()
+        if not read_kl:
+            metrics.fold(kl_after_step(batch, prepared, self.forward))
+        return finish_metrics(metrics.reduce(self.ranks, steps)) | self.stepper.end_update()
 
     def _add_gradient(
-        self, batch: Batch, prepared: PreparedBatch, minibatch: MicroBatch, *, movement_read: bool
+        self, batch: Batch, prepared: PreparedBatch, minibatch: MicroBatch, *, read_kl: bool
     ) -> list[MetricAccumulator]:
         """Evaluate a minibatch in micro-batches; leave its gradient in ``.grad``, return their metrics."""
         recipe, learns = self.recipe, self.stepper.policy_learns
         steps = recipe.algorithm.epochs * recipe.algorithm.minibatches
         metrics: list[MetricAccumulator] = []
-        # A difference of densities would say nothing.
+        # The bound is of probabilities: a difference of densities means nothing.
         bound = self.trust_region if "tokens" in batch.sample else 0.0
         through = recipe.trains_critic and recipe.critic.through_policy and learns
-        parts = self.forward.cut(minibatch.decisions)
+        parts = self.forward.split(minibatch.decisions)
         with summed_gradient(self.policy) as pass_is_last:
             for number, rows in enumerate(parts, start=1):
                 micro = minibatch.part(rows)
-                now = self.forward.evaluate(batch, micro.rows, through=through)
+                current = self.forward.evaluate(batch, micro.rows, critic_through_policy=through)
                 if self.reference is not None:
                     reference = self.forward.reference(self.reference, batch, micro.rows)
                     micro = replace(micro, reference=reference)
-                loss, found = update_loss(recipe, now, micro, policy=learns, trust_region=bound)
+                loss, loss_metrics = update_loss(recipe, current, micro, policy=learns, trust_region=bound)
                 if number == len(parts):
                     pass_is_last()
                 (loss * self.ranks.size).backward()  # Sharded gradients are averaged over the ranks.
-                metrics.append(found)
+                metrics.append(loss_metrics)
                 self._passes += 1
                 self.on_pass(self._passes, max(self._passes, steps * len(parts)))
-                if movement_read:
-                    first, known = prepared.first_seen(micro.rows)
-                    metrics.append(movement(first, now.logprob.detach(), micro.mask & known))
+                if read_kl:
+                    first, evaluated = prepared.first_evaluation(micro.rows)
+                    metrics.append(kl_to_old(first, current.logprob.detach(), micro.mask & evaluated))
                 if rows is not None:
-                    prepared.record_first_logprob(micro.rows, now.logprob)
+                    prepared.record_first_logprob(micro.rows, current.logprob)
                 process_status.progress()
         return metrics
+
+
+# --- the loss of a micro-batch ---
+
+
+def update_loss(
+    recipe: Recipe,
+    current: EvaluateResult,
+    micro: MicroBatch,
+    *,
+    policy: bool = True,
+    trust_region: float = 0.0,
+) -> LossAndMetrics:
+    """Return the loss ``[]`` with gradient, and its metrics.
+
+    Args:
+        policy: False while only the critic learns.
+        trust_region: Bound of `beyond_trust_region`; 0 disables.
+    """
+    # A token that top-k would not draw any more has a number all the same: `action_distribution` keeps it.
+    old_logprob, mask = current.logprob.detach(), micro.mask
+    if micro.old_logprob is not None:  # It may be unknown of decisions without an advantage.
+        learned = has_advantage(micro.advantages)[:, None, None]
+        old_logprob = torch.where(learned, micro.old_logprob, old_logprob)
+    logprob, old_logprob = (torch.where(mask, x, 0.0) for x in (current.logprob, old_logprob))
+    terms: list[LossAndMetrics] = []
+    if policy:
+        terms.append(_policy_loss(recipe, logprob, old_logprob, micro, trust_region))
+        terms.append(_regularisers(recipe, current, logprob, micro))
+    if micro.targets is not None:
+        terms.append(_value_loss(recipe, current, micro))
+    loss = torch.stack([term for term, _ in terms]).sum()
+    metrics = MetricAccumulator()
+    for _, term_metrics in terms:
+        metrics.fold(term_metrics)
+    metrics.total(m.LOSS, loss)
+    return loss, metrics
+
+
+def _policy_loss(
+    recipe: Recipe, logprob: Tensor, old_logprob: Tensor, micro: MicroBatch, trust_region: float
+) -> LossAndMetrics:
+    """Return the corrected loss of the objective; staleness metrics of decisions without an earlier pass."""
+    metrics, level, mask = MetricAccumulator(), recipe.algorithm.level, micro.mask
+    behaviour = torch.where(mask, micro.behaviour, 0.0)
+    proximal = recipe.proximal(logprob, old_logprob, behaviour, micro.lag)
+    weights = micro.weights
+    if weights is None:
+        ratios = torch.where(mask, log_ratio(proximal, behaviour), 0.0)
+        weights = recipe.weights(ratios, mask, micro.episode)
+    settings, learned_M = recipe.correction_settings, has_advantage(micro.advantages)
+    if micro.old_logprob is None:
+        policies = (old_logprob, proximal, behaviour)
+        metrics.fold(
+            staleness_metrics(settings, level, *policies, mask, weights, micro.episode, micro.lag, learned_M)
+        )
+    terms = recipe.unit_loss(logprob, proximal, mask, micro.advantages)
+    units = valid_units(mask, level)
+    unit_weights = micro.unit_weights if weights is None else micro.unit_weights * weights
+    beyond = torch.zeros_like(units)
+    if trust_region:
+        beyond = beyond_trust_region(logprob, behaviour, mask, micro.advantages, level, trust_region)
+    loss = torch.where(units & ~beyond, unit_weights * terms.loss, 0.0).sum()
+    metrics.total(m.POLICY_LOSS, loss)
+    learned = units & learned_M[:, None, None]
+    metrics.mean(m.CLIP_FRACTION, terms.clipped.float(), learned)
+    metrics.mean(m.DUAL_CLIPPED, terms.dual_clipped.float(), learned)
+    metrics.mean(m.CLIPPED_RATIO, terms.clipped_ratio, learned)
+    metrics.mean(m.OUTSIDE_TRUST_REGION, beyond.float(), learned)
+    metrics.mean(m.RATIO, log_ratio(logprob, proximal).exp(), mask & learned_M[:, None, None])
+    without_gradient = (beyond | terms.clipped | terms.dual_clipped).float()
+    for lags, metric in zip(LAG_RANGES, m.CLIPPED_AT_LAG, strict=True):
+        metrics.mean(metric, without_gradient, learned & lags.holds(micro.lag)[:, None, None])
+    return loss, metrics
+
+
+def _regularisers(
+    recipe: Recipe, current: EvaluateResult, logprob: Tensor, micro: MicroBatch
+) -> LossAndMetrics:
+    """Return entropy bonus and KL penalty."""
+    metrics, settings, mask = MetricAccumulator(), recipe.algorithm, micro.mask
+    learned = mask & has_advantage(micro.advantages)[:, None, None]
+    metrics.mean(m.ENTROPY_LOSS, current.entropy, learned)
+    loss = torch.zeros((), device=logprob.device)
+    if settings.entropy_coef:
+        entropy = torch.where(mask, micro.token_weights * current.entropy, 0.0).sum()
+        loss = loss - settings.entropy_coef * entropy
+    if micro.reference is not None:
+        reachable = mask & torch.isfinite(micro.reference)
+        reference = torch.where(reachable, micro.reference, logprob.detach())
+        penalty = torch.where(reachable, kl_penalty(logprob, reference, settings.kl_estimator), 0.0)
+        weights = torch.ones_like(penalty)
+        if "behaviour" in recipe.needs:
+            ratios = torch.where(mask, log_ratio(logprob, micro.behaviour), 0.0)
+            weights = truncated_weights(ratios, cap=recipe.correction_settings.max_weight)
+        metrics.mean(m.KL_REFERENCE, weights * penalty, reachable & learned)
+        loss = loss + settings.kl_coef * (micro.token_weights * weights * penalty).sum()
+    return loss, metrics
+
+
+def _value_loss(recipe: Recipe, current: EvaluateResult, micro: MicroBatch) -> LossAndMetrics:
+    """Return the critic's loss times its coefficient."""
+    assert current.value is not None
+    assert micro.values is not None
+    assert micro.targets is not None
+    metrics, critic = MetricAccumulator(), recipe.critic
+    losses, clipped = value_loss(
+        current.value, micro.values, micro.targets, clip=critic.value_clip, huber=critic.huber
+    )
+    loss = (micro.value_weights * losses).sum()
+    metrics.total(m.VALUE_LOSS, loss)
+    metrics.mean(m.VALUE_CLIP_RATIO, clipped.float(), micro.value_weights > 0)
+    return critic.coef * loss, metrics
+
+
+# --- metrics of the whole update ---
+
+
+def advantage_metrics(batch: Batch, prepared: PreparedBatch, device: torch.device) -> MetricAccumulator:
+    """Collect advantages over valid tokens, values and targets over valid decisions or steps."""
+    metrics = MetricAccumulator()
+    advantages, mask = moved(prepared.estimates.advantages, device), moved(batch.mask, device)
+    metrics.mean(m.ADVANTAGES_MEAN, advantages, mask)
+    metrics.largest(m.ADVANTAGES_MAX, advantages, mask)
+    metrics.largest(m.ADVANTAGES_MIN, -advantages, mask)
+    if prepared.values is None or prepared.estimates.targets is None:
+        return metrics
+    valid = moved(prepared.value_mask(batch), device)
+    values, targets = moved(prepared.values, device), moved(prepared.estimates.targets, device)
+    metrics.moments("target", targets, valid)
+    metrics.moments("error", targets - values, valid)
+    metrics.mean(m.VALUES_MEAN, values, valid)
+    return metrics
+
+
+def reads_kl_in_passes(recipe: Recipe) -> bool:
+    """Return True if the last step's passes meet decisions that were evaluated before the first step.
+
+    They do if there are several steps, unless the one epoch meets every decision for the first time.
+    """
+    settings = recipe.algorithm
+    return settings.epochs > 1 or (settings.minibatches > 1 and recipe.needs_old_policy_pass)
+
+
+def kl_to_old(old_logprob: Tensor, logprob: Tensor, mask: Tensor) -> MetricAccumulator:
+    """Estimate KL(old || current) per valid token.
+
+    The decisions were sampled by the behaviour policy, so the estimate has its lag's bias.
+
+    Args:
+        old_logprob: ``[M, C, A]`` float32 log-probs when the decisions were first evaluated, nats.
+        mask: ``[M, C, A]`` bool.
+    """
+    metrics = MetricAccumulator()
+    finite = mask & torch.isfinite(old_logprob) & torch.isfinite(logprob)
+    ratio = log_ratio(torch.where(finite, logprob, 0.0), torch.where(finite, old_logprob, 0.0))
+    metrics.mean(m.APPROX_KL, k3(ratio), finite)
+    return metrics
+
+
+def kl_after_step(batch: Batch, prepared: PreparedBatch, forward: PolicyForward) -> MetricAccumulator:
+    """Compute `kl_to_old` in a small pass after the only step, on evenly spread decisions; collective."""
+    evaluated = torch.nonzero(prepared.evaluated).flatten()
+    if not float(forward.ranks.sum(torch.tensor([float(len(evaluated))]))):
+        return MetricAccumulator()
+    rows = forward.small_size or rows_for_kl(len(evaluated), forward.micro_batch)
+    stride = max(1, -(-len(evaluated) // rows))
+    rows_M = evaluated[::stride] if len(evaluated) else PADDING_ROW
+    with torch.no_grad():
+        logprob = forward.evaluate(batch, rows_M, small=True).logprob
+    old_logprob = prepared.first_logprob[moved(rows_M, logprob.device)]
+    return kl_to_old(old_logprob, logprob, moved(batch.mask[rows_M], logprob.device) & bool(len(evaluated)))
+
+
+def rows_for_kl(evaluated: int, micro_batch: int) -> int:
+    """Return how many of the evaluated decisions are evaluated again after the only step."""
+    return min(micro_batch, max(KL_ROWS_MIN, evaluated // KL_ROWS_SHARE))
+
+
+def finish_metrics(means: dict[Metric | str, float]) -> dict[Metric, float]:
+    """Derive the metrics that are no means, and drop those of a skipped step, which are not finite."""
+    result = {name: value for name, value in means.items() if isinstance(name, Metric)}
+    if m.ADVANTAGES_MIN in result:
+        result[m.ADVANTAGES_MIN] = -result[m.ADVANTAGES_MIN]
+    if "ratio" in means:
+        result[m.ESS] = effective_sample_size(means, "ratio")
+    if "weight" in means:
+        result[m.IMPORTANCE_ESS] = effective_sample_size(means, "weight")
+    if "target" in means:
+        spread = variance(means, "target")
+        result[m.RETURNS_MEAN] = means["target"]
+        result[m.EXPLAINED_VARIANCE] = 1 - variance(means, "error") / spread if spread > 0 else math.nan
+    return {name: value for name, value in result.items() if math.isfinite(value)}

@@ -1,20 +1,15 @@
 """Gathers the sharded weights of all learner ranks into the buffers of rank 0, and into policy folders.
 
     other ranks   cast their rows of many tensors into one message (a bucket), send it to rank 0
-    rank 0        casts its own rows into the buffers while the others' travel, then copies theirs beside them
+    rank 0        casts its own rows into the buffers while the others' travel, then copies theirs
 
-So half as many bytes travel as the float32 weights have, no rank but rank 0 ever holds more than a few
-buckets, and there is a message per bucket instead of one per tensor. On CUDA all of it runs in the order of
-the current stream, two buckets overlap, and the calling thread waits for nothing.
+So half the bytes of the float32 weights travel, no rank but rank 0 holds more than a few buckets, and there
+is one message per bucket instead of one per tensor. On CUDA all of it runs in the order of the current
+stream, two buckets overlap, and the calling thread waits for nothing.
 
-Two NCCL communicators can block each other for ever: when GPU x runs a kernel of the first and GPU y one of
-the second, and each kernel waits for its peer on the other GPU, behind the kernel that is there. It takes
-two processes that are in both communicators. The weight group (`weights.transports`) has learner rank 0 and
-actors, the learners' group has learners: they share one process, so no kernel of one ever waits for a
-process that waits in the other. Within the learners' group all ranks make the same calls in the same order:
-gathering is part of `publish`, which the learner's thread calls on every rank, and nothing here depends on
-the rank but the direction of a message. An actor on another learner's GPU is another process; the GPU gives
-both their share of its time, so their kernels do not queue behind each other.
+Two NCCL communicators can deadlock if two processes are in both and launch their kernels in different orders.
+Only learner rank 0 is in both the weight group (with actors) and the learners' group. Within the latter all
+ranks make the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -38,18 +33,24 @@ from asyncrl.weights import packing
 from asyncrl.weights.packing import build_manifest
 
 ADAPTER_FOLDER: Final = "adapter"
+BUCKET: Final = 2**28
+"""Bytes of full tensors that travel together, at most, unless one tensor alone is larger."""
+IN_FLIGHT: Final = 2
+"""Buckets that travel at the same time: while one arrives, the one before it is copied to its place."""
+Views = list[list[Tensor]]
+"""By rank: destinations of each tensor's rows of that rank; rank 0's in their shape, the others' flat."""
 
 
 def acting_types(policy: Any) -> dict[str, torch.dtype]:
-    """Return the dtypes in which actors hold what they need; asked before the policy gets float32 weights."""
+    """Return the actors' dtypes by name; call it before the policy gets float32 weights."""
     return {name: tensor.dtype for name, tensor in policy.acting_tensors().items()}
 
 
 class ActingWeights:
-    """What actors need of the learner's policy, in their types. See `weights.interface.WeightSource`."""
+    """The actors' weights of a policy, in their dtypes. See `weights.interface.WeightSource`."""
 
     def __init__(self, policy: Any, types: Mapping[str, torch.dtype]) -> None:
-        """Begin with a policy that is spread over the ranks already, or lies unsharded on one."""
+        """Plan for a policy that is sharded already, or unsharded on one rank."""
         self._policy, self._types = policy, types
         tensors = self._tensors()
         self._gathering = Gathering(tensors, types)
@@ -66,11 +67,10 @@ class ActingWeights:
 
 
 def copy_policy(policy: Any, ranks: LearnerRanks) -> Callable[[Path], None]:
-    """Gather the policy in host memory, adapters merged, one tensor at a time, with all ranks.
+    """Gather the policy in host memory, adapters merged, one tensor at a time; collective.
 
     Returns:
-        Writes the policy's files, and the adapters alone into `adapter/`, into a folder; called on rank 0, at
-        any time, on any thread.
+        A writer of the policy's files, and of the adapters alone in `adapter/`, for rank 0, on any thread.
     """
     full = gather_to_host(ranks, policy.saved_tensors())
     adapters = gather_to_host(ranks, adapter_tensors(policy).items())
@@ -84,57 +84,35 @@ def copy_policy(policy: Any, ranks: LearnerRanks) -> Callable[[Path], None]:
 
 
 def gather_to_host(ranks: LearnerRanks, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Gather tensors in host memory, one at a time; collective.
-
-    Args:
-        tensors: Name and tensor, sharded or not, of any shape and dtype; each may be freed after.
-
-    Returns:
-        On rank 0 the full ones by name, on the CPU and of the same dtypes; on others nothing.
-    """
-    found: dict[str, Tensor] = {}
-    for name, tensor in tensors:  # Merging shards is itself a computation of all ranks together.
-        found |= {n: full.to("cpu", copy=True) for n, full in ranks.gather_full({name: tensor}).items()}
-    return found
-
-
-BUCKET: Final = 2**28
-"""Bytes of full tensors that travel together, at most, unless one tensor alone is larger."""
-IN_FLIGHT: Final = 2
-"""Buckets that travel at the same time: while one arrives, the one before it is copied to its place."""
-
-
-Views = list[list[Tensor]]
-"""By rank: where each tensor's rows of that rank go; rank 0's in their shape, the others' flat."""
+    """Gather full tensors by name in rank 0's host memory, one at a time; empty on others; collective."""
+    gathered: dict[str, Tensor] = {}
+    for name, tensor in tensors:  # Producing it may be a collective: adapters are merged.
+        gathered |= {n: full.to("cpu", copy=True) for n, full in ranks.gather_full({name: tensor}).items()}
+    return gathered
 
 
 class Gathering:
-    """Prepared once for tensors that keep their names, shapes and targets; `write` then serves every version.
-
-    Preparing costs some 20 us per tensor, writing about 5.
-    """
+    """A plan for tensors that keep their names, shapes and targets; `write` executes it for every version."""
 
     def __init__(self, tensors: Mapping[str, Tensor], types: Mapping[str, torch.dtype]) -> None:
-        """Plan how the tensors travel.
+        """Plan the buckets.
 
         Args:
             tensors: Any shapes and float dtypes; the same names on every rank, sharded or not.
-            types: The dtypes that they are cast to, by name.
+            types: Destination dtypes by name.
         """
         sharded = {name: t for name, t in tensors.items() if isinstance(t, DTensor)}
         self._unsharded = [name for name in tensors if name not in sharded]
         self._buckets = [_Bucket(names, sharded, types) for names in _buckets(sharded, types)]
         self._views: dict[int, tuple[Mapping[str, Tensor], list[Views]]] = {}
-        """By id of the targets: these, and their views for every bucket."""
+        """By id of the targets: the targets, and their views for every bucket."""
 
     def write(self, tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
-        """Write every tensor, full and cast, into its place on rank 0. A collective of the learner ranks.
+        """Write every tensor, full and cast, into its target on rank 0; collective.
 
         Args:
-            tensors: Any shapes and float dtypes, with names and shapes as when it was prepared; unsharded
-                ones are rank 0's.
-            targets: Rank 0: where they go, of full shape and of the dtypes in `types`; always the same few
-                mappings. Other ranks: empty.
+            tensors: As planned; unsharded ones are rank 0's.
+            targets: Of full shape and planned dtypes; always the same few mappings. Empty on other ranks.
         """
         if targets:
             packing.copy(
@@ -160,7 +138,7 @@ class Gathering:
 
 
 def _buckets(tensors: Mapping[str, DTensor], types: Mapping[str, torch.dtype]) -> Iterator[list[str]]:
-    """Names that travel together: of one type, in the same order on every rank."""
+    """Yield names that travel together: of one dtype, in the same order on every rank."""
     names: list[str] = []
     filled = 0
     for name in sorted(tensors, key=lambda n: (str(types[n]), n)):
@@ -175,10 +153,7 @@ def _buckets(tensors: Mapping[str, DTensor], types: Mapping[str, torch.dtype]) -
 
 
 class _Bucket:
-    """Tensors that travel together. Rank r has the r-th so many rows, the last ones fewer or none.
-
-    Where several rows of ranks have all of them, those of rank 0's row travel.
-    """
+    """Tensors that travel together. Rank r has the r-th rows; of several copies, rank 0's row sends."""
 
     def __init__(
         self, names: list[str], tensors: Mapping[str, DTensor], types: Mapping[str, torch.dtype]
@@ -198,17 +173,17 @@ class _Bucket:
         """By rank: elements of each piece."""
 
     def views(self, targets: Mapping[str, Tensor]) -> Views:
-        """Cut rank 0's targets as the ranks hold them."""
-        found = [[targets[name].narrow(0, 0, n) for name, n in zip(self._names, self._rows[0], strict=True)]]
+        """Return views of rank 0's targets by rank."""
+        views = [[targets[name].narrow(0, 0, n) for name, n in zip(self._names, self._rows[0], strict=True)]]
         begins = self._sizes[0]
         for sizes in self._sizes[1:]:
             cuts = zip(self._names, begins, sizes, strict=True)
-            found.append([targets[name].view(-1).narrow(0, begin, size) for name, begin, size in cuts])
+            views.append([targets[name].view(-1).narrow(0, begin, size) for name, begin, size in cuts])
             begins = [begin + size for begin, size in zip(begins, sizes, strict=True)]
-        return found
+        return views
 
     def start(self, tensors: Mapping[str, Tensor], views: Views) -> Callable[[], None]:
-        """Let the bucket travel. Returns what ends it, called on every rank in the order of the starts."""
+        """Send or receive the bucket; returns a function that finishes it, called in the order of starts."""
         if not self._takes_part:
             return lambda: None
         local: list[Tensor] = [cast("DTensor", tensors[name]).to_local() for name in self._names]
@@ -258,7 +233,7 @@ def _rows(rows: int, ranks: int, rank: int) -> int:
 
 
 def _wait(works: Sequence[Any], kept: Sequence[Tensor]) -> None:
-    """CUDA: the current stream waits for what travels. CPU: this thread does. Till then messages are kept."""
+    """Wait for messages, kept alive until then: on CUDA the current stream waits, on the CPU this thread."""
     del kept
     for work in works:
         work.wait()

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from asyncrl.learner.metrics import MetricAccumulator, effective_sample_size, variance
-from asyncrl.learner.ranks import SingleRank
+from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.observability import metrics_training as m
 
 
-class Twice(SingleRank):
+class Twice(LearnerRanks):
     """Two ranks that hold the same."""
 
     size = 2
@@ -49,18 +49,18 @@ def test_totals_are_per_optimizer_step() -> None:
     metrics = MetricAccumulator()
     for part in (1.0, 2.0, 3.0):
         metrics.total(m.LOSS, torch.tensor(part))
-    assert metrics.reduce(SingleRank(), 2)[m.LOSS] == 3.0
+    assert metrics.reduce(LearnerRanks(), 2)[m.LOSS] == 3.0
     assert metrics.reduce(Twice(), 2)[m.LOSS] == 6.0  # Each rank holds its part of the loss.
 
 
 def test_the_effective_sample_size_by_hand() -> None:
     metrics = MetricAccumulator()
     metrics.moments("w", torch.tensor([1.0, 1.0, 4.0]), torch.tensor(True))
-    assert effective_sample_size(metrics.reduce(SingleRank()), "w") == pytest.approx(36 / (3 * 18))
+    assert effective_sample_size(metrics.reduce(LearnerRanks()), "w") == pytest.approx(36 / (3 * 18))
 
 
 def test_what_has_no_valid_value_is_left_out() -> None:
     metrics = MetricAccumulator()
     metrics.mean(m.RATIO, torch.ones(3), torch.tensor(False))
-    assert m.RATIO not in metrics.reduce(SingleRank())
-    assert math.isnan(variance(metrics.reduce(SingleRank()), "x"))
+    assert m.RATIO not in metrics.reduce(LearnerRanks())
+    assert math.isnan(variance(metrics.reduce(LearnerRanks()), "x"))

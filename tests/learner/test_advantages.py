@@ -19,7 +19,7 @@ from asyncrl.learner.advantages import (
     vtrace,
     whitened,
 )
-from asyncrl.learner.ranks import SingleRank
+from asyncrl.learner.ranks import LearnerRanks
 
 # --- groups -------------------------------------------------------------------
 
@@ -90,11 +90,11 @@ def test_advantages_are_the_plain_formula_bit_for_bit(baseline: Any, spread: Any
 
 def test_moments_of_all_ranks_are_those_of_torch_in_float64() -> None:
     values = torch.randn(12, generator=torch.Generator().manual_seed(1))
-    mean, std = moments_of_all(values, SingleRank())
+    mean, std = moments_of_all(values, LearnerRanks())
     assert mean.equal(values.double().mean().float())
     assert std.equal(values.double().std().float())
-    assert moments_of_all(values[:0], SingleRank()) == (0, 0)
-    assert moments_of_all(values[:1], SingleRank()) == (values[0], 0)
+    assert moments_of_all(values[:0], LearnerRanks()) == (0, 0)
+    assert moments_of_all(values[:1], LearnerRanks()) == (values[0], 0)
 
 
 @given(order=st.permutations(range(4)))

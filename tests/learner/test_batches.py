@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from asyncrl.errors import ReplayError
 from asyncrl.learner.batches import batch_metrics as metrics_of_outcomes
-from asyncrl.learner.batches import build_batch, outcome_of
+from asyncrl.learner.batches import build_batch, group_outcome
 from asyncrl.observability import metrics_system as r
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics import Metric
@@ -22,7 +22,7 @@ from support.table_policy import episode, groups_of
 
 
 def batch_metrics(groups: list[list[Episode]], **about: Any) -> dict[Metric, float]:
-    return metrics_of_outcomes([outcome_of(group) for group in groups], **about)
+    return metrics_of_outcomes([group_outcome(group) for group in groups], **about)
 
 
 def small_groups() -> list[list[Episode]]:

@@ -18,13 +18,12 @@ from asyncrl.launch.build import _early_compile, build_update, compile_learning
 from asyncrl.learner.batches import Batch, build_batch
 from asyncrl.learner.early_compile import (
     EarlyCompile,
-    Shown,
+    ObservationShapes,
+    dummy_batch,
     fix_sizes,
+    observation_shapes,
     passes_of,
-    placeholder_batch,
-    shown_of,
 )
-from asyncrl.learner.ranks import SingleRank
 from asyncrl.learner.update import Update
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability.metrics import Metric
@@ -36,7 +35,7 @@ from asyncrl.replay.interface import EpisodeFormat, LearnerPort, SimulatorFormat
 from support.adapters import TASKS, adapted
 from support.table_policy import groups_of
 
-SHOWN = Shown(image_size=64, tasks=tuple(TASKS))
+SHOWN = ObservationShapes(image_size=64, tasks=tuple(TASKS))
 SAMPLING = SamplingParams(temperature=1.0)
 OUTCOMES = [
     [[3, -1], [10, -1], [-1, -1]],
@@ -45,11 +44,6 @@ OUTCOMES = [
 ]
 """Steps of success of three updates that leave different numbers of decisions with a gradient. No minibatch
 is left with a single one: passes of one decision are graphs of their own."""
-
-
-TWO_STEPS = pytest.param(
-    {"minibatches": 2, "checkpointed": True}, marks=pytest.mark.long, id="two, checkpointed"
-)
 
 
 @pytest.fixture(autouse=True)
@@ -65,9 +59,7 @@ def graphs() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def an_update(
-    compiled: bool = True, checkpointed: bool = False, fixed: bool = False, **changes: Any
-) -> Update:
+def an_update(compiled: bool = True, checkpointed: bool = False, **changes: Any) -> Update:
     shallow = TowerConfig(width=24, depth=2, heads=3, mlp=48)
     policy = adapted(dino=shallow, siglip=shallow, llm_layers=1)
     if checkpointed:
@@ -80,7 +72,9 @@ def an_update(
     )
     update = build_update(config, policy)
     if compiled:
-        compile_learning(update, SHOWN if fixed else None)
+        compile_learning(update, SHOWN)
+    else:
+        fix_sizes(update)
     return update
 
 
@@ -111,9 +105,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     "changes",
     [
         pytest.param({}, id="one step"),
-        TWO_STEPS,
-        pytest.param({"fixed": True}, id="one step, one size"),
-        pytest.param({"fixed": True, "minibatches": 2, "checkpointed": True}, id="two, one size"),
+        pytest.param({"minibatches": 2, "checkpointed": True}, marks=pytest.mark.long, id="two"),
     ],
 )
 def test_no_update_compiles_anything_afterwards_and_learns_the_same(
@@ -193,8 +185,8 @@ def counting(update: Update, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_stop_is_seen_between_two_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     update = an_update(compiled=False)
     made, asked = counting(update, monkeypatch), list[int]()
-    EarlyCompile(update, SHOWN, SAMPLING, lambda: asked.append(1) or len(asked) > 2)(0)
-    assert len(made) == 2
+    EarlyCompile(update, SHOWN, SAMPLING, lambda: asked.append(1) or len(asked) > 1)(0)
+    assert len(made) == 1
 
 
 def test_a_batch_that_is_ready_is_not_kept_waiting_for_more_than_a_pass(
@@ -209,7 +201,7 @@ def test_a_batch_that_is_ready_is_not_kept_waiting_for_more_than_a_pass(
 def test_placeholders_have_the_types_and_shapes_of_true_decisions() -> None:
     true = batch_of(0)
     update = an_update(compiled=False)
-    made = placeholder_batch(update.policy, SHOWN, true.tasks, SAMPLING)
+    made = dummy_batch(update.policy, SHOWN, true.tasks, SAMPLING)
     for name in (
         "sample",
         "frames",
@@ -228,21 +220,6 @@ def test_placeholders_have_the_types_and_shapes_of_true_decisions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "sizes"),
-    [
-        ({"micro_batch": 4}, [4, 3]),
-        ({"micro_batch": 100}, [12, 11]),  # An update has no more decisions.
-        ({"micro_batch": 100, "minibatches": 3}, [4, 3]),
-        ({"micro_batch": 2}, [2]),
-    ],
-)
-def test_passes_are_as_large_as_those_of_updates(changes: dict[str, Any], sizes: list[int]) -> None:
-    found = passes_of(an_update(compiled=False, **changes), Shown(image_size=64, tasks=("lift it",)))
-    assert [len(each.tasks) for each in found if each.gradient] == sizes
-    assert [len(each.tasks) for each in found if not each.gradient] == sizes[:1]
-
-
-@pytest.mark.parametrize(
     ("changes", "passes"),
     [
         ({"micro_batch": 9}, [(9, True, False), (4, False, True)]),
@@ -256,31 +233,20 @@ def test_there_is_one_pass_of_each_kind_where_sizes_are_fixed(
     changes: dict[str, Any], passes: list[tuple[int, bool, bool]]
 ) -> None:
     update = an_update(compiled=False, **changes)
-    fix_sizes(update)
-    found = [(len(each.tasks), each.gradient, each.small) for each in passes_of(update, SHOWN)]
+    found = [tuple(each) for each in passes_of(update)]
     assert found == passes
-
-
-def test_ranks_make_the_same_passes_and_one_of_a_single_decision() -> None:
-    class TwoRanks(SingleRank):
-        size = 2
-
-    update = an_update(compiled=False)
-    update.ranks = TwoRanks()
-    found = passes_of(update, Shown(image_size=64, tasks=("lift it",)))
-    assert [len(each.tasks) for each in found if each.gradient] == [4, 3, 1]
 
 
 def test_what_is_shown_travels_as_text_and_is_read_from_the_format_of_episodes() -> None:
     imagined = EpisodeFormat(image_size=64, tasks={"a": ["lift it", "push it"], "b": ["lift it"]})
-    assert shown_of(imagined) == Shown(image_size=64, tasks=("lift it", "push it"))
+    assert observation_shapes(imagined) == ObservationShapes(image_size=64, tasks=("lift it", "push it"))
     simulator = SimulatorFormat(name="s", tasks=("lift it",), more_cameras=1, state_dim=8)
-    found = shown_of(EpisodeFormat(image_size=64, simulator=simulator))
-    assert found == Shown(image_size=64, tasks=("lift it",), more_cameras=1, state_dim=8)
+    found = observation_shapes(EpisodeFormat(image_size=64, simulator=simulator))
+    assert found == ObservationShapes(image_size=64, tasks=("lift it",), more_cameras=1, state_dim=8)
     assert found is not None
-    assert Shown.from_json(found.to_json()) == found
-    assert shown_of(EpisodeFormat(image_size=64)) is None
-    assert Shown.from_json("") is None
+    assert ObservationShapes.from_json(found.to_json()) == found
+    assert observation_shapes(EpisodeFormat(image_size=64)) is None
+    assert ObservationShapes.from_json("") is None
 
 
 class Port:

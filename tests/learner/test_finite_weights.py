@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.learner.ranks import SingleRank, not_finite
+from asyncrl.learner.ranks import LearnerRanks, not_finite
 
 
 def weights() -> dict[str, Tensor]:
@@ -21,7 +21,7 @@ def weights() -> dict[str, Tensor]:
 
 
 def test_the_largest_numbers_are_finite() -> None:
-    assert not_finite(weights(), SingleRank()) == []
+    assert not_finite(weights(), LearnerRanks()) == []
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
@@ -30,14 +30,14 @@ def test_one_number_is_enough_to_be_named(names: list[str], number: float) -> No
     tensors = weights()
     for name in names:
         tensors[name].view(-1)[-1] = number
-    assert sorted(not_finite(tensors, SingleRank())) == names
+    assert sorted(not_finite(tensors, LearnerRanks())) == names
 
 
 def test_shards_that_are_all_empty_are_finite() -> None:
-    assert not_finite({"nothing": torch.empty(0, 4)}, SingleRank()) == []
+    assert not_finite({"nothing": torch.empty(0, 4)}, LearnerRanks()) == []
 
 
-class Two(SingleRank):
+class Two(LearnerRanks):
     """A second rank whose tensors are all as `other` says."""
 
     def __init__(self, other: float) -> None:

@@ -20,7 +20,7 @@ from asyncrl.devices.offload import IdleOffload, OffloadedTensors
 from asyncrl.errors import ConfigError, ReplayError, RunError
 from asyncrl.learner.fsdp import UNITS, ReshardAfter, join_small, shard, spread, summed_gradient
 from asyncrl.learner.optimizer import clip
-from asyncrl.learner.ranks import DistributedRanks, own_parts
+from asyncrl.learner.ranks import DistributedRanks, local_tensors
 from asyncrl.policies.acceleration import enable_gradient_checkpointing
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.lora import add_lora, merged_tensors
@@ -359,7 +359,8 @@ def norm_of_gradients(copies: int) -> float:
     assert norm == pytest.approx(float(expected.full_tensor()), rel=1e-5)
     for gradient, parameter in zip(held, wanted, strict=True):
         assert parameter.grad is not None
-        torch.testing.assert_close(own_parts([gradient]), own_parts([parameter.grad]), rtol=1e-5, atol=0)
+        found, expected = local_tensors([gradient, parameter.grad])
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
     small = clip(held, 2 * largest)
     assert float(small) == pytest.approx(largest, rel=1e-3), "nothing is scaled up"
     assert float(clip(held, 1.0)) == pytest.approx(float(small), rel=1e-6)
@@ -382,7 +383,7 @@ def peer_dies(group: DistributedRanks) -> str:
         return ""  # Leaves: its process ends.
     began = time.monotonic()
     with pytest.raises(RunError) as caught:
-        group.deal(None)
+        group.share_batch(None)
     assert time.monotonic() - began < 15
     return str(caught.value)
 
@@ -399,12 +400,12 @@ def exchange_until_a_peer_dies() -> tuple[tuple[int, ...], float, float, int, st
     sum_, max_ = float(group.sum(torch.tensor(rank + 1))), float(group.max(torch.tensor(-rank)))
     batch = BatchDescription(request="r", numbers=(7, 3, 12))
     time.sleep(0.0 if group.rank else 0.3)
-    part = group.deal(batch if group.rank == 0 else None)
+    part = group.share_batch(batch if group.rank == 0 else None)
     assert part is not None
     assert part.request == "r"
-    assert group.deal(None) is None
+    assert group.share_batch(None) is None
     with pytest.raises(ConfigError, match=r"2 learner ranks.*--algorithm\.groups-per-update 2"):
-        group.deal(replace(batch, numbers=(7,)) if group.rank == 0 else None)
+        group.share_batch(replace(batch, numbers=(7,)) if group.rank == 0 else None)
     return part.numbers, sum_, max_, looks, peer_dies(group)
 
 
@@ -422,8 +423,8 @@ def a_wait_longer_than_the_deadline() -> bool:
     if group.rank == 0:
         for _ in range(6):
             time.sleep(0.5)
-            group.still_waiting()
-    return group.deal(TWO_GROUPS if group.rank == 0 else None) is not None
+            group.send_heartbeat()
+    return group.share_batch(TWO_GROUPS if group.rank == 0 else None) is not None
 
 
 @pytest.mark.timeout(60)
@@ -483,7 +484,7 @@ def two_steps_of_adam(*, offloaded: bool) -> tuple[dict[str, Tensor], int]:
             offload.offload_if_idle()
             time.sleep(0.25)
             offload.offload_if_idle()
-        group.deal(TWO_GROUPS if group.rank == 0 else None, offload.offload_if_idle)
+        group.share_batch(TWO_GROUPS if group.rank == 0 else None, offload.offload_if_idle)
         offload.restore()
         most = max(most, offload.pop_metrics()[1])
     return {n: p.to_local().clone() for n, p in policy.named_parameters()}, most  # type: ignore[attr-defined]

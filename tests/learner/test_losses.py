@@ -160,7 +160,7 @@ EPISODE = torch.tensor([0, 0, 1])
     ],
 )
 def test_aggregation_weights_by_hand(aggregation: str, expected: list[float]) -> None:
-    weights = aggregation_weights(MASK, EPISODE, aggregation, units=5, episodes=2, longest=4)  # pyright: ignore
+    weights = aggregation_weights(MASK, EPISODE, aggregation, units=5, episodes=2, max_units=4)  # pyright: ignore
     torch.testing.assert_close(weights.flatten(), torch.tensor(expected))
 
 
@@ -170,7 +170,7 @@ def test_length_normalised_is_rlinfs_formula() -> None:
     padded = torch.tensor([[1.0, 2.0, 4.0, 0.0], [8.0, 16.0, 0.0, 0.0]])
     valid = torch.tensor([[3.0], [2.0]])
     rlinf = (padded * 4 / valid).mean()
-    weights = aggregation_weights(MASK, EPISODE, "length_normalised", units=5, episodes=2, longest=4)
+    weights = aggregation_weights(MASK, EPISODE, "length_normalised", units=5, episodes=2, max_units=4)
     torch.testing.assert_close((weights * losses).sum(), rlinf)
 
 
@@ -200,6 +200,6 @@ def test_a_rank_without_an_episode_counts_nothing(aggregation: str) -> None:
         aggregation,  # pyright: ignore
         units=56.0,
         episodes=1.0,
-        longest=56,
+        max_units=56,
     )
     assert weights.shape == (0, 8, 7)

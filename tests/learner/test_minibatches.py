@@ -12,15 +12,14 @@ from asyncrl.config.algorithm import AlgorithmSettings, CorrectionSettings, Crit
 from asyncrl.config.sections import OptimizerSettings
 from asyncrl.learner.batches import build_batch
 from asyncrl.learner.forward import PolicyForward
-from asyncrl.learner.minibatches import build_minibatch, split_minibatches
 from asyncrl.learner.optimizer import learning_rate_share
-from asyncrl.learner.prepare import prepare_batch
-from asyncrl.learner.ranks import LearnerRanks, SingleRank
+from asyncrl.learner.prepare import build_minibatch, prepare_batch, split_minibatches
+from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.learner.recipe import build_recipe
 from support.table_policy import TablePolicy, groups_of
 
 
-class OtherRankNeeds(SingleRank):
+class OtherRankNeeds(LearnerRanks):
     """Ranks of which another one makes `passes` passes."""
 
     size = 2
@@ -70,13 +69,13 @@ def test_micro_batches_cover_all_rows_and_keep_up_with_the_other_ranks(
 def test_a_pass_for_the_others_counts_nothing() -> None:
     batch = build_batch(groups_of([[10, -1], [-1, -1]]), version=0)
     recipe = build_recipe(AlgorithmSettings(group_size=2), CorrectionSettings(), CriticSettings())
-    prepared, _ = prepare_batch(batch, recipe, forward_in(SingleRank(), 32))
+    prepared, _ = prepare_batch(batch, recipe, forward_in(LearnerRanks(), 32))
     minibatch = build_minibatch(
         batch,
         prepared,
         torch.arange(4),
         recipe,
-        SingleRank(),
+        LearnerRanks(),
         max_decisions=6,
         prompt_lengths=torch.zeros(8, dtype=torch.int64),
     )

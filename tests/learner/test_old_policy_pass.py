@@ -19,8 +19,8 @@ from asyncrl.learner import prepare
 from asyncrl.learner.batches import Batch, build_batch
 from asyncrl.learner.forward import FrozenReference, PolicyForward
 from asyncrl.learner.interface import AdvantagesAndTargets
-from asyncrl.learner.minibatches import split_minibatches
-from asyncrl.learner.ranks import SingleRank
+from asyncrl.learner.prepare import split_minibatches
+from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.learner.recipe import build_recipe
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics import Metric
@@ -108,7 +108,7 @@ def prepared_rows(advantage: type, **changes: Any) -> tuple[list[int], Any]:
     named = f"{advantage.__module__}:{advantage.__qualname__}"
     chosen = dataclasses.replace(config.algorithm, advantage=named)
     built = build_recipe(chosen, config.correction, config.critic)
-    forward = PolicyForward(TablePolicy(rows=8), SingleRank(), torch.device("cpu"), micro_batch=4)  # pyright: ignore
+    forward = PolicyForward(TablePolicy(rows=8), LearnerRanks(), torch.device("cpu"), micro_batch=4)  # pyright: ignore
     prepared, _ = prepare.prepare_batch(batch, built, forward)
     assert isinstance(built.advantage, OneDecision)
     return torch.nonzero(prepared.evaluated).flatten().tolist(), built.advantage.seen

@@ -9,13 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from asyncrl.errors import ReplayError, RunError
-from asyncrl.learner.batches import batch_metrics, build_batch, outcome_of, pack, unpack
-from asyncrl.learner.progress import fetch_part
-from asyncrl.learner.ranks import DistributedRanks, Groups, SingleRank
+from asyncrl.learner.batches import batch_metrics, build_batch, group_outcome
+from asyncrl.learner.progress import fetch_shard
+from asyncrl.learner.ranks import DistributedRanks, Groups, LearnerRanks
 from asyncrl.records import Episode
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort, ZmqRankPort
 from asyncrl.replay.interface import GroupLost
@@ -36,17 +34,6 @@ def imagined(number: int) -> list[Episode]:
     ]
 
 
-@settings(deadline=None)
-@given(st.lists(st.integers(0, 40), max_size=6))
-def test_outcomes_come_through_as_they_were(numbers: list[int]) -> None:
-    outcomes = [outcome_of(imagined(number)) for number in numbers]
-    again = unpack(*pack(outcomes))
-    assert len(again) == len(outcomes)
-    for was, now in zip(outcomes, again, strict=True):
-        for name in ("episodes", "policy_versions"):
-            assert getattr(was, name).tolist() == getattr(now, name).tolist(), name
-
-
 def content(groups: Groups) -> dict[str, Any]:
     """Everything that an update sees of groups, bit for bit."""
     found = vars(build_batch(groups, version=0)).copy()
@@ -63,12 +50,12 @@ def fetched(endpoint: str) -> tuple[dict[str, Any], dict[str, float]]:
     learner = ZmqLearnerPort(endpoint) if ranks.rank == 0 else None
     port = learner or ZmqRankPort(endpoint, f"learner-{ranks.rank}")
     batch = learner.choose(groups=GROUPS, version=0, timeout=15.0) if learner else None
-    mine = ranks.deal(batch)
+    mine = ranks.share_batch(batch)
     assert mine is not None
-    part = fetch_part(port, ranks, mine, 15.0, lambda: None)
+    part = fetch_shard(port, ranks, mine, 15.0, lambda: None)
     assert part.failure is None
     assert part.groups is not None
-    found = ranks.gather_outcomes([outcome_of(group) for group in part.groups])
+    found = ranks.gather_outcomes([group_outcome(group) for group in part.groups])
     values = batch_metrics(found, 0)
     port.close()
     return content(part.groups), {metric.name: value for metric, value in values.items()}
@@ -102,7 +89,7 @@ def test_ranks_hold_the_batch_and_rank_0_says_of_it_what_one_rank_would(
     groups = [imagined(number) for number in range(GROUPS)]
     for rank, (held, _) in enumerate(parts):
         assert held == content(groups[rank::ranks]), "as it was dealt by one who held them all"
-    values = batch_metrics([outcome_of(group) for group in groups], 0)
+    values = batch_metrics([group_outcome(group) for group in groups], 0)
     assert parts[0][1] == {metric.name: value for metric, value in values.items()}
     assert all(said == {} for _, said in parts[1:])
 
@@ -110,14 +97,14 @@ def test_ranks_hold_the_batch_and_rank_0_says_of_it_what_one_rank_would(
 def one_dies_before_it_fetches(endpoint: str) -> str:
     ranks = DistributedRanks(20.0)
     if ranks.rank == 1:
-        ranks.deal(None)
+        ranks.share_batch(None)
         return ""  # Its process ends.
     port = ZmqLearnerPort(endpoint)
-    mine = ranks.deal(port.choose(groups=2, version=0, timeout=15.0))
+    mine = ranks.share_batch(port.choose(groups=2, version=0, timeout=15.0))
     assert mine is not None
     try:
         with pytest.raises(RunError) as caught:
-            fetch_part(port, ranks, mine, 15.0, lambda: None)
+            fetch_shard(port, ranks, mine, 15.0, lambda: None)
     finally:
         port.close()
     return str(caught.value)
@@ -194,4 +181,4 @@ def test_one_rank_alone_keeps_what_failed(tmp_path: Path) -> None:
 
     run.replay.fetch = failing  # type: ignore[method-assign]
     mine = run.replay.choose(groups=2, version=0, timeout=1.0)
-    assert fetch_part(run.replay, SingleRank(), mine, 1.0, lambda: None) == (None, error)
+    assert fetch_shard(run.replay, LearnerRanks(), mine, 1.0, lambda: None) == (None, error)

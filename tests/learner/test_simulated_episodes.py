@@ -12,10 +12,10 @@ from torch import Tensor
 
 from asyncrl.episode_layout import problem_with
 from asyncrl.errors import ReplayError
-from asyncrl.learner.batches import Batch, batch_metrics, build_batch, outcome_of, valid_steps
+from asyncrl.learner.batches import Batch, batch_metrics, build_batch, group_outcome, valid_steps
 from asyncrl.learner.forward import PolicyForward
 from asyncrl.learner.prepare import PreparedBatch, prepare_batch
-from asyncrl.learner.ranks import SingleRank
+from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.learner.recipe import build_recipe
 from asyncrl.observability import metrics_training as m
 from asyncrl.records import EndReason, Episode
@@ -54,7 +54,7 @@ def learned_from(
         **{"critic__normalize_advantages": False, "critic__gamma": GAMMA, "critic__lam": LAM, **changes}
     )
     chosen = build_recipe(config.algorithm, config.correction, config.critic)
-    forward = PolicyForward(policy, SingleRank(), CPU, micro_batch=3)  # type: ignore[arg-type]
+    forward = PolicyForward(policy, LearnerRanks(), CPU, micro_batch=3)  # type: ignore[arg-type]
     return batch, prepare_batch(batch, chosen, forward)[0]
 
 
@@ -75,7 +75,7 @@ def test_dense_rewards_add_up_to_the_return_whatever_their_signs() -> None:
         assert batch.returns[row] == pytest.approx(total, abs=1e-6)
         assert int(batch.mask[batch.episode == row].sum()) == steps * 7
     assert batch.lengths.tolist() == [11, 9]
-    metrics = batch_metrics([outcome_of(group)], version=0)
+    metrics = batch_metrics([group_outcome(group)], version=0)
     assert metrics[m.SUCCESS_ONCE] == 0
     assert metrics[m.REWARD] == pytest.approx(float((batch.returns / torch.tensor([11, 9])).mean()), abs=1e-6)
 

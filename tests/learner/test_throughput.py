@@ -14,8 +14,8 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.launch.build import build_update
 from asyncrl.learner.batches import Batch, build_batch
 from asyncrl.learner.metrics import Throughput, forward_flops, peak_flops
-from asyncrl.learner.objective import update_loss
-from asyncrl.learner.ranks import SingleRank
+from asyncrl.learner.ranks import LearnerRanks
+from asyncrl.learner.update import update_loss
 from asyncrl.observability import metrics_system as m
 from support.ranks import run_ranks
 from support.table_policy import BINS, Evaluation, TableActorCritic, TablePolicy, groups_of
@@ -57,7 +57,7 @@ def a_batch() -> Batch:
 
 
 def on_known_device(ranks: Any = None, **more: Any) -> Throughput:
-    throughput = Throughput(LinearPolicy(), ranks or SingleRank(), micro_batch=3, **more)  # type: ignore[arg-type]
+    throughput = Throughput(LinearPolicy(), ranks or LearnerRanks(), micro_batch=3, **more)  # type: ignore[arg-type]
     throughput.own_peak = PEAK
     return throughput
 
@@ -109,7 +109,7 @@ def test_counting_leaves_compiled_layers_compiled() -> None:
 
 def test_on_a_device_without_known_peak_there_is_no_mfu_and_no_extra_pass() -> None:
     policy = TablePolicy()
-    throughput = Throughput(policy, SingleRank(), micro_batch=3)  # type: ignore[arg-type]
+    throughput = Throughput(policy, LearnerRanks(), micro_batch=3)  # type: ignore[arg-type]
     assert throughput.measure(a_batch(), 7, 2.0).keys() == {m.DECISIONS_PER_SECOND}
     assert policy.evaluated == []
     assert peak_flops(CPU, "fp32") == 0

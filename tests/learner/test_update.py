@@ -21,7 +21,7 @@ from asyncrl.learner.advantages import group_relative_advantages
 from asyncrl.learner.batches import Batch, build_batch
 from asyncrl.learner.forward import FrozenReference
 from asyncrl.learner.losses import ClippedObjective
-from asyncrl.learner.minibatches import split_minibatches
+from asyncrl.learner.prepare import split_minibatches
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics import LAG_RANGES
 from support.slow_update import Table, recipe, slow_loss

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from asyncrl.launch.build import build_update
 from asyncrl.learner.batches import build_batch
-from asyncrl.learner.early_compile import EarlyCompile, Shown, fix_sizes
+from asyncrl.learner.early_compile import EarlyCompile, ObservationShapes, fix_sizes
 from asyncrl.learner.fsdp import shard
-from asyncrl.learner.ranks import DistributedRanks, LearnerRanks, SingleRank
+from asyncrl.learner.ranks import DistributedRanks, LearnerRanks
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.policies.interface import SamplingParams
@@ -67,7 +67,7 @@ def on_ranks(name: str, fixed: bool = False) -> tuple[dict[str, Tensor], dict[st
 
 @pytest.mark.parametrize(("name", "fixed"), [("grpo", False), ("episode", False), ("grpo", True)])
 def test_two_ranks_make_the_update_of_one(name: str, fixed: bool) -> None:
-    expected, alone = updated(name, SingleRank(), slice(None))
+    expected, alone = updated(name, LearnerRanks(), slice(None))
     (actual, values), (_, others) = run_ranks(on_ranks, name, fixed)
     assert actual.keys() == expected.keys()
     for parameter, gradient in actual.items():
@@ -81,7 +81,7 @@ def test_two_ranks_make_the_update_of_one(name: str, fixed: bool) -> None:
 
 def test_minibatches_of_two_ranks_train_the_critic_in_step() -> None:
     # Minibatches are dealt per rank, so only what no dealing changes is compared with one rank.
-    _, alone = updated("ppo", SingleRank(), slice(None))
+    _, alone = updated("ppo", LearnerRanks(), slice(None))
     (gradients, values), (_, others) = run_ranks(on_ranks, "ppo")
     assert values == others
     assert max(float(g.abs().max()) for g in gradients.values()) > 0
@@ -90,7 +90,7 @@ def test_minibatches_of_two_ranks_train_the_critic_in_step() -> None:
 
 
 def test_a_rank_whose_groups_teach_nothing_keeps_in_step_before_the_first_of_several_steps() -> None:
-    _, alone = updated("steps", SingleRank(), slice(None))
+    _, alone = updated("steps", LearnerRanks(), slice(None))
     (gradients, values), (_, others) = run_ranks(on_ranks, "steps")
     assert values == others
     assert max(float(g.abs().max()) for g in gradients.values()) > 0
@@ -106,7 +106,7 @@ def after_compiling_early(early: bool, fixed: bool) -> dict[str, Tensor]:
     torch.manual_seed(0)
     policy = shard(OpenVLAOFTPolicy(OpenVLAOFTConfig.tiny()).eval(), torch.device("cpu"), "fp32")
     update = build_update(config, policy, ranks=ranks)
-    shown = Shown(image_size=64, tasks=("lift it", "put the red cube on the white plate"))
+    shown = ObservationShapes(image_size=64, tasks=("lift it", "put the red cube on the white plate"))
     if fixed:
         policy.fix_prompts(shown.tasks)
         fix_sizes(update)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from asyncrl.errors import CheckpointError, ConfigError
-from asyncrl.learner.ranks import SingleRank
+from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.learner.weight_export import copy_policy
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.lora import (
@@ -340,7 +340,7 @@ def test_a_checkpoint_of_adapters_holds_the_merged_policy_and_the_adapters_alone
     with torch.no_grad():
         for parameter in policy.trainable_parameters().values():
             parameter.normal_()
-    copy_policy(policy, SingleRank())(tmp_path)
+    copy_policy(policy, LearnerRanks())(tmp_path)
     again = load_policy(tmp_path / "start")
     PeftModel.from_pretrained(again, str(tmp_path / "adapter"))
     merged, adapted = dict(merged_tensors(load_policy(tmp_path))), dict(merged_tensors(again))

@@ -15,10 +15,9 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import ActorSettings, OptimizerSettings
 from asyncrl.errors import SampleTimeout, WeightSyncError
 from asyncrl.launch.build import build_update
-from asyncrl.learner.learner import Learner
-from asyncrl.learner.loop import LoopSettings
+from asyncrl.learner.learner import Learner, LoopSettings
 from asyncrl.learner.metrics import Throughput
-from asyncrl.learner.ranks import LearnerRanks, SingleRank
+from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability.metrics import Metric
 from asyncrl.records import Episode
@@ -174,7 +173,7 @@ class Run:
             ),
             self.replay,
             self.publisher,
-            self.log,
+            self.log.write,
             Checkpoints(folder, keep=10, link=link),
             LoopSettings(
                 updates=updates,
@@ -183,11 +182,11 @@ class Run:
                 first_weights_deadline=30.0,
                 config_hash="abc",
             ),
-            throughput=Throughput(self.policy, ranks or SingleRank(), micro_batch=32),
+            throughput=Throughput(self.policy, ranks or LearnerRanks(), micro_batch=32),
             copy_policy=self.copy_policy,
             acting_tensors=self.policy.acting_tensors,
             stop_requested=stop,
-            tell_estimate=lambda what, seconds: self.estimates.append((what, seconds)),
+            on_estimate=lambda what, seconds: self.estimates.append((what, seconds)),
             clock=self.clock,
         )
 
