@@ -1,8 +1,4 @@
-"""Run a function of tensors as one CUDA graph: for the host, one launch per call.
-
-Thousands of kernels per decision take the host longer to start than the GPU to run at small batches, and
-fill the queue between them, so that starting them waits for the GPU. A graph is one entry of that queue.
-"""
+"""A function of tensors as one CUDA graph: one launch per call, where the host would be the bottleneck."""
 
 from __future__ import annotations
 
@@ -31,7 +27,7 @@ class CudaGraphed:
         self._result: Any = None
 
     def __call__(self, *inputs: Tensor) -> Any:
-        """Copy the inputs into the graph's, and replay it."""
+        """Copy the inputs into the graph and replay it."""
         if self._graph is None:
             self._capture(inputs)
         assert self._graph is not None

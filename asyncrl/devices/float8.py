@@ -9,10 +9,8 @@ A row's result depends only on that row, so slots do not influence each other.
     forward     y  = x W^T     x is rounded per row, W per output channel
     backward    dx = dy W      dy is rounded per row, W per input channel
 
-The two products sum over different sides of W, a scale must be equal for all terms of a sum, and GPUs need W
-transposed in memory for the second: so it has two rounded copies. The gradient is rounded to ``e4m3`` too,
-not to ``e5m2``, which has more range and one bit less precision: scaled row by row, a number becomes 0 only
-below 2^-18 of its row's largest.
+Each product needs its own scales and layout of W, so there are two rounded copies. The gradient is rounded to
+``e4m3`` too: scaled row by row, a number becomes 0 only below 2^-18 of its row's largest.
 
 Dimension letters:
     K, N  features into and out of the layer
@@ -39,11 +37,7 @@ CAPABILITY: Final = (8, 9)
 
 
 def check_device(device: torch.device, flag: str = "--imagination.precision") -> None:
-    """Check that a GPU has 8-bit products; CPUs have slow ones.
-
-    Raises:
-        ConfigError: It has none; names `flag`, whose other value is 'stored'.
-    """
+    """Raise ConfigError, naming `flag`, if a GPU has no 8-bit products; CPUs have slow ones."""
     if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < CAPABILITY:
         raise ConfigError(
             f"{flag} is float8, but {torch.cuda.get_device_name(device)} has compute "
@@ -53,30 +47,13 @@ def check_device(device: torch.device, flag: str = "--imagination.precision") ->
 
 
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round rows to 8 bits.
-
-    Args:
-        x: ``[N, K]`` of any float dtype.
-
-    Returns:
-        ``[N, K]`` e4m3, and ``[N, 1]`` float32: times this, it is about `x`. A row with a NaN is all NaN.
-    """
+    """Round rows ``[N, K]`` to e4m3, with their scales ``[N, 1]`` float32. A row with a NaN is all NaN."""
     scale = x.abs().amax(dim=1, keepdim=True).float().clamp(min=SMALLEST) / LARGEST
     return (x.float() / scale).to(DTYPE), scale
 
 
 def scaled_product(rows: Tensor, weight: Tensor, of_rows: Tensor, scale: Tensor) -> Tensor:
-    """Multiply rounded rows with rounded weights.
-
-    Args:
-        rows: ``[M, K]`` e4m3.
-        weight: ``[N, K]`` e4m3.
-        of_rows: ``[M, 1]`` float32.
-        scale: ``[1, N]`` float32.
-
-    Returns:
-        ``[M, N]`` bfloat16.
-    """
+    """Multiply ``[M, K]`` e4m3 rows and ``[N, K]`` e4m3 weights by their scales: ``[M, N]`` bfloat16."""
     if rows.device.type == "cpu":  # 8 bits are no faster there.
         return (rows.float() @ weight.float().T * of_rows * scale).bfloat16()
     # `torch.nn.functional.scaled_mm` cannot be compiled with every supported torch.
@@ -84,15 +61,11 @@ def scaled_product(rows: Tensor, weight: Tensor, of_rows: Tensor, scale: Tensor)
 
 
 def product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """Round rows and multiply them with rounded weights.
+    """Round rows ``[..., K]`` and multiply them with rounded weights: ``[..., N]`` in the dtype of `x`.
 
     Args:
-        x: ``[..., K]`` of any float dtype.
         weight: ``[N, K]`` e4m3, contiguous: the layout that GPUs multiply.
         scale: ``[1, N]`` float32.
-
-    Returns:
-        ``[..., N]`` in the dtype of `x`, rounded to bfloat16.
     """
     rows, of_rows = quantise(x.flatten(0, -2))
     return scaled_product(rows, weight, of_rows, scale).to(x.dtype).unflatten(0, x.shape[:-1])

@@ -122,32 +122,28 @@ class OffloadedTensors:
 
     def _host_copies(self) -> dict[int, _HostCopy]:
         """Find all storages, each once, with host memory, which is reused."""
-        found: dict[int, _HostCopy] = {}
+        copies: dict[int, _HostCopy] = {}
         for tensors, frozen in ((self._frozen, True), (self._changing, False)):
             for storage in self._storages(tensors()):
-                copy = found.get(storage._cdata) or self._copies.get(storage._cdata)
-                copy = copy or _HostCopy(storage=storage, host=self._buffer(storage), frozen=frozen)
+                key = storage._cdata
+                copy = copies.get(key) or self._copies.get(key)
+                if copy is None:
+                    host = self._buffers.get(key)
+                    if host is None or host.nbytes != storage.nbytes():
+                        on_gpu = storage.device.type == "cuda"
+                        host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=on_gpu)
+                    copy = _HostCopy(storage=storage, host=host, frozen=frozen)
                 copy.frozen = frozen
-                found[storage._cdata] = copy
+                copies[key] = copy
         self._buffers = {}
-        return found
-
-    def _buffer(self, storage: torch.UntypedStorage) -> Tensor:
-        """Return ``[bytes]`` uint8 in host memory, reused if it fits."""
-        buffer = self._buffers.get(storage._cdata)
-        if buffer is not None and buffer.nbytes == storage.nbytes():
-            return buffer
-        return torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
+        return copies
 
     @torch.no_grad()
     def _storages(self, tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
         """Return the resizable storages on the devices; those of mapped files are not."""
-        found = []
-        for tensor in tensors:
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            if local.device in self._devices and local.untyped_storage().resizable():
-                found.append(local.untyped_storage())
-        return [storage for storage in found if storage.nbytes()]
+        local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+        storages = [tensor.untyped_storage() for tensor in local if tensor.device in self._devices]
+        return [storage for storage in storages if storage.resizable() and storage.nbytes()]
 
     def _synchronize(self) -> None:
         for device in self._devices:
@@ -210,9 +206,9 @@ class IdleOffload:
         """Return the seconds of moves, and the most bytes offloaded, since the last call."""
         if self._tensors is None:
             return 0.0, 0
-        found = self._tensors.seconds - self._seconds, self._most
+        metrics = self._tensors.seconds - self._seconds, self._most
         self._seconds, self._most = self._tensors.seconds, self._tensors.bytes
-        return found
+        return metrics
 
 
 NO_OFFLOAD: Final = IdleOffload(None)

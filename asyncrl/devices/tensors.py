@@ -1,4 +1,4 @@
-"""Copies to a device that never block, pictures as numbers, memory peaks, and a check of matrix products."""
+"""Non-blocking copies to a device, pixel conversions, memory peaks, and a check of matrix products."""
 
 from __future__ import annotations
 
@@ -27,16 +27,9 @@ def to_uint8(pictures: Tensor) -> Tensor:
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Copy an array to a device, without blocking.
+    """Copy an array of any numeric dtype to a device, without blocking or sharing memory.
 
-    On CUDA the copy goes through page-locked memory and is queued like a kernel; from ordinary memory it
-    would wait for all kernels before it.
-
-    Args:
-        array: ``[...]`` of any numeric dtype; may be read-only.
-
-    Returns:
-        ``[...]`` of the same dtype; shares no memory with `array`.
+    On CUDA the copy is queued through page-locked memory; from ordinary memory it would wait for all kernels.
     """
     if device.type != "cuda":
         return torch.tensor(array, device=device)
@@ -82,24 +75,8 @@ SHARE: Final = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 SIZES: Final = ((8192, 1152, 1152), (8192, 4304, 1152), (8192, 1024, 4096), (2048, 4096, 4096))
 """Rows, width and columns: linear layers of the vision towers and of the language model."""
 TOLERANCE: Final = 0.03
-"""Largest difference, relative to the largest number of the product. Rounding makes 0.002 to 0.004."""
+"""Largest error, relative to the largest number of the product. Rounding makes 0.002 to 0.004."""
 Multiply = Callable[[Tensor, Tensor], Tensor]
-
-
-def product_error(device: torch.device, size: tuple[int, int, int], multiply: Multiply) -> float:
-    """Return the error of a bfloat16 product against float32, relative to its largest number.
-
-    Args:
-        multiply: Multiplies ``[M, K]`` with a ``[K, N]`` that is stored by columns, as weights are.
-    """
-    rows, width, columns = size
-    generator = torch.Generator(device).manual_seed(0)  # The global one is left alone.
-    a_MK, b_NK = (
-        torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
-        for shape in ((rows, width), (columns, width))
-    )
-    exact_MN = a_MK.float() @ b_NK.float().T
-    return float((multiply(a_MK, b_NK.T).float() - exact_MN).abs().max() / exact_MN.abs().max())
 
 
 def check_matrix_products(
@@ -107,34 +84,40 @@ def check_matrix_products(
     multiply: Multiply = torch.matmul,
     sizes: Sequence[tuple[int, int, int]] = SIZES,
 ) -> float:
-    """Check products of the sizes that policies have, and return the largest error.
+    """Return the largest error of bfloat16 products of the policies' sizes; raises ConfigError if too large.
 
-    Raises:
-        ConfigError: A product is wrong.
+    Args:
+        multiply: Multiplies ``[M, K]`` with a ``[K, N]`` that is stored by columns, as weights are.
     """
-    largest = 0.0
-    for size in sizes:
-        error = product_error(device, size, multiply)
+    errors = [0.0]
+    for rows, width, columns in sizes:
+        generator = torch.Generator(device).manual_seed(0)  # Leaves the global one alone.
+        a_MK, b_NK = (
+            torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
+            for shape in ((rows, width), (columns, width))
+        )
+        exact_MN = a_MK.float() @ b_NK.float().T
+        error = float((multiply(a_MK, b_NK.T).float() - exact_MN).abs().max() / exact_MN.abs().max())
         if not error < TOLERANCE:  # NaN is not.
-            raise ConfigError(_refusal(device, size, error))
-        largest = max(largest, error)
-    return largest
+            raise ConfigError(_wrong_product(device, (rows, width, columns), error))
+        errors.append(error)
+    return max(errors)
 
 
-def _refusal(device: torch.device, size: tuple[int, int, int], error: float) -> str:
+def _wrong_product(device: torch.device, size: tuple[int, int, int], error: float) -> str:
+    rows, width, columns = size
     cuda = device.type == "cuda"
     name = f"{device} ({torch.cuda.get_device_name(device)})" if cuda else str(device)
-    rows, width, columns = size
-    wrong = (
-        f"{name} multiplies matrices wrongly: the product of {rows} x {width} and {width} x {columns} "
-        f"bfloat16 numbers is off by {error:.3g} of its largest number, where rounding makes 0.004."
+    advice = (
+        "Nothing that it computes can be trusted. Leave it out (CUDA_VISIBLE_DEVICES), or try another "
+        "build of PyTorch."
     )
     if share := os.environ.get(SHARE, ""):
-        return (
-            f"{wrong} {SHARE} is {share}, and cuBLAS is known to do that where a process may use only some "
-            "of the multiprocessors. Unset it: MPS shares a GPU without it."
+        advice = (
+            f"{SHARE} is {share}, and cuBLAS is known to do that where a process may use only some of the "
+            "multiprocessors. Unset it: MPS shares a GPU without it."
         )
     return (
-        f"{wrong} Nothing that it computes can be trusted. Leave it out (CUDA_VISIBLE_DEVICES), or try "
-        "another build of PyTorch."
+        f"{name} multiplies matrices wrongly: the product of {rows} x {width} and {width} x {columns} "
+        f"bfloat16 numbers is off by {error:.3g} of its largest number, where rounding makes 0.004. {advice}"
     )

@@ -111,26 +111,27 @@ def adapt(
             parameter.data = parameter.data.to(dtype)
 
 
-def target_layers(policy: nn.Module, targets: Targets) -> dict[str, nn.Linear]:
-    """Return OpenVLA's linear layers that get adapters, by their names in `named_modules`."""
-    linears = {name: m for name, m in policy.named_modules() if isinstance(m, nn.Linear)}
-    found: dict[str, nn.Linear] = {}
+def target_layers(policy: nn.Module, targets: Targets) -> list[str]:
+    """Return the names in `named_modules` of OpenVLA's linear layers that get adapters."""
+    linears = {
+        name: stable_name(f"{name}.") for name, m in policy.named_modules() if isinstance(m, nn.Linear)
+    }
+    targeted: list[str] = []
     for part in ["llm.layers."] if targets == "language" else LINEARS:
         for kind in LINEARS[part]:
-            layers = {name: m for name, m in linears.items() if _is_target(name, part, kind)}
+            layers = [
+                name
+                for name, stable in linears.items()
+                if stable.startswith(part) and stable.endswith(f".{kind}.")
+            ]
             if not layers:
                 raise ConfigError(
                     f"--lora.targets is {targets}, but the policy has no linear layer {part}*.{kind}: its "
                     "adapters would be fewer than asked for. Use --lora.rank 0, or a version of transformers "
                     "that asyncrl supports."
                 )
-            found |= layers
-    return found
-
-
-def _is_target(name: str, part: str, kind: str) -> bool:
-    stable = stable_name(f"{name}.")
-    return stable.startswith(part) and stable.endswith(f".{kind}.")
+            targeted += layers
+    return targeted
 
 
 def is_adapter(name: str) -> bool:
@@ -213,18 +214,14 @@ def save_adapter(
     folder.mkdir(parents=True, exist_ok=True)
     chosen = adapter_tensors(policy) if tensors is None else tensors
     write_tensors(folder / TENSORS, {PREFIX + name: tensor for name, tensor in chosen.items()})
-    fields = _settings(policy).to_dict() | {"inference_mode": True}
+    settings: Any = policy.peft_config[ADAPTER]  # type: ignore[index]  # where peft stored it
+    fields = settings.to_dict() | {"inference_mode": True}
     write_json(folder / CONFIG, {k: sorted(v) if isinstance(v, set) else v for k, v in fields.items()})
 
 
 def adapter_tensors(policy: nn.Module) -> dict[str, Tensor]:
     """Return the adapters by stable name: A ``[r, I]`` and B ``[O, r]``, dtype kept, without gradient."""
     return {stable_name(name): p.detach() for name, p in policy.named_parameters() if is_adapter(name)}
-
-
-def _settings(policy: nn.Module) -> Any:
-    """Return the LoraConfig that peft left in the policy."""
-    return policy.peft_config[ADAPTER]  # type: ignore[index]
 
 
 # --- adapters of policy folders -------------------------------------------------

@@ -81,7 +81,7 @@ def test_the_layers_on_the_list_get_adapters_and_no_other(targets: str) -> None:
 def test_every_linear_layer_but_the_heads_is_on_the_list() -> None:
     policy = small(value_head="chunk")
     linear = {name for name, module in policy.named_modules() if isinstance(module, nn.Linear)}
-    rest = linear - target_layers(policy, "all").keys()
+    rest = linear - set(target_layers(policy, "all"))
     assert rest == {"lm_head", "value_head.mlp.0", "value_head.mlp.2", "value_head.mlp.4"}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
@@ -15,6 +15,13 @@ from asyncrl.records import CHUNK
 from asyncrl.storage.untrusted import check_sizes
 
 Passes = Literal["acting", "checkpointed", "kept"]
+_CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
+    "value_head": ("none", "chunk", "action"),
+    "decoding": ("parallel", "autoregressive"),
+    "image_pipeline": ("rlinf", "oft"),
+    "gripper": ("none", "libero", "maniskill"),
+    "dtype": ("float32", "bfloat16"),
+}
 PROMPT: Final = 35
 """Tokens of a prompt of LIBERO."""
 _REGISTERS: Final = 5
@@ -99,7 +106,8 @@ class OpenVLAOFTConfig:
     """What the policy computes in. Logits, log-probs and values are float32 always."""
 
     def __post_init__(self) -> None:
-        _check(self)
+        if problem := next(_problems(self), ""):
+            raise ConfigError(f"The policy's configuration cannot work: {problem}. Correct config.json.")
 
     @classmethod
     def tiny(cls, **changes: Any) -> OpenVLAOFTConfig:
@@ -228,60 +236,41 @@ def require_trainable(config: OpenVLAOFTConfig) -> None:
         )
 
 
-def _check(config: OpenVLAOFTConfig) -> None:
-    problem = _size_problem(config) or _meaning_problem(config) or _proprio_problem(config)
-    if problem:
-        raise ConfigError(f"The policy's configuration cannot work: {problem}. Correct config.json.")
-
-
-def _size_problem(config: OpenVLAOFTConfig) -> str:
-    problem = ""
+def _problems(config: OpenVLAOFTConfig) -> Iterator[str]:
     if config.image_size % config.patch_size:
-        problem = f"patches of {config.patch_size} pixels do not tile a picture of {config.image_size}"
-    elif config.dino.mlp % config.dino.width:
-        problem = f"the DINOv2 MLP has {config.dino.mlp} features, not a multiple of its width "
-        problem += f"{config.dino.width}"
-    elif config.llm_width % config.llm_heads:
-        problem = f"{config.llm_heads} attention heads do not divide the width {config.llm_width}"
-    elif not BINS < config.token_count < config.vocab_size:
-        problem = f"{config.token_count} tokens need {BINS} action bins below and a padding row above them, "
-        problem += f"but the embedding has {config.vocab_size} rows"
-    elif min(config.chunk, config.action_dim, config.images) < 1 or config.proprio_dim < 0:
-        problem = "chunk, action_dim and images must be at least 1 and proprio_dim at least 0, but they are "
-        problem += f"{config.chunk}, {config.action_dim}, {config.images} and {config.proprio_dim}"
-    return problem
-
-
-_CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
-    "value_head": ("none", "chunk", "action"),
-    "decoding": ("parallel", "autoregressive"),
-    "image_pipeline": ("rlinf", "oft"),
-    "gripper": ("none", "libero", "maniskill"),
-    "dtype": ("float32", "bfloat16"),
-}
-
-
-def _meaning_problem(config: OpenVLAOFTConfig) -> str:
+        yield f"patches of {config.patch_size} pixels do not tile a picture of {config.image_size}"
+    if config.dino.mlp % config.dino.width:
+        yield (
+            f"the DINOv2 MLP has {config.dino.mlp} features, not a multiple of its width {config.dino.width}"
+        )
+    if config.llm_width % config.llm_heads:
+        yield f"{config.llm_heads} attention heads do not divide the width {config.llm_width}"
+    if not BINS < config.token_count < config.vocab_size:
+        yield (
+            f"{config.token_count} tokens need {BINS} action bins below and a padding row above them, "
+            f"but the embedding has {config.vocab_size} rows"
+        )
+    if min(config.chunk, config.action_dim, config.images) < 1 or config.proprio_dim < 0:
+        yield (
+            "chunk, action_dim and images must be at least 1 and proprio_dim at least 0, but they are "
+            f"{config.chunk}, {config.action_dim}, {config.images} and {config.proprio_dim}"
+        )
     for name, choices in _CHOICES.items():
         if getattr(config, name) not in choices:
-            return f"{name} is {getattr(config, name)!r} ({', '.join(choices)})"
+            yield f"{name} is {getattr(config, name)!r} ({', '.join(choices)})"
     if config.causal and config.stop_token:
-        return "decoding is autoregressive, which has no slots to put a stop token behind (stop_token)"
-    if config.norm_key and config.norm_key not in config.norm_stats:
-        return f"norm_key {config.norm_key!r} is not among its statistics: {sorted(config.norm_stats)}"
-    if config.norm_key and len(config.norm_stats[config.norm_key].q01) != config.action_dim:
-        return f"the statistics of {config.norm_key!r} do not have {config.action_dim} numbers"
-    return ""
-
-
-def _proprio_problem(config: OpenVLAOFTConfig) -> str:
-    if not (config.proprio_dim and config.norm_key):
-        return ""
-    bounds = config.proprio_bounds
-    found = "none" if bounds is None else f"{len(bounds.q01)}"
-    if found == str(config.proprio_dim):
-        return ""
-    return (
-        f"proprio_dim is {config.proprio_dim}, but the statistics of {config.norm_key!r} have {found} "
-        "numbers of proprioception"
-    )
+        yield "decoding is autoregressive, which has no slots to put a stop token behind (stop_token)"
+    if not config.norm_key:
+        return
+    if config.norm_key not in config.norm_stats:
+        yield f"norm_key {config.norm_key!r} is not among its statistics: {sorted(config.norm_stats)}"
+    elif len(config.norm_stats[config.norm_key].q01) != config.action_dim:
+        yield f"the statistics of {config.norm_key!r} do not have {config.action_dim} numbers"
+    elif config.proprio_dim:
+        bounds = config.proprio_bounds
+        numbers = "none" if bounds is None else f"{len(bounds.q01)}"
+        if numbers != str(config.proprio_dim):
+            yield (
+                f"proprio_dim is {config.proprio_dim}, but the statistics of {config.norm_key!r} have "
+                f"{numbers} numbers of proprioception"
+            )

@@ -26,9 +26,10 @@ import torch
 
 from asyncrl.errors import CheckpointError
 from asyncrl.policies.lora import merge_adapter
-from asyncrl.policies.openvla import names, old_layout
+from asyncrl.policies.openvla import names
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.files import (
+    OLD_FORMAT,
     STATISTICS,
     Original,
     PolicyFolder,
@@ -36,11 +37,12 @@ from asyncrl.policies.openvla.files import (
     kept_names,
     open_folder,
     read_original,
+    read_statistics,
     write_policy,
 )
 from asyncrl.policies.openvla.tokenizer import BEGIN, END, UNKNOWN, PromptTokenizer
 from asyncrl.storage.atomic import read_json, replacing, write_json
-from asyncrl.storage.tensor_files import SHARD_BYTES
+from asyncrl.storage.tensor_files import SHARD_BYTES, TensorFiles
 from asyncrl.storage.untrusted import INDEX, read_text
 from asyncrl.storage.weight_files import Spec
 
@@ -97,23 +99,16 @@ def convert(
     Raises:
         CheckpointError: Something does not fit; before anything is written.
     """
-    if folder.resolve() == source.resolve():
-        raise CheckpointError(f"{folder} is the source itself. Choose another folder to write to.")
-    if adapter is not None and adapter.resolve().is_relative_to(source.resolve()):
-        raise CheckpointError(
-            f"--adapter {adapter} lies inside {source}, whose weights have it merged already: such a folder "
-            "(lora_adapter of OpenVLA-OFT's fine-tuning, adapter of a checkpoint) is the record of what was "
-            "merged, and merging it again would add it twice. Leave --adapter out; or give the base that it "
-            "was trained on as SOURCE and an adapter that was downloaded by itself."
-        )
+    _check_paths(source, folder, adapter)
     opened = open_any(source, choices)
     merged = merge_adapter(opened.files, opened.rows, adapter) if adapter else 0
     specs, config = dict(opened.specs), opened.config
     if dtype is not None:
         specs = {name: Spec(dtype, spec.shape) for name, spec in specs.items()}
         config = dataclasses.replace(config, dtype=str(dtype).removeprefix("torch."))  # type: ignore[arg-type]
-    whole = _read_original(original) if original else opened.original
-    kept = len(kept_names(config, whole))
+    whole = opened.original
+    if original is not None:
+        whole = _read_old_original(original) if _is_old(original) else read_original(original)
     nbytes = write_policy(
         folder,
         config,
@@ -126,6 +121,7 @@ def convert(
     )
     carried = _copy_foreign_files(whole.carried, folder) if whole.carried else []
     _write_tokenizer_config(folder, opened.tokenizer)
+    kept = len(kept_names(config, whole))
     return ConversionReport(
         config=config,
         used=len(opened.used),
@@ -140,13 +136,64 @@ def convert(
     )
 
 
+def _check_paths(source: Path, folder: Path, adapter: Path | None) -> None:
+    if folder.resolve() == source.resolve():
+        raise CheckpointError(f"{folder} is the source itself. Choose another folder to write to.")
+    if adapter is not None and adapter.resolve().is_relative_to(source.resolve()):
+        raise CheckpointError(
+            f"--adapter {adapter} lies inside {source}, whose weights have it merged already: such a folder "
+            "(lora_adapter of OpenVLA-OFT's fine-tuning, adapter of a checkpoint) is the record of what was "
+            "merged, and merging it again would add it twice. Leave --adapter out; or give the base that it "
+            "was trained on as SOURCE and an adapter that was downloaded by itself."
+        )
+
+
+# --- asyncrl 0.1's own layout, kept for one release -----------------------------
+#
+# config.json, model*.safetensors   by the policy's own names
+# unused.safetensors, published/    from the published folder that it was converted from
+
+
 def open_any(folder: Path, options: PublishedOptions | None = None) -> PolicyFolder:
     """Open a policy folder of the published or of asyncrl 0.1's layout."""
-    return old_layout.open_folder(folder) if old_layout.is_old(folder) else open_folder(folder, options)
+    return _open_old(folder) if _is_old(folder) else open_folder(folder, options)
 
 
-def _read_original(folder: Path) -> Original:
-    return old_layout.read_original(folder) if old_layout.is_old(folder) else read_original(folder)
+def _is_old(folder: Path) -> bool:
+    return read_json(folder / "config.json").get("format") == OLD_FORMAT
+
+
+def _open_old(folder: Path) -> PolicyFolder:
+    fields = read_json(folder / "config.json")
+    if fields.get("format_version") != 1:
+        raise CheckpointError(f"{folder} was written by another version of asyncrl. Update asyncrl.")
+    own = {key: value for key, value in fields.items() if key not in ("format", "format_version")}
+    config = OpenVLAOFTConfig.from_json(own)
+    files, rows = TensorFiles(folder), names.tensor_map(config)
+    published = names.published_shapes(config, class_position=True)
+    empty = ((name, torch.empty(shape, device="meta")) for name, shape in published.items())
+    files.check({name: tuple(t.shape) for name, t in names.to_native(rows, empty, config)})
+    used = list(files.names())
+    return PolicyFolder(
+        original=_read_old_original(folder),
+        config=config,
+        tokenizer=PromptTokenizer.from_file(folder / "tokenizer.json", pad_id=config.token_count),
+        rows=rows,
+        files=files,
+        used=used,
+        natives=lambda: files.stream(used, what="convert"),
+        specs={name: files.spec(name) for name in used},
+    )
+
+
+def _read_old_original(folder: Path) -> Original:
+    carried, unused = folder / "published", folder / "unused.safetensors"
+    return Original(
+        fields=read_json(carried / "config.json") if carried.is_dir() else {},
+        statistics=read_statistics(folder, {}),
+        files=TensorFiles(unused) if unused.is_file() else None,
+        carried=carried if carried.is_dir() else None,
+    )
 
 
 # --- other stacks -------------------------------------------------------------

@@ -224,7 +224,7 @@ class OpenVLAOFTPolicy(PolicyModule):
 
     def lora_layers(self, targets: str) -> list[str]:
         """Return the names of the linear layers that get adapters."""
-        return list(target_layers(self, "language" if targets == "language" else "all"))
+        return target_layers(self, "language" if targets == "language" else "all")
 
     def activation_bytes(self, rows: int, passes: Passes, itemsize: int) -> int:
         """Estimate the memory of passes over `rows` decisions."""
