@@ -307,8 +307,8 @@ class LearnerSettings(Bounded, section="learner."):
     """Compile the layers: about a minute at the start, then passes of one padded size, 1.6 times as fast on a
     GPU."""
     compile_early: bool = True
-    """With --learner.compile: compile while the actors imagine the first batch. No effect with --inline or
-    --learner.offload."""
+    """With --learner.compile: compile while the actors imagine the first batch. No effect with --inline,
+    --learner.offload or a policy without `FixesPrompts`."""
     gradient_checkpointing: bool = False
     """Compute the layers' activations again in the backward pass: less memory, a third more time."""
     gradient_checkpointing_every: Annotated[

@@ -2,25 +2,21 @@
 
 `from_pretrained(..., trust_remote_code=True)` of other stacks reads, besides weights and tokenizer.json:
 
-    AutoConfig, AutoModel   config.json: `auto_map` names classes; the .py with these, and those that they
-                            import from their folder
+    AutoConfig, AutoModel   config.json: `auto_map` names classes; the .py with these
     AutoProcessor           preprocessor_config.json, its `auto_map`, the .py
     AutoTokenizer           tokenizer_config.json, which is written where the original has none
 
-The .py are read as text and never run. One that `auto_map` takes from a hub (OWNER/NAME--module.Class) is not
-checked.
+The .py are never run. Those that `auto_map` takes from a hub (OWNER/NAME--module.Class) are not checked.
 """
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -43,12 +39,13 @@ from asyncrl.policies.openvla.files import (
 from asyncrl.policies.openvla.tokenizer import BEGIN, END, UNKNOWN, PromptTokenizer
 from asyncrl.storage.atomic import read_json, replacing, write_json
 from asyncrl.storage.tensor_files import SHARD_BYTES, TensorFiles
-from asyncrl.storage.untrusted import INDEX, read_text
+from asyncrl.storage.untrusted import INDEX
 from asyncrl.storage.weight_files import Spec
 
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 _OWN: Final = {"config.json", "tokenizer.json", "state.json", STATISTICS, INDEX}
 _CARRIED: Final = (".json", ".py", ".model", ".txt", ".jinja")
+_PROCESSORS: Final = ("AutoProcessor", "AutoImageProcessor", "AutoFeatureExtractor", "AutoTokenizer")
 _CARRIED_BYTES: Final = 20_000_000
 
 
@@ -238,27 +235,28 @@ def unpublished_size(config: OpenVLAOFTConfig) -> str:
 
 def missing_files(folder: Path) -> dict[str, list[str]]:
     """List the files that other stacks need and a policy folder lacks, by the classes that read them."""
-    maps = {
-        name: _auto_map(read_json(folder / name))
-        for name in ("config.json", "preprocessor_config.json", "processor_config.json", TOKENIZER_CONFIG)
-        if (folder / name).is_file()
-    }
-    others = ("AutoProcessor", "AutoImageProcessor", "AutoFeatureExtractor", "AutoTokenizer")
+    names_of_files = ("config.json", "preprocessor_config.json", "processor_config.json", TOKENIZER_CONFIG)
+    maps = {name: _auto_map(folder / name) for name in names_of_files if (folder / name).is_file()}
     classes = maps["config.json"]
-    if "AutoConfig" in classes and model_class(folder):
-        of_model = [of for name, of in classes.items() if not name.startswith(others)]
-        model = list(_lacking(folder, of_model))
+    mapped = "AutoConfig" in classes and bool(model_class(folder))
+    if mapped:
+        model = [c for name, own in classes.items() if not name.startswith(_PROCESSORS) for c in own]
+        model_files = _code_files(model)
     else:
-        code = ("configuration_prismatic.py", "modeling_prismatic.py")
-        model = ["config.json with auto_map", *(name for name in code if not (folder / name).is_file())]
-    processor: list[str] = []
+        model_files = ["configuration_prismatic.py", "modeling_prismatic.py"]
+    processor_files = []
     if not maps.keys() & {"preprocessor_config.json", "processor_config.json"}:
-        code = ("preprocessor_config.json", "processing_prismatic.py")
-        processor = [name for name in code if not (folder / name).is_file()]
-    of_processor = [of for found in maps.values() for name, of in found.items() if name.startswith(others)]
-    processor += [name for name in _lacking(folder, of_processor) if name not in processor]
-    found = {"AutoConfig and AutoModel": model, "AutoProcessor": processor}
-    return {reader: lacking for reader, lacking in found.items() if lacking}
+        processor_files = ["preprocessor_config.json", "processing_prismatic.py"]
+    processor_files += _code_files(
+        [c for own in maps.values() for name, of in own.items() if name.startswith(_PROCESSORS) for c in of]
+    )
+    missing = {
+        reader: [name for name in dict.fromkeys(files) if not (folder / name).is_file()]
+        for reader, files in (("AutoConfig and AutoModel", model_files), ("AutoProcessor", processor_files))
+    }
+    if not mapped:
+        missing["AutoConfig and AutoModel"].insert(0, "config.json with auto_map")
+    return {reader: files for reader, files in missing.items() if files}
 
 
 def listed(missing: Mapping[str, list[str]]) -> str:
@@ -268,41 +266,18 @@ def listed(missing: Mapping[str, list[str]]) -> str:
 
 def model_class(folder: Path) -> str:
     """Return the class of transformers that opens the policy: the first AutoModel of its auto_map."""
-    classes = _auto_map(read_json(folder / "config.json"))
+    classes = _auto_map(folder / "config.json")
     return next((name for name in classes if name.startswith("AutoModel") and name.isidentifier()), "")
 
 
-def _auto_map(fields: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Read the classes of the folder's own code by Auto class."""
-    found = fields.get("auto_map")
-    if not isinstance(found, Mapping):
+def _auto_map(file: Path) -> dict[str, list[str]]:
+    """Read a folder's own classes, MODULE.CLASS or OWNER/NAME--MODULE.CLASS, by Auto class."""
+    auto_map = read_json(file).get("auto_map")
+    if not isinstance(auto_map, Mapping):
         return {}
-    several = {name: of if isinstance(of, list) else [of] for name, of in found.items()}
-    return {name: [one for one in of if isinstance(one, str)] for name, of in several.items()}
+    lists = {name: of if isinstance(of, list) else [of] for name, of in auto_map.items()}
+    return {name: [one for one in of if isinstance(one, str)] for name, of in lists.items()}
 
 
-def _lacking(folder: Path, classes: list[list[str]]) -> Iterator[str]:
-    """Yield the missing .py of these classes, and of the files that theirs import from their folder."""
-    modules: list[str] = []
-    for one in (one for several in classes for one in several if "--" not in one):
-        if match := re.fullmatch(r"([A-Za-z_]\w*)\.[A-Za-z_]\w*", one):
-            modules.append(match[1])
-        else:
-            yield f"{one!r:.80} of auto_map (it is no MODULE.CLASS)"
-    seen: set[str] = set()
-    while modules:
-        module = modules.pop(0)
-        file = folder / f"{module}.py"
-        if module in seen:
-            continue
-        seen.add(module)
-        if not file.is_file():
-            yield file.name
-            continue
-        try:
-            nodes = list(ast.walk(ast.parse(read_text(file))))
-        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            yield f"{file.name} (it is no Python: {type(error).__name__})"
-            continue
-        near = [n.module for n in nodes if isinstance(n, ast.ImportFrom) and n.level == 1 and n.module]
-        modules += sorted({name.split(".")[0] for name in near})
+def _code_files(classes: Iterable[str]) -> list[str]:
+    return [f"{name.rpartition('.')[0]}.py" for name in classes if "--" not in name]
