@@ -149,11 +149,14 @@ def generalized_advantages(
     *,
     gamma: float,
     lam: float,
+    rho: Tensor | None = None,
+    trace: Tensor | None = None,
 ) -> Estimates:
     """Compute generalised advantage estimates (GAE), arXiv 1506.02438, equation 16.
 
-    ``delta_t = r_t + gamma V_{t+1} - V_t`` and ``A_t = delta_t + gamma lambda A_{t+1}``; the value after the
-    last one is 0 where the task ended (termination) and `final_values` where time ran out (truncation).
+    ``delta_t = rho_t (r_t + gamma V_{t+1} - V_t)`` and ``A_t = delta_t + gamma lambda c_t A_{t+1}``, for GAE
+    with ``rho = c = 1``; the value after the last one is 0 where the task ended (termination) and
+    `final_values` where time ran out (truncation).
 
     Args:
         rewards: ``[B, T]`` float32.
@@ -162,6 +165,7 @@ def generalized_advantages(
         mask: ``[B, T]`` bool, True from the first time step to the last; every row has one.
         terminated: ``[B]`` bool, True: the episode could not go on. False: time ran out.
         lam: 0: one-step temporal differences; 1: Monte Carlo returns minus values.
+        rho, trace: ``[B, T]`` float32, ``rho_t`` and ``c_t`` of V-trace; None: 1.
 
     Returns:
         Advantages, and targets ``A + V``, each ``[B, T]`` float32.
@@ -175,10 +179,17 @@ def generalized_advantages(
         >>> out.advantages, out.targets
         (tensor([[0.0000, 0.5000]]), tensor([[0.5000, 1.0000]]))
     """
-    ones = torch.ones_like(values)
-    return _backwards(
-        rewards, values, final_values, mask, terminated, rho=ones, trace=ones, gamma=gamma, lam=lam
-    )
+    values = values.detach()
+    rho, trace = (torch.ones_like(values) if ratio is None else ratio for ratio in (rho, trace))
+    following = _following(values, final_values, mask, terminated)
+    deltas = torch.where(mask, rho * (rewards + gamma * following - values), 0.0)
+    errors = torch.zeros_like(values)
+    later = torch.zeros_like(final_values)
+    for t in reversed(range(values.shape[1])):
+        later = deltas[:, t] + gamma * lam * trace[:, t] * later
+        later = torch.where(mask[:, t], later, 0.0)
+        errors[:, t] = later
+    return Estimates(errors, torch.where(mask, values + errors, 0.0))
 
 
 def vtrace(
@@ -215,40 +226,15 @@ def vtrace(
     """
     ratios = log_ratios.detach().clamp(-20.0, 20.0).exp()
     rho, trace = ratios.clamp(max=rho_cap), ratios.clamp(max=trace_cap)
-    estimates = _backwards(
-        rewards, values, final_values, mask, terminated, rho=rho, trace=trace, gamma=gamma, lam=lam
-    )
+    targets = generalized_advantages(
+        rewards, values, final_values, mask, terminated, gamma=gamma, lam=lam, rho=rho, trace=trace
+    ).targets
     after = _following(values, final_values, mask, terminated)
-    targets_after = _following(estimates.targets, final_values, mask, terminated)
+    targets_after = _following(targets, final_values, mask, terminated)
     if bootstrap == "mixture":
         targets_after = lam * targets_after + (1 - lam) * after
     advantages = rho * (rewards + gamma * targets_after - values.detach())
-    return Estimates(torch.where(mask, advantages, 0.0), estimates.targets)
-
-
-def _backwards(
-    rewards: Tensor,
-    values: Tensor,
-    final_values: Tensor,
-    mask: Tensor,
-    terminated: Tensor,
-    *,
-    rho: Tensor,
-    trace: Tensor,
-    gamma: float,
-    lam: float,
-) -> Estimates:
-    """Run ``x_t = rho_t delta_t + gamma lambda c_t x_{t+1}`` from each row's end; targets are ``V + x``."""
-    values = values.detach()
-    after = _following(values, final_values, mask, terminated)
-    deltas = torch.where(mask, rho * (rewards + gamma * after - values), 0.0)
-    errors = torch.zeros_like(values)
-    later = torch.zeros_like(final_values)
-    for t in reversed(range(values.shape[1])):
-        later = deltas[:, t] + gamma * lam * trace[:, t] * later
-        later = torch.where(mask[:, t], later, 0.0)
-        errors[:, t] = later
-    return Estimates(errors, torch.where(mask, values + errors, 0.0))
+    return Estimates(torch.where(mask, advantages, 0.0), targets)
 
 
 def _following(values: Tensor, final_values: Tensor, mask: Tensor, terminated: Tensor) -> Tensor:

@@ -74,7 +74,7 @@ def build_batch(groups: Sequence[Sequence[Episode]], *, version: int) -> Batch:
 
     Raises:
         ReplayError: A group is incomplete, a decision is newer than the learner, or the episodes differ in
-            what one batch must share (group size, sampling, image size).
+            group size, sampling or image size.
     """
     episodes = [episode for group in groups for episode in _sorted_members(group)]
     _check_shared(episodes, version)

@@ -295,7 +295,7 @@ class Learner:
         return metrics | speed | {m.UPDATE_SECONDS: seconds}
 
     def _require_finite(self) -> None:
-        """Raise RunError unless all trained weights are finite, on all ranks alike."""
+        """Raise RunError unless all trained weights are finite, the same on all ranks."""
         tensors = self._parameters()
         if names := not_finite(tensors, self.ranks):
             raise RunError(

@@ -298,7 +298,7 @@ def default_group(
 
     Args:
         meeting, work: Named in the error of a rank that is lost while joining, or later.
-        store: Where the ranks meet; None: as torchrun's environment says, which also has rank and size.
+        store: Where the ranks meet; None: in torchrun's environment, which also has rank and size.
 
     Raises:
         RunError: A rank did not come, or is gone.
@@ -330,7 +330,7 @@ def leave_group() -> None:
 
 @contextmanager
 def explain_lost_peer(awaited: str, remedy: str = RESUME) -> Iterator[None]:
-    """Turn the failure of a collective into a RunError that names what was awaited."""
+    """Turn the failure of a collective into a RunError that names the awaited."""
     try:
         yield
     except RuntimeError as error:

@@ -1,1 +1,1 @@
-"""Vision-language-action policies: what they offer, the shipped ones, and their files."""
+"""Vision-language-action policies: interface, the shipped ones, and their files."""

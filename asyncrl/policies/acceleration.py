@@ -181,14 +181,14 @@ def frozen_float8_bytes(policy: HasBlocks) -> int:
 
 
 def _required(policy: HasBlocks) -> list[Any]:
-    found = list(_adapted(policy))
-    if not found:
+    layers = list(_adapted(policy))
+    if not layers:
         raise ConfigError(
             f"{FLAG} is float8, but no layer of {type(policy).__name__} can be rounded: it takes linear "
             f"layers with adapters, inside `blocks`, whose widths are multiples of {ALIGNMENT}. Use {FLAG} "
             "stored."
         )
-    return found
+    return layers
 
 
 def _adapted(policy: HasBlocks) -> Iterator[Any]:

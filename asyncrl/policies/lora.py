@@ -288,23 +288,21 @@ def read_pairs(folder: Path) -> dict[str, _Pair]:
                 "adapter with peft and convert the merged checkpoint."
             )
         halves.setdefault(match["layer"], {})[match["which"]] = tensor
-    lonely = [layer for layer, found in halves.items() if len(found) < 2]
+    lonely = [layer for layer, half in halves.items() if len(half) < 2]
     if lonely or not halves:
         raise CheckpointError(
             f"{folder} has {'only one of lora_A and lora_B for ' + lonely[0] if lonely else 'no adapters'}. "
             "Copy it again."
         )
     pairs: dict[str, _Pair] = {}
-    for layer, found in halves.items():
-        rank = pattern_value(ranks, layer, fields["r"])
-        if not found["A"].shape[0] == found["B"].shape[1] == rank:
+    for layer, half in halves.items():
+        into, out, rank = half["A"], half["B"], pattern_value(ranks, layer, fields["r"])
+        if not into.shape[0] == out.shape[1] == rank:
             raise CheckpointError(
-                f"{folder}: the adapter of {layer} has shapes {list(found['A'].shape)} and "
-                f"{list(found['B'].shape)}, which do not fit with rank {rank:g}. Copy it again."
+                f"{folder}: the adapter of {layer} has shapes {list(into.shape)} and {list(out.shape)}, "
+                f"which do not fit with rank {rank:g}. Copy it again."
             )
-        pairs[layer] = _Pair(
-            found["A"], found["B"], pattern_value(alphas, layer, fields["lora_alpha"]) / rank
-        )
+        pairs[layer] = _Pair(into, out, pattern_value(alphas, layer, fields["lora_alpha"]) / rank)
     return pairs
 
 

@@ -180,7 +180,7 @@ def test_parts_with_the_whole_batchs_denominators_add_up(cut: int, aggregation: 
     mask = torch.rand(6, 8, 7, generator=g) < 0.6
     losses, episode = torch.randn(6, 8, 7, generator=g), torch.arange(6) // 2
     cut -= cut % 2  # A rank has whole episodes.
-    kwargs = {"units": float(mask.sum()), "episodes": 3.0, "longest": 112}
+    kwargs = {"units": float(mask.sum()), "episodes": 3.0, "max_units": 112}
 
     def part(rows: slice) -> Tensor:
         ids = episode[rows] - (episode[rows].min() if len(episode[rows]) else 0)

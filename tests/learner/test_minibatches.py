@@ -57,7 +57,7 @@ def test_another_epoch_or_version_is_shared_out_differently() -> None:
 def test_micro_batches_cover_all_rows_and_keep_up_with_the_other_ranks(
     rows: int, size: int, others: int
 ) -> None:
-    found = list(forward_in(OtherRankNeeds(others), size).micro_batches(rows))
+    found = forward_in(OtherRankNeeds(others), size).split(rows)
     own = [part for part in found if part is not None]
     assert [i for part in own for i in range(rows)[part]] == list(range(rows))
     assert all(part.stop - part.start <= size for part in own)
@@ -83,10 +83,12 @@ def test_a_pass_for_the_others_counts_nothing() -> None:
     assert minibatch.rows.tolist() == [0, 1, 2, 3, 0]
     part = minibatch.part(None)
     assert (part.decisions, part.rows.tolist()) == (0, [0])
-    assert float(part.counts.sum() + part.token_counts.sum() + part.value_counts.sum()) == 0
+    assert float(part.unit_weights.sum() + part.token_weights.sum() + part.value_weights.sum()) == 0
     assert not part.mask.any()
     assert minibatch.part(slice(1, 3)).rows.tolist() == [1, 2]
-    assert float(minibatch.counts.sum()) == pytest.approx(float(batch.mask[:4].sum() / batch.mask.sum()))
+    assert float(minibatch.unit_weights.sum()) == pytest.approx(
+        float(batch.mask[:4].sum() / batch.mask.sum())
+    )
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def test_what_teaches_nothing_need_not_be_looked_at_before_the_first_step(
 ) -> None:
     config = recipe(algorithm__minibatches=2, algorithm__micro_batch=4, **changes)
     policy, values, gradient = updated(config, stale_batch())
-    monkeypatch.setattr(prepare, "rows_that_teach", lambda batch, *_: torch.arange(len(batch.tasks)))
+    monkeypatch.setattr(prepare, "_rows_with_advantage", lambda batch, *_: torch.arange(len(batch.tasks)))
     slow, expected, slow_gradient = updated(config, stale_batch())
     assert sum(slow.evaluated) - sum(policy.evaluated) == 18 - TAUGHT
     assert slow_gradient.abs().max() > 1e-4

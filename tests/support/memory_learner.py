@@ -173,7 +173,7 @@ class Run:
             ),
             self.replay,
             self.publisher,
-            self.log.write,
+            lambda version, values: self.log.write(version, values),
             Checkpoints(folder, keep=10, link=link),
             LoopSettings(
                 updates=updates,

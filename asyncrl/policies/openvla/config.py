@@ -103,7 +103,7 @@ class OpenVLAOFTConfig:
     rms_eps: float = 1e-6
     """Epsilon of the Llama norms."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """What the policy computes in. Logits, log-probs and values are float32 always."""
+    """Compute dtype. Logits, log-probs and values are float32 always."""
 
     def __post_init__(self) -> None:
         if problem := next(_problems(self), ""):
