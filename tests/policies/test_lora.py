@@ -40,7 +40,6 @@ from support.adapters import (
     some_inputs,
     some_tokens,
 )
-from support.published_exports import export_openvla, load_openvla
 
 AS_IS = SamplingParams(temperature=1.0)
 STATS = {"desk": {"q01": [-0.5] * 7, "q99": [0.9] * 7, "mask": [True] * 7}}
@@ -277,16 +276,6 @@ def test_a_saved_policy_is_a_plain_merged_one(tmp_path: Path) -> None:
     torch.testing.assert_close(logits_of(restored), logits_of(trained), atol=1e-5, rtol=0)
 
 
-def test_an_exported_policy_is_merged(tmp_path: Path) -> None:
-    trained = adapted()
-    (tmp_path / "in").mkdir()
-    export_openvla(trained, tmp_path / "out")
-    stats = json.dumps({key: {"action": value} for key, value in STATS.items()})
-    (tmp_path / "out" / "dataset_statistics.json").write_text(stats)
-    restored = load_openvla(tmp_path / "out", trained.config, norm_key="desk")
-    torch.testing.assert_close(logits_of(restored), logits_of(trained), atol=1e-5, rtol=0)
-
-
 # --- files of adapters --------------------------------------------------------
 
 
@@ -301,22 +290,6 @@ def test_peft_itself_loads_the_folder(tmp_path: Path) -> None:
         assert sum(".lora_" in name for name, _ in fresh.named_parameters()) == len(
             trained.trainable_tensors()
         )
-
-
-def test_peft_loads_the_tensors_into_injected_adapters(tmp_path: Path) -> None:
-    from peft import LoraConfig, inject_adapter_in_model, set_peft_model_state_dict
-
-    trained = adapted()
-    save_adapter(trained, tmp_path)
-    fresh = small()
-    inject_adapter_in_model(LoraConfig.from_pretrained(str(tmp_path)), fresh)
-    tensors = load_file(tmp_path / "adapter_model.safetensors")
-    # injected into the bare policy, the names have no prefix
-    bare = {name.removeprefix("base_model.model."): tensor for name, tensor in tensors.items()}
-    outcome = set_peft_model_state_dict(fresh, bare)
-    assert outcome.unexpected_keys == []
-    assert not [name for name in outcome.missing_keys if "lora_" in name]
-    assert torch.equal(logits_of(fresh), logits_of(trained))
 
 
 def test_the_names_are_the_published_ones(tmp_path: Path) -> None:
