@@ -1,11 +1,4 @@
-"""`asyncrl fit policy|world|reward|starts|keyframes|decoder`: fit models to recordings; pick start states.
-
-Clones recordings into a policy, fresh or refined: `asyncrl fit policy`.
-
-`asyncrl fit keyframes`: start states on the way to the goal, of recorded true episodes.
-
-Fits a world model to recordings, fresh or refined: `asyncrl fit world`.
-"""
+"""`asyncrl fit policy|world|reward|starts|keyframes|decoder`: fit models to recordings; pick start states."""
 
 from __future__ import annotations
 
@@ -74,17 +67,14 @@ def fit_policy_command(config: FitPolicy, recordings: Recordings) -> None:
 
 
 def _fine_tunes_policy(config: FitPolicy) -> bool:
-    """Tell whether a large policy may be meant: it is then written in the type that it computes in."""
-    asked = bool(config.asked_of_fine_tuning()) or config.statistics != "auto" or read_job().size > 1
-    return asked or _is_published(policy_folder(config.refine))
-
-
-def _is_published(folder: Path) -> bool:
-    """Return True if a folder has all published tensors; those that asyncrl saves lack the unused ones."""
+    """True if a large policy may be meant: it is then written in the type that it computes in."""
     from asyncrl.policies.openvla.names import UNUSED_NORM
     from asyncrl.storage.tensor_files import TensorFiles
 
-    return UNUSED_NORM in TensorFiles(folder).names()
+    if config.asked_of_fine_tuning() or config.statistics != "auto" or read_job().size > 1:
+        return True
+    # Policies that asyncrl saves lack the unused tensors.
+    return UNUSED_NORM in TensorFiles(policy_folder(config.refine)).names()
 
 
 def _fine_tune_policy(config: FitPolicy, recordings: Recordings) -> None:
@@ -97,7 +87,7 @@ def _fine_tune_policy(config: FitPolicy, recordings: Recordings) -> None:
 
 
 CANDIDATES = 2
-"""As many as this for each key frame that is wanted, where only some are taken."""
+"""Candidates per key frame, of which those with an open outcome are taken."""
 ROWS = 32
 """Episodes imagined together."""
 
@@ -117,7 +107,7 @@ def fit_keyframes_command(config: FitKeyframes, recordings: Recordings) -> None:
 
 
 def _open(config: FitKeyframes, recordings: Recordings) -> list[StartState]:
-    """Choose those from which the outcome of `--policy` in `--world` is open."""
+    """Choose key frames from which the outcome of --policy in --world is open."""
     from asyncrl.evaluation.reimagine import open_starts
     from asyncrl.fitting.starts import balanced, keyframe_states
 
@@ -143,7 +133,6 @@ def _models(config: FitKeyframes, tasks: list[str]) -> Models:
     from asyncrl.evaluation.audit import Models
     from asyncrl.launch.environment import with_world_defaults
     from asyncrl.launch.named_models import named_policy, named_reward, named_world
-    from asyncrl.launch.own_device import take_device
     from asyncrl.policies.interface import SamplingParams
 
     device = take_device(config.device)
@@ -163,7 +152,7 @@ def _models(config: FitKeyframes, tasks: list[str]) -> Models:
 
 
 def redrawn(world: Path, recordings: Recordings, device: torch.device) -> FrameFile:
-    """Return the recordings' frames as the world's autoencoder draws them: ``[F, H, W, 3]`` uint8."""
+    """Return the recordings' frames after the world's autoencoder: ``[F, H, W, 3]`` uint8."""
     loaded = load_fitted(world, device)
     check_same_size(loaded, recordings, "world")
     return loaded.redraw(recordings)
@@ -186,7 +175,11 @@ def fit_world_command(config: FitWorld, recordings: Recordings) -> None:
     import torch
 
     if _fine_tunes_world(config):
-        return _fine_tune_world(config, recordings)
+        from asyncrl.launch.fine_tune import fine_tune_world
+
+        if line := fine_tune_world(config, recordings):
+            print(line, flush=True)
+        return
     torch.manual_seed(config.seed)
     device = take_device(config.device)
     options = WorldOptions(context_sigma=config.context_sigma, camera=config.camera)
@@ -222,7 +215,7 @@ def _give_autoencoder(
 
 
 def _fine_tunes_world(config: FitWorld) -> bool:
-    """Tell whether a large world may be meant: it is then written as it was read."""
+    """True if a large world may be meant: it is then written as it was read."""
     from asyncrl.launch.fine_tune import can_fine_tune
     from asyncrl.worlds.kinds import is_published
 
@@ -232,21 +225,6 @@ def _fine_tunes_world(config: FitWorld) -> bool:
         return True
     folder = world_folder(config.refine)
     return is_published(folder) and can_fine_tune(folder)
-
-
-def check_fit_world(config: FitWorld) -> None:
-    """Check what can be known before the recordings are read, which may take long."""
-    from asyncrl.launch.fine_tune import check_fine_tuning
-
-    if _fine_tunes_world(config):
-        check_fine_tuning(config)
-
-
-def _fine_tune_world(config: FitWorld, recordings: Recordings) -> None:
-    from asyncrl.launch.fine_tune import fine_tune_world
-
-    if told := fine_tune_world(config, recordings):
-        print(told, flush=True)
 
 
 _named = tyro.conf.subcommand
@@ -265,7 +243,10 @@ def main(arguments: list[str]) -> int:
     config = tyro.cli(ARGUMENTS, args=arguments, prog="asyncrl fit")
     began = time.monotonic()
     _refuse_ranks(config)
-    _use_tensor_cores()
+    import torch
+
+    # float32 products round their inputs to TF32 where the GPU can: several times faster.
+    torch.set_float32_matmul_precision("high")
     if isinstance(config, FitDecoder):
         fit_decoder_command(config)
     elif isinstance(config, FitStarts) and config.pictures:
@@ -287,8 +268,10 @@ def _refuse_ranks(config: Any) -> None:
 
 
 def _fit_recordings(config: FitPolicy | FitWorld | FitReward | FitStarts | FitKeyframes) -> None:
-    if isinstance(config, FitWorld):
-        check_fit_world(config)
+    if isinstance(config, FitWorld) and _fine_tunes_world(config):
+        from asyncrl.launch.fine_tune import check_fine_tuning
+
+        check_fine_tuning(config)  # Before the recordings are read, which may take long.
     speaks = read_job().rank == 0
     if speaks:
         print(f"reading {', '.join(map(str, config.data))}", flush=True)
@@ -309,13 +292,6 @@ def _fit_recordings(config: FitPolicy | FitWorld | FitReward | FitStarts | FitKe
             fit_keyframes_command(config, recordings)
 
 
-def _use_tensor_cores() -> None:
-    """Let float32 matrix products round their inputs to TF32 where the GPU can: several times faster."""
-    import torch
-
-    torch.set_float32_matmul_precision("high")
-
-
 def fit_reward_command(config: FitReward, recordings: Recordings) -> None:
     """Fit the reward model into the world's folder."""
     import torch
@@ -334,7 +310,6 @@ def fit_reward_command(config: FitReward, recordings: Recordings) -> None:
 
 
 def _write_picture_starts(config: FitStarts) -> None:
-    """Write pictures as start states."""
     from asyncrl.fitting.starts import picture_starts
     from asyncrl.worlds.start_states import save_start_states
 
@@ -345,7 +320,7 @@ def _write_picture_starts(config: FitStarts) -> None:
 
 
 def write_starts(config: FitStarts, recordings: Recordings) -> None:
-    """Write the first frame of episodes as start states: of as many tasks as there are."""
+    """Write first frames of episodes as start states."""
     import numpy as np
 
     from asyncrl.records import StartState

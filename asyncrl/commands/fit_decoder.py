@@ -1,4 +1,4 @@
-"""Distils a tiny decoder for a world from its own: `asyncrl fit decoder`."""
+"""`asyncrl fit decoder`: distil a tiny decoder for a world from its own."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from asyncrl.config.bounds import SEEDS, AtLeast, Bounded, Within
 from asyncrl.errors import ConfigError
+from asyncrl.fitting.settings import Examples, LearningRate, Steps
 from asyncrl.launch.own_device import take_device
 from asyncrl.storage.assets import policy_folder, start_states_path, world_folder
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
     from asyncrl.fitting.fit_decoder import Imagined, Likeness
     from asyncrl.rewards.interface import RewardModel
+
+
+_Count = Annotated[int, AtLeast(1, "it counts from 1.", "Leave it out for the default.", highest=1_000_000)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,29 +34,19 @@ class FitDecoder(Bounded):
     """Where they begin."""
     out: str = ""
     """Folder for decoder.safetensors and decoder.json; empty: the world's folder."""
-    episodes: Annotated[
-        int, AtLeast(1, "it counts from 1.", "Leave it out for the default.", highest=1_000_000)
-    ] = 256
+    episodes: _Count = 256
     """Episodes to learn from."""
-    held_out: Annotated[
-        int, AtLeast(1, "it counts from 1.", "Leave it out for the default.", highest=1_000_000)
-    ] = 64
+    held_out: _Count = 64
     """Further episodes, from other start states, to measure on."""
-    decisions: Annotated[
-        int, AtLeast(1, "it counts from 1.", "Leave it out for the default.", highest=10_000)
-    ] = 6
+    decisions: _Count = 6
     """Length of an episode; as long as those of training (--actor.max-decisions)."""
-    imagine_batch: Annotated[
-        int, AtLeast(1, "it counts from 1.", "Leave it out for the default.", highest=65_536)
-    ] = 32
+    imagine_batch: Examples = 32
     """Episodes imagined side by side."""
-    steps: Annotated[int, AtLeast(1, "it counts from 1.", "Leave it out for the default.")] = 3_000
+    steps: Steps = 3_000
     """Optimizer steps."""
-    batch: Annotated[
-        int, AtLeast(1, "it counts from 1.", "Leave it out for the default.", highest=65_536)
-    ] = 4
+    batch: Examples = 4
     """Episodes per step."""
-    learning_rate: Annotated[float, Within(0, 1, "a learning rate lies in 0..1.", "Use 1e-3.")] = 3e-3
+    learning_rate: LearningRate = 3e-3
     """Peak learning rate."""
     temperature: Annotated[float, Within(0, 1000, "it must lie in 0..1000.", "Use 1.0.")] = 1.0
     """Sampling temperature of the policy, as in training."""
@@ -93,7 +86,9 @@ def fit_decoder_command(config: FitDecoder) -> None:
     decoder.to(torch.bfloat16)  # as it is stored: halves the file, and what is measured is what will be used
     decoder.to(_dtype(device))
     likeness = compare(decoder, held_out, reward, threshold=config.threshold)
-    _save(config, out, fitted, decoder, likeness, loss)
+    made = {name: getattr(config, name) for name in ("episodes", "decisions", "steps", "batch", "seed")}
+    made |= {"learning_rate": config.learning_rate, "loss": round(loss, 5)} | likeness.as_dict()
+    fitted.save_decoder(out, decoder.to(torch.bfloat16), made)
     print(report(likeness, len(held_out), config.threshold))
     print(f"tiny decoder in {out}")
 
@@ -105,7 +100,7 @@ def _dtype(device: torch.device) -> torch.dtype:
 
 
 def _distillable(folder: Path, device: torch.device) -> Any:
-    """Read the world, whose kind must be one that can have a tiny decoder."""
+    """Read the world, which must be of a kind with tiny decoders."""
     from asyncrl.fitting.world import load_fitted
 
     fitted = load_fitted(folder, device, _dtype(device))
@@ -165,18 +160,8 @@ def _reward(folder: Path, tasks: set[str], device: torch.device) -> RewardModel 
         return None
 
 
-def _save(
-    config: FitDecoder, out: Path, fitted: Any, decoder: nn.Module, likeness: Likeness, loss: float
-) -> None:
-    import torch
-
-    made = {name: getattr(config, name) for name in ("episodes", "decisions", "steps", "batch", "seed")}
-    fit = made | {"learning_rate": config.learning_rate, "loss": round(loss, 5)} | likeness.as_dict()
-    fitted.save_decoder(out, decoder.to(torch.bfloat16), fit)
-
-
 def report(likeness: Likeness, episodes: int, threshold: float) -> str:
-    """The figures as lines."""
+    """Format the figures as lines."""
     lines = [
         f"against the full decoder on {episodes} held-out episodes:",
         f"  PSNR {likeness.psnr:.2f} dB, worst hundredth of the frames below {likeness.worst_psnr:.2f} dB",
