@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from asyncrl.evaluation.audit import Audit, AuditedEpisode, Models
-    from asyncrl.launch.run_settings import RunSettings
+    from asyncrl.launch.named_models import RunSettings
     from asyncrl.rewards.interface import RewardModel
     from asyncrl.simulators.build import SimulatorSource
     from asyncrl.worlds.interface import World
@@ -110,8 +110,7 @@ def main(arguments: list[str]) -> int:
 def _write_curves(config: AuditConfig, versions: dict[str, str], audits: dict[str, Audit]) -> None:
     """Write curves of a run's checkpoints into its folder; of anything else none."""
     from asyncrl.evaluation.audit import write_curves
-    from asyncrl.launch.named_models import folder_part
-    from asyncrl.launch.run_settings import run_of
+    from asyncrl.launch.named_models import folder_part, run_of
     from asyncrl.observability.logger import start_command
     from asyncrl.storage.assets import newest_checkpoint
 
@@ -140,7 +139,7 @@ def _plain(value: Any) -> Any:
 
 def _parse(arguments: list[str]) -> tuple[AuditConfig, RunSettings | None]:
     """Read the flags; what they leave open is as in the run that the policy is of, if it is of one."""
-    from asyncrl.launch.run_settings import run_of, settings_of_run, without_code
+    from asyncrl.launch.named_models import run_of, settings_of_run, without_code
 
     config = tyro.cli(ARGUMENTS, args=arguments, prog="asyncrl audit")
     folder = run_of(config.checkpoint)
@@ -177,7 +176,7 @@ def _parse(arguments: list[str]) -> tuple[AuditConfig, RunSettings | None]:
 
 def _versions(config: AuditConfig) -> dict[str, str]:
     """Return the audited policies: name in the table -> name as for --policy."""
-    from asyncrl.launch.run_settings import run_of
+    from asyncrl.launch.named_models import run_of
     from asyncrl.storage import checkpoint
 
     if not config.every_checkpoint:

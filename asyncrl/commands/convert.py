@@ -13,7 +13,7 @@ from asyncrl import registry
 from asyncrl.config.bounds import AtLeast, Bounded, Positive
 from asyncrl.config.help import CONVERT, answer_help
 from asyncrl.errors import ConfigError
-from asyncrl.launch.run_settings import run_of
+from asyncrl.launch.named_models import run_of
 from asyncrl.storage.assets import policy_folder, simulator_named
 
 if TYPE_CHECKING:

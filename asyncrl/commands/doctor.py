@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 from asyncrl.config.bounds import PIXELS, AtLeast, Bounded
 from asyncrl.config.help import DOCTOR
 from asyncrl.config.run import TrainConfig
-from asyncrl.doctor.checks import doctor, doctor_simulator
-from asyncrl.doctor.findings import Examination
+from asyncrl.doctor.checks import Examination, doctor
 from asyncrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -51,6 +50,8 @@ def main(arguments: list[str]) -> int:
     as_json = JSON in arguments
     arguments = [argument for argument in arguments if argument != JSON]
     if any(argument.partition("=")[0] == SIMULATOR for argument in arguments):
+        from asyncrl.doctor.simulators import doctor_simulator
+
         return doctor_simulator(_read_simulator(arguments), as_json=as_json)
     host, arguments = _take_host(arguments)
     examination = _read(arguments) if arguments else Examination(config=TrainConfig())

@@ -29,7 +29,7 @@ from asyncrl.simulators.rollout import EPISODES, evaluation_plays, evaluation_se
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from asyncrl.launch.run_settings import RunSettings
+    from asyncrl.launch.named_models import RunSettings
     from asyncrl.simulators.build import SimulatorSource
     from asyncrl.simulators.rollout import Act, SimulatedEpisode
     from asyncrl.worlds.interface import World
@@ -162,7 +162,7 @@ def main(arguments: list[str]) -> int:
 
 def _parse(arguments: list[str]) -> tuple[EvaluateConfig, RunSettings | None]:
     """Read the flags; what they leave open is as in the run that the policy is of, if it is of one."""
-    from asyncrl.launch.run_settings import run_of, settings_of_run
+    from asyncrl.launch.named_models import run_of, settings_of_run
 
     config = tyro.cli(ARGUMENTS, args=arguments, prog="asyncrl evaluate")
     if not config.checkpoint:

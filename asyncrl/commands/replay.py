@@ -131,7 +131,7 @@ class Imagine(ReplayCommand):
 
     def _rows_of_a_pass(self, config: TrainConfig, members: int) -> tuple[int, str]:
         """Return the number of rows, 0 for the members that go on, and its reason."""
-        from asyncrl.launch.build import rows_of_a_pass
+        from asyncrl.launch.environment import rows_of_a_pass
 
         if self.rows:
             return self.rows, f"{self.rows} (--rows)"

@@ -12,8 +12,7 @@ from asyncrl import __version__
 from asyncrl.config.help import DRY_RUN, TRAIN, ShortHelp
 from asyncrl.config.loading import load_file, parse, split_files, to_toml
 from asyncrl.config.run import TrainConfig
-from asyncrl.doctor.checks import examine
-from asyncrl.doctor.findings import Examination, Verdict, render
+from asyncrl.doctor.checks import Examination, Verdict, examine, render
 from asyncrl.doctor.host import existing_parent
 from asyncrl.errors import ConfigError
 from asyncrl.launch import endpoints

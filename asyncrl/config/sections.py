@@ -85,8 +85,6 @@ class ReplaySettings(Bounded, section="replay."):
     private socket on this host. No effect with --inline."""
     keys: str = ""
     """Folder of key files from `asyncrl keys`: traffic is encrypted, and only listed clients are admitted."""
-    compact_at_end: bool = False
-    """After the last update, compress the pictures of used groups, as `asyncrl replay compact`."""
     max_age_versions: Annotated[int, AtLeast(0, "it counts versions.", "Use 0 for never.")] = 0
     """Groups that were already used are deleted when their newest decision is older than this. 0: never."""
     quarantine_after: Annotated[int, AtLeast(1, "it counts failures.", "Use 2.")] = 2

@@ -7,29 +7,20 @@ import importlib.metadata
 import importlib.util
 import json
 import platform
+import re
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from asyncrl.doctor.findings import (
-    Examination,
-    Finding,
-    Verdict,
-    broken,
-    numbers,
-    ok,
-    one_line,
-    render,
-    warning,
-)
+from asyncrl.config.run import TrainConfig
 from asyncrl.errors import AsyncRLError
+from asyncrl.observability.console import hanging
 from asyncrl.observability.signals import BlockingThread
-
-if TYPE_CHECKING:
-    from asyncrl.doctor.simulators import SimulatorExamination
+from asyncrl.records import ActionSpec, SlotBytes, StartState
 
 DEADLINE: Final = 60.0
 """Seconds of a check without a deadline of its own."""
@@ -51,6 +42,114 @@ NEEDED: Final = {
     "pillow": "11",
 }
 """Lowest version of every dependency, as in pyproject.toml."""
+NAME_WIDTH: Final = 14
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Sizes of a run's models in bytes, unless noted otherwise."""
+
+    policy: int
+    """As its file and an actor hold it."""
+    parameters: int
+    """Count, frozen ones included."""
+    trained: int
+    """Count of trained parameters."""
+    float32_masters: int
+    """The policy as the learner holds it: float32 if --learner.precision is."""
+    unsharded: int
+    """Share of `float32_masters` that every learner rank holds: frozen weights below adapters."""
+    rounded: int = 0
+    """8-bit copies of frozen weights on every learner rank (--learner.frozen-precision)."""
+    version: int
+    """The tensors that actors get after an update."""
+    environment: int
+    """World and reward model."""
+    frame: int
+    action_spec: ActionSpec
+    """The policy's."""
+    block: int = 0
+    """The policy's largest block, as passes gather it."""
+    acting: int = 0
+    """Activations per decision of a forward pass; 0: unknown."""
+    learning: int = 0
+    """Activations per decision of a micro-batch; 0: unknown."""
+    slot: SlotBytes = field(default_factory=SlotBytes)
+
+    @property
+    def training(self) -> int:
+        """Gradient and AdamW's two moments, float32."""
+        return 12 * self.trained
+
+    @property
+    def checkpoint(self) -> int:
+        """The policy, and float32 weights and moments of the trained parameters."""
+        return self.policy + 12 * self.trained
+
+
+@dataclass(kw_only=True)
+class Examination:
+    """The settings under examination, and the sizes that the check of the models adds."""
+
+    config: TrainConfig
+    """With the world's defaults once the models were loaded."""
+    where: str = "the defaults"
+    """Source of the settings, for the report."""
+    host: int = 0
+    """Number of this host in --placement (ROLE=RANKS@HOST)."""
+    sizes: Sizes | None = None
+    starts: Sequence[StartState] = ()
+
+
+class Verdict(Enum):
+    """Severity of a finding."""
+
+    OK = "ok"
+    WARNING = "warning"
+    BROKEN = "BROKEN"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One line of the report."""
+
+    name: str
+    verdict: Verdict
+    seen: str
+    advice: str = ""
+    """The remedy; empty if none is needed, or if `seen` is an error that contains it."""
+
+
+def ok(name: str, seen: str) -> Finding:
+    """Return a finding without a problem."""
+    return Finding(name=name, verdict=Verdict.OK, seen=seen)
+
+
+def warning(name: str, seen: str, advice: str = "") -> Finding:
+    """Return a finding that a run may survive."""
+    return Finding(name=name, verdict=Verdict.WARNING, seen=seen, advice=advice)
+
+
+def broken(name: str, seen: str, advice: str = "") -> Finding:
+    """Return a finding that prevents a run."""
+    return Finding(name=name, verdict=Verdict.BROKEN, seen=seen, advice=advice)
+
+
+def render(finding: Finding) -> str:
+    """Format a finding, wrapped to the terminal."""
+    text = f"{finding.seen} {finding.advice}".rstrip()
+    return hanging(f"{finding.name:<{NAME_WIDTH - 1}} {finding.verdict.value:<9}", text)
+
+
+def one_line(error: object) -> str:
+    """Shorten an error to a line of at most 400 characters."""
+    return " ".join(str(error).split())[:400]
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """Parse the leading numbers of a version; '2.13.0+cpu' is (2, 13, 0)."""
+    match = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,13 +192,6 @@ CHECKS: Final = (
     Check(name="links", where="links:check_links", deadline=180.0, acts=True),
 )
 """In the order of the report; checks that need the models' sizes follow them."""
-SIMULATOR_CHECKS: Final = (
-    Check(name="drawing", where="simulators:check_drawing"),
-    Check(name="simulator", where="simulators:check_play", deadline=900.0),
-    Check(name="reset", where="simulators:check_reset"),
-    Check(name="step", where="simulators:check_step"),
-    Check(name="memory", where="simulators:check_simulator_memory"),
-)
 
 
 def check_python() -> Finding:
@@ -148,17 +240,11 @@ def check_torchvision(_: object) -> Finding | None:
 
 def doctor(examination: Examination, *, as_json: bool) -> int:
     """Print the report, as lines or as a JSON list; returns 0 if training can run here, else 1."""
-    return _report(examine(examination), as_json, "Training can run: asyncrl train", "Training cannot run")
+    return report(examine(examination), as_json, "Training can run: asyncrl train", "Training cannot run")
 
 
-def doctor_simulator(examination: SimulatorExamination, *, as_json: bool) -> int:
-    """Print the report on a simulator; returns 0 if it can be played in here, else 1."""
-    name = examination.source.name
-    works = f"It can be played in: asyncrl evaluate CHECKPOINT --simulator {name}"
-    return _report(examine_simulator(examination), as_json, works, f"{name} cannot be played in")
-
-
-def _report(found: Iterable[Finding], as_json: bool, works: str, fails: str) -> int:
+def report(found: Iterable[Finding], as_json: bool, works: str, fails: str) -> int:
+    """Print findings as they come, or all as JSON, and the verdict; returns 1 if one is broken."""
     findings = []
     for finding in found:
         findings.append(finding)
@@ -184,25 +270,6 @@ def examine(examination: Examination, *, reading_only: bool = False) -> Iterator
     checks += [(check.name, partial(_call, check.where, examination), check.deadline) for check in chosen]
     for name, action, deadline in checks:
         if finding := run_check(name, action, deadline):
-            yield finding
-
-
-def examine_simulator(examination: SimulatorExamination) -> Iterator[Finding]:
-    """Check a simulator; it is not played in if a package or its renderer is missing."""
-    from asyncrl.doctor.simulators import PINNED, check_pinned
-
-    source = examination.source
-    yield ok("settings", ", ".join([source.name, f"--places {source.places}", *source.settings]))
-    checks = [("Python", check_python, DEADLINE)]
-    pins = PINNED.get(examination.family, ())
-    checks += [(pinned.package, partial(check_pinned, pinned), DEADLINE) for pinned in pins]
-    checks += [(x.name, partial(_call, x.where, examination), x.deadline) for x in SIMULATOR_CHECKS]
-    unfit = False
-    for name, action, deadline in checks:
-        if name == "simulator" and unfit:
-            return
-        if finding := run_check(name, action, deadline):
-            unfit |= finding.verdict is Verdict.BROKEN
             yield finding
 
 

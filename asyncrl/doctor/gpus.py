@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from asyncrl.config.run import TrainConfig
-from asyncrl.doctor.findings import Examination, Finding, broken, ok, one_line, warning
-from asyncrl.doctor.host import GIB, free_memory
+from asyncrl.doctor.checks import Examination, Finding, broken, ok, one_line, warning
+from asyncrl.doctor.host import GIB, free_memory, placement_of
 from asyncrl.errors import ConfigError
 from asyncrl.launch.job import Hosts
 from asyncrl.launch.placement import (
@@ -19,7 +19,6 @@ from asyncrl.launch.placement import (
     check_learner_devices,
     check_pairs,
     checked_placement,
-    parse_placement,
     pick_device,
     ranks_named,
     sizes_of_hosts,
@@ -29,7 +28,7 @@ from asyncrl.launch.placement import (
 if TYPE_CHECKING:
     import torch
 
-    from asyncrl.doctor.findings import Sizes
+    from asyncrl.doctor.checks import Sizes
 
 HOST: Final = "memory of the host"
 
@@ -50,12 +49,6 @@ def check_devices(_: Examination) -> Finding:
         why = one_line(said[0].message)
         return warning("devices", f"CPU; torch is built for CUDA {torch.version.cuda}, but: {why}")
     return ok("devices", "CPU (no CUDA device)")
-
-
-def placement_of(config: TrainConfig) -> Placement:
-    """Return the placement of a run that `asyncrl train` starts with these settings."""
-    joined = bool(config.replay.listen)
-    return parse_placement(config.placement, ranks_named(config.placement), 0, joined=joined)
 
 
 def hosts_of(examination: Examination) -> Hosts:

@@ -2,38 +2,35 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import resource
 import shutil
-import socket
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from asyncrl.config.run import TrainConfig
-from asyncrl.doctor.findings import Examination, Finding, broken, ok, one_line, warning
+from asyncrl.doctor.checks import Examination, Finding, broken, ok, one_line, warning
 from asyncrl.errors import AssetError, ConfigError
 from asyncrl.launch import endpoints
-from asyncrl.launch.placement import parse_placement, ranks_named
+from asyncrl.launch.placement import Placement, parse_placement, ranks_named
 from asyncrl.messaging.keys import ALLOWED
-from asyncrl.messaging.sockets import ipc_endpoint, private_folder
+from asyncrl.messaging.sockets import ipc_endpoint, private_folder, why_taken
 from asyncrl.storage import run_folder
 from asyncrl.storage.run_folder import check_folder
 
 if TYPE_CHECKING:
-    from asyncrl.doctor.findings import Sizes
+    from asyncrl.doctor.checks import Sizes
 
 GIB: Final = 2**30
 LOW_MEMORY: Final = 4 * GIB
 SHARED: Final = Path("/dev/shm")  # noqa: S108
 OPEN_FILES: Final = 256
-"""Of one process; rank 0 of a run of two ranks opened 42 at most."""
+"""Files of one process; rank 0 of a run of two ranks opened 42 at most."""
 OPEN_FILES_PER_RANK: Final = 32
 """Connections and pipes of rank 0 for each further rank."""
 BULK: Final = 64 * 10**6
@@ -134,11 +131,9 @@ def _disk_folder(config: TrainConfig) -> Path:
     return existing_parent(Path(config.run_dir.partition(run_folder.TIME)[0] or ".").expanduser())
 
 
-@contextmanager
-def _scratch(config: TrainConfig) -> Iterator[Path]:
+def _scratch(config: TrainConfig) -> tempfile.TemporaryDirectory[str]:
     """Make a temporary folder on the disk of the run."""
-    with tempfile.TemporaryDirectory(prefix=".asyncrl-doctor-", dir=_disk_folder(config)) as folder:
-        yield Path(folder)
+    return tempfile.TemporaryDirectory(prefix=".asyncrl-doctor-", dir=_disk_folder(config))
 
 
 def check_run_folder(examination: Examination) -> Finding:
@@ -193,8 +188,8 @@ def check_disk_speed(examination: Examination) -> Finding:
     """Measure writing and syncing; one update's groups must be stored within `SLOW` seconds."""
     config = examination.config
     with _scratch(config) as folder:
-        speed = BULK / _seconds_to_write(folder / "bulk", os.urandom(1 << 20) * (BULK >> 20))
-        syncs = [_seconds_to_write(folder / f"small-{n}", bytes(256)) for n in range(10)]
+        speed = BULK / _seconds_to_write(Path(folder) / "bulk", os.urandom(1 << 20) * (BULK >> 20))
+        syncs = [_seconds_to_write(Path(folder) / f"small-{n}", bytes(256)) for n in range(10)]
     sync = statistics.median(syncs)
     seen = f"writes {speed / 1e6:.0f} MB/s, a sync of a small file takes {1000 * sync:.1f} ms"
     if examination.sizes is None:
@@ -267,7 +262,7 @@ def check_locks(examination: Examination) -> Finding:
     """Check that flock excludes a second holder: it protects the replay from two writers."""
     advice = "Choose a local disk with --run-dir."
     with _scratch(examination.config) as folder:
-        lock = folder / "lock"
+        lock = Path(folder) / "lock"
         with lock.open("w") as first, lock.open("r+") as second:
             try:
                 fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -285,10 +280,8 @@ def check_sockets(_: Examination) -> Finding | None:
         import zmq
     except (ImportError, OSError):  # Reported by the check of pyzmq.
         return None
-    kinds = {"loopback": "tcp://127.0.0.1:*"}
     with tempfile.TemporaryDirectory() as folder:
-        if zmq.has("ipc"):
-            kinds["ipc"] = f"ipc://{folder}/doctor"
+        kinds = {"loopback": "tcp://127.0.0.1:*", "ipc": f"ipc://{folder}/doctor"}
         for kind, endpoint in kinds.items():
             try:
                 exchange(endpoint)
@@ -337,40 +330,20 @@ def check_listen(examination: Examination) -> Finding | None:
         endpoints.check_listen(config)
     except ConfigError as error:
         return broken(name, one_line(error))
-    host, _, port = config.replay.listen.removeprefix("tcp://").rpartition(":")
-    if not config.replay.listen.startswith("tcp://"):
-        return ok(name, config.replay.listen)
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # As ZeroMQ does.
-        try:
-            listener.bind((host, int(port)))
-            listener.listen(1)
-        except OSError as error:
-            if error.errno == errno.EADDRNOTAVAIL:
-                advice = "Use the address of one of its interfaces: ip -brief address"
-                return broken(name, f"{host} is no address of this host.", advice)
-            if error.errno == errno.EADDRINUSE:
-                owner = holder(int(port)) or "a process that is not seen from here"
-                return broken(name, f"port {port} is taken by {owner}.", "End it, or choose another port.")
-            seen = f"{host}:{port} cannot be opened ({one_line(error)})."
-            return broken(name, seen, "Choose another port.")
-    return ok(name, f"{config.replay.listen} is an address of this host, and the port is free")
+    listen = config.replay.listen
+    if why := why_taken(listen):
+        advice = (
+            f"End what has it (ss -ltnp 'sport = :{listen.rpartition(':')[2]}'), choose another port, or the "
+        )
+        advice += "address of one of its interfaces (ip -brief address)."
+        return broken(name, f"{listen}: {why}.", advice)
+    return ok(name, f"{listen} is an address of this host, and the port is free")
 
 
-def holder(port: int) -> str:
-    """Name the process that listens on an IPv4 port, like 'process 4711 (python)'; '' if not visible."""
-    inodes = set()
-    with suppress(OSError):
-        for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
-                inodes.add(f"socket:[{fields[9]}]")
-    for handle in Path("/proc").glob("[0-9]*/fd/*") if inodes else ():
-        with suppress(OSError):  # The process ended, or belongs to another user.
-            if str(handle.readlink()) in inodes:
-                process = handle.parents[1]
-                return f"process {process.name} ({(process / 'comm').read_text().strip()})"
-    return ""
+def placement_of(config: TrainConfig) -> Placement:
+    """Return the placement of a run that `asyncrl train` starts with these settings."""
+    joined = bool(config.replay.listen)
+    return parse_placement(config.placement, ranks_named(config.placement), joined=joined)
 
 
 def check_keys(examination: Examination) -> Finding | None:
@@ -378,10 +351,8 @@ def check_keys(examination: Examination) -> Finding | None:
     config = examination.config
     if not config.replay.keys:
         return None
-    joined = bool(config.replay.listen)
-    placement = parse_placement(config.placement, ranks_named(config.placement), 0, joined=joined)
     try:
-        endpoints.check(config, placement)
+        endpoints.check(config, placement_of(config))
     except ConfigError as error:
         return broken("keys", one_line(error))
     folder = Path(config.replay.keys).expanduser()

@@ -1,12 +1,8 @@
 """Measure a broadcast between every pair of GPUs in GB/s; name pairs that fail or hang.
 
-A child process per device serves one pair after the other:
-
-    1. child     {"ready": true}, once the device answers
-    2. parent    [number of the pair, rank in it]
-    3. child     {"seconds": [one for each way]} or {"problem": text}; then 2 again
-
-A child of a hanging pair is killed and replaced, because nothing else ends a hanging driver call.
+A child process per device sends {"ready": true}, then answers each [number of the pair, rank in it] by
+{"seconds": [one for each way]} or {"problem": text}. A child of a hanging pair is killed and replaced:
+nothing else ends a hanging driver call.
 """
 
 from __future__ import annotations
@@ -25,7 +21,7 @@ from itertools import combinations
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
-from asyncrl.doctor.findings import Examination, Finding, broken, ok, warning
+from asyncrl.doctor.checks import Examination, Finding, broken, ok, warning
 from asyncrl.errors import ConfigError, WeightSyncError
 from asyncrl.launch.children import redirect_output
 from asyncrl.launch.placement import pick_device
@@ -37,7 +33,6 @@ START_DEADLINE: Final = 60.0
 """Seconds for a child to import torch and reach its device."""
 PAIR_DEADLINE: Final = 15.0
 KILL_DEADLINE: Final = 2.0
-"""Seconds to wait for a killed child."""
 GPU_BYTES, GPU_TIMES = 64 << 20, 8
 CPU_BYTES, CPU_TIMES = 8 << 20, 1
 ROUNDS: Final = 3
@@ -68,7 +63,7 @@ class Plan:
     """Settings that all pairs share."""
 
     folder: str
-    """Private folder of the rendezvous."""
+    """Private folder in which the ends of a pair meet."""
     size: int
     """Ends of a link: 2, or 1 for a single GPU."""
     bytes: int
@@ -94,19 +89,18 @@ def check_links(examination: Examination) -> Finding:
 
 def judge(name: str, results: Sequence[Result], nbytes: int, backend: str) -> Finding:
     """Summarise the pairs as a finding."""
-    rates = [(rate, result.pair) for result in results for rate in result.rates]
-    seen = f"{backend}, {nbytes >> 20} MiB each way"
     if list(results) == [Result(pair=results[0].pair)]:
         return ok(name, f"{backend} forms a group on {results[0].pair}, which is alone")
-    if rates:
+    seen = f"{backend}, {nbytes >> 20} MiB each way"
+    if rates := [(rate, result.pair) for result in results for rate in result.rates]:
         lowest, pair = min(rates)
         seen += f": lowest {lowest:.3g} GB/s ({pair})"
     each = [f"{r.pair} {'/'.join(f'{x:.3g}' for x in r.rates)}" for r in results if r.rates]
     if len(each) > 1:
         seen += f"; all: {', '.join(each)}"
-    if failed := [result for result in results if result.problem]:
-        named = "; ".join(f"{result.pair} {result.problem}" for result in failed)
-        return broken(name, f"{seen}; {len(failed)} of {len(results)} failed: {named}.", ADVICE[backend])
+    if failed := [f"{result.pair} {result.problem}" for result in results if result.problem]:
+        seen += f"; {len(failed)} of {len(results)} failed: {'; '.join(failed)}."
+        return broken(name, seen, ADVICE[backend])
     if untested := [result.pair for result in results if not result.tested]:
         advice = "Start it again with fewer GPUs: CUDA_VISIBLE_DEVICES."
         return warning(name, f"{seen}; there was no time for {', '.join(untested)}.", advice)
@@ -123,27 +117,26 @@ def serve(connection: Connection, parent: int, device: str, plan: Plan) -> None:
     else:
         redirect_output(f"{plan.folder}/log")
     die_with_parent(parent)
+
+    def answer(action: Callable[[], dict[str, object]]) -> None:
+        try:
+            found = action()
+        except Exception as error:  # Every error of a driver is a finding, which the parent reports.
+            found = {"problem": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+        connection.send_bytes(json.dumps(found).encode())
+
+    def touch() -> dict[str, object]:
+        import torch
+
+        torch.set_num_threads(1)
+        torch.zeros(1, device=device).sum().item()
+        return {"ready": True}
+
     with suppress(EOFError, BrokenPipeError):
-        _answer(connection, lambda: _touch(device))
+        answer(touch)
         while True:
             number, rank = json.loads(connection.recv_bytes())
-            _answer(connection, lambda n=number, r=rank: {"seconds": exchange(plan, n, r, device)})
-
-
-def _answer(connection: Connection, action: Callable[[], dict[str, object]]) -> None:
-    try:
-        answer = action()
-    except Exception as error:  # Every error of a driver is a finding, which the parent reports.
-        answer = {"problem": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
-    connection.send_bytes(json.dumps(answer).encode())
-
-
-def _touch(device: str) -> dict[str, object]:
-    import torch
-
-    torch.set_num_threads(1)
-    torch.zeros(1, device=device).sum().item()
-    return {"ready": True}
+            answer(lambda n=number, r=rank: {"seconds": exchange(plan, n, r, device)})
 
 
 def exchange(plan: Plan, number: int, rank: int, device: str) -> list[float]:
@@ -192,39 +185,37 @@ def measure(
     pair_deadline: float = PAIR_DEADLINE,
     serve: Callable[[Connection, int, str, Plan], None] = serve,
 ) -> list[Result]:
-    """Measure every pair of devices, or a single device with itself.
-
-    Args:
-        nbytes: Size of the buffer.
-    """
+    """Measure every pair of devices, or a single device with itself, by a buffer of `nbytes`."""
     until = time.monotonic() + deadline
     # Neighbours first: pairs of one sick device do not take the time of all the others.
     pairs = sorted(combinations(range(len(devices)), 2), key=lambda pair: pair[1] - pair[0]) or [(0,)]
-    results = []
     with tempfile.TemporaryDirectory(prefix="asyncrl-doctor-") as folder:
         plan = Plan(folder=folder, size=len(pairs[0]), bytes=nbytes, times=times, seconds=pair_deadline)
         children = _Children(devices, plan, serve)
         try:
             children.start(range(len(devices)))
-            for number, pair in enumerate(pairs):
-                if time.monotonic() + pair_deadline > until:
-                    results.append(Result(pair=children.name(*pair), tested=False))
-                else:
-                    results.append(_measure_pair(children, plan, number, pair))
+            return [
+                Result(pair=children.name(*pair), tested=False)
+                if time.monotonic() + pair_deadline > until
+                else _measure_pair(children, plan, number, pair)
+                for number, pair in enumerate(pairs)
+            ]
         finally:
             children.end()
-    return results
 
 
 def _measure_pair(children: _Children, plan: Plan, number: int, pair: Sequence[int]) -> Result:
     name = children.name(*pair)
     try:
         children.start(pair)
-        children.wait_until_ready(pair)
+        until = time.monotonic() + START_DEADLINE
+        for index in set(pair) - children.ready:
+            children.receive(index, until, "did not start")
+            children.ready.add(index)
         for rank, index in enumerate(pair):
             children.send(index, [number, rank])
-        end = time.monotonic() + plan.seconds
-        answers = [children.receive(index, end, "hangs") for index in pair]
+        until = time.monotonic() + plan.seconds
+        answers = [children.receive(index, until, "hangs") for index in pair]
     except WeightSyncError as error:
         children.kill(pair)
         return Result(pair=name, problem=str(error))
@@ -240,8 +231,9 @@ class _Children:
     def __init__(self, devices: Sequence[str], plan: Plan, serve: Callable[..., None]) -> None:
         self._devices, self._plan, self._serve = devices, plan, serve
         self._running: dict[int, tuple[Any, Connection]] = {}
-        self._ready: set[int] = set()
         self._killed: list[Any] = []
+        self.ready: set[int] = set()
+        """Devices whose child has reached them."""
 
     def name(self, *indices: int) -> str:
         """Name devices for the report; processes that share the CPU are numbered."""
@@ -259,19 +251,12 @@ class _Children:
             theirs.close()
             self._running[index] = (child, ours)
 
-    def wait_until_ready(self, indices: Sequence[int]) -> None:
-        """Wait until children reached their devices; raises WeightSyncError after `START_DEADLINE`."""
-        until = time.monotonic() + START_DEADLINE
-        for index in set(indices) - self._ready:
-            self.receive(index, until, "did not start")
-            self._ready.add(index)
-
     def send(self, index: int, message: list[int]) -> None:
         """Send a child its next pair."""
         try:
             self._running[index][1].send_bytes(json.dumps(message).encode())
         except OSError:
-            raise WeightSyncError(self._ended(index)) from None
+            raise self._ended(index) from None
 
     def receive(self, index: int, until: float, otherwise: str) -> dict[str, Any]:
         """Wait for a child's next message."""
@@ -281,21 +266,22 @@ class _Children:
         try:
             answer = json.loads(connection.recv_bytes())
         except (EOFError, OSError):
-            raise WeightSyncError(self._ended(index)) from None
+            raise self._ended(index) from None
         if "problem" in answer:
             raise WeightSyncError(f"failed ({name}: {answer['problem']})")
         return answer
 
-    def _ended(self, index: int) -> str:
+    def _ended(self, index: int) -> WeightSyncError:
         child = self._running[index][0]
         child.join(KILL_DEADLINE)
-        return f"failed (the process of {self.name(index)} ended with code {child.exitcode})"
+        code = child.exitcode
+        return WeightSyncError(f"failed (the process of {self.name(index)} ended with code {code})")
 
     def kill(self, indices: Sequence[int]) -> None:
         """Kill children without waiting: the next pair need not wait for a driver."""
         for index in indices:
             child, connection = self._running.pop(index)
-            self._ready.discard(index)
+            self.ready.discard(index)
             connection.close()
             child.kill()
             self._killed.append(child)

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import LearnerSettings
-from asyncrl.doctor.findings import Examination, Finding, Sizes, broken, ok, one_line
-from asyncrl.doctor.gpus import devices_of, hosts_of, placement_of
-from asyncrl.doctor.host import GIB
+from asyncrl.doctor.checks import Examination, Finding, Sizes, broken, ok, one_line
+from asyncrl.doctor.gpus import devices_of, hosts_of
+from asyncrl.doctor.host import GIB, placement_of
 from asyncrl.errors import AsyncRLError, CheckpointError, ConfigError
+from asyncrl.launch.build import load_models
 from asyncrl.launch.environment import EnvironmentFiles, with_world_defaults
-from asyncrl.launch.learner_start import load_models
 from asyncrl.launch.named_models import named_world
 from asyncrl.launch.simulated import SimulatorFiles
 from asyncrl.launch.world_conformance import CHECKS, check_world

@@ -7,14 +7,27 @@ import multiprocessing
 import os
 import statistics
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from asyncrl import registry
-from asyncrl.doctor.findings import Finding, broken, numbers, ok, warning
+from asyncrl.doctor.checks import (
+    DEADLINE,
+    Finding,
+    Verdict,
+    broken,
+    check_python,
+    numbers,
+    ok,
+    report,
+    run_check,
+    warning,
+)
 from asyncrl.doctor.host import GIB, free_memory
 from asyncrl.errors import RunError
 
@@ -24,6 +37,7 @@ if TYPE_CHECKING:
     from asyncrl.simulators.pool import SimulatorPool, SlotAnswer
 
 MIB: Final = 2**20
+PLAY_DEADLINE: Final = 900.0
 ANSWER: Final = 300.0
 """Seconds for one request."""
 STEPS: Final = 8
@@ -98,10 +112,39 @@ class SimulatorExamination:
         return "" if ":" in self.source.name else self.source.name.partition("_")[0]
 
 
+def doctor_simulator(examination: SimulatorExamination, *, as_json: bool) -> int:
+    """Print the report on a simulator; returns 0 if it can be played in here, else 1."""
+    name = examination.source.name
+    works = f"It can be played in: asyncrl evaluate CHECKPOINT --simulator {name}"
+    return report(examine_simulator(examination), as_json, works, f"{name} cannot be played in")
+
+
+def examine_simulator(examination: SimulatorExamination) -> Iterator[Finding]:
+    """Check a simulator; it is not played in if a package or its renderer is missing."""
+    source = examination.source
+    yield ok("settings", ", ".join([source.name, f"--places {source.places}", *source.settings]))
+    checks = [("Python", check_python)]
+    pins = PINNED.get(examination.family, ())
+    checks += [(pinned.package, partial(check_pinned, pinned)) for pinned in pins]
+    checks += [("drawing", partial(check_drawing, examination))]
+    found = [finding for name, check in checks if (finding := run_check(name, check, DEADLINE))]
+    yield from found
+    if any(finding.verdict is Verdict.BROKEN for finding in found):
+        return
+    play = partial(check_play, examination)
+    if finding := run_check("simulator", play, PLAY_DEADLINE):
+        yield finding
+    if measured := examination.measured:
+        yield judge_reset(measured)
+        yield describe_step(measured)
+        if measured.memory:
+            yield judge_memory(measured)
+
+
 def check_pinned(pinned: Pinned) -> Finding:
     """Compare an installed package with the versions that work."""
-    wanted = f"{pinned.package}>={pinned.lowest}" + (f",<{pinned.below}" if pinned.below else "")
-    remedy = f"Install it with: pip install '{wanted}'"
+    below = f",<{pinned.below}" if pinned.below else ""
+    remedy = f"Install it with: pip install '{pinned.package}>={pinned.lowest}{below}'"
     try:
         version = importlib.metadata.version(pinned.package)
     except importlib.metadata.PackageNotFoundError:
@@ -140,26 +183,21 @@ def check_play(examination: SimulatorExamination) -> Finding:
     )
 
 
-def check_reset(examination: SimulatorExamination) -> Finding | None:
+def judge_reset(measured: Measured) -> Finding:
     """Judge the resets."""
-    measured = examination.measured
-    if measured is None:
-        return None
     seen = f"ready after {measured.start:.1f} s, a reset takes {measured.reset:.2f} s"
     if not measured.repeats:
         advice = "Everything about an episode must follow from its start: draw from its seed only."
         return warning("reset", f"{seen}; one start showed two different pictures.", advice)
     if measured.blank:
-        seen += "; the picture has one colour only."
-        return warning("reset", seen, "See whether it is drawn at all.")
+        return warning(
+            "reset", f"{seen}; the picture has one colour only.", "See whether it is drawn at all."
+        )
     return ok("reset", seen)
 
 
-def check_step(examination: SimulatorExamination) -> Finding | None:
+def describe_step(measured: Measured) -> Finding:
     """Report the time of a step."""
-    measured = examination.measured
-    if measured is None:
-        return None
     places = measured.spec.places
     together = f" of {places} places together" if places > 1 else ""
     return ok(
@@ -169,11 +207,8 @@ def check_step(examination: SimulatorExamination) -> Finding | None:
     )
 
 
-def check_simulator_memory(examination: SimulatorExamination) -> Finding | None:
+def judge_memory(measured: Measured) -> Finding:
     """Compare the memory of a process with the free memory."""
-    measured = examination.measured
-    if measured is None or not measured.memory:
-        return None
     places, free = measured.spec.places, free_memory()
     workers, cores = int(free // measured.memory), len(os.sched_getaffinity(0))
     seen = (

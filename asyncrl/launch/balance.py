@@ -1,10 +1,9 @@
-"""Measure what both sides of a run took, say how its ranks keep both busy, and choose so the next time.
+"""Measured seconds of both sides of a run, and the placement that keeps both busy at the next start.
 
     balance.json    written at the end of a run: seconds of learners and actors for one update, and waits
     --placement auto   chooses by it where the run is resumed, or where --balance-from names the run
 
-A run's rows say how long an update took and which shares of it each side waited. What a side has to do for an
-update is shared out to its ranks, so other numbers of ranks need other times. Pure, but for the file.
+The work of a side for an update is shared by its ranks, so other numbers of ranks need other times.
 """
 
 from __future__ import annotations
@@ -31,28 +30,26 @@ SKIPPED: Final = 2
 LEAST: Final = 3
 """Updates that have to count."""
 NOTICEABLE: Final = 1.05
-"""Times the pace from which another placement is worth a line."""
-_UPDATE: Final = s.UPDATE_SECONDS.name
-"""What only the row of an update has."""
+"""Speed-up from which another placement is worth a line."""
 _POSITIVE: Final = ("ranks", "learners", "actors", "groups_per_update", "group_size", "slots", "updates")
+_TYPES: Final[Mapping[str, type]] = {"str": str, "bool": bool, "int": int, "float": float}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Balance:
-    """What a run measured."""
+    """Measurements of a run in which no rank both learned and imagined."""
 
     policy: str
     world: str
     adapters: bool
-    """Whether only adapters are trained. All weights are divided: fewer learners may not have the memory."""
+    """True if only adapters are trained. All weights are sharded: fewer learners may lack the memory."""
     ranks: int
     learners: int
     actors: int
-    """No rank is both."""
     learner_seconds: float
-    """Of the learners for one update, without their waiting."""
+    """Time of the learners for one update, without waiting."""
     actor_seconds: float
-    """Of the actors for one update's groups, without their waiting."""
+    """Time of the actors for one update's groups, without waiting."""
     seconds: float
     """From one update to the next."""
     learner_waits: float
@@ -61,27 +58,27 @@ class Balance:
     groups_per_update: int
     group_size: int
     slots: int
-    """Of each actor."""
+    """Per actor."""
     max_lag: int
     updates: int
-    """That counted."""
+    """Number of updates measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """What would keep both sides busy."""
+    """Split of the ranks that keeps both sides busy, and numbers that fit it."""
 
     learners: int
     actors: int
     slots: int
-    """Of each actor."""
+    """Per actor."""
     groups_per_update: int
     seconds: float
-    """From one update of as many groups as now to the next, with this placement."""
+    """From one update of as many groups as measured to the next."""
 
     @property
     def placement(self) -> str:
-        """For --placement."""
+        """The text for --placement."""
         return f"learner={span(0, self.learners)},actor={span(self.learners, self.actors)}"
 
 
@@ -89,8 +86,8 @@ def measure(config: TrainConfig, placement: Placement, rows: Iterable[Mapping[st
     """Fold the rows of one start of a run.
 
     Returns:
-        None where too few updates were made, a rank both learned and imagined, an actor has two devices, or
-        others could join: then the times of the sides say nothing of other placements.
+        None after too few updates, or where the times of the sides say nothing of other placements: a rank
+        both learned and imagined, an actor has two devices, or others could join.
     """
     apart = not set(placement.learners) & set(placement.actors) and not placement.worlds
     apart = apart and bool(placement.actors) and not config.replay.listen
@@ -130,14 +127,12 @@ def expected_seconds(found: Balance, learners: int, actors: int) -> float:
 
 
 def advise(found: Balance) -> Advice:
-    """Choose the split of the ranks under which an update comes soonest, then what fits it.
+    """Choose the split of the ranks with the shortest update.
 
-    Slots: as many episodes as there can be credit for, where there are more slots than that. Groups: as many
-    as share out evenly to the learner ranks.
+    Slots: at most as many episodes as there can be credit for. Groups: a multiple of the learner ranks.
     """
-    least = 1 if found.adapters else found.learners
-    most = min(found.ranks - 1, found.groups_per_update)
-    current = found.learners
+    current, most = found.learners, min(found.ranks - 1, found.groups_per_update)
+    least = 1 if found.adapters else current
     learners = min(
         range(min(least, current), max(most, current) + 1),
         key=lambda n: (expected_seconds(found, n, found.ranks - n), abs(n - current)),
@@ -154,47 +149,44 @@ def advise(found: Balance) -> Advice:
 
 
 def line(found: Balance) -> str:
-    """Say in one line what was measured and what would keep both sides busy."""
+    """Describe in one line what was measured and what would keep both sides busy."""
     advice = advise(found)
-    sides = (
-        f"balance: an update takes {_count(found.learners, 'learner')} {found.learner_seconds:.3g} s and "
-        f"{_count(found.actors, 'actor')} {found.actor_seconds:.3g} s; they wait {found.learner_waits:.0%} "
-        f"and {found.actors_wait:.0%} of the time"
+    learners, actors = (
+        f"{number} {what}{'s' * (number > 1)}"
+        for number, what in ((found.learners, "learner"), (found.actors, "actor"))
     )
-    chosen = [f"--placement {advice.placement}"]
+    sides = (
+        f"balance: an update takes {learners} {found.learner_seconds:.3g} s and {actors} "
+        f"{found.actor_seconds:.3g} s; they wait {found.learner_waits:.0%} and {found.actors_wait:.0%} of "
+        "the time"
+    )
+    fitting = []
     if advice.slots != found.slots:
-        chosen.append(f"--actor.slots {advice.slots}")
+        fitting.append(f"--actor.slots {advice.slots}")
     if advice.groups_per_update != found.groups_per_update:
-        chosen.append(f"--algorithm.groups-per-update {advice.groups_per_update}")
+        fitting.append(f"--algorithm.groups-per-update {advice.groups_per_update}")
     gain = found.seconds / advice.seconds
     if advice.learners != found.learners and gain > NOTICEABLE:
-        faster = f"{gain:.2f} times the pace, and what --placement auto chooses next time"
-        return f"{sides}. {' '.join(chosen)}: {faster}"
-    if len(chosen) > 1:
-        return f"{sides}. Fits this placement: {' '.join(chosen[1:])}"
+        chosen = " ".join([f"--placement {advice.placement}", *fitting])
+        return f"{sides}. {chosen}: {gain:.2f} times the pace, and what --placement auto chooses next time"
+    if fitting:
+        return f"{sides}. Fits this placement: {' '.join(fitting)}"
     return f"{sides}. No other placement of {found.ranks} ranks keeps both busier"
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number > 1)}"
-
-
 def write(run_dir: Path, found: Balance) -> None:
-    """Write the file of a run, with what follows from it."""
+    """Write the file of a run, with the advice."""
     advice = advise(found)
-    content = {"measured": dataclasses.asdict(found), "advice": dataclasses.asdict(advice)}
-    content["advice"]["placement"] = advice.placement
-    write_json(run_dir / FILE, content)
+    advised = dataclasses.asdict(advice) | {"placement": advice.placement}
+    write_json(run_dir / FILE, {"measured": dataclasses.asdict(found), "advice": advised})
 
 
 def note_at_end(config: TrainConfig, placement: Placement, run_dir: Path, version: int) -> str:
-    """Write the file of a run that ends, and return its line; empty where nothing was measured."""
+    """Write the file of a run that ends, and return its line; empty if nothing was measured."""
     path = run_dir / "metrics.jsonl"
     rows = [row for _, row in read_rows(path) if row is not None] if path.exists() else []
-    of_start = [
-        row for row in rows if isinstance(step := row.get("step"), int) and step > version and _UPDATE in row
-    ]
-    found = measure(config, placement, of_start)
+    updates = [row for row in rows if s.UPDATE_SECONDS.name in row and isinstance(row.get("step"), int)]
+    found = measure(config, placement, [row for row in updates if row["step"] > version])
     if found is None:
         return ""
     try:
@@ -205,7 +197,7 @@ def note_at_end(config: TrainConfig, placement: Placement, run_dir: Path, versio
 
 
 def read(run_dir: Path) -> Balance | None:
-    """Read the file of a run; None where it has none."""
+    """Read the file of a run; None if it has none."""
     path = run_dir / FILE
     if not path.exists():
         return None
@@ -224,11 +216,8 @@ def read(run_dir: Path) -> Balance | None:
     return found
 
 
-_TYPES: Final[Mapping[str, type]] = {"str": str, "bool": bool, "int": int, "float": float}
-
-
 def differs(found: Balance, config: TrainConfig, ranks: int) -> str:
-    """Say in what the run that was measured is another one; empty: its times hold."""
+    """Return in what the measured run differs; empty: its times hold."""
     pairs = {
         "--policy": (found.policy, config.policy),
         "--world": (found.world, config.world),
@@ -240,7 +229,7 @@ def differs(found: Balance, config: TrainConfig, ranks: int) -> str:
 
 
 def chosen_placement(config: TrainConfig, ranks: int, resumed: Path | None) -> str:
-    """Return the placement to use: that of the settings, or for `auto` what a measured balance says.
+    """Return --placement, or for `auto` the placement by a measured balance.
 
     Args:
         resumed: Folder of the run that goes on; None: a new run.
@@ -272,19 +261,17 @@ def chosen_placement(config: TrainConfig, ranks: int, resumed: Path | None) -> s
 
 def with_placement(config: TrainConfig, text: str) -> TrainConfig:
     """Return the settings with a placement in place of `auto`."""
-    return (
-        config if text == config.placement else dataclasses.replace(config, placement=text, balance_from="")
-    )
+    if text == config.placement:
+        return config
+    return dataclasses.replace(config, placement=text, balance_from="")
 
 
 def placement_of_start(config: TrainConfig, job: Job, hosts: Hosts) -> str:
-    """Return --placement, or what a run measured in place of `auto`, where these hosts can do that."""
+    """Return the placement of this start: by a measured balance if these hosts can do that."""
     if config.placement != "auto":
         return config.placement
-    again = run_of_earlier_start(job)
-    chosen = chosen_placement(
-        config, hosts.size, again or (run_folder.locate(config) if config.resume else None)
-    )
+    resumed = run_of_earlier_start(job) or (run_folder.locate(config) if config.resume else None)
+    chosen = chosen_placement(config, hosts.size, resumed)
     if chosen != "auto":
         try:
             placement = checked_placement(with_placement(config, chosen), hosts.size)

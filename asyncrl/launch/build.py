@@ -1,190 +1,226 @@
-"""Chooses what an actor and a learner rank move to host memory while they have nothing to do.
+"""The learner's side of a run: models that fit each other, the run's folder, the update and its loop.
 
-Builds an actor of a run: its models with what they act in, compiled where that is wanted, and its loop.
-
-Builds the learner of a run: the update, the loop around it, what compiles before the first batch.
+Errors are raised before a process is started or a folder is made.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import HashStore, PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
-from asyncrl.actors.actor import Actor
-from asyncrl.actors.backend import Backend, StartStream
-from asyncrl.actors.imagination import EndRule, Imagination
-from asyncrl.actors.play import SimulatorBackend
-from asyncrl.actors.slots import split_slots
-from asyncrl.config.loading import to_json
+from asyncrl.config.loading import load_file, to_json
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import EvaluationSettings
 from asyncrl.devices.offload import NO_OFFLOAD, HoldsAddresses, IdleOffload, OffloadedTensors
-from asyncrl.launch.environment import Environment
-from asyncrl.launch.learner_start import LearnerStart, check_compilable
-from asyncrl.launch.named_models import as_module, build_reference
-from asyncrl.launch.placement import only_learns
-from asyncrl.launch.simulated import SimulatedEnvironment
-from asyncrl.learner.early_compile import EarlyCompile, ObservationShapes, fix_sizes, has_known_sizes
+from asyncrl.evaluation.evaluate import simulator_of_tasks
+from asyncrl.launch.conformance import try_policy
+from asyncrl.launch.endpoints import client_keys
+from asyncrl.launch.environment import (
+    EnvironmentFiles,
+    check_compilable,
+    check_environment,
+    tasks_of,
+    tensors_of,
+)
+from asyncrl.launch.job import Hosts, Job, RunInfo, open_store
+from asyncrl.launch.named_models import (
+    as_module,
+    build_learning_policy,
+    build_reference,
+    named_policy,
+    named_world,
+)
+from asyncrl.launch.own_device import take_device, use_compiler_cache
+from asyncrl.launch.placement import Placement, copies_of, only_learns
+from asyncrl.launch.simulated import SimulatorFiles
+from asyncrl.learner.early_compile import (
+    EarlyCompile,
+    ObservationShapes,
+    fix_sizes,
+    has_known_sizes,
+    observation_shapes,
+)
 from asyncrl.learner.forward import Reference
+from asyncrl.learner.fsdp import make_float32_masters, shard
 from asyncrl.learner.learner import Learner, LoopSettings, WriteRow
 from asyncrl.learner.metrics import Throughput
 from asyncrl.learner.progress import OnEstimate
-from asyncrl.learner.ranks import LearnerRanks
+from asyncrl.learner.ranks import DistributedRanks, LearnerRanks, default_group
+from asyncrl.learner.recipe import build_recipe
 from asyncrl.learner.update import Update
-from asyncrl.learner.weight_export import ActingWeights, copy_policy
-from asyncrl.observability import process_status
+from asyncrl.learner.weight_export import ActingWeights, acting_types, copy_policy
 from asyncrl.observability.metrics_system import GROUPS_READY
 from asyncrl.policies.acceleration import compile_blocks
-from asyncrl.policies.interface import FixedShapeActing, FixesPrompts, Policy, SamplingParams
-from asyncrl.replay.interface import ActorPort, LearnerPort
-from asyncrl.storage import checkpoint
-from asyncrl.weights.interface import Publisher, Receiver
-from asyncrl.worlds.interface import CompilesWorld
-from asyncrl.worlds.start_states import StartStateStream
+from asyncrl.policies.interface import FixesPrompts, Policy, SamplingParams
+from asyncrl.registry import names_code
+from asyncrl.replay.client import ZmqRankPort
+from asyncrl.replay.interface import NEW_RUN, LearnerPort, RunStart
+from asyncrl.replay.store import LEDGER, read_meta
+from asyncrl.storage import checkpoint, run_folder, run_owner
+from asyncrl.storage.assets import simulator_named
+from asyncrl.storage.run_folder import check_folder
+from asyncrl.storage.run_owner import RunIdentity, RunLock
+from asyncrl.weights.interface import NullPublisher, Publisher
 
 
-def actor_offload(config: TrainConfig, backend: Imagination[Any] | SimulatorBackend) -> IdleOffload:
-    """Offload an idle actor's models. What the receivers hold stays; new weights reach the copy."""
-    if not config.actor.offload:
-        return NO_OFFLOAD
-    policy = backend.policy
-    others = backend.models if isinstance(backend, Imagination) else []
-    models = [as_module(policy), *(module for other in others for module in other.modules().values())]
-    movable = [model for model in (policy, *others) if isinstance(model, HoldsAddresses)]
-    return IdleOffload(
-        OffloadedTensors(
-            partial(_tensors_of, models),
-            lambda: policy.acting_tensors().values(),
-            backend.devices,
-            on_offload=lambda: [model.weights_moved() for model in movable],
-        )
+@dataclass(frozen=True, kw_only=True)
+class LearnerStart:
+    """Policy and folder that the learner begins with."""
+
+    policy: Policy
+    run_dir: Path
+    identity: RunIdentity
+    """Identity of this start of the run."""
+    lock: RunLock
+    version: int
+    """0, or that of the checkpoint."""
+    checkpoint: Path | None
+    """Checkpoint of a resumed run."""
+    replay: RunStart = NEW_RUN
+    simulator: str = ""
+    """Simulator with the tasks of the run; empty: none is known."""
+    shown: ObservationShapes | None = None
+    """Shapes of the run's decisions; None if unknown."""
+
+
+def load_models(
+    config: TrainConfig, device: torch.device
+) -> tuple[Policy, EnvironmentFiles | SimulatorFiles]:
+    """Load the policy of a run to `device`, and check that all its models are there and fit each other.
+
+    Raises:
+        ConfigError: Something is missing or does not fit.
+    """
+    build_recipe(config.algorithm, config.correction, config.critic)
+    if config.imagination.compile and not simulator_named(config.world):
+        world = named_world(config.world, config.world_settings)
+        check_compilable(named_policy(config.policy, config.policy_settings).kind, world.kind)
+    environment = check_environment(config)
+    policy = build_learning_policy(config, device)
+    environment.check_policy(policy)
+    if names_code(config.policy) and isinstance(environment, EnvironmentFiles):
+        try_policy(policy, environment.starts)
+    if config.evaluate_every:
+        from asyncrl.launch import evaluator  # It needs simulators, which are not imported without cause.
+
+        evaluator.plan(config, environment, policy)
+    return policy, environment
+
+
+def start_run(
+    config: TrainConfig, policy: Policy, files: EnvironmentFiles | SimulatorFiles, again: Path | None = None
+) -> LearnerStart:
+    """Make or find the run's folder; `again` is that of an earlier start of the same job."""
+    if again is not None and checkpoint.latest(again) is not None:
+        config, again = replace(config, run_dir=str(again), resume=True), None
+    elif again is not None:
+        config = replace(config, resume=False)
+    if config.resume:
+        check_folder(found := run_folder.locate(config))
+        if (found / run_folder.REPLAY / "replay.json").exists():
+            read_meta(found / run_folder.REPLAY)
+    run = run_folder.claim(config, again)
+    folder, version, ledger = None, 0, None
+    if config.resume:
+        folder = checkpoint.latest(run.path)
+        assert folder is not None  # The run folder was found by its checkpoints.
+        version, ledger = int(folder.name.rpartition("_")[2]), checkpoint.verify(folder)
+    simulator = config.evaluation.simulator or simulator_named(config.world)
+    if not simulator and isinstance(files, EnvironmentFiles):
+        simulator = simulator_of_tasks(set(tasks_of(files)))
+    episodes = files.episode_format(policy, config.actor.max_decisions)
+    return LearnerStart(
+        policy=policy,
+        run_dir=run.path,
+        identity=run.identity,
+        lock=run.lock,
+        version=version,
+        checkpoint=folder,
+        replay=RunStart(episodes=episodes, ledger=ledger),
+        simulator=simulator,
+        shown=observation_shapes(episodes),
     )
 
 
 def learner_offload(config: TrainConfig, update: Update) -> IdleOffload:
-    """Offload, while it waits, this rank's part of weights, gradient and optimizer state."""
+    """Offload, while it waits, this rank's shard of weights, gradient and optimizer state."""
     if not config.learner.offload:
         return NO_OFFLOAD
     reference = getattr(update.reference, "policy", None)
     models = [model for model in (update.policy, reference) if isinstance(model, nn.Module)]
     movable = [model for model in models if isinstance(model, HoldsAddresses)]
+
+    def trained() -> Iterator[Tensor]:
+        for parameter in update.policy.trainable_parameters().values():
+            yield parameter
+            if parameter.grad is not None:
+                yield parameter.grad
+            state = update.optimizer.state.get(parameter, {})
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
     return IdleOffload(
         OffloadedTensors(
-            partial(_tensors_of, models),
-            partial(_training_tensors, update),
+            partial(tensors_of, models),
+            trained,
             {update.device},
             on_offload=lambda: [model.weights_moved() for model in movable],
         )
     )
 
 
-def _tensors_of(models: Iterable[nn.Module]) -> Iterator[Tensor]:
-    for model in models:
-        yield from model.parameters()
-        yield from model.buffers()
+MEETING_DEADLINE: Final = 600.0
+"""Seconds that the learner ranks have to meet."""
 
 
-def _training_tensors(update: Update) -> Iterator[Tensor]:
-    """What an update changes: weights, their gradient, the optimizer's state."""
-    for parameter in update.policy.trainable_parameters().values():
-        yield parameter
-        if parameter.grad is not None:
-            yield parameter.grad
-        yield from (
-            x for x in update.optimizer.state.get(parameter, {}).values() if isinstance(x, torch.Tensor)
-        )
+def learners_store(job: Job) -> Store:
+    """Open the store in which several learner ranks meet."""
+    return PrefixStore("learners", open_store(job, MEETING_DEADLINE))
 
 
-def build_acting(
-    config: TrainConfig, policy: Policy, environment: Environment | SimulatedEnvironment
-) -> Imagination[Any] | SimulatorBackend:
-    """Join the models of an actor with what they act in; close it when the actor is done."""
-    if isinstance(environment, SimulatedEnvironment):
-        return environment.play(config, policy, together=config.inline)
-    return build_imagination(config, policy, environment)
-
-
-def starts_of(config: TrainConfig, environment: Environment | SimulatedEnvironment) -> StartStream:
-    """Return where the episodes of the run begin."""
-    if isinstance(environment, SimulatedEnvironment):
-        return environment.starts
-    return StartStateStream(environment.starts, config.seed, config.keyframe_share)
-
-
-def build_imagination(config: TrainConfig, policy: Policy, environment: Environment) -> Imagination[Any]:
-    """Join the models of an actor, compiled and at a fixed shape if that is wanted."""
-    sampling = SamplingParams(temperature=config.algorithm.temperature, top_k=config.algorithm.top_k)
-    if config.imagination.compile:
-        _compile(config, policy, environment)
-    if config.imagination.fixed_shape and isinstance(policy, FixesPrompts):
-        policy.fix_prompts(tasks_of(environment))
-    return Imagination(
-        policy,
-        environment.world,
-        environment.reward,
-        sampling,
-        rule=EndRule(
-            max_decisions=config.actor.max_decisions,
-            threshold=config.actor.success_threshold,
-            success_frames=config.success_frames,
-        ),
-        policy_device=policy.device,
-        world_device=environment.world.device,
-        rows=rows_of_a_pass(config) if config.imagination.fixed_shape else 0,
-    )
-
-
-def rows_of_a_pass(config: TrainConfig) -> int:
-    """Return the most rows that a pass of an actor's models has: the slots of its larger stage."""
-    return max(map(len, split_slots(config.actor.slots, config.actor.pipeline_stages)))
-
-
-def tasks_of(environment: Environment) -> list[str]:
-    """Return all instructions that the start states have, in the order of letters."""
-    return sorted({state.task for state in environment.starts})
-
-
-def _compile(config: TrainConfig, policy: Policy, environment: Environment) -> None:
-    world = environment.world
-    check_compilable(type(policy), type(world))
-    assert isinstance(policy, FixedShapeActing)
-    assert isinstance(world, CompilesWorld)
-    rows = rows_of_a_pass(config)
-    process_status.describe("compiling the policy")
-    policy.compile_acting(rows, tasks_of(environment))
-    process_status.describe("compiling the world")
-    world.compile(rows)
-
-
-def build_actor(
+@contextmanager
+def learner_group(
     config: TrainConfig,
-    name: str,
-    backend: Backend,
-    starts: StartStream,
-    port: ActorPort,
-    receiver: Receiver,
-    offload: IdleOffload = NO_OFFLOAD,
-) -> Actor:
-    """Join the parts of the actor `name`: in a process of its own, joined from another host, or inline."""
-    return Actor(
-        name,
-        backend,
-        starts,
-        port,
-        receiver,
-        config.actor,
-        group_size=config.algorithm.group_size,
-        run_seed=config.seed,
-        startup_timeout=config.startup_timeout,
-        hang_timeout=config.hang_timeout,
-        offload=offload,
+    job: Job,
+    ranks: int,
+    device: torch.device,
+    *,
+    while_waiting: Callable[[], object] = lambda: None,
+) -> Iterator[LearnerRanks]:
+    """Meet the other learner ranks for the time of the block; all call it at about the same time.
+
+    The default process group holds learners only. One rank that computes in float32 needs none.
+
+    Raises:
+        RunError: A rank did not come.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if ranks == 1 and config.learner.precision == "fp32":
+        yield LearnerRanks()
+        return
+    who = f"learner rank {job.rank if ranks > 1 else 0} of {ranks}"
+    joined = default_group(
+        device,
+        f"{who} to meet the other learners",
+        f"{who} to make its part of an update or a checkpoint",
+        store=learners_store(job) if ranks > 1 else HashStore(),
+        rank=job.rank if ranks > 1 else 0,
+        size=ranks,
     )
+    with joined:
+        patience = config.batch_timeout + first_weights_deadline(config)
+        yield DistributedRanks(patience, while_waiting=while_waiting)
 
 
 def build_learner(
@@ -195,15 +231,29 @@ def build_learner(
     write_row: WriteRow,
     ranks: LearnerRanks,
     *,
-    types: Mapping[str, torch.dtype],
-    checkpoints: checkpoint.Checkpoints,
     stop_requested: Callable[[], bool],
-    on_estimate: OnEstimate,
+    on_estimate: OnEstimate = lambda what, seconds: None,
+    copies: int = 1,
 ) -> Learner:
-    """Build the learner and, when the run resumes, bring it to where the checkpoint stopped."""
-    reference = build_reference(config, start.policy, start.policy.device)
-    acting = ActingWeights(start.policy, types)
-    update = build_update(config, start.policy, ranks=ranks, reference=reference)
+    """Shard the policy over the ranks and build this rank's learner; a resume goes on from its checkpoint.
+
+    A collective of the learner ranks.
+
+    Args:
+        copies: See `placement.copies_of`.
+
+    Raises:
+        CheckpointError: The checkpoint does not fit the policy.
+    """
+    policy, types = start.policy, acting_types(start.policy)
+    if not isinstance(ranks, DistributedRanks):
+        make_float32_masters(as_module(policy), "fp32")
+    else:
+        reshard_after = config.learner.reshard_after
+        shard(policy, policy.device, config.learner.precision, copies=copies, reshard_after=reshard_after)
+    reference = build_reference(config, policy, policy.device)
+    acting = ActingWeights(policy, types)
+    update = build_update(config, policy, ranks=ranks, reference=reference)
     if config.learner.compile:
         compile_learning(update, start.shown)
     early = _early_compile(config, update, start.shown, stop_requested, port)
@@ -212,12 +262,12 @@ def build_learner(
         port,
         publisher,
         write_row,
-        checkpoints,
+        _checkpoints(config, start.run_dir, ranks),
         loop_settings(config),
-        copy_policy=partial(copy_policy, start.policy, ranks),
+        copy_policy=partial(copy_policy, policy, ranks),
         acting_tensors=lambda: acting,
         throughput=Throughput(
-            start.policy,
+            policy,
             ranks,
             micro_batch=config.algorithm.micro_batch,
             precision=config.learner.precision,
@@ -233,6 +283,57 @@ def build_learner(
     return learner
 
 
+def _checkpoints(config: TrainConfig, run_dir: Path, ranks: LearnerRanks) -> checkpoint.Checkpoints:
+    link: Any = None  # The ranks' writers have a group of their own.
+    if ranks.size > 1:
+        link = dist.new_group(backend="gloo", timeout=timedelta(seconds=checkpoint.WRITE_DEADLINE))
+    ledger = run_dir / run_folder.REPLAY / LEDGER
+    return checkpoint.Checkpoints(run_dir, keep=config.keep_checkpoints, link=link, ledger=ledger)
+
+
+def learn_as_follower(
+    info: RunInfo, job: Job, placement: Placement, hosts: Hosts, poll: Callable[[], bool]
+) -> None:
+    """Learn on a rank other than 0 until rank 0 ends the run; `poll` looks after children.
+
+    Raises:
+        AsyncRLError: The run failed, or another rank is gone.
+    """
+    run_dir = Path(info.run_dir)
+    config = load_file(run_dir / "config.json")
+    torch.set_num_threads(config.learner.threads)
+    torch.manual_seed(config.seed)
+    device = take_device(config.device, job.local_rank)
+    use_compiler_cache(config, device)
+    resumed = Path(info.checkpoint) if info.checkpoint else None
+    start = LearnerStart(
+        policy=build_learning_policy(config, device),
+        run_dir=run_dir,
+        identity=info.identity,
+        lock=run_owner.join(run_dir),
+        version=int(resumed.name.rpartition("_")[2]) if resumed else 0,
+        checkpoint=resumed,
+        shown=ObservationShapes.from_json(info.shown),
+    )
+    keys = client_keys(info.keys, "learner")
+    port = ZmqRankPort(info.replay_endpoint, f"learner-{job.rank}", security=keys, identity=start.identity)
+    size, copies = len(placement.learners), copies_of(config, placement, hosts)
+    try:
+        with learner_group(config, job, size, device, while_waiting=poll) as ranks:
+            build_learner(
+                config,
+                start,
+                port,
+                NullPublisher(),
+                lambda version, metrics: None,
+                ranks,
+                stop_requested=poll,
+                copies=copies,
+            ).run()
+    finally:
+        port.close()
+
+
 def build_update(
     config: TrainConfig,
     policy: Policy,
@@ -240,11 +341,7 @@ def build_update(
     ranks: LearnerRanks | None = None,
     reference: Reference | None = None,
 ) -> Update:
-    """Build what updates the policy, over its (already sharded) parameters.
-
-    Args:
-        ranks: The learner ranks; None: this one alone.
-    """
+    """Build the update of a policy over its (already sharded) parameters, by default on one rank."""
     return Update(
         policy,
         config.algorithm,
@@ -263,8 +360,8 @@ def build_update(
 def compile_learning(update: Update, shown: ObservationShapes | None) -> None:
     """Compile the layers of an update's policy, at their first calls.
 
-    For one size where all instructions are known and the policy can pad them alike, for any size elsewhere:
-    then there are several graphs, which take minutes instead of half of one.
+    For one size where all instructions are known and the policy can pad them alike; for any size there are
+    several graphs, which take minutes instead of half of one.
     """
     policy: object = update.policy
     if shown is None or not isinstance(policy, FixesPrompts):
@@ -282,7 +379,7 @@ def _early_compile(
     stop_requested: Callable[[], bool],
     port: LearnerPort,
 ) -> EarlyCompile | None:
-    """Build what compiles before the first batch; None where it has nothing to do, or cannot."""
+    """Build the compilation before the first batch; None if it has nothing to do, or cannot."""
     wanted = config.learner.compile and config.learner.compile_early
     in_the_way = config.inline or config.learner.offload  # See the setting.
     known = update.forward.small_size > 0 and has_known_sizes(update.policy)
@@ -292,7 +389,7 @@ def _early_compile(
         return None
 
     def batch_ready() -> bool:
-        """Whether rank 0 could be given a batch now; other ranks do not ask."""
+        """Return True if a batch is ready for rank 0; other ranks do not ask."""
         if update.ranks.rank > 0:
             return False
         return port.status().get(GROUPS_READY, 0.0) >= config.algorithm.groups_per_update

@@ -370,7 +370,7 @@ class WatchedPublisher:
 
 
 def log_errors(action: Callable[[], object], tell: Callable[[str], None]) -> None:
-    """Carry out one step of the ending; an error is told, and the other steps follow all the same."""
+    """Carry out one step of the ending; an error is logged, so that the other steps follow."""
     try:
         action()
     except AsyncRLError as error:

@@ -1,9 +1,7 @@
-"""Tries a part on small inputs and refuses what does not keep its protocol, in one sentence.
+"""Tries a part on small inputs and refuses what breaks its protocol, in one sentence; worlds elsewhere.
 
 `asyncrl check` runs everything here on a class of the user's. A run tries such a class once, before its first
 episode: `try_policy` where the policy is loaded, `try_environment` in every actor.
-
-Tries simulators, corrections, advantages and objectives for `asyncrl check`; see `conformance`.
 """
 
 from __future__ import annotations
@@ -20,8 +18,7 @@ from torch import Tensor
 
 from asyncrl.episode_layout import SAMPLE_DTYPES, sample_specs
 from asyncrl.errors import ConfigError
-from asyncrl.launch.reporter import Reporter
-from asyncrl.launch.world_conformance import Trial
+from asyncrl.launch.world_conformance import SEEDS, Reporter, Trial
 from asyncrl.learner.batches import Batch, build_batch
 from asyncrl.learner.interface import OldPolicy, describe_tensor
 from asyncrl.learner.losses import log_ratio, valid_units
@@ -40,6 +37,10 @@ from asyncrl.simulators.interface import (
 )
 from asyncrl.worlds.interface import World
 
+SAMPLING: Final = SamplingParams(temperature=1.0)
+LOGPROB_TOLERANCE: Final = 0.05
+"""Nats by which `evaluate` may differ from `act` at equal weights: bfloat16 rounds."""
+
 
 def check_simulator(simulator: Simulator) -> Iterator[str]:
     """Check all that `evaluate` and `collect` need of a simulator; yields a line for everything that holds.
@@ -47,34 +48,34 @@ def check_simulator(simulator: Simulator) -> Iterator[str]:
     Raises:
         ConfigError: Something does not.
     """
-    report, spec = Reporter("simulator", simulator), simulator.spec
-    report.require(isinstance(spec, SimulatorSpec), "spec", type(spec).__name__, "a SimulatorSpec")
-    report.require(spec.max_steps >= 1, "spec.max_steps", spec.max_steps, "at least 1")
-    report.require(spec.places >= 1, "spec.places", spec.places, "at least 1")
+    require, spec = Reporter("simulator", simulator).require, simulator.spec
+    require(isinstance(spec, SimulatorSpec), "spec", type(spec).__name__, "a SimulatorSpec")
+    require(spec.max_steps >= 1, "spec.max_steps", spec.max_steps, "at least 1")
+    require(spec.places >= 1, "spec.places", spec.places, "at least 1")
     widths = {len(spec.action_low), len(spec.action_high), len(spec.idle)}
-    report.require(len(widths) == 1, "spec", "action_low, action_high and idle", "of one length")
+    require(len(widths) == 1, "spec", "action_low, action_high and idle", "of one length")
     low, high = np.array(spec.action_low, np.float32), np.array(spec.action_high, np.float32)
     steps = min(8, spec.max_steps)
     actions = np.random.default_rng(0).uniform(low, high, (steps, len(low))).astype(np.float32)
 
     (first, stepped), (other, _), (again, _) = (_play(simulator, number, actions) for number in (1, 2, 1))
     for method, seen in zip(["reset", *["step"] * len(stepped)], first, strict=True):
-        _check_seen(report, spec, method, seen)
+        _check_seen(simulator, method, seen)
     for one in stepped:
         for name, kind in (("rewards", "f"), ("success", "b"), ("terminated", "b"), ("truncated", "b")):
             array = getattr(one, name)
             fits = isinstance(array, np.ndarray) and (array.shape, array.dtype.kind) == ((spec.places,), kind)
-            report.require(fits, f"step().{name}", repr(array)[:80], f"[{spec.places}] of kind {kind!r}")
+            require(fits, f"step().{name}", repr(array)[:80], f"[{spec.places}] of kind {kind!r}")
     tasks = first[0].tasks
     known = len(tasks) == spec.places and all(not spec.tasks or task in spec.tasks for task in tasks)
-    report.require(known, "reset().tasks", tasks, "one instruction per place, each of spec.tasks")
+    require(known, "reset().tasks", tasks, "one instruction per place, each of spec.tasks")
     yield f"reset, step: {len(spec.cameras)} pictures of {spec.image_size} pixels, {len(spec.tasks)} tasks"
     same = all(np.array_equal(a.images, b.images) for a, b in zip(first, again, strict=True))
-    report.require(same, "reset", "another episode for the same start and actions", "the same")
+    require(same, "reset", "another episode for the same start and actions", "the same")
     alike = all((seen.images == seen.images[:1]).all() for seen in first)
-    report.require(alike, "reset", "another episode in another place", "the same")
+    require(alike, "reset", "another episode in another place", "the same")
     differs = any(not np.array_equal(a.images, b.images) for a, b in zip(first, other, strict=False))
-    report.require(differs, "reset", "the same episode for two starts", "one that follows from the start")
+    require(differs, "reset", "the same episode for two starts", "one that follows from the start")
     yield f"reset: everything follows from the start, in all {spec.places} places"
 
 
@@ -97,50 +98,43 @@ def _play(
     return seen, done
 
 
-def _check_seen(report: Reporter, spec: SimulatorSpec, method: str, seen: Seen) -> None:
-    size = spec.image_size
-    for name, array, dtype, shape in (
-        ("images", seen.images, np.uint8, (len(spec.cameras), size, size, 3)),
+def _check_seen(simulator: Simulator, method: str, seen: Seen) -> None:
+    """Check pictures and states, and the poses of the hands."""
+    require, spec = Reporter("simulator", simulator).require, simulator.spec
+    arrays = [
+        ("images", seen.images, np.uint8, (len(spec.cameras), spec.image_size, spec.image_size, 3)),
         ("states", seen.states, np.float32, (spec.state_dim,)),
-    ):
-        fits = isinstance(array, np.ndarray) and array.dtype == dtype
-        fits = fits and array.shape == (spec.places, *shape)
-        came = f"{array.dtype}{list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
-        wanted = f"{np.dtype(dtype)}{[spec.places, *shape]}"
-        report.require(fits, f"{method}().{name}", came, wanted)
-    _check_poses(report, spec, method, seen)
-
-
-def _check_poses(report: Reporter, spec: SimulatorSpec, method: str, seen: Seen) -> None:
-    """Check where the hands are said to be."""
+    ]
+    if spec.poses:
+        arrays.append(("poses", seen.poses, np.float32, (POSE_DIM,)))
+    for name, array, dtype, shape in arrays:
+        known = isinstance(array, np.ndarray)
+        fits = known and (array.dtype, array.shape) == (dtype, (spec.places, *shape))
+        came = f"{array.dtype}{list(array.shape)}" if known else type(array).__name__
+        require(fits, f"{method}().{name}", came, f"{np.dtype(dtype)}{[spec.places, *shape]}")
+    poses = seen.poses
     if not spec.poses:
-        report.require(seen.poses is None, f"{method}().poses", "there", "None, as spec.poses is False")
-        return
-    poses, wanted = seen.poses, f"float32[{spec.places}, {POSE_DIM}]"
-    if poses is None:
-        raise report.refused(f"{method}().poses", "None", wanted)
-    fits = poses.dtype == np.float32 and poses.shape == (spec.places, POSE_DIM)
-    report.require(fits, f"{method}().poses", f"{poses.dtype}{list(poses.shape)}", wanted)
-    lengths = np.linalg.norm(poses[:, 3:7], axis=1)
-    unit = bool(np.isfinite(poses).all() and (np.abs(lengths - 1) < 1e-3).all())
-    report.require(unit, f"{method}().poses", poses.tolist(), "finite, with quaternions of length 1")
-    gripper = bool((np.abs(poses[:, 7]) <= 1).all())
-    report.require(gripper, f"{method}().poses", poses[:, 7].tolist(), "a gripper from -1 (open) to 1")
+        require(poses is None, f"{method}().poses", "there", "None, as spec.poses is False")
+    elif poses is not None:
+        unit = np.isfinite(poses).all() and (np.abs(np.linalg.norm(poses[:, 3:7], axis=1) - 1) < 1e-3).all()
+        said = "finite, with quaternions of length 1"
+        require(bool(unit), f"{method}().poses", poses.tolist(), said)
+        gripper = bool((np.abs(poses[:, 7]) <= 1).all())
+        require(gripper, f"{method}().poses", poses[:, 7].tolist(), "a gripper from -1 (open) to 1")
 
 
 def check_recipe(recipe: Recipe) -> Iterator[str]:
-    """Check what an update asks of a recipe's parts, on a stale batch of two groups of four episodes.
+    """Check the parts of a recipe on a stale batch of two groups of four episodes.
 
     Raises:
-        ConfigError: Something has another type, shape or dtype than `learner.interface` says.
+        ConfigError: Something has another type, shape or dtype than in `learner.interface`.
     """
     batch, level = _stale_batch(), recipe.algorithm.level
     rng = torch.Generator().manual_seed(1)
     old_logprob = batch.logprob_behaviour + 0.1 * torch.randn(batch.mask.shape, generator=rng)
     critic = torch.randn(len(batch.tasks), 1, generator=rng) if recipe.trains_critic else None
     old = OldPolicy(old_logprob, critic, torch.zeros(len(batch.returns)))
-    estimates = recipe.estimate(batch, old, LearnerRanks())
-    advantages = estimates.advantages
+    advantages = recipe.estimate(batch, old, LearnerRanks()).advantages
     yield f"estimate: advantages {describe_tensor(advantages)}, mean {advantages.mean():.3g}"
     logprob = (old_logprob + 0.01).where(batch.mask, 0.0).requires_grad_()
     behaviour = batch.logprob_behaviour.where(batch.mask, 0.0)
@@ -197,18 +191,9 @@ def _stale_batch() -> Batch:
     return build_batch([[episode(group, member) for member in range(4)] for group in range(2)], version=2)
 
 
-SAMPLING: Final = SamplingParams(temperature=1.0)
-SEEDS: Final = (11, 22)
-LOGPROB_TOLERANCE: Final = 0.05
-"""Nats by which `evaluate` may differ from `act` at equal weights: what bfloat16 rounds."""
-
-
-# ---- policies ------------------------------------------------------------------------------------
-
-
 def try_policy(policy: Policy, starts: Sequence[StartState]) -> None:
     """Let a policy make one decision and evaluate it."""
-    frames, tasks = _two_frames(starts)
+    frames, tasks = np.stack([starts[0].frame, starts[-1].frame]), [starts[0].task, starts[-1].task]
     with torch.no_grad():
         acted = _decide(policy, frames, tasks, SEEDS)
     _evaluate(policy, frames, tasks, acted)
@@ -220,29 +205,33 @@ def check_policy(policy: Policy, image_size: int) -> Iterator[str]:
     Raises:
         ConfigError: Something does not.
     """
-    report = Reporter("policy", policy)
+    require, expected = Reporter("policy", policy).require, f"at most {LOGPROB_TOLERANCE}"
     frames = np.random.default_rng(0).integers(0, 256, (2, image_size, image_size, 3), np.uint8)
     tasks = ["pick up the red block", "open the drawer"]
     with torch.no_grad():
-        acted = _decide(policy, frames, tasks, SEEDS)
-        spec = policy.action_spec
-        yield f"act: {spec.chunk} steps of {spec.dim} numbers, sample {_listed(acted.sample)}"
+        acted, spec = _decide(policy, frames, tasks, SEEDS), policy.action_spec
+        listed = ", ".join(f"{name} {describe_tensor(values)}" for name, values in acted.sample.items())
+        yield f"act: {spec.chunk} steps of {spec.dim} numbers, sample {listed}"
         again = _decide(policy, frames, tasks, SEEDS)
-        report.require(_alike(acted, again), "act", "another decision for the same seeds", "the same one")
+        same = all(torch.equal(values, again.sample[name]) for name, values in acted.sample.items())
+        require(same, "act", "another decision for the same seeds", "the same one")
         alone = _decide(policy, frames[1:], tasks[1:], SEEDS[1:])
         gap = _gap(alone.logprob, acted.logprob[1:])
-        same = gap <= LOGPROB_TOLERANCE
-        report.require(same, "act", f"{gap:.3g} nats off when a row is alone", f"at most {LOGPROB_TOLERANCE}")
+        require(gap <= LOGPROB_TOLERANCE, "act", f"{gap:.3g} nats off when a row is alone", expected)
     yield "act: seeds decide, neighbours do not"
     gap = _gap(_evaluate(policy, frames, tasks, acted), acted.logprob)
-    report.require(
-        gap <= LOGPROB_TOLERANCE, "evaluate", f"{gap:.3g} nats from act", f"at most {LOGPROB_TOLERANCE}"
-    )
+    require(gap <= LOGPROB_TOLERANCE, "evaluate", f"{gap:.3g} nats from act", expected)
     yield f"evaluate: log-probs of act within {gap:.1g} nats, with gradient"
-    yield from _check_parameters(policy, report)
-    yield from _check_saved(policy, report)
+    yield _check_parameters(policy)
+    with tempfile.TemporaryDirectory() as folder:
+        policy.save(Path(folder) / "policy", dict(policy.saved_tensors()))
+        loaded = type(policy).load(Path(folder) / "policy", policy.device)
+        saved, read = dict(policy.saved_tensors()), dict(loaded.saved_tensors())
+    same = saved.keys() == read.keys() and all(torch.equal(saved[name], read[name]) for name in saved)
+    require(same, "load", "other weights than save wrote", "the same")
+    yield f"save, load: {len(saved)} tensors come back bit for bit"
     if isinstance(policy, HasCritic):
-        yield from _check_critic(policy, report, frames, tasks)
+        yield _check_critic(policy, frames, tasks)
 
 
 def _decide(
@@ -265,9 +254,9 @@ def _decide(
         report.tensor("act().value", acted.value, "float32", (rows, "V"))
     wanted, found = sorted(arrays), sorted(acted.sample)
     report.require(wanted == found, "act().sample", found, f"the arrays of sample_arrays, {wanted}")
+    letters: dict[object, int] = {"C": spec.chunk, "A": spec.dim}
     for name, array in arrays.items():
-        letters = {"C": spec.chunk, "A": spec.dim}
-        sizes = [letters.get(size, size) if isinstance(size, str) else size for size in array.shape[1:]]
+        sizes = [letters.get(size, size) for size in array.shape[1:]]
         report.tensor(f"act().sample[{name!r}]", acted.sample[name], array.dtype, (rows, *sizes))
     finite = bool(acted.actions.isfinite().all() and acted.logprob.isfinite().all())
     report.require(finite, "act", "not finite everywhere", "finite actions and log-probs")
@@ -275,7 +264,7 @@ def _decide(
 
 
 def _evaluate(policy: Policy, frames: NDArray[np.uint8], tasks: Sequence[str], acted: ActResult) -> Tensor:
-    """Log-probs ``[B, C, A]`` float32 of the same decision, with gradient."""
+    """Return log-probs ``[B, C, A]`` float32 of the same decision, with gradient."""
     report = Reporter("policy", policy)
     sample = {name: values.clone() for name, values in acted.sample.items()}
     result = policy.evaluate(policy.preprocess(frames, tasks), sample, SAMPLING)
@@ -285,39 +274,25 @@ def _evaluate(policy: Policy, frames: NDArray[np.uint8], tasks: Sequence[str], a
     return logprob
 
 
-def _check_parameters(policy: Policy, report: Reporter) -> Iterator[str]:
-    trainable = policy.trainable_parameters()
-    report.require(bool(trainable), "trainable_parameters", {}, "at least one parameter")
-    shared = all(
-        tensor.data_ptr() == trainable[name].data_ptr()
-        for name, tensor in policy.trainable_tensors().items()
-        if name in trainable
+def _check_parameters(policy: Policy) -> str:
+    require, trainable = Reporter("policy", policy).require, policy.trainable_parameters()
+    require(bool(trainable), "trainable_parameters", {}, "at least one parameter")
+    tensors = policy.trainable_tensors()
+    same = tensors.keys() == trainable.keys() and all(
+        tensor.data_ptr() == trainable[name].data_ptr() for name, tensor in tensors.items()
     )
-    same = shared and policy.trainable_tensors().keys() == trainable.keys()
-    report.require(same, "trainable_tensors", "something else", "the memory of trainable_parameters, by name")
+    require(same, "trainable_tensors", "something else", "the memory of trainable_parameters, by name")
     extra = sorted(policy.acting_tensors().keys() - trainable.keys())
-    report.require(not extra, "acting_tensors", extra, "names of trainable_parameters only")
+    require(not extra, "acting_tensors", extra, "names of trainable_parameters only")
     grouped = [id(p) for group in policy.parameter_groups(1e-4, 1e-3) for p in group["params"]]
     each = sorted(grouped) == sorted(map(id, trainable.values()))
-    report.require(each, "parameter_groups", f"{len(grouped)} tensors", "each trainable parameter once")
+    require(each, "parameter_groups", f"{len(grouped)} tensors", "each trainable parameter once")
     count = sum(p.numel() for p in trainable.values())
-    yield f"parameters: {count / 1e6:.2f} M trainable, {len(policy.acting_tensors())} tensors for actors"
+    return f"parameters: {count / 1e6:.2f} M trainable, {len(policy.acting_tensors())} tensors for actors"
 
 
-def _check_saved(policy: Policy, report: Reporter) -> Iterator[str]:
-    with tempfile.TemporaryDirectory() as folder:
-        policy.save(Path(folder) / "policy", dict(policy.saved_tensors()))
-        again = type(policy).load(Path(folder) / "policy", policy.device)
-        saved, read = dict(policy.saved_tensors()), dict(again.saved_tensors())
-    same = saved.keys() == read.keys() and all(torch.equal(saved[name], read[name]) for name in saved)
-    report.require(same, "load", "other weights than save wrote", "the same")
-    yield f"save, load: {len(saved)} tensors come back bit for bit"
-
-
-def _check_critic(
-    policy: Any, report: Reporter, frames: NDArray[np.uint8], tasks: Sequence[str]
-) -> Iterator[str]:
-    inputs = policy.preprocess(frames, tasks)
+def _check_critic(policy: Any, frames: NDArray[np.uint8], tasks: Sequence[str]) -> str:
+    report, inputs = Reporter("policy", policy), policy.preprocess(frames, tasks)
     for level, width in (("action", policy.action_spec.chunk), ("decision", 1)):
         policy.add_critic(level)
         values = report.tensor("values", policy.values(inputs), "float32", (len(frames), width))
@@ -325,22 +300,14 @@ def _check_critic(
         report.require(policy.critic == level, "critic", policy.critic, level)
     policy.drop_critic()
     report.require(policy.critic == "none", "critic", policy.critic, "none after drop_critic")
-    yield "critic: one value per decision or per step"
-
-
-def _alike(one: ActResult, other: ActResult) -> bool:
-    return all(torch.equal(one.sample[name], other.sample[name]) for name in one.sample)
-
-
-# ---- worlds and rewards --------------------------------------------------------------------------
+    return "critic: one value per decision or per step"
 
 
 def try_environment(world: World[Any], reward: RewardModel, starts: Sequence[StartState]) -> None:
     """Let a world imagine one decision of two slots, and the reward model score it."""
-    two = [starts[0], starts[-1]]
     trial = Trial(world, starts)
-    frames, _ = trial.imagine(trial.start(two, decisions=1), trial.actions(2), SEEDS)
-    _score(reward, frames, [state.task for state in two])
+    frames, _ = trial.imagine(trial.start(trial.two, decisions=1))
+    _score(reward, frames, [state.task for state in trial.two])
 
 
 def check_reward(reward: RewardModel, tasks: Sequence[str], image_size: int) -> Iterator[str]:
@@ -349,18 +316,19 @@ def check_reward(reward: RewardModel, tasks: Sequence[str], image_size: int) -> 
     Raises:
         ConfigError: Something does not.
     """
-    report, size = Reporter("reward", reward), reward.image_size or image_size
-    modules = reward.modules()
-    report.require(isinstance(modules, Mapping), "modules", modules, "a mapping of networks")
-    rng = np.random.default_rng(0)
+    require, size, modules = (
+        Reporter("reward", reward).require,
+        reward.image_size or image_size,
+        reward.modules(),
+    )
+    require(isinstance(modules, Mapping), "modules", modules, "a mapping of networks")
     device = next((p.device for m in modules.values() for p in m.parameters()), torch.device("cpu"))
-    frames = torch.from_numpy(rng.integers(0, 256, (2, 4, size, size, 3), np.uint8)).to(device)
-    two = [tasks[0], tasks[-1]]
+    drawn = np.random.default_rng(0).integers(0, 256, (2, 4, size, size, 3), np.uint8)
+    frames, two = torch.from_numpy(drawn).to(device), [tasks[0], tasks[-1]]
     scores = _score(reward, frames, two)
     yield f"score: {describe_tensor(scores)} in [0, 1]"
-    alone = _score(reward, frames[1:], two[1:])
-    gap = _gap(alone, scores[1:])
-    report.require(gap < 0.01, "score", f"{gap:.3g} off when a row is alone", "less than 0.01")
+    gap = _gap(_score(reward, frames[1:], two[1:]), scores[1:])
+    require(gap < 0.01, "score", f"{gap:.3g} off when a row is alone", "less than 0.01")
     yield "score: neighbours do not matter"
 
 
@@ -373,17 +341,5 @@ def _score(reward: RewardModel, frames: Tensor, tasks: Sequence[str]) -> Tensor:
     return scores
 
 
-# ---- helpers -------------------------------------------------------------------------------------
-
-
-def _two_frames(starts: Sequence[StartState]) -> tuple[NDArray[np.uint8], list[str]]:
-    two = [starts[0], starts[-1]]
-    return np.stack([state.frame for state in two]), [state.task for state in two]
-
-
 def _gap(one: Tensor, other: Tensor) -> float:
     return float((one.detach() - other.detach()).abs().max())
-
-
-def _listed(sample: Mapping[str, Tensor]) -> str:
-    return ", ".join(f"{name} {describe_tensor(values)}" for name, values in sample.items())

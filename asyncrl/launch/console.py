@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -14,19 +13,18 @@ from asyncrl import __version__, registry
 from asyncrl.config.algorithm import idle_settings
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import WorldDefaults
-from asyncrl.errors import AsyncRLError
 from asyncrl.evaluation import run_checkpoints
 from asyncrl.observability import metrics_training as m
-from asyncrl.observability import monitor, process_status, trackers
+from asyncrl.observability import monitor, trackers
 from asyncrl.observability.console import duration
 from asyncrl.observability.logger import MetricsLogger, flat, start_command
-from asyncrl.storage import assets, checkpoint, provenance, run_owner
+from asyncrl.storage import assets, checkpoint, provenance
 from asyncrl.storage.assets import simulator_named
-from asyncrl.storage.run_folder import BEST, REPLAY
+from asyncrl.storage.run_folder import BEST
 from asyncrl.storage.untrusted import read_rows
 
 if TYPE_CHECKING:
-    from asyncrl.launch.learner_start import LearnerStart
+    from asyncrl.launch.build import LearnerStart
 
 WORTH_TELLING: Final = 30.0
 """Seconds of a batch or an update from which on its duration is printed."""
@@ -34,7 +32,6 @@ ENDS: Final = 5
 """Updates at each end of the run whose success is averaged; fewer where the ends would overlap."""
 WIDTH: Final = 80
 """Columns at which lines of several parts are broken."""
-LEAVE_POLL: Final = 0.5
 
 
 def banner(config: TrainConfig, run_dir: Path, processes: str, device: str, world: str = "") -> str:
@@ -68,7 +65,7 @@ def joined(parts: Iterable[str]) -> list[str]:
 
 
 def world_line(asked: TrainConfig, said: WorldDefaults) -> str:
-    """One line: how long and with what the world imagines, and who says so; empty for a shipped world."""
+    """Return a line about the world's settings and where they are from; empty for a shipped world."""
     if assets.is_shipped_world(asked.world):
         return ""
     if said.simulated:
@@ -95,7 +92,7 @@ def world_line(asked: TrainConfig, said: WorldDefaults) -> str:
 
 
 def resumed(config: TrainConfig, version: int) -> list[str]:
-    """One line about where a run goes on; none at its beginning."""
+    """Return a line about where a resumed run goes on."""
     if not config.resume:
         return []
     if version < config.updates:
@@ -107,11 +104,7 @@ def resumed(config: TrainConfig, version: int) -> list[str]:
 
 
 def join_hint(config: TrainConfig, endpoint: str, keys: str, *, waits: bool) -> str:
-    """One line: how an actor joins, and (`waits`) that nothing happens before one does.
-
-    Args:
-        keys: Folder of the keys it is used with; empty: none.
-    """
+    """Return a line about how an actor joins; with `waits` nothing happens before one does."""
     # Keys of the user's own are copied to wherever the actor runs.
     where = "DIR" if config.replay.keys else keys
     command = f"asyncrl actor --join {endpoint}" + (f" --keys {where}" if where else "")
@@ -121,7 +114,7 @@ def join_hint(config: TrainConfig, endpoint: str, keys: str, *, waits: bool) -> 
 
 
 def notes(config: TrainConfig) -> list[str]:
-    """Lines about settings that do something else than one may think."""
+    """Return lines about settings with a surprising or no effect."""
     lines = idle_settings(config.algorithm, config.correction, config.critic)
     chosen = config.optimizer
     if chosen.schedule != "constant" and 0 < chosen.decay_updates < config.updates:
@@ -140,7 +133,7 @@ def notes(config: TrainConfig) -> list[str]:
 
 
 def tell_estimate(config: TrainConfig, tell: Callable[[str], None]) -> Callable[[str, float], None]:
-    """Return what says how long a batch or an update takes, in a line, when that is long."""
+    """Return a callback that prints a line about long batches and updates."""
 
     def told(what: str, seconds: float) -> None:
         text, limit, sign = (
@@ -155,7 +148,7 @@ def tell_estimate(config: TrainConfig, tell: Callable[[str], None]) -> Callable[
 
 
 def after_failure(config: TrainConfig, run_dir: Path, version: int) -> str:
-    """Say what of a run that failed is saved, and how it goes on."""
+    """Describe which version of a failed run is saved, and how it goes on."""
     newest = checkpoint.latest(run_dir)
     if newest is None:
         return f"Nothing is saved: the run has no checkpoint. Its logs are in {run_dir / 'logs'}"
@@ -171,7 +164,7 @@ def after_failure(config: TrainConfig, run_dir: Path, version: int) -> str:
 
 @contextmanager
 def failure_noted(note: Callable[[], str]) -> Iterator[None]:
-    """Add a note to whatever the block raises: it is printed behind the error."""
+    """Add a note to an error that the block raises: it is printed behind it."""
     try:
         yield
     except Exception as error:
@@ -180,10 +173,11 @@ def failure_noted(note: Callable[[], str]) -> Iterator[None]:
 
 
 def final_summary(config: TrainConfig, run_dir: Path, reason: str = "", simulator: str = "") -> str:
-    """What was reached, where the newest checkpoint is, and the command that comes next.
+    """Return the result, the newest checkpoint and the next commands.
 
     Args:
-        simulator: That has the tasks of the run; empty: none is known.
+        reason: Why the run ended early.
+        simulator: Simulator with the tasks of the run; empty if none is known.
     """
     rates = successes(run_dir / "metrics.jsonl")
     newest = checkpoint.latest(run_dir)
@@ -205,7 +199,7 @@ def final_summary(config: TrainConfig, run_dir: Path, reason: str = "", simulato
 
 
 def _change(rates: Sequence[float]) -> str:
-    """Compare the first updates with the last ones; no update is on both sides."""
+    """Compare the first updates with the last ones, without overlap."""
     count = min(ENDS, len(rates) // 2)
     if not count:
         return f"{rates[0]:.1%} (one update)"
@@ -214,7 +208,7 @@ def _change(rates: Sequence[float]) -> str:
 
 
 def _measured(run_dir: Path) -> list[str]:
-    """Lines about the true success that was measured on the way; none where it was not."""
+    """Return lines about the true success measured during the run."""
     rows = run_checkpoints.read_evaluations(run_dir)
     if not rows:
         return []
@@ -235,7 +229,7 @@ def _how_to_continue(config: TrainConfig, run_dir: Path) -> str:
 
 
 def _how_to_evaluate(config: TrainConfig, run: str, simulator: str) -> str:
-    """Say how the truth is measured: by `simulator`, which has the run's tasks, or that none is known."""
+    """Return the command that measures true success, or why there is none."""
     policy, _ = registry.split(config.policy)
     command = f"asyncrl evaluate {policy}@{run}" if policy else f"asyncrl evaluate {run}"
     if simulator_named(config.world):
@@ -254,7 +248,7 @@ def _how_to_evaluate(config: TrainConfig, run: str, simulator: str) -> str:
 
 
 def successes(path: Path) -> list[float]:
-    """Success rate of every update in a metrics.jsonl."""
+    """Read the success rate of every update from a metrics.jsonl."""
     if not path.exists():
         return []
     rows = (row for _, row in read_rows(path) if row is not None)
@@ -263,7 +257,7 @@ def successes(path: Path) -> list[float]:
 
 
 def short_path(path: Path) -> str:
-    """A path as short as it can be typed from here."""
+    """Return a path as short as it can be typed from here."""
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
@@ -308,36 +302,3 @@ def opened_log(config: TrainConfig, start: LearnerStart, ranks: int = 1) -> Iter
             there = monitor.Monitor(address, start.run_dir, updates=config.updates, resume_step=start.version)
             log.readers.append(stack.enter_context(there).note)
         yield log
-
-
-def compact_at_end(
-    config: TrainConfig,
-    run_dir: Path,
-    version: int,
-    *,
-    stop_requested: Callable[[], bool],
-    tell: Callable[[str], None] = print,
-) -> None:
-    """Compress the replay of a run that made all its updates, with --replay.compact-at-end.
-
-    An error is told and changes nothing of how the run ended.
-    """
-    if not config.replay.compact_at_end or version < config.updates or stop_requested():
-        return
-    from asyncrl.replay_tools.cleanup import compact_folder
-
-    until = time.monotonic() + run_owner.LEAVE_DEADLINE
-    while True:
-        try:
-            with process_status.activity("compressing the replay"):
-                tell(compact_folder(run_dir / REPLAY, stop_requested=stop_requested).text)
-            return
-        except (AsyncRLError, OSError) as error:
-            in_use = isinstance(error, run_owner.FolderInUse)  # Other ranks of the run are still ending.
-            if not in_use or time.monotonic() > until or stop_requested():
-                tell(
-                    f"--replay.compact-at-end: the replay is not compressed ({error}). The run ended well "
-                    f"all the same; later: asyncrl replay compact {run_dir}"
-                )
-                return
-            time.sleep(LEAVE_POLL)

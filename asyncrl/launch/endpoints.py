@@ -1,4 +1,4 @@
-"""Decides where the replay of a run listens, with which keys, and checks both."""
+"""The addresses where a run listens, and the keys of its replay."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,10 +46,10 @@ if TYPE_CHECKING:
 
 
 def check(config: TrainConfig, placement: Placement, *, several_hosts: bool = False) -> None:
-    """Check before anything starts that the replay may listen where it should.
+    """Check before anything starts that the replay may listen there, and admits this run's processes.
 
     Raises:
-        ConfigError: The address is not safe, or a key of this run's processes is missing or not admitted.
+        ConfigError: The address is not safe, or a key is missing or not admitted.
     """
     server = check_listen(config, several_hosts=several_hosts)
     if server is None:
@@ -72,11 +72,7 @@ def check(config: TrainConfig, placement: Placement, *, several_hosts: bool = Fa
 
 
 def check_listen(config: TrainConfig, *, several_hosts: bool = False) -> ServerKeys | None:
-    """Check the addresses alone; returns the keys that it is used with.
-
-    Raises:
-        ConfigError: The address is not safe, or the replay's own keys cannot be used.
-    """
+    """Check the addresses alone; returns the replay's keys."""
     server = server_keys(config.replay.keys)
     own = several_hosts and server is None
     if config.replay.listen:
@@ -86,28 +82,15 @@ def check_listen(config: TrainConfig, *, several_hosts: bool = False) -> ServerK
     return server
 
 
-@dataclass(frozen=True, kw_only=True)
-class Addresses:
-    """Of the network, where a run listens; empty: on a private socket of its host."""
-
-    replay: str
-    weights: str
-
-
-def addresses(config: TrainConfig, hosts: Hosts) -> Addresses:
-    """Say where a run listens: where its settings say or, with actors on other hosts, where all agreed on."""
-    if hosts.replay:
-        return Addresses(replay=hosts.replay, weights=hosts.weights)
-    return Addresses(replay=config.replay.listen, weights=config.weights.listen)
-
-
 def with_addresses(config: TrainConfig, job: Job, hosts: Hosts) -> Hosts:
-    """Choose where the first of several hosts listens for the others; what its settings say goes first.
+    """Add where a run listens: by its settings; for several hosts, which need an address, completed.
 
     Raises:
-        ConfigError: Its settings name an address that others cannot reach, is not this host's or is taken.
+        ConfigError: Of several hosts: others cannot reach it, it is not the first one's, or it is taken.
     """
     given = (("--replay.listen", config.replay.listen), ("--weights.listen", config.weights.listen))
+    if not hosts.several:
+        return replace(hosts, replay=config.replay.listen, weights=config.weights.listen)
     for flag, endpoint in given:
         if endpoint and _is_private(endpoint):
             raise ConfigError(
@@ -122,12 +105,12 @@ def with_addresses(config: TrainConfig, job: Job, hosts: Hosts) -> Hosts:
 
 
 def _is_private(endpoint: str) -> bool:
-    """Whether only its own host can reach an endpoint."""
+    """Return True if only its own host can reach an endpoint."""
     return not endpoint.startswith("tcp://") or endpoint.startswith(("tcp://127.", "tcp://localhost"))
 
 
 def _on_first_host(flag: str, endpoint: str, hosts: Hosts) -> str:
-    """Complete an address, of which none or only the port may be missing."""
+    """Complete an endpoint: by the host's address, or a free port."""
     address, port = address_of(endpoint)
     address = address or hosts.addresses[0]
     try:
@@ -141,11 +124,7 @@ def _on_first_host(flag: str, endpoint: str, hosts: Hosts) -> str:
 
 
 def check_free(config: TrainConfig, job: Job) -> None:
-    """Check, before a file or process of the run exists, that nobody has the addresses it shall listen on.
-
-    Raises:
-        ConfigError: Somebody has one of them.
-    """
+    """Check, before a file or process of the run exists, that the addresses are free."""
     for flag, endpoint in (
         ("--replay.listen", config.replay.listen),
         ("--weights.listen", config.weights.listen),
@@ -158,23 +137,20 @@ def check_free(config: TrainConfig, job: Job) -> None:
 
 
 def _stays_taken(endpoint: str, job: Job) -> str:
-    """Say why an address cannot be had; ranks that torchrun started again wait for the end of the former."""
+    """Return why an address is taken; ranks that torchrun started again wait for the end of the former."""
     until = time.monotonic() + (LEAVE_DEADLINE if job.restarts else 0.0)
     while (why := why_taken(endpoint)) and time.monotonic() < until:
         time.sleep(0.1)
     return why
 
 
-def keys_of_run(config: TrainConfig, run_dir: Path, placement: Placement, at: Addresses) -> str:
-    """Return the folder of the keys that the replay is used with; empty where it needs none.
+def keys_of_run(config: TrainConfig, run_dir: Path, placement: Placement, hosts: Hosts) -> str:
+    """Return the folder of the replay's keys; empty if it needs none.
 
     An address of the network needs keys, also the loopback device's, which all users of the host can reach.
     Without --replay.keys the run makes its own, for its own processes and for actors that join.
-
-    Raises:
-        ConfigError: They cannot be written.
     """
-    if config.replay.keys or not any(x.startswith("tcp") for x in (at.replay, at.weights)):
+    if config.replay.keys or not any(x.startswith("tcp") for x in (hosts.replay, hosts.weights)):
         return config.replay.keys
     folder = run_dir / KEYS
     create_keys(folder, [*_names(placement), JOINED])
@@ -186,21 +162,21 @@ def _names(placement: Placement) -> list[str]:
 
 
 def server_keys(folder: str) -> ServerKeys | None:
-    """The replay's keys and whom it admits; None without a folder of keys."""
+    """Load the replay's keys and the clients it admits; None without a folder of keys."""
     return load_server_keys(Path(folder).expanduser()) if folder else None
 
 
 def client_keys(folder: str, name: str) -> ClientKeys | None:
-    """The keys of one process of the run, 'learner' or 'actor-N'; None without a folder of keys."""
+    """Load the keys of one process of the run, 'learner' or 'actor-N'; None without a folder of keys."""
     return load_client_keys(Path(folder).expanduser(), name) if folder else None
 
 
 @contextmanager
-def opened(at: Addresses, run_dir: Path, identity: RunIdentity) -> Iterator[tuple[Path, str]]:
+def opened(hosts: Hosts, run_dir: Path, identity: RunIdentity) -> Iterator[tuple[Path, str]]:
     """Make the private folder that marks a living run, remove it at the end; yields it and the endpoint.
 
-    The run's folder names it, so that the next process of the run can remove what a killed one left. The
-    secret inside is for actors of this host that join, and shows that the folder belongs to this run.
+    The run's folder names it, so that the next start can remove the folder of one that was killed. The secret
+    inside is for actors of this host that join, and shows that the folder belongs to this run.
     """
     note = run_dir / SOCKETS
     _remove_left_over(note, identity)
@@ -208,14 +184,14 @@ def opened(at: Addresses, run_dir: Path, identity: RunIdentity) -> Iterator[tupl
     write_private(folder / IDENTITY, identity.secret)
     write_text(note, str(folder))
     try:
-        yield folder, at.replay or ipc_endpoint(folder)
+        yield folder, hosts.replay or ipc_endpoint(folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         note.unlink(missing_ok=True)
 
 
 def _remove_left_over(note: Path, identity: RunIdentity) -> None:
-    """Remove the private folder of an attempt that was killed: one that knows this run's secret, no other."""
+    """Remove the private folder of a start that was killed, if it has this run's secret."""
     try:
         folder = Path(read_small(note))
         whose = read_small(folder / IDENTITY)
@@ -225,17 +201,13 @@ def _remove_left_over(note: Path, identity: RunIdentity) -> None:
         shutil.rmtree(folder)
 
 
-def weight_settings(config: TrainConfig, at: Addresses, keys: str, identity: RunIdentity) -> ServerSettings:
-    """Settings of the weights' socket: beside the replay's, unless --weights.listen says otherwise.
-
-    Args:
-        keys: Folder of the keys; empty: none.
-    """
+def weight_settings(config: TrainConfig, hosts: Hosts, keys: str, identity: RunIdentity) -> ServerSettings:
+    """Return settings of the weights' socket: by default next to the replay's, on a free port."""
     from asyncrl.weights.server import ServerSettings  # Loads torch, which the replay must not.
 
-    beside = f"{at.replay.rpartition(':')[0]}:0" if at.replay.startswith("tcp") else ""
+    default = f"{hosts.replay.rpartition(':')[0]}:0" if hosts.replay.startswith("tcp") else ""
     return ServerSettings(
-        listen=at.weights or beside,
+        listen=hosts.weights or default,
         security=server_keys(keys),
         silence=config.replay.heartbeat_timeout,
         identity=identity,

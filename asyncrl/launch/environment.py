@@ -1,4 +1,4 @@
-"""Loads, or only checks, what an actor acts in: world, reward model and start states, or a simulator.
+"""An actor's side of a run: world, reward model and start states, or a simulator; and the actor itself.
 
 Actors load them. The learner only checks them: names and shapes come from the headers of the files, so that
 13 GB of world are not read by a process that never imagines.
@@ -6,40 +6,55 @@ Actors load them. The learner only checks them: names and shapes come from the h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
+from asyncrl.actors.actor import Actor
+from asyncrl.actors.imagination import EndRule, Imagination
+from asyncrl.actors.play import SimulatorBackend
+from asyncrl.actors.slots import split_slots
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import WorldDefaults
+from asyncrl.devices.offload import NO_OFFLOAD, HoldsAddresses, IdleOffload, OffloadedTensors
 from asyncrl.errors import AssetError, CheckpointError, ConfigError
 from asyncrl.launch.conformance import try_environment
-from asyncrl.launch.named_models import NamedModel, check_tasks, folder_part, named_reward, named_world
+from asyncrl.launch.named_models import (
+    NamedModel,
+    as_module,
+    check_tasks,
+    folder_part,
+    named_reward,
+    named_world,
+)
 from asyncrl.launch.simulated import (
-    SimulatedEnvironment,
     SimulatorFiles,
-    build_simulator,
+    TrainingStarts,
     check_simulator,
     refuse_simulator_settings,
+    sample_format,
     simulator_defaults,
 )
-from asyncrl.policies.interface import ChecksTraining, Policy
+from asyncrl.observability import process_status
+from asyncrl.policies.interface import ChecksTraining, FixedShapeActing, FixesPrompts, Policy, SamplingParams
 from asyncrl.records import ActionSpec, StartState
 from asyncrl.registry import names_code
-from asyncrl.replay.interface import EpisodeFormat
+from asyncrl.replay.interface import ActorPort, EpisodeFormat
 from asyncrl.rewards.interface import RewardModel
 from asyncrl.storage import assets
 from asyncrl.storage.assets import simulator_named
-from asyncrl.worlds.interface import BringsDefaults, NeedsPose, World
-from asyncrl.worlds.start_states import check_keyframes, check_pose, load_start_states
+from asyncrl.weights.interface import Receiver
+from asyncrl.worlds.interface import BringsDefaults, CompilesWorld, NeedsPose, World
+from asyncrl.worlds.start_states import StartStateStream, check_keyframes, check_pose, load_start_states
 
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """What an actor imagines with, besides the policy."""
+    """World model, reward model and start states, loaded."""
 
     world: World[Any]
     reward: RewardModel
@@ -52,26 +67,24 @@ class Environment:
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentFiles:
-    """What an actor would imagine with: checked, not loaded."""
+    """World model, reward model and start states, checked and not loaded."""
 
-    folder: Path
-    """Of the world."""
     starts: list[StartState]
     image_size: int
     """Height and width of the frames in pixels."""
     nbytes: int
     """Bytes of world and reward model once they are loaded."""
     action_spec: ActionSpec
-    """Of the world."""
+    """The world's."""
     world_version: int | None = None
     """None: known only when it is loaded."""
 
     def check_policy(self, policy: Policy) -> None:
-        """Refuse a policy whose decisions the world cannot take, or that cannot read an instruction.
+        """Refuse a policy that does not fit the world, or cannot read an instruction.
 
         Raises:
-            ConfigError: They differ in steps per decision or numbers per step; the policy needs what a world
-                cannot show it.
+            ConfigError: They differ in steps per decision or numbers per step; the policy needs an input that
+                a world does not have.
         """
         if isinstance(policy, ChecksTraining):
             policy.check_trainable()
@@ -85,38 +98,38 @@ class EnvironmentFiles:
 
     @property
     def summary(self) -> str:
-        """Describe the start states in a line."""
-        size, tasks = self.image_size, _tasks(self.starts)
-        return f"{len(self.starts)} start states with {len(tasks)} tasks, {size} x {size} pixels"
+        """A line for the doctor's report."""
+        size = self.image_size
+        return f"{len(self.starts)} start states with {len(tasks_of(self))} tasks, {size} x {size} pixels"
 
     def episode_format(self, policy: Policy, max_decisions: int) -> EpisodeFormat:
-        """Say what all episodes have in common that are imagined with these models."""
-        spec = policy.action_spec
-        letters: dict[object, int] = {"C": spec.chunk, "A": spec.dim}
+        """Return the shapes and names that all episodes of the run share."""
         tasks: dict[str, list[str]] = {}
         for state in self.starts:
             tasks.setdefault(state.name, []).append(state.task)
         return EpisodeFormat(
             image_size=self.image_size,
-            action_spec=spec,
-            sample={
-                name: (array.dtype, tuple(letters.get(size, size) for size in array.shape[1:]))
-                for name, array in policy.sample_arrays.items()
-            },
+            action_spec=policy.action_spec,
+            sample=sample_format(policy),
             max_decisions=max_decisions,
             tasks=tasks,
             world_version=self.world_version,
         )
 
 
+def tasks_of(environment: Environment | EnvironmentFiles) -> list[str]:
+    """Return all instructions of the start states, sorted."""
+    return sorted({state.task for state in environment.starts})
+
+
 def check_environment(config: TrainConfig) -> EnvironmentFiles | SimulatorFiles:
-    """Check what --world names: a simulator, or a world model as `check_world_model` does."""
+    """Check what --world names: a simulator, or a world model."""
     return check_simulator(config) if simulator_named(config.world) else check_world_model(config)
 
 
-def build_environment(config: TrainConfig, device: torch.device) -> Environment | SimulatedEnvironment:
-    """Build what --world names: a simulator, or a world model as `build_world_model` does."""
-    return build_simulator(config) if simulator_named(config.world) else build_world_model(config, device)
+def build_environment(config: TrainConfig, device: torch.device) -> Environment | SimulatorFiles:
+    """Load a world model; a simulator's workers are started by `build_backend`."""
+    return check_simulator(config) if simulator_named(config.world) else build_world_model(config, device)
 
 
 def check_world_model(config: TrainConfig) -> EnvironmentFiles:
@@ -129,14 +142,13 @@ def check_world_model(config: TrainConfig) -> EnvironmentFiles:
     if isinstance(world.kind, NeedsPose) and world.kind.needs_pose:
         for state in starts:
             check_pose(state)
-    judge = reward.kind.check(reward.folder, _tasks(starts), **reward.settings)
+    judge = reward.kind.check(reward.folder, sorted({state.task for state in starts}), **reward.settings)
     if judge.image_size not in (0, summary.image_size):
         raise CheckpointError(
             f"The world in {world.folder} draws {summary.image_size}-pixel frames, but its reward model "
             f"looks at {judge.image_size}. Fit it again: asyncrl fit reward --world {world.folder}."
         )
     return EnvironmentFiles(
-        folder=world.folder,
         starts=starts,
         image_size=summary.image_size,
         nbytes=summary.nbytes + judge.nbytes,
@@ -152,51 +164,42 @@ def build_world_model(config: TrainConfig, device: torch.device) -> Environment:
         CheckpointError: A file is missing, cannot be read, or does not fit the others.
         ConfigError: A class or a setting cannot work.
     """
-    starts = check_world_model(config).starts
+    files = check_world_model(config)
     world, reward = _named(config)
-    loaded = world.kind.load(world.folder, device, config.imagination, **world.settings)
     environment = Environment(
-        world=loaded,
-        reward=reward.kind.load(reward.folder, device, _tasks(starts), **reward.settings),
-        starts=starts,
+        world=world.kind.load(world.folder, device, config.imagination, **world.settings),
+        reward=reward.kind.load(reward.folder, device, tasks_of(files), **reward.settings),
+        starts=files.starts,
     )
     if names_code(config.world) or names_code(config.reward):
-        try_environment(environment.world, environment.reward, starts)
+        try_environment(environment.world, environment.reward, files.starts)
     return environment
 
 
 def with_world_defaults(config: TrainConfig) -> tuple[TrainConfig, WorldDefaults]:
-    """Put what the world says in place of what the user left open.
-
-    Returns:
-        Settings with a length of episodes and, where the world says it, a context; and what the world says.
+    """Put the world's defaults in place of what the user left open; returns them too.
 
     Raises:
         CheckpointError: There is no world under that name.
         ConfigError: There is no such class.
     """
+    said, imagination = WorldDefaults(source="defaults"), config.imagination
     if simulator_named(config.world):
         said = simulator_defaults(config)
-        decisions = config.actor.max_decisions or said.max_decisions
-        return replace(config, actor=replace(config.actor, max_decisions=decisions)), said
-    world = named_world(config.world, config.world_settings)
-    said, imagination, actor = WorldDefaults(source="defaults"), config.imagination, config.actor
-    if isinstance(world.kind, BringsDefaults):
-        said = world.kind.defaults(world.folder, imagination, **world.settings)
-        if imagination.context == "auto":
-            imagination = replace(imagination, context=said.context)
-    if not actor.max_decisions:
-        actor = replace(actor, max_decisions=said.max_decisions)
+    else:
+        world = named_world(config.world, config.world_settings)
+        if isinstance(world.kind, BringsDefaults):
+            said = world.kind.defaults(world.folder, imagination, **world.settings)
+            if imagination.context == "auto":
+                imagination = replace(imagination, context=said.context)
+    decisions = config.actor.max_decisions or said.max_decisions
+    actor = replace(config.actor, max_decisions=decisions)
     return replace(config, imagination=imagination, actor=actor), said
 
 
 def _named(config: TrainConfig) -> tuple[NamedModel, NamedModel]:
     world = named_world(config.world, config.world_settings)
     return world, named_reward(config.reward, world.folder, config.reward_settings)
-
-
-def _tasks(starts: Sequence[StartState]) -> list[str]:
-    return sorted({state.task for state in starts})
 
 
 def _starts(config: TrainConfig, size: int) -> list[StartState]:
@@ -212,3 +215,117 @@ def _starts(config: TrainConfig, size: int) -> list[StartState]:
             f"but --world {config.world} imagines {size} x {size}. Choose files that belong together."
         )
     return starts
+
+
+# ---- the actor -----------------------------------------------------------------------------------
+
+
+def build_backend(
+    config: TrainConfig, policy: Policy, environment: Environment | SimulatorFiles
+) -> Imagination[Any] | SimulatorBackend:
+    """Join the policy with its world or simulator; close it when the actor is done."""
+    if isinstance(environment, SimulatorFiles):
+        return environment.play(config, policy)
+    return build_imagination(config, policy, environment)
+
+
+def build_imagination(config: TrainConfig, policy: Policy, environment: Environment) -> Imagination[Any]:
+    """Join the models of an actor; compiled, and at a fixed shape, with these settings."""
+    if config.imagination.compile:
+        _compile(config, policy, environment)
+    if config.imagination.fixed_shape and isinstance(policy, FixesPrompts):
+        policy.fix_prompts(tasks_of(environment))
+    return Imagination(
+        policy,
+        environment.world,
+        environment.reward,
+        SamplingParams(temperature=config.algorithm.temperature, top_k=config.algorithm.top_k),
+        rule=EndRule(
+            max_decisions=config.actor.max_decisions,
+            threshold=config.actor.success_threshold,
+            success_frames=config.success_frames,
+        ),
+        policy_device=policy.device,
+        world_device=environment.world.device,
+        rows=rows_of_a_pass(config) if config.imagination.fixed_shape else 0,
+    )
+
+
+def rows_of_a_pass(config: TrainConfig) -> int:
+    """Return the most rows that a pass of an actor's models has: the slots of its larger stage."""
+    return max(map(len, split_slots(config.actor.slots, config.actor.pipeline_stages)))
+
+
+def _compile(config: TrainConfig, policy: Policy, environment: Environment) -> None:
+    world = environment.world
+    check_compilable(type(policy), type(world))
+    assert isinstance(policy, FixedShapeActing)
+    assert isinstance(world, CompilesWorld)
+    rows = rows_of_a_pass(config)
+    process_status.describe("compiling the policy")
+    policy.compile_acting(rows, tasks_of(environment))
+    process_status.describe("compiling the world")
+    world.compile(rows)
+
+
+def check_compilable(policy: type, world: type) -> None:
+    """Refuse --imagination.compile where a class lacks the method."""
+    for kind, method in ((policy, "compile_acting"), (world, "compile")):
+        if not hasattr(kind, method):
+            raise ConfigError(
+                f"--imagination.compile is set, but {kind.__name__} has no {method}. Leave the flag out, or "
+                "add the method."
+            )
+
+
+def actor_offload(config: TrainConfig, backend: Imagination[Any] | SimulatorBackend) -> IdleOffload:
+    """Offload an idle actor's models. What the receivers hold stays; new weights reach the copy."""
+    if not config.actor.offload:
+        return NO_OFFLOAD
+    policy = backend.policy
+    others = backend.models if isinstance(backend, Imagination) else []
+    models = [as_module(policy), *(module for other in others for module in other.modules().values())]
+    movable = [model for model in (policy, *others) if isinstance(model, HoldsAddresses)]
+    return IdleOffload(
+        OffloadedTensors(
+            partial(tensors_of, models),
+            lambda: policy.acting_tensors().values(),
+            backend.devices,
+            on_offload=lambda: [model.weights_moved() for model in movable],
+        )
+    )
+
+
+def tensors_of(models: Iterable[nn.Module]) -> Iterator[Tensor]:
+    """Return all parameters and buffers."""
+    for model in models:
+        yield from model.parameters()
+        yield from model.buffers()
+
+
+def build_actor(
+    config: TrainConfig,
+    name: str,
+    backend: Imagination[Any] | SimulatorBackend,
+    environment: Environment | SimulatorFiles,
+    port: ActorPort,
+    receiver: Receiver,
+) -> Actor:
+    """Join the parts of the actor `name`: in a process of its own, joined from another host, or inline."""
+    if isinstance(environment, SimulatorFiles):
+        starts = TrainingStarts(environment.spec, config.seed, config.simulator.starts)
+    else:
+        starts = StartStateStream(environment.starts, config.seed, config.keyframe_share)
+    return Actor(
+        name,
+        backend,
+        starts,
+        port,
+        receiver,
+        config.actor,
+        group_size=config.algorithm.group_size,
+        run_seed=config.seed,
+        startup_timeout=config.startup_timeout,
+        hang_timeout=config.hang_timeout,
+        offload=NO_OFFLOAD if config.inline else actor_offload(config, backend),
+    )

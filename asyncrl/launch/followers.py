@@ -66,7 +66,7 @@ def follow(config: TrainConfig, job: Job, hosts: Hosts, stop: StopFlag) -> int:
     placement = checked_placement(config, hosts.size)
     lock = run_owner.join(run_dir)
     status = job.status_folder(run_dir)
-    process_status.publish_as(status, f"learner-{rank}" if placement.learns(rank) else f"rank-{rank}")
+    process_status.publish_as(status, f"learner-{rank}" if rank in placement.learners else f"rank-{rank}")
     children = ChildProcesses(stop, report_failure=partial(report_failure, info, job))
     first_host = FirstHost(info, job)
     with ExitStack() as ending:
@@ -79,13 +79,13 @@ def follow(config: TrainConfig, job: Job, hosts: Hosts, stop: StopFlag) -> int:
         if not job.on_first_host:
             of_actor = _with_weights_of_host(config, info, placement, hosts, job, stop, ending)
         ending.callback(children.end, 0.0)
-        if placement.imagines(rank):
+        if rank in placement.actors:
             children.spawn(partial(spawn_actor, config, of_actor, rank))
-        if placement.learns(rank):
-            from asyncrl.launch import learner_ranks
+        if rank in placement.learners:
+            from asyncrl.launch.build import learn_as_follower
 
             with logged_to(run_dir / "logs" / f"learner-{rank}.log"):
-                learner_ranks.run_follower_rank(info, job, placement, hosts, children)
+                learn_as_follower(info, job, placement, hosts, children.poll)
         else:
             children.run_until_done(over=first_host.run_is_over)
         children.end(SHUTDOWN_TIMEOUT_ACTOR if first_host.learner_lives() else 0.0)
@@ -129,7 +129,7 @@ def _wait_for_folder(run_dir: Path, mark: str, rank: int) -> None:
 
 
 class FirstHost:
-    """Tells whether rank 0 lives: on its host from the operating system, elsewhere from torchrun's store."""
+    """Watches rank 0: on its host through the operating system, elsewhere through torchrun's store."""
 
     def __init__(self, info: RunInfo, job: Job) -> None:
         """Begin to watch, on a thread where it is another host."""
@@ -158,7 +158,7 @@ class FirstHost:
             processes = process_status.read(Path(self._info.run_dir))
             return any(process.alive for process in processes if process.role == "learner-0")
         now = time.monotonic()
-        # Time in which this process itself did not run is nobody's silence.
+        # Time in which this process itself did not run is no silence.
         self._silent += min(now - self._looked_at, 2 * LOOK_FROM_AFAR)
         self._looked_at = now
         if self._answers != self._heard:
@@ -194,7 +194,7 @@ def _with_weights_of_host(
     ending: ExitStack,
 ) -> RunInfo:
     """Point the actors of this host to its relay, or to the learner if there is one that can fetch."""
-    actors = [rank for rank in job.here if placement.imagines(rank)]
+    actors = [rank for rank in job.here if rank in placement.actors]
     alone = len(actors) == 1 and not info.hosts_transport
     if job.rank not in actors or alone:
         return replace(info, weights_endpoint="")

@@ -2,7 +2,7 @@
 
     every rank   publishes its facts under the name of the start     waits for: rank 0's plan
     rank 0       compares them, opens ports, publishes the plan      waits for: the facts of all ranks
-    first ranks  of other hosts try the ports and the run's folder   waits for: the verdict
+    first ranks  of other hosts try the ports                        waits for: the verdict
 
 Facts and plan lie in torchrun's store, which others can read: settings are compared by digest.
 """
@@ -31,7 +31,6 @@ from asyncrl.errors import AsyncRLError, ConfigError, RunError
 from asyncrl.launch.job import Hosts, Job, check_torchrun, open_store, store_errors
 from asyncrl.observability import waits
 from asyncrl.observability.logger import flat
-from asyncrl.storage import run_folder
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
@@ -39,8 +38,6 @@ if TYPE_CHECKING:
 POLL_INTERVAL: Final = 0.05
 CLOCK_TOLERANCE: Final = 10.0
 """Seconds between the clocks of two hosts: locks of network file systems are judged by time."""
-SEE_DEADLINE: Final = 15.0
-"""Seconds that a network file system has to show a file of another host."""
 REACH_DEADLINE: Final = 5.0
 _START: Final = "start"
 """Key of the name of the newest start: torchrun's store keeps what earlier starts published."""
@@ -165,11 +162,7 @@ def interface_of(address: str) -> str:
 
 
 def bind_gloo(address: str) -> None:
-    """Let gloo listen at this host's address: by itself it takes that of the host's name, often loopback.
-
-    Args:
-        address: Empty with one host: nothing changes.
-    """
+    """Let gloo listen at this host's address, if not empty: by itself it takes that of the host's name."""
     if address and (interface := interface_of(address)):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
@@ -210,8 +203,8 @@ def meet(
 
     seconds = config.startup_timeout
     store = PrefixStore("meeting", open_store(job, seconds, every_start=True))
-    with store_errors(job, "meet the other hosts"), waits.waiting(waits.HOSTS, seconds), ExitStack() as ports:
-        meeting = _Meeting(config, job, store, time.monotonic() + seconds, stop_requested, now, ports)
+    meeting = _Meeting(config, job, store, time.monotonic() + seconds, stop_requested, now)
+    with store_errors(job, "meet the other hosts"), waits.waiting(waits.HOSTS, seconds):
         start, hosts = meeting.follow() if job.rank else meeting.lead(checks)
     return replace(job, start=start), hosts
 
@@ -224,7 +217,6 @@ class _Meeting:
     until: float
     stop_requested: Callable[[], bool]
     now: Callable[[], float]
-    open_ports: ExitStack
 
     def lead(self, checks: Callable[[Hosts, list[HostFacts]], Hosts]) -> tuple[str, Hosts]:
         """Do rank 0's part."""
@@ -232,20 +224,20 @@ class _Meeting:
         before = self.now()
         self.store.set(_START, start)
         numbers, others = self._gather(start, before)
-        why, file, hosts = "", Path(), Hosts()
-        try:
-            facts = [own, *others]
-            check_agree(facts)
-            hosts = checks(_placed(facts), facts)
-            _open_ports(hosts, self.open_ports)
-            file = _leave_file(self.config, start, self.open_ports)
-        except ConfigError as error:
-            why = str(error)
-        plan = {"numbers": numbers, "why": why, "hosts": asdict(hosts), "file": str(file)}
-        self.store.set(f"{start}/plan", json.dumps(plan))
-        for number, rank in enumerate(hosts.first_ranks[1:], 1):
-            who = f"The first rank of {hosts.names[number]} (rank {rank})"
-            why = why or self._take(f"{start}/tried/{rank}", who)
+        why, hosts = "", Hosts()
+        with ExitStack() as open_ports:
+            try:
+                facts = [own, *others]
+                check_agree(facts)
+                hosts = checks(_placed(facts), facts)
+                _open_ports(hosts, open_ports)
+            except ConfigError as error:
+                why = str(error)
+            plan = {"numbers": numbers, "why": why, "hosts": asdict(hosts)}
+            self.store.set(f"{start}/plan", json.dumps(plan))
+            for number, rank in enumerate(hosts.first_ranks[1:], 1):
+                who = f"The first rank of {hosts.names[number]} (rank {rank})"
+                why = why or self._take(f"{start}/tried/{rank}", who)
         self.store.set(f"{start}/verdict", why)
         if why:
             raise ConfigError(why)
@@ -291,9 +283,7 @@ class _Meeting:
             raise ConfigError(why)
         hosts = Hosts.from_json(plan["hosts"])
         if own:
-            name = hosts.names[hosts.of(me)]
-            why = _try_ports(hosts, name) or _see(Path(plan["file"]), hosts.names[0], name)
-            self.store.set(f"{start}/tried/{me}", why)
+            self.store.set(f"{start}/tried/{me}", _try_ports(hosts, hosts.names[hosts.of(me)]))
         if why := self._take(f"{start}/verdict", "Rank 0"):
             raise ConfigError(why)
         return start, hosts
@@ -320,7 +310,7 @@ class _Meeting:
         time.sleep(POLL_INTERVAL)
 
     def _own_facts(self) -> HostFacts:
-        """Return this host's facts, with a port that is open as long as the meeting."""
+        """Return this host's facts."""
         import torch
 
         host, port = self.job.store
@@ -402,33 +392,3 @@ def address_of(endpoint: str) -> tuple[str, int]:
     """Split 'tcp://ADDRESS:PORT'; a missing part is '' or 0."""
     address, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     return address, int(port or 0)
-
-
-def _leave_file(config: TrainConfig, start: str, closing: ExitStack) -> Path:
-    """Leave a file beside the run's folder, which all hosts must see; it goes with the meeting."""
-    file = run_folder.parent_of(config) / f".asyncrl-{start}"
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch(mode=0o600)
-    except OSError as error:
-        raise ConfigError(
-            f"--run-dir is {config.run_dir}, but {file.parent} cannot be written ({error.strerror}). Choose "
-            "another folder."
-        ) from None
-    closing.callback(file.unlink, missing_ok=True)
-    return file
-
-
-def _see(file: Path, first: str, name: str) -> str:
-    """Wait for the first host's file; returns that this host does not see it, or ''."""
-    until = time.monotonic() + SEE_DEADLINE
-    while not file.exists():
-        if time.monotonic() > until:
-            return (
-                f"{name} does not see the folder {file.parent} of {first}, in which "
-                "--run-dir lies, and through it hosts get the run's keys, checkpoints and worlds. Set "
-                "--run-dir to a folder that all hosts see under one path, or start actors there with "
-                "`asyncrl actor --join`, which need none."
-            )
-        time.sleep(POLL_INTERVAL)
-    return ""

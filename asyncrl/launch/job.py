@@ -111,12 +111,10 @@ class Hosts:
     """Number of ranks of the job."""
     addresses: tuple[str, ...] = ("",)
     """IPv4 address at which the other hosts reach each; empty with one host."""
-    learners: tuple[int, ...] = (0,)
-    """Numbers of the hosts that have learner ranks."""
     replay: str = ""
-    """Endpoint of the replay for ranks of other hosts; empty where there are none."""
+    """Address of the network where the replay listens; empty: on a private socket of its host."""
     weights: str = ""
-    """Endpoint of the weights for them."""
+    """Address where the weights are fetched; empty: next to the replay's."""
     broadcasts: tuple[int, ...] = ()
     """Numbers of the hosts between which weights are broadcast; empty: none."""
     placement: str = ""

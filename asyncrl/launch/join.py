@@ -1,13 +1,7 @@
-"""Joins a running run as one more actor, and leaves when the run or this process ends.
-
-1  ask the replay for the run's settings and for where the weights are     deadline ANSWER_DEADLINE
-2  load policy, world, reward and start states as the run's own actors do
-3  fetch the first weights                                                 deadline --weights.timeout
-4  imagine, like any actor                     ended by: the run, SIGTERM or Ctrl-C, a learner that is gone
-5  hand over what is finished, give the open groups back
+"""Joins a running run as one more actor: ask the replay for settings, load, fetch weights, imagine, leave.
 
 A run that is started again (torchrun's restarts, --resume at the same address) may go on from an earlier
-version than an actor holds. What the actor imagined counts no more: it gives that up and joins from 1 on.
+version than an actor holds. What the actor imagined counts no more: it gives that up and joins again.
 """
 
 from __future__ import annotations
@@ -22,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from asyncrl.config.loading import overlay
 from asyncrl.config.run import TrainConfig
@@ -33,8 +27,6 @@ from asyncrl.observability.signals import StopFlag, interrupts_raised, raise_lim
 from asyncrl.registry import MODELS
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from asyncrl.actors.actor import Actor
     from asyncrl.replay.client import ZmqActorPort
     from asyncrl.replay.connection import JoinSettings
@@ -50,21 +42,21 @@ _RESERVED: Final = re.compile(r"actor-\d+|learner|replay|inline")
 
 @dataclass(frozen=True, kw_only=True)
 class JoinOptions:
-    """What an actor that joins decides for itself; all else is the run's."""
+    """Settings of an actor that joins; all others are the run's."""
 
     endpoint: str
-    """Of the replay."""
+    """Endpoint of the replay."""
     keys: str
     """Folder of key files; empty: none."""
     key: str
     """Name of the key; empty: see `pick_key`."""
     name: str
-    """Of the actor; empty: made up."""
+    """Name of the actor; empty: made up."""
     device: str
     threads: int
     """CPU threads; 0: by the number of cores."""
     paths: Mapping[str, str]
-    """Settings of the run (policy, world, start_states) that are another path on this host."""
+    """Settings of the run (policy, world, start_states) with another path on this host."""
 
 
 def run(settings: JoinOptions) -> int:
@@ -85,7 +77,7 @@ def run(settings: JoinOptions) -> int:
                 joined = _join(settings, name, keys)
             over = _imagine(joined)
         except KeyboardInterrupt:
-            return 0  # Nobody has given it anything yet.
+            return 0  # It has no grants yet.
         except AttemptEnded as ended:
             print(f"{name}: {ended} What the replay does not have is given up; it joins again", flush=True)
             joined = None  # Its models make room for those that are loaded next.
@@ -94,9 +86,8 @@ def run(settings: JoinOptions) -> int:
         return 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Joined:
-    """An actor that is a part of a run."""
+class _Joined(NamedTuple):
+    """An actor of a run, ready to imagine."""
 
     actor: Actor
     port: ZmqActorPort
@@ -121,7 +112,7 @@ def _imagine(joined: _Joined) -> bool:
 
 
 def pick_key(settings: JoinOptions) -> ClientKeys | None:
-    """Choose the key of an actor: the named one, one called like it, or the only one that can be meant."""
+    """Choose the key of an actor: the named one, one called like it, or the only one."""
     if not settings.keys:
         return None
     folder = Path(settings.keys).expanduser()
@@ -137,11 +128,10 @@ def pick_key(settings: JoinOptions) -> ClientKeys | None:
 
 
 def _join(settings: JoinOptions, name: str, keys: ClientKeys | None) -> _Joined:
-    """Do all until the first weights are there."""
+    """Load everything, up to the first weights."""
     import torch
 
-    from asyncrl.launch.build import actor_offload, build_acting, build_actor, starts_of
-    from asyncrl.launch.environment import build_environment
+    from asyncrl.launch.environment import build_actor, build_backend, build_environment
     from asyncrl.launch.named_models import build_policy
     from asyncrl.launch.own_device import take_device, use_compiler_cache
     from asyncrl.launch.placement import threads_of_actor
@@ -158,40 +148,27 @@ def _join(settings: JoinOptions, name: str, keys: ClientKeys | None) -> _Joined:
     policy = build_policy(config, device)
     environment = build_environment(config, device)
     environment.check_policy(policy)
-    timeout = config.weights.timeout
-
-    def fetching(endpoint: str, tensors: Mapping[str, Tensor]) -> WeightReceiver:
-        return build_receiver(PULL, endpoint, name, tensors, "cpu", timeout, keys, told.identity)
-
-    receiver = fetching(told.weights, policy.acting_tensors())
+    timeout, tensors = config.weights.timeout, policy.acting_tensors()
+    receiver = build_receiver(PULL, told.weights, name, tensors, "cpu", timeout, keys, told.identity)
     with ExitStack() as closing:
         closing.callback(receiver.close)
         version = receiver.wait_for_first(config.startup_timeout)
         print(f"{name}: joined {settings.endpoint} at version {version}, {device}", flush=True)
         window = WINDOW + config.actor.slots
         port = ZmqActorPort(settings.endpoint, name, window=window, security=keys, identity=told.identity)
-        acting = build_acting(config, policy, environment)
-        closing.callback(acting.close)
-        actor = build_actor(
-            config,
-            name,
-            acting,
-            starts_of(config, environment),
-            port,
-            receiver,
-            actor_offload(config, acting),
-        )
+        backend = build_backend(config, policy, environment)
+        closing.callback(backend.close)
+        actor = build_actor(config, name, backend, environment, port, receiver)
         closing.pop_all()  # It worked: who leaves closes them.
-    return _Joined(actor=actor, port=port, receiver=receiver)
+    return _Joined(actor, port, receiver)
 
 
 def _settings_here(settings: JoinOptions, told: JoinSettings) -> TrainConfig:
-    """Put this host's paths into the settings of the run."""
+    """Replace paths in the settings of the run by this host's."""
     from asyncrl.launch.named_models import refuse_foreign_code
 
     config: TrainConfig = overlay(TrainConfig(), json.loads(told.config), "the run's settings")
-    config = replace(config, **dict(settings.paths))
-    own = replace(TrainConfig(), **dict(settings.paths))
+    config, own = (replace(each, **dict(settings.paths)) for each in (config, TrainConfig()))
     refuse_foreign_code(config, own, "the run that is joined", MODELS)
     return config
 

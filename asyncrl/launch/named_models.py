@@ -1,8 +1,6 @@
-"""Turns --policy, --world and --reward into a class, a folder and keyword settings. Loads nothing.
+"""The models that --policy, --world and --reward name, the policies of a run, and its settings.
 
 A name is a shipped one, a folder that a built-in class reads, or 'package.module:Class@FOLDER'.
-
-Builds the policies of a run from its `TrainConfig`: an actor's, the learner's, the reference of the KL.
 """
 
 from __future__ import annotations
@@ -16,20 +14,22 @@ import torch
 from torch import nn
 
 from asyncrl import registry
+from asyncrl.config.loading import load_file
 from asyncrl.config.run import TrainConfig
 from asyncrl.devices.float8 import check_device
-from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.errors import AsyncRLError, CheckpointError, ConfigError
+from asyncrl.evaluation.evaluate import simulator_of_tasks
 from asyncrl.learner.forward import AdapterFreeReference, FrozenReference, Reference
 from asyncrl.policies.acceleration import FLAG, enable_gradient_checkpointing, use_float8_where_frozen
 from asyncrl.policies.interface import HasCritic, LoraTargets, Policy
 from asyncrl.policies.lora import add_lora
 from asyncrl.policies.openvla.files import PublishedOptions, open_folder
 from asyncrl.records import StartState
-from asyncrl.registry import names_code, split
 from asyncrl.rewards.libero_tasks import reward_kind
-from asyncrl.storage import assets
+from asyncrl.storage import assets, checkpoint
 from asyncrl.storage.atomic import read_json
 from asyncrl.worlds.kinds import world_class, world_title
+from asyncrl.worlds.start_states import load_start_states
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class NamedModel:
 
 
 def named_policy(text: str, settings: Iterable[str] = ()) -> NamedModel:
-    """Find what --policy means.
+    """Resolve --policy.
 
     Raises:
         ConfigError: There is no such class.
@@ -60,7 +60,7 @@ def named_policy(text: str, settings: Iterable[str] = ()) -> NamedModel:
 
 
 def named_world(text: str, settings: Iterable[str] = ()) -> NamedModel:
-    """Find what --world means; see `named_policy`."""
+    """Resolve --world; see `named_policy`."""
     if registry.names_code(text):
         return _of_user("world", text, settings)
     folder, keywords = assets.world_folder(text), registry.keywords("--world-settings", settings)
@@ -68,54 +68,12 @@ def named_world(text: str, settings: Iterable[str] = ()) -> NamedModel:
 
 
 def named_reward(text: str, world_folder: Path, settings: Iterable[str] = ()) -> NamedModel:
-    """Find what --reward means; left out, it is the model in the world's folder. See `named_policy`."""
+    """Resolve --reward, by default the model in the world's folder; see `named_policy`."""
     if registry.names_code(text):
         return _of_user("reward", text, settings)
     folder = Path(text) if text else world_folder
-    return NamedModel(
-        kind=registry.resolve("reward", reward_kind(folder)),
-        folder=folder,
-        settings=registry.keywords("--reward-settings", settings),
-    )
-
-
-def folder_part(text: str) -> str:
-    """The folder in a name: what stands behind the @ of a class, else the name itself."""
-    name, folder = registry.split(text)
-    return folder if name else text
-
-
-def refuse_foreign_code(
-    config: TrainConfig, own: TrainConfig, source: str, kinds: Iterable[str] = registry.PARTS_OF_A_RUN
-) -> None:
-    """Refuse classes that a run names and the user of this process did not: a file or peer never names code.
-
-    Raises:
-        ConfigError: Says which flag to give.
-    """
-    for flag, text in registry.own_code(config, kinds):
-        if (flag, text) not in registry.own_code(own, kinds):
-            raise ConfigError(
-                f"{source} names {text}, which is code. Code is named on the command line only: if you trust "
-                f"that class and have it here, add {flag} {text}"
-            )
-
-
-def _policy_folder(text: str) -> Path:
-    """Find a policy's folder; a world's, which may look like one, is refused as what it is."""
-    try:
-        folder = assets.policy_folder(text)
-    except CheckpointError as error:
-        if title := world_title(Path(text)):
-            raise _is_world(text, title) from error
-        raise
-    if title := world_title(folder):
-        raise _is_world(text, title)
-    return folder
-
-
-def _is_world(text: str, title: str) -> CheckpointError:
-    return CheckpointError(f"--policy {text} is a world model ({title}'s). Give it as --world.")
+    kind = registry.resolve("reward", reward_kind(folder))
+    return NamedModel(kind=kind, folder=folder, settings=registry.keywords("--reward-settings", settings))
 
 
 def _of_user(kind: str, text: str, settings: Iterable[str]) -> NamedModel:
@@ -127,14 +85,47 @@ def _of_user(kind: str, text: str, settings: Iterable[str]) -> NamedModel:
     )
 
 
-def _load_policy(config: TrainConfig, device: torch.device) -> Policy:
-    named = named_policy(config.policy, config.policy_settings)
-    return named.kind.load(named.folder, device, **named.settings)
+def _policy_folder(text: str) -> Path:
+    """Find a policy's folder; a world's, which may look like one, is refused as a world."""
+    try:
+        folder, cause = assets.policy_folder(text), None
+    except CheckpointError as error:
+        folder, cause = Path(text), error
+    if title := world_title(folder):
+        raise CheckpointError(f"--policy {text} is a world model ({title}'s). Give it as --world.") from cause
+    if cause is not None:
+        raise cause
+    return folder
+
+
+def folder_part(text: str) -> str:
+    """Return the folder in a name: the part behind the @ of a class, else the name itself."""
+    name, folder = registry.split(text)
+    return folder if name else text
+
+
+def refuse_foreign_code(
+    config: TrainConfig, own: TrainConfig, source: str, kinds: Iterable[str] = registry.PARTS_OF_A_RUN
+) -> None:
+    """Refuse classes that a run names and the user of this process did not: a file or peer never names code.
+
+    Raises:
+        ConfigError: Names the flag to give.
+    """
+    for flag, text in registry.own_code(config, kinds):
+        if (flag, text) not in registry.own_code(own, kinds):
+            raise ConfigError(
+                f"{source} names {text}, which is code. Code is named on the command line only: if you trust "
+                f"that class and have it here, add {flag} {text}"
+            )
+
+
+# ---- policies ------------------------------------------------------------------------------------
 
 
 def policy_chunk(config: TrainConfig) -> int:
-    """Return the steps per decision of --policy, without loading it; 1 where only its class knows them."""
-    if names_code(config.policy):
+    """Return the steps per decision of --policy, without loading it; 1 if only its class knows them."""
+    if registry.names_code(config.policy):
         return 1
     named = named_policy(config.policy, config.policy_settings)
     known = {field.name for field in fields(PublishedOptions)}
@@ -152,25 +143,20 @@ def as_module(policy: Policy) -> nn.Module:
 
 
 def load_policy_version(config: TrainConfig, folder: Path | None, device: torch.device) -> Policy:
-    """Load what a run's policy is at a checkpoint, to be measured.
-
-    Args:
-        folder: The checkpoint; None: what the run began with.
-    """
-    name, _ = split(config.policy)
+    """Load a run's policy at a checkpoint; without `folder`, the one that the run began with."""
+    name, _ = registry.split(config.policy)
     text = config.policy if folder is None else f"{name}@{folder}" if name else str(folder)
-    # They are of a published folder, which says less about itself than a checkpoint, or of a class.
-    settings = config.policy_settings if folder is None or name else ()
-    named = named_policy(text, settings)
+    # They are of a published folder, which has fewer settings of its own than a checkpoint, or of a class.
+    named = named_policy(text, config.policy_settings if folder is None or name else ())
     return named.kind.load(named.folder, device, **named.settings)
 
 
 def build_policy(config: TrainConfig, device: torch.device) -> Policy:
-    """Load the policy that the run begins with, without a critic: what an actor needs.
+    """Load the policy that the run begins with, without a critic, as an actor needs it.
 
     With --lora.rank it gets fresh adapters; the learner's come with the first version of the weights.
     """
-    policy = _load_policy(config, device)
+    policy = load_policy_version(config, None, device)
     if isinstance(policy, HasCritic):
         policy.drop_critic()
     if config.lora.rank:
@@ -194,25 +180,13 @@ def add_adapters(config: TrainConfig, policy: Policy) -> None:
 def build_learning_policy(config: TrainConfig, device: torch.device) -> Policy:
     """Load the policy that the run begins with, as the learner trains it: with a critic for ppo.
 
-    A critic of the right level in the policy's folder is kept. What a resumed run loads afterwards is trained
-    weights only, so copies of frozen ones that are rounded here stay right.
+    A critic of the right level in the policy's folder is kept. A resumed run loads trained weights only
+    afterwards, so copies of frozen ones that are rounded here stay right.
     """
     rounded = config.learner.frozen_precision == "float8"
     if rounded:
         check_device(device, FLAG)
-    policy = _load_policy(config, device)
-    _add_critic(config, policy)
-    if config.lora.rank:
-        add_adapters(config, policy)
-    if rounded:
-        use_float8_where_frozen(policy)
-    if config.learner.gradient_checkpointing:
-        enable_gradient_checkpointing(policy, every=config.learner.gradient_checkpointing_every)
-    as_module(policy).eval()
-    return policy
-
-
-def _add_critic(config: TrainConfig, policy: Policy) -> None:
+    policy = load_policy_version(config, None, device)
     wanted = config.critic.level if config.algorithm.kind == "ppo" else "none"
     if isinstance(policy, HasCritic):
         if wanted == "none":
@@ -224,10 +198,18 @@ def _add_critic(config: TrainConfig, policy: Policy) -> None:
             f"--algorithm.kind is ppo, but {type(policy).__name__} has no critic (add_critic, values). Use "
             "--algorithm.kind grpo, or add the methods."
         )
+    if config.lora.rank:
+        add_adapters(config, policy)
+    if rounded:
+        use_float8_where_frozen(policy)
+    if config.learner.gradient_checkpointing:
+        enable_gradient_checkpointing(policy, every=config.learner.gradient_checkpointing_every)
+    as_module(policy).eval()
+    return policy
 
 
 def build_reference(config: TrainConfig, policy: Policy, device: torch.device) -> Reference | None:
-    """The policy that the KL penalty is about; None when its coefficient is 0."""
+    """Build the reference policy of the KL penalty; None if its coefficient is 0."""
     if not config.algorithm.kl_coef:
         return None
     return AdapterFreeReference(policy) if config.lora.rank else FrozenReference(build_policy(config, device))
@@ -238,3 +220,57 @@ def check_tasks(policy: Policy, starts: Sequence[StartState]) -> None:
     first = {state.task: state for state in starts}
     for task, state in first.items():
         policy.preprocess(state.frame[None], [task])
+
+
+# ---- the settings of a run -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """Settings of a run that its evaluation shares."""
+
+    config: TrainConfig
+    tasks: tuple[str, ...] = ()
+    """Instructions of its start states; empty if unknown here, or if the run trained in a simulator."""
+    simulator: str = ""
+    """Built-in simulator that has these tasks, or that it trained in; empty if unknown."""
+    simulator_settings: tuple[str, ...] = ()
+
+
+def run_of(text: str) -> Path | None:
+    """Return the run's folder that a policy's name leads to: the folder itself, or that of a checkpoint."""
+    path = Path(folder_part(text))
+    for folder in (path, path.parent.parent):
+        if (folder / "config.json").is_file() and (folder / checkpoint.FOLDER).is_dir():
+            return folder
+    return None
+
+
+def settings_of_run(run_dir: Path) -> RunSettings:
+    """Read how the policy of a run is evaluated. A folder names no code: a user's simulator is left out.
+
+    Raises:
+        ConfigError: Its config.json cannot be read.
+    """
+    config = load_file(run_dir / "config.json")
+    if registry.names_code(config.world):
+        return RunSettings(config=config)
+    if own := assets.simulator_named(config.world):
+        settings = without_code(config.world_settings)
+        return RunSettings(config=config, simulator=own, simulator_settings=settings)
+    tasks, named = (), config.evaluation.simulator
+    try:
+        path = assets.start_states_path(config.start_states, folder_part(config.world))
+        starts = load_start_states(path, keyframes=config.keyframes)
+        tasks = tuple(sorted({state.task for state in starts}))
+    except (AsyncRLError, OSError):  # A run can be evaluated where its start states are not.
+        pass
+    if registry.names_code(named) or not named:
+        return RunSettings(config=config, tasks=tasks, simulator=simulator_of_tasks(tasks))
+    settings = without_code(config.evaluation.simulator_settings)
+    return RunSettings(config=config, tasks=tasks, simulator=named, simulator_settings=settings)
+
+
+def without_code(settings: tuple[str, ...]) -> tuple[str, ...]:
+    """Leave out settings that name a module: a folder names no code."""
+    return tuple(text for text in settings if not registry.names_module(text))

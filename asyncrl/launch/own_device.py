@@ -48,7 +48,7 @@ def compiles(config: TrainConfig) -> bool:
 def chosen_folder() -> str:
     """Return the folder that the user set in `INDUCTOR`; empty if none.
 
-    Imports of torch's compiler write torch's own folder into the variable: that is nobody's choice.
+    Imports of torch's compiler write torch's own folder into the variable, which does not count.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 

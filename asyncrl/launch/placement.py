@@ -1,6 +1,4 @@
-"""Decides which rank learns, which imagines, and on which device. Pure.
-
-Reads the text of --placement: which ranks have which role. Pure.
+"""Which rank learns, which imagines, and on which device, by the text of --placement. Pure.
 
 auto                                a word, see `WORDS`
 learner=0-1,actor=2-3               role=rank or role=first-last, in numbers of the whole job
@@ -12,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from typing import TYPE_CHECKING
 
 from asyncrl.config.bounds import shown
@@ -28,7 +26,7 @@ RELAYED = "shared_memory"
 """The carrier from a relay to the actors of its host."""
 ROLES = ("learner", "actor", "policy", "world")
 WORDS = ("auto", "collocated", "disaggregated", "hybrid")
-"""Placements that fit any number of ranks; see `placement._by_word`."""
+"""Placements that fit any number of ranks; see `_by_word`."""
 MOST_RANKS = 4096
 """Ranks of one run: eight hosts have 64."""
 EXAMPLE = "Write for example 'learner=0,actor=1-3' or 'learner=0-1,actor=2-3', or leave --placement out."
@@ -47,10 +45,7 @@ def read_ranks(text: str) -> dict[str, list[int]]:
 
 
 def sizes_of_hosts(text: str) -> tuple[int, ...]:
-    """Return how many ranks each host has by the text; nothing where it names no hosts.
-
-    Raises:
-        ConfigError: It cannot be read.
+    """Return the number of ranks of each host that the text names; () if it names no hosts.
 
     >>> sizes_of_hosts("learner=0-1@0,actor=0-2@1"), sizes_of_hosts("learner=0,actor=1")
     ((2, 3), ())
@@ -102,13 +97,12 @@ def _items(text: str) -> list[_Item]:
 
 
 def _sizes(items: list[_Item]) -> tuple[int, ...]:
-    """Every rank has something to do, so the highest that is named is a host's last one."""
-    hosts = [host for _, _, host in items if host is not None]
-    stops = (
-        [named.stop for _, named, host in items if host == number]
-        for number in range(max(hosts, default=-1) + 1)
-    )
-    sizes = tuple(max(found, default=0) for found in stops)
+    """Return the ranks of each host: every rank has a role, so the highest that is named is the last."""
+    stops: dict[int, int] = {}
+    for _, named, host in items:
+        if host is not None:
+            stops[host] = max(stops.get(host, 0), named.stop)
+    sizes = tuple(stops.get(number, 0) for number in range(max(stops, default=-1) + 1))
     if sum(sizes) > MOST_RANKS:
         raise ConfigError(
             f"--placement names {sum(sizes)} ranks on {len(sizes)} hosts, but a run has at most "
@@ -128,11 +122,7 @@ def _rank(digits: str) -> int:
 
 
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
-    """Choose the device of a process.
-
-    Raises:
-        ConfigError: cuda was asked for and there is none, or `name` is something else.
-    """
+    """Choose the device of a process by --device; raises ConfigError if there is none."""
     import torch
 
     if name not in ("cpu", "cuda", "auto"):
@@ -147,13 +137,8 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
 
 def actor_devices(name: str, placement: Placement, job: Job) -> tuple[torch.device, torch.device]:
     """Choose the devices of an actor: of its policy, and of its world and reward models."""
-    other = placement.world_of(job.rank)
-    if other not in job.here:
-        raise ConfigError(
-            f"--placement makes policy rank {job.rank} and world rank {other} one actor, but "
-            "they are on different hosts, and frames travel inside one only. Pair ranks of one host."
-        )
-    return pick_device(name, job.local_rank), pick_device(name, other - job.here.start)
+    other = placement.world_of(job.rank) - job.here.start
+    return pick_device(name, job.local_rank), pick_device(name, other)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,44 +151,35 @@ class Placement:
     worlds: tuple[tuple[int, int], ...] = ()
     """Policy rank and world rank of every actor on two devices."""
 
-    def learns(self, rank: int) -> bool:
-        """Whether this rank updates the policy."""
-        return rank in self.learners
-
-    def imagines(self, rank: int) -> bool:
-        """Whether this rank supervises an actor."""
-        return rank in self.actors
-
     def world_of(self, rank: int) -> int:
-        """The rank on whose device the actor of `rank` has its world and reward models; its own, mostly."""
+        """Return the rank on whose device the actor of `rank` has its world and reward models."""
         return dict(self.worlds).get(rank, rank)
 
     def roles(self, rank: int) -> tuple[str, ...]:
-        """What a rank does, in the words of `ROLES`.
+        """Return the roles of a rank, in the words of `ROLES`.
 
         >>> Placement(learners=(0,), actors=(0,), worlds=((0, 1),)).roles(0)
         ('learner', 'policy')
         """
+        pairs = dict(self.worlds)
         of = {
-            "learner": self.learns(rank),
-            "actor": self.imagines(rank) and rank not in dict(self.worlds),
-            "policy": rank in dict(self.worlds),
-            "world": rank in dict(self.worlds).values(),
+            "learner": rank in self.learners,
+            "actor": rank in self.actors and rank not in pairs,
+            "policy": rank in pairs,
+            "world": rank in pairs.values(),
         }
         return tuple(role for role, has in of.items() if has)
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """All ranks that have something to do, ascending."""
+        """All ranks with a role, ascending."""
         worlds = (world for _, world in self.worlds)
         return tuple(sorted({*self.learners, *self.actors, *worlds}))
 
     @property
     def summary(self) -> str:
-        """For people: '1 learner + 3 actors'.
+        """A description for the console.
 
-        >>> Placement(learners=(0,), actors=(1, 2, 3)).summary
-        '1 learner + 3 actors'
         >>> Placement(learners=(0,), actors=(1, 3), worlds=((1, 2),)).summary
         '1 learner + 1 actor + 1 actor on 2 devices'
         """
@@ -213,23 +189,17 @@ class Placement:
         return " + ".join(f"{n} {role}{'s' * (n > 1)}{where}" for n, role, where in parts if n)
 
 
-def parse_placement(text: str, world_size: int, devices: int, *, joined: bool = False) -> Placement:
-    """Read `--placement`.
-
-    Args:
-        world_size: Number of ranks that were started, at least 1.
-        devices: GPUs of this host; only the advice in an error depends on it.
+def parse_placement(text: str, world_size: int, *, joined: bool = False) -> Placement:
+    """Read `--placement` for `world_size` ranks; with `joined` actors may join later.
 
     Raises:
-        ConfigError: a part that cannot be read, an unknown or missing role, a rank that does not exist, is
-            named twice or has no role, policy ranks without world ranks, or learners that
-            are not the first.
+        ConfigError: It cannot be read, or does not fit the ranks.
     """
     if text in WORDS:
         return _by_word(text, world_size)
     ranks = read_ranks(text)
     _check_roles(ranks, joined)
-    _check_ranks(ranks, world_size, devices)
+    _check_ranks(ranks, world_size)
     if ranks["learner"] != list(range(len(ranks["learner"]))):
         named = ", ".join(map(str, ranks["learner"]))
         raise ConfigError(
@@ -244,18 +214,20 @@ def parse_placement(text: str, world_size: int, devices: int, *, joined: bool = 
 
 
 def checked_placement(config: TrainConfig, world_size: int) -> Placement:
-    """Read the placement of a run, and check it against the run's other settings.
-
-    Raises:
-        ConfigError: See `parse_placement`, `check_groups`.
-    """
-    placement = parse_placement(config.placement, world_size, 0, joined=bool(config.replay.listen))
-    check_groups(placement, config.algorithm.groups_per_update)
+    """Read the placement of a run; every learner rank needs a group of episodes of an update."""
+    placement = parse_placement(config.placement, world_size, joined=bool(config.replay.listen))
+    groups, ranks = config.algorithm.groups_per_update, len(placement.learners)
+    if groups < ranks:
+        raise ConfigError(
+            f"--algorithm.groups-per-update is {groups}, but --placement names {ranks} learner "
+            f"ranks, and each needs a group of episodes to learn from. Use {ranks} or a multiple of it, or "
+            "name fewer learner ranks."
+        )
     return placement
 
 
 def _by_word(word: str, ranks: int) -> Placement:
-    """Place roles as the word says; one rank alone does everything, whatever the word."""
+    """Place roles by a word; one rank alone has all roles."""
     everyone, half = tuple(range(ranks)), ranks // 2
     if word == "auto":
         return Placement(learners=(0,), actors=everyone[1:] or (0,))
@@ -270,23 +242,11 @@ def _by_word(word: str, ranks: int) -> Placement:
     return Placement(learners=everyone, actors=everyone)
 
 
-def check_groups(placement: Placement, groups_per_update: int) -> None:
-    """Refuse an update that cannot be dealt out: every learner rank needs a group of episodes."""
-    ranks = len(placement.learners)
-    if groups_per_update < ranks:
-        raise ConfigError(
-            f"--algorithm.groups-per-update is {groups_per_update}, but --placement names {ranks} learner "
-            f"ranks, and each needs a group of episodes to learn from. Use {ranks} or a multiple of it, or "
-            "name fewer learner ranks."
-        )
-
-
 def check_sizes(text: str, hosts: Hosts) -> None:
     """Check the hosts that a placement names against those that torchrun started ranks on."""
     if named := sizes_of_hosts(text):
-        started = tuple(len(hosts.ranks(number)) for number in range(len(hosts.names)))
-        for number in range(max(len(named), len(started))):
-            wanted, there = (x[number] if number < len(x) else 0 for x in (named, started))
+        started = (len(hosts.ranks(number)) for number in range(len(hosts.names)))
+        for number, (wanted, there) in enumerate(zip_longest(named, started, fillvalue=0)):
             if wanted != there:
                 where = f" ({hosts.names[number]})" if number < len(hosts.names) else ""
                 raise ConfigError(
@@ -297,11 +257,7 @@ def check_sizes(text: str, hosts: Hosts) -> None:
 
 
 def check_pairs(placement: Placement, hosts: Hosts) -> None:
-    """Check that both devices of an actor are on one host.
-
-    Raises:
-        ConfigError: They are not.
-    """
+    """Check that both devices of an actor are on one host."""
     for policy, world in placement.worlds:
         if hosts.of(policy) != hosts.of(world):
             raise ConfigError(
@@ -312,11 +268,7 @@ def check_pairs(placement: Placement, hosts: Hosts) -> None:
 
 
 def check_learner_devices(config: TrainConfig, placement: Placement, hosts: Hosts, number: int = 0) -> None:
-    """Check that each learner rank of host `number` has a GPU of its own; the meeting checks other hosts.
-
-    Raises:
-        ConfigError: NCCL takes one rank per GPU.
-    """
+    """Check that each learner rank of host `number` has a GPU of its own; the meeting checks other hosts."""
     import torch
 
     ranks = hosts.ranks(number)
@@ -353,7 +305,7 @@ def transport_between(config: TrainConfig, hosts: Hosts, transport: str) -> str:
 
 
 def copies_of(config: TrainConfig, placement: Placement, hosts: Hosts) -> int:
-    """Return in how many copies the learner ranks have the policy: one, or one on each of their hosts."""
+    """Return the number of copies of the policy over the learner ranks: one, or one on each host."""
     counts = Counter(hosts.of(rank) for rank in placement.learners)
     if config.learner.shard == "all" or len(counts) == 1:
         return 1
@@ -368,7 +320,7 @@ def copies_of(config: TrainConfig, placement: Placement, hosts: Hosts) -> int:
 
 
 def threads_of_actor(actors: int, cores: int) -> int:
-    """CPU threads that each actor gets: a second one only where no two actors would fight for a core.
+    """Return the CPU threads of each actor: a second one only where no two actors would fight for a core.
 
     >>> threads_of_actor(1, cores=2), threads_of_actor(2, cores=2)
     (2, 1)
@@ -377,20 +329,14 @@ def threads_of_actor(actors: int, cores: int) -> int:
 
 
 def ranks_named(text: str) -> int:
-    """Number of ranks that `--placement` needs; 1 for a word, which fits any number.
-
-    Raises:
-        ConfigError: It cannot be read.
-    """
-    return (
-        1
-        if text in WORDS
-        else 1 + max((rank for named in read_ranks(text).values() for rank in named), default=0)
-    )
+    """Return the number of ranks that `--placement` needs; 1 for a word, which fits any number."""
+    if text in WORDS:
+        return 1
+    return 1 + max((rank for named in read_ranks(text).values() for rank in named), default=0)
 
 
 def only_learns(text: str) -> bool:
-    """Whether `--placement` names no actor: all of them join later."""
+    """Return True if `--placement` names no actor: all of them join later."""
     if text in WORDS:
         return False
     ranks = read_ranks(text)
@@ -413,25 +359,24 @@ def _check_roles(ranks: dict[str, list[int]], joined: bool) -> None:
         )
 
 
-def _check_ranks(ranks: dict[str, list[int]], world_size: int, devices: int) -> None:
+def _check_ranks(ranks: dict[str, list[int]], world_size: int) -> None:
     for role, named in ranks.items():
-        if twice := sorted({rank for rank in named if named.count(rank) > 1}):
+        if twice := [rank for rank, count in Counter(named).items() if count > 1]:
             raise ConfigError(f"--placement names rank {twice[0]} twice as {role}. Name it once.")
-    imagining = ranks["actor"] + ranks["policy"] + ranks["world"]
-    if twice := sorted({rank for rank in imagining if imagining.count(rank) > 1}):
+    imagining = Counter(ranks["actor"] + ranks["policy"] + ranks["world"])
+    if twice := sorted(rank for rank, count in imagining.items() if count > 1):
         raise ConfigError(
             f"--placement gives rank {twice[0]} more than one of actor, policy and world, but it has one "
             f"part in imagining. For policy and world on its one device write actor={twice[0]}."
         )
-    highest = max(max(named, default=0) for named in ranks.values())
+    used = {rank for named in ranks.values() for rank in named}
     started = f"{world_size} ranks (0-{world_size - 1})" if world_size > 1 else "1 rank (0)"
-    if highest >= world_size:
-        gpus = f" (this host has {devices} GPU{'s' * (devices > 1)})" if devices else ""
+    if (highest := max(used)) >= world_size:
         raise ConfigError(
             f"--placement names rank {highest}, but torchrun started {started}. "
-            f"Start more with --nproc-per-node {highest + 1}{gpus} or name only ranks that exist."
+            f"Start more with --nproc-per-node {highest + 1} or name only ranks that exist."
         )
-    if idle := [rank for rank in range(world_size) if not any(rank in named for named in ranks.values())]:
+    if idle := [rank for rank in range(world_size) if rank not in used]:
         raise ConfigError(
             f"--placement gives rank {idle[0]} nothing to do, but torchrun started {started}. "
             f"Add actor={idle[0]} or start fewer with --nproc-per-node."

@@ -37,8 +37,7 @@ SHUTDOWN_TIMEOUT_EPISODES: Final = 5.0
 
 def actor_main(config_json: str, info_json: str, name: str) -> None:
     """Imagine until the learner ends the run."""
-    from asyncrl.launch.build import actor_offload, build_acting, build_actor, starts_of
-    from asyncrl.launch.environment import build_environment
+    from asyncrl.launch.environment import build_actor, build_backend, build_environment
     from asyncrl.launch.named_models import build_policy
     from asyncrl.launch.placement import parse_placement
     from asyncrl.replay.client import WINDOW, ZmqActorPort
@@ -47,11 +46,11 @@ def actor_main(config_json: str, info_json: str, name: str) -> None:
     lock = run_owner.join(Path(info.run_dir))
     process_status.publish_as(job.status_folder(Path(info.run_dir)), name)
     process_status.set_activity("loading models", config.startup_timeout)
-    placement = parse_placement(config.placement, job.size, 0, joined=True)
+    placement = parse_placement(config.placement, job.size, joined=True)
     device, world_device = _use_devices(config, placement, job)
     policy = build_policy(config, device)
     environment = build_environment(config, world_device)
-    acting = build_acting(config, policy, environment)
+    backend = build_backend(config, policy, environment)
     receiver = _receiver(config, info, job, placement, name, policy.acting_tensors(), device)
     try:
         port = ZmqActorPort(
@@ -61,12 +60,11 @@ def actor_main(config_json: str, info_json: str, name: str) -> None:
             security=endpoints.client_keys(info.keys, name),
             identity=info.identity,
         )
-        starts, offload = starts_of(config, environment), actor_offload(config, acting)
-        build_actor(config, name, acting, starts, port, receiver, offload).run()
+        build_actor(config, name, backend, environment, port, receiver).run()
         with waits.waiting(waits.FAREWELL, SHUTDOWN_TIMEOUT_EPISODES):
             port.close(SHUTDOWN_TIMEOUT_EPISODES)
     finally:
-        acting.close()
+        backend.close()
         receiver.close()
         lock.release()
 

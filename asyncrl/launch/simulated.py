@@ -1,7 +1,6 @@
-"""Checks, or builds, a simulator that --world names: the other kind of place that an actor acts in.
+"""A simulator that --world names: checked, and played in by actors.
 
-Episodes of a run begin at random starts that no
-evaluation ever plays, in an order that follows from --seed.
+Episodes of a run begin at starts that no evaluation plays, in an order that follows from --seed.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import multiprocessing
 from collections.abc import Collection
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, Final
 
 import numpy as np
@@ -35,24 +35,23 @@ EVALUATED_TRIALS: Final = 50
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatorFiles:
-    """What actors would play in: looked at, not built."""
+    """The simulator of a run: described, not built. `play` starts its workers."""
 
     name: str
-    """As set."""
+    """The text of --world."""
     source: SimulatorSource
-    """Of every worker."""
     spec: SimulatorSpec
     nbytes: int = 0
     """Nothing of it is loaded to a device of the policy's."""
 
     @property
     def image_size(self) -> int:
-        """Return height and width of the pictures in pixels."""
+        """Height and width of the pictures in pixels."""
         return self.spec.image_size
 
     @property
     def summary(self) -> str:
-        """Describe it in a line."""
+        """A line for the doctor's report."""
         spec, where = self.spec, "seeds" if not self.spec.trials else f"{self.spec.trials} stored starts each"
         return (
             f"simulator {spec.name}: {len(spec.tasks)} tasks ({where}), {len(spec.cameras)} cameras of "
@@ -61,11 +60,10 @@ class SimulatorFiles:
         )
 
     def check_policy(self, policy: Policy) -> None:
-        """Refuse a policy that cannot play, or that cannot read one of the tasks.
+        """Refuse a policy that cannot play here, or cannot read one of the tasks.
 
         Raises:
-            ConfigError: Its actions have another width, or it needs a camera, a state or words that are not
-                there.
+            ConfigError: Its actions have another width, or a camera, a state or words are missing.
         """
         try:
             check_fits(policy, self.spec)
@@ -78,16 +76,12 @@ class SimulatorFiles:
             policy.preprocess(pictures if cameras > 1 else pictures[:, 0], [task], *states)
 
     def episode_format(self, policy: Policy, max_decisions: int) -> EpisodeFormat:
-        """Say what all episodes have in common that the policy plays here."""
-        spec, (cameras, shows_state) = policy.action_spec, inputs_of(policy, self.spec)
-        letters: dict[object, int] = {"C": spec.chunk, "A": spec.dim}
+        """Return the shapes and names that all episodes of the run share."""
+        cameras, shows_state = inputs_of(policy, self.spec)
         return EpisodeFormat(
             image_size=sized_for(self.source, policy).spec().image_size,
-            action_spec=spec,
-            sample={
-                name: (array.dtype, tuple(letters.get(size, size) for size in array.shape[1:]))
-                for name, array in policy.sample_arrays.items()
-            },
+            action_spec=policy.action_spec,
+            sample=sample_format(policy),
             max_decisions=max_decisions,
             world_version=-1,
             simulator=SimulatorFormat(
@@ -99,30 +93,17 @@ class SimulatorFiles:
             ),
         )
 
-
-@dataclass(frozen=True, kw_only=True)
-class SimulatedEnvironment:
-    """What an actor plays in, besides the policy. Its workers are started by `play`."""
-
-    files: SimulatorFiles
-    starts: TrainingStarts
-    workers: int
-
-    def check_policy(self, policy: Policy) -> None:
-        """See `SimulatorFiles.check_policy`."""
-        self.files.check_policy(policy)
-
-    def play(self, config: TrainConfig, policy: Policy, *, together: bool) -> SimulatorBackend:
+    def play(self, config: TrainConfig, policy: Policy) -> SimulatorBackend:
         """Start the workers and join them with the policy."""
         process = multiprocessing.current_process()
         if process.daemon:  # It may have no children, for they would be left behind; its workers end with it.
             process.daemon = False
-        source = sized_for(self.files.source, policy)
+        workers = min(config.simulator.workers, config.actor.slots)  # More would have nothing to do.
         try:
-            pool = SimulatorPool(source, self.workers, steps=policy.action_spec.chunk)
+            source = sized_for(self.source, policy)
+            pool = SimulatorPool(source, workers, steps=policy.action_spec.chunk)
         except AsyncRLError as error:
             raise _about_world(error) from error
-        cameras, shows_state = inputs_of(policy, pool.spec)
         if pool.spec.lockstep and config.actor.pipeline_stages > 1:
             pool.close()
             raise ConfigError(
@@ -130,6 +111,7 @@ class SimulatedEnvironment:
                 "steps all its places together, so one half would wait for the other. Use "
                 "--actor.pipeline-stages 1."
             )
+        cameras, shows_state = inputs_of(policy, pool.spec)
         return SimulatorBackend(
             policy,
             pool,
@@ -137,21 +119,30 @@ class SimulatedEnvironment:
             max_decisions=config.actor.max_decisions,
             cameras=cameras,
             shows_state=shows_state,
-            together=together,
+            together=config.inline,
             patience=config.hang_timeout,
             policy_device=policy.device,
         )
 
 
+def sample_format(policy: Policy) -> dict[str, tuple[str, tuple[Any, ...]]]:
+    """Return dtype and shape per decision of the arrays of a policy's sample."""
+    letters: dict[object, int] = {"C": policy.action_spec.chunk, "A": policy.action_spec.dim}
+    return {
+        name: (array.dtype, tuple(letters.get(size, size) for size in array.shape[1:]))
+        for name, array in policy.sample_arrays.items()
+    }
+
+
 def inputs_of(policy: Policy, spec: SimulatorSpec) -> tuple[int, bool]:
-    """Return how many cameras a policy is shown, and whether the state: what it says, else all there is."""
+    """Return how many cameras a policy is shown, and whether the state; by default all there is."""
     if isinstance(policy, SaysInputs):
         return min(policy.pictures, len(spec.cameras)), policy.proprio_numbers > 0
     return len(spec.cameras), spec.state_dim > 0
 
 
 def sized_for(source: SimulatorSource, policy: Policy) -> SimulatorSource:
-    """Have a simulator without an official picture draw the size that the policy is best shown."""
+    """Draw the policy's image size in a simulator without an official one."""
     kind = registry.resolve("simulator", source.name)
     if source.image_size or not getattr(kind, "any_image_size", False):
         return source
@@ -186,50 +177,42 @@ def check_simulator(config: TrainConfig) -> SimulatorFiles:
     return SimulatorFiles(name=config.world, source=source, spec=spec)
 
 
-def build_simulator(config: TrainConfig) -> SimulatedEnvironment:
-    """Prepare what an actor plays in; see `check_simulator` for what it raises."""
-    files = check_simulator(config)
-    starts = TrainingStarts(files.spec, config.seed, config.simulator.starts)
-    workers = min(config.simulator.workers, config.actor.slots)  # More would have nothing to do.
-    return SimulatedEnvironment(files=files, starts=starts, workers=workers)
-
-
 def simulator_defaults(config: TrainConfig) -> WorldDefaults:
-    """Say how many decisions an episode can have: as many as the simulator's horizon has room for."""
-    files = check_simulator(config)
-    decisions = -(-files.spec.max_steps // policy_chunk(config))
-    return WorldDefaults(
-        source=f"{files.spec.max_steps} steps of {files.spec.name}", max_decisions=decisions, simulated=True
-    )
+    """Return as many decisions as the simulator's horizon has room for."""
+    spec = check_simulator(config).spec
+    decisions = -(-spec.max_steps // policy_chunk(config))
+    source = f"{spec.max_steps} steps of {spec.name}"
+    return WorldDefaults(source=source, max_decisions=decisions, simulated=True)
 
 
 def refuse_idle(config: TrainConfig) -> None:
     """Refuse settings of world models, which would do nothing in a simulator."""
-    default, changed = TrainConfig(), list[tuple[str, str]]()
-    for field in fields(config.imagination):
-        if getattr(config.imagination, field.name) != getattr(default.imagination, field.name):
-            changed.append((f"imagination.{field.name}", "there is no world model that imagines"))
-    for name, why in (
-        ("reward", "a simulator says itself what succeeds"),
-        ("reward_settings", "a simulator says itself what succeeds"),
-        ("start_states", "its starts are its own (--simulator.starts)"),
-        ("keyframes", "its starts are its own (--simulator.starts)"),
-        ("keyframe_share", "its starts are its own (--simulator.starts)"),
-    ):
-        if getattr(config, name) != getattr(default, name):
-            changed.append((name, why))
-    for name in ("success_threshold", "success_frames"):
-        if getattr(config.actor, name) != getattr(default.actor, name):
-            changed.append((f"actor.{name}", "there is no reward model whose scores are read"))
-    if config.guard.kind != "none":
-        changed.append(("guard.kind", "its successes are true"))
+    says_itself = "a simulator says itself what succeeds"
+    own_starts = "its starts are its own (--simulator.starts)"
+    no_scores = "there is no reward model whose scores are read"
+    reasons = {
+        f"imagination.{field.name}": "there is no world model that imagines"
+        for field in fields(config.imagination)
+    } | {
+        "reward": says_itself,
+        "reward_settings": says_itself,
+        "start_states": own_starts,
+        "keyframes": own_starts,
+        "keyframe_share": own_starts,
+        "actor.success_threshold": no_scores,
+        "actor.success_frames": no_scores,
+        "guard.kind": "its successes are true",
+    }
+    default = TrainConfig()
+    changed = [name for name in reasons if attrgetter(name)(config) != attrgetter(name)(default)]
     if "world=" in config.placement or config.placement == "hybrid":
-        changed.append(("placement", "it gives a device to a world model"))
+        reasons["placement"] = "it gives a device to a world model"
+        changed.append("placement")
     if changed:
-        flag = changed[0][0].replace("_", "-")
+        flag = changed[0].replace("_", "-")
         raise ConfigError(
-            f"--{flag} is set, but --world {config.world} is a simulator: {changed[0][1]}. Leave it out, or "
-            f"choose a world model; a folder called so is written ./{config.world}."
+            f"--{flag} is set, but --world {config.world} is a simulator: {reasons[changed[0]]}. Leave it "
+            f"out, or choose a world model; a folder called so is written ./{config.world}."
         )
 
 
@@ -246,13 +229,13 @@ def refuse_simulator_settings(config: TrainConfig) -> None:
 
 
 class TrainingStarts:
-    """An endless stream of starts, element n a function of the seed and n only. A `StartStream` of actors.
+    """An endless stream of starts: element n depends on the seed and n only. A `StartStream` of actors.
 
     The tasks of a simulator with numbered tasks come once each, in random order, then again in another.
     """
 
     def __init__(self, spec: SimulatorSpec, seed: int, kind: str) -> None:
-        """Choose the starts."""
+        """Choose the starts; `kind` is --simulator.starts."""
         self.spec, self.seed, self.kind = spec, seed, kind
         if kind == "random":
             return
@@ -281,7 +264,7 @@ class TrainingStarts:
         return stored_start(self.spec, task, int(drawn.integers(first, self.spec.trials)))
 
     def left(self, quarantined: Collection[str]) -> int:
-        """Say that there are always others."""
+        """Return the number of starts that remain: there are always others."""
         return ENDLESS
 
 
@@ -291,6 +274,6 @@ def _shuffled(count: int, seed: int, turn: int) -> tuple[int, ...]:
 
 
 def _about_world(error: AsyncRLError) -> Any:
-    """Write an error about --simulator as one about --world, which named it."""
+    """Rewrite an error about --simulator as one about --world, which named it."""
     text = str(error).replace("--simulator-settings", "--world-settings").replace("--simulator ", "--world ")
     return type(error)(text.replace("--horizon", "--simulator.horizon"))

@@ -1,11 +1,8 @@
 """Let torchrun wait for the ranks that a signal ends in order, and end without its traceback.
 
-torchrun turns Ctrl-C and SIGTERM into an exception, gives the ranks 30 s, in which they save and say how to
-go on, and then prints 24 lines of traceback below that. A policy of full size takes longer to save. A rank
-cannot change what its parent does; but torchrun loads the entry points of the group ``torchrun.handlers``
-from every installed package, meant for rendezvous back-ends. This is one of them: it offers none, and where
-torchrun starts asyncrl's own script, and nowhere else, it changes the time and what is printed. Imports
-nothing that torchrun has not.
+By itself it gives the ranks 30 s, less than a policy of full size takes to save, and prints a traceback below
+their last lines. torchrun loads the entry points of ``torchrun.handlers`` from every installed package; this
+one offers no rendezvous, but changes time and output where torchrun starts asyncrl's own script.
 """
 
 from __future__ import annotations
@@ -20,19 +17,19 @@ from types import TracebackType
 from typing import Any, Final, NoReturn
 
 WAIT: Final = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-"""Environment variable of torchrun, from torch 2.12: seconds that ranks have which a signal ends."""
+"""Environment variable of torchrun, from torch 2.12: seconds that ranks have after a signal."""
 WAIT_SECONDS: Final = 3600
-"""What it is where the user says nothing: more than the ranks' own deadlines. A second signal ends them."""
+"""By default: more than the ranks' own deadlines. A second signal ends them."""
 IMPATIENT_SECONDS: Final = 1
-"""What they are at a second signal."""
+"""After a second signal."""
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 PACKAGE = Path(__file__).resolve().parents[1]
 SIGNAL_EXCEPTION: Final = "SignalException"
-"""What torchrun raises where a signal came."""
+"""Name of torchrun's exception for a signal."""
 
 
 def rendezvous_handler() -> Callable[..., NoReturn]:
-    """Prepare the process that loads this, and return a rendezvous back-end that only says what it is."""
+    """Prepare the process that loads this; the rendezvous back-end that it returns only raises."""
     if starts_asyncrl(sys.argv):
         sys.excepthook = quiet_after_signals(sys.excepthook)
         os.environ.setdefault(WAIT, str(WAIT_SECONDS))
@@ -41,11 +38,7 @@ def rendezvous_handler() -> Callable[..., NoReturn]:
 
 
 def starts_asyncrl(command: Sequence[str]) -> bool:
-    """Tell whether a torchrun command starts asyncrl: a script of `torchrun_scripts`, or ``-m asyncrl``.
-
-    Args:
-        command: ``sys.argv`` of torchrun.
-    """
+    """Return True if a torchrun command starts a script of `torchrun_scripts`, or ``-m asyncrl``."""
     for option, argument in pairwise(command):
         if option in ("-m", "--module") and argument == PACKAGE.name:
             return True
@@ -56,7 +49,7 @@ def starts_asyncrl(command: Sequence[str]) -> bool:
 
 
 def _wait_for_ranks() -> None:
-    """Let torchrun wait as long as the variable says, which versions before 2.12 do not, and only once."""
+    """Let torchrun, also before 2.12, wait as long as the variable, and only once."""
     import torch
     from torch.distributed.elastic.multiprocessing.api import PContext
 
@@ -65,13 +58,12 @@ def _wait_for_ranks() -> None:
 
 
 def patient(close: Callable[[Any, Signals | None, int], None], seconds: int | None) -> Callable[..., None]:
-    """Return what ends the ranks of a host as `close` does, but waits for them as a user expects.
+    """Wrap torchrun's `close(ranks, signal, seconds until they are killed)`.
 
     At a second signal torchrun would begin its wait for the first one again.
 
     Args:
-        close: Given the ranks, a signal for them, and the seconds after which they are killed.
-        seconds: What these are where a signal came; None: as torchrun says.
+        seconds: Wait after a signal; None: torchrun's.
     """
     waited = False
 
@@ -86,7 +78,7 @@ def patient(close: Callable[[Any, Signals | None, int], None], seconds: int | No
 
 
 def quiet_after_signals(before: _Hook, leave: Callable[[int], Any] = os._exit) -> _Hook:
-    """Return what ends the process when an exception reached its top."""
+    """Return an excepthook that ends the process without a traceback after a signal."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         number = getattr(error, "sigval", None)
@@ -95,7 +87,7 @@ def quiet_after_signals(before: _Hook, leave: Callable[[int], Any] = os._exit) -
             return
         sys.stdout.flush()
         sys.stderr.flush()
-        leave(128 + int(number))  # As a shell says that a signal ended something.
+        leave(128 + int(number))  # As shells report a signal.
 
     return hook
 

@@ -62,8 +62,8 @@ from asyncrl.storage import run_folder
 if TYPE_CHECKING:
     import torch
 
+    from asyncrl.launch.build import LearnerStart
     from asyncrl.launch.evaluator import EvaluatorProcess
-    from asyncrl.launch.learner_start import LearnerStart
     from asyncrl.learner.learner import Learner
     from asyncrl.observability.logger import MetricsLogger
     from asyncrl.weights.publisher import BroadcastPublisher
@@ -105,20 +105,18 @@ def _check_hosts(config: TrainConfig, job: Job, hosts: Hosts, facts: list[HostFa
     check_sizes(config.placement, hosts)
     placement = checked_placement(config, hosts.size)
     check_pairs(placement, hosts)
-    if not hosts.several:
-        return hosts
-    check_devices(facts, placement.learners)
-    copies_of(config, placement, hosts)
-    learners = sorted({hosts.of(rank) for rank in placement.learners})
-    others = {hosts.of(rank) for rank in placement.actors} - {0}
-    if others and config.weights.between_hosts == "nccl":
-        hosts = replace(hosts, broadcasts=(0, *sorted(others)))
-        check_broadcasts(facts, hosts.broadcasts, config.weights.transport)
-    return endpoints.with_addresses(config, job, hosts) if others or learners != [0] else hosts
+    if hosts.several:
+        check_devices(facts, placement.learners)
+        copies_of(config, placement, hosts)
+        others = {hosts.of(rank) for rank in placement.actors} - {0}
+        if others and config.weights.between_hosts == "nccl":
+            hosts = replace(hosts, broadcasts=(0, *sorted(others)))
+            check_broadcasts(facts, hosts.broadcasts, config.weights.transport)
+    return endpoints.with_addresses(config, job, hosts)
 
 
 class _Run(NamedTuple):
-    """What rank 0 has checked and loaded before anything is started."""
+    """Settings and models of rank 0, checked and loaded before anything is started."""
 
     config: TrainConfig
     """With the world's defaults put in."""
@@ -135,11 +133,11 @@ def _prepare(asked: TrainConfig, job: Job, hosts: Hosts) -> _Run:
     import torch
 
     from asyncrl.launch import console
+    from asyncrl.launch.build import load_models, start_run
     from asyncrl.launch.environment import with_world_defaults
-    from asyncrl.launch.learner_start import load_models, start_run
 
     placement = checked_placement(balance.with_placement(asked, hosts.placement), hosts.size)
-    endpoints.check(asked, placement, several_hosts=bool(hosts.replay))
+    endpoints.check(asked, placement, several_hosts=hosts.several)
     if (again := run_of_earlier_start(job)) is None:
         run_folder.check_free(asked)
     endpoints.check_free(asked, job)
@@ -167,16 +165,15 @@ def _lead(asked: TrainConfig, job: Job, hosts: Hosts, stop: StopFlag) -> int:
 
     run = _prepare(asked, job, hosts)
     config, start, run_dir, placement = run.config, run.start, run.start.run_dir, run.placement
-    at = endpoints.addresses(asked, hosts)
     with (
         logged_to(run_dir / "logs" / "learner-0.log"),
         console.opened_log(config, start, job.size) as log,
-        endpoints.opened(at, run_dir, start.identity) as (sockets, endpoint),
+        endpoints.opened(hosts, run_dir, start.identity) as (sockets, endpoint),
         ExitStack() as ending,
     ):
         ending.callback(start.lock.release)
-        keys = endpoints.keys_of_run(config, run_dir, placement, at)
-        publisher, between = _open_weights(run, sockets / "weights", at, keys)
+        keys = endpoints.keys_of_run(config, run_dir, placement, hosts)
+        publisher, between = _open_weights(run, sockets / "weights", keys)
         ending.callback(publisher.close)
         hint = console.join_hint(config, endpoint, keys, waits=not placement.actors)
         _introduce(asked, run, job, hint, log)
@@ -209,17 +206,14 @@ def _lead(asked: TrainConfig, job: Job, hosts: Hosts, stop: StopFlag) -> int:
         if line := balance.note_at_end(config, placement, run_dir, start.version):
             log.banner(line)
         log.banner(console.final_summary(config, run_dir, learner.end_reason, start.simulator))
-    console.compact_at_end(config, run_dir, learner.version, stop_requested=lambda: stop.set)
     return 0
 
 
-def _open_weights(
-    run: _Run, socket: Path, at: endpoints.Addresses, keys: str
-) -> tuple[BroadcastPublisher, str]:
+def _open_weights(run: _Run, socket: Path, keys: str) -> tuple[BroadcastPublisher, str]:
     """Open the channel of the weights; returns the carrier between hosts too."""
     from asyncrl.weights.publisher import build_publisher
 
-    settings = endpoints.weight_settings(run.config, at, keys, run.start.identity)
+    settings = endpoints.weight_settings(run.config, run.hosts, keys, run.start.identity)
     if between := transport_between(run.config, run.hosts, run.transport):
         settings = replace(settings, store_address=run.hosts.addresses[0])
     timeout = run.config.weights.timeout
@@ -259,7 +253,7 @@ def _start(run: _Run, job: Job, info: RunInfo, children: ChildProcesses) -> Watc
     """Start this rank's children and tell the other ranks; returns the learner's port."""
     config, start = run.config, run.start
     children.spawn(partial(spawn_role, REPLAY, "replay_main", config, info, start.replay.to_json()))
-    if run.placement.imagines(0):
+    if 0 in run.placement.actors:
         children.spawn(partial(spawn_actor, config, info, 0))
     share(info, job, config.startup_timeout)
     return WatchedReplay(
@@ -279,20 +273,21 @@ def _train(
     children: ChildProcesses,
     log: MetricsLogger,
 ) -> Learner:
-    """Meet the other learner ranks and learn; at the end, good or bad, everybody is told."""
-    from asyncrl.launch import console, learner_ranks
+    """Meet the other learner ranks and learn; end replay, actors and publisher in any case."""
+    from asyncrl.launch import console
+    from asyncrl.launch.build import build_learner, learner_group
 
     config, start = run.config, run.start
-    with learner_ranks.learner_group(config, job, len(run.placement.learners), run.device) as group:
-        learner = learner_ranks.build_joined_learner(
+    with learner_group(config, job, len(run.placement.learners), run.device) as ranks:
+        learner = build_learner(
             config,
             start,
             port,
             WatchedPublisher(publisher, children),
             log.write,
-            group,
+            ranks,
             stop_requested=children.poll,
-            tell=log.banner,
+            on_estimate=console.tell_estimate(config, log.banner),
             copies=copies_of(config, run.placement, run.hosts),
         )
         with console.failure_noted(lambda: console.after_failure(config, start.run_dir, learner.version)):

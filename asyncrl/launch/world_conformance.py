@@ -1,11 +1,6 @@
-"""What every world model must do for a run to be right, as checks of a few decisions each.
+"""Checks of a world model on a few decisions: frames and states alone, so that they hold for any world.
 
-    for line in check_world(world, start_states):
-        print(line)
-
-`asyncrl check world NAME` and `asyncrl doctor` run them, and so may the tests of a world of one's own. They
-look at frames and states alone, so that they hold for any world. `CHECKS` has them by name.
-
+`asyncrl check world` and `asyncrl doctor` run them; `CHECKS` has them by name.
 Dimension letters: B slots, C steps per decision, A numbers per action, H/W pixels.
 """
 
@@ -22,48 +17,74 @@ import torch
 from torch import Tensor
 
 from asyncrl.devices.offload import HoldsAddresses, OffloadedTensors
-from asyncrl.errors import AsyncRLError
-from asyncrl.launch.reporter import Reporter
+from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.learner.interface import describe_tensor
 from asyncrl.records import ActionSpec, StartState
+from asyncrl.registry import FLAGS
 from asyncrl.worlds.interface import World
 
 DECISIONS: Final = 3
-"""Most that a slot has in a check: what worlds that remember whole episodes are told."""
+"""Most decisions of a slot in a check."""
 SEEDS: Final = (11, 22)
 LEVELS: Final = 1
-"""Grey levels by which frames may differ when other rows are computed beside them. Of float32 weights, the
+"""Grey levels by which frames may differ if the batch has other rows. Of float32 weights, the
 largest difference; of shorter ones, whose rounding shows in single pixels, the mean one."""
 CHANGE: Final = 1.0
-"""By which numbers of an action are changed to see what follows from it: half of their range."""
+"""Change of an action's numbers whose effect is looked for: half of their range."""
 ROUNDED_FRAMES: Final = 0.5
 """Frames by which the first action may seem to act later than the last where weights are shorter than
-float32: any change then rounds differently in every frame, which can hide what a small action does."""
+float32: any change then rounds differently in every frame, which can hide the effect of a small action."""
+
+
+class Reporter:
+    """Refuses a part that breaks its protocol, in one sentence."""
+
+    def __init__(self, kind: str, part: object) -> None:
+        self.name = f"{FLAGS[kind]} names {type(part).__module__}:{type(part).__qualname__}"
+
+    def refused(self, method: str, came: str, expected: str) -> ConfigError:
+        """Return the error to raise."""
+        return ConfigError(f"{self.name}, whose {method} is {came}, expected {expected}.")
+
+    def require(self, fits: bool, method: str, came: object, expected: str) -> None:
+        """Raise unless it fits."""
+        if not fits:
+            raise self.refused(method, f"{came!s:.200}", expected)
+
+    def tensor(self, method: str, found: Any, dtype: str, shape: Sequence[int | str]) -> Tensor:
+        """Return a tensor of this dtype and shape such as ``[2, L]`` (letters: any size); else raise."""
+        fits = (
+            isinstance(found, Tensor)
+            and found.dtype == getattr(torch, dtype)
+            and len(found.shape) == len(shape)
+            and all(isinstance(a, str) or a == b for a, b in zip(shape, found.shape, strict=True))
+        )
+        if not fits:
+            raise self.refused(method, describe_tensor(found), f"{dtype}[{', '.join(map(str, shape))}]")
+        return found
 
 
 class Trial:
-    """A world under check, two slots of it with their first two decisions, and what is known of them."""
+    """A world under check, and two slots of it with their first two decisions."""
 
     def __init__(self, world: World[Any], starts: Sequence[StartState]) -> None:
-        """Begin."""
-        self.world = world
-        self.two = [starts[0], starts[-1]]
+        self.world, self.two = world, [starts[0], starts[-1]]
         self.report = Reporter("world", world)
 
     @cached_property
     def opened(self) -> Any:
         """State of the two slots before their first decision."""
-        return self.start(self.two, decisions=DECISIONS)
+        return self.start(self.two)
 
     @cached_property
     def first(self) -> tuple[Tensor, Any]:
         """Their first decision: frames ``[2, C, H, W, 3]`` uint8, and the state after it."""
-        return self.imagine(self.opened, self.actions(2), SEEDS)
+        return self.imagine(self.opened)
 
     @cached_property
     def second(self) -> tuple[Tensor, Any]:
-        """Their second decision, likewise."""
-        return self.imagine(self.first[1], self.actions(2), SEEDS)
+        """Their second decision."""
+        return self.imagine(self.first[1])
 
     def actions(self, rows: int) -> Tensor:
         """Return ``[rows, C, A]`` float32 on the world's device; row i is the same however many there are."""
@@ -71,57 +92,55 @@ class Trial:
         drawn = [np.random.default_rng(i).uniform(-0.5, 0.5, (spec.chunk, spec.dim)) for i in range(rows)]
         return torch.from_numpy(np.stack(drawn).astype(np.float32)).to(self.world.device)
 
-    def start(self, states: Sequence[StartState], *, decisions: int) -> Any:
-        """Open slots, and refuse a state that is none."""
-        world, report, size = self.world, self.report, self.world.image_size
-        report.require(isinstance(world.version, int), "version", world.version, "an int")
-        report.require(isinstance(world.action_spec, ActionSpec), "action_spec", world.action_spec, "one")
+    def start(self, states: Sequence[StartState], *, decisions: int = DECISIONS) -> Any:
+        """Open slots, and check the state."""
+        world, require, size = self.world, self.report.require, self.world.image_size
+        require(isinstance(world.version, int), "version", world.version, "an int")
+        require(isinstance(world.action_spec, ActionSpec), "action_spec", world.action_spec, "one")
         modules = world.modules()
-        report.require(isinstance(modules, Mapping), "modules", type(modules).__name__, "a mapping")
+        require(isinstance(modules, Mapping), "modules", type(modules).__name__, "a mapping")
         wrong = [state.frame.shape for state in states if state.frame.shape != (size, size, 3)]
-        report.require(not wrong, "image_size", size, f"that of the start states, {wrong}")
-        state = world.start(states, decisions=decisions)
-        rows = len(states)
-        report.require(len(state) == rows, "start", f"a state of {len(state)} rows", f"{rows} rows")
-        report.tensor("start().finite", state.finite, "bool", (rows,))
-        report.require(bool(state.finite.all()), "start().finite", state.finite.tolist(), "True everywhere")
+        require(not wrong, "image_size", size, f"that of the start states, {wrong}")
+        state, rows = world.start(states, decisions=decisions), len(states)
+        require(len(state) == rows, "start", f"a state of {len(state)} rows", f"{rows} rows")
+        self.report.tensor("start().finite", state.finite, "bool", (rows,))
+        require(bool(state.finite.all()), "start().finite", state.finite.tolist(), "True everywhere")
         return state
 
-    def imagine(self, state: Any, actions: Tensor, seeds: Sequence[int]) -> tuple[Tensor, Any]:
-        """Imagine a decision, and refuse frames or a state that are none."""
+    def imagine(
+        self, state: Any, actions: Tensor | None = None, seeds: Sequence[int] = SEEDS
+    ) -> tuple[Tensor, Any]:
+        """Imagine a decision, by default of the two slots, and check frames and state."""
         report, spec, size = self.report, self.world.action_spec, self.world.image_size
         with torch.inference_mode():
-            found = self.world.imagine(state, actions, seeds)
+            found = self.world.imagine(state, self.actions(2) if actions is None else actions, seeds)
         pair = isinstance(found, tuple) and len(found) == 2
         report.require(pair, "imagine", type(found).__name__, "(frames, state)")
-        frames, after = found
-        rows = len(seeds)
+        (frames, after), rows = found, len(seeds)
         report.tensor("imagine()[0]", frames, "uint8", (rows, spec.chunk, size, size, 3))
         report.require(len(after) == rows, "imagine()[1]", len(after), f"a state of {rows} rows")
         report.tensor("imagine()[1].finite", after.finite, "bool", (rows,))
         return frames, after
 
     def same(self, one: Tensor, other: Tensor, method: str, said: str) -> None:
-        """Refuse frames that are not the very same."""
+        """Check that frames are equal bit for bit."""
         off = f"{said} ({int((one.int() - other.int()).abs().max())} grey levels off)"
         self.report.require(torch.equal(one, other), method, off, "the same bits")
 
     def alike(self, one: Tensor, other: Tensor, method: str, said: str) -> None:
-        """Refuse frames that differ by more than `LEVELS`."""
-        gap = (one.int() - other.int()).abs()
-        if self.rounds:
-            found, expected = float(gap.float().mean()), f"at most {LEVELS} in the mean"
-        else:
-            found, expected = float(gap.max()), f"at most {LEVELS}"
+        """Check that frames differ by at most `LEVELS`."""
+        gap = (one.int() - other.int()).abs().float()
+        found = float(gap.mean() if self.rounds else gap.max())
+        expected = f"at most {LEVELS}" + " in the mean" * self.rounds
         self.report.require(found <= LEVELS, method, f"{found:.3g} grey levels off {said}", expected)
 
     @cached_property
     def rounds(self) -> bool:
-        """Whether weights are shorter than float32."""
+        """True if weights are shorter than float32."""
         return any(tensor.is_floating_point() and tensor.itemsize < 4 for tensor in self.weights())
 
     def weights(self) -> Iterator[Tensor]:
-        """Go through everything that `modules` holds."""
+        """Iterate over all parameters and buffers."""
         for module in self.world.modules().values():
             yield from chain(module.parameters(), module.buffers())
 
@@ -141,14 +160,11 @@ def check_world(world: World[Any], starts: Sequence[StartState]) -> Iterator[str
     yield f"modules: {named or 'none'}"
 
 
-# ---- what decides a frame ------------------------------------------------------------------------
-
-
 def _same_seed_same_bits(trial: Trial) -> str:
-    again, _ = trial.imagine(trial.opened, trial.actions(2), SEEDS)
+    again, _ = trial.imagine(trial.opened)
     trial.same(trial.first[0], again, "imagine", "another film from the same state")
     trial.second  # noqa: B018  # The state after a decision is none the worse for another one from it.
-    longer, _ = trial.imagine(trial.first[1], trial.actions(2), SEEDS)
+    longer, _ = trial.imagine(trial.first[1])
     trial.same(trial.second[0], longer, "imagine", "another film from the same later state")
     return "the state is not changed, and decides every bit with actions and seeds"
 
@@ -156,20 +172,19 @@ def _same_seed_same_bits(trial: Trial) -> str:
 def _neighbours(trial: Trial) -> str:
     frames, actions = trial.first[0], trial.actions(2)
     for rows, said in (([1], "when a row is alone"), ([1, 0, 0], "between other neighbours")):
-        seeds = [SEEDS[row] for row in rows]
-        found, _ = trial.imagine(trial.opened.select(rows), actions[rows], seeds)
+        found, _ = trial.imagine(trial.opened.select(rows), actions[rows], [SEEDS[row] for row in rows])
         trial.alike(found, frames[rows], "imagine", said)
     return "neither neighbours nor the size of the batch matter"
 
 
 def _siblings(trial: Trial) -> str:
     first, other = trial.two
-    state = trial.start([first, first], decisions=DECISIONS)
+    state = trial.start([first, first])
     actions, seeds = trial.actions(1).expand(2, -1, -1), SEEDS[:1] * 2
     frames, _ = trial.imagine(state, actions, seeds)
     trial.alike(frames[0], frames[1], "start", "between two slots that begin alike")
     trial.alike(frames[:1], trial.first[0][:1], "start", "when another slot begins beside it")
-    state.write_rows([0], trial.start([other], decisions=DECISIONS))
+    state.write_rows([0], trial.start([other]))
     again, _ = trial.imagine(state, actions, seeds)
     trial.alike(again[1], frames[1], "start", "in a slot whose sibling was written over")
     return "slots that begin alike are alike, and share no memory"
@@ -181,8 +196,7 @@ def _actions(trial: Trial) -> str:
     changed = trial.actions(1).repeat(steps + 1, 1, 1)
     every = torch.arange(steps, device=changed.device)
     changed[every, every] -= CHANGE * changed[every, every].sign()
-    state = trial.start(trial.two[:1] * (steps + 1), decisions=DECISIONS)
-    frames, _ = trial.imagine(state, changed, SEEDS[:1] * (steps + 1))
+    frames, _ = trial.imagine(trial.start(trial.two[:1] * (steps + 1)), changed, SEEDS[:1] * (steps + 1))
     gap = (
         (frames[:-1].int() - frames[-1:].int()).abs().float().flatten(2).mean(dim=2).cpu()
     )  # [action, frame]
@@ -200,34 +214,28 @@ def _actions(trial: Trial) -> str:
     return f"what the first action changes lies at frame {early:.1f} in the mean, the last at {late:.1f}"
 
 
-# ---- states --------------------------------------------------------------------------------------
-
-
 def _put_back(trial: Trial) -> str:
     """Save a slot in mid-episode, begin another episode there, and put the saved one back."""
     expected, state = trial.second[0], trial.first[1]
     saved, replaced = state.select([0]), state.select([0, 1])
     trial.report.require(len(saved) == 1, "select", len(saved), "a state of 1 row")
     replaced.write_rows([0], trial.opened.select([1]))
-    again, _ = trial.imagine(state, trial.actions(2), SEEDS)
+    again, _ = trial.imagine(state)
     trial.same(again, expected, "select", "no copy: what is written into it changes the state it is from")
-    put_back = replaced.write_rows([0], saved)
-    found, _ = trial.imagine(put_back, trial.actions(2), SEEDS)
+    found, _ = trial.imagine(replaced.write_rows([0], saved))
     trial.same(found, expected, "write_rows", "another episode once it is put back")
     return "a slot that is saved in mid-episode goes on when it is put back"
 
 
 def _ages(trial: Trial) -> str:
-    mixed = trial.first[1].select([0, 1]).write_rows([0], trial.opened.select([0]))
-    frames, _ = trial.imagine(mixed, trial.actions(2), SEEDS)
+    frames, _ = trial.imagine(trial.first[1].select([0, 1]).write_rows([0], trial.opened.select([0])))
     trial.alike(frames[:1], trial.first[0][:1], "imagine", "beside an older episode")
     trial.alike(frames[1:], trial.second[0][1:], "imagine", "beside a younger episode")
     return "episodes of different age share a batch"
 
 
 def _moved(trial: Trial) -> str:
-    returned = trial.first[1].to("cpu").to(trial.world.device)
-    frames, _ = trial.imagine(returned, trial.actions(2), SEEDS)
+    frames, _ = trial.imagine(trial.first[1].to("cpu").to(trial.world.device))
     trial.same(frames, trial.second[0], "to", "another episode after a state was in host memory and back")
     return "a state may go to host memory and back"
 
@@ -241,83 +249,75 @@ def _parked(trial: Trial) -> str:
     parked.offload()
     nbytes = parked.bytes
     parked.restore()
-    frames, _ = trial.imagine(trial.first[1], trial.actions(2), SEEDS)
+    frames, _ = trial.imagine(trial.first[1])
     trial.same(frames, expected, "modules", "drawing something else after its weights were parked and back")
     return f"{nbytes / 2**20:.1f} MiB of weights may be parked and come back"
 
 
 def _room(trial: Trial) -> str:
     """Imagine a decision more than was announced."""
-    starts, actions, seeds = trial.two[:1], trial.actions(1), SEEDS[:1]
-    frames: Tensor | None = None
-    _, after = trial.imagine(trial.start(starts, decisions=1), actions, seeds)
+
+    def decide_twice(decisions: int) -> Tensor:
+        _, after = trial.imagine(trial.start(trial.two[:1], decisions=decisions), trial.actions(1), SEEDS[:1])
+        return trial.imagine(after, trial.actions(1), SEEDS[:1])[0]
+
     try:
-        frames, _ = trial.imagine(after, actions, seeds)
+        frames = decide_twice(1)
     except AsyncRLError:
         return "a decision more than was announced is refused"
     except (IndexError, RuntimeError, ValueError, AssertionError) as error:
-        trial.report.require(False, "imagine", _named(error), "a ConfigError for a decision without room")
-    _, after = trial.imagine(trial.start(starts, decisions=2), actions, seeds)
-    expected, _ = trial.imagine(after, actions, seeds)
-    assert frames is not None
-    trial.alike(frames, expected, "imagine", "in a decision more than was announced, without an error")
+        raise trial.report.refused(
+            "imagine", _named(error), "a ConfigError for a decision without room"
+        ) from error
+    said = "in a decision more than was announced, without an error"
+    trial.alike(frames, decide_twice(2), "imagine", said)
     return "any number of decisions may follow"
 
 
-# ---- what is wrong -------------------------------------------------------------------------------
-
-
 def _not_finite(trial: Trial) -> str:
-    actions, report = trial.actions(2), trial.report
+    actions, require = trial.actions(2), trial.report.require
     poisoned = actions.clone()
     poisoned[0] = float("nan")
     state: Any = trial.opened
     for given, expected in ((poisoned, trial.first[0]), (actions, trial.second[0])):
-        frames, state = trial.imagine(state, given, SEEDS)
+        frames, state = trial.imagine(state, given)
         found = state.finite.tolist()
-        report.require(
-            found == [False, True], "imagine()[1].finite", found, "[False, True] after NaN in row 0"
-        )
+        require(found == [False, True], "imagine()[1].finite", found, "[False, True] after NaN in row 0")
         trial.alike(frames[1:], expected[1:], "imagine", "beside a row of NaN")
     found = state.write_rows([0], trial.opened.select([0])).finite.tolist()
-    report.require(
-        found == [True, True], "write_rows().finite", found, "True for a row that was written anew"
-    )
+    require(found == [True, True], "write_rows().finite", found, "True for a row that was written anew")
     return "actions that are not finite spoil their row, for good, and no other"
 
 
 def _shapes(trial: Trial) -> str:
-    steps, dim = trial.world.action_spec.chunk, trial.world.action_spec.dim
+    world, steps, dim = trial.world, trial.world.action_spec.chunk, trial.world.action_spec.dim
     for shape in ((2, steps + 1, dim), (2, steps, dim + 1), (1, steps, dim)):
-        actions = torch.zeros(shape, device=trial.world.device)
+        actions = torch.zeros(shape, device=world.device)
         wanted = (str([2, steps, dim]), str(list(shape)))
-        _refused(
-            trial, lambda given=actions: trial.world.imagine(trial.opened, given, SEEDS), "imagine", wanted
-        )
-    many = trial.actions(2), (*SEEDS, 33)
-    _refused(trial, lambda: trial.world.imagine(trial.opened, *many), "imagine", ("2", "3"))
+        _refused(trial, lambda given=actions: world.imagine(trial.opened, given, SEEDS), "imagine", wanted)
+    many = (*SEEDS, 33)
+    _refused(trial, lambda: world.imagine(trial.opened, trial.actions(2), many), "imagine", ("2", "3"))
     first = trial.two[0]
     small = type(first)(
         **{**vars(first), "frame": first.frame[1:], "context_frames": first.context_frames[:0]}
     )
-    wanted = (str(list(small.frame.shape)), str(trial.world.image_size))
-    _refused(trial, lambda: trial.world.start([small], decisions=DECISIONS), "start", wanted)
+    wanted = (str(list(small.frame.shape)), str(world.image_size))
+    _refused(trial, lambda: world.start([small], decisions=DECISIONS), "start", wanted)
     return "what has another shape is refused, and both shapes are named"
 
 
 def _refused(trial: Trial, action: Callable[[], object], method: str, names: tuple[str, ...]) -> None:
-    """Refuse a world that does not refuse `action` by an error that has all of `names` in it."""
-    expected = f"an error that names {' and '.join(names)}"
+    """Check that `action` raises an error that has all of `names` in it."""
+    expected, came, fits = f"an error that names {' and '.join(names)}", "content with a wrong shape", False
     try:
         with torch.inference_mode():
             action()
     except (AsyncRLError, ValueError) as error:
         said = str(error).replace("(", "[").replace(")", "]")
-        trial.report.require(all(name in said for name in names), method, _named(error), expected)
+        fits, came = all(name in said for name in names), _named(error)
     except (IndexError, RuntimeError, TypeError, AssertionError) as error:
-        trial.report.require(False, method, _named(error), expected)
-    else:
-        trial.report.require(False, method, "content with a wrong shape", expected)
+        came = _named(error)
+    trial.report.require(fits, method, came, expected)
 
 
 def _named(error: Exception) -> str:
@@ -339,4 +339,4 @@ CHECKS: Final[Mapping[str, Callable[[Trial], str]]] = MappingProxyType(
         "shapes": _shapes,
     }
 )
-"""Each looks at one property: raises `ConfigError` where the world does not have it, else says what holds."""
+"""Each checks one property: raises `ConfigError` if the world does not have it, else returns a line."""

@@ -140,14 +140,6 @@ def locate(config: TrainConfig) -> Path:
     return _to_resume(config) if config.resume else _fresh(config.run_dir)
 
 
-def parent_of(config: TrainConfig) -> Path:
-    """Return the absolute folder that the run's will be in."""
-    path = Path(config.run_dir).expanduser().absolute()
-    while TIME in str(path):
-        path = path.parent
-    return path if TIME in config.run_dir else path.parent
-
-
 def newest(run_root: Path) -> Path:
     """Find the run without an owner that was started last, by the age of its config.json."""
     runs = sorted(run_root.glob("*/config.json"), key=lambda path: path.stat().st_mtime_ns, reverse=True)

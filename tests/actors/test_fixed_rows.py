@@ -12,8 +12,7 @@ from asyncrl.actors.imagination import Imagination
 from asyncrl.actors.slots import PendingEpisode, Slots, Stage
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import ActorSettings, ImaginationSettings
-from asyncrl.launch.build import build_imagination
-from asyncrl.launch.environment import Environment, build_environment
+from asyncrl.launch.environment import Environment, build_environment, build_imagination
 from asyncrl.launch.named_models import build_policy
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.replay.interface import GroupGrant

@@ -21,7 +21,8 @@ from asyncrl.config.sections import ActorSettings, LearnerSettings
 from asyncrl.devices import offload
 from asyncrl.devices.offload import NO_OFFLOAD, OFFLOAD_AFTER, IdleOffload, OffloadedTensors
 from asyncrl.episode_layout import episode_arrays
-from asyncrl.launch.build import actor_offload, learner_offload
+from asyncrl.launch.build import learner_offload
+from asyncrl.launch.environment import actor_offload
 from asyncrl.observability import metrics_system as m
 from asyncrl.records import Episode
 from asyncrl.weights.transports.in_process import build_in_process

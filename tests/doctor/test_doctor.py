@@ -20,11 +20,18 @@ from asyncrl.config.loading import parse
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import WeightSettings
 from asyncrl.doctor import checks, gpus, host, models
-from asyncrl.doctor.checks import Check, check_package, run_check
-from asyncrl.doctor.findings import Examination, Finding, Sizes, Verdict, render
-from asyncrl.records import ActionSpec
+from asyncrl.doctor.checks import (
+    Check,
+    Examination,
+    Finding,
+    Verdict,
+    check_package,
+    render,
+    run_check,
+)
 from asyncrl.worlds.start_states import save_start_states
 from support import ROOT
+from support.doctor_sizes import sizes
 from support.tiny_models import start_state, write_models
 
 PYPROJECT = ROOT / "pyproject.toml"
@@ -188,22 +195,12 @@ def test_the_size_of_a_checkpoint_is_the_one_that_a_run_writes(tmp_path, capsys)
     assert examination.sizes.checkpoint == pytest.approx(written, rel=0.05)
 
 
-SIZES = Sizes(
-    policy=GIB,
-    parameters=GIB,
-    trained=GIB,
-    float32_masters=4 * GIB,
-    unsharded=0,
-    version=2 * GIB,
-    environment=8 * GIB,
-    frame=1,
-    action_spec=ActionSpec(),
-)
+SIZES = sizes(GIB, float32_masters=4 * GIB, version=2 * GIB, environment=8 * GIB, frame=1)
 
 
 def test_memory_is_counted_for_each_role() -> None:
     config, two = TrainConfig(), "learner=0-1,actor=1-2"
-    placement = gpus.placement_of(TrainConfig(placement=two))
+    placement = host.placement_of(TrainConfig(placement=two))
     needs = [gpus.rank_needs(config, SIZES, placement, rank) // GIB for rank in range(3)]
     # Weights, gradient and moments are shared by two learners; rank 0 packs two versions, an actor has two.
     assert needs == [(4 + 12) // 2 + 2 * 2, (4 + 12) // 2 + 1 + 8 + 2 * 2, 1 + 8 + 2 * 2]
@@ -213,7 +210,7 @@ def test_memory_is_counted_for_each_role() -> None:
 
 def test_memory_of_an_actor_on_two_devices_is_counted_where_it_is() -> None:
     config, apart = TrainConfig(), "learner=0,policy=1,world=2"
-    placement = gpus.placement_of(TrainConfig(placement=apart))
+    placement = host.placement_of(TrainConfig(placement=apart))
     needs = [gpus.rank_needs(config, SIZES, placement, rank) // GIB for rank in range(3)]
     assert needs == [4 + 12 + 2 * 2, 1 + 2 * 2, 8]
     finding = gpus.check_placement(Examination(config=TrainConfig(device="cpu", placement=apart)))
@@ -292,7 +289,7 @@ def test_of_several_hosts_only_what_this_one_lacks_is_said(monkeypatch: pytest.M
     assert "rank 2 (actor) on cuda:0" in shared.seen
     assert shared.seen.endswith("3 ranks share 2 GPU(s).")
     assert gpus.check_placement(Examination(config=config, host=2)).verdict is Verdict.OK
-    needs = [gpus.rank_needs(config, SIZES, gpus.placement_of(config), rank) for rank in range(2, 5)]
+    needs = [gpus.rank_needs(config, SIZES, host.placement_of(config), rank) for rank in range(2, 5)]
     monkeypatch.setattr(gpus, "free_on", lambda name: 2**50)
     memory = gpus.check_device_memory(Examination(config=config, host=1, sizes=SIZES))
     assert memory is not None

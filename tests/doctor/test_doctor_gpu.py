@@ -7,7 +7,7 @@ import torch
 
 from asyncrl.config.run import TrainConfig
 from asyncrl.doctor import gpus, links, models
-from asyncrl.doctor.findings import Examination, Verdict
+from asyncrl.doctor.checks import Examination, Verdict
 
 pytestmark = pytest.mark.gpu
 GPUS = torch.cuda.device_count()

@@ -14,8 +14,8 @@ import pytest
 
 from asyncrl import cli
 from asyncrl.doctor import simulators
-from asyncrl.doctor.findings import Verdict, render
-from asyncrl.doctor.simulators import PINNED, Measured, SimulatorExamination, check_pinned
+from asyncrl.doctor.checks import Verdict, render
+from asyncrl.doctor.simulators import PINNED, Measured, check_pinned
 from asyncrl.simulators.build import SimulatorSource
 from asyncrl.simulators.interface import SimulatorSpec
 from asyncrl.simulators.rendering import find_backend
@@ -223,9 +223,6 @@ def test_memory_says_how_many_workers_there_can_be(
     )
     monkeypatch.setattr(simulators, "free_memory", lambda: free)
     monkeypatch.setattr(simulators.os, "sched_getaffinity", lambda _: {0, 1})
-    finding = simulators.check_simulator_memory(
-        SimulatorExamination(source=SimulatorSource(name="odd"), measured=seen)
-    )
-    assert finding is not None
+    finding = simulators.judge_memory(seen)
     assert finding.verdict is verdict
     assert words in render(finding)

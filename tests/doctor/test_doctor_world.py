@@ -11,30 +11,21 @@ import pytest
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import ActorSettings, ImaginationSettings
 from asyncrl.doctor import gpus, models
-from asyncrl.doctor.findings import Examination, Sizes, Verdict
+from asyncrl.doctor.checks import Examination, Verdict
 from asyncrl.errors import ConfigError
 from asyncrl.launch.placement import parse_placement
-from asyncrl.records import ActionSpec, SlotBytes
+from asyncrl.records import SlotBytes
 from asyncrl.storage.assets import world_folder
 from asyncrl.worlds.evac.world import EvacWorld
 from asyncrl.worlds.evac.world import save_world as save_evac
 from asyncrl.worlds.opensora.world import save_world as save_opensora
 from support.broken_worlds import SIZE
+from support.doctor_sizes import sizes
 from support.evac import start_state, tiny_config, tiny_networks
 from support.opensora import nano_world
 
 GIB = 2**30
-SIZES = Sizes(
-    policy=0,
-    parameters=0,
-    trained=0,
-    float32_masters=0,
-    unsharded=0,
-    version=0,
-    environment=1000,
-    frame=3 * SIZE**2,
-    action_spec=ActionSpec(),
-)
+SIZES = sizes(0, environment=1000, frame=3 * SIZE**2)
 
 
 def examination(world: str, *, environment: int = 1000, placement: str = "auto") -> Examination:
@@ -131,7 +122,7 @@ def test_room_is_counted_for_as_many_decisions_as_the_run_has(tmp_path: Path) ->
 def test_what_graphs_work_in_comes_on_top_of_what_slots_share(shared: int, eager: int) -> None:
     config = TrainConfig(actor=ActorSettings(slots=8))
     compiled = replace(config, imagination=ImaginationSettings(compile=True))
-    placement: Any = parse_placement("learner=0,actor=1", 2, 0)
+    placement: Any = parse_placement("learner=0,actor=1", 2)
     given = replace(SIZES, slot=SlotBytes(kept=10, scratch=100, shared=shared))
     assert gpus.rank_needs(config, given, placement, 1) == 1000 + 8 * 10 + eager
     assert gpus.rank_needs(compiled, given, placement, 1) == 1000 + 8 * 10 + 8 * 100 + shared

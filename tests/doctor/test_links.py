@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.config.run import TrainConfig
 from asyncrl.doctor import links
-from asyncrl.doctor.findings import Examination, Verdict
+from asyncrl.doctor.checks import Examination, Verdict
 from asyncrl.doctor.links import Result, judge, measure
 from support.link_members import PIDS, die, fail, hang
 

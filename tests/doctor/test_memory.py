@@ -13,8 +13,9 @@ from asyncrl.config.loading import load_file
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import LoraSettings
 from asyncrl.devices.float8 import saved_bytes
-from asyncrl.doctor.findings import Sizes
-from asyncrl.doctor.gpus import placement_of, rank_needs
+from asyncrl.doctor.checks import Sizes
+from asyncrl.doctor.gpus import rank_needs
+from asyncrl.doctor.host import placement_of
 from asyncrl.doctor.models import measure
 from asyncrl.launch.environment import EnvironmentFiles
 from asyncrl.launch.named_models import add_adapters
@@ -47,7 +48,7 @@ def sizes_of(config: TrainConfig) -> Sizes:
         nbytes, slot = next(count for kind, count in WORLDS.items() if kind in config.world.lower())(config)
     policy = policy.to(torch.bfloat16)
     files = EnvironmentFiles(
-        folder=Path(), starts=[], image_size=SIDE, nbytes=nbytes + REWARD, action_spec=policy.action_spec
+        starts=[], image_size=SIDE, nbytes=nbytes + REWARD, action_spec=policy.action_spec
     )
     return measure(config, policy, files, slot)
 
@@ -114,7 +115,7 @@ def test_runs_with_adapters_need_what_is_estimated(
 
 def test_learners_that_train_all_weights_need_what_is_estimated(recipe: TrainConfig) -> None:
     config = replace(recipe, lora=LoraSettings())
-    placement = parse_placement("learner=0-3,actor=0-1", 4, 0)
+    placement = parse_placement("learner=0-3,actor=0-1", 4)
     # 63.0 GiB were measured where rank 0 learns; what its actor takes is another process's.
     alone = replace(placement, actors=(1,))
     assert rank_needs(config, sizes_of(config), alone, 0) / GIB == pytest.approx(63.0, rel=TOLERANCE)
@@ -185,7 +186,7 @@ def test_copies_of_frozen_layers_lie_whole_on_every_learner(recipe: TrainConfig,
     assert sizes.rounded == llama + dino + siglip
     assert replace(sizes, rounded=0) == adapters
     for learners in (1, 2):
-        placement = parse_placement(f"learner=0-{learners - 1},actor={learners}", learners + 1, 0)
+        placement = parse_placement(f"learner=0-{learners - 1},actor={learners}", learners + 1)
         more = [
             rank_needs(rounded, sizes, placement, rank) - rank_needs(recipe, adapters, placement, rank)
             for rank in placement.ranks
@@ -201,7 +202,7 @@ PUBLISHED_WORLDS = [
 @pytest.mark.parametrize("file", PUBLISHED_WORLDS, ids=lambda path: path.stem)
 def test_the_recipes_fit_eight_devices_of_80_gb_as_their_headers_say(file: Path) -> None:
     config = load_file(file)
-    placement, sizes = parse_placement(config.placement, 8, 0), sizes_of(config)
+    placement, sizes = parse_placement(config.placement, 8), sizes_of(config)
     learner, actor = (
         max(rank_needs(config, sizes, placement, rank) for rank in ranks) / GIB
         for ranks in (placement.learners, placement.actors)

@@ -22,7 +22,7 @@ from support import ROOT
 from support.tiny_models import write_models
 from support.whole_runs import TORCHRUN, environment, rows
 
-FOUR = parse_placement("learner=0,actor=1-3", 4, 0)
+FOUR = parse_placement("learner=0,actor=1-3", 4)
 
 
 def row(groups_per_minute: float, learner: float, actors: float) -> dict[str, float]:
@@ -61,7 +61,7 @@ def test_rows_become_seconds_of_both_sides() -> None:
 )
 def test_too_few_updates_or_shared_devices_measure_nothing(placement: str, ranks: int, updates: int) -> None:
     made = [row(60.0, 0.1, 0.1)] * updates
-    assert measure(TrainConfig(), parse_placement(placement, ranks, 0), made) is None
+    assert measure(TrainConfig(), parse_placement(placement, ranks), made) is None
 
 
 def test_actors_that_may_join_are_not_known() -> None:
@@ -201,7 +201,7 @@ def test_a_run_says_how_it_is_balanced_and_goes_on_so(tmp_path: Path) -> None:
     assert line(found) in said
     assert (found.ranks, found.learners, found.actors, found.updates) == (3, 1, 2, 5)
     made = rows(run)[balance.SKIPPED :]
-    assert found == measure(load_file(run / "config.json"), parse_placement("auto", 3, 0), rows(run))
+    assert found == measure(load_file(run / "config.json"), parse_placement("auto", 3), rows(run))
     shares = [made_row[s.ACTORS_WAITING.name] for made_row in made]
     assert min(shares) <= found.actors_wait <= max(shares)
 

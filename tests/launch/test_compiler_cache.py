@@ -13,7 +13,7 @@ import asyncrl
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import ImaginationSettings, LearnerSettings
 from asyncrl.doctor import gpus
-from asyncrl.doctor.findings import Examination
+from asyncrl.doctor.checks import Examination
 from asyncrl.launch.own_device import INDUCTOR, TRITON, compiler_cache_folder, use_compiler_cache
 
 CPU = torch.device("cpu")

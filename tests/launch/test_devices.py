@@ -58,7 +58,7 @@ def test_the_transport_follows_from_who_shares_a_gpu(gpus, count, ranks, placeme
     from asyncrl.config.run import TrainConfig
 
     gpus(count)
-    assert transport_of(TrainConfig(), parse_placement(placement, ranks, count), range(ranks)) == transport
+    assert transport_of(TrainConfig(), parse_placement(placement, ranks), range(ranks)) == transport
 
 
 def near(rank, ranks):
@@ -67,18 +67,15 @@ def near(rank, ranks):
 
 def test_the_world_of_a_policy_rank_is_on_the_device_of_its_world_rank(gpus):
     gpus(4)
-    pair = parse_placement("learner=0,world=1,policy=2,actor=3", 4, 4)
+    pair = parse_placement("learner=0,world=1,policy=2,actor=3", 4)
     assert [device.index for device in actor_devices("cuda", pair, near(2, 4))] == [2, 1]
     assert [device.index for device in actor_devices("cuda", pair, near(3, 4))] == [3, 3]
     assert actor_devices("cpu", pair, near(2, 4)) == (torch.device("cpu"), torch.device("cpu"))
 
 
-def test_an_actor_cannot_span_two_hosts(gpus):
+def test_devices_are_numbered_per_host(gpus):
     gpus(2)
-    placement = parse_placement("learner=0,policy=1,world=2,actor=3", 4, 2)
-    with pytest.raises(ConfigError, match="policy rank 1 and world rank 2 one actor, but they are on"):
-        actor_devices("cuda", placement, Job(rank=1, size=4, local_rank=1, local_size=2))
-    on_the_second = parse_placement("learner=0,actor=1,policy=2,world=3", 4, 2)
+    on_the_second = parse_placement("learner=0,actor=1,policy=2,world=3", 4)
     second = Job(rank=2, size=4, local_rank=0, local_size=2)
     assert [device.index for device in actor_devices("cuda", on_the_second, second)] == [0, 1]
 
@@ -99,7 +96,7 @@ def test_an_actor_gives_way_where_it_shares_a_gpu_with_a_learner(
 ):
     gpus(count)
     monkeypatch.delenv(PRIORITY, raising=False)
-    config, placed = TrainConfig(), parse_placement(placement, ranks, count)
+    config, placed = TrainConfig(), parse_placement(placement, ranks)
     job = near(rank, ranks)
     give_way(config, placed, job, set(actor_devices("auto", placed, job)))
     assert os.environ.get(PRIORITY) == ("1" if lower else None)
@@ -108,5 +105,5 @@ def test_an_actor_gives_way_where_it_shares_a_gpu_with_a_learner(
 def test_a_priority_that_the_user_chose_stays(gpus, monkeypatch):
     gpus(1)
     monkeypatch.setenv(PRIORITY, "0")
-    give_way(TrainConfig(), parse_placement("auto", 1, 1), Job(), {torch.device("cuda", 0)})
+    give_way(TrainConfig(), parse_placement("auto", 1), Job(), {torch.device("cuda", 0)})
     assert os.environ[PRIORITY] == "0"

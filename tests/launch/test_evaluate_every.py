@@ -20,7 +20,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.evaluation import run_checkpoints
 from asyncrl.launch.environment import EnvironmentFiles
 from asyncrl.launch.evaluator import EvaluatorProcess, VersionPlayer, plan
-from asyncrl.launch.run_settings import settings_of_run
+from asyncrl.launch.named_models import settings_of_run
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability import process_status
 from asyncrl.records import ActionSpec
@@ -118,7 +118,6 @@ def test_training_goes_on_without_an_evaluator_that_dies_again_and_again(models,
 
 def files_with(*tasks: str) -> EnvironmentFiles:
     return EnvironmentFiles(
-        folder=Path(),
         starts=[replace(start_state(number, 64), task=task) for number, task in enumerate(tasks)],
         image_size=64,
         nbytes=0,

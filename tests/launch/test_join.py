@@ -86,7 +86,7 @@ def test_a_placement_without_actors_needs_an_address_to_join(
 ) -> None:
     assert cli.run("train", ["--placement", "learner=0", "--run-dir", str(tmp_path / "run")]) == 2
     assert "without --replay.listen nobody knows where to join" in capsys.readouterr().err
-    alone = parse_placement("learner=0", 1, 0, joined=True)
+    alone = parse_placement("learner=0", 1, joined=True)
     assert (alone.learners, alone.actors, alone.summary) == ((0,), (), "1 learner")
     create_keys(tmp_path / "keys", ["learner"])
     keys = ["--replay.listen", "tcp://127.0.0.1:5", "--replay.keys", str(tmp_path / "keys")]
@@ -100,11 +100,11 @@ def test_a_placement_without_actors_needs_an_address_to_join(
 def test_weights_are_fetched_beside_the_replay_unless_said_otherwise() -> None:
     from asyncrl.config.run import TrainConfig
     from asyncrl.config.sections import ReplaySettings, WeightSettings
-    from asyncrl.launch.job import Hosts
+    from asyncrl.launch.job import Hosts, Job
 
     def served_at(config: TrainConfig) -> str:
-        at = endpoints.addresses(config, Hosts())
-        return endpoints.weight_settings(config, at, "", NO_RUN).listen
+        hosts = endpoints.with_addresses(config, Job(), Hosts())
+        return endpoints.weight_settings(config, hosts, "", NO_RUN).listen
 
     listen = ReplaySettings(listen="tcp://127.0.0.1:5555")
     assert served_at(TrainConfig(replay=listen)) == "tcp://127.0.0.1:0"

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import RunError
-from asyncrl.launch import learner_ranks
+from asyncrl.launch import build
+from asyncrl.launch.build import learner_group
 from asyncrl.launch.job import Job
-from asyncrl.launch.learner_ranks import learner_group
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
 ENDS_WITHIN = 20.0
@@ -42,7 +42,7 @@ def test_a_rank_that_fails_does_not_wait_for_the_others(tmp_path: Path) -> None:
 def _learn(rank: int, store: str, failed: Queue[float]) -> None:
     """Rank 0 fails while its device waits for rank 1."""
     job = Job(rank=rank, size=2, local_rank=rank, local_size=2)
-    learner_ranks.learners_store = lambda job: dist.FileStore(store, 2)  # type: ignore[assignment]
+    build.learners_store = lambda job: dist.FileStore(store, 2)  # type: ignore[assignment]
     device = torch.device("cuda", rank)
     try:
         with learner_group(TrainConfig(), job, 2, device):

@@ -1,12 +1,16 @@
 """`--placement`: text and number of ranks in, ranks per role out."""
 
+from dataclasses import replace
+
 import pytest
 
+from asyncrl.config.algorithm import AlgorithmSettings
+from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch.placement import (
     WORDS,
     Placement,
-    check_groups,
+    checked_placement,
     only_learns,
     parse_placement,
     ranks_named,
@@ -38,7 +42,7 @@ from asyncrl.launch.placement import (
     ],
 )
 def test_every_rank_gets_its_roles(text, ranks, learners, actors):
-    assert parse_placement(text, ranks, 0) == Placement(learners=learners, actors=actors)
+    assert parse_placement(text, ranks) == Placement(learners=learners, actors=actors)
 
 
 @pytest.mark.parametrize(
@@ -55,22 +59,23 @@ def test_every_rank_gets_its_roles(text, ranks, learners, actors):
     ],
 )
 def test_policy_and_world_ranks_are_paired_in_their_order(text, ranks, learners, actors, worlds):
-    placement = parse_placement(text, ranks, 0)
+    placement = parse_placement(text, ranks)
     assert placement == Placement(learners=learners, actors=actors, worlds=worlds)
     for policy, world in worlds:
-        assert (placement.imagines(policy), placement.world_of(policy)) == (True, world)
-        assert not placement.imagines(world), "it only lends its device"
+        assert (policy in placement.actors, placement.world_of(policy)) == (True, world)
+        assert world not in placement.actors, "it only lends its device"
         assert "policy" in placement.roles(policy)
         assert "world" in placement.roles(world)
     assert placement.ranks == tuple(range(ranks))
 
 
 def test_a_whole_actor_has_its_world_where_its_policy_is():
-    placement = parse_placement("learner=0,world=1,policy=2,actor=3", 4, 0)
+    placement = parse_placement("learner=0,world=1,policy=2,actor=3", 4)
     assert [placement.world_of(rank) for rank in placement.actors] == [1, 3]
     assert [placement.roles(rank) for rank in range(4)] == [("learner",), ("world",), ("policy",), ("actor",)]
     assert placement.summary == "1 learner + 1 actor + 1 actor on 2 devices"
-    assert parse_placement("hybrid", 8, 0).summary == "8 learners + 4 actors on 2 devices each"
+    assert parse_placement("auto", 4).summary == "1 learner + 3 actors"
+    assert parse_placement("hybrid", 8).summary == "8 learners + 4 actors on 2 devices each"
 
 
 @pytest.mark.parametrize("word", WORDS)
@@ -78,7 +83,7 @@ def test_a_word_fits_any_number_of_ranks_and_needs_none_of_them(word):
     assert ranks_named(word) == 1
     assert not only_learns(word)
     for ranks in range(1, 10):
-        placement = parse_placement(word, ranks, 0)
+        placement = parse_placement(word, ranks)
         assert placement.ranks == tuple(range(ranks)), "nobody is idle"
         assert placement.actors
         assert placement.learners[0] == 0
@@ -114,45 +119,21 @@ def test_policies_of_actors_on_two_devices_are_actors():
         ("learner=0,actor=1", 3, "gives rank 2 nothing to do, but torchrun started 3 ranks (0-2)"),
         ("learner=0,2,actor=1-3", 4, "puts learners on rank 0, 2, but rank 0 leads them"),
         ("learner=1,actor=0", 2, "puts learners on rank 1, but rank 0 leads them"),
+        ("learner=0,actor=1", 1, "torchrun started 1 rank (0). Start more with --nproc-per-node 2 or"),
+        ("learner=0,actor=1-4", 3, "names rank 4, but torchrun started 3 ranks (0-2). Start more with --npr"),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_reason(text, ranks, message):
     with pytest.raises(ConfigError) as caught:
-        parse_placement(text, ranks, 0)
+        parse_placement(text, ranks)
     assert message in str(caught.value)
 
 
-def test_a_rank_that_was_not_started_is_named_with_the_ranks_that_were():
-    with pytest.raises(ConfigError) as caught:
-        parse_placement("learner=0,actor=1-4", 3, 8)
-    assert str(caught.value) == (
-        "--placement names rank 4, but torchrun started 3 ranks (0-2). Start more with --nproc-per-node 5 "
-        "(this host has 8 GPUs) or name only ranks that exist."
-    )
-
-
 def test_every_learner_rank_needs_a_group():
-    both = parse_placement("learner=0-1,actor=2", 3, 0)
-    check_groups(both, 2)
+    config = TrainConfig(placement="learner=0-1,actor=2", algorithm=AlgorithmSettings(groups_per_update=2))
+    assert checked_placement(config, 3).learners == (0, 1)
     with pytest.raises(ConfigError, match=r"groups-per-update is 1, but --placement names 2 learner ranks"):
-        check_groups(both, 1)
-
-
-def test_one_started_rank_is_not_called_ranks():
-    with pytest.raises(
-        ConfigError, match=r"torchrun started 1 rank \(0\)\. Start more with --nproc-per-node 2 or"
-    ):
-        parse_placement("learner=0,actor=1", 1, 0)
-
-
-def test_a_placement_answers_what_a_rank_does_and_sums_itself_up():
-    both = parse_placement("auto", 1, 0)
-    assert (both.learns(0), both.imagines(0), both.summary) == (True, True, "1 learner + 1 actor")
-    split = parse_placement("auto", 4, 4)
-    assert [(split.learns(rank), split.imagines(rank)) for rank in range(4)] == [(True, False)] + [
-        (False, True)
-    ] * 3
-    assert split.summary == "1 learner + 3 actors"
+        checked_placement(replace(config, algorithm=AlgorithmSettings(groups_per_update=1)), 3)
 
 
 @pytest.mark.parametrize(("actors", "cores", "threads"), [(1, 2, 2), (2, 2, 1), (1, 1, 1), (4, 8, 2)])
