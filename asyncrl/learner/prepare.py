@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.config.algorithm import Level
+from asyncrl.config.algorithm import AlgorithmSettings, Level
 from asyncrl.devices.tensors import moved
 from asyncrl.learner.batches import Batch
 from asyncrl.learner.corrections import staleness_metrics
@@ -272,23 +272,11 @@ def build_minibatch(
     Returns:
         On the device of `prepared`; its last row is padding.
     """
-    settings = recipe.algorithm
     rows_M = torch.nonzero(torch.isin(batch.episode, episodes)).flatten()
     mask, values = batch.mask[rows_M], prepared.value_mask(batch)[rows_M]
-    units = valid_units(mask, settings.level)
-    sums = torch.tensor([units.sum(), mask.sum(), len(episodes), values.sum()], dtype=torch.float64)
-    n_units, n_tokens, n_episodes, n_values = ranks.sum(sums).tolist()
-
-    def weights(valid: Tensor, number: float, level: Level) -> Tensor:
-        return aggregation_weights(
-            valid,
-            batch.episode[rows_M],
-            settings.aggregation,
-            units=number,
-            episodes=n_episodes,
-            max_units=max_decisions * units_per_decision(level, *mask.shape[1:]),
-        )
-
+    unit_weights, token_weights, value_weights = _loss_weights(
+        mask, values, batch.episode[rows_M], len(episodes), recipe.algorithm, ranks, max_decisions
+    )
     kept = _rows_with_gradient(mask, prepared.estimates.advantages[rows_M], recipe)
     kept = kept[longest_first(prompt_lengths[rows_M[kept]])]
     rows = torch.cat([rows_M[kept], PADDING_ROW])
@@ -308,15 +296,43 @@ def build_minibatch(
         lag=batch.lag[rows],
         episode=batch.episode[rows],
         advantages=prepared.estimates.advantages[rows],
-        unit_weights=padded(weights(units, n_units, settings.level)),
-        token_weights=padded(weights(mask, n_tokens, "token")),
-        value_weights=padded(values.float() / max(n_values, 1.0)),
+        unit_weights=padded(unit_weights),
+        token_weights=padded(token_weights),
+        value_weights=padded(value_weights),
         old_logprob=optional(prepared.old_logprob),
         weights=optional(prepared.weights),
         values=optional(prepared.values),
         targets=optional(prepared.estimates.targets),
     )
     return minibatch.to(prepared.first_logprob.device)
+
+
+def _loss_weights(
+    mask: Tensor,
+    values: Tensor,
+    episode: Tensor,
+    episodes: int,
+    settings: AlgorithmSettings,
+    ranks: LearnerRanks,
+    max_decisions: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the weights ``[M, ...]`` of units, tokens and values in the loss over all ranks; collective."""
+    units = valid_units(mask, settings.level)
+    sums = torch.tensor([units.sum(), mask.sum(), episodes, values.sum()], dtype=torch.float64)
+    n_units, n_tokens, n_episodes, n_values = ranks.sum(sums).tolist()
+    counted: list[tuple[Tensor, float, Level]] = [(units, n_units, settings.level), (mask, n_tokens, "token")]
+    unit_weights, token_weights = (
+        aggregation_weights(
+            valid,
+            episode,
+            settings.aggregation,
+            units=number,
+            episodes=n_episodes,
+            max_units=max_decisions * units_per_decision(level, *mask.shape[1:]),
+        )
+        for valid, number, level in counted
+    )
+    return unit_weights, token_weights, values.float() / max(n_values, 1.0)
 
 
 def _rows_with_gradient(mask: Tensor, advantages: Tensor, recipe: Recipe) -> Tensor:
