@@ -9,33 +9,31 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 CEILINGS = {
-    "": (1140, 8),
-    "actors": (1550, 6),
-    "commands": (3920, 23),
-    "config": (1680, 8),
-    "devices": (710, 6),
-    "doctor": (1780, 8),
-    "evaluation": (1400, 9),
-    "fitting": (6200, 30),
-    "launch": (7370, 33),
-    "learner": (5100, 21),
-    "messaging": (1240, 6),
-    "observability": (3310, 16),
-    "policies": (3890, 18),
-    "replay": (5660, 21),
-    "replay_tools": (2310, 11),
-    "rewards": (780, 5),
-    "simulators": (5450, 24),
-    "storage": (3780, 23),
-    "weights": (2820, 14),
-    "worlds": (7500, 31),
+    "": (1070, 8),
+    "actors": (1370, 6),
+    "commands": (3620, 18),
+    "config": (1530, 7),
+    "devices": (660, 6),
+    "doctor": (1710, 7),
+    "evaluation": (1230, 6),
+    "fitting": (4820, 19),
+    "launch": (6130, 23),
+    "learner": (4570, 18),
+    "messaging": (1160, 6),
+    "observability": (3160, 14),
+    "policies": (3820, 17),
+    "replay": (5220, 19),
+    "replay_tools": (2050, 9),
+    "rewards": (680, 5),
+    "simulators": (4870, 23),
+    "storage": (3148, 12),
+    "weights": (2680, 14),
+    "worlds": (6450, 30),
 }
 """Package (empty: the top level) -> most lines and modules."""
-MOST_TEST_LINES = 58_200
-MOST_BENCHMARK_LINES = 3_700
+MOST_TEST_LINES = 56_715
+MOST_BENCHMARK_LINES = 3_685
 LONGEST_FILE, LONGEST_FUNCTION = 440, 60
-LONG_FUNCTIONS = {"fit_policy", "build_minibatch", "convert", "__init__"}
-"""Those that are longer today; the set only shrinks."""
 HOT_PATH = ("actors", "learner", "replay/limiter.py", "records.py")
 NOT_THERE = ("second draw", "mined", "refit", "guard.world", "--pace")
 """Options that the hot path must not know."""
@@ -75,16 +73,16 @@ def test_tests_and_benchmarks_stay_below_theirs() -> None:
 
 def test_no_file_and_no_function_is_too_long() -> None:
     long_files = [str(path) for path in files("asyncrl") if lines([path]) > LONGEST_FILE]
-    long_functions = {
-        node.name
+    long_functions = [
+        f"{path}: {node.name}"
         for path in files("asyncrl")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.FunctionDef)
         and node.end_lineno
         and node.end_lineno - node.lineno >= LONGEST_FUNCTION
-    }
+    ]
     assert long_files == []
-    assert long_functions <= LONG_FUNCTIONS
+    assert long_functions == []
 
 
 def test_the_hot_path_knows_no_deleted_option() -> None:

@@ -13,6 +13,7 @@ import re
 import struct
 import threading
 import zipfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from asyncrl.errors import CheckpointError, first_line
 from asyncrl.storage.atomic import read_json, replacing
@@ -224,7 +226,10 @@ def load_pth(path: Path) -> Any:
     mapped = zipfile.is_zipfile(path)  # Files of PyTorch before 1.6 cannot be mapped.
     try:
         with _GLOBALS_LOCK, torch.serialization.safe_globals(_STAND_INS):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        if mapped:
+            check_mapped(path, content)
+        return content
     except Exception as error:  # The unpickler raises anything on damaged files.
         # PyTorch's text advises to read the file all the same.
         if refused := _REFUSED.search(str(error)):
@@ -236,6 +241,21 @@ def load_pth(path: Path) -> Any:
         inner = first_line(str(error).rpartition("WeightsUnpickler error: ")[2])
         reason = type(error).__name__ + ("" if "weights_only" in inner else f": {inner}")
         raise CheckpointError(f"{path} cannot be read as tensors ({reason}). Copy it again.") from error
+
+
+def check_mapped(path: Path, content: Any) -> None:
+    """Compare the tensors of a mapped file with its records, which PyTorch does only for files it reads.
+
+    Raises:
+        ValueError: A record is compressed or shorter than its tensor, which would then have foreign bytes.
+    """
+    with zipfile.ZipFile(path) as file:
+        records = [one for one in file.infolist() if "/data/" in one.filename]
+    tensors = [leaf for leaf in tree_leaves(content) if isinstance(leaf, Tensor)]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    plain = Counter(one.file_size for one in records if one.compress_type == zipfile.ZIP_STORED)
+    if Counter(storages.values()) - plain:
+        raise ValueError("a record is compressed or shorter than its tensor")
 
 
 # --- writing ---

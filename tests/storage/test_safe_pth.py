@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import collections
 import threading
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from asyncrl.errors import CheckpointError
 from asyncrl.storage.tensor_files import TensorFiles
 from asyncrl.storage.weight_files import load_pth
+from asyncrl.worlds.evac.published import load_checkpoint
 
 WEIGHT = torch.arange(6.0).view(2, 3)
 
@@ -136,3 +138,20 @@ def test_a_broken_file_says_so(tmp_path: Path) -> None:
     assert "weights_only" not in str(raised.value)
     tensor: Tensor = load_pth(saved(file))["model_state_dict"]["net.weight"]
     assert torch.equal(tensor, WEIGHT)
+
+
+@pytest.mark.parametrize("damage", ["short", "compressed"])
+def test_a_record_that_does_not_hold_its_tensor_is_refused(tmp_path: Path, damage: str) -> None:
+    """PyTorch would map the bytes that follow in the file."""
+    whole, damaged = tmp_path / "whole.pth", tmp_path / "damaged.pth"
+    torch.save({"a": torch.arange(1000.0), "b": {"c": torch.ones(5000)}}, whole)
+    with zipfile.ZipFile(whole) as source, zipfile.ZipFile(damaged, "w") as target:
+        for name in source.namelist():
+            first = name.endswith("data/0")
+            content = source.read(name)[:400] if first and damage == "short" else source.read(name)
+            deflated = first and damage == "compressed"
+            target.writestr(name, content, zipfile.ZIP_DEFLATED if deflated else zipfile.ZIP_STORED)
+    assert load_pth(whole)["b"]["c"].sum() == 5000
+    for load in (load_pth, load_checkpoint):
+        with pytest.raises(CheckpointError, match="compressed or shorter than its tensor"):
+            load(damaged)

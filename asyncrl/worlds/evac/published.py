@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import CheckpointError, first_line
+from asyncrl.storage.weight_files import check_mapped
 from asyncrl.worlds.evac.conditions import (
     AutoencoderConfig,
     EvacConfig,
@@ -239,6 +240,7 @@ def load_checkpoint(path: Path) -> dict[str, Tensor]:
         ]
         with torch.serialization.safe_globals(stand_ins):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        check_mapped(path, content)
     except Exception as error:  # On broken files PyTorch raises whatever it stumbles upon.
         refused = re.search(r"GLOBAL (\S+)", str(error))
         inner = first_line(str(error).rpartition("WeightsUnpickler error: ")[2])
