@@ -6,6 +6,7 @@ and may return something that can be pickled; `run_ranks` returns what the ranks
 
 from __future__ import annotations
 
+import faulthandler
 import pickle
 import sys
 import tempfile
@@ -28,7 +29,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         processes: list[BaseProcess] = [
-            FORKS.Process(target=_rank, args=(answers, store, rank, ranks, function, arguments))
+            FORKS.Process(target=_rank, args=(answers, store, rank, ranks, deadline, function, arguments))
             for rank in range(ranks)
         ]
         for process in processes:
@@ -36,7 +37,8 @@ def run_ranks(
         try:
             found = dict(pickle.loads(answers.get(timeout=deadline)) for _ in range(ranks))
         except Empty:
-            raise AssertionError(f"not all of {ranks} ranks answered within {deadline:g} s") from None
+            states = ["runs" if one.is_alive() else f"ended with {one.exitcode}" for one in processes]
+            raise AssertionError(f"no answer of all {ranks} ranks within {deadline:g} s: {states}") from None
         finally:
             for process in processes:
                 process.join(2.0)
@@ -51,8 +53,15 @@ class _Failed(str):
 
 
 def _rank(
-    answers: Any, store: str, rank: int, ranks: int, function: Callable[..., Any], arguments: Any
+    answers: Any,
+    store: str,
+    rank: int,
+    ranks: int,
+    deadline: float,
+    function: Callable[..., Any],
+    arguments: Any,
 ) -> None:
+    faulthandler.dump_traceback_later(0.8 * deadline)
     import torch
     import torch.distributed as dist
 
