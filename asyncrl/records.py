@@ -3,7 +3,7 @@
 Dimension letters:
     N  decisions in the episode      C  steps per decision          A  numbers per step
     H, W  image size in pixels       K  context frames (0 or 4)
-    V  cameras beside the first      Q  numbers of the robot's state
+    V  cameras after the first      Q  numbers of the robot's state
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -90,3 +92,28 @@ def test_the_hot_path_knows_no_deleted_option() -> None:
         path = ROOT / "asyncrl" / place
         for file in files(f"asyncrl/{place}") if path.is_dir() else [path]:
             assert not [word for word in NOT_THERE if word in file.read_text()], file
+
+
+WORDS = re.compile(r"\b(whoever|anew|meanwhile|beside|says|told|nobody)\b", re.IGNORECASE)
+FIRST = re.compile(r"(What|Whether|Say|Tell)\b")
+
+
+def docstrings(path: Path) -> Iterator[tuple[int, str, bool]]:
+    """Line, text, and True for a module, class or function, False for a setting or constant."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        body = getattr(node, "body", [])
+        for place, child in enumerate(body if isinstance(body, list) else []):
+            if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):
+                text = child.value.value
+                if isinstance(text, str):
+                    yield child.lineno, text, place == 0
+
+
+def test_docstrings_are_in_plain_words() -> None:
+    found = [
+        f"{path}:{line}: {(WORDS.search(text) or FIRST.match(text.strip()))[0]}"
+        for path in files("asyncrl")
+        for line, text, whole in docstrings(path)
+        if WORDS.search(text) or (whole and FIRST.match(text.strip()))
+    ]
+    assert found == []

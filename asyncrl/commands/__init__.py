@@ -1,4 +1,4 @@
-"""What runs each command; imported by every start of the program, so it imports nothing.
+"""Command table; every start of the program imports it, so it imports nothing.
 
 A line "`asyncrl NAME ARGUMENTS`: purpose" of the module's docstring is the command's row in `asyncrl --help`.
 """

@@ -24,7 +24,7 @@ class ActorConfig(Bounded):
     name: str = ""
     """What the run calls this actor; unique in it. Empty: made of the host's name."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the models run. auto: cuda where there is a GPU. CUDA_VISIBLE_DEVICES says which."""
+    """Where the models run. auto: cuda where there is a GPU. CUDA_VISIBLE_DEVICES chooses it."""
     threads: Annotated[int, AtLeast(0, "it counts threads.", "Use 0.", highest=THREADS)] = 0
     """CPU threads. 0: two where there are two cores, else one."""
     policy: str = ""

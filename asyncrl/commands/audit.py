@@ -62,7 +62,7 @@ class AuditConfig(HeldOutConfig):
     simulator, if it names them. Episodes begin in the simulator."""
     imagination: ImaginationSettings = field(default_factory=ImaginationSettings)
     max_decisions: Annotated[int, AtLeast(0, "it counts decisions.", "Use 0.", highest=100_000)] = 0
-    """Decisions after which an episode has failed; 0: what the world says."""
+    """Decisions after which an episode has failed; 0: the world's default."""
     success_threshold: Annotated[float, Within(0, 1, "it is a probability.", "Use 0.7.", open_below=True)] = (
         0.7
     )

@@ -34,7 +34,7 @@ class CheckConfig(Bounded):
     task: str = "put the red cube on the white plate"
     """An instruction that a reward model knows."""
     image_size: Annotated[int, AtLeast(0, "it counts pixels.", "Use 64.", highest=PIXELS)] = 0
-    """Height and width of the pictures that it is shown; 0: as it says itself, else 64."""
+    """Height and width of the pictures that it is shown; 0: its own size, else 64."""
     action_dim: Annotated[int, AtLeast(1, "an action is a number.", "Use 7.", highest=1024)] = 7
     """Numbers of an action of a simulator."""
     level: Literal["token", "action", "decision"] = "token"

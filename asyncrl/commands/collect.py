@@ -41,7 +41,7 @@ class CollectConfig(PlayConfig):
     expert: Demonstrator = field(default_factory=Demonstrator)
     """How good the expert is."""
     horizon: Annotated[int, AtLeast(0, "it counts steps.", "Use 0.", highest=1_000_000)] = 0
-    """Steps until an episode is given up; 0: what the simulator's protocol says."""
+    """Steps until an episode is given up; 0: as in the simulator's protocol."""
     image_size: Annotated[int, AtLeast(0, "it counts pixels.", "Use 0.", highest=PIXELS)] = 0
     """Height and width of the pictures; 0: the simulator's own."""
     places: Annotated[int, AtLeast(0, "it counts episodes.", "Use 0.", highest=65536)] = 0

@@ -90,13 +90,13 @@ class EvaluateConfig(HeldOutConfig):
     episodes: Annotated[int, AtLeast(0, "it counts episodes.", "Use 256.", highest=1_000_000)] = 0
     """Episodes, each from its own start, of simulators whose starts are seeds; 0: 256."""
     repeats: Annotated[int, AtLeast(1, "each start is played.", "Use 1.", highest=10_000)] = 1
-    """How often each start is played; a policy that samples decides anew each time."""
+    """How often each start is played; a policy that samples decides differently each time."""
     horizon: Annotated[int, AtLeast(0, "it counts steps.", "Use 0.", highest=1_000_000)] = 0
-    """Steps until an episode is given up; 0: what the simulator's protocol says."""
+    """Steps until an episode is given up; 0: as in the simulator's protocol."""
     settle: Annotated[int, AtLeast(-1, "it counts steps.", "Use -1.", highest=10_000)] = -1
-    """Idle steps after a reset until objects rest, of simulators with such; -1: what its protocol says."""
+    """Idle steps after a reset until objects rest, of simulators with such; -1: as in its protocol."""
     image_size: Annotated[int, AtLeast(0, "it counts pixels.", "Use 0.", highest=PIXELS)] = 0
-    """Side of the pictures; 0: what the simulator's protocol says, else what the policy is best shown."""
+    """Side of the pictures; 0: as in the simulator's protocol, else what the policy is best shown."""
     other_tasks: bool = False
     """Play a run's policy in a simulator that lacks some of the tasks it was trained on."""
     expert: Demonstrator = field(default_factory=Demonstrator)

@@ -52,7 +52,7 @@ class Imagine(ReplayCommand):
     group: Annotated[int, tyro.conf.Positional, tyro.conf.arg(metavar="GROUP")]
     """Its number."""
     out: Path = Path()
-    """File to write, ending in .png: the final frames beside those imagined again. The whole film goes into
+    """File to write, ending in .png: the final frames next to those imagined again. The whole film goes into
     one of the same name, .mp4 or .gif. Left out: the table only."""
     rows: Annotated[int, AtLeast(0, "it counts rows.", "Use 0 for those of the run.", highest=4096)] = 0
     """Rows of every pass of the models: 1 is every member alone. 0: with --imagination.fixed-shape as many as

@@ -1,6 +1,6 @@
 """`asyncrl runs list|compare|disk|gc`: look over the runs of a folder, and clean up after them.
 
-Only recognised files are deleted, none of a running run, and no run can begin in a folder meanwhile.
+Only recognised files are deleted, none of a running run, and no run can begin in a folder during that.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def read_settings(
 
 
 def _with_settings_of_run(config: TrainConfig, arguments: list[str]) -> TrainConfig:
-    """A resumed run keeps its own settings where no flag says otherwise."""
+    """Keep the settings of a resumed run where no flag changes them."""
     path = Path(config.run_dir).expanduser()
     if run_folder.TIME in config.run_dir and run_folder.TIME not in str(path.parent):
         path = run_folder.newest(path.parent)

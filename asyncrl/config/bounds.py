@@ -1,4 +1,4 @@
-"""Bounds beside a setting's type, checked in one place.
+"""Bounds of settings, annotated on their types and checked in one place.
 
     micro_batch: Annotated[int, AtLeast(1, "a pass needs a decision.", "Use 32.")] = 32
 

@@ -212,7 +212,7 @@ class GuardSettings(Bounded, section="guard."):
 
 @dataclass(frozen=True, kw_only=True)
 class MonitorSettings(Bounded, section="monitor."):
-    """What can be read of a run over the network."""
+    """Monitor of a run over the network."""
 
     listen: str = ""
     """HOST:PORT, or PORT for this host only, of /metrics for Prometheus and /healthz for progress, without a

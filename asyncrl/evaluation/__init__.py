@@ -1,1 +1,1 @@
-"""Success of a policy in the true simulator, and pictures of it beside imagination."""
+"""Success of a policy in the true simulator, and pictures of it next to imagination."""

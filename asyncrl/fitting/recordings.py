@@ -46,7 +46,7 @@ UNREADABLE: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class Looks:
-    """What recordings that are fitted together have in common."""
+    """Properties shared by recordings that are fitted together."""
 
     simulator: str
     cameras: tuple[str, ...]

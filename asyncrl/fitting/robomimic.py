@@ -250,7 +250,7 @@ class LiberoFile(RobomimicFile):
     """The demonstrations of one of LIBERO's tasks, as published.
 
     Observation t was made after action t: the first action's start is not stored, so the episode begins with
-    the picture after it. Pictures are mirrored and, unless the file says "opencv", upside down.
+    the picture after it. Pictures are mirrored and, unless the file is marked "opencv", upside down.
     """
 
     REFUSAL = (

@@ -155,7 +155,7 @@ class FitPolicy(Refinable):
     apart. none: -1 to 1. auto: none for tabletop, q01_q99 for every other simulator."""
     refine: str = ""
     """Policy to start from instead of fresh weights, also a published OpenVLA-OFT: its size and words stay,
-    and its statistics unless --statistics says otherwise."""
+    and its statistics unless --statistics is set."""
     policy_settings: tuple[str, ...] = ()
     """Of a published --refine: what it does not say about itself, as key=value; see `asyncrl train`."""
     average: Annotated[float, Within(0, 1, "it is a share.", "Use 0.999, or 0 for none.")] = 0.999
@@ -213,7 +213,7 @@ class FitWorld(Refinable):
     context_sigma: Annotated[float, Within(0, 1000, "it is a width.", "Use 0.1.")] = CONTEXT_SIGMA
     """Noise on the memory latent while training, against drift. Of wan only: others have a published one."""
     camera: str = ""
-    """Of evac only: JSON file that says where the camera stands, for simulators of which it is not known."""
+    """Of evac only: JSON file with the pose of the camera, for simulators of which it is not known."""
     refine: str = ""
     """World to start from instead of fresh weights, also a published one; its autoencoder stays as it is."""
     version: Annotated[int, AtLeast(0, "versions are counted.", "Use 0.")] = 0
@@ -288,7 +288,7 @@ class FitStarts(FromData):
     pictures: str = ""
     """Folder of pictures, instead of --data. Their size is set by --dataset.image-size."""
     instructions: str = ""
-    """File with the instructions of --pictures: .txt, .csv or .json; docs/fitting.md says how."""
+    """File with the instructions of --pictures: .txt, .csv or .json; see docs/fitting.md."""
     out: Path
     """HDF5 file to write."""
     count: StartCount = 512

@@ -87,7 +87,7 @@ def count_trained(network: nn.Module) -> int:
 
 
 def report(config: FitPolicy | FitWorld, loss: str, trained: int) -> str:
-    """Say in a line what was done."""
+    """Return a line with the result."""
     how = f"adapters of rank {config.lora.rank}" if config.lora.rank else "all weights"
     return f"{config.MODEL} in {config.out}: {loss}; {how}, {trained / 1e6:.1f} million numbers"
 
@@ -165,7 +165,7 @@ WORLD_RANKS: Final = "the other ranks that fine-tune a world"
 
 
 def can_fine_tune(folder: Path) -> bool:
-    """Tell whether the world in a folder is of a kind that can be fine-tuned; reads no weights."""
+    """Return True if the world in a folder is of a kind that can be fine-tuned; reads no weights."""
     return fit_class(world_kind(folder)).fine_tunes
 
 

@@ -3,7 +3,7 @@
 Dimension letters used in this file:
     D  decisions of all episodes     C  steps per decision     A  numbers per step
     B  episodes                      N  decisions of one       H, W  image size in pixels
-    V  cameras beside the first      Q  numbers of state
+    V  cameras after the first      Q  numbers of state
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ decisions have the run's shapes and dtypes; pictures are black and samples zeros
 
 Dimension letters used in this file:
     D  decisions      C  steps per decision      A  numbers per step      H, W  image size in pixels
-    V  cameras beside the first                  Q  numbers of state
+    V  cameras after the first                   Q  numbers of state
 """
 
 from __future__ import annotations

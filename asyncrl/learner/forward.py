@@ -3,7 +3,7 @@
 Dimension letters used in this file:
     D  decisions of the batch      B  its episodes      M  rows of a micro-batch      R  rows evaluated
     C  steps per decision          A  numbers per step      K  values of a decision: 1, or C
-    V  cameras beside the first    Q  numbers of state
+    V  cameras after the first    Q  numbers of state
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ class Learner:
     def run(self) -> None:
         """Update until `settings.updates`, a stop request, Ctrl-C or `end_reason`; save, end the run for all.
 
-        After a failure the last finished update is saved as well, but replay and actors are not told to stop.
+        After a failure the last finished update is saved as well, but replay and actors are not stopped.
 
         Raises:
             RunError: No batch within `batch_timeout`, too many bad steps, weights that are not finite, or a

@@ -7,7 +7,7 @@
       clients/NAME.public  the allow-list, read at every handshake
 
 A key file is one line of 40 characters in Z85. CURVE alone admits every client that knows the server's public
-key, so a server's context runs an authenticator, without which its sockets admit nobody.
+key, so a server's context runs an authenticator, without which its sockets refuse everyone.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ def _check_tcp(
 
 
 def why_taken(endpoint: str) -> str:
-    """Return why nobody can listen on an endpoint now; empty if free.
+    """Return why an endpoint cannot be opened now; empty if free.
 
     ZeroMQ itself would take an ipc endpoint over from its process.
     """

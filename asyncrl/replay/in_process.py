@@ -97,7 +97,7 @@ class InProcessLearnerPort:
         replay.begin(os.urandom(8).hex(), version, in_turns=True)
 
     def choose(self, *, groups: int, version: int, timeout: float) -> BatchDescription:
-        """See `LearnerPort`; `sample` says what waiting means here."""
+        """See `LearnerPort`, and `sample` for how it waits."""
         batch = self.sample(groups=groups, version=version, timeout=timeout)
         self._batch = {number_of(group[0].group_id): group for group in batch}
         return BatchDescription(request="", numbers=tuple(self._batch))

@@ -266,7 +266,7 @@ Verdict = Literal["equal", "close", "differs"]
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A stored episode beside the same one, imagined again."""
+    """A stored episode next to the same one, imagined again."""
 
     episode: Episode
     video: NDArray[np.uint8]

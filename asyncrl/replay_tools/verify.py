@@ -94,7 +94,7 @@ def group_sizes(folder: Path) -> set[int]:
 
 
 def check_ledger(outcomes: GroupOutcomes, group_files: dict[int, GroupFile]) -> Iterator[str]:
-    """Compare what the ledger says with the sound files."""
+    """Compare the ledger with the sound files."""
     for number, group_file in sorted(group_files.items()):
         if number not in outcomes.granted and outcomes.dropped.get(number) != "dropped_unrecorded":
             yield f"{group_file.path.name}: the ledger never granted group {number}"

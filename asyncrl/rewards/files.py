@@ -1,6 +1,6 @@
 """Find reward models on disk and read their sizes: ours, and the published ones.
 
-The published networks are told apart by the names of their tensors, and their sizes read from the shapes:
+The published networks are distinguished by the names of their tensors, and their sizes read from the shapes:
 
     task_embedding.*              a LIBERO suite's tasks, by number (``taskemb_resnet_rm.pth``); rounded
     net.*, blocks with conv3      any task (``resnet_rm.pth``); rounded

@@ -1,6 +1,6 @@
 """Write files and folders that appear under their name complete and durable, or not at all.
 
-1  the content goes to NAME.tmp             a crash leaves it there, and nobody reads it
+1  the content goes to NAME.tmp             a crash leaves it there, unread
 2  every file and folder of it is synced    (fsync)
 3  it is renamed to NAME, over an old one   a reader sees the old content or the new one
 4  the parent folder is synced              from here on it survives a loss of power

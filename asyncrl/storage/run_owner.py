@@ -147,7 +147,7 @@ def owned(run_dir: Path, what: str) -> Iterator[None]:
 
 
 def owner(run_dir: Path) -> Owner | None:
-    """Read who owns a run folder; None if nobody does."""
+    """Read the owner of a run folder; None without one."""
     found = _read(run_dir)
     if found is None or found.host == socket.gethostname():
         return found if found and found.lives() else None

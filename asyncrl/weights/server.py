@@ -33,7 +33,7 @@ PARKED: Final = 1.0
 GOODBYE: Final = 2.0
 """Seconds the receivers have to read that the channel is closed."""
 LAST_CALL: Final = 0.2
-"""Seconds in which receivers that are just connecting are told so too."""
+"""Seconds in which receivers that are just connecting are notified too."""
 STOPPED_SECONDS: Final = 2.0
 """A member whose process is halted for so long is left behind; a profiler halts one for less."""
 MOST_LETTERS: Final = 100
