@@ -221,7 +221,7 @@ def parts(update: Update, groups: Sequence[Sequence[Episode]], settings: Setting
     """Time the parts of updates: a line for each, of the median update."""
     watch = Stopwatch(update.device)
     places: tuple[tuple[Any, str, str], ...] = (
-        (update_module, "movement_afterwards", "how far the policy moved"),
+        (update_module, "kl_after_step", "KL to the policy before"),
         (update.forward, "evaluate", "forward passes"),
         (torch.Tensor, "backward", "backward passes"),
         (update.stepper, "clear_gradient", "clearing the gradient"),
