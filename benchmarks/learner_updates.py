@@ -236,7 +236,7 @@ def parts(update: Update, groups: Sequence[Sequence[Episode]], settings: Setting
             began = watch.now()
             whole(update, groups)
             spent = watch.seconds | {"whole update": watch.now() - began}
-            moved = spent["how far the policy moved"]
+            moved = spent["KL to the policy before"]
             spent["forward passes"] -= moved  # A pass of its own is inside of it.
             spent["all else"] = spent["whole update"] - sum(spent[title] for _, _, title in places)
             for title, taken in spent.items() if number else ():
