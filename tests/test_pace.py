@@ -164,3 +164,17 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path, capsys) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
     assert cli.run("pace", ["--out", str(tmp_path)]) == 2
     assert "holds other files" in capsys.readouterr().err
+
+
+def test_a_second_command_of_the_same_folder_is_refused(tmp_path, capsys, monkeypatch) -> None:
+    arguments, refused = flags(tmp_path / "models", tmp_path / "out"), list[int]()
+
+    def second(_: object) -> None:
+        monkeypatch.setattr(pace, "run_command", lambda _: pytest.fail("a stage of the second command began"))
+        refused.append(cli.run("pace", arguments))
+        raise RunError("the first one ends here")
+
+    monkeypatch.setattr(pace, "run_command", second)
+    assert cli.run("pace", arguments) == 1
+    assert refused == [2]
+    assert "is in use by process" in capsys.readouterr().err

@@ -17,8 +17,9 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -31,13 +32,14 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.observability.signals import die_with_parent, interrupts_raised
 from asyncrl.storage.atomic import read_json, write_text
+from asyncrl.storage.run_owner import acquire
 
 RECORDED: Final = 50_000
 """First simulator seed of the recordings."""
 AUDITED: Final = 1_000
 """Number of the evaluation whose starts audits use: `asyncrl evaluate` begins at 0."""
 SETTINGS: Final = "pace.json"
-OWN: Final = ("--run-dir", "--updates")
+OWN: Final = ("--run-dir", "--updates", "--resume")
 """Flags of `asyncrl train` that the command sets."""
 
 
@@ -70,15 +72,13 @@ class PaceConfig(Bounded):
 
 
 ARGUMENTS: Final = PaceConfig
-"""What tab completion offers."""
+"""Source of tab completion."""
 
 
 def main(arguments: list[str]) -> int:
     """Run all rounds, or those that are left."""
-    pace, rest = tyro.cli(
-        PaceConfig, args=arguments, prog="asyncrl pace", return_unknown_args=True, add_help=True
-    )
-    if taken := [flag for flag in rest if flag.partition("=")[0] in (*OWN, "--resume")]:
+    pace, rest = tyro.cli(PaceConfig, args=arguments, prog="asyncrl pace", return_unknown_args=True)
+    if taken := [flag for flag in rest if flag.partition("=")[0] in OWN]:
         raise ConfigError(
             f"{taken[0]} is set by `asyncrl pace`: the run is in --out, a round has --round-updates, and the "
             "same command line continues it. Leave it out."
@@ -86,7 +86,11 @@ def main(arguments: list[str]) -> int:
     train = read_settings(rest)
     rounds = Rounds(pace, rest, train)
     rounds.check_settings()
-    rows = [rounds.play(number) for number in range(1, pace.rounds + 1)]
+    lock = acquire(pace.out)  # A second command would delete what the first one is writing.
+    try:
+        rows = [rounds.play(number) for number in range(1, pace.rounds + 1)]
+    finally:
+        lock.release()
     print(table(rows))
     print(f"policy: {rounds.run}, next: asyncrl evaluate {shlex.quote(str(rounds.run))}")
     return 0
@@ -207,7 +211,7 @@ class Rounds:
             self._world = str(new_world)
         return result
 
-    def _make(self, path: Path, commands: Any) -> None:
+    def _make(self, path: Path, commands: Callable[[Path], list[list[str]]]) -> None:
         """Run the commands that write an output, unless it is there; it gets its name when they are done."""
         if path.exists():
             return
@@ -264,18 +268,22 @@ class Rounds:
         return [world] if self._reward else [world, ["fit", "reward", "--world", str(out), *data, *steps]]
 
     def _audit(self, policy: str, world: str, out: Path) -> list[str]:
+        reward = ["--reward", self._reward] if self._reward else []
+        return [
+            *("audit", policy, "--world", world, *reward, *self._simulator_flags()),
+            *(*self._audit_starts, "--json", str(out)),
+        ]
+
+    @cached_property
+    def _audit_starts(self) -> list[str]:
+        """The flags that choose the held-out starts of audits."""
         from asyncrl.simulators.build import SimulatorSource
 
         settings = self._train.evaluation.simulator_settings
         spec = SimulatorSource(name=self._simulator, settings=settings).spec()
-        starts = ["--episodes", str(self.pace.audit_episodes), "--seed", str(AUDITED)]
         if spec.trials:
-            starts = ["--trials", str(min(spec.trials, -(-self.pace.audit_episodes // len(spec.tasks))))]
-        reward = ["--reward", self._reward] if self._reward else []
-        return [
-            *("audit", policy, "--world", world, *reward, *self._simulator_flags()),
-            *(*starts, "--json", str(out)),
-        ]
+            return ["--trials", str(min(spec.trials, -(-self.pace.audit_episodes // len(spec.tasks))))]
+        return ["--episodes", str(self.pace.audit_episodes), "--seed", str(AUDITED)]
 
     def _simulator_flags(self) -> list[str]:
         settings = self._train.evaluation.simulator_settings
