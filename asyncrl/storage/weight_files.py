@@ -13,14 +13,12 @@ import re
 import struct
 import threading
 import zipfile
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, Final
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -45,7 +43,7 @@ TYPES: Final = {
 }
 """Name of a type in safetensors -> dtype."""
 _NAMES: Final = {dtype: name for name, dtype in TYPES.items()}
-_WRAPPERS: Final = ("model_state", "model_state_dict", "state_dict")
+_WRAPPERS: Final = ("module", "model_state", "model_state_dict", "state_dict")  # DeepSpeed's is the first.
 _OPEN_BYTES: Final = 2**29
 """Bytes read of a mapped ``.pth`` file before it is opened again: they count as memory of this process."""
 _SHOWN: Final = 5
@@ -127,7 +125,7 @@ class PthFile:
     def __init__(self, path: Path) -> None:
         _check_exists(path)
         self.path = path
-        self._lock, self._tensors, self._room = threading.Lock(), self._open(), _OPEN_BYTES
+        self._lock, self._tensors, self._room = threading.Lock(), load_pth(path), _OPEN_BYTES
         self.headers = {
             name: _Header(_NAMES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
             for name, tensor in self._tensors.items()
@@ -139,20 +137,9 @@ class PthFile:
         with self._lock:
             if not self._tensors or self._room < 0:
                 self._tensors.clear()
-                self._tensors, self._room = self._open(), _OPEN_BYTES
+                self._tensors, self._room = load_pth(self.path), _OPEN_BYTES
             self._room -= into.nbytes
             into.copy_(self._tensors[stored])
-
-    def _open(self) -> dict[str, Tensor]:
-        content = load_pth(self.path)
-        for wrapper in _WRAPPERS:
-            if isinstance(content, dict) and isinstance(content.get(wrapper), dict):
-                content = content[wrapper]
-        if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
-            raise CheckpointError(
-                f"{self.path} is not a state dict of tensors. Copy it again, or save `module.state_dict()`."
-            )
-        return {str(name): tensor for name, tensor in content.items()}
 
 
 def _check_exists(path: Path) -> None:
@@ -182,68 +169,70 @@ def open_files(path: Path) -> Iterator[SafetensorsFile | PthFile]:
 
 # --- torch.save without code ---
 
-_NUMBER: Final = re.compile(r"[biufc]\d{1,2}")
-_REFUSED: Final = re.compile(r"GLOBAL (\S+)")
+_OF_NUMPY: Final = ("numpy.dtype", "numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar")
+"""Of files before PyTorch 1.6, whose names are not listed without reading them."""
 _GLOBALS_LOCK: Final = threading.Lock()  # PyTorch's list of safe names is one for the process.
 
 
-class _NumberType:
-    """Stands in for `numpy.dtype`, of numbers only: NumPy's own would make any type, and change it."""
+class _PassedOver:
+    """Stands for classes and functions of a training framework, whose objects are of no use here."""
 
-    def __init__(self, code: object, *_: object) -> None:
-        if not isinstance(code, str) or not _NUMBER.fullmatch(code):
-            raise UnpicklingError(f"a NumPy type {code!r}, which is no number")
-        self.dtype = np.dtype(code)
-
-    def __setstate__(self, state: Sequence[Any]) -> None:
-        if state[1] == ">":  # Byte order; the other entries do not concern numbers.
-            self.dtype = self.dtype.newbyteorder(">")
+    def __new__(cls, *_: object, **__: object) -> Any:
+        return OrderedDict()  # The one type that PyTorch both fills and gives a state.
 
 
-def _number(kind: object, content: object) -> Any:
-    """Stand in for `numpy.core.multiarray.scalar`, which training scripts store as a validation loss."""
-    if not isinstance(kind, _NumberType) or not isinstance(content, bytes):
-        raise UnpicklingError("a NumPy scalar that is no number")
-    return np.frombuffer(content, kind.dtype, count=1)[0]
+class _NumpyPassedOver:
+    """Stands for those of NumPy, whose states are tuples."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def __setstate__(self, state: object) -> None:
+        pass
 
 
-_STAND_INS: Final[list[Any]] = [
-    (_NumberType, "numpy.dtype"),
-    (_number, "numpy.core.multiarray.scalar"),  # NumPy 1
-    (_number, "numpy._core.multiarray.scalar"),
-]
+def load_pth(path: Path) -> dict[str, Tensor]:
+    """Read the tensors of a file of `torch.save`, in and next to its state dict; runs no code.
 
-
-def load_pth(path: Path) -> Any:
-    """Read a `.pth`, `.pt` or `.bin` file of tensors, plain containers and NumPy numbers; runs no code.
+    Objects of other kinds are passed over.
 
     Returns:
-        CPU tensors of any shape and dtype, mapped if possible, in the containers of the file.
+        CPU tensors of any shape and dtype, mapped if possible.
 
     Raises:
-        CheckpointError: It is damaged, or holds anything else.
+        CheckpointError: It is damaged, names code that PyTorch blocks, or has no tensors.
     """
-    mapped = zipfile.is_zipfile(path)  # Files of PyTorch before 1.6 cannot be mapped.
     try:
-        with _GLOBALS_LOCK, torch.serialization.safe_globals(_STAND_INS):
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        mapped = zipfile.is_zipfile(path)  # Files of PyTorch before 1.6 cannot be mapped.
+        with _GLOBALS_LOCK:
+            names = torch.serialization.get_unsafe_globals_in_checkpoint(path) if mapped else _OF_NUMPY
+            stand_ins: list[Any] = [
+                (_NumpyPassedOver if name.startswith("numpy.") else _PassedOver, name) for name in names
+            ]
+            with torch.serialization.safe_globals(stand_ins):
+                content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
         if mapped:
-            check_mapped(path, content)
-        return content
+            _check_mapped(path, content)
     except Exception as error:  # The unpickler raises anything on damaged files.
-        # PyTorch's text advises to read the file all the same.
-        if refused := _REFUSED.search(str(error)):
-            raise CheckpointError(
-                f"{path} holds more than tensors and numbers: {refused[1]}. To make that again a stranger's "
-                "code could be run, so the file is not read. Take a file with the weights alone, as "
-                "`torch.save(module.state_dict(), FILE)` or safetensors write it, from whoever made this one."
-            ) from error
+        refused = re.search(r"GLOBAL (\S+)", str(error))
         inner = first_line(str(error).rpartition("WeightsUnpickler error: ")[2])
-        reason = type(error).__name__ + ("" if "weights_only" in inner else f": {inner}")
-        raise CheckpointError(f"{path} cannot be read as tensors ({reason}). Copy it again.") from error
+        # Without PyTorch's advice to read it all the same.
+        reason = type(error).__name__ if "weights_only" in inner else inner.rstrip(".")
+        raise CheckpointError(
+            f"{path} was not read: {f'it names {refused[1]}' if refused else reason}. Only the tensors of "
+            "torch.save are read, and nothing in a file is ever executed. Copy or download it again."
+        ) from error
+    tensors = dict[str, Tensor]()
+    for wrapper in (*_WRAPPERS, ""):
+        if isinstance(content, dict):
+            tensors |= {n: t for n, t in content.items() if isinstance(n, str) and isinstance(t, Tensor)}
+            content = content[wrapper] if isinstance(content.get(wrapper), dict) else content
+    if not tensors:
+        raise CheckpointError(f"{path} was not read: it holds no tensors by name. Download it again.")
+    return tensors
 
 
-def check_mapped(path: Path, content: Any) -> None:
+def _check_mapped(path: Path, content: Any) -> None:
     """Compare the tensors of a mapped file with its records, which PyTorch does only for files it reads.
 
     Raises:

@@ -510,10 +510,10 @@ def test_the_proprioception_projector_is_read_without_running_code(tmp_path: Pat
     assert found.keys() == {"fc1.weight", "fc2.bias"}
     assert found["fc1.weight"].shape == (128, 8)
     torch.save({"a": Path("x")}, file)
-    with pytest.raises(CheckpointError, match="stranger's code"):
+    with pytest.raises(CheckpointError, match="no tensors by name"):
         read_pt(file)
     file.write_bytes(b"half")
-    with pytest.raises(CheckpointError, match="cannot be read as tensors"):
+    with pytest.raises(CheckpointError, match="was not read"):
         read_pt(file)
 
 

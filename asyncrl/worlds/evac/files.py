@@ -35,7 +35,6 @@ from asyncrl.worlds.evac.published import (
     PREFIXES,
     config_of,
     grouped,
-    load_checkpoint,
     published_state,
     published_tensors,
 )
@@ -301,25 +300,18 @@ def _open_files(folder: Path) -> tuple[Files, list[CheckpointError]]:
     errors = []
     own = {_file_name(part): prefix for part, prefix in PREFIXES.items()}
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if path.suffix not in (".ckpt", ".pt", ".pth", ".bin", ".safetensors"):
+            continue
         try:
-            if path.suffix == ".safetensors":
-                source = TensorFiles(path)
-                entries = {
-                    name: Entry(shape, partial(source.read, name)) for name, shape in source.shapes.items()
-                }
-            elif path.suffix in (".ckpt", ".pt", ".pth", ".bin"):
-                tensors = load_checkpoint(path)
-                entries = {
-                    name: Entry(tensor.shape, partial(Tensor.detach, tensor))
-                    for name, tensor in tensors.items()
-                }
-            else:
-                continue
+            source = TensorFiles(path)
         except CheckpointError as error:
             errors.append(error)
             continue
         prefix = own.get(path.name, "")
-        files[path] = {prefix + name.removeprefix(_WRAPPED): entry for name, entry in entries.items()}
+        files[path] = {
+            prefix + name.removeprefix(_WRAPPED): Entry(shape, partial(source.read, name))
+            for name, shape in source.shapes.items()
+        }
     return files, errors
 
 

@@ -7,17 +7,13 @@ other direction than diffusers. OpenCLIP keeps queries, keys and values in one t
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from asyncrl.errors import CheckpointError, first_line
-from asyncrl.storage.weight_files import check_mapped
 from asyncrl.worlds.evac.conditions import (
     AutoencoderConfig,
     EvacConfig,
@@ -209,58 +205,3 @@ def _resampler_size(shapes: _Shapes, facts: Mapping[str, Any]) -> ResamplerConfi
         heads=shapes["layers.0.0.to_q.weight"][0] // head_dim,
         head_dim=head_dim,
     )
-
-
-# ---- checkpoints ---------------------------------------------------------------------------------
-
-
-class _PassedOver:
-    """Stands for classes and functions of a training framework, whose objects are of no use here."""
-
-    def __new__(cls, *_: object, **__: object) -> Any:
-        return OrderedDict()  # The one type that PyTorch both fills and gives a state.
-
-
-class _NumpyPassedOver:
-    """Stands for those of NumPy, whose states are tuples."""
-
-    def __init__(self, *_: object) -> None:
-        pass
-
-    def __setstate__(self, state: object) -> None:
-        pass
-
-
-def load_checkpoint(path: Path) -> dict[str, Tensor]:
-    """Map the tensors of a training checkpoint, in and next to its state dict; pass over other objects."""
-    try:
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-        stand_ins: list[Any] = [
-            (_NumpyPassedOver if name.startswith("numpy.") else _PassedOver, name) for name in names
-        ]
-        with torch.serialization.safe_globals(stand_ins):
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        check_mapped(path, content)
-    except Exception as error:  # On broken files PyTorch raises whatever it stumbles upon.
-        refused = re.search(r"GLOBAL (\S+)", str(error))
-        inner = first_line(str(error).rpartition("WeightsUnpickler error: ")[2])
-        # Without PyTorch's advice to read it all the same.
-        reason = (
-            f"it names {refused[1]}"
-            if refused
-            else type(error).__name__
-            if "weights_only" in inner
-            else inner
-        )
-        raise CheckpointError(
-            f"{path} was not read: {reason.rstrip('.')}. Only files of torch.save (PyTorch 1.6 or later) are "
-            "read, and only their tensors; nothing in a file is ever executed. Download it again."
-        ) from error
-    tensors: dict[str, Tensor] = {}
-    for wrapper in ("module", "state_dict", "model_state_dict", ""):  # DeepSpeed, Lightning, others
-        if isinstance(content, dict):
-            tensors |= {n: t for n, t in content.items() if isinstance(n, str) and isinstance(t, Tensor)}
-            content = content[wrapper] if isinstance(content.get(wrapper), dict) else content
-    if not tensors:
-        raise CheckpointError(f"{path} was not read: it holds no tensors by name. Download it again.")
-    return tensors
