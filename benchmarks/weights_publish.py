@@ -44,9 +44,7 @@ from weights_parties import (
 )
 
 from asyncrl.messaging.sockets import private_folder
-from asyncrl.weights.publisher import BroadcastPublisher, build_publisher
-
-STAGES = ("packing", "summing", "announcing", "broadcasting", "receipts")
+from asyncrl.weights.publisher import STAGES, BroadcastPublisher, build_publisher
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +235,7 @@ def quiet_rounds(channel: Channel) -> tuple[list[float], dict[str, float], float
         channel.await_all()
         totals.append(time.monotonic() - began)
         for stage in STAGES:
-            stages[stage].append(getattr(channel.publisher.sent, stage))
+            stages[stage].append(channel.publisher.sent.stages[stage])
         for version, took in channel.processes.order("swap"):
             assert version == channel.version, f"an actor holds version {version} of {channel.version}"
             swaps.append(took)

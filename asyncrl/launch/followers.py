@@ -213,8 +213,7 @@ class HostRelay:
         """Begin to receive, and write the note for the other ranks of the host."""
         from asyncrl.weights.interface import PULL
         from asyncrl.weights.publisher import build_publisher
-        from asyncrl.weights.receiver import build_receiver
-        from asyncrl.weights.relay import Relay
+        from asyncrl.weights.receiver import Relay, build_receiver
         from asyncrl.weights.server import ServerSettings
 
         deadline, identity = config.weights.timeout, info.identity

@@ -1,7 +1,4 @@
-"""Double buffers of the two ends: a version is packed, or received, while the one before is read.
-
-The learner packs one set while the publisher sends the other; a version that was not sent yet is replaced.
-"""
+"""Double buffers of the two ends: a version is packed, or received, while the one before is read."""
 
 from __future__ import annotations
 
@@ -31,9 +28,9 @@ class PackedVersion:
     version: int
     buffer_index: int
     packed: torch.cuda.Event | None
-    """Reached once the copies into the buffers are done; absent on the CPU."""
+    """End of the copies into the buffers; None on the CPU."""
     began: float
-    """Time of the call of `pack`, in seconds of `time.monotonic`."""
+    """Start of `pack`, in seconds of `time.monotonic`."""
 
     @property
     def complete(self) -> bool:
@@ -42,12 +39,11 @@ class PackedVersion:
 
 
 class DoubleBuffer:
-    """Packed by the learner's thread, sent by the publisher's."""
+    """Buffers that the learner's thread packs and the publisher's sends; an unsent version is replaced."""
 
     def __init__(
         self, device: torch.device, allocate: Callable[[packing.Manifest], packing.Buffers] | None = None
     ) -> None:
-        """Begin empty; `allocate` makes the two sets when the first version is packed."""
         self.device = device
         self._allocate = allocate or (lambda manifest: packing.allocate(manifest, device))
         self._lock = threading.Lock()
@@ -56,17 +52,12 @@ class DoubleBuffer:
         self._holders = 0
         self.buffer_pair: BufferPair = ([], [])
         self._views: list[dict[str, Tensor]] = []
-        """Views of the tensors in the two sets."""
         self.manifest: packing.Manifest | None = None
-        """Layout of the buffers; absent until the first version is packed."""
+        """None until the first version is packed."""
         self.newest = -1
-        """Version that was packed last."""
 
     def pack(self, source: WeightSource, version: int) -> None:
-        """Let the source write into the set that is not being sent.
-
-        On CUDA in stream order: the next update runs after the copies, and the thread does not wait for them.
-        """
+        """Let the source write into the free set; on CUDA in stream order, without waiting for the copies."""
         began = time.monotonic()
         buffer_index = self._begin(source.manifest, version)
         # Without the lock: sharded weights are gathered here, and others must not wait for that.
@@ -78,7 +69,6 @@ class DoubleBuffer:
             self.newest = version
 
     def _begin(self, manifest: packing.Manifest, version: int) -> int:
-        """Return the set to pack, which is neither sent nor read until it is pending again."""
         with self._lock:
             if version <= self.newest:
                 raise stale_version(version, self.newest)
@@ -92,10 +82,7 @@ class DoubleBuffer:
             return 0 if self._current is None else 1 - self._current.buffer_index
 
     def promote(self) -> PackedVersion | None:
-        """Make the newest packed version the one to send, unless its predecessor is held.
-
-        Its predecessor's set may be packed from now on. None: the first one is still being packed.
-        """
+        """Make the newest version the one to send, unless its predecessor is held; None before the first."""
         with self._lock:
             if self._pending is not None and not self._holders:
                 self._current, self._pending = self._pending, None
@@ -139,7 +126,7 @@ class HostVersion:
 
 
 class HostVersions:
-    """Copies of the newest versions that pullers asked for. Used by one thread, and filled by another."""
+    """Host copies of the newest versions, for pullers. Used by one thread, and filled by another."""
 
     def __init__(self, buffers: DoubleBuffer, wake: Callable[[], None]) -> None:
         self._buffers, self._wake = buffers, wake
@@ -155,10 +142,7 @@ class HostVersions:
         return sorted(self._copies)
 
     def newest(self, wanted: set[int]) -> HostVersion | None:
-        """Return the newest copy, and begin to copy the version that is sent now.
-
-        When a new copy is there, those that are not `wanted` go.
-        """
+        """Return the newest copy, and begin to copy a newer version; then only `wanted` copies stay."""
         while self._made:
             copy = self._made.popleft()
             if isinstance(copy, Exception):
@@ -175,11 +159,11 @@ class HostVersions:
         return newest
 
     def get(self, version: int) -> HostVersion | None:
-        """Return the copy of a version, if it is there."""
+        """Return the copy of a version, or None."""
         return self._copies.get(version)
 
     def clear(self) -> None:
-        """Forget all copies, also one that was made in vain."""
+        """Free all copies."""
         if self._made:
             self._made.clear()
             self._copying = False
@@ -202,16 +186,14 @@ class HostVersions:
 
 @dataclass
 class _Set:
-    """The buffers of one version."""
-
     buffers: packing.Buffers
     views: dict[str, Tensor]
     read: torch.cuda.Event | None = None
-    """Reached once the last swap has read them; absent on the CPU, and before the first swap."""
+    """End of the last swap from it; None on the CPU, and before the first."""
 
 
 class BufferedReceiver:
-    """The actor's side of a receiver: a `Receiver` whose subclass fills the spare buffers on a thread."""
+    """The actor's side of a `Receiver`: a subclass fills the spare buffers on its own thread."""
 
     def __init__(
         self,
@@ -221,13 +203,12 @@ class BufferedReceiver:
         device: torch.device,
         deadline: float,
     ) -> None:
-        """Begin without a version; without a manifest, the learner's is adopted."""
         self._name, self._endpoint, self._manifest = name, endpoint, manifest
         self._device, self._deadline = device, deadline
         self._spare: _Set | None = None
-        """Destination of the next version; made when it comes: no answer to an offer waits for it."""
+        """Destination of the next version, made when it comes."""
         self._complete: _Set | None = None
-        """The newest complete version; absent before the first."""
+        """The newest complete version."""
         # Everything below is shared between the two threads and guarded by this condition.
         self._changed = threading.Condition()
         self._version, self._held = -1, -1
@@ -286,10 +267,7 @@ class BufferedReceiver:
                 self._changed.wait(wait)
 
     def hand_on(self, version: int, action: Callable[[Mapping[str, Tensor], int], object]) -> int:
-        """Call `action` with the newest complete version if it is newer than `version`; returns which it is.
-
-        The tensors stay as they are until `action` returns.
-        """
+        """Call `action` with the newest complete version if it is newer than `version`; return its number."""
         with self._changed:
             if self._version > version:
                 assert self._complete is not None  # It holds the version.
@@ -298,7 +276,7 @@ class BufferedReceiver:
         return version
 
     def require_alive(self) -> None:
-        """Check that versions may still come."""
+        """Raise the receiver's failure, after which no version comes."""
         if isinstance(self._failure, AttemptEnded):
             raise self._failure
         if self._failure is not None:
@@ -307,7 +285,6 @@ class BufferedReceiver:
     # --- the receiver's thread ---
 
     def _spare_buffers(self) -> packing.Buffers:
-        """The spare buffers; later work on the current stream runs after the last swap has read them."""
         if self._spare is None:
             assert self._manifest is not None
             buffers = packing.allocate(self._manifest, self._device)
@@ -331,7 +308,6 @@ class BufferedReceiver:
             self._changed.notify_all()
 
     def _fail(self, error: Exception) -> None:
-        """Keep the error for the actor's next call."""
         with self._changed:
             self._failure = error
             self._changed.notify_all()

@@ -15,7 +15,7 @@ from asyncrl.weights.interface import Link
 ABORT_SECONDS = 10.0
 """Longest wait for an aborted link; NCCL needs about half a second."""
 POLL_SECONDS = 0.02
-"""How often a bounded action asks whether it has become pointless."""
+"""Seconds between two checks of a bounded action."""
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ def run_bounded(
     wait: Callable[[float], object] | None = None,
     wake: Callable[[], None] = lambda: None,
 ) -> T:
-    """Run `action`, which may block for ever, on a thread of its own, and leave it there if it does not end.
+    """Run `action` on a thread of its own, which is abandoned if it does not end.
 
     Args:
         seconds: Deadline, counted from the last change of `progress`.
@@ -68,7 +68,7 @@ def run_bounded(
 
 
 class TransportSession:
-    """The link of the current epoch, if there is one. Used by one thread."""
+    """The link of the current epoch. Used by one thread."""
 
     def __init__(
         self,
@@ -77,7 +77,6 @@ class TransportSession:
         wait: Callable[[float], object] | None = None,
         wake: Callable[[], None] = lambda: None,
     ) -> None:
-        """Begin without a link; the arguments are those of `run_bounded` for all its actions."""
         self._how: dict[str, Any] = {"seconds": seconds, "given_up": given_up, "wait": wait, "wake": wake}
         self._link: Link | None = None
 
@@ -90,17 +89,17 @@ class TransportSession:
         return run_bounded(action, what=what, progress=progress, **self._how)
 
     def form(self, what: str, make: Callable[[], Link]) -> None:
-        """Make the link, all members at the same time. Raises as `run_bounded` does."""
+        """Make the link; all members do at the same time."""
         self._link = self._run(what, make)
 
     def use(self, what: str, action: Callable[[Link], None]) -> None:
-        """Broadcast over the link. Raises as `run_bounded` does."""
+        """Broadcast over the link."""
         link = self._link
         assert link is not None
         self._run(what, lambda: action(link), lambda: getattr(link, "moved", 0))
 
     def drop(self) -> None:
-        """Abort and free the link, if there is one, without ever blocking for long or failing."""
+        """Abort and free the link, without blocking for long or failing."""
         if self._link is None:
             return
         # Freed where it is aborted: its destructor joins threads of its own, and may wait as well.

@@ -1,7 +1,7 @@
 """Publisher and Receiver, the two ends of the weight channel; Transport, the carrier of its bytes.
 
-All receivers agree with the learner through one socket (`server`); most get the bytes by a carrier:
-shared_memory, cuda_ipc or nccl. With `pull` they fetch pieces over the socket, from any host.
+All receivers agree with the learner through one socket (`server`). The bytes come by shared memory, CUDA
+IPC or NCCL; with `pull` in pieces over the socket, from any host.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ PULL: Final = "pull"
 Named = Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]]
 """An actor's tensors by name, or a function that returns them."""
 BufferPair = tuple[Buffers, Buffers]
-"""The learner's two buffer sets, by buffer index: one is sent while the other is packed."""
+"""The learner's two buffer sets, by buffer index."""
 
 
 class WeightSource(Protocol):
-    """The learner's weights, in its own types and perhaps spread over its ranks."""
+    """The learner's weights, in its own dtypes and perhaps sharded over its ranks."""
 
     @property
     def manifest(self) -> Manifest:
-        """Names, whole shapes, and the dtypes in which actors hold the weights; fixed for a run."""
+        """Names, full shapes, and the actors' dtypes; fixed for a run."""
         ...
 
     def write(self, targets: Mapping[str, Tensor]) -> None:
-        """Write every tensor, cast, into its place. A collective of the learner ranks if they are sharded.
+        """Write every tensor, cast, into its place; collective if sharded.
 
         Args:
-            targets: Rank 0: a tensor for every entry of `manifest`, all on one device. Other ranks: empty.
+            targets: Rank 0: a tensor per entry of `manifest`, all on one device. Other ranks: empty.
         """
 
 
 class WholeTensors:
-    """Tensors that lie whole in this process. A `WeightSource`."""
+    """A `WeightSource` of unsharded tensors."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
@@ -58,31 +58,29 @@ class WholeTensors:
 
 
 def as_weight_source(weights: WeightSource | Mapping[str, Tensor]) -> WeightSource:
-    """Return tensors by name, of any shapes and dtypes, as a source; a source as it is."""
+    """Return tensors by name as a source; a source as it is."""
     return WholeTensors(weights) if isinstance(weights, Mapping) else weights
 
 
 class ChannelClosed(WeightSyncError):
-    """The learner ended the run before an actor had weights. Not a failure: the actor ends too."""
+    """The learner ended the run before an actor had weights: the actor ends too, without a failure."""
 
 
 class Publisher(Protocol):
     """The learner's end. Used by one thread of learner rank 0."""
 
     def publish(self, weights: WeightSource | Mapping[str, Tensor], version: int) -> None:
-        """Copy the weights and return at once; a version that was not sent yet is replaced.
-
-        A collective of the learner ranks if `weights` is a sharded source.
+        """Copy the weights and return at once; collective if sharded. An unsent version is replaced.
 
         Raises:
             WeightSyncError: `version` is old, the tensors changed their shape, or the channel broke down.
         """
 
     def wait_for_first(self, version: int, deadline: float, actors: int = 1) -> None:
-        """Wait until `actors` actors hold `version` or a newer one, at most `deadline` seconds.
+        """Wait until `actors` actors hold `version` or a newer one.
 
         Raises:
-            WeightSyncError: names the actors that hold it and those that do not.
+            WeightSyncError: Some do not within `deadline` seconds.
         """
 
     def status(self) -> dict[Metric, float]:
@@ -90,7 +88,7 @@ class Publisher(Protocol):
         ...
 
     def close(self) -> None:
-        """Announce to the actors that no version will follow, and stop. May be called twice."""
+        """Announce that no version will follow, and stop. May be called twice."""
 
 
 class NullPublisher:
@@ -115,25 +113,24 @@ class Receiver(Protocol):
     """An actor's end. Used by one thread of the actor."""
 
     def wait_for_first(self, deadline: float) -> int:
-        """Wait for the first complete version and return it, without copying it anywhere.
+        """Wait for the first complete version and return its number.
 
         Raises:
-            ChannelClosed: none will follow.
-            WeightSyncError: none arrived within `deadline` seconds, or the policies differ.
+            ChannelClosed: None will follow.
+            WeightSyncError: None arrived within `deadline` seconds, or the policies differ.
         """
         ...
 
     def swap_into(self, tensors: Named) -> int:
-        """Copy the newest complete version into the tensors, in place, if it is newer.
+        """Copy the newest complete version into the tensors, if it is newer, in the current stream's order.
 
-        Never waits for the network, nor for the device: the copies run in the order of the current stream.
         A function is called only for a newer version: naming a thousand tensors takes milliseconds.
 
         Returns:
             The version that `tensors` now hold; -1 before the first.
 
         Raises:
-            WeightSyncError: the policies differ, or the learner has been gone for longer than the deadline.
+            WeightSyncError: The policies differ, or the learner was silent beyond the deadline.
         """
         ...
 
@@ -141,41 +138,34 @@ class Receiver(Protocol):
         """Wait until a version newer than `version` can be swapped in, at most `wait` seconds."""
 
     def close(self) -> None:
-        """Leave the group and stop. May be called twice."""
+        """Leave and stop. May be called twice."""
 
 
 class Link(Protocol):
-    """The connection of one epoch between the learner (rank 0) and its members; every call may block.
+    """Connection of one epoch between the learner (rank 0) and its members; every call may block.
 
-    A link may count in `moved` the pieces that it carried so far: a slow network is no dead peer.
+    Its optional `moved` counts the pieces carried so far: a slow network is no dead peer.
     """
 
     def send(self, buffer_index: int) -> None:
         """Send a buffer set, 0 or 1, to all members; does nothing where members copy it."""
 
     def receive(self, buffer_index: int, into: Buffers) -> None:
-        """Receive a buffer set, 0 or 1, into ``[E]`` buffers of the learner's sizes on `Transport.device`."""
+        """Receive a buffer set, 0 or 1, into ``[E]`` buffers of the learner's sizes."""
 
     def abort(self) -> None:
         """End the link from any thread; a blocked call is freed at once, or at its timeout."""
 
 
 class Transport(Protocol):
-    """Makes links. One object per process, used for all epochs of a run.
-
-    It may have a method `allocate` that makes a buffer set of the learner, as `packing.allocate` does.
-    """
+    """Makes all links; an optional `allocate` makes the learner's buffers, as `packing.allocate`."""
 
     device: torch.device
-    """Where the buffers have to be."""
+    """Device of the buffers."""
 
     @classmethod
     def build(cls, device: torch.device, deadline: float) -> Self:
-        """Return a transport for a process with this device; a broadcast fails after `deadline` seconds.
-
-        Raises:
-            ConfigError: the transport needs a GPU and `device` is none.
-        """
+        """Build the transport of a process; a broadcast fails after `deadline` seconds."""
         ...
 
     def side_stream(self) -> AbstractContextManager[object]:
@@ -183,33 +173,29 @@ class Transport(Protocol):
         ...
 
     def connect_root(self, store: Store, size: int, buffers: BufferPair) -> Link:
-        """Form a link as rank 0 of `size`, at least 2; blocks until all are there.
+        """Form a link as rank 0 of `size`, at least 2, through this epoch's store.
 
-        The store is this epoch's alone; the buffers are the same tensors for every link of a run.
+        Args:
+            buffers: The same tensors for every link of a run.
         """
         ...
 
     def connect_member(self, store: Store, rank: int, size: int) -> Link:
-        """Form a link as rank `rank` (1 or more) of `size`; blocks until all are there."""
+        """Form a link as another rank; blocks until all are there."""
         ...
 
 
 def build_transport(name: str, device: torch.device, deadline: float) -> Transport:
-    """Return the transport called `name`: a built-in one, or 'package.module:Class' of the user.
-
-    Raises:
-        ConfigError: the name is unknown, or the transport needs a GPU and `device` is none.
-    """
+    """Build a built-in transport, or the user's 'package.module:Class'."""
     transport: type[Transport] = resolve("transport", name)
     return transport.build(device, deadline)
 
 
 def open_store(address: str, seconds: float) -> Store:
-    """Open the store through which the members of one epoch set up their link.
+    """Open the store through which the members of one epoch form their link.
 
     Args:
-        address: ``file://PATH`` in the run's private folder, so that nothing listens and a process that is
-            halted while it locks an old epoch's file blocks no other epoch; or ``tcp://HOST:PORT/PREFIX``.
+        address: ``file://PATH`` in the run's private folder, or ``tcp://HOST:PORT/PREFIX``.
         seconds: Longest wait for a key.
     """
     from torch.distributed import FileStore, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]

@@ -1,7 +1,6 @@
 """Copy named tensors into one flat buffer per dtype, and out of it again; checksums of the buffers.
 
-Learner and actor derive the manifest from their own policy; when the two differ, nothing is sent.
-E: elements of one buffer, all tensors of one dtype, each padded to a multiple of 16 bytes.
+E: elements of a buffer: all tensors of one dtype, each padded to a multiple of 16 bytes.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from torch import Tensor
 from asyncrl.errors import WeightSyncError
 
 ALIGNMENT = 16
-"""Bytes. Every tensor starts at a multiple of it, so that copies stay vectorised and int64 sums fit."""
+"""Bytes. Every tensor starts at a multiple, so that copies stay vectorised and int64 sums fit."""
 
 LARGE = 2**22
 """Bytes from which on a tensor is copied by a kernel of its own."""
 FOLD = 4096
-"""Words per row of the table as which a buffer is added up."""
+"""Words per row of the table as which a buffer is summed."""
 CACHED_ROWS = 32
 """Rows (1 MiB) that are still in a CPU's cache when they are read again."""
 
@@ -35,7 +34,7 @@ Buffers = list[Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """Where one tensor lies."""
+    """Place of one tensor."""
 
     name: str
     dtype: str
@@ -52,7 +51,7 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The table of contents of the buffers; entries are sorted by name."""
+    """Table of contents of the buffers, sorted by name."""
 
     entries: tuple[Entry, ...]
 
@@ -76,12 +75,12 @@ class Manifest:
         return zlib.crc32(self.to_json().encode())
 
     def to_json(self) -> str:
-        """Write the manifest so that `from_json` reads it back."""
+        """Format for `from_json`."""
         return json.dumps([[e.name, e.dtype, list(e.shape), e.offset] for e in self.entries])
 
     @staticmethod
     def from_json(text: str | bytes) -> Manifest:
-        """Read a manifest."""
+        """Parse the text of `to_json`."""
         try:
             rows = json.loads(text)
             entries = tuple(
@@ -100,11 +99,7 @@ def build_manifest(tensors: Mapping[str, Tensor], types: Mapping[str, torch.dtyp
     """Lay out tensors one after another, sorted by name, one buffer per dtype.
 
     Args:
-        tensors: Only shape and dtype are read.
-        types: Dtypes in which they travel, by name; None: their own.
-
-    Raises:
-        WeightSyncError: there is no tensor at all.
+        types: Their dtypes in the buffers, by name; None: their own.
     """
     if not tensors:
         raise WeightSyncError(
@@ -121,11 +116,7 @@ def build_manifest(tensors: Mapping[str, Tensor], types: Mapping[str, torch.dtyp
 
 
 def require_same(learner: Manifest, actor: Manifest, actor_name: str) -> None:
-    """Check that two policies have the same shapes.
-
-    Raises:
-        WeightSyncError: names the first tensor that differs, in order of name, and both shapes.
-    """
+    """Raise WeightSyncError, which names the first difference, unless two policies have the same tensors."""
     if learner == actor:
         return
     theirs = {entry.name: entry for entry in learner.entries}
@@ -143,7 +134,7 @@ def require_same(learner: Manifest, actor: Manifest, actor_name: str) -> None:
 
 
 def allocate(manifest: Manifest, device: torch.device) -> Buffers:
-    """Return zeroed ``[E]`` buffers, one per dtype, on `device`."""
+    """Return zeroed ``[E]`` buffers, one per dtype."""
     sizes = manifest.sizes
     buffers = [torch.zeros(sizes[d], dtype=getattr(torch, d), device=device) for d in manifest.dtypes]
     if device.type == "cuda":
@@ -152,7 +143,7 @@ def allocate(manifest: Manifest, device: torch.device) -> Buffers:
 
 
 def views_in(manifest: Manifest, buffers: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Return every tensor as a view of its buffer, by name. Worth keeping: each takes 5 us."""
+    """Return every tensor as a view of its buffer, by name; each takes 5 us."""
     buffer_of = dict(zip(manifest.dtypes, buffers, strict=True))
     return {
         e.name: buffer_of[e.dtype].narrow(0, e.offset, e.elements).view(e.shape) for e in manifest.entries
@@ -160,15 +151,12 @@ def views_in(manifest: Manifest, buffers: Sequence[Tensor]) -> dict[str, Tensor]
 
 
 def fill(into: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> None:
-    """Copy by name, in place and cast: each of `into` from `source`, which has at least its names."""
+    """Copy by name, in place and cast."""
     copy(list(into.values()), [source[name] for name in into])
 
 
 def copy(into: Sequence[Tensor], source: Sequence[Tensor]) -> None:
-    """Copy one by one, in place and cast: no temporaries, one read and one write.
-
-    Many small tensors share a kernel; a large one has its own, which alone reaches the memory's speed.
-    """
+    """Copy one by one, in place and cast: small tensors share a kernel, a large one has its own."""
     small_into, small_source = list[Tensor](), list[Tensor]()
     with torch.no_grad():
         for target, tensor in zip(into, source, strict=True):
@@ -183,15 +171,12 @@ def copy(into: Sequence[Tensor], source: Sequence[Tensor]) -> None:
 
 
 def total_bytes(buffers: Buffers) -> int:
-    """Return the size of one broadcast in bytes."""
+    """Sum the bytes of the buffers."""
     return sum(buffer.nbytes for buffer in buffers)
 
 
 def checksum(buffers: Buffers) -> int:
-    """Sum up all buffers, in ``[-2**63, 2**63)``, the same on every device; waits for the stream on CUDA.
-
-    crc32, of a CPU alone, takes four times as long.
-    """
+    """Sum all buffers, in ``[-2**63, 2**63)``, the same on every device; waits for the stream on CUDA."""
     sums = [weighted_sum(buffer) for buffer in buffers]  # All are queued before the first is waited for.
     total = 0
     for one in sums:
@@ -200,14 +185,10 @@ def checksum(buffers: Buffers) -> int:
 
 
 def weighted_sum(buffer: Tensor) -> Tensor:
-    """Add up a buffer's words, each times an odd number of its own, modulo 2^64.
+    """Sum a buffer's words, each times an odd number of its own, modulo 2^64; ``[]`` int64, not waited for.
 
-    A word that changes always changes the sum, and so does one that lies elsewhere, in all but a fraction of
-    2^-60 of the cases or so. Row and column of a word each give a part of its factor, so the factors need no
-    tensor as large as the buffer.
-
-    Args:
-        buffer: ``[E]`` of any dtype, a multiple of 8 bytes. Returns ``[]`` int64, not waited for.
+    A changed word always changes the sum, and a moved one in all but 2^-60 of the cases. The factors are
+    made of row and column, so they need no tensor as large as the buffer.
     """
     words = buffer.view(torch.int64)
     rows, rest = divmod(words.numel(), FOLD)  # The last words may be left over.
@@ -221,7 +202,7 @@ def weighted_sum(buffer: Tensor) -> Tensor:
 
 
 def _cached_sums(table: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum the rows and the columns of ``[R, FOLD]`` int64 on the CPU; returns ``[R]`` and ``[FOLD]``."""
+    """Sum rows and columns of ``[R, FOLD]`` int64 by numpy, which is faster than torch on cached blocks."""
     array = table.numpy()  # Of numpy, whose sums of cached blocks take less than torch's.
     of_rows, of_columns = np.empty(len(array), np.int64), np.zeros(FOLD, np.int64)
     for start in range(0, len(array), CACHED_ROWS):
@@ -232,14 +213,14 @@ def _cached_sums(table: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scattered(count: int, device: torch.device) -> Tensor:
-    """``[count]`` int64 numbers without a pattern, always the same ones (the mixing steps of splitmix64)."""
+    """Return ``[count]`` fixed int64 numbers without a pattern (the mixing steps of splitmix64)."""
     found = torch.arange(1, count + 1, device=device) * -0x61C8864680B583EB
     found = (found ^ ((found >> 30) & (2**34 - 1))) * -0x40A7B892E31B1A47
     return found ^ ((found >> 27) & (2**37 - 1))
 
 
 def as_bytes(buffer: Tensor) -> Tensor:
-    """View a buffer ``[E]`` as ``[bytes]`` uint8, so that every dtype travels through every transport."""
+    """View a buffer ``[E]`` as ``[bytes]`` uint8."""
     return buffer.view(torch.uint8)
 
 

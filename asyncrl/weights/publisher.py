@@ -10,8 +10,8 @@
     receipts  all members sent `took`                         -> linked; the set before may be packed again
     any       deadline, failure or death of a member          -> idle, after a pause that grows
 
-An epoch is one passage from idle to idle, with a fixed set of members. The next version is promoted only when
-no member may still read the buffers that it replaces: after all receipts, or in a new epoch.
+An epoch is one passage from idle to idle. A version is promoted only when no member may still read the
+buffers that it replaces: after all receipts, or in a new epoch.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -50,37 +50,34 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 IDLE_SECONDS = 0.1
-"""Longest wait for messages and versions until members are looked after again."""
+"""Longest wait for messages and versions."""
 PACKING_POLL_SECONDS = 0.0005
-"""Pause between two polls of whether the device has packed a version."""
+"""Seconds between two polls of the device's packing."""
 READY_SECONDS = 2.0
-"""Longest wait for the members' answer to `group`, which involves no weights."""
+"""Longest wait for the members' answer to `group`."""
+STAGES: Final[tuple[str, ...]] = ("packing", "summing", "announcing", "broadcasting", "receipts")
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class BroadcastTimings:
-    """Seconds of the stages of the last broadcast, one after another."""
+class Broadcast:
+    """The last broadcast."""
 
     version: int = -1
     members: int = 0
     hosts: int = 0
     """Members on other hosts."""
-    packing: float = 0.0
-    """From the call of `publish`: gathering, casting and packing."""
-    summing: float = 0.0
-    announcing: float = 0.0
-    broadcasting: float = 0.0
-    receipts: float = 0.0
+    stages: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of each of `STAGES`, one after another; `packing` begins with `publish`."""
 
     @property
     def seconds(self) -> float:
         """Duration from the announcement to the last receipt."""
-        return self.announcing + self.broadcasting + self.receipts
+        return sum(self.stages.get(stage, 0.0) for stage in STAGES[2:])
 
 
 class BroadcastPublisher:
-    """Publishes over a socket and a transport. A `Publisher`; build it with `build_publisher`."""
+    """A `Publisher` over a socket and a transport; built by `build_publisher`."""
 
     def __init__(self, transport: Transport, path: Path, deadline: float, settings: ServerSettings) -> None:
         self._transport, self._path, self._deadline = transport, path, deadline
@@ -100,7 +97,7 @@ class BroadcastPublisher:
         self._sent_in_epoch = -1
         self._failed_in_a_row = 0
         self._packing = False  # True while the device copies the version to send into its buffers.
-        self.sent = BroadcastTimings()
+        self.sent = Broadcast()
         self._waiting_for = "no actor has registered"
         self._failure: Exception | None = None
         self._closing = False
@@ -131,7 +128,7 @@ class BroadcastPublisher:
                 self.server.changed.wait(min(left, POLL_SECONDS))
 
     def versions_held(self) -> dict[str, int]:
-        """Return the version that each registered receiver holds, by name; -1 before the first."""
+        """Return the version of each registered receiver by name; -1 before the first."""
         with self.server.changed:
             return {each.name: each.held for each in self.server.subscribers.values()}
 
@@ -207,7 +204,7 @@ class BroadcastPublisher:
             self._stores = None
 
     def _step(self) -> bool:
-        """Form a group or send a version if one is due. Returns True if one was sent."""
+        """Form a group or send a version if one is due; True if one was sent."""
         if self._buffers.manifest is None:
             return False
         if self._epoch_failed or tuple(self.server.members()) != self._members:
@@ -222,7 +219,7 @@ class BroadcastPublisher:
         return self._attempt(f"sending version {current.version}", lambda: self._send(current))
 
     def _pause(self) -> None:
-        """Wait for messages or a version; after failures, which wake this thread too, for longer."""
+        """Wait for messages or a version; after failures for longer."""
         if self._failed_in_a_row:
             until = time.monotonic() + min(1.0, POLL_SECONDS * 2**self._failed_in_a_row)
             while time.monotonic() < until and not self._closing:
@@ -234,7 +231,7 @@ class BroadcastPublisher:
             self.server.turn(IDLE_SECONDS)
 
     def _attempt(self, what: str, action: Callable[[], None]) -> bool:
-        """Do something that dead or slow members can spoil: False then, and a new epoch comes next."""
+        """Run an action that dead or slow members can spoil; False then, and a new epoch comes next."""
         names = _names(self.server.members())
         self._waiting_for = f"{what} (to: {names})"
         try:
@@ -254,7 +251,6 @@ class BroadcastPublisher:
         self._session.drop()
 
     def _forget_store(self) -> None:
-        """Delete the file of this epoch's link, which is formed or given up."""
         # While it is there, torch's destructor of the store writes into it, which a full disk makes fatal.
         self._store_file.unlink(missing_ok=True)
 
@@ -263,7 +259,6 @@ class BroadcastPublisher:
         return self._path.with_name(f"{self._path.name}.{self._epoch}")
 
     def _form(self) -> None:
-        """Form a new epoch of all members that answer."""
         self._drop_link()
         self._epoch += 1
         self._members, self._sent_in_epoch, self._epoch_failed = tuple(self.server.members()), -1, False
@@ -292,7 +287,6 @@ class BroadcastPublisher:
             self._session.form("forming the weight group", form)
 
     def _send(self, snapshot: PackedVersion) -> None:
-        """Send one version to all members and wait until they have it."""
         version, index, times = snapshot.version, snapshot.buffer_index, [snapshot.began, time.monotonic()]
         with self._transport.side_stream():
             checksum = packing.checksum(self._buffers.buffer_pair[index])
@@ -314,17 +308,16 @@ class BroadcastPublisher:
         if self._sent_in_epoch < 0:
             self._forget_store()  # All members used it, so all have formed it.
         self._sent_in_epoch, self._failed_in_a_row = version, 0
-        names = ("packing", "summing", "announcing", "broadcasting", "receipts")
-        stages = dict(zip(names, (b - a for a, b in pairwise(times)), strict=True))
+        stages = dict(zip(STAGES, (b - a for a, b in pairwise(times)), strict=True))
         hosts = sum(not member.started for member in self._members)
         with self.server.changed:
-            self.sent = BroadcastTimings(version=version, members=len(self._members), hosts=hosts, **stages)
+            self.sent = Broadcast(version=version, members=len(self._members), hosts=hosts, stages=stages)
             for member in self._members:
                 member.held = version
             self.server.changed.notify_all()
 
     def _await_members(self, answered: Callable[[Subscriber], bool], seconds: float) -> list[Subscriber]:
-        """Wait for all members' answer; returns those that are late, which are left behind."""
+        """Wait for all members' answer; return the late ones, which are left behind."""
         until = time.monotonic() + seconds
         while late := [member for member in self._members if not answered(member)]:
             if reason := self._given_up():
@@ -347,7 +340,7 @@ class BroadcastPublisher:
 
 
 def _serve_stores(address: str) -> tuple[TCPStore, str]:
-    """Open a TCPStore for the links of all epochs; returns it and its address."""
+    """Open a TCPStore for the links of all epochs, and return its address."""
     import socket
 
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -373,11 +366,7 @@ def build_publisher(
     deadline: float = 60.0,
     settings: ServerSettings = ServerSettings(),  # noqa: B008 - it is frozen
 ) -> BroadcastPublisher:
-    """Open the weight channel on learner rank 0.
-
-    Raises:
-        ConfigError: an address is not allowed or taken, or the transport needs a GPU.
-    """
+    """Open the weight channel on learner rank 0."""
     carrier = build_transport(transport, torch.device(device), deadline)
     return BroadcastPublisher(carrier, path, deadline, settings)
 

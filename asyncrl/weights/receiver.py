@@ -1,7 +1,7 @@
 """Receive the learner's versions, and swap the newest one into the policy between two decisions.
 
-The receiver's thread loops over the messages of the learner's socket (`server`), also while it forms a link,
-receives or fetches: a newer epoch or the end of the run ends these. An unanswered question is repeated.
+The receiver's thread handles the messages of the learner's socket (`server`), also while it forms a link,
+receives or fetches: a newer epoch or the end of the run ends these.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 import zmq
 from torch import Tensor
 
-from asyncrl.errors import AttemptEnded, WeightSyncError, WireError
+from asyncrl.errors import AsyncRLError, AttemptEnded, WeightSyncError, WireError
 from asyncrl.messaging.keys import ClientKeys, Handshakes
 from asyncrl.messaging.sockets import LINGER_MS, open_dealer
 from asyncrl.messaging.weight_messages import CHUNK, WeightMessage, decode, encode
@@ -28,19 +28,21 @@ from asyncrl.storage.run_owner import NO_RUN, RunIdentity
 from asyncrl.weights import packing
 from asyncrl.weights.buffers import BufferedReceiver
 from asyncrl.weights.deadlines import ABORT_SECONDS, TransportSession
-from asyncrl.weights.interface import PULL, Link, Transport, build_transport, open_store
+from asyncrl.weights.interface import PULL, Link, Publisher, Transport, build_transport, open_store
 from asyncrl.weights.server import WakeableSocket
 
 IN_FLIGHT: Final = 8
-"""Pieces asked for at the same time: the queues hold at most this many."""
+"""Pieces requested at the same time, at most."""
 ASK_AGAIN: Final = 10.0
-"""Seconds without any answer until a question is repeated."""
+"""Seconds without an answer until a question is repeated."""
 MAX_DAMAGED: Final = 3
 """Damaged messages or versions in a row after which a receiver gives up."""
 CLOSE_SECONDS: Final = 2 * ABORT_SECONDS
-"""Longest wait of `close`; saying good-bye takes up to 2 s without a listener."""
+"""Longest wait of `close`."""
 MAX_REASON: Final = 2000
 """Letters of a reason that is sent."""
+RELAY_POLL: Final = 0.5
+"""Seconds between two checks of a relay for the run's end."""
 _SLICE: Final = 0.1
 _log = logging.getLogger(__name__)
 
@@ -48,12 +50,11 @@ Piece = tuple[int, int, int]
 """Buffer, first byte and number of bytes."""
 
 
-class _Closing(Exception):
-    """This receiver is being closed, or the learner closed the channel."""
+class _Closing(Exception): ...
 
 
 class WeightReceiver(BufferedReceiver):
-    """Receives over the learner's socket and a transport. Build it with `build_receiver`."""
+    """Receives over the learner's socket and a transport, or by pulling; built by `build_receiver`."""
 
     def __init__(
         self,
@@ -65,7 +66,6 @@ class WeightReceiver(BufferedReceiver):
         deadline: float,
         identity: RunIdentity,
     ) -> None:
-        """Begin to receive; `build_receiver` describes the arguments. Without a transport it pulls."""
         device = transport.device if transport else torch.device("cpu")
         super().__init__(name, endpoint, manifest, device, deadline)
         self._transport = transport
@@ -154,7 +154,7 @@ class WeightReceiver(BufferedReceiver):
         self._send(kind, **fields)
 
     def _listen(self, seconds: float) -> None:
-        """Wait for messages, at most `seconds`, and put them into the inbox; raises if none will follow."""
+        """Put new messages into the inbox; raises if none will follow."""
         if self._closing.is_set():
             raise _Closing
         came = self._wakeable.wait(seconds)
@@ -175,7 +175,6 @@ class WeightReceiver(BufferedReceiver):
             )
 
     def _next_message(self) -> WeightMessage | None:
-        """Return the next message for the inbox; None if there is none."""
         while True:
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -250,7 +249,7 @@ class WeightReceiver(BufferedReceiver):
             self._record_damage(f"version {version} has checksum {found:x}, expected {offer['checksum']:x}.")
 
     def _fetch(self, version: int) -> bool:
-        """Fetch all pieces of a version into the spare buffers. False: it is gone, a newer one is there."""
+        """Fetch a version into the spare buffers; False if it is gone, because a newer one is there."""
         into = [packing.as_bytes(buffer).numpy().data for buffer in self._spare_buffers()]
         missing = [
             (number, offset, min(CHUNK, len(view) - offset))
@@ -298,7 +297,6 @@ class WeightReceiver(BufferedReceiver):
         self._state = f"member of epoch {epoch}, waiting for a version"
 
     def _receive(self, message: WeightMessage) -> None:
-        """Receive one version into the spare buffers and, if it is whole, make them the complete ones."""
         version, index, transport = message["version"], message["buffer_index"], self._transport
         assert transport is not None
         assert self._session.formed  # `form` precedes `send`.
@@ -333,7 +331,7 @@ class WeightReceiver(BufferedReceiver):
         return f"the learner went on to epoch {newest}" if newest != self._epoch else ""
 
     def _give_up_epoch(self, error: WeightSyncError) -> None:
-        """Report the failure, unless the learner knows, and sit still until the next `group`."""
+        """Report the failure, unless the learner knows, and wait for the next `group`."""
         self._epoch_failed = True
         if not self._given_up():
             _log.warning("%s gives up epoch %d of the weight group: %s", self._name, self._epoch, error)
@@ -353,11 +351,41 @@ def build_receiver(
     """Join the weight channel from an actor.
 
     Args:
-        tensors: Those that will be swapped, of which shape and dtype are read. None: the learner's.
-
-    Raises:
-        ConfigError: the endpoint cannot be used safely, or the transport needs a GPU.
+        tensors: Those to swap, of which shape and dtype are read; None: the learner's.
     """
     carrier = None if transport == PULL else build_transport(transport, torch.device(device), deadline)
     manifest = None if tensors is None else packing.build_manifest(tensors)
     return WeightReceiver(endpoint, name, manifest, carrier, security, deadline, identity)
+
+
+class Relay:
+    """Hands versions on to the actors of another host: once over the network, then through memory.
+
+    Publishes the versions of a receiver that was built without tensors, and closes both.
+    """
+
+    def __init__(self, receiver: WeightReceiver, publisher: Publisher) -> None:
+        self._receiver, self._publisher = receiver, publisher
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="host weights", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Announce that no version will follow, and stop. May be called twice."""
+        self._closing.set()
+        self._thread.join()
+        self._receiver.close()
+        self._publisher.close()
+
+    def _run(self) -> None:
+        version = -1
+        try:
+            while not (self._closing.is_set() or self._receiver.ended):
+                self._receiver.wait_newer(version, RELAY_POLL)
+                self._receiver.require_alive()
+                version = self._receiver.hand_on(version, self._publisher.publish)
+        except AsyncRLError as error:
+            _log.warning("The actors of this host get no new weights: %s", error)
+        except Exception:  # the thread's boundary: its actors end as those of a learner that is gone
+            _log.exception("The actors of this host get no new weights")
+        self._publisher.close()

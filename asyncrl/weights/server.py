@@ -1,7 +1,7 @@
 """The learner's authenticated socket: registrations, offers, receipts, and pieces of versions.
 
 Members take part in the weight group (`publisher`); pullers are offered each version and fetch its pieces.
-The publisher's thread owns all state and calls `turn` whenever it waits; others read it under `changed`.
+The publisher's thread owns all state; others read it under `changed`.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from asyncrl.weights.buffers import DoubleBuffer, HostVersions
 PARKED: Final = 1.0
 """Seconds until a question for a newer version is answered with `unchanged`."""
 GOODBYE: Final = 2.0
-"""Seconds the receivers have to read that the channel is closed."""
+"""Seconds for receivers to read that the channel is closed."""
 LAST_CALL: Final = 0.2
-"""Seconds in which receivers that are just connecting are notified too."""
+"""The same without any receiver, for those that are just connecting."""
 STOPPED_SECONDS: Final = 2.0
-"""A member whose process is halted for so long is left behind; a profiler halts one for less."""
+"""A member halted for so long is left behind; a profiler halts one for less."""
 MOST_LETTERS: Final = 100
-"""Longest name of an actor: people see it on the console."""
+"""Longest name of an actor."""
 TWIN: Final = (
     "Two actors are called {}, and the newer one took this one's place. Give each actor a name of its own."
 )
@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 
 
 class WakeableSocket:
-    """Waits for a socket's messages; another thread can end the wait."""
+    """A socket whose wait another thread can end."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket, self._lock = socket, threading.Lock()
@@ -59,7 +59,7 @@ class WakeableSocket:
         self._poller.register(self._event, zmq.POLLIN)
 
     def wait(self, seconds: float) -> bool:
-        """Wait for a message or `wake`, at most `seconds`. Returns True if a message is there."""
+        """Wait for a message or `wake`, at most `seconds`; True if a message is there."""
         ready = dict(self._poller.poll(int(1000 * seconds)))
         if self._event in ready:
             os.eventfd_read(self._event)
@@ -86,10 +86,10 @@ class Subscriber:
     peer: bytes
     name: str
     member: int
-    """1 if it takes part in the weight group; else it pulls."""
+    """1 if it takes part in the weight group; 0 if it pulls."""
     pid: int
     started: int
-    """See `process_status.started`, of a member on this host; 0 elsewhere, where silence decides."""
+    """`process_status.started` of a member on this host; 0 elsewhere, where silence decides."""
     heard: float
     held: int = -1
     reading: int = -1
@@ -118,20 +118,18 @@ class ServerSettings:
     listen: str = ""
     """Second endpoint, for receivers elsewhere; port 0: any. Empty: none."""
     security: ServerKeys | None = None
-    """The server's keys and its allow-list; None for endpoints that only this user reaches."""
+    """Keys and allow-list; None for endpoints that only this user reaches."""
     silence: float = 30.0
-    """Seconds without a message after which a receiver without a process on this host counts as gone."""
+    """Seconds without a message after which a receiver elsewhere counts as gone."""
     identity: RunIdentity = NO_RUN
     store_address: str = ""
-    """IPv4 address of this host at which a TCPStore sets up links to members on other hosts; empty: there
-    are none, and files of the private folder do."""
+    """IPv4 address of this host for a TCPStore of links to other hosts; empty: files of the folder."""
 
 
 class WeightServer:
     """The socket and its receivers. Used by the publisher's thread, except `wake` and `pop_events`."""
 
     def __init__(self, path: Path, buffers: DoubleBuffer, settings: ServerSettings) -> None:
-        """Open the socket, with an ipc endpoint at `path` in a private folder."""
         self._buffers, self._settings = buffers, settings
         # Guards `subscribers` and `refused`; notified after every turn in which something happened.
         self.changed = threading.Condition()
@@ -173,7 +171,7 @@ class WeightServer:
     # --- the learner's thread ---
 
     def pop_events(self) -> list[str]:
-        """Return and forget one line for each receiver from elsewhere that came or went."""
+        """Return and forget one line per receiver from elsewhere that came or went."""
         with self.changed:
             lines = list(self._events)
             self._events.clear()
@@ -182,11 +180,11 @@ class WeightServer:
     # --- the publisher's thread ---
 
     def members(self) -> list[Subscriber]:
-        """List the members that shall be in the next epoch, in the order of their registrations."""
+        """List the members of the next epoch, in the order of their registrations."""
         return [each for each in self.subscribers.values() if each.member and not each.behind]
 
     def turn(self, seconds: float) -> None:
-        """Wait for messages or `wake`, at most `seconds`; handle them, and forget receivers that are gone."""
+        """Handle messages for at most `seconds`, and forget receivers that are gone."""
         with self.changed:
             self._answer_parked()  # A version may have been promoted since the last turn.
         came = self._wakeable.wait(seconds)
@@ -207,7 +205,7 @@ class WeightServer:
             self.changed.notify_all()
 
     def send(self, peer: bytes, kind: str, payload: Buffer | None = None, **fields: Any) -> bool:
-        """Send without waiting; returns False if the receiver takes nothing now: it will ask again."""
+        """Send without waiting; False if the receiver takes nothing now: it will ask again."""
         try:
             self._socket.send_multipart([peer, *encode(kind, payload, **fields)], zmq.NOBLOCK, copy=False)
         except zmq.Again:
@@ -219,7 +217,7 @@ class WeightServer:
         return True
 
     def close(self) -> None:
-        """Announce that no version will follow, give the receivers GOODBYE seconds to read it, and close."""
+        """Announce that no version will follow, and close."""
         self.closing = True
         try:
             for peer in self.subscribers:
@@ -267,7 +265,7 @@ class WeightServer:
             _log.warning("refused a message about weights: %s", why)
 
     def _on_newest(self, peer: bytes, message: WeightMessage) -> None:
-        """Register a receiver, or note that it is there; the answer follows in `_answer_parked`."""
+        """Register a receiver, or record that it is there; the answer follows in `_answer_parked`."""
         name, identity = message["name"], self._settings.identity
         if not name.isprintable() or not 0 < len(name) <= MOST_LETTERS:
             self.send(peer, "refused", reason=f"a name has 1 to {MOST_LETTERS} letters that can be printed.")
@@ -316,7 +314,7 @@ class WeightServer:
                 self.send(each.peer, "unchanged")
 
     def _offer(self, puller: Subscriber, now: float) -> bool:
-        """Offer the newest copy; returns False if there is none that is newer yet."""
+        """Offer the newest copy; False if there is none that is newer."""
         copy = self.copies.newest({other.reading for other in self.subscribers.values()})
         if copy is None or copy.version <= puller.held:
             return False
@@ -327,7 +325,7 @@ class WeightServer:
 
     @cached_property
     def manifest_sum(self) -> int:
-        """CRC-32 of the manifest, which is fixed once there is a version."""
+        """CRC-32 of the manifest."""
         assert self._buffers.manifest is not None
         return self._buffers.manifest.checksum
 
@@ -352,7 +350,6 @@ class WeightServer:
                 self.sent_bytes += length
 
     def _on_answer(self, receiver: Subscriber, message: WeightMessage) -> None:
-        """Record a member's answer, a refusal, or that a receiver leaves."""
         if message.kind == "ready":
             receiver.ready = message["epoch"]
         elif message.kind == "took":
@@ -365,7 +362,6 @@ class WeightServer:
             self._forget(receiver, "left")
 
     def _check_receivers(self, now: float) -> None:
-        """Forget receivers that died or are silent; leave halted members behind."""
         silent = f"was not heard of for {self._settings.silence:g} s"
         for each in list(self.subscribers.values()):
             if not each.started:
@@ -386,7 +382,6 @@ class WeightServer:
             self._log_event(subscriber, why)
 
     def _log_event(self, subscriber: Subscriber, what: str) -> None:
-        """Keep a line for the console, unless it is about a member of this host."""
         if subscriber.started:
             return
         kind = "other host" if subscriber.member else "joined actor"

@@ -16,8 +16,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.observability import metrics_system as m
 from asyncrl.weights.interface import PULL
 from asyncrl.weights.publisher import BroadcastPublisher, build_publisher
-from asyncrl.weights.receiver import build_receiver
-from asyncrl.weights.relay import Relay
+from asyncrl.weights.receiver import Relay, build_receiver
 from asyncrl.weights.server import ServerSettings
 from support.gloo_transport import GLOO
 from support.processes import FORKS

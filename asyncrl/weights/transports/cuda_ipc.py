@@ -1,7 +1,6 @@
 """Send weights by CUDA IPC to members on the learner's own GPU, and by NCCL to those on other GPUs.
 
-A local member copies an announced version out of the learner's buffers, checks its sum and the epoch, and
-sends its receipt. The learner packs that set again only after all receipts or in a new epoch.
+The learner packs a set again only after all receipts, or in a new epoch.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _LARGEST_HANDLE = 4096
 
 
 def divide(devices: list[str]) -> tuple[list[int], list[int]]:
-    """Divide the ranks by GPU: those on rank 0's; the others, number i of which has rank i + 1 in NCCL."""
+    """Divide the ranks into those on rank 0's GPU and others, number i of which has rank i + 1 in NCCL."""
     local = [r for r in range(1, len(devices)) if devices[r] == devices[0]]
     remote = [r for r in range(1, len(devices)) if devices[r] != devices[0]]
     for rank in remote:
@@ -44,7 +43,7 @@ class CudaIpcTransport:
     """CUDA IPC within rank 0's GPU, NCCL to the others."""
 
     def __init__(self, near: SameGpu | Transport, far: Transport, name: str) -> None:
-        """Join a carrier within the GPU called `name` and one to others, which work on one stream."""
+        """Join a carrier within the GPU called `name` and one to others, on one stream."""
         self._near, self._far, self._name = near, far, name
         self.device: torch.device = far.device
 
@@ -83,8 +82,6 @@ class CudaIpcTransport:
 
 
 class _Links:
-    """Rank 0's links, as one."""
-
     def __init__(self, links: list[Link]) -> None:
         self._links = links
 
@@ -145,7 +142,7 @@ class _CudaIpcLink:
 
 
 def export_handle(buffer: Tensor) -> bytes:
-    """Describe a CUDA buffer, the whole of its storage, so that a process on this GPU can map it."""
+    """Describe a CUDA buffer, the whole of its storage, for a process on this GPU."""
     exported: Any = buffer.untyped_storage()._share_cuda_()
     _, handle, size, offset, counter, counter_offset, event, sync = exported
     head = _HEAD.pack(size, offset, counter_offset, sync, len(handle), len(counter), len(event))
@@ -153,7 +150,7 @@ def export_handle(buffer: Tensor) -> bytes:
 
 
 def import_handle(packed: bytes, device: torch.device) -> Tensor:
-    """Map a buffer that another process exported, as ``[bytes]`` uint8 on `device`."""
+    """Map a buffer of another process, as ``[bytes]`` uint8."""
     size, offset, counter_offset, sync, *lengths = _HEAD.unpack_from(packed)
     if len(packed) != _HEAD.size + sum(lengths) or max(lengths) > _LARGEST_HANDLE:
         raise WeightSyncError(

@@ -16,7 +16,7 @@ from asyncrl.weights.interface import Named, WeightSource, as_weight_source, sta
 
 
 class InProcessPublisher:
-    """The learner's end; keeps the newest version, copied once."""
+    """The learner's end, with the newest version."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -40,7 +40,7 @@ class InProcessPublisher:
         self.version, self._seconds = version, time.monotonic() - begun
 
     def wait_for_first(self, version: int, deadline: float, actors: int = 1) -> None:
-        """Check that `version` was published; nothing can be late here."""
+        """Check that `version` was published."""
         if self.version < version:
             raise WeightSyncError(f"Version {version} was never published: publish before waiting for it.")
 

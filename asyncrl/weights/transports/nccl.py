@@ -22,7 +22,7 @@ PIECE: Final = 64 << 20
 
 
 class NcclTransport:
-    """Broadcasts between GPUs, one rank per GPU, on a stream that is not the models'."""
+    """Broadcasts between GPUs, on a stream that is not the models'."""
 
     def __init__(self, device: torch.device, deadline: float, stream: torch.cuda.Stream) -> None:
         self.device = device
@@ -109,7 +109,7 @@ def _lenient_watchdog() -> Iterator[None]:
 
 
 def require_gpu(name: str, device: torch.device) -> None:
-    """Check that a device is one certain GPU."""
+    """Raise ConfigError unless a device is one certain GPU."""
     if device.type != "cuda" or device.index is None:
         raise ConfigError(
             f"--weights.transport is {name}, which carries weights between GPUs, but the device is {device}. "
@@ -131,6 +131,6 @@ def broadcast_options() -> Any:
 
 
 def pieces_of(buffers: Buffers) -> Iterator[torch.Tensor]:
-    """Divide buffers into the pieces of a broadcast, ``[n]`` uint8, the same on both sides."""
+    """Divide buffers into the pieces of a broadcast, ``[n]`` uint8."""
     for buffer in buffers:
         yield from as_bytes(buffer).split(PIECE)

@@ -1,7 +1,7 @@
 """Copy weights between processes of a host out of the learner's buffers in memory files (memfd).
 
-A mapping outlives the learner, and the files can neither shrink nor grow. The learner packs a set again only
-after all receipts or in a new epoch; a member that copies too late finds another sum.
+A mapping outlives the learner, and the files can neither shrink nor grow. A member that copies too late finds
+another checksum.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class SharedMemoryTransport:
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self._places: dict[int, str] = {}
-        """File of each buffer that this process allocated, by the buffer's address."""
+        """Buffer's address -> its file."""
         self._mapped: tuple[list[str], list[NDArray[np.uint8]]] = [], []
-        """Mapped files of a member: in every epoch the same, since mapping them costs most of a copy."""
+        """Mapped files of a member, kept over the epochs: mapping costs most of a copy."""
 
     @classmethod
     def build(cls, device: torch.device, deadline: float) -> Self:
-        """Return a transport between CPU buffers, whatever `device` is."""
+        """Build a transport between CPU buffers, for any device."""
         return cls()
 
     def allocate(self, manifest: Manifest) -> Buffers:
@@ -72,7 +72,6 @@ class SharedMemoryTransport:
         return _SharedMemoryLink(self._mapped[1], count)
 
     def _buffer(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """Make ``[elements]`` zeros that other processes can map."""
         size = elements * dtype.itemsize
         try:
             file = os.memfd_create("asyncrl-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -107,7 +106,7 @@ class _SharedMemoryLink:
 
 
 def _map(place: str) -> NDArray[np.uint8]:
-    """Map the file of a buffer of another process of the host: ``[bytes]``, to be read only."""
+    """Map the file of a buffer of another process, read-only: ``[bytes]``."""
     if (match := _PLACE.fullmatch(place)) is None:
         raise WeightSyncError(
             f"The learner says that its weights are at {place[:100]!r}, which is no shared memory. Run "
