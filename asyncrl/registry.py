@@ -63,7 +63,6 @@ BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
             "tis": f"{_LEARNER}.corrections:TruncatedImportanceSampling",
             "mis": f"{_LEARNER}.corrections:MaskedImportanceSampling",
             "decoupled": f"{_LEARNER}.corrections:Decoupled",
-            "gipo": f"{_LEARNER}.corrections:GaussianImportanceSampling",
             "vtrace": f"{_LEARNER}.corrections:VTrace",
         },
         "advantage": {

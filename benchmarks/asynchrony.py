@@ -147,7 +147,7 @@ def train(
         *("--placement", settings.placement, "--updates", "100000", "--run-dir", str(run_dir)),
         *("--checkpoint-every", "100000"),
         *([] if mode == "actors alone" else SIGNAL),
-        *(["--synchronous"] if mode == "synchronous" else []),
+        *(["--replay.max-lag", "0"] if mode == "synchronous" else []),
     ]
     print(f"{name or mode}: {shlex.join(command)}", flush=True)
     began = time.monotonic()

@@ -35,7 +35,6 @@ CORRECTIONS = {
     "naive": ("--correction.kind", "naive", *NO_BOUND),
     "tis": ("--correction.kind", "tis", *NO_BOUND),
     "decoupled": ("--correction.kind", "decoupled", *NO_BOUND),
-    "gipo": ("--correction.kind", "gipo", *NO_BOUND),
     "vtrace": ("--correction.kind", "vtrace", *NO_BOUND),
     "tis+region.2": ("--correction.kind", "tis", "--correction.trust-region", "0.2"),
     "tis+region.1": ("--correction.kind", "tis", "--correction.trust-region", "0.1"),
@@ -43,7 +42,6 @@ CORRECTIONS = {
     "tis+region.03": ("--correction.kind", "tis", "--correction.trust-region", "0.03"),
     "tis+region.02": ("--correction.kind", "tis", "--correction.trust-region", "0.02"),
     "tis+region.01": ("--correction.kind", "tis", "--correction.trust-region", "0.01"),
-    "tis+reject": ("--correction.kind", "tis", *NO_BOUND, "--correction.reject", "episode"),
 }
 """Name in the tables -> flags. What has `+region` ends with the bound of its trust region."""
 DIFFERENT_AT_LAG_0 = ("none", "vtrace")

@@ -5,12 +5,11 @@
 
 Runs of `torchrun_scripts/train.sh` with --learner.compile, one after the other on the same devices:
 
-    empty cache     nothing was compiled before; with and without --learner.compile-early
+    empty cache     nothing was compiled before
     filled cache    again, with the cache that the run before it left
 
 Seconds count from the start of the command. *Loaded*: all processes have their models. *First decision*: an
-actor has made one, for which it compiles with --imagination.compile. What early compilation gains is the
-ratio to the run without it, in the same call and with the same state of the cache.
+actor has made one, for which it compiles with --imagination.compile. The last line is the ratio of both.
 
 With --phases each run is ended in order after its second update, and a second table says how long each
 process was in which phase of torch's compiler. Only *waiting for compilers*, processes that torch starts for
@@ -78,8 +77,6 @@ class Settings:
     """Folder for runs and caches; default: a temporary one."""
     limit: float = 900.0
     """Seconds that a run may take to its second update, and to its end with --phases."""
-    late: bool = True
-    """Also without --learner.compile-early."""
     phases: bool = False
     """Also say in which phases of the compiler the time goes."""
     json: str = ""
@@ -91,7 +88,6 @@ class Start:
     """One run."""
 
     cache: str
-    early: bool
     seconds: dict[str, float] = field(default_factory=dict)
     """Milestone -> seconds since the start."""
     compiled_early: float = 0.0
@@ -102,7 +98,7 @@ class Start:
     """Seconds from the wish to end until all was saved and torchrun had ended; 0: it was killed."""
 
 
-def command_of(settings: Settings, run_dir: Path, *, early: bool) -> list[str]:
+def command_of(settings: Settings, run_dir: Path) -> list[str]:
     """The run, which goes on until it is killed."""
     ranks = len(settings.gpus.split(",")) if settings.gpus else 1
     models = full_size_flags(Path(settings.full)) if settings.full else []
@@ -110,7 +106,7 @@ def command_of(settings: Settings, run_dir: Path, *, early: bool) -> list[str]:
     return [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
         *(str(ROOT / "torchrun_scripts" / "train.sh"), *models, *fast, *shlex.split(settings.flags)),
-        *("--learner.compile", "--learner.compile-early" if early else "--learner.no-compile-early"),
+        "--learner.compile",
         # Every decision counts, so that an update evaluates all of them whatever the rewards are.
         *("--algorithm.entropy-coef", "1e-6"),
         *("--placement", settings.placement, "--updates", "100000", "--checkpoint-every", "100000"),
@@ -183,10 +179,10 @@ def phases_of(text: str) -> dict[str, float]:
     return {names[name]: float(seconds) for name, seconds in found if name in names}
 
 
-def measure(settings: Settings, out: Path, cache: str, *, early: bool, folder: Path) -> Start:
+def measure(settings: Settings, out: Path, cache: str, *, folder: Path) -> Start:
     """Start a run and watch it until its second update."""
-    run_dir = out / f"{cache}-{'early' if early else 'late'}"
-    command = command_of(settings, run_dir, early=early)
+    run_dir = out / cache
+    command = command_of(settings, run_dir)
     print(f"{cache} cache: {shlex.join(command)}", flush=True)
     log, seconds = out / f"{run_dir.name}.log", dict[str, float]()
     began = time.monotonic()
@@ -202,31 +198,26 @@ def measure(settings: Settings, out: Path, cache: str, *, early: bool, folder: P
     compiled = rows_of(run_dir)[0].get(s.COMPILE_SECONDS.name, 0.0)
     logs = {"learner-0": log} | {path.stem: path for path in (run_dir / "logs").glob("actor-*.log")}
     phases = {name: phases_of(path.read_text()) for name, path in sorted(logs.items())}
-    found = Start(
-        cache=cache, early=early, seconds=seconds, compiled_early=compiled, phases=phases, ending=ending
-    )
+    found = Start(cache=cache, seconds=seconds, compiled_early=compiled, phases=phases, ending=ending)
     print(f"  {found}", flush=True)
     return found
 
 
 def report(starts: list[Start]) -> str:
-    """The table, and ratios to the run without early compilation at the same state of the cache."""
-    titles = ["cache", "compiled early", *MILESTONES, "of it compiling early", "ending"]
+    """The table, and the ratio of the filled to the empty cache."""
+    titles = ["cache", *MILESTONES, "of it compiling early", "ending"]
     lines = [
-        [start.cache, "yes" if start.early else "no"]
+        [start.cache]
         + [f"{start.seconds[name]:.1f}" for name in MILESTONES]
-        + [f"{start.compiled_early:.1f}" if start.early else "-"]
+        + [f"{start.compiled_early:.1f}"]
         + [f"{start.ending:.1f}" if start.ending else "-"]
         for start in starts
     ]
-    text = [table(titles, lines), ""]
-    late_ones = {start.cache: start for start in starts if not start.early}
-    for early in (start for start in starts if start.early and start.cache in late_ones):
-        late = late_ones[early.cache]
-        ratios = ", ".join(f"{name} {early.seconds[name] / late.seconds[name]:.2f}" for name in MILESTONES)
-        text.append(f"early / late, {early.cache} cache: {ratios}")
+    empty, filled = starts
+    ratios = ", ".join(f"{name} {filled.seconds[name] / empty.seconds[name]:.2f}" for name in MILESTONES)
+    text = [table(titles, lines), "", f"filled / empty: {ratios}"]
     if any(phases for start in starts for phases in start.phases.values()):
-        text += ["", table(["cache", "compiled early", "process", *PHASES], list(phase_lines(starts)))]
+        text += ["", table(["cache", "process", *PHASES], list(phase_lines(starts)))]
     return "\n".join(text)
 
 
@@ -235,7 +226,7 @@ def phase_lines(starts: list[Start]) -> Iterator[list[object]]:
     for start in starts:
         for process, phases in start.phases.items():
             seconds = [f"{phases[name]:.1f}" if name in phases else "-" for name in PHASES]
-            yield [start.cache, "yes" if start.early else "no", process, *seconds]
+            yield [start.cache, process, *seconds]
 
 
 def main() -> None:
@@ -244,11 +235,8 @@ def main() -> None:
     print(heading(torch.device("cuda" if settings.gpus else "cpu")), flush=True)
     out = Path(settings.out or tempfile.mkdtemp(prefix="start-time-"))
     out.mkdir(parents=True, exist_ok=True)
-    starts = []
-    for early in (False, True) if settings.late else (True,):
-        folder = Path(tempfile.mkdtemp(prefix="cache-", dir=out))
-        starts += [measure(settings, out, cache, early=early, folder=folder) for cache in ("empty", "filled")]
-    starts.sort(key=lambda start: start.cache)
+    folder = Path(tempfile.mkdtemp(prefix="cache-", dir=out))
+    starts = [measure(settings, out, cache, folder=folder) for cache in ("empty", "filled")]
     print("\n" + report(starts))
     if settings.json:
         content = {"commit": commit(), **asdict(settings), "runs": [asdict(start) for start in starts]}

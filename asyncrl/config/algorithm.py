@@ -41,10 +41,8 @@ class AlgorithmSettings(Bounded, section="algorithm."):
     """grpo: divisor of the difference: the group's standard deviation (GRPO), the batch's, none (Dr. GRPO,
     WoVR)."""
     filter_groups: bool = False
-    """Replace groups of equal returns by fresh ones (DAPO's dynamic sampling)."""
-    max_filtered_batches: Annotated[int, AtLeast(1, "a filter may take groups.", "Use 10.")] = 10
-    """With --algorithm.filter-groups: the run ends, with a checkpoint, when this many times
-    --algorithm.groups-per-update groups were replaced since the last update."""
+    """Replace groups of equal returns by fresh ones (DAPO's dynamic sampling). The run ends with a checkpoint
+    when 10 times --algorithm.groups-per-update were replaced since the last update."""
     advantage: str = "auto"
     """group_relative: return against the siblings'. gae: rewards against the critic's values. auto:
     group_relative for grpo, gae for ppo. Or your own package.module:Class."""
@@ -71,8 +69,6 @@ class AlgorithmSettings(Bounded, section="algorithm."):
     """Reward for entropy, per token."""
     kl_coef: Annotated[float, AtLeast(0, "it is a penalty.", "Use 0.")] = 0.0
     """Penalty per token of the KL to the initial policy (with LoRA: without adapters)."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k2"
-    """Estimator of that KL divergence. Only k2 has the right gradient; k1's is zero on average."""
     epochs: Annotated[int, AtLeast(1, "a batch that is never used teaches nothing.", "Use 1.")] = 1
     """Passes over each batch; the proximal policy is the one before the first pass."""
     minibatches: Annotated[int, AtLeast(1, "an epoch has a step.", "Use 1.")] = 1
@@ -118,8 +114,8 @@ class CorrectionSettings(Bounded, section="correction."):
     kind: str = "tis"
     """none: samples count as fresh. naive: the clipped ratio is that to the behaviour policy. tis: truncated
     importance weights. mis: weights outside the limits are 0 (with a lower limit: IcePop). decoupled: weights
-    above the cap are 0. gipo: weights damped by a Gaussian of the log-ratio. vtrace: corrected advantages and
-    value targets; needs ppo. Or your own package.module:Class."""
+    above the cap are 0. vtrace: corrected advantages and value targets; needs ppo. Or your own
+    package.module:Class."""
     settings: tuple[str, ...] = ()
     """key=value texts for your own correction; a value is TOML, or else a text."""
     level: Literal["auto", "token", "action", "decision", "episode"] = "auto"
@@ -128,17 +124,6 @@ class CorrectionSettings(Bounded, section="correction."):
     """Leave out a unit once its probability differs by more than this from the behaviour policy's, in the
     direction of its advantage (DPPO-TV); of several tokens the geometric mean. Only for policies of tokens. 0
     = no bound. auto: 0.2 if --replay.max-lag is at most 2, else 0.02 (docs/measurements/staleness.md)."""
-    reject: Literal["none", "token", "action", "decision", "episode"] = "none"
-    """tis, mis, decoupled, gipo: unit that is left out if the geometric mean of its ratios is not within
-    reject_low and reject_high."""
-    reject_low: Annotated[
-        float, Within(0, 1, "fresh samples have ratio 1 and must pass.", "Use 0.5.", open_above=True)
-    ] = 0.5
-    """With --correction.reject: smallest geometric mean that is kept."""
-    reject_high: Annotated[float, AtLeast(1.0, "fresh samples have ratio 1.", "Use 2.")] = 2.0
-    """With --correction.reject: largest geometric mean that is kept."""
-    sigma: Annotated[float, Positive("it is a width.", "Use 0.5.")] = 0.5
-    """gipo: width of the bell curve over the log-ratio."""
     geometric: bool = False
     """The weight of an action, decision or episode is the geometric mean of its tokens' ratios."""
     min_weight: Annotated[
@@ -147,17 +132,6 @@ class CorrectionSettings(Bounded, section="correction."):
     """tis, mis: lower limit of the importance weight."""
     max_weight: Annotated[float, AtLeast(1.0, "fresh samples have weight 1.", "Use 2.")] = 2.0
     """tis, mis, decoupled: upper limit of the importance weight."""
-    veto: Annotated[
-        float, Within(0, 1, "fresh samples have weight 1 and must pass.", "Use 0.", open_above=True)
-    ] = 0.0
-    """tis, mis, decoupled, gipo: drop an episode with a token whose ratio is below this; 0 = never."""
-    proximal: Literal["recomputed", "log_linear"] = "recomputed"
-    """tis, mis, decoupled, gipo: denominator of the clipped ratio: the learner's policy before the update, or
-    an interpolation of behaviour and current policy (A-3PO), which saves a pass."""
-    rho_cap: float = 1.0
-    """vtrace: upper limit of the importance weight of a temporal difference (rho bar)."""
-    trace_cap: Annotated[float, AtLeast(0, "it is a weight.", "Use 1.")] = 1.0
-    """vtrace: upper limit of the weight a correction is passed on with (c bar)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -165,7 +139,6 @@ class CorrectionSettings(Bounded, section="correction."):
             Within(0, 1, "it is a difference of probabilities.", "Use 0.2, or the word auto.").check(
                 "correction.trust-region", self.trust_region
             )
-        AtLeast(self.trace_cap, "rho bar >= c bar.", "Use 1.").check("correction.rho-cap", self.rho_cap)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,8 +151,6 @@ class CriticSettings(Bounded, section="critic."):
     """AdamW learning rate of the value head."""
     through_policy: bool = False
     """Let the value loss reach the policy's trunk."""
-    coef: Annotated[float, AtLeast(0, "it weighs a loss.", "Use 0.5.")] = 0.5
-    """Weight of the value loss."""
     gamma: Annotated[float, Within(0, 1, "it must lie in 0..1.", "Use 0.95.")] = 0.99
     """Discount per decision or step (--critic.level)."""
     lam: Annotated[float, Within(0, 1, "it must lie in 0..1.", "Use 0.95.")] = 0.95
@@ -224,22 +195,10 @@ def check_recipe(
             f"--correction.level is {level}, but --algorithm.level is {algorithm.level}: one ratio cannot "
             "have several weights. Use --correction.level auto or a coarser one."
         )
-    if correction.reject != "none" and LEVELS.index(correction.reject) < LEVELS.index(algorithm.level):
-        raise ConfigError(
-            f"--correction.reject is {correction.reject}, but --algorithm.level is {algorithm.level}: a part "
-            f"of what has one ratio cannot be left out. Use --correction.reject {algorithm.level} or a "
-            "coarser one."
-        )
     if algorithm.kind == "ppo" and critic.level == "action" and algorithm.level == "decision":
         raise ConfigError(
             "--critic.level is action, but --algorithm.level is decision: the ratio of a whole decision "
             "cannot have an advantage per step. Use --critic.level decision, or --algorithm.level action."
-        )
-    whole = level == "episode" or correction.reject == "episode" or correction.veto
-    if correction.proximal == "log_linear" and whole:
-        raise ConfigError(
-            "--correction.proximal is log_linear, but weights, vetoes and rejections of whole episodes need "
-            "the log-probs of all their tokens before the loss. Use --correction.proximal recomputed."
         )
 
 
@@ -267,15 +226,13 @@ def _check_names(algorithm: AlgorithmSettings, correction: CorrectionSettings) -
 
 # --- settings without effect ---
 
-_WEIGHING: Final = ("geometric", "max_weight", "veto", "proximal", "reject", "reject_low", "reject_high")
 ACTING: Final = {
     "none": (),
     "naive": (),
-    "tis": (*_WEIGHING, "level", "min_weight"),
-    "mis": (*_WEIGHING, "level", "min_weight"),
-    "decoupled": (*_WEIGHING, "level"),
-    "gipo": (*(name for name in _WEIGHING if name != "max_weight"), "level", "sigma"),
-    "vtrace": ("rho_cap", "trace_cap"),
+    "tis": ("geometric", "level", "max_weight", "min_weight"),
+    "mis": ("geometric", "level", "max_weight", "min_weight"),
+    "decoupled": ("geometric", "level", "max_weight"),
+    "vtrace": (),
 }
 """Kind of correction -> its settings that have an effect, besides kind, settings and trust_region."""
 assert ACTING.keys() == BUILT_IN["correction"].keys()
@@ -308,26 +265,18 @@ def _idle_correction(correction: CorrectionSettings) -> Iterator[tuple[str, str]
     for name in _changed(correction):
         if name not in acting:
             yield f"correction.{name}", f"--correction.kind is {correction.kind}"
-        elif name in ("reject_low", "reject_high") and correction.reject == "none":
-            yield f"correction.{name}", "--correction.reject is none"
 
 
 def _idle_algorithm(
     algorithm: AlgorithmSettings, correction: CorrectionSettings
 ) -> Iterator[tuple[str, str]]:
-    fresh = correction.kind in ("none", "vtrace") or (
-        correction.kind in ACTING and correction.kind != "naive" and correction.proximal == "recomputed"
-    )
+    fresh = correction.kind in ACTING and correction.kind != "naive"
     one_step = fresh and algorithm.epochs * algorithm.minibatches == 1 and not names_code(algorithm.objective)
     reasons: dict[str, str] = {}
     if one_step:
         reasons = dict.fromkeys(("clip_low", "clip_high", "dual_clip"), _ONE_STEP)
     elif algorithm.objective == "cispo":
         reasons = {"dual_clip": "cispo has no clipped loss to limit"}
-    if not algorithm.kl_coef:
-        reasons["kl_estimator"] = "--algorithm.kl-coef is 0"
-    if not algorithm.filter_groups:
-        reasons["max_filtered_batches"] = "--algorithm.filter-groups is not set"
     if algorithm.kind == "ppo" and algorithm.advantage in ("auto", "gae"):
         why = "--algorithm.kind ppo compares with the critic, not with siblings"
         reasons |= {"baseline": why, "advantage_scale": why}

@@ -130,7 +130,6 @@ algorithm.temperature X: of the policy's sampling
 optimizer.learning_rate X: of AdamW
 correction.kind NAME: for samples of older policies
 replay.max_lag N: oldest version that is trained on
-synchronous: lag 0, for comparison
 {_PROCESSES}""",
     "asyncrl train configs/tabletop_ppo.toml --updates 20 --run-dir runs/mine",
 )

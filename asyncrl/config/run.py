@@ -51,16 +51,11 @@ class TrainConfig(Bounded):
     inline: bool = False
     """All roles in one process, in turns: for debugging and tests. The lag is exactly --replay.max-lag, and a
     run can be repeated exactly."""
-    synchronous: bool = False
-    """Actors wait for every update: the lag is always 0, for comparison."""
     placement: str = "auto"
     """Roles of ranks: 'learner=0,actor=1-3'. A rank may be both. policy=2,world=3 is an actor on two devices.
-    auto: rank 0 learns, the others imagine, or as --balance-from measured; collocated: all do both;
+    auto: rank 0 learns, the others imagine, or as the run that is resumed measured; collocated: all do both;
     disaggregated: the first half learns, the rest imagines; hybrid: all learn, the first half has policies,
     the second their worlds."""
-    balance_from: str = ""
-    """Run whose balance.json decides how many ranks learn with --placement auto; it had the same models and
-    ranks. Empty: the run that is resumed."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the models. auto: cuda if there is a GPU."""
     policy: str = "tabletop"
@@ -97,8 +92,6 @@ class TrainConfig(Bounded):
     evaluate_every: Annotated[int, AtLeast(0, "it counts updates.", "Use 5, or 0 for never.")] = 0
     """Updates between two measurements of true success in a simulator, besides the first and the last policy.
     0: never. The best version stays in checkpoints/best."""
-    log_every: Annotated[int, AtLeast(1, "it counts updates.", "Use 1.")] = 1
-    """Updates between two console rows."""
     log_with: tuple[str, ...] = ()
     """Trackers besides TensorBoard: wandb, trackio, mlflow, aim, comet_ml, clearml, dvclive, swanlab
     (docs/tracking.md)."""
@@ -131,23 +124,12 @@ class TrainConfig(Bounded):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("run_dir", "policy", "world", "reward", "start_states", "balance_from"):
+        for name in ("run_dir", "policy", "world", "reward", "start_states"):
             check_path(name.replace("_", "-"), getattr(self, name))
         if self.evaluate_every and self.inline:
             raise ConfigError(
                 f"--evaluate-every is {self.evaluate_every}, but it takes a process of its own, and --inline "
                 "is one process. Leave one of them out; `asyncrl evaluate RUN` measures afterwards."
-            )
-        if self.balance_from and self.placement != "auto":
-            raise ConfigError(
-                f"--balance-from is {self.balance_from}, but --placement is {self.placement}, and only auto "
-                "chooses by what a run measured. Leave one of them out."
-            )
-        if self.replay.max_reuse > self.max_lag + 1:
-            raise ConfigError(
-                f"--replay.max-reuse is {self.replay.max_reuse}, but with a lag of at most {self.max_lag} "
-                f"(--replay.max-lag, --synchronous) a group lasts for {self.max_lag + 1} updates, "
-                f"once in each. Use at most {self.max_lag + 1}, or a larger lag."
             )
         if self.guard.kind == "lasting" and self.actor.success_frames not in (1, "last"):
             raise ConfigError(
@@ -175,12 +157,7 @@ class TrainConfig(Bounded):
         return "last" if self.guard.kind == "lasting" else self.actor.success_frames
 
     @property
-    def max_lag(self) -> int:
-        """Lag bound of this run, in policy versions."""
-        return 0 if self.synchronous else self.replay.max_lag
-
-    @property
     def trust_region(self) -> float:
         """`CorrectionSettings.trust_region` of this run."""
         chosen = self.correction.trust_region
-        return TRUST_REGIONS[self.max_lag > SMALL_LAG] if chosen == "auto" else chosen
+        return TRUST_REGIONS[self.replay.max_lag > SMALL_LAG] if chosen == "auto" else chosen

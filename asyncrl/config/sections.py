@@ -35,10 +35,6 @@ class ActorSettings(Bounded, section="actor."):
     success_frames: SuccessFrames = 1
     """Frames at --actor.success-threshold or above that make a success. A number k: the first k in a row.
     last: the last frame of a decision, so that a success must last until its end (docs/worlds.md)."""
-    threads: Annotated[
-        int, AtLeast(0, "it counts threads.", "Use 0 to let asyncrl choose.", highest=THREADS)
-    ] = 0
-    """CPU threads of an actor process. 0: two where every actor has two cores, else one."""
     max_respawns: int = 5
     """Restarts of an actor that dies; one death more ends the run."""
 
@@ -53,17 +49,15 @@ class ActorSettings(Bounded, section="actor."):
         )
 
 
-ReplaySampler = Literal["oldest", "newest", "uniform", "prioritized"]
-
-
 @dataclass(frozen=True, kw_only=True)
 class ReplaySettings(Bounded, section="replay."):
     """The HDF5 replay between the actors and the learner."""
 
     max_lag: Annotated[
-        int, AtLeast(0, "a lag cannot be negative.", "Use 2, or --synchronous for 0.", highest=100_000)
+        int, AtLeast(0, "a lag cannot be negative.", "Use 2, or 0 for actors that wait.", highest=100_000)
     ] = 2
-    """No decision older than this many policy versions is trained on; checked at admission and sampling."""
+    """No decision older than this many policy versions is trained on; checked at admission and sampling. 0:
+    the actors wait for every update."""
     group_timeout: Annotated[
         float, AtLeast(1, "imagining a group takes time.", "Use 300.", highest=SECONDS)
     ] = 300.0
@@ -77,23 +71,11 @@ class ReplaySettings(Bounded, section="replay."):
     = never."""
     max_gigabytes: Annotated[float, AtLeast(0.01, "the run must fit.", "Use 8.")] = 8.0
     """Oldest groups that were already used are deleted beyond this size."""
-    read_ahead_gigabytes: Annotated[float, AtLeast(0, "memory cannot be negative.", "Use 8.")] = 8.0
-    """Memory for complete groups that the replay reads ahead; others are read when a learner rank fetches
-    them. No effect with --inline."""
     listen: str = ""
     """Address of the replay, like tcp://10.0.0.5:5555; beyond loopback it needs --replay.keys. Empty: a
     private socket on this host. No effect with --inline."""
     keys: str = ""
     """Folder of key files from `asyncrl keys`: traffic is encrypted, and only listed clients are admitted."""
-    max_age_versions: Annotated[int, AtLeast(0, "it counts versions.", "Use 0 for never.")] = 0
-    """Groups that were already used are deleted when their newest decision is older than this. 0: never."""
-    quarantine_after: Annotated[int, AtLeast(1, "it counts failures.", "Use 2.")] = 2
-    """Groups of a start state that may fail (a value not finite, an error) before it is no longer used."""
-    max_reuse: Annotated[int, AtLeast(1, "a group is used at least once.", "Use 1.")] = 1
-    """A group is trained on in up to this many updates, as long as the lag bound lets it."""
-    sampler: ReplaySampler = "oldest"
-    """Groups that an update gets. prioritized: at random in proportion to the spread of their returns, which
-    changes the objective (docs/staleness.md)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -194,11 +176,6 @@ class EvaluationSettings(Bounded, section="evaluation."):
         int, AtLeast(0, "it counts processes.", "Use 1, or 0 for none of its own.", highest=THREADS)
     ] = 1
     """Processes that simulate. LIBERO has one episode in each."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of policy, world and reward model; auto: the learner's."""
-    movies: Annotated[int, AtLeast(0, "it counts episodes.", "Use 6, or 0 for none.", highest=64)] = 6
-    """Episodes per version drawn into RUN/videos: true and imagined frames of the same actions, both
-    verdicts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,8 +234,6 @@ class OptimizerSettings(Bounded, section="optimizer."):
     decay_updates: Annotated[int, AtLeast(0, "it counts updates.", "Use 0.")] = 0
     """linear, cosine: update at which the end is reached; 0 = --updates when the run began, also after a
     resume with more --updates."""
-    final_lr_share: Annotated[float, Within(0, 1, "it is a share.", "Use 0.")] = 0.0
-    """linear, cosine: the learning rate at the end, as a share of the full one."""
     weight_decay: Annotated[float, AtLeast(0, "negative, it would make weights grow.", "Use 0.")] = 0.0
     """AdamW weight decay."""
     beta1: Annotated[float, Within(0, 1, "it must lie in 0..1, below 1.", "Use 0.9.", open_above=True)] = 0.9
@@ -271,8 +246,6 @@ class OptimizerSettings(Bounded, section="optimizer."):
     """AdamW epsilon."""
     max_grad_norm: Annotated[float, Positive("0 trains nothing, less is gradient ascent.", "Use 1.")] = 1.0
     """Largest gradient norm; larger gradients are scaled down."""
-    max_bad_updates: Annotated[int, AtLeast(1, "it counts updates.", "Use 3.")] = 3
-    """Stop the run after this many steps in a row whose gradient is not finite."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,11 +275,9 @@ class LearnerSettings(Bounded, section="learner."):
     to 8 bits, forward and for the gradient of the input (from H100 on), with 2 more bytes per weight; what is
     published or saved is not rounded. With --learner.compile passes are 1.4 times as fast, without slower."""
     compile: bool = False
-    """Compile the layers: about a minute at the start, then passes of one padded size, 1.6 times as fast on a
-    GPU."""
-    compile_early: bool = True
-    """With --learner.compile: compile while the actors imagine the first batch. No effect with --inline,
-    --learner.offload or a policy without `FixesPrompts`."""
+    """Compile the layers: about a minute, while the actors imagine the first batch (with --inline,
+    --learner.offload or a policy without `FixesPrompts`: in the first update), then passes of one padded
+    size, 1.6 times as fast on a GPU."""
     gradient_checkpointing: bool = False
     """Compute the layers' activations again in the backward pass: less memory, a third more time."""
     gradient_checkpointing_every: Annotated[

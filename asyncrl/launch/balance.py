@@ -114,7 +114,7 @@ def measure(config: TrainConfig, placement: Placement, rows: Iterable[Mapping[st
         groups_per_update=config.algorithm.groups_per_update,
         group_size=config.algorithm.group_size,
         slots=config.actor.slots,
-        max_lag=config.max_lag,
+        max_lag=config.replay.max_lag,
         updates=len(counted),
     )
 
@@ -236,22 +236,7 @@ def chosen_placement(config: TrainConfig, ranks: int, resumed: Path | None) -> s
     """
     if config.placement != "auto":
         return config.placement
-    if config.balance_from:
-        folder = Path(config.balance_from).expanduser()
-        found = read(folder)
-        if found is None:
-            raise ConfigError(
-                f"--balance-from is {folder}, but there is no {FILE}: a run writes it at its end, after at "
-                f"least {SKIPPED + LEAST} updates with learner and actors on ranks of their own. Name "
-                "another run, or leave it out."
-            )
-        if why := differs(found, config, ranks):
-            raise ConfigError(
-                f"--balance-from is {folder}, but that run had {why}, so its times say nothing of this one. "
-                "Leave it out, or name a run of the same models and ranks."
-            )
-    else:
-        found = read(resumed) if resumed is not None else None
+    found = read(resumed) if resumed is not None else None
     if found is None or differs(found, config, ranks):
         return "auto"
     # Another number of groups changes both sides alike, and how many ranks can learn.
@@ -263,7 +248,7 @@ def with_placement(config: TrainConfig, text: str) -> TrainConfig:
     """Return the settings with a placement in place of `auto`."""
     if text == config.placement:
         return config
-    return dataclasses.replace(config, placement=text, balance_from="")
+    return dataclasses.replace(config, placement=text)
 
 
 def placement_of_start(config: TrainConfig, job: Job, hosts: Hosts) -> str:

@@ -380,7 +380,7 @@ def _early_compile(
     port: LearnerPort,
 ) -> EarlyCompile | None:
     """Build the compilation before the first batch; None if it has nothing to do, or cannot."""
-    wanted = config.learner.compile and config.learner.compile_early
+    wanted = config.learner.compile
     in_the_way = config.inline or config.learner.offload  # See the setting.
     known = update.forward.small_size > 0 and has_known_sizes(update.policy)
     if not wanted or in_the_way or shown is None or not known:
@@ -412,7 +412,7 @@ def loop_settings(config: TrainConfig) -> LoopSettings:
         evaluate_every=config.evaluate_every,
         batch_timeout=config.batch_timeout,
         hang_timeout=config.hang_timeout,
-        batches_ahead=config.max_lag + 1,
+        batches_ahead=config.replay.max_lag + 1,
         first_weights_deadline=first_weights_deadline(config),
         config_hash=config_hash(config),
     )

@@ -43,7 +43,7 @@ def banner(config: TrainConfig, run_dir: Path, processes: str, device: str, worl
         f"world {config.world}",
         f"policy {config.policy}",
         f"seed {config.seed}",
-        f"lag <= {config.max_lag}",
+        f"lag <= {config.replay.max_lag}",
         device,
     )
     return "\n".join([*joined(parts), *filter(None, [world])])
@@ -118,16 +118,9 @@ def notes(config: TrainConfig) -> list[str]:
     lines = idle_settings(config.algorithm, config.correction, config.critic)
     chosen = config.optimizer
     if chosen.schedule != "constant" and 0 < chosen.decay_updates < config.updates:
-        final = chosen.final_lr_share * chosen.learning_rate
-        effect = "" if final else ", where updates change nothing"
         lines.append(
             f"the learning rate falls until update {chosen.decay_updates} of {config.updates} and stays at "
-            f"{final:g} from there{effect}; --optimizer.decay-updates {config.updates} lets it fall longer"
-        )
-    if config.replay.sampler == "prioritized":
-        lines.append(
-            "--replay.sampler prioritized changes what is maximised: where more groups are ready than an "
-            "update takes, a group counts in proportion to the spread of its returns (docs/staleness.md)"
+            f"0 from there; --optimizer.decay-updates {config.updates} lets it fall longer"
         )
     return lines + ([monitor.line_about(config.monitor.listen)] if config.monitor.listen else [])
 
@@ -279,7 +272,6 @@ def opened_log(config: TrainConfig, start: LearnerStart, ranks: int = 1) -> Iter
         start.run_dir,
         updates=config.updates,
         resume_step=start.version,
-        log_every=config.log_every,
         evaluates=config.evaluate_every > 0,
         settings=flat(dataclasses.asdict(config)),
         command=command,

@@ -78,6 +78,8 @@ RESPAWNS: Final = 2
 NICENESS: Final = 19
 """Niceness of the evaluator and its simulators on a CPU: training goes first."""
 _SHOWN: Final = (SHEET, ".gif")
+MOVIES: Final = 6
+"""Episodes per version drawn into RUN/videos: true and imagined frames of the same actions."""
 """Kinds of files that TensorBoard shows."""
 _NAME_ONE: Final = (
     "Name one: --evaluation.simulator NAME, or package.module:make; or leave --evaluate-every out."
@@ -144,9 +146,8 @@ class VersionPlayer:
             if self._pool is None:
                 workers = self._config.evaluation.workers
                 self._pool = SimulatorPool(self._plan.source, workers, steps=policy.action_spec.chunk)
-        drawn = self._config.evaluation.movies
-        shown = self._play(policy, plays[:drawn], version, 0, keep_frames=True)
-        others = self._play(policy, plays[drawn:], version, len(shown), keep_frames=False)
+        shown = self._play(policy, plays[:MOVIES], version, 0, keep_frames=True)
+        others = self._play(policy, plays[MOVIES:], version, len(shown), keep_frames=False)
         del policy
         _free_memory(self._device)
         result = summarise([*shown, *others])
@@ -225,8 +226,7 @@ def evaluator_main(config_json: str, run_dir_text: str, local_rank: str) -> None
     multiprocessing.current_process().daemon = False  # So that it may have workers, which end with it.
     process_status.publish_as(run_dir, ROLE)
     process_status.set_activity("loading models", config.startup_timeout)
-    chosen = config.evaluation.device
-    device = pick_device(config.device if chosen == "auto" else chosen, int(local_rank))
+    device = pick_device(config.device, int(local_rank))
     make_current(device)
     if device.type == "cpu":
         os.nice(NICENESS)

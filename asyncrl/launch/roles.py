@@ -10,7 +10,6 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -78,7 +77,7 @@ def _use_devices(config: TrainConfig, placement: Placement, job: Job) -> tuple[t
 
     # One learner mostly waits for the actors; each further one has cores of its own.
     cores = len(os.sched_getaffinity(0)) - (len(placement.learners) - 1) * config.learner.threads
-    torch.set_num_threads(config.actor.threads or threads_of_actor(len(placement.actors), cores))
+    torch.set_num_threads(threads_of_actor(len(placement.actors), cores))
     device, world_device = actor_devices(config.device, placement, job)
     give_way(config, placement, job, {device, world_device})
     if world_device != device:
@@ -143,10 +142,9 @@ def open_run_replay(
     """Open a run's replay folder with the settings of the run; see `open_replay`."""
     return open_replay(
         folder,
-        replace(config.replay, max_lag=config.max_lag),
+        config.replay,
         config.algorithm,
         start=start,
-        seed=config.seed,
         # The oldest checkpoint that is kept, while the next one is being written.
         horizon=config.checkpoint_every * (config.keep_checkpoints + 1),
         warn=warn,

@@ -7,14 +7,13 @@ current    the policy that is being optimised
     kind        proximal policy                   importance weight w (multiplies the clipped loss)
     none        the learner's                     1: samples count as fresh
     naive       the behaviour policy              1: PPO's own ratio, current / behaviour, does the correction
-    tis         the learner's, or log-linear      clip(proximal / behaviour, low, cap)
-    mis         the learner's, or log-linear      proximal / behaviour inside [low, cap], 0 outside
-    decoupled   the learner's, or log-linear      proximal / behaviour up to cap, 0 above
-    gipo        the learner's, or log-linear      r exp(-(log r / sigma)^2 / 2) with r = proximal / behaviour
+    tis         the learner's                     clip(proximal / behaviour, low, cap)
+    mis         the learner's                     proximal / behaviour inside [low, cap], 0 outside
+    decoupled   the learner's                     proximal / behaviour up to cap, 0 above
     vtrace      the learner's                     1: `advantages.vtrace` corrects advantages and targets
 
-With any kind, `beyond_trust_region` drops units that have moved far from the behaviour policy, and
---correction.reject those that are far from it as a whole. Dropped units stay in the denominator of the loss.
+With any kind, `beyond_trust_region` drops units that have moved far from the behaviour policy. Dropped units
+stay in the denominator of the loss.
 All weights are detached; log-probs are in nats.
 
 Dimension letters used in this file:
@@ -34,7 +33,6 @@ from asyncrl.learner.losses import (
     MAX_LOG_RATIO,
     log_ratio,
     reduce_to_level,
-    sum_per_episode,
     summed,
     valid_units,
 )
@@ -73,12 +71,8 @@ class TruncatedImportanceSampling:
     def __init__(self, settings: CorrectionSettings) -> None:
         self.settings = settings
         self.low, self.cap = settings.min_weight, settings.max_weight
-        needs = {"behaviour"}
-        if settings.proximal == "recomputed":
-            needs.add("old_policy")
-        if settings.level == "episode" or settings.reject == "episode" or settings.veto > 0:
-            needs.add("whole_episodes")
-        self.needs: frozenset[str] = frozenset(needs)
+        whole = {"whole_episodes"} if settings.level == "episode" else set()
+        self.needs: frozenset[str] = frozenset({"behaviour", "old_policy"} | whole)
 
     def limit(self, log_ratios: Tensor) -> Tensor:
         """Compute weights from log-ratios; shape and dtype stay."""
@@ -87,21 +81,7 @@ class TruncatedImportanceSampling:
     def weights(self, log_ratios: Tensor, mask: Tensor, episode: Tensor, level: Level) -> Tensor:
         """Compute the importance weights of the units of --correction.level. See `Correction.weights`."""
         own = correction_level(self.settings, level)
-        weights = self.limit(reduce_to_level(log_ratios, mask, own, episode, mean=self.settings.geometric))
-        if self.settings.veto:
-            dropped = vetoed(log_ratios, mask, episode, self.settings.veto)
-            weights = torch.where(dropped[:, None, None], 0.0, weights)
-        if self.settings.reject != "none":
-            means = reduce_to_level(log_ratios, mask, self.settings.reject, episode, mean=True).exp()
-            rejected = (means < self.settings.reject_low) | (means > self.settings.reject_high)
-            weights = torch.where(rejected, 0.0, weights)
-        return weights
-
-    def proximal(self, logprob: Tensor, old_logprob: Tensor, behaviour: Tensor, lag: Tensor) -> Tensor:
-        """See `ChoosesProximal.proximal`."""
-        if self.settings.proximal == "log_linear":
-            return log_linear_proximal(logprob, behaviour, lag)
-        return old_logprob
+        return self.limit(reduce_to_level(log_ratios, mask, own, episode, mean=self.settings.geometric))
 
 
 class MaskedImportanceSampling(TruncatedImportanceSampling):
@@ -120,19 +100,10 @@ class Decoupled(MaskedImportanceSampling):
         self.low = 0.0
 
 
-class GaussianImportanceSampling(TruncatedImportanceSampling):
-    """Multiplies the loss by importance weights that fade out away from 1."""
-
-    def limit(self, log_ratios: Tensor) -> Tensor:
-        """See `TruncatedImportanceSampling.limit`."""
-        return gaussian_weights(log_ratios, sigma=self.settings.sigma)
-
-
 class VTrace:
     """Corrects the advantages and the critic's targets in place of the loss."""
 
     def __init__(self, settings: CorrectionSettings) -> None:
-        self.settings = settings
         self.needs: frozenset[str] = frozenset({"behaviour", "critic", "whole_episodes", "old_policy"})
 
     def weights(self, log_ratios: Tensor, mask: Tensor, episode: Tensor, level: Level) -> None:
@@ -155,8 +126,6 @@ class VTrace:
             *(rewards, values, final_values, mask, terminated, log_ratios),
             gamma=gamma,
             lam=lam,
-            rho_cap=self.settings.rho_cap,
-            trace_cap=self.settings.trace_cap,
         )
 
 
@@ -205,19 +174,6 @@ def masked_weights(log_ratios: Tensor, *, low: float = 0.0, cap: float) -> Tenso
     return torch.where((ratios >= low) & (ratios <= cap), ratios, 0.0)
 
 
-def gaussian_weights(log_ratios: Tensor, *, sigma: float) -> Tensor:
-    """Compute ``r exp(-(log r / sigma)^2 / 2)``: at most ``exp(sigma^2 / 2)``, 0 far away (GIPO).
-
-    Source: GIPO in AcceRL, which multiplies it with the advantage; there ``r = current / behaviour``.
-
-    Example:
-        >>> gaussian_weights(torch.tensor([0.0, 0.5, -2.0]), sigma=0.5)
-        tensor([1.0000e+00, 1.0000e+00, 4.5400e-05])
-    """
-    log_ratios = log_ratios.detach()
-    return (log_ratios - (log_ratios / sigma).square() / 2).exp()
-
-
 def beyond_trust_region(
     logprob: Tensor, behaviour: Tensor, mask: Tensor, advantages: Tensor, level: Level, bound: float
 ) -> Tensor:
@@ -246,35 +202,6 @@ def beyond_trust_region(
     """
     now, then = (summed(x.detach(), mask, level, mean=True).exp() for x in (logprob, behaviour))
     return torch.sign(advantages.detach()) * (now - then) > bound
-
-
-def vetoed(log_ratios_DCA: Tensor, mask_DCA: Tensor, episode: Tensor, threshold: float) -> Tensor:
-    """Mark all decisions, ``[D]`` bool, of an episode with a valid number whose ratio is below `threshold`.
-
-    Args:
-        episode: ``[D]`` int64; all decisions of an episode must be present.
-    """
-    below = (log_ratios_DCA.exp() < threshold) & mask_DCA
-    return sum_per_episode(below.flatten(1).any(dim=1).float(), episode) > 0
-
-
-def log_linear_proximal(logprob: Tensor, logprob_behaviour: Tensor, lag: Tensor) -> Tensor:
-    """Interpolate the proximal log-probs instead of computing them: ``mu + alpha (pi - mu)``, detached.
-
-    ``alpha = (v_proximal - v_behaviour) / (v_current - v_behaviour)`` with ``v_current = v_proximal + 1``,
-    so ``lag / (lag + 1)``: fresh samples are their own proximal policy. Source: A-3PO, arXiv 2512.06547.
-
-    Args:
-        logprob: ``[D, C, A]`` float32 of the current policy, nats, as the others.
-        lag: ``[D]`` int64, learner's version minus the version that sampled the decision.
-
-    Example:
-        >>> now, then = torch.full((1, 1, 1), -1.0), torch.full((1, 1, 1), -3.0)
-        >>> log_linear_proximal(now, then, torch.tensor([1])).item()
-        -2.0
-    """
-    alpha = (lag / (lag + 1)).to(logprob.dtype)[:, None, None]
-    return (logprob_behaviour + alpha * (logprob - logprob_behaviour)).detach()
 
 
 def correction_level(settings: CorrectionSettings, level: Level) -> CorrectionLevel:
@@ -326,7 +253,4 @@ def staleness_metrics(
         metrics.mean(m.IMPORTANCE_CAPPED, (weights != at_level(weighed)).float(), units)
         metrics.mean(m.IMPORTANCE_MEAN, weights, units)
         metrics.moments("weight", weights, units)
-    if settings.veto:
-        dropped = vetoed(ratios, mask, episode, settings.veto)[:, None, None]
-        metrics.mean(m.VETOED, dropped.float(), units)
     return metrics

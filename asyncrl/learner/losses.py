@@ -27,7 +27,6 @@ from asyncrl.config.algorithm import AlgorithmSettings, CorrectionLevel, Level
 from asyncrl.learner.interface import UnitLoss
 
 Aggregation = Literal["token_mean", "episode_mean", "length_normalised", "constant"]
-Estimator = Literal["k1", "k2", "k3"]
 MAX_LOG_RATIO: Final = 20.0
 """Log-ratios are clamped to plus and minus this, so that their exponential stays finite in float32."""
 _SUMMED: Final[dict[str, tuple[int, ...]]] = {"token": (), "action": (2,), "decision": (1, 2)}
@@ -233,30 +232,22 @@ def value_loss(
     return torch.maximum(plain, clipped), clipped > plain
 
 
-def kl_penalty(logprob: Tensor, logprob_reference: Tensor, estimator: Estimator) -> Tensor:
+def kl_penalty(logprob: Tensor, logprob_reference: Tensor) -> Tensor:
     """Estimate KL(current || reference) per unit from samples of the current policy, in nats.
 
-    With ``d = log current - log reference``: k1 ``d``, k2 ``d^2 / 2``, k3 ``exp(-d) - 1 + d``. Source:
-    J. Schulman, "Approximating KL divergence" (2020).
-
-    As a *value* k1 and k3 are unbiased. As a *loss* only k2's gradient ``d grad log pi`` is that of the
-    divergence: k1's is ``grad log pi``, zero on average, and k3's ``(1 - exp(-d)) grad log pi`` is that of
-    the reverse divergence KL(reference || current).
+    ``k2 = d^2 / 2`` with ``d = log current - log reference``. Source: J. Schulman, "Approximating KL
+    divergence" (2020). As a loss only its gradient, ``d grad log pi``, is that of the divergence: k1's is
+    zero on average, and k3's is that of KL(reference || current).
 
     Args:
         logprob: ``[D, U, V]`` float32, with gradient.
 
     Example:
-        >>> d = torch.tensor([0.5])
-        >>> [round(kl_penalty(d, torch.zeros(1), k).item(), 4) for k in ("k1", "k2", "k3")]
-        [0.5, 0.125, 0.1065]
+        >>> kl_penalty(torch.tensor([0.5]), torch.zeros(1)).item()
+        0.125
     """
     difference = (logprob - logprob_reference.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    if estimator == "k1":
-        return difference
-    if estimator == "k2":
-        return difference.square() / 2
-    return torch.expm1(-difference) + difference
+    return difference.square() / 2
 
 
 def aggregation_weights(

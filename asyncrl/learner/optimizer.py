@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.policies.interface import Policy
 
+MOST_BAD_UPDATES: Final = 3
+"""A run ends after so many updates in a row whose gradient is not finite."""
 _log = logging.getLogger(__name__)
 
 
@@ -36,8 +38,8 @@ def learning_rate_share(settings: OptimizerSettings, version: int, updates: int)
     done = (version - settings.warmup_updates) / max(1, end - settings.warmup_updates)
     share = 1.0 - min(1.0, done)
     if settings.schedule == "cosine":
-        share = (1.0 - math.cos(math.pi * share)) / 2
-    return settings.final_lr_share + (1.0 - settings.final_lr_share) * share
+        return (1.0 - math.cos(math.pi * share)) / 2
+    return share
 
 
 class ClippedOptimizer:
@@ -147,11 +149,11 @@ class ClippedOptimizer:
     @property
     def failure_reason(self) -> str:
         """Why the run cannot go on: too many bad updates in a row; empty while it can."""
-        if self.bad_in_a_row < self.settings.max_bad_updates:
+        if self.bad_in_a_row < MOST_BAD_UPDATES:
             return ""
         return (
-            f"The gradient was not finite in {self.bad_in_a_row} updates in a row "
-            "(--optimizer.max-bad-updates): the run cannot recover by itself. Their steps were skipped. "
+            f"The gradient was not finite in {self.bad_in_a_row} updates in a row: the run cannot recover by "
+            "itself. Their steps were skipped. "
             "Continue with --resume and a lower --optimizer.learning-rate (it is "
             f"{self.settings.learning_rate}) or --optimizer.max-grad-norm (it is "
             f"{self.settings.max_grad_norm})."

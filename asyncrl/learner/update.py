@@ -4,7 +4,7 @@
     build_minibatch    whole episodes, and the weight of each unit of their decisions
     evaluate           a micro-batch by the current weights
     update_loss        sum over units of weight * (w * objective - entropy_coef * entropy + kl_coef * KL)
-                       + coef * sum over values of weight * value loss
+                       + 0.5 * sum over values of weight * value loss
     step               one clipped AdamW step per minibatch, or none if the gradient is not finite
     KL to old policy   in the last step's passes, or in a small pass after the only step
 
@@ -55,6 +55,7 @@ KL_ROWS_SHARE: Final = 32
 learning from a decision, so this costs a hundredth of the update."""
 KL_ROWS_MIN: Final = 4
 """Fewest decisions of that pass."""
+VALUE_LOSS_WEIGHT: Final = 0.5
 LossAndMetrics = tuple[Tensor, MetricAccumulator]
 
 
@@ -274,7 +275,7 @@ def _regularisers(
     if micro.reference is not None:
         reachable = mask & torch.isfinite(micro.reference)
         reference = torch.where(reachable, micro.reference, logprob.detach())
-        penalty = torch.where(reachable, kl_penalty(logprob, reference, settings.kl_estimator), 0.0)
+        penalty = torch.where(reachable, kl_penalty(logprob, reference), 0.0)
         weights = torch.ones_like(penalty)
         if "behaviour" in recipe.needs:
             ratios = torch.where(mask, log_ratio(logprob, micro.behaviour), 0.0)
@@ -285,7 +286,7 @@ def _regularisers(
 
 
 def _value_loss(recipe: Recipe, current: EvaluateResult, micro: MicroBatch) -> LossAndMetrics:
-    """Return the critic's loss times its coefficient."""
+    """Return the critic's loss times `VALUE_LOSS_WEIGHT`."""
     assert current.value is not None
     assert micro.values is not None
     assert micro.targets is not None
@@ -296,7 +297,7 @@ def _value_loss(recipe: Recipe, current: EvaluateResult, micro: MicroBatch) -> L
     loss = (micro.value_weights * losses).sum()
     metrics.total(m.VALUE_LOSS, loss)
     metrics.mean(m.VALUE_CLIP_RATIO, clipped.float(), micro.value_weights > 0)
-    return critic.coef * loss, metrics
+    return VALUE_LOSS_WEIGHT * loss, metrics
 
 
 # --- metrics of the whole update ---

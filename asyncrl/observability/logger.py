@@ -26,7 +26,7 @@ from asyncrl.observability import console, waits
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.background_file import CONSOLE, BackgroundFile
 from asyncrl.observability.console import COLUMNS, TRUTH, Column, columns_in, header, render
-from asyncrl.observability.metrics import Metric, Readings, reduce
+from asyncrl.observability.metrics import Metric, Readings
 from asyncrl.storage.atomic import replacing
 from asyncrl.storage.untrusted import make_folder, read_rows
 
@@ -246,7 +246,6 @@ class MetricsLogger:
         *,
         updates: int,
         resume_step: int = 0,
-        log_every: int = 1,
         evaluates: bool = False,
         settings: Mapping[str, object] = MappingProxyType({}),
         command: str = "",
@@ -255,12 +254,10 @@ class MetricsLogger:
     ) -> None:
         """Open the run's files; rows of an interrupted run after `resume_step` are cut off."""
         self._updates = updates
-        self._log_every = log_every
         self._stream = sys.stdout if stream is None else stream
         self._colour = self._stream.isatty() and not os.environ.get("NO_COLOR")
         self._clock = clock
         self._pace: deque[tuple[int, float]] = deque([(resume_step, clock())], maxlen=_WINDOW + 1)
-        self._unshown: list[Readings] = []
         self._rows_shown = 0
         self._all_columns = (*COLUMNS, TRUTH) if evaluates else COLUMNS
         self._columns: tuple[Column, ...] = ()
@@ -284,7 +281,7 @@ class MetricsLogger:
         """Called with step and values of every row; they return at once."""
 
     def write(self, step: int, values: Readings) -> None:
-        """Record an update, counted from 1; the console shows every `log_every`-th and the last."""
+        """Record an update, counted from 1, and show it on the console."""
         now = self._clock()
         values = {**self._noted, **values}
         for reader in self.readers:
@@ -293,10 +290,7 @@ class MetricsLogger:
         with waits.waiting(waits.ROW, ROW_SECONDS):
             self._rows.settle(ROW_SECONDS)
         self._pace.append((step, now))
-        self._unshown.append(values)
-        if step % self._log_every == 0 or step >= self._updates:
-            self._show(step, reduce(self._unshown))
-            self._unshown.clear()
+        self._show(step, values)
 
     def write_evaluation(
         self, step: int, values: Readings, pictures: Mapping[str, bytes] = MappingProxyType({})

@@ -7,7 +7,7 @@ from asyncrl.observability.metrics import LAG_RANGES, define
 # --- replay ---
 
 LAG_MEAN = define("""replay/lag_mean, mean, versions: Learner's version minus the decision's, mean. Below
-    --replay.max-lag, 0 with --synchronous. Near the bound all the time: the actors are ahead and wait
+    --replay.max-lag. Near the bound all the time: the actors are ahead and wait
     (`time/actors_waiting`), so a lower bound costs little.""")
 LAG_MAX = define("""replay/lag_max, max, versions: The same, largest in the batch. At most --replay.max-lag,
     always: the replay guarantees it.""")
@@ -95,7 +95,7 @@ POISONED_RAISED = define("""replay/poisoned_raised, last, groups: Given up: imag
 POISONED_QUARANTINED = define("""replay/poisoned_quarantined, last, groups: Not begun: their start state is
     quarantined. 0. Grows by one at each turn of a quarantined start state.""")
 QUARANTINED = define("""replay/quarantined, last, start states: Not used any more: they failed in
-    --replay.quarantine-after groups. 0. The actors' logs name them; when all start states are quarantined the
+    two groups. 0. The actors' logs name them; when all start states are quarantined the
     run ends.""")
 DUPLICATES = define("""replay/duplicates, last, episodes: Received again and recognised. 0, or a few after a
     broken connection.""")

@@ -49,7 +49,7 @@ VALUES_MEAN = define("""rollout/values_mean, mean, 1: Mean value before the upda
 
 # --- the update ---
 
-LOSS = define("""train/loss, mean, 1: Minimised loss. Policy loss, --critic.coef times the value loss, and the
+LOSS = define("""train/loss, mean, 1: Minimised loss. Policy loss, half of the value loss, and the
     terms of entropy and KL. Has no target: look at its parts.""")
 POLICY_LOSS = define("""train/actor/policy_loss, mean, 1: Clipped policy objective, negated. Has no target and
     need not fall: its size follows advantages and lag. Look at `env/success_once` and
@@ -65,9 +65,9 @@ APPROX_KL = define("""train/actor/approx_kl, mean, nats: KL(before || after) the
     compares before with after it, on one decision in 32. With n steps it is read in the passes of the last
     one, so this step is not in it: about (1 - 1/n)^2 of the whole if all are alike.""")
 CLIP_FRACTION = define("""train/actor/clip_fraction, mean, share: Valid units whose gradient the clip removed.
-    0 with one epoch and one minibatch (at the only step the ratio is 1), unless --correction.kind is naive or
-    --correction.proximal log_linear. Otherwise small; when much is clipped, lower --optimizer.learning-rate,
-    --algorithm.epochs or --replay.max-lag. RLinf's is up to 7-fold too large at token level, as its mask is
+    0 with one epoch and one minibatch (at the only step the ratio is 1), unless --correction.kind is naive.
+    Otherwise small; when much is clipped, lower --optimizer.learning-rate, --algorithm.epochs or
+    --replay.max-lag. RLinf's is up to 7-fold too large at token level, as its mask is
     too narrow; ours is a share of valid units (--algorithm.level).""")
 CLIPPED_RATIO = define("""train/actor/clipped_ratio, mean, 1: Mean probability ratio after clipping. Near 1;
     between 1 - --algorithm.clip-low and 1 + --algorithm.clip-high by construction.""")
@@ -128,18 +128,15 @@ ESS = define("""train/actor/effective_sample_size, mean, share: (sum r)^2 / (n s
 IMPORTANCE_ESS = define("""train/actor/importance_ess, mean, share: The same of the importance weights in use.
     With tis usually above `train/actor/effective_sample_size`, because the cap evens the weights out; with
     mis and decoupled dropped units lower it. Far below 1: lower --replay.max-lag.""")
-VETOED = define("""train/actor/vetoed, mean, share: Units whose episode was vetoed. 0, or small: only with
-    --correction.veto. Growing, whole episodes are lost: lower the threshold, --replay.max-lag or
-    --optimizer.learning-rate.""")
 DUAL_CLIPPED = define("""train/actor/dual_clip_fraction, mean, share: Valid units whose gradient the dual clip
     removed. 0, or small: only with --algorithm.dual-clip. Large: bad actions became far more likely; lower
     --optimizer.learning-rate or --replay.max-lag.""")
 RATIO = define("""train/actor/ratio, mean, 1: Mean probability ratio current / proximal. Near 1, and 1
     wherever `train/actor/clip_fraction` must be 0. A drift means the same as a large `train/actor/approx_kl`;
     with --correction.kind naive it holds the lag as well.""")
-KL_REFERENCE = define("""train/actor/kl_reference, mean, nats: KL(current || reference) per token by
-    --algorithm.kl-estimator. Grows slowly from 0; with kl-estimator k1 it can be negative. When it grows
-    without gain in true success, raise --algorithm.kl-coef. Only with a coefficient above 0.""")
+KL_REFERENCE = define("""train/actor/kl_reference, mean, nats: KL(current || reference) per token, k2.
+    Grows slowly from 0. When it grows without gain in true success, raise --algorithm.kl-coef. Only with a
+    coefficient above 0.""")
 VALUE_LOSS = define("""train/critic/value_loss, mean, 1: Value loss; only with a critic. Falls first, then
     follows the spread of the returns. Growing: lower --critic.learning-rate.""")
 VALUE_CLIP_RATIO = define("""train/critic/value_clip_ratio, mean, share: Values the clip cut; only with a
@@ -155,7 +152,7 @@ CRITIC_GRAD_NORM = define("""train/critic/grad_norm, max, 1: Gradient norm of th
 CRITIC_LEARNING_RATE = define("""train/critic/lr, last, 1: Learning rate of the value head. Follows
     --critic.learning-rate with the warm-up and schedule of the policy's.""")
 BAD_UPDATES = define("""train/bad_updates, last, updates: Updates skipped because the gradient was not finite.
-    0. Growing: lower --optimizer.learning-rate; the run stops after --optimizer.max-bad-updates in a row.""")
+    0. Growing: lower --optimizer.learning-rate; the run stops after three in a row.""")
 
 # --- the truth ---
 

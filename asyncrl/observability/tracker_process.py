@@ -155,7 +155,7 @@ def send_sheet(tracker: Any, run_dir: Path, version: int, step: int) -> None:
     try:
         content = read_bytes(run_dir / picture_name(version, SHEET), LARGEST_PICTURE)
     except FileNotFoundError:
-        return  # With --evaluation.movies 0 there is none.
+        return  # It could not be drawn.
     if hasattr(tracker, "log_images"):
         import numpy as np
         from PIL import Image

@@ -41,7 +41,7 @@ class Event:
 
     def to_line(self) -> Entry:
         """Return the entry of the ledger; what is empty and optional is left out."""
-        return {key: value for key, value in vars(self).items() if key not in ("uses", "reason") or value}
+        return {key: value for key, value in vars(self).items() if key != "reason" or value}
 
     @classmethod
     def from_entry(cls, entry: Entry) -> Self | None:
@@ -116,8 +116,6 @@ class Ready(Event):
     """A group that a lost update used waits to be used again."""
 
     ready: int
-    uses: Sequence[int] = ()
-    """The learner's versions at the uses that count."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -39,8 +38,8 @@ class GroupTable:
     closed, even if nothing else of it is remembered.
     """
 
-    def __init__(self, *, uses: int, horizon: int) -> None:
-        self.uses, self.horizon = uses, horizon
+    def __init__(self, *, horizon: int) -> None:
+        self.horizon = horizon
         self.version = 0
         """The learner's newest policy version."""
         self.used = 0
@@ -50,8 +49,8 @@ class GroupTable:
         self.ready: dict[int, ReadyGroup] = {}
         self.closed: dict[int, ClosedGroup] = {}
         """Closed groups that are not forgotten, about in the order of closing."""
-        self.used_at: dict[int, tuple[int, ...]] = {}
-        """Ready or recently closed group -> the learner's version at each use."""
+        self.used_at: dict[int, int] = {}
+        """Recently used group -> the learner's version at its use."""
         self.filtered: dict[int, FilteredGroup] = {}
         """Recently closed groups whose episodes all had the same return."""
         self.to_grant_again: set[int] = set()
@@ -76,8 +75,8 @@ class GroupTable:
         return 0 <= number < self.next_number and number not in self.open and number not in self.ready
 
     def is_counted(self, number: int) -> bool:
-        """True if the episodes of a stored group are counted: it is ready, used or closed."""
-        return number in self.ready or number in self.used_at or self.is_closed(number)
+        """True if the episodes of a stored group are counted: it is ready or closed."""
+        return number in self.ready or self.is_closed(number)
 
     def end_recovery(self) -> None:
         """Finish recovery from the ledger and the files."""
@@ -91,32 +90,21 @@ class GroupTable:
         self.open[number] = group
 
     def make_ready(self, number: int, group: ReadyGroup) -> None:
-        """Make a stored group ready; its earlier uses stay known."""
-        self.undo_uses(number, self.used_at.get(number, ()))
+        """Make a stored group ready."""
+        self.reopen(number)
         self._given_up.pop(number, None)
         self.ready[number] = group
 
     def use(self, numbers: Sequence[int]) -> None:
-        """Record that groups were given to the learner at `version`; each is closed after `uses` times."""
+        """Close groups that were given to the learner at `version`."""
         for number in numbers:
-            self.open.pop(number, None)  # When the ledger is read, before the files are looked at.
-            used_at = (*self.used_at.get(number, ()), self.version)
-            if len(used_at) >= self.uses:
-                self._close(number, "duplicate", self.version)
-            self.used_at[number] = used_at
+            self._close(number, "duplicate", self.version)
+            self.used_at[number] = self.version
         self.used += len(numbers)
 
-    def close_used(self, number: int) -> None:
-        """Close a group that was used, but less than `uses` times. That drops nothing."""
-        used_at = self.used_at[number]
-        self._close(number, "duplicate", used_at[-1])
-        self.used_at[number] = used_at
-
-    def undo_uses(self, number: int, kept: tuple[int, ...]) -> None:
-        """Forget a group and its uses, except those at the versions `kept`."""
+    def reopen(self, number: int) -> None:
+        """Forget everything about a group, also its use."""
         self._remove(number)
-        if kept:
-            self.used_at[number] = kept
 
     def filter(self, number: int, newest_version: int, successes: int, size: int) -> None:
         """Close a stored group without a learning signal: its credit returns, it does not count as used."""
@@ -169,10 +157,6 @@ class GroupTable:
     def forget(self) -> None:
         """Forget the groups that were closed more than `horizon` versions ago; around a resume some later."""
         before = self.version - self.horizon
-        if self.uses > 1:  # No event records that a used group became too old.
-            for number in [n for n, used_at in self.used_at.items() if used_at[-1] < before]:
-                if number not in self.ready and number not in self.closed:
-                    self.close_used(number)
         for number in list(itertools.takewhile(lambda n: self.closed[n].version < before, self.closed)):
             del self.closed[number]
             self.used_at.pop(number, None)
@@ -214,8 +198,6 @@ class ReadyGroup:
 
     oldest_version: int
     newest_version: int
-    spread: float = 0.0
-    """Standard deviation of the episodes' returns (1: success, 0: none)."""
     sampling: Sampling | None = None
     """None: as the run's."""
     world_version: int = 0
@@ -244,11 +226,9 @@ class FilteredGroup:
 
 def ready_group(group_file: GroupFile) -> ReadyGroup:
     """Return the limiter's view of a sealed group."""
-    share = min(1.0, max(0.0, group_file.success))  # The file may have any origin.
     return ReadyGroup(
         oldest_version=group_file.oldest_version,
         newest_version=group_file.newest_version,
-        spread=math.sqrt(share * (1 - share)),
         sampling=group_file.sampling,
         world_version=group_file.world_version,
         size=group_file.attributes["group_size"],

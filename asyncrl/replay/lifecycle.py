@@ -186,15 +186,10 @@ class GroupLifecycle:
             self.receipts.append((group.actor if group else episode.actor, receipt))
 
     def trim(self) -> None:
-        """Delete closed groups beyond the limits of age and size, except those of the last batch."""
-        limiter, max_age = self.state.limiter, self.state.limiter.settings.max_age_versions
-        if not max_age and self.store.total_bytes <= self.store.max_bytes:
-            return
-        again = set(self.state.session.batch)
-        files = self.store.group_files
-        expendable = [n for n in files if limiter.is_closed(n) and n not in again]
-        oldest = limiter.version - max_age if max_age else 0
-        self.store.trim(expendable, aged=[n for n in expendable if files[n].newest_version < oldest])
+        """Delete the oldest closed groups beyond --replay.max-gigabytes, except those of the last batch."""
+        if self.store.total_bytes > self.store.max_bytes:
+            again, closed = set(self.state.session.batch), self.state.limiter.is_closed
+            self.store.trim([n for n in self.store.group_files if closed(n) and n not in again])
 
 
 class DiskWait:

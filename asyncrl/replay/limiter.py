@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
-import random
 import time
-from collections.abc import Callable, Collection, Mapping
-from typing import Final
+from collections.abc import Callable, Collection
 
-from asyncrl.config.sections import ReplaySampler, ReplaySettings
+from asyncrl.config.sections import ReplaySettings
 from asyncrl.records import Episode, Sampling
 from asyncrl.replay.admission import Expected, Refusal, refusal
 from asyncrl.replay.events import Granted
@@ -22,12 +19,9 @@ from asyncrl.replay.interface import (
     RefusalCause,
 )
 
-FLOOR: Final = 0.05
-"""Least weight of a group in `prioritized`: one without spread (0 of at most 0.5) comes rarely, but comes."""
-
 
 class Limiter(GroupTable):
-    """All groups of a run, and the rules of lag, use counts, credit and completeness."""
+    """All groups of a run, and the rules of lag, credit and completeness."""
 
     def __init__(
         self,
@@ -38,15 +32,14 @@ class Limiter(GroupTable):
         filter_groups: bool = False,
         sampling: Sampling | None = None,
         episode_format: EpisodeFormat = ANY_FORMAT,
-        seed: int = 0,
         horizon: int = 20,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start without groups; a resume may go back `horizon` versions without loss, at least `max_lag`."""
-        super().__init__(uses=settings.max_reuse, horizon=max(horizon, settings.max_lag))
+        super().__init__(horizon=max(horizon, settings.max_lag))
         self.settings, self.max_lag, self.clock = settings, settings.max_lag, clock
         self.group_size, self.groups_per_update = group_size, groups_per_update
-        self.filter_groups, self.sampling, self.seed = filter_groups, sampling, seed
+        self.filter_groups, self.sampling = filter_groups, sampling
         self.episode_format = episode_format
         self.heartbeat_timeout = settings.heartbeat_timeout
         self._heartbeats: dict[str, float] = {}
@@ -59,19 +52,13 @@ class Limiter(GroupTable):
 
     @property
     def uses_reserved(self) -> int:
-        """Uses made, plus uses that granted and ready groups still promise."""
-        left = sum(self.uses - len(self.used_at.get(number, ())) for number in self.ready)
-        return self.used + self.uses * len(self.open) + left
+        """Uses made, plus those that granted and ready groups still promise."""
+        return self.used + len(self.open) + len(self.ready)
 
     @property
     def credit(self) -> int:
-        """Groups that may be granted now: those that the learner can use before the lag bound drops them.
-
-        With several uses a batch still needs as many different groups, so there is credit for these.
-        """
-        line = (self.max_lag + self.version + 1) * self.groups_per_update - self.uses_reserved
-        batch = min(self.groups_per_update, (self.version + 1) * self.groups_per_update - self.used)
-        return max(0, -(-line // self.uses), batch - len(self.open) - len(self.ready))
+        """Groups that may be granted now: those that the learner can use before the lag bound drops them."""
+        return max(0, (self.max_lag + self.version + 1) * self.groups_per_update - self.uses_reserved)
 
     def matches_run(self, group: ReadyGroup) -> bool:
         """True if a group has the run's size, world and sampling."""
@@ -232,19 +219,16 @@ class Limiter(GroupTable):
         }
 
     def pick(self, groups: int, *, not_awaited: Collection[int] = ()) -> list[int] | None:
-        """Choose ready groups within the lag bound at `version`; None if there are too few.
+        """Choose the oldest ready groups within the lag bound at `version`; None if there are too few.
 
-        In the order `oldest` slow groups are waited for: they are mostly failures, and skipping them would
-        let them expire and bias the batch.
+        Slow groups are waited for: they are mostly failures, and skipping them would let them expire and bias
+        the batch.
         """
-        usable = self.usable
-        if len(usable) < groups:
+        numbers = list(self.usable)[:groups]
+        if len(numbers) < groups:
             return None
-        order = self.settings.sampler
-        numbers = pick_in_order(usable, groups, order, seed=self.seed, cursor=self.used)
         awaited = self.open.keys() - set(not_awaited)
-        overtakes = order == "oldest" and min(awaited, default=numbers[-1]) < numbers[-1]
-        return None if overtakes else numbers
+        return None if min(awaited, default=numbers[-1]) < numbers[-1] else numbers
 
     def begin(self, version: int) -> None:
         """Start at `version`, after the changes of `recovery.plan_resume`."""
@@ -252,27 +236,3 @@ class Limiter(GroupTable):
         # version, also if `groups_per_update` was changed for the resume.
         self.version, self.used = version, version * self.groups_per_update
         self.next_number = max(self.next_number, self.used)
-
-
-def pick_in_order(
-    usable: Mapping[int, ReadyGroup], groups: int, order: ReplaySampler, *, seed: int, cursor: int
-) -> list[int]:
-    """Choose `groups` different groups.
-
-    oldest: by number. newest: by the version of the oldest decision, then by number. uniform: equal chances.
-    prioritized: in proportion to the spread of returns, at least `FLOOR`. Every number has its own draw from
-    seed and cursor: other groups do not change it, nor does a restart.
-    """
-    numbers = sorted(usable)
-    if order == "oldest":
-        return numbers[:groups]
-    if order == "newest":
-        by_age = sorted(numbers, key=lambda number: (usable[number].oldest_version, number))
-        return by_age[: -groups - 1 : -1]
-
-    def key(number: int) -> float:  # An exponential waiting time at the rate of the weight: the soonest win.
-        draw = random.Random(f"{seed}/{cursor}/{number}").random()
-        weight = 1.0 if order == "uniform" else max(FLOOR, usable[number].spread)
-        return -math.log(1.0 - draw) / weight
-
-    return sorted(numbers, key=lambda number: (key(number), number))[:groups]

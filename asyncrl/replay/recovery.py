@@ -19,8 +19,8 @@ from asyncrl.replay.limiter import Limiter
 class ResumePlan:
     """Changes for a learner that begins at an earlier version."""
 
-    ready: dict[int, tuple[int, ...]]
-    """Groups of lost updates, which wait to be used again -> versions of uses that count."""
+    ready: list[int]
+    """Groups of lost updates, which wait to be used again."""
     drop: dict[int, ReceiptStatus]
     """Groups to give up; numbers with `dropped_resume` are granted again."""
 
@@ -34,7 +34,7 @@ def plan_resume(
     that are gone, groups of a later version to updates that are lost: both are imagined again under the
     same numbers, which decide start states and seeds; so are groups of another world, sampling or group
     size, if these were changed for the resume. Groups that a lost update used, and this version may use,
-    wait again. A group that also counting updates used is never dropped.
+    wait again.
 
     That is exact down to `horizon` versions before the limiter's. Groups closed before stay closed: the
     learner goes on with new groups, nothing is used twice, and nothing above the lag bound is used; but
@@ -42,39 +42,29 @@ def plan_resume(
     run. Nor is it exact for a group that a lost update dropped as too old: newer versions imagine it again.
     """
     drop: dict[int, ReceiptStatus] = dict.fromkeys(limiter.open, "dropped_resume")
-    ready = dict[int, tuple[int, ...]]()
+    ready = list[int]()
     for number, filtered in limiter.filtered.items():
         if filtered.newest_version > version:
             drop[number] = "dropped_resume"
     for number, used_at in limiter.used_at.items():
-        counting = tuple(at for at in used_at if at < version)
-        if len(counting) < len(used_at):
+        if used_at >= version:
             status = _drop_reason(limiter, stored.get(number), version)
             if status is None:
-                ready[number] = counting
-            elif not counting:
+                ready.append(number)
+            else:
                 drop[number] = status
     for number, group in limiter.ready.items():
         status = _drop_reason(limiter, group, version)
-        if status is not None and not limiter.used_at.get(number):
+        if status is not None:
             drop[number] = status
     kept = {number: stored[number].newest_version for number in {*ready, *limiter.ready} - drop.keys()}
-    if in_turns and not _all_kept(limiter, {n: len(ready.get(n, limiter.used_at.get(n, ()))) for n in kept}):
+    all_kept = len(kept) >= (limiter.max_lag + 1) * limiter.groups_per_update
+    if in_turns and not all_kept:
         kept |= {number: filtered.newest_version for number, filtered in limiter.filtered.items()}
         for number, newest_version in kept.items():
             if newest_version == version:
                 drop[number] = "dropped_resume"
-    return ResumePlan(
-        ready={number: ready[number] for number in sorted(ready.keys() - drop.keys())},
-        drop=dict(sorted(drop.items())),
-    )
-
-
-def _all_kept(limiter: Limiter, uses: Mapping[int, int]) -> bool:
-    """True if the kept groups (number -> uses that count) are all that would have been granted."""
-    left = sum(limiter.uses - count for count in uses.values())
-    batch = limiter.groups_per_update
-    return left >= (limiter.max_lag + 1) * batch and len(uses) >= batch
+    return ResumePlan(ready=sorted(set(ready) - drop.keys()), drop=dict(sorted(drop.items())))
 
 
 def _drop_reason(limiter: Limiter, group: ReadyGroup | None, version: int) -> ReceiptStatus | None:
@@ -127,8 +117,8 @@ def roll_back_to(lifecycle: GroupLifecycle, version: int, *, in_turns: bool) -> 
             f"{len(other)} stored groups were made in another world, or with another --algorithm.group-size, "
             "temperature or top-k: they are given up (replay/dropped_resume) and imagined again."
         )
-    for number, uses in plan.ready.items():
-        state.commit(Ready(ready=number, uses=uses))
+    for number in plan.ready:
+        state.commit(Ready(ready=number))
         state.make_ready(number, stored[number])
     for number, status in plan.drop.items():
         was_stored = number not in state.limiter.open
@@ -159,11 +149,9 @@ def _recover_ready(lifecycle: GroupLifecycle) -> None:
         if limiter.is_closed(number):
             continue
         state.make_ready(number, group)
-        if number not in limiter.used_at and limiter.filter_groups and limiter.matches_run(group):
+        if limiter.filter_groups and limiter.matches_run(group):
             episodes = lifecycle.store.load(number)
             if episodes is None:
                 lifecycle.drop(number, "dropped_invalid", stored=True)
             elif has_no_signal(episodes):
                 lifecycle.filter(number)
-    for number in [n for n in limiter.used_at if n not in limiter.ready and not limiter.is_closed(n)]:
-        limiter.close_used(number)

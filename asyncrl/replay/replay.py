@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 from asyncrl.config.algorithm import AlgorithmSettings
 from asyncrl.config.sections import ReplaySettings
@@ -37,6 +38,9 @@ from asyncrl.replay.state import ReplayState
 from asyncrl.replay.store import LEDGER, EpisodeStore
 from asyncrl.storage.atomic import begins_with
 
+MAX_FILTERED_BATCHES: Final = 10
+"""A run ends when so many times --algorithm.groups-per-update groups were filtered since the last update."""
+
 
 def open_replay(
     folder: Path,
@@ -44,7 +48,6 @@ def open_replay(
     algorithm: AlgorithmSettings,
     *,
     start: RunStart = NEW_RUN,
-    seed: int = 0,
     horizon: int = 20,
     warn: Callable[[str], None] = print,
 ) -> Replay:
@@ -68,10 +71,9 @@ def open_replay(
         filter_groups=algorithm.filter_groups,
         sampling=Sampling(algorithm.temperature, algorithm.top_k),
         episode_format=start.episodes,
-        seed=seed,
         horizon=horizon,
     )
-    max_filtered = algorithm.max_filtered_batches * algorithm.groups_per_update
+    max_filtered = MAX_FILTERED_BATCHES * algorithm.groups_per_update
     return Replay(store, limiter, warn, max_filtered=max_filtered, lost_ledger=lost_ledger)
 
 
@@ -270,10 +272,7 @@ class Replay:
         for number, why in limiter.stale().items():
             if number in self.lifecycle.unwritten:
                 continue
-            if number in limiter.used_at:
-                limiter.close_used(number)
-            else:
-                self.lifecycle.drop(number, why)
+            self.lifecycle.drop(number, why)
         for number in limiter.overdue():
             self.lifecycle.drop(number, "dropped_deadline")
         self.lifecycle.retry()

@@ -24,6 +24,8 @@ from asyncrl.replay.lifecycle import GroupLifecycle
 LEFT_OUT: Final = ("video",)
 """Arrays that no update reads: threads skip them."""
 MAX_THREADS: Final = 4
+READ_AHEAD_BYTES: Final = 8 * 10**9
+"""Of groups in memory that the learner may get next; of others only the verdict is kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +65,7 @@ class BatchChooser:
 
     def read_in_background(self) -> None:
         """Read in threads from now on, also ahead: see `read_ahead`."""
-        self._max_bytes = int(self._state.limiter.settings.read_ahead_gigabytes * 1e9)
+        self._max_bytes = READ_AHEAD_BYTES
         self._pool = ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0))), "read")
 
     @property
@@ -88,7 +90,7 @@ class BatchChooser:
         return None
 
     def choose(self, groups: int, request: str) -> list[int] | None:
-        """Give complete groups away, in the sampler's order; from then on they count as used.
+        """Give complete groups away, oldest first; from then on they count as used.
 
         Returns:
             Their numbers, each read and usable; None if there are too few, or some are being read.
@@ -135,8 +137,6 @@ class BatchChooser:
         group = self._read(number, keep=True)
         if group is not None and group.damaged:
             self._put_away(number, group.damaged)
-            if number in self._state.limiter.ready:  # It might have been used again.
-                self._state.limiter.close_used(number)
         return group
 
     def read_ahead(self) -> None:
@@ -145,8 +145,6 @@ class BatchChooser:
         A group that does not fit is only checked, and kept once there is room.
         """
         usable = list(self._state.limiter.usable)
-        if self._state.limiter.settings.sampler == "newest":
-            usable.reverse()
         self._keep_only({*usable, *self._state.session.batch})
         room = self._max_bytes - self._kept_bytes
         for number in usable:

@@ -35,6 +35,8 @@ COUNTERS: Final[dict[Cause, Metric]] = {
 }
 IN_A_ROW: Final = 16
 """Groups that may fail one after the other where every one begins elsewhere (`ENDLESS`)."""
+QUARANTINE_AFTER: Final = 2
+"""Groups of a start state that fail before it is no longer used."""
 _NAMED: Final = 10
 """Most start states in a message."""
 
@@ -63,7 +65,7 @@ class ReplayState:
         self.lost_ledgers: set[str] = set()
         """SHA-256 of missing lines that were accounted for."""
         self.counters, self.session = EpisodeCounters(), Session()
-        self.quarantine = Quarantine(limiter.settings.quarantine_after)
+        self.quarantine = Quarantine()
         self.filtered = FilterStreak()
 
     def commit(self, event: Event) -> None:
@@ -105,9 +107,8 @@ class ReplayState:
                 limiter.filter(event.filtered, event.newest_version, event.successes, size)
                 self.filtered.add(event.successes, size)
             case Ready():
-                limiter.undo_uses(event.ready, tuple(event.uses))
-                if not event.uses:
-                    counters.add("stored", -size)
+                limiter.reopen(event.ready)
+                counters.add("stored", -size)
             case Dropped():
                 if event.stored and not limiter.is_counted(event.dropped):
                     counters.add("stored", event.episodes)
@@ -129,8 +130,7 @@ class ReplayState:
         """Make a group with a file ready; its episodes are counted once."""
         self.limiter.make_ready(number, group)
         self.quarantine.on_complete_group()
-        if number not in self.limiter.used_at:
-            self.counters.add("stored", group.size or self.group_size)
+        self.counters.add("stored", group.size or self.group_size)
 
 
 class Quarantine:
@@ -140,9 +140,8 @@ class Quarantine:
     quarantines no start state: if it fails for all of them in a row, the run cannot go on with this version.
     """
 
-    def __init__(self, after: int) -> None:
-        """Start without failures; a start state is quarantined `after` failures in as many groups."""
-        self.after = after
+    def __init__(self) -> None:
+        """Start without failures."""
         self.names: list[str] = []
         self.counts: Counter[Cause] = Counter()
         # Start state -> group that failed -> the learner's version then.
@@ -158,7 +157,7 @@ class Quarantine:
         self._failed_by_policy.clear()
         for name, groups in self._groups.items():
             self._groups[name] = {number: at for number, at in groups.items() if at <= version}
-        self.names = [name for name in self.names if len(self._groups[name]) >= self.after]
+        self.names = [name for name in self.names if len(self._groups[name]) >= QUARANTINE_AFTER]
         self._first = self._first if any(self._groups.values()) else ""
 
     def on_complete_group(self) -> None:
@@ -176,14 +175,14 @@ class Quarantine:
             self._in_a_row, self._last = self._in_a_row + 1, text
         if failure.cause == "policy":
             self._failed_by_policy[name] += 1
-            failed = sum(count >= self.after for count in self._failed_by_policy.values())
+            failed = sum(count >= QUARANTINE_AFTER for count in self._failed_by_policy.values())
             self._policy_fails = failed >= failure.left
             self._first_of_policy = text
         elif failure.cause != "quarantined":
             self._first = self._first or text
             groups = self._groups.setdefault(name, {})
             groups[number] = version
-            if len(groups) >= self.after and name not in self.names:
+            if len(groups) >= QUARANTINE_AFTER and name not in self.names:
                 self.names.append(name)
 
     def metrics(self) -> dict[Metric, float]:
@@ -209,8 +208,8 @@ class Quarantine:
             return ""
         more = f" and {len(self.names) - _NAMED} more" if len(self.names) > _NAMED else ""
         return (
-            f"No start state is left: all {len(self.names)} failed in {self.after} groups each "
-            f"(--replay.quarantine-after) and are not used any more: {', '.join(self.names[:_NAMED])}{more}. "
+            f"No start state is left: all {len(self.names)} failed in {QUARANTINE_AFTER} groups each and are "
+            f"not used any more: {', '.join(self.names[:_NAMED])}{more}. "
             f"First failure: {self._first}. The actors' logs have every one of them. When they fail for one "
             "reason, look at --world and --policy; else choose other --start-states."
         )

@@ -131,12 +131,11 @@ class EpisodeStore:
         if number in self.group_files:
             self._quarantine(self._remove(number).path, why)
 
-    def trim(self, expendable: Iterable[int], aged: Iterable[int] = ()) -> list[int]:
-        """Delete aged groups, then expendable ones until the size fits; return their numbers."""
-        old = sorted(set(aged) & self.group_files.keys())
+    def trim(self, expendable: Iterable[int]) -> list[int]:
+        """Delete expendable groups, lowest numbers first, until the size fits; return their numbers."""
         deleted = list[int]()
-        for number in [*old, *sorted(set(expendable) & self.group_files.keys() - old)]:
-            if number in old or self.total_bytes > self.max_bytes:
+        for number in sorted(set(expendable) & self.group_files.keys()):
+            if self.total_bytes > self.max_bytes:
                 self._remove(number).path.unlink(missing_ok=True)
                 deleted.append(number)
         return deleted

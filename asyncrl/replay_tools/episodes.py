@@ -145,8 +145,6 @@ class GroupOutcomes:
             case Ready():
                 self._forget(event.ready)
                 self.again.add(event.ready)
-                if event.uses:  # A resume undid only the later ones.
-                    self.used[event.ready] = event.uses[-1]
             case Dropped():
                 self._forget(event.dropped)
                 self.dropped[event.dropped] = event.status

@@ -34,7 +34,6 @@ from support.failing_models import (
     NAN,
     Poisoned,
     actor_of,
-    config,
     counts,
     episodes_of,
     inline_run,
@@ -103,8 +102,11 @@ def test_nothing_is_poisoned_in_a_plain_run(tmp_path: Path) -> None:
     run.replay.close()
 
 
-def test_a_batch_in_which_every_row_is_poisoned_ends_no_actor(tmp_path: Path) -> None:
-    run = inline_run(tmp_path, Poisoned({0: "start raises", 1: "world"}), starts=3, after=5)
+def test_a_batch_in_which_every_row_is_poisoned_ends_no_actor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.replay.state.QUARANTINE_AFTER", 5)
+    run = inline_run(tmp_path, Poisoned({0: "start raises", 1: "world"}), starts=3)
     assert {e.start_state for e in episodes_of(run, 4).values()} == {"start-2"}
     assert counts(run)["raised"] >= 3
     assert counts(run)["world"] >= 3
@@ -211,9 +213,10 @@ def test_a_device_that_is_broken_only_shows_when_it_is_waited_for(monkeypatch: p
 
 
 def test_an_error_is_in_the_log_once_per_start_state_with_its_traceback(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = inline_run(tmp_path, Poisoned({1: "imagine raises"}), starts=2, after=9)
+    monkeypatch.setattr("asyncrl.replay.state.QUARANTINE_AFTER", 9)
+    run = inline_run(tmp_path, Poisoned({1: "imagine raises"}), starts=2)
     with caplog.at_level(logging.WARNING, "asyncrl.actors"):
         episodes_of(run, 4)
     assert counts(run)["raised"] >= 3
@@ -279,7 +282,7 @@ def test_without_a_start_state_left_the_run_ends_with_their_names_and_the_first_
     poisoned = Poisoned(dict.fromkeys(range(3), "score"))
     run = inline_run(tmp_path, poisoned, starts=3)
     began = time.monotonic()
-    with pytest.raises(ReplayError, match=r"left: all 3.*--replay.quarantine-after") as caught:
+    with pytest.raises(ReplayError, match=r"left: all 3.*2 groups each") as caught:
         run.learner.sample(groups=4, version=0, timeout=600.0)
     assert time.monotonic() - began < 60
     text = str(caught.value)
@@ -311,7 +314,7 @@ def test_what_the_policy_does_wrong_is_no_start_states_fault_but_ends_the_run(tm
 
 
 def test_failures_of_a_policy_that_is_undone_are_forgotten_and_earlier_ones_are_not() -> None:
-    quarantine = Quarantine(2)
+    quarantine = Quarantine()
     for number, name, version in ((0, "sound", 1), (1, "broken", 1), (2, "broken", 3), (3, "sound", 4)):
         quarantine.add(replace(failure(number), start_state=name), version)
     quarantine.add(replace(failure(4), start_state="sound"), 5)
@@ -442,9 +445,3 @@ def test_an_inline_run_reaches_its_updates_although_the_policy_gives_nan_for_one
     assert [row["step"] for row in rows] == list(range(1, 25))
     assert rows[-1][m.POISONED_POLICY.name] * GROUP == poisoned > GROUP
     assert rows[-1][m.QUARANTINED.name] == 0, "the policy's fault is no start state's"
-
-
-def test_the_settings_of_a_run_reach_the_quarantine(tmp_path: Path) -> None:
-    run = inline_run(tmp_path, Poisoned(), after=7)
-    assert run.replay.state.quarantine.after == config(after=7).replay.quarantine_after == 7
-    run.replay.close()

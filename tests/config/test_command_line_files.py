@@ -48,7 +48,9 @@ def test_what_a_flag_takes_is_no_file_of_settings(line: str) -> None:
 @pytest.fixture
 def layers(tmp_path: Path) -> tuple[str, str]:
     below, above = tmp_path / "below.toml", tmp_path / "above.toml"
-    below.write_text("updates = 7\nseed = 5\n[replay]\nmax_lag = 1\nmax_reuse = 2\n[actor]\nslots = 3\n")
+    below.write_text(
+        "updates = 7\nseed = 5\n[replay]\nmax_lag = 1\nkeep_video_every = 2\n[actor]\nslots = 3\n"
+    )
     above.write_text("seed = 6\n[replay]\nmax_lag = 4\n")
     return str(below), str(above)
 
@@ -56,7 +58,7 @@ def layers(tmp_path: Path) -> tuple[str, str]:
 def test_a_later_file_wins_and_flags_win_over_all(layers: tuple[str, str]) -> None:
     below, above = layers
     expected = TrainConfig(
-        updates=9, seed=6, replay=ReplaySettings(max_lag=4, max_reuse=2), actor=ActorSettings(slots=3)
+        updates=9, seed=6, replay=ReplaySettings(max_lag=4, keep_video_every=2), actor=ActorSettings(slots=3)
     )
     assert parse([below, "--updates", "9", above]) == expected
     assert parse(["--updates", "9", above, below]).seed == 5

@@ -154,7 +154,7 @@ def config(**changes: Any) -> TrainConfig:
     return TrainConfig(**(plain | changes))
 
 
-def test_auto_follows_the_run_that_goes_on_or_is_named(tmp_path: Path) -> None:
+def test_auto_follows_the_run_that_goes_on(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     balance.write(tmp_path, measured())
@@ -162,22 +162,11 @@ def test_auto_follows_the_run_that_goes_on_or_is_named(tmp_path: Path) -> None:
     assert chosen_placement(config(), 4, None) == "auto"
     assert chosen_placement(config(), 4, tmp_path) == better
     assert chosen_placement(config(), 4, other) == "auto"
-    assert chosen_placement(config(balance_from=str(tmp_path)), 4, None) == better
     assert chosen_placement(config(placement="learner=0,actor=1-3"), 4, tmp_path) == "learner=0,actor=1-3"
     few = config(algorithm=AlgorithmSettings(group_size=4, groups_per_update=1))
     assert chosen_placement(few, 4, tmp_path) == "learner=0,actor=1-3"
     assert chosen_placement(config(), 8, tmp_path) == "auto"  # Other ranks: today's rule.
     assert chosen_placement(config(world="models/w"), 4, tmp_path) == "auto"
-
-
-def test_a_named_run_that_measured_something_else_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"there is no balance\.json"):
-        chosen_placement(config(balance_from=str(tmp_path)), 4, None)
-    balance.write(tmp_path, measured())
-    with pytest.raises(ConfigError, match="ranks 4 and not 8"):
-        chosen_placement(config(balance_from=str(tmp_path)), 8, None)
-    with pytest.raises(ConfigError, match="--balance-from is runs/x, but --placement is learner=0,actor=1"):
-        TrainConfig(balance_from="runs/x", placement="learner=0,actor=1")
 
 
 def train(tmp_path: Path, *flags: str) -> str:

@@ -84,9 +84,9 @@ def test_what_the_run_would_refuse_is_refused_in_its_words(
 def test_settings_without_effect_are_named_beside_the_settings(
     flags: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.run("train", [*flags, "--dry-run", "--correction.sigma", "0.7"]) == 0
+    assert cli.run("train", [*flags, "--dry-run", "--algorithm.clip-high", "0.7"]) == 0
     said = capsys.readouterr()
-    assert "--correction.sigma has no effect" in said.err
+    assert "--algorithm.clip-high has no effect" in said.err
     assert "has no effect" not in said.out
 
 

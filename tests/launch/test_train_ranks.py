@@ -161,7 +161,14 @@ def test_policy_and_world_of_an_actor_are_on_two_ranks_and_wait_in_host_memory(
     """In turns with the learner, with batches so large that it waits long enough to offload."""
     run = tmp_path / "run"
     large = ["--algorithm.groups-per-update", "2", "--actor.max-decisions", "8"]
-    placed = ["--placement", "learner=0,policy=1,world=2", "--actor.pipeline-stages", "2", "--synchronous"]
+    placed = [
+        "--placement",
+        "learner=0,policy=1,world=2",
+        "--actor.pipeline-stages",
+        "2",
+        "--replay.max-lag",
+        "0",
+    ]
     offload = ["--actor.offload", "--learner.offload", "--updates", "4", "--run-dir", str(run)]
     command = [sys.executable, "-m", "asyncrl", "train", *flags, *placed, *offload, *large]
     done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=170)

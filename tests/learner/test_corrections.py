@@ -15,12 +15,9 @@ from asyncrl.errors import ConfigError
 from asyncrl.learner.batches import build_batch
 from asyncrl.learner.corrections import (
     beyond_trust_region,
-    gaussian_weights,
     k3,
-    log_linear_proximal,
     masked_weights,
     truncated_weights,
-    vetoed,
 )
 from asyncrl.learner.interface import Correction
 from asyncrl.learner.losses import log_ratio, reduce_to_level
@@ -132,19 +129,6 @@ def test_a_correction_without_weights_has_weight_one() -> None:
         assert correction_of(kind=kind).weights(ratios, mask, episode, "token") is None  # All are 1.
 
 
-def test_one_token_below_the_veto_drops_its_whole_episode() -> None:
-    ratios, mask = torch.zeros(3, 8, 7), torch.ones(3, 8, 7, dtype=torch.bool)
-    ratios[0, 2, 3] = math.log(1e-4)
-    ratios[2, 0, 0], mask[2, 0, 0] = -15.0, False  # masked: no veto
-    episode = torch.tensor([0, 0, 1])
-    assert vetoed(ratios, mask, episode, 1e-3).tolist() == [True, True, False]
-    assert vetoed(ratios, mask, episode, 1e-5).tolist() == [False, False, False]
-    weights = correction_of(kind="tis", veto=1e-3).weights(ratios, mask, episode, "token")
-    assert weights is not None
-    assert weights[:2].abs().max() == 0
-    assert weights[2, 1, 1] == 1
-
-
 def test_no_gradient_flows_through_weights() -> None:
     ratios, mask, episode = tokens()
     ratios.requires_grad_()
@@ -152,15 +136,6 @@ def test_no_gradient_flows_through_weights() -> None:
         weights = correction_of(kind=kind, level="episode").weights(ratios, mask, episode, "token")
         assert weights is not None
         assert not weights.requires_grad
-
-
-@pytest.mark.parametrize(("lag", "expected"), [(0, -3.0), (1, -2.0), (3, -1.5)])
-def test_the_log_linear_anchor_by_hand(lag: int, expected: float) -> None:
-    # behaviour -3, current -1; alpha = lag / (lag + 1)
-    now = torch.full((1, 8, 7), -1.0, requires_grad=True)
-    anchor = log_linear_proximal(now, torch.full((1, 8, 7), -3.0), torch.tensor([lag]))
-    torch.testing.assert_close(anchor, torch.full((1, 8, 7), expected))
-    assert not anchor.requires_grad
 
 
 # --- what a correction needs --------------------------------------------------
@@ -178,14 +153,13 @@ def test_a_correction_without_what_it_needs_is_refused() -> None:
     recipe_of(kind="none").check_batch(unknown)
 
 
-def test_only_episodes_and_vetoes_need_whole_episodes() -> None:
+def test_only_weights_of_episodes_and_vtrace_need_whole_episodes() -> None:
     def whole_episodes(**changes: Any) -> bool:
         return "whole_episodes" in correction_of(**changes).needs
 
     assert not whole_episodes(kind="tis", level="decision")
     assert not whole_episodes(kind="none", level="episode")
     assert whole_episodes(kind="tis", level="episode")
-    assert whole_episodes(kind="mis", veto=1e-4)
     assert whole_episodes(kind="vtrace")
 
 
@@ -223,11 +197,3 @@ def test_of_several_tokens_the_trust_region_looks_at_the_geometric_mean() -> Non
     for bound in (mean_now - mean_then - 0.01, mean_now - mean_then + 0.01):
         found = beyond_trust_region(now, then, torch.ones_like(now).bool(), one, "action", bound)
         assert found.item() is (bound < mean_now - mean_then)
-
-
-def test_weights_of_gipo_fade_out_on_both_sides() -> None:
-    logs = torch.linspace(-4, 4, 81, dtype=torch.float64)
-    weights = gaussian_weights(logs, sigma=0.5)
-    torch.testing.assert_close(weights, torch.exp(logs) * torch.exp(-0.5 * (logs / 0.5) ** 2))
-    assert weights.max() <= math.exp(0.125) + 1e-9
-    assert weights[0] < 1e-12 > weights[-1]

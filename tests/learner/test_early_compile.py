@@ -261,7 +261,6 @@ class Port:
     [
         ({"learner": LearnerSettings(compile=True)}, True),
         ({"learner": LearnerSettings()}, False),
-        ({"learner": LearnerSettings(compile=True, compile_early=False)}, False),
         ({"learner": LearnerSettings(compile=True, offload=True)}, False),
         ({"learner": LearnerSettings(compile=True), "inline": True}, False),
     ],

@@ -111,36 +111,15 @@ def test_the_value_loss_by_hand(
     assert cut.item() is clipped
 
 
-def test_kl_estimators_by_hand() -> None:
-    difference = 0.5  # log current - log reference
-    values = {k: kl_penalty(one(difference), one(0.0), k).item() for k in ("k1", "k2", "k3")}  # pyright: ignore
-    assert values == pytest.approx({"k1": 0.5, "k2": 0.125, "k3": math.exp(-0.5) - 0.5})
-
-
-def expectations(estimator: str) -> tuple[float, Tensor, float, Tensor, Tensor]:
-    """Expected value and gradient under the current policy, and the true ones of both divergences."""
+def test_the_kl_penalty_has_the_gradient_of_the_divergence() -> None:
+    assert kl_penalty(one(0.5), one(0.0)).item() == pytest.approx(0.125)
     logits = torch.tensor([0.3, -0.5, 1.0, 0.1], dtype=torch.float64, requires_grad=True)
     reference = torch.tensor([0.9, 0.2, -0.4, 0.0], dtype=torch.float64).log_softmax(0)
     logp = logits.log_softmax(0)
-    penalty = kl_penalty(logp, reference, estimator)  # pyright: ignore
-    weight = logp.detach().exp()
-    value = float((weight * penalty).sum().detach())
-    (gradient,) = torch.autograd.grad((weight * penalty).sum(), logits, retain_graph=True)
-    forward = (logp.exp() * (logp - reference)).sum()
-    (true,) = torch.autograd.grad(forward, logits, retain_graph=True)
-    backward = (reference.exp() * (reference - logp)).sum()
-    (reverse,) = torch.autograd.grad(backward, logits)
-    return value, gradient, float(forward.detach()), true, reverse
-
-
-def test_k1_and_k3_have_the_right_value_k2_the_right_gradient() -> None:
-    (v1, g1, kl, true, reverse), (v2, g2, *_), (v3, g3, *_) = (expectations(k) for k in ("k1", "k2", "k3"))
-    assert v1 == pytest.approx(kl)
-    assert v3 == pytest.approx(kl)
-    assert v2 != pytest.approx(kl, rel=1e-3)
-    torch.testing.assert_close(g2, true)
-    torch.testing.assert_close(g1, torch.zeros(4, dtype=torch.float64), atol=1e-12, rtol=0)
-    torch.testing.assert_close(g3, reverse)
+    penalty = kl_penalty(logp, reference)
+    (gradient,) = torch.autograd.grad((logp.detach().exp() * penalty).sum(), logits, retain_graph=True)
+    (true,) = torch.autograd.grad((logp.exp() * (logp - reference)).sum(), logits)
+    torch.testing.assert_close(gradient, true)
 
 
 # --- aggregation --------------------------------------------------------------

@@ -96,14 +96,14 @@ def test_a_pass_for_the_others_counts_nothing() -> None:
     [
         ("constant", 3, 1.0),
         ("constant", 0, 0.5),
-        ("linear", 6, 0.55),
-        ("linear", 99, 0.1),
-        ("cosine", 6, 0.55),
+        ("linear", 6, 0.5),
+        ("linear", 99, 0.0),
+        ("cosine", 6, 0.5),
     ],
 )
 def test_the_learning_rate_by_hand(schedule: str, version: int, share: float) -> None:
-    # Warm-up over 2 updates, decay over 8 more to a tenth: halfway at 6.
-    settings = OptimizerSettings(schedule=schedule, warmup_updates=2, final_lr_share=0.1)  # pyright: ignore
+    # Warm-up over 2 updates, decay over 8 more: halfway at 6.
+    settings = OptimizerSettings(schedule=schedule, warmup_updates=2)  # pyright: ignore
     assert learning_rate_share(settings, version, updates=10) == pytest.approx(share)
-    longer = OptimizerSettings(schedule=schedule, warmup_updates=2, final_lr_share=0.1, decay_updates=10)  # pyright: ignore
+    longer = OptimizerSettings(schedule=schedule, warmup_updates=2, decay_updates=10)  # pyright: ignore
     assert learning_rate_share(longer, version, updates=1000) == pytest.approx(share)

@@ -48,9 +48,8 @@ SEVERAL = [
     {"algorithm__kl_coef": 0.7, "algorithm__epochs": 2},
     {"algorithm__level": "decision", "correction__max_weight": 5.0},
     {"correction__kind": "none", "algorithm__objective": "cispo", "algorithm__entropy_coef": 0.1},
-    {"correction__level": "episode", "correction__geometric": True, "correction__veto": 0.5},
-    {"correction__reject": "episode", "correction__reject_low": 0.97, "correction__reject_high": 1.03},
-    {"correction__kind": "gipo", "algorithm__level": "action", "algorithm__advantage_scale": "batch_std"},
+    {"correction__level": "episode", "correction__geometric": True},
+    {"correction__kind": "mis", "algorithm__level": "action", "algorithm__advantage_scale": "batch_std"},
 ]
 
 

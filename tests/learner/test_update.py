@@ -61,21 +61,15 @@ GRPO = [
     {"correction__kind": "tis", "correction__max_weight": 1.1, "correction__min_weight": 0.9},
     {"correction__kind": "mis", "correction__max_weight": 1.2, "correction__min_weight": 0.8},
     {"correction__kind": "decoupled", "correction__max_weight": 1.2},
-    {"correction__kind": "decoupled", "correction__proximal": "log_linear"},
     {"correction__level": "decision", "correction__geometric": True},
     {"correction__level": "episode", "correction__max_weight": 5.0},
-    {"correction__level": "episode", "correction__geometric": True, "correction__veto": 0.5},
+    {"correction__level": "episode", "correction__geometric": True},
     {"algorithm__level": "action"},
     {"algorithm__level": "decision", "correction__max_weight": 5.0},
-    {"correction__kind": "gipo"},
-    {"correction__kind": "gipo", "algorithm__level": "action", "correction__sigma": 1.0},
     {"correction__trust_region": 0.0},
     {"correction__trust_region": 0.001},
     {"correction__kind": "none", "correction__trust_region": 0.0005, "algorithm__level": "decision"},
     {"correction__kind": "naive", "correction__trust_region": 0.001, "algorithm__level": "action"},
-    {"correction__reject": "decision", "correction__reject_low": 0.95, "correction__reject_high": 1.05},
-    {"correction__reject": "episode", "correction__reject_low": 0.97, "correction__reject_high": 1.03},
-    {"correction__reject": "token", "correction__reject_low": 0.8, "correction__kind": "mis"},
     {"algorithm__dual_clip": 0.0, "algorithm__level": "action", "correction__kind": "naive"},
     {"algorithm__level": "action", "correction__kind": "naive", "algorithm__dual_clip": 1.5},
     {"algorithm__objective": "cispo", "correction__kind": "naive"},
@@ -88,9 +82,7 @@ GRPO = [
     {"algorithm__baseline": "leave_one_out", "algorithm__advantage_scale": "none"},
     {"algorithm__advantage_scale": "batch_std"},
     {"algorithm__entropy_coef": 0.3},
-    {"algorithm__kl_coef": 0.7, "algorithm__kl_estimator": "k1"},
-    {"algorithm__kl_coef": 0.7, "algorithm__kl_estimator": "k2", "algorithm__aggregation": "constant"},
-    {"algorithm__kl_coef": 0.7, "algorithm__kl_estimator": "k3"},
+    {"algorithm__kl_coef": 0.7, "algorithm__aggregation": "constant"},
 ]
 PPO = [
     {},
@@ -98,11 +90,10 @@ PPO = [
     {"critic__level": "action", "algorithm__level": "action", "critic__gamma": 0.9},
     {"algorithm__level": "decision", "critic__normalize_advantages": False, "critic__huber": 0.5},
     {"correction__kind": "none", "critic__lam": 0.5},
-    {"correction__kind": "naive", "critic__coef": 2.0, "critic__truncation": "failure"},
+    {"correction__kind": "naive", "critic__truncation": "failure"},
     {"correction__kind": "mis", "correction__level": "episode", "correction__geometric": True},
-    {"correction__kind": "decoupled", "correction__proximal": "log_linear"},
     {"correction__kind": "vtrace", "critic__level": "action", "critic__gamma": 0.9, "critic__lam": 0.8},
-    {"correction__kind": "vtrace", "critic__normalize_advantages": False, "correction__rho_cap": 3.0},
+    {"correction__kind": "vtrace", "critic__normalize_advantages": False},
     {"algorithm__entropy_coef": 0.3, "algorithm__aggregation": "episode_mean"},
 ]
 RECIPES = GRPO + [{"algorithm__kind": "ppo", **changes} for changes in PPO]
@@ -140,7 +131,6 @@ SEVERAL = [
     {"algorithm__epochs": 2, "algorithm__minibatches": 3},
     {"algorithm__epochs": 3, "correction__kind": "naive"},
     {"algorithm__epochs": 3, "algorithm__kind": "ppo", "critic__value_clip": 0.02},
-    {"algorithm__epochs": 2, "correction__kind": "tis", "correction__proximal": "log_linear"},
     {"algorithm__minibatches": 2, "algorithm__kind": "ppo", "correction__kind": "vtrace"},
 ]
 
@@ -344,19 +334,6 @@ def test_fresh_samples_have_weight_one_and_no_mismatch() -> None:
     assert values[m.CLIPPED_RATIO] == pytest.approx(1.0)
 
 
-def test_a_vetoed_episode_shows_in_the_metrics() -> None:
-    batch = stale_batch(spread=0.0)
-    behaviour = batch.logprob_behaviour.clone()
-    behaviour[1, 0, 0] += 9.0  # a ratio of e^-9: token of the second decision of episode 0
-    values = build_update(recipe(correction__veto=1e-3), TablePolicy(rows=8))(
-        dataclasses.replace(batch, logprob_behaviour=behaviour)
-    )
-    returns = batch.returns.unflatten(0, (-1, batch.group_size))
-    differ = (returns.amax(1) > returns.amin(1)).repeat_interleave(batch.group_size)
-    in_episode = batch.mask[batch.episode == 0].sum() / batch.mask[differ[batch.episode]].sum()
-    assert values[m.VETOED] == pytest.approx(float(in_episode))
-
-
 def test_the_kl_that_the_update_moved_is_k3_over_valid_tokens() -> None:
     batch, policy, config = stale_batch(), TablePolicy(rows=8), recipe(algorithm__micro_batch=1000)
     rows = torch.nonzero(evaluated(batch).flatten(1).any(1)).flatten()[::3]  # 4 of 11, evenly
@@ -455,7 +432,7 @@ class Broken(TablePolicy):
 def test_a_gradient_that_is_not_finite_is_skipped_and_counted_and_after_n_in_a_row_the_run_is_lost() -> None:
     policy = Broken(rows=8)
     before = policy.logits.detach().clone()
-    update = build_update(recipe(correction__kind="none", optimizer__max_bad_updates=3), policy)
+    update = build_update(recipe(correction__kind="none"), policy)
     assert update(stale_batch())[m.BAD_UPDATES] == 1
     assert update(stale_batch())[m.BAD_UPDATES] == 2
     assert torch.equal(policy.logits, before)
@@ -496,7 +473,7 @@ def test_several_epochs_evaluate_no_decision_more_often_and_measure_staleness_on
 # --- what the readings are of -------------------------------------------------
 
 
-@pytest.mark.parametrize("more", [{}, {"algorithm__entropy_coef": 1e-9}, {"correction__veto": 1e-9}])
+@pytest.mark.parametrize("more", [{}, {"algorithm__entropy_coef": 1e-9}])
 def test_readings_are_of_the_same_decisions_whether_or_not_all_are_evaluated(more: dict[str, Any]) -> None:
     plain = build_update(recipe(), TablePolicy(rows=8))(stale_batch())
     other = build_update(recipe(**more), TablePolicy(rows=8))(stale_batch())
@@ -521,14 +498,6 @@ def test_readings_by_lag_add_up_to_those_of_all() -> None:
     assert m.RATIO_AT_LAG[-1] not in values, "there is no such lag"
 
 
-def test_with_a_log_linear_anchor_only_what_a_limit_changed_counts_as_capped() -> None:
-    batch = stale_batch()
-    wide = recipe(correction__proximal="log_linear", correction__max_weight=1e6)
-    assert build_update(wide, TablePolicy(rows=8))(batch)[m.IMPORTANCE_CAPPED] == 0.0
-    tight = recipe(correction__proximal="log_linear", correction__max_weight=1.0)
-    assert 0.2 < build_update(tight, TablePolicy(rows=8))(batch)[m.IMPORTANCE_CAPPED] < 0.8
-
-
 def test_a_negative_advantage_is_bounded_by_default_at_every_level() -> None:
     """Of two decisions one is 0.2 nats per token more likely by now: a ratio of e^11 for 56 tokens."""
     settings = recipe(algorithm__level="decision", correction__kind="naive").algorithm
@@ -545,12 +514,13 @@ def test_a_negative_advantage_is_bounded_by_default_at_every_level() -> None:
 
 def test_a_batch_that_is_not_finite_counts_once_whatever_the_minibatches() -> None:
     policy = Broken(rows=8)
-    chosen = recipe(correction__kind="none", algorithm__minibatches=3, optimizer__max_bad_updates=2)
+    chosen = recipe(correction__kind="none", algorithm__minibatches=3)
     update = build_update(chosen, policy)
     assert update(stale_batch())[m.BAD_UPDATES] == 1
     assert not update.stepper.failure_reason
     update(stale_batch())
-    assert "2 updates in a row" in update.stepper.failure_reason
+    update(stale_batch())
+    assert "3 updates in a row" in update.stepper.failure_reason
 
 
 @pytest.mark.parametrize("episodes", [(3, 2, 4), (0, 5, 1), (1, 1, 1), (4, 4, 1)])

@@ -136,7 +136,7 @@ def test_a_named_pipe_in_the_place_of_the_file_is_named(tmp_path: Path) -> None:
 def logged_without_space(disk: Path) -> None:
     """A full disk for a while: every update goes on, and in the end all of them are in both files."""
     stream = io.StringIO()
-    with MetricsLogger(disk, updates=1000, log_every=1000, stream=stream) as log:
+    with MetricsLogger(disk, updates=1000, stream=stream) as log:
         log.write(1, {m.GRAD_NORM: 1.0})
         leave(disk, 0)
         slowest = 0.0

@@ -127,14 +127,6 @@ def test_a_terminal_gets_colour_unless_it_is_declined(tmp_path, monkeypatch):
     assert console([(1, VALUES)], tmp_path, Terminal(), updates=2)[0] == HEADER
 
 
-def test_log_every_folds_updates_into_one_row_and_always_shows_the_last(tmp_path):
-    success = [0.0, 1.0, 0.5, 0.5, 0.25]
-    rows = [(step, VALUES | {m.SUCCESS_ONCE: value}) for step, value in enumerate(success, start=1)]
-    lines = console(rows, tmp_path, updates=5, log_every=2)
-    assert [line.split()[:2] for line in lines[1:]] == [["2", "50.0%"], ["4", "50.0%"], ["5", "25.0%"]]
-    assert len(rows_of(tmp_path / "metrics.jsonl")) == 5
-
-
 def test_every_update_is_one_json_line_on_disk_at_once(tmp_path):
     with MetricsLogger(tmp_path, updates=9, stream=io.StringIO(), clock=Clock()) as logbook:
         logbook.write(1, {m.GRAD_NORM: 0.5, m.APPROX_KL: math.nan, m.IMPORTANCE_MAX: math.inf})

@@ -73,7 +73,7 @@ def test_advice_names_only_metrics_and_flags_that_exist(metric: Metric) -> None:
 
 
 def test_a_flag_that_does_not_exist_would_be_noticed() -> None:
-    assert {"--replay.max-lag", "--log-every"} <= set(flags_of(TrainConfig()))
+    assert {"--replay.max-lag", "--log-with"} <= set(flags_of(TrainConfig()))
     assert "--replay.max-policy-lag" not in set(flags_of(TrainConfig()))
 
 

@@ -42,11 +42,10 @@ def open_small(
     filtering: bool = True,
     horizon: int = HORIZON,
     max_lag: int = 1,
-    uses: int = 1,
 ) -> Replay:
     """A replay whose files go as soon as they may, unless `max_bytes` is larger."""
     limiter = Limiter(
-        ReplaySettings(max_lag=max_lag, group_timeout=1e6, max_reuse=uses),
+        ReplaySettings(max_lag=max_lag, group_timeout=1e6),
         group_size=2,
         groups_per_update=2,
         filter_groups=filtering,
@@ -98,9 +97,8 @@ def held(thing: Any, name: str = "replay") -> dict[str, int]:
     return {}
 
 
-@pytest.mark.parametrize("uses", [1, 2])
-def test_no_book_grows_with_the_length_of_a_run(tmp_path: Path, uses: int) -> None:
-    replay = open_small(tmp_path, uses=uses)
+def test_no_book_grows_with_the_length_of_a_run(tmp_path: Path) -> None:
+    replay = open_small(tmp_path)
     replay.begin("learner", 0)
     replay.hello("actor-0", "first life")
     largest, turns = list[dict[str, int]](), 90
@@ -110,7 +108,7 @@ def test_no_book_grows_with_the_length_of_a_run(tmp_path: Path, uses: int) -> No
             update(replay)
             found = {name: max(size, found.get(name, 0)) for name, size in held(replay).items()}
         largest.append(found)
-        assert replay.state.limiter.next_number > (third + 1) * turns * 2 / uses
+        assert replay.state.limiter.next_number > (third + 1) * turns * 2
     books = {f"replay.state.limiter.{name}" for name in ("closed", "used_at", "filtered", "ready")}
     assert books <= largest[2].keys()
     assert largest[2] == largest[1]
@@ -118,7 +116,7 @@ def test_no_book_grows_with_the_length_of_a_run(tmp_path: Path, uses: int) -> No
     bound = (HORIZON + 3) * 4
     assert max(largest[2].values()) <= bound
     replay.close()
-    assert max(held(open_small(tmp_path, uses=uses)).values()) <= bound, "recalled from the ledger"
+    assert max(held(open_small(tmp_path)).values()) <= bound, "recalled from the ledger"
 
 
 def test_a_file_whose_grant_is_hidden_by_damage_is_ready(
@@ -208,7 +206,6 @@ def test_a_resume_knows_the_episodes_whose_files_it_removed(tmp_path: Path) -> N
     horizon=st.integers(1, 4),
     begin=st.integers(0, 7),
     max_bytes=st.sampled_from([1, 10**9]),
-    uses=st.integers(1, 2),
 )
 def test_a_resume_from_before_the_horizon_goes_on_and_uses_nothing_twice(
     tmp_path_factory: pytest.TempPathFactory,
@@ -216,12 +213,11 @@ def test_a_resume_from_before_the_horizon_goes_on_and_uses_nothing_twice(
     horizon: int,
     begin: int,
     max_bytes: int,
-    uses: int,
 ) -> None:
     begin, folder = min(begin, reached), tmp_path_factory.mktemp("replay")
 
     def opened() -> Replay:
-        return open_small(folder, horizon=horizon, max_bytes=max_bytes, uses=uses)
+        return open_small(folder, horizon=horizon, max_bytes=max_bytes)
 
     replay, used_at = opened(), dict[int, list[int]]()
     replay.begin("first", 0)
@@ -240,9 +236,9 @@ def test_a_resume_from_before_the_horizon_goes_on_and_uses_nothing_twice(
         for number in update(replay):
             assert number not in forgotten
             kept.setdefault(number, []).append(version)
-    assert all(len(versions) <= uses for versions in kept.values())
-    if uses == 1:  # The ledger's last word is the batch of version `reached - 1`.
-        assert bool(forgotten & lost) == (begin < reached - 1 - horizon)
+    assert all(len(versions) <= 1 for versions in kept.values())
+    # The ledger's last line is the batch of version `reached - 1`.
+    assert bool(forgotten & lost) == (begin < reached - 1 - horizon)
     replay.close()
 
 

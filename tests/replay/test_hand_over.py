@@ -26,8 +26,6 @@ from asyncrl.replay.group_file import read_group
 from asyncrl.replay.interface import BatchDescription, GroupLost
 from asyncrl.replay.store import file_name
 from support.episodes import assert_same, make_episode
-from support.replay import fill as admit_all
-from support.replay import make_limiter, make_replay
 from support.replay_server import CONFIG, Served, acquire, kill, push_group, start_server, until
 
 GROUPS = 2 * WINDOW + 3
@@ -65,10 +63,13 @@ def test_parts_are_the_batch_dealt_in_turns(numbers: list[int], ranks: int) -> N
     assert {part.request for part in parts} == {"r"}
 
 
-@pytest.mark.parametrize("read_ahead", [8.0, 0.0])
-def test_what_the_ranks_hold_together_is_the_batch(tmp_path: Path, endpoint: str, read_ahead: float) -> None:
+@pytest.mark.parametrize("read_ahead", [8 * 10**9, 0])
+def test_what_the_ranks_hold_together_is_the_batch(
+    tmp_path: Path, endpoint: str, read_ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With room for what is read ahead, and without any: then it is read again."""
-    with Served(tmp_path, endpoint, config_of(GROUPS, read_ahead_gigabytes=read_ahead)):
+    monkeypatch.setattr("asyncrl.replay.sampling.READ_AHEAD_BYTES", read_ahead)
+    with Served(tmp_path, endpoint, config_of(GROUPS)):
         learner, actor = ZmqLearnerPort(endpoint), ZmqActorPort(endpoint, "actor-0")
         ranks = [learner, *(ZmqRankPort(endpoint, f"learner-{rank}") for rank in (1, 2))]
         learner.status()
@@ -242,27 +243,6 @@ def test_a_group_whose_file_is_damaged_after_it_was_chosen_is_lost_and_another_b
         learner.close()
         actor.close(1.0)
         kill(server)
-
-
-def test_a_used_group_that_might_be_used_again_is_closed_when_its_file_is_damaged(tmp_path: Path) -> None:
-    limiter = make_limiter()
-    limiter.uses = 2
-    replay = make_replay(tmp_path, limiter)
-    replay.begin("learner", 0)
-    replay.hello("actor-0", "s")
-    for number in range(2):
-        replay.grant("actor-0", number)
-        admit_all(replay, number, (0,))
-    assert replay.choose(1, 0, "r") == [0]
-    replay.batches.begin()  # As after a restart: nothing is known of the file.
-    path = tmp_path / file_name(0)
-    path.write_bytes(path.read_bytes()[:-1])
-    group = replay.batches.load(0)
-    assert group is not None
-    assert "footer" in group.damaged
-    assert list(replay.state.limiter.ready) == [1]
-    assert replay.choose(1, 1, "s") == [1]
-    replay.close()
 
 
 def test_a_rank_whose_replay_says_nothing_ends_at_its_deadline(endpoint: str) -> None:

@@ -362,9 +362,10 @@ def test_an_actor_reports_of_itself_only(scripted: tuple[ReplayServer, ScriptedS
 
 
 def test_the_learner_hears_how_far_its_batch_is_and_that_there_is_nothing_to_learn(
-    tmp_path: Path, endpoint: str
+    tmp_path: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chosen = dataclasses.replace(CONFIG.algorithm, filter_groups=True, max_filtered_batches=2)
+    monkeypatch.setattr("asyncrl.replay.replay.MAX_FILTERED_BATCHES", 2)
+    chosen = dataclasses.replace(CONFIG.algorithm, filter_groups=True)
     filtering = dataclasses.replace(CONFIG, algorithm=chosen)
     with Served(tmp_path, endpoint, filtering):
         learner, actor = ZmqLearnerPort(endpoint), ZmqActorPort(endpoint, "actor-0")

@@ -163,10 +163,10 @@ class RowModels:
         return {"weight": torch.zeros(1)}
 
 
-def config(*, per_update: int = 4, after: int = 2) -> TrainConfig:
+def config(*, per_update: int = 4) -> TrainConfig:
     return TrainConfig(
         algorithm=AlgorithmSettings(group_size=GROUP, groups_per_update=per_update),
-        replay=ReplaySettings(max_lag=0, quarantine_after=after, keep_video_every=1),
+        replay=ReplaySettings(max_lag=0, keep_video_every=1),
     )
 
 
@@ -206,11 +206,9 @@ class InlineRun(SimpleNamespace):
     learner: InProcessLearnerPort
 
 
-def inline_run(
-    folder: Path, poisoned: Poisoned, *, per_update: int = 4, after: int = 2, **actor: Any
-) -> InlineRun:
+def inline_run(folder: Path, poisoned: Poisoned, *, per_update: int = 4, **actor: Any) -> InlineRun:
     """Join both; `actor` goes to `actor_of`."""
-    replay = open_run_replay(folder, config(per_update=per_update, after=after))
+    replay = open_run_replay(folder, config(per_update=per_update))
     run = InlineRun(replay=replay)
     run.learner = InProcessLearnerPort(replay, imagine=lambda: run.actor.step(0.0))
     run.actor = actor_of(poisoned, InProcessActorPort(replay), **actor)

@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from asyncrl.config.sections import ReplaySampler, ReplaySettings
+from asyncrl.config.sections import ReplaySettings
 from asyncrl.replay.groups import ReadyGroup
 from asyncrl.replay.limiter import Limiter
 
@@ -27,13 +27,12 @@ class Setting:
     slots: int
     groups_per_update: int
     max_lag: int
-    order: ReplaySampler = "oldest"
     overtaking: bool = False
 
     @property
     def name(self) -> str:
         """Of its row."""
-        order = f"{self.order}, as ready" if self.overtaking else self.order
+        order = "as ready" if self.overtaking else "oldest"
         return f"{self.actors} x {self.slots}, {self.groups_per_update} groups, lag {self.max_lag}, {order}"
 
 
@@ -46,8 +45,6 @@ SETTINGS = (
     Setting(actors=4, slots=32, groups_per_update=16, max_lag=2),
     Setting(actors=8, slots=32, groups_per_update=16, max_lag=2),
     Setting(actors=4, slots=32, groups_per_update=8, max_lag=2),
-    Setting(actors=4, slots=32, groups_per_update=16, max_lag=2, order="newest"),
-    Setting(actors=4, slots=32, groups_per_update=16, max_lag=2, order="uniform"),
 )
 
 
@@ -98,7 +95,7 @@ def simulate(setting: Setting, updates: int, rounds_of_update: int = 2) -> Outco
     """Run one setting until it made `updates`; the learner takes `rounds_of_update` rounds for each."""
     random.seed(0)
     limiter = Limiter(
-        ReplaySettings(max_lag=setting.max_lag, sampler=setting.order),
+        ReplaySettings(max_lag=setting.max_lag),
         group_size=GROUP,
         groups_per_update=setting.groups_per_update,
         clock=lambda: 0.0,

@@ -54,7 +54,7 @@ for _value in (HUGE, "-1", "1e400", "nan", "inf", DIGITS, "", "0x10", "١٢"):
 for _flag in (
     *("--updates", "--learner.threads", "--lora.rank", "--algorithm.group-size", "--actor.slots"),
     *("--algorithm.groups-per-update", "--replay.max-lag", "--actor.max-decisions", "--imagination.steps"),
-    *("--actor.threads", "--actor.max-respawns", "--checkpoint-every", "--algorithm.micro-batch"),
+    *("--actor.max-respawns", "--checkpoint-every", "--algorithm.micro-batch"),
     *("--algorithm.epochs", "--algorithm.minibatches", "--replay.keep-video-every", "--algorithm.top-k"),
 ):
     _add(f"train {TINY} {_flag} 99999999999999999999")

@@ -49,7 +49,7 @@ class Table:
         return logp[rows].gather(-1, batch.sample["tokens"][..., None])[..., 0], entropy[rows]
 
 
-WEIGHING = ("tis", "mis", "decoupled", "gipo")
+WEIGHING = ("tis", "mis", "decoupled")
 
 
 def units_of(level: str) -> list[list[tuple[int, int]]]:
@@ -140,8 +140,8 @@ def slow_vtrace(
 ) -> tuple[list[float], list[float]]:
     gamma, lam, n = config.critic.gamma, config.critic.lam, len(values)
     after = [*values[1:], end]
-    rho = [min(config.correction.rho_cap, r) for r in ratios]
-    c = [lam * min(config.correction.trace_cap, r) for r in ratios]
+    rho = [min(1.0, r) for r in ratios]
+    c = [lam * min(1.0, r) for r in ratios]
     goal = []
     for s in range(n):
         total, product = values[s], 1.0
@@ -178,18 +178,7 @@ def weights_of(config: TrainConfig, batch: Batch, gaps: list, d: int, unit: list
     }
     members = all_members[level]
     total = sum(ratio(*member) for member in members)
-    if chosen.reject != "none":
-        judged = all_members[chosen.reject]
-        mean = math.exp(sum(ratio(*member) for member in judged) / len(judged))
-        if not chosen.reject_low <= mean <= chosen.reject_high:
-            return 0.0
     raw = math.exp(total / len(members) if chosen.geometric else total)
-    if chosen.veto and any(
-        math.exp(ratio(of, p)) < chosen.veto for of in own for p in valid(batch, of, PLACES)
-    ):
-        return 0.0
-    if chosen.kind == "gipo":
-        return raw * math.exp(-((math.log(raw) / chosen.sigma) ** 2) / 2)
     if chosen.kind == "tis":
         return min(max(raw, chosen.min_weight), chosen.max_weight)
     low = chosen.min_weight if chosen.kind == "mis" else 0.0
@@ -250,9 +239,6 @@ def slow_loss(
     behaviour, proximal = batch.logprob_behaviour.double(), start
     if correction.kind == "naive":
         proximal = behaviour
-    elif correction.kind in WEIGHING and correction.proximal == "log_linear":
-        alpha = (batch.lag / (batch.lag + 1)).double()[:, None, None]
-        proximal = behaviour + alpha * (now.detach() - behaviour)
     if chosen.kind == "ppo":
         teaching, targets, old = critic_targets(config, batch, before, start)
     else:
@@ -276,7 +262,7 @@ def slow_loss(
         loss = loss - chosen.entropy_coef * count * entropy[d][decision_index]
         if reference is not None:
             gap = now[d][decision_index] - anchor[d][decision_index]
-            penalty = {"k1": gap, "k2": gap**2 / 2, "k3": (-gap).exp() - 1 + gap}[chosen.kl_estimator]
+            penalty = gap**2 / 2
             behind = float(now[d][decision_index].detach() - behaviour[d][decision_index])
             fresh = correction.kind == "none" and chosen.kind == "grpo"
             weight = 1.0 if fresh else min(math.exp(behind), correction.max_weight)
@@ -293,7 +279,7 @@ def slow_loss(
         if config.critic.value_clip:
             near = old[d, k] + (value - old[d, k]).clamp(-config.critic.value_clip, config.critic.value_clip)
             error = torch.maximum(error, huber(near - target, config.critic.huber))
-        loss = loss + config.critic.coef * error / len(mine)
+        loss = loss + 0.5 * error / len(mine)
     return loss
 
 
