@@ -78,9 +78,9 @@ RESPAWNS: Final = 2
 NICENESS: Final = 19
 """Niceness of the evaluator and its simulators on a CPU: training goes first."""
 _SHOWN: Final = (SHEET, ".gif")
+"""Kinds of files that TensorBoard shows."""
 MOVIES: Final = 6
 """Episodes per version drawn into RUN/videos: true and imagined frames of the same actions."""
-"""Kinds of files that TensorBoard shows."""
 _NAME_ONE: Final = (
     "Name one: --evaluation.simulator NAME, or package.module:make; or leave --evaluate-every out."
 )
@@ -151,8 +151,6 @@ class VersionPlayer:
         del policy
         _free_memory(self._device)
         result = summarise([*shown, *others])
-        if not shown:
-            return Measured(result=result)
         with process_status.activity(f"drawing version {version}", patience):
             title = f"version {version}: true success {result.overall.successes} of {result.overall.episodes}"
             sheet, movie = self._draw(shown, version, title)
