@@ -257,7 +257,7 @@ def decisions_without_space(disk: Path) -> None:
     replay.set_version(1)
     replay.close()
     again = make_replay(folder, make_limiter(max_lag=0, per_update=2, clock=clock))
-    assert again.state.limiter.used_at == {0: (0,)}
+    assert again.state.limiter.used_at == {0: 0}
     assert again.state.limiter.closed[1].status == "dropped_lag"
     again.close()
 

@@ -9,8 +9,6 @@ from typing import Any, Final
 
 import torch
 
-from asyncrl.rewards.files import RewardConfig
-from asyncrl.rewards.resnet import ResNetReward, RewardNetwork
 from asyncrl.storage.weight_files import write_pth
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae
@@ -18,7 +16,7 @@ from asyncrl.worlds.wan.world import WanWorld
 from support.evac import SMALL as SMALL_EVAC
 from support.evac import checkpoint, pose_file, tiny_networks
 from support.opensora import export_opensora, nano_world
-from support.published_exports import export_reward, export_world
+from support.published_exports import export_world
 
 SIZE: Final = 256
 """Pixels of all published worlds."""
@@ -56,14 +54,3 @@ EXPORTS: Final[dict[str, Callable[[Path], None]]] = {
     "evac": export_evac,
 }
 """Writes a published folder of a kind."""
-
-
-def write_published_world(folder: Path, kind: str) -> Path:
-    """Write a world, a reward model of any task, and start states that no refit needs; returns the folder."""
-    EXPORTS[kind](folder)
-    reward = RewardConfig.tiny(tasks=(), image_size=SIZE)
-    torch.manual_seed(0)
-    export_reward(folder, ResNetReward(RewardNetwork(reward), reward))
-    (folder / "dataset").mkdir()
-    (folder / "dataset" / "traj0.npy").write_bytes(b"start states")
-    return folder

@@ -1,7 +1,6 @@
 """A replay folder with one group of every outcome, for the tests of `asyncrl replay`."""
 
 import dataclasses
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -70,8 +69,3 @@ def remove_after_listing(run: Path) -> Path:
     gone = run / "replay" / "group-00000009.h5"
     gone.symlink_to(run / "nowhere.h5")
     return gone
-
-
-def copy_of(run: Path, to: Path) -> Path:
-    """Copy a run."""
-    return Path(shutil.copytree(run, to))
