@@ -35,11 +35,12 @@ def actor_of(run: Path) -> int:
 
 @pytest.mark.timeout(60)
 def test_a_filter_that_leaves_nothing_ends_the_run_well(
-    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("asyncrl.replay.replay.MAX_FILTERED_BATCHES", 3)
     run = tmp_path / "run"
     more = ["--inline", "--updates", "5", "--run-dir", str(run), "--actor.success-threshold", "1.0"]
-    more += ["--algorithm.filter-groups", "--algorithm.max-filtered-batches", "3"]
+    more += ["--algorithm.filter-groups"]
     assert cli.run("train", [*flags, *more]) == 0
     said = capsys.readouterr().out
     assert re.search(r"stopped after 0 of 5 updates: every episode of the last \d groups failed", said)
