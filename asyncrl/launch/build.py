@@ -55,7 +55,6 @@ from asyncrl.learner.forward import Reference
 from asyncrl.learner.fsdp import make_float32_masters, shard
 from asyncrl.learner.learner import Learner, LoopSettings, WriteRow
 from asyncrl.learner.metrics import Throughput
-from asyncrl.learner.progress import OnEstimate
 from asyncrl.learner.ranks import DistributedRanks, LearnerRanks, default_group
 from asyncrl.learner.recipe import build_recipe
 from asyncrl.learner.update import Update
@@ -232,7 +231,7 @@ def build_learner(
     ranks: LearnerRanks,
     *,
     stop_requested: Callable[[], bool],
-    on_estimate: OnEstimate = lambda what, seconds: None,
+    on_estimate: Callable[[float], object] = lambda seconds: None,
     copies: int = 1,
 ) -> Learner:
     """Shard the policy over the ranks and build this rank's learner; a resume goes on from its checkpoint.

@@ -125,17 +125,13 @@ def notes(config: TrainConfig) -> list[str]:
     return lines + ([monitor.line_about(config.monitor.listen)] if config.monitor.listen else [])
 
 
-def tell_estimate(config: TrainConfig, tell: Callable[[str], None]) -> Callable[[str, float], None]:
-    """Return a callback that prints a line about long batches and updates."""
+def tell_estimate(config: TrainConfig, tell: Callable[[str], None]) -> Callable[[float], None]:
+    """Return a callback that prints a line about long batches."""
 
-    def told(what: str, seconds: float) -> None:
-        text, limit, sign = (
-            ("a batch takes about {}; --batch-timeout", config.batch_timeout, "decision")
-            if what == "batch"
-            else ("an update takes about {}; --hang-timeout", config.hang_timeout, "micro-batch")
-        )
+    def told(seconds: float) -> None:
         if seconds > WORTH_TELLING:
-            tell(f"{text.format(duration(seconds))} {limit:g} s after the last {sign}")
+            limit = f"--batch-timeout {config.batch_timeout:g} s after the last decision"
+            tell(f"a batch takes about {duration(seconds)}; {limit}")
 
     return told
 

@@ -19,7 +19,7 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.devices.float8 import check_device
 from asyncrl.errors import AsyncRLError, CheckpointError, ConfigError
 from asyncrl.evaluation.evaluate import simulator_of_tasks
-from asyncrl.learner.forward import AdapterFreeReference, FrozenReference, Reference
+from asyncrl.learner.forward import Reference
 from asyncrl.policies.acceleration import FLAG, enable_gradient_checkpointing, use_float8_where_frozen
 from asyncrl.policies.interface import HasCritic, LoraTargets, Policy
 from asyncrl.policies.lora import add_lora
@@ -212,7 +212,9 @@ def build_reference(config: TrainConfig, policy: Policy, device: torch.device) -
     """Build the reference policy of the KL penalty; None if its coefficient is 0."""
     if not config.algorithm.kl_coef:
         return None
-    return AdapterFreeReference(policy) if config.lora.rank else FrozenReference(build_policy(config, device))
+    if config.lora.rank:
+        return Reference(policy, without_adapters=True)
+    return Reference(build_policy(config, device))
 
 
 def check_tasks(policy: Policy, starts: Sequence[StartState]) -> None:

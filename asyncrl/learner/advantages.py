@@ -1,6 +1,4 @@
-"""Advantages and value targets: group-relative, GAE, V-trace.
-
-Each episode is one row, padded after its last valid time step.
+"""Advantages and value targets: group-relative, GAE, V-trace. Each episode is one row.
 
 Dimension letters used in this file:
     B  episodes in the batch     G  episodes per group     N  groups, N = B / G
@@ -42,7 +40,7 @@ class GroupRelative:
     def estimate(
         self, batch: Batch, old: OldPolicy | None, correction: Correction, ranks: LearnerRanks
     ) -> AdvantagesAndTargets:
-        """Compute advantages ``[D, 1, 1]``. See `Advantage.estimate`."""
+        """Compute advantages ``[D, 1, 1]``."""
         batch_std = None
         if self.settings.advantage_scale == "batch_std":
             _, batch_std = moments_of_all(batch.returns, ranks)
@@ -66,7 +64,7 @@ class GeneralizedAdvantage:
     def estimate(
         self, batch: Batch, old: OldPolicy | None, correction: Correction, ranks: LearnerRanks
     ) -> AdvantagesAndTargets:
-        """Compute advantages ``[D, K, 1]`` and targets ``[D, K]``. See `Advantage.estimate`."""
+        """Compute advantages ``[D, K, 1]`` and targets ``[D, K]``."""
         assert old is not None
         assert old.values is not None
         critic, width = self.critic, old.values.shape[1]
@@ -101,25 +99,17 @@ def group_relative_advantages(
 ) -> Tensor:
     """Score each episode against its siblings: ``A = (R - baseline) / (scale + eps)``.
 
-    Sources: mean and group's standard deviation, GRPO, arXiv 2402.03300, section 4.1.2; no division, Dr.
-    GRPO, arXiv 2503.20783; leave-one-out, ``(R - mean) G / (G - 1)``, RLOO, arXiv 2402.14740; the deviation
-    of all returns of the batch, TRL's ``scale_rewards="batch"`` (REINFORCE++ divides by that of the
-    advantages). Standard deviations are unbiased (divided by n - 1), as in ``torch.std``.
+    Sources: mean and the group's unbiased standard deviation, GRPO, arXiv 2402.03300, section 4.1.2; no
+    division, Dr. GRPO, arXiv 2503.20783; leave-one-out, ``(R - mean) G / (G - 1)``, RLOO, arXiv 2402.14740;
+    deviation of all returns of the batch, TRL's ``scale_rewards="batch"``.
 
     Args:
-        returns: ``[B]`` float32, sum of rewards of each episode. Siblings are adjacent.
-        group_size: ``G``, at least 2; must divide ``B``.
-        batch_std: ``[]`` float32, standard deviation over all ranks; None: that of `returns`.
+        returns: ``[B]`` float32, siblings adjacent.
+        group_size: ``G``, at least 2; divides ``B``.
+        batch_std: ``[]`` float32 over all ranks; None: of `returns`.
 
     Returns:
-        ``[B]`` float32, detached. A group whose episodes all scored the same gets exactly zero.
-
-    Example:
-        >>> returns = torch.tensor([1.0, 0.0, 0.5, 0.5])
-        >>> group_relative_advantages(returns, group_size=2)
-        tensor([ 0.7071, -0.7071,  0.0000,  0.0000])
-        >>> group_relative_advantages(returns, group_size=2, baseline="leave_one_out", scale="none")
-        tensor([ 1., -1.,  0.,  0.])
+        ``[B]`` float32, detached; exactly 0 in a group of equal returns.
     """
     if returns.ndim != 1 or group_size < 2 or returns.shape[0] % group_size:
         raise ValueError(
@@ -159,25 +149,14 @@ def generalized_advantages(
     `final_values` where time ran out (truncation).
 
     Args:
-        rewards: ``[B, T]`` float32.
-        values: ``[B, T]`` float32, critic's value of the observation before each time step.
-        final_values: ``[B]`` float32, value of the observation after the last one.
+        rewards, values: ``[B, T]`` float32; a value is that of the observation before its time step.
+        final_values: ``[B]`` float32.
         mask: ``[B, T]`` bool, True from the first time step to the last; every row has one.
-        terminated: ``[B]`` bool, True: the episode could not go on. False: time ran out.
-        lam: 0: one-step temporal differences; 1: Monte Carlo returns minus values.
+        terminated: ``[B]`` bool; False: time ran out.
         rho, trace: ``[B, T]`` float32, ``rho_t`` and ``c_t`` of V-trace; None: 1.
 
     Returns:
         Advantages, and targets ``A + V``, each ``[B, T]`` float32.
-
-    Example:
-        >>> one = torch.ones(1, 2)
-        >>> out = generalized_advantages(
-        ...     torch.tensor([[0.0, 1.0]]), one * 0.5, torch.tensor([9.0]), one.bool(),
-        ...     torch.tensor([True]), gamma=0.5, lam=1.0
-        ... )
-        >>> out.advantages, out.targets
-        (tensor([[0.0000, 0.5000]]), tensor([[0.5000, 1.0000]]))
     """
     values = values.detach()
     rho, trace = (torch.ones_like(values) if ratio is None else ratio for ratio in (rho, trace))
@@ -214,15 +193,13 @@ def vtrace(
 
     With lambda below 1 two conventions for ``q`` are in use: ``v_{t+1}`` (`target`; the paper, seed_rl) and
     ``lambda v_{t+1} + (1 - lambda) V_{t+1}`` (`mixture`; rlax), of which the second equals GAE at ratio 1.
-    After the last time step both are 0 after termination and `final_values` after truncation.
 
     Args:
         log_ratios: ``[B, T]`` float32, ``log pi - log mu`` of each time step: pi is learned, mu sampled.
-        rho_cap: Decides which policy's values are learned (infinite: pi's); at least `trace_cap`.
+        rho_cap: At least `trace_cap`.
 
     Returns:
-        Advantages, which contain ``rho_t`` (do not weigh them again), and targets ``v_t``, each ``[B, T]``
-        float32.
+        Advantages, which contain ``rho_t``, and targets ``v_t``, each ``[B, T]`` float32.
     """
     ratios = log_ratios.detach().clamp(-20.0, 20.0).exp()
     rho, trace = ratios.clamp(max=rho_cap), ratios.clamp(max=trace_cap)
@@ -246,20 +223,12 @@ def _following(values: Tensor, final_values: Tensor, mask: Tensor, terminated: T
 
 
 def whitened(advantages: Tensor, mask: Tensor, *, mean: Tensor, std: Tensor, eps: float = 1e-5) -> Tensor:
-    """Shift and scale by the mean and (unbiased) standard deviation of the whole batch; 0 where masked.
-
-    >>> values, one = torch.tensor([1.0, 3.0]), torch.tensor(1.0)
-    >>> whitened(values, values > 0, mean=one * 2, std=one)
-    tensor([-1.0000,  1.0000])
-    """
+    """Shift and scale by the mean and standard deviation of the whole batch; 0 where masked."""
     return torch.where(mask, (advantages - mean) / (std + eps), 0.0)
 
 
 def moments_of_all(values: Tensor, ranks: LearnerRanks) -> tuple[Tensor, Tensor]:
-    """Compute mean and unbiased standard deviation of all ranks' values, each ``[]`` float32, in float64.
-
-    Both are 0 without values; the standard deviation of one value is 0.
-    """
+    """Compute mean and unbiased standard deviation of all ranks' values, each ``[]``; 0 without values."""
     values = values.double()
     number, total = ranks.sum(torch.stack([values.new_tensor(values.numel()), values.sum()]))
     mean = total / number.clamp(min=1)

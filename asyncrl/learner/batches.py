@@ -17,7 +17,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.episode_layout import decision_layout
 from asyncrl.errors import ReplayError
 from asyncrl.observability import metrics_system as r
 from asyncrl.observability import metrics_training as m
@@ -27,20 +26,20 @@ from asyncrl.records import Episode, Float32, Uint8
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Decisions of one update. Those of an episode are adjacent, episodes of a group too."""
+    """Decisions of one update; those of an episode are adjacent, episodes of a group too."""
 
     frames: Uint8
-    """``[D, H, W, 3]`` observation of each decision."""
+    """``[D, H, W, 3]``."""
     tasks: tuple[str, ...]
     """``D`` instructions."""
     sample: dict[str, Tensor]
-    """`Episode.sample`: name -> ``[D, ...]``, integers as int64."""
+    """Name -> ``[D, ...]``, integers as int64."""
     logprob_behaviour: Tensor
     """``[D, C, A]`` float32, nats."""
     mask: Tensor
     """``[D, C, A]`` bool, True until the episode's end, that step included."""
     rewards: Tensor
-    """``[D, C]`` float32, per step; 0 where the step does not count."""
+    """``[D, C]`` float32; 0 where the step does not count."""
     lag: Tensor
     """``[D]`` int64, learner's version minus the version that sampled the decision."""
     episode: Tensor
@@ -48,24 +47,23 @@ class Batch:
     decision_index: Tensor
     """``[D]`` int64, number of the decision within its episode."""
     returns: Tensor
-    """``[B]`` float32, sum of rewards of each episode."""
+    """``[B]`` float32."""
     lengths: Tensor
     """``[B]`` int64, steps until the end."""
     terminated: Tensor
-    """``[B]`` bool, True: it could not go on, by success or otherwise. False: time ran out (`truncated`)."""
+    """``[B]`` bool; False: time ran out (`truncated`)."""
     final_frames: Uint8
-    """``[B, H, W, 3]`` observation after the last step, before any reset."""
+    """``[B, H, W, 3]`` after the last step."""
     more_frames: Uint8 | None = None
-    """``[D, V, H, W, 3]`` other cameras' `frames`; None with one camera."""
+    """``[D, V, H, W, 3]`` of the other cameras; None with one camera."""
     states: Float32 | None = None
-    """``[D, Q]`` the robot's state with `frames`; None if the policy does not see it."""
+    """``[D, Q]`` the robot's state; None if the policy does not see it."""
     final_more_frames: Uint8 | None = None
-    """``[B, V, H, W, 3]`` with `final_frames`."""
+    """``[B, V, H, W, 3]``."""
     final_states: Float32 | None = None
-    """``[B, Q]`` with `final_frames`."""
+    """``[B, Q]``."""
     group_size: int
     temperature: float
-    """Temperature of sampling, used for evaluation too."""
     top_k: int
 
 
@@ -73,11 +71,10 @@ def build_batch(groups: Sequence[Sequence[Episode]], *, version: int) -> Batch:
     """Flatten groups into decisions, with masks and lags.
 
     Raises:
-        ReplayError: A group is incomplete, a decision is newer than the learner, or the episodes differ in
-            group size, sampling or image size.
+        ReplayError: A group is incomplete, or a decision is newer than the learner.
     """
     episodes = [episode for group in groups for episode in _sorted_members(group)]
-    _check_shared(episodes, version)
+    _check_versions(episodes, version)
     decisions = np.array([len(episode.frames) for episode in episodes])
     valid = np.concatenate([valid_steps(episode) for episode in episodes])
 
@@ -86,7 +83,7 @@ def build_batch(groups: Sequence[Sequence[Episode]], *, version: int) -> Batch:
 
     def optional(join: Callable[[list[NDArray[Any]]], NDArray[Any]], name: str) -> NDArray[Any] | None:
         arrays = [getattr(episode, name) for episode in episodes]
-        return None if arrays[0] is None else join(arrays)  # All have it, or none (`_check_shared`).
+        return None if arrays[0] is None else join(arrays)  # All have it, or none.
 
     sample = {name: np.concatenate([e.sample[name] for e in episodes]) for name in episodes[0].sample}
     return Batch(
@@ -119,19 +116,13 @@ def build_batch(groups: Sequence[Sequence[Episode]], *, version: int) -> Batch:
 def valid_steps(episode: Episode) -> NDArray[np.bool_]:
     """Mark the steps until the episode's end (`Episode.steps`), ``[N, C]`` bool; later rewards are noise.
 
-    RLinf keeps the whole decision in which an episode succeeds (its mask counts finished decisions, not
-    steps), so its numbers include up to C - 1 steps more per successful episode.
+    RLinf keeps the whole decision in which an episode succeeds, up to C - 1 steps more.
     """
     return (np.arange(episode.rewards.size) < episode.steps).reshape(episode.rewards.shape)
 
 
 def token_mask(steps_NC: NDArray[np.bool_], dim: int) -> NDArray[np.bool_]:
-    """Repeat the validity of each step for its numbers, ``[N, C, A]`` bool.
-
-    Example:
-        >>> token_mask(np.array([[True, False]]), 7).sum(axis=-1)
-        array([[7, 0]])
-    """
+    """Repeat the validity of each step for its numbers, ``[N, C, A]`` bool."""
     return np.repeat(steps_NC[..., None], dim, axis=-1)
 
 
@@ -149,27 +140,8 @@ def _sorted_members(group: Sequence[Episode]) -> list[Episode]:
     return members
 
 
-def _check_shared(episodes: Sequence[Episode], version: int) -> None:
-    """Refuse episodes that cannot be in one batch or that come from the learner's future."""
-    if not episodes:
-        raise ReplayError(
-            "A batch without groups reached the learner. Set --algorithm.groups-per-update to 1 or more."
-        )
-    shared = {
-        "group size (--algorithm.group-size)": {episode.group_size for episode in episodes},
-        "temperature (--algorithm.temperature)": {episode.temperature for episode in episodes},
-        "top-k (--algorithm.top-k)": {episode.top_k for episode in episodes},
-        "image size": {episode.frames.shape[1:] for episode in episodes},
-        "the policy's sample, cameras or states": {
-            tuple(decision_layout(episode).items()) for episode in episodes
-        },
-    }
-    for name, values in shared.items():
-        if len(values) > 1:
-            raise ReplayError(
-                f"One batch holds episodes that differ in {name}: {sorted(values)}. Actors with other "
-                "settings fill this replay: start them with the learner's config.json."
-            )
+def _check_versions(episodes: Sequence[Episode], version: int) -> None:
+    """Refuse episodes of the learner's future. The replay has refused those of other settings."""
     newest = max(int(episode.policy_versions.max()) for episode in episodes)
     if newest > version:
         raise ReplayError(
@@ -185,13 +157,12 @@ class GroupOutcome(NamedTuple):
     lengths: list[int]
     successes: list[bool]
     terminated: list[bool]
-    """False: time ran out."""
     policy_versions: list[int]
     """Of each decision."""
 
 
 def group_outcome(group: Sequence[Episode]) -> GroupOutcome:
-    """Summarise a group; the order of its episodes stays."""
+    """Summarise a group."""
     return GroupOutcome(
         [episode.total_reward for episode in group],
         [episode.steps for episode in group],
@@ -202,7 +173,7 @@ def group_outcome(group: Sequence[Episode]) -> GroupOutcome:
 
 
 def batch_metrics(outcomes: Sequence[GroupOutcome], version: int) -> dict[Metric, float]:
-    """Compute the metrics of an update's groups: episodes, and lags over decisions; none of no groups."""
+    """Compute the metrics of an update's groups; none of no groups."""
     if not outcomes:
         return {}
     returns, lengths, successes, terminated = (

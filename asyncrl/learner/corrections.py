@@ -48,7 +48,7 @@ class NoCorrection:
         self.needs: frozenset[str] = frozenset({"old_policy"})
 
     def weights(self, log_ratios: Tensor, mask: Tensor, episode: Tensor, level: Level) -> None:
-        """See `Correction.weights`."""
+        """Return None: every weight is 1."""
 
 
 class Naive:
@@ -58,10 +58,10 @@ class Naive:
         self.needs: frozenset[str] = frozenset({"behaviour"})
 
     def weights(self, log_ratios: Tensor, mask: Tensor, episode: Tensor, level: Level) -> None:
-        """See `Correction.weights`."""
+        """Return None: every weight is 1."""
 
     def proximal(self, logprob: Tensor, old_logprob: Tensor, behaviour: Tensor, lag: Tensor) -> Tensor:
-        """See `ChoosesProximal.proximal`."""
+        """Return the policy that sampled."""
         return behaviour
 
 
@@ -75,11 +75,11 @@ class TruncatedImportanceSampling:
         self.needs: frozenset[str] = frozenset({"behaviour", "old_policy"} | whole)
 
     def limit(self, log_ratios: Tensor) -> Tensor:
-        """Compute weights from log-ratios; shape and dtype stay."""
+        """Compute weights from log-ratios of any shape."""
         return truncated_weights(log_ratios, low=self.low, cap=self.cap)
 
     def weights(self, log_ratios: Tensor, mask: Tensor, episode: Tensor, level: Level) -> Tensor:
-        """Compute the importance weights of the units of --correction.level. See `Correction.weights`."""
+        """Compute the importance weights of the units of --correction.level."""
         own = correction_level(self.settings, level)
         return self.limit(reduce_to_level(log_ratios, mask, own, episode, mean=self.settings.geometric))
 
@@ -88,7 +88,7 @@ class MaskedImportanceSampling(TruncatedImportanceSampling):
     """Multiplies the loss by importance weights, 0 outside the limits."""
 
     def limit(self, log_ratios: Tensor) -> Tensor:
-        """See `TruncatedImportanceSampling.limit`."""
+        """Compute `masked_weights`."""
         return masked_weights(log_ratios, low=self.low, cap=self.cap)
 
 
@@ -121,7 +121,7 @@ class VTrace:
         gamma: float,
         lam: float,
     ) -> Estimates:
-        """See `CorrectsAdvantages.estimates`."""
+        """Compute `vtrace`."""
         return vtrace(
             *(rewards, values, final_values, mask, terminated, log_ratios),
             gamma=gamma,
@@ -130,16 +130,9 @@ class VTrace:
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """Estimate KL(q || p) from samples of q, per sample: ``r - 1 - log r >= 0`` with ``r = p / q``.
+    """Estimate KL(q || p) per sample of q: ``r - 1 - log r >= 0`` with ``log r = log p - log q``.
 
     Source: J. Schulman, "Approximating KL divergence" (2020).
-
-    Args:
-        log_ratio: ``log p - log q`` of tokens that q sampled; shape and float dtype stay, nats.
-
-    Example:
-        >>> k3(torch.tensor([0.0, 1.0, -1.0]))
-        tensor([0.0000, 0.7183, 0.3679])
     """
     return torch.expm1(log_ratio) - log_ratio
 
@@ -149,13 +142,6 @@ def truncated_weights(log_ratios: Tensor, *, low: float = 0.0, cap: float) -> Te
 
     Sources: E. Ionides, "Truncated Importance Sampling" (2008); per token on a clipped loss, F. Yao et al.,
     "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025).
-
-    Args:
-        log_ratios: ``log r``, nats; shape and float dtype stay, as in the other weights.
-
-    Example:
-        >>> truncated_weights(torch.tensor([0.5, 9.0]).log(), cap=2.0)
-        tensor([0.5000, 2.0000])
     """
     return log_ratios.detach().clamp(max=MAX_LOG_RATIO).exp().clamp(low, cap)
 
@@ -165,10 +151,6 @@ def masked_weights(log_ratios: Tensor, *, low: float = 0.0, cap: float) -> Tenso
 
     Sources: IcePop, in "Every Step Evolves: Scaling Reinforcement Learning for Trillion-Scale Thinking
     Model", arXiv 2510.18855; with ``low = 0`` AReaL's decoupled objective, arXiv 2505.24298.
-
-    Example:
-        >>> masked_weights(torch.tensor([0.1, 0.5, 9.0]).log(), low=0.25, cap=2.0)
-        tensor([0.0000, 0.5000, 0.0000])
     """
     ratios = log_ratios.detach().clamp(max=MAX_LOG_RATIO).exp()
     return torch.where((ratios >= low) & (ratios <= cap), ratios, 0.0)
@@ -181,24 +163,14 @@ def beyond_trust_region(
 
     ``pi - mu > bound`` where A > 0 and ``mu - pi > bound`` where A < 0, with ``pi`` and ``mu`` the
     probability of the unit: of several tokens the geometric mean. It bounds the total variation, which a
-    ratio does not: a ratio of 2 is much at probability 0.4, and nothing at 0.001. Source: DPPO with the
-    total-variation mask, as in prime-rl.
+    ratio does not. Source: DPPO with the total-variation mask, as in prime-rl.
 
     Args:
-        logprob: ``[D, C, A]`` float32 of the current policy, nats; `behaviour` the same.
-        mask: ``[D, C, A]`` bool.
-        advantages: float32, broadcasts to the units.
+        logprob, behaviour: ``[D, C, A]`` float32 of the current policy, and of that which sampled.
         bound: Of the difference of probabilities, in [0, 1].
 
     Returns:
         ``[D, U, V]`` bool.
-
-    Example:
-        >>> now, then, one = torch.tensor([[[0.9]]]).log(), torch.tensor([[[0.3]]]).log(), torch.ones(1, 1, 1)
-        >>> for advantage in (one, -one):
-        ...     print(beyond_trust_region(now, then, one.bool(), advantage, "token", 0.2).item())
-        True
-        False
     """
     now, then = (summed(x.detach(), mask, level, mean=True).exp() for x in (logprob, behaviour))
     return torch.sign(advantages.detach()) * (now - then) > bound
@@ -225,9 +197,7 @@ def staleness_metrics(
 
     Args:
         old_logprob, proximal, behaviour: ``[D, C, A]`` float32; 0 where the mask is False.
-        mask: ``[D, C, A]`` bool.
-        weights: float32, broadcasts to the units ``[D, U, V]``; None: the correction has none.
-        episode, lag: ``[D]`` int64.
+        weights: Broadcasts to the units ``[D, U, V]``; None: the correction has none.
         learned: ``[D]`` bool, decisions with an advantage: in some recipes the others are not evaluated.
     """
     metrics, own = MetricAccumulator(), correction_level(settings, level)

@@ -4,13 +4,8 @@ consumes   dummy decisions           waits for: nothing; with several ranks each
 produces   compiled layers           ended by: its last pass; a batch that is ready, or a stop request, both
                                      seen between two passes
 
-Passes have fixed sizes (`PolicyForward.fix_sizes`), so there are few kinds: with gradient, and those without
-that the recipe needs. Gradients, random states, optimizer, metrics and counters stay as they were. Dummy
-decisions have the run's shapes and dtypes; pictures are black and samples zeros.
-
-Dimension letters used in this file:
-    D  decisions      C  steps per decision      A  numbers per step      H, W  image size in pixels
-    V  cameras after the first                   Q  numbers of state
+Passes have fixed sizes, so there are few kinds. Gradients, random states, optimizer, metrics and counters
+stay as they were. Dummy decisions have the run's shapes and dtypes, and zeros.
 """
 
 from __future__ import annotations
@@ -48,17 +43,16 @@ class ObservationShapes:
     tasks: tuple[str, ...]
     """All instructions, each once."""
     more_cameras: int = 0
-    """``V``."""
     state_dim: int = 0
-    """``Q``; 0 if the policy sees no state."""
+    """0 if the policy sees no state."""
 
     def to_json(self) -> str:
-        """Return the text that `from_json` reads."""
+        """Format for `from_json`."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Self | None:
-        """Read the text of `to_json`; None for an empty one."""
+        """Parse the text of `to_json`; None for an empty one."""
         if not text:
             return None
         plain = json.loads(text)
@@ -130,12 +124,11 @@ def dummy_batch(
 
 
 class Pass(NamedTuple):
-    """One pass over dummy decisions."""
+    """One pass over dummy decisions; `small` as in `PolicyForward.evaluate`."""
 
     size: int
     gradient: bool
     small: bool = False
-    """See `PolicyForward.evaluate`."""
 
 
 class EarlyCompile:
@@ -151,10 +144,9 @@ class EarlyCompile:
         batch_ready: Callable[[], bool] = lambda: False,
         hang_timeout: float = 0.0,
     ) -> None:
-        """Choose the passes.
+        """Choose the passes of an update with fixed sizes.
 
         Args:
-            update: Its passes have fixed sizes.
             hang_timeout: Seconds that a pass may take; 0: any.
         """
         self.update, self.shapes, self.sampling = update, shapes, sampling
@@ -200,8 +192,8 @@ class EarlyCompile:
 def fix_sizes(update: Update) -> None:
     """Fix the sizes of an update's passes, see `PolicyForward.fix_sizes`.
 
-    Passes with gradient have the decisions of a micro-batch, or of a minibatch if that is smaller. The small
-    pass after a single step is as large as others if it would be at least half of one.
+    Passes with gradient have the decisions of a micro-batch, or of a smaller minibatch. The small pass after
+    a single step is as large as others if it would be at least half of one.
     """
     settings = update.recipe.algorithm
     episodes = settings.groups_per_update // update.ranks.size * settings.group_size

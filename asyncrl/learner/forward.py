@@ -9,8 +9,9 @@ Dimension letters used in this file:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import pairwise
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, cast
 
 import numpy as np
 import torch
@@ -38,20 +39,16 @@ PADDING_ROW: Final = torch.zeros(1, dtype=torch.int64)
 
 
 def longest_first(lengths: Tensor) -> Tensor:
-    """Return indices ``[M]`` int64 by falling prompt length, stable.
-
-    So a pass has little padding, and the first pass takes the most memory.
-    """
+    """Return indices ``[M]`` int64 by falling prompt length, stable: little padding in a pass."""
     return torch.argsort(lengths, descending=True, stable=True)
 
 
 class PolicyForward:
-    """Forward passes of the policy."""
+    """Forward passes of the policy, of at most `micro_batch` decisions."""
 
     def __init__(
         self, policy: Policy, ranks: LearnerRanks, device: torch.device, *, micro_batch: int
     ) -> None:
-        """Join the parts; `micro_batch` is the largest number of decisions of a pass."""
         self.policy, self.ranks, self.device, self.micro_batch = policy, ranks, device, micro_batch
         self.small_size = 0
         """Decisions of a small pass of fixed size; 0: sizes vary."""
@@ -107,11 +104,7 @@ class PolicyForward:
 
     @torch.no_grad()
     def final_values(self, batch: Batch) -> Tensor:
-        """Compute the critic's value of the final observations of truncated episodes; collective.
-
-        Returns:
-            ``[B]`` float32, 0 for all other episodes.
-        """
+        """Compute the critic's value ``[B]`` of truncated episodes' last observations, else 0; collective."""
         tasks = _task_of_episode(batch)
         truncated_R = torch.nonzero(~batch.terminated).flatten()
         lengths = self.prompt_lengths([tasks[row] for row in truncated_R.tolist()])
@@ -132,7 +125,6 @@ class PolicyForward:
         return cast("HasCritic", self.policy).values(inputs)[: len(rows_M), 0].float()
 
     def _micro_batches(self, rows: int) -> Iterator[slice | None]:
-        """Yield the slices of `split`. Each is a sign of progress: --hang-timeout counts from the last."""
         for part in self.split(rows):
             yield part
             process_status.progress()
@@ -140,8 +132,8 @@ class PolicyForward:
     def split(self, rows: int) -> list[slice | None]:
         """Split `rows` into micro-batches; None for every pass that only other ranks need; collective.
 
-        Ranks have different numbers of decisions but make the same number of passes. No pass has a single
-        leftover row, for which a compiler would make other graphs: the last two passes share their rows.
+        No pass has a single leftover row, for which a compiler would make other graphs: the last two passes
+        share their rows.
         """
         own = -(-rows // self.micro_batch)
         needed = int(self.ranks.max(torch.tensor([float(own)]))[0])
@@ -180,7 +172,6 @@ class PolicyForward:
         tasks: list[str],
         rows: NDArray[np.int64],
     ) -> Any:
-        """Preprocess rows ``[M]`` of ``[B, H, W, 3]``, ``[B, V, H, W, 3]`` and ``[B, Q]``."""
         pictures = frames[rows]
         if more_frames is not None:
             pictures = np.concatenate([pictures[:, None], more_frames[rows]], axis=1)
@@ -193,48 +184,26 @@ def _task_of_episode(batch: Batch) -> dict[int, str]:
     return dict(zip(batch.episode.tolist(), batch.tasks, strict=True))
 
 
-class Reference(Protocol):
-    """The policy that the KL penalty compares with; it does not change while the policy learns."""
+class Reference:
+    """The frozen policy that the KL penalty compares with.
 
-    def logprob(self, inputs: PolicyInputs, sample: Mapping[str, Tensor], sampling: SamplingParams) -> Tensor:
-        """Compute log-probs of a sample, ``[B, C, A]`` float32 in nats, without gradient.
+    A second policy, which shares no weights with the one that learns, or that one without its adapters: no
+    second copy of the weights.
+    """
 
-        Args:
-            inputs: Of ``B`` rows, by the policy's `preprocess`.
-            sample: See `Policy.evaluate`; each ``[B, ...]``.
-        """
-        ...
-
-
-class FrozenReference:
-    """A second policy object, for full fine-tuning."""
-
-    def __init__(self, policy: Policy) -> None:
-        """Freeze the policy; it must not share weights with the one that learns."""
-        self.policy = policy
-        if isinstance(policy, nn.Module):
-            policy.requires_grad_(False).eval()
-
-    @torch.no_grad()
-    def logprob(self, inputs: PolicyInputs, sample: Mapping[str, Tensor], sampling: SamplingParams) -> Tensor:
-        """See `Reference.logprob`."""
-        return self.policy.evaluate(inputs, sample, sampling).logprob
-
-
-class AdapterFreeReference:
-    """The policy that learns, with its adapters disabled: no second copy of the weights."""
-
-    def __init__(self, policy: Any) -> None:
-        """Wrap the learning policy; raises ConfigError without adapters: it would equal its reference."""
-        if not has_lora(policy):
+    def __init__(self, policy: Any, *, without_adapters: bool = False) -> None:
+        """Freeze the second policy; raises ConfigError if there are no adapters to disable."""
+        if without_adapters and not has_lora(policy):
             raise ConfigError(
                 "The policy has no adapters, so the policy without adapters is the one that learns and the "
                 "KL penalty would be zero. Set --lora.rank, or load the reference as a second policy."
             )
-        self.policy = policy
+        if not without_adapters and isinstance(policy, nn.Module):
+            policy.requires_grad_(False).eval()
+        self.policy, self.without_adapters = policy, without_adapters
 
     @torch.no_grad()
     def logprob(self, inputs: PolicyInputs, sample: Mapping[str, Tensor], sampling: SamplingParams) -> Tensor:
-        """See `Reference.logprob`."""
-        with adapters_disabled(self.policy):
+        """Compute log-probs of a sample, ``[B, C, A]`` float32 in nats, without gradient."""
+        with adapters_disabled(self.policy) if self.without_adapters else nullcontext():
             return self.policy.evaluate(inputs, sample, sampling).logprob

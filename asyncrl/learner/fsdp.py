@@ -7,11 +7,9 @@
     adapters are               one unit, the root, gathered once per step. Frozen weights are never sharded:
                                gathering them in each pass would cost more than their room
 
-Sharded parameters become DTensors, so the optimizer must be built afterwards. On one rank it only separates
-the float32 weights from the bfloat16 passes. With several copies (hybrid sharding) every row of ranks has all
-of the policy: gradients are summed within rows in each pass, between rows after the last pass of a step.
-
-FSDP2 averages the loss over the ranks: multiply it by their number for a sum.
+On one rank it only separates the float32 weights from the bfloat16 passes. With several copies (hybrid
+sharding) every row of ranks has all of the policy: gradients are summed within rows in each pass, between
+rows after the last pass of a step. FSDP2 averages the loss over the ranks: multiply it by their number.
 """
 
 from __future__ import annotations
@@ -38,9 +36,8 @@ from asyncrl.policies.interface import EvaluateResult
 class RoundedLinear(nn.Linear):
     """Keeps float32 weights and computes in the dtype of its input.
 
-    FSDP can round trained weights too, but then it turns each gradient back into float32 one by one in each
-    pass, which for a thousand adapters takes the host longer than the device. Here the compiler sees the
-    rounding. Numbers are the same.
+    FSDP can round trained weights too, but turns each gradient back into float32 one by one in each pass,
+    which for a thousand adapters takes the host longer than the device. Here the compiler sees the rounding.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -50,11 +47,7 @@ class RoundedLinear(nn.Linear):
 
 
 def round_trained_layers(network: nn.Module) -> bool:
-    """Turn the trained layers into `RoundedLinear`, in place.
-
-    Returns:
-        False, without a change, unless all of them are plain linear layers, as adapters are.
-    """
+    """Turn the trained layers into `RoundedLinear`; False, without a change, unless all are plain linear."""
     trained = [
         module
         for module in network.modules()
@@ -99,7 +92,7 @@ def shard(
     copies: int = 1,
     reshard_after: ReshardAfter = "pass",
 ) -> Any:
-    """Shard a policy over the ranks of the default process group, in place, and return it. See `spread`."""
+    """Shard a policy over the ranks of the default process group, in place, and return it; see `spread`."""
     spread(policy, policy.blocks(), device, precision, copies=copies, reshard_after=reshard_after)
     _hook_passes(policy)
     return policy
@@ -120,8 +113,8 @@ def spread(
     Args:
         precision: bf16: passes in bfloat16, gradients summed in float32, weights kept in float32.
         cast_inputs: Round the inputs of `network` and `blocks` to bfloat16 too.
-        reshard_after: When ranks free gathered weights inside `summed_gradient`; elsewhere after each pass of
-            a unit. Adapters stay in any case.
+        reshard_after: When ranks free gathered weights inside `summed_gradient`; elsewhere after each pass
+            of a unit. Adapters stay in any case.
     """
     make_float32_masters(network, precision)
     mesh = mesh_of_ranks(device, copies)
@@ -175,9 +168,8 @@ def join_small(network: nn.Module, blocks: Iterable[nn.Module]) -> list[list[nn.
 def summed_gradient(policy: object) -> Iterator[Callable[[], None]]:
     """Sum the gradients of several passes for one optimizer step.
 
-    Adapters are gathered once, and their gradients summed over the ranks after the last pass only. Of several
-    units ranks sum gradients in each pass, because whole ones would not fit, and gather weights in each, or
-    once (`reshard_after`). Rows of ranks sum theirs after the last pass.
+    Adapters are gathered once, and their gradients summed over the ranks after the last pass. Of several
+    units ranks sum gradients in each pass, because whole ones would not fit.
 
     Yields:
         A function to call before the last of the passes, on all ranks.

@@ -5,7 +5,7 @@
     --algorithm.objective    `Objective`    Class(settings: AlgorithmSettings, **own)
 
 A name is a short one of ours or `package.module:Class` of the user's; `own` are the key=value texts of
---correction.settings and --algorithm.settings. Log-probs are in nats.
+--correction.settings and --algorithm.settings. Log-probs are in nats; tensors without a dtype are float32.
 
 Dimension letters used in this file:
     D  decisions                      C  steps per decision         A  numbers per step
@@ -27,48 +27,46 @@ from asyncrl.learner.ranks import LearnerRanks
 Need = Literal["behaviour", "critic", "whole_episodes", "old_policy"]
 """Requirement of a correction or an advantage:
 
-    behaviour        log-probs of the policy that sampled; a batch without them is refused
-    critic           a critic that is trained: --algorithm.kind ppo
-    whole_episodes   log-probs of all decisions of an episode at once, before the first step; a correction
-                     sees only the episodes with an advantage
-    old_policy       log-probs of the policy before the update, also with several minibatches
+behaviour        log-probs of the policy that sampled; a batch without them is refused
+critic           a critic that is trained: --algorithm.kind ppo
+whole_episodes   log-probs of all decisions of an episode at once, before the first step; a correction
+                 sees only the episodes with an advantage
+old_policy       log-probs of the policy before the update, also with several minibatches
 """
 
 
 class Estimates(NamedTuple):
-    """Advantages and value targets with a critic. Both are detached, and 0 where the mask is False."""
+    """Advantages and value targets with a critic, each ``[B, T]``, detached, 0 where the mask is False."""
 
     advantages: Tensor
-    """``[B, T]`` float32."""
     targets: Tensor
-    """``[B, T]`` float32."""
 
 
 class AdvantagesAndTargets(NamedTuple):
     """Advantages and value targets of the decisions of a batch. Detached, on the CPU."""
 
     advantages: Tensor
-    """``[D, 1, 1]`` or ``[D, C, 1]`` float32. A decision whose advantages are all 0 may be left out."""
+    """``[D, 1, 1]`` or ``[D, C, 1]``. A decision whose advantages are all 0 may be left out."""
     targets: Tensor | None
-    """``[D, K]`` float32 for the critic; None without one."""
+    """``[D, K]`` for the critic; None without one."""
 
 
 class OldPolicy(NamedTuple):
     """Evaluation of a batch by the policy before the update. On the CPU."""
 
     logprob: Tensor
-    """``[D, C, A]`` float32."""
+    """``[D, C, A]``."""
     values: Tensor | None
-    """``[D, K]`` float32 of the critic; None without one."""
+    """``[D, K]`` of the critic; None without one."""
     final_values: Tensor
-    """``[B]`` float32, value of the final observation of episodes that ran out of time; 0 for all others."""
+    """``[B]`` value of the final observation of episodes that ran out of time; 0 for all others."""
 
 
 class UnitLoss(NamedTuple):
     """A loss per unit, each ``[D, U, V]``."""
 
     loss: Tensor
-    """To be minimised, with gradient."""
+    """With gradient."""
     clipped: Tensor
     """bool, True where the clip removed the gradient (cispo: where it cut the weight)."""
     dual_clipped: Tensor
@@ -86,15 +84,14 @@ class Correction(Protocol):
         """Compute importance weights, which multiply the objective's loss.
 
         Args:
-            log_ratios: ``[D, C, A]`` float32 in nats, log proximal - log behaviour within plus and minus 20;
-                0 where the mask is False.
+            log_ratios: ``[D, C, A]`` log proximal - log behaviour within plus and minus 20; 0 where masked.
             mask: ``[D, C, A]`` bool, valid numbers.
-            episode: ``[D]`` int64, index of each decision's episode. All decisions of an episode are present
-                only with the need `whole_episodes`; decisions without an advantage may be absent.
+            episode: ``[D]`` int64, index of each decision's episode; of an episode all decisions are present
+                only with the need `whole_episodes`.
             level: Unit of the objective's ratio.
 
         Returns:
-            float32, detached, broadcasts to the units ``[D, U, V]`` of `level`. None: all are 1.
+            Detached, broadcasts to the units ``[D, U, V]`` of `level`. None: all are 1.
         """
         ...
 
@@ -108,16 +105,12 @@ class ChoosesProximal(Protocol):
     """
 
     def proximal(self, logprob: Tensor, old_logprob: Tensor, behaviour: Tensor, lag: Tensor) -> Tensor:
-        """Return the log-probs of the proximal policy.
+        """Return the log-probs of the proximal policy, ``[D, C, A]``, detached.
 
         Args:
-            logprob: ``[D, C, A]`` float32 of the current policy, in nats, detached.
-            old_logprob: The same, of the policy before the update.
-            behaviour: The same, of the policy that sampled.
+            logprob, old_logprob, behaviour: ``[D, C, A]`` of the current policy, of that before the update,
+                and of that which sampled; detached.
             lag: ``[D]`` int64, learner's version minus the version that sampled the decision.
-
-        Returns:
-            ``[D, C, A]`` float32, in nats, detached.
         """
         ...
 
@@ -141,12 +134,12 @@ class CorrectsAdvantages(Protocol):
         """Compute advantages and targets; `advantages.vtrace` is one way.
 
         Args:
-            rewards: ``[B, T]`` float32.
-            values: ``[B, T]`` float32, critic's value of the observation before each time step.
-            final_values: ``[B]`` float32, value of the observation after the last one.
+            rewards: ``[B, T]``.
+            values: ``[B, T]`` critic's value of the observation before each time step.
+            final_values: ``[B]`` value of the observation after the last one.
             mask: ``[B, T]`` bool, True from the first time step to the last.
             terminated: ``[B]`` bool, True: the task ended (success). False: time ran out.
-            log_ratios: ``[B, T]`` float32 in nats, log-probs before the update - behaviour's, by time step.
+            log_ratios: ``[B, T]`` log-probs before the update - behaviour's, by time step.
             gamma: Discount per time step, in [0, 1].
             lam: Extra discount of the traces, in [0, 1].
         """
@@ -161,16 +154,13 @@ class Advantage(Protocol):
     def estimate(
         self, batch: Batch, old: OldPolicy | None, correction: Correction, ranks: LearnerRanks
     ) -> AdvantagesAndTargets:
-        """Compute advantages, and with a critic its targets.
+        """Compute advantages ``[D, 1, 1]`` or ``[D, C, 1]``, and a critic's targets ``[D, K]``; detached.
 
         Args:
             batch: This rank's shard; its tensors are on the CPU.
             old: None unless `needs` has `old_policy`, `whole_episodes` or `critic`, or the correction
                 `CorrectsAdvantages`.
             ranks: For means over all of them; every rank makes the same calls.
-
-        Returns:
-            Advantages ``[D, 1, 1]`` or ``[D, C, 1]`` and targets ``[D, K]`` or None; float32, detached.
         """
         ...
 
@@ -179,16 +169,13 @@ class Objective(Protocol):
     """The loss of each unit, before importance weights and aggregation."""
 
     def loss(self, logprob: Tensor, proximal: Tensor, mask: Tensor, advantages: Tensor) -> UnitLoss:
-        """Compute the loss of each unit.
+        """Compute the loss of each unit ``[D, U, V]``.
 
         Args:
-            logprob: ``[D, C, A]`` float32 of the current policy, in nats, with gradient; 0 where masked.
+            logprob: ``[D, C, A]`` of the current policy, with gradient; 0 where masked.
             proximal: The same of the proximal policy, detached.
             mask: ``[D, C, A]`` bool, valid numbers.
-            advantages: ``[D, 1, 1]`` or ``[D, C, 1]`` float32.
-
-        Returns:
-            Each ``[D, U, V]``, loss and ratio float32.
+            advantages: ``[D, 1, 1]`` or ``[D, C, 1]``.
         """
         ...
 

@@ -4,12 +4,11 @@ produces   version v     never waits: the publisher copies the weights and sends
 consumes   groups        waits for: `groups_per_update` complete, fresh groups in the replay
                          ended by: the actors fill them, a stop request (seen in a second), the replay (it
                          filtered too many), --batch-timeout since the last sign of progress
-At the start it also waits for the actors to take the first version, so that a broken link fails at once.
-A version is published and saved only if its weights are finite. Whatever ends the run, the last finished
-update is saved, if all ranks can still do that together.
 
-Every learner rank runs this loop and makes the same calls in the same order: rank 0 chooses the batch and
-shards it, publishes the gathered weights, and decides when to end. Each rank fetches its shard itself.
+A version is published and saved only if its weights are finite. Whatever ends the run, the last finished
+update is saved, if all ranks can still do that together. Every learner rank runs this loop and makes the same
+calls in the same order: rank 0 chooses the batch and shards it, publishes the gathered weights, and decides
+when to end. Each rank fetches its shard itself.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from asyncrl.devices.tensors import host_peak, peak_memory
 from asyncrl.errors import CheckpointError, RunError, SampleTimeout
 from asyncrl.learner.batches import batch_metrics, build_batch, group_outcome
 from asyncrl.learner.metrics import Throughput
-from asyncrl.learner.progress import BatchWait, OnEstimate, UpdateProgress, fetch_shard
+from asyncrl.learner.progress import BatchWait, fetch_shard
 from asyncrl.learner.ranks import Groups, not_finite
 from asyncrl.learner.update import Update
 from asyncrl.observability import metrics_system as m
@@ -62,7 +61,7 @@ class LoopSettings:
     checkpoint_every: int
     """Updates between two checkpoints."""
     batch_timeout: float
-    """Seconds to wait for a batch without a sign of progress before the run ends with an error."""
+    """Seconds to wait for a batch without a sign of progress."""
     first_weights_deadline: float
     """Seconds the actors have to take the first version."""
     evaluate_every: int = 0
@@ -72,7 +71,6 @@ class LoopSettings:
     batches_ahead: int = 1
     """Batches that may be imagined together, the awaited one included."""
     config_hash: str = ""
-    """Identifies the settings of the run in its checkpoints."""
 
     def checkpoint_due(self, version: int) -> bool:
         """Return True if `version` is saved."""
@@ -97,7 +95,7 @@ class Learner:
         acting_tensors: Callable[[], WeightSource | Mapping[str, Tensor]],
         offload: IdleOffload = NO_OFFLOAD,
         stop_requested: Callable[[], bool] = lambda: False,
-        on_estimate: OnEstimate = lambda what, seconds: None,
+        on_estimate: Callable[[float], object] = lambda seconds: None,
         compile_early: Callable[[int], dict[Metric, float]] = lambda version: {},
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -106,8 +104,8 @@ class Learner:
         Args:
             copy_policy: Copies the policy to host memory, with all ranks; returns a writer of its files.
             acting_tensors: Returns the actors' weights, of which this rank may hold a shard.
-            offload: Of what only updates need, while this rank waits.
             stop_requested: Called on rank 0.
+            on_estimate: Receives the estimated seconds of the first batch.
             compile_early: Called once, with all ranks, after the first publish; adds to the first row.
         """
         self.update, self.replay, self.publisher = update, replay, publisher
@@ -116,8 +114,6 @@ class Learner:
         self.offload, self.stop_requested, self.on_estimate = offload, stop_requested, on_estimate
         self.compile_early, self.clock = compile_early, clock
         self.ranks, self.algorithm = update.ranks, update.recipe.algorithm
-        self.progress = UpdateProgress(on_estimate, clock, update.device)
-        update.on_pass = self.progress.on_pass
         self.end_reason = ""
         """Why the run ended well before its last update; empty if it did not, or was asked to."""
         self.version = self.groups_used = 0
@@ -129,11 +125,7 @@ class Learner:
         self._row_began = self._waited = 0.0
 
     def restore(self, folder: Path) -> None:
-        """Go on from a checkpoint. Frozen weights were loaded from the same folder before.
-
-        Raises:
-            CheckpointError: A file is missing, truncated or does not fit the policy.
-        """
+        """Go on from a checkpoint. Frozen weights were loaded from the same folder before."""
         progress = checkpoint.load(
             folder,
             optimizer=self.update.optimizer,
@@ -150,13 +142,6 @@ class Learner:
         """Update until `settings.updates`, a stop request, Ctrl-C or `end_reason`; save, end the run for all.
 
         After a failure the last finished update is saved as well, but replay and actors are not stopped.
-
-        Raises:
-            RunError: No batch within `batch_timeout`, too many bad steps, weights that are not finite, or a
-                child that died too often.
-            ReplayError: No start state is left that can be imagined.
-            WeightSyncError: The actors did not take the first version.
-            CheckpointError: A checkpoint could not be written.
         """
         try:
             self._loop()
@@ -204,9 +189,11 @@ class Learner:
                 began, timeout = self.clock(), self.settings.batch_timeout
                 fetched = fetch_shard(self.replay, self.ranks, shard, timeout, self.stop_requested)
                 self._waited += self.clock() - began
-                self._failure = self._failure or fetched.failure
-                if fetched.groups is not None or fetched.failure is not None:
-                    return fetched.groups
+                if isinstance(fetched, Exception):
+                    self._failure = self._failure or fetched
+                    return None
+                if fetched is not None:
+                    return fetched
             return None
         finally:
             self.offload.restore()
@@ -238,7 +225,6 @@ class Learner:
         return None
 
     def _wait_for_batch(self) -> BatchDescription | None:
-        """Wait for a batch in slices; None if the run shall stop."""
         groups = self.algorithm.groups_per_update
         wait = BatchWait(
             self.settings.batch_timeout,
@@ -263,7 +249,6 @@ class Learner:
         return None
 
     def _keep_waiting(self, wait: BatchWait, status: SampleTimeout) -> None:
-        """Renew the deadline if the batch progressed, and estimate the first one."""
         if wait.update(status):
             process_status.progress()
         groups = self.algorithm.groups_per_update
@@ -273,13 +258,13 @@ class Learner:
         )
         if not self._batch_estimated and (seconds := wait.estimate(status)) is not None:
             self._batch_estimated = True
-            self.on_estimate("batch", seconds)
+            self.on_estimate(seconds)
         if not wait.remaining:
             raise wait.timeout_error(f"{groups} groups at version {self.version}", status) from status
 
     def _learn(self, groups: Groups) -> dict[Metric, float]:
         """Make one update: the version rises by one, and nothing can interrupt it halfway."""
-        began = self.progress.began = self.clock()
+        began = self.clock()
         batch = build_batch(groups, version=self.version)
         with interrupts_deferred():
             self._update_in_progress = True
@@ -295,7 +280,6 @@ class Learner:
         return metrics | speed | {m.UPDATE_SECONDS: seconds}
 
     def _require_finite(self) -> None:
-        """Raise RunError unless all trained weights are finite, the same on all ranks."""
         tensors = self._parameters()
         if names := not_finite(tensors, self.ranks):
             raise RunError(
@@ -310,7 +294,6 @@ class Learner:
         self.replay.report_version(self.version)
 
     def _write_row(self, metrics: dict[Metric, float]) -> None:
-        """Write the update's row. A failure here affects one rank: it is raised after all have saved."""
         with self._defer_failure():
             metrics = metrics | self._status()
         with self._defer_failure():
@@ -393,7 +376,6 @@ class Learner:
         return f"The newest checkpoint is {newest}." if newest else "There is no checkpoint yet."
 
     def _finish_checkpoint(self, deadline: float = SHUTDOWN_TIMEOUT_CHECKPOINT) -> None:
-        """Wait for a checkpoint that is being written: the run can resume there."""
         try:
             self.checkpoints.finish(deadline)
         except CheckpointError as error:

@@ -1,15 +1,12 @@
 """Losses per unit: the built-in objectives, the critic's loss and the KL penalty.
 
-A unit has one probability ratio. Each loss returns one number per unit, and `aggregation_weights` the weight
-of each; the loss to minimise is the sum of their products. So the losses and gradients of micro-batches, and
-of data-parallel ranks, add up to those of the batch. Log-probs are in nats. Advantages, weights and
-everything of an older policy are detached. Masked numbers are left out of every sum.
+A unit has one probability ratio. The loss to minimise is the sum over units of `aggregation_weights` times
+loss, so micro-batches and data-parallel ranks add up to the batch. Log-probs are in nats. Advantages, weights
+and everything of an older policy are detached. Masked numbers are left out of every sum.
 
     token      ``[D, C, A]``   every number of an action
     action     ``[D, C, 1]``   the A numbers of a step: its log-prob is their sum
     decision   ``[D, 1, 1]``   the C * A numbers of a decision
-
-A decision's ratio is the product of up to C * A token ratios, so the same clip cuts far more of them.
 
 Dimension letters used in this file:
     D  decisions     C  steps per decision     A  numbers per step     U, V  units of a decision
@@ -28,7 +25,7 @@ from asyncrl.learner.interface import UnitLoss
 
 Aggregation = Literal["token_mean", "episode_mean", "length_normalised", "constant"]
 MAX_LOG_RATIO: Final = 20.0
-"""Log-ratios are clamped to plus and minus this, so that their exponential stays finite in float32."""
+"""Bound of log-ratios, so that their exponential stays finite in float32."""
 _SUMMED: Final[dict[str, tuple[int, ...]]] = {"token": (), "action": (2,), "decision": (1, 2)}
 
 
@@ -36,13 +33,7 @@ _SUMMED: Final[dict[str, tuple[int, ...]]] = {"token": (), "action": (2,), "deci
 
 
 def summed(values_DCA: Tensor, mask_DCA: Tensor, level: Level, *, mean: bool = False) -> Tensor:
-    """Sum valid numbers by unit: ``[D, C, A]``, any float type, to ``[D, U, V]``.
-
-    Example:
-        >>> ones = torch.ones(2, 8, 7)
-        >>> summed(ones, ones.bool(), "action").shape, summed(ones, ones.bool(), "decision")[0, 0, 0]
-        (torch.Size([2, 8, 1]), tensor(56.))
-    """
+    """Sum, or average, valid numbers by unit: ``[D, C, A]`` to ``[D, U, V]``."""
     values_DCA = torch.where(mask_DCA, values_DCA, 0.0)  # Masked numbers may be NaN.
     if level == "token":
         return values_DCA
@@ -64,16 +55,12 @@ def units_per_decision(level: Level, steps: int, dim: int) -> int:
 
 
 def has_advantage(advantages: Tensor) -> Tensor:
-    """Mark the decisions with an advantage that is not 0: ``[D, 1, 1]`` or ``[D, C, 1]`` to ``[D]`` bool."""
+    """Mark the decisions with an advantage that is not 0, ``[D]`` bool."""
     return (advantages != 0).flatten(1).any(dim=1)
 
 
 def sum_per_episode(values_D: Tensor, episode: Tensor) -> Tensor:
-    """Return for each decision the sum over its episode: ``[D]``, any float type.
-
-    Args:
-        episode: ``[D]`` int64, index of each decision's episode.
-    """
+    """Return for each decision the sum over its episode (``[D]`` int64 indices): ``[D]``."""
     total = values_D.new_zeros(int(episode.max()) + 1 if len(episode) else 0)
     return total.index_add_(0, episode, values_D)[episode]
 
@@ -95,7 +82,7 @@ def reduce_to_level(
 
 
 def log_ratio(logprob_numerator: Tensor, logprob_denominator: Tensor) -> Tensor:
-    """Return ``log(p / q)``, detached and clamped to `MAX_LOG_RATIO`; any shape and float dtype, nats."""
+    """Return ``log(p / q)``, detached and clamped to `MAX_LOG_RATIO`."""
     return (logprob_numerator - logprob_denominator).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
@@ -112,7 +99,7 @@ class ClippedObjective:
         self.settings = settings
 
     def loss(self, logprob: Tensor, proximal: Tensor, mask: Tensor, advantages: Tensor) -> UnitLoss:
-        """See `Objective.loss`."""
+        """Compute `clipped_loss`."""
         return clipped_loss(
             summed(logprob - proximal, mask, self.settings.level, mean=self.GEOMETRIC),
             advantages,
@@ -135,7 +122,7 @@ class CispoObjective:
         self.settings = settings
 
     def loss(self, logprob: Tensor, proximal: Tensor, mask: Tensor, advantages: Tensor) -> UnitLoss:
-        """See `Objective.loss`."""
+        """Compute `cispo_loss`."""
         return cispo_loss(
             summed(logprob, mask, self.settings.level),
             summed(logprob - proximal, mask, self.settings.level),
@@ -162,15 +149,9 @@ def clipped_loss(
     ratios of whole sequences it is GSPO, arXiv 2507.18071.
 
     Args:
-        log_ratio: ``[D, U, V]`` float32, ``log r = log current - log proximal``, with gradient.
+        log_ratio: ``[D, U, V]`` float32, current against proximal policy, with gradient.
         advantages: Broadcasts to ``[D, U, V]``, float32.
         dual_clip: ``c`` above 1; 0 disables.
-
-    Example:
-        >>> one = torch.ones(1, 1, 1)
-        >>> loss = clipped_loss(one, one, clip_low=0.2, clip_high=0.28)
-        >>> loss.loss.item(), loss.clipped.item()
-        (-1.2799999713897705, True)
     """
     advantages = advantages.detach()
     ratio = finite_ratio(log_ratio)
@@ -190,8 +171,7 @@ def cispo_loss(
 ) -> UnitLoss:
     """Compute CISPO's ``-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi``, arXiv 2506.13585, equation 4.
 
-    The clip cuts the weight, never the gradient. The paper's cap is ``1 + clip_high`` (TRL's flag is the cap
-    itself).
+    The clip cuts the weight, never the gradient. The paper's cap is ``1 + clip_high``.
 
     Args:
         logprob: ``[D, U, V]`` float32 of the current policy, with gradient.
@@ -216,12 +196,10 @@ def value_loss(
     ``V_old + clamp(V - V_old, -clip, clip)``. Source of the clip: OpenAI baselines' PPO2.
 
     Args:
-        values: ``[D, K]`` float32, with gradient.
-        old_values: ``[D, K]`` float32, before the update.
-        targets: ``[D, K]`` float32.
+        values, old_values, targets: ``[D, K]`` float32, the first with gradient.
 
     Returns:
-        ``[D, K]`` float32 the loss, and ``[D, K]`` bool: True where the clip decided it.
+        The loss, and True where the clip decided it.
     """
     old_values, targets = old_values.detach(), targets.detach()
     plain = torch.nn.functional.huber_loss(values, targets, reduction="none", delta=huber)
@@ -238,13 +216,6 @@ def kl_penalty(logprob: Tensor, logprob_reference: Tensor) -> Tensor:
     ``k2 = d^2 / 2`` with ``d = log current - log reference``. Source: J. Schulman, "Approximating KL
     divergence" (2020). As a loss only its gradient, ``d grad log pi``, is that of the divergence: k1's is
     zero on average, and k3's is that of KL(reference || current).
-
-    Args:
-        logprob: ``[D, U, V]`` float32, with gradient.
-
-    Example:
-        >>> kl_penalty(torch.tensor([0.5]), torch.zeros(1)).item()
-        0.125
     """
     difference = (logprob - logprob_reference.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return difference.square() / 2
@@ -257,16 +228,15 @@ def aggregation_weights(
 
     token_mean         ``1 / units``                    every unit counts the same
     episode_mean       ``1 / (episodes n_e)``           every episode counts the same
-    length_normalised  the same: RLinf takes the mean over all ``episodes * max_units`` of
-                       ``loss * max_units / n_e``, which is the mean over episodes
+    length_normalised  the same: RLinf's mean over ``episodes * max_units`` of ``loss * max_units / n_e``
     constant           ``1 / (episodes max_units)``     no bias by length: Dr. GRPO, arXiv 2503.20783
 
-    with ``n_e`` the number of valid units of episode e. The denominators are those of the whole batch, over
-    all ranks.
+    with ``n_e`` the number of valid units of episode e.
 
     Args:
         mask: ``[D, U, V]`` bool, valid units.
         episode: ``[D]`` int64, index of each decision's episode; all of an episode is on one rank.
+        units, episodes: Of the whole batch, over all ranks.
         max_units: Units of the longest possible episode.
     """
     weights = mask.float()

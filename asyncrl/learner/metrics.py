@@ -1,17 +1,13 @@
 """Metrics of micro-batches, optimizer steps and ranks, and the speed of updates.
 
-Sums and counts stay apart until the end, so that a mean is exact for any micro-batches and ranks. Nothing is
-copied from the device before `reduce`.
-
     MFU = passes * FLOPs of a decision's forward pass * decisions / (seconds * peak of all ranks' GPUs)
 
     passes 3   all weights learn: forward, gradient of the activations, gradient of the weights
            2   only adapters learn: no gradient of the frozen weights; the adapters' own is neglected
            1   only the critic learns, on a trunk that it does not reach (its warm-up)
 
-These are the model's FLOPs, not the hardware's: recomputation by gradient checkpointing, passes without
-gradient and the optimizer step count as time only. The peak is that of `--learner.precision`, even with 8-bit
-products (--learner.frozen-precision). Prompts count with their padding.
+Recomputation by gradient checkpointing, passes without gradient and the optimizer step count as time only.
+The peak is that of `--learner.precision`. Prompts count with their padding.
 """
 
 from __future__ import annotations
@@ -32,7 +28,7 @@ from asyncrl.policies.interface import Policy, SamplingParams
 
 
 class MetricAccumulator:
-    """Sums, totals and maxima by metric, in float64 on the device of their values.
+    """Sums, totals and maxima by metric, in float64 on the device of their values, until `reduce`.
 
     Masks are bool and broadcast with the values, which may have any shape and float dtype.
     """
@@ -135,11 +131,7 @@ def peak_flops(device: torch.device, precision: Precision) -> float:
 
 
 def forward_flops(policy: Policy, batch: Batch, rows: int, device: torch.device) -> float:
-    """Count the FLOPs of one decision's forward pass on the first `rows` decisions, without gradient.
-
-    Matrix products, convolutions and attention count, two FLOPs per multiplication and addition.
-    Collective on a sharded policy.
-    """
+    """Count the FLOPs of a decision's forward pass on the first `rows`; collective on a sharded policy."""
     rows = min(rows, len(batch.tasks))
     inputs = policy.preprocess(batch.frames[:rows], batch.tasks[:rows])
     sampling = SamplingParams(temperature=batch.temperature, top_k=batch.top_k)
@@ -164,11 +156,6 @@ class Throughput:
         precision: Precision = "fp32",
         adapters: bool = False,
     ) -> None:
-        """Look up the device's peak; FLOPs are counted by the first `measure`.
-
-        Args:
-            adapters: True if only adapters learn.
-        """
         self.policy, self.ranks, self.micro_batch, self.adapters = policy, ranks, micro_batch, adapters
         self.device = next(iter(policy.trainable_parameters().values())).device
         self.own_peak = peak_flops(self.device, precision)

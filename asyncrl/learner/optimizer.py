@@ -23,13 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 def learning_rate_share(settings: OptimizerSettings, version: int, updates: int) -> float:
-    """Return the share of the full learning rate for the update from `version` to `version + 1`.
-
-    Example:
-        >>> settings = OptimizerSettings(schedule="linear", warmup_updates=2)
-        >>> [learning_rate_share(settings, version, updates=6) for version in range(6)]
-        [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
-    """
+    """Return the share of the full learning rate for the update from `version` to `version + 1`."""
     if version < settings.warmup_updates:
         return (version + 1) / settings.warmup_updates
     if settings.schedule == "constant":
@@ -59,8 +53,7 @@ class ClippedOptimizer:
 
         Args:
             critic_warmup: First updates that train only the critic.
-            fused: Step all weights at once, and let the device skip a step that is not finite, so that the
-                host does not wait; None: on a GPU.
+            fused: Step all weights at once, and let the device skip a bad step; None: on a GPU.
         """
         self.settings, self.updates, self.critic_warmup = settings, updates, critic_warmup
         self.device = next(iter(policy.trainable_parameters().values())).device
@@ -78,7 +71,7 @@ class ClippedOptimizer:
         self.policy_learns = True
         """False during the critic's warm-up."""
         self.bad_updates = self.bad_in_a_row = 0
-        """Updates with steps skipped for a gradient that is not finite: in all, and the last in a row."""
+        """Updates with skipped steps: in all, and the last in a row."""
         self._steps: list[Tensor] = []
         """Norms ``[groups]`` of each step of this update, on the device; not finite: it was skipped."""
 
@@ -121,11 +114,7 @@ class ClippedOptimizer:
             self.optimizer.step()
 
     def end_update(self) -> dict[Metric, float]:
-        """Wait for the steps since `set_version`, and count an update that skipped one.
-
-        Returns:
-            Largest norms of the gradient, learning rates, updates with skipped steps so far.
-        """
+        """Wait for the steps since `set_version`; returns their norms, rates and the updates with skips."""
         groups = self._learning_groups
         norms = torch.stack(self._steps).cpu() if self._steps else torch.zeros(0, len(groups))
         finite = torch.isfinite(norms).all(dim=1)
@@ -170,15 +159,9 @@ def _is_critic(group: dict[str, Any]) -> bool:
 
 @torch.no_grad()
 def clip(gradients: Sequence[Tensor], largest: float) -> Tensor:
-    """Scale gradients so that their norm is at most `largest`, without waiting; collective if sharded.
+    """Scale gradients in place to a norm of at most `largest`, without waiting; collective if sharded.
 
-    Does what `torch.nn.utils.clip_grad_norm_` does, on the shards themselves.
-
-    Args:
-        gradients: Any shapes, one float dtype; all of them sharded alike, or none.
-
-    Returns:
-        ``[]``, their norm before, on their device.
+    Does what `torch.nn.utils.clip_grad_norm_` does, on the shards. Returns the norm before, ``[]``.
     """
     parts = local_tensors(gradients)
     norm = torch.nn.utils.get_total_norm([part for part in parts if part.numel()]).to(parts[0].device)

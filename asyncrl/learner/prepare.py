@@ -43,10 +43,9 @@ class PreparedBatch:
 
     estimates: AdvantagesAndTargets
     old_logprob: Tensor | None = None
-    """``[D, C, A]`` float32 log-probs before the update, at least of decisions with an advantage; None: known
-    after the first epoch."""
+    """``[D, C, A]`` before the update, where there is an advantage; None: known after the first epoch."""
     weights: Tensor | None = None
-    """Importance weights of the batch; None: there are none, or they are computed per micro-batch."""
+    """Importance weights; None: there are none, or they are computed per micro-batch."""
     values: Tensor | None = None
     """``[D, K]`` float32, on the CPU; None without a critic."""
     first_logprob: Tensor
@@ -182,32 +181,26 @@ class MicroBatch:
     counted: Tensor
     """``[M]`` bool on the CPU; False: padding that keeps this rank in step."""
     mask: Tensor
-    """``[M, C, A]`` bool."""
     behaviour: Tensor
-    """``[M, C, A]`` float32 log-probs of the policy that sampled."""
     lag: Tensor
-    """``[M]`` int64."""
     episode: Tensor
-    """``[M]`` int64."""
     advantages: Tensor
-    """``[M, 1, 1]`` or ``[M, C, 1]`` float32."""
+    """``[M, 1, 1]`` or ``[M, C, 1]``."""
     unit_weights: Tensor
-    """``[M, U, V]`` float32, weight of each unit in the loss."""
+    """``[M, U, V]`` weight of each unit in the loss."""
     token_weights: Tensor
-    """``[M, C, A]`` float32, the same per token, for entropy and KL."""
+    """``[M, C, A]`` the same per token, for entropy and KL."""
     value_weights: Tensor
-    """``[M, K]`` float32."""
+    """``[M, K]``."""
     old_logprob: Tensor | None = None
-    """``[M, C, A]`` float32 log-probs before the update, where there is an advantage; None: those of this
-    pass."""
+    """``[M, C, A]`` before the update, where there is an advantage; None: those of this pass."""
     weights: Tensor | None = None
     """Importance weights, which broadcast to ``[M, U, V]``; None: computed in the pass."""
     values: Tensor | None = None
-    """``[M, K]`` float32 critic's values before the update."""
+    """``[M, K]`` before the update."""
     targets: Tensor | None = None
-    """``[M, K]`` float32."""
     reference: Tensor | None = None
-    """``[M, C, A]`` float32 log-probs of the reference policy."""
+    """``[M, C, A]`` log-probs of the reference policy."""
 
     @property
     def decisions(self) -> int:
@@ -234,8 +227,8 @@ def split_minibatches(
 ) -> list[Tensor]:
     """Deal episodes to minibatches whose sizes differ by at most one; a single one keeps their order.
 
-    Each rank continues where the one before stopped (`before`), so this holds over all ranks: no minibatch is
-    empty, which would still move the weights by the optimizer's momentum, if there are enough episodes.
+    Each rank continues where the one before stopped (`before`), so this holds over all ranks: an empty
+    minibatch would still move the weights by the optimizer's momentum.
 
     Returns:
         ``[E]`` int64 indices of episodes per minibatch, a function of the seed.
@@ -263,14 +256,11 @@ def build_minibatch(
     max_decisions: int,
     prompt_lengths: Tensor,
 ) -> MicroBatch:
-    """Collect the decisions of some episodes that can have a gradient; collective.
+    """Collect the decisions of some episodes that can have a gradient, and a row of padding; collective.
 
     Args:
         episodes: ``[E]`` int64, this rank's episodes of the minibatch.
         prompt_lengths: ``[D]`` int64 of the batch's decisions, tokens; long ones come first.
-
-    Returns:
-        On the device of `prepared`; its last row is padding.
     """
     rows_M = torch.nonzero(torch.isin(batch.episode, episodes)).flatten()
     mask, values = batch.mask[rows_M], prepared.value_mask(batch)[rows_M]

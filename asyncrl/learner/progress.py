@@ -1,26 +1,18 @@
-"""Progress of a batch and of an update, and the fetch of a rank's shard.
+"""Progress of a batch, and the fetch of a rank's shard.
 
-A batch progresses when an episode of it is admitted, or when the actors have made decisions for it; an update
-with every micro-batch (`process_status.progress`).
+A batch progresses when an episode of it is admitted, or when the actors have made decisions for it.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Final, Literal, NamedTuple
-
-import torch
 
 from asyncrl.errors import RunError, SampleTimeout
 from asyncrl.learner.ranks import Groups, LearnerRanks, ShardState
 from asyncrl.observability import waits
 from asyncrl.replay.interface import BatchDescription, GroupLost, LearnerPort
 
-ESTIMATED_FROM: Final = 2
-"""Micro-batches after which the duration of an update is estimated: the first one warms up."""
-OnEstimate = Callable[[Literal["batch", "update"], float], object]
-"""Receives the estimated duration of the first batch and of the first update, in seconds."""
 _log = logging.getLogger(__name__)
 
 
@@ -35,7 +27,7 @@ class BatchWait:
         Args:
             episodes, decisions: Of a batch, and of one episode at most.
             max_batches: Batches that may be imagined together. More decisions than they have, without a
-                single episode, are no progress: an actor whose episodes never arrive keeps no run alive.
+                single episode, are no progress.
         """
         self._timeout, self._clock = timeout, clock
         self._episodes_needed, self._length = episodes, decisions
@@ -91,48 +83,18 @@ class BatchWait:
         )
 
 
-class UpdateProgress:
-    """Estimates the duration of the first update from its second micro-batch with a gradient."""
-
-    def __init__(self, on_estimate: OnEstimate, clock: Callable[[], float], device: torch.device) -> None:
-        self._on_estimate, self._clock, self._device = on_estimate, clock, device
-        self.began = self._first = 0.0
-        self._done = False
-
-    def on_pass(self, number: int, passes: int) -> None:
-        """Record that micro-batch `number` (from 1) of about `passes` is done."""
-        if self._done or number > ESTIMATED_FROM:
-            return
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        now = self._clock()
-        if number < ESTIMATED_FROM:
-            self._first = now
-        else:
-            self._done = True
-            self._on_estimate("update", now - self.began + (passes - number) * (now - self._first))
-
-
-class Fetched(NamedTuple):
-    """Result of a fetch, the same kind on all ranks."""
-
-    groups: Groups | None = None
-    """This rank's shard; None: some rank's cannot be read any more, so another batch has to be chosen."""
-    failure: Exception | None = None
-    """Why the run ends, here or on another rank."""
-
-
 def fetch_shard(
     replay: LearnerPort,
     ranks: LearnerRanks,
     shard: BatchDescription,
     timeout: float,
     while_waiting: Callable[[], object],
-) -> Fetched:
+) -> Groups | Exception | None:
     """Fetch this rank's shard and wait until the others have theirs.
 
-    Args:
-        while_waiting: Called about once a second.
+    Returns:
+        The shard; an exception if the run ends, here or on another rank; None if some rank's shard cannot be
+        read any more, so that another batch has to be chosen.
     """
     state, groups, failure = ShardState.FAILED, None, None
     try:
@@ -150,5 +112,5 @@ def fetch_shard(
             f"Learner rank {states.index(ShardState.FAILED)} of {ranks.size} did not get its part of a "
             "batch. Its output says why."
         )
-        return Fetched(failure=failure or elsewhere)
-    return Fetched() if ShardState.LOST in states else Fetched(groups)
+        return failure or elsewhere
+    return None if ShardState.LOST in states else groups

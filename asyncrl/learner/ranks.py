@@ -7,8 +7,8 @@ alone; `DistributedRanks` are joined by torch.distributed's default process grou
                    announces every few seconds that it waits for a batch
     other ranks    wait for a batch, or the end of the run  ended by: rank 0, or its end (the link breaks)
 
-A batch is announced through gloo as JSON; each rank fetches its episodes from the replay itself. Sums and
-full tensors are collectives on the device. Every wait ends with a `RunError` at its deadline.
+A batch is announced through gloo as JSON; each rank fetches its episodes from the replay itself. Every wait
+ends with a `RunError` at its deadline.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ class LearnerRanks:
     size = 1
 
     def sum(self, values: Tensor) -> Tensor:
-        """Add up a small tensor over the ranks; shape, numeric dtype and device stay."""
+        """Add up a small tensor over the ranks."""
         return values
 
     def max(self, values: Tensor) -> Tensor:
-        """Take the elementwise maximum over the ranks; shape, numeric dtype and device stay."""
+        """Take the elementwise maximum over the ranks."""
         return values
 
     def share_batch(
@@ -77,11 +77,7 @@ class LearnerRanks:
         """Distribute rank 0's batch and return this rank's shard; None ends the run on all ranks.
 
         Args:
-            batch: Rank 0's; ignored on others.
             while_waiting: Called often on the ranks that wait for rank 0.
-
-        Raises:
-            ConfigError: The batch has fewer groups than there are ranks.
         """
         return batch
 
@@ -97,7 +93,7 @@ class LearnerRanks:
         """Rank 0: renew the deadline of the ranks that wait in `share_batch`."""
 
     def gather_full(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Gather sharded tensors of any shape and dtype on rank 0, ready to be copied; empty on others."""
+        """Gather sharded tensors on rank 0, ready to be copied; empty on others."""
         return dict(tensors)
 
 
@@ -118,7 +114,6 @@ class DistributedRanks(LearnerRanks):
         while_waiting: Callable[[], object] = lambda: None,
         remedy: str = RESUME,
     ) -> None:
-        """Create the link for batches; collective, like every method."""
         self.rank, self.size, self.remedy = dist.get_rank(), dist.get_world_size(), remedy
         self.batch_timeout, self.while_waiting = batch_timeout, while_waiting
         self._link: Any = dist.new_group(
@@ -126,23 +121,23 @@ class DistributedRanks(LearnerRanks):
         )
 
     def sum(self, values: Tensor) -> Tensor:
-        """See `LearnerRanks.sum`."""
+        """Add up by an all-reduce."""
         return self._reduce(values, dist.ReduceOp.SUM)
 
     def max(self, values: Tensor) -> Tensor:
-        """See `LearnerRanks.max`."""
+        """Take the maximum by an all-reduce."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
     def share_batch(
         self, batch: BatchDescription | None, while_waiting: Callable[[], object] = lambda: None
     ) -> BatchDescription | None:
-        """See `LearnerRanks.share_batch`."""
+        """Announce, or await, the batch over the link."""
         with explain_lost_peer(f"learner rank {self.rank} of {self.size} to share a batch"):
             whole = self._send_batch(batch) if self.rank == 0 else self._receive_batch(while_waiting)
         return whole and whole.part(self.rank, self.size)
 
     def gather_states(self, state: ShardState) -> list[ShardState]:
-        """See `LearnerRanks.gather_states`; returns when the last rank has its shard, or gave it up."""
+        """Return when the last rank has its shard, or gave it up."""
         states = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         with (
             explain_lost_peer(f"the parts of {self.size} learner ranks, at rank {self.rank}"),
@@ -152,7 +147,7 @@ class DistributedRanks(LearnerRanks):
         return [ShardState(int(each)) for each in states]
 
     def gather_outcomes(self, shard: Sequence[GroupOutcome]) -> list[GroupOutcome]:
-        """See `LearnerRanks.gather_outcomes`."""
+        """Receive the others' outcomes over the link."""
         with explain_lost_peer(f"the outcomes of {self.size} learner ranks, at rank {self.rank}"):
             if self.rank > 0:
                 text = _to_bytes(list(shard))
@@ -169,12 +164,12 @@ class DistributedRanks(LearnerRanks):
         return [shards[n % self.size][n // self.size] for n in range(sum(map(len, shards)))]
 
     def send_heartbeat(self) -> None:
-        """See `LearnerRanks.send_heartbeat`."""
+        """Announce that rank 0 waits."""
         with explain_lost_peer(f"learner rank {self.rank} of {self.size} to say that it waits"):
             self._announce(_Announcement.WAITING)
 
     def gather_full(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """See `LearnerRanks.gather_full`; one tensor at a time, in the order of their names."""
+        """Gather one tensor at a time, in the order of their names."""
         gathered: dict[str, Tensor] = {}
         with explain_lost_peer(f"learner rank {self.rank} of {self.size} to gather the weights", self.remedy):
             for name in sorted(tensors):
@@ -259,11 +254,7 @@ def _too_few_groups(ranks: int) -> ConfigError:
 
 @torch.no_grad()
 def not_finite(tensors: Mapping[str, Tensor], ranks: LearnerRanks) -> list[str]:
-    """Return the names of the tensors with a number that is not finite on any rank, the same on all.
-
-    Args:
-        tensors: Not empty, any shapes and float dtypes, sharded or not.
-    """
+    """Return the names of the tensors with a number that is not finite on any rank, the same on all."""
     parts = local_tensors(tensors.values())
     # All in a few kernels, where one for each tensor takes a thousand. NaN stays NaN; a shard may be empty.
     largest = torch.nn.utils.get_total_norm([part for part in parts if part.numel()], norm_type=math.inf)
@@ -299,9 +290,6 @@ def default_group(
     Args:
         meeting, work: Named in the error of a rank that is lost while joining, or later.
         store: Where the ranks meet; None: in torchrun's environment, which also has rank and size.
-
-    Raises:
-        RunError: A rank did not come, or is gone.
     """
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     deadline = timedelta(seconds=COLLECTIVE_DEADLINE)
@@ -320,9 +308,8 @@ def default_group(
 def leave_group() -> None:
     """Leave the default process group after the last exchange of its ranks.
 
-    A thread of gloo frees the tensors of an exchange a moment after the result is there, with the
-    interpreter's lock. If the interpreter has begun to end, the process is aborted (SIGABRT), and torchrun
-    ends the other ranks. Destroying a group joins its threads only if nothing refers to it; meshes do.
+    A thread of gloo frees the tensors of an exchange a moment later, with the interpreter's lock. If the
+    interpreter has begun to end, the process is aborted (SIGABRT), and torchrun ends the other ranks.
     """
     dist.destroy_process_group()
     time.sleep(FREED_SECONDS)

@@ -1,7 +1,5 @@
 """Builds the correction, advantage and objective that the settings name, and checks their results.
 
-An error of a user's class is one sentence: class, method, result, expected.
-
 Dimension letters used in this file:
     D  decisions      C  steps per decision      A  numbers per step      U, V  units of a decision (`losses`)
 """
@@ -72,10 +70,7 @@ class Recipe:
 
     @property
     def advantages_need_old_policy(self) -> bool:
-        """Return True if the advantages themselves depend on the old policy.
-
-        Otherwise they are known before its pass, which skips decisions without one.
-        """
+        """Return True if the advantages depend on the old policy, whose pass then skips no decision."""
         reads = bool({"old_policy", "whole_episodes"} & set(self.advantage.needs))
         return self.trains_critic or reads or isinstance(self.correction, CorrectsAdvantages)
 
@@ -95,7 +90,7 @@ class Recipe:
             )
 
     def estimate(self, batch: Batch, old: OldPolicy | None, ranks: LearnerRanks) -> AdvantagesAndTargets:
-        """Compute advantages and targets of the batch. See `Advantage.estimate`."""
+        """Compute advantages and targets of the batch."""
         result = self.advantage.estimate(batch, old, self.correction, ranks)
         decisions, steps = batch.mask.shape[:2]
         units = [1] if self.algorithm.level == "decision" else [1, steps]
@@ -119,7 +114,7 @@ class Recipe:
         )
 
     def proximal(self, logprob: Tensor, old_logprob: Tensor, behaviour: Tensor, lag: Tensor) -> Tensor:
-        """Return the log-probs of the proximal policy. See `ChoosesProximal.proximal`."""
+        """Return the log-probs of the proximal policy."""
         if not isinstance(self.correction, ChoosesProximal):
             return old_logprob
         result = self.correction.proximal(logprob.detach(), old_logprob, behaviour, lag)
@@ -129,7 +124,7 @@ class Recipe:
         raise _refusal("correction", self.correction, "proximal", describe_tensor(result), wanted)
 
     def weights(self, log_ratios: Tensor, mask: Tensor, episode: Tensor) -> Tensor | None:
-        """Compute importance weights with ``D`` rows, or None. See `Correction.weights`."""
+        """Compute importance weights with ``D`` rows, or None."""
         result = self.correction.weights(log_ratios, mask, episode, self.algorithm.level)
         units = valid_units(mask, self.algorithm.level).shape
         if result is None:
@@ -142,7 +137,7 @@ class Recipe:
         raise _refusal("correction", self.correction, "weights", describe_tensor(result), wanted)
 
     def unit_loss(self, logprob: Tensor, proximal: Tensor, mask: Tensor, advantages: Tensor) -> UnitLoss:
-        """Compute the loss of each unit. See `Objective.loss`."""
+        """Compute the loss of each unit."""
         result = self.objective.loss(logprob, proximal, mask, advantages)
         units = valid_units(mask, self.algorithm.level).shape
         if isinstance(result, UnitLoss) and all(isinstance(x, Tensor) and x.shape == units for x in result):

@@ -18,7 +18,6 @@ Dimension letters used in this file:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
@@ -51,8 +50,7 @@ from asyncrl.observability.metrics import LAG_RANGES, Metric
 from asyncrl.policies.interface import EvaluateResult, Policy
 
 KL_ROWS_SHARE: Final = 32
-"""One of so many decisions is evaluated again for the KL to the old policy. A pass costs about a third of
-learning from a decision, so this costs a hundredth of the update."""
+"""One of so many decisions is evaluated again for the KL to the old policy: a hundredth of the update."""
 KL_ROWS_MIN: Final = 4
 """Fewest decisions of that pass."""
 VALUE_LOSS_WEIGHT: Final = 0.5
@@ -81,10 +79,6 @@ class Update:
 
         Args:
             trust_region: Bound of `beyond_trust_region`; 0 disables.
-            ranks: None: one rank alone.
-
-        Raises:
-            ConfigError: A named part does not exist, or needs a critic that the policy does not have.
         """
         self.policy, self.seed, self.ranks = policy, seed, ranks or LearnerRanks()
         self.max_decisions, self.trust_region = max_decisions, trust_region
@@ -100,9 +94,6 @@ class Update:
         )
         self.optimizer, self.device = self.stepper.optimizer, self.stepper.device
         self.forward = PolicyForward(policy, self.ranks, self.device, micro_batch=algorithm.micro_batch)
-        self.on_pass: Callable[[int, int], object] = lambda number, passes: None
-        """Called after each micro-batch with a gradient: its number, from 1, of about how many."""
-        self._passes = 0
         self.decisions = 0
         """Decisions of this rank with a gradient in the last update, each once per epoch."""
 
@@ -111,14 +102,10 @@ class Update:
 
         Decisions that can have no gradient (all tokens masked, or with grpo a group that scored all the same)
         are not evaluated, but stay in the denominator: the result is that of the whole batch.
-
-        Raises:
-            ConfigError: The batch lacks behaviour log-probs that the correction needs, or a user's class
-                violates its protocol.
         """
         if isinstance(self.policy, nn.Module):
             self.policy.eval()  # Dropout would make current and behaviour log-probs differ without any lag.
-        recipe, settings, self.decisions, self._passes = self.recipe, self.recipe.algorithm, 0, 0
+        recipe, settings, self.decisions = self.recipe, self.recipe.algorithm, 0
         steps, episodes = settings.epochs * settings.minibatches, len(batch.returns)
         recipe.check_batch(batch)
         self.stepper.set_version(version)
@@ -158,7 +145,6 @@ class Update:
     ) -> list[MetricAccumulator]:
         """Evaluate a minibatch in micro-batches; leave its gradient in ``.grad``, return their metrics."""
         recipe, learns = self.recipe, self.stepper.policy_learns
-        steps = recipe.algorithm.epochs * recipe.algorithm.minibatches
         metrics: list[MetricAccumulator] = []
         # The bound is of probabilities: a difference of densities means nothing.
         bound = self.trust_region if "tokens" in batch.sample else 0.0
@@ -176,8 +162,6 @@ class Update:
                     pass_is_last()
                 (loss * self.ranks.size).backward()  # Sharded gradients are averaged over the ranks.
                 metrics.append(loss_metrics)
-                self._passes += 1
-                self.on_pass(self._passes, max(self._passes, steps * len(parts)))
                 if read_kl:
                     first, evaluated = prepared.first_evaluation(micro.rows)
                     metrics.append(kl_to_old(first, current.logprob.detach(), micro.mask & evaluated))
@@ -202,7 +186,6 @@ def update_loss(
 
     Args:
         policy: False while only the critic learns.
-        trust_region: Bound of `beyond_trust_region`; 0 disables.
     """
     # A token that top-k would not draw any more has a number all the same: `action_distribution` keeps it.
     old_logprob, mask = current.logprob.detach(), micro.mask
@@ -330,13 +313,9 @@ def reads_kl_in_passes(recipe: Recipe) -> bool:
 
 
 def kl_to_old(old_logprob: Tensor, logprob: Tensor, mask: Tensor) -> MetricAccumulator:
-    """Estimate KL(old || current) per valid token.
+    """Estimate KL(old || current) per valid token from ``[M, C, A]`` log-probs.
 
     The decisions were sampled by the behaviour policy, so the estimate has its lag's bias.
-
-    Args:
-        old_logprob: ``[M, C, A]`` float32 log-probs when the decisions were first evaluated, nats.
-        mask: ``[M, C, A]`` bool.
     """
     metrics = MetricAccumulator()
     finite = mask & torch.isfinite(old_logprob) & torch.isfinite(logprob)

@@ -3,13 +3,9 @@
     other ranks   cast their rows of many tensors into one message (a bucket), send it to rank 0
     rank 0        casts its own rows into the buffers while the others' travel, then copies theirs
 
-So half the bytes of the float32 weights travel, no rank but rank 0 holds more than a few buckets, and there
-is one message per bucket instead of one per tensor. On CUDA all of it runs in the order of the current
-stream, two buckets overlap, and the calling thread waits for nothing.
-
-Two NCCL communicators can deadlock if two processes are in both and launch their kernels in different orders.
-Only learner rank 0 is in both the weight group (with actors) and the learners' group. Within the latter all
-ranks make the same calls in the same order.
+On CUDA all of it runs in the order of the current stream, two buckets overlap, and the calling thread waits
+for nothing. Two NCCL communicators can deadlock if two processes are in both and launch their kernels in
+different orders; only learner rank 0 is in both the weight group (with actors) and the learners' group.
 """
 
 from __future__ import annotations
@@ -26,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from asyncrl.errors import ConfigError
 from asyncrl.learner.ranks import LearnerRanks, explain_lost_peer
 from asyncrl.policies.lora import adapter_tensors, save_adapter
 from asyncrl.weights import packing
@@ -47,18 +42,16 @@ def acting_types(policy: Any) -> dict[str, torch.dtype]:
 
 
 class ActingWeights:
-    """The actors' weights of a policy, in their dtypes. See `weights.interface.WeightSource`."""
+    """The actors' weights of a policy, in their dtypes: a `WeightSource`."""
 
     def __init__(self, policy: Any, types: Mapping[str, torch.dtype]) -> None:
-        """Plan for a policy that is sharded already, or unsharded on one rank."""
         self._policy, self._types = policy, types
         tensors = self._tensors()
         self._gathering = Gathering(tensors, types)
         self.manifest = build_manifest(tensors, types)
-        """See `WeightSource.manifest`."""
 
     def write(self, targets: Mapping[str, Tensor]) -> None:
-        """Cast and gather into rank 0's buffers; collective. See `WeightSource.write`."""
+        """Cast and gather into rank 0's buffers; collective."""
         self._gathering.write(self._tensors(), targets)
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -98,7 +91,7 @@ class Gathering:
         """Plan the buckets.
 
         Args:
-            tensors: Any shapes and float dtypes; the same names on every rank, sharded or not.
+            tensors: The same names on every rank, sharded or not.
             types: Destination dtypes by name.
         """
         sharded = {name: t for name, t in tensors.items() if isinstance(t, DTensor)}
@@ -111,7 +104,6 @@ class Gathering:
         """Write every tensor, full and cast, into its target on rank 0; collective.
 
         Args:
-            tensors: As planned; unsharded ones are rank 0's.
             targets: Of full shape and planned dtypes; always the same few mappings. Empty on other ranks.
         """
         if targets:
@@ -159,7 +151,7 @@ class _Bucket:
         self, names: list[str], tensors: Mapping[str, DTensor], types: Mapping[str, torch.dtype]
     ) -> None:
         for name in names:
-            _require_rows(name, tensors[name])
+            assert tensors[name].placements in ((Shard(0),), (Replicate(), Shard(0))), name
         first = tensors[names[0]]
         self._names, self._dtype, self._device = names, types[names[0]], first.to_local().device
         mesh = first.device_mesh
@@ -173,7 +165,6 @@ class _Bucket:
         """By rank: elements of each piece."""
 
     def views(self, targets: Mapping[str, Tensor]) -> Views:
-        """Return views of rank 0's targets by rank."""
         views = [[targets[name].narrow(0, 0, n) for name, n in zip(self._names, self._rows[0], strict=True)]]
         begins = self._sizes[0]
         for sizes in self._sizes[1:]:
@@ -215,16 +206,6 @@ class _Bucket:
             if message.numel()
         ]
         return dist.batch_isend_irecv(operations) if operations else []
-
-
-def _require_rows(name: str, tensor: DTensor) -> None:
-    mesh, placements = tensor.device_mesh, tensor.placements
-    if placements not in ((Shard(0),), (Replicate(), Shard(0))):
-        raise ConfigError(
-            f"The weights {name!r} are spread as {placements} over a {mesh.ndim}-dimensional mesh, but only "
-            "rows over one group of learner ranks, or over each of several such groups, can be published. "
-            "Shard with FSDP2 on one mesh."
-        )
 
 
 def _rows(rows: int, ranks: int, rank: int) -> int:

@@ -113,30 +113,6 @@ def test_siblings_of_two_groups_are_refused() -> None:
         build_batch([[episode(group=0, member=0), episode(group=1, member=1)]], version=0)
 
 
-@pytest.mark.parametrize(
-    ("changes", "flag"),
-    [
-        ({"temperature": 1.6}, "--algorithm.temperature"),
-        ({"top_k": 50}, "--algorithm.top-k"),
-        ({"image": 4}, "image size"),
-    ],
-)
-def test_episodes_that_differ_in_what_a_batch_shares_are_refused(changes: dict[str, int], flag: str) -> None:
-    group = [episode(member=0), episode(member=1, **changes)]  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ReplayError, match=flag):
-        build_batch([group], version=0)
-
-
-def test_groups_of_two_sizes_are_refused() -> None:
-    with pytest.raises(ReplayError, match=r"--algorithm\.group-size"):
-        build_batch(groups_of([[1, -1], [1, -1, -1]]), version=0)
-
-
-def test_an_empty_batch_is_refused() -> None:
-    with pytest.raises(ReplayError, match="without groups"):
-        build_batch([], version=0)
-
-
 def test_a_decision_of_a_later_version_is_refused() -> None:
     with pytest.raises(ReplayError, match="version 9, but the learner is only at 8"):
         build_batch(groups_of([[1, -1]], versions=(8, 9)), version=8)

@@ -19,7 +19,6 @@ from asyncrl.observability import process_status, waits
 from asyncrl.replay.interface import NothingToLearn
 from asyncrl.storage import checkpoint
 from support.memory_learner import Run
-from support.table_policy import groups_of
 
 
 def saved(folder: Path) -> list[str]:
@@ -156,7 +155,7 @@ def test_every_micro_batch_renews_the_deadline_of_an_update(tmp_path: Path) -> N
     assert allowed == sorted(set(allowed))
 
 
-def test_how_long_a_batch_and_an_update_take_is_estimated_once(tmp_path: Path) -> None:
+def test_how_long_a_batch_takes_is_estimated_once(tmp_path: Path) -> None:
     run = Run(tmp_path, updates=2, micro_batch=1, seconds_to_fill=41.0)
     run.replay.filling = lambda seconds: {
         "groups": int(seconds >= 20),
@@ -164,13 +163,7 @@ def test_how_long_a_batch_and_an_update_take_is_estimated_once(tmp_path: Path) -
         "decisions": 0,
     }
     run.learner.run()
-    assert [what for what, _ in run.estimates] == ["batch", "update"]
-    (_, batch), (_, update) = run.estimates
-    assert batch == pytest.approx(40.0, abs=1.0), "two of four episodes after 20 s"
-    decisions = sum(
-        len(episode.policy_versions) for group in groups_of([[3, -1], [-1, 12]]) for episode in group
-    )
-    assert update == pytest.approx(decisions, abs=decisions / 4), "a second for each decision"
+    assert run.estimates == [pytest.approx(40.0, abs=1.0)], "two of four episodes after 20 s"
 
 
 def test_each_batch_has_the_whole_waiting_time(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.launch.build import build_update
 from asyncrl.learner import prepare
 from asyncrl.learner.batches import Batch, build_batch
-from asyncrl.learner.forward import FrozenReference, PolicyForward
+from asyncrl.learner.forward import PolicyForward, Reference
 from asyncrl.learner.interface import AdvantagesAndTargets
 from asyncrl.learner.prepare import split_minibatches
 from asyncrl.learner.ranks import LearnerRanks
@@ -59,7 +59,7 @@ def name_of(changes: dict[str, Any]) -> str:
 
 def updated(config: TrainConfig, batch: Batch) -> tuple[TablePolicy, dict[Metric, float], Tensor]:
     policy = TablePolicy(rows=8)
-    reference = FrozenReference(TablePolicy(rows=8, seed=9)) if config.algorithm.kl_coef else None  # pyright: ignore
+    reference = Reference(TablePolicy(rows=8, seed=9)) if config.algorithm.kl_coef else None  # pyright: ignore
     values = build_update(config, policy, reference=reference)(batch, version=2)
     assert policy.logits.grad is not None
     return policy, values, policy.logits.grad

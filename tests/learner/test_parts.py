@@ -53,12 +53,12 @@ def fetched(endpoint: str) -> tuple[dict[str, Any], dict[str, float]]:
     mine = ranks.share_batch(batch)
     assert mine is not None
     part = fetch_shard(port, ranks, mine, 15.0, lambda: None)
-    assert part.failure is None
-    assert part.groups is not None
-    found = ranks.gather_outcomes([group_outcome(group) for group in part.groups])
+    assert not isinstance(part, Exception)
+    assert part is not None
+    found = ranks.gather_outcomes([group_outcome(group) for group in part])
     values = batch_metrics(found, 0)
     port.close()
-    return content(part.groups), {metric.name: value for metric, value in values.items()}
+    return content(part), {metric.name: value for metric, value in values.items()}
 
 
 def serve_groups(folder: Path, endpoint: str) -> tuple[subprocess.Popen[bytes], ZmqActorPort]:
@@ -181,4 +181,4 @@ def test_one_rank_alone_keeps_what_failed(tmp_path: Path) -> None:
 
     run.replay.fetch = failing  # type: ignore[method-assign]
     mine = run.replay.choose(groups=2, version=0, timeout=1.0)
-    assert fetch_shard(run.replay, LearnerRanks(), mine, 1.0, lambda: None) == (None, error)
+    assert fetch_shard(run.replay, LearnerRanks(), mine, 1.0, lambda: None) is error

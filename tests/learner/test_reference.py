@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from asyncrl.errors import ConfigError
-from asyncrl.learner.forward import AdapterFreeReference, FrozenReference, Reference
+from asyncrl.learner.forward import Reference
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.lora import add_lora
 from support.adapters import ALPHA, RANK, move_adapters, small, some_inputs, some_tokens
@@ -21,9 +21,7 @@ def test_the_reference_is_the_policy_of_the_start(lora: bool) -> None:
     start = policy.evaluate(inputs, {"tokens": tokens}, SAMPLING).logprob.detach()
     if lora:
         add_lora(policy, RANK, ALPHA)
-    reference: Reference = (
-        AdapterFreeReference(policy) if lora else FrozenReference(small(value_head="chunk"))
-    )
+    reference = Reference(policy if lora else small(value_head="chunk"), without_adapters=lora)
     if lora:
         move_adapters(policy)
     else:
@@ -40,10 +38,10 @@ def test_the_reference_is_the_policy_of_the_start(lora: bool) -> None:
 
 def test_a_frozen_reference_cannot_learn() -> None:
     policy = small()
-    FrozenReference(policy)
+    Reference(policy)
     assert policy.trainable_parameters() == {}
 
 
 def test_a_policy_without_adapters_is_no_reference_to_itself() -> None:
     with pytest.raises(ConfigError, match=r"--lora\.rank"):
-        AdapterFreeReference(small())
+        Reference(small(), without_adapters=True)

@@ -19,7 +19,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.build import build_update
 from asyncrl.learner.advantages import group_relative_advantages
 from asyncrl.learner.batches import Batch, build_batch
-from asyncrl.learner.forward import FrozenReference
+from asyncrl.learner.forward import Reference
 from asyncrl.learner.losses import ClippedObjective
 from asyncrl.learner.prepare import split_minibatches
 from asyncrl.observability import metrics_training as m
@@ -112,7 +112,7 @@ def test_loss_and_gradient_match_the_slow_formula(changes: dict[str, Any]) -> No
     slow = Table.of(policy_for(config))
     loss = slow_loss(config, batch, slow, start, reference, list(range(9)))
     loss.backward()
-    update = build_update(config, policy, reference=FrozenReference(other) if reference else None)  # pyright: ignore
+    update = build_update(config, policy, reference=Reference(other) if reference else None)  # pyright: ignore
     values = update(batch)
     assert values[m.LOSS] == pytest.approx(float(loss.detach()), abs=2e-5, rel=1e-4)
     assert slow.logits.grad is not None

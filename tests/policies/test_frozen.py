@@ -17,7 +17,7 @@ from asyncrl.devices.float8 import FrozenFloat8Linear
 from asyncrl.devices.offload import OffloadedTensors
 from asyncrl.errors import ConfigError
 from asyncrl.launch.named_models import build_learning_policy, build_policy
-from asyncrl.learner.forward import AdapterFreeReference
+from asyncrl.learner.forward import Reference
 from asyncrl.learner.fsdp import shard
 from asyncrl.policies.acceleration import (
     enable_gradient_checkpointing,
@@ -128,7 +128,9 @@ def gradients_on_one_rank() -> dict[str, float]:
             shard(start, CPU, "bf16")
             expected = start.evaluate(some_inputs(start), {"tokens": some_tokens()}, SAMPLING).logprob
         inputs = some_inputs(policy)
-        reference = AdapterFreeReference(policy).logprob(inputs, {"tokens": some_tokens()}, SAMPLING)
+        reference = Reference(policy, without_adapters=True).logprob(
+            inputs, {"tokens": some_tokens()}, SAMPLING
+        )
         told[f"reference {dtype}"] = (reference - expected).abs().max().item()
     return told
 
