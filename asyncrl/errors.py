@@ -1,19 +1,4 @@
-"""Every error that a user can meet. Its message names the input, the reason, and the remedy.
-
-AsyncRLError
-├── ConfigError          a flag, a configuration file or a placement that cannot work (exit code 2)
-│   ├── CheckpointError  a weight file or checkpoint that is missing, truncated or of the wrong shape
-│   └── AssetError       start states, world-model files or a library that could not be found
-├── WireError            a message that does not follow the wire format
-├── ReplayError          the replay store or its service cannot do what was asked
-│   ├── DiskFull         a group could not be written for lack of space; the replay waits for it
-│   ├── OutOfFiles       a file could not be opened for lack of descriptors; likewise
-│   ├── CodecMissing     a compressed file or --codec needs a package that is not installed
-│   └── SampleTimeout    no complete, fresh groups arrived before the deadline
-├── WeightSyncError      new weights did not arrive in time
-└── RunError             a run cannot go on (an actor died too often, too many bad updates)
-    └── AttemptEnded     the run was started again; this process belongs to an earlier start of it
-"""
+"""Every error that a user can meet. Its message names the input, the reason, and the remedy."""
 
 
 class AsyncRLError(Exception):
@@ -21,7 +6,7 @@ class AsyncRLError(Exception):
 
 
 class ConfigError(AsyncRLError, ValueError):
-    """A setting that cannot work. A `ValueError`, so that tyro prints it in a box and exits with 2."""
+    """A flag, file or placement that cannot work (exit code 2). A `ValueError`, for tyro's box."""
 
 
 class CheckpointError(ConfigError):
@@ -41,11 +26,11 @@ class ReplayError(AsyncRLError):
 
 
 class DiskFull(ReplayError):
-    """There is no space for a group. Nothing was written; it can be tried again."""
+    """There is no space for a group, of which nothing was written; the replay waits for it."""
 
 
 class OutOfFiles(ReplayError):
-    """No file can be opened now. Nothing was written, and no file is damaged; it can be tried again."""
+    """No file can be opened now for lack of descriptors; the replay waits for one."""
 
 
 class CodecMissing(ReplayError):
@@ -56,7 +41,6 @@ class SampleTimeout(ReplayError):
     """The replay had too few complete, fresh groups before the deadline."""
 
     def __init__(self, message: str, *, groups: int = 0, episodes: int = 0, decisions: int = 0) -> None:
-        """Record how much of the batch is there, as in `replay.interface.Filling`."""
         super().__init__(message)
         self.groups, self.episodes, self.decisions = groups, episodes, decisions
 
@@ -73,7 +57,6 @@ class AttemptEnded(RunError):
     """The run was started again, and this process belongs to an earlier start."""
 
     def __init__(self, who: str, attempt: int) -> None:
-        """Name the sender, and the number of the present start."""
         super().__init__(f"{who} belongs to start {attempt} of the run, this process to an earlier one.")
         self.attempt = attempt
 

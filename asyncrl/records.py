@@ -82,11 +82,6 @@ class SlotBytes:
 
         Args:
             graphs: Whether sampling uses CUDA graphs (--imagination.compile), which keep their memory.
-
-        Example:
-            >>> slot = SlotBytes(scratch=100, shared=1000)
-            >>> slot.drawing(4, graphs=False), slot.drawing(4, graphs=True)
-            (1000, 1400)
         """
         return rows * self.scratch + self.shared if graphs else max(rows * self.scratch, self.shared)
 
@@ -106,8 +101,7 @@ class StartState:
     context_actions: Float32
     """``[K, A]`` action that produced each context frame."""
     ee_pose: Float32 | None = None
-    """``[8]`` pose of the hand at the start: x, y, z in metres, quaternion x, y, z, w, gripper; None if not
-    recorded."""
+    """``[8]`` pose of the hand at the start, see `POSE_DIM`, in metres; None if not recorded."""
     elapsed: int = 0
     """Decisions already used; subtracted from the episode's limit."""
 

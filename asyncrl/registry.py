@@ -123,11 +123,7 @@ _CLASS: Final = re.compile(r"(?P<name>[A-Za-z_][\w.]*:[A-Za-z_]\w*)(?:@(?P<folde
 
 
 def split(text: str) -> tuple[str, str]:
-    """Split 'package.module:Class@FOLDER' into class and folder; either may be empty.
-
-    >>> split("my.worlds:Mine@/data/w"), split("my.worlds:Mine"), split("runs/a:b@c/d")
-    (('my.worlds:Mine', '/data/w'), ('my.worlds:Mine', ''), ('', 'runs/a:b@c/d'))
-    """
+    """Split 'package.module:Class@FOLDER' into class and folder; either may be empty."""
     match = _CLASS.fullmatch(text)
     return (match["name"], match["folder"] or "") if match else ("", text)
 
@@ -168,11 +164,7 @@ def _registered_class(kind: str, name: str) -> str:
 
 
 def check_name(kind: str, name: str) -> None:
-    """Check that a name is built in, registered, or that of a class; imports nothing.
-
-    Raises:
-        ConfigError: It is not.
-    """
+    """Raise ConfigError unless a name is built in, registered, or that of a class; imports nothing."""
     built_in = BUILT_IN[kind]
     if name in built_in or names_code(name):
         return
@@ -226,9 +218,6 @@ def keywords(flag: str, settings: Iterable[str]) -> dict[str, Any]:
 
     >>> keywords("--world-settings", ["steps=4", "name=wan", "noise=0.5", "sizes=[1, 2]"])
     {'steps': 4, 'name': 'wan', 'noise': 0.5, 'sizes': [1, 2]}
-
-    Raises:
-        ConfigError: A text has no '=', a key is no identifier or comes twice.
     """
     found: dict[str, Any] = {}
     for text in settings:
@@ -243,11 +232,7 @@ def keywords(flag: str, settings: Iterable[str]) -> dict[str, Any]:
 
 
 def as_texts(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Format settings as 'key=value' texts, the inverse of `keywords`.
-
-    >>> as_texts({"steps": 4, "name": "wan", "exact": True})
-    ('steps=4', 'name="wan"', 'exact=true')
-    """
+    """Format settings as 'key=value' texts, the inverse of `keywords`."""
     return tuple(f"{key}={json.dumps(value)}" for key, value in settings.items())
 
 

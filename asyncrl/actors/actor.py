@@ -33,7 +33,7 @@ FIRST_REPORT = 0.2
 REPORT_EVERY: Final = 2.0
 """Seconds between two reports."""
 CREDIT_WAIT: Final = 0.2
-"""Seconds an idle actor waits for credit before it looks at its messages and weights again."""
+"""Seconds an idle actor waits for credit before it reads messages and weights again."""
 RUNNING_PER_PREFETCH: Final = 4
 """Running episodes per prefetched one, to hide the round trip of a request."""
 _log = logging.getLogger(__name__)
@@ -170,7 +170,7 @@ class Actor:
         return True
 
     def _launch(self, stage: Stage[Any]) -> bool:
-        """Refill a stage and launch its next decision; returns False if it has no episode."""
+        """Refill a stage and launch its next decision; False if it has no episode."""
         begun = self.slots.fill(self.version, stage.indices, self.backend.is_cheapest)
         live = self.slots.live_among(stage.indices)
         if not live:
@@ -250,7 +250,6 @@ class Actor:
             self.slots.add_group(grant, start, self.group_size)
 
     def _remove_dropped(self) -> None:
-        """Stop the groups that the replay has given up."""
         for number in self.port.pop_dropped():
             self.slots.remove_group(number)
 

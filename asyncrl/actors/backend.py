@@ -1,7 +1,7 @@
 """Actor backends: a world model (`Imagination`) or a simulator (`SimulatorBackend`); and rows that fail.
 
 A row fails by a number that is not finite, or by an error of a model, found by retrying the rows alone after
-all together failed. Errors of models are caught in this module only; those that break the device are not.
+all together failed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ Result = TypeVar("Result")
 Check = tuple[Cause, str, NDArray[np.generic]]
 """Cause, name, and ``[B, ...]`` floats, or ``[B]`` bool that is False where they are not finite."""
 _REASON: Final = 300
-"""Longest reason that is sent, in characters."""
 _log = logging.getLogger(__name__)
 
 
@@ -53,7 +52,8 @@ class ActorPolicy(Protocol):
 class Backend(Protocol):
     """Decides for the slots of a stage and imagines or simulates the results.
 
-    The actor calls `begin` for new episodes of an idle stage, `launch`, `collect`, then `episode_end`.
+    The actor calls `begin` for new episodes of an idle stage, `launch`, `collect`, then `episode_end`. The
+    first three return the slots that failed.
     """
 
     sampling: SamplingParams
@@ -83,23 +83,19 @@ class Backend(Protocol):
         ...
 
     def begin(self, slots: Slots, stage: Stage[Any], indices: list[int]) -> list[RowFailure]:
-        """Begin the episodes just put into slots of an idle stage; return the slots that failed."""
+        """Begin the episodes just put into slots of an idle stage."""
         ...
 
     def launch(
         self, slots: Slots, stage: Stage[Any], indices: list[int], policy_version: int
     ) -> list[RowFailure]:
-        """Begin one decision in `indices`, the stage's slots with an episode; return those that failed."""
+        """Begin one decision in `indices`, the stage's slots with an episode."""
         ...
 
     def collect(self, slots: Slots, stage: Stage[Any], deadline: float) -> tuple[list[RowFailure], float]:
-        """Wait for decisions of the stage and append them to their episodes.
+        """Wait for decisions of the stage and append them to their episodes; RunError at the deadline.
 
-        Returns:
-            Slots that failed, without a decision; and the seconds waited outside `pop_device_seconds`.
-
-        Raises:
-            RunError: Nothing came within `deadline` seconds.
+        Returns also the seconds waited outside `pop_device_seconds`.
         """
         ...
 
@@ -175,7 +171,7 @@ def _caught(indices: list[int], attempt: Callable[[list[int]], Result]) -> Resul
 
 
 def _breaks_device(error: Exception) -> bool:
-    """True if the device computes nothing more in this process. After running out of memory it does."""
+    """Return True if the device computes nothing more in this process, unlike after running out of memory."""
     if isinstance(error, torch.OutOfMemoryError):
         return False
     return isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)

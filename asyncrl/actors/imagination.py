@@ -1,11 +1,8 @@
 """Makes one decision for all episodes of a stage: policy, world model, reward model.
 
-`launch` queues the devices' work and waits for nothing; `collect` waits for it.
-
-On CUDA all work is queued on the current streams of the devices, in the order of the launches. So a state
-that is swapped or overwritten was read before, and weights copied into the policy between two launches are
-those of the later one. With policy and world on two devices, copying the actions makes the world's stream
-wait for the policy's.
+`launch` queues the devices' work and waits for nothing; `collect` waits for it. On CUDA all work is queued on
+the current streams of the devices, in the order of the launches. So a state that is swapped or overwritten
+was read before, and weights copied into the policy between two launches are those of the later one.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ from asyncrl.actors.slots import (
     TimedWork,
 )
 from asyncrl.config.sections import SuccessFrames
-from asyncrl.devices.events import DeviceEvent, wait_for
+from asyncrl.devices.streams import DeviceEvent, wait_for
 from asyncrl.episode_layout import SAMPLE_DTYPES
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability.metrics import Metric
@@ -72,16 +69,14 @@ class Imagination(Generic[State]):
         """Join the models.
 
         Args:
-            rows: Rows of every pass of every model, filled up with copies of the first slot: the last digits
-                of a row depend on the number of rows, so an episode is the same whatever else is imagined.
-                0 disables.
+            rows: Rows of every pass of every model, filled up with copies of the first slot, as the last
+                digits of a row depend on the number of rows. 0 disables.
         """
         self.policy, self.world, self.reward = policy, world, reward
         self.sampling, self.rule, self.rows = sampling, rule, rows
         self.policy_device, self.world_device = policy_device, world_device
         self.devices = {policy_device, world_device}
         self.decisions = 0
-        """Decisions made since the actor began."""
         self._seconds: dict[Metric, float] = defaultdict(float)
 
     @property
@@ -129,7 +124,7 @@ class Imagination(Generic[State]):
         return failed
 
     def collect(self, slots: Slots, stage: Stage[State], deadline: float) -> tuple[list[RowFailure], float]:
-        """Wait for the stage's decision and append it to the episodes. See `Backend.collect`."""
+        """Wait for the stage's decision and append it to the episodes."""
         in_flight, stage.in_flight = stage.in_flight, []
         waited = wait_for([event for decision in in_flight for event in decision.done_events], deadline)
         failed = []

@@ -1,11 +1,9 @@
 """Makes decisions in a simulator: the policy decides, the workers of a pool carry it out slot by slot.
 
 `launch` decides for the slots of a stage that wait for a decision and sends each its steps; `collect` waits
-until simulators of the stage have answered. So the policy works while simulators do, and no slot waits for
-the slowest reset.
-
-A step has side effects, so no request is ever repeated. Where a worker is lost its episodes begin again from
-their starts, with the same seeds and the weights of that time, which are never older.
+until simulators of the stage have answered. No slot waits for the slowest reset. A step has side effects, so
+no request is ever repeated: where a worker is lost its episodes begin again from their starts, with the same
+seeds and the weights of that time.
 
 Dimension letters:
     B  slots that are decided      C  steps per decision      S  steps that were carried out
@@ -28,7 +26,7 @@ from numpy.typing import NDArray
 from asyncrl.actors.backend import Check, RowFailure, find_failure, retry_rows_singly
 from asyncrl.actors.imagination import CPU, decision_tensors
 from asyncrl.actors.slots import EpisodeEnd, EpisodeInProgress, EpisodeStart, Row, Slots, Stage
-from asyncrl.devices.events import DeviceEvent
+from asyncrl.devices.streams import DeviceEvent
 from asyncrl.errors import RunError
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability.metrics import Metric
@@ -43,13 +41,10 @@ SIMULATOR: Final = -1
 MOST_RESTARTS: Final = 2
 """Restarts of an episode after lost workers; then its group is given up."""
 _POLL: Final = 1.0
-"""Longest uninterrupted wait for answers, in seconds."""
 
 
 @dataclass(kw_only=True)
 class _SlotState:
-    """State of one slot of the pool."""
-
     episode: EpisodeInProgress | None = None
     """Episode of the last request."""
     awaits_answer: bool = False
@@ -116,7 +111,7 @@ class SimulatorBackend:
     def launch(
         self, slots: Slots, stage: Stage[Any], indices: list[int], policy_version: int
     ) -> list[RowFailure]:
-        """Decide for the slots that wait for a decision and send them their steps. See `Backend.launch`."""
+        """Decide for the slots that wait for a decision and send them their steps."""
         self.release(slots, stage)
         if self.together:
             failed, _ = self._wait(slots, indices, self.patience)
@@ -138,7 +133,7 @@ class SimulatorBackend:
         return failed
 
     def collect(self, slots: Slots, stage: Stage[Any], deadline: float) -> tuple[list[RowFailure], float]:
-        """Wait for the first answers of the stage, or with `together` for all. See `Backend.collect`."""
+        """Wait for the first answers of the stage, or with `together` for all."""
         awaited, stage.in_flight = stage.in_flight, []
         failed, waited = self._wait(slots, awaited, deadline)
         self._seconds[m.ACTOR_SIMULATORS] += waited
@@ -298,7 +293,6 @@ class SimulatorBackend:
         ]
 
     def _send(self, slots: Slots, indices: list[int], rows: list[Row]) -> list[RowFailure]:
-        """Send the decisions that are finite to the simulators."""
         failed = []
         for index, row in zip(indices, rows, strict=True):
             names = {"values": "values", "logprobs": "log-probs", "actions": "actions"}

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.devices.events import DeviceEvent
+from asyncrl.devices.streams import DeviceEvent
 from asyncrl.episode_layout import EPISODE_ARRAYS, OPTIONAL_ARRAYS
 from asyncrl.observability.metrics import Metric
 from asyncrl.policies.interface import SamplingParams
@@ -27,8 +27,10 @@ from asyncrl.worlds.interface import State
 
 _NO_FRAME: Final = np.zeros((0, 0, 3), np.uint8)
 Row = dict[str, NDArray[Any]]
-"""One decision: the arrays of an `Episode` (`EPISODE_ARRAYS` and the policy's sample) by name, without the
-axis of decisions. `video` is ``[C, H, W, 3]``; `values` is left out without a critic, `rewards` may be."""
+"""One decision: the arrays of an `Episode` by name, without the axis of decisions.
+
+`video` is ``[C, H, W, 3]``; `values` is left out without a critic, `rewards` may be.
+"""
 TimedWork = tuple[Metric, DeviceEvent, DeviceEvent]
 """Metric of the busy time, and the events between which a device worked."""
 
@@ -66,7 +68,7 @@ class EpisodeInProgress:
     frame: NDArray[np.uint8] = field(default_factory=lambda: _NO_FRAME)
     """``[H, W, 3]`` the present frame."""
     more_frames: NDArray[np.uint8] | None = None
-    """``[V, H, W, 3]`` present frames of the other cameras; None without any."""
+    """``[V, H, W, 3]`` of the other cameras; None without any."""
     state: NDArray[np.float32] | None = None
     """``[Q]`` the robot's present state; None if unknown."""
     decisions: list[Row] = field(default_factory=list)
@@ -90,7 +92,6 @@ class EpisodeEnd:
     rewards: NDArray[np.float32]
     """``[N, C]``."""
     steps_taken: int = UNKNOWN_LENGTH
-    """As in `Episode`."""
 
 
 class Slots:
@@ -209,8 +210,7 @@ def finished_episode(
 class InFlightDecision:
     """One decision of B slots that devices may still be working on; its episodes do not have it yet.
 
-    The tensors are in host memory, and complete once all `done_events` have passed. They may have more rows
-    than slots: the rest is padding.
+    The tensors are in host memory, and complete once all `done_events` have passed; further rows are padding.
     """
 
     indices: list[int]
@@ -231,7 +231,8 @@ class Stage(Generic[State]):
     indices: range
     in_flight: list[Any] = field(default_factory=list)
     """Of a world: `InFlightDecision`, several only after all slots together raised. Of a simulator: slots
-    that await an answer."""
+    that await an answer.
+    """
     timed_work: list[TimedWork] = field(default_factory=list)
     """Work besides `in_flight` that has not been counted."""
     _rows: list[int] = field(default_factory=list, init=False)
@@ -278,10 +279,6 @@ class Stage(Generic[State]):
 
 
 def split_slots(slots: int, stages: int) -> list[range]:
-    """Split slots into stages whose sizes differ by at most one.
-
-    >>> split_slots(5, 2)
-    [range(0, 2), range(2, 5)]
-    """
+    """Split slots into stages whose sizes differ by at most one."""
     ends = [slots * n // stages for n in range(stages + 1)]
     return [range(first, last) for first, last in pairwise(ends)]

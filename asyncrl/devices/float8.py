@@ -2,18 +2,12 @@
 
 Weights are rounded once, per output channel; the input is rounded at every call, per row. Both are scaled so
 that the largest magnitude becomes the largest of ``e4m3`` (arXiv 2209.05433), and the product is scaled back.
-A row's result depends only on that row, so slots do not influence each other.
-
-`FrozenFloat8Linear` also has a gradient for its input:
+So slots do not influence each other. `FrozenFloat8Linear` also has a gradient for its input:
 
     forward     y  = x W^T     x is rounded per row, W per output channel
     backward    dx = dy W      dy is rounded per row, W per input channel
 
-Each product needs its own scales and layout of W, so there are two rounded copies. The gradient is rounded to
-``e4m3`` too: scaled row by row, a number becomes 0 only below 2^-18 of its row's largest.
-
-Dimension letters:
-    K, N  features into and out of the layer
+K, N: features into and out of the layer.
 """
 
 from __future__ import annotations
@@ -27,7 +21,6 @@ from asyncrl.errors import ConfigError
 
 DTYPE: Final = torch.float8_e4m3fn
 LARGEST: Final = torch.finfo(DTYPE).max
-"""448."""
 SMALLEST: Final = 1e-30
 """Least magnitude for the scale of a row: below any gradient, and GPUs do not flush the scale to 0."""
 ALIGNMENT: Final = 16
@@ -80,7 +73,6 @@ class Float8Linear(nn.Module):
     """``[1, N]`` float32."""
 
     def __init__(self, linear: nn.Linear) -> None:
-        """Round the weights of a layer, on its device."""
         super().__init__()
         weight, scale = quantise(linear.weight.detach())
         self.register_buffer("weight", weight)
@@ -129,23 +121,19 @@ class _Product(torch.autograd.Function):
 
 
 class FrozenFloat8Linear(nn.Linear):
-    """A frozen linear layer that multiplies rounded copies of its weight.
+    """A frozen linear layer that multiplies rounded copies of its weight, two bytes per weight.
 
     The weight stays the layer's parameter, never rounded: it is published, saved and merged with adapters.
-    The copies are buffers outside the state dict, of two bytes per weight.
     """
 
     forward_weight: Tensor
     """``[N, K]`` e4m3."""
     forward_scale: Tensor
-    """``[1, N]`` float32."""
     backward_weight: Tensor
     """``[K, N]`` e4m3."""
     backward_scale: Tensor
-    """``[1, K]`` float32."""
 
     def __init__(self, linear: nn.Linear) -> None:
-        """Share the parameters of a frozen layer, whose weight must not change, and round copies of it."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias

@@ -1,11 +1,8 @@
 """Move idle tensors from a device to pinned host memory, and back.
 
-`OffloadedTensors` moves whole storages; every tensor, view and parameter object stays, so that optimizers,
-modules and shards need no change, but an offloaded tensor must not be used. `IdleOffload` offloads after a
-wait has lasted a moment, so that short waits cost nothing.
-
-Storages may come back at other addresses: `on_offload` of `OffloadedTensors` invalidates captured CUDA
-graphs, which then free their memory too.
+Whole storages move; every tensor, view and parameter object stays, so that optimizers, modules and shards
+need no change, but an offloaded tensor must not be used. Storages may come back at other addresses:
+`on_offload` invalidates captured CUDA graphs, which then free their memory too.
 """
 
 from __future__ import annotations
@@ -27,7 +24,6 @@ OFFLOAD_AFTER: Final = 0.2
 MEMORY_TIMEOUT: Final = 60.0
 """Seconds to wait for another process on the device to free memory."""
 _RETRY_INTERVAL: Final = 0.2
-"""Seconds between two attempts to get that memory."""
 
 Tensors = Callable[[], Iterable[Tensor]]
 
@@ -55,7 +51,6 @@ class OffloadedTensors:
         *,
         on_offload: Callable[[], object] = lambda: None,
     ) -> None:
-        """Start with all tensors on their devices."""
         self._frozen, self._changing, self._devices = frozen, changing, set(devices)
         self._on_offload = on_offload
         self._copies: dict[int, _HostCopy] = {}
@@ -88,11 +83,7 @@ class OffloadedTensors:
         self.seconds += time.monotonic() - began
 
     def restore(self) -> None:
-        """Move all tensors back.
-
-        Raises:
-            torch.OutOfMemoryError: No memory was free for MEMORY_TIMEOUT seconds.
-        """
+        """Move all tensors back; raises OutOfMemoryError if no memory was free for MEMORY_TIMEOUT seconds."""
         if not self.offloaded:
             return
         began = time.monotonic()
@@ -121,7 +112,6 @@ class OffloadedTensors:
         return view.set_(copy.host.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def _host_copies(self) -> dict[int, _HostCopy]:
-        """Find all storages, each once, with host memory, which is reused."""
         copies: dict[int, _HostCopy] = {}
         for tensors, frozen in ((self._frozen, True), (self._changing, False)):
             for storage in self._storages(tensors()):
@@ -161,10 +151,9 @@ class HoldsAddresses(Protocol):
 
 
 class IdleOffload:
-    """Offloads tensors while their owner waits. Used by one thread."""
+    """Offloads tensors once a wait of their owner has lasted a moment. Used by one thread."""
 
     def __init__(self, tensors: OffloadedTensors | None, clock: Callable[[], float] = time.monotonic) -> None:
-        """Start with a working owner; None never offloads."""
         self._tensors, self._clock = tensors, clock
         self._since: float | None = None
         self._seconds, self._most = 0.0, 0
@@ -199,7 +188,7 @@ class IdleOffload:
             self._tensors.restore()
 
     def host_views(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """See `OffloadedTensors.host_views`."""
+        """Return the tensors, offloaded ones as views in host memory."""
         return tensors if self._tensors is None else self._tensors.host_views(tensors)
 
     def pop_metrics(self) -> tuple[float, int]:
@@ -212,7 +201,6 @@ class IdleOffload:
 
 
 NO_OFFLOAD: Final = IdleOffload(None)
-"""Offloads nothing."""
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:

@@ -46,7 +46,7 @@ def constant_to_device(array: NDArray[Any], device: torch.device) -> Tensor:
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Move a tensor ``[...]`` to a device as `to_device`; a tensor that is there is returned itself."""
+    """Move a tensor to a device as `to_device`; a tensor that is there is returned itself."""
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
@@ -84,7 +84,7 @@ def check_matrix_products(
     multiply: Multiply = torch.matmul,
     sizes: Sequence[tuple[int, int, int]] = SIZES,
 ) -> float:
-    """Return the largest error of bfloat16 products of the policies' sizes; raises ConfigError if too large.
+    """Return the largest error of bfloat16 products of the policies' sizes, or raise ConfigError.
 
     Args:
         multiply: Multiplies ``[M, K]`` with a ``[K, N]`` that is stored by columns, as weights are.

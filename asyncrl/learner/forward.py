@@ -200,7 +200,8 @@ class Reference:
             )
         if not without_adapters and isinstance(policy, nn.Module):
             policy.requires_grad_(False).eval()
-        self.policy, self.without_adapters = policy, without_adapters
+        self.policy: Any = policy
+        self.without_adapters = without_adapters
 
     @torch.no_grad()
     def logprob(self, inputs: PolicyInputs, sample: Mapping[str, Tensor], sampling: SamplingParams) -> Tensor:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from asyncrl.devices.cuda_graph import CudaGraphed
 from asyncrl.devices.float8 import ALIGNMENT, FrozenFloat8Linear, copied_bytes, fits
+from asyncrl.devices.streams import CudaGraphed
 from asyncrl.errors import ConfigError
 from asyncrl.policies.interface import PolicyInputs, SamplingParams
 from asyncrl.policies.sampling import SampledTokens

@@ -15,9 +15,8 @@ from asyncrl.actors import imagination
 from asyncrl.actors.actor import ActorTelemetry
 from asyncrl.actors.slots import EpisodeInProgress, Stage, split_slots
 from asyncrl.config.sections import ActorSettings
-from asyncrl.devices import events
-from asyncrl.devices.events import DeviceEvent, wait_for
 from asyncrl.devices.offload import NO_OFFLOAD
+from asyncrl.devices.streams import DeviceEvent, wait_for
 from asyncrl.episode_layout import episode_arrays
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.observability import metrics_system as m
@@ -280,7 +279,7 @@ def test_a_device_that_does_not_finish_ends_the_wait_at_its_deadline() -> None:
 
 def test_the_seconds_of_each_model_are_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     clock = [0.0]
-    monkeypatch.setattr(events.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(streams.time, "perf_counter", lambda: clock[0])
 
     def slowed(original: Any, seconds: float) -> Any:
         def slow(self: RowModels, *args: Any, **more: Any) -> Any:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from asyncrl.devices.cuda_graph import CudaGraphed
+from asyncrl.devices.streams import CudaGraphed
 
 pytestmark = pytest.mark.gpu
 

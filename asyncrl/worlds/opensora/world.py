@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from asyncrl.config.sections import ImaginationSettings
 from asyncrl.devices import float8
-from asyncrl.devices.cuda_graph import CudaGraphed
+from asyncrl.devices.streams import CudaGraphed
 from asyncrl.devices.tensors import to_device, to_signed, to_uint8
 from asyncrl.records import CHUNK, ActionSpec, StartState
 from asyncrl.storage.weight_files import write_tensors
