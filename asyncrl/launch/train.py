@@ -55,8 +55,8 @@ from asyncrl.launch.placement import (
 from asyncrl.observability import process_status, signals
 from asyncrl.observability.background_file import logged_to
 from asyncrl.observability.console import StatusLine, steady_console
+from asyncrl.observability.process_status import Watchdog
 from asyncrl.observability.signals import StopFlag, die_with_parent
-from asyncrl.observability.watchdog import Watchdog
 from asyncrl.storage import run_folder
 
 if TYPE_CHECKING:

@@ -26,8 +26,6 @@ from asyncrl.observability import process_status
 from asyncrl.observability.metrics import Readings
 from asyncrl.observability.waits import GRACE
 
-CONNECTIONS: Final = 16
-"""Most connections; one more is closed unanswered."""
 REQUEST_SECONDS: Final = 5.0
 """Longest silence of a client."""
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -144,7 +142,6 @@ class Monitor:
         resume_step: int = 0,
         clock: Callable[[], float] = time.time,
         request_seconds: float = REQUEST_SECONDS,
-        connections: int = CONNECTIONS,
     ) -> None:
         """Listen; port 0 is a free one, then given by `address`.
 
@@ -157,7 +154,7 @@ class Monitor:
         self._last: tuple[int, float, Readings] = (resume_step, self._began, {})
         """Replaced as a whole, so that no lock is needed."""
         try:
-            self._server = _Server(address, self._answer, request_seconds, connections)
+            self._server = _Server(address, self._answer, request_seconds)
         except OSError as error:
             raise ConfigError(
                 f"--monitor.listen is {address[0]}:{address[1]}, but it cannot be opened "
@@ -263,37 +260,19 @@ def _changed_at(path: Path) -> float:
 
 
 class _Server(ThreadingHTTPServer):
-    """A thread per connection, for a bounded number of them."""
+    """A thread per connection."""
 
     daemon_threads = True
     block_on_close = False
     request_queue_size = 64
 
-    def __init__(
-        self, address: tuple[str, int], answer: Callable[[str], Reply], seconds: float, connections: int
-    ) -> None:
-        self.address_family = family(address[0])
-        self.answer = answer
-        self._free = threading.Semaphore(connections)
+    def __init__(self, address: tuple[str, int], answer: Callable[[str], Reply], seconds: float) -> None:
+        self.address_family, self.answer = family(address[0]), answer
         super().__init__(address, type("Handler", (_Handler,), {"timeout": seconds}))
 
     def server_bind(self) -> None:
         """Bind without asking a name server for this host's name."""
         socketserver.TCPServer.server_bind(self)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer on a thread, or close the connection if there are too many."""
-        if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer, and free the connection's place."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log a broken connection."""

@@ -1,4 +1,4 @@
-"""Activity of every thread of a run's processes, published in shared memory in the run's folder.
+"""Activity of every thread of a run's processes, published in shared memory in the run's folder; hangs.
 
 run/processes/actor-1          process id; for each thread activity, start and allowed seconds; totals of
 `waits.WAITS` and `waits.COUNTS`
@@ -15,13 +15,13 @@ import signal
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TextIO
 
-from asyncrl.observability.signals import Reserve, exhausted
+from asyncrl.observability.signals import exhausted
 from asyncrl.storage.untrusted import make_folder, open_regular, read_bytes, remove
 
 FOLDER: Final = "processes"
@@ -122,10 +122,6 @@ class _Now(threading.local):
 
 
 _own_file: _StatusFile | None = None
-_reserve: Reserve | None = None
-"""Descriptors to read the files with if no other is free."""
-_read_before = dict[Path, dict[str, bytes]]()
-"""Run folder -> content of its files at the last successful read."""
 _run_dir = Path()
 _stacks: TextIO | None = None
 _early = dict[int, float]()
@@ -135,9 +131,9 @@ _now = _Now()
 
 def publish_as(run_dir: Path, role: str) -> None:
     """Publish the activities of this process from now on, as `role` of the run in `run_dir`."""
-    global _own_file, _run_dir, _stacks, _reserve
+    global _own_file, _run_dir, _stacks
     path = run_dir / FOLDER / role
-    _own_file, _run_dir, _reserve = _StatusFile(path), run_dir, _reserve or Reserve(2)
+    _own_file, _run_dir = _StatusFile(path), run_dir
     while _early:
         _own_file.add(*_early.popitem())
     handle = open_regular(path.with_name(role + STACKS), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -272,31 +268,17 @@ def _read_stat(pid: int) -> list[str]:
 
 
 def _status_files(run_dir: Path) -> dict[str, bytes]:
-    """Read the valid files of all roles: role -> content; without free descriptors by reserved ones."""
-    try:
-        return _read_files(run_dir)
-    except OSError as error:
-        if not exhausted(error):
-            raise
-    try:
-        with _reserve.lent() if _reserve is not None else contextlib.nullcontext():
-            return _read_files(run_dir)
-    except OSError:
-        return dict(_read_before.get(run_dir, {}))
-
-
-def _read_files(run_dir: Path) -> dict[str, bytes]:
+    """Read the valid files of all roles: role -> content; none without free descriptors."""
     found = {}
     for path in sorted((run_dir / FOLDER).glob("[!.]*")):
         try:
             content = read_bytes(path, _SIZE)
         except OSError as error:  # A restarted process replaces its file.
             if exhausted(error):
-                raise
+                return {}
             continue
         if len(content) == _SIZE and content[: len(_MAGIC)] == _MAGIC:
             found[path.name] = content
-    _read_before[run_dir] = found
     return found
 
 
@@ -316,3 +298,54 @@ def _process(role: str, content: bytes) -> Process:
 
 def _text(raw: bytes) -> str:
     return raw.rstrip(b"\0").decode(errors="replace")
+
+
+# --- hangs ---
+
+POLL_INTERVAL: Final = 1.0
+STACKS_SECONDS: Final = 2.0
+"""Time for processes to write their stacks before one of them is ended."""
+
+
+class Watchdog:
+    """Ends the overdue processes of a run on this host, after dumping the stacks of all.
+
+    An ended child is respawned like one that died; an ended learner is a failed rank of torchrun's.
+    """
+
+    def __init__(self, run_dir: Path, tell: Callable[[str], None]) -> None:
+        self.run_dir, self._tell = run_dir, tell
+        self.hangs = 0
+        """Ended processes."""
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hang watch", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """End overdue processes."""
+        for process in read(self.run_dir):
+            late = next((activity for activity in process.activities if activity.overdue), None)
+            if process.alive and late is not None:
+                self._end(process, late)
+
+    def close(self) -> None:
+        """Stop checking."""
+        self._closing.set()
+        self._thread.join(POLL_INTERVAL + 2 * STACKS_SECONDS)
+
+    def _run(self) -> None:
+        while not self._closing.wait(POLL_INTERVAL):
+            self.check()
+
+    def _end(self, process: Process, late: ThreadActivity) -> None:
+        dump_stacks(self.run_dir)
+        self._tell(
+            f"{process.role} (process {process.pid}) hangs: {late.what!r} takes {late.seconds:.0f} s, "
+            f"its deadline was at {late.allowed:.0f} s (--hang-timeout, or the wait's own, after the last "
+            "sign of progress). It is ended; the stacks of all processes are in "
+            f"{self.run_dir / FOLDER}"
+        )
+        self.hangs += 1
+        time.sleep(STACKS_SECONDS)
+        me = process.pid == os.getpid()
+        os.kill(process.pid, signal.SIGABRT if me else signal.SIGKILL)

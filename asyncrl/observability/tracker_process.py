@@ -1,11 +1,10 @@
 """Process of one tracker: hands a run's rows from metrics.jsonl to accelerate's tracker.
 
-    python -m asyncrl.observability.tracker_process NAME RUN_DIR SENT LATE      started by `trackers`
+    python -m asyncrl.observability.tracker_process NAME RUN_DIR SENT      started by `trackers`
 
 input      the command that started the run, as a line; its end is the run's end
 output     lines for the console, or "refused REASON"
 SENT       size of metrics.jsonl at the start: later rows are sent
-LATE       seconds after which a row counts as late
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _TAKE_LISTS: Final = ("swanlab", "wandb")
 """Trackers that take a list of pictures."""
 
 
-def main(name: str, run_dir: Path, sent: int, late_seconds: float) -> int:
+def main(name: str, run_dir: Path, sent: int) -> int:
     """Send rows until the run is over; returns 0, or 1 if the tracker cannot begin."""
     console = os.dup(1)  # Output of a library goes where its errors go.
     os.set_inheritable(console, False)
@@ -51,7 +50,7 @@ def main(name: str, run_dir: Path, sent: int, late_seconds: float) -> int:
     command = sys.stdin.buffer.readline().decode(errors="replace").strip()
     over = threading.Event()
     threading.Thread(target=_wait_for_end, args=(over,), name="end of the run", daemon=True).start()
-    report = Report(name, partial(_say, console), late_seconds)
+    lost = LostRows(name, partial(_say, console))
     try:
         with process_status.activity(f"beginning with {name}"):
             tracker = begin(name, run_dir, command)
@@ -60,63 +59,41 @@ def main(name: str, run_dir: Path, sent: int, late_seconds: float) -> int:
         _say(console, f"refused {_reason(error)}")
         return 1
     shown, newest = Filter(), 0
-    for row in rows_of(run_dir / "metrics.jsonl", sent, over, report.idle):
+    for row in rows_of(run_dir / "metrics.jsonl", sent, over):
         step = row["step"]
         newest = max(newest, step)
         try:
-            with process_status.activity(f"sending update {step} to {name}"), report.sending(step):
+            with process_status.activity(f"sending update {step} to {name}"):
                 tracker.log(shown(row), step=newest)  # Trackers take no step back.
                 if EVAL_SUCCESS.name in row:
                     send_sheet(tracker, run_dir, step, newest)
+            lost.end()
         except Exception as error:  # This process's boundary to a library: the learner's console reports it.
             logging.exception("%s did not take update %d", name, step)
-            report.lost(step, _reason(error))
+            lost.add(step, _reason(error))
     with process_status.activity(f"finishing {name}"):
         tracker.finish()
     return 0
 
 
-class Report:
-    """Lines for the learner's console about late and lost rows: one when it begins, one when it is over."""
+class LostRows:
+    """Lines for the console: at the first row that a tracker refuses, and when it takes rows again."""
 
-    def __init__(self, name: str, say: Callable[[str], None], late_seconds: float) -> None:
-        self._name, self._say, self._seconds = name, say, late_seconds
-        self._lost, self._late = 0, False
+    def __init__(self, name: str, say: Callable[[str], None]) -> None:
+        self._name, self._say, self._lost = name, say, 0
 
-    @contextlib.contextmanager
-    def sending(self, step: int) -> Iterator[None]:
-        """Report a row that is not taken in time, and the first one that is taken after lost ones."""
-        timer = threading.Timer(self._seconds, self._on_late, [step])
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
-        if self._lost:
-            self._say(f"{self._name} takes updates again; {self._lost} are missing there")
-            self._lost = 0
-
-    def lost(self, step: int, reason: str) -> None:
+    def add(self, step: int, reason: str) -> None:
         """Count a row that raised an error."""
         waits.count(waits.LOST_TRACKED)
         if not self._lost:
             self._say(f"{self._name} does not take update {step} ({reason}). The run goes on")
         self._lost += 1
 
-    def idle(self) -> None:
-        """Report that all rows are sent, if they were late."""
-        if self._late:
-            self._late = False
-            self._say(f"{self._name} has all updates again")
-
-    def _on_late(self, step: int) -> None:
-        if not self._late:
-            self._late = True
-            self._say(
-                f"{self._name} is late: it has not taken update {step} after {self._seconds:.0f} s. The run "
-                "goes on, and its rows wait in metrics.jsonl"
-            )
+    def end(self) -> None:
+        """Report the first row that is taken after lost ones."""
+        if self._lost:
+            self._say(f"{self._name} takes updates again; {self._lost} are missing there")
+            self._lost = 0
 
 
 def begin(name: str, run_dir: Path, command: str) -> Any:
@@ -190,14 +167,8 @@ class Filter:
         return found | evaluated
 
 
-def rows_of(
-    path: Path, at: int, over: threading.Event, idle: Callable[[], None] = lambda: None
-) -> Iterator[dict[str, Any]]:
-    """Yield rows with a ``step`` of a growing metrics.jsonl, from byte `at` on, until `over`.
-
-    Args:
-        idle: Called when all rows were yielded.
-    """
+def rows_of(path: Path, at: int, over: threading.Event) -> Iterator[dict[str, Any]]:
+    """Yield rows with a ``step`` of a growing metrics.jsonl, from byte `at` on, until `over`."""
     while True:
         last = over.is_set()
         lines, at = _new_lines(path, at)
@@ -209,7 +180,6 @@ def rows_of(
             if type(row.get("step")) is int:
                 yield row
         if not lines:
-            idle()
             if last:
                 return
             over.wait(POLL)  # Idle until a row or the end comes.
@@ -250,4 +220,4 @@ def _reason(error: BaseException) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])))
+    raise SystemExit(main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])))

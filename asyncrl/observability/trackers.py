@@ -31,8 +31,6 @@ PACKAGES: Final = {
     for name in ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "trackio", "wandb")
 }
 """Tracker of accelerate, and its package -> name for pip."""
-LATE_SECONDS: Final = 60.0
-"""Time for a tracker to take a row, after which it is reported as late."""
 CLOSE_SECONDS: Final = 20.0
 """Time for all trackers to finish after the run."""
 _RANKS: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -74,19 +72,18 @@ class Trackers:
         tell: Callable[[str], None],
         *,
         command: str = "",
-        late_seconds: float = LATE_SECONDS,
         close_seconds: float = CLOSE_SECONDS,
     ) -> None:
         """Start a process for each tracker but `ALWAYS`; it gets the rows after those in metrics.jsonl.
 
-        `tell` receives a line when one is late, fails, ends, or recovers.
+        `tell` receives a line when one fails, ends, or recovers.
         """
         self._seconds = close_seconds
         self._all, rows = list[_Tracker](), run_dir / "metrics.jsonl"
         sent = rows.stat().st_size if rows.exists() else 0  # By earlier starts of the run.
         for name in [name for name in names if name != ALWAYS]:
             try:
-                self._all.append(_Tracker(name, run_dir, tell, [str(sent), str(late_seconds)], command))
+                self._all.append(_Tracker(name, run_dir, tell, [str(sent)], command))
             except OSError as error:
                 tell(f"{name} could not be started ({error}). The run goes on without it")
 

@@ -15,6 +15,7 @@ from asyncrl.actors import imagination
 from asyncrl.actors.actor import ActorTelemetry
 from asyncrl.actors.slots import EpisodeInProgress, Stage, split_slots
 from asyncrl.config.sections import ActorSettings
+from asyncrl.devices import streams
 from asyncrl.devices.offload import NO_OFFLOAD
 from asyncrl.devices.streams import DeviceEvent, wait_for
 from asyncrl.episode_layout import episode_arrays

@@ -171,30 +171,6 @@ def test_a_client_that_says_nothing_is_cut_off_and_others_are_answered(tmp_path)
         assert slow.recv(100) == b""
 
 
-def test_one_connection_too_many_is_closed_and_there_is_room_again_when_others_end(tmp_path):
-    with Monitor(("127.0.0.1", 0), tmp_path, updates=1, connections=2) as monitor:
-        two = [socket.create_connection(monitor.address, timeout=PATIENCE) for _ in range(2)]
-        with socket.create_connection(monitor.address, timeout=PATIENCE) as third:
-            assert third.recv(100) == b""
-        for connection in two:
-            connection.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
-            assert connection.recv(100).startswith(b"HTTP/1.0 200")
-            while connection.recv(1000):
-                pass
-            connection.close()
-        until = time.monotonic() + PATIENCE
-        while (answer := one_try(monitor)) is None and time.monotonic() < until:
-            pass
-        assert answer == 200
-
-
-def one_try(monitor):
-    try:
-        return ask(monitor, "/healthz")[0]
-    except (http.client.HTTPException, ConnectionError):  # The threads of the others are not over yet.
-        return None
-
-
 def test_nobody_answers_after_the_end(tmp_path):
     with Monitor(("127.0.0.1", 0), tmp_path, updates=1) as monitor:
         address = monitor.address

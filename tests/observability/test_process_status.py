@@ -14,7 +14,7 @@ import pytest
 from asyncrl import cli
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability import process_status, waits
-from asyncrl.observability.watchdog import Watchdog
+from asyncrl.observability.process_status import Watchdog
 from support.waiting import wait_for
 
 CHILD = """
