@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from asyncrl.learner.weight_export import Gathering
-from asyncrl.weights.packing import build_manifest
+from asyncrl.learner.weight_export import GatheredWeights
 from asyncrl.weights.receiver import build_receiver
 
 Kind = Literal["full", "lora"]
@@ -67,12 +66,12 @@ class Masters:
                 )
             )
         types = dict.fromkeys(shapes, dtype)
-        self.manifest = build_manifest(self.tensors, types)
-        self._gathering = Gathering(self.tensors, types)
+        self._gathered = GatheredWeights(lambda: self.tensors, types)
+        self.manifest = self._gathered.manifest
 
     def write(self, targets: Mapping[str, Tensor]) -> None:
         """See `WeightSource.write`."""
-        self._gathering.write(self.tensors, targets)
+        self._gathered.write(targets)
 
 
 def shard_rows(rows: int, ranks: int, rank: int) -> int:

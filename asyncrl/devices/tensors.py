@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
@@ -54,8 +53,7 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
 
 def host_peak() -> float:
     """Return the peak resident memory of this process, in bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return float(peak if sys.platform == "darwin" else peak * 1024)
+    return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def peak_memory(devices: Iterable[torch.device]) -> float:

@@ -58,7 +58,7 @@ from asyncrl.learner.metrics import Throughput
 from asyncrl.learner.ranks import DistributedRanks, LearnerRanks, default_group
 from asyncrl.learner.recipe import build_recipe
 from asyncrl.learner.update import Update
-from asyncrl.learner.weight_export import ActingWeights, acting_types, copy_policy
+from asyncrl.learner.weight_export import acting_types, acting_weights, copy_policy
 from asyncrl.observability.metrics_system import GROUPS_READY
 from asyncrl.policies.acceleration import compile_blocks
 from asyncrl.policies.interface import FixesPrompts, Policy, SamplingParams
@@ -231,7 +231,6 @@ def build_learner(
     ranks: LearnerRanks,
     *,
     stop_requested: Callable[[], bool],
-    on_estimate: Callable[[float], object] = lambda seconds: None,
     copies: int = 1,
 ) -> Learner:
     """Shard the policy over the ranks and build this rank's learner; a resume goes on from its checkpoint.
@@ -251,7 +250,7 @@ def build_learner(
         reshard_after = config.learner.reshard_after
         shard(policy, policy.device, config.learner.precision, copies=copies, reshard_after=reshard_after)
     reference = build_reference(config, policy, policy.device)
-    acting = ActingWeights(policy, types)
+    acting = acting_weights(policy, types)
     update = build_update(config, policy, ranks=ranks, reference=reference)
     if config.learner.compile:
         compile_learning(update, start.shown)
@@ -274,7 +273,6 @@ def build_learner(
         ),
         offload=learner_offload(config, update),
         stop_requested=stop_requested,
-        on_estimate=on_estimate,
         compile_early=early or (lambda version: {}),
     )
     if start.checkpoint is not None:

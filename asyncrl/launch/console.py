@@ -16,7 +16,6 @@ from asyncrl.config.sections import WorldDefaults
 from asyncrl.evaluation import run_checkpoints
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability import monitor, trackers
-from asyncrl.observability.console import duration
 from asyncrl.observability.logger import MetricsLogger, flat, start_command
 from asyncrl.storage import assets, checkpoint, provenance
 from asyncrl.storage.assets import simulator_named
@@ -123,17 +122,6 @@ def notes(config: TrainConfig) -> list[str]:
             f"0 from there; --optimizer.decay-updates {config.updates} lets it fall longer"
         )
     return lines + ([monitor.line_about(config.monitor.listen)] if config.monitor.listen else [])
-
-
-def tell_estimate(config: TrainConfig, tell: Callable[[str], None]) -> Callable[[float], None]:
-    """Return a callback that prints a line about long batches."""
-
-    def told(seconds: float) -> None:
-        if seconds > WORTH_TELLING:
-            limit = f"--batch-timeout {config.batch_timeout:g} s after the last decision"
-            tell(f"a batch takes about {duration(seconds)}; {limit}")
-
-    return told
 
 
 def after_failure(config: TrainConfig, run_dir: Path, version: int) -> str:

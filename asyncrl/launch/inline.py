@@ -75,7 +75,6 @@ def run_inline(asked: TrainConfig, stop: StopFlag) -> int:
                     log.write,
                     ranks,
                     stop_requested=lambda: stop.set,
-                    on_estimate=console.tell_estimate(config, log.banner),
                 )
                 with console.failure_noted(
                     lambda: console.after_failure(config, start.run_dir, learner.version)

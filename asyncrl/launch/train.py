@@ -287,7 +287,6 @@ def _train(
             log.write,
             ranks,
             stop_requested=children.poll,
-            on_estimate=console.tell_estimate(config, log.banner),
             copies=copies_of(config, run.placement, run.hosts),
         )
         with console.failure_noted(lambda: console.after_failure(config, start.run_dir, learner.version)):

@@ -95,7 +95,6 @@ class Learner:
         acting_tensors: Callable[[], WeightSource | Mapping[str, Tensor]],
         offload: IdleOffload = NO_OFFLOAD,
         stop_requested: Callable[[], bool] = lambda: False,
-        on_estimate: Callable[[float], object] = lambda seconds: None,
         compile_early: Callable[[int], dict[Metric, float]] = lambda version: {},
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -105,13 +104,12 @@ class Learner:
             copy_policy: Copies the policy to host memory, with all ranks; returns a writer of its files.
             acting_tensors: Returns the actors' weights, of which this rank may hold a shard.
             stop_requested: Called on rank 0.
-            on_estimate: Receives the estimated seconds of the first batch.
             compile_early: Called once, with all ranks, after the first publish; adds to the first row.
         """
         self.update, self.replay, self.publisher = update, replay, publisher
         self.write_row, self.checkpoints, self.settings = write_row, checkpoints, settings
         self.throughput, self.copy_policy, self.acting_tensors = throughput, copy_policy, acting_tensors
-        self.offload, self.stop_requested, self.on_estimate = offload, stop_requested, on_estimate
+        self.offload, self.stop_requested = offload, stop_requested
         self.compile_early, self.clock = compile_early, clock
         self.ranks, self.algorithm = update.ranks, update.recipe.algorithm
         self.end_reason = ""
@@ -120,7 +118,7 @@ class Learner:
         self._failure: Exception | None = None
         """Failure of this rank while the others go on: raised once all have saved."""
         self._heartbeat_at = clock()
-        self._batch_estimated = self._actors_joined = self._update_in_progress = False
+        self._actors_joined = self._update_in_progress = False
         self._saved_version = -1
         self._row_began = self._waited = 0.0
 
@@ -226,13 +224,9 @@ class Learner:
 
     def _wait_for_batch(self) -> BatchDescription | None:
         groups = self.algorithm.groups_per_update
-        wait = BatchWait(
-            self.settings.batch_timeout,
-            self.clock,
-            episodes=groups * self.algorithm.group_size,
-            decisions=self.update.max_decisions,
-            max_batches=self.settings.batches_ahead,
-        )
+        decisions = groups * self.algorithm.group_size * self.update.max_decisions
+        most_decisions = decisions * self.settings.batches_ahead
+        wait = BatchWait(self.settings.batch_timeout, self.clock, most_decisions=most_decisions)
         while not self.stop_requested():
             if self.clock() - self._heartbeat_at >= HEARTBEAT_EVERY:
                 self._heartbeat_at = self.clock()
@@ -256,9 +250,6 @@ class Learner:
             f"{waits.BATCH.name}: {status.groups} of {groups} groups, {status.episodes} of "
             f"{groups * self.algorithm.group_size} episodes"
         )
-        if not self._batch_estimated and (seconds := wait.estimate(status)) is not None:
-            self._batch_estimated = True
-            self.on_estimate(seconds)
         if not wait.remaining:
             raise wait.timeout_error(f"{groups} groups at version {self.version}", status) from status
 

@@ -19,22 +19,17 @@ _log = logging.getLogger(__name__)
 class BatchWait:
     """One wait for a batch. It times out `timeout` seconds after the last sign of progress."""
 
-    def __init__(
-        self, timeout: float, clock: Callable[[], float], *, episodes: int, decisions: int, max_batches: int
-    ) -> None:
+    def __init__(self, timeout: float, clock: Callable[[], float], *, most_decisions: int) -> None:
         """Begin to wait.
 
         Args:
-            episodes, decisions: Of a batch, and of one episode at most.
-            max_batches: Batches that may be imagined together. More decisions than they have, without a
-                single episode, are no progress.
+            most_decisions: Of the batches that may be imagined together. More decisions, without a single
+                episode, are no progress.
         """
         self._timeout, self._clock = timeout, clock
-        self._episodes_needed, self._length = episodes, decisions
-        self._allowed = self._allowed_left = episodes * decisions * max_batches
+        self._allowed = self._allowed_left = most_decisions
         self._began = self._progressed_at = clock()
-        self._first: SampleTimeout | None = None
-        self._most_episodes, self._decisions, self._decisions_made = 0, 0, 0
+        self._most_episodes, self._decisions = 0, -1
 
     @property
     def remaining(self) -> float:
@@ -52,10 +47,8 @@ class BatchWait:
         Only the maximum of episodes counts: a group imagined again is no progress twice.
         """
         # A new replay counts from 0.
-        made = 0 if self._first is None else max(0, status.decisions - self._decisions)
-        self._first = self._first or status
+        made = 0 if self._decisions < 0 else max(0, status.decisions - self._decisions)
         self._decisions = status.decisions
-        self._decisions_made += made
         more_episodes = status.episodes > self._most_episodes
         if more_episodes:
             self._most_episodes, self._allowed_left = status.episodes, self._allowed
@@ -64,15 +57,6 @@ class BatchWait:
         if progressed:
             self._progressed_at = self._clock()
         return progressed
-
-    def estimate(self, status: SampleTimeout) -> float | None:
-        """Estimate the seconds of the whole wait; None before a group has become ready in it."""
-        if self._first is None or status.groups <= self._first.groups:
-            return None
-        needed = max(1, self._episodes_needed - self._first.episodes)
-        by_decisions = self._decisions_made / (needed * self._length)
-        done = max((status.episodes - self._first.episodes) / needed, by_decisions)
-        return self.seconds / min(1.0, done) if done > 0 else None
 
     def timeout_error(self, awaited: str, status: SampleTimeout) -> RunError:
         """Return the error of a run whose batch made no progress."""

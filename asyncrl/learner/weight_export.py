@@ -41,22 +41,12 @@ def acting_types(policy: Any) -> dict[str, torch.dtype]:
     return {name: tensor.dtype for name, tensor in policy.acting_tensors().items()}
 
 
-class ActingWeights:
-    """The actors' weights of a policy, in their dtypes: a `WeightSource`."""
-
-    def __init__(self, policy: Any, types: Mapping[str, torch.dtype]) -> None:
-        self._policy, self._types = policy, types
-        tensors = self._tensors()
-        self._gathering = Gathering(tensors, types)
-        self.manifest = build_manifest(tensors, types)
-
-    def write(self, targets: Mapping[str, Tensor]) -> None:
-        """Cast and gather into rank 0's buffers; collective."""
-        self._gathering.write(self._tensors(), targets)
-
-    def _tensors(self) -> dict[str, Tensor]:
-        # The parameters themselves: detaching a thousand sharded ones takes longer than all else here.
-        return {name: p for name, p in self._policy.trainable_parameters().items() if name in self._types}
+def acting_weights(policy: Any, types: Mapping[str, torch.dtype]) -> GatheredWeights:
+    """Plan to gather the actors' weights of a policy that is sharded already, or unsharded on one rank."""
+    # The parameters themselves: detaching a thousand sharded ones takes longer than all else here.
+    return GatheredWeights(
+        lambda: {name: p for name, p in policy.trainable_parameters().items() if name in types}, types
+    )
 
 
 def copy_policy(policy: Any, ranks: LearnerRanks) -> Callable[[Path], None]:
@@ -84,32 +74,30 @@ def gather_to_host(ranks: LearnerRanks, tensors: Iterable[tuple[str, Tensor]]) -
     return gathered
 
 
-class Gathering:
-    """A plan for tensors that keep their names, shapes and targets; `write` executes it for every version."""
+class GatheredWeights:
+    """A `WeightSource` of tensors that keep their names and shapes, sharded or not."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], types: Mapping[str, torch.dtype]) -> None:
-        """Plan the buckets.
-
-        Args:
-            tensors: The same names on every rank, sharded or not.
-            types: Destination dtypes by name.
-        """
+    def __init__(
+        self, tensors_now: Callable[[], Mapping[str, Tensor]], types: Mapping[str, torch.dtype]
+    ) -> None:
+        """Plan the buckets; `types` are the actors' dtypes by name."""
+        self._tensors_now, tensors = tensors_now, tensors_now()
+        self.manifest = build_manifest(tensors, types)
         sharded = {name: t for name, t in tensors.items() if isinstance(t, DTensor)}
         self._unsharded = [name for name in tensors if name not in sharded]
         self._buckets = [_Bucket(names, sharded, types) for names in _buckets(sharded, types)]
         self._views: dict[int, tuple[Mapping[str, Tensor], list[Views]]] = {}
         """By id of the targets: the targets, and their views for every bucket."""
 
-    def write(self, tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
+    def write(self, targets: Mapping[str, Tensor]) -> None:
         """Write every tensor, full and cast, into its target on rank 0; collective.
 
         Args:
-            targets: Of full shape and planned dtypes; always the same few mappings. Empty on other ranks.
+            targets: Always the same few mappings; empty on other ranks.
         """
+        tensors, names = self._tensors_now(), self._unsharded
         if targets:
-            packing.copy(
-                [targets[name] for name in self._unsharded], [tensors[name] for name in self._unsharded]
-            )
+            packing.copy([targets[name] for name in names], [tensors[name] for name in names])
         under_way: deque[Callable[[], None]] = deque()
         with torch.no_grad(), explain_lost_peer("the learner ranks to gather the weights"):
             for bucket, views in zip(self._buckets, self._views_of(targets), strict=True):

@@ -8,20 +8,9 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, Final
-
-
-class Reduction(Enum):
-    """Rule by which several values of one metric become one."""
-
-    MEAN = "mean"
-    SUM = "sum"
-    MAX = "max"
-    MIN = "min"
-    LAST = "last"
 
 
 @dataclass(frozen=True)
@@ -29,7 +18,8 @@ class Metric:
     """One number that a run reports."""
 
     name: str
-    reduction: Reduction
+    reduction: str
+    """One of `FOLD`: the rule by which several values become one."""
     unit: str
     meaning: str
     advice: str
@@ -69,12 +59,12 @@ Readings = Mapping[Metric, float]
 REGISTRY: dict[str, Metric] = {}
 """Name -> metric, of all imported modules."""
 
-_FOLD = {
-    Reduction.MEAN: lambda values: math.fsum(values) / len(values),
-    Reduction.SUM: math.fsum,
-    Reduction.MAX: max,
-    Reduction.MIN: min,
-    Reduction.LAST: lambda values: values[-1],
+FOLD: Final[Mapping[str, Callable[[list[float]], float]]] = {
+    "mean": lambda values: math.fsum(values) / len(values),
+    "sum": math.fsum,
+    "max": max,
+    "min": min,
+    "last": lambda values: values[-1],
 }
 
 
@@ -88,7 +78,8 @@ def define(text: str) -> Metric:
     name, reduction, unit = head.split(", ")
     meaning, _, advice = about.partition(". ")
     assert name not in REGISTRY, name
-    REGISTRY[name] = Metric(name, Reduction(reduction), unit, f"{meaning}.", advice)
+    assert reduction in FOLD, name
+    REGISTRY[name] = Metric(name, reduction, unit, f"{meaning}.", advice)
     return REGISTRY[name]
 
 
@@ -98,7 +89,7 @@ def reduce(rows: Iterable[Readings]) -> dict[Metric, float]:
     for row in rows:
         for metric, value in row.items():
             collected.setdefault(metric, []).append(float(value))
-    return {metric: float(_FOLD[metric.reduction](values)) for metric, values in collected.items()}
+    return {metric: float(FOLD[metric.reduction](values)) for metric, values in collected.items()}
 
 
 SECTIONS: Final = {
@@ -124,21 +115,6 @@ _FOLDED: Final = (
     "*Folded by*: how the values of several ranks or minibatches become one. A *unit* has one "
     "probability ratio: a token, an action or a decision (--algorithm.level)."
 )
-OLDER: Final = {
-    "actor/loss": ("train/actor/policy_loss", ""),
-    "actor/value_loss": ("train/critic/value_loss", ""),
-    "actor/entropy": ("train/entropy_loss", ""),
-    "actor/grad_norm": ("train/actor/grad_norm", "the largest of an update's steps"),
-    "actor/lr": ("train/actor/lr", ""),
-    "rollout/reward_mean": ("env/return", ""),
-    "rollout/reward_std": ("rollout/reward_std", ""),
-    "rollout/episode_length": ("env/episode_len", ""),
-    "rollout/success_rate": ("env/success_once", ""),
-    "env/success_rate": ("env/success_once", "of all environments of the batch together"),
-    "env/step_reward": ("env/step_reward", ""),
-    "env/termination_rate": ("env/termination_rate", ""),
-}
-"""Name on RLinf's pages about EVAC and simulators -> our name, and the difference."""
 
 
 def section_of(name: str) -> str:
@@ -158,10 +134,6 @@ def as_markdown() -> str:
         lines += ["| name | unit | folded by | meaning | healthy, and otherwise |", "|---|---|---|---|---|"]
         for x in REGISTRY.values():
             if section_of(x.name) == prefix:
-                cells = (f"`{x.name}`", x.unit, x.reduction.value, x.meaning, x.advice)
+                cells = (f"`{x.name}`", x.unit, x.reduction, x.meaning, x.advice)
                 lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    lines += ["", "## Older names", ""]
-    lines += ["RLinf's pages about EVAC, LIBERO, ManiSkill and others name twelve metrics that its code no"]
-    lines += ["longer writes. Their names here:", ""]
-    lines += [f"- `{old}`: `{name}`{note and ', '}{note}" for old, (name, note) in OLDER.items()]
     return "\n".join(lines) + "\n"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import errno
 import os
 import resource
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -131,20 +131,9 @@ def _end() -> None:
 
 def die_with_parent(parent: int) -> None:
     """Make this process end when the process `parent` does, however that ends."""
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # It died before the call.
-            os._exit(1)
-    else:
-
-        def end_after_parent() -> None:
-            while os.getppid() == parent:
-                time.sleep(0.5)
-            os._exit(1)
-
-        threading.Thread(target=end_after_parent, name="end after parent", daemon=True).start()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # It died before the call.
+        os._exit(1)
 
 
 # --- file descriptors ---

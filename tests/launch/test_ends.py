@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from asyncrl import cli
-from asyncrl.config.algorithm import AlgorithmSettings
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import OptimizerSettings
 from asyncrl.launch import console
@@ -174,11 +173,3 @@ def test_settings_that_do_something_else_than_one_may_think_are_named() -> None:
     stays = OptimizerSettings(schedule="cosine", decay_updates=4)
     (line,) = console.notes(TrainConfig(optimizer=stays))
     assert "until update 4 of 10 and stays at 0 from there" in line
-
-
-def test_only_what_takes_long_is_said_to_take_long() -> None:
-    said: list[str] = []
-    tell = console.tell_estimate(TrainConfig(algorithm=AlgorithmSettings()), said.append)
-    tell(29.0)
-    tell(1290.0)
-    assert said == ["a batch takes about 0:21:30; --batch-timeout 600 s after the last decision"]

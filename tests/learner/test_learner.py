@@ -155,17 +155,6 @@ def test_every_micro_batch_renews_the_deadline_of_an_update(tmp_path: Path) -> N
     assert allowed == sorted(set(allowed))
 
 
-def test_how_long_a_batch_takes_is_estimated_once(tmp_path: Path) -> None:
-    run = Run(tmp_path, updates=2, micro_batch=1, seconds_to_fill=41.0)
-    run.replay.filling = lambda seconds: {
-        "groups": int(seconds >= 20),
-        "episodes": int(seconds // 10),
-        "decisions": 0,
-    }
-    run.learner.run()
-    assert run.estimates == [pytest.approx(40.0, abs=1.0)], "two of four episodes after 20 s"
-
-
 def test_each_batch_has_the_whole_waiting_time(tmp_path: Path) -> None:
     run = Run(tmp_path, updates=3, batch_timeout=5.0, seconds_to_fill=4.5)
     run.learner.run()

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from asyncrl.errors import RunError
 from asyncrl.learner import weight_export
-from asyncrl.learner.weight_export import Gathering
+from asyncrl.learner.weight_export import GatheredWeights
 from asyncrl.weights import packing
 from support.ranks import run_ranks
 from support.weights import TYPES, masters, raw
@@ -23,9 +23,10 @@ def filled(tensors: dict[str, Tensor]) -> dict[str, bytes]:
     manifest = packing.build_manifest(tensors, TYPES)
     buffers = packing.allocate(manifest, torch.device("cpu"))
     views = packing.views_in(manifest, buffers) if torch.distributed.get_rank() == 0 else {}
-    gathered = Gathering(tensors, TYPES)
-    gathered.write({name: torch.zeros_like(t) for name, t in tensors.items()}, views)
-    gathered.write(tensors, views)  # A version later.
+    versions = iter([tensors, {name: torch.zeros_like(t) for name, t in tensors.items()}, tensors])
+    gathered = GatheredWeights(lambda: next(versions), TYPES)
+    gathered.write(views)
+    gathered.write(views)  # A version later.
     return {name: raw({name: place})[name] for name, place in views.items()}
 
 
@@ -75,14 +76,14 @@ def with_more_digits(policy: Any) -> Any:
 
 def publish_a_sharded_policy(lora: int, copies: int = 1) -> dict[str, bytes]:
     from asyncrl.learner.fsdp import shard
-    from asyncrl.learner.weight_export import ActingWeights, acting_types
+    from asyncrl.learner.weight_export import acting_types, acting_weights
     from asyncrl.weights.buffers import DoubleBuffer
     from asyncrl.weights.interface import NullPublisher
 
     policy = policy_of(lora)
     types = acting_types(policy)
     spread = shard(with_more_digits(policy), torch.device("cpu"), "bf16", copies=copies)
-    source = ActingWeights(spread, types)
+    source = acting_weights(spread, types)
     if torch.distributed.get_rank() > 0:
         NullPublisher().publish(source, 0)
         return {}

@@ -159,7 +159,6 @@ class Run:
         self.replay = MemoryReplay(self.events, self.clock, seconds_to_fill=seconds_to_fill)
         self.publisher = MemoryPublisher(self.events)
         self.log = MemoryLog(self.events)
-        self.estimates: list[float] = []
         link: Any = dist.new_group(backend="gloo") if ranks is not None else None
         self.learner = Learner(
             build_update(
@@ -186,7 +185,6 @@ class Run:
             copy_policy=self.copy_policy,
             acting_tensors=self.policy.acting_tensors,
             stop_requested=stop,
-            on_estimate=self.estimates.append,
             clock=self.clock,
         )
 

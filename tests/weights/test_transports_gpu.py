@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from asyncrl.learner import weight_export
-from asyncrl.learner.weight_export import Gathering
+from asyncrl.learner.weight_export import GatheredWeights
 from asyncrl.observability import metrics_system as m
 from asyncrl.weights import packing
 from asyncrl.weights.buffers import BufferedReceiver
@@ -168,7 +168,7 @@ def packed(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
     buffers = packing.allocate(manifest, torch.device("cuda", torch.cuda.current_device()))
     leads = not dist.is_initialized() or dist.get_rank() == 0
     views = packing.views_in(manifest, buffers) if leads else {}
-    Gathering(tensors, TYPES).write(tensors, views)
+    GatheredWeights(lambda: tensors, TYPES).write(views)
     torch.cuda.synchronize()
     return raw(views)
 
