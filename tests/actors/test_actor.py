@@ -36,14 +36,6 @@ def grant(number: int, *, min_version: int = 0, keep_video: bool = False) -> Gro
 # ---- seeds ---------------------------------------------------------------------------------------
 
 
-def test_seeds_follow_from_their_arguments_alone() -> None:
-    assert [episode_seed(0, 1, 2), noise_seed(3, 4), sampling_seed(5)] == [
-        episode_seed(0, 1, 2),
-        noise_seed(3, 4),
-        sampling_seed(5),
-    ]
-
-
 def test_no_two_decisions_of_a_run_share_a_seed() -> None:
     episodes = [episode_seed(run, group, i) for run in (0, 1) for group in range(20) for i in range(8)]
     noises = [noise_seed(seed, n) for seed in episodes for n in range(6)]
@@ -184,14 +176,6 @@ def test_an_episode_goes_on_until_success_or_the_last_decision() -> None:
     ended = finish(episode_with([LOW, LOW, LOW]))
     assert ended is not None
     assert (ended.end_reason, ended.rewards.sum()) == ("truncated", 0)
-    assert problem_with(ended) is None
-
-
-def test_the_first_step_that_reaches_the_threshold_is_rewarded_and_no_other() -> None:
-    ended = finish(episode_with([LOW, HIGH]))
-    assert ended is not None
-    assert ended.rewards.tolist() == [[0] * 8, [0, 0, 1, 0, 0, 0, 0, 0]]
-    assert (ended.end_reason, ended.steps) == ("success", 11)
     assert problem_with(ended) is None
 
 

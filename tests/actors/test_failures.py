@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
 import time
 from dataclasses import replace
@@ -14,15 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl import cli
 from asyncrl.actors import backend
-from asyncrl.actors.actor import Actor
 from asyncrl.actors.backend import retry_rows_singly
 from asyncrl.episode_layout import episode_arrays
-from asyncrl.errors import ReplayError, SampleTimeout
+from asyncrl.errors import ReplayError
 from asyncrl.observability import metrics_system as m
 from asyncrl.policies.interface import SamplingParams
-from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.policies.sampling import action_distribution, logprob_of
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.interface import GroupFailure
@@ -33,13 +28,12 @@ from support.failing_models import (
     GROUP,
     NAN,
     Poisoned,
-    actor_of,
     counts,
     episodes_of,
     inline_run,
     named,
 )
-from support.replay_server import ScriptedSocket, Served, acquire, kill, start_server, until
+from support.replay_server import ScriptedSocket, acquire, kill, start_server, until
 from support.sampling import choose_tokens
 from support.tiny_models import start_state, write_models
 
@@ -89,16 +83,6 @@ def test_a_poisoned_row_ends_its_group_and_no_bit_of_its_neighbours_changes(
     )
     assert run.replay.state.limiter.closed[bad].status == "dropped_poisoned"
     plain.replay.close()
-    run.replay.close()
-
-
-def test_nothing_is_poisoned_in_a_plain_run(tmp_path: Path) -> None:
-    run = inline_run(tmp_path, Poisoned())
-    episodes_of(run, 4)
-    status = run.replay.status()
-    assert not any(counts(run).values())
-    assert status[m.DROPPED_POISONED] == status[m.QUARANTINED] == 0
-    assert "poison" not in run.replay.contents()
     run.replay.close()
 
 
@@ -395,53 +379,3 @@ def test_a_report_with_an_unknown_cause_is_refused(scripted: Any) -> None:
     service.serve_once(0)
     assert socket.sent[-1][1].kind == "refused"
     assert service.replay.status()[m.GROUPS_IN_FLIGHT] == 1
-
-
-def imagine_and_sample(actor: Actor, learner: ZmqLearnerPort) -> None:
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        actor.step(0.01)
-        with contextlib.suppress(SampleTimeout):
-            learner.sample(groups=2, version=0, timeout=0.05)
-
-
-def test_over_sockets_too_the_run_ends_when_no_start_state_is_left(tmp_path: Path, endpoint: str) -> None:
-    with Served(tmp_path, endpoint):
-        learner, port = ZmqLearnerPort(endpoint), ZmqActorPort(endpoint, "actor-0")
-        learner.status()
-        actor = actor_of(Poisoned({0: "world", 1: "start raises"}), port, starts=2)
-        with pytest.raises(ReplayError, match=r"No start state is left: all 2"):
-            imagine_and_sample(actor, learner)
-        learner.close()
-        port.close(1.0)
-
-
-# ---- whole runs ----------------------------------------------------------------------------------
-
-
-@pytest.mark.timeout(120)
-def test_an_inline_run_reaches_its_updates_although_the_policy_gives_nan_for_one_start_state(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flags = write_models(tmp_path / "models")
-    sick = torch.from_numpy(start_state(3, 64).frame)
-    act = OpenVLAOFTPolicy.act
-    poisoned = 0
-
-    def act_or_not(self: OpenVLAOFTPolicy, inputs: Any, *rest: Any) -> Any:
-        nonlocal poisoned
-        made = act(self, inputs, *rest)
-        for row, pixels in enumerate(inputs.pixels):
-            if torch.equal(pixels, sick):
-                poisoned += 1
-                made.logprob[row] = NAN
-        return made
-
-    monkeypatch.setattr(OpenVLAOFTPolicy, "act", act_or_not)
-    run = tmp_path / "run"
-    more = ["--inline", "--updates", "24", "--replay.max-lag", "0", "--run-dir", str(run)]
-    assert cli.run("train", [*flags, *more]) == 0
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(1, 25))
-    assert rows[-1][m.POISONED_POLICY.name] * GROUP == poisoned > GROUP
-    assert rows[-1][m.QUARANTINED.name] == 0, "the policy's fault is no start state's"

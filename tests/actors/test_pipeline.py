@@ -13,7 +13,7 @@ import torch
 
 from asyncrl.actors import imagination
 from asyncrl.actors.actor import ActorTelemetry
-from asyncrl.actors.slots import EpisodeInProgress, Stage, split_slots
+from asyncrl.actors.slots import Stage, split_slots
 from asyncrl.config.sections import ActorSettings
 from asyncrl.devices import streams
 from asyncrl.devices.offload import NO_OFFLOAD
@@ -23,7 +23,6 @@ from asyncrl.errors import ConfigError, RunError
 from asyncrl.observability import metrics_system as m
 from asyncrl.records import Episode
 from support.failing_models import (
-    GROUP,
     Poisoned,
     RowModels,
     RowState,
@@ -31,7 +30,6 @@ from support.failing_models import (
     episodes_of,
     inline_run,
     named,
-    start,
 )
 
 CPU = torch.device("cpu")
@@ -233,24 +231,6 @@ def test_a_group_that_is_given_up_in_flight_leaves_no_trace(
         {},
     )
     plain.replay.close()
-    run.replay.close()
-
-
-def test_what_a_half_made_of_an_episode_that_is_gone_reaches_nobody(tmp_path: Path) -> None:
-    run = inline_run(tmp_path, Poisoned({1: "world"}), starts=2, slots=4)
-    slots, stage, imagination = run.actor.slots, Stage[Any](indices=range(4)), run.actor.backend
-    for number in (0, 1):
-        grant = run.replay.grant("inline")
-        assert grant is not None
-        slots.add_group(grant, start(number), GROUP)
-    imagination.begin(slots, stage, slots.fill(0, stage.indices))
-    imagination.launch(slots, stage, slots.live, 0)
-    gone, sound = slots.episode(0), slots.episode(1)
-    slots.episodes[0] = other = EpisodeInProgress(pending=gone.pending, seed=1, frame=gone.frame)
-    slots.episodes[2] = None  # It failed, but nobody asks any more.
-    failed, _ = imagination.collect(slots, stage, 60.0)
-    assert [failure.index for failure in failed] == [3]
-    assert [len(episode.decisions) for episode in (gone, other, sound)] == [0, 0, 1]
     run.replay.close()
 
 

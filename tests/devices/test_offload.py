@@ -19,7 +19,7 @@ from asyncrl.actors.imagination import Imagination
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import ActorSettings, LearnerSettings
 from asyncrl.devices import offload
-from asyncrl.devices.offload import NO_OFFLOAD, OFFLOAD_AFTER, IdleOffload, OffloadedTensors
+from asyncrl.devices.offload import OFFLOAD_AFTER, IdleOffload, OffloadedTensors
 from asyncrl.episode_layout import episode_arrays
 from asyncrl.launch.build import learner_offload
 from asyncrl.launch.environment import actor_offload
@@ -83,18 +83,6 @@ def test_what_is_parked_takes_no_memory_and_comes_back_bit_for_bit() -> None:
     assert [id(p) for p in model.parameters()] == identities
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
-
-
-def test_parking_and_coming_back_twice_is_the_same_as_once() -> None:
-    model, _ = trainer()
-    before = copy.deepcopy(model.state_dict())
-    offloaded = offloaded_module(model)
-    for _ in range(2):
-        offloaded.restore()
-        offloaded.offload()
-        offloaded.offload()
-    offloaded.restore()
-    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
 
 
 def test_views_of_one_storage_are_moved_once_and_stay_views() -> None:
@@ -226,18 +214,6 @@ def test_only_a_wait_that_lasts_is_used_for_offloading() -> None:
     seconds, most = owner.pop_metrics()
     assert (seconds >= 0, most) == (True, (5 * 7 + 7 + 4 * 7 + 7 * 3 + 3) * 4 + 8)
     assert owner.pop_metrics() == (0.0, 0)
-
-
-def test_who_never_parks_needs_no_turns() -> None:
-    NO_OFFLOAD.offload_if_idle()
-    NO_OFFLOAD.restore()
-    assert (NO_OFFLOAD.enabled, NO_OFFLOAD.next_check_in, NO_OFFLOAD.pop_metrics()) == (
-        False,
-        float("inf"),
-        (0.0, 0),
-    )
-    tensors = {"w": torch.ones(1)}
-    assert NO_OFFLOAD.host_views(tensors) is tensors
 
 
 def test_returning_waits_for_the_other_role_to_make_room(monkeypatch: pytest.MonkeyPatch) -> None:

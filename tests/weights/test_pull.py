@@ -121,31 +121,6 @@ def test_what_is_held_is_neither_replaced_nor_overwritten() -> None:
     assert outbox.promote().version == 2
 
 
-def test_a_slow_actor_gets_its_version_whole_while_a_fast_one_goes_on(
-    channel: tuple[BroadcastPublisher, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    publisher, endpoint = channel
-    genuine, go_on, began = WeightReceiver._request_piece, threading.Event(), threading.Event()
-
-    def wait(self: WeightReceiver, version: int, piece: tuple[int, int, int]) -> bool:
-        if self._name == "slow" and piece[1]:
-            began.set()
-            assert go_on.wait(PATIENCE)
-        return genuine(self, version, piece)
-
-    monkeypatch.setattr(WeightReceiver, "_request_piece", wait)
-    tensors = policy(0)
-    publisher.publish(policy(0), 0)
-    with receiving(endpoint, "slow") as slow, receiving(endpoint, "fast") as fast:
-        assert began.wait(PATIENCE)
-        for version in range(1, 7):
-            publisher.publish(policy(version), version)
-            assert swap_until(fast, tensors, version) == version
-        assert publisher.server.copies.versions == [0, 6], "what nobody reads is not kept"
-        go_on.set()
-        assert slow.wait_for_first(PATIENCE) == 0
-
-
 def test_a_version_replaced_while_it_is_fetched_arrives_whole_and_the_newer_one_follows(
     channel: tuple[BroadcastPublisher, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,17 +215,6 @@ def test_a_network_that_always_damages_ends_the_actor(
         receiver.wait_for_first(PATIENCE)
 
 
-def test_another_policy_is_refused_by_the_tensor_that_differs(
-    channel: tuple[BroadcastPublisher, str],
-) -> None:
-    publisher, endpoint = channel
-    publisher.publish(policy(0, elements=10), 0)
-    differs = r"'body' is float32 \[10\] on the learner but float32 \[11\]"
-    with receiving(endpoint, elements=11) as receiver, pytest.raises(WeightSyncError, match=differs):
-        receiver.wait_for_first(PATIENCE)
-    publisher.publish(policy(1, elements=10), 1)  # The learner goes on.
-
-
 def test_an_actor_that_leaves_with_a_full_queue_is_still_heard(
     channel: tuple[BroadcastPublisher, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,15 +255,6 @@ def test_a_closed_channel_ends_the_actor_in_order() -> None:
         assert late.ended
         assert late.swap_into(tensors) == 0
         assert raw(tensors) == raw(policy(1))
-
-
-def test_a_learner_that_vanished_is_an_error_after_the_deadline() -> None:
-    silent = r"no answer from the learner .* 0\.5 s \(--weights.timeout\)"
-    with (
-        receiving("tcp://127.0.0.1:1", deadline=0.5) as receiver,
-        pytest.raises(WeightSyncError, match=silent),
-    ):
-        receiver.wait_for_first(PATIENCE)
 
 
 def test_an_actor_that_vanished_is_found_out_and_one_that_comes_back_is_welcome(
