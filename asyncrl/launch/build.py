@@ -6,6 +6,7 @@ Errors are raised before a process is started or a folder is made.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -310,7 +311,7 @@ def learn_as_follower(
         lock=run_owner.join(run_dir),
         version=int(resumed.name.rpartition("_")[2]) if resumed else 0,
         checkpoint=resumed,
-        shown=ObservationShapes.from_json(info.shown),
+        shown=ObservationShapes(*json.loads(info.shown)) if info.shown else None,
     )
     keys = client_keys(info.keys, "learner")
     port = ZmqRankPort(info.replay_endpoint, f"learner-{job.rank}", security=keys, identity=start.identity)

@@ -9,6 +9,7 @@ close.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from contextlib import ExitStack
@@ -196,7 +197,7 @@ def _lead(asked: TrainConfig, job: Job, hosts: Hosts, stop: StopFlag) -> int:
             placement=hosts.placement,
             attempt=start.identity.attempt,
             mark=start.identity.mark,
-            shown=start.shown.to_json() if start.shown else "",
+            shown=json.dumps(start.shown) if start.shown else "",
         )
         port = _start(run, job, info, children)
         learner = _train(run, job, port, publisher, children, log)

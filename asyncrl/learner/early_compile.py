@@ -10,13 +10,11 @@ stay as they were. Dummy decisions have the run's shapes and dtypes, and zeros.
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,29 +32,16 @@ from asyncrl.replay.interface import EpisodeFormat
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ObservationShapes:
-    """Shapes of the observations of a run, sent by rank 0 to the other learner ranks."""
+class ObservationShapes(NamedTuple):
+    """Shapes of the observations of a run, sent by rank 0 to the other learner ranks as JSON."""
 
     image_size: int
     """Height and width of all pictures in pixels."""
-    tasks: tuple[str, ...]
+    tasks: Sequence[str]
     """All instructions, each once."""
     more_cameras: int = 0
     state_dim: int = 0
     """0 if the policy sees no state."""
-
-    def to_json(self) -> str:
-        """Format for `from_json`."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Self | None:
-        """Parse the text of `to_json`; None for an empty one."""
-        if not text:
-            return None
-        plain = json.loads(text)
-        return cls(**{**plain, "tasks": tuple(plain["tasks"])})
 
 
 def observation_shapes(episodes: EpisodeFormat) -> ObservationShapes | None:
@@ -69,7 +54,7 @@ def observation_shapes(episodes: EpisodeFormat) -> ObservationShapes | None:
         return None
     return ObservationShapes(
         image_size=episodes.image_size,
-        tasks=tuple(sorted(set(tasks))),
+        tasks=sorted(set(tasks)),
         more_cameras=simulator.more_cameras if simulator is not None else 0,
         state_dim=simulator.state_dim if simulator is not None else 0,
     )
@@ -170,7 +155,7 @@ class EarlyCompile:
 
     def _make(self, each: Pass, version: int) -> None:
         update, critic = self.update, self.update.recipe.trains_critic
-        batch = dummy_batch(update.policy, self.shapes, self.shapes.tasks[:1] * each.size, self.sampling)
+        batch = dummy_batch(update.policy, self.shapes, [self.shapes.tasks[0]] * each.size, self.sampling)
         rows_D = torch.arange(each.size)
         if not each.gradient:
             with torch.no_grad():
