@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from asyncrl.episode_layout import problem_with
-from asyncrl.errors import ReplayError
 from asyncrl.learner.batches import Batch, batch_metrics, build_batch, group_outcome, valid_steps
 from asyncrl.learner.forward import PolicyForward
 from asyncrl.learner.prepare import PreparedBatch, prepare_batch
@@ -180,9 +179,3 @@ def test_a_policy_sees_all_cameras_and_the_state_also_in_the_observation_before_
     assert {shape[1:] for shape, _ in policy.shown} == {(2, 2, 2, 3)}
     last = np.concatenate([states for shape, states in policy.shown[-1:]])
     np.testing.assert_allclose(last, [[0.4, 0.2]], rtol=1e-6)  # The other one was not cut off.
-
-
-def test_episodes_that_differ_in_what_was_seen_are_no_batch() -> None:
-    group = [with_senses(played(0, "truncated"), (1, 2, 3), [0.1, 0.2, 0.4]), played(1, "truncated")]
-    with pytest.raises(ReplayError, match="cameras or states"):
-        build_batch([group], version=0)

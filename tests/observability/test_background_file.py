@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import io
 import os
-import signal
-import subprocess
 import sys
 import threading
 import time
@@ -19,7 +17,6 @@ from asyncrl.observability import metrics_system as s
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.background_file import BackgroundFile
 from asyncrl.observability.logger import MetricsLogger
-from support import child_environment
 from support.small_disk import leave, play_on_a_small_disk
 from support.waiting import PATIENCE, wait_for
 from support.whole_runs import rows
@@ -177,41 +174,6 @@ def steps_of_curves(run: Path) -> list[int]:
         assert event.wall_time > 0
         steps += [event.step] * bool(event.summary.value)
     return steps
-
-
-HANGING = """
-import os, sys, threading
-from pathlib import Path
-from asyncrl.observability import logger, metrics_training as m, process_status
-from asyncrl.observability.background_file import BackgroundFile
-from asyncrl.observability.signals import StopFlag
-
-never = threading.Event()
-make = BackgroundFile.__init__
-BackgroundFile.__init__ = lambda *a, **k: make(*a, **k, write=lambda file, content: never.wait())
-run = Path(sys.argv[1])
-process_status.publish_as(run, "learner-0")
-with StopFlag().listening() as stop, logger.MetricsLogger(run, updates=10**9) as log:
-    step = 0
-    while not stop.set:
-        step += 1
-        log.write(step, {m.GRAD_NORM: 1.0})
-        (run / "step").write_text(str(step))
-"""
-
-
-@pytest.mark.multiprocess
-@pytest.mark.timeout(90)
-def test_a_learner_whose_disk_hangs_goes_on_and_answers_sigterm(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", HANGING, str(tmp_path)]
-    learner = subprocess.Popen(command, env=child_environment(), stdout=subprocess.DEVNULL)
-    try:
-        wait_for(lambda: (tmp_path / "step").exists() and int((tmp_path / "step").read_text() or 0) > 20)
-        learner.send_signal(signal.SIGTERM)
-        assert learner.wait(PATIENCE) == 0
-    finally:
-        learner.kill()
-        learner.wait()
 
 
 if __name__ == "__main__":
