@@ -16,8 +16,16 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from asyncrl.actors.backend import Backend, RowFailure, StartStream
-from asyncrl.actors.slots import EpisodeStart, Slots, Stage, finished_episode, split_slots
+from asyncrl.actors.slots import (
+    Backend,
+    EpisodeStart,
+    RowFailure,
+    Slots,
+    Stage,
+    StartStream,
+    finished_episode,
+    split_slots,
+)
 from asyncrl.config.sections import ActorSettings
 from asyncrl.devices.offload import NO_OFFLOAD, IdleOffload
 from asyncrl.devices.tensors import peak_memory

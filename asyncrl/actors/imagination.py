@@ -7,22 +7,24 @@ was read before, and weights copied into the policy between two launches are tho
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Generic, cast
+from typing import Final, Generic, TypeVar, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.actors.backend import Check, RowFailure, find_failure, retry_rows_singly
 from asyncrl.actors.slots import (
     EpisodeEnd,
     EpisodeInProgress,
     EpisodeStart,
     InFlightDecision,
+    RowFailure,
     Slots,
     Stage,
     TimedWork,
@@ -30,15 +32,22 @@ from asyncrl.actors.slots import (
 from asyncrl.config.sections import SuccessFrames
 from asyncrl.devices.streams import DeviceEvent, wait_for
 from asyncrl.episode_layout import SAMPLE_DTYPES
+from asyncrl.errors import first_line
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.policies.interface import ActResult, Policy, SamplingParams
 from asyncrl.records import StartState
+from asyncrl.replay.interface import Cause
 from asyncrl.rewards.interface import RewardModel, deciding_step
 from asyncrl.seeds import sampling_seed
 from asyncrl.worlds.interface import State, World
 
 CPU: Final = torch.device("cpu")
+Result = TypeVar("Result")
+Check = tuple[Cause, str, NDArray[np.generic]]
+"""Cause, name, and ``[B, ...]`` floats, or ``[B]`` bool that is False where they are not finite."""
+_REASON: Final = 300
+_log = logging.getLogger(__name__)
 _TORCH_DTYPES: Final = {name: getattr(torch, name) for name in SAMPLE_DTYPES}
 
 
@@ -254,3 +263,56 @@ def _checks(decision: InFlightDecision) -> list[Check]:
     if "values" in arrays:
         checks.insert(0, ("policy", "policy's value is", arrays["values"]))
     return checks
+
+
+# --- rows that fail ---
+# By a number that is not finite, or by an error of a model, found by retrying the rows alone.
+
+
+def find_failure(checks: Sequence[Check], row: int, index: int) -> RowFailure | None:
+    """Return the failure of slot `index` by the first array whose `row` is not finite, or None."""
+    for cause, name, values_B in checks:
+        finite = values_B[row] if values_B.dtype == np.bool_ else np.isfinite(values_B[row]).all()
+        if not finite:
+            return RowFailure(index=index, cause=cause, reason=f"the {name} not finite")
+    return None
+
+
+def retry_rows_singly(
+    indices: Sequence[int], attempt: Callable[[list[int]], Result]
+) -> tuple[list[tuple[list[int], Result]], list[RowFailure]]:
+    """Attempt all slots together; if that raises, each alone, so that only the culprits fail.
+
+    Returns:
+        Results, each with its slots; and the failures of slots that raise alone.
+    """
+    together = _caught(list(indices), attempt)
+    if not isinstance(together, RowFailure):
+        return [(list(indices), together)], []
+    if len(indices) == 1:
+        return [], [together]
+    alone = [(index, _caught([index], attempt)) for index in indices]
+    failed = [result for _, result in alone if isinstance(result, RowFailure)]
+    if not failed:
+        _log.warning("%d rows raised together, but none alone: %s", len(indices), together.reason)
+    return [([index], result) for index, result in alone if not isinstance(result, RowFailure)], failed
+
+
+def _caught(indices: list[int], attempt: Callable[[list[int]], Result]) -> Result | RowFailure:
+    try:
+        return attempt(indices)
+    except Exception as error:
+        if _breaks_device(error):
+            raise
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # Raises again if the error was the device's and shows only now.
+        text = f"{type(error).__name__}: {first_line(error)}"[:_REASON]
+        reason = "".join(letter if letter.isprintable() else "?" for letter in text)
+        return RowFailure(index=indices[0], cause="raised", reason=reason, error=error)
+
+
+def _breaks_device(error: Exception) -> bool:
+    """Return True if the device computes nothing more in this process, unlike after running out of memory."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    return isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)

@@ -23,9 +23,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncrl.actors.backend import Check, RowFailure, find_failure, retry_rows_singly
-from asyncrl.actors.imagination import CPU, decision_tensors
-from asyncrl.actors.slots import EpisodeEnd, EpisodeInProgress, EpisodeStart, Row, Slots, Stage
+from asyncrl.actors.imagination import CPU, Check, decision_tensors, find_failure, retry_rows_singly
+from asyncrl.actors.slots import EpisodeEnd, EpisodeInProgress, EpisodeStart, Row, RowFailure, Slots, Stage
 from asyncrl.devices.streams import DeviceEvent
 from asyncrl.errors import RunError
 from asyncrl.observability import metrics_system as m

@@ -1,18 +1,20 @@
-"""An actor's slots: each holds one episode, and the next pending one takes its place when it ends.
+"""An actor's slots and stages, and the backends that decide for them.
 
-A stage is a share of the slots with the world's state of their episodes and the decision in flight.
+Each slot holds one episode, and the next pending one takes its place when it ends. A stage is a share of the
+slots with the world's state of their episodes and the decision in flight.
 """
 
 from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Final, Generic, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -21,7 +23,7 @@ from asyncrl.episode_layout import EPISODE_ARRAYS, OPTIONAL_ARRAYS
 from asyncrl.observability.metrics import Metric
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.records import UNKNOWN_LENGTH, EndReason, Episode
-from asyncrl.replay.interface import GroupGrant
+from asyncrl.replay.interface import Cause, GroupGrant
 from asyncrl.seeds import episode_seed, noise_seed
 from asyncrl.worlds.interface import State
 
@@ -224,6 +226,18 @@ class InFlightDecision:
     done_events: tuple[DeviceEvent, ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class RowFailure:
+    """Why the episode in one slot cannot go on."""
+
+    index: int
+    """The slot; -1: none."""
+    cause: Cause
+    reason: str
+    """One line of printable characters."""
+    error: Exception | None = None
+
+
 @dataclass(kw_only=True)
 class Stage(Generic[State]):
     """Slots that decide together, with the world's state of each."""
@@ -282,3 +296,93 @@ def split_slots(slots: int, stages: int) -> list[range]:
     """Split slots into stages whose sizes differ by at most one."""
     ends = [slots * n // stages for n in range(stages + 1)]
     return [range(first, last) for first, last in pairwise(ends)]
+
+
+# --- backends ---
+
+
+class StartStream(Protocol):
+    """Starts of all groups: element n of an endless stream, a pure function of its settings and n."""
+
+    def __getitem__(self, n: int) -> EpisodeStart:
+        """Return the start of the episodes of grant `n`."""
+        ...
+
+    def left(self, quarantined: Collection[str]) -> int:
+        """Count the starts that are not quarantined; `replay.interface.ENDLESS` if they never run out."""
+        ...
+
+
+class ActorPolicy(Protocol):
+    """A policy whose weights an actor receives."""
+
+    def acting_tensors(self) -> Mapping[str, Tensor]:
+        """Return the weights that an update changes, by name."""
+        ...
+
+
+class Backend(Protocol):
+    """Decides for the slots of a stage and imagines or simulates the results.
+
+    The actor calls `begin` for new episodes of an idle stage, `launch`, `collect`, then `episode_end`. The
+    first three return the slots that failed.
+    """
+
+    sampling: SamplingParams
+
+    @property
+    def policy(self) -> ActorPolicy:
+        """Return the policy that decides."""
+        ...
+
+    @property
+    def world_version(self) -> int:
+        """Return `Episode.world_version`."""
+        ...
+
+    @property
+    def devices(self) -> Collection[torch.device]:
+        """Return the devices of the models."""
+        ...
+
+    @property
+    def counts(self) -> Mapping[Metric, int]:
+        """Return counters since the actor began: `ACTOR_DECISIONS` and others."""
+        ...
+
+    def is_cheapest(self, index: int, start: EpisodeStart) -> bool:
+        """Return True if no slot is a cheaper place for `start` than slot `index`."""
+        ...
+
+    def begin(self, slots: Slots, stage: Stage[Any], indices: list[int]) -> list[RowFailure]:
+        """Begin the episodes just put into slots of an idle stage."""
+        ...
+
+    def launch(
+        self, slots: Slots, stage: Stage[Any], indices: list[int], policy_version: int
+    ) -> list[RowFailure]:
+        """Begin one decision in `indices`, the stage's slots with an episode."""
+        ...
+
+    def collect(self, slots: Slots, stage: Stage[Any], deadline: float) -> tuple[list[RowFailure], float]:
+        """Wait for decisions of the stage and append them to their episodes; RunError at the deadline.
+
+        Returns also the seconds waited outside `pop_device_seconds`.
+        """
+        ...
+
+    def release(self, slots: Slots, stage: Stage[Any]) -> None:
+        """Free the state of a stage without episodes."""
+        ...
+
+    def episode_end(self, episode: EpisodeInProgress) -> EpisodeEnd | None:
+        """Return how an episode ended with its last decision; None while it goes on."""
+        ...
+
+    def close(self) -> None:
+        """End the processes it has started. May be called again."""
+        ...
+
+    def pop_device_seconds(self) -> dict[Metric, float]:
+        """Return the busy seconds of policy, world and others since the last call."""
+        ...

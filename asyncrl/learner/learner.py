@@ -28,8 +28,7 @@ from asyncrl.devices.tensors import host_peak, peak_memory
 from asyncrl.errors import CheckpointError, RunError, SampleTimeout
 from asyncrl.learner.batches import batch_metrics, build_batch, group_outcome
 from asyncrl.learner.metrics import Throughput
-from asyncrl.learner.progress import BatchWait, fetch_shard
-from asyncrl.learner.ranks import Groups, not_finite
+from asyncrl.learner.ranks import Groups, fetch_shard, not_finite
 from asyncrl.learner.update import Update
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability import process_status, waits
@@ -76,6 +75,60 @@ class LoopSettings:
         """Return True if `version` is saved."""
         intervals = (self.checkpoint_every, self.evaluate_every)
         return any(every > 0 and version % every == 0 for every in intervals)
+
+
+class BatchWait:
+    """One wait for a batch. It times out `timeout` seconds after the last sign of progress.
+
+    A batch progresses when an episode of it is admitted, or when the actors have made decisions for it.
+    """
+
+    def __init__(self, timeout: float, clock: Callable[[], float], *, most_decisions: int) -> None:
+        """Begin to wait.
+
+        Args:
+            most_decisions: Of the batches that may be imagined together. More decisions, without a single
+                episode, are no progress.
+        """
+        self._timeout, self._clock = timeout, clock
+        self._allowed = self._allowed_left = most_decisions
+        self._began = self._progressed_at = clock()
+        self._most_episodes, self._decisions = 0, -1
+
+    @property
+    def remaining(self) -> float:
+        """Seconds until the timeout, unless the batch progresses; never negative."""
+        return max(0.0, self._progressed_at + self._timeout - self._clock())
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since it began."""
+        return self._clock() - self._began
+
+    def update(self, status: SampleTimeout) -> bool:
+        """Return True if the batch progressed since the last call.
+
+        Only the maximum of episodes counts: a group imagined again is no progress twice.
+        """
+        # A new replay counts from 0.
+        made = 0 if self._decisions < 0 else max(0, status.decisions - self._decisions)
+        self._decisions = status.decisions
+        more_episodes = status.episodes > self._most_episodes
+        if more_episodes:
+            self._most_episodes, self._allowed_left = status.episodes, self._allowed
+        progressed = more_episodes or (made > 0 and self._allowed_left > 0)
+        self._allowed_left -= made
+        if progressed:
+            self._progressed_at = self._clock()
+        return progressed
+
+    def timeout_error(self, awaited: str, status: SampleTimeout) -> RunError:
+        """Return the error of a run whose batch made no progress."""
+        return RunError(
+            f"The learner waited {self._timeout:g} s (--batch-timeout) for {awaited} and nothing moved on: "
+            f"no episode was admitted and no actor reported decisions ({self.seconds:.0f} s in all). "
+            f"{status} Look into the actors' logs; raise --batch-timeout if one decision takes longer."
+        )
 
 
 class Learner:

@@ -14,6 +14,7 @@ ends with a `RunError` at its deadline.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,7 +34,7 @@ from asyncrl.errors import ConfigError, RunError
 from asyncrl.learner.batches import GroupOutcome
 from asyncrl.observability import process_status, waits
 from asyncrl.records import Episode
-from asyncrl.replay.interface import BatchDescription
+from asyncrl.replay.interface import BatchDescription, GroupLost, LearnerPort
 
 Groups = Sequence[Sequence[Episode]]
 COLLECTIVE_DEADLINE: Final = 300.0
@@ -44,6 +45,7 @@ POLL_INTERVAL: Final = 0.02
 """Seconds between two queries whether an announcement has arrived."""
 FREED_SECONDS: Final = 0.2
 """Seconds in which gloo's threads free the tensors of the last exchange."""
+_log = logging.getLogger(__name__)
 
 
 class ShardState(IntEnum):
@@ -250,6 +252,39 @@ def _too_few_groups(ranks: int) -> ConfigError:
         f"would have nothing to learn from. Use --algorithm.groups-per-update {ranks} or a multiple of it, "
         "or name fewer learner ranks in --placement."
     )
+
+
+def fetch_shard(
+    replay: LearnerPort,
+    ranks: LearnerRanks,
+    shard: BatchDescription,
+    timeout: float,
+    while_waiting: Callable[[], object],
+) -> Groups | Exception | None:
+    """Fetch this rank's shard and wait until the others have theirs.
+
+    Returns:
+        The shard; an exception if the run ends, here or on another rank; None if some rank's shard cannot be
+        read any more, so that another batch has to be chosen.
+    """
+    state, groups, failure = ShardState.FAILED, None, None
+    try:
+        with waits.waiting(waits.FETCH, timeout):
+            groups = replay.fetch(shard, timeout=timeout, while_waiting=while_waiting)
+        state = ShardState.HELD
+    except GroupLost as lost:
+        _log.warning("%s Another batch is chosen.", lost)
+        state = ShardState.LOST
+    except Exception as error:  # Kept until the other ranks know; the learner raises it.
+        failure = error
+    states = ranks.gather_states(state)
+    if ShardState.FAILED in states:
+        elsewhere = RunError(
+            f"Learner rank {states.index(ShardState.FAILED)} of {ranks.size} did not get its part of a "
+            "batch. Its output says why."
+        )
+        return failure or elsewhere
+    return None if ShardState.LOST in states else groups
 
 
 @torch.no_grad()

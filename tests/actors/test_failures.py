@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.actors import backend
-from asyncrl.actors.backend import retry_rows_singly
+from asyncrl.actors import imagination
+from asyncrl.actors.imagination import retry_rows_singly
 from asyncrl.episode_layout import episode_arrays
 from asyncrl.errors import ReplayError
 from asyncrl.observability import metrics_system as m
@@ -190,8 +190,8 @@ def test_a_device_that_is_broken_only_shows_when_it_is_waited_for(monkeypatch: p
     def attempt(places: list[int]) -> None:
         raise ValueError("what came after it")
 
-    monkeypatch.setattr(backend.torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(backend.torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(imagination.torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(imagination.torch.cuda, "synchronize", synchronize)
     with pytest.raises(torch.AcceleratorError):
         retry_rows_singly([1, 2], attempt)
 

@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.episode_layout import problem_with
-from asyncrl.learner.batches import build_batch, token_mask, valid_steps
+from asyncrl.learner.batches import token_mask, valid_steps
 from asyncrl.records import Episode
 from support.table_policy import episode
 
@@ -52,15 +51,6 @@ def test_rewards_on_the_way_neither_end_an_episode_nor_are_lost(rewards: list[fl
 )
 def test_rewards_that_contradict_the_end_are_refused(rewards: list[float], said: str) -> None:
     assert said in str(problem_with(two_decisions(rewards, success=True)))
-
-
-def test_shaped_rewards_reach_the_returns_of_a_batch_and_its_mask_keeps_all_steps() -> None:
-    shaped = [0.1, *[0.0] * 15]
-    first, second = two_decisions(shaped, success=False), two_decisions([0.0] * 16, success=False)
-    group = [replace(x, member=n, group_size=2, group_id="00000000") for n, x in enumerate((first, second))]
-    batch = build_batch([group], version=0)
-    assert batch.mask.all()
-    torch.testing.assert_close(batch.returns, torch.tensor([0.1, 0.0]))
 
 
 def test_all_seven_tokens_of_a_step_share_its_validity() -> None:

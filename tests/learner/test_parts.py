@@ -12,8 +12,7 @@ import torch
 
 from asyncrl.errors import ReplayError, RunError
 from asyncrl.learner.batches import batch_metrics, build_batch, group_outcome
-from asyncrl.learner.progress import fetch_shard
-from asyncrl.learner.ranks import DistributedRanks, Groups, LearnerRanks
+from asyncrl.learner.ranks import DistributedRanks, Groups, LearnerRanks, fetch_shard
 from asyncrl.records import Episode
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort, ZmqRankPort
 from asyncrl.replay.interface import GroupLost
