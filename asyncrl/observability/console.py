@@ -1,7 +1,6 @@
 """Console of a run: lines that never fail or block it, its rows of numbers, and a status line on a terminal.
 
-Lines that the console does not take (`| head` has ended, the terminal is lost or stopped) go to a file of the
-run, else they are dropped and counted (`log/dropped_lines`).
+Lines that the console does not take go to a file of the run, else they are dropped and counted.
 """
 
 from __future__ import annotations
@@ -45,11 +44,7 @@ _lock = threading.RLock()
 
 
 def duration(seconds: float) -> str:
-    """Format seconds as h:mm:ss, NaN as '-'.
-
-    >>> duration(6730)
-    '1:52:10'
-    """
+    """Format seconds as h:mm:ss, NaN as '-'."""
     if not math.isfinite(seconds):
         return "-"
     minutes, rest = divmod(round(seconds), 60)
@@ -316,11 +311,7 @@ def status_line(processes: Sequence[process_status.Process], seconds: float, wid
 
 
 def bar(doing: str) -> str:
-    """Draw the progress of an activity by the last 'M of N' in its name.
-
-    >>> bar("waiting for a batch: 5 of 8 groups, 48 of 64 episodes"), bar("loading models")
-    ('[#########---]', '')
-    """
+    """Draw the progress of an activity by the last 'M of N' in its name."""
     counted = _COUNTED.findall(doing)
     if not counted or not int(counted[-1][1]):
         return ""

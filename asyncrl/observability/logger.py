@@ -1,8 +1,4 @@
-"""Write a run's numbers to metrics.jsonl and TensorBoard, by threads (`background_file`), and the console.
-
-update  success  lag avg/max       kl    clip     grad  groups/min  waiting learner/actors       eta
-41    62.5%      1.2 / 2   0.0031    4.1%     0.84        11.3                 3% / 0%   1:52:10
-"""
+"""Write a run's numbers to metrics.jsonl and TensorBoard, by threads (`background_file`), and the console."""
 
 from __future__ import annotations
 
@@ -55,11 +51,7 @@ LARGEST_PICTURE: Final = 8 << 20
 
 
 def picture_name(version: int, suffix: str) -> str:
-    """Name the picture of a measured version, relative to the run's folder.
-
-    >>> picture_name(5, SHEET)
-    'videos/update_000005.png'
-    """
+    """Name the picture of a measured version, relative to the run's folder."""
     return f"{VIDEOS}/update_{version:06d}{suffix}"
 
 
@@ -67,11 +59,7 @@ def picture_name(version: int, suffix: str) -> str:
 
 
 def flat(table: Mapping[str, Any], section: str = "") -> dict[str, object]:
-    """Name nested settings by their flags, lists as one text.
-
-    >>> flat({"seed": 1, "actor": {"max_decisions": 6}, "log_with": ["wandb"]})
-    {'seed': 1, 'actor.max-decisions': 6, 'log-with': 'wandb'}
-    """
+    """Name nested settings by their flags, lists as one text."""
     found = dict[str, object]()
     for key, value in table.items():
         name = section + key.replace("_", "-")
@@ -95,14 +83,20 @@ def start_command() -> str:
 # --- TensorBoard ---
 
 
-def is_result(name: str) -> bool:
-    """Return True if a metric of this name measures the policy: there a 0 is news."""
-    return name.startswith(("env/", "eval/", "audit/"))
+class WithoutZeros:
+    """Leaves out metrics that have always been 0, unless they measure the policy: there a 0 is news."""
+
+    def __init__(self) -> None:
+        self._begun = set[str]()
+
+    def __call__(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Return the values that are shown."""
+        results = ("env/", "eval/", "audit/")
+        self._begun |= {name for name, value in values.items() if value or name.startswith(results)}
+        return {name: value for name, value in values.items() if name in self._begun}
 
 
 class _EventFile:
-    """File of tensorboardX: whole records go to `add` at each flush, on its writer thread."""
-
     def __init__(self, add: Callable[[bytes], None]) -> None:
         self._add, self._records = add, bytearray()
 
@@ -118,10 +112,7 @@ class _EventFile:
 
 
 class Curves:
-    """Curves of one TensorBoard file, by tensorboardX, whose thread hands its records to a `BackgroundFile`.
-
-    A curve begins with its metric's first value other than 0, and the 0 before it, unless it is a result.
-    """
+    """Curves of one TensorBoard file, by tensorboardX, which hands its records to a `BackgroundFile`."""
 
     _SCHEME: Final = "asyncrl"
 
@@ -134,15 +125,12 @@ class Curves:
         settings: Mapping[str, object] = MappingProxyType({}),
         command: str = "",
     ) -> None:
-        """Begin a file that voids points of earlier files from `first_step` on.
-
-        `settings` are for the pages TEXT and HPARAMS, `command` for TEXT.
-        """
+        """Begin a file that voids points of earlier files from `first_step` on."""
         from tensorboardX import SummaryWriter
         from tensorboardX.record_writer import register_writer_factory
         from tensorboardX.summary import hparams
 
-        self._tell, self._begun, self._zeros = tell, set[str](), dict[str, tuple[int, float]]()
+        self._tell, self._shown = tell, WithoutZeros()
         register_writer_factory(self._SCHEME, self)  # Its `open` is called within the next line.
         self._writer = SummaryWriter(
             f"{self._SCHEME}:{folder}", purge_step=first_step, max_queue=0, flush_secs=1
@@ -176,25 +164,12 @@ class Curves:
 
     def write(self, step: int, values: Readings, now: float) -> None:
         """Add an update's numbers, of the time `now` (seconds since 1970)."""
-        shown = dict[str, float]()
-        for metric, value in values.items():
-            name = metric.name
-            if value == 0 and name not in self._begun and not is_result(name):
-                self._zeros[name] = (step, now)
-                continue
-            if name in self._zeros:
-                at, then = self._zeros.pop(name)
-                self._add({name: 0.0}, at, then)
-            self._begun.add(name)
-            shown[name] = value
-        self._add(shown, step, now)
-
-    def _add(self, values: Mapping[str, float], step: int, now: float) -> None:
         from tensorboardX.proto import summary_pb2
 
         proto: Any = summary_pb2
-        found = [proto.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._events.add_summary(proto.Summary(value=found), step, now)
+        shown = self._shown({metric.name: value for metric, value in values.items()})
+        points = [proto.Summary.Value(tag=name, simple_value=value) for name, value in shown.items()]
+        self._events.add_summary(proto.Summary(value=points), step, now)
 
     def write_picture(self, step: int, tag: str, content: bytes, now: float) -> None:
         """Add a PNG or GIF file for TensorBoard's page IMAGES, on the card `tag`."""
@@ -217,11 +192,7 @@ class Curves:
 
 
 def write_curves(folder: Path, points: Mapping[int, Readings], command: str = "") -> None:
-    """Write a file of curves at once, of at least one update, which voids later points of earlier files.
-
-    Raises:
-        OSError: It cannot be written.
-    """
+    """Write a file of curves at once, which voids later points of earlier files; raises OSError."""
     make_folder(folder)
     problems = list[str]()
     with contextlib.closing(Curves(folder, min(points), problems.append, command=command)) as curves:
@@ -295,9 +266,9 @@ class MetricsLogger:
     def write_evaluation(
         self, step: int, values: Readings, pictures: Mapping[str, bytes] = MappingProxyType({})
     ) -> None:
-        """Record the measurement of an earlier update, in metrics that `write` never gets, at that update.
+        """Record the measurement of an earlier update, at that update; later console rows show it.
 
-        Later console rows show it. Pictures are PNG or GIF files by the name of their card of TensorBoard.
+        `pictures` are PNG or GIF files by the name of their card of TensorBoard.
         """
         now = self._clock()
         self._record(step, values, now)
@@ -358,8 +329,7 @@ class MetricsLogger:
 def cut_rows_after(path: Path, step: int) -> int:
     """Remove the rows of updates after `step` from a metrics.jsonl, and a row that a crash cut short.
 
-    Returns:
-        Number of other damaged lines that were removed; the last one counts only when it is a whole line.
+    Returns the number of other damaged lines, also removed.
     """
     if not path.exists():
         return 0

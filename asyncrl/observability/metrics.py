@@ -1,7 +1,7 @@
 """Registry of every number that a run reports, rules to fold several values into one, and the reference page.
 
 A metric is defined once: in `metrics_training`, `metrics_system`, or for waits in `waits`. Callers log
-``{m.GRAD_NORM: 3.2}``, never a bare string. `docs/metrics.md` is generated from the registry.
+``{m.GRAD_NORM: 3.2}``, never a bare string.
 """
 
 from __future__ import annotations
@@ -23,11 +23,7 @@ class Metric:
     unit: str
     meaning: str
     advice: str
-    """Healthy value, and the remedy for another.
-
-    Flags are written with their dashes, and numbers appear only where they follow from a definition. For a
-    name that RLinf uses too it names the difference.
-    """
+    """Healthy value, and the remedy for another; for a name that RLinf uses too, the difference."""
 
 
 @dataclass(frozen=True)

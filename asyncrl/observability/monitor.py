@@ -38,11 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Parse HOST:PORT, :PORT or PORT; the default host is the loopback device.
-
-    Raises:
-        ConfigError: It is neither.
-    """
+    """Parse HOST:PORT, :PORT or PORT; the default host is the loopback device."""
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not (port.isascii() and port.isdecimal() and len(port) < 6 and 0 < int(port) < 65536) or "/" in host:
@@ -54,11 +50,7 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 def check_free(text: str) -> None:
-    """Check before a run begins that its monitor can listen; an empty address needs none.
-
-    Raises:
-        ConfigError: The address is in use or not of this host, or prometheus_client is missing.
-    """
+    """Raise ConfigError if the run's monitor could not listen; an empty address needs none."""
     if not text:
         return
     try:
@@ -108,10 +100,7 @@ def stalled(activity: process_status.ThreadActivity) -> bool:
 
 
 def unhealthy(processes: Sequence[process_status.Process]) -> list[str]:
-    """List the stalled activities of living processes.
-
-    Dead actors and replays are respawned; if one stays away, the learner's wait for a batch stalls.
-    """
+    """List the stalled activities of living processes; dead actors and replays are respawned."""
     return [
         f"{process.role}: {activity.what!r} takes {activity.seconds:.0f} s, and may {activity.allowed:.0f} s"
         for process in processes
@@ -122,11 +111,7 @@ def unhealthy(processes: Sequence[process_status.Process]) -> list[str]:
 
 
 def name_of(metric: str) -> str:
-    """Return a metric's name in Prometheus.
-
-    >>> name_of("train/actor/grad_norm")
-    'asyncrl_train_actor_grad_norm'
-    """
+    """Return a metric's name in Prometheus."""
     return "asyncrl_" + re.sub(r"[^a-zA-Z0-9_]", "_", metric)
 
 
@@ -143,23 +128,13 @@ class Monitor:
         clock: Callable[[], float] = time.time,
         request_seconds: float = REQUEST_SECONDS,
     ) -> None:
-        """Listen; port 0 is a free one, then given by `address`.
-
-        Raises:
-            ConfigError: It cannot listen there.
-        """
+        """Listen at an address that is free (`check_free`); port 0 is a free one, then given by `address`."""
         self._run_dir, self._updates, self._clock = run_dir, updates, clock
         self._began, self._since = clock(), time.time()
         self._lock = threading.Lock()  # One thread at a time makes an answer.
         self._last: tuple[int, float, Readings] = (resume_step, self._began, {})
         """Replaced as a whole, so that no lock is needed."""
-        try:
-            self._server = _Server(address, self._answer, request_seconds)
-        except OSError as error:
-            raise ConfigError(
-                f"--monitor.listen is {address[0]}:{address[1]}, but it cannot be opened "
-                f"({error.strerror or error}). Choose another port."
-            ) from None
+        self._server = _Server(address, self._answer, request_seconds)
         self.address: tuple[str, int] = self._server.server_address[:2]  # type: ignore[assignment]
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(0.2,), name="monitor", daemon=True

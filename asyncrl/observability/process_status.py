@@ -48,7 +48,7 @@ class ThreadActivity:
     seconds: float
     """Since it began."""
     allowed: float
-    """Allowed seconds; 0: any. `progress` extends them."""
+    """Allowed seconds, which `progress` extends; 0: any."""
 
     @property
     def overdue(self) -> bool:
@@ -145,11 +145,7 @@ def publish_as(run_dir: Path, role: str) -> None:
 
 @contextmanager
 def activity(what: str, allowed: float = 0.0) -> Iterator[None]:
-    """Publish the activity of this thread within the block, afterwards the previous one.
-
-    Args:
-        allowed: Allowed seconds; 0: any.
-    """
+    """Publish the activity of this thread within the block, then the previous one; 0 allows any time."""
     before = (_now.what, _now.allowed)
     set_activity(what, allowed)
     try:
@@ -228,11 +224,9 @@ def started(pid: int) -> int:
 
 
 def is_gone(pid: int, began: int) -> bool:
-    """Return True if a process has ended; works without a free file descriptor.
+    """Return True if process `pid`, whose `started` was `began`, has ended; False if that is unknown (0).
 
-    Args:
-        pid: Its id, which may be reused.
-        began: Its `started`; 0: unknown, so False.
+    Works without a free file descriptor.
     """
     if not began:
         return False

@@ -24,7 +24,7 @@ from typing import Any, Final
 
 from asyncrl.errors import first_line
 from asyncrl.observability import process_status, waits
-from asyncrl.observability.logger import LARGEST_PICTURE, SHEET, VIDEOS, flat, is_result, picture_name
+from asyncrl.observability.logger import LARGEST_PICTURE, SHEET, VIDEOS, WithoutZeros, flat, picture_name
 from asyncrl.observability.metrics_training import EVAL_SUCCESS, EVAL_VERSION
 from asyncrl.storage.untrusted import LINE_BYTES, load_json, open_regular, parse_json, read_bytes
 
@@ -58,13 +58,13 @@ def main(name: str, run_dir: Path, sent: int) -> int:
         logging.exception("%s cannot begin", name)
         _say(console, f"refused {_reason(error)}")
         return 1
-    shown, newest = Filter(), 0
+    shown, newest = WithoutZeros(), 0
     for row in rows_of(run_dir / "metrics.jsonl", sent, over):
         step = row["step"]
         newest = max(newest, step)
         try:
             with process_status.activity(f"sending update {step} to {name}"):
-                tracker.log(shown(row), step=newest)  # Trackers take no step back.
+                tracker.log(shown(numbers_of(row)), step=newest)  # Trackers take no step back.
                 if EVAL_SUCCESS.name in row:
                     send_sheet(tracker, run_dir, step, newest)
             lost.end()
@@ -145,26 +145,14 @@ def send_sheet(tracker: Any, run_dir: Path, version: int, step: int) -> None:
         tracker.log_artifact(str(run_dir / picture_name(version, SHEET)), VIDEOS)
 
 
-class Filter:
-    """Leaves out values that are no numbers, and metrics that have always been 0 (`logger.Curves`).
-
-    The measurement of an earlier update comes with `EVAL_VERSION`.
-    """
-
-    def __init__(self) -> None:
-        self._begun = set[str]()
-
-    def __call__(self, row: dict[str, Any]) -> dict[str, float]:
-        """Return the metrics of a row that are sent."""
-        found = {}
-        for name, value in row.items():
-            if name in ("step", "time") or type(value) not in (int, float) or not math.isfinite(value):
-                continue
-            if value or name in self._begun or is_result(name):
-                self._begun.add(name)
-                found[name] = float(value)
-        evaluated = {EVAL_VERSION.name: float(row["step"])} if EVAL_SUCCESS.name in found else {}
-        return found | evaluated
+def numbers_of(row: dict[str, Any]) -> dict[str, float]:
+    """Return the metrics of a row that are finite numbers; those of a measurement name its version."""
+    numbers = {
+        name: float(value)
+        for name, value in row.items()
+        if name not in ("step", "time") and type(value) in (int, float) and math.isfinite(value)
+    }
+    return numbers | ({EVAL_VERSION.name: float(row["step"])} if EVAL_SUCCESS.name in numbers else {})
 
 
 def rows_of(path: Path, at: int, over: threading.Event) -> Iterator[dict[str, Any]]:

@@ -2,8 +2,6 @@
 
 tracker's process    (`tracker_process`) reads RUN/metrics.jsonl; prints a line about each problem
 tracker's thread     forwards these lines to the console; ended by the process's end
-
-A library that blocks, raises or kills its process does so there: the learner goes on.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Every wait and every count of a run, defined once: a wait with its owner, its deadline and its end.
 
-`waiting` publishes a wait while it lasts (`process_status`) and adds the seconds to its metric. The table in
-`docs/waits.md` is generated from here. Waits and counts are totals of `process_status`: shared memory that
-costs microseconds to add to, from any process of the host, and that outlives the process that added.
+The table in `docs/waits.md` is generated from here. Waits and counts are totals of `process_status`: shared
+memory, which outlives the process that added.
 """
 
 from __future__ import annotations
@@ -161,7 +160,7 @@ def waiting(wait: Wait, allowed: float = 0.0, about: str = "") -> Iterator[None]
     """Publish and time a wait for the length of the block.
 
     Args:
-        allowed: Its deadline in seconds; GRACE later it counts as a hang. 0: no deadline.
+        allowed: Its deadline in seconds; GRACE later it counts as a hang. 0: none.
         about: Suffix of its name, as ``": version 3"``.
     """
     with (

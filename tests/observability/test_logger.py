@@ -250,17 +250,10 @@ def test_a_count_that_stays_at_zero_has_no_curve(tmp_path):
     assert points(tmp_path, *[{s.RESPAWNS: 0.0, s.DUPLICATES: 0.0}] * 3) == []
 
 
-def test_a_curve_begins_with_its_first_value_and_the_zero_before_it_at_its_own_time(tmp_path):
+def test_a_curve_begins_with_its_first_value(tmp_path):
     rows = [{s.RESPAWNS: value} for value in (0.0, 0.0, 2.0, 0.0)]
     name = s.RESPAWNS.name
-    assert points(tmp_path, *rows) == [(name, 2, 0.0, 102.0), (name, 3, 2.0, 103.0), (name, 4, 0.0, 104.0)]
-
-
-def test_a_curve_without_a_zero_before_it_begins_at_once(tmp_path):
-    assert points(tmp_path, {m.GRAD_NORM: 0.5}, {m.GRAD_NORM: 0.25}) == [
-        ("train/actor/grad_norm", 1, 0.5, 101.0),
-        ("train/actor/grad_norm", 2, 0.25, 102.0),
-    ]
+    assert points(tmp_path, *rows) == [(name, 3, 2.0, 103.0), (name, 4, 0.0, 104.0)]
 
 
 @pytest.mark.parametrize("metric", [m.SUCCESS_ONCE, m.EVAL_SUCCESS])

@@ -18,8 +18,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability import process_status, waits
-from asyncrl.observability.logger import SHEET, MetricsLogger, flat, picture_name
-from asyncrl.observability.tracker_process import Filter, rows_of, send_sheet
+from asyncrl.observability.logger import SHEET, MetricsLogger, WithoutZeros, flat, picture_name
+from asyncrl.observability.tracker_process import numbers_of, rows_of, send_sheet
 from asyncrl.observability.trackers import Trackers, check_installed, check_names, environment_of_tracker
 
 TRACKIO = '''
@@ -272,12 +272,11 @@ def test_a_tracker_sees_nothing_of_torchrun_and_no_gpu():
 
 
 def test_zeros_are_held_back_until_there_is_something_else_and_what_is_no_number_is_left_out():
-    held_back = Filter()
-    assert held_back({"step": 1, "time": 5.0, "a": 0.0, "env/return": 0.0, "b": None, "c": True}) == {
-        "env/return": 0.0
-    }
-    assert held_back({"step": 2, "time": 6.0, "a": 2.0, "b": 1}) == {"a": 2.0, "b": 1.0}
-    assert held_back({"step": 3, "time": 7.0, "a": 0.0}) == {"a": 0.0}
+    held_back = WithoutZeros()
+    first = numbers_of({"step": 1, "time": 5.0, "a": 0.0, "env/return": 0.0, "b": None, "c": True})
+    assert held_back(first) == {"env/return": 0.0}
+    assert held_back(numbers_of({"step": 2, "time": 6.0, "a": 2.0, "b": 1})) == {"a": 2.0, "b": 1.0}
+    assert held_back({"a": 0.0}) == {"a": 0.0}
 
 
 def test_rows_are_read_as_they_grow_and_a_line_that_is_not_whole_waits(tmp_path):
