@@ -16,7 +16,7 @@ from torch import Tensor
 from asyncrl.config.run import TrainConfig
 from asyncrl.launch.build import build_update
 from asyncrl.learner import prepare
-from asyncrl.learner.batches import Batch, build_batch
+from asyncrl.learner.batches import Batch
 from asyncrl.learner.forward import PolicyForward, Reference
 from asyncrl.learner.interface import AdvantagesAndTargets
 from asyncrl.learner.prepare import split_minibatches
@@ -24,21 +24,11 @@ from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.learner.recipe import build_recipe
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics import Metric
-from support.slow_update import Table, recipe
-from support.table_policy import TableActorCritic, TablePolicy, groups_of
+from support.slow_update import Table, name_of, recipe, stale_batch
+from support.table_policy import TableActorCritic, TablePolicy
 
-OUTCOMES = [[10, -1, -1], [-1, -1, -1], [2, 15, -1]]
-"""Steps of success of three groups; the middle one teaches nothing, an episode of the last ends early."""
 TAUGHT = 11
 """Of 18 decisions: 6 are of the middle group, and one came after the success at step 2."""
-
-
-def stale_batch(**changes: Any) -> Batch:
-    batch = build_batch(groups_of(OUTCOMES, **changes), version=2)
-    logprob, _ = Table.of(TablePolicy(rows=8)).logprobs(batch)
-    noise = 0.3 * torch.randn(logprob.shape, generator=torch.Generator().manual_seed(5))
-    near = (logprob.detach().float() - noise).clamp(max=0.0)
-    return dataclasses.replace(batch, logprob_behaviour=near)
 
 
 SEVERAL = [
@@ -51,10 +41,6 @@ SEVERAL = [
     {"correction__level": "episode", "correction__geometric": True},
     {"correction__kind": "mis", "algorithm__level": "action", "algorithm__advantage_scale": "batch_std"},
 ]
-
-
-def name_of(changes: dict[str, Any]) -> str:
-    return "-".join(f"{key.split('__')[1]}={value}" for key, value in changes.items()) or "default"
 
 
 def updated(config: TrainConfig, batch: Batch) -> tuple[TablePolicy, dict[Metric, float], Tensor]:

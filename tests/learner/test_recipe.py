@@ -13,22 +13,18 @@ from torch import Tensor
 from asyncrl.config.algorithm import AlgorithmSettings, CorrectionSettings, CriticSettings
 from asyncrl.errors import ConfigError
 from asyncrl.launch.build import build_update
-from asyncrl.learner.batches import Batch, build_batch
+from asyncrl.learner.batches import Batch
 from asyncrl.learner.recipe import build_recipe
 from asyncrl.observability import metrics_training as m
-from support.slow_update import PLACES, Table, decisions_of, group_advantages, recipe, valid
-from support.table_policy import TablePolicy, groups_of
+from support.slow_update import PLACES, Table, decisions_of, group_advantages, recipe, stale_batch, valid
+from support.table_policy import TablePolicy
 
 OWN = "support.own_parts:"
-OUTCOMES = [[10, -1, -1], [2, 15, -1]]
 
 
-def stale_batch() -> Batch:
+def a_batch() -> Batch:
     """Decisions of lag 2 and 1 whose behaviour policy was near the table's."""
-    batch = build_batch(groups_of(OUTCOMES, versions=(0, 1)), version=2)
-    logprob, _ = Table.of(TablePolicy(rows=8)).logprobs(batch)
-    noise = 0.3 * torch.randn(logprob.shape, generator=torch.Generator().manual_seed(5))
-    return dataclasses.replace(batch, logprob_behaviour=(logprob.detach().float() - noise).clamp(max=0.0))
+    return stale_batch([[10, -1, -1], [2, 15, -1]], versions=(0, 1))
 
 
 def slow_loss(batch: Batch, table: Table, before: Table, *, by_lag: bool, tolerance: float) -> Tensor:
@@ -60,7 +56,11 @@ def test_a_correction_of_the_users_trains_two_updates_like_a_slow_loop(name: str
         algorithm__micro_batch=4,
         optimizer__learning_rate=0.1,
     )
-    policy, batch, slow = TablePolicy(rows=8), stale_batch(), Table.of(TablePolicy(rows=8))
+    policy, batch, slow = (
+        TablePolicy(rows=8),
+        a_batch(),
+        Table.of(TablePolicy(rows=8)),
+    )
     policy.scale.requires_grad_(False)
     update = build_update(config, policy)
     for version in (2, 3):
@@ -86,7 +86,11 @@ def test_an_advantage_and_an_objective_of_the_users_train_as_by_hand() -> None:
         algorithm__settings=("expected=0.25",),
         correction__kind="none",
     )
-    policy, batch, slow = TablePolicy(rows=8), stale_batch(), Table.of(TablePolicy(rows=8))
+    policy, batch, slow = (
+        TablePolicy(rows=8),
+        a_batch(),
+        Table.of(TablePolicy(rows=8)),
+    )
     score = (batch.returns - 0.25)[batch.episode][:, None, None]
     loss = -(torch.where(batch.mask, score * slow.logprobs(batch)[0], 0.0)).sum() / batch.mask.sum()
     loss.backward()
@@ -97,7 +101,7 @@ def test_an_advantage_and_an_objective_of_the_users_train_as_by_hand() -> None:
 
 
 def test_a_batch_without_what_the_users_correction_needs_is_refused() -> None:
-    blind = dataclasses.replace(stale_batch(), logprob_behaviour=torch.full((12, 8, 7), math.nan))
+    blind = dataclasses.replace(a_batch(), logprob_behaviour=torch.full((12, 8, 7), math.nan))
     with pytest.raises(ConfigError, match=r"own_parts:Softened.*no log-probs of the policy that"):
         build_update(recipe(correction__kind=OWN + "Softened"), TablePolicy(rows=8))(blind)
 
@@ -158,7 +162,7 @@ def test_what_a_class_gets_wrong_is_said_with_class_method_and_shapes(
 ) -> None:
     named = {k: OWN + v if isinstance(v, str) else v for k, v in changes.items()}
     with pytest.raises(ConfigError, match=says):
-        build_update(recipe(**{"algorithm__micro_batch": 1000, **named}), TablePolicy(rows=8))(stale_batch())
+        build_update(recipe(**{"algorithm__micro_batch": 1000, **named}), TablePolicy(rows=8))(a_batch())
 
 
 @pytest.mark.parametrize(

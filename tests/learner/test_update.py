@@ -23,26 +23,14 @@ from asyncrl.learner.losses import ClippedObjective
 from asyncrl.learner.prepare import split_minibatches
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics import LAG_RANGES
-from support.slow_update import Table, recipe, slow_loss
+from support.slow_update import OUTCOMES, Table, name_of, recipe, slow_loss, stale_batch
 from support.table_policy import TableActorCritic, TablePolicy, episode, groups_of
-
-OUTCOMES = [[10, -1, -1], [-1, -1, -1], [2, 15, -1]]
-"""Steps of success of three groups; the middle one carries no signal, an episode of the last ends early."""
 
 
 def policy_for(config: TrainConfig) -> TablePolicy:
     if config.algorithm.kind == "grpo":
         return TablePolicy(rows=8)
     return TableActorCritic(rows=8, width=8 if config.critic.level == "action" else 1)
-
-
-def stale_batch(outcomes: list[list[int]] = OUTCOMES, spread: float = 0.3, **changes: Any) -> Batch:
-    """A batch whose behaviour policy was near the table's: log-ratios of about `spread` per token."""
-    batch = build_batch(groups_of(outcomes, **changes), version=2)
-    logprob, _ = Table.of(TablePolicy(rows=8)).logprobs(batch)
-    noise = spread * torch.randn(logprob.shape, generator=torch.Generator().manual_seed(5))
-    near = (logprob.detach().float() - noise).clamp(max=0.0)
-    return dataclasses.replace(batch, logprob_behaviour=near)
 
 
 def gradients(
@@ -96,10 +84,6 @@ PPO = [
     {"algorithm__entropy_coef": 0.3, "algorithm__aggregation": "episode_mean"},
 ]
 RECIPES = GRPO + [{"algorithm__kind": "ppo", **changes} for changes in PPO]
-
-
-def name_of(changes: dict[str, Any]) -> str:
-    return "-".join(f"{key.split('__')[1]}={value}" for key, value in changes.items()) or "default"
 
 
 @pytest.mark.parametrize("changes", RECIPES, ids=name_of)

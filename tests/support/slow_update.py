@@ -5,6 +5,7 @@ Nothing here imports the learner's mathematics. Only the settings and the batch 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 from collections import Counter
@@ -18,8 +19,8 @@ from torch import Tensor
 from asyncrl.config.algorithm import AlgorithmSettings, CorrectionSettings, CriticSettings
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import ActorSettings, OptimizerSettings
-from asyncrl.learner.batches import Batch
-from support.table_policy import TableActorCritic, TablePolicy
+from asyncrl.learner.batches import Batch, build_batch
+from support.table_policy import TableActorCritic, TablePolicy, groups_of
 
 PLACES = [(c, a) for c in range(8) for a in range(7)]
 
@@ -305,3 +306,20 @@ def recipe(**changes: Any) -> TrainConfig:
         critic=CriticSettings(**parts["critic"]),
         correction=CorrectionSettings(**parts["correction"]),
     )
+
+
+OUTCOMES = [[10, -1, -1], [-1, -1, -1], [2, 15, -1]]
+"""Steps of success of three groups; the middle one carries no signal, an episode of the last ends early."""
+
+
+def stale_batch(outcomes: list[list[int]] = OUTCOMES, spread: float = 0.3, **changes: Any) -> Batch:
+    """A batch whose behaviour policy was near the table's: log-ratios of about `spread` per token."""
+    batch = build_batch(groups_of(outcomes, **changes), version=2)
+    logprob, _ = Table.of(TablePolicy(rows=8)).logprobs(batch)
+    noise = spread * torch.randn(logprob.shape, generator=torch.Generator().manual_seed(5))
+    near = (logprob.detach().float() - noise).clamp(max=0.0)
+    return dataclasses.replace(batch, logprob_behaviour=near)
+
+
+def name_of(changes: dict[str, Any]) -> str:
+    return "-".join(f"{key.split('__')[1]}={value}" for key, value in changes.items()) or "default"
