@@ -55,7 +55,7 @@ PACKING_POLL_SECONDS = 0.0005
 """Seconds between two polls of the device's packing."""
 READY_SECONDS = 2.0
 """Longest wait for the members' answer to `group`."""
-STAGES: Final[tuple[str, ...]] = ("packing", "summing", "announcing", "broadcasting", "receipts")
+STAGES: Final = ("packing", "summing", "announcing", "broadcasting", "receipts")
 _log = logging.getLogger(__name__)
 
 
@@ -308,7 +308,7 @@ class BroadcastPublisher:
         if self._sent_in_epoch < 0:
             self._forget_store()  # All members used it, so all have formed it.
         self._sent_in_epoch, self._failed_in_a_row = version, 0
-        stages = dict(zip(STAGES, (b - a for a, b in pairwise(times)), strict=True))
+        stages: dict[str, float] = dict(zip(STAGES, (b - a for a, b in pairwise(times)), strict=True))
         hosts = sum(not member.started for member in self._members)
         with self.server.changed:
             self.sent = Broadcast(version=version, members=len(self._members), hosts=hosts, stages=stages)
