@@ -4,7 +4,7 @@
 #   WORK=/scratch/spatial bash torchrun_scripts/libero_spatial.sh world reward audit
 #   SCALE=0.01 bash torchrun_scripts/libero_spatial.sh --anyway         # all of it, tiny, on two CPU cores
 # Each stage ends in a line of figures and a go or a no-go; a no-go stops with exit code 3, unless --anyway.
-# One GPU and 16 cores: about half an hour to the audit. Before: pip install -e '.[libero]', asyncrl simulators lite libero_spatial.
+# One GPU and 16 cores: about half an hour to the audit; a second GPU shares the fits. Before: pip install -e '.[libero]', asyncrl simulators lite libero_spatial.
 set -uo pipefail
 STAGES="data policy base rollouts world reward audit train evaluate"
 WORK=${WORK:-libero_spatial}
@@ -20,12 +20,17 @@ ANYWAY=
 place="-0.0094 -0.0295;-0.0089 -0.0295;-0.0090 -0.0286;-0.0004 -0.0267;0.0032 -0.0228"
 place+=";-0.0101 -0.0324;-0.0052 -0.0281;-0.0100 -0.0295;0.0009 -0.0253;-0.0043 -0.0254"
 PLACE=${PLACE:-$place}
+visible=${CUDA_VISIBLE_DEVICES-$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | paste -sd,)}
+IFS=, read -ra gpus <<<"$visible"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} MUJOCO_GL=${MUJOCO_GL:-egl}
 
 simulator="--simulator libero_spatial --simulator-settings scene=light wrist=false"
 decisions=22                             # 176 steps: what is recorded and imagined; evaluation plays the official 220
 n() { "$PYTHON" -c "import sys; print(max(int(sys.argv[2]), int($SCALE * int(sys.argv[1]))))" "$1" "${2:-1}"; }
 part() { echo $(((WORKERS * $1 + 99) / 100)); }     # a percentage of the simulator processes
+on() { # on N COMMAND: where there are several GPUs, on the Nth alone
+    if ((${#gpus[@]} < 2)); then "${@:2}"; else CUDA_VISIBLE_DEVICES=${gpus[$1 % ${#gpus[@]}]} "${@:2}"; fi
+}
 a() { "$PYTHON" -m asyncrl "$@"; }
 collect() { a collect $simulator --image-size "$SIZE" --horizon $((8 * decisions)) "$@"; }
 evaluate() { # evaluate POLICY TRIALS TEMPERATURE WORKERS FILE
@@ -97,7 +102,7 @@ if stage == "rollouts":
 if stage == "world":
     row = {"autoencoder": last_number("world0", r"absolute error ([\d.]+)"), "velocity_error": last_number("world", r"velocity error ([\d.]+)")}
 if stage == "reward":
-    row = {"last_loss": last_number("reward", r"loss=([\d.]+)")}
+    row = {"cross_entropy": last_number("reward", r"cross-entropy ([\d.]+)")}
 if stage == "audit":
     for name in ("audit1", "audit0"):
         found = json.loads((work / f"{name}.json").read_text())["audits"][0]
@@ -138,7 +143,7 @@ data() { # Demonstrations with little noise, whose set-down errors miss the plat
     run clumsy collect --episodes "$(n 120 4)" --seed 30000 --out "$WORK/clumsy" --workers "$(part 15)" \
         --expert.noise 0.1 0.4 --expert.spread 0.02 --expert.retry --expert.place-spread 0.02 & others+=" $!"
     for task in 0 1 2 3 4 5 6 7 8 9; do
-        run "demos-$task" collect --tasks "$task" --episodes "$(n 80 1)" --out "$WORK/demos-$task" --workers 1 \
+        on "$task" run "demos-$task" collect --tasks "$task" --episodes "$(n 80 1)" --out "$WORK/demos-$task" --workers "$(part 6)" \
             --expert.noise 0 0.03 --expert.place-offset ${place[task]} --expert.place-spread 0.009 &
         jobs+=($!)
         ((${#jobs[@]} % WORKERS)) || { together "${jobs[@]}"; jobs=(); }
@@ -147,17 +152,17 @@ data() { # Demonstrations with little noise, whose set-down errors miss the plat
     run starts.h5 a fit starts --data $(demos) --out "$WORK/starts.h5" --count 512 || exit 1
 }
 first_world() {
-    run world0 a fit world --data $(demos) "$WORK/places" "$WORK/clumsy" --out "$WORK/world0" --size small --vae-batch "$(n 48 2)" \
+    on 1 run world0 a fit world --data $(demos) "$WORK/places" "$WORK/clumsy" --out "$WORK/world0" --size small --vae-batch "$(n 48 2)" \
         --vae-steps "$(n 3500 4)" --batch "$(n 512 8)" --steps "$(n 4000 4)" $COMPILE
 }
 policy() { # The GPU fits a world beside it that has not seen the policy.
     needs data places clumsy starts.h5
     first_world & later=$!
-    run policy a fit policy --data $(demos) --out "$WORK/policy" --size small --batch "$(n 512 8)" --steps "$(n 4000 4)" $COMPILE || exit 1
+    on 0 run policy a fit policy --data $(demos) --out "$WORK/policy" --size small --batch "$(n 512 8)" --steps "$(n 4000 4)" $COMPILE || exit 1
 }
 both() { # both NAME POLICY: evaluate at temperatures 1 and 0
-    run "$1"1 evaluate "$2" 20 1 "$(part 50)" "$WORK/$1"1.json & local one=$!
-    run "$1"0 evaluate "$2" 20 0 "$(part 50)" "$WORK/$1"0.json & together $one $!
+    on 1 run "$1"1 evaluate "$2" 20 1 "$(part 50)" "$WORK/$1"1.json & local one=$!
+    on 0 run "$1"0 evaluate "$2" 20 0 "$(part 50)" "$WORK/$1"0.json & together $one $!
 }
 base() {
     needs policy policy
@@ -165,16 +170,16 @@ base() {
 }
 rollouts() { # The policy's own episodes, also hotter than it will ever act.
     needs policy policy
-    run hot collect --policy "$WORK/policy" --temperature 1.3 --episodes "$(n 250 4)" --seed 60000 --out "$WORK/hot" --workers "$(part 30)" & local hot=$!
-    run rollouts collect --policy "$WORK/policy" --episodes "$(n 600 4)" --seed 40000 --out "$WORK/rollouts" --workers "$(part 70)" & together $hot $!
+    on 1 run hot collect --policy "$WORK/policy" --temperature 1.3 --episodes "$(n 250 4)" --seed 60000 --out "$WORK/hot" --workers "$(part 30)" & local hot=$!
+    on 0 run rollouts collect --policy "$WORK/policy" --episodes "$(n 600 4)" --seed 40000 --out "$WORK/rollouts" --workers "$(part 70)" & together $hot $!
 }
 world() { # The same autoencoder serves the reward model, which is fitted beside.
     needs rollouts rollouts hot
     [ -z "${later:-}" ] || together "$later"
     first_world || exit 1
     base & local measured=$!
-    run reward a fit reward --data $(everything) --world "$WORK/world0" --size small --steps "$(n 2000 4)" --batch "$(n 256 8)" & local judge=$!
-    run world a fit world --refine "$WORK/world0" --data $(everything) --out "$WORK/world" --batch "$(n 512 8)" --steps "$(n 7000 4)" \
+    on 1 run reward a fit reward --data $(everything) --world "$WORK/world0" --size small --steps "$(n 2000 4)" --batch "$(n 256 8)" & local judge=$!
+    on 0 run world a fit world --refine "$WORK/world0" --data $(everything) --out "$WORK/world" --batch "$(n 512 8)" --steps "$(n 7000 4)" \
         --context-sigma 0.2 $COMPILE || exit 1
     together $judge $measured
 }
@@ -186,7 +191,7 @@ audit() {
     needs world world reward
     local name=audit1 jobs=()
     for name in audit1 audit0; do
-        run "$name" a audit "$WORK/policy" $simulator --world "$WORK/world" --start-states "$WORK/starts.h5" --trials "$(n 10)" \
+        on "${name: -1}" run "$name" a audit "$WORK/policy" $simulator --world "$WORK/world" --start-states "$WORK/starts.h5" --trials "$(n 10)" \
             --rows "$(n 50 4)" --max-decisions $decisions --success-frames last --temperature "${name#audit}" --workers "$(part 50)" --json "$WORK/$name.json" &
         jobs+=($!)
     done
