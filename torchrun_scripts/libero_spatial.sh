@@ -13,6 +13,8 @@ SIZE=${SIZE:-64}                         # pixels
 WORKERS=${WORKERS:-$(nproc)}             # simulator processes in all
 COMPILE=${COMPILE-$(command -v nvidia-smi >/dev/null && echo --compile)}    # COMPILE= leaves it out
 UPDATES=${UPDATES:-15}
+WORLD0_STEPS=${WORLD0_STEPS:-4000}       # of the transformer, before the roll-outs and after
+WORLD_STEPS=${WORLD_STEPS:-7000}
 PYTHON=${PYTHON:-python3}
 ANYWAY=
 # Where the expert aims beside the plate's centre (x y in metres; task 0; task 1; ...), so that bowls land 2.4 cm off in
@@ -153,7 +155,7 @@ data() { # Demonstrations with little noise, whose set-down errors miss the plat
 }
 first_world() {
     on 1 run world0 a fit world --data $(demos) "$WORK/places" "$WORK/clumsy" --out "$WORK/world0" --size small --vae-batch "$(n 48 2)" \
-        --vae-steps "$(n 3500 4)" --batch "$(n 512 8)" --steps "$(n 4000 4)" $COMPILE
+        --vae-steps "$(n 3500 4)" --batch "$(n 512 8)" --steps "$(n "$WORLD0_STEPS" 4)" $COMPILE
 }
 policy() { # The GPU fits a world beside it that has not seen the policy.
     needs data places clumsy starts.h5
@@ -179,7 +181,7 @@ world() { # The same autoencoder serves the reward model, which is fitted beside
     first_world || exit 1
     base & local measured=$!
     on 1 run reward a fit reward --data $(everything) --world "$WORK/world0" --size small --steps "$(n 2000 4)" --batch "$(n 256 8)" & local judge=$!
-    on 0 run world a fit world --refine "$WORK/world0" --data $(everything) --out "$WORK/world" --batch "$(n 512 8)" --steps "$(n 7000 4)" \
+    on 0 run world a fit world --refine "$WORK/world0" --data $(everything) --out "$WORK/world" --batch "$(n 512 8)" --steps "$(n "$WORLD_STEPS" 4)" \
         --context-sigma 0.2 $COMPILE || exit 1
     together $judge $measured
 }
