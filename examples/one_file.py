@@ -8,7 +8,7 @@
     step        one clipped policy-gradient step
 
 `asyncrl train` computes the same with actors, a replay and a learner in processes of their own: there the
-actors do not wait for the learner, and a sample may be as old as --max-lag allows. Here both take turns, and
+actors do not wait for the learner, and a sample may be as old as --replay.max-lag allows. Here both take turns, and
 the age is one update. tests/test_one_file.py compares two of these updates with the learner's.
 
 Dimension letters:
@@ -53,7 +53,7 @@ class Settings:
     clip_high: float = 0.28
     """The ratio to the policy before the update is kept within 1 - clip_low and 1 + clip_high."""
     dual_clip: float = 3.0
-    """With a negative advantage the loss is at most this times it."""
+    """Where the advantage A is negative the loss is at most -A times this."""
     max_weight: float = 2.0
     """Largest importance weight."""
     trust_region: float = 0.2

@@ -63,8 +63,8 @@ class AlgorithmSettings(Bounded, section="algorithm."):
     clip_high: Annotated[float, AtLeast(0, "a ratio of 1 is never clipped.", "Use 0.28.")] = 0.28
     """The probability ratio is kept below 1 + clip_high."""
     dual_clip: float = 3.0
-    """ppo, gspo: with a negative advantage the loss is at most dual_clip times it; 0 = no limit, so that one
-    unit of an old sample can outweigh all others."""
+    """ppo, gspo: where the advantage A is negative the loss is at most -A * dual_clip; 0 = no limit, so that
+    one unit of an old sample can outweigh all others."""
     entropy_coef: Annotated[float, AtLeast(0, "it rewards entropy.", "Use 0.")] = 0.0
     """Reward for entropy, per token."""
     kl_coef: Annotated[float, AtLeast(0, "it is a penalty.", "Use 0.")] = 0.0
