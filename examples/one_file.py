@@ -8,8 +8,8 @@
     step        one clipped policy-gradient step
 
 `asyncrl train` computes the same with actors, a replay and a learner in processes of their own: there the
-actors do not wait for the learner, and a sample may be as old as --replay.max-lag allows. Here both take turns, and
-the age is one update. tests/test_one_file.py compares two of these updates with the learner's.
+actors do not wait for the learner, and a sample may be as old as --replay.max-lag allows. Here both take
+turns, and the age is one update. tests/test_one_file.py compares two of these updates with the learner's.
 
 Dimension letters:
     B  episodes              N  decisions of an episode    D  decisions of all episodes
