@@ -23,13 +23,14 @@ from asyncrl.evaluation.evaluate import refuse_foreign_tasks
 from asyncrl.simulators.rollout import evaluation_plays, evaluation_seeds
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
     from asyncrl.evaluation.audit import Audit, AuditedEpisode, Models
     from asyncrl.launch.named_models import RunSettings
-    from asyncrl.rewards.interface import RewardModel
+    from asyncrl.policies.interface import SamplingParams
     from asyncrl.simulators.build import SimulatorSource
-    from asyncrl.worlds.interface import World
 
 EPISODES: Final = 128
 """Default of simulators whose starts are seeds."""
@@ -207,6 +208,7 @@ def _audit_all(
     from asyncrl.evaluation.audit import audit
     from asyncrl.evaluation.contact_sheet import check_imagines
     from asyncrl.evaluation.evaluate import check_fits
+    from asyncrl.launch.named_models import named_policy
     from asyncrl.launch.own_device import take_device
     from asyncrl.simulators.pool import SimulatorPool
 
@@ -232,15 +234,55 @@ def _audit_all(
         found = {}
         for name, text in versions.items():
             if found:
-                models = replace(models, policy=_load_policy(text, config, device))
+                named = named_policy(text, config.policy_settings)
+                policy = named.kind.load(named.folder, device, **named.settings)
+                models = replace(models, policy=policy)
             found[name] = audit(models, pool, plays, rows=config.rows, seed=config.seed, progress=bar.update)
     return found
 
 
-def _models(config: AuditConfig, policy: str, device: torch.device) -> Models:
+def load_models(
+    policy: str,
+    policy_settings: Sequence[str],
+    settings: TrainConfig,
+    tasks: Sequence[str],
+    sampling: SamplingParams,
+    device: torch.device,
+) -> Models:
+    """Load models that imagine as a run with these settings does.
+
+    Args:
+        tasks: Instructions that the reward model must know; none: those of the start states.
+    """
     from asyncrl.evaluation.audit import Models
-    from asyncrl.launch.environment import with_world_defaults
+    from asyncrl.launch.environment import Environment, build_environment, with_world_defaults
+    from asyncrl.launch.named_models import named_policy, named_reward, named_world
+
+    settings, _ = with_world_defaults(settings)
+    if tasks:
+        named = named_world(settings.world, settings.world_settings)
+        judge = named_reward(settings.reward, named.folder, settings.reward_settings)
+        world = named.kind.load(named.folder, device, settings.imagination, **named.settings)
+        reward = judge.kind.load(judge.folder, device, list(tasks), **judge.settings)
+    else:
+        environment = build_environment(settings, device)
+        assert isinstance(environment, Environment)
+        world, reward = environment.world, environment.reward
+    acting = named_policy(policy, policy_settings)
+    return Models(
+        policy=acting.kind.load(acting.folder, device, **acting.settings),
+        world=world,
+        reward=reward,
+        sampling=sampling,
+        max_decisions=settings.actor.max_decisions,
+        threshold=settings.actor.success_threshold,
+        success_frames=settings.success_frames,
+    )
+
+
+def _models(config: AuditConfig, policy: str, device: torch.device) -> Models:
     from asyncrl.policies.interface import SamplingParams
+    from asyncrl.simulators.build import SimulatorSource
     from asyncrl.storage.assets import simulator_named
 
     if simulator_named(config.world):
@@ -248,71 +290,35 @@ def _models(config: AuditConfig, policy: str, device: torch.device) -> Models:
             f"--world {config.world} is a simulator: nothing is imagined that could be wrong. Name a world "
             "model."
         )
-    settings, _ = with_world_defaults(
-        TrainConfig(
-            world=config.world,
-            world_settings=config.world_settings,
-            reward=config.reward,
-            reward_settings=config.reward_settings,
-            start_states=config.start_states or "tabletop",
-            imagination=config.imagination,
-            actor=ActorSettings(
-                max_decisions=config.max_decisions,
-                success_threshold=config.success_threshold,
-                success_frames=config.success_frames,
-            ),
-        )
-    )
-    world, reward = _world_and_reward(config, settings, device)
-    return Models(
-        policy=_load_policy(policy, config, device),
-        world=world,
-        reward=reward,
-        sampling=SamplingParams(temperature=config.temperature, top_k=config.top_k),
-        max_decisions=settings.actor.max_decisions,
-        threshold=config.success_threshold,
+    actor = ActorSettings(
+        max_decisions=config.max_decisions,
+        success_threshold=config.success_threshold,
         success_frames=config.success_frames,
     )
-
-
-def _world_and_reward(
-    config: AuditConfig, settings: TrainConfig, device: torch.device
-) -> tuple[World[Any], RewardModel]:
-    """Load both for the tasks of the start states; without start states, for those of the simulator."""
-    from asyncrl.launch.environment import Environment, build_environment
-    from asyncrl.launch.named_models import named_reward, named_world
-    from asyncrl.simulators.build import SimulatorSource
-
+    settings = TrainConfig(
+        world=config.world,
+        world_settings=config.world_settings,
+        reward=config.reward,
+        reward_settings=config.reward_settings,
+        start_states=config.start_states or "tabletop",
+        imagination=config.imagination,
+        actor=actor,
+    )
+    tasks: tuple[str, ...] = ()
     if not config.start_states:
         tasks = SimulatorSource(name=config.simulator, settings=config.simulator_settings).spec().tasks
-        if tasks:
-            world = named_world(settings.world, settings.world_settings)
-            reward = named_reward(settings.reward, world.folder, settings.reward_settings)
-            return (
-                world.kind.load(world.folder, device, settings.imagination, **world.settings),
-                reward.kind.load(reward.folder, device, list(tasks), **reward.settings),
-            )
-    environment = build_environment(settings, device)
-    assert isinstance(environment, Environment)
-    return environment.world, environment.reward
-
-
-def _load_policy(text: str, config: AuditConfig, device: torch.device) -> Any:
-    from asyncrl.launch.named_models import named_policy
-
-    named = named_policy(text, config.policy_settings)
-    return named.kind.load(named.folder, device, **named.settings)
+    sampling = SamplingParams(temperature=config.temperature, top_k=config.top_k)
+    return load_models(policy, config.policy_settings, settings, tasks, sampling, device)
 
 
 def _source(config: AuditConfig, models: Models) -> SimulatorSource:
     """Return the simulator of every worker, with the world's picture size and time for all decisions."""
     from asyncrl.simulators.build import SimulatorSource
 
-    world: World[Any] = models.world
     source = SimulatorSource(
         name=config.simulator,
         settings=config.simulator_settings,
-        image_size=world.image_size,
-        horizon=models.max_decisions * world.action_spec.chunk,
+        image_size=models.world.image_size,
+        horizon=models.max_decisions * models.world.action_spec.chunk,
     )
     return source.with_(places=max(1, min(source.usual_places(), -(-config.rows // config.workers))))

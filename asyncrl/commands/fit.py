@@ -5,18 +5,16 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import tyro
 from tqdm import tqdm
 
-from asyncrl.commands.fit_decoder import FitDecoder, fit_decoder_command
 from asyncrl.errors import ConfigError
-from asyncrl.fitting.loading import load_recordings
+from asyncrl.fitting.data_sets import load_recordings
 from asyncrl.fitting.recordings import Recordings
-from asyncrl.fitting.settings import FitKeyframes, FitPolicy, FitReward, FitStarts, FitWorld
+from asyncrl.fitting.settings import FitDecoder, FitKeyframes, FitPolicy, FitReward, FitStarts, FitWorld
 from asyncrl.fitting.world import (
-    FittedWorld,
     WorldOptions,
     check_recordings,
     check_same_size,
@@ -25,22 +23,88 @@ from asyncrl.fitting.world import (
 )
 from asyncrl.launch.job import read_job
 from asyncrl.launch.own_device import take_device
-from asyncrl.storage.assets import policy_folder, world_folder
+from asyncrl.storage.assets import policy_folder, start_states_path, world_folder
 
 if TYPE_CHECKING:
     import torch
 
-    from asyncrl.evaluation.audit import Models
+    from asyncrl.fitting.fit_decoder import ImaginedVideos, Likeness
     from asyncrl.fitting.frame_file import FrameFile
-    from asyncrl.fitting.loop import Schedule
     from asyncrl.records import StartState
+    from asyncrl.rewards.interface import RewardModel
+
+CANDIDATES: Final = 2
+"""Candidates per key frame, of which those with an open outcome are kept."""
+ROWS: Final = 32
+"""Episodes imagined together."""
+
+_named = tyro.conf.subcommand
+ARGUMENTS: Any = (
+    Annotated[FitPolicy, _named(name="policy")]
+    | Annotated[FitWorld, _named(name="world")]
+    | Annotated[FitReward, _named(name="reward")]
+    | Annotated[FitStarts, _named(name="starts")]
+    | Annotated[FitKeyframes, _named(name="keyframes")]
+    | Annotated[FitDecoder, _named(name="decoder")]
+)
 
 
-def fit_policy_command(config: FitPolicy, recordings: Recordings) -> None:
+def main(arguments: list[str]) -> int:
+    """Fit one kind of model."""
+    config = tyro.cli(ARGUMENTS, args=arguments, prog="asyncrl fit")
+    began = time.monotonic()
+    # Without --refine each rank would do the same and write the same files.
+    if (ranks := read_job().size) > 1 and not getattr(config, "refine", ""):
+        raise ConfigError(
+            f"torchrun started {ranks} ranks, but only a policy or a world of --refine is shared out "
+            "to several. Start `asyncrl fit` without torchrun, or name one."
+        )
+    import torch
+
+    # float32 products round their inputs to TF32 where the GPU can: several times faster.
+    torch.set_float32_matmul_precision("high")
+    if isinstance(config, FitDecoder):
+        _fit_decoder(config)
+    elif isinstance(config, FitStarts) and config.pictures:
+        _write_picture_starts(config)
+    else:
+        _fit_recordings(config)
+    if read_job().rank == 0:
+        print(f"done in {time.monotonic() - began:.0f} s", flush=True)
+    return 0
+
+
+def _fit_recordings(config: FitPolicy | FitWorld | FitReward | FitStarts | FitKeyframes) -> None:
+    if isinstance(config, FitWorld) and _fine_tunes_world(config):
+        from asyncrl.launch.fine_tune import check_fine_tuning
+
+        check_fine_tuning(config)  # Before the recordings are read, which may take long.
+    speaks = read_job().rank == 0
+    if speaks:
+        print(f"reading {', '.join(map(str, config.data))}", flush=True)
+    recordings = load_recordings(config.data, config.dataset)
+    share = recordings.solved().mean()
+    if speaks:
+        print(f"{len(recordings)} episodes, {len(recordings.frames)} frames, {share:.0%} solved", flush=True)
+    match config:
+        case FitPolicy():
+            _fit_policy(config, recordings)
+        case FitWorld():
+            _fit_world(config, recordings)
+        case FitReward():
+            _fit_reward(config, recordings)
+        case FitStarts():
+            write_starts(config, recordings)
+        case FitKeyframes():
+            _write_keyframes(config, recordings)
+
+
+def _fit_policy(config: FitPolicy, recordings: Recordings) -> None:
     """Clone the recordings and write the policy."""
     import torch
 
     from asyncrl.fitting.fit_policy import check_imitable, fit_policy, fresh_policy, write_statistics
+    from asyncrl.fitting.loop import Schedule
     from asyncrl.policies.openvla.autoregressive import load_policy
 
     if config.refine and _fine_tunes_policy(config):
@@ -54,13 +118,7 @@ def fit_policy_command(config: FitPolicy, recordings: Recordings) -> None:
     check_imitable(policy, recordings)
     policy.to(device).requires_grad_(True)
     drawn = redrawn(world_folder(config.world), recordings, device) if config.world else None
-    loss = fit_policy(
-        policy,
-        recordings,
-        _schedule(config, compiled=config.compile),
-        drawn=drawn,
-        average=config.average,
-    )
+    loss = fit_policy(policy, recordings, Schedule.of(config), drawn=drawn, average=config.average)
     policy.save(config.out, dtype=torch.bfloat16)
     write_statistics(config.out, policy, recordings)
     print(f"policy in {config.out}: {loss:.3f} nats per action token")
@@ -86,71 +144,6 @@ def _fine_tune_policy(config: FitPolicy, recordings: Recordings) -> None:
         print(told, flush=True)
 
 
-CANDIDATES = 2
-"""Candidates per key frame, of which those with an open outcome are taken."""
-ROWS = 32
-"""Episodes imagined together."""
-
-
-def fit_keyframes_command(config: FitKeyframes, recordings: Recordings) -> None:
-    """Write key frames of the recorded episodes."""
-    from asyncrl.fitting.starts import keyframe_states, write_trajectories
-    from asyncrl.worlds.start_states import save_start_states
-
-    if config.layout == "npy":
-        starts, written = write_trajectories(recordings, config.out)
-        print(f"{starts} starts and {written} key frames in {config.out}")
-        return
-    states = _open(config, recordings) if config.policy else keyframe_states(recordings, config.count)
-    save_start_states(config.out, states)
-    print(f"{len(states)} key frames of {len({state.task for state in states})} tasks in {config.out}")
-
-
-def _open(config: FitKeyframes, recordings: Recordings) -> list[StartState]:
-    """Choose key frames from which the outcome of --policy in --world is open."""
-    from asyncrl.evaluation.reimagine import open_starts
-    from asyncrl.fitting.starts import balanced, keyframe_states
-
-    models = _models(config, sorted(set(recordings.tasks)))
-    candidates = keyframe_states(recordings, CANDIDATES * config.count)
-    candidates = [state for state in candidates if state.elapsed < models.max_decisions]
-    with tqdm(total=len(candidates) * config.siblings, unit="episode", mininterval=2.0) as bar:
-        found = open_starts(
-            models, candidates, siblings=config.siblings, rows=ROWS, seed=config.seed, progress=bar.update
-        )
-    print(f"{len(found)} of {len(candidates)} candidates have an open outcome")
-    if not found:
-        raise ConfigError(
-            f"From none of {len(candidates)} candidates some of the {config.siblings} episodes that --policy "
-            f"{config.policy} imagines in --world {config.world} succeed and some do not. Use more "
-            "--siblings or --data, or leave --policy out to take them all."
-        )
-    return balanced(found, config.count)
-
-
-def _models(config: FitKeyframes, tasks: list[str]) -> Models:
-    from asyncrl.config.run import TrainConfig
-    from asyncrl.evaluation.audit import Models
-    from asyncrl.launch.environment import with_world_defaults
-    from asyncrl.launch.named_models import named_policy, named_reward, named_world
-    from asyncrl.policies.interface import SamplingParams
-
-    device = take_device(config.device)
-    settings, _ = with_world_defaults(TrainConfig(world=config.world))
-    world = named_world(config.world, ())
-    reward = named_reward("", world.folder, ())
-    policy = named_policy(config.policy, ())
-    return Models(
-        policy=policy.kind.load(policy.folder, device, **policy.settings),
-        world=world.kind.load(world.folder, device, settings.imagination, **world.settings),
-        reward=reward.kind.load(reward.folder, device, tasks, **reward.settings),
-        sampling=SamplingParams(temperature=config.temperature, top_k=0),
-        max_decisions=settings.actor.max_decisions,
-        threshold=settings.actor.success_threshold,
-        success_frames=settings.success_frames,
-    )
-
-
 def redrawn(world: Path, recordings: Recordings, device: torch.device) -> FrameFile:
     """Return the recordings' frames after the world's autoencoder: ``[F, H, W, 3]`` uint8."""
     loaded = load_fitted(world, device)
@@ -158,21 +151,11 @@ def redrawn(world: Path, recordings: Recordings, device: torch.device) -> FrameF
     return loaded.redraw(recordings)
 
 
-def _schedule(config: FitPolicy | FitWorld | FitReward, *, compiled: bool = False) -> Schedule:
-    from asyncrl.fitting.loop import Schedule
-
-    return Schedule(
-        steps=config.steps,
-        batch=config.batch,
-        learning_rate=config.learning_rate,
-        seed=config.seed,
-        compiled=compiled,
-    )
-
-
-def fit_world_command(config: FitWorld, recordings: Recordings) -> None:
+def _fit_world(config: FitWorld, recordings: Recordings) -> None:
     """Fit autoencoder and network (or refine the network) and write the world."""
     import torch
+
+    from asyncrl.fitting.loop import Schedule
 
     if _fine_tunes_world(config):
         from asyncrl.launch.fine_tune import fine_tune_world
@@ -190,28 +173,18 @@ def fit_world_command(config: FitWorld, recordings: Recordings) -> None:
     else:
         world = fit_class(config.kind).fresh(config.size, config.vae_size, recordings, options)
         world.to(device)
-    schedule = _schedule(config, compiled=config.compile)
-    if not config.refine:
-        _give_autoencoder(world, config, recordings, schedule)
+    schedule = Schedule.of(config)
+    if config.autoencoder:
+        world.take_autoencoder(load_fitted(world_folder(config.autoencoder), device, torch.float32))
+    elif not config.refine:
+        own = replace(
+            schedule, steps=config.vae_steps, batch=config.vae_batch, learning_rate=config.vae_learning_rate
+        )
+        loss = world.fit_autoencoder(recordings, own)
+        print(f"autoencoder: weighted absolute error {loss:.4f}", flush=True)
     loss = world.fit_network(recordings, schedule, options)
     world.save(config.out, config.version)
     print(f"world version {config.version} in {config.out}: velocity error {loss:.4f}")
-
-
-def _give_autoencoder(
-    world: FittedWorld, config: FitWorld, recordings: Recordings, schedule: Schedule
-) -> None:
-    """Take over or fit the autoencoder of a fresh world."""
-    import torch
-
-    if config.autoencoder:
-        source = load_fitted(world_folder(config.autoencoder), world.world.device, torch.float32)
-        return world.take_autoencoder(source)
-    own = replace(
-        schedule, steps=config.vae_steps, batch=config.vae_batch, learning_rate=config.vae_learning_rate
-    )
-    loss = world.fit_autoencoder(recordings, own)
-    print(f"autoencoder: weighted absolute error {loss:.4f}", flush=True)
 
 
 def _fine_tunes_world(config: FitWorld) -> bool:
@@ -227,86 +200,32 @@ def _fine_tunes_world(config: FitWorld) -> bool:
     return is_published(folder) and can_fine_tune(folder)
 
 
-_named = tyro.conf.subcommand
-ARGUMENTS: Any = (
-    Annotated[FitPolicy, _named(name="policy")]
-    | Annotated[FitWorld, _named(name="world")]
-    | Annotated[FitReward, _named(name="reward")]
-    | Annotated[FitStarts, _named(name="starts")]
-    | Annotated[FitKeyframes, _named(name="keyframes")]
-    | Annotated[FitDecoder, _named(name="decoder")]
-)
-
-
-def main(arguments: list[str]) -> int:
-    """Fit one kind of model."""
-    config = tyro.cli(ARGUMENTS, args=arguments, prog="asyncrl fit")
-    began = time.monotonic()
-    _refuse_ranks(config)
-    import torch
-
-    # float32 products round their inputs to TF32 where the GPU can: several times faster.
-    torch.set_float32_matmul_precision("high")
-    if isinstance(config, FitDecoder):
-        fit_decoder_command(config)
-    elif isinstance(config, FitStarts) and config.pictures:
-        _write_picture_starts(config)
-    else:
-        _fit_recordings(config)
-    if read_job().rank == 0:
-        print(f"done in {time.monotonic() - began:.0f} s", flush=True)
-    return 0
-
-
-def _refuse_ranks(config: Any) -> None:
-    """Refuse several ranks where each would do the same and write the same files."""
-    if (ranks := read_job().size) > 1 and not getattr(config, "refine", ""):
-        raise ConfigError(
-            f"torchrun started {ranks} ranks, but only a policy or a world of --refine is shared out "
-            "to several. Start `asyncrl fit` without torchrun, or name one."
-        )
-
-
-def _fit_recordings(config: FitPolicy | FitWorld | FitReward | FitStarts | FitKeyframes) -> None:
-    if isinstance(config, FitWorld) and _fine_tunes_world(config):
-        from asyncrl.launch.fine_tune import check_fine_tuning
-
-        check_fine_tuning(config)  # Before the recordings are read, which may take long.
-    speaks = read_job().rank == 0
-    if speaks:
-        print(f"reading {', '.join(map(str, config.data))}", flush=True)
-    recordings = load_recordings(config.data, config.dataset)
-    share = recordings.solved().mean()
-    if speaks:
-        print(f"{len(recordings)} episodes, {len(recordings.frames)} frames, {share:.0%} solved", flush=True)
-    match config:
-        case FitPolicy():
-            fit_policy_command(config, recordings)
-        case FitWorld():
-            fit_world_command(config, recordings)
-        case FitReward():
-            fit_reward_command(config, recordings)
-        case FitStarts():
-            write_starts(config, recordings)
-        case FitKeyframes():
-            fit_keyframes_command(config, recordings)
-
-
-def fit_reward_command(config: FitReward, recordings: Recordings) -> None:
+def _fit_reward(config: FitReward, recordings: Recordings) -> None:
     """Fit the reward model into the world's folder."""
     import torch
 
     from asyncrl.fitting.fit_reward import fit_reward, fresh_reward
+    from asyncrl.fitting.loop import Schedule
     from asyncrl.rewards.resnet import save_reward
 
     torch.manual_seed(config.seed)
     device = take_device(config.device)
     reward = fresh_reward(config.size, recordings, device)
     drawn = redrawn(config.world, recordings, device)
-    loss = fit_reward(reward, recordings, drawn, _schedule(config))
+    loss = fit_reward(reward, recordings, drawn, Schedule.of(config))
     reward.network.to(torch.bfloat16)  # halves the file; `load_reward` computes in float32 again
     save_reward(config.world, reward)
     print(f"reward model in {config.world}: cross-entropy {loss:.4f}")
+
+
+def write_starts(config: FitStarts, recordings: Recordings) -> None:
+    """Write first frames of episodes as start states."""
+    from asyncrl.fitting.starts import first_states
+    from asyncrl.worlds.start_states import save_start_states
+
+    states = first_states(recordings, config.count)
+    save_start_states(config.out, states)
+    print(f"{len(states)} start states in {config.out}")
 
 
 def _write_picture_starts(config: FitStarts) -> None:
@@ -319,27 +238,124 @@ def _write_picture_starts(config: FitStarts) -> None:
     print(f"{len(states)} start states with {len({s.task for s in states})} instructions in {config.out}")
 
 
-def write_starts(config: FitStarts, recordings: Recordings) -> None:
-    """Write first frames of episodes as start states."""
-    import numpy as np
-
-    from asyncrl.records import StartState
+def _write_keyframes(config: FitKeyframes, recordings: Recordings) -> None:
+    from asyncrl.fitting.starts import keyframe_states
     from asyncrl.worlds.start_states import save_start_states
 
-    _, height, width, _ = recordings.frames.shape
-    # Recordings lie task by task, so the chosen ones are spread over all of them.
-    chosen = np.linspace(0, len(recordings) - 1, min(config.count, len(recordings))).round().astype(int)
-    once = len(set(recordings.seeds[chosen])) == len(chosen)
-    states = [
-        StartState(
-            name=f"seed-{recordings.seeds[e]}" if once else f"seed-{recordings.seeds[e]}-{e}",
-            task=recordings.tasks[e],
-            frame=recordings.frames[recordings.offsets[e]],
-            context_frames=np.empty((0, height, width, 3), np.uint8),
-            context_actions=np.empty((0, recordings.actions.shape[1]), np.float32),
-            ee_pose=recordings.poses[recordings.offsets[e]] if len(recordings.poses) else None,
-        )
-        for e in chosen
-    ]
+    states = _open_starts(config, recordings) if config.policy else keyframe_states(recordings, config.count)
     save_start_states(config.out, states)
-    print(f"{len(states)} start states in {config.out}")
+    print(f"{len(states)} key frames of {len({state.task for state in states})} tasks in {config.out}")
+
+
+def _open_starts(config: FitKeyframes, recordings: Recordings) -> list[StartState]:
+    """Choose key frames from which the outcome of --policy in --world is open."""
+    from asyncrl.commands.audit import load_models
+    from asyncrl.config.run import TrainConfig
+    from asyncrl.evaluation.reimagine import open_starts
+    from asyncrl.fitting.starts import balanced, keyframe_states
+    from asyncrl.policies.interface import SamplingParams
+
+    settings, sampling = TrainConfig(world=config.world), SamplingParams(temperature=config.temperature)
+    tasks = sorted(set(recordings.tasks))
+    models = load_models(config.policy, (), settings, tasks, sampling, take_device(config.device))
+    candidates = keyframe_states(recordings, CANDIDATES * config.count)
+    candidates = [state for state in candidates if state.elapsed < models.max_decisions]
+    with tqdm(total=len(candidates) * config.siblings, unit="episode", mininterval=2.0) as bar:
+        found = open_starts(
+            models, candidates, siblings=config.siblings, rows=ROWS, seed=config.seed, progress=bar.update
+        )
+    print(f"{len(found)} of {len(candidates)} candidates have an open outcome")
+    if not found:
+        raise ConfigError(
+            f"From none of {len(candidates)} candidates some of the {config.siblings} episodes that --policy "
+            f"{config.policy} imagines in --world {config.world} succeed and some do not. Use more "
+            "--siblings or --data, or leave --policy out to take them all."
+        )
+    return balanced(found, config.count)
+
+
+def _fit_decoder(config: FitDecoder) -> None:
+    """Imagine, distil, measure and write."""
+    import torch
+
+    from asyncrl.fitting.fit_decoder import compare, fit_decoder
+    from asyncrl.fitting.loop import Schedule
+
+    device = take_device(config.device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    folder = world_folder(config.world)
+    out = Path(config.out) if config.out else folder
+    fitted: Any = load_fitted(folder, device, dtype)
+    if not fitted.distils:
+        raise ConfigError(
+            f"--world {folder} holds a world whose frames are decoded one by one; a tiny decoder takes the "
+            "place of one that draws causal video, and there is none for this kind. Use the world as it is."
+        )
+    learned, held_out = _imagine(config, fitted.world, device, dtype)
+    reward = _reward_in(folder, set(learned.tasks) | set(held_out.tasks), device)
+    torch.manual_seed(config.seed)
+    decoder = fitted.fresh_decoder().to(device)
+    loss = fit_decoder(decoder, learned, Schedule.of(config))
+    decoder.to(torch.bfloat16)  # as it is stored: halves the file, and what is measured is what will be used
+    decoder.to(dtype)
+    likeness = compare(decoder, held_out, reward, threshold=config.threshold)
+    made = {name: getattr(config, name) for name in ("episodes", "decisions", "steps", "batch", "seed")}
+    made |= {"learning_rate": config.learning_rate, "loss": round(loss, 5)} | likeness.as_dict()
+    fitted.save_decoder(out, decoder.to(torch.bfloat16), made)
+    print(report(likeness, len(held_out), config.threshold))
+    print(f"tiny decoder in {out}")
+
+
+def _imagine(
+    config: FitDecoder, world: Any, device: torch.device, dtype: torch.dtype
+) -> tuple[ImaginedVideos, ImaginedVideos]:
+    """Imagine episodes to learn from and, from other start states, to measure on."""
+    from asyncrl.fitting.fit_decoder import imagine_episodes
+    from asyncrl.policies.interface import SamplingParams
+    from asyncrl.policies.openvla.autoregressive import load_policy
+    from asyncrl.worlds.start_states import load_start_states, start_state_at
+
+    policy = load_policy(policy_folder(config.policy), device=device, dtype=dtype).eval()
+    path = start_states_path(config.start_states, config.world)
+    states = load_start_states(path, image_size=world.image_size)
+    if len(states) < 2:
+        raise ConfigError(
+            f"--start-states {config.start_states} holds {len(states)} start state, but some are to learn "
+            "from and others to measure on. Give a file with more."
+        )
+    apart = min(len(states) - 1, max(1, len(states) // 8, min(config.held_out, len(states) // 2)))
+    sampling = SamplingParams(temperature=config.temperature, top_k=0)
+
+    def imagine(name: str, own: list[StartState], count: int, seed: int) -> ImaginedVideos:
+        starts = [start_state_at(own, seed, n) for n in range(count)]
+        made = {"decisions": config.decisions, "batch": config.imagine_batch, "seed": seed}
+        return imagine_episodes(world, policy, sampling, starts, name=name, **made)
+
+    learned = imagine("imagine", states[apart:], config.episodes, config.seed)
+    return learned, imagine("imagine held-out", states[:apart], config.held_out, config.seed + 1)
+
+
+def _reward_in(folder: Path, tasks: set[str], device: torch.device) -> RewardModel | None:
+    from asyncrl.errors import CheckpointError
+    from asyncrl.launch.named_models import named_reward
+
+    try:
+        named = named_reward("", folder)
+        return named.kind.load(named.folder, device, sorted(tasks))
+    except CheckpointError as error:
+        print(f"The agreement of verdicts is not measured: {error}", flush=True)
+        return None
+
+
+def report(likeness: Likeness, episodes: int, threshold: float) -> str:
+    """Format the figures as lines."""
+    lines = [
+        f"against the full decoder on {episodes} held-out episodes:",
+        f"  PSNR {likeness.psnr:.2f} dB, worst hundredth of the frames below {likeness.worst_psnr:.2f} dB",
+    ]
+    if likeness.same_verdict == likeness.same_verdict:
+        lines.append(
+            f"  same verdict (threshold {threshold}) on {likeness.same_verdict:.2%} of the frames and "
+            f"{likeness.same_outcome:.1%} of the episodes, of which {likeness.success:.1%} succeed"
+        )
+    return "\n".join(lines)

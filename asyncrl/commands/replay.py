@@ -141,13 +141,21 @@ class Imagine(ReplayCommand):
         return 0, f"{members} and fewer; the run's varied, which shows in the last digits"
 
     def _draw(self, found: Sequence[Comparison]) -> None:
-        from asyncrl.evaluation.contact_sheet import pair, tile
+        from asyncrl.evaluation.contact_sheet import JudgedEpisode, movie
         from asyncrl.storage.media import movie_suffix, write_movie
 
         comparison_sheet(found).save(self.out)
         film = self.out.with_suffix(movie_suffix())
-        clips = [pair(stored_film(one.episode), imagined_film(one), won=one.episode.success) for one in found]
-        write_movie(film, tile(clips), rate=FRAMES_PER_SECOND)
+        rows = []
+        for one in found:
+            truth = stored_film(one.episode)
+            solved_at = len(truth) - 1 if one.episode.success else None
+            imagined = imagined_film(one)
+            rows.append(
+                JudgedEpisode(task=one.episode.task, truth=truth, solved_at=solved_at, imagined=imagined)
+            )
+        frames = movie(rows, "stored episodes, imagined again", ("stored", "again"))
+        write_movie(film, frames, rate=FRAMES_PER_SECOND)
         print(f"{self.out}: stored final frames, those imagined again, and differences")
         print(f"{film}: stored at the left, imagined again at the right")
 

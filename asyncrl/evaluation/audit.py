@@ -313,9 +313,6 @@ def write_curves(run_dir: Path, audits: Mapping[int, Audit], command: str) -> Pa
 
     Returns:
         The folder.
-
-    Raises:
-        OSError: It cannot be written.
     """
     folder = run_dir / "tensorboard" / "audit"
     write_points(folder, {version: metrics_of(audit) for version, audit in audits.items()}, command)

@@ -6,7 +6,7 @@ Letters: B episodes, F pictures of an episode, the first of them before any step
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,8 +42,6 @@ PAIRS: Final = 16
 RATE: Final = 10
 """Steps per second of a movie."""
 _BATCH: Final = 32
-_SHEET_COLUMNS: Final = 4
-_ENLARGE: Final = 2
 _WIDTH: Final = 128
 """Least width of one judged picture in pixels."""
 _COLUMNS: Final = 3
@@ -59,32 +57,25 @@ def imagine_again(world: World[State], episodes: Sequence[SimulatedEpisode]) -> 
     Returns:
         One ``[F, H, W, 3]`` uint8 array per episode, frame 0 being the true one.
     """
-    lengths = [len(episode.frames) for episode in episodes]
-    drawn: dict[int, NDArray[np.uint8]] = {}
-    for length in sorted(set(lengths)):
-        rows = [i for i, own in enumerate(lengths) if own == length]
-        for start in range(0, len(rows), _BATCH):
-            part = rows[start : start + _BATCH]
-            drawn |= dict(zip(part, _imagine_alike(world, [episodes[i] for i in part]), strict=True))
-    return [drawn[i] for i in range(len(episodes))]
+    batches = [episodes[first : first + _BATCH] for first in range(0, len(episodes), _BATCH)]
+    return [drawn for batch in batches for drawn in _imagine_together(world, batch)]
 
 
-def _imagine_alike(world: World[State], episodes: Sequence[SimulatedEpisode]) -> NDArray[np.uint8]:
-    """Imagine episodes of one length: ``[B, F, H, W, 3]`` uint8."""
-    actions_BFA = np.stack([episode.actions for episode in episodes])
-    length = actions_BFA.shape[1]
-    chunk = world.action_spec.chunk
-    missing = -(length - 1) % chunk  # a world draws whole decisions; the policy may have ended within one
-    actions_BFA = np.concatenate([actions_BFA, np.repeat(actions_BFA[:, -1:], missing, axis=1)], axis=1)
+def _imagine_together(world: World[State], episodes: Sequence[SimulatedEpisode]) -> list[NDArray[np.uint8]]:
+    """Imagine whole decisions until the longest episode has ended; the last actions are repeated."""
+    chunk, longest = world.action_spec.chunk, max(len(episode.actions) for episode in episodes)
+    decisions = -(-(longest - 1) // chunk)
+    steps = np.arange(1 + decisions * chunk)
+    actions_BFA = np.stack([e.actions[np.minimum(steps, len(e.actions) - 1)] for e in episodes])
     parts = [np.stack([episode.frames[:1] for episode in episodes])]
-    decisions = (actions_BFA.shape[1] - 1) // chunk
     state = world.start([start_of(episode) for episode in episodes], decisions=decisions)
     for decision in range(decisions):
         actions = actions_BFA[:, 1 + chunk * decision : 1 + chunk * (decision + 1)]
         frames, state = world.imagine(state, actions, [episode.seed + decision for episode in episodes])
         parts.append(frames.cpu().numpy())
         process_status.progress()
-    return np.concatenate(parts, axis=1)[:, :length]
+    drawn = np.concatenate(parts, axis=1)
+    return [frames[: len(episode.frames)] for frames, episode in zip(drawn, episodes, strict=True)]
 
 
 def start_of(episode: SimulatedEpisode) -> StartState:
@@ -100,11 +91,7 @@ def start_of(episode: SimulatedEpisode) -> StartState:
 
 
 def check_suffix(path: Path) -> None:
-    """Refuse a file that cannot be written as a movie.
-
-    Raises:
-        ConfigError: another suffix than .gif or .mp4, or .mp4 without the package `av`.
-    """
+    """Refuse another suffix than .gif or .mp4, and .mp4 without the package `av`."""
     if path.suffix not in (".gif", ".mp4"):
         raise ConfigError(f"--video {path} must end in .gif or .mp4.")
     if path.suffix == ".mp4":
@@ -112,11 +99,7 @@ def check_suffix(path: Path) -> None:
 
 
 def check_imagines(world: World[Any], spec: SimulatorSpec, what: str = "--video") -> None:
-    """Refuse a world that does not fit a simulator.
-
-    Raises:
-        ConfigError: It draws another picture size, takes another width of actions, or lacks poses.
-    """
+    """Refuse a world that differs from a simulator in pictures or actions, or needs poses that it lacks."""
     wanted, drawn = (spec.image_size, spec.action_dim), (world.image_size, world.action_spec.dim)
     if wanted != drawn:
         raise ConfigError(
@@ -130,52 +113,6 @@ def check_imagines(world: World[Any], spec: SimulatorSpec, what: str = "--video"
         )
 
 
-def write_contact_sheet(path: Path, episodes: Sequence[SimulatedEpisode], world: World[Any]) -> None:
-    """Write up to 16 pairs (true left, imagined right; green edge: solved) as .gif or .mp4.
-
-    Raises:
-        ConfigError: See `check_suffix`.
-    """
-    chosen = list(episodes[:PAIRS])
-    drawn = imagine_again(world, chosen)
-    movie = tile([pair(e.frames, d, won=bool(e.success.any())) for e, d in zip(chosen, drawn, strict=True)])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_movie(path, movie, rate=RATE)
-
-
-def pair(left: NDArray[np.uint8], right: NDArray[np.uint8], *, won: bool) -> NDArray[np.uint8]:
-    """Join two clips in an edge of the outcome's colour.
-
-    Args:
-        left: ``[F, H, W, 3]`` uint8.
-        right: The same shape and dtype.
-
-    Returns:
-        ``[F, H + 4, 2 W + 4, 3]`` uint8.
-    """
-    both = np.concatenate([left, right], axis=2)
-    framed = np.empty((len(both), both.shape[1] + 4, both.shape[2] + 4, 3), np.uint8)
-    framed[:] = GREEN if won else RED
-    framed[:, 2:-2, 2:-2] = both
-    return framed
-
-
-def tile(clips: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
-    """Lay clips out in rows; a clip that is over keeps its last frame.
-
-    Args:
-        clips: ``[F, H, W, 3]`` uint8 each; F may differ.
-
-    Returns:
-        ``[F, H, W, 3]`` uint8, F of the longest clip, H and W of the whole sheet.
-    """
-    length = max(map(len, clips))
-    held = [np.concatenate([clip, np.repeat(clip[-1:], length - len(clip), 0)]) for clip in clips]
-    held += [np.zeros_like(held[0])] * (-len(held) % _SHEET_COLUMNS)
-    rows = [np.concatenate(held[i : i + _SHEET_COLUMNS], axis=2) for i in range(0, len(held), _SHEET_COLUMNS)]
-    return np.concatenate(rows, axis=1).repeat(_ENLARGE, 1).repeat(_ENLARGE, 2)
-
-
 @dataclass(frozen=True, kw_only=True)
 class JudgedEpisode:
     """A true episode, and the imagined one of its actions."""
@@ -187,15 +124,17 @@ class JudgedEpisode:
     """Step that solved the task in truth; None if none did."""
     imagined: NDArray[np.uint8]
     """``[F, H, W, 3]``; ``[0, ...]`` without a world model."""
-    scores: NDArray[np.float32]
-    """``[F]`` probability of success of each imagined picture; the first is not judged and 0."""
-    judged_at: int | None
+    scores: NDArray[np.float32] | None = None
+    """``[F]`` probability of success of each imagined picture; None without a reward model."""
+    judged_at: int | None = None
     """Step at which training calls the imagined episode a success; None if it does not."""
 
     @property
     def shown_step(self) -> int:
         """Return the judged step, else the one with the best score."""
-        return int(self.scores.argmax()) if self.judged_at is None else self.judged_at
+        if self.judged_at is not None or self.scores is None:
+            return self.judged_at or 0
+        return int(self.scores.argmax())
 
     @property
     def edge(self) -> tuple[int, int, int]:
@@ -217,39 +156,31 @@ def judge(
     for episode, imagined in zip(episodes, imagine_again(world, episodes), strict=True):
         steps = len(imagined) - 1
         drawn = torch.from_numpy(imagined[1:]).to(world.device)[None]
-        scores = np.zeros(steps + 1, np.float32)
-        scores[1:] = reward.score(drawn, [episode.task]).float().cpu().numpy()[0]
-        # The episode may have ended within a decision.
-        whole = np.zeros(-(-steps // chunk) * chunk, np.float32)
-        whole[:steps] = scores[1:]
+        whole = np.zeros(-(-steps // chunk) * chunk, np.float32)  # It may have ended within a decision.
+        whole[:steps] = reward.score(drawn, [episode.task]).float().cpu().numpy()[0]
         decided = deciding_step(whole.reshape(-1, chunk), threshold, frames)
         judged_at = None if decided is None else decided[0] * chunk + decided[1] + 1
-        found.append(_joined(episode, imagined, scores, judged_at))
+        scores = np.concatenate([np.zeros(1, np.float32), whole[:steps]])
+        found.append(replace(unjudged(episode, imagined), scores=scores, judged_at=judged_at))
     return found
 
 
-def unjudged(episodes: Sequence[SimulatedEpisode]) -> list[JudgedEpisode]:
-    """Return true episodes alone, of a run without a world model."""
-    return [
-        _joined(episode, episode.frames[:0], np.zeros(len(episode.frames), np.float32), None)
-        for episode in episodes
-    ]
-
-
-def _joined(
-    episode: SimulatedEpisode,
-    imagined: NDArray[np.uint8],
-    scores: NDArray[np.float32],
-    judged_at: int | None,
-) -> JudgedEpisode:
+def unjudged(episode: SimulatedEpisode, imagined: NDArray[np.uint8] | None = None) -> JudgedEpisode:
+    """Return a true episode without verdicts of a reward model; None: without a world model too."""
     return JudgedEpisode(
         task=episode.task,
         truth=episode.frames,
         solved_at=episode.steps if episode.solved else None,
-        imagined=imagined,
-        scores=scores,
-        judged_at=judged_at,
+        imagined=episode.frames[:0] if imagined is None else imagined,
     )
+
+
+def write_contact_sheet(path: Path, episodes: Sequence[SimulatedEpisode], world: World[Any]) -> None:
+    """Write a movie, .gif or .mp4, of up to 16 episodes and what the world imagines of their actions."""
+    chosen = episodes[:PAIRS]
+    rows = [unjudged(e, drawn) for e, drawn in zip(chosen, imagine_again(world, chosen), strict=True)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_movie(path, movie(rows, "true and imagined episodes"), rate=RATE)
 
 
 def write_judged_movie(path: Path, episodes: Sequence[JudgedEpisode], title: str) -> None:
@@ -259,7 +190,7 @@ def write_judged_movie(path: Path, episodes: Sequence[JudgedEpisode], title: str
     """
     with replacing(path) as part:
         written = part.with_suffix(path.suffix)
-        write_movie(written, _movie(episodes, title), rate=RATE)
+        write_movie(written, movie(episodes, title), rate=RATE)
         written.replace(part)
 
 
@@ -271,39 +202,22 @@ def write_judged_sheet(path: Path, episodes: Sequence[JudgedEpisode], title: str
 
 def judged_sheet(episodes: Sequence[JudgedEpisode], title: str) -> Image.Image:
     """Draw the sheet of `write_judged_sheet`."""
-    rows = [_row(episode) for episode in episodes]
-    width = max(row.width for row in rows) + 2 * _SPACE
-    sheet = _page(width, sum(row.height + _SPACE for row in rows), title)
-    top = _HEAD + _SPACE // 2
-    for row in rows:
-        sheet.paste(row, (_SPACE, top))
-        top += row.height + _SPACE
-    return sheet
+    return _page([_row(episode) for episode in episodes], 1, title)
 
 
-def _row(episode: JudgedEpisode) -> Image.Image:
-    """Draw the captioned pictures of one episode, and both verdicts below them."""
-    last = len(episode.truth) - 1
-    shown = [("start", episode.truth[0])]
-    if len(episode.imagined):
-        at = episode.shown_step
-        word = "judged" if episode.judged_at is not None else "best score"
-        shown += [
-            (f"imagined, {word} {episode.scores[at]:.2f}, step {at}", episode.imagined[at]),
-            (f"truth, step {at}", episode.truth[min(at, last)]),
-        ]
-    shown.append((f"truth, end, step {last}", episode.truth[last]))
-    parts = [captioned(enlarged(frame, 2 * _WIDTH), [text], edge=INK) for text, frame in shown]
-    strip = Image.new("RGB", (sum(part.width + 4 for part in parts), parts[0].height), PAPER)
-    for place, part in enumerate(parts):
-        strip.paste(part, (place * (part.width + 4), 0))
-    return captioned(strip, [episode.task, "   ".join(filter(None, verdicts(episode)))], edge=episode.edge)
+def movie(
+    episodes: Sequence[JudgedEpisode], title: str, names: tuple[str, str] = ("true", "imagined")
+) -> Iterator[NDArray[np.uint8]]:
+    """Draw the frames of `write_judged_movie`, with names of the two halves."""
+    for step in range(max(len(episode.truth) for episode in episodes)):
+        tiles = [_tile(episode, step, names) for episode in episodes]
+        yield np.asarray(_page(tiles, min(_COLUMNS, len(tiles)), title))
 
 
 def verdicts(episode: JudgedEpisode) -> list[str]:
     """Describe in a line each how truth and imagination ended, and whether they differ."""
     truth = f"solved in step {episode.solved_at}" if episode.solved_at is not None else "not solved"
-    if not len(episode.imagined):
+    if episode.scores is None:
         return [f"truth: {truth}"]
     score = f"score {episode.scores[episode.shown_step]:.2f}"
     imagined = f"best {score}: no success"
@@ -313,55 +227,68 @@ def verdicts(episode: JudgedEpisode) -> list[str]:
     return [f"truth: {truth}", f"imagined: {imagined}", "" if agree else "wrong verdict"]
 
 
-def _movie(episodes: Sequence[JudgedEpisode], title: str) -> Iterator[NDArray[np.uint8]]:
-    for step in range(max(len(episode.truth) for episode in episodes)):
-        tiles = [_tile(episode, step) for episode in episodes]
-        width, height = tiles[0].width + _SPACE, tiles[0].height + _SPACE
-        columns = min(_COLUMNS, len(tiles))
-        page = _page(columns * width + _SPACE, -(-len(tiles) // columns) * height, title)
-        for place, tile in enumerate(tiles):
-            row, column = divmod(place, columns)
-            page.paste(tile, (_SPACE + column * width, _HEAD + _SPACE // 2 + row * height))
-        yield np.asarray(page)
+def _row(episode: JudgedEpisode) -> Image.Image:
+    """Draw the captioned pictures of one episode, and both verdicts below them."""
+    last = len(episode.truth) - 1
+    shown = [("start", episode.truth[0])]
+    if episode.scores is not None:
+        at = episode.shown_step
+        word = "judged" if episode.judged_at is not None else "best score"
+        shown += [
+            (f"imagined, {word} {episode.scores[at]:.2f}, step {at}", episode.imagined[at]),
+            (f"truth, step {at}", episode.truth[min(at, last)]),
+        ]
+    shown.append((f"truth, end, step {last}", episode.truth[last]))
+    parts = [captioned(enlarged(frame, 2 * _WIDTH), [text], edge=INK) for text, frame in shown]
+    lines = [episode.task, "   ".join(filter(None, verdicts(episode)))]
+    return captioned(_joined(parts, 4), lines, edge=episode.edge)
 
 
-def _tile(episode: JudgedEpisode, step: int) -> Image.Image:
+def _tile(episode: JudgedEpisode, step: int, names: tuple[str, str]) -> Image.Image:
     """Draw one episode after `step` steps: truth left, imagination right, and in the end both verdicts."""
     true_step = min(step, len(episode.truth) - 1)
-    halves = [_named(enlarged(episode.truth[true_step], _WIDTH), "true")]
+    solved = episode.solved_at is not None and step >= episode.solved_at
+    halves = [_half(episode.truth[true_step], names[0], solved)]
     lines = [episode.task, f"step {true_step}"]
     if len(episode.imagined):
-        imagined_step = min(true_step, len(episode.truth) if episode.judged_at is None else episode.judged_at)
-        halves.append(_named(enlarged(episode.imagined[imagined_step], _WIDTH), "imagined"))
-        lines[1] += f"   score {episode.scores[imagined_step]:.2f}"
-        if episode.judged_at is not None and step >= episode.judged_at:
-            halves[1] = _edged(halves[1], GREEN)
-    if episode.solved_at is not None and step >= episode.solved_at:
-        halves[0] = _edged(halves[0], GREEN)
+        judged = episode.judged_at is not None and step >= episode.judged_at
+        imagined_step = episode.shown_step if judged else true_step
+        halves.append(_half(episode.imagined[imagined_step], names[1], judged))
+        if episode.scores is not None:
+            lines[1] += f"   score {episode.scores[imagined_step]:.2f}"
     over = step >= len(episode.truth) - 1
     lines += verdicts(episode) if over else [""] * len(verdicts(episode))
-    strip = Image.new("RGB", (sum(half.width + 2 for half in halves) - 2, halves[0].height), PAPER)
-    for place, half in enumerate(halves):
-        strip.paste(half, (place * (half.width + 2), 0))
-    return captioned(strip, lines, edge=episode.edge if over else INK)
+    return captioned(_joined(halves, 2), lines, edge=episode.edge if over else INK)
 
 
-def _named(picture: Image.Image, name: str) -> Image.Image:
-    whole = Image.new("RGB", (picture.width, picture.height + _TEXT + 5), PAPER)
-    whole.paste(picture, (0, _TEXT + 5))
-    ImageDraw.Draw(whole).text((2, 0), name, fill=INK, font=font(_TEXT))
+def _half(frame: NDArray[np.uint8], name: str, success: bool) -> Image.Image:
+    """Draw a picture below its name, in a green frame after a success."""
+    picture, top = enlarged(frame, _WIDTH), _TEXT + 5
+    whole = Image.new("RGB", (picture.width, picture.height + top), PAPER)
+    whole.paste(picture, (0, top))
+    draw = ImageDraw.Draw(whole)
+    draw.text((2, 0), name, fill=INK, font=font(_TEXT))
+    if success:
+        draw.rectangle((0, top, whole.width - 1, whole.height - 1), outline=GREEN, width=3)
     return whole
 
 
-def _edged(picture: Image.Image, colour: tuple[int, int, int]) -> Image.Image:
-    """Draw a frame around the picture below its name."""
-    box = (0, _TEXT + 5, picture.width - 1, picture.height - 1)
-    ImageDraw.Draw(picture).rectangle(box, outline=colour, width=3)
-    return picture
+def _joined(parts: Sequence[Image.Image], space: int) -> Image.Image:
+    """Lay pictures of one size in a row."""
+    strip = Image.new("RGB", (len(parts) * (parts[0].width + space) - space, parts[0].height), PAPER)
+    for place, part in enumerate(parts):
+        strip.paste(part, (place * (part.width + space), 0))
+    return strip
 
 
-def _page(width: int, height: int, title: str) -> Image.Image:
-    """Begin a white page with its title."""
-    page = Image.new("RGB", (width, height + _HEAD + _SPACE), PAPER)
-    ImageDraw.Draw(page).text((_SPACE, 4), fitted(title, width - 2 * _SPACE, 15), fill=INK, font=font(15))
+def _page(tiles: Sequence[Image.Image], columns: int, title: str) -> Image.Image:
+    """Lay pictures of one size in rows on a white page, below a title."""
+    width, height = tiles[0].width + _SPACE, tiles[0].height + _SPACE
+    size = (columns * width + _SPACE, -(-len(tiles) // columns) * height + _HEAD + _SPACE)
+    page = Image.new("RGB", size, PAPER)
+    text = fitted(title, page.width - 2 * _SPACE, 15)
+    ImageDraw.Draw(page).text((_SPACE, 4), text, fill=INK, font=font(15))
+    for place, tile in enumerate(tiles):
+        row, column = divmod(place, columns)
+        page.paste(tile, (_SPACE + column * width, _HEAD + _SPACE // 2 + row * height))
     return page

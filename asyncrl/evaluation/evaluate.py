@@ -133,11 +133,7 @@ def pictures(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def check_fits(policy: Policy, spec: SimulatorSpec) -> None:
-    """Refuse a policy that cannot play in a simulator, before an episode is begun.
-
-    Raises:
-        ConfigError: Its actions have another width, or it needs a camera or a state that is not there.
-    """
+    """Refuse a policy that cannot play in a simulator, before an episode is begun."""
     if policy.action_spec.dim != spec.action_dim:
         raise ConfigError(
             f"--policy makes {policy.action_spec.dim} numbers per step, but --simulator {spec.name} takes "
@@ -197,11 +193,7 @@ def simulator_of_tasks(tasks: Collection[str]) -> str:
 
 
 def refuse_foreign_tasks(tasks: Collection[str], known: Sequence[str], simulator: str, remedy: str) -> None:
-    """Refuse a simulator that does not have the tasks a policy was trained on.
-
-    Raises:
-        ConfigError: It lacks one. Names it, what is nearest, and the simulator that has all.
-    """
+    """Refuse a simulator that does not have the tasks a policy was trained on."""
     foreign = sorted({plain(task) for task in tasks} - {plain(task) for task in known}) if known else []
     if not foreign:
         return

@@ -117,12 +117,7 @@ class RunCheckpoints:
         clean_up(run_dir)
 
     def round(self) -> bool:
-        """Measure one version if one is due; return True if one was.
-
-        Raises:
-            AsyncRLError: It cannot be measured.
-            OSError: The result cannot be written.
-        """
+        """Measure one version if one is due; return True if one was."""
         known = {row.version for row in self._rows}
         newest = max(known, default=-1)
         due = [v for v in checkpoint.kept(self._run_dir) if v > newest and is_due(v, self._every, self._last)]

@@ -77,11 +77,7 @@ class Autoencoder(Protocol):
 
 
 def average_pictures(recordings: Recordings) -> Tensor:
-    """Compute the average picture of every scene from about 2,000 pictures of it, evenly spread.
-
-    Returns:
-        ``[N, 3, H, W]`` float32 in [-1, 1] on the CPU, by `Recordings.scenes`.
-    """
+    """Average about 2,000 pictures of every scene: ``[N, 3, H, W]`` in [-1, 1] on the CPU, by scene."""
     means = []
     scenes_F = np.repeat(recordings.scenes(), np.diff(recordings.offsets))
     for scene in range(int(scenes_F.max()) + 1):
@@ -97,12 +93,6 @@ def fit_autoencoder(autoencoder: Autoencoder, recordings: Recordings, schedule: 
     """Train encoder and decoder in place; then set the latents' mean and standard deviation.
 
     A variational autoencoder whose posterior has a fixed width; see `reconstruction_loss`.
-
-    Args:
-        autoencoder: On the device to train on, in float32.
-
-    Returns:
-        Mean loss of the last tenth.
     """
     rng = np.random.default_rng(schedule.seed)
     device = next(autoencoder.network.parameters()).device
@@ -151,9 +141,6 @@ def reconstruction_loss(drawn_B3THW: Tensor, wanted_B3THW: Tensor, background: T
         drawn_B3THW: ``[B, 3, T, H, W]`` float32, not clamped.
         wanted_B3THW: ``[B, 3, T, H, W]`` float32 in [-1, 1].
         background: ``[3, H, W]`` float32, the average picture, or ``[B, 3, H, W]``, that of each row's scene.
-
-    Returns:
-        ``[]`` float32, mean over all numbers.
     """
     away = (wanted_B3THW - background.unsqueeze(-3)).abs().mean(1, keepdim=True)
     error = drawn_B3THW - wanted_B3THW
@@ -190,15 +177,8 @@ class FrameAutoencoder:
     """
 
     def __init__(self, network: nn.Module, channels: int, scale: float) -> None:
-        """Wrap a network.
-
-        Args:
-            network: With ``encoder``, ``quant_conv``, ``post_quant_conv`` and ``decoder``.
-            channels: ``Z``.
-        """
-        self.network = network
-        self.channels = channels
-        self.scale = scale
+        """Wrap a network with ``encoder``, ``quant_conv``, ``post_quant_conv`` and ``decoder``."""
+        self.network, self.channels, self.scale = network, channels, scale
         self._parts: Any = network
 
     def clips(
@@ -267,7 +247,7 @@ class FrameByFrameFit(FittedWorld):
         return fit_autoencoder(self.autoencoder, recordings, schedule)
 
     def take_autoencoder(self, source: FittedWorld) -> None:
-        """Take over another world's autoencoder. See `FittedWorld.take_autoencoder`."""
+        """Take over another world's autoencoder."""
         if not isinstance(source, FrameByFrameFit):
             raise ConfigError(
                 "The world of --autoencoder encodes videos, and this --kind encodes each frame by itself. "

@@ -17,11 +17,7 @@ from asyncrl.simulators.rollout import HELD_OUT, Act, Play, SimulatedEpisode, ch
 def training_starts(
     spec: SimulatorSpec, *, episodes: int, seed: int, tasks: Sequence[str], stored: bool
 ) -> list[SimStart]:
-    """List the starts of a recording, task by task.
-
-    Raises:
-        ConfigError: The seeds reach those of evaluation, or the simulator has no such starts.
-    """
+    """List the starts of a recording, task by task."""
     if (stored or tasks) and not spec.trials:
         raise ConfigError(
             f"--stored and --tasks choose among stored starts, but in {spec.name} every seed is a start. "
@@ -53,11 +49,7 @@ def record(
     extra_decisions: int,
     about: dict[str, object],
 ) -> int:
-    """Record one episode from each start, in order, whole decisions with all frames; return how many.
-
-    Raises:
-        ConfigError: The folder already holds recordings.
-    """
+    """Record one episode from each start, in order, whole decisions with all frames; return how many."""
     from tqdm import tqdm
 
     must_be_new(folder)
@@ -83,19 +75,13 @@ def record(
 
 
 def must_be_new(folder: Path) -> None:
-    """Check, without making it, that a folder can hold a new recording.
-
-    Raises:
-        ConfigError: It holds recordings, or cannot be made.
-    """
+    """Check, without making it, that a folder can hold a new recording."""
     if not folder.is_dir() and (folder.exists() or folder.is_symlink()):
         raise ConfigError(f"--out {folder} is a file, where a folder is expected. Choose another name.")
     above = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    problem = "" if above.is_dir() else os.strerror(errno.ENOTDIR)
-    if not problem and not os.access(above, os.W_OK | os.X_OK):
-        problem = os.strerror(errno.EACCES)
-    if problem:
-        raise ConfigError(f"--out {folder} cannot be made ({problem}). Choose another folder.")
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        problem = errno.EACCES if above.is_dir() else errno.ENOTDIR
+        raise ConfigError(f"--out {folder} cannot be made ({os.strerror(problem)}). Choose another folder.")
     if any(folder.glob("part-*.h5")):
         raise ConfigError(
             f"--out {folder} already holds recordings; they are not overwritten. Choose another folder."

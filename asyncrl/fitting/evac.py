@@ -35,7 +35,7 @@ from asyncrl.fitting.autoencoder import (
 from asyncrl.fitting.frame_file import BatchSource
 from asyncrl.fitting.loop import Schedule, minimise, prepared, prepared_network
 from asyncrl.fitting.recordings import Recordings
-from asyncrl.fitting.world import Size, WorldOptions, check_picture_size, check_recordings, refuse_options
+from asyncrl.fitting.world import Size, WorldOptions, check_picture_size, check_recordings
 from asyncrl.records import ACTION_DIM, CHUNK, POSE_DIM
 from asyncrl.worlds.evac.conditions import (
     AutoencoderConfig,
@@ -126,6 +126,7 @@ class EvacFit(FrameByFrameFit):
 
     kind: ClassVar = "evac"
     options: ClassVar = frozenset({"camera"})
+    load_world: ClassVar = staticmethod(load_world)
     world: EvacWorld
 
     @classmethod
@@ -142,11 +143,6 @@ class EvacFit(FrameByFrameFit):
         networks = EvacNetworks.build(config)
         prepare_poses(networks.pose_model, recordings.poses)
         return cls(EvacWorld(networks, config))
-
-    @classmethod
-    def load(cls, folder: Path, device: torch.device, dtype: torch.dtype | None = None) -> EvacFit:
-        """Load a folder of ours or a published one."""
-        return cls(load_world(folder, device=device, dtype=dtype))
 
     @property
     def autoencoder(self) -> FrameAutoencoder:
@@ -194,7 +190,7 @@ class EvacFit(FrameByFrameFit):
 
 
 def _check(recordings: Recordings, options: WorldOptions) -> None:
-    refuse_options(options, EvacFit)
+    EvacFit.refuse_options(options)
     named = "a world of kind evac, whose published layout fixes the width of an action,"
     check_recordings(recordings, ACTION_DIM, named)
     if len(recordings.poses) != len(recordings.frames):
@@ -248,14 +244,7 @@ def fit_unet(
     pictures: BatchSource,
     schedule: Schedule,
 ) -> float:
-    """Train the network and the networks that make its tokens, but not a published image encoder.
-
-    Args:
-        pictures: ``[F, H, W, 3]`` uint8, as recorded: the image encoder sees the first of an episode.
-
-    Returns:
-        Mean loss of the last tenth.
-    """
+    """Train the network and the networks that make its tokens, but not a published image encoder."""
     device, history = windows.latents.device, config.history
     networks.image_encoder.requires_grad_(False)
     own = config.image_encoder != ImageEncoderConfig.published()
@@ -368,9 +357,6 @@ def fit_poses(model: PoseModel, recordings: Recordings, schedule: Schedule) -> f
 
     Args:
         schedule: Its seed counts, and its steps if fewer than those of `POSE_FIT`.
-
-    Returns:
-        Mean loss of the last tenth.
     """
     device = next(model.parameters()).device
     rows_W = to_device(window_rows(recordings.offsets, lambda seen: seen[:, None] - 1), device)

@@ -26,7 +26,7 @@ from asyncrl.worlds.wan.world import WanWorld
 
 
 @dataclass(frozen=True, kw_only=True)
-class Imagined:
+class ImaginedVideos:
     """Latents and frames of episodes, in host memory."""
 
     latents: Tensor
@@ -49,7 +49,7 @@ class Recorder:
         self.frames: list[Tensor] = []
 
     def decode(self, latents_BZFhw: Tensor, cache: list[Tensor] | None) -> tuple[Tensor, list[Tensor]]:
-        """Draw the next frames and keep them. See `Decoder.decode`."""
+        """Draw the next frames and keep them."""
         frames, after = self.decoder.decode(latents_BZFhw, cache)
         self.latents.append(latents_BZFhw.float().cpu())
         self.frames.append(to_uint8(frames).permute(0, 2, 3, 4, 1).cpu())
@@ -71,7 +71,7 @@ def imagine_episodes(
     batch: int,
     seed: int,
     name: str,
-) -> Imagined:
+) -> ImaginedVideos:
     """Imagine one episode of so many decisions from each of ``E`` start states, also behind a success."""
     parts: list[tuple[Tensor, Tensor]] = []
     decoder = world.decoder
@@ -91,7 +91,7 @@ def imagine_episodes(
                 parts.append((torch.cat(recorder.latents, dim=2), torch.cat(recorder.frames, dim=1)))
     finally:
         world.decoder = decoder
-    return Imagined(
+    return ImaginedVideos(
         latents=torch.cat([latents for latents, _ in parts]),
         frames=torch.cat([frames for _, frames in parts]),
         tasks=[start.task for start in starts],
@@ -122,21 +122,11 @@ class Likeness:
         return {name: None if value != value else round(value, 4) for name, value in asdict(self).items()}
 
 
-def fit_decoder(
-    decoder: nn.Module,
-    imagined: Imagined,
-    schedule: Schedule,
-) -> float:
+def fit_decoder(decoder: nn.Module, imagined: ImaginedVideos, schedule: Schedule) -> float:
     """Train `decoder` in place on whole episodes, so that its memory blocks learn what to remember.
 
     Args:
         decoder: On the device to train on, in float32.
-
-    Returns:
-        Mean loss of the last tenth.
-
-    Raises:
-        RunError: The loss stopped being finite.
     """
     device = next(decoder.parameters()).device
     generator = torch.Generator().manual_seed(schedule.seed)
@@ -158,7 +148,7 @@ def fit_decoder(
 @torch.no_grad()
 def compare(
     decoder: nn.Module,
-    held_out: Imagined,
+    held_out: ImaginedVideos,
     reward: RewardModel | None,
     *,
     threshold: float,
@@ -190,14 +180,7 @@ def compare(
 
 
 def psnr(a: Tensor, b: Tensor) -> Tensor:
-    """Compute the peak signal-to-noise ratio in dB, at most 78.
-
-    Args:
-        a: ``[..., H, W, 3]`` uint8.
-        b: The same shape and dtype.
-
-    Returns:
-        ``[...]`` float32.
+    """Compute the peak signal-to-noise ratio ``[...]`` of uint8 ``[..., H, W, 3]`` in dB, at most 78.
 
     Example:
         >>> black = torch.zeros(1, 2, 2, 3, dtype=torch.uint8)

@@ -12,6 +12,7 @@ from typing import Any, Final, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.errors import ConfigError
@@ -56,14 +57,7 @@ def patch_size(image_size: int) -> int:
 def fresh_policy(
     size: Size, recordings: Recordings, statistics: Literal["auto", "q01_q99", "none"]
 ) -> OpenVLAOFTPolicy:
-    """Build a policy for the words, pictures and actions of recordings.
-
-    Args:
-        statistics: Range of its tokens. q01_q99: the recorded one. none: [-1, 1]. auto: by the simulator.
-
-    Raises:
-        ConfigError: The pictures are not square.
-    """
+    """Build a policy for the words, pictures and actions of recordings; see `settings.FitPolicy`."""
     side = recordings.image_size
     tokenizer = build_word_tokenizer(words_for(recordings.tasks))
     base: OpenVLAOFTConfig = getattr(OpenVLAOFTConfig, size)()
@@ -82,23 +76,22 @@ def fresh_policy(
     return new_policy(config, PromptTokenizer(tokenizer, pad_id=config.token_count))
 
 
-def executed(recordings: Recordings) -> np.ndarray:
-    """Return the actions that were carried out, ``[F - E, A]`` float32: all but each episode's first row."""
+def executed(recordings: Recordings) -> NDArray[np.float32]:
+    """Return the actions that were carried out, ``[F - E, A]``: all but each episode's first row."""
     return np.delete(recordings.actions, recordings.offsets[:-1], axis=0)
 
 
+def action_percentiles(recordings: Recordings) -> NDArray[np.float64]:
+    """Return the first and the 99th percentile of each number of an action: ``[2, A]``."""
+    return np.quantile(executed(recordings).astype(np.float64), [0.01, 0.99], axis=0)
+
+
 def action_statistics(recordings: Recordings) -> NormStats:
-    """Measure the first and 99th percentile of each number of an action.
-
-    The last of 7 numbers is the gripper's, and is not scaled if it keeps to -1 to 1.
-
-    Raises:
-        ConfigError: No action was recorded.
-    """
+    """Measure the range of each number. The last of 7 is the gripper: not scaled if it keeps to -1 to 1."""
     actions = executed(recordings)
     if not len(actions):
         raise ConfigError("--data holds no action: there is nothing to imitate. Record whole episodes.")
-    low, high = np.quantile(actions.astype(np.float64), [0.01, 0.99], axis=0)
+    low, high = action_percentiles(recordings)
     width = actions.shape[1]
     gripper = width == ACTION_DIM and float(np.abs(actions[:, -1]).max()) <= 1
     scaled = (True,) * (width - 1) + (not gripper,)
@@ -106,10 +99,7 @@ def action_statistics(recordings: Recordings) -> NormStats:
 
 
 def write_statistics(folder: Path, policy: OpenVLAOFTPolicy, recordings: Recordings) -> None:
-    """Write `dataset_statistics.json` next to a policy, as published policies have it: for other programs.
-
-    Nothing is written if the policy has no statistics, or those of other recordings.
-    """
+    """Write `dataset_statistics.json`, as published policies have it, if they are those of the recordings."""
     key = policy.config.norm_key
     if not key or policy.config.norm_stats[key] != action_statistics(recordings):
         return
@@ -131,11 +121,7 @@ def examples(recordings: Recordings) -> np.ndarray:
 
 
 def check_imitable(policy: OpenVLAOFTPolicy, recordings: Recordings) -> None:
-    """Check that the policy can represent the recorded actions and tokenise the tasks.
-
-    Raises:
-        ConfigError: It cannot.
-    """
+    """Check that the policy can represent the recorded actions and tokenise the tasks."""
     width = recordings.actions.shape[1]
     if width != policy.config.action_dim:
         raise ConfigError(
@@ -146,11 +132,7 @@ def check_imitable(policy: OpenVLAOFTPolicy, recordings: Recordings) -> None:
 
 
 def tokens_of(actions: np.ndarray, config: OpenVLAOFTConfig) -> np.ndarray:
-    """Compute the bins ``[F, A]`` int32, 0..255, that a policy decodes to given actions, up to half a bin.
-
-    Args:
-        actions: ``[F, A]`` float32 in the environment's units.
-    """
+    """Compute the bins ``[F, A]`` int32, 0..255, that a policy decodes to actions ``[F, A]``."""
     scaled = opening_of(actions, config.gripper)
     if config.norm_key:
         scaled = normalise(scaled, config.norm_stats[config.norm_key])
@@ -174,20 +156,12 @@ def fit_policy(
             step: the policy will act on imagined pictures and must read them alike.
         jitter: Standard deviation of the noise on the imitated tokens, in bins.
         average: Decay of the moving average of the weights, which replaces them at the end; 0: none.
-
-    Returns:
-        Mean loss of the last tenth.
-
-    Raises:
-        ConfigError: The policy needs more than a picture per decision, or makes other than 8 steps; the
-            recorded actions have another width; or it reads two of the instructions alike.
     """
     require_trainable(policy.config)
     check_imitable(policy, recordings)
     frames = [recordings.frames] if drawn is None else [recordings.frames, drawn]
-    sources = [
-        BatchSource(shown_to(policy, some), policy.device, resident=pictures_on_device) for some in frames
-    ]
+    device, resident = policy.device, pictures_on_device
+    sources = [BatchSource(shown_to(policy, some), device, resident=resident) for some in frames]
     loss_at = _imitation(policy, recordings, sources, schedule, jitter)
     policy.train()
     schedule = replace(schedule, warmup=min(WARMUP, schedule.steps // 10))

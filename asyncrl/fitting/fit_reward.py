@@ -21,11 +21,7 @@ from asyncrl.rewards.resnet import ResNetReward, RewardNetwork
 
 
 def fresh_reward(size: Size, recordings: Recordings, device: torch.device) -> ResNetReward:
-    """Build a reward model of the recordings' tasks and picture size.
-
-    Raises:
-        ConfigError: The pictures are not square.
-    """
+    """Build a reward model of the recordings' tasks and picture size."""
     make = RewardConfig.tiny if size == "tiny" else RewardConfig.small
     config = make(tuple(sorted(set(recordings.tasks))), recordings.image_size)
     return ResNetReward(RewardNetwork(config), config, device=device)
@@ -36,12 +32,6 @@ def fit_reward(reward: ResNetReward, recordings: Recordings, drawn: Frames, sche
 
     Args:
         drawn: ``[F, H, W, 3]`` uint8, the frames as the world's autoencoder draws them.
-
-    Returns:
-        Mean loss of the last tenth.
-
-    Raises:
-        ConfigError: The recordings hold no success, or no failure.
     """
     rng = np.random.default_rng(schedule.seed)
     device = next(reward.network.parameters()).device

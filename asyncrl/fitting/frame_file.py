@@ -49,11 +49,7 @@ class FrameFile:
     """
 
     def __init__(self, shape: tuple[int, int, int, int]) -> None:
-        """Reserve the space of ``F, H, W, 3`` bytes.
-
-        Raises:
-            AssetError: The folder of temporary files has no room for it.
-        """
+        """Reserve the space of ``F, H, W, 3`` bytes."""
         self.shape = shape
         self.dtype = np.dtype(np.uint8)
         self.nbytes = math.prod(shape)

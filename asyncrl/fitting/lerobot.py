@@ -206,9 +206,8 @@ class LeRobotFolder(DataSet):
         if not task:
             of_rows = numbers["task_index"][:, 0]
             task = self._tasks.get(int(of_rows[0]), "")
-            note = "instructions that change within an episode: the first one is taken"
-            if (of_rows != of_rows[0]).any() and note not in self.notes:
-                self.notes.append(note)
+            if (of_rows != of_rows[0]).any():
+                self.note("instructions that change within an episode: the first one is taken")
         if not plain_task(task):
             raise ConfigError(f"{where} has no instruction. Give one: --dataset.task 'fold the towel'.")
         return plain_task(task)

@@ -56,6 +56,19 @@ class Schedule:
     """Examples that a rank computes at once; 0: all of its own."""
     ranks: FitRanks = ONE_RANK
 
+    @classmethod
+    def of(cls, config: Any, ranks: FitRanks = ONE_RANK) -> Schedule:
+        """Take the numbers of a fit's settings (`settings`)."""
+        return cls(
+            steps=config.steps,
+            batch=config.batch,
+            learning_rate=config.learning_rate,
+            seed=config.seed,
+            compiled=getattr(config, "compile", False),
+            micro_batch=getattr(config, "micro_batch", 0),
+            ranks=ranks,
+        )
+
     @property
     def parts(self) -> int:
         """Micro-batches of each rank."""
@@ -71,11 +84,7 @@ class Schedule:
 
 
 def parts_of(batch: int, ranks: int, micro_batch: int) -> int:
-    """Count the micro-batches of a rank: all of one size, so that their means make up the batch's.
-
-    Raises:
-        ConfigError: The batch cannot be shared out evenly.
-    """
+    """Count the micro-batches of a rank: all of one size, so that their means make up the batch's."""
     at_once = micro_batch or batch // max(1, ranks)
     if at_once < 1 or batch % (ranks * at_once):
         raise ConfigError(
@@ -158,9 +167,6 @@ def minimise(
         loss_at: Computes a loss, ``[]`` float32, with gradient: of step i; with several micro-batches of
             part ``i % parts`` of step ``i // parts``.
         average: Decay of the moving average of the weights, which replaces them at the end; 0: none.
-
-    Raises:
-        RunError: The loss stopped being finite.
     """
     optimizer, parts = _adamw(module, weight_decay), schedule.parts
     parameters = [p for p in module.parameters() if p.requires_grad]

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from asyncrl.devices.tensors import to_device
 from asyncrl.fitting.autoencoder import FrameAutoencoder, FrameByFrameFit, Latents, window_rows
-from asyncrl.fitting.fit_policy import executed
+from asyncrl.fitting.fit_policy import action_percentiles
 from asyncrl.fitting.loop import Schedule, minimise, prepared
 from asyncrl.fitting.recordings import Recordings
-from asyncrl.fitting.world import Size, WorldOptions, check_picture_size, check_recordings, refuse_options
+from asyncrl.fitting.world import Size, WorldOptions, check_picture_size, check_recordings
 from asyncrl.worlds.opensora.autoencoder import FrameVae, VaeConfig
 from asyncrl.worlds.opensora.flow import ActionRange, normalise, window_loss
 from asyncrl.worlds.opensora.stdit3 import CONDITION, STDiT3, STDiT3Config
@@ -37,12 +37,13 @@ class OpenSoraFit(FrameByFrameFit):
     """`FittedWorld` of OpenSora. A world that is refined keeps its range of actions."""
 
     kind: ClassVar = "opensora"
+    load_world: ClassVar = staticmethod(load_world)
     world: OpenSoraWorld
 
     @classmethod
     def fresh(cls, size: Size, vae_size: Size, recordings: Recordings, options: WorldOptions) -> OpenSoraFit:
         """Build a world of the recordings' picture size and actions."""
-        refuse_options(options, cls)
+        cls.refuse_options(options)
         transformer: STDiT3Config = getattr(STDiT3Config, size)()
         transformer = replace(transformer, action_dim=recordings.actions.shape[1])
         vae: VaeConfig = getattr(VaeConfig, vae_size)()
@@ -50,11 +51,6 @@ class OpenSoraFit(FrameByFrameFit):
         check_recordings(recordings)
         world = OpenSoraWorld(STDiT3(transformer), FrameVae(vae), measured_range(recordings), image_size=side)
         return cls(world)
-
-    @classmethod
-    def load(cls, folder: Path, device: torch.device, dtype: torch.dtype | None = None) -> OpenSoraFit:
-        """Load a folder of ours or a published one."""
-        return cls(load_world(folder, device=device, dtype=dtype))
 
     @property
     def autoencoder(self) -> FrameAutoencoder:
@@ -90,11 +86,8 @@ class OpenSoraFit(FrameByFrameFit):
 
 
 def measured_range(recordings: Recordings) -> ActionRange:
-    """Measure the first and the 99th percentile of every number of the actions, the gripper's too.
-
-    Where the two are closer than `LEAST_RANGE`, they are moved that far apart about their middle.
-    """
-    ends = np.quantile(executed(recordings).astype(np.float64), [0.01, 0.99], axis=0)
+    """Measure the first and 99th percentile of every number of the actions, `LEAST_RANGE` apart at least."""
+    ends = action_percentiles(recordings)
     middle, half = ends.mean(0), np.maximum(ends[1] - ends[0], LEAST_RANGE) / 2
     return ActionRange(low=tuple((middle - half).tolist()), high=tuple((middle + half).tolist()))
 

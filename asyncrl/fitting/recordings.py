@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     import h5py
 
 FORMAT: Final = "asyncrl-recordings-2"
-FORMATS: Final = ("asyncrl-recordings-1", FORMAT)
-"""The first has no rewards, states or further cameras, and its starts are seeds of one simulator."""
 FIRST_SIMULATOR: Final = "tabletop"
 RATE: Final = "steps_per_second"
 """Key of the attribute `about`."""
@@ -59,10 +57,7 @@ class Looks:
     def fits(self, other: Looks) -> bool:
         """Return True if all but the rate is equal, and the rate where both are known."""
         same_rate = not (self.rate and other.rate) or abs(self.rate - other.rate) < 1e-6
-        return same_rate and self._key() == other._key()
-
-    def _key(self) -> tuple[object, ...]:
-        return self.simulator, self.cameras, self.height, self.width, self.action_dim
+        return same_rate and replace(self, rate=other.rate) == other
 
     def __str__(self) -> str:
         rate = f" at {self.rate:g} steps a second" if self.rate else ""
@@ -73,11 +68,9 @@ class Looks:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recordings:
-    """Episodes of one simulator, one after another. Action i produced frame i."""
+class EpisodeArrays:
+    """Numbers of episodes, one after another. Action i produced frame i."""
 
-    frames: Frames
-    """``[F, H, W, 3]`` of the first camera."""
     actions: NDArray[np.float32]
     """``[F, A]``; the first row of each episode is the dummy action."""
     success: NDArray[np.bool_]
@@ -90,20 +83,32 @@ class Recordings:
     """``[E]``."""
     task_ids: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     """``[E]`` numbers of the tasks, -1 if unnumbered; empty: all are."""
-    simulator: str = FIRST_SIMULATOR
     poses: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, POSE_DIM), np.float32))
     """``[F, 8]`` of the hand (`simulators.interface.hand_pose`); ``[0, 8]`` if a file has none."""
 
     def __len__(self) -> int:
         return len(self.tasks)
 
+    def span(self, episode: int) -> slice:
+        """Return the rows of one episode."""
+        return slice(int(self.offsets[episode]), int(self.offsets[episode + 1]))
+
+    def solved(self) -> NDArray[np.bool_]:
+        """Return the episodes that were solved at any step: ``[E]`` bool."""
+        return np.logical_or.reduceat(self.success, self.offsets[:-1]) if len(self) else np.zeros(0, bool)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recordings(EpisodeArrays):
+    """Episodes of one simulator, with their pictures."""
+
+    frames: Frames
+    """``[F, H, W, 3]`` of the first camera."""
+    simulator: str = FIRST_SIMULATOR
+
     @property
     def image_size(self) -> int:
-        """Return height and width of the pictures in pixels.
-
-        Raises:
-            ConfigError: They differ.
-        """
+        """Return height and width of the pictures in pixels; a ConfigError refuses pictures not square."""
         _, height, width, _ = self.frames.shape
         if height != width:
             raise ConfigError(
@@ -113,24 +118,11 @@ class Recordings:
             )
         return height
 
-    def span(self, episode: int) -> slice:
-        """Return the rows of one episode."""
-        return slice(int(self.offsets[episode]), int(self.offsets[episode + 1]))
-
-    def solved(self) -> NDArray[np.bool_]:
-        """Return the episodes that were solved at any step: ``[E]`` bool."""
-        return solved_episodes(self.success, self.offsets)
-
     def scenes(self) -> NDArray[np.int64]:
         """Number the scenes: ``[E]`` int64 from 0. Every numbered task has its own; others share one."""
         if len(self.task_ids) != len(self) or (self.task_ids < 0).any():
             return np.zeros(len(self), np.int64)
         return np.unique(self.task_ids, return_inverse=True)[1].astype(np.int64)
-
-
-def solved_episodes(success_F: NDArray[np.bool_], offsets: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Return the episodes with a success: ``[E]`` bool."""
-    return np.logical_or.reduceat(success_F, offsets[:-1]) if len(offsets) > 1 else np.zeros(0, bool)
 
 
 def episodes_per_part(nbytes: int) -> int:
@@ -194,11 +186,7 @@ def is_recording(path: Path) -> bool:
 
 
 def recording_files(folder: Path) -> list[Path]:
-    """List the files of a recording in order.
-
-    Raises:
-        AssetError: There are none.
-    """
+    """List the files of a recording in order; an AssetError if there are none."""
     parts = sorted(folder.glob("part-*.h5"))
     if not parts:
         raise AssetError(
@@ -209,24 +197,13 @@ def recording_files(folder: Path) -> list[Path]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordingFile:
-    """A recording without its pictures; its arrays are those of `Recordings`."""
+class RecordingFile(EpisodeArrays):
+    """A recording without its pictures."""
 
     path: Path
     looks: Looks
     frames: int
     """``F``."""
-    actions: NDArray[np.float32]
-    success: NDArray[np.bool_]
-    offsets: NDArray[np.int64]
-    tasks: list[str]
-    seeds: NDArray[np.int64]
-    task_ids: NDArray[np.int64]
-    poses: NDArray[np.float32]
-
-    def solved(self) -> NDArray[np.bool_]:
-        """Return the episodes that were solved at any step: ``[E]`` bool."""
-        return solved_episodes(self.success, self.offsets)
 
     def read(self, into: FrameFile, row: int) -> RecordingFile:
         """Write the pictures of the first camera from a row on."""
@@ -241,13 +218,8 @@ class RecordingFile:
 
 
 def read_part(path: Path) -> RecordingFile:
-    """Read everything of a file but its pictures.
-
-    Raises:
-        ConfigError: It is no recording, or is damaged.
-    """
+    """Read everything of a file but its pictures."""
     with _opened(path) as file:
-        first = attribute_of(file, "format") == FORMATS[0]
         frames, success = dataset_in(file, "frames"), dataset_in(file, "success")[:].astype(bool)
         if len(frames.shape) != 4 or frames.shape[-1] != 3 or frames.dtype != np.uint8:
             raise ValueError(f"frames are {frames.dtype}{list(frames.shape)}")
@@ -259,8 +231,8 @@ def read_part(path: Path) -> RecordingFile:
         part = RecordingFile(
             path=path,
             looks=Looks(
-                simulator=FIRST_SIMULATOR if first else str(attribute_of(file, "simulator")),
-                cameras=("main",) if first else tuple(json.loads(str(attribute_of(file, "cameras")))),
+                simulator=str(attribute_of(file, "simulator")),
+                cameras=tuple(json.loads(str(attribute_of(file, "cameras")))),
                 height=frames.shape[1],
                 width=frames.shape[2],
                 action_dim=actions.shape[1],
@@ -272,7 +244,7 @@ def read_part(path: Path) -> RecordingFile:
             offsets=dataset_in(file, "offsets")[:],
             tasks=[task.decode() for task in dataset_in(file, "tasks")[:]],
             seeds=seeds,
-            task_ids=np.full(len(seeds), -1) if first else dataset_in(file, "task_ids")[:],
+            task_ids=dataset_in(file, "task_ids")[:],
             poses=dataset_in(file, "poses")[:] if "poses" in file else np.zeros((0, POSE_DIM), np.float32),
         )
         _check(part)
@@ -304,7 +276,7 @@ def _opened(path: Path) -> Iterator[h5py.File]:
     """Open a recording; errors of the block name it."""
     try:
         with open_hdf5(path) as file:
-            if (found := attribute_of(file, "format")) not in FORMATS:
+            if (found := attribute_of(file, "format")) != FORMAT:
                 raise ConfigError(f"{path} has format {found!r}, expected {FORMAT!r}. Collect it again.")
             yield file
     except ConfigError:

@@ -347,9 +347,6 @@ def open_libero(paths: Sequence[Path], simulator: str, cameras: Sequence[str]) -
     Args:
         simulator: Suite; empty: the one that has all of these tasks, else the folder's name.
         cameras: Of `LIBERO_CAMERAS`.
-
-    Raises:
-        ConfigError: A file has no demonstrations, or they are not of one suite.
     """
     files = [LiberoFile(path, cameras) for path in paths]
     suite, seed = _suite_of(files, simulator), 0

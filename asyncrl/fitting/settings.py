@@ -1,4 +1,4 @@
-"""Settings of `asyncrl fit policy|world|reward|starts|keyframes`, and of reading data sets: their flags."""
+"""Flags of `asyncrl fit`, and of reading data sets."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ Examples = Annotated[
     int, AtLeast(1, "a step needs an example.", "Leave it out for the default.", highest=_MOST_EXAMPLES)
 ]
 LearningRate = Annotated[float, Within(0, 1, "a learning rate lies in 0..1.", "Use 1e-3.")]
+Count = Annotated[int, AtLeast(1, "it counts from 1.", "Leave it out for the default.", highest=1_000_000)]
 StartCount = Annotated[int, AtLeast(1, "episodes begin somewhere.", "Use 512.", highest=1_000_000)]
 
 
@@ -255,11 +256,9 @@ class FitKeyframes(FitSettings):
     """Start states on the way to the goal, from true episodes: where imagination is short and undecided."""
 
     out: Path
-    """HDF5 file to write; with --layout npy a folder."""
+    """HDF5 file to write."""
     count: StartCount = 512
     """Key frames to keep, as many of each task as there are."""
-    layout: Literal["h5", "npy"] = "h5"
-    """h5: start states of ours. npy: RLinf's traj*.npy and traj*_kir.npy, of every episode."""
     policy: str = ""
     """Keep only those from which some episodes that it imagines in --world succeed and some do not: a shipped
     policy, a policy's folder, or a run. Empty: the rule alone decides."""
@@ -269,14 +268,6 @@ class FitKeyframes(FitSettings):
     """With --policy: episodes imagined from each candidate; between 1/8 and 7/8 of them must succeed."""
     temperature: Annotated[float, Within(0, 1000, "it must lie in 0..1000.", "Use 1.0.")] = 1.0
     """With --policy: sampling temperature."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.policy and self.layout == "npy":
-            raise ConfigError(
-                "--layout npy writes the key frames of every episode, but --policy chooses some of them. Use "
-                "--layout h5, or leave --policy out."
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,7 +279,7 @@ class FitStarts(FromData):
     pictures: str = ""
     """Folder of pictures, instead of --data. Their size is set by --dataset.image-size."""
     instructions: str = ""
-    """File with the instructions of --pictures: .txt, .csv or .json; see docs/fitting.md."""
+    """File with the instructions of --pictures: .txt or .csv; see docs/fitting.md."""
     out: Path
     """HDF5 file to write."""
     count: StartCount = 512
@@ -304,3 +295,41 @@ class FitStarts(FromData):
             raise ConfigError(
                 "--pictures and --instructions belong together, but one of them is missing. Set both."
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitDecoder(Bounded):
+    """A tiny decoder, distilled from the world's own on episodes that the world imagines."""
+
+    world: str = "tabletop"
+    """World folder, or 'tabletop' (shipped)."""
+    policy: str = "tabletop"
+    """Policy that acts in the imagined episodes."""
+    start_states: str = "tabletop"
+    """Where they begin."""
+    out: str = ""
+    """Folder for decoder.safetensors and decoder.json; empty: the world's folder."""
+    episodes: Count = 256
+    """Episodes to learn from."""
+    held_out: Count = 64
+    """Further episodes, from other start states, to measure on."""
+    decisions: Count = 6
+    """Length of an episode; as long as those of training (--actor.max-decisions)."""
+    imagine_batch: Examples = 32
+    """Episodes imagined side by side."""
+    steps: Steps = 3_000
+    """Optimizer steps."""
+    batch: Examples = 4
+    """Episodes per step."""
+    learning_rate: LearningRate = 3e-3
+    """Peak learning rate."""
+    temperature: Annotated[float, Within(0, 1000, "it must lie in 0..1000.", "Use 1.0.")] = 1.0
+    """Sampling temperature of the policy, as in training."""
+    threshold: Annotated[float, Within(0, 1, "it is a probability.", "Use 0.7.")] = 0.7
+    """Probability from which a frame counts as success, for the agreement of the verdicts."""
+    device: str = "auto"
+    """cpu, cuda, or auto. On a GPU world and policy compute in bfloat16, as they do in training."""
+    seed: Annotated[int, AtLeast(0, "random streams are numbered from 0.", "Use 0.", highest=SEEDS)] = 0
+    """Of weights, episodes and the order of examples."""
+    compile: bool = False
+    """Compile the tiny decoder first: a minute at the start, then faster on a GPU."""

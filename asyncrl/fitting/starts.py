@@ -21,7 +21,7 @@ from asyncrl.fitting.recordings import Recordings
 from asyncrl.fitting.settings import DataSetSettings
 from asyncrl.records import ACTION_DIM, CHUNK, StartState
 from asyncrl.storage.atomic import replacing
-from asyncrl.storage.untrusted import parse_json, read_bytes
+from asyncrl.storage.untrusted import read_bytes
 from asyncrl.worlds.rlinf_start_states import CONTEXT, KEYFRAME_MARK
 
 SUFFIXES: Final = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
@@ -60,14 +60,7 @@ def keyframes(actions: NDArray[np.float32], success: NDArray[np.bool_]) -> list[
 
 
 def keyframe_states(recordings: Recordings, count: int) -> list[StartState]:
-    """Make start states of key frames, balanced over the tasks, in the order of the recordings.
-
-    Each has the episode's first frame, the four frames up to the key frame with their actions, and the number
-    of decisions until then.
-
-    Raises:
-        ConfigError: No episode has a key frame.
-    """
+    """Make start states of key frames, balanced over the tasks, in the order of the recordings."""
     found: dict[str, list[tuple[int, int]]] = {}
     for episode, task in enumerate(recordings.tasks):
         span = recordings.span(episode)
@@ -80,6 +73,28 @@ def keyframe_states(recordings: Recordings, count: int) -> list[StartState]:
             "decisions. Record longer ones."
         )
     return [_state_at(recordings, episode, step) for episode, step in places]
+
+
+def first_states(recordings: Recordings, count: int) -> list[StartState]:
+    """Make start states of the first frames of at most so many episodes, evenly spread."""
+    # Recordings lie task by task, so the chosen ones are spread over all of them.
+    chosen = _spread(range(len(recordings)), min(count, len(recordings)))
+    seeds = recordings.seeds
+    once = len(set(seeds[chosen])) == len(chosen)
+    states = []
+    for episode in chosen:
+        first, name = int(recordings.offsets[episode]), f"seed-{seeds[episode]}"
+        states.append(
+            StartState(
+                name=name if once else f"{name}-{episode}",
+                task=recordings.tasks[episode],
+                frame=recordings.frames[first],
+                context_frames=np.empty((0, *recordings.frames.shape[1:]), np.uint8),
+                context_actions=np.empty((0, recordings.actions.shape[1]), np.float32),
+                ee_pose=recordings.poses[first] if len(recordings.poses) else None,
+            )
+        )
+    return states
 
 
 def _state_at(recordings: Recordings, episode: int, step: int) -> StartState:
@@ -123,15 +138,7 @@ def _spread(places: Sequence[T], count: int) -> list[T]:
 def picture_starts(
     pictures: Path, instructions: Path, settings: DataSetSettings, count: int
 ) -> list[StartState]:
-    """Make a start state of each picture with each of its instructions, evenly spread if there are more.
-
-    Returns:
-        Start states of one picture size, without a context and without a pose.
-
-    Raises:
-        ConfigError: There are no pictures or instructions, a named picture is missing or cannot be read, or
-            they are not square or not of one size.
-    """
+    """Make a start state of each picture with each of its instructions, evenly spread if there are more."""
     folder = sorted(pictures.iterdir()) if pictures.is_dir() else []
     files = {file.name: file for file in folder if file.suffix.lower() in SUFFIXES}
     if not files:
@@ -184,15 +191,19 @@ def _placed(file: Path, settings: DataSetSettings) -> NDArray[np.uint8]:
 
 def _pairs(path: Path, files: Mapping[str, Path]) -> Iterator[tuple[str, str]]:
     """Yield names of pictures with an instruction, in the order of the pictures' names."""
+    named: dict[str, list[str]] = {}
     try:
-        read = _parsed(path.suffix.lower(), read_bytes(path).decode("utf-8-sig"))
-        if isinstance(read, list):
-            read = dict.fromkeys(files, read)
-        named = {name: _instructions(of_it) for name, of_it in read.items()}
+        text = read_bytes(path).decode("utf-8-sig")
+        if path.suffix.lower() == ".csv":
+            for row in _rows(text):
+                named.setdefault(str(row["picture"]), []).append(_instruction(str(row["instruction"] or "")))
+        else:
+            lines = [_instruction(line) for line in text.splitlines() if line.strip()]
+            named = dict.fromkeys(files, lines)
     except (OSError, ValueError, csv.Error) as error:
         raise ConfigError(
             f"--instructions {path} cannot be read ({first_line(error)}). Write one instruction per line "
-            "(.txt), the columns picture and instruction (.csv), or an object of them (.json)."
+            "(.txt), or the columns picture and instruction (.csv)."
         ) from error
     if missing := sorted(set(named) - set(files)):
         raise ConfigError(
@@ -202,29 +213,17 @@ def _pairs(path: Path, files: Mapping[str, Path]) -> Iterator[tuple[str, str]]:
     yield from ((name, task) for name in sorted(named) for task in named[name])
 
 
-def _instructions(read: Any) -> list[str]:
-    listed = read if isinstance(read, list) else [read]
-    if not all(isinstance(one, str) and plain_task(one) for one in listed):
-        raise ValueError("an instruction is empty or no text")
-    return [plain_task(one) for one in listed]
-
-
-def _parsed(suffix: str, text: str) -> Any:
-    """Return a list of instructions of every picture, or a picture's instruction or list of them by name."""
-    if suffix == ".json":
-        try:
-            return parse_json(text.encode(), dict)
-        except ValueError:
-            return parse_json(text.encode(), list)
-    if suffix != ".csv":
-        return [line for line in text.splitlines() if line.strip()]
+def _rows(text: str) -> Iterator[dict[str, Any]]:
     reader = csv.DictReader(io.StringIO(text), strict=True)
     if not {"picture", "instruction"} <= set(reader.fieldnames or ()):
         raise ValueError("its first line is not picture,instruction")
-    found: dict[str, list[str]] = {}
-    for row in reader:
-        found.setdefault(str(row["picture"]), []).append(str(row["instruction"] or ""))
-    return found
+    yield from reader
+
+
+def _instruction(text: str) -> str:
+    if not (task := plain_task(text)):
+        raise ValueError("an instruction is empty")
+    return task
 
 
 def write_trajectories(
@@ -235,14 +234,8 @@ def write_trajectories(
         traj00003.npy                 the first frame of episode 3
         traj00003_step0040_kir.npy    its first frame, then the four frames up to step 40: a key frame
 
-    Args:
-        folder: Created when missing; must not hold trajectories.
-
     Returns:
         Numbers of ordinary starts and of key frames.
-
-    Raises:
-        ConfigError: The folder holds trajectories, or actions are not 7 numbers wide.
     """
     if (width := recordings.actions.shape[1]) != ACTION_DIM:
         raise ConfigError(

@@ -21,18 +21,11 @@ from tqdm import tqdm
 from asyncrl.devices.tensors import to_uint8
 from asyncrl.errors import ConfigError
 from asyncrl.fitting.autoencoder import CLIP_FRAMES, Latents, fit_autoencoder, rows_at_once, to_video
-from asyncrl.fitting.fit_policy import executed
+from asyncrl.fitting.fit_policy import action_percentiles
 from asyncrl.fitting.frame_file import FrameFile
 from asyncrl.fitting.loop import ONE_RANK, FitRanks, Schedule, minimise, prepared
 from asyncrl.fitting.recordings import Recordings
-from asyncrl.fitting.world import (
-    FittedWorld,
-    Size,
-    WorldOptions,
-    check_picture_size,
-    check_recordings,
-    refuse_options,
-)
+from asyncrl.fitting.world import FittedWorld, Size, WorldOptions, check_picture_size, check_recordings
 from asyncrl.observability import process_status
 from asyncrl.records import ACTION_DIM, CHUNK, dummy_action
 from asyncrl.worlds.wan.files import open_world, rewrite_world
@@ -58,24 +51,20 @@ class WanFit(FittedWorld):
     options: ClassVar = frozenset({"context_sigma"})
     fine_tunes: ClassVar = True
     distils: ClassVar = True
+    load_world: ClassVar = staticmethod(load_world)
     world: WanWorld
     _scaled = False
 
     @classmethod
     def fresh(cls, size: Size, vae_size: Size, recordings: Recordings, options: WorldOptions) -> WanFit:
         """Build a world of the recordings' picture size and actions."""
-        refuse_options(options, cls)
+        cls.refuse_options(options)
         side = check_picture_size(recordings, SPATIAL)
         check_recordings(recordings)
         transformer: TransformerConfig = getattr(TransformerConfig, size)()
         transformer = replace(transformer, action_dim=recordings.actions.shape[1])
         vae: VaeConfig = getattr(VaeConfig, vae_size)()
         return cls(WanWorld(ActionWanTransformer(transformer), WanVae(vae), image_size=side))
-
-    @classmethod
-    def load(cls, folder: Path, device: torch.device, dtype: torch.dtype | None = None) -> WanFit:
-        """Load a folder of ours or a published one."""
-        return cls(load_world(folder, device=device, dtype=dtype))
 
     def fit_autoencoder(self, recordings: Recordings, schedule: Schedule) -> float:
         """Train the autoencoder in place."""
@@ -89,7 +78,7 @@ class WanFit(FittedWorld):
         )
 
     def fit_network(self, recordings: Recordings, schedule: Schedule, options: WorldOptions) -> float:
-        """Train the transformer. See `fit_transformer`."""
+        """Train the transformer."""
         self.check(recordings, options)
         self.world.vae.requires_grad_(False)
         trained, scale = self.world.transformer.requires_grad_(True), measured_scale(recordings)
@@ -236,9 +225,6 @@ def encode_recordings(
     Args:
         kept: Device of the latents; None: the VAE's. With several ranks the CPU.
         ranks: Each encodes some batches of episodes, and all get all latents; a collective.
-
-    Returns:
-        Latents of E episodes, L = 2 + 2 * decisions of an episode of whole decisions.
     """
     device = next(vae.parameters()).device
     lengths = latents_of_frames(np.diff(recordings.offsets))
@@ -314,10 +300,7 @@ def windows(recordings: Recordings, latents: Latents, scale: ActionScale | None 
     """Cut episodes into windows.
 
     Decision k of an episode has the anchor latent 0, the memory latent 2k + 1 and the new latents 2k + 2 and
-    2k + 3; its actions are the dummy, the last 4 and the 8 new ones.
-
-    Args:
-        scale: Of the actions; None: raw.
+    2k + 3; its actions are the dummy, the last 4 and the 8 new ones, raw without a scale.
     """
     check_recordings(recordings)
     dummy = dummy_action(recordings.actions.shape[1])
@@ -357,13 +340,9 @@ class ActionScale:
 
 
 def measured_scale(recordings: Recordings) -> ActionScale | None:
-    """Measure the scale of recorded actions, by their first and 99th percentiles.
-
-    None: the published network takes them as they are, 7 numbers between -1 and 1.
-    """
-    actions = executed(recordings)
-    low, high = np.quantile(actions.astype(np.float64), [0.01, 0.99], axis=0)
-    if actions.shape[1] == ACTION_DIM and low.min() >= -1.0 and high.max() <= 1.0:
+    """Measure the scale of recorded actions; None for 7 numbers in [-1, 1], taken as they are."""
+    low, high = action_percentiles(recordings)
+    if len(low) == ACTION_DIM and low.min() >= -1.0 and high.max() <= 1.0:
         return None
     gain = 2 / np.maximum(high - low, LEAST_RANGE)
     return ActionScale(gain=gain, offset=-gain * (low + high) / 2)
@@ -404,11 +383,7 @@ def _scaled_entrances(
 def fit_transformer(
     transformer: ActionWanTransformer, windows: Windows, schedule: Schedule, *, context_sigma: float
 ) -> float:
-    """Train by flow matching on the two new latents; return the mean loss of the last tenth.
-
-    Args:
-        context_sigma: Noise level of the memory latent, in [0, 1]; see `window_loss`.
-    """
+    """Train by flow matching on the two new latents; return the mean loss of the last tenth."""
     losses = window_losses(transformer, windows, schedule, context_sigma=context_sigma)
     return minimise("world", transformer, losses, schedule, average=0.9995)
 
@@ -416,10 +391,8 @@ def fit_transformer(
 def window_losses(
     transformer: ActionWanTransformer, windows: Windows, schedule: Schedule, *, context_sigma: float
 ) -> Callable[[int], Tensor]:
-    """Return the losses for `minimise`; see `fit_transformer`.
-
-    All ranks draw a whole step's windows and noise, so that a step is the same however it is shared out.
-    """
+    """Return the losses for `minimise`, with noise of so many sigma on the memory latent."""
+    # All ranks draw a whole step's windows and noise: a step is the same however it is shared out.
     generator = torch.Generator().manual_seed(schedule.seed)
     device = next(transformer.parameters()).device
     velocity = prepared(transformer, device, compiled=schedule.compiled)

@@ -8,8 +8,8 @@ load  ->  redraw                                                      `asyncrl f
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
@@ -61,6 +61,9 @@ class FittedWorld(ABC):
     distils: ClassVar[bool] = False
     """Whether it has those for `asyncrl fit decoder`: `fresh_decoder` and `save_decoder`."""
 
+    load_world: ClassVar[Callable[..., Any]]
+    """Loads a `worlds.interface.World` of this kind, of ours or published: ``folder, device=, dtype=``."""
+
     def __init__(self, world: Any) -> None:
         """Wrap a `worlds.interface.World`."""
         self.world = world
@@ -71,24 +74,14 @@ class FittedWorld(ABC):
         """Build networks with fresh weights for the recordings' pictures, on the CPU.
 
         Args:
-            size: Of the network that draws latents, and of the networks that make its tokens.
+            size: Of the network that draws latents, and of those that make its tokens.
             vae_size: Of the autoencoder.
-
-        Raises:
-            ConfigError: The recordings lack something that this kind needs, or an option is not its own.
         """
 
     @classmethod
-    @abstractmethod
     def load(cls, folder: Path, device: torch.device, dtype: torch.dtype | None = None) -> Self:
-        """Load a folder of this kind, ours or a published one.
-
-        Args:
-            dtype: Of the weights; None: as the kind prefers, float32 for folders of ours.
-
-        Raises:
-            CheckpointError: A file is missing or does not fit.
-        """
+        """Load a folder with weights of a type; None: as the kind prefers, float32 for folders of ours."""
+        return cls(cls.load_world(folder, device=device, dtype=dtype))
 
     @property
     def image_size(self) -> int:
@@ -105,22 +98,14 @@ class FittedWorld(ABC):
 
     @abstractmethod
     def take_autoencoder(self, source: FittedWorld) -> None:
-        """Take over the autoencoder of another world instead of fitting one.
-
-        Raises:
-            ConfigError: It has other layers.
-        """
+        """Take over the autoencoder of another world instead of fitting one."""
 
     @abstractmethod
     def fit_network(self, recordings: Recordings, schedule: Schedule, options: WorldOptions) -> float:
         """Train all but the autoencoder in place by the published objective; return the mean loss at the end.
 
         Args:
-            schedule: Its batch is of windows, each as long as a decision and the frames it sees before.
-
-        Raises:
-            ConfigError: The recordings lack something that this kind needs, or an option is not its own.
-            RunError: The loss stopped being finite.
+            schedule: Its batch is of windows: a decision and the frames it sees before.
         """
 
     @abstractmethod
@@ -133,8 +118,19 @@ class FittedWorld(ABC):
 
     def check(self, recordings: Recordings, options: WorldOptions) -> None:
         """Refuse options of other kinds and actions of another width, with a ConfigError."""
-        refuse_options(options, type(self))
+        self.refuse_options(options)
         check_recordings(recordings, self.world.action_spec.dim)
+
+    @classmethod
+    def refuse_options(cls, options: WorldOptions) -> None:
+        """Refuse options that the kind does not have, with a ConfigError."""
+        for field in fields(WorldOptions):
+            value = getattr(options, field.name)
+            if field.name not in cls.options and value != field.default:
+                raise ConfigError(
+                    f"--{field.name.replace('_', '-')} {value} means nothing to a world of kind {cls.kind}: "
+                    "its published training has no such choice. Leave it out."
+                )
 
 
 def check_kind(kind: str) -> None:
@@ -151,11 +147,7 @@ def fit_class(kind: str) -> type[FittedWorld]:
 
 
 def load_fitted(folder: Path, device: torch.device, dtype: torch.dtype | None = None) -> FittedWorld:
-    """Load a world of any kind. See `FittedWorld.load`.
-
-    Raises:
-        CheckpointError: The folder does not exist, or a file is missing or does not fit.
-    """
+    """Load a world of any kind; see `FittedWorld.load`."""
     if not folder.is_dir():
         raise CheckpointError(
             f"There is no folder {folder.absolute()} with a world. Give one that `asyncrl fit world` "
@@ -201,14 +193,3 @@ def check_picture_size(recordings: Recordings, multiple: int) -> int:
             f"set, asyncrl collect --image-size {near} of a simulator."
         )
     return side
-
-
-def refuse_options(options: WorldOptions, fitted: type[FittedWorld]) -> None:
-    """Refuse options that a kind does not have, with a ConfigError."""
-    for name in ("context_sigma", "camera"):
-        value = getattr(options, name)
-        if name not in fitted.options and value != getattr(WorldOptions(), name):
-            raise ConfigError(
-                f"--{name.replace('_', '-')} {value} means nothing to a world of kind {fitted.kind}: its "
-                "published training has no such choice. Leave it out."
-            )

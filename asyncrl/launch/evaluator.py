@@ -189,7 +189,7 @@ class VersionPlayer:
         """
         config = self._config
         if simulator_named(config.world):
-            judged = unjudged(episodes)
+            judged = [unjudged(episode) for episode in episodes]
         else:
             environment = build_environment(config, self._device)
             assert isinstance(environment, Environment)

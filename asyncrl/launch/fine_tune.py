@@ -76,11 +76,6 @@ def fine_tuning_ranks(what: str, precision: Precision, device: torch.device) -> 
         yield DistributedRanks(COLLECTIVE_DEADLINE, remedy=AGAIN)
 
 
-def fit_ranks(ranks: LearnerRanks) -> FitRanks:
-    """Return ranks as the fits know them."""
-    return FitRanks(rank=ranks.rank, size=ranks.size, sum=ranks.sum)
-
-
 def count_trained(network: nn.Module) -> int:
     """Count the numbers that are trained; asked before they are spread."""
     return sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
@@ -119,7 +114,7 @@ def fine_tune_policy(
         loss = fit_policy(
             policy,
             recordings,
-            _schedule(config, ranks),
+            Schedule.of(config, FitRanks(rank=ranks.rank, size=ranks.size, sum=ranks.sum)),
             drawn=drawn,
             average=config.average,
             pictures_on_device=False,  # Moments, averages and activations come later, and need the room.
@@ -194,7 +189,8 @@ def fine_tune_world(config: FitWorld, recordings: Recordings) -> str:
         else:
             # Positions and times would be rounded if blocks had their inputs cast.
             spread(world.network(), world.blocks(), device, config.precision, cast_inputs=False)
-        loss = world.fine_tune(recordings, _schedule(config, ranks), options)
+        schedule = Schedule.of(config, FitRanks(rank=ranks.rank, size=ranks.size, sum=ranks.sum))
+        loss = world.fine_tune(recordings, schedule, options)
         _write(world, config, source, ranks)
     return "" if ranks.rank else report(config, f"velocity error {loss:.4f}", trained)
 
@@ -234,18 +230,6 @@ def _prepare(world: Any, config: FitWorld, recordings: Recordings, options: Worl
         adapt(world.network(), world.adapted_layers(), config.lora.rank, config.lora.alpha)
     if config.gradient_checkpointing:
         recompute(world.blocks())
-
-
-def _schedule(config: FitPolicy | FitWorld, ranks: LearnerRanks) -> Schedule:
-    return Schedule(
-        steps=config.steps,
-        batch=config.batch,
-        learning_rate=config.learning_rate,
-        seed=config.seed,
-        compiled=config.compile,
-        micro_batch=config.micro_batch,
-        ranks=fit_ranks(ranks),
-    )
 
 
 def _write(world: Any, config: FitWorld, source: Path, ranks: LearnerRanks) -> None:

@@ -31,12 +31,7 @@ class SimulatorSource:
         return replace(self, **changes)
 
     def build(self) -> Simulator:
-        """Build the simulator.
-
-        Raises:
-            ConfigError: The name is unknown, a setting is refused, or something else was made.
-            AssetError: A library is missing.
-        """
+        """Build the simulator."""
         built = self._call(registry.resolve("simulator", self.name))
         if all(hasattr(built, name) for name in _NEEDS):
             return built

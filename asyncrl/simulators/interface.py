@@ -3,9 +3,8 @@
 Each *place* has an episode of its own. Nothing resets by itself, and everything about an episode follows from
 its `SimStart` and the actions.
 
-Dimension letters:
-    n  places addressed      K  cameras      H, W  picture size in pixels (equal)
-    Q  numbers of state      A  numbers per action
+Letters: n places addressed, K cameras, H W picture size in pixels (equal), Q numbers of state, A numbers per
+action.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ class SimulatorSpec:
     name: str
     """Short, as in `SimStart.name`: ``libero_spatial``."""
     tasks: tuple[str, ...]
-    """Instructions, lower case, without a full stop; stored starts have their index as task id.
-    Without stored starts: all that `Seen.tasks` may hold; empty: any."""
+    """Instructions, lower case, without a full stop, by task id; without stored starts: all that `Seen.tasks`
+    may hold, empty: any."""
     trials: int
     """Stored starts of each task, numbered from 0; 0: every seed is a start."""
     max_steps: int
@@ -97,8 +96,7 @@ def hand_pose(
 
     Args:
         position: ``[3]`` of the point between the fingers, in metres, in the simulator's world.
-        quaternion: ``[4]`` x, y, z, w of length 1: from the hand's axes to the world's. Its sign is free, but
-            must not jump between two steps.
+        quaternion: ``[4]`` x, y, z, w, from the hand's axes to the world's; its sign must not jump.
         opened: Distance of the fingers, from 0 to 1; clipped.
 
     Example:
@@ -107,6 +105,12 @@ def hand_pose(
     """
     gripper = 1.0 - 2.0 * min(max(opened, 0.0), 1.0)
     return np.concatenate([position, quaternion, [gripper]]).astype(np.float32)
+
+
+def skew_part(rotation: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Compute axis times sine of the angle ``[3]`` of a matrix ``[3, 3]``: its vector, for small angles."""
+    r = rotation
+    return 0.5 * np.array([r[2, 1] - r[1, 2], r[0, 2] - r[2, 0], r[1, 0] - r[0, 1]])
 
 
 class Stepped(NamedTuple):
@@ -143,18 +147,13 @@ class Simulator(Protocol):
         ...
 
     def reset(self, places: Sequence[int], starts: Sequence[SimStart]) -> Seen:
-        """Begin one episode in each of n different places; the others are left as they are.
-
-        Raises:
-            ConfigError: A start that the simulator does not have.
-        """
+        """Begin one episode in each of n different places; a ConfigError refuses a start it does not have."""
         ...
 
     def step(self, places: Sequence[int], actions: NDArray[np.float32], *, draw: bool) -> Stepped:
-        """Carry out one action in each of n different places whose episodes are not over.
+        """Carry out one action in each of n different places whose episodes are not over; in lockstep all.
 
         Args:
-            places: With `SimulatorSpec.lockstep` all that play.
             actions: ``[n, A]`` float32, finite.
             draw: False leaves `Stepped.seen` out; nothing else depends on it.
         """
@@ -226,24 +225,13 @@ class HasExpert(Protocol):
     ) -> Callable[[], NDArray[np.float32]]:
         """Return a function that chooses the next action ``[A]`` float32 of the episode that was just reset.
 
-        It is called before each `step` and may see the true state.
-
-        Args:
-            place: Of the episode.
-            settings: Its flaws; those without a meaning here are ignored.
-            rng: Source of all its randomness.
+        It is called before each `step` and may see the true state. Flaws without a meaning here are ignored.
         """
         ...
 
 
 def stored_start(spec: SimulatorSpec, task_id: int, trial: int) -> SimStart:
-    """Return a stored start of a simulator that has some.
-
-    Example:
-        >>> spec = SimulatorSpec(name="suite", tasks=("open it",), trials=50, max_steps=9, image_size=64)
-        >>> stored_start(spec, 0, 7).name
-        'suite/0/007'
-    """
+    """Return a stored start of a simulator that has some."""
     return SimStart(
         name=f"{spec.name}/{task_id}/{trial:03d}",
         task=spec.tasks[task_id],
@@ -254,13 +242,7 @@ def stored_start(spec: SimulatorSpec, task_id: int, trial: int) -> SimStart:
 
 
 def random_start(spec: SimulatorSpec, seed: int) -> SimStart:
-    """Return the start that belongs to a seed. Tasks with stored starts take turns by the seed.
-
-    Example:
-        >>> spec = SimulatorSpec(name="table", tasks=("a", "b"), trials=0, max_steps=9, image_size=64)
-        >>> random_start(spec, 12).name
-        'table/seed-12'
-    """
+    """Return the start that belongs to a seed. Tasks with stored starts take turns by the seed."""
     if not spec.trials:
         task = spec.tasks[0] if len(spec.tasks) == 1 else ""
         return SimStart(name=f"{spec.name}/seed-{seed}", task=task, seed=seed)

@@ -39,7 +39,7 @@ _ERRORS: Final[dict[str, type[AsyncRLError]]] = {"AssetError": AssetError, "Conf
 
 @dataclass(frozen=True, kw_only=True)
 class SlotAnswer:
-    """Result of a request in one slot. Dimension letters as in `pool_worker`; S steps were made."""
+    """Result of a request in one slot, by which S steps were made. Letters as in `pool_worker`."""
 
     slot: int
     lost: str = ""
@@ -47,18 +47,15 @@ class SlotAnswer:
     task: str = ""
     """After a reset: the instruction."""
     frames: NDArray[np.uint8] = field(default_factory=lambda: np.zeros((0, 1, 0, 0, 3), np.uint8))
-    """``[S, K, H, W, 3]`` after each step if all frames were asked for; else ``[1, ...]`` after the last one,
-    or after the reset."""
+    """``[S, K, H, W, 3]`` if all frames were asked for, else ``[1, ...]``, the last; or after the reset."""
     states: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0), np.float32))
     """``[rows of frames, Q]``."""
     poses: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0), np.float32))
     """``[rows of frames, 8]``; ``[rows of frames, 0]`` without `SimulatorSpec.poses`."""
     actions: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0), np.float32))
-    """``[S, A]`` carried out."""
+    """``[S, A]`` carried out; `rewards` and `success` are ``[S]``."""
     rewards: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
-    """``[S]``."""
     success: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
-    """``[S]``."""
     terminated: bool = False
     truncated: bool = False
 
@@ -145,10 +142,8 @@ class _WorkerProcess:
             self.send(request)
 
     def check(self, patience: float) -> None:
-        """Raise `RunError` if the worker died, or was silent for longer than `patience` seconds.
-
-        With lockstep a worker may rightly wait for the newest request, so time is counted from there.
-        """
+        """Raise `RunError` if the worker died, or was silent for longer than `patience` seconds."""
+        # In lockstep a worker may rightly wait for the newest request, so time is counted from there.
         if not self.process.is_alive() and not self.pipe.poll():
             raise self._dead()
         if time.monotonic() - self.heard > patience:
@@ -242,18 +237,13 @@ class SimulatorPool:
 
         Args:
             actions: ``[S, A]`` float32, finite; or the number of steps that the expert chooses.
-
-        Raises:
-            ValueError: The actions are not finite, of another shape, or too many.
         """
-        by_expert = isinstance(actions, int)
+        by_expert, width = isinstance(actions, int), self.spec.action_dim
         steps = actions if isinstance(actions, int) else len(actions)
-        if not isinstance(actions, int) and not (
-            actions.ndim == 2 and actions.shape[1] == self.spec.action_dim and np.isfinite(actions).all()
+        if not isinstance(actions, int) and (
+            actions.shape != (steps, width) or not np.isfinite(actions).all()
         ):
-            raise ValueError(
-                f"actions must be finite [steps, {self.spec.action_dim}], got shape {actions.shape}"
-            )
+            raise ValueError(f"actions must be finite [steps, {width}], got shape {actions.shape}")
         if not 1 <= steps <= self._steps:
             raise ValueError(f"{steps} steps were asked for, this pool takes 1 to {self._steps} at once")
         self._ask(slot, frames)
@@ -275,12 +265,7 @@ class SimulatorPool:
         return self._tasks.get(slot, -1)
 
     def ready(self, patience: float) -> list[SlotAnswer]:
-        """Return the answers that have come; wait for the first, at most `patience` seconds.
-
-        Raises:
-            RunError: More than a few workers were lost.
-            ConfigError: A worker cannot be built, or refuses a start.
-        """
+        """Return the answers that have come; wait for the first, at most `patience` seconds."""
         self._check_open()
         deadline = time.monotonic() + patience
         while True:

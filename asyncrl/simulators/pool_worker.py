@@ -3,9 +3,8 @@
 Requests and answers are JSON over a pipe; numbers and pictures are in memory that both sides map. All
 requests that have come are stepped together; with `SimulatorSpec.lockstep` once every playing place has one.
 
-Dimension letters:
-    P  places of the worker      C  most steps of a request      K  cameras
-    H, W  picture size in pixels (equal)      Q  numbers of state      A  numbers per action
+Letters: P places of the worker, C most steps of a request, K cameras, H W picture size in pixels (equal),
+Q numbers of state, A numbers per action.
 """
 
 from __future__ import annotations
@@ -198,11 +197,7 @@ def plain_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def worker_main(pipe: Connection, source: SimulatorSource, steps: int, parent: int) -> None:
-    """Serve requests until the pipe closes; an error goes to the parent as a message.
-
-    Args:
-        steps: ``C``.
-    """
+    """Serve requests of at most so many steps until the pipe closes; errors go to the parent as messages."""
     die_with_parent(parent)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # As a lost terminal is:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it closes the pipe.

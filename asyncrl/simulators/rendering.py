@@ -46,11 +46,7 @@ def find_backend() -> str | None:
 
 
 def require_backend() -> str:
-    """Return the name of the OpenGL backend.
-
-    Raises:
-        AssetError: No OpenGL library, or ``MUJOCO_GL`` names a missing one or turns rendering off.
-    """
+    """Return the name of the OpenGL backend; an AssetError if there is none."""
     backend = find_backend()
     if backend is not None:
         return backend
@@ -132,8 +128,6 @@ class Renderer:
         model: A ``mujoco.MjModel`` whose off-screen buffer is at least ``size * supersample`` wide. Other
             models compiled from the same text may be drawn too.
         cameras: Names of K cameras of the model.
-        size: Side of the pictures in pixels.
-        supersample: Rays per pixel and axis.
         most_shapes: Shapes that are drawn at most.
         without: Of ``mujoco.mjtRndFlag``, such as ``SHADOW``: what is not drawn.
     """
@@ -196,12 +190,7 @@ class Renderer:
 
 
 def box_average(image: NDArray[np.uint8], factor: int) -> NDArray[np.uint8]:
-    """Average squares of ``factor x factor`` pixels, rounding half up, into a new array.
-
-    Args:
-        image: ``[H, W, 3]`` uint8; H and W multiples of `factor`.
-        factor: Side of a square in pixels, at most 16.
-    """
+    """Average squares of ``factor x factor`` pixels of ``[H, W, 3]``, rounding half up, into a new array."""
     if factor == 1:
         return image.copy()
     total = np.zeros((image.shape[0] // factor, image.shape[1] // factor, 3), np.uint16)

@@ -3,10 +3,8 @@
 Slots are filled continuously, if possible with a start of the task that is loaded there. All slots that have
 answered are decided together while the others step; no episode depends on that.
 
-Dimension letters:
-    B  slots that are decided      C  steps per decision      F  frames of an episode, the first included
-    K  cameras                     H, W  picture size in pixels (equal)
-    Q  numbers of state            A  numbers per action
+Letters: B slots that are decided, C steps per decision, F frames of an episode with the first, K cameras,
+H W picture size in pixels (equal), Q numbers of state, A numbers per action.
 """
 
 from __future__ import annotations
@@ -271,11 +269,7 @@ def _pop_play(waiting: list[Play], pool: SimulatorPool, slot: int) -> Play:
 
 
 def evaluation_seeds(seed: int, episodes: int) -> list[int]:
-    """Return the simulator seeds of evaluation number `seed`, which nothing else ever uses.
-
-    Raises:
-        ConfigError: More episodes than one evaluation owns, or a negative seed.
-    """
+    """Return the simulator seeds of evaluation number `seed`, which nothing else ever uses."""
     if seed < 0 or not 0 < episodes <= SEEDS_PER_EVALUATION:
         raise ConfigError(
             f"--seed {seed} with --episodes {episodes}: the seed must be 0 or more and the episodes 1 to "
@@ -287,15 +281,7 @@ def evaluation_seeds(seed: int, episodes: int) -> list[int]:
 def evaluation_plays(
     spec: SimulatorSpec, *, episodes: int = 0, seed: int = 0, tasks: Sequence[str], trials: int, repeats: int
 ) -> list[Play]:
-    """List every episode of an evaluation once: of stored starts trial by trial, else by seed.
-
-    Args:
-        episodes: Number of seeds, if every seed is a start; 0: 256.
-        trials: Of each task; 0: all that are stored.
-
-    Raises:
-        ConfigError: The simulator lacks these tasks or trials, or has no such choice.
-    """
+    """List every episode of an evaluation once: of stored starts trial by trial, else by seed."""
     if not spec.trials:
         if tasks or trials:
             raise ConfigError(
@@ -321,21 +307,14 @@ def evaluation_plays(
 
 
 def chosen_tasks(spec: SimulatorSpec, tasks: Sequence[str]) -> list[int]:
-    """Return the task ids of `--tasks` (numbers or instructions), each once; all if empty.
-
-    Raises:
-        ConfigError: There is no such task.
-    """
-    return list(dict.fromkeys(_task_id(spec, task) for task in tasks)) or list(range(len(spec.tasks)))
-
-
-def _task_id(spec: SimulatorSpec, text: str) -> int:
-    if text.isdecimal() and int(text) < len(spec.tasks):
-        return int(text)
-    if text in spec.tasks:
-        return spec.tasks.index(text)
-    near = difflib.get_close_matches(text, spec.tasks, n=1, cutoff=0.0)
-    raise ConfigError(
-        f"--tasks {text!r}: {spec.name} has no such task. Its tasks are 0..{len(spec.tasks) - 1}; the "
-        f"nearest is {spec.tasks.index(near[0])}, {near[0]!r}."
-    )
+    """Return the task ids of `--tasks` (numbers or instructions), each once; all if empty."""
+    numbers = {str(number): number for number in range(len(spec.tasks))}
+    known = numbers | {task: number for number, task in enumerate(spec.tasks)}
+    for text in tasks:
+        if text not in known:
+            near = difflib.get_close_matches(text, spec.tasks, n=1, cutoff=0.0)[0]
+            raise ConfigError(
+                f"--tasks {text!r}: {spec.name} has no such task. Its tasks are 0..{len(numbers) - 1}; the "
+                f"nearest is {known[near]}, {near!r}."
+            )
+    return list(dict.fromkeys(known[text] for text in tasks)) or list(numbers.values())

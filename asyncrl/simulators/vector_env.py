@@ -7,9 +7,7 @@ waits for `reset`, so the modes of automatic reset give the same episodes for th
     NEXT_STEP    the step after the end resets it; that step, and all until `reset`, are ignored
     SAME_STEP    the step of the end resets it; the last observation is in info["final_obs"]
 
-Dimension letters:
-    n  places addressed      P  places in all      H, W  picture size in pixels (equal)
-    Q  numbers of state      A  numbers per action
+Letters: n places addressed, P in all, H W picture size in pixels (equal), Q numbers of state, A per action.
 """
 
 from __future__ import annotations
@@ -127,27 +125,21 @@ class VectorEnvSimulator:
     """The places of a vector environment, one for each of its environments.
 
     A success is ``info[success_key]`` of a step; where info has none, a termination with a positive reward.
-    Rewards are dense. An episode is truncated by the environment, or after `max_steps`.
-
-    A place whose episode was begun must be in every `step` until it is over; one that is left out is stepped
-    with the idle action, which ends its episode without a result.
+    Rewards are dense. An episode is truncated by the environment, or after `max_steps`. A place that is left
+    out of a `step` is stepped with the idle action, which ends its episode without a result.
 
     Args:
-        env: Its resets must follow ``options["reset_mask"]``, as those of `SyncVectorEnv` and
-            `AsyncVectorEnv` do, and its episodes from their seeds.
+        env: Its resets must follow ``options["reset_mask"]``, as `SyncVectorEnv`'s do, and its episodes from
+            their seeds.
         image_key: Path of the picture in the observation, like ``sensors/rgb``: uint8 ``[H, W, 3]``, square.
             Empty: the only picture.
         task: The instruction of every episode; empty: ``info[task_key]`` of each reset.
         task_key: Empty: ``task``.
         state_key: Path of the robot's state, flattened for policies. Empty: none.
         success_key: Key of a bool in info.
-        idle: ``[A]`` the action that moves nothing, for places without an episode. None: zeros, or the bound
-            next to zero.
+        idle: ``[A]`` the action that moves nothing. None: zeros, or the bound next to zero.
         max_steps: Steps until an episode is truncated; 0: ``max_episode_steps`` of the registration.
         name: In starts and recordings; empty: the registered name.
-
-    Raises:
-        ConfigError: The environment does not have what a policy needs, or an option does not fit it.
     """
 
     def __init__(
@@ -176,11 +168,18 @@ class VectorEnvSimulator:
         self._low, self._high = _action_bounds(env.single_action_space)
         self._idle = _idle_action(idle, self._low, self._high)
         places, width = int(env.num_envs), _state_width(space, state_key)
+        registration = _registration(env)
+        max_steps = max_steps or getattr(registration, "max_episode_steps", None) or 0
+        if not max_steps:
+            raise ConfigError(
+                "The environment does not say after how many steps an episode is truncated. Say it: "
+                "VectorEnvSimulator(env, max_steps=200)."
+            )
         self.spec = SimulatorSpec(
-            name=name or getattr(_registration(env), "id", "vector_env").replace("/", "_"),
+            name=name or getattr(registration, "id", "vector_env").replace("/", "_"),
             tasks=(plain_task(task),) if task else (),
             trials=0,
-            max_steps=max_steps or _registered_steps(env),
+            max_steps=max_steps,
             image_size=size,
             state_dim=width,
             action_low=tuple(map(float, self._low)),
@@ -222,7 +221,7 @@ class VectorEnvSimulator:
         return self.look(rows)._replace(tasks=tasks)
 
     def step(self, places: Sequence[int], actions: NDArray[np.float32], *, draw: bool) -> Stepped:
-        """Carry out one action in each of n places."""
+        """Carry out one action in each of n places; see `Simulator.step`."""
         rows = list(places)
         check_step(rows, actions, self.spec.action_dim, self._playing)
         if self._must_reset.any():
@@ -349,16 +348,6 @@ def _registration(env: Any) -> Any:
     if env.spec is not None or not hasattr(env, "get_attr"):
         return env.spec
     return next(iter(env.get_attr("spec")), None)
-
-
-def _registered_steps(env: Any) -> int:
-    steps = getattr(_registration(env), "max_episode_steps", None)
-    if not steps:
-        raise ConfigError(
-            "The environment does not say after how many steps an episode is truncated. Say it: "
-            "VectorEnvSimulator(env, max_steps=200)."
-        )
-    return int(steps)
 
 
 def _idle_action(

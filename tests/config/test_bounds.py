@@ -17,12 +17,11 @@ from asyncrl.commands.check import CheckConfig
 from asyncrl.commands.collect import CollectConfig
 from asyncrl.commands.convert import ConvertConfig
 from asyncrl.commands.evaluate import EvaluateConfig
-from asyncrl.commands.fit_decoder import FitDecoder
 from asyncrl.commands.replay import Imagine
 from asyncrl.config.loading import load_file, parse
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
-from asyncrl.fitting.settings import FitPolicy, FitReward, FitStarts, FitWorld
+from asyncrl.fitting.settings import FitDecoder, FitPolicy, FitReward, FitStarts, FitWorld
 from asyncrl.replay_tools.cleanup import Prune
 from asyncrl.replay_tools.pictures import Video
 from asyncrl.replay_tools.tables import List, Stats

@@ -110,8 +110,7 @@ def test_both_verdicts_are_said_and_whether_they_differ(
 
 
 def test_a_simulator_alone_has_one_verdict() -> None:
-    (found,) = unjudged([played(58, 20, True)])
-    assert verdicts(found) == ["truth: solved in step 20"]
+    assert verdicts(unjudged(played(58, 20, True))) == ["truth: solved in step 20"]
 
 
 def test_the_sheet_shows_the_picture_that_was_judged() -> None:

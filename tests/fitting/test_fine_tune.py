@@ -12,8 +12,8 @@ import torch
 
 from asyncrl import cli
 from asyncrl.errors import ConfigError
+from asyncrl.fitting.data_sets import load_recordings
 from asyncrl.fitting.fit_policy import fit_policy
-from asyncrl.fitting.loading import load_recordings
 from asyncrl.fitting.loop import Schedule, parts_of
 from asyncrl.policies.lora import add_lora, merged_tensors
 from asyncrl.policies.openvla.autoregressive import load_policy

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from asyncrl.errors import AssetError, ConfigError, RunError
 from asyncrl.fitting.autoencoder import Latents
 from asyncrl.fitting.collect import must_be_new, record, training_starts
+from asyncrl.fitting.data_sets import load_recordings
 from asyncrl.fitting.fit_policy import examples, fit_policy
-from asyncrl.fitting.loading import load_recordings
 from asyncrl.fitting.loop import Schedule, learning_rate_at, minimise
 from asyncrl.fitting.recordings import Recordings, write_part
 from asyncrl.fitting.wan import stream_of, windows

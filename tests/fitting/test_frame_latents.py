@@ -18,6 +18,7 @@ from torch import Tensor
 from asyncrl.errors import ConfigError
 from asyncrl.fitting import evac, opensora
 from asyncrl.fitting.autoencoder import CLIP_FRAMES, FrameAutoencoder
+from asyncrl.fitting.data_sets import load_recordings
 from asyncrl.fitting.evac import (
     CAMERAS,
     LEAST_SPREAD,
@@ -30,7 +31,6 @@ from asyncrl.fitting.evac import (
     prepare_poses,
 )
 from asyncrl.fitting.frame_file import BatchSource
-from asyncrl.fitting.loading import load_recordings
 from asyncrl.fitting.loop import Schedule
 from asyncrl.fitting.opensora import OpenSoraFit, measured_range
 from asyncrl.fitting.recordings import Recordings

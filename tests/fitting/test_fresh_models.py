@@ -14,6 +14,7 @@ from asyncrl import cli
 from asyncrl.commands.fit import main as fit
 from asyncrl.errors import ConfigError
 from asyncrl.fitting import autoencoder
+from asyncrl.fitting.data_sets import load_recordings
 from asyncrl.fitting.fit_policy import (
     action_statistics,
     check_imitable,
@@ -21,7 +22,6 @@ from asyncrl.fitting.fit_policy import (
     tokens_of,
 )
 from asyncrl.fitting.fit_reward import fit_reward, fresh_reward
-from asyncrl.fitting.loading import load_recordings
 from asyncrl.fitting.loop import Schedule
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.fitting.settings import FitPolicy, FitWorld

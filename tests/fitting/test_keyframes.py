@@ -12,9 +12,8 @@ import pytest
 
 from asyncrl import cli
 from asyncrl.errors import AssetError, ConfigError
-from asyncrl.fitting.loading import load_recordings
+from asyncrl.fitting.data_sets import load_recordings
 from asyncrl.fitting.recordings import Recordings
-from asyncrl.fitting.settings import FitKeyframes
 from asyncrl.fitting.starts import keyframe_states
 from asyncrl.records import StartState
 from asyncrl.simulators.tabletop.scene import TASKS as TABLETOP
@@ -93,17 +92,6 @@ def test_the_command_writes_our_file_and_rlinfs_folder(
         assert (read.name, read.task, read.elapsed) == (made.name, made.task, made.elapsed)
         np.testing.assert_array_equal(read.context_frames, made.context_frames)
         np.testing.assert_array_equal(read.ee_pose, made.ee_pose)
-
-    npy = tmp_path / "npy"
-    assert cli.run("fit", ["keyframes", *data, "--out", str(npy), "--layout", "npy"]) == 0
-    whole = keyframe_states(recordings, 100)
-    assert f"7 starts and {len(whole)} key frames in" in capsys.readouterr().out
-    marked = [state for state in load_start_states(npy) if is_keyframe(state)]
-    assert len(marked) == len(list(npy.glob("*_kir.npy"))) == len(whole)
-    for file, state in zip(sorted(npy.glob("*_kir.npy")), whole, strict=True):
-        frames = np.load(file, allow_pickle=True)
-        np.testing.assert_array_equal([frame["image"] for frame in frames[1:]], state.context_frames)
-        np.testing.assert_array_equal([frame["delta_action"] for frame in frames[1:]], state.context_actions)
 
 
 @pytest.mark.parametrize("values", [[0, -1], [0.0, 1.0], [[0], [1]]])
@@ -193,8 +181,3 @@ def test_a_policy_keeps_those_with_an_open_outcome(tmp_path: Path, capsys) -> No
         assert code == 2
         assert "From none of" in said.err
         assert not out.exists()
-
-
-def test_layout_npy_chooses_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--layout npy writes the key frames of every episode"):
-        FitKeyframes(data=(tmp_path,), out=tmp_path / "o", layout="npy", policy="tabletop")

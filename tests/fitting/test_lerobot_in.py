@@ -15,8 +15,8 @@ import pytest
 
 from asyncrl.commands.recordings import main as recordings_command
 from asyncrl.errors import ConfigError
+from asyncrl.fitting.data_sets import load_recordings
 from asyncrl.fitting.lerobot import LeRobotFolder
-from asyncrl.fitting.loading import load_recordings
 from asyncrl.fitting.recordings import read_part
 from asyncrl.fitting.settings import DataSetSettings
 from support import ROOT
@@ -256,7 +256,7 @@ MEASURED = """
 import sys
 from pathlib import Path
 from asyncrl.fitting.settings import DataSetSettings
-from asyncrl.fitting.loading import load_recordings
+from asyncrl.fitting.data_sets import load_recordings
 
 def peak():
     lines = Path("/proc/self/status").read_text().splitlines()

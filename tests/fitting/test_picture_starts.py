@@ -52,12 +52,6 @@ def pictures(tmp_path: Path) -> Path:
             'picture,instruction\nview1.bmp,"fold, then wipe"\nview0.png,wipe\n',
             {("view0.png/0", "wipe"), ("view1.bmp/0", "fold, then wipe")},
         ),
-        (
-            "i.json",
-            '{"view0.png": ["fold", "wipe"], "view1.bmp": "wipe"}',
-            {("view0.png/0", "fold"), ("view0.png/1", "wipe"), ("view1.bmp/0", "wipe")},
-        ),
-        ("i.json", '["fold"]', {("view0.png/0", "fold"), ("view1.bmp/0", "fold")}),
     ],
 )
 def test_pictures_and_instructions_become_start_states(
@@ -87,8 +81,6 @@ def test_fewer_start_states_are_spread_over_all_pictures(tmp_path: Path, picture
         ("i.csv", "file,text\nview0.png,x\n", "its first line is not picture,instruction"),
         ("i.csv", "picture,instruction\nview0.png,\n", "an instruction is empty"),
         ("i.csv", "picture,instruction\nview9.png,x\n", r"names view9.png, which is not in the folder"),
-        ("i.json", '{"view0.png": 3}', "an instruction is empty or no text"),
-        ("i.json", "{", "cannot be read"),
         ("i.csv", "picture,instruction\nview0.png,x\nview0.png,X.\n", "twice for a picture"),
     ],
 )

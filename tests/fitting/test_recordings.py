@@ -16,9 +16,9 @@ import torch
 from asyncrl.commands.fit import write_starts
 from asyncrl.errors import AssetError, ConfigError
 from asyncrl.fitting.autoencoder import average_pictures, reconstruction_loss
+from asyncrl.fitting.data_sets import load_recordings
 from asyncrl.fitting.fit_policy import fit_policy
 from asyncrl.fitting.frame_file import BatchSource, FrameFile, cache_folder, shown_to
-from asyncrl.fitting.loading import load_recordings
 from asyncrl.fitting.loop import Schedule
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.fitting.settings import FitStarts
@@ -110,20 +110,6 @@ def test_pictures_that_another_program_packed_are_read_too(tmp_path: Path) -> No
         del file["frames"]
         file.create_dataset("frames", data=episode.frames, chunks=(7, 16, 32, 3), compression="lzf")
     np.testing.assert_array_equal(load_recordings([tmp_path]).frames[:], episode.frames)
-
-
-def test_the_first_format_is_read_as_of_tabletop(tmp_path: Path) -> None:
-    (episode,) = write_recorded(tmp_path, recorded_spec(32), (20,))
-    with h5py.File(tmp_path / "part-00000.h5", "a") as file:
-        file.attrs["format"] = "asyncrl-recordings-1"
-        for name in ("simulator", "cameras"):
-            del file.attrs[name]
-        for name in ("rewards", "starts", "task_ids", "trials", "terminated", "truncated"):
-            del file[name]
-    read = load_recordings([tmp_path])
-    np.testing.assert_array_equal(read.frames[:], episode.frames)
-    assert read.simulator == "tabletop"
-    assert read.scenes().tolist() == [0]
 
 
 @pytest.mark.parametrize(
@@ -367,7 +353,7 @@ MEASURED = """
 import sys, numpy as np, torch
 from pathlib import Path
 from asyncrl.fitting.fit_policy import fit_policy
-from asyncrl.fitting.loading import load_recordings
+from asyncrl.fitting.data_sets import load_recordings
 from asyncrl.fitting.loop import Schedule
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy

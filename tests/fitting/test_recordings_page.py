@@ -13,7 +13,7 @@ import pytest
 
 from asyncrl import cli
 from asyncrl.errors import ConfigError
-from asyncrl.fitting.loading import load_recordings
+from asyncrl.fitting.data_sets import load_recordings
 from asyncrl.fitting.settings import DataSetSettings
 from support import ROOT
 

@@ -16,7 +16,7 @@ import pytest
 from asyncrl.commands.recordings import main as recordings_command
 from asyncrl.commands.replay import main as replay_command
 from asyncrl.errors import AssetError, ConfigError
-from asyncrl.fitting.loading import load_recordings
+from asyncrl.fitting.data_sets import load_recordings
 from asyncrl.fitting.recordings import FORMAT
 from asyncrl.fitting.settings import DataSetSettings
 from asyncrl.records import Episode

@@ -14,8 +14,7 @@ import tyro
 
 from asyncrl.commands import collect, fit
 from asyncrl.commands.collect import CollectConfig
-from asyncrl.commands.fit_decoder import FitDecoder
-from asyncrl.fitting.settings import FitReward, FitStarts, FitWorld
+from asyncrl.fitting.settings import FitDecoder, FitReward, FitStarts, FitWorld
 from support import ROOT
 
 SCRIPT = ROOT / "torchrun_scripts" / "rebuild_assets.sh"

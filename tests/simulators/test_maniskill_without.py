@@ -14,8 +14,9 @@ import pytest
 
 from asyncrl import registry
 from asyncrl.errors import AssetError
+from asyncrl.simulators.interface import skew_part
 from asyncrl.simulators.maniskill import tasks
-from asyncrl.simulators.maniskill.expert import EXPERTS, axis_angle, matrix, turn_between
+from asyncrl.simulators.maniskill.expert import EXPERTS, axis_angle, matrix
 from asyncrl.simulators.maniskill.simulator import GraspReward
 from asyncrl.simulators.maniskill.tasks import TASKS
 from support import ROOT
@@ -107,7 +108,7 @@ def test_rotations_agree_with_each_other() -> None:
         np.testing.assert_allclose(axis_angle(-quaternion), vector, atol=1e-9)
     assert axis_angle(np.array([1.0, 0, 0, 0])).tolist() == [0, 0, 0]
     quarter = matrix(np.array([np.cos(0.05), 0, 0, np.sin(0.05)]))
-    np.testing.assert_allclose(turn_between(np.eye(3), quarter), [0, 0, np.sin(0.1)], atol=1e-12)
+    np.testing.assert_allclose(skew_part(quarter), [0, 0, np.sin(0.1)], atol=1e-12)
 
 
 def by_definition(success: list[bool], held: list[bool]) -> list[float]:

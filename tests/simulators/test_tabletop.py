@@ -9,9 +9,8 @@ from asyncrl.simulators import rendering
 from asyncrl.simulators.interface import Demonstrator, SimStart, random_start
 from asyncrl.simulators.rendering import box_average, find_backend, require_backend
 from asyncrl.simulators.tabletop import scene
-from asyncrl.simulators.tabletop.expert import Expert
 from asyncrl.simulators.tabletop.scene import TASKS, TRANSLATION, Table, rotation_matrix
-from asyncrl.simulators.tabletop.simulator import MAX_STEPS, Tabletop
+from asyncrl.simulators.tabletop.simulator import MAX_STEPS, TableExpert, Tabletop
 from asyncrl.worlds.evac.poses import rotation
 
 needs_opengl = pytest.mark.skipif(find_backend() is None, reason="no OpenGL library")
@@ -28,7 +27,7 @@ def after(simulator, action):
 
 
 def expert_of(simulator, seed=0, **flaws):
-    return Expert(simulator, Demonstrator(**flaws), np.random.default_rng(seed))
+    return TableExpert(simulator, Demonstrator(**flaws), np.random.default_rng(seed))
 
 
 def success_rate(seeds, **flaws):

@@ -19,7 +19,7 @@ from asyncrl.commands import fit
 from asyncrl.devices.tensors import to_uint8
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.fitting.autoencoder import reconstruction_loss
-from asyncrl.fitting.fit_decoder import OPENING, Imagined, compare, fit_decoder, imagine_episodes, psnr
+from asyncrl.fitting.fit_decoder import OPENING, ImaginedVideos, compare, fit_decoder, imagine_episodes, psnr
 from asyncrl.fitting.loop import Schedule
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig, TowerConfig
@@ -296,7 +296,7 @@ def start_state(seed: int) -> StartState:
     return StartState(name=str(seed), task=TASK, frame=frame, context_frames=none[0], context_actions=none[1])
 
 
-def imagine(world: WanWorld, count: int, batch: int) -> Imagined:
+def imagine(world: WanWorld, count: int, batch: int) -> ImaginedVideos:
     torch.manual_seed(3)
     tower = TowerConfig(width=48, depth=2, heads=2, mlp=48)
     policy = OpenVLAOFTPolicy(OpenVLAOFTConfig.tiny(dino=tower, siglip=tower, llm_layers=1)).eval()
@@ -310,11 +310,11 @@ def world() -> WanWorld:
 
 
 @pytest.fixture(scope="module")
-def imagined(world: WanWorld) -> Imagined:
+def imagined(world: WanWorld) -> ImaginedVideos:
     return imagine(world, 3, batch=2)
 
 
-def test_latents_and_frames_of_an_episode_belong_together(world: WanWorld, imagined: Imagined) -> None:
+def test_latents_and_frames_of_an_episode_belong_together(world: WanWorld, imagined: ImaginedVideos) -> None:
     assert imagined.latents.shape == (3, 32, 6, 4, 4)
     assert imagined.frames.shape == (3, 21, 64, 64, 3)
     drawn = to_uint8(decode_stream(world.vae, imagined.latents)).permute(0, 2, 3, 4, 1)
@@ -322,7 +322,7 @@ def test_latents_and_frames_of_an_episode_belong_together(world: WanWorld, imagi
     assert not hasattr(world.decoder, "frames"), "the recorder stayed in the world"
 
 
-def test_an_episode_does_not_depend_on_its_neighbours(world: WanWorld, imagined: Imagined) -> None:
+def test_an_episode_does_not_depend_on_its_neighbours(world: WanWorld, imagined: ImaginedVideos) -> None:
     together = imagine(world, 3, batch=3)
     torch.testing.assert_close(together.latents, imagined.latents, atol=1e-4, rtol=0)
     assert (imagined.latents[0] - imagined.latents[1]).abs().max() > 0.1
@@ -357,7 +357,7 @@ def random_reward() -> ResNetReward:
     return ResNetReward(RewardNetwork(size), size)
 
 
-def test_a_fit_brings_the_frames_nearer_and_repeats_itself(imagined: Imagined) -> None:
+def test_a_fit_brings_the_frames_nearer_and_repeats_itself(imagined: ImaginedVideos) -> None:
     def fitted(steps: int) -> TinyDecoder:
         torch.manual_seed(0)
         decoder = TinyDecoder(NANO)
@@ -371,7 +371,7 @@ def test_a_fit_brings_the_frames_nearer_and_repeats_itself(imagined: Imagined) -
     assert all(torch.equal(a, b) for a, b in zip(short.parameters(), again.parameters(), strict=True))
 
 
-def test_a_decoder_is_like_itself_and_unlike_another(imagined: Imagined) -> None:
+def test_a_decoder_is_like_itself_and_unlike_another(imagined: ImaginedVideos) -> None:
     decoder, reward = nano(torch.float32), random_reward()
     own = replace(imagined, frames=to_uint8(decoder(imagined.latents)).permute(0, 2, 3, 4, 1))
     scores = reward.score(own.frames[:, OPENING:], own.tasks)

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.simulators.interface import Demonstrator, Flaws
+from asyncrl.simulators.interface import Flaws, skew_part
 from asyncrl.simulators.libero.scene import Scene
 
 TRANSLATION: Final = 0.05
@@ -56,15 +56,15 @@ class Grasp:
     height: float = 0.0
     """Of the grip above the object's origin."""
     angles: tuple[float, ...] = (90.0,)
-    """Directions in which the fingers close, in the world (0: x, 90: y), from the axis to the rim. The first
-    is tried first, the next after a miss."""
+    """Directions in which the fingers close, in the world (0: x, 90: y), from axis to rim: the next one
+    after a miss."""
     inside: str = ""
-    """Region around the object with room on one side only: then angles whose rim is nearer to its middle come
-    first, by `_ROOM` at least. Empty: none."""
+    """Region around the object with room on one side only; empty: none. Angles whose rim is nearer to its
+    middle come first, by `_ROOM` at least."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class MovePlan:
     """Move an object to a goal."""
 
     item: str
@@ -80,9 +80,9 @@ class Plan:
 class Expert:
     """Acts on privileged state, for one episode that was just reset."""
 
-    def __init__(self, scene: Scene, plan: Plan, settings: Demonstrator, rng: np.random.Generator) -> None:
-        self._scene, self._plan, self._flaws = scene, plan, Flaws(settings, rng)
-        self._miss, self._misplace = np.append(self._flaws.grasp, 0.0), np.append(self._flaws.place, 0.0)
+    def __init__(self, scene: Scene, plan: MovePlan, flaws: Flaws) -> None:
+        self._scene, self._plan, self._flaws = scene, plan, flaws
+        self._miss, self._misplace = np.append(flaws.grasp, 0.0), np.append(flaws.place, 0.0)
         self._tries = 0
         self._angles = self._in_order(plan.grasp)
         self._start_height = float(scene.hand()[0][2])
@@ -185,17 +185,14 @@ def turned_about_z(angle: float) -> NDArray[np.float64]:
 
 
 def rotation_between(now: NDArray[np.float64], wanted: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the rotation vector ``[3]`` (rad, about the world's axes) that turns one frame into another.
-
-    Args:
-        now: ``[3, 3]`` axes as columns.
+    """Return the rotation vector ``[3]`` (rad) that turns axes ``[3, 3]``, as columns, into others.
 
     Example:
         >>> rotation_between(np.eye(3), turned_about_z(0.5)).round(6).tolist()
         [0.0, 0.0, 0.5]
     """
     turn = wanted @ now.T
-    axis = np.array([turn[2, 1] - turn[1, 2], turn[0, 2] - turn[2, 0], turn[1, 0] - turn[0, 1]]) / 2
+    axis = skew_part(turn)
     sine = float(np.linalg.norm(axis))
     angle = np.arctan2(sine, (np.trace(turn) - 1) / 2)
     return axis * (angle / sine) if sine > 1e-9 else axis

@@ -1,9 +1,7 @@
 """Light files of a suite's visible shapes and textures, for scenes that are drawn several times faster.
 
-Shapes that collide stay, so the physics is the same. The files go to the user's cache.
-
-Dimension letters:
-    V  points      F  faces
+Shapes that collide stay, so the physics is the same. The files go to the user's cache. Letters: V points,
+F faces.
 """
 
 from __future__ import annotations

@@ -60,13 +60,6 @@ class Scene:
         bddl: The task's file.
         cameras: Of `CAMERAS`.
         files: Path of a file -> the one drawn in its place.
-        size: Side of the pictures in pixels.
-        multisampling: Smooth edges, as officially.
-        reflections: Mirrors, as officially.
-
-    Raises:
-        ConfigError: See `check_versions`.
-        AssetError: There is no OpenGL library.
     """
 
     def __init__(

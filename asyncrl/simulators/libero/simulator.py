@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError
-from asyncrl.simulators.interface import Demonstrator, Seen, SimStart, SimulatorSpec, Stepped
-from asyncrl.simulators.libero.expert import Expert, Grasp, Plan
+from asyncrl.simulators.interface import Demonstrator, Flaws, Seen, SimStart, SimulatorSpec, Stepped
+from asyncrl.simulators.libero.expert import Expert, Grasp, MovePlan
 from asyncrl.simulators.libero.light import light_files
 from asyncrl.simulators.libero.scene import CAMERAS, STATE_DIM, Scene, drawing_device
 from asyncrl.simulators.libero.tasks import TRIALS, bddl_file, instruction, stored_states, task_names
@@ -39,20 +39,20 @@ _OBJECTS: Final = (
 """Item, direction of the fingers and height of the grip, by task id."""
 
 
-def _bowl_to_plate(*angles: float) -> Plan:
-    return Plan(item="akita_black_bowl_1", goal="plate_1", grasp=replace(_BOWL, angles=angles))
+def _bowl_to_plate(*angles: float) -> MovePlan:
+    return MovePlan(item="akita_black_bowl_1", goal="plate_1", grasp=replace(_BOWL, angles=angles))
 
 
-def _to_basket(item: str, angle: float, height: float) -> Plan:
+def _to_basket(item: str, angle: float, height: float) -> MovePlan:
     grasp = Grasp(angles=(angle,), height=height)
-    return Plan(item=item, goal="basket_1_contain_region", grasp=grasp, drop=0.05, over=0.22)
+    return MovePlan(item=item, goal="basket_1_contain_region", grasp=grasp, drop=0.05, over=0.22)
 
 
 _USUAL: Final = _bowl_to_plate(90, 0, 180)
 _IN_DRAWER: Final = replace(_BOWL, angles=(165.0, 350.0), inside="wooden_cabinet_1_top_region")
 _BOTTLE: Final = Grasp(angles=(90.0, 0.0), height=0.13)
 _CHEESE: Final = Grasp(angles=(90.0,))
-PLANS: Final[dict[str, dict[int, Plan]]] = {
+PLANS: Final[dict[str, dict[int, MovePlan]]] = {
     "libero_spatial": dict.fromkeys(range(10), _USUAL)
     | {
         4: replace(_USUAL, grasp=_IN_DRAWER),
@@ -63,9 +63,9 @@ PLANS: Final[dict[str, dict[int, Plan]]] = {
     "libero_object": {task: _to_basket(*item) for task, item in enumerate(_OBJECTS)},
     "libero_goal": {
         1: replace(_USUAL, goal="flat_stove_1_cook_region"),
-        2: Plan(item="wine_bottle_1", goal="wooden_cabinet_1_top_side", grasp=_BOTTLE, drop=0.02),
+        2: MovePlan(item="wine_bottle_1", goal="wooden_cabinet_1_top_side", grasp=_BOTTLE, drop=0.02),
         4: replace(_USUAL, goal="wooden_cabinet_1_top_side"),
-        6: Plan(item="cream_cheese_1", goal="akita_black_bowl_1", grasp=_CHEESE, drop=0.05),
+        6: MovePlan(item="cream_cheese_1", goal="akita_black_bowl_1", grasp=_CHEESE, drop=0.05),
         8: _USUAL,
     },
 }
@@ -124,13 +124,8 @@ class LiberoSuite:
     gripper (+1 closes). A success ends nothing; `terminated` is never set.
 
     Args:
-        places: 1.
         image_size: Side of the pictures in pixels, 16 to 1024; 0: 256.
         settings: Fields of `LiberoSettings`.
-
-    Raises:
-        ConfigError: A setting cannot work, or the extra `libero` is not installed as it must be.
-        AssetError: There is no OpenGL library, or the files of the light scene were not made.
     """
 
     suite: ClassVar[str]
@@ -226,7 +221,7 @@ class LiberoSuite:
                 f"({self.spec.tasks[self._task_id]!r}). Tasks that have one: {able}. Set --tasks, or use a "
                 "policy."
             )
-        return Expert(scene, plans[self._task_id], settings, rng).act
+        return Expert(scene, plans[self._task_id], Flaws(settings, rng)).act
 
     def close(self) -> None:
         """Free the scene. May be called again."""

@@ -91,11 +91,7 @@ _FOREIGN: Final = ("libero", "hf-libero", "rlinf-libero", "libero-pro")
 
 
 def check_versions() -> None:
-    """Check the installed versions by their metadata; imports nothing.
-
-    Raises:
-        ConfigError: A package is missing, of another version, or shadowed by a foreign one.
-    """
+    """Check the installed versions by their metadata; imports nothing."""
     found = {name: _version(name) for name in TESTED}
     if missing := [name for name, version in found.items() if not version]:
         raise ConfigError(

@@ -13,19 +13,13 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.simulators.interface import Flaws
+from asyncrl.simulators.interface import Flaws, skew_part
 
 Array = NDArray[np.float64]
 
 
 def axis_angle(quaternion: Array) -> Array:
-    """Turn a rotation into its vector: axis times angle, at most pi.
-
-    Args:
-        quaternion: ``[4]`` (w, x, y, z), of length 1.
-
-    Returns:
-        ``[3]`` radians.
+    """Turn a rotation ``[4]`` into its vector ``[3]``: axis times angle, at most pi.
 
     Example:
         >>> axis_angle(np.array([np.sqrt(0.5), 0, 0, -np.sqrt(0.5)])).round(4).tolist()
@@ -53,15 +47,6 @@ def matrix(quaternion: Array) -> Array:
             [2 * (x * z - w * y), 2 * (y * z + w * x), 1 - 2 * (x * x + y * y)],
         ]
     )
-
-
-def turn_between(now: Array, then: Array) -> Array:
-    """Return the rotation vector ``[3]`` about the world's axes from one matrix to another.
-
-    Exact for small angles; for larger ones shorter than the true angle, in its direction.
-    """
-    turn = then @ now.T
-    return 0.5 * np.array([turn[2, 1] - turn[1, 2], turn[0, 2] - turn[2, 0], turn[1, 0] - turn[0, 1]])
 
 
 TRANSLATION: Final = 0.1
@@ -126,11 +111,8 @@ class PickExpert:
     """Takes a cube to a goal: reach over it, sink, close, carry; to stack, come from above and let go.
 
     Args:
-        scene: Of the episode.
         cube: Name of the cube in ManiSkill's environment.
         goal: Returns the goal of the cube's middle ``[3]``; called at every step.
-        stack: Come from above and let go.
-        flaws: Of the episode.
     """
 
     def __init__(
@@ -202,7 +184,7 @@ class PickExpert:
             return np.zeros(3)
         yaw = self._scene.yaw(self._cube)
         about = np.array([[np.cos(yaw), -np.sin(yaw), 0], [np.sin(yaw), np.cos(yaw), 0], [0, 0, 1]])
-        return _motion(turn_between(self._scene.tool_rotation, about @ _DOWN), ROTATION)
+        return _motion(skew_part(about @ _DOWN @ self._scene.tool_rotation.T), ROTATION)
 
 
 class PushExpert:

@@ -3,9 +3,8 @@
 ManiSkill draws at every step; here a picture is drawn when it is wanted, and nothing is hidden: a goal that
 ManiSkill draws only for people is shown, as a policy that sees cannot know it otherwise.
 
-Dimension letters:
-    n  places addressed      P  places in all      K  cameras      H, W  picture size in pixels (equal)
-    Q  numbers of state      A  numbers per action
+Letters: n places addressed, P in all, K cameras, H W picture size in pixels (equal), Q numbers of state,
+A numbers per action.
 """
 
 from __future__ import annotations
@@ -63,9 +62,6 @@ class GraspReward:
 
     Grasp and hold count once seen, to the end of the episode; success counts only after a grasp. Each step
     pays the difference to the step before, so an episode sums up to its last value.
-
-    Args:
-        places: Number of places.
 
     Example:
         >>> reward = GraspReward(1)
@@ -162,10 +158,6 @@ class ManiSkill:
         image_size: Side of the pictures in pixels; 0: 128, or 224 for tasks with published policies.
         horizon: Steps until an episode is truncated; 0: ManiSkill's own number.
         settings: Fields of `ManiSkillSettings`.
-
-    Raises:
-        AssetError: The extra is not installed, there is no Vulkan device, or files of the task are missing.
-        ConfigError: An option is unknown, or the task does not have it.
     """
 
     name: ClassVar[str] = ""

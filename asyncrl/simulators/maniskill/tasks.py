@@ -201,12 +201,7 @@ def load_sapien() -> Any:
 
 
 def require_device() -> str:
-    """Return the name of the device that SAPIEN draws with.
-
-    Raises:
-        AssetError: The extra is not installed, or there is no Vulkan device, without which SAPIEN cannot
-            build even scenes that are not drawn.
-    """
+    """Return the name of the device that SAPIEN draws with."""
     sapien = load_sapien()
     try:
         summary = sapien.render.get_device_summary()

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.records import ACTION_DIM
+from asyncrl.simulators.interface import skew_part
 from asyncrl.simulators.rendering import Renderer, load_mujoco, require_backend
 
 CUBE_COLOURS: Final[dict[str, str]] = {"red": ".88 .10 .08", "green": ".10 .62 .14", "blue": ".10 .26 .90"}
@@ -62,8 +63,6 @@ _FINGER = ".15 1 1 1"
 
 def build_xml(render_size: int) -> str:
     """Write the model as MJCF: bodies ``cube0..``, ``plate0..``, joints ``j1..j7 f1 f2``, the site ``tool``.
-
-    The cubes and plates get their colours and places at reset.
 
     Args:
         render_size: Side of the off-screen buffer in pixels; the picture cannot be larger.
@@ -185,10 +184,7 @@ def _compile(render_size: int) -> Any:
 
 
 class Table:
-    """Put the named cube on the named plate. Deterministic: seed and actions decide everything.
-
-    Arguments and errors are those of `Tabletop`.
-    """
+    """Put the named cube on the named plate. Deterministic: seed and actions decide everything."""
 
     def __init__(self, image_size: int, *, render: bool, supersample: int) -> None:
         self._renderer = _shared_renderer(image_size, supersample) if render else None
@@ -220,10 +216,8 @@ class Table:
         """Carry out one action of 0.1 s.
 
         Args:
-            action: ``[7]`` of any float dtype, (dx, dy, dz, droll, dpitch, dyaw, gripper), clipped to
-                [-1, 1]. Translations scale with `TRANSLATION` and rotations, a rotation vector about the
-                world axes, with `ROTATION`, both from the present tool pose; gripper > 0 closes the
-                fingers, else they open.
+            action: ``[7]`` floats (dx, dy, dz, droll, dpitch, dyaw, gripper), clipped to [-1, 1]: from the
+                tool's pose, in `TRANSLATION` and, about the world's axes, `ROTATION`; gripper > 0 closes.
         """
         clipped = np.clip(np.asarray(action, np.float64), -1, 1)
         if clipped.shape != (ACTION_DIM,) or not np.isfinite(clipped).all():
@@ -338,9 +332,3 @@ def rotation_matrix(vector: NDArray[np.float64]) -> NDArray[np.float64]:
     x, y, z = vector / angle
     cross = np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]])
     return np.eye(3) + np.sin(angle) * cross + (1 - np.cos(angle)) * (cross @ cross)
-
-
-def skew_part(rotation: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Compute axis times sine of the angle ``[3]`` of a matrix ``[3, 3]``: its vector, for small angles."""
-    r = rotation
-    return 0.5 * np.array([r[2, 1] - r[1, 2], r[0, 2] - r[2, 0], r[1, 0] - r[0, 1]])

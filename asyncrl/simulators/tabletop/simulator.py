@@ -1,22 +1,159 @@
-"""`tabletop`, the shipped simulator: put a cube on a plate, at any number of tables."""
+"""`tabletop`, the shipped simulator: put a cube on a plate, at any number of tables; and its expert."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum, auto
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError
-from asyncrl.simulators.interface import Demonstrator, SimStart, SimulatorSpec, hand_pose
+from asyncrl.simulators.interface import Demonstrator, Flaws, SimStart, SimulatorSpec, hand_pose, skew_part
 from asyncrl.simulators.one_by_one import OneByOne, Outcome
-from asyncrl.simulators.tabletop.expert import Expert
-from asyncrl.simulators.tabletop.scene import FINGER_TRAVEL, TASKS, Table
+from asyncrl.simulators.tabletop.scene import (
+    CUBE_HALF,
+    FINGER_TRAVEL,
+    PLATE_HEIGHT,
+    PLATE_RADIUS,
+    ROTATION,
+    TASKS,
+    TRANSLATION,
+    Table,
+    rotation_matrix,
+)
 
 MAX_STEPS: Final = 48
 """An episode is truncated after 6 decisions of 8 steps."""
 IMAGE_SIZE: Final = 64
+HOVER: Final = 0.07
+"""Height above the grasp at which the hand travels to the cube."""
+LIFT: Final = 0.06
+"""Height above the plate at which the cube travels."""
+GAIN: Final = 0.42
+"""Share of the remaining way per action: calm motion that a policy can copy."""
+CLOSE: Final = 1.0
+OPEN: Final = -1.0
+_DOWN = np.diag([1.0, -1.0, -1.0])
+_GRASP_HEIGHT = 0.020
+_CLOSING_STEPS = 2
+_RELEASE_STEPS = 2
+_PATIENCE = 18
+"""Steps after which reaching or carrying ends in any case."""
+
+
+class _Phase(Enum):
+    REACH = auto()
+    GRASP = auto()
+    CARRY = auto()
+    RELEASE = auto()
+    WITHDRAW = auto()
+
+
+class TableExpert:
+    """The scripted expert of one episode that was just reset, which reads the true state. Lengths in metres.
+
+    It reaches over the named cube while sinking into a funnel, closes, carries over the named plate, lets go
+    and withdraws.
+    """
+
+    def __init__(self, table: Table, settings: Demonstrator, rng: np.random.Generator) -> None:
+        self._table, self._flaws = table, Flaws(settings, rng)
+        self._enter(_Phase.REACH)
+
+    def act(self) -> NDArray[np.float32]:
+        """Choose the next action ``[7]`` float32 in [-1, 1]; the gripper is exactly -1 or 1."""
+        self._change_phase()
+        self._steps += 1
+        action = np.zeros(7)
+        action[:3] = GAIN * (self._target() - self._table.tool_position) / TRANSLATION
+        action[3:6] = GAIN * self._turn() / ROTATION
+        action[:6] += self._flaws.noise()
+        action[6] = CLOSE if self._phase in (_Phase.GRASP, _Phase.CARRY) else OPEN
+        return np.clip(action, -1.0, 1.0).astype(np.float32)
+
+    def _enter(self, phase: _Phase) -> None:
+        self._phase, self._steps = phase, 0
+
+    def _change_phase(self) -> None:
+        table = self._table
+        if self._phase is _Phase.REACH:
+            error = table.tool_position - self._grasp_point()
+            if (np.hypot(*error[:2]) < 0.012 and abs(error[2]) < 0.012) or self._steps >= _PATIENCE:
+                self._enter(_Phase.GRASP)
+        elif self._phase is _Phase.GRASP and self._steps >= _CLOSING_STEPS:
+            self._enter(_Phase.CARRY)
+        elif self._phase is _Phase.CARRY:
+            if self._flaws.retry and not self._holds():
+                self._enter(_Phase.REACH)
+            else:
+                above = self._cargo() - self._put_point()
+                if (np.hypot(*above[:2]) < 0.018 and above[2] < 0.008) or self._steps >= _PATIENCE:
+                    self._enter(_Phase.RELEASE)
+                    self._held_at = table.tool_position
+        elif self._phase is _Phase.RELEASE and self._steps >= _RELEASE_STEPS:
+            self._enter(_Phase.WITHDRAW)
+
+    def _target(self) -> NDArray[np.float64]:
+        """Compute the tool's target ``[3]``. Far from the goal it keeps its height; near it, it sinks."""
+        table = self._table
+        if self._phase is _Phase.REACH:
+            return _funnel(table.tool_position, self._grasp_point(), HOVER, slope=2.5)
+        if self._phase is _Phase.GRASP:
+            return self._grasp_point()
+        if self._phase is _Phase.CARRY:
+            cargo = self._cargo()
+            way = _funnel(cargo, self._put_point(), LIFT, slope=2.0) - cargo
+            way[:2] *= _share_sideways(cargo, self._put_point())
+            return table.tool_position + way
+        if self._phase is _Phase.WITHDRAW:
+            return np.array([*self._held_at[:2], 0.13])
+        return self._held_at
+
+    def _turn(self) -> NDArray[np.float64]:
+        """Compute the rotation ``[3]`` that sets the hand upright and, before the grasp, along the cube."""
+        table = self._table
+        yaw = table.cube_yaw(table.cube)
+        if self._phase is not _Phase.REACH:
+            axes = table.tool_rotation
+            yaw = float(np.arctan2(axes[1, 0], axes[0, 0]))
+        wanted = rotation_matrix(np.array([0.0, 0.0, yaw])) @ _DOWN
+        return skew_part(wanted @ table.tool_rotation.T)
+
+    def _grasp_point(self) -> NDArray[np.float64]:
+        cube = self._table.cube_position(self._table.cube)
+        return np.array([*(cube[:2] + self._flaws.grasp), cube[2] - CUBE_HALF + _GRASP_HEIGHT])
+
+    def _put_point(self) -> NDArray[np.float64]:
+        """Compute the goal of the cargo's centre, just above the plate: ``[3]``."""
+        plate = self._table.plate_position(self._table.plate)
+        return np.array([*(plate[:2] + self._flaws.place), PLATE_HEIGHT + CUBE_HALF + 0.003])
+
+    def _cargo(self) -> NDArray[np.float64]:
+        """Return the position ``[3]`` to bring over the plate: the held cube's, else the tool's."""
+        table = self._table
+        return table.cube_position(table.cube) if self._holds() else table.tool_position
+
+    def _holds(self) -> bool:
+        table = self._table
+        near = np.linalg.norm(table.cube_position(table.cube) - table.tool_position) < 0.05
+        return bool(near and table.finger_opening > 1.5 * CUBE_HALF)
+
+
+def _funnel(
+    now: NDArray[np.float64], goal: NDArray[np.float64], height: float, *, slope: float
+) -> NDArray[np.float64]:
+    """Return the goal ``[3]``, raised by up to `height` while `now` is sideways of it by more than 12 mm."""
+    sideways = float(np.hypot(*(goal - now)[:2]))
+    return goal + np.array([0.0, 0.0, np.clip(slope * (sideways - 0.012), 0.0, height)])
+
+
+def _share_sideways(cargo: NDArray[np.float64], goal: NDArray[np.float64]) -> float:
+    """Compute the share of the sideways way to go: little while the cargo is low."""
+    if np.hypot(*(goal - cargo)[:2]) < PLATE_RADIUS:
+        return 1.0
+    return float(np.clip((cargo[2] - CUBE_HALF) / (2 * CUBE_HALF), 0.1, 1.0))
 
 
 class _TablePlace:
@@ -45,31 +182,18 @@ class Tabletop(OneByOne[_TablePlace]):
     """Independent `Table`s.
 
     Args:
-        places: Tables, at least 1.
         image_size: Side of the picture in pixels, 16..512; 0: 64.
         horizon: Steps until an episode is truncated; 0: `MAX_STEPS`.
         render: False leaves the pictures out (all are ``[0, 0, 3]``) and needs no OpenGL.
         supersample: The picture is drawn this many times larger and averaged down.
-
-    Raises:
-        ConfigError: The picture size is out of range.
-        AssetError: Pictures are wanted and there is no OpenGL library.
     """
 
     any_image_size = True
 
-    def __init__(
-        self,
-        *,
-        places: int = 1,
-        image_size: int = 0,
-        horizon: int = 0,
-        render: bool = True,
-        supersample: int = 3,
-    ) -> None:
-        spec = self.describe(places=places, image_size=image_size, horizon=horizon, render=render)
-        size = spec.image_size or IMAGE_SIZE
-        tables = [Table(size, render=render, supersample=supersample) for _ in range(places)]
+    def __init__(self, *, places: int = 1, render: bool = True, supersample: int = 3, **sizes: int) -> None:
+        spec = self.describe(places=places, render=render, **sizes)
+        side = sizes.get("image_size") or IMAGE_SIZE
+        tables = [Table(side, render=render, supersample=supersample) for _ in range(places)]
         super().__init__(spec, [_TablePlace(table) for table in tables])
 
     @classmethod
@@ -102,4 +226,4 @@ class Tabletop(OneByOne[_TablePlace]):
         self, place: int, settings: Demonstrator, rng: np.random.Generator
     ) -> Callable[[], NDArray[np.float32]]:
         """Return the scripted expert; see `HasExpert.expert`."""
-        return Expert(self.places[place].table, settings, rng).act
+        return TableExpert(self.places[place].table, settings, rng).act

@@ -104,7 +104,7 @@ def test_after_an_empty_grasp_it_reaches_again_only_where_that_is_wanted(simulat
     for retry in (False, True):
         simulator.reset([0], [start])
         monkeypatch.setitem(
-            libero.PLANS["libero_spatial"], 0, libero.Plan(item=plan.item, goal=plan.goal, grasp=beside)
+            libero.PLANS["libero_spatial"], 0, libero.MovePlan(item=plan.item, goal=plan.goal, grasp=beside)
         )
         expert = simulator.expert(0, Demonstrator(retry=retry), np.random.default_rng(0)).__self__
         for _ in range(90):
