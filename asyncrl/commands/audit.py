@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from asyncrl.evaluation.audit import Audit, AuditedEpisode, Models
     from asyncrl.launch.named_models import RunSettings
     from asyncrl.policies.interface import SamplingParams
-    from asyncrl.simulators.build import SimulatorSource
 
 EPISODES: Final = 128
 """Default of simulators whose starts are seeds."""
@@ -110,9 +108,9 @@ def main(arguments: list[str]) -> int:
 
 def _write_curves(config: AuditConfig, versions: dict[str, str], audits: dict[str, Audit]) -> None:
     """Write curves of a run's checkpoints into its folder; of anything else none."""
-    from asyncrl.evaluation.audit import write_curves
+    from asyncrl.evaluation.audit import metrics_of
     from asyncrl.launch.named_models import folder_part, run_of
-    from asyncrl.observability.logger import start_command
+    from asyncrl.observability.logger import start_command, write_curves
     from asyncrl.storage.assets import newest_checkpoint
 
     run_dir = run_of(config.checkpoint)
@@ -121,10 +119,12 @@ def _write_curves(config: AuditConfig, versions: dict[str, str], audits: dict[st
         number = newest_checkpoint(Path(folder_part(versions[name]))).name.rpartition("_")[2]
         if run_dir is None or not number.isdecimal():
             return
-        found[int(number)] = audit
+        found[int(number)] = metrics_of(audit)
     assert run_dir is not None
+    # A folder of its own: TensorBoard reads the newest file of a folder only, and a run may go on.
+    folder = run_dir / "tensorboard" / "audit"
     try:
-        folder = write_curves(run_dir, found, start_command())
+        write_curves(folder, found, start_command())
     except OSError as error:
         print(f"TensorBoard does not get the audit: {error}", file=sys.stderr)
         return
@@ -210,14 +210,20 @@ def _audit_all(
     from asyncrl.evaluation.evaluate import check_fits
     from asyncrl.launch.named_models import named_policy
     from asyncrl.launch.own_device import take_device
+    from asyncrl.policies.interface import SamplingParams
+    from asyncrl.simulators.build import SimulatorSource
     from asyncrl.simulators.pool import SimulatorPool
 
     device = take_device(config.device)
-    models = _models(config, next(iter(versions.values())), device)
-    source = _source(config, models)
-    with ExitStack() as stack:
-        chunk = models.world.action_spec.chunk
-        pool = stack.enter_context(SimulatorPool(source, workers=config.workers, steps=chunk))
+    source = SimulatorSource(name=config.simulator, settings=config.simulator_settings)
+    tasks = () if config.start_states else source.spec().tasks
+    sampling = SamplingParams(temperature=config.temperature, top_k=config.top_k)
+    first = next(iter(versions.values()))
+    models = load_models(first, config.policy_settings, _settings(config), tasks, sampling, device)
+    size, chunk = models.world.image_size, models.world.action_spec.chunk
+    places = max(1, min(source.usual_places(), -(-config.rows // config.workers)))
+    source = source.with_(image_size=size, horizon=models.max_decisions * chunk, places=places)
+    with SimulatorPool(source, workers=config.workers, steps=chunk) as pool:
         check_fits(models.policy, pool.spec)
         check_imagines(models.world, pool.spec, "the audit")
         if run is not None:
@@ -230,15 +236,34 @@ def _audit_all(
             trials=config.trials,
             repeats=1,
         )
-        bar = stack.enter_context(tqdm(total=len(plays) * len(versions), desc="audit", unit="episode"))
         found = {}
-        for name, text in versions.items():
-            if found:
-                named = named_policy(text, config.policy_settings)
-                policy = named.kind.load(named.folder, device, **named.settings)
-                models = replace(models, policy=policy)
-            found[name] = audit(models, pool, plays, rows=config.rows, seed=config.seed, progress=bar.update)
+        with tqdm(total=len(plays) * len(versions), desc="audit", unit="episode") as bar:
+            for name, text in versions.items():
+                if found:
+                    named = named_policy(text, config.policy_settings)
+                    policy = named.kind.load(named.folder, device, **named.settings)
+                    models = replace(models, policy=policy)
+                found[name] = audit(
+                    models, pool, plays, rows=config.rows, seed=config.seed, progress=bar.update
+                )
     return found
+
+
+def _settings(config: AuditConfig) -> TrainConfig:
+    from asyncrl.storage.assets import simulator_named
+
+    if simulator_named(config.world):
+        raise ConfigError(
+            f"--world {config.world} is a simulator: nothing is imagined that could be wrong. Name a world "
+            "model."
+        )
+    shared = ("world", "world_settings", "reward", "reward_settings", "imagination")
+    ends = ("max_decisions", "success_threshold", "success_frames")
+    return TrainConfig(
+        **{name: getattr(config, name) for name in shared},
+        start_states=config.start_states or "tabletop",
+        actor=ActorSettings(**{name: getattr(config, name) for name in ends}),
+    )
 
 
 def load_models(
@@ -278,47 +303,3 @@ def load_models(
         threshold=settings.actor.success_threshold,
         success_frames=settings.success_frames,
     )
-
-
-def _models(config: AuditConfig, policy: str, device: torch.device) -> Models:
-    from asyncrl.policies.interface import SamplingParams
-    from asyncrl.simulators.build import SimulatorSource
-    from asyncrl.storage.assets import simulator_named
-
-    if simulator_named(config.world):
-        raise ConfigError(
-            f"--world {config.world} is a simulator: nothing is imagined that could be wrong. Name a world "
-            "model."
-        )
-    actor = ActorSettings(
-        max_decisions=config.max_decisions,
-        success_threshold=config.success_threshold,
-        success_frames=config.success_frames,
-    )
-    settings = TrainConfig(
-        world=config.world,
-        world_settings=config.world_settings,
-        reward=config.reward,
-        reward_settings=config.reward_settings,
-        start_states=config.start_states or "tabletop",
-        imagination=config.imagination,
-        actor=actor,
-    )
-    tasks: tuple[str, ...] = ()
-    if not config.start_states:
-        tasks = SimulatorSource(name=config.simulator, settings=config.simulator_settings).spec().tasks
-    sampling = SamplingParams(temperature=config.temperature, top_k=config.top_k)
-    return load_models(policy, config.policy_settings, settings, tasks, sampling, device)
-
-
-def _source(config: AuditConfig, models: Models) -> SimulatorSource:
-    """Return the simulator of every worker, with the world's picture size and time for all decisions."""
-    from asyncrl.simulators.build import SimulatorSource
-
-    source = SimulatorSource(
-        name=config.simulator,
-        settings=config.simulator_settings,
-        image_size=models.world.image_size,
-        horizon=models.max_decisions * models.world.action_spec.chunk,
-    )
-    return source.with_(places=max(1, min(source.usual_places(), -(-config.rows // config.workers))))

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from asyncrl.launch.named_models import RunSettings
     from asyncrl.simulators.build import SimulatorSource
+    from asyncrl.simulators.interface import SimulatorSpec
     from asyncrl.simulators.rollout import Act, SimulatedEpisode
     from asyncrl.worlds.interface import World
 
@@ -120,17 +121,6 @@ class EvaluateConfig(HeldOutConfig):
 ARGUMENTS: Final = EvaluateConfig
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Played:
-    result: Evaluation
-    episodes: list[SimulatedEpisode]
-    simulator: dict[str, object]
-    """Settings of the simulator that results depend on."""
-    checkpoint: str
-    world: World[Any] | None
-    """Imagines the episodes of --video."""
-
-
 def main(arguments: list[str]) -> int:
     """Evaluate and print a table."""
     arguments = answer_help(arguments, lambda: EVALUATE.text(EvaluateConfig()))
@@ -141,22 +131,7 @@ def main(arguments: list[str]) -> int:
     _refuse_idle(config)
     if run is not None:
         print(_settings_line(config, run))
-    played = _play(config, run)
-    print(table(played.result))
-    if protocol := played.simulator["protocol"]:
-        print(protocol)
-    if config.json:
-        Path(config.json).write_text(json.dumps(_content(config, played), indent=2, allow_nan=False) + "\n")
-    if config.tensorboard:
-        folder = Path(config.tensorboard) / config.simulator.replace(":", "_")
-        _write_curves(folder, played.checkpoint, played.result)
-    if config.movies:
-        print(f"{len(played.episodes)} movies in {config.movies}")
-    if played.world is not None:
-        from asyncrl.evaluation.contact_sheet import write_contact_sheet
-
-        write_contact_sheet(Path(config.video), played.episodes, world=played.world)
-        print(f"contact sheet in {config.video}")
+    _evaluate(config, run)
     return 0
 
 
@@ -236,52 +211,71 @@ def _check_outputs(config: EvaluateConfig) -> None:
             raise ConfigError(f"{flag} {folder} is a file, where a folder is expected. Choose another name.")
 
 
-def _play(config: EvaluateConfig, run: RunSettings | None) -> _Played:
+def _evaluate(config: EvaluateConfig, run: RunSettings | None) -> None:
+    """Play, print a table and write what is asked for."""
+    from asyncrl.evaluation.contact_sheet import PAIRS, check_imagines, write_contact_sheet
+    from asyncrl.launch.named_models import named_policy
+    from asyncrl.launch.own_device import take_device
+    from asyncrl.policies.interface import SamplingParams
     from asyncrl.simulators.pool import SimulatorPool
 
-    policy, world, checkpoint = None, None, EXPERT
+    policy, checkpoint = None, EXPERT
     act: Act | Demonstrator = config.expert
     if config.checkpoint != EXPERT:
-        from asyncrl.launch.named_models import named_policy
-        from asyncrl.launch.own_device import take_device
-        from asyncrl.policies.interface import SamplingParams
-
         named = named_policy(config.checkpoint, config.policy_settings)
         device = take_device(config.device)
-        world = _world_of_video(config) if config.video else None
         policy, checkpoint = named.kind.load(named.folder, device, **named.settings), str(named.folder)
         act = acting(policy, SamplingParams(temperature=config.temperature, top_k=config.top_k), config.rows)
+    world = _world_of_video(config) if config.video else None
     source = _source(config, policy.image_size if policy else 0)
     if policy is None and not source.may_have_expert():
         raise ConfigError(
             f"--simulator {config.simulator} has no expert. Name a policy, or add the method `expert`: "
             "docs/extending.md."
         )
-    steps = policy.action_spec.chunk if policy else CHUNK
-    with SimulatorPool(source, workers=config.workers, steps=steps) as pool:
+    with SimulatorPool(source, config.workers, steps=policy.action_spec.chunk if policy else CHUNK) as pool:
         spec = pool.spec
         if policy is not None:
             check_fits(policy, spec)
             if run is not None and not config.other_tasks:
                 refuse_foreign_tasks(run.tasks, spec.tasks, config.simulator, OTHER_TASKS)
-        pairs = 0
         if world is not None:
-            from asyncrl.evaluation.contact_sheet import PAIRS, check_imagines
-
             check_imagines(world, spec)
-            pairs = PAIRS
-        plays = evaluation_plays(
-            spec,
-            episodes=config.episodes,
-            seed=config.seed,
-            tasks=config.tasks,
-            trials=config.trials,
-            repeats=config.repeats,
-        )
-        result, episodes = evaluate(pool, act, plays, on_frames=_movie_writer(config), keep_frames=pairs)
-    row = {name: value for name, value in asdict(source).items() if name != "places"}
-    row |= {"max_steps": spec.max_steps, "image_size": spec.image_size, "protocol": spec.protocol}
-    return _Played(result=result, episodes=episodes, simulator=row, checkpoint=checkpoint, world=world)
+        chosen = {name: getattr(config, name) for name in ("episodes", "seed", "tasks", "trials", "repeats")}
+        plays = evaluation_plays(spec, **chosen)
+        shown = PAIRS if world is not None else 0
+        result, episodes = evaluate(pool, act, plays, on_frames=_movie_writer(config), keep_frames=shown)
+    print(table(result))
+    if spec.protocol:
+        print(spec.protocol)
+    _write(config, checkpoint, source, spec, result, episodes)
+    if world is not None:
+        write_contact_sheet(Path(config.video), episodes, world=world)
+        print(f"contact sheet in {config.video}")
+
+
+def _write(
+    config: EvaluateConfig,
+    checkpoint: str,
+    source: SimulatorSource,
+    spec: SimulatorSpec,
+    result: Evaluation,
+    episodes: list[SimulatedEpisode],
+) -> None:
+    """Write --json and --tensorboard."""
+    if config.json:
+        simulator = {name: value for name, value in asdict(source).items() if name != "places"}
+        simulator |= {"max_steps": spec.max_steps, "image_size": spec.image_size, "protocol": spec.protocol}
+        player: dict[str, object] = {"temperature": config.temperature, "top_k": config.top_k}
+        if checkpoint == EXPERT:
+            player = {"expert": asdict(config.expert)}
+        content = {"checkpoint": checkpoint, "seed": config.seed} | player | {"simulator": simulator}
+        content |= result.as_dict() | {"episodes": [episode_row(episode) for episode in episodes]}
+        Path(config.json).write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
+    if config.tensorboard:
+        _write_curves(Path(config.tensorboard) / config.simulator.replace(":", "_"), checkpoint, result)
+    if config.movies:
+        print(f"{len(episodes)} movies in {config.movies}")
 
 
 def _source(config: EvaluateConfig, policy_size: int) -> SimulatorSource:
@@ -295,25 +289,13 @@ def _source(config: EvaluateConfig, policy_size: int) -> SimulatorSource:
         image_size=config.image_size,
         horizon=config.horizon,
     )
-    if not config.image_size and getattr(
-        registry.resolve("simulator", config.simulator), "any_image_size", False
-    ):
+    kind = registry.resolve("simulator", config.simulator)
+    if not config.image_size and getattr(kind, "any_image_size", False):
         source = source.with_(image_size=policy_size)
     # An upper bound of the episodes: the simulator has not been asked yet.
     episodes = max(config.episodes or EPISODES, config.trials * max(1, len(config.tasks))) * config.repeats
     most = -(-episodes // config.workers)
     return source.with_(places=config.places or max(1, min(source.usual_places(), most)))
-
-
-def _content(config: EvaluateConfig, played: _Played) -> dict[str, object]:
-    """Return the content of --json."""
-    content: dict[str, object] = {"checkpoint": played.checkpoint, "seed": config.seed}
-    if played.checkpoint == EXPERT:
-        content["expert"] = asdict(config.expert)
-    else:
-        content |= {"temperature": config.temperature, "top_k": config.top_k}
-    rows = [episode_row(episode) for episode in played.episodes]
-    return content | {"simulator": played.simulator} | played.result.as_dict() | {"episodes": rows}
 
 
 def _world_of_video(config: EvaluateConfig) -> World[Any]:

@@ -12,7 +12,7 @@ import tyro
 
 from asyncrl.config.bounds import Bounded
 from asyncrl.errors import ConfigError
-from asyncrl.fitting.recordings import read_part, recording_files
+from asyncrl.fitting.recordings import RecordingFile, read_part, recording_files
 from asyncrl.fitting.settings import DataSetSettings
 from asyncrl.replay_tools.episodes import table
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 Folders = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER...")]
 
 
-def _own_files(given: tuple[Path, ...]) -> list[Path]:
-    """Return the files of recordings of our own."""
+def _own_parts(given: tuple[Path, ...]) -> list[RecordingFile]:
+    """Read the files of recordings of our own, without pictures."""
     from asyncrl.fitting.lerobot import is_lerobot
     from asyncrl.fitting.robomimic import is_robomimic
 
@@ -33,7 +33,8 @@ def _own_files(given: tuple[Path, ...]) -> list[Path]:
                 f"{path} is a data set of another program. Make recordings of it first: asyncrl recordings "
                 f"import {path} --out FOLDER."
             )
-    return [file for path in given for file in ([path] if path.is_file() else recording_files(path))]
+    files = [file for path in given for file in ([path] if path.is_file() else recording_files(path))]
+    return [read_part(file) for file in files]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +47,10 @@ class ListFiles(Bounded):
     def run(self) -> int:
         """Print a row per file."""
         rows = [("file", "simulator", "cameras", "picture", "episodes", "frames", "solved")]
-        for path in _own_files(self.data):
-            part = read_part(path)
+        for part in _own_parts(self.data):
             rows.append(
                 (
-                    str(path),
+                    str(part.path),
                     part.looks.simulator,
                     ",".join(part.looks.cameras),
                     f"{part.looks.height}x{part.looks.width}",
@@ -64,7 +64,7 @@ class ListFiles(Bounded):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stats(Bounded):
+class TaskStats(Bounded):
     """Count episodes and successes by task, and measure the actions."""
 
     data: Folders
@@ -72,7 +72,7 @@ class Stats(Bounded):
 
     def run(self) -> int:
         """Print a row per task, then one per number of an action."""
-        parts = [read_part(path) for path in _own_files(self.data)]
+        parts = _own_parts(self.data)
         tasks = np.array([task for part in parts for task in part.tasks])
         solved = np.concatenate([part.solved() for part in parts])
         lengths = np.concatenate([np.diff(part.offsets) - 1 for part in parts])
@@ -166,7 +166,7 @@ def _libero_files(given: Path) -> list[Path]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Export(Bounded):
+class ExportTrajectories(Bounded):
     """Write recordings in the layout of another project."""
 
     data: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
@@ -194,9 +194,9 @@ class Export(Bounded):
 _named = tyro.conf.subcommand
 ARGUMENTS: Any = (
     Annotated[ListFiles, _named(name="list")]
-    | Annotated[Stats, _named(name="stats")]
+    | Annotated[TaskStats, _named(name="stats")]
     | Annotated[Import, _named(name="import")]
-    | Annotated[Export, _named(name="export")]
+    | Annotated[ExportTrajectories, _named(name="export")]
 )
 
 

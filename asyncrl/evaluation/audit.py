@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -22,7 +21,6 @@ from asyncrl.config.sections import SuccessFrames
 from asyncrl.evaluation.contact_sheet import start_of
 from asyncrl.evaluation.evaluate import SuccessRate
 from asyncrl.observability import metrics_training as m
-from asyncrl.observability.logger import write_curves as write_points
 from asyncrl.observability.metrics import Metric
 from asyncrl.policies.interface import Policy, SamplingParams
 from asyncrl.records import StartState
@@ -67,11 +65,7 @@ class Models:
 
     @torch.inference_mode()
     def imagine(self, starts: Sequence[StartState], seeds: Sequence[int]) -> Imagined:
-        """Imagine ``B`` episodes until all have succeeded or made the decisions that are left.
-
-        Args:
-            seeds: ``B`` seeds of `seeds.episode_seed`.
-        """
+        """Imagine ``B`` episodes, with seeds of `seeds.episode_seed`, until all have succeeded or ended."""
         tasks, shown = [start.task for start in starts], np.stack([start.present_frame for start in starts])
         state = self.world.start(starts, decisions=self.max_decisions)
         drawn, chosen, scored = [], [], []
@@ -229,14 +223,7 @@ def _in_order(plays: Sequence[Play], played: Iterator[SimulatedEpisode]) -> list
 
 
 def psnr_by_decision(drawn: NDArray[np.uint8], true: NDArray[np.uint8], chunk: int) -> tuple[float, ...]:
-    """Compute the peak signal-to-noise ratio of frames, in dB, mean over those of a decision.
-
-    Args:
-        drawn: ``[N * C, H, W, 3]``.
-        chunk: ``C``.
-
-    Returns:
-        One number for each decision with a true frame; at most 78 dB, where frames are equal.
+    """Compute the PSNR of ``[N * C, H, W, 3]``, mean over each decision with a true frame; at most 78 dB.
 
     Example:
         >>> black, grey = np.zeros((4, 2, 2, 3), np.uint8), np.full((3, 2, 2, 3), 51, np.uint8)
@@ -300,20 +287,3 @@ def metrics_of(audit: Audit) -> dict[Metric, float]:
     if audit.psnr:
         values[m.AUDIT_PSNR] = math.fsum(audit.psnr) / len(audit.psnr)
     return values
-
-
-def write_curves(run_dir: Path, audits: Mapping[int, Audit], command: str) -> Path:
-    """Write curves of a run's checkpoints to RUN/tensorboard/audit; earlier points from then on are void.
-
-    A folder of its own, for TensorBoard reads the newest file of a folder only: among those of a run that
-    goes on, it would end the run's own curves.
-
-    Args:
-        audits: By policy version, at least one.
-
-    Returns:
-        The folder.
-    """
-    folder = run_dir / "tensorboard" / "audit"
-    write_points(folder, {version: metrics_of(audit) for version, audit in audits.items()}, command)
-    return folder

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.libero_tasks import SUITES
+from asyncrl.simulators.interface import plain_task
 from asyncrl.simulators.tabletop.scene import TASKS
 
 if TYPE_CHECKING:
@@ -188,14 +189,14 @@ def evaluate(
 
 def simulator_of_tasks(tasks: Collection[str]) -> str:
     """Return the built-in simulator that has all `tasks`; empty: there is none, or no task."""
-    wanted = {plain(task) for task in tasks}
+    wanted = {plain_task(task) for task in tasks}
     return next((name for name, known in _TASKS.items() if wanted and wanted <= known), "")
 
 
 def refuse_foreign_tasks(tasks: Collection[str], known: Sequence[str], simulator: str, remedy: str) -> None:
     """Refuse a simulator that does not have the tasks a policy was trained on."""
-    foreign = sorted({plain(task) for task in tasks} - {plain(task) for task in known}) if known else []
-    if not foreign:
+    foreign = sorted(set(map(plain_task, tasks)) - set(map(plain_task, known)))
+    if not known or not foreign:
         return
     near = difflib.get_close_matches(foreign[0], known, n=1, cutoff=0.0)[0]
     right = simulator_of_tasks(tasks)
@@ -203,8 +204,3 @@ def refuse_foreign_tasks(tasks: Collection[str], known: Sequence[str], simulator
         f"the run's policy was trained on {foreign[0]!r}, which is no task of --simulator {simulator} (the "
         f"nearest of its {len(known)} is {near!r}). {f'Use --simulator {right}.' if right else remedy}"
     )
-
-
-def plain(task: str) -> str:
-    """Return an instruction as simulators write it: lower case, without a full stop."""
-    return task.strip().rstrip(".").lower()

@@ -82,17 +82,9 @@ def cut_evaluations(run_dir: Path, version: int) -> None:
     keep_records(run_dir / EVALUATIONS, EvaluatedVersion, lambda row: row.version <= version)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """Result of measuring one version, with the pictures of `EvaluatedVersion`."""
-
-    result: Evaluation
-    sheet: str = ""
-    movie: str = ""
-
-
-Measure = Callable[[int, Path | None], Measured]
-"""Gets a version and the folder of its policy, None for the one that the run began with."""
+Measure = Callable[[int, Path | None], tuple[Evaluation, str, str]]
+"""Measures a version from the folder of its policy, None for the one that the run began with; returns the result,
+and the pictures of `EvaluatedVersion`."""
 
 
 class RunCheckpoints:
@@ -139,8 +131,8 @@ class RunCheckpoints:
 
     def _evaluate(self, version: int, folder: Path | None) -> None:
         began = self._clock()
-        measured = self._measure(version, folder)
-        rate, now = measured.result.overall, self._clock()
+        result, sheet, movie = self._measure(version, folder)
+        rate, now = result.overall, self._clock()
         before = self._rows[-1].version if self._rows else 0
         row = EvaluatedVersion(
             version=version,
@@ -153,11 +145,11 @@ class RunCheckpoints:
             success=rate.rate,
             low=rate.low,
             high=rate.high,
-            steps=measured.result.mean_steps if rate.successes else 0.0,
+            steps=result.mean_steps if rate.successes else 0.0,
             best=all(rate.rate >= row.success for row in self._rows),
             skipped=sum(is_due(v, self._every, self._last) for v in range(before + 1, version)),
-            sheet=measured.sheet,
-            movie=measured.movie,
+            sheet=sheet,
+            movie=movie,
         )
         if row.best and folder is not None:
             keep_as_best(folder)

@@ -68,7 +68,8 @@ def record(
             part[place] = episode
             if len(part) == min(per_part, len(starts) - number * per_part):
                 episodes = [part[i] for i in sorted(parts.pop(number))]
-                written += write_part(folder / f"part-{number:05d}.h5", episodes, pool.spec, about)
+                file = folder / f"part-{number:05d}.h5"
+                written += write_part(file, episodes, spec.name, spec.cameras, about)
             bar.update(1)
     assert not parts, "every start was played once"
     return written

@@ -33,7 +33,7 @@ from asyncrl.fitting.recordings import (
 )
 from asyncrl.fitting.settings import NONE, DataSetSettings
 from asyncrl.records import POSE_DIM, dummy_action
-from asyncrl.simulators.interface import SimStart, SimulatorSpec
+from asyncrl.simulators.interface import SimStart
 from asyncrl.simulators.rollout import SimulatedEpisode
 
 _log = logging.getLogger(__name__)
@@ -250,28 +250,18 @@ class DataSet(ABC):
 
 def check_numbers(where: str, what: str, values: NDArray[Any], flag: str) -> NDArray[np.float32]:
     """Return finite numbers ``[T, n]`` as float32; a ConfigError refuses others."""
-    if values.ndim != 2 or not values.shape[1] or values.dtype.kind not in "fiub":
-        raise ConfigError(
-            f"{where}: {what} are {values.dtype}{list(values.shape)}, expected numbers [T, A]. Choose "
-            f"another key (--dataset.{flag})."
-        )
-    found = values.astype(np.float32)
-    if not np.isfinite(found).all():
+    if values.ndim == 2 and values.shape[1] and values.dtype.kind in "fiub":
+        found = values.astype(np.float32)
+        if np.isfinite(found).all():
+            return found
         raise ConfigError(
             f"{where}: {what} are not all finite numbers of 32 bits. Mend the data set, or choose another "
             f"key (--dataset.{flag})."
         )
-    return found
-
-
-def plain_task(text: str) -> str:
-    """Return an instruction as ours are: lower case, single spaces, without a full stop.
-
-    Example:
-        >>> plain_task(" Fold the  Towel.")
-        'fold the towel'
-    """
-    return " ".join(text.lower().split()).rstrip(" .")
+    raise ConfigError(
+        f"{where}: {what} are {values.dtype}{list(values.shape)}, expected numbers [T, A]. Choose "
+        f"another key (--dataset.{flag})."
+    )
 
 
 def placed_size(height: int, width: int, settings: DataSetSettings) -> tuple[int, int]:
@@ -295,20 +285,15 @@ def place_picture(picture: NDArray[np.uint8], settings: DataSetSettings) -> NDAr
     if settings.flip != "none":
         picture = picture[::-1] if settings.flip == "vertical" else picture[::-1, ::-1]
     height, width = picture.shape[:2]
+    image = Image.fromarray(np.ascontiguousarray(picture))
     if settings.aspect != "stretch" and height != width:
         side = (min if settings.aspect == "crop" else max)(height, width)
-        top, left = abs(height - side) // 2, abs(width - side) // 2
-        if settings.aspect == "crop":
-            picture = picture[top : top + side, left : left + side]
-        else:
-            padded = np.zeros((side, side, 3), np.uint8)
-            padded[top : top + height, left : left + width] = picture
-            picture = padded
+        left, top = int((width - side) / 2), int((height - side) / 2)
+        image = image.crop((left, top, left + side, top + side))  # Black beyond the picture.
     height, width = placed_size(height, width, settings)
-    if picture.shape[:2] == (height, width):
-        return np.ascontiguousarray(picture)
-    image = Image.fromarray(np.ascontiguousarray(picture))
-    return np.asarray(image.resize((width, height), Image.Resampling.BICUBIC, reducing_gap=3.0)).copy()
+    if image.size != (width, height):
+        image = image.resize((width, height), Image.Resampling.BICUBIC, reducing_gap=3.0)
+    return np.asarray(image).copy()
 
 
 def decode_picture(content: bytes, size: Sequence[int] = ()) -> NDArray[np.uint8]:
@@ -416,21 +401,14 @@ def import_data_sets(data_sets: Sequence[DataSet], folder: Path) -> int:
     try:
         for data_set in data_sets:
             looks = data_set.looks
-            spec = SimulatorSpec(
-                name=looks.simulator,
-                tasks=(),
-                trials=0,
-                max_steps=0,
-                image_size=looks.height,
-                cameras=looks.cameras,
-                idle=tuple(dummy_action(looks.action_dim).tolist()),
-            )
             about: dict[str, object] = {"imported": data_set.path.name}
             if looks.rate:
                 about[RATE] = looks.rate
             bar = tqdm(data_set.episodes(), desc=f"import {data_set.path.name}", unit="episode", delay=2)
             for part in _in_parts(iter(bar)):
-                written += write_part(folder / f"part-{parts:05d}.h5", part, spec, about)
+                written += write_part(
+                    folder / f"part-{parts:05d}.h5", part, looks.simulator, looks.cameras, about
+                )
                 parts += 1
     except BaseException:
         for part in folder.glob("part-*.h5"):  # The folder was new: half of an import is none.

@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, ClassVar, Final
 
 import numpy as np
@@ -68,19 +67,17 @@ UNITS: Final = (0.01,) * 3 + (0.05,) * 4 + (0.5,)
 half a gripper. In units of the deviation, parts that hardly move would count most."""
 POSE_FIT: Final = Schedule(steps=8_000, batch=512, learning_rate=3e-3)
 """Of the model of poses, which is small and learns fast."""
-CAMERAS: Final = MappingProxyType(
-    {
-        "tabletop": Camera(
-            focal=32 / math.tan(math.radians(33 / 2)),
-            centre=32.0,
-            size=64,
-            position=(1.06, 0.0, 0.645),
-            quaternion=(-0.66444, -0.66444, 0.24191, 0.24191),
-            flipped=False,
-            reach=0.0,
-        ),
-    }
-)
+CAMERAS: Final = {
+    "tabletop": Camera(
+        focal=32 / math.tan(math.radians(33 / 2)),
+        centre=32.0,
+        size=64,
+        position=(1.06, 0.0, 0.645),
+        quaternion=(-0.66444, -0.66444, 0.24191, 0.24191),
+        flipped=False,
+        reach=0.0,
+    ),
+}
 """First camera of simulators, by the beginning of their names."""
 _CHANNELS: Final = {"tiny": 32, "small": 64}
 _AUTOENCODERS: Final = {

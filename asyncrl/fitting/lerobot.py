@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError, first_line
-from asyncrl.fitting.data_sets import DataSet, check_numbers, decode_picture, place_picture, plain_task
+from asyncrl.fitting.data_sets import DataSet, check_numbers, decode_picture, place_picture
 from asyncrl.fitting.recordings import Looks
 from asyncrl.fitting.settings import DataSetSettings
-from asyncrl.simulators.interface import SimStart
+from asyncrl.simulators.interface import SimStart, plain_task
 from asyncrl.simulators.rollout import SimulatedEpisode
 from asyncrl.storage.untrusted import check_types, load_json, open_regular, shortened
 

@@ -10,7 +10,7 @@ import math
 import os
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from asyncrl.errors import AssetError, ConfigError, first_line
 from asyncrl.fitting.frame_file import FrameFile, Frames, blocks
 from asyncrl.records import POSE_DIM
-from asyncrl.simulators.interface import SimStart, SimulatorSpec
+from asyncrl.simulators.interface import SimStart
 from asyncrl.simulators.rollout import SimulatedEpisode
 from asyncrl.storage.atomic import replacing
 from asyncrl.storage.untrusted import attribute_of, dataset_in, open_hdf5
@@ -131,7 +131,11 @@ def episodes_per_part(nbytes: int) -> int:
 
 
 def write_part(
-    path: Path, episodes: Iterable[SimulatedEpisode], spec: SimulatorSpec, about: dict[str, object]
+    path: Path,
+    episodes: Iterable[SimulatedEpisode],
+    simulator: str,
+    cameras: Sequence[str],
+    about: dict[str, object],
 ) -> int:
     """Write episodes to one HDF5 file (complete or absent, never torn) and return how many."""
     import h5py
@@ -141,7 +145,7 @@ def write_part(
     written: list[tuple[str, SimStart, bool, bool]] = []
     with replacing(path) as part, h5py.File(part, "w", libver=("v110", "v110")) as file:
         file.attrs.update(
-            format=FORMAT, simulator=spec.name, cameras=json.dumps(spec.cameras), about=json.dumps(about)
+            format=FORMAT, simulator=simulator, cameras=json.dumps(cameras), about=json.dumps(about)
         )
         for episode in episodes:
             rows = {name: getattr(episode, name) for name in ("frames", "actions", "rewards")}

@@ -17,12 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError, first_line
-from asyncrl.fitting.data_sets import DataSet, check_numbers, place_picture, plain_task
+from asyncrl.fitting.data_sets import DataSet, check_numbers, place_picture
 from asyncrl.fitting.recordings import UNREADABLE, Looks
 from asyncrl.fitting.settings import NONE, DataSetSettings
 from asyncrl.records import DUMMY_ACTION
 from asyncrl.rewards.libero_tasks import SUITES
-from asyncrl.simulators.interface import SimStart, hand_pose
+from asyncrl.simulators.interface import SimStart, hand_pose, plain_task
 from asyncrl.simulators.libero.scene import OPEN, quaternion_of
 from asyncrl.simulators.rollout import SimulatedEpisode
 from asyncrl.storage.untrusted import attribute_of, dataset_in, described_in, group_in, open_hdf5, parse_json
@@ -154,30 +154,32 @@ class RobomimicFile(DataSet):
                 yield self._episode(file, name)
 
     def _episode(self, file: h5py.File, name: str) -> SimulatedEpisode:
-        where = f"{self.path} {name}"
         actions = self._numbers(file, name, self.action, "action")
-        states = self._states(file, name, len(actions))
-        rewards = np.zeros(len(actions), np.float32)
+        steps = len(actions)
+        rewards = np.zeros(steps, np.float32)
         if self.reward:
             rewards = self._numbers(file, name, self.reward, "reward")[:, 0]
-        self.check_bytes(where, len(actions))
-        start = SimStart(
-            name=f"{self.looks.simulator}/{self.path.stem}/{name}",
-            task=self._task(file, name),
-            seed=int(name.removeprefix("demo_")),
-        )
         success = self._solved(file, name, rewards)
         for numbers, what in ((rewards, "rewards"), (success, self.success)):
-            if len(numbers) != len(actions):
-                raise ValueError(f"{name} has {len(actions)} actions and {len(numbers)} {what}")
+            if len(numbers) != steps:
+                raise ValueError(f"{name} has {steps} actions and {len(numbers)} {what}")
+        where = f"{self.path} {name}"
+        self.check_bytes(where, steps)
         return self.episode(
             where,
-            start,
-            pictures=self._pictures(file, name, len(actions)),
-            states=states,
+            self._start(file, name),
+            pictures=self._pictures(file, name, steps),
+            states=self._states(file, name, steps),
             actions=actions,
             rewards=rewards,
             success=success,
+        )
+
+    def _start(self, file: h5py.File, name: str) -> SimStart:
+        return SimStart(
+            name=f"{self.looks.simulator}/{self.path.stem}/{name}",
+            task=self._task(file, name),
+            seed=int(name.removeprefix("demo_")),
         )
 
     def _numbers(self, file: h5py.File, name: str, key: str, flag: str) -> NDArray[np.float32]:
@@ -234,8 +236,7 @@ class RobomimicFile(DataSet):
     def _task(self, file: h5py.File, name: str) -> str:
         data, demo = group_in(file, "data"), group_in(file, f"data/{name}")
         task: Any = self.settings.task
-        if not task and "task" in demo.attrs:
-            task = attribute_of(demo, "task")
+        task = task or ("task" in demo.attrs and attribute_of(demo, "task"))
         task = task or _json_of(demo, "ep_meta").get("lang")
         task = task or _json_of(data, "problem_info").get("language_instruction")
         if not isinstance(task, str) or not plain_task(task):
@@ -259,17 +260,16 @@ class LiberoFile(RobomimicFile):
     )
 
     def __init__(self, path: Path, cameras: Sequence[str]) -> None:
-        """Read what the file declares.
-
-        Args:
-            cameras: Of `LIBERO_CAMERAS`.
-        """
+        """Read what the file declares, for some of `LIBERO_CAMERAS`."""
         settings = DataSetSettings(
             cameras=tuple(LIBERO_CAMERAS[camera] for camera in cameras),
             state=("ee_states", "gripper_states"),
             reward=NONE,
         )
         super().__init__(path, settings)
+        if (width := self.looks.action_dim) != len(DUMMY_ACTION):
+            reason = f"its actions are {width} numbers wide, expected 7"
+            raise ConfigError(self.REFUSAL.format(path=path, reason=reason))
         self.looks = replace(self.looks, cameras=tuple(cameras), rate=0.0)
         self.frames -= len(self.demos)
         self.task_id, self.first_seed = -1, 0
@@ -295,37 +295,33 @@ class LiberoFile(RobomimicFile):
         if suite in LIBERO_NUMBERS:
             self.task_id = LIBERO_NUMBERS[suite][SUITES[suite].index(self.instruction)]
 
-    def _episode(self, file: h5py.File, name: str) -> SimulatedEpisode:
-        actions = self._numbers(file, name, self.action, "action")
-        if actions.shape[1] != len(DUMMY_ACTION):
-            raise ValueError(f"{name}/actions are {list(actions.shape)}, expected [T, 7]")
-        states = self._states(file, name, len(actions))
-        success = self._solved(file, name, np.zeros(len(actions), np.float32))
-        if len(success) != len(actions):
-            raise ValueError(f"{name} has {len(actions)} actions and {len(success)} {self.success}")
-        task = f"{self.path.stem if self.task_id < 0 else self.task_id}"
-        start = SimStart(
-            name=f"{self.looks.simulator}/{task}/{name}",
+    def _start(self, file: h5py.File, name: str) -> SimStart:
+        return SimStart(
+            name=f"{self.looks.simulator}/{self.path.stem if self.task_id < 0 else self.task_id}/{name}",
             task=self.instruction,
             task_id=self.task_id,
             seed=self.first_seed + self.demos.index(name),
         )
-        episode = self.episode(
-            f"{self.path} {name}",
-            start,
-            pictures=np.ascontiguousarray(self._pictures(file, name, len(actions))[..., ::-1, :]),
-            states=states,
-            actions=actions[1:],
-            rewards=success[1:].astype(np.float32),
-            success=success[1:],
-        )
+
+    def episode(self, where: str, start: SimStart, **arrays: NDArray[Any]) -> SimulatedEpisode:
+        """Begin with the picture after the first action, and mirror all."""
+        success = arrays["success"][1:]
+        arrays |= {
+            "actions": arrays["actions"][1:],
+            "success": success,
+            "rewards": success.astype(np.float32),
+        }
+        arrays["pictures"] = np.ascontiguousarray(arrays["pictures"][..., ::-1, :])
+        return super().episode(where, start, **arrays)
+
+    def _episode(self, file: h5py.File, name: str) -> SimulatedEpisode:
+        episode = super()._episode(file, name)
         hand, fingers = (dataset_in(file, f"data/{name}/obs/{key}")[:] for key in self.state)
-        episode.poses = np.stack(
-            [
-                hand_pose(h[:3], quaternion_of(h[3:]), float(np.abs(f).sum()) / OPEN)
-                for h, f in zip(hand, fingers, strict=True)
-            ]
-        )
+        poses = [
+            hand_pose(h[:3], quaternion_of(h[3:]), float(np.abs(f).sum()) / OPEN)
+            for h, f in zip(hand, fingers, strict=True)
+        ]
+        episode.poses = np.stack(poses)
         return episode
 
 
@@ -342,12 +338,7 @@ def instruction_of(name: str) -> str:
 
 
 def open_libero(paths: Sequence[Path], simulator: str, cameras: Sequence[str]) -> list[LiberoFile]:
-    """Open the demonstrations of one suite.
-
-    Args:
-        simulator: Suite; empty: the one that has all of these tasks, else the folder's name.
-        cameras: Of `LIBERO_CAMERAS`.
-    """
+    """Open the demonstrations of a suite; empty: the one that has all these tasks, else the folder's name."""
     files = [LiberoFile(path, cameras) for path in paths]
     suite, seed = _suite_of(files, simulator), 0
     for file in files:

@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from asyncrl.errors import ConfigError, first_line
-from asyncrl.fitting.data_sets import FILE_BYTES, decode_picture, place_picture, plain_task
+from asyncrl.fitting.data_sets import FILE_BYTES, decode_picture, place_picture
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.fitting.settings import DataSetSettings
 from asyncrl.records import ACTION_DIM, CHUNK, StartState
+from asyncrl.simulators.interface import plain_task
 from asyncrl.storage.atomic import replacing
 from asyncrl.storage.untrusted import read_bytes
 from asyncrl.worlds.rlinf_start_states import CONTEXT, KEYFRAME_MARK

@@ -8,11 +8,10 @@ load  ->  redraw                                                      `asyncrl f
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from importlib import import_module
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Self
 
 from asyncrl.config.bounds import shown
@@ -30,13 +29,11 @@ if TYPE_CHECKING:
 Size = Literal["tiny", "small"]
 CONTEXT_SIGMA: Final = 0.1
 DEFAULT_KIND: Final = "wan"
-KINDS: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "wan": "asyncrl.fitting.wan:WanFit",
-        "opensora": "asyncrl.fitting.opensora:OpenSoraFit",
-        "evac": "asyncrl.fitting.evac:EvacFit",
-    }
-)
+KINDS: Final = {
+    "wan": "asyncrl.fitting.wan:WanFit",
+    "opensora": "asyncrl.fitting.opensora:OpenSoraFit",
+    "evac": "asyncrl.fitting.evac:EvacFit",
+}
 """Short name of a kind of world, as in `registry.BUILT_IN` -> 'module:Class' of its `FittedWorld`."""
 
 

@@ -34,13 +34,14 @@ from asyncrl.evaluation.contact_sheet import (
     write_judged_sheet,
 )
 from asyncrl.evaluation.evaluate import (
+    Evaluation,
     acting,
     check_fits,
     refuse_foreign_tasks,
     simulator_of_tasks,
     summarise,
 )
-from asyncrl.evaluation.run_checkpoints import EvaluatedVersion, Measured, RunCheckpoints, is_due
+from asyncrl.evaluation.run_checkpoints import EvaluatedVersion, RunCheckpoints, is_due
 from asyncrl.launch.children import Supervisor
 from asyncrl.launch.environment import (
     Environment,
@@ -138,7 +139,7 @@ class VersionPlayer:
         self._config, self._plan, self._run_dir, self._device = config, plan, run_dir, device
         self._pool: SimulatorPool | None = None
 
-    def __call__(self, version: int, folder: Path | None) -> Measured:
+    def __call__(self, version: int, folder: Path | None) -> tuple[Evaluation, str, str]:
         """Measure one version; see `run_checkpoints.Measure`."""
         patience, plays = self._config.startup_timeout, self._plan.plays
         with process_status.activity(f"loading version {version} to play it", patience):
@@ -155,7 +156,7 @@ class VersionPlayer:
             title = f"version {version}: true success {result.overall.successes} of {result.overall.episodes}"
             sheet, movie = self._draw(shown, version, title)
         _free_memory(self._device)
-        return Measured(result=result, sheet=sheet, movie=movie)
+        return result, sheet, movie
 
     def close(self) -> None:
         """End the simulators."""

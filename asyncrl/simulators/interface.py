@@ -263,5 +263,10 @@ def check_step(
 
 
 def plain_task(task: str) -> str:
-    """Return an instruction in lower case, without a full stop."""
-    return task.strip().rstrip(".").lower()
+    """Return an instruction as ours are: lower case, single spaces, without a full stop.
+
+    Example:
+        >>> plain_task(" Fold the  Towel.")
+        'fold the towel'
+    """
+    return " ".join(task.lower().split()).rstrip(" .")

@@ -8,7 +8,7 @@ import pytest
 
 from asyncrl.evaluation import run_checkpoints
 from asyncrl.evaluation.evaluate import Evaluation, SuccessRate
-from asyncrl.evaluation.run_checkpoints import EvaluatedVersion, Measured, RunCheckpoints, is_due
+from asyncrl.evaluation.run_checkpoints import EvaluatedVersion, RunCheckpoints, is_due
 from asyncrl.storage import checkpoint
 from asyncrl.storage.checkpoint import clean_up, forget_best_after
 from asyncrl.storage.run_folder import BEFORE, BEST, HELD
@@ -34,11 +34,11 @@ class Player:
         self.successes = successes
         self.played: list[tuple[int, str]] = []
 
-    def __call__(self, version: int, folder: Path | None) -> Measured:
+    def __call__(self, version: int, folder: Path | None) -> tuple[Evaluation, str, str]:
         content = "" if folder is None else (folder / "model.safetensors").read_text()
         self.played.append((version, content))
         rate = SuccessRate.of(self.successes[version], 10)
-        return Measured(result=Evaluation(overall=rate, by_task={}, mean_steps=20.0), sheet=f"{version}.png")
+        return Evaluation(overall=rate, by_task={}, mean_steps=20.0), f"{version}.png", ""
 
 
 def opened(run: Path, player: Player, every: int = 5, last: int = 100) -> RunCheckpoints:
@@ -98,7 +98,7 @@ def test_the_best_version_stays_and_of_two_equal_ones_the_later(tmp_path: Path) 
 
 def test_a_checkpoint_may_be_deleted_while_it_is_measured(tmp_path: Path) -> None:
     class Slow(Player):
-        def __call__(self, version: int, folder: Path | None) -> Measured:
+        def __call__(self, version: int, folder: Path | None) -> tuple[Evaluation, str, str]:
             if version:
                 shutil.rmtree(tmp_path / "checkpoints" / f"update_{version:06d}")
             return super().__call__(version, folder)

@@ -1,4 +1,4 @@
-"""Recordings are read by row from disk, in both formats, and only together where they look alike."""
+"""Recordings are read by row from disk, and only together where they look alike."""
 
 from __future__ import annotations
 

@@ -86,5 +86,5 @@ def write_recorded(
 ) -> list[SimulatedEpisode]:
     """Write one file of episodes of so many frames each; their seeds count from 0."""
     episodes = [recorded_episode(seed, spec, frames) for seed, frames in enumerate(lengths)]
-    write_part(folder / f"part-{part:05d}.h5", episodes, spec, {})
+    write_part(folder / f"part-{part:05d}.h5", episodes, spec.name, spec.cameras, {})
     return episodes

@@ -187,10 +187,7 @@ class LiberoSuite:
         """Carry out one action in place 0; after the horizon nothing moves."""
         scene = self._begun(places)
         if actions.shape != (1, len(IDLE)) or not np.isfinite(actions).all():
-            raise ConfigError(
-                f"an action of {self.suite} is {len(IDLE)} finite numbers, got {actions.tolist()}. "
-                "Look at the policy that chose it."
-            )
+            raise ConfigError(f"an action of {self.suite} is 7 finite numbers, got {actions.tolist()}.")
         over = self._steps >= self.spec.max_steps
         if not over:
             self._success = scene.step(np.clip(actions[0].astype(np.float64), -1.0, 1.0))
@@ -218,8 +215,7 @@ class LiberoSuite:
             able = ", ".join(map(str, plans)) or "none"
             raise ConfigError(
                 f"there is no scripted expert for task {self._task_id} of {self.suite} "
-                f"({self.spec.tasks[self._task_id]!r}). Tasks that have one: {able}. Set --tasks, or use a "
-                "policy."
+                f"({self.spec.tasks[self._task_id]!r}). Tasks that have one: {able}. Set --tasks, or a policy."
             )
         return Expert(scene, plans[self._task_id], Flaws(settings, rng)).act
 
@@ -241,24 +237,17 @@ class LiberoSuite:
         return self._scene
 
     def _check(self, start: SimStart) -> None:
-        tasks = self.spec.tasks
+        tasks, problem = self.spec.tasks, ""
         if not 0 <= start.task_id < len(tasks):
-            raise ConfigError(
-                f"start {start.name} is of task {start.task_id}, but {self.suite} has tasks 0 to "
-                f"{len(tasks) - 1}."
-            )
-        if start.task and start.task != tasks[start.task_id]:
-            raise ConfigError(
-                f"start {start.name} says {start.task!r}, but task {start.task_id} of {self.suite} is "
-                f"{tasks[start.task_id]!r}. It belongs to another simulator."
-            )
-        if not -1 <= start.trial < TRIALS:
-            raise ConfigError(
-                f"start {start.name} is trial {start.trial}, but each task of {self.suite} has trials 0 to "
-                f"{TRIALS - 1} (-1: a random start)."
-            )
-        if start.seed < 0:
-            raise ConfigError(f"start {start.name} has the seed {start.seed}. Seeds begin at 0.")
+            problem = f"is of task {start.task_id}, but {self.suite} has tasks 0 to {len(tasks) - 1}"
+        elif start.task not in ("", own := tasks[start.task_id]):
+            problem = f"has the task {start.task!r}, but that of {self.suite} is {own!r}: another simulator's"
+        elif not -1 <= start.trial < TRIALS:
+            problem = f"is trial {start.trial}, but {self.suite} has trials 0 to {TRIALS - 1} (-1: random)"
+        elif start.seed < 0:
+            problem = f"has the seed {start.seed}. Seeds begin at 0"
+        if problem:
+            raise ConfigError(f"Start {start.name} {problem}.")
 
     def _scene_of(self, task_id: int) -> Scene:
         """Return the task's scene; that of another task is freed first, for the memory."""

@@ -243,7 +243,7 @@ def test_starts_and_actions_that_cannot_be_are_refused(simulator):
     for start, words in (
         (replace(good, task_id=10, task=""), "tasks 0 to 9"),
         (replace(good, trial=50), "trials 0 to 49"),
-        (replace(good, task="open the window"), "another simulator"),
+        (replace(good, task="open the window"), "another simulator's"),
         (replace(good, trial=-1, seed=-1), "Seeds begin at 0"),
     ):
         with pytest.raises(ConfigError, match=words):
