@@ -132,7 +132,6 @@ def _write_curves(config: AuditConfig, versions: dict[str, str], audits: dict[st
 
 
 def _plain(value: Any) -> Any:
-    """Return a value for JSON, with None in the place of NaN."""
     if isinstance(value, dict):
         return {name: _plain(one) for name, one in value.items()}
     return None if isinstance(value, float) and math.isnan(value) else value

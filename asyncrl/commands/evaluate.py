@@ -170,7 +170,6 @@ def _parse(arguments: list[str]) -> tuple[EvaluateConfig, RunSettings | None]:
 
 
 def _settings_line(config: EvaluateConfig, run: RunSettings) -> str:
-    """Return a line with the settings that were taken from the run."""
     top_k = f", top-k {config.top_k}" if config.top_k else ""
     horizon = f", horizon {config.horizon}" if config.horizon else ""
     own = run.config.algorithm.temperature
@@ -179,7 +178,6 @@ def _settings_line(config: EvaluateConfig, run: RunSettings) -> str:
 
 
 def _refuse_idle(config: EvaluateConfig) -> None:
-    """Refuse settings without any effect."""
     player, expert = config.checkpoint, config.checkpoint == EXPERT
     if expert and config.video:
         raise ConfigError("--video draws what a policy did beside a world. Use --movies with the expert.")
@@ -204,7 +202,6 @@ def check_json(path: str) -> None:
 
 
 def _check_outputs(config: EvaluateConfig) -> None:
-    """Refuse outputs that could not be written, before anything is played."""
     check_json(config.json)
     for flag, folder in (("--movies", config.movies), ("--tensorboard", config.tensorboard)):
         if folder and Path(folder).exists() and not Path(folder).is_dir():
@@ -212,7 +209,6 @@ def _check_outputs(config: EvaluateConfig) -> None:
 
 
 def _evaluate(config: EvaluateConfig, run: RunSettings | None) -> None:
-    """Play, print a table and write what is asked for."""
     from asyncrl.evaluation.contact_sheet import PAIRS, check_imagines, write_contact_sheet
     from asyncrl.launch.named_models import named_policy
     from asyncrl.launch.own_device import take_device
@@ -262,7 +258,6 @@ def _write(
     result: Evaluation,
     episodes: list[SimulatedEpisode],
 ) -> None:
-    """Write --json and --tensorboard."""
     if config.json:
         simulator = {name: value for name, value in asdict(source).items() if name != "places"}
         simulator |= {"max_steps": spec.max_steps, "image_size": spec.image_size, "protocol": spec.protocol}

@@ -100,7 +100,6 @@ def _fit_recordings(config: FitPolicy | FitWorld | FitReward | FitStarts | FitKe
 
 
 def _fit_policy(config: FitPolicy, recordings: Recordings) -> None:
-    """Clone the recordings and write the policy."""
     import torch
 
     from asyncrl.fitting.fit_policy import check_imitable, fit_policy, fresh_policy, write_statistics
@@ -152,7 +151,6 @@ def redrawn(world: Path, recordings: Recordings, device: torch.device) -> FrameF
 
 
 def _fit_world(config: FitWorld, recordings: Recordings) -> None:
-    """Fit autoencoder and network (or refine the network) and write the world."""
     import torch
 
     from asyncrl.fitting.loop import Schedule
@@ -201,7 +199,6 @@ def _fine_tunes_world(config: FitWorld) -> bool:
 
 
 def _fit_reward(config: FitReward, recordings: Recordings) -> None:
-    """Fit the reward model into the world's folder."""
     import torch
 
     from asyncrl.fitting.fit_reward import fit_reward, fresh_reward
@@ -275,7 +272,6 @@ def _open_starts(config: FitKeyframes, recordings: Recordings) -> list[StartStat
 
 
 def _fit_decoder(config: FitDecoder) -> None:
-    """Imagine, distil, measure and write."""
     import torch
 
     from asyncrl.fitting.fit_decoder import compare, fit_decoder

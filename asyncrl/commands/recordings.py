@@ -23,7 +23,6 @@ Folders = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metava
 
 
 def _own_parts(given: tuple[Path, ...]) -> list[RecordingFile]:
-    """Read the files of recordings of our own, without pictures."""
     from asyncrl.fitting.lerobot import is_lerobot
     from asyncrl.fitting.robomimic import is_robomimic
 
@@ -158,7 +157,6 @@ class Import(Bounded):
 
 
 def _libero_files(given: Path) -> list[Path]:
-    """Return the files with LIBERO's demonstrations at a path."""
     from asyncrl.fitting.robomimic import is_libero
 
     paths = sorted(given.glob("*.hdf5")) if given.is_dir() else [given]

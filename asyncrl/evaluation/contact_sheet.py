@@ -228,7 +228,6 @@ def verdicts(episode: JudgedEpisode) -> list[str]:
 
 
 def _row(episode: JudgedEpisode) -> Image.Image:
-    """Draw the captioned pictures of one episode, and both verdicts below them."""
     last = len(episode.truth) - 1
     shown = [("start", episode.truth[0])]
     if episode.scores is not None:
@@ -262,7 +261,6 @@ def _tile(episode: JudgedEpisode, step: int, names: tuple[str, str]) -> Image.Im
 
 
 def _half(frame: NDArray[np.uint8], name: str, success: bool) -> Image.Image:
-    """Draw a picture below its name, in a green frame after a success."""
     picture, top = enlarged(frame, _WIDTH), _TEXT + 5
     whole = Image.new("RGB", (picture.width, picture.height + top), PAPER)
     whole.paste(picture, (0, top))
@@ -274,7 +272,6 @@ def _half(frame: NDArray[np.uint8], name: str, success: bool) -> Image.Image:
 
 
 def _joined(parts: Sequence[Image.Image], space: int) -> Image.Image:
-    """Lay pictures of one size in a row."""
     strip = Image.new("RGB", (len(parts) * (parts[0].width + space) - space, parts[0].height), PAPER)
     for place, part in enumerate(parts):
         strip.paste(part, (place * (part.width + space), 0))

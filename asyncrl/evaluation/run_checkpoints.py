@@ -83,8 +83,8 @@ def cut_evaluations(run_dir: Path, version: int) -> None:
 
 
 Measure = Callable[[int, Path | None], tuple[Evaluation, str, str]]
-"""Measures a version from the folder of its policy, None for the one that the run began with; returns the result,
-and the pictures of `EvaluatedVersion`."""
+"""Measures a version from the folder of its policy, None for the one that the run began with; returns the
+result, and the pictures of `EvaluatedVersion`."""
 
 
 class RunCheckpoints:

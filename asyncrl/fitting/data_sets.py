@@ -418,7 +418,6 @@ def import_data_sets(data_sets: Sequence[DataSet], folder: Path) -> int:
 
 
 def _in_parts(stream: Iterator[SimulatedEpisode]) -> Iterator[Iterator[SimulatedEpisode]]:
-    """Divide a stream into files, by the size of the first episode of each."""
     for first in stream:
         count = episodes_per_part(first.frames.nbytes + first.more_frames.nbytes)
         yield chain([first], islice(stream, count - 1))

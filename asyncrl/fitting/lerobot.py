@@ -45,8 +45,6 @@ def is_lerobot(path: Path) -> bool:
 
 
 class _Place(NamedTuple):
-    """The files that hold an episode."""
-
     number: int
     length: int
     rows: tuple[int, int]
@@ -94,7 +92,6 @@ class LeRobotFolder(DataSet):
         return math.prod(self._features[key]["shape"])
 
     def _read_places(self) -> list[_Place]:
-        """Read the places of the episodes, in their order."""
         videos = [key for key in self.cameras if self._features[key]["dtype"] == "video"]
         of_videos = [
             f"videos/{key}/{column}"
@@ -201,7 +198,6 @@ class LeRobotFolder(DataSet):
             raise ConfigError(f"{where} has rows of different widths. Write the data set again.") from error
 
     def _task(self, numbers: Mapping[str, NDArray[Any]], where: str) -> str:
-        """Return the instruction of an episode's first sample."""
         task = self.settings.task
         if not task:
             of_rows = numbers["task_index"][:, 0]
@@ -255,7 +251,6 @@ def _picture_size(about: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def _read_tasks(path: Path) -> dict[int, str]:
-    """Read the instructions by number."""
     file = path / "meta" / "tasks.parquet"
     with _opened(file) as table:
         texts = [name for name in table.schema_arrow.names if name != "task_index"]
@@ -299,7 +294,6 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _batches(path: Path, columns: Sequence[str], *, rows: int = ROWS_AT_ONCE) -> Iterator[Any]:
-    """Read a parquet file as batches of Arrow."""
     with _opened(path) as file:
         there = file.schema_arrow.names
         if missing := [name for name in columns if name not in there]:
@@ -344,8 +338,6 @@ def _files_in(batch: Any, column: str) -> list[bytes]:
 
 
 class _Rows:
-    """Rows of a file in their order, as many at a time as an episode has."""
-
     def __init__(
         self, path: Path, batches: Iterator[Any], columns: Sequence[str], pictures: Sequence[str]
     ) -> None:
@@ -367,8 +359,6 @@ class _Rows:
 
 
 class _Movie:
-    """One camera's movie, decoded from front to back."""
-
     def __init__(self, path: Path, size: tuple[int, int], rate: float) -> None:
         import av  # pyright: ignore[reportMissingImports]
 

@@ -262,7 +262,6 @@ def _rate_in(file: h5py.File) -> float:
 
 
 def _check(part: RecordingFile) -> None:
-    """Raise ValueError where the arrays contradict each other."""
     poses, offsets, episodes = part.poses, part.offsets, len(part.tasks)
     if poses.dtype != np.float32 or poses.shape not in ((0, POSE_DIM), (part.frames, POSE_DIM)):
         raise ValueError(f"{part.frames} frames, but poses are {poses.dtype}{list(poses.shape)}")

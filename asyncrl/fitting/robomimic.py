@@ -69,7 +69,6 @@ def _is_libero(file: h5py.File, demo: str) -> bool:
 
 
 def _demos_in(file: h5py.File) -> list[str]:
-    """Return the names of the demonstrations, in the order of their numbers."""
     names = (str(name).partition("demo_") for name in group_in(file, "data"))
     numbers = sorted(int(end) for start, _, end in names if not start and end.isdecimal() and len(end) < 20)
     return [f"demo_{number}" for number in numbers]
@@ -138,7 +137,6 @@ class RobomimicFile(DataSet):
 
     @contextmanager
     def _opened(self) -> Iterator[h5py.File]:
-        """Open the file; errors of the block name it."""
         try:
             with open_hdf5(self.path) as file:
                 yield file
@@ -372,7 +370,6 @@ def _suite_of(files: Sequence[LiberoFile], simulator: str) -> str:
 
 
 def _json_of(group: h5py.Group, name: str) -> dict[str, Any]:
-    """Return an attribute that is a JSON object, else an empty one."""
     if name not in group.attrs:
         return {}
     try:

@@ -131,7 +131,6 @@ def _balanced(found: Mapping[str, Sequence[T]], count: int) -> list[T]:
 
 
 def _spread(places: Sequence[T], count: int) -> list[T]:
-    """Choose so many of the places, evenly spread."""
     rows = np.linspace(0, len(places) - 1, count).round().astype(int) if count else []
     return [places[row] for row in rows]
 

@@ -83,8 +83,6 @@ class _InProcess:
 
 
 class _WorkerProcess:
-    """The parent's side of one worker process."""
-
     def __init__(self, source: SimulatorSource, number: int, steps: int) -> None:
         context = mp.get_context("spawn")
         self.name = f"simulator worker {number}"
@@ -295,7 +293,6 @@ class SimulatorPool:
         self.close()
 
     def _first_spec(self) -> SimulatorSpec:
-        """Wait until the first worker is ready; the others may still be loading."""
         first = self._members[0]
         while first.spec is None:
             assert isinstance(first, _WorkerProcess)
@@ -350,7 +347,6 @@ class SimulatorPool:
         return range(number * self.places, (number + 1) * self.places)
 
     def _read(self, number: int, message: dict[str, Any]) -> SlotAnswer:
-        """Copy an answer out of the shared memory."""
         arrays, place = self._members[number].arrays, message["place"]
         assert arrays is not None
         slot, steps = number * self.places + place, message.get("steps", 0)

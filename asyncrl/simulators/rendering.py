@@ -95,7 +95,6 @@ def count_egl_devices() -> int:
 
 
 def _egl_devices(library: ctypes.CDLL) -> int:
-    """Count the devices of EGL; a loader without a driver has none."""
     if not hasattr(library, "eglGetProcAddress"):
         return 0
     library.eglGetProcAddress.restype = ctypes.c_void_p

@@ -34,7 +34,6 @@ def _leaves_of(space: Any, above: str = "") -> dict[str, Any]:
 
 
 def _value_at(observation: Any, path: str) -> NDArray[Any]:
-    """Return the part of an observation that `_leaves_of` calls `path`."""
     for key in path.split("/") if path else ():
         observation = observation[key]
     return _array(observation)
@@ -77,7 +76,6 @@ def _find_picture(space: Any, image_key: str) -> tuple[str, int]:
 
 
 def _state_width(space: Any, state_key: str) -> int:
-    """Count the numbers of the state; 0 without a key."""
     if not state_key:
         return 0
     leaves = _leaves_of(space)
@@ -91,7 +89,6 @@ def _state_width(space: Any, state_key: str) -> int:
 
 
 def _action_bounds(space: Any) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return lowest and highest actions ``[A]`` of one environment."""
     low, high = getattr(space, "low", None), getattr(space, "high", None)
     if low is None or high is None or len(space.shape) != 1 or not np.issubdtype(space.dtype, np.floating):
         raise ConfigError(
@@ -304,7 +301,6 @@ class VectorEnvSimulator:
                 self._states[row] = _value_at(last, self._state_key).reshape(-1)
 
     def _task_of(self, infos: Mapping[str, Any], row: int) -> str:
-        """Return the instruction of the episode that was just begun in a place."""
         if not self._task_key:
             return self.spec.tasks[0]
         task = _row_of(infos, self._task_key, row)
@@ -319,7 +315,6 @@ class VectorEnvSimulator:
 
 
 def _array(values: Any) -> NDArray[Any]:
-    """Return an array of numpy, also of a tensor on a device."""
     return np.asarray(values.cpu() if hasattr(values, "cpu") else values)
 
 

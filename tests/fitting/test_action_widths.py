@@ -21,7 +21,7 @@ from asyncrl.policies.openvla.autoregressive import load_policy
 from asyncrl.records import ActionSpec, StartState
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
 from asyncrl.worlds.wan.world import load_world
-from support.recorded import recorded_spec, write_recorded
+from support.recorded import recorded_spec, recordings_of, write_recorded
 from support.whole_runs import rows
 
 OPTIONS = WorldOptions()
@@ -33,14 +33,8 @@ def in_degrees(numbers: int) -> Recordings:
     actions = rng.uniform(60, 120, (34, numbers)).astype(np.float32)
     actions[:, -1] = 30
     actions[[0, 17]] = 0
-    return Recordings(
-        frames=rng.integers(0, 256, (34, 32, 32, 3), np.uint8),
-        actions=actions,
-        success=np.zeros(34, bool),
-        offsets=np.array([0, 17, 34]),
-        tasks=["a", "a"],
-        seeds=np.array([0, 1]),
-    )
+    frames = rng.integers(0, 256, (34, 32, 32, 3), np.uint8)
+    return recordings_of([17, 17], frames=frames, actions=actions, tasks=["a", "a"])
 
 
 @pytest.mark.parametrize(
@@ -59,14 +53,8 @@ def test_14_numbers_go_from_recordings_to_a_training_run(kind: str, pixels: int,
     run = tmp_path / "run"
     flags = ["--policy", policy, "--world", world, "--start-states", f"{world}/start_states.h5"]
     flags += ["--updates", "1", "--inline", "--device", "cpu", "--run-dir", str(run)]
-    flags += [
-        "--algorithm.group-size",
-        "2",
-        "--algorithm.groups-per-update",
-        "1",
-        "--actor.max-decisions",
-        "1",
-    ]
+    flags += ["--algorithm.group-size", "2", "--algorithm.groups-per-update", "1"]
+    flags += ["--actor.max-decisions", "1"]
     assert cli.run("train", flags) == 0
     (row,) = rows(run)
     assert np.isfinite(row["train/actor/grad_norm"])

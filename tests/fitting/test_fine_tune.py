@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +22,7 @@ from asyncrl.policies.openvla.files import open_folder
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.simulators.tabletop.scene import TASKS
 from support.recorded import recorded_spec, write_recorded
-from support.whole_runs import environment
+from support.whole_runs import TORCHRUN, environment
 
 STEPS = ("--steps", "3", "--batch", "8", "--learning-rate", "1e-2", "--average", "0", "--device", "cpu")
 
@@ -39,16 +38,8 @@ def folders(tmp_path_factory) -> Path:
 
 
 def fit(folders: Path, out: Path, *more: str) -> Path:
-    flags = [
-        "policy",
-        "--data",
-        str(folders / "data"),
-        "--refine",
-        str(folders / "policy"),
-        "--out",
-        str(out),
-    ]
-    assert cli.run("fit", [*flags, *STEPS, *more]) == 0
+    named = ["--data", str(folders / "data"), "--refine", str(folders / "policy"), "--out", str(out)]
+    assert cli.run("fit", ["policy", *named, *STEPS, *more]) == 0
     return out
 
 
@@ -103,19 +94,10 @@ def test_a_step_is_the_same_in_parts(folders, tmp_path) -> None:
 )
 def test_two_ranks_fit_what_one_does(folders, tmp_path, more) -> None:
     alone = tensors(fit(folders, tmp_path / "alone", *more))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    arguments = [
-        "-m",
-        "asyncrl",
-        "fit",
-        "policy",
-        "--data",
-        str(folders / "data"),
-        "--out",
-        str(tmp_path / "two"),
-    ]
+    command = [*TORCHRUN, "--nproc-per-node", "2", "-m", "asyncrl", "fit", "policy"]
+    named = ["--data", str(folders / "data"), "--refine", str(folders / "policy")]
     done = subprocess.run(
-        [*command, *arguments, "--refine", str(folders / "policy"), *STEPS, *more],
+        [*command, *named, "--out", str(tmp_path / "two"), *STEPS, *more],
         env=environment(tmp_path),
         capture_output=True,
         text=True,

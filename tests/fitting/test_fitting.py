@@ -29,7 +29,7 @@ from asyncrl.simulators.interface import Demonstrator, SimulatorSpec, random_sta
 from asyncrl.simulators.pool import SimulatorPool
 from asyncrl.simulators.rendering import find_backend
 from asyncrl.simulators.rollout import Observations, SimulatedEpisode
-from support.recorded import recorded_spec, write_recorded
+from support.recorded import recorded_spec, recordings_of, write_recorded
 from support.simulated import COUNTING, simulated_episode
 
 SPEC = SimulatorSpec(name="table", tasks=("put a on b",), trials=0, max_steps=48, image_size=4)
@@ -52,15 +52,10 @@ def episode(seed: int, decisions: int, *, solved_at: int = -1, task: str = "put 
     )
 
 
-def recordings_of(*episodes: SimulatedEpisode) -> Recordings:
-    return Recordings(
-        frames=np.concatenate([e.frames for e in episodes]),
-        actions=np.concatenate([e.actions for e in episodes]),
-        success=np.concatenate([e.success for e in episodes]),
-        offsets=np.cumsum([0, *(len(e.frames) for e in episodes)]).astype(np.int64),
-        tasks=[e.task for e in episodes],
-        seeds=np.array([e.seed for e in episodes], np.int64),
-    )
+def joined(*episodes: SimulatedEpisode) -> Recordings:
+    arrays = {n: np.concatenate([getattr(e, n) for e in episodes]) for n in ("frames", "actions", "success")}
+    arrays["seeds"] = np.array([e.seed for e in episodes], np.int64)
+    return recordings_of([len(e.frames) for e in episodes], tasks=[e.task for e in episodes], **arrays)
 
 
 # ---- recordings ----------------------------------------------------------------------------------
@@ -70,7 +65,7 @@ def test_recordings_come_back_as_they_were(tmp_path: Path) -> None:
     parts = [[episode(1, 2, solved_at=12), episode(2, 1, task="a longer task")], [episode(3, 3)]]
     for number, part in enumerate(parts):
         assert write_part(tmp_path / f"part-{number:05d}.h5", part, SPEC, {"policy": "x"}) == len(part)
-    read, expected = load_recordings([tmp_path]), recordings_of(*parts[0], *parts[1])
+    read, expected = load_recordings([tmp_path]), joined(*parts[0], *parts[1])
     for name in ("frames", "actions", "success", "offsets", "seeds"):
         found, wanted = getattr(read, name)[:], getattr(expected, name)
         assert found.dtype == wanted.dtype
@@ -84,22 +79,16 @@ def test_recordings_come_back_as_they_were(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.tmp"))
 
 
-def test_a_folder_without_recordings_is_named(tmp_path: Path) -> None:
+def test_folders_that_cannot_be_read_or_written_are_named(tmp_path: Path) -> None:
     with pytest.raises(AssetError, match="asyncrl collect --out"):
         load_recordings([tmp_path])
-
-
-def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:
-    with h5py.File(tmp_path / "part-00000.h5", "w") as file:
+    write_part(tmp_path / "part-00000.h5", [episode(1, 1)], SPEC.name, SPEC.cameras, {})
+    with pytest.raises(ConfigError, match="already holds recordings"):
+        must_be_new(tmp_path)
+    with h5py.File(tmp_path / "part-00000.h5", "a") as file:
         file.attrs["format"] = "other"
     with pytest.raises(ConfigError, match="'other'"):
         load_recordings([tmp_path])
-
-
-def test_recordings_are_never_overwritten(tmp_path: Path) -> None:
-    write_part(tmp_path / "part-00000.h5", [episode(1, 1)], SPEC, {})
-    with pytest.raises(ConfigError, match="already holds recordings"):
-        must_be_new(tmp_path)
 
 
 # ---- what a world model learns from --------------------------------------------------------------
@@ -111,7 +100,7 @@ def test_a_stream_repeats_the_first_frame_four_more_times() -> None:
 
 
 def test_windows_are_cut_where_decisions_are_made() -> None:
-    recordings = recordings_of(episode(0, 2), episode(1, 1))
+    recordings = joined(episode(0, 2), episode(1, 1))
     encoded = [
         torch.arange(first, first + count).float()[:, None, None, None].expand(count, 16, 2, 2)
         for first, count in ((0, 6), (50, 4))
@@ -136,9 +125,8 @@ def test_windows_are_cut_where_decisions_are_made() -> None:
     ("step", "rate"), [(0, 0.2), (4, 1.0), (9, 2.0), (10, 2.0), (40, 1.5), (55, 1.0), (70, 0.5), (100, 0.0)]
 )
 def test_the_learning_rate_rises_and_then_follows_a_cosine(step: int, rate: float) -> None:
-    assert learning_rate_at(
-        step, Schedule(steps=100, batch=1, learning_rate=2.0, warmup=10)
-    ) == pytest.approx(rate, abs=1e-12)
+    schedule = Schedule(steps=100, batch=1, learning_rate=2.0, warmup=10)
+    assert learning_rate_at(step, schedule) == pytest.approx(rate, abs=1e-12)
 
 
 class Point(nn.Module):
@@ -154,13 +142,8 @@ class Point(nn.Module):
 @pytest.mark.parametrize("average", [0.0, 0.9])
 def test_minimising_finds_the_bottom_of_a_bowl(average: float) -> None:
     point = Point()
-    loss = minimise(
-        "bowl",
-        point,
-        point.distance,
-        Schedule(steps=200, learning_rate=0.1, warmup=10, batch=1),
-        average=average,
-    )
+    schedule = Schedule(steps=200, learning_rate=0.1, warmup=10, batch=1)
+    loss = minimise("bowl", point, point.distance, schedule, average=average)
     torch.testing.assert_close(point.at.detach(), torch.tensor([3.0, -1.0]), atol=0.01, rtol=0)
     assert loss < 1e-3
     assert point.frozen.tolist() == [1, 1]
@@ -194,26 +177,21 @@ def test_a_loss_that_is_not_finite_stops_the_fit() -> None:
 
 
 def test_an_example_is_a_frame_with_a_whole_chunk_of_actions_after_it() -> None:
-    recordings = recordings_of(episode(0, 1), episode(1, 2))
+    recordings = joined(episode(0, 1), episode(1, 2))
     assert examples(recordings).tolist() == [0, 9, 10, 11, 12, 13, 14, 15, 16, 17]
 
 
 def test_recordings_too_short_to_imitate_are_refused() -> None:
     with pytest.raises(ConfigError, match="nothing to imitate"):
-        examples(recordings_of(episode(0, 0)))
+        examples(joined(episode(0, 0)))
 
 
 def random_demonstration() -> Recordings:
     """16 frames of noise, each with an action of its own."""
     rng = np.random.default_rng(0)
-    return Recordings(
-        frames=rng.integers(0, 256, (16, 64, 64, 3), dtype=np.uint8),
-        actions=rng.uniform(-1, 1, (16, 7)).astype(np.float32),
-        success=np.zeros(16, bool),
-        offsets=np.array([0, 16]),
-        tasks=["put the red cube on the white plate"],
-        seeds=np.array([0]),
-    )
+    frames = rng.integers(0, 256, (16, 64, 64, 3), dtype=np.uint8)
+    actions = rng.uniform(-1, 1, (16, 7)).astype(np.float32)
+    return recordings_of([16], frames=frames, actions=actions, tasks=["put the red cube on the white plate"])
 
 
 def small_policy() -> OpenVLAOFTPolicy:

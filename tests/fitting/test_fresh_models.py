@@ -38,7 +38,7 @@ from asyncrl.rewards.libero_tasks import SUITES
 from asyncrl.simulators.tabletop.scene import TASKS
 from asyncrl.storage.atomic import read_json
 from asyncrl.worlds.wan.world import WanWorld
-from support.recorded import KITCHEN, recorded_spec, write_recorded
+from support.recorded import KITCHEN, recorded_spec, recordings_of, write_recorded
 from support.tiny_models import count_parameters
 
 
@@ -52,13 +52,11 @@ def recorded(
     """One episode of 10 frames of each task; all pictures are black."""
     frames = 10 * len(tasks)
     drawn = np.random.default_rng(0).uniform(-1, 1, (frames, 7)).astype(np.float32)
-    return Recordings(
-        frames=np.zeros((frames, image_size, image_size, 3), np.uint8),
+    return recordings_of(
+        [10] * len(tasks),
+        size=image_size,
         actions=drawn if actions is None else actions,
-        success=np.zeros(frames, bool),
-        offsets=np.arange(0, frames + 1, 10),
         tasks=list(tasks),
-        seeds=np.arange(len(tasks)),
         simulator=simulator,
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +18,8 @@ from asyncrl.fitting.data_sets import load_recordings
 from asyncrl.fitting.lerobot import LeRobotFolder
 from asyncrl.fitting.recordings import read_part
 from asyncrl.fitting.settings import DataSetSettings
-from support import ROOT
 from support.datasets import TOP, TOWEL, WRIST, Sampled, sampled, smooth_pictures, write_lerobot_folder
+from support.recorded import grown_peak
 
 pytest.importorskip("pyarrow", reason="needs pyarrow (extra 'lerobot')")
 pytest.importorskip("av", reason="needs av (extra 'lerobot')")
@@ -161,10 +160,6 @@ def test_a_key_that_is_not_there_is_refused_with_those_that_are(
         LeRobotFolder(folder, DataSetSettings(**settings))  # pyright: ignore
 
 
-def _older(folder: Path) -> None:
-    _edit(folder, codebase_version="v2.1")
-
-
 def _edit(folder: Path, **changes: object) -> None:
     info = json.loads((folder / "meta/info.json").read_text())
     (folder / "meta/info.json").write_text(json.dumps(info | changes))
@@ -212,10 +207,6 @@ def _ragged(folder: Path) -> None:
     _rewrite(path, "action", [[0.0] * 13, [0.0] * 15] * 7)
 
 
-def _named(folder: Path) -> None:
-    _rewrite(folder / "meta/tasks.parquet", "task_index", ["a", "b"])
-
-
 def _texts(folder: Path) -> None:
     path = folder / "data/chunk-000/file-001.parquet"
     _rewrite(path, "action", ["left"] * 14)
@@ -228,8 +219,14 @@ def _texts(folder: Path) -> None:
         (_wider, "episode 2 has 15 numbers of an action, where the data set has 14"),
         (_texts, "action holds string, expected numbers"),
         (_ragged, "action has rows of different lengths"),
-        (_named, "task_index holds string, expected numbers"),
-        (_older, "version 'v2.1', and v3.0 is read. Convert it"),
+        (
+            lambda f: _rewrite(f / "meta/tasks.parquet", "task_index", ["a", "b"]),
+            "task_index holds string, expected numbers",
+        ),
+        (
+            lambda folder: _edit(folder, codebase_version="v2.1"),
+            "version 'v2.1', and v3.0 is read",
+        ),
         (lambda folder: _edit(folder, fps=0), "fps is 0"),
         (lambda folder: _edit(folder, data_path="../../{chunk_index}"), "data_path is"),
         (lambda folder: (folder / "meta/tasks.parquet").write_bytes(b"PAR1"), "tasks.parquet cannot be read"),
@@ -252,22 +249,12 @@ def test_a_damaged_folder_is_named_and_an_import_of_it_writes_nothing(
     assert not list((tmp_path / "data").glob("*"))
 
 
-MEASURED = """
-import sys
-from pathlib import Path
-from asyncrl.fitting.settings import DataSetSettings
+READ = """
 from asyncrl.fitting.data_sets import load_recordings
-
-def peak():
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+from asyncrl.fitting.settings import DataSetSettings
 
 def read(folder):
     return load_recordings([Path(folder)], DataSetSettings(image_size=128)).frames.nbytes
-
-read(sys.argv[1])
-before = peak()
-print(read(sys.argv[2]), peak() - before)
 """
 
 
@@ -280,14 +267,6 @@ def test_movies_are_read_as_a_stream(tmp_path: Path) -> None:
         for seed, episode in enumerate(episodes):
             episode.pictures[TOP] = smooth_pictures(seed, 60, 64, 64)
         written.append(write_lerobot_folder(tmp_path / name, episodes, per_file=8))
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURED, *map(str, written)],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    pictures, grown = map(int, done.stdout.split())
+    pictures, grown = grown_peak(READ, *written)
     assert pictures > 95e6
     assert grown < 0.33 * pictures, f"{grown / pictures:.2f}"

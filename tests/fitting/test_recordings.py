@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -27,8 +26,7 @@ from asyncrl.policies.openvla.config import OpenVLAOFTConfig, TowerConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.worlds.start_states import load_start_states
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae
-from support import ROOT
-from support.recorded import recorded_spec, write_recorded
+from support.recorded import episode_alone, grown_peak, recorded_spec, recordings_of, write_recorded
 
 # ---- pictures in a file --------------------------------------------------------------------------
 
@@ -94,8 +92,7 @@ def test_pictures_without_room_are_refused_with_what_they_need(
 
 
 def test_batches_are_the_rows_that_were_asked_for() -> None:
-    frames = noise(9)
-    rows = torch.tensor([[3, 1], [8, 8]])
+    frames, rows = noise(9), torch.tensor([[3, 1], [8, 8]])
     for source in (frames, filed(frames)):
         found = BatchSource(source, torch.device("cpu")).take(rows)
         np.testing.assert_array_equal(found.numpy(), frames[rows.numpy()])
@@ -241,21 +238,23 @@ def test_start_states_have_the_pose_of_the_first_frame(tmp_path: Path, poses: bo
 # ---- what is fitted ------------------------------------------------------------------------------
 
 
+def small_policy(pipeline: str) -> OpenVLAOFTPolicy:
+    torch.manual_seed(0)
+    tower = TowerConfig(width=48, depth=2, heads=2, mlp=96)
+    config = OpenVLAOFTConfig.tiny(dino=tower, siglip=tower, llm_layers=1, image_pipeline=pipeline)
+    return OpenVLAOFTPolicy(config)
+
+
 @pytest.mark.parametrize("pipeline", ["rlinf", "oft"])
 def test_a_policy_is_the_same_whether_pictures_are_in_memory_or_in_a_file(
     tmp_path: Path, pipeline: str
 ) -> None:
     write_recorded(tmp_path, recorded_spec(32), (20, 33))
     read = load_recordings([tmp_path])
-    tower = TowerConfig(width=48, depth=2, heads=2, mlp=96)
 
     def weights(recordings: Recordings) -> torch.Tensor:
-        torch.manual_seed(0)
-        config = OpenVLAOFTConfig.tiny(dino=tower, siglip=tower, llm_layers=1, image_pipeline=pipeline)
-        policy = OpenVLAOFTPolicy(config)
-        fit_policy(
-            policy, recordings, Schedule(steps=2, batch=4, learning_rate=1e-2), drawn=recordings.frames
-        )
+        policy, schedule = small_policy(pipeline), Schedule(steps=2, batch=4, learning_rate=1e-2)
+        fit_policy(policy, recordings, schedule, drawn=recordings.frames)
         return torch.cat([p.detach().flatten() for p in policy.parameters()])
 
     assert torch.equal(weights(read), weights(replace(read, frames=read.frames[:])))
@@ -263,11 +262,7 @@ def test_a_policy_is_the_same_whether_pictures_are_in_memory_or_in_a_file(
 
 def test_pictures_of_the_oft_pipeline_are_what_the_policy_is_shown(tmp_path: Path) -> None:
     write_recorded(tmp_path, recorded_spec(32), (70,))
-    frames = load_recordings([tmp_path]).frames
-    tower = TowerConfig(width=48, depth=2, heads=2, mlp=96)
-    policy = OpenVLAOFTPolicy(
-        OpenVLAOFTConfig.tiny(dino=tower, siglip=tower, llm_layers=1, image_pipeline="oft")
-    )
+    frames, policy = load_recordings([tmp_path]).frames, small_policy("oft")
     shown = shown_to(policy, frames)
     assert shown.shape == (70, 64, 64, 3)
     for row in (0, 65):
@@ -287,14 +282,8 @@ def test_an_episode_that_ends_within_a_decision_is_encoded_with_its_last_frame_r
     read, vae = load_recordings([tmp_path]), tiny_vae()
     latents = encode_recordings(vae, read)
     assert [len(episode) for episode in latents] == [2 + 3, 2 + 4]
-    alone = Recordings(
-        frames=np.concatenate([short.frames, short.frames[-1:]]),
-        actions=read.actions[:13],
-        success=read.success[:13],
-        offsets=np.array([0, 13]),
-        tasks=read.tasks[:1],
-        seeds=read.seeds[:1],
-    )
+    frames = np.concatenate([short.frames, short.frames[-1:]])
+    alone = recordings_of([13], frames=frames, actions=read.actions[:13])
     torch.testing.assert_close(latents[0], encode_recordings(vae, alone)[0], atol=1e-5, rtol=0)
     drawn = redraw(vae, latents, read)
     assert drawn.shape == read.frames.shape
@@ -307,15 +296,7 @@ def test_redrawn_frames_lie_where_the_recorded_ones_do(tmp_path: Path) -> None:
     read, vae = load_recordings([tmp_path]), tiny_vae()
     drawn = redraw(vae, encode_recordings(vae, read), read)
     for episode in range(3):
-        span = read.span(episode)
-        alone = Recordings(
-            frames=read.frames[span],
-            actions=read.actions[span],
-            success=read.success[span],
-            offsets=np.array([0, span.stop - span.start]),
-            tasks=read.tasks[:1],
-            seeds=read.seeds[:1],
-        )
+        span, alone = read.span(episode), episode_alone(read, episode)
         again = redraw(vae, encode_recordings(vae, alone), alone)
         assert np.abs(drawn[span].astype(int) - again[:]).max() <= 1
 
@@ -349,50 +330,28 @@ def test_a_row_is_weighed_against_the_background_of_its_own_scene() -> None:
 
 # ---- memory --------------------------------------------------------------------------------------
 
-MEASURED = """
-import sys, numpy as np, torch
-from pathlib import Path
-from asyncrl.fitting.fit_policy import fit_policy
+FIT = """
 from asyncrl.fitting.data_sets import load_recordings
+from asyncrl.fitting.fit_policy import fit_policy
 from asyncrl.fitting.loop import Schedule
-from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.config import OpenVLAOFTConfig, TowerConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
-from asyncrl.policies.openvla.config import TowerConfig
-
-def peak():
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 tower = TowerConfig(width=48, depth=2, heads=2, mlp=96)
 policy = OpenVLAOFTPolicy(OpenVLAOFTConfig.tiny(dino=tower, siglip=tower, llm_layers=1))
-def fit(folder):
+def read(folder):
     read = load_recordings([Path(folder)])
     fit_policy(policy, read, Schedule(steps=4, batch=64, learning_rate=1e-3), drawn=read.frames)
     return read.frames.nbytes
-fit(sys.argv[1])
-before = peak()
-print(fit(sys.argv[2]), peak() - before)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
 def test_fitting_takes_a_fraction_of_the_pictures_memory(tmp_path: Path) -> None:
-    """164 MB of pictures after 2 MB: the larger recording raises the peak by less than a fifth of itself.
-
-    One arena and a fixed mmap threshold: else glibc keeps freed pages by chance of the threads, up to 45 MB.
-    """
+    """164 MB of pictures after 2 MB: the larger recording raises the peak by less than a fifth of itself."""
     write_recorded(tmp_path / "small", recorded_spec(128), (41,))
     for part in range(2):
         write_recorded(tmp_path / "large", recorded_spec(128), (209,) * 8, part=part)
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURED, str(tmp_path / "small"), str(tmp_path / "large")],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=True,
-        env=os.environ
-        | {"PYTHONPATH": str(ROOT), "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"},
-    )
-    pictures, grown = map(int, done.stdout.split())
+    pictures, grown = grown_peak(FIT, tmp_path / "small", tmp_path / "large")
     assert pictures > 160e6
     assert grown < 0.2 * pictures, f"{grown / pictures:.2f}"

@@ -23,8 +23,8 @@ from asyncrl.fitting import world as world_table
 from asyncrl.fitting.data_sets import load_recordings
 from asyncrl.fitting.loop import Schedule
 from asyncrl.fitting.recordings import Recordings
+from asyncrl.fitting.starts import first_states
 from asyncrl.fitting.world import KINDS, WorldOptions, fit_class, load_fitted
-from asyncrl.records import StartState
 from asyncrl.rewards.files import open_reward
 from asyncrl.simulators.build import SimulatorSource
 from asyncrl.simulators.interface import Demonstrator, random_start
@@ -128,21 +128,6 @@ def test_a_fourth_kind_is_one_line_of_the_table(tmp_path: Path, monkeypatch: pyt
 # ---- whole fits ----------------------------------------------------------------------------------
 
 
-def first_states(table: Path, count: int) -> list[StartState]:
-    read = load_recordings([table])
-    return [
-        StartState(
-            name=str(e),
-            task=read.tasks[e],
-            frame=read.frames[read.offsets[e]],
-            context_frames=np.empty((0, 32, 32, 3), np.uint8),
-            context_actions=np.empty((0, 7), np.float32),
-            ee_pose=read.poses[read.offsets[e]],
-        )
-        for e in range(count)
-    ]
-
-
 @pytest.mark.render
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fitted_world_is_recognised_checked_loaded_and_imagines(
@@ -156,8 +141,9 @@ def test_a_fitted_world_is_recognised_checked_loaded_and_imagines(
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     assert size < 12e6, "a shipped world is at most 12 MB"
     world = world_class.load(folder, torch.device("cpu"), ImaginationSettings())
-    state = world.start(first_states(table, 2), decisions=2)
-    actions = load_recordings([table]).actions[1:9]
+    read = load_recordings([table])
+    state = world.start(first_states(read, 2), decisions=2)
+    actions = read.actions[1:9]
     for _ in range(2):
         frames, state = world.imagine(state, np.stack([actions, -actions]), [1, 2])
     assert frames.shape == (2, 8, 32, 32, 3)

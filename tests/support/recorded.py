@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
-from asyncrl.fitting.recordings import write_part
+from asyncrl.fitting.recordings import Recordings, write_part
 from asyncrl.records import DUMMY_ACTION
 from asyncrl.simulators.interface import SimStart, SimulatorSpec
 from asyncrl.simulators.rollout import SimulatedEpisode
+from support import ROOT
 
 KITCHEN: Final = ("open the middle drawer", "push the plate", "turn on the stove")
 
@@ -88,3 +93,55 @@ def write_recorded(
     episodes = [recorded_episode(seed, spec, frames) for seed, frames in enumerate(lengths)]
     write_part(folder / f"part-{part:05d}.h5", episodes, spec.name, spec.cameras, {})
     return episodes
+
+
+def recordings_of(lengths: Sequence[int], *, size: int = 32, **changes: Any) -> Recordings:
+    """Episodes of so many frames: black pictures, actions of zeros, no success, unless arrays are given."""
+    count = sum(lengths)
+    arrays: dict[str, Any] = {
+        "frames": np.zeros((count, size, size, 3), np.uint8),
+        "actions": np.zeros((count, 7), np.float32),
+        "success": np.zeros(count, bool),
+        "offsets": np.cumsum([0, *lengths]),
+        "tasks": ["x"] * len(lengths),
+        "seeds": np.arange(len(lengths)),
+    }
+    return Recordings(**arrays | changes)
+
+
+def episode_alone(recordings: Recordings, episode: int) -> Recordings:
+    span = recordings.span(episode)
+    arrays = {name: getattr(recordings, name)[span] for name in ("frames", "actions", "success")}
+    return recordings_of([span.stop - span.start], **arrays)
+
+
+PEAK: Final = """
+import sys
+from pathlib import Path
+
+def peak():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+read(sys.argv[1])
+before = peak()
+print(read(sys.argv[2]), peak() - before)
+"""
+
+
+def grown_peak(read: str, first: Path, second: Path) -> tuple[int, int]:
+    """Bytes that the function `read` of a program returns of the second folder, and the growth of the peak.
+
+    One arena and a fixed mmap threshold: else glibc keeps freed pages by chance of the threads, up to 45 MB.
+    """
+    fixed = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    done = subprocess.run(
+        [sys.executable, "-c", read + PEAK, str(first), str(second)],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=True,
+        env=os.environ | fixed | {"PYTHONPATH": str(ROOT)},
+    )
+    pictures, grown = map(int, done.stdout.split())
+    return pictures, grown

@@ -282,7 +282,6 @@ def shrink_texture(source: str | Path, target: Path, longest: int) -> bool:
 
 
 def _compiles(file: Path) -> bool:
-    """True if MuJoCo reads the file as a shape."""
     text = (
         f'<mujoco><asset><mesh name="a" file="{file}"/></asset><worldbody>'
         '<geom type="mesh" mesh="a" contype="0" conaffinity="0" mass="0"/></worldbody></mujoco>'

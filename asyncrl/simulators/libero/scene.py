@@ -259,7 +259,6 @@ class _Fixture:
 
 
 def _take_over_fixtures(env: Any) -> list[_Fixture]:
-    """Replace the fixtures' samplers; return the replacements in the order of the task's file."""
     samplers = env.placement_initializer.samplers
     taken = {
         name: _Fixture(sampler)

@@ -215,7 +215,7 @@ class LiberoSuite:
             able = ", ".join(map(str, plans)) or "none"
             raise ConfigError(
                 f"there is no scripted expert for task {self._task_id} of {self.suite} "
-                f"({self.spec.tasks[self._task_id]!r}). Tasks that have one: {able}. Set --tasks, or a policy."
+                f"({self.spec.tasks[self._task_id]!r}). Tasks that have one: {able}. Set --tasks."
             )
         return Expert(scene, plans[self._task_id], Flaws(settings, rng)).act
 

@@ -164,7 +164,6 @@ class PickExpert:
         return self._scene.position(self._cube) + self._miss
 
     def _left(self) -> Array:
-        """Return the way from the cube to the goal ``[3]``."""
         return self._goal() + self._misplace - self._scene.position(self._cube)
 
     def _carry(self) -> Array:
@@ -219,7 +218,6 @@ def _noisy(flaws: Flaws, motion: Sequence[float], grip: float) -> Array:
 
 
 def _motion(way: Array, unit: float) -> Array:
-    """Return the motion ``[3]`` of an action that goes a way, as far as one action can."""
     return np.clip(way / unit, -1, 1)
 
 

@@ -281,7 +281,6 @@ class ManiSkill:
             env.close()
 
     def _where(self, place: int) -> tuple[int, int]:
-        """Return a place's environment and its row there."""
         return (0, place) if self._batched else (place, 0)
 
     def _step_environment(
@@ -300,7 +299,6 @@ class ManiSkill:
         return rewards.float().cpu().numpy(), info
 
     def _draw(self, index: int) -> NDArray[np.uint8]:
-        """Return the pictures ``[rows, K, H, W, 3]`` of one environment."""
         env = self._envs[index]
         if self.task.published:
             images = self._shown[index]["sensor_data"][self.task.camera]["rgb"].cpu().numpy()
@@ -331,7 +329,6 @@ class ManiSkill:
         return np.concatenate(parts, axis=1).astype(np.float32)
 
     def _poses(self, index: int) -> NDArray[np.float32]:
-        """Return ``[rows, 8]``: the `hand_pose` of the only arm."""
         agent = self._envs[index].agent
         position, quaternion = (values.cpu().numpy() for values in (agent.tcp.pose.p, agent.tcp.pose.q))
         fingers = agent.robot.get_qpos()[:, -2:].cpu().numpy()
@@ -377,7 +374,6 @@ def _flags(info: dict[str, Any], key: str, rows: int) -> NDArray[np.bool_]:
 
 
 def _bounds(space: Any) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return lowest and highest actions ``[A]``, of several robots behind each other."""
     spaces = list(space.spaces.values()) if hasattr(space, "spaces") else [space]
     low, high = [np.concatenate([getattr(s, end) for s in spaces]) for end in ("low", "high")]
     return low.astype(np.float64), high.astype(np.float64)

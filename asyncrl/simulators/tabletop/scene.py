@@ -279,7 +279,6 @@ class Table:
         assert self.task in TASKS
 
     def _place_objects(self, rng: np.random.Generator) -> None:
-        """Scatter cubes and plates over the table, none closer to another than `_CLEARANCE`."""
         positions: list[NDArray[np.float64]] = []
         while len(positions) < CUBES_IN_SCENE + PLATES_IN_SCENE:
             position = rng.uniform(_CUBES_LOW, _CUBES_HIGH)

@@ -126,12 +126,10 @@ class TableExpert:
         return np.array([*(cube[:2] + self._flaws.grasp), cube[2] - CUBE_HALF + _GRASP_HEIGHT])
 
     def _put_point(self) -> NDArray[np.float64]:
-        """Compute the goal of the cargo's centre, just above the plate: ``[3]``."""
         plate = self._table.plate_position(self._table.plate)
         return np.array([*(plate[:2] + self._flaws.place), PLATE_HEIGHT + CUBE_HALF + 0.003])
 
     def _cargo(self) -> NDArray[np.float64]:
-        """Return the position ``[3]`` to bring over the plate: the held cube's, else the tool's."""
         table = self._table
         return table.cube_position(table.cube) if self._holds() else table.tool_position
 
