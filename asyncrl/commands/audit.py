@@ -22,13 +22,10 @@ from asyncrl.evaluation.evaluate import refuse_foreign_tasks
 from asyncrl.simulators.rollout import evaluation_plays, evaluation_seeds
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
 
     from asyncrl.evaluation.audit import Audit, AuditedEpisode, Models
     from asyncrl.launch.named_models import RunSettings
-    from asyncrl.policies.interface import SamplingParams
 
 EPISODES: Final = 128
 """Default of simulators whose starts are seeds."""
@@ -209,16 +206,12 @@ def _audit_all(
     from asyncrl.evaluation.evaluate import check_fits
     from asyncrl.launch.named_models import named_policy
     from asyncrl.launch.own_device import take_device
-    from asyncrl.policies.interface import SamplingParams
     from asyncrl.simulators.build import SimulatorSource
     from asyncrl.simulators.pool import SimulatorPool
 
     device = take_device(config.device)
+    models = _load_models(config, next(iter(versions.values())), device)
     source = SimulatorSource(name=config.simulator, settings=config.simulator_settings)
-    tasks = () if config.start_states else source.spec().tasks
-    sampling = SamplingParams(temperature=config.temperature, top_k=config.top_k)
-    first = next(iter(versions.values()))
-    models = load_models(first, config.policy_settings, _settings(config), tasks, sampling, device)
     size, chunk = models.world.image_size, models.world.action_spec.chunk
     places = max(1, min(source.usual_places(), -(-config.rows // config.workers)))
     source = source.with_(image_size=size, horizon=models.max_decisions * chunk, places=places)
@@ -248,6 +241,40 @@ def _audit_all(
     return found
 
 
+def _load_models(config: AuditConfig, policy: str, device: torch.device) -> Models:
+    """Load models that imagine as a run with these settings does.
+
+    The reward model must know the tasks of the start states; without any, those of the simulator.
+    """
+    from asyncrl.evaluation.audit import Models
+    from asyncrl.launch.environment import Environment, build_environment, with_world_defaults
+    from asyncrl.launch.named_models import named_policy, named_reward, named_world
+    from asyncrl.policies.interface import SamplingParams
+    from asyncrl.simulators.build import SimulatorSource
+
+    settings, _ = with_world_defaults(_settings(config))
+    source = SimulatorSource(name=config.simulator, settings=config.simulator_settings)
+    if not config.start_states and (tasks := source.spec().tasks):
+        named = named_world(settings.world, settings.world_settings)
+        judge = named_reward(settings.reward, named.folder, settings.reward_settings)
+        world = named.kind.load(named.folder, device, settings.imagination, **named.settings)
+        reward = judge.kind.load(judge.folder, device, list(tasks), **judge.settings)
+    else:
+        environment = build_environment(settings, device)
+        assert isinstance(environment, Environment)
+        world, reward = environment.world, environment.reward
+    acting = named_policy(policy, config.policy_settings)
+    return Models(
+        policy=acting.kind.load(acting.folder, device, **acting.settings),
+        world=world,
+        reward=reward,
+        sampling=SamplingParams(temperature=config.temperature, top_k=config.top_k),
+        max_decisions=settings.actor.max_decisions,
+        threshold=config.success_threshold,
+        success_frames=config.success_frames,
+    )
+
+
 def _settings(config: AuditConfig) -> TrainConfig:
     from asyncrl.storage.assets import simulator_named
 
@@ -262,43 +289,4 @@ def _settings(config: AuditConfig) -> TrainConfig:
         **{name: getattr(config, name) for name in shared},
         start_states=config.start_states or "tabletop",
         actor=ActorSettings(**{name: getattr(config, name) for name in ends}),
-    )
-
-
-def load_models(
-    policy: str,
-    policy_settings: Sequence[str],
-    settings: TrainConfig,
-    tasks: Sequence[str],
-    sampling: SamplingParams,
-    device: torch.device,
-) -> Models:
-    """Load models that imagine as a run with these settings does.
-
-    Args:
-        tasks: Instructions that the reward model must know; none: those of the start states.
-    """
-    from asyncrl.evaluation.audit import Models
-    from asyncrl.launch.environment import Environment, build_environment, with_world_defaults
-    from asyncrl.launch.named_models import named_policy, named_reward, named_world
-
-    settings, _ = with_world_defaults(settings)
-    if tasks:
-        named = named_world(settings.world, settings.world_settings)
-        judge = named_reward(settings.reward, named.folder, settings.reward_settings)
-        world = named.kind.load(named.folder, device, settings.imagination, **named.settings)
-        reward = judge.kind.load(judge.folder, device, list(tasks), **judge.settings)
-    else:
-        environment = build_environment(settings, device)
-        assert isinstance(environment, Environment)
-        world, reward = environment.world, environment.reward
-    acting = named_policy(policy, policy_settings)
-    return Models(
-        policy=acting.kind.load(acting.folder, device, **acting.settings),
-        world=world,
-        reward=reward,
-        sampling=sampling,
-        max_decisions=settings.actor.max_decisions,
-        threshold=settings.actor.success_threshold,
-        success_frames=settings.success_frames,
     )

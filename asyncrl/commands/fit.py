@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
-from tqdm import tqdm
 
 from asyncrl.errors import ConfigError
 from asyncrl.fitting.data_sets import load_recordings
@@ -32,11 +31,6 @@ if TYPE_CHECKING:
     from asyncrl.fitting.frame_file import FrameFile
     from asyncrl.records import StartState
     from asyncrl.rewards.interface import RewardModel
-
-CANDIDATES: Final = 2
-"""Candidates per key frame, of which those with an open outcome are kept."""
-ROWS: Final = 32
-"""Episodes imagined together."""
 
 _named = tyro.conf.subcommand
 ARGUMENTS: Any = (
@@ -239,36 +233,9 @@ def _write_keyframes(config: FitKeyframes, recordings: Recordings) -> None:
     from asyncrl.fitting.starts import keyframe_states
     from asyncrl.worlds.start_states import save_start_states
 
-    states = _open_starts(config, recordings) if config.policy else keyframe_states(recordings, config.count)
+    states = keyframe_states(recordings, config.count)
     save_start_states(config.out, states)
     print(f"{len(states)} key frames of {len({state.task for state in states})} tasks in {config.out}")
-
-
-def _open_starts(config: FitKeyframes, recordings: Recordings) -> list[StartState]:
-    """Choose key frames from which the outcome of --policy in --world is open."""
-    from asyncrl.commands.audit import load_models
-    from asyncrl.config.run import TrainConfig
-    from asyncrl.evaluation.reimagine import open_starts
-    from asyncrl.fitting.starts import balanced, keyframe_states
-    from asyncrl.policies.interface import SamplingParams
-
-    settings, sampling = TrainConfig(world=config.world), SamplingParams(temperature=config.temperature)
-    tasks = sorted(set(recordings.tasks))
-    models = load_models(config.policy, (), settings, tasks, sampling, take_device(config.device))
-    candidates = keyframe_states(recordings, CANDIDATES * config.count)
-    candidates = [state for state in candidates if state.elapsed < models.max_decisions]
-    with tqdm(total=len(candidates) * config.siblings, unit="episode", mininterval=2.0) as bar:
-        found = open_starts(
-            models, candidates, siblings=config.siblings, rows=ROWS, seed=config.seed, progress=bar.update
-        )
-    print(f"{len(found)} of {len(candidates)} candidates have an open outcome")
-    if not found:
-        raise ConfigError(
-            f"From none of {len(candidates)} candidates some of the {config.siblings} episodes that --policy "
-            f"{config.policy} imagines in --world {config.world} succeed and some do not. Use more "
-            "--siblings or --data, or leave --policy out to take them all."
-        )
-    return balanced(found, config.count)
 
 
 def _fit_decoder(config: FitDecoder) -> None:

@@ -1,11 +1,11 @@
-"""Imagine a stored group again with its actions and noise; find start states whose outcome is open.
+"""Imagine a stored group again with its actions and noise.
 
 Letters: N decisions of an episode, C steps per decision, A numbers per step, H W image size in pixels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,11 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncrl.evaluation.audit import Models
 from asyncrl.policies.interface import Policy, SamplingParams
 from asyncrl.records import Episode, StartState
 from asyncrl.rewards.interface import RewardModel
-from asyncrl.seeds import episode_seed
 from asyncrl.worlds.interface import World
 
 
@@ -95,39 +93,3 @@ def logprobs_again(policy: Policy, episode: Episode, decisions: Sequence[int]) -
     }
     sampling = SamplingParams(temperature=episode.temperature, top_k=episode.top_k)
     return policy.evaluate(inputs, sample, sampling).logprob.float().cpu().numpy()
-
-
-def open_starts(
-    models: Models,
-    starts: Sequence[StartState],
-    *,
-    siblings: int,
-    rows: int,
-    seed: int,
-    progress: Callable[[int], object] = lambda _: None,
-) -> list[StartState]:
-    """Keep the start states from which 1/8 to 7/8 of the episodes imagined there succeed.
-
-    A group whose episodes all end alike has no advantage to learn from.
-
-    Args:
-        siblings: Episodes from each, at least 1, closed loop, with the decisions that are left there.
-        rows: Of every pass.
-    """
-    # The most decisions left come first, so that few rows imagine on behind their end.
-    order = sorted(range(len(starts)), key=lambda number: starts[number].elapsed)
-    episodes = [(number, member) for number in order for member in range(siblings)]
-    successes = [0] * len(starts)
-    for first in range(0, len(episodes), rows):
-        batch = episodes[first : first + rows]
-        filled = batch + batch[:1] * (rows - len(batch))
-        imagined = models.imagine(
-            [starts[number] for number, _ in filled],
-            [episode_seed(seed, number, member) for number, member in filled],
-        )
-        for (number, _), scores_NC in zip(batch, imagined.scores, strict=False):
-            left = models.max_decisions - starts[number].elapsed
-            successes[number] += models.end(scores_NC[:left]) is not None
-        progress(len(batch))
-    shares = zip(starts, (count / siblings for count in successes), strict=True)
-    return [start for start, share in shares if 1 / 8 <= share <= 7 / 8]

@@ -252,22 +252,13 @@ class FitReward(FitSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FitKeyframes(FitSettings):
+class FitKeyframes(FromData):
     """Start states on the way to the goal, from true episodes: where imagination is short and undecided."""
 
     out: Path
     """HDF5 file to write."""
     count: StartCount = 512
     """Key frames to keep, as many of each task as there are."""
-    policy: str = ""
-    """Keep only those from which some episodes that it imagines in --world succeed and some do not: a shipped
-    policy, a policy's folder, or a run. Empty: the rule alone decides."""
-    world: str = "tabletop"
-    """With --policy: world model, with its reward model."""
-    siblings: Annotated[int, AtLeast(2, "outcomes are compared.", "Use 8.", highest=1024)] = 8
-    """With --policy: episodes imagined from each candidate; between 1/8 and 7/8 of them must succeed."""
-    temperature: Annotated[float, Within(0, 1000, "it must lie in 0..1000.", "Use 1.0.")] = 1.0
-    """With --policy: sampling temperature."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -112,14 +112,6 @@ def _state_at(recordings: Recordings, episode: int, step: int) -> StartState:
     )
 
 
-def balanced(states: Sequence[StartState], count: int) -> list[StartState]:
-    """Choose at most so many, of every task as many as it has, each spread over those of its task."""
-    found: dict[str, list[StartState]] = {}
-    for state in states:
-        found.setdefault(state.task, []).append(state)
-    return _balanced(found, count)
-
-
 def _balanced(found: Mapping[str, Sequence[T]], count: int) -> list[T]:
     """Take the same number of every task; the others make up for tasks that have fewer."""
     shares, left = dict.fromkeys(found, 0), count

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from asyncrl.fitting.data_sets import load_recordings
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.fitting.starts import keyframe_states
 from asyncrl.records import StartState
-from asyncrl.simulators.tabletop.scene import TASKS as TABLETOP
 from asyncrl.worlds.start_states import (
     StartStateStream,
     check_keyframes,
@@ -160,24 +158,3 @@ def test_what_can_be_passes() -> None:
     check_keyframes(states(0, 3), share=1.0, max_decisions=6)
     check_keyframes(states(2, 2), share=0.5, max_decisions=3)
     check_keyframes(states(1, 1, elapsed=9), share=-1.0, max_decisions=0)
-
-
-def test_a_policy_keeps_those_with_an_open_outcome(tmp_path: Path, capsys) -> None:
-    spec = recorded_spec(64, simulator="tabletop", tasks=tuple(TABLETOP), trials=0)
-    write_recorded(tmp_path / "data", spec, (49,) * 6)
-    out = tmp_path / "open.h5"
-    command = ["keyframes", "--data", str(tmp_path / "data"), "--out", str(out), "--count", "6"]
-    models = ["--policy", "tabletop", "--world", "tabletop", "--device", "cpu"]
-    code = cli.run("fit", [*command, *models, "--siblings", "2"])
-    said = capsys.readouterr()
-    candidates = keyframe_states(load_recordings([tmp_path / "data"]), 12)
-    match = re.search(r"(\d+) of (\d+) candidates have an open outcome", said.out)
-    assert match is not None
-    assert int(match[2]) == sum(state.elapsed < 6 for state in candidates)
-    if int(match[1]):  # Pictures of nothing: whether the world makes successes of them is not known.
-        assert code == 0
-        assert {s.elapsed for s in load_start_states(out)} <= {s.elapsed for s in candidates}
-    else:
-        assert code == 2
-        assert "From none of" in said.err
-        assert not out.exists()
