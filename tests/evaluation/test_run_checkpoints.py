@@ -174,6 +174,10 @@ def test_lines_that_are_none_are_left_out(tmp_path: Path) -> None:
         file.writelines(json.dumps(row) + "\n" for row in wrong)
         file.write('{"version": 9, "ti')
     assert [row.version for row in run_checkpoints.read_evaluations(tmp_path)] == [0]
+    checkpoints = opened(tmp_path, Player({5: 6}))
+    save(tmp_path, 5)
+    checkpoints.round()
+    assert [row.version for row in run_checkpoints.read_evaluations(tmp_path)] == [0, 5], "behind a torn one"
 
 
 def test_a_row_says_itself_in_words() -> None:
@@ -220,13 +224,3 @@ def test_the_best_version_goes_when_a_resumed_run_makes_it_anew(tmp_path: Path) 
     assert (folder / BEST).is_dir()
     forget_best_after(tmp_path, 9)
     assert not (folder / BEST).exists()
-
-
-def test_a_line_behind_a_torn_one_can_be_read(tmp_path: Path) -> None:
-    checkpoints = opened(tmp_path, Player({0: 4, 5: 6}))
-    checkpoints.round()
-    with (tmp_path / "evaluations.jsonl").open("a") as file:
-        file.write('{"version": 3, "ti')
-    save(tmp_path, 5)
-    checkpoints.round()
-    assert [row.version for row in run_checkpoints.read_evaluations(tmp_path)] == [0, 5]

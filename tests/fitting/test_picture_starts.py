@@ -152,17 +152,8 @@ def test_a_run_refuses_start_states_whose_instructions_the_policy_cannot_read(
 ) -> None:
     (tmp_path / "i.txt").write_text("unplug the charger\n")
     starts = tmp_path / "starts.h5"
-    fit(
-        [
-            "starts",
-            "--pictures",
-            str(pictures),
-            "--instructions",
-            str(tmp_path / "i.txt"),
-            "--out",
-            str(starts),
-        ]
-    )
+    flags = ["--pictures", str(pictures), "--instructions", str(tmp_path / "i.txt")]
+    fit(["starts", *flags, "--out", str(starts)])
     run, world = tmp_path / "run", tmp_path / "world"
     shutil.copytree(world_folder("tabletop"), world)
     judge = RewardConfig.tiny(("unplug the charger",))
