@@ -64,7 +64,8 @@ def joined(*episodes: SimulatedEpisode) -> Recordings:
 def test_recordings_come_back_as_they_were(tmp_path: Path) -> None:
     parts = [[episode(1, 2, solved_at=12), episode(2, 1, task="a longer task")], [episode(3, 3)]]
     for number, part in enumerate(parts):
-        assert write_part(tmp_path / f"part-{number:05d}.h5", part, SPEC, {"policy": "x"}) == len(part)
+        file = tmp_path / f"part-{number:05d}.h5"
+        assert write_part(file, part, SPEC.name, SPEC.cameras, {"policy": "x"}) == len(part)
     read, expected = load_recordings([tmp_path]), joined(*parts[0], *parts[1])
     for name in ("frames", "actions", "success", "offsets", "seeds"):
         found, wanted = getattr(read, name)[:], getattr(expected, name)
