@@ -12,7 +12,7 @@ import tyro
 
 from asyncrl.config.bounds import Bounded
 from asyncrl.errors import ConfigError
-from asyncrl.fitting.recordings import RecordingFile, read_part, recording_files
+from asyncrl.fitting.recordings import RecordingFile, must_be_new, read_part, recording_files
 from asyncrl.fitting.settings import DataSetSettings
 from asyncrl.replay_tools.episodes import table
 
@@ -113,7 +113,6 @@ class Import(Bounded):
 
     def run(self) -> int:
         """Import, and say how many."""
-        from asyncrl.fitting.collect import must_be_new
         from asyncrl.fitting.data_sets import import_data_sets, open_data_sets
 
         if not self.files:

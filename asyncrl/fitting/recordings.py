@@ -5,6 +5,7 @@ Letters: E episodes, F frames of all episodes, H W image size, A numbers per act
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -198,6 +199,20 @@ def recording_files(folder: Path) -> list[Path]:
             f"robomimic (*.hdf5). Make recordings with `asyncrl collect --out {folder}`."
         )
     return parts
+
+
+def must_be_new(folder: Path) -> None:
+    """Check, without making it, that a folder can hold a new recording."""
+    if not folder.is_dir() and (folder.exists() or folder.is_symlink()):
+        raise ConfigError(f"--out {folder} is a file, where a folder is expected. Choose another name.")
+    above = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        problem = errno.EACCES if above.is_dir() else errno.ENOTDIR
+        raise ConfigError(f"--out {folder} cannot be made ({os.strerror(problem)}). Choose another folder.")
+    if any(folder.glob("part-*.h5")):
+        raise ConfigError(
+            f"--out {folder} already holds recordings; they are not overwritten. Choose another folder."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

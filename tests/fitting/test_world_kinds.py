@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from asyncrl import cli, registry
+from asyncrl.commands.collect import record
 from asyncrl.commands.fit import main as fit
 from asyncrl.config.sections import ImaginationSettings
 from asyncrl.errors import CheckpointError, ConfigError
@@ -45,8 +46,6 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Real recordings of the tabletop, of 32 pixels: four episodes of 25 frames."""
     if find_backend() is None:
         pytest.skip("no OpenGL library")
-    from asyncrl.fitting.collect import record
-
     folder = tmp_path_factory.mktemp("table")
     source = SimulatorSource(name="tabletop", places=2, horizon=24, image_size=32)
     with SimulatorPool(source, workers=0) as pool:
