@@ -42,30 +42,22 @@ def _value_at(observation: Any, path: str) -> NDArray[Any]:
 def _find_picture(space: Any, image_key: str) -> tuple[str, int]:
     """Return path and side in pixels of the picture; without a key it must be the only one."""
     leaves = _leaves_of(space)
+    pictures = [path for path, leaf in leaves.items() if _is_picture(leaf)]
     has = f"Its observation has {_describe(leaves)}."
-    if image_key:
-        if image_key not in leaves:
-            raise ConfigError(f"image_key is {image_key!r}, which the environment does not show. {has}")
-        if not _is_picture(leaves[image_key]):
-            raise ConfigError(
-                f"image_key is {image_key!r}, which is no picture: uint8 of [H, W, 3], with colours last, is "
-                f"needed. {has} Turn it with gymnasium.wrappers.TransformObservation."
-            )
-        path = image_key
-    else:
-        pictures = [path for path, leaf in leaves.items() if _is_picture(leaf)]
-        if not pictures:
-            raise ConfigError(
-                "The environment shows no picture: uint8 of [H, W, 3], with colours last, is needed. "
-                f"{has} Add one with gymnasium.wrappers.AddRenderObservation, or turn one that is there with "
-                "gymnasium.wrappers.TransformObservation."
-            )
-        if len(pictures) > 1:
-            raise ConfigError(
-                f"The environment shows several pictures: {', '.join(pictures)}. Say which one policies see: "
-                f"VectorEnvSimulator(env, image_key={pictures[0]!r})."
-            )
-        (path,) = pictures
+    if image_key and image_key not in leaves:
+        raise ConfigError(f"image_key is {image_key!r}, which the environment does not show. {has}")
+    if not pictures or (image_key and image_key not in pictures):
+        what = f"image_key is {image_key!r}, which is" if image_key else "The environment shows"
+        raise ConfigError(
+            f"{what} no picture: uint8 of [H, W, 3], with colours last, is needed. {has} Turn one with "
+            "gymnasium.wrappers.TransformObservation, or add one with AddRenderObservation."
+        )
+    if len(pictures) > 1 and not image_key:
+        raise ConfigError(
+            f"The environment shows several pictures: {', '.join(pictures)}. Say which one policies see: "
+            f"VectorEnvSimulator(env, image_key={pictures[0]!r})."
+        )
+    path = image_key or pictures[0]
     height, width, _ = leaves[path].shape
     if height != width:
         raise ConfigError(
@@ -97,8 +89,8 @@ def _action_bounds(space: Any) -> tuple[NDArray[np.float64], NDArray[np.float64]
         )
     if not (np.isfinite(low).all() and np.isfinite(high).all()):
         raise ConfigError(
-            f"The environment's actions have no finite bounds ({space}), so nobody can say how large an "
-            "action is. Give them bounds with gymnasium.wrappers.TransformAction."
+            f"The environment's actions have no finite bounds ({space}). Give them bounds with "
+            "gymnasium.wrappers.TransformAction."
         )
     return np.asarray(low, np.float64), np.asarray(high, np.float64)
 
