@@ -24,10 +24,8 @@ StartCount = Annotated[int, AtLeast(1, "episodes begin somewhere.", "Use 512.", 
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataSetSettings(Bounded):
+class DataSetSettings(Bounded, section="dataset."):
     """How LeRobot v3 folders and robomimic files are read. Recordings of our own need none of this."""
-
-    SECTION: ClassVar[str] = "dataset."
 
     cameras: tuple[str, ...] = ()
     """Keys of the cameras; models see the first. None: the first one that is not at a wrist."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Annotated, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -169,10 +169,8 @@ class Simulator(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Demonstrator(Bounded):
+class Demonstrator(Bounded, section="expert."):
     """How good the scripted expert is. All draws are made once per episode, from the episode's seed."""
-
-    SECTION: ClassVar[str] = "expert."
 
     noise: tuple[float, float] = (0.0, 0.0)
     """Standard deviation of the noise on each action is drawn between these, in units of the action range."""
