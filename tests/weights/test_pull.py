@@ -22,7 +22,7 @@ from asyncrl.observability import metrics_system as m
 from asyncrl.weights import receiver as pulling
 from asyncrl.weights import server
 from asyncrl.weights.buffers import DoubleBuffer
-from asyncrl.weights.interface import PULL, ChannelClosed, as_weight_source
+from asyncrl.weights.interface import PULL, as_weight_source
 from asyncrl.weights.publisher import BroadcastPublisher, build_publisher
 from asyncrl.weights.receiver import WeightReceiver, build_receiver
 from asyncrl.weights.server import ServerSettings
@@ -235,26 +235,6 @@ def insatiable(genuine: Any) -> Any:
         genuine(self, seconds)
 
     return listen
-
-
-def test_a_closed_channel_ends_the_actor_in_order() -> None:
-    with opened() as (publisher, endpoint), receiving(endpoint) as early:
-        assert "joined" in until_told(publisher, 1)[0]
-        publisher.close()
-        with pytest.raises(ChannelClosed):
-            early.wait_for_first(PATIENCE)
-        assert early.ended
-    with opened() as (publisher, endpoint), receiving(endpoint) as late:
-        publisher.publish(policy(1), 0)
-        tensors = policy(0)
-        assert late.wait_for_first(PATIENCE) == 0
-        began = time.monotonic()
-        publisher.close()
-        assert time.monotonic() - began < 5
-        late._thread.join(PATIENCE)
-        assert late.ended
-        assert late.swap_into(tensors) == 0
-        assert raw(tensors) == raw(policy(1))
 
 
 def test_an_actor_that_vanished_is_found_out_and_one_that_comes_back_is_welcome(
