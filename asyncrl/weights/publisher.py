@@ -35,10 +35,12 @@ from asyncrl.observability import waits
 from asyncrl.observability.metrics import Metric
 from asyncrl.weights import packing
 from asyncrl.weights.buffers import DoubleBuffer, PackedVersion
-from asyncrl.weights.deadlines import ABORT_SECONDS, POLL_SECONDS, TransportSession
 from asyncrl.weights.interface import (
+    ABORT_SECONDS,
+    POLL_SECONDS,
     Link,
     Transport,
+    TransportSession,
     WeightSource,
     as_weight_source,
     build_transport,

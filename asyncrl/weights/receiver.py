@@ -27,8 +27,16 @@ from asyncrl.observability import process_status, waits
 from asyncrl.storage.run_owner import NO_RUN, RunIdentity
 from asyncrl.weights import packing
 from asyncrl.weights.buffers import BufferedReceiver
-from asyncrl.weights.deadlines import ABORT_SECONDS, TransportSession
-from asyncrl.weights.interface import PULL, Link, Publisher, Transport, build_transport, open_store
+from asyncrl.weights.interface import (
+    ABORT_SECONDS,
+    PULL,
+    Link,
+    Publisher,
+    Transport,
+    TransportSession,
+    build_transport,
+    open_store,
+)
 from asyncrl.weights.server import WakeableSocket
 
 IN_FLIGHT: Final = 8

@@ -17,7 +17,7 @@ import sys, time
 from torch.distributed import FileStore
 from asyncrl.errors import WeightSyncError
 from asyncrl.observability.signals import expect_exit
-from asyncrl.weights.deadlines import run_bounded
+from asyncrl.weights.interface import run_bounded
 
 class Answer:  # Comes while Python ends, which takes longer than to hear it.
     store, sleep = FileStore(sys.argv[1], -1), time.sleep

@@ -16,8 +16,14 @@ from asyncrl.errors import ConfigError, WeightSyncError
 from asyncrl.observability import metrics_system as m
 from asyncrl.weights import packing
 from asyncrl.weights import publisher as publishing
-from asyncrl.weights.deadlines import TransportSession, run_bounded
-from asyncrl.weights.interface import BufferPair, ChannelClosed, Link, open_store
+from asyncrl.weights.interface import (
+    BufferPair,
+    ChannelClosed,
+    Link,
+    TransportSession,
+    open_store,
+    run_bounded,
+)
 from asyncrl.weights.publisher import BroadcastPublisher, build_publisher
 from asyncrl.weights.receiver import build_receiver
 from asyncrl.weights.server import WakeableSocket
