@@ -21,7 +21,7 @@ from torch import Tensor
 from asyncrl.devices.streams import DeviceEvent
 from asyncrl.episode_layout import EPISODE_ARRAYS, OPTIONAL_ARRAYS
 from asyncrl.observability.metrics import Metric
-from asyncrl.policies.interface import SamplingParams
+from asyncrl.policies.interface import Policy, SamplingParams
 from asyncrl.records import UNKNOWN_LENGTH, EndReason, Episode
 from asyncrl.replay.interface import Cause, GroupGrant
 from asyncrl.seeds import episode_seed, noise_seed
@@ -313,14 +313,6 @@ class StartStream(Protocol):
         ...
 
 
-class ActorPolicy(Protocol):
-    """A policy whose weights an actor receives."""
-
-    def acting_tensors(self) -> Mapping[str, Tensor]:
-        """Return the weights that an update changes, by name."""
-        ...
-
-
 class Backend(Protocol):
     """Decides for the slots of a stage and imagines or simulates the results.
 
@@ -331,7 +323,7 @@ class Backend(Protocol):
     sampling: SamplingParams
 
     @property
-    def policy(self) -> ActorPolicy:
+    def policy(self) -> Policy:
         """Return the policy that decides."""
         ...
 

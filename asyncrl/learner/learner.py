@@ -71,11 +71,6 @@ class LoopSettings:
     """Batches that may be imagined together, the awaited one included."""
     config_hash: str = ""
 
-    def checkpoint_due(self, version: int) -> bool:
-        """Return True if `version` is saved."""
-        intervals = (self.checkpoint_every, self.evaluate_every)
-        return any(every > 0 and version % every == 0 for every in intervals)
-
 
 class BatchWait:
     """One wait for a batch. It times out `timeout` seconds after the last sign of progress.
@@ -227,7 +222,8 @@ class Learner:
                 self._publish()
             self._write_row(metrics | compile_metrics)
             compile_metrics = {}
-            if self.settings.checkpoint_due(self.version):
+            intervals = (self.settings.checkpoint_every, self.settings.evaluate_every)
+            if any(every > 0 and self.version % every == 0 for every in intervals):
                 self._save()
             if failure_reason := self.update.stepper.failure_reason:
                 self._save()

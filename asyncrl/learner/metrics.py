@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Final, Literal
+from typing import Final
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from asyncrl.learner.batches import Batch
+from asyncrl.learner.fsdp import Precision
 from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability.metrics import Metric
@@ -107,8 +108,6 @@ def variance(means: dict[Metric | str, float], name: str) -> float:
         return math.nan
     return max(0.0, means[f"{name}^2"] - means[name] ** 2)
 
-
-Precision = Literal["fp32", "bf16"]
 
 PEAK_FLOPS: Final[Mapping[str, Mapping[Precision, float]]] = {
     "NVIDIA A100-PCIE-40GB": {"bf16": 312e12, "fp32": 19.5e12},

@@ -201,15 +201,6 @@ def test_a_narrow_terminal_keeps_the_true_success(tmp_path, monkeypatch):
     assert "75% [63%, 84%] @5" in rows[-1]
 
 
-def test_readers_get_every_row(tmp_path):
-    seen = []
-    with MetricsLogger(tmp_path, updates=2, stream=io.StringIO()) as logbook:
-        logbook.readers.append(lambda step, values: seen.append((step, values[m.GRAD_NORM])))
-        logbook.write(1, VALUES)
-        logbook.write(2, VALUES)
-    assert seen == [(1, 0.842), (2, 0.842)]
-
-
 def test_a_picture_of_what_was_measured_is_at_its_update_and_one_that_is_none_is_said(tmp_path):
     content = BytesIO()
     Image.new("RGB", (6, 4), (1, 2, 3)).save(content, "PNG")
