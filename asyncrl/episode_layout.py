@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, Final
@@ -35,36 +35,49 @@ class ArraySpec:
 
     dtype: str
     shape: tuple[str | int, ...]
+    unit: str = "see docs"
+
+    @property
+    def joined_by(self) -> str:
+        """Axis along which a group's arrays are joined in its file: N, M, or E if they are stacked."""
+        return str(self.shape[0]) if self.shape[0] in ("N", "M") else "E"
+
+
+def _spec(dtype: str, shape: tuple[str | int, ...], unit: str) -> ArraySpec:
+    return ArraySpec(dtype=dtype, shape=shape, unit=unit)
 
 
 EPISODE_ARRAYS: Final[dict[str, ArraySpec]] = {
-    "frames": ArraySpec(dtype="uint8", shape=("N", "H", "W", 3)),
-    "logprobs": ArraySpec(dtype="float32", shape=("N", "C", "A")),
-    "values": ArraySpec(dtype="float32", shape=("N",)),
-    "actions": ArraySpec(dtype="float32", shape=("N", "C", "A")),
-    "rewards": ArraySpec(dtype="float32", shape=("N", "C")),
-    "success_scores": ArraySpec(dtype="float32", shape=("N", "C")),
-    "policy_versions": ArraySpec(dtype="int64", shape=("N",)),
-    "noise_seeds": ArraySpec(dtype="int64", shape=("N",)),
-    "final_frame": ArraySpec(dtype="uint8", shape=("H", "W", 3)),
-    "video": ArraySpec(dtype="uint8", shape=("M", "H", "W", 3)),
+    "frames": _spec("uint8", ("N", "H", "W", 3), "8-bit sRGB"),
+    "logprobs": _spec("float32", ("N", "C", "A"), "nat"),
+    "values": _spec("float32", ("N",), "return"),
+    "actions": _spec("float32", ("N", "C", "A"), "world's action unit per step"),
+    "rewards": _spec("float32", ("N", "C"), "1 at the first success"),
+    "success_scores": _spec("float32", ("N", "C"), "probability"),
+    "policy_versions": _spec("int64", ("N",), "version"),
+    "noise_seeds": _spec("int64", ("N",), "seed"),
+    "final_frame": _spec("uint8", ("H", "W", 3), "8-bit sRGB"),
+    "video": _spec("uint8", ("M", "H", "W", 3), "8-bit sRGB"),
 }
 """Arrays of every episode, in wire and file order; those of its sample follow the first."""
 
 OPTIONAL_ARRAYS: Final[dict[str, ArraySpec]] = {
-    "more_frames": ArraySpec(dtype="uint8", shape=("N", "V", "H", "W", 3)),
-    "states": ArraySpec(dtype="float32", shape=("N", "Q")),
-    "final_more_frames": ArraySpec(dtype="uint8", shape=("V", "H", "W", 3)),
-    "final_state": ArraySpec(dtype="float32", shape=("Q",)),
+    "more_frames": _spec("uint8", ("N", "V", "H", "W", 3), "8-bit sRGB"),
+    "states": _spec("float32", ("N", "Q"), "simulator's unit per number"),
+    "final_more_frames": _spec("uint8", ("V", "H", "W", 3), "8-bit sRGB"),
+    "final_state": _spec("float32", ("Q",), "simulator's unit per number"),
 }
 """Further arrays of `COUNTED_SCHEMA_VERSION`, after all others."""
 
 TOKENS: Final[Mapping[str, ArraySpec]] = MappingProxyType(
-    {"tokens": ArraySpec(dtype="int32", shape=("N", "C", "A"))}
+    {"tokens": _spec("int32", ("N", "C", "A"), "action bin")}
 )
 """Sample of a policy of action tokens. An array `tokens` always has this type and shape."""
 SAMPLE_DTYPES: Final = ("uint8", "int32", "int64", "float32")
 MAX_SAMPLE_ARRAYS: Final = 16
+MAX_NUMBER: Final = 1e6
+"""Limit of an action, log-prob (nats), value, reward or float of a sample. No model comes near it, and sums
+and squares of such numbers stay finite in float32."""
 MAX_SAMPLE_DIMENSIONS: Final = 8
 
 EPISODE_SCALARS: Final[dict[str, type]] = {
@@ -183,6 +196,41 @@ def _check_optional(sample: Iterable[str], named: list[str], counted: bool) -> N
             raise ValueError(f"{one} and {final} belong together, but one of them is missing")
 
 
+def parse_specs(found: Sequence[tuple[str, Any, Any]], version: int) -> dict[str, ArraySpec]:
+    """Check name, dtype and shape of an episode's arrays from any source, in wire and file order.
+
+    Raises:
+        ValueError: They are not the arrays of this schema version, or contradict each other.
+    """
+    names = [name for name, _, _ in found]
+    optional = [name for name in names if name in optional_arrays(version)]
+    sample = sample_specs(entry for entry in found if entry[0] not in {*EPISODE_ARRAYS, *optional})
+    counted = version == COUNTED_SCHEMA_VERSION
+    specs = array_specs(sample, optional, counted=counted)
+    if list(specs) != names or version not in (
+        schema_version(sample, counted=counted),
+        DROPPED_FIELDS_VERSION,
+    ):
+        raise ValueError(f"its arrays {', '.join(names)!s:.500} are not those of its schema version")
+    for (name, dtype, _), spec in zip(found, specs.values(), strict=True):
+        if dtype != spec.dtype:
+            raise ValueError(f"{name} is {dtype!r:.80}, expected {spec.dtype}")
+    return specs
+
+
+def sizes_of(specs: Mapping[str, ArraySpec], shapes: Iterable[Sequence[int]]) -> dict[str, int]:
+    """Return the size of each dimension letter; raises ValueError if shapes contradict the specs."""
+    sizes: dict[str, int] = {}
+    for (name, spec), shape in zip(specs.items(), shapes, strict=True):
+        if len(shape) != len(spec.shape):
+            raise ValueError(f"{name} has shape {list(shape)!s:.80}, expected {list(spec.shape)}")
+        for letter, size in zip(spec.shape, shape, strict=True):
+            expected = letter if isinstance(letter, int) else sizes.setdefault(letter, size)
+            if size != expected:
+                raise ValueError(f"{name} has shape {list(shape)}, expected {letter} = {expected}")
+    return sizes
+
+
 def optional_of(episode: Episode) -> tuple[str, ...]:
     """Return the names of an episode's optional arrays."""
     return tuple(name for name in OPTIONAL_ARRAYS if getattr(episode, name) is not None)
@@ -200,6 +248,13 @@ def episode_arrays(episode: Episode) -> dict[str, NDArray[Any]]:
     return {_IMAGES: getattr(episode, _IMAGES), **episode.sample, **others}
 
 
+def as_fields(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arrays as arguments of `Episode`: those of the sample are one argument."""
+    known = EPISODE_ARRAYS.keys() | OPTIONAL_ARRAYS.keys()
+    fields = {name: array for name, array in arrays.items() if name in known}
+    return fields | {"sample": {name: array for name, array in arrays.items() if name not in known}}
+
+
 def decision_layout(episode: Episode) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return type and shape of a decision's log-probs, sample and optional arrays, constant in a group."""
     arrays = {"logprobs": episode.logprobs, **episode.sample}
@@ -209,46 +264,56 @@ def decision_layout(episode: Episode) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 def problem_with(episode: Episode) -> str | None:
     """Return why an episode is inconsistent in types, shapes, numbers or its end; None if it is sound."""
-    try:
-        specs = specs_of(episode)
-    except ValueError as error:
-        return str(error)
     return (
-        _problem_with_shapes(episode, specs) or _problem_with_numbers(episode) or _problem_with_end(episode)
+        problem_with_shapes(episode)
+        or _problem_with_counts(episode)
+        or _problem_with_numbers(episode)
+        or _problem_with_end(episode)
     )
 
 
-def _problem_with_shapes(episode: Episode, specs: Mapping[str, ArraySpec]) -> str | None:
-    sizes: dict[str, int] = {}
-    for (name, array), spec in zip(episode_arrays(episode).items(), specs.values(), strict=True):
-        if array.dtype != np.dtype(spec.dtype) or array.ndim != len(spec.shape):
-            return (
-                f"{name} is {array.dtype}{list(array.shape)}, expected {spec.dtype} with shape {spec.shape}"
-            )
-        for letter, size in zip(spec.shape, array.shape, strict=True):
-            expected = letter if isinstance(letter, int) else sizes.setdefault(letter, size)
-            if size != expected:
-                return f"{name} has shape {list(array.shape)}, expected {letter} = {expected}"
-    drawn = sizes["N"] * sizes["C"] if episode.steps_taken == UNKNOWN_LENGTH else episode.steps_taken
-    if sizes["N"] < 1 or sizes["M"] not in (0, drawn):
-        return f"{sizes['N']} decisions and {sizes['M']} video frames do not belong together"
+def problem_with_shapes(episode: Episode) -> str | None:
+    """Return why the types or shapes of an episode's arrays are inconsistent; None if they are sound."""
+    arrays = episode_arrays(episode)
+    try:
+        specs = specs_of(episode)
+        sizes_of(specs, [array.shape for array in arrays.values()])
+    except ValueError as error:
+        return str(error)
+    for (name, array), spec in zip(arrays.items(), specs.values(), strict=True):
+        if array.dtype != np.dtype(spec.dtype):
+            return f"{name} is {array.dtype}, expected {spec.dtype}"
+    return None
+
+
+def _problem_with_counts(episode: Episode) -> str | None:
+    decisions, chunk = episode.rewards.shape
+    drawn = decisions * chunk if episode.steps_taken == UNKNOWN_LENGTH else episode.steps_taken
+    if decisions < 1 or len(episode.video) not in (0, drawn):
+        return f"{decisions} decisions and {len(episode.video)} video frames do not belong together"
     if not 0 <= episode.member < episode.group_size:
         return f"member {episode.member} of a group of {episode.group_size}"
     return None
 
 
 def _problem_with_numbers(episode: Episode) -> str | None:
-    tokens = episode.sample.get("tokens")
-    if not np.isfinite(episode.logprobs).all() or (tokens is not None and (episode.logprobs > 0).any()):
-        return "behaviour log-probs must be finite, and those of tokens at most 0"
+    named = {name: getattr(episode, name) for name in ("logprobs", "actions", "rewards")}
+    named |= {name: getattr(episode, name) for name in optional_of(episode) if "state" in name}
+    named |= {name: array for name, array in episode.sample.items() if array.dtype.kind == "f"}
+    for name, array in named.items():
+        if not (np.abs(array) <= MAX_NUMBER).all():  # False for nan too.
+            return f"{name} holds a number that is not finite, or beyond {MAX_NUMBER:g}"
+    scores, values, tokens = episode.success_scores, episode.values, episode.sample.get("tokens")
+    if not ((scores >= 0) & (scores <= 1)).all():
+        return f"success_scores are probabilities, but lie in {scores.min():g}..{scores.max():g}"
+    if not (np.isnan(values).all() or (np.abs(values) <= MAX_NUMBER).all()):
+        return f"values must all be finite and at most {MAX_NUMBER:g}, or all nan where there is no critic"
+    if tokens is not None and (episode.logprobs > 0).any():
+        return "log-probs of tokens must be at most 0"
     if tokens is not None and ((tokens < 0).any() or (tokens > 255).any()):
         return "action tokens must lie in 0..255"
     if (episode.policy_versions < 0).any():
         return "policy versions must not be negative"
-    for name in ("actions", "rewards", "success_scores", "states", "final_state"):
-        array = getattr(episode, name)
-        if array is not None and not np.isfinite(array).all():
-            return f"{name} must be finite"
     if not (math.isfinite(episode.temperature) and episode.temperature >= 0) or episode.top_k < 0:
         return f"temperature {episode.temperature} and top_k {episode.top_k} cannot have been sampled with"
     return None

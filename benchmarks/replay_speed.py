@@ -139,7 +139,7 @@ def files(group: list[Episode], groups: int, folder: Path) -> dict[str, list[flo
     store = EpisodeStore(folder / "replay", group_size=GROUP_SIZE, max_bytes=1 << 60)
     for number in range(groups):
         timed("raw", lambda: write_raw(folder / f"raw-{number}", list(arrays)))  # noqa: B023
-        timed("write", lambda: store.store_group(number, group))  # noqa: B023
+        timed("write", lambda: store.enter(store.write(number, group)))  # noqa: B023
     for group_file in store.group_files.values():
         timed("read", lambda: read_group(group_file.path))  # noqa: B023
         timed("to learn", lambda: read_group(group_file.path, without=("video",)))  # noqa: B023

@@ -17,11 +17,13 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from measuring import table
 
 from asyncrl.config.sections import ReplaySettings
-from asyncrl.replay.groups import ReadyGroup
+from asyncrl.records import Sampling
+from asyncrl.replay.group_file import GroupFile
 from asyncrl.replay.interface import ReceiptStatus
 from asyncrl.replay.limiter import Limiter
 
@@ -243,7 +245,18 @@ class Simulation:
         if len(members) < self.scale.group_size:
             return
         oldest, newest = min(e.first for e in members), max(e.last for e in members)
-        group = ReadyGroup(oldest_version=oldest, newest_version=newest, size=self.scale.group_size)
+        group = GroupFile(
+            path=Path(),
+            number=number,
+            oldest_version=oldest,
+            newest_version=newest,
+            size=0,
+            decisions=0,
+            sampling=Sampling(1.0, 0),
+            world_version=0,
+            episode_ids=(),
+            attributes={"group_size": self.scale.group_size, "successes": 0},
+        )
         self.limiter.make_ready(number, group)
         if (why := self.limiter.too_old(group, self.limiter.version)) is not None:
             self._drop(number, why)

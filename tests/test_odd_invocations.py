@@ -81,7 +81,7 @@ EXPECTED = {
     f"{TINY} --world {{w}}/index_infinity": "which is not in JSON",
     f"{TINY} --policy {{w}}/policy_layers": "llm_layers is 1000000000",
     f"{TINY} --start-states {{w}}/bomb.npy": "nothing in a file is ever executed",
-    f"{TINY} --start-states {{w}}/bomb.h5": "may unpack to",
+    f"{TINY} --start-states {{w}}/bomb.h5": "bytes, but the file has at most",
 }
 
 

@@ -69,18 +69,13 @@ class ConvertConfig(Bounded):
     """Hub identifier of the model that training began with, for the card; empty: it is not said."""
     license: str = ""
     """Licence of the policy for the card, as hubs write it (mit, apache-2.0); empty: none is stated."""
-    push: str = ""
-    """Repository OWNER/NAME of a model hub to send OUT to, once it is written and checked. Without it nothing
-    is sent."""
-    private: bool = False
-    """Make the repository of --push private, if it is new."""
 
 
 ARGUMENTS: Final = ConvertConfig
 
 
-def main(arguments: list[str], hub: Any = None) -> int:
-    """Convert and print a report; tests replace the `hub` of --push."""
+def main(arguments: list[str]) -> int:
+    """Convert and print a report."""
     arguments = answer_help(arguments, lambda: CONVERT.text(ConvertConfig(source="", out=Path())))
     config = tyro.cli(ARGUMENTS, args=arguments, prog="asyncrl convert")
     _check(config)
@@ -95,10 +90,6 @@ def main(arguments: list[str], hub: Any = None) -> int:
         _convert_adapter(config, source)
     else:
         _convert(config)
-    if config.push:
-        from asyncrl.storage.assets import push
-
-        push(config.out, config.push, private=config.private, tell=print, hub=hub)
     return 0
 
 
@@ -106,7 +97,7 @@ def _convert(config: ConvertConfig) -> None:
     import torch
 
     from asyncrl.policies.openvla.export import convert, listed, model_class
-    from asyncrl.policies.openvla.files import PublishedOptions, open_folder
+    from asyncrl.policies.openvla.files import PublishedOptions
     from asyncrl.storage import checkpoint
 
     began = time.monotonic()
@@ -126,8 +117,6 @@ def _convert(config: ConvertConfig) -> None:
     facts = {"missing": listed(done.missing), "unpublished": done.unpublished}
     _write_card(config, folder, policy=done.config, model_class=model_class(config.out), **facts)
     print(report(config, done, time.monotonic() - began))
-    if config.push:
-        open_folder(config.out)
 
 
 def _convert_adapter(config: ConvertConfig, source: Path) -> None:
@@ -146,11 +135,10 @@ def _write_card(config: ConvertConfig, folder: Path, **facts: Any) -> None:
     from asyncrl.policies.openvla.model_card import CardFacts, trained_policy, write_card
 
     card = CardFacts(
-        title=(config.push or config.out.resolve().name).split("/")[-1],
+        title=config.out.resolve().name,
         source=Path(config.source).resolve().name,
         trained=trained_policy(folder, run_of(str(folder)), _simulator),
         merged=Path(config.adapter).name,
-        repo=config.push,
         hub={"base_model": config.base_model, "license": config.license},
         **facts,
     )
@@ -202,9 +190,3 @@ def missing(done: ConversionReport) -> list[str]:
 def _check(config: ConvertConfig) -> None:
     if config.out.exists() and (not config.out.is_dir() or any(config.out.iterdir())):
         raise ConfigError(f"{config.out} exists and is not an empty folder. Name another folder to write to.")
-    if config.private and not config.push:
-        raise ConfigError("--private is for the repository of --push, which is not set. Leave it out.")
-    if config.push:
-        from asyncrl.storage.assets import check_repo
-
-        check_repo(config.push)

@@ -234,8 +234,6 @@ stacks, with a model card.""",
 What is written
 original FOLDER: published; gives back what only others need
 dtype TYPE: source, bfloat16 or float32
-push OWNER/NAME: send it to a hub
-private: with --push
 What a published folder does not say
 unnorm_key NAME: which action statistics
 convention rlinf|oft: how it was trained

@@ -64,7 +64,7 @@ from asyncrl.observability.metrics_system import GROUPS_READY
 from asyncrl.policies.acceleration import compile_blocks
 from asyncrl.policies.interface import FixesPrompts, Policy, SamplingParams
 from asyncrl.registry import names_code
-from asyncrl.replay.client import ZmqRankPort
+from asyncrl.replay.client import ZmqLearnerPort
 from asyncrl.replay.interface import NEW_RUN, LearnerPort, RunStart
 from asyncrl.replay.store import LEDGER, read_meta
 from asyncrl.storage import checkpoint, run_folder, run_owner
@@ -314,7 +314,7 @@ def learn_as_follower(
         shown=ObservationShapes(*json.loads(info.shown)) if info.shown else None,
     )
     keys = client_keys(info.keys, "learner")
-    port = ZmqRankPort(info.replay_endpoint, f"learner-{job.rank}", security=keys, identity=start.identity)
+    port = ZmqLearnerPort(info.replay_endpoint, rank=job.rank, security=keys, identity=start.identity)
     size, copies = len(placement.learners), copies_of(config, placement, hosts)
     try:
         with learner_group(config, job, size, device, while_waiting=poll) as ranks:

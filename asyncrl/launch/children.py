@@ -57,7 +57,7 @@ _TRACEBACK = re.compile(
 )
 
 
-def run_child(name: str, target: str, args: tuple[str, ...], log_path: str) -> None:
+def run_child(name: str, target: str, args: tuple[object, ...], log_path: str) -> None:
     """Send all output to the log, tie this process's life to its parent's, then call ``target(*args)``."""
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -105,7 +105,7 @@ class Supervisor:
         self,
         name: str,
         target: str,
-        args: tuple[str, ...],
+        args: tuple[object, ...],
         log_path: Path,
         max_respawns: int,
         back_off: float = 1.0,

@@ -100,7 +100,7 @@ def spawn_actor(config: TrainConfig, info: RunInfo, rank: int) -> Supervisor:
     return spawn_role(name, "actor_main", config, info, name)
 
 
-def spawn_role(name: str, function: str, config: TrainConfig, info: RunInfo, *more: str) -> Supervisor:
+def spawn_role(name: str, function: str, config: TrainConfig, info: RunInfo, *more: object) -> Supervisor:
     """Start a child process of `roles`, called `name`, with its log in the run's folder."""
     args = (to_json(config), json.dumps(asdict(info)), *more)
     log = Path(info.run_dir) / "logs" / f"{name}.log"

@@ -112,8 +112,8 @@ def _receiver(
     return build_receiver(transport, endpoint, name, tensors, device, timeout, keys, info.identity)
 
 
-def replay_main(config_json: str, info_json: str, start_json: str = "") -> None:
-    """Keep the run's episodes until the learner ends the run; `start_json` is a `RunStart`."""
+def replay_main(config_json: str, info_json: str, start: RunStart) -> None:
+    """Keep the run's episodes until the learner ends the run."""
     from asyncrl.replay.connection import JoinSettings
     from asyncrl.replay.server import serve_replay
 
@@ -123,7 +123,7 @@ def replay_main(config_json: str, info_json: str, start_json: str = "") -> None:
     process_status.publish_as(run_dir, "replay")
     process_status.set_activity("opening the files", config.startup_timeout)
     serve_replay(
-        open_run_replay(run_dir / REPLAY, config, start=RunStart.from_json(start_json)),
+        open_run_replay(run_dir / REPLAY, config, start=start),
         info.replay_endpoint,
         security=endpoints.server_keys(info.keys),
         settings=JoinSettings(config=config_json, weights=info.pull_endpoint, identity=identity),

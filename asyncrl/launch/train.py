@@ -253,7 +253,7 @@ def _news(
 def _start(run: _Run, job: Job, info: RunInfo, children: ChildProcesses) -> WatchedReplay:
     """Start this rank's children and tell the other ranks; returns the learner's port."""
     config, start = run.config, run.start
-    children.spawn(partial(spawn_role, REPLAY, "replay_main", config, info, start.replay.to_json()))
+    children.spawn(partial(spawn_role, REPLAY, "replay_main", config, info, start.replay))
     if 0 in run.placement.actors:
         children.spawn(partial(spawn_actor, config, info, 0))
     share(info, job, config.startup_timeout)

@@ -12,16 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.episode_layout import (
-    COUNTED_SCHEMA_VERSION,
-    EPISODE_ARRAYS,
-    MAX_SAMPLE_ARRAYS,
-    ArraySpec,
-    array_specs,
+    as_fields,
     episode_arrays,
-    optional_arrays,
-    sample_specs,
+    parse_specs,
+    problem_with_shapes,
     scalar_types,
-    specs_of,
+    sizes_of,
     version_of,
 )
 from asyncrl.errors import WireError
@@ -106,14 +102,9 @@ def write_arrays(episode: Episode) -> tuple[list[list[Any]], list[Buffer]]:
     """Return the header's entries and the frames of an episode's arrays, without copies."""
     entries: list[list[Any]] = []
     payload: list[Buffer] = []
-    sizes: dict[str, int] = {}
-    arrays = {name: np.ascontiguousarray(array) for name, array in episode_arrays(episode).items()}
-    try:
-        specs = specs_of(episode)
-    except ValueError as error:
-        raise WireError(f"{error}.") from None
-    for (name, array), spec in zip(arrays.items(), specs.values(), strict=True):
-        _check_shape(name, spec, array.dtype.name, list(array.shape), sizes)
+    if (problem := problem_with_shapes(episode)) is not None:
+        raise WireError(f"{problem}.")
+    for name, array in episode_arrays(episode).items():
         frame = as_bytes(array)
         entries.append([name, array.dtype.name, list(array.shape), zlib.crc32(frame)])
         payload.append(frame)
@@ -130,36 +121,27 @@ def read_episode(scalars: Any, arrays: Any, frames: Sequence[Buffer], *, schema:
     """
     if not isinstance(scalars, dict) or not isinstance(arrays, list):
         raise WireError("the message lacks its episode or the list of its arrays.")
-    types, counted = scalar_types(schema), schema == COUNTED_SCHEMA_VERSION
-    allowed = optional_arrays(schema)
+    types = scalar_types(schema)
     check_keys("the episode", scalars, types)
     for name, expected in types.items():
         check_value(name, scalars[name], expected)
     _check_id(scalars["episode_id"])
-    fixed = len(EPISODE_ARRAYS)
     for entry in arrays:
-        if not isinstance(entry, list) or len(entry) != 4:
+        if not (isinstance(entry, list) and len(entry) == 4 and isinstance(entry[0], str)):
             raise WireError(f"the entry of an array is {shown(entry)}.")
-    # The optional arrays are the last ones, as in `array_specs`.
-    last = [entry[0] for entry in arrays[len(arrays) - len(allowed) :]]
-    optional = [name for name in last if isinstance(name, str) and name in allowed]
-    others = fixed + len(optional)
-    if not (len(arrays) == len(frames) and others <= len(arrays) <= others + MAX_SAMPLE_ARRAYS):
-        raise WireError(
-            f"{len(arrays)} arrays in the header and {len(frames)} frames, expected {others} and the "
-            "sample's."
-        )
-    sample = arrays[1 : 1 + len(arrays) - others]  # After the first, as in `array_specs`.
+        if not (isinstance(entry[2], list) and all(_is_size(size) for size in entry[2])):
+            raise WireError(f"{entry[0][:80]} has shape {shown(entry[2])}.")
+    if len(arrays) != len(frames):
+        raise WireError(f"{len(arrays)} arrays in the header, but {len(frames)} frames.")
     try:
-        specs = array_specs(sample_specs([entry[:3] for entry in sample]), optional, counted=counted)
+        specs = parse_specs([(name, dtype, shape) for name, dtype, shape, _ in arrays], schema)
+        sizes_of(specs, [shape for _, _, shape, _ in arrays])
     except ValueError as error:
         raise WireError(f"{error}.") from None
-    sizes: dict[str, int] = {}
-    for (name, spec), entry, frame in zip(specs.items(), arrays, frames, strict=True):
-        if entry[0] != name:
-            raise WireError(f"the entry of array {name} is {shown(entry)}.")
-        if len(frame) != _check_shape(name, spec, entry[1], entry[2], sizes):
-            raise WireError(f"{name} has shape {entry[2]}, but its frame has {len(frame)} bytes.")
+    for (name, _, shape, _), spec, frame in zip(arrays, specs.values(), frames, strict=True):
+        nbytes = math.prod(shape) * np.dtype(spec.dtype).itemsize
+        if len(frame) != nbytes or (0 in shape and spec.shape[0] != "M"):
+            raise WireError(f"{name} has shape {shape}, but its frame has {len(frame)} bytes.")
     check_sizes([len(frame) for frame in frames])
     read: dict[str, Any] = {}
     for (name, spec), entry, content in zip(specs.items(), arrays, frames, strict=True):
@@ -169,25 +151,13 @@ def read_episode(scalars: Any, arrays: Any, frames: Sequence[Buffer], *, schema:
         array = np.frombuffer(memoryview(content).toreadonly(), little).reshape(entry[2])
         in_place = views and little.itemsize == 1  # Wider ones may not be aligned.
         read[name] = array.astype(spec.dtype, copy=not in_place)
-    shown_again = {entry[0]: read.pop(entry[0]) for entry in sample}
-    return Episode(**scalars, **read, sample=shown_again)
+    return Episode(**scalars, **as_fields(read))
+
+
+def _is_size(size: object) -> bool:
+    return type(size) is int and 0 <= size <= MAX_DIMENSION
 
 
 def _check_id(episode_id: str) -> None:
     if len(episode_id) != 32 or not set(episode_id) <= set("0123456789abcdef"):
         raise WireError(f"episode_id {episode_id[:40]!r} is not 32 lower-case hexadecimal digits.")
-
-
-def _check_shape(name: str, spec: ArraySpec, dtype: Any, shape: Any, sizes: dict[str, int]) -> int:
-    """Check one array's type and shape against the sizes of letters so far; return its bytes."""
-    if dtype != spec.dtype:
-        raise WireError(f"{name} is {shown(dtype)}, expected {spec.dtype}.")
-    if type(shape) is not list or len(shape) != len(spec.shape):
-        raise WireError(f"{name} has shape {shown(shape)}, expected {list(spec.shape)}.")
-    for letter, size in zip(spec.shape, shape, strict=True):
-        if type(size) is not int or not (letter != "M") <= size <= MAX_DIMENSION:
-            raise WireError(f"{name} has shape {shown(shape)}: {shown(size)} is no size for {letter}.")
-        expected = letter if isinstance(letter, int) else sizes.setdefault(letter, size)
-        if size != expected:
-            raise WireError(f"{name} has shape {shape}, but {letter} is {expected} elsewhere.")
-    return math.prod(shape) * np.dtype(spec.dtype).itemsize

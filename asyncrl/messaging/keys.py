@@ -31,7 +31,6 @@ from zmq.utils.monitor import parse_monitor_message
 from asyncrl.errors import ConfigError, ReplayError
 from asyncrl.storage.atomic import check_private
 
-LEARNER: Final = "learner"
 ALLOWED: Final = "clients"
 _SERVER: Final = "server"
 _KEY: Final = re.compile(rb"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
@@ -49,9 +48,6 @@ class ServerKeys:
     allowed: frozenset[bytes]
     """Public keys of the clients when loaded."""
     folder: Path
-    """Folder of the allow-list."""
-    learner: bytes = b""
-    """Public key of the learner, which may have no other role; empty if none."""
 
     def admits(self, key: bytes) -> bool:
         """Return True if the allow-list now contains a client's public key."""
@@ -77,11 +73,7 @@ Security = ServerKeys | ClientKeys
 
 
 def create_keys(folder: Path, clients: Sequence[str]) -> list[Path]:
-    """Make missing key pairs, and return the new secret files. Files are never overwritten.
-
-    Raises:
-        ConfigError: A name is invalid, others can enter the folder, or a key is damaged or cannot be written.
-    """
+    """Make missing key pairs, and return the new secret files. Files are never overwritten."""
     for name in clients:
         if not _NAME.fullmatch(name) or name == _SERVER:
             raise ConfigError(
@@ -101,11 +93,7 @@ def create_keys(folder: Path, clients: Sequence[str]) -> list[Path]:
 
 
 def load_server_keys(folder: Path) -> ServerKeys:
-    """Load a server's keys and its allow-list.
-
-    Raises:
-        ConfigError: A file is missing, damaged or open to others, or the allow-list is empty.
-    """
+    """Load a server's keys and its allow-list."""
     secret = _read_secret(folder, _SERVER)
     public = read_key(folder / f"{_SERVER}.public")
     if zmq.curve_public(secret) != public:
@@ -119,22 +107,11 @@ def load_server_keys(folder: Path) -> ServerKeys:
             f"{folder / ALLOWED} holds no public keys, so nobody would be admitted. "
             f"Make some: asyncrl keys {folder} --clients learner actor-0"
         )
-    of_learner = folder / ALLOWED / f"{LEARNER}.public"
-    return ServerKeys(
-        public=public,
-        secret=secret,
-        allowed=allowed,
-        folder=folder / ALLOWED,
-        learner=read_key(of_learner) if of_learner.exists() else b"",
-    )
+    return ServerKeys(public=public, secret=secret, allowed=allowed, folder=folder / ALLOWED)
 
 
 def load_client_keys(folder: Path, name: str) -> ClientKeys:
-    """Load the keys of the process `name`.
-
-    Raises:
-        ConfigError: A file is missing, damaged or open to others.
-    """
+    """Load the keys of the process `name`."""
     secret = _read_secret(folder, name)
     return ClientKeys(
         public=zmq.curve_public(secret), secret=secret, server=read_key(folder / f"{_SERVER}.public")
@@ -264,11 +241,7 @@ class Handshakes:
         self._monitor = socket.get_monitor_socket(events)
 
     def check(self) -> None:
-        """Handle the events since the last call; never waits.
-
-        Raises:
-            ReplayError: The server refuses this process, or does not have the expected key.
-        """
+        """Raise a ReplayError if the server refused this process since the last call; never waits."""
         while True:
             try:
                 event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))

@@ -30,7 +30,6 @@ IDENTITY: Final = "identity"
 """File with the run's secret in a private folder, for actors of this host that join."""
 LINGER_MS: Final = 1000
 HANDSHAKE_MS: Final = 10_000
-"""Longest handshake of a connection."""
 BULK_HWM: Final = 4
 """Messages queued in the direction of episodes. ZeroMQ counts messages, not bytes."""
 CONTROL_HWM: Final = 1024
@@ -38,7 +37,6 @@ CONTROL_HWM: Final = 1024
 SHARE_OF_FILES: Final = 0.5
 """Share of the process's descriptors for connections of one listening socket."""
 _NAMED: Final = 100
-"""Disconnections that appear in the log."""
 _log = logging.getLogger(__name__)
 
 
@@ -65,15 +63,12 @@ def ipc_endpoint(folder: Path, name: str = "replay") -> str:
 def check_endpoint(
     endpoint: str, security: Security | None = None, *, any_port: bool = False, keys_follow: bool = False
 ) -> str:
-    """Return `endpoint` if it is safe.
+    """Return `endpoint` if it is safe, else raise a ConfigError.
 
     Args:
         security: Its keys; None for an address that only this host reaches.
         any_port: Whether port 0, a free one, is allowed.
         keys_follow: Whether keys will be made later.
-
-    Raises:
-        ConfigError: It reaches beyond this host without keys, is open to other users, or is invalid.
     """
     kind, _, rest = endpoint.partition("://")
     if kind == "ipc" and rest.startswith("/"):
@@ -176,9 +171,6 @@ def bind_router(
 
     Args:
         context: With keys it must be `keys.admitting`, or every client is refused.
-
-    Raises:
-        ConfigError: The endpoint is not safe or not free.
     """
     router = _limited(context, zmq.ROUTER)
     secure(router, security)
@@ -240,7 +232,6 @@ class ConnectionGuard:
         limit = int(resource.getrlimit(resource.RLIMIT_NOFILE)[0] * SHARE_OF_FILES)
         self._most = max(1, limit) if connections is None else connections
         self.disconnected = 0
-        """Connections ended by this object."""
         self._spoke = set[int]()
         """Descriptors that sent messages. Shared; each use is atomic."""
         self._listening, self._closing = listening, threading.Event()

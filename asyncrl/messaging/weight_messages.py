@@ -65,7 +65,6 @@ KINDS: Final[dict[str, dict[str, type]]] = {
 all buffers, `manifest` and `crc` are CRC-32. `member` is 1 for a receiver of the weight group, whose
 `pid` and `started` name its process on the learner's host (0: on another host)."""
 WITH_PAYLOAD: Final = frozenset({"layout", "chunk"})
-"""Kinds with a second frame."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -96,7 +96,6 @@ group is no longer open. A batch is one `chosen` per group; a `fetch` is answere
 one per episode, or by `lost`. A `failed` is answered, like an episode, by a receipt. A `dict` maps names of
 metrics to finite numbers."""
 WITH_EPISODE: Final = frozenset({"episode", "batch"})
-"""Kinds that carry one episode."""
 
 
 @dataclass(frozen=True, kw_only=True)

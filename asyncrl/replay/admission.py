@@ -7,36 +7,32 @@ run, before an episode is stored and again before the learner gets it. Nothing i
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from asyncrl.episode_layout import decision_layout, optional_of, problem_with, version_of
 from asyncrl.records import UNKNOWN_LENGTH, Episode, Sampling
 from asyncrl.replay.interface import ANY_FORMAT, EpisodeFormat, RefusalCause
 
-MAX_NUMBER: Final = 1e6
-"""Limit of an action, log-prob (nats), value, reward or float of a sample. No model comes near it, and sums
-and squares of such numbers stay finite in float32."""
 _START: Final = re.compile(r"(/[0-9]{1,9})?/([0-9]{3,9}|seed-[0-9]{1,20})")
 """End of a start's name, after that of its simulator: ``/3/017``, ``/seed-12``, ``/3/seed-12``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """Properties that an episode must have."""
+    """Properties that an episode must have; None: any."""
 
     format: EpisodeFormat = ANY_FORMAT
     group_size: int
     sampling: Sampling | None = None
-    """The run's; None: any."""
     newest_version: int
     """Newest policy version of any decision."""
     actor: str | None = None
-    """Name of the sender; None: any."""
+    """Name of the sender."""
 
 
 class Refusal(NamedTuple):
@@ -44,26 +40,6 @@ class Refusal(NamedTuple):
 
     cause: RefusalCause
     reason: str
-
-
-def _numbers(episode: Episode, expected: Expected) -> str | None:
-    optional = {name: getattr(episode, name) for name in optional_of(episode) if "state" in name}
-    named: dict[str, NDArray[Any]] = {
-        "actions": episode.actions,
-        "logprobs": episode.logprobs,
-        "rewards": episode.rewards,
-        **optional,
-        **{name: array for name, array in episode.sample.items() if array.dtype.kind == "f"},
-    }
-    for name, array in named.items():
-        if not (np.abs(array) <= MAX_NUMBER).all():  # False for nan too.
-            return f"{name} holds a number that is not finite, or beyond {MAX_NUMBER:g}"
-    scores, values = episode.success_scores, episode.values
-    if not ((scores >= 0) & (scores <= 1)).all():
-        return f"success_scores are probabilities, but lie in {scores.min():g}..{scores.max():g}"
-    if not (np.isnan(values).all() or (np.abs(values) <= MAX_NUMBER).all()):
-        return f"values must all be finite and at most {MAX_NUMBER:g}, or all nan where there is no critic"
-    return None
 
 
 def _outcome(episode: Episode, expected: Expected) -> str | None:
@@ -113,9 +89,9 @@ def _settings(episode: Episode, expected: Expected) -> str | None:
 
 
 def _fits(found: tuple[str, tuple[int, ...]], wanted: tuple[str, tuple[int | str, ...]]) -> bool:
-    shapes = zip(found[1], wanted[1], strict=False)
-    same = len(found[1]) == len(wanted[1]) and all(isinstance(w, str) or n == w for n, w in shapes)
-    return found[0] == wanted[0] and same
+    if found[0] != wanted[0] or len(found[1]) != len(wanted[1]):
+        return False
+    return all(isinstance(w, str) or n == w for n, w in zip(found[1], wanted[1], strict=True))
 
 
 def _length(episode: Episode, expected: Expected) -> str | None:
@@ -181,8 +157,7 @@ def _versions(episode: Episode, expected: Expected) -> str | None:
 
 
 _CHECKS: Final[tuple[tuple[RefusalCause, bool, Callable[[Episode, Expected], str | None]], ...]] = (
-    ("content", True, lambda episode, expected: problem_with(episode)),
-    ("content", True, _numbers),
+    ("content", True, lambda episode, _: problem_with(episode)),
     ("content", True, _outcome),
     ("content", False, _actor),
     ("settings", True, _settings),
@@ -238,11 +213,11 @@ class RefusedActors:
     def __init__(self, after: int = 8) -> None:
         """Start without refusals; `after` groups without a complete one, an actor is hopeless."""
         self._after = after
-        self._reasons: dict[str, list[str]] = {}  # Actor -> of its refused groups since it completed one.
+        self._reasons: defaultdict[str, list[str]] = defaultdict(list)  # Since the actor completed a group.
 
     def add(self, actor: str, number: int, reason: str) -> None:
         """Count a group that was given up because an episode of it was refused."""
-        self._reasons.setdefault(actor, []).append(f"group {number} of {actor!r}: {reason}")
+        self._reasons[actor].append(f"group {number} of {actor!r}: {reason}")
 
     def forget(self, actor: str) -> None:
         """Restart the count of an actor that completed a group, started again or left."""

@@ -25,7 +25,6 @@ from asyncrl.replay.interface import (
     GroupGrant,
     GroupLost,
     NothingToLearn,
-    NullLearnerPort,
     RunStopped,
 )
 from asyncrl.storage.run_owner import NO_RUN, RunIdentity
@@ -119,33 +118,27 @@ class ZmqActorPort:
 
     def close(self, deadline: float) -> None:
         """See `ActorPort`."""
-        end = time.monotonic() + deadline
-        try:
-            while self._outbox and not self.stopped:
-                left = end - time.monotonic()
-                if left <= 0:
-                    raise ReplayError(
-                        f"{len(self._outbox)} episodes of actor {self._link.name!r} were not "
-                        f"acknowledged by the replay at {self._link.endpoint} within {deadline:g} s. Look at "
-                        "the replay's log; members of incomplete groups are never acknowledged."
-                    )
-                self._exchange(min(left, 0.1))
-            self._link.send_now("bye")
-        finally:
-            self._link.close()
+        if not self._leave(lambda: bool(self._outbox), deadline):
+            raise ReplayError(
+                f"{len(self._outbox)} episodes of actor {self._link.name!r} were not acknowledged by the "
+                f"replay at {self._link.endpoint} within {deadline:g} s. Look at the replay's log; members "
+                "of incomplete groups are never acknowledged."
+            )
 
     def leave(self, deadline: float) -> None:
         """Leave a run that goes on: deliver finished episodes within `deadline` seconds, give groups back."""
+        if not self._leave(lambda: self._outbox.undelivered, deadline):
+            self._outbox.warn(f"left without handing over all of {self.unacknowledged} episodes")
+
+    def _leave(self, pending: Callable[[], bool], deadline: float) -> bool:
+        """Exchange messages until nothing is pending, then disconnect; False if the deadline came first."""
         end = time.monotonic() + deadline
         try:
-            while self._outbox.undelivered and not self.stopped:
-                left = end - time.monotonic()
-                if left <= 0:
-                    self._outbox.warn(f"left without handing over all of {self.unacknowledged} episodes")
-                    break
+            while pending() and not self.stopped and (left := end - time.monotonic()) > 0:
                 self._exchange(min(left, 0.1))
             while not self._link.send_now("bye") and time.monotonic() < end:
                 self._exchange(0.05)  # Its queue is full of episodes.
+            return self.stopped or not pending()
         finally:
             self._link.close()
 
@@ -190,24 +183,25 @@ class _BatchRequest:
     asked_at: float = -float("inf")
     asked_server_id: str = ""
     chosen: dict[int, int] = field(default_factory=dict)
-    """Place in the batch -> group."""
     complete: bool = False
 
 
 class ZmqLearnerPort:
-    """`LearnerPort` of learner rank 0."""
+    """`LearnerPort` of a learner rank; ranks other than 0 only fetch."""
 
     def __init__(
         self,
         endpoint: str,
         *,
         version: int = 0,
+        rank: int = 0,
         security: ClientKeys | None = None,
         identity: RunIdentity = NO_RUN,
         tell: Callable[[str], None] = print,
     ) -> None:
-        self._tell = tell
-        self._link = Connection(endpoint, "learner", "learner", version, security, identity)
+        self._tell, self._leads = tell, rank == 0
+        role, name = (RANK, f"learner-{rank}") if rank else ("learner", "learner")
+        self._link = Connection(endpoint, role, name, version, security, identity)
         self._requests = 0
         self._request: _BatchRequest | None = None
         self._fetch: _PartFetch | None = None
@@ -255,17 +249,17 @@ class ZmqLearnerPort:
 
     def report_version(self, version: int) -> None:
         """See `LearnerPort`."""
+        if not self._leads:
+            return
         self._link.version = max(self._link.version, version)
         self._exchange(0)
         if self._link.server_id:  # Otherwise the hello has it.
             self._link.send_now("version", version=version)
 
     def status(self) -> dict[Metric, float]:
-        """See `LearnerPort`.
-
-        Raises:
-            ReplayError: No answer within 10 seconds.
-        """
+        """See `LearnerPort`."""
+        if not self._leads:
+            return {}
         reply = self._ask_status(10.0)
         if reply is None:
             raise ReplayError(f"the replay at {self._link.endpoint} does not answer. Look at its log.")
@@ -273,7 +267,8 @@ class ZmqLearnerPort:
 
     def stop(self) -> None:
         """See `LearnerPort`. Waits up to 5 s for the answer; a replay that is gone needs no stop."""
-        self._repeat("stop", 5.0, lambda: self._link.stopped)
+        if self._leads:
+            self._repeat("stop", 5.0, lambda: self._link.stopped)
 
     def close(self) -> None:
         """See `LearnerPort`."""
@@ -381,33 +376,3 @@ class _PartFetch:
             self._ask()
             exchange(POLL_SECONDS if self._link.server_id else 0.05)
         return [[x for _, x in sorted(self._members[n].items())] for n in self._wanted.numbers]
-
-
-class ZmqRankPort(NullLearnerPort):
-    """`LearnerPort` of a learner rank other than 0: it only fetches."""
-
-    def __init__(
-        self,
-        endpoint: str,
-        name: str,
-        *,
-        security: ClientKeys | None = None,
-        identity: RunIdentity = NO_RUN,
-    ) -> None:
-        self._link = Connection(endpoint, RANK, name, 0, security, identity)
-
-    def fetch(
-        self, wanted: BatchDescription, *, timeout: float, while_waiting: Callable[[], object] = lambda: None
-    ) -> list[list[Episode]]:
-        """See `LearnerPort`."""
-        fetch = _PartFetch(self._link, wanted)
-
-        def exchange(wait: float) -> None:
-            for message in self._link.exchange(wait):
-                fetch.add(message)
-
-        return fetch.run(exchange, timeout, while_waiting)
-
-    def close(self) -> None:
-        """See `LearnerPort`."""
-        self._link.close()

@@ -37,7 +37,6 @@ HELD_RESEND_AFTER: Final = 60.0
 RANK: Final = "rank"
 """Role of a learner rank other than 0: it fetches its part of batches."""
 VISITOR: Final = "visitor"
-"""Role of a process that wants to join."""
 MAX_PARTS: Final = 64
 """Most parts of a run's settings; each has at most `MAX_TEXT` characters."""
 
@@ -188,7 +187,6 @@ class Outbox:
         self._link, self.warn = link, warn
         self._items: dict[str, _Unacknowledged] = {}
         self.dropped: set[int] = set()
-        """Groups that were given up."""
 
     def __len__(self) -> int:
         return len(self._items)
@@ -248,7 +246,6 @@ class JoinSettings:
     config: str
     """JSON of the run's `TrainConfig`."""
     weights: str
-    """Endpoint of the weights."""
     identity: RunIdentity = NO_RUN
 
     def part(self, number: int) -> dict[str, Any] | None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO, Final, Literal, Self, get_args, get_type_hints
+from typing import Any, Final, Literal, Self, get_args, get_type_hints
 
 from asyncrl.errors import ReplayError
 from asyncrl.replay.interface import CAUSES, GroupFailure, ReceiptStatus, RefusalCause
@@ -70,7 +70,6 @@ class LearnerStarted(Event):
     """A learner began or resumed."""
 
     learner: str
-    """Its session."""
     version: int
 
 
@@ -127,12 +126,9 @@ class Dropped(Event):
     episodes: int
     """Episodes of the group that had come."""
     stored: bool
-    """True if the group has or had a file."""
     decisions: int = 0
     task: str = ""
-    """The group's; empty if no episode of it had come."""
     version: int = 0
-    """The learner's."""
     reason: str = ""
     """Problem of a group that is set aside."""
     failure: GroupFailure | None = None
@@ -185,7 +181,6 @@ class LedgerLost(Event):
     """All that was stored before the ledger was lost has been given up."""
 
     ledger_lost: str
-    """SHA-256 of the missing lines."""
 
 
 KINDS: Final[tuple[type[Event], ...]] = (
@@ -237,11 +232,21 @@ class Ledger:
         self.path, self._warn = path, warn
         self._file = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         self.close = weakref.finalize(self, os.close, self._file)
-        end, self._last = _last_line(path)
+        end = self._find_end()
         if end < os.fstat(self._file).st_size:
             os.ftruncate(self._file, end)
         self._spare = path.with_suffix(".spare")
         self.keep_spare()
+
+    def _find_end(self) -> int:
+        """Return the byte behind the last whole line, whose digits the next line's checksum covers."""
+        end, self._last = 0, START
+        with reading(self.path, LINES_BYTES) as file:
+            for _, line in read_lines(file, MAX_LINE + 1):
+                file.seek(-1, os.SEEK_CUR)
+                if file.read(1) == b"\n":
+                    end, self._last = file.tell(), _link((line or b"").rstrip(b"\n"))
+        return end
 
     def read(self) -> Iterator[Entry]:
         """Read one entry after another."""
@@ -310,23 +315,3 @@ def read_entries(path: Path, warn: Callable[[str], None]) -> Iterator[Entry]:
                     break
             else:
                 warn(f"{path}: line {number} is damaged or out of place and was skipped: {problem}.")
-
-
-def _last_line(path: Path) -> tuple[int, bytes]:
-    """Return the byte behind the last whole line, and the digits that the next line's checksum covers."""
-    with reading(path, LINES_BYTES) as file:
-        end = _line_feed_before(file, file.seek(0, os.SEEK_END))
-        begin = max(_line_feed_before(file, max(0, end)) + 1, end - MAX_LINE)  # A longer line is damaged.
-        file.seek(begin)
-        return end + 1, _link(file.read(max(0, end - begin)))
-
-
-def _line_feed_before(file: BinaryIO, end: int) -> int:
-    """Return the last line feed before byte `end`, searched in pieces; -1 if there is none."""
-    while end > 0:
-        begin = max(0, end - MAX_LINE)
-        file.seek(begin)
-        if (found := file.read(end - begin).rfind(b"\n")) >= 0:
-            return begin + found
-        end = begin
-    return -1

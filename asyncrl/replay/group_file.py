@@ -7,7 +7,6 @@ Everything is a number or fixed-length UTF-8 bytes; nothing is compressed or chu
 from __future__ import annotations
 
 import math
-import os
 import zlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -20,19 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.episode_layout import (
-    COUNTED_SCHEMA_VERSION,
     DROPPED_FIELDS_VERSION,
-    EPISODE_ARRAYS,
-    OPTIONAL_ARRAYS,
     STORED_SCHEMA_VERSIONS,
     ArraySpec,
-    array_specs,
+    as_fields,
     decision_layout,
     episode_arrays,
-    optional_arrays,
-    sample_specs,
+    parse_specs,
     scalar_types,
-    schema_version,
     specs_of,
     version_of,
 )
@@ -64,23 +58,6 @@ ROOT: Final[dict[str, type]] = {
 }
 """Facts about a group: the first three are attributes, the others columns of `/group`."""
 CONSTANT: Final = tuple(ROOT)[:3]
-UNITS: Final = {
-    "frames": "8-bit sRGB",
-    "tokens": "action bin",
-    "logprobs": "nat",
-    "values": "return",
-    "actions": "world's action unit per step",
-    "rewards": "1 at the first success",
-    "success_scores": "probability",
-    "policy_versions": "version",
-    "noise_seeds": "seed",
-    "final_frame": "8-bit sRGB",
-    "video": "8-bit sRGB",
-    "more_frames": "8-bit sRGB",
-    "states": "simulator's unit per number",
-    "final_more_frames": "8-bit sRGB",
-    "final_state": "simulator's unit per number",
-}
 _PLAIN: Final = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
 _PLAIN.set_obj_track_times(False)
 _SCALAR: Final = h5py.h5s.create(h5py.h5s.SCALAR)
@@ -98,19 +75,12 @@ class GroupFile:
     newest_version: int
     size: int
     """Bytes on disk."""
-    mtime_ns: int
-    """Modification time in nanoseconds."""
     decisions: int
-    """Sum over all episodes."""
     sampling: Sampling
-    """Sampling of the first episode: a group has one."""
     world_version: int
     """The oldest of its episodes."""
-    success: float
-    """Share of its episodes that succeeded, in [0, 1]."""
     episode_ids: tuple[str, ...]
     attributes: dict[str, Any]
-    """Values of `ROOT`."""
 
 
 def write_group(path: Path, number: int, episodes: Sequence[Episode]) -> GroupFile:
@@ -140,11 +110,11 @@ def write_group(path: Path, number: int, episodes: Sequence[Episode]) -> GroupFi
         _write_dataset(file, CHECKSUMS, np.array(sums, [(name, "<u4") for name in members[0]]), "E")
         for name, spec in specs_of(episodes[0]).items():
             parts = [arrays[name] for arrays in members]
-            joined = np.stack(parts) if joining_letter(name) == "E" else np.concatenate(parts)
-            dataset = _write_dataset(file, name, joined, _letters(name, spec, parts[0]))
+            joined = np.stack(parts) if spec.joined_by == "E" else np.concatenate(parts)
+            dataset = _write_dataset(file, name, joined, _letters(spec, parts[0]), spec.unit)
             if joined.size:
                 extents.append((dataset.get_offset(), joined.nbytes))
-    return _describe(path, attributes, table, path.stat())
+    return _describe(path, attributes, table, path.stat().st_size)
 
 
 def _check_siblings(episodes: Sequence[Episode]) -> None:
@@ -180,7 +150,9 @@ def _table(rows: Sequence[dict[str, Any]]) -> NDArray[Any]:
     return np.array([tuple(row) for row in plain], types)
 
 
-def _write_dataset(file: h5py.File, name: str, values: NDArray[Any], letters: str) -> Any:
+def _write_dataset(
+    file: h5py.File, name: str, values: NDArray[Any], letters: str, unit: str = "see docs"
+) -> Any:
     """Write a contiguous dataset by h5py's low-level calls, which take a third of `create_dataset`'s time."""
     values = np.ascontiguousarray(values, values.dtype.newbyteorder("<"))
     kind, space = h5py.h5t.py_create(values.dtype, logical=True), h5py.h5s.create_simple(values.shape)
@@ -188,7 +160,7 @@ def _write_dataset(file: h5py.File, name: str, values: NDArray[Any], letters: st
     if values.size:
         dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, values)
     _write_attribute(dataset, "letters", letters)
-    _write_attribute(dataset, "unit", UNITS.get(name, "see docs"))
+    _write_attribute(dataset, "unit", unit)
     return dataset
 
 
@@ -198,41 +170,25 @@ def _write_attribute(target: Any, name: str, value: str | int) -> None:
     h5py.h5a.create(target, name.encode(), kind, _SCALAR).write(array)
 
 
-def _letters(name: str, spec: ArraySpec, array: NDArray[Any]) -> str:
+def _letters(spec: ArraySpec, array: NDArray[Any]) -> str:
     """Return the attribute `letters` of an array; C and A appear as their sizes."""
     axes = [size if axis in ("C", "A") else axis for axis, size in zip(spec.shape, array.shape, strict=True)]
-    return ",".join(map(str, axes if joining_letter(name) != "E" else ["E", *axes]))
-
-
-def joining_letter(name: str) -> str:
-    """Return the axis along which an array's episodes are joined: N, M, or E if they are stacked."""
-    known = EPISODE_ARRAYS | OPTIONAL_ARRAYS
-    first = known[name].shape[0] if name in known else "N"  # Every array of a sample begins with N.
-    return str(first) if first in ("N", "M") else "E"
+    return ",".join(map(str, axes if spec.joined_by != "E" else ["E", *axes]))
 
 
 def read_group_file(path: Path) -> GroupFile:
-    """Read the facts about a group and the ids of its episodes.
-
-    Raises:
-        ReplayError: It is torn, damaged, or of another format or schema version.
-    """
-    with opened(path) as (file, found):
-        return _describe(path, _read_root(path, file), _read_table(file, TABLE), found)
+    """Read the facts about a group and the ids of its episodes."""
+    with opened(path) as (file, size):
+        return _describe(path, _read_root(path, file), _read_table(file, TABLE), size)
 
 
 def read_group(
-    path: Path,
-    names: Sequence[str] | None = None,
-    *,
-    without: Collection[str] = (),
-    attributes: dict[str, Any] | None = None,
+    path: Path, names: Sequence[str] | None = None, *, without: Collection[str] = ()
 ) -> list[Episode]:
     """Read the episodes of a group, in the order of their members, with every checksum verified.
 
     Args:
-        names: Arrays to read; the others come back empty. None: all of them.
-        attributes: Expected values of `ROOT`. None: any.
+        names: Arrays to read, if the file has them; the others come back empty. None: all of them.
 
     Raises:
         ReplayError: It is torn, damaged, or of another format or schema version.
@@ -240,57 +196,38 @@ def read_group(
     """
     with opened(path) as (file, _):
         root = _read_root(path, file)
-        if attributes not in (None, root):
-            raise ValueError("it is not the file that it was")
         table, checksums = _read_table(file, TABLE), _read_table(file, CHECKSUMS)
         version = root["schema_version"]
         dropped = ("world_versions",) if version == DROPPED_FIELDS_VERSION else ()
         known = tuple(name for name in checksums.dtype.names or () if name not in dropped)
-        datasets = _arrays_of(file, version, known)
-        wanted = [name for name in (known if names is None else names) if name not in without]
+        datasets = {name: dataset_in(file, name) for name in known}
+        specs = parse_specs([(name, _dtype(x), x.shape) for name, x in datasets.items()], version)
+        wanted = [name for name in known if name in (names or known) and name not in without]
         for name in wanted:
             require_codec(path, datasets[name])
         arrays = {name: datasets[name][...] for name in wanted}
         empty = {name: np.empty(0, datasets[name].dtype) for name in known}
-    sample = [name for name in known if name not in EPISODE_ARRAYS and name not in optional_arrays(version)]
     episodes = list[Episode]()
     try:
         for index, (row, sums) in enumerate(zip(table, checksums, strict=True)):
-            parts = {name: _part(name, array, row, index) for name, array in arrays.items()}
+            parts = {name: _part(specs[name], array, row, index) for name, array in arrays.items()}
             for name, part in parts.items():
                 if zlib.crc32(as_bytes(part)) != sums[name]:
                     raise ValueError(f"the checksum of {name} does not match")
-            fields: dict[str, Any] = dict.fromkeys(OPTIONAL_ARRAYS) | _scalars(row, version) | empty | parts
-            own = {name: fields.pop(name) for name in sample}
-            episodes.append(Episode(**fields, sample=own))
+            episodes.append(Episode(**_scalars(row, version), **as_fields(empty | parts)))
     except UNREADABLE as error:
         raise unreadable(path, error) from None
     return episodes
 
 
-def _arrays_of(file: h5py.File, version: int, names: Sequence[str]) -> dict[str, h5py.Dataset]:
-    """Return the datasets of the arrays, checked against the schema version."""
-    datasets = {name: dataset_in(file, name) for name in names}
-    allowed, counted = optional_arrays(version), version == COUNTED_SCHEMA_VERSION
-    optional = [name for name in names if name in allowed]
-    sample = [
-        (n, x.dtype.name, x.shape) for n, x in datasets.items() if n not in {*EPISODE_ARRAYS, *optional}
-    ]
-    specs = sample_specs(sample)
-    expected = schema_version(specs, counted=counted)
-    specs = array_specs(specs, optional, counted=counted)
-    if tuple(specs) != tuple(names) or version not in (expected, DROPPED_FIELDS_VERSION):
-        raise ValueError(f"its arrays {', '.join(names)} are not those of its schema version")
-    for name, dataset in datasets.items():
-        if dataset.dtype != np.dtype(specs[name].dtype):
-            raise ValueError(f"{name} is {dataset.dtype}, expected {specs[name].dtype}")
-    return datasets
+def _dtype(dataset: h5py.Dataset) -> str:
+    return dataset.dtype.name if dataset.dtype.isnative else dataset.dtype.str
 
 
-def _part(name: str, array: NDArray[Any], row: Any, index: int) -> NDArray[Any]:
+def _part(spec: ArraySpec, array: NDArray[Any], row: Any, index: int) -> NDArray[Any]:
     """Return an episode's part of an array, a view."""
-    letter = joining_letter(name)
-    return array[index] if letter == "E" else array[row[f"{letter}_begin"] : row[f"{letter}_end"]]
+    axis = spec.joined_by
+    return array[index] if axis == "E" else array[row[f"{axis}_begin"] : row[f"{axis}_end"]]
 
 
 def _scalars(row: Any, version: int) -> dict[str, Any]:
@@ -299,20 +236,16 @@ def _scalars(row: Any, version: int) -> dict[str, Any]:
     return {"steps_taken": UNKNOWN_LENGTH, **scalars}
 
 
-def _describe(
-    path: Path, attributes: dict[str, Any], table: NDArray[Any], found: os.stat_result
-) -> GroupFile:
+def _describe(path: Path, attributes: dict[str, Any], table: NDArray[Any], size: int) -> GroupFile:
     return GroupFile(
         path=path,
         number=attributes["group_number"],
         oldest_version=attributes["oldest_version"],
         newest_version=attributes["newest_version"],
-        size=found.st_size,
-        mtime_ns=found.st_mtime_ns,
+        size=size,
         decisions=int(table["N_end"][-1]),
         sampling=Sampling(float(table["temperature"][0]), int(table["top_k"][0])),
         world_version=int(table["world_version"].min()),
-        success=float((table["end_reason"] == b"success").mean()),
         episode_ids=tuple(x.decode() for x in table["episode_id"].tolist()),
         attributes=attributes,
     )

@@ -10,7 +10,7 @@ from typing import Final, get_args
 
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability.metrics import REGISTRY, Metric
-from asyncrl.records import Episode, Sampling
+from asyncrl.records import Episode
 from asyncrl.replay.admission import unlike
 from asyncrl.replay.group_file import GroupFile
 from asyncrl.replay.interface import GroupGrant, ReceiptStatus, RefusalCause
@@ -46,18 +46,16 @@ class GroupTable:
         """Groups in all batches: the sampling cursor. A filtered group is in none."""
         self.next_number = 0
         self.open: dict[int, OpenGroup] = {}
-        self.ready: dict[int, ReadyGroup] = {}
+        self.ready: dict[int, GroupFile] = {}
         self.closed: dict[int, ClosedGroup] = {}
-        """Closed groups that are not forgotten, about in the order of closing."""
         self.used_at: dict[int, int] = {}
         """Recently used group -> the learner's version at its use."""
         self.filtered: dict[int, FilteredGroup] = {}
         """Recently closed groups whose episodes all had the same return."""
         self.to_grant_again: set[int] = set()
         """Closed groups whose numbers are granted again, before any new number."""
-        self._given_up: dict[
-            int, int
-        ] = {}  # Number to grant again -> times that its actor did not complete it.
+        # Number to grant again -> times that its actor did not complete it.
+        self._given_up: dict[int, int] = {}
         self._filtered_before = 0
         self._forgotten: set[int] | None = set()  # The forgotten closed groups, until `end_recovery`.
 
@@ -83,15 +81,9 @@ class GroupTable:
         self.forget()
         self._forgotten = None
 
-    def open_group(self, number: int, group: OpenGroup) -> None:
-        """Add a granted group."""
-        group.granted_before = number in self.to_grant_again
-        self._remove(number)
-        self.open[number] = group
-
-    def make_ready(self, number: int, group: ReadyGroup) -> None:
+    def make_ready(self, number: int, group: GroupFile) -> None:
         """Make a stored group ready."""
-        self.reopen(number)
+        self.remove(number)
         self._given_up.pop(number, None)
         self.ready[number] = group
 
@@ -101,10 +93,6 @@ class GroupTable:
             self._close(number, "duplicate", self.version)
             self.used_at[number] = self.version
         self.used += len(numbers)
-
-    def reopen(self, number: int) -> None:
-        """Forget everything about a group, also its use."""
-        self._remove(number)
 
     def filter(self, number: int, newest_version: int, successes: int, size: int) -> None:
         """Close a stored group without a learning signal: its credit returns, it does not count as used."""
@@ -137,11 +125,12 @@ class GroupTable:
         return status in ("dropped_resume", "dropped_lag")
 
     def _close(self, number: int, status: ReceiptStatus, version: int) -> None:
-        self._remove(number)
+        self.remove(number)
         self._given_up.pop(number, None)
         self.closed[number] = ClosedGroup(status=status, version=version)
 
-    def _remove(self, number: int) -> None:
+    def remove(self, number: int) -> None:
+        """Forget everything about a group, also its use."""
         for groups in (self.open, self.ready, self.closed, self.used_at, self.filtered):
             groups.pop(number, None)
         self.to_grant_again.discard(number)
@@ -174,7 +163,6 @@ class OpenGroup:
     request_number: int
     """The actor's count of acquisitions; a repeated question gets the same grant."""
     granted_at: float
-    """In seconds of the limiter's clock."""
     granted_before: bool = False
     """True if it was given up before; episodes of that grant may still come."""
     members: dict[int, Episode] = field(default_factory=dict)
@@ -190,19 +178,6 @@ class OpenGroup:
         if episode.member in self.members:
             return f"member {episode.member} came twice, with different ids"
         return next((problem for x in self.members.values() if (problem := unlike(x, episode))), None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReadyGroup:
-    """A complete group that can be used."""
-
-    oldest_version: int
-    newest_version: int
-    sampling: Sampling | None = None
-    """None: as the run's."""
-    world_version: int = 0
-    size: int = 0
-    """Its episodes; 0: as many as the run's groups have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,17 +199,6 @@ class FilteredGroup:
     size: int
 
 
-def ready_group(group_file: GroupFile) -> ReadyGroup:
-    """Return the limiter's view of a sealed group."""
-    return ReadyGroup(
-        oldest_version=group_file.oldest_version,
-        newest_version=group_file.newest_version,
-        sampling=group_file.sampling,
-        world_version=group_file.world_version,
-        size=group_file.attributes["group_size"],
-    )
-
-
 def number_of(group_id: str) -> int:
     """Return the number in a `GroupGrant.group_id`, or -1 if it has none."""
     return int(group_id) if len(group_id) == 8 and group_id.isascii() and group_id.isdecimal() else -1
@@ -251,9 +215,7 @@ class EpisodeCounters:
     def __init__(self) -> None:
         self.episodes: Counter[str] = Counter()
         self.decisions: Counter[str] = Counter()
-        """Decisions of dropped episodes."""
         self.refused: Counter[RefusalCause] = Counter()
-        """Invalid episodes that were not admitted."""
 
     def add(self, status: ReceiptStatus, episodes: int = 1, decisions: int = 0) -> None:
         """Count episodes with one status; a negative number takes back."""
@@ -278,7 +240,6 @@ class FilterStreak:
 
     groups: int = 0
     succeeded: int = 0
-    """Groups of which every episode succeeded."""
     failed: int = 0
 
     def add(self, successes: int, size: int) -> None:
@@ -286,18 +247,6 @@ class FilterStreak:
         self.groups += 1
         self.succeeded += successes == size
         self.failed += not successes
-
-    def reason(self) -> str:
-        """Return the property that all these groups share, as text."""
-        which = f"of the last {self.groups} groups"
-        if self.groups == self.succeeded:
-            return f"every episode {which} succeeded"
-        if self.groups == self.failed:
-            return f"every episode {which} failed"
-        return (
-            f"within each {which} all episodes scored the same ({self.succeeded} groups succeeded, "
-            f"{self.failed} failed)"
-        )
 
 
 @dataclass

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Final, Literal, Protocol, get_args
+from dataclasses import dataclass, field, replace
+from typing import Final, Literal, Protocol, get_args
 
 from asyncrl.errors import AsyncRLError, ReplayError
 from asyncrl.observability import metrics_system as m
@@ -72,7 +71,6 @@ class BatchDescription:
 
     request: str
     numbers: tuple[int, ...]
-    """Groups, in the batch's order."""
 
     def part(self, rank: int, ranks: int) -> BatchDescription:
         """Return the part of learner rank `rank` of `ranks`: group n goes to rank ``n % ranks``."""
@@ -101,7 +99,6 @@ class GroupGrant:
     min_version: int
     """Oldest policy version that may sample the group's first decision."""
     keep_video: bool
-    """True to fill `Episode.video`."""
 
     @property
     def group_id(self) -> str:
@@ -182,19 +179,6 @@ class EpisodeFormat:
         """True if a world model is known to make the episodes."""
         return bool(self.image_size) and self.simulator is None
 
-    @classmethod
-    def from_dict(cls, plain: dict[str, Any]) -> EpisodeFormat:
-        """Build the format from `dataclasses.asdict`, also by way of JSON."""
-        spec, sample, simulator = (plain.pop(name) for name in ("action_spec", "sample", "simulator"))
-        if simulator is not None:
-            simulator = SimulatorFormat(**{**simulator, "tasks": tuple(simulator["tasks"])})
-        return cls(
-            **plain,
-            simulator=simulator,
-            action_spec=None if spec is None else ActionSpec(**spec),
-            sample={name: (dtype, tuple(shape)) for name, (dtype, shape) in sample.items()},
-        )
-
 
 ANY_FORMAT: Final = EpisodeFormat()
 
@@ -206,19 +190,6 @@ class RunStart:
     episodes: EpisodeFormat = ANY_FORMAT
     ledger: Checksum | None = None
     """Checksum of the ledger in the checkpoint of the resume; None: a new run, or unknown."""
-
-    def to_json(self) -> str:
-        """Return the text that `from_json` reads."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> RunStart:
-        """Read the text of `to_json`; an empty text: everything is unknown."""
-        if not text:
-            return cls()
-        plain = json.loads(text)
-        episodes, ledger = EpisodeFormat.from_dict(plain["episodes"]), Checksum.from_json(plain["ledger"])
-        return cls(episodes=episodes, ledger=ledger)
 
 
 NEW_RUN: Final = RunStart()
@@ -264,11 +235,7 @@ class ActorPort(Protocol):
         ...
 
     def close(self, deadline: float) -> None:
-        """Deliver unacknowledged episodes within `deadline` seconds, then leave.
-
-        Raises:
-            ReplayError: Episodes were left over.
-        """
+        """Deliver unacknowledged episodes within `deadline` seconds, then leave."""
 
 
 class LearnerPort(Protocol):
@@ -312,30 +279,3 @@ class LearnerPort(Protocol):
 
     def close(self) -> None:
         """Close the connection."""
-
-
-class NullLearnerPort:
-    """A `LearnerPort` without a replay."""
-
-    def choose(self, *, groups: int, version: int, timeout: float) -> BatchDescription:
-        """Never called: rank 0 chooses."""
-        raise AssertionError("only rank 0 chooses")
-
-    def fetch(
-        self, wanted: BatchDescription, *, timeout: float, while_waiting: Callable[[], object]
-    ) -> list[list[Episode]]:
-        """Never called: there is no replay."""
-        raise AssertionError("there is no replay to fetch from")
-
-    def report_version(self, version: int) -> None:
-        """Do nothing."""
-
-    def status(self) -> dict[Metric, float]:
-        """Return nothing."""
-        return {}
-
-    def stop(self) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""

@@ -6,26 +6,23 @@ the credit bounds the memory.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Final
 
 from asyncrl.errors import DiskFull, OutOfFiles
 from asyncrl.records import Episode
 from asyncrl.replay.events import Dropped, Filtered
 from asyncrl.replay.group_file import GroupFile
-from asyncrl.replay.groups import SuccessWindow, has_no_signal, ready_group
+from asyncrl.replay.groups import SuccessWindow, has_no_signal
 from asyncrl.replay.interface import GroupFailure, Receipt, ReceiptStatus
 from asyncrl.replay.state import ReplayState
 from asyncrl.replay.store import EpisodeStore
 
 NOTICES: Final = 20
 """Most lines of the replay on the learner's console."""
-FIRST_PAUSE: Final = 0.5
-LONGEST_PAUSE: Final = 30.0
-"""Seconds between two attempts while no space is seen to return; doubled from the first to the longest."""
+RETRY_EVERY: Final = 1.0
+"""Seconds between two attempts to write a group that waits."""
 
 
 class GroupLifecycle:
@@ -34,11 +31,9 @@ class GroupLifecycle:
     def __init__(self, store: EpisodeStore, state: ReplayState, warn: Callable[[str], None] = print) -> None:
         self.store, self.state = store, state
         self.success = SuccessWindow()
-        self.disk = DiskWait(store.folder, state.limiter.clock, warn)
+        self.disk = DiskWait(state.limiter.clock, warn)
         self.receipts: list[tuple[str, Receipt]] = []
-        """Receipts that are due, each with its actor."""
         self.notices: list[str] = []
-        """Lines for the learner's console."""
         self._warn, self._notified = warn, 0
         self._writer: ThreadPoolExecutor | None = None
         self._unwritten: dict[int, Future[GroupFile]] = {}
@@ -62,13 +57,12 @@ class GroupLifecycle:
     def store_group(self, number: int, newest: str = "") -> bool:
         """Store a complete group; False if the disk is full. The episode `newest` gets no receipt here."""
         self.finish()
-        self.disk.measure()
         try:
-            group_file = self.store.store_group(number, self._members(number))
+            group_file = self.store.write(number, self._members(number))
         except (DiskFull, OutOfFiles) as error:
             self.disk.failed(number, error)
             return False
-        self._stored_group(number, group_file, newest)
+        self._stored_group(group_file, newest)
         return True
 
     def finish(self, *, wait: bool = True) -> None:
@@ -76,11 +70,9 @@ class GroupLifecycle:
         while self._unwritten and (wait or next(iter(self._unwritten.values())).done()):
             number = next(iter(self._unwritten))
             try:
-                group_file = self._unwritten.pop(number).result()
+                self._stored_group(self._unwritten.pop(number).result())
             except (DiskFull, OutOfFiles) as error:
                 self.disk.failed(number, error)
-            else:
-                self._stored_group(number, self.store.enter(group_file))
 
     def retry(self) -> None:
         """Store the waiting groups again once that is due."""
@@ -101,8 +93,9 @@ class GroupLifecycle:
     def _members(self, number: int) -> list[Episode]:
         return list(self.state.limiter.open[number].members.values())
 
-    def _stored_group(self, number: int, group_file: GroupFile, newest: str = "") -> None:
+    def _stored_group(self, group_file: GroupFile, newest: str = "") -> None:
         """Enter a durable group: receipts, filter, trim."""
+        number = self.store.enter(group_file).number
         actor, members = self.state.limiter.open[number].actor, self._members(number)
         if self.disk.groups:
             self.disk.over(number)
@@ -110,7 +103,7 @@ class GroupLifecycle:
         for sibling in members:
             if sibling.episode_id != newest:
                 self.receipts.append((actor, Receipt(episode_id=sibling.episode_id, status="stored")))
-        self.state.make_ready(number, ready_group(group_file))
+        self.state.make_ready(number, group_file)
         self.success.add(group_file.attributes["successes"], len(members))
         if self.state.limiter.filter_groups and has_no_signal(members):
             self.filter(number)
@@ -195,18 +188,12 @@ class GroupLifecycle:
 class DiskWait:
     """Complete groups that wait for disk space or for file descriptors."""
 
-    def __init__(self, folder: Path, clock: Callable[[], float], warn: Callable[[str], None]) -> None:
+    def __init__(self, clock: Callable[[], float], warn: Callable[[str], None]) -> None:
         """Start without groups; `warn` receives one line when waiting begins and one when it ends."""
-        self._folder, self._clock, self._warn = folder, clock, warn
+        self._clock, self._warn = clock, warn
         self.groups: set[int] = set()
-        self._since, self._failed_at, self._pause, self._before = 0.0, 0.0, FIRST_PAUSE, 0.0
-        self._free = 0
+        self._since, self._failed_at, self._before = 0.0, 0.0, 0.0
         self.wanted = "disk space"
-        """The missing resource."""
-
-    def measure(self) -> None:
-        """Record the free space before an attempt; more than that is a reason for the next one."""
-        self._free = self._free_bytes()
 
     @property
     def seconds(self) -> float:
@@ -215,32 +202,23 @@ class DiskWait:
 
     @property
     def due(self) -> bool:
-        """True if it is time to try again: soon once more space is free, else ever more rarely (a quota)."""
-        if not self.groups:
-            return False
-        pause = self._clock() - self._failed_at
-        return pause >= self._pause or (pause >= FIRST_PAUSE and self._free_bytes() > self._free)
+        """True if it is time to try again."""
+        return bool(self.groups) and self._clock() - self._failed_at >= RETRY_EVERY
 
     def failed(self, number: int, error: DiskFull | OutOfFiles) -> None:
         """Record that a group could not be written."""
         if not self.groups:
-            self._since, self._pause, self._free = self._clock(), FIRST_PAUSE, 0
+            self._since = self._clock()
             self.wanted = "disk space" if isinstance(error, DiskFull) else "files to open"
             self._warn(f"replay: waiting for {self.wanted}, actors get no new groups: {error}")
-        else:
-            self._pause = min(2 * self._pause, LONGEST_PAUSE)
         self.groups.add(number)
         self._failed_at = self._clock()
 
     def over(self, number: int) -> None:
         """Record that a group was written or given up."""
         if number in self.groups:
-            now_waited = self.seconds
+            waited = self.seconds
             self.groups.discard(number)
             if not self.groups:
-                self._before = now_waited
+                self._before = waited
                 self._warn(f"replay: goes on after {self._clock() - self._since:.1f} s without {self.wanted}")
-
-    def _free_bytes(self) -> int:
-        about = os.statvfs(self._folder)
-        return about.f_bavail * about.f_frsize

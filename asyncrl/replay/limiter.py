@@ -9,7 +9,8 @@ from asyncrl.config.sections import ReplaySettings
 from asyncrl.records import Episode, Sampling
 from asyncrl.replay.admission import Expected, Refusal, refusal
 from asyncrl.replay.events import Granted
-from asyncrl.replay.groups import GroupTable, OpenGroup, ReadyGroup, number_of
+from asyncrl.replay.group_file import GroupFile
+from asyncrl.replay.groups import GroupTable, OpenGroup, number_of
 from asyncrl.replay.interface import (
     ANY_FORMAT,
     EpisodeFormat,
@@ -46,7 +47,7 @@ class Limiter(GroupTable):
         self._progress: dict[str, float] = {}  # Actor -> time of its last reported decision.
         self._listening_since = self.clock()
 
-    def too_old(self, aged: Episode | OpenGroup | ReadyGroup, version: int) -> ReceiptStatus | None:
+    def too_old(self, aged: Episode | OpenGroup | GroupFile, version: int) -> ReceiptStatus | None:
         """Return `dropped_lag` if a learner at `version` may not use an episode or group, else None."""
         return "dropped_lag" if version - aged.oldest_version > self.max_lag else None
 
@@ -60,11 +61,10 @@ class Limiter(GroupTable):
         """Groups that may be granted now: those that the learner can use before the lag bound drops them."""
         return max(0, (self.max_lag + self.version + 1) * self.groups_per_update - self.uses_reserved)
 
-    def matches_run(self, group: ReadyGroup) -> bool:
+    def matches_run(self, group: GroupFile) -> bool:
         """True if a group has the run's size, world and sampling."""
-        sampled = None in (self.sampling, group.sampling) or self.sampling == group.sampling
-        world = self.episode_format.world_version
-        return sampled and group.size in (0, self.group_size) and world in (None, group.world_version)
+        same = self.sampling in (None, group.sampling) and group.attributes["group_size"] == self.group_size
+        return same and self.episode_format.world_version in (None, group.world_version)
 
     def record_heartbeat(self, actor: str) -> None:
         """Record a sign of life."""
@@ -120,7 +120,9 @@ class Limiter(GroupTable):
             request_number=event.turn,
             granted_at=self.clock(),
         )
-        self.open_group(number, group)
+        group.granted_before = number in self.to_grant_again
+        self.remove(number)
+        self.open[number] = group
 
     def expected(self, actor: str | None = None) -> Expected:
         """Return the properties that an episode of this actor must have; None: of any actor."""
@@ -203,12 +205,8 @@ class Limiter(GroupTable):
             if (why := self.too_old(group, self.version)) is not None
         }
 
-    def mismatched(self) -> list[int]:
-        """List the ready groups that the run would not have made: see `matches_run`."""
-        return [number for number, group in self.ready.items() if not self.matches_run(group)]
-
     @property
-    def usable(self) -> dict[int, ReadyGroup]:
+    def usable(self) -> dict[int, GroupFile]:
         """Ready groups that a learner at `version` may use, by number."""
         return {
             number: group

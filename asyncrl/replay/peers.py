@@ -18,8 +18,6 @@ from asyncrl.storage.run_owner import NO_RUN, RunIdentity
 
 NAME_RESERVED: Final = 5.0
 """Seconds after its last sign of life for which an actor's name is not given to one that joins."""
-_VISITORS: Final = 256
-"""Most processes that ask for the settings at one time."""
 _LOG = logging.getLogger(__name__)
 _LOGGED: Final = 100
 """Refused messages that are written to the log; all are counted."""
@@ -31,7 +29,6 @@ class PeerSender:
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
         self.errors = 0
-        """Messages that were refused."""
         self.unreachable: set[bytes] = set()
         """Peers that were gone when something was sent to them."""
 
@@ -69,19 +66,19 @@ class Peers:
         sender: PeerSender,
         settings: JoinSettings | None,
         identity: RunIdentity = NO_RUN,
-        learner_key: bytes = b"",
+        *,
+        keyed: bool = False,
     ) -> None:
         """Start without peers. `settings` are sent to actors that join; None: none can join."""
         self.replay, self.sender, self.settings = replay, sender, settings
-        self.identity, self._learner_key = identity, learner_key.decode()
+        self.identity, self._keyed = identity, keyed
         self.server_id = os.urandom(8).hex()
         self.actors: dict[bytes, str] = {}
-        """Routing id -> name of each actor that is there."""
         self.learner = b""
         """The learner's routing id; empty until it is there."""
         self.ranks: dict[str, bytes] = {}
         """Name of each other learner rank that is there -> its routing id."""
-        self._visitors: dict[bytes, None] = {}  # Peers that may ask for the settings, the newest last.
+        self._visitors = set[bytes]()  # Peers that may ask for the settings.
         self._replaced: set[str] = set()  # Sessions of actors whose name a newer one took.
         self._sent_names: dict[bytes, int] = {}  # Actor -> number of quarantined start states that it knows.
 
@@ -93,43 +90,31 @@ class Peers:
         """True if a peer is a learner rank of this run: it gets groups."""
         return peer == self.learner or peer in self.ranks.values()
 
-    def check(self, message: Message, key: str) -> None:
-        """Check that a peer belongs to this run and has the key of its role."""
+    def check(self, message: Message) -> None:
+        """Check that a peer belongs to this run."""
+        role, who = message["role"], f"{message['role'][:40]} {message['name'][:40]!r}"
         if message["package"] != __version__:
             raise WireError(
-                f"{message['role'][:40]!r} {message['name'][:40]!r} runs asyncrl "
-                f"{message['package'][:40]!r}, the replay runs {__version__!r}. "
-                "Run the same asyncrl version on both sides."
+                f"{who} runs asyncrl {message['package'][:40]!r}, the replay runs {__version__!r}. Run the "
+                "same asyncrl version on both sides."
             )
-        if message["role"] not in ("actor", "learner", RANK, VISITOR):
-            raise WireError(
-                f"role {message['role'][:40]!r} is not 'actor', 'learner', {RANK!r} or {VISITOR!r}."
-            )
-        who = f"{message['role'][:40]} {message['name'][:40]!r}"
-        if key and (key == self._learner_key) != (message["role"] in ("learner", RANK)):
-            raise WireError(f"{who} has the key of another role: the key 'learner' is the learners' alone.")
-        if message["role"] == VISITOR and key:
+        if role not in ("actor", "learner", RANK, VISITOR):
+            raise WireError(f"role {role[:40]!r} is not 'actor', 'learner', {RANK!r} or {VISITOR!r}.")
+        if role == VISITOR and self._keyed:
             return  # Its key admits it; it comes for the run's secret.
         if not self.identity.knows(message["secret"]):
             raise WireError(
                 f"{who} belongs to another run than this replay, or to none. Perhaps two runs have the same "
                 "--replay.listen: give each its own."
             )
-        if message["role"] != VISITOR and message["attempt"] > self.identity.attempt:
+        if role != VISITOR and message["attempt"] > self.identity.attempt:
             raise WireError(f"{who} belongs to a newer start of the run than this replay.")
 
     def hello(self, peer: bytes, message: Message) -> None:
         """Record a peer that `check` let in, and welcome it."""
         if message["role"] == VISITOR:
-            self._visitors.pop(peer, None)
-            self._visitors[peer] = None
-            while len(self._visitors) > _VISITORS:
-                del self._visitors[next(iter(self._visitors))]
+            self._visitors.add(peer)
         elif message["attempt"] < self.identity.attempt:
-            _LOG.warning(
-                "%s %r belongs to start %d of the run, this is start %d",
-                *(message["role"], message["name"][:40], message["attempt"], self.identity.attempt),
-            )
             self.sender.send(peer, "ended", attempt=self.identity.attempt)
             return
         if message["role"] == "learner":
@@ -142,17 +127,12 @@ class Peers:
             return
         self.welcome(peer)
 
-    def welcome(self, peer: bytes) -> None:
-        """Answer that this process knows the peer."""
-        self.sender.send(peer, "welcome", boot=self.server_id, known=True)
-
-    def introduce(self, peer: bytes) -> None:
-        """Ask a peer of an earlier process to introduce itself and to repeat its requests."""
-        self.sender.send(peer, "welcome", boot=self.server_id, known=False)
+    def welcome(self, peer: bytes, *, known: bool = True) -> None:
+        """Answer that this process knows the peer; else it introduces itself and repeats its requests."""
+        self.sender.send(peer, "welcome", boot=self.server_id, known=known)
 
     def remove(self, peer: bytes) -> None:
         """Remove an actor. After the stop its open groups stay, for a resume."""
-        self._sent_names.pop(peer, None)
         name = self.actors.pop(peer, None)
         if name is not None and not self.replay.stopped:
             self.replay.leave(name)
@@ -160,7 +140,7 @@ class Peers:
     def send_settings(self, peer: bytes, message: Message) -> None:
         """Send a part of the run's settings to a process that wants to join."""
         if peer not in self._visitors:
-            self.introduce(peer)
+            self.welcome(peer, known=False)
             return
         name = message["name"]
         part = self.settings.part(message["part"]) if self.settings else None
@@ -191,9 +171,7 @@ class Peers:
         if (before := self.replay.state.session.actors.get(name)) not in (None, session):
             self._replaced.add(str(before))
         for other in [other for other, known in self.actors.items() if known == name]:
-            self._sent_names.pop(other, None)
             del self.actors[other]
         self.actors[peer] = name
-        self._sent_names.pop(peer, None)
         self.replay.hello(name, session)
         return True

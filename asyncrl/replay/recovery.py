@@ -6,28 +6,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from asyncrl.replay.events import Dropped, GroupSized, LedgerLost, Ready, read_events
-from asyncrl.replay.groups import ReadyGroup, SuccessWindow, has_no_signal, ready_group
+from asyncrl.replay.group_file import GroupFile
+from asyncrl.replay.groups import SuccessWindow, has_no_signal
 from asyncrl.replay.interface import ReceiptStatus
 from asyncrl.replay.lifecycle import GroupLifecycle
 from asyncrl.replay.limiter import Limiter
 
 
-@dataclass(frozen=True, kw_only=True)
-class ResumePlan:
-    """Changes for a learner that begins at an earlier version."""
-
-    ready: list[int]
-    """Groups of lost updates, which wait to be used again."""
-    drop: dict[int, ReceiptStatus]
-    """Groups to give up; numbers with `dropped_resume` are granted again."""
-
-
 def plan_resume(
-    limiter: Limiter, version: int, stored: Mapping[int, ReadyGroup], *, in_turns: bool = False
-) -> ResumePlan:
+    limiter: Limiter, version: int, stored: Mapping[int, GroupFile], *, in_turns: bool = False
+) -> tuple[list[int], dict[int, ReceiptStatus]]:
     """Plan the changes before a learner begins at `version`, as after a resume.
 
     The aim is that it sees what it would have seen without the interruption. Open groups belong to actors
@@ -40,6 +30,10 @@ def plan_resume(
     learner goes on with new groups, nothing is used twice, and nothing above the lag bound is used; but
     batches, start states, and the shares of successful and filtered groups are not those of the undisturbed
     run. Nor is it exact for a group that a lost update dropped as too old: newer versions imagine it again.
+
+    Returns:
+        Groups of lost updates, which wait to be used again; and those to give up, where numbers with
+        `dropped_resume` are granted again.
     """
     drop: dict[int, ReceiptStatus] = dict.fromkeys(limiter.open, "dropped_resume")
     ready = list[int]()
@@ -64,10 +58,10 @@ def plan_resume(
         for number, newest_version in kept.items():
             if newest_version == version:
                 drop[number] = "dropped_resume"
-    return ResumePlan(ready=sorted(set(ready) - drop.keys()), drop=dict(sorted(drop.items())))
+    return sorted(set(ready) - drop.keys()), dict(sorted(drop.items()))
 
 
-def _drop_reason(limiter: Limiter, group: ReadyGroup | None, version: int) -> ReceiptStatus | None:
+def _drop_reason(limiter: Limiter, group: GroupFile | None, version: int) -> ReceiptStatus | None:
     """Return why a learner that begins at `version` may not use a group, or None if it may."""
     if group is None or group.newest_version > version or not limiter.matches_run(group):
         return "dropped_resume"
@@ -109,18 +103,18 @@ def _give_up_unrecorded(lifecycle: GroupLifecycle, lost_ledger: str) -> None:
 def roll_back_to(lifecycle: GroupLifecycle, version: int, *, in_turns: bool) -> None:
     """Carry out `plan_resume`."""
     state = lifecycle.state
-    stored = _stored(lifecycle)
-    plan = plan_resume(state.limiter, version, stored, in_turns=in_turns)
-    other = [n for n in plan.drop if n in stored and not state.limiter.matches_run(stored[n])]
+    stored = dict(lifecycle.store.group_files)
+    ready, drop = plan_resume(state.limiter, version, stored, in_turns=in_turns)
+    other = [n for n in drop if n in stored and not state.limiter.matches_run(stored[n])]
     if other:
         lifecycle.notify(
             f"{len(other)} stored groups were made in another world, or with another --algorithm.group-size, "
             "temperature or top-k: they are given up (replay/dropped_resume) and imagined again."
         )
-    for number in plan.ready:
+    for number in ready:
         state.commit(Ready(ready=number))
         state.make_ready(number, stored[number])
-    for number, status in plan.drop.items():
+    for number, status in drop.items():
         was_stored = number not in state.limiter.open
         lifecycle.drop(number, status, stored=was_stored)
 
@@ -128,24 +122,19 @@ def roll_back_to(lifecycle: GroupLifecycle, version: int, *, in_turns: bool) -> 
 def count_successes(lifecycle: GroupLifecycle) -> None:
     """Count the complete groups whose newest decision is of the learner's version."""
     lifecycle.success = SuccessWindow()
-    store, limiter = lifecycle.store, lifecycle.state.limiter
-    for number, group in limiter.ready.items():
+    limiter = lifecycle.state.limiter
+    for group in limiter.ready.values():
         if group.newest_version == limiter.version:
-            size = group.size or limiter.group_size
-            lifecycle.success.add(store.group_files[number].attributes["successes"], size)
+            lifecycle.success.add(group.attributes["successes"], group.attributes["group_size"])
     for filtered in limiter.filtered.values():
         if filtered.newest_version == limiter.version:
             lifecycle.success.add(filtered.successes, filtered.size)
 
 
-def _stored(lifecycle: GroupLifecycle) -> dict[int, ReadyGroup]:
-    return {number: ready_group(group_file) for number, group_file in lifecycle.store.group_files.items()}
-
-
 def _recover_ready(lifecycle: GroupLifecycle) -> None:
     """Make the sealed groups ready that the ledger did not close; filter those that a crash left."""
     state, limiter = lifecycle.state, lifecycle.state.limiter
-    for number, group in _stored(lifecycle).items():
+    for number, group in list(lifecycle.store.group_files.items()):
         if limiter.is_closed(number):
             continue
         state.make_ready(number, group)

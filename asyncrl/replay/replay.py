@@ -51,11 +51,7 @@ def open_replay(
     horizon: int = 20,
     warn: Callable[[str], None] = print,
 ) -> Replay:
-    """Open the replay of a run and recover its folder.
-
-    Raises:
-        ReplayError: See `EpisodeStore`.
-    """
+    """Open the replay of a run and recover its folder."""
     ledger = start.ledger
     lost_ledger = "" if ledger is None or begins_with(folder / LEDGER, ledger) else ledger.sha256
     store = EpisodeStore(
@@ -107,7 +103,8 @@ class Replay:
             roll_back_to(self.lifecycle, version, in_turns=in_turns)
             self.state.commit(LearnerStarted(learner=session, version=version))
             count_successes(self.lifecycle)
-        for number in self.state.limiter.mismatched():
+        ready, matches = self.state.limiter.ready, self.state.limiter.matches_run
+        for number in [number for number, group in ready.items() if not matches(group)]:
             self.lifecycle.set_aside(number, "another world, group size, temperature or top-k than the run's")
         self.set_version(version)
 
@@ -227,8 +224,9 @@ class Replay:
             return ""
         found = f", and only {ready} of the {needed} groups of a batch differ" if ready else ""
         return (
-            f"{filtered.reason()}{found}: there is nothing to learn at this filter "
-            "(--algorithm.filter-groups, --algorithm.max-filtered-batches)"
+            f"within each of the last {filtered.groups} groups all episodes scored the same "
+            f"({filtered.succeeded} groups succeeded, {filtered.failed} failed){found}: there is nothing to "
+            "learn at this filter (--algorithm.filter-groups, --algorithm.max-filtered-batches)"
         )
 
     @property

@@ -18,7 +18,7 @@ from asyncrl.messaging.wire import encode
 from asyncrl.records import Episode
 from asyncrl.replay.admission import unusable
 from asyncrl.replay.events import Used
-from asyncrl.replay.group_file import GroupFile
+from asyncrl.replay.group_file import GroupFile, read_group
 from asyncrl.replay.lifecycle import GroupLifecycle
 
 LEFT_OUT: Final = ("video",)
@@ -33,7 +33,6 @@ class LoadedGroup:
     """Result of reading a group's file."""
 
     damaged: str = ""
-    """Why it cannot be read; empty if it can."""
     unusable: str | None = None
     """Why the learner cannot use it; None if it can."""
     episodes: list[Episode] = field(default_factory=list)
@@ -206,7 +205,7 @@ class BatchChooser:
         without: Sequence[str] = (),
     ) -> LoadedGroup:
         try:
-            episodes = self._store.read(group_file, without=without)
+            episodes = read_group(group_file.path, without=without)
         except (CodecMissing, OutOfFiles):
             raise
         except ReplayError as error:

@@ -22,8 +22,8 @@ import h5py
 
 from asyncrl.errors import CodecMissing, DiskFull, OutOfFiles, ReplayError
 from asyncrl.observability import signals
-from asyncrl.storage.atomic import flush, unfinished
-from asyncrl.storage.untrusted import open_regular, remove
+from asyncrl.storage.atomic import replacing
+from asyncrl.storage.untrusted import open_regular
 
 LIBVER: Final = ("v110", "v110")
 """HDF5 1.10 tools can read the files, whatever HDF5 version writes them."""
@@ -55,13 +55,10 @@ _PIECE: Final = 2**20
 
 @contextmanager
 def sealing(path: Path) -> Iterator[tuple[h5py.File, list[tuple[int, int]]]]:
-    """Build an HDF5 file in memory; write it durably under a new name when the block ends.
+    """Build an HDF5 file in memory; write it durably when the block ends.
 
     Yields:
         The file, and an empty list for (offset, bytes) of values that the footer's checksum leaves out.
-
-    Raises:
-        OSError: `path` exists, or the disk refuses the write. Nothing is left behind.
     """
     memory = io.BytesIO()
     with h5py.File(memory, "w", libver=LIBVER) as file:
@@ -69,43 +66,25 @@ def sealing(path: Path) -> Iterator[tuple[h5py.File, list[tuple[int, int]]]]:
         yield file, extents
     content = memory.getbuffer()
     checksum = _checksum_outside(lambda begin, count: content[begin : begin + count], extents, len(content))
-    _write_new_file(path, content, make_footer(extents, checksum, len(content)))
-
-
-def _write_new_file(path: Path, *parts: memoryview | bytes) -> None:
-    if path.exists():
-        raise FileExistsError(f"{path} exists")
-    part = unfinished(path)
-    remove(part)
-    try:
-        with part.open("xb") as file:
-            handle, offset = file.fileno(), 0
-            os.posix_fallocate(handle, 0, sum(map(len, parts)))
-            for content in map(memoryview, parts):
-                while content:
-                    written = os.pwrite(handle, content, offset)
-                    content, offset = content[written:], offset + written
-            os.fsync(handle)
-        part.rename(path)
-        flush(path.parent)
-    except OSError:
-        part.unlink(missing_ok=True)
-        path.unlink(missing_ok=True)
-        raise
+    footer = make_footer(extents, checksum, len(content))
+    with replacing(path) as part, part.open("xb") as whole:
+        os.posix_fallocate(whole.fileno(), 0, len(content) + len(footer))
+        whole.write(content)
+        whole.write(footer)
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[tuple[h5py.File, os.stat_result]]:
-    """Open a sealed file to read; errors of h5py in the block become those of a damaged file.
+def opened(path: Path) -> Iterator[tuple[h5py.File, int]]:
+    """Open a sealed file to read, and return its bytes; errors of h5py in the block mean that it is damaged.
 
     Raises:
         OutOfFiles: No file can be opened now.
         ReplayError: It cannot be read, was cut short, or was changed.
     """
-    found = check_whole(path)
+    size = check_whole(path)
     try:
         with h5py.File(path, "r", locking=False) as file:  # It never changes.
-            yield file, found
+            yield file, size
     except UNREADABLE as error:
         raise unreadable(path, error) from None
 
@@ -117,13 +96,13 @@ def make_footer(extents: Sequence[tuple[int, int]], checksum: int, length: int) 
     return body + _CRC.pack(zlib.crc32(body))
 
 
-def check_whole(path: Path) -> os.stat_result:
-    """Check length and structure of a file against its footer, before HDF5 opens it."""
+def check_whole(path: Path) -> int:
+    """Check a file's structure against its footer, before HDF5 opens it; return its bytes."""
     try:
         handle = open_regular(path)
         try:
             _check_footer(handle)
-            return os.fstat(handle)
+            return os.fstat(handle).st_size
         finally:
             os.close(handle)
     except OSError as error:
@@ -165,18 +144,6 @@ def _checksum_outside(
             checksum, begin = zlib.crc32(piece, checksum), begin + len(piece)
         begin = offset + count
     return checksum
-
-
-def fingerprint(path: Path) -> int:
-    """Return the checksum of a sealed file's footer, which covers those of its tables and arrays."""
-    handle = open_regular(path)
-    try:
-        size = os.fstat(handle).st_size
-        if size < _CRC.size:
-            raise ValueError(f"it has {size} bytes, too few for a footer")
-        return _CRC.unpack(os.pread(handle, _CRC.size, size - _CRC.size))[0]
-    finally:
-        os.close(handle)
 
 
 def unreadable(path: Path, error: Exception) -> ReplayError:

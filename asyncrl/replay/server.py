@@ -40,13 +40,10 @@ SHUTDOWN_TIMEOUT: Final = 5.0
 """Seconds the actors have to leave after the stop."""
 LONG_PASS: Final = 2.0
 """Seconds of one pass of the loop (a slow disk, a suspended machine) that do not count as actors' silence."""
-MAX_REQUESTS: Final = 4096
-"""Groups that an actor may ask for at once."""
 KINDS: Final = {
     *("hello", "ping", "bye", "settings", "acquire", "episode", "failed", "report"),
     *("sample", "fetch", "version", "status", "stop"),
 }
-"""Messages to the replay."""
 _MESSAGES_PER_PASS: Final = 64
 """Messages handled before waiting requests are tried again."""
 _EPISODES_PER_PASS: Final = 8
@@ -86,8 +83,8 @@ def serve_replay(
                 ready()
             replay.lifecycle.write_in_background()
             replay.batches.read_in_background()
-            learner_key = security.learner if security else b""
-            server = ReplayServer(replay, socket, settings, identity, learner_key, *guard)
+            keyed = security is not None
+            server = ReplayServer(replay, socket, settings, identity, *guard, keyed=keyed)
             server.run(stop_event or threading.Event())
     finally:
         context.destroy(linger=LINGER_MS)
@@ -103,14 +100,14 @@ class ReplayServer:
         socket: zmq.Socket[bytes],
         settings: JoinSettings | None = None,
         identity: RunIdentity = NO_RUN,
-        learner_key: bytes = b"",
         guard: ConnectionGuard | None = None,
+        *,
+        keyed: bool = False,
     ) -> None:
         """Start without peers; those of an earlier process introduce themselves again. See `Peers`."""
         self._guard = guard
         self.replay, self.socket, self.sender = replay, socket, PeerSender(socket)
-        self.peers = Peers(replay, self.sender, settings, identity, learner_key)
-        self._keyed = bool(learner_key)
+        self.peers = Peers(replay, self.sender, settings, identity, keyed=keyed)
         self._served_at = time.monotonic()
         self._acquires: dict[bytes, deque[int]] = {}  # Actor -> its requests for a group without an answer.
         # Actors that asked since the last pass: their group may have been granted, and the answer lost.
@@ -159,23 +156,17 @@ class ReplayServer:
                 return
             if self._guard is not None:
                 self._guard.note(peer)
-            # The handshake proved it; every frame of a connection has it.
-            key = str(peer.get("User-Id")) if self._keyed else ""
-            self._handle(peer.bytes, [frame.buffer for frame in frames], key)
+            self._handle(peer.bytes, [frame.buffer for frame in frames])
 
-    def _handle(self, peer: bytes, frames: list[Buffer], key: str = "") -> None:
+    def _handle(self, peer: bytes, frames: list[Buffer]) -> None:
         try:
             message = decode(frames, views=True)
             if message.kind not in KINDS:
                 raise WireError(f"the replay does not take {message.kind!r}.")
             if message.kind == "hello":
-                self.peers.check(message, key)
-            elif message.kind == "acquire" and not 1 <= message["groups"] <= MAX_REQUESTS:
-                raise WireError(f"{message['groups']} groups are asked for, expected 1 to {MAX_REQUESTS}.")
+                self.peers.check(message)
             elif message.kind == "failed" and message["cause"] not in CAUSES:
                 raise WireError(f"cause {message['cause'][:40]!r} is none of {', '.join(CAUSES)}.")
-            elif message.kind == "report" and (other := sorted(message["readings"].keys() - REPORTED.keys())):
-                raise WireError(f"actors do not report {other[0][:40]!r}, only {', '.join(REPORTED)}.")
         except WireError as error:
             self.sender.refuse(peer, error)
             return
@@ -190,7 +181,7 @@ class ReplayServer:
         elif known:
             self._dispatch(peer, message)
         elif message.kind != "bye":
-            self.peers.introduce(peer)
+            self.peers.welcome(peer, known=False)
 
     def _answer(self) -> None:
         """Send all that is due: receipts, grants, the batch."""
@@ -294,7 +285,8 @@ class ReplayServer:
                 self.replay.fail(GroupFailure(**about), actor or "")
                 self._receipt(peer, message["report"], "dropped_poisoned", "")
             case "report" if actor is not None:
-                self.replay.report(actor, {REPORTED[name]: x for name, x in message["readings"].items()})
+                readings = message["readings"].items()
+                self.replay.report(actor, {REPORTED[name]: x for name, x in readings if name in REPORTED})
             case "sample" if from_learner and message["groups"] >= 1:
                 self._chosen.clear()
                 self._sample_request = message
@@ -359,7 +351,11 @@ class HandOver:
     def send_due(self) -> None:
         """Send every rank as much as it accepts of the groups that are read; start to read the next."""
         for rank, outgoing in list(self._outgoing.items()):
-            while outgoing.numbers and self._begun(rank, outgoing) and self._sent(rank, outgoing):
+            while outgoing.numbers and self._begun(rank, outgoing):
+                while outgoing.messages and self._sender.send_frames(rank, outgoing.messages[0]):
+                    outgoing.messages.popleft()
+                if outgoing.messages:
+                    break
                 number = outgoing.numbers.popleft()
                 if number in self._session.batch:
                     self._batches.forget(number)
@@ -367,31 +363,20 @@ class HandOver:
                 self.forget(rank)  # It will ask again.
 
     def _begun(self, rank: bytes, outgoing: _Outgoing) -> bool:
-        """True if the first group, the first of those requested that is read, has messages to send."""
-        if outgoing.messages:
-            return True
-        for number in list(outgoing.numbers):
+        """True if the first group has messages to send; all are read, and lost ones reported."""
+        for number in list(outgoing.numbers)[bool(outgoing.messages) :]:
             try:
                 group = self._batches.load(number)
             except OutOfFiles:  # Tried again in the next pass.
                 continue
             if group is None:
                 continue
-            outgoing.numbers.remove(number)
             if why := group.damaged or group.unusable:
+                outgoing.numbers.remove(number)
                 self._send_lost(rank, outgoing.request, number, why)
-            elif not outgoing.messages:
+            elif number == outgoing.numbers[0] and not outgoing.messages:
                 outgoing.messages.extend(group.messages)
-                outgoing.numbers.appendleft(number)
-            else:
-                outgoing.numbers.append(number)
         return bool(outgoing.messages)
-
-    def _sent(self, rank: bytes, outgoing: _Outgoing) -> bool:
-        """Send as much of the first group as the rank accepts; True if that was the rest of it."""
-        while outgoing.messages and self._sender.send_frames(rank, outgoing.messages[0]):
-            outgoing.messages.popleft()
-        return not outgoing.messages
 
     def _send_lost(self, rank: bytes, request: str, number: int, why: str) -> None:
         self._sender.send(rank, "lost", request=request, number=number, reason=why[:1000])

@@ -6,7 +6,7 @@ cannot be imagined is part of the event that gives it up, and counts against its
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Final, get_args
 
@@ -26,7 +26,8 @@ from asyncrl.replay.events import (
     Refused,
     Used,
 )
-from asyncrl.replay.groups import EpisodeCounters, FilterStreak, ReadyGroup
+from asyncrl.replay.group_file import GroupFile
+from asyncrl.replay.groups import EpisodeCounters, FilterStreak
 from asyncrl.replay.interface import ENDLESS, Cause, GroupFailure
 from asyncrl.replay.limiter import Limiter
 
@@ -38,7 +39,6 @@ IN_A_ROW: Final = 16
 QUARANTINE_AFTER: Final = 2
 """Groups of a start state that fail before it is no longer used."""
 _NAMED: Final = 10
-"""Most start states in a message."""
 
 
 @dataclass(kw_only=True)
@@ -107,7 +107,7 @@ class ReplayState:
                 limiter.filter(event.filtered, event.newest_version, event.successes, size)
                 self.filtered.add(event.successes, size)
             case Ready():
-                limiter.reopen(event.ready)
+                limiter.remove(event.ready)
                 counters.add("stored", -size)
             case Dropped():
                 if event.stored and not limiter.is_counted(event.dropped):
@@ -126,11 +126,11 @@ class ReplayState:
                 self.lost_ledgers.add(event.ledger_lost)
                 limiter.forget_uses()
 
-    def make_ready(self, number: int, group: ReadyGroup) -> None:
+    def make_ready(self, number: int, group: GroupFile) -> None:
         """Make a group with a file ready; its episodes are counted once."""
         self.limiter.make_ready(number, group)
         self.quarantine.on_complete_group()
-        self.counters.add("stored", group.size or self.group_size)
+        self.counters.add("stored", group.attributes["group_size"])
 
 
 class Quarantine:
@@ -145,16 +145,16 @@ class Quarantine:
         self.names: list[str] = []
         self.counts: Counter[Cause] = Counter()
         # Start state -> group that failed -> the learner's version then.
-        self._groups: dict[str, dict[int, int]] = {}
+        self._groups: defaultdict[str, dict[int, int]] = defaultdict(dict)
         self._failed_by_policy: Counter[str] = Counter()  # Since a group was complete.
-        self._first = self._first_of_policy = ""
-        self._left, self._policy_fails = True, False
-        self._in_a_row, self._last = 0, ""
+        self._in_a_row = 0  # Groups that failed, each from another start, since a group was complete.
+        self._left = ENDLESS  # Start states, by the last failure.
+        self._first = self._last = ""
 
     def begin(self, version: int) -> None:
         """Forget the failures after `version`: a resume may have other start states and another policy."""
-        self._left, self._policy_fails, self._in_a_row = True, False, 0
-        self._failed_by_policy.clear()
+        self._left = ENDLESS
+        self.on_complete_group()
         for name, groups in self._groups.items():
             self._groups[name] = {number: at for number, at in groups.items() if at <= version}
         self.names = [name for name in self.names if len(self._groups[name]) >= QUARANTINE_AFTER]
@@ -169,20 +169,15 @@ class Quarantine:
         """Count a group that was given up while the learner was at `version`."""
         self.counts[failure.cause] += 1
         name, number = failure.start_state, failure.number
-        text = f"start state {name!r} in group {number}: {failure.reason}"
-        self._left = failure.left > 0
-        if failure.left >= ENDLESS:
-            self._in_a_row, self._last = self._in_a_row + 1, text
+        self._last = f"start state {name!r} in group {number}: {failure.reason}"
+        self._left = failure.left
+        self._in_a_row += failure.left >= ENDLESS
         if failure.cause == "policy":
             self._failed_by_policy[name] += 1
-            failed = sum(count >= QUARANTINE_AFTER for count in self._failed_by_policy.values())
-            self._policy_fails = failed >= failure.left
-            self._first_of_policy = text
         elif failure.cause != "quarantined":
-            self._first = self._first or text
-            groups = self._groups.setdefault(name, {})
-            groups[number] = version
-            if len(groups) >= QUARANTINE_AFTER and name not in self.names:
+            self._first = self._first or self._last
+            self._groups[name][number] = version
+            if len(self._groups[name]) >= QUARANTINE_AFTER and name not in self.names:
                 self.names.append(name)
 
     def metrics(self) -> dict[Metric, float]:
@@ -193,11 +188,12 @@ class Quarantine:
     @property
     def exhausted(self) -> str:
         """Reason why no group can be imagined any more; empty while a start state is left."""
-        if self._policy_fails:
+        failed = sum(count >= QUARANTINE_AFTER for count in self._failed_by_policy.values())
+        if self._failed_by_policy and failed >= self._left:
             return (
                 f"The policy failed for all {len(self._failed_by_policy)} start states, last for "
-                f"{self._first_of_policy}. Its weights or its precision are broken: resume from an earlier "
-                "checkpoint, with a lower --optimizer.learning-rate."
+                f"{self._last}. Its weights or its precision are broken: resume from an earlier checkpoint, "
+                "with a lower --optimizer.learning-rate."
             )
         if self._in_a_row >= IN_A_ROW:
             return (
@@ -220,5 +216,5 @@ class Quarantine:
             return ""
         counts = ", ".join(f"{n} {cause}" for cause, n in sorted(self.counts.items()))
         names = f", {len(self.names)} start states quarantined" if self.names else ""
-        first = self._first or self._first_of_policy
+        first = self._first or self._last
         return f"groups poisoned: {counts}{names}; first: {first}; "

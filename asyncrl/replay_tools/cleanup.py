@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,6 @@ from asyncrl.storage.untrusted import dataset_in
 
 IMAGES: Final = ("frames", "final_frame", "video")
 MORE_IMAGES: Final = ("more_frames", "final_more_frames")
-"""Of episodes with several cameras."""
 PER_CHUNK: Final = 8
 """Images in a chunk: neighbours resemble each other, so with fewer the file would be larger."""
 
@@ -48,63 +47,32 @@ class Compact(ReplayCommand):
 
     def run(self) -> int:
         """Rewrite one file after the other and say what it saves; 1 when a file could not be read."""
-        done = compact_folder(self.folder, self.codec, everything=self.all, dry_run=self.dry_run)
-        print(done.text)
-        return 1 if done.unreadable else 0
+        folder, settings = self.folder, settings_of(self.codec)
+        with nullcontext() if self.dry_run else locked(folder):
+            paths = sorted(folder.glob(PATTERN))
+            chosen, unreadable = self._choose(folder, paths)
+            sizes, verb, after = [x.size for x in chosen], "would compress", ""
+            if not self.dry_run:
+                done = [compact(x.path, settings) for x in watched(chosen, "compressing")]
+                unreadable += done.count(None)
+                sizes = [old for old, new in zip(sizes, done, strict=True) if new is not None]
+                verb, after = "compressed", f" to {sum(size or 0 for size in done) / 1e6:.2f} MB"
+        print(
+            f"{verb} {len(chosen)} of {len(paths)} groups with {self.codec}: {sum(sizes) / 1e6:.2f} MB"
+            f"{after}; the others still wait, are compressed already or cannot be read ({unreadable})"
+        )
+        return 1 if unreadable else 0
 
-
-@dataclass(frozen=True, kw_only=True)
-class Compaction:
-    """Result of `compact_folder`."""
-
-    text: str
-    unreadable: int
-    """Files that could not be read, which are as they were."""
-
-
-def compact_folder(
-    folder: Path,
-    codec: Codec = "gzip",
-    *,
-    everything: bool = False,
-    dry_run: bool = False,
-    stop_requested: Callable[[], bool] = lambda: False,
-) -> Compaction:
-    """Compress the images of one file of a replay after the other."""
-    settings = settings_of(codec)
-    with nullcontext() if dry_run else locked(folder):
-        paths = sorted(folder.glob(PATTERN))
-        chosen, unreadable = _choose(folder, paths, codec, everything=everything)
-        sizes, verb, after = [x.size for x in chosen], "would compress", ""
-        if not dry_run:
-            done = list[int | None]()
-            for group_file in watched(chosen, "compressing"):
-                if stop_requested():
-                    break
-                done.append(compact(group_file.path, settings))
-            unreadable += done.count(None)
-            sizes = [old for old, new in zip(sizes, done, strict=False) if new is not None]
-            verb, after = "compressed", f" to {sum(size or 0 for size in done) / 1e6:.2f} MB"
-            after += "" if len(done) == len(chosen) else f", stopped after {len(done)}"
-    text = (
-        f"{verb} {len(chosen)} of {len(paths)} groups with {codec}: {sum(sizes) / 1e6:.2f} MB{after}; "
-        f"the others still wait, are compressed already or cannot be read ({unreadable})"
-    )
-    return Compaction(text=text, unreadable=unreadable)
-
-
-def _choose(
-    folder: Path, paths: list[Path], codec: Codec, *, everything: bool
-) -> tuple[list[GroupFile], int]:
-    """Return the groups to compress, and how many files could not be read."""
-    outcomes, chosen, unreadable = read_outcomes(folder, warn), list[GroupFile](), 0
-    for path in watched(paths, "reading groups"):
-        group_file = group_file_or_none(path)
-        if group_file is None:
-            unreadable += path.exists()
-        elif (everything or outcomes.of(group_file.number) != "unused") and codec_in(path) != codec:
-            chosen.append(group_file)
-    return chosen, unreadable
+    def _choose(self, folder: Path, paths: list[Path]) -> tuple[list[GroupFile], int]:
+        """Return the groups to compress, and how many files could not be read."""
+        outcomes, chosen, unreadable = read_outcomes(folder, warn), list[GroupFile](), 0
+        for path in watched(paths, "reading groups"):
+            group_file = group_file_or_none(path)
+            if group_file is None:
+                unreadable += path.exists()
+            elif (self.all or outcomes.of(group_file.number) != "unused") and codec_in(path) != self.codec:
+                chosen.append(group_file)
+        return chosen, unreadable
 
 
 def codec_in(path: Path) -> Codec | None:
@@ -201,13 +169,11 @@ class Prune(ReplayCommand):
     def _choose(self, group_files: list[GroupFile], closed: list[GroupFile]) -> list[GroupFile]:
         if self.older_than_version is not None:
             return [x for x in closed if x.newest_version < self.older_than_version]
-        excess = sum(x.size for x in group_files) - int((self.keep_gigabytes or 0.0) * 1e9)
-        chosen: list[GroupFile] = []
+        excess, chosen = sum(x.size for x in group_files) - int((self.keep_gigabytes or 0.0) * 1e9), []
         for group_file in closed:
-            if excess <= 0:
-                break
-            chosen.append(group_file)
-            excess -= group_file.size
+            if excess > 0:
+                chosen.append(group_file)
+                excess -= group_file.size
         return chosen
 
 
@@ -229,8 +195,12 @@ def resume_version(folder: Path) -> int | None:
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Hold the locks of run and replay, so that no run begins."""
+    of_run = (folder.parent / "config.json").exists()
     try:
-        with run_owner.owned(folder.parent, f"changing {folder}"), (folder / "lock").open("a") as file:
+        with (
+            run_owner.kept_unowned(folder.parent, f"changing {folder}") if of_run else nullcontext(),
+            (folder / "lock").open("a") as file,
+        ):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield
     except BlockingIOError:

@@ -28,60 +28,21 @@ BAR: Final = 32
 NOTHING: Final = "-"
 """Stands for a number that does not exist, such as the lag of an episode that was never used."""
 
-SHORT: Final = 13
-"""Characters that a cell keeps in one line, however narrow the terminal."""
 Item = TypeVar("Item")
 
 
 def table(rows: Sequence[Sequence[str]], left_out: Sequence[str] = ()) -> str:
-    """Align columns: text to the left, numbers to the right.
-
-    A file or a pipe gets all of them, a line per row. In a terminal that is too narrow columns are left out,
-    then the others broken into lines.
-    """
-    if not sys.stdout.isatty():
-        return _aligned(rows)
-    columns, width = list(range(len(rows[0]))), shutil.get_terminal_size().columns
-    for title in left_out:
-        if _width(rows, columns) > width:
-            columns.remove(rows[0].index(title))
-    shown = [[row[i] for i in columns] for row in rows]
-    return _aligned(shown) if _width(rows, columns) <= width else _broken(shown, width)
-
-
-def _width(rows: Sequence[Sequence[str]], columns: Sequence[int]) -> int:
-    return sum(max(len(row[i]) for row in rows) + 2 for i in columns) - 2
-
-
-def _broken(rows: Sequence[Sequence[str]], width: int) -> str:
-    """Break cells between words, so that every line fits; numbers stay whole."""
-    from rich.console import Console
-    from rich.table import Table
-
-    drawn = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    for i in range(len(rows[0])):
-        right = all(_is_number(row[i]) for row in rows[1:])
-        longest = max(len(row[i]) for row in rows)
-        drawn.add_column(justify="right" if right else "left", no_wrap=longest <= SHORT, overflow="fold")
-    for row in rows:
-        drawn.add_row(*row)
-    console = Console(width=width, no_color=True, highlight=False, markup=False, emoji=False)
-    with console.capture() as captured:
-        console.print(drawn)
-    return "\n".join(line.rstrip() for line in captured.get().splitlines())
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Align columns: text to the left, numbers to the right; a terminal that is too narrow gets fewer."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    shown = list(range(len(rows[0])))
+    for title in left_out if sys.stdout.isatty() else ():
+        if sum(widths[i] + 2 for i in shown) - 2 > shutil.get_terminal_size().columns:
+            shown.remove(rows[0].index(title))
     numeric = [all(_is_number(row[i]) for row in rows[1:]) for i in range(len(rows[0]))]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(row, widths, numeric, strict=True)
-        ).rstrip()
+    return "\n".join(
+        "  ".join(row[i].rjust(widths[i]) if numeric[i] else row[i].ljust(widths[i]) for i in shown).rstrip()
         for row in rows
-    ]
-    return "\n".join(lines)
+    )
 
 
 def bar(value: float, most: float) -> str:
@@ -108,13 +69,11 @@ class GroupOutcomes:
     """The last event of every group in the ledger."""
 
     granted: set[int] = field(default_factory=set)
-    """Groups that an actor was allowed to imagine."""
     used: dict[int, int] = field(default_factory=dict)
     """Group -> the learner's version when it was used."""
     filtered: dict[int, Filtered] = field(default_factory=dict)
     """Group whose episodes all had the same return -> the event that closed it."""
     dropped: dict[int, str] = field(default_factory=dict)
-    """Group that was given up -> why."""
     again: set[int] = field(default_factory=set)
     """Groups that wait to be used again, because a resume lost the update that had used them."""
     drops: Counter[tuple[str, str, int]] = field(default_factory=Counter)
@@ -181,11 +140,6 @@ class StoredEpisode:
     outcome: Outcome = "unused"
 
     @property
-    def filtered(self) -> bool:
-        """True if the group was replaced because all its episodes had the same return."""
-        return self.outcome == "filtered"
-
-    @property
     def steps(self) -> int:
         """Count the steps until the end."""
         return self.episode.steps
@@ -219,9 +173,7 @@ def replay_folder(path: Path) -> Path:
     )
 
 
-def read_rows(
-    folder: Path, names: Sequence[str] = LIGHT, more: Sequence[str] = ()
-) -> Iterator[StoredEpisode]:
+def read_rows(folder: Path, names: Sequence[str] = LIGHT) -> Iterator[StoredEpisode]:
     """Yield every episode of the readable files, in the order of groups and members.
 
     Args:
@@ -229,22 +181,19 @@ def read_rows(
     """
     outcomes = read_outcomes(folder, warn)
     for path in watched(sorted(folder.glob(PATTERN)), "reading groups"):
-        group_file = group_file_or_none(path)
-        if group_file is None:
-            continue
         try:
-            first, *_ = read_group(path, LIGHT) if more else (None,)
-            found = [name for name in more if getattr(first, name) is not None]
-            episodes = read_group(path, (*names, *found))
-        except ReplayError as error:
+            number, episodes = read_group_file(path).number, read_group(path, names)
+        except (ReplayError, FileNotFoundError) as error:
             if path.exists():
                 warn(f"warning: {error}")
             continue
-        used_at, outcome = outcomes.used.get(group_file.number), outcomes.of(group_file.number)
         for episode in episodes:
-            yield StoredEpisode(
-                number=group_file.number, path=path, episode=episode, used_at=used_at, outcome=outcome
-            )
+            yield _row(number, path, episode, outcomes)
+
+
+def _row(number: int, path: Path, episode: Episode, outcomes: GroupOutcomes) -> StoredEpisode:
+    used_at, outcome = outcomes.used.get(number), outcomes.of(number)
+    return StoredEpisode(number=number, path=path, episode=episode, used_at=used_at, outcome=outcome)
 
 
 def group_file_or_none(path: Path) -> GroupFile | None:
@@ -257,9 +206,9 @@ def group_file_or_none(path: Path) -> GroupFile | None:
         return None
 
 
-def reread(row: StoredEpisode, names: Sequence[str] | None = None) -> Episode:
+def reread(row: StoredEpisode) -> Episode:
     """Read an episode's other arrays."""
-    for episode in read_group(row.path, names):
+    for episode in read_group(row.path):
         if episode.episode_id == row.episode.episode_id:
             return episode
     raise ReplayError(
@@ -282,14 +231,8 @@ def find_row(folder: Path, beginning: str) -> StoredEpisode:
             else f"{len(found)} episodes' ids begin with {beginning!r}: {several} ... Give more digits."
         )
     group_file, episode_id = found[0]
-    outcomes = read_outcomes(folder, warn)
-    return StoredEpisode(
-        number=group_file.number,
-        path=group_file.path,
-        episode=next(e for e in read_group(group_file.path) if e.episode_id == episode_id),
-        used_at=outcomes.used.get(group_file.number),
-        outcome=outcomes.of(group_file.number),
-    )
+    episode = next(e for e in read_group(group_file.path) if e.episode_id == episode_id)
+    return _row(group_file.number, group_file.path, episode, read_outcomes(folder, warn))
 
 
 def find_group(folder: Path, number: int) -> list[Episode]:
@@ -358,12 +301,12 @@ class EpisodeSelection(ReplayCommand):
                 f"--min-lag {self.min_lag} is above --max-lag {self.max_lag}, so no episode fits. Swap them."
             )
 
-    def rows(self, names: Sequence[str] = LIGHT, more: Sequence[str] = ()) -> Iterator[StoredEpisode]:
-        """Read the chosen episodes, with the arrays `names`, and those of `more` that they have."""
+    def rows(self, names: Sequence[str] = LIGHT) -> Iterator[StoredEpisode]:
+        """Read the chosen episodes with the arrays `names`, as far as they have them."""
         successes = {True, False} if self.success == self.no_success else {self.success}
         groups = {"used": self.used, "unused": self.unused, "dropped": self.unused, "filtered": self.filtered}
         outcomes = [name for name, wanted in groups.items() if wanted] or list(groups)
-        for row in read_rows(self.folder, names, more):
+        for row in read_rows(self.folder, names):
             episode = row.episode
             if (
                 self.task in episode.task

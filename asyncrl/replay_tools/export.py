@@ -63,8 +63,7 @@ def _put_episode(group: h5py.Group, row: StoredEpisode, samples: Samples) -> Non
     group.create_dataset("dones", data=samples.dones.astype(np.int64))
 
 
-NEEDED = (*LIGHT, "frames", "actions", "video")
-MORE = ("more_frames", "states")
+NEEDED = (*LIGHT, "frames", "actions", "video", "more_frames", "states")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +147,7 @@ class _Source:
     """Of those taken, with cameras or states in the replay that their samples lack."""
 
     def __iter__(self) -> Iterator[tuple[StoredEpisode, Samples]]:
-        for row in self.command.rows(NEEDED, MORE):
+        for row in self.command.rows(NEEDED):
             samples = samples_of(row.episode, self.command.rate)
             if samples is None:
                 self.left_out += 1

@@ -98,7 +98,6 @@ class SampleLayout:
     size: tuple[int, int]
     """Height and width in pixels."""
     numbers: int
-    """Of an action."""
     chunk: int
     """Numbers of all actions of a decision; 0: a sample is a step."""
     states: int
@@ -262,7 +261,12 @@ class _Columns:
 
         assert self._layout is not None
         meta = self._folder / "meta"
-        kinds = [(name, _arrow(pa, about)) for name, about in self._layout.features().items()]
+        types = {"float32": pa.float32(), "int64": pa.int64(), "bool": pa.bool_()}
+        kinds = [
+            (name, types[about["dtype"]] if size == 1 else pa.list_(types[about["dtype"]], size))
+            for name, about in self._layout.features().items()
+            for size in about["shape"]
+        ]
         rows = pa.Table.from_pylist(self._rows, pa.schema(kinds))
         _write_table(self._folder / "data" / f"{FILE}.parquet", rows)
         _write_table(meta / "episodes" / f"{FILE}.parquet", pa.Table.from_pylist(self._episodes))
@@ -332,12 +336,6 @@ class _Columns:
 def _cells(column: NDArray[Any]) -> list[Any]:
     """Return the cells of a column; LeRobot has a list of one number as the number."""
     return (column[:, 0] if column.ndim == 2 and column.shape[1] == 1 else column).tolist()
-
-
-def _arrow(pa: Any, about: dict[str, Any]) -> Any:
-    kind = {"float32": pa.float32(), "int64": pa.int64(), "bool": pa.bool_()}[about["dtype"]]
-    (length,) = about["shape"]
-    return kind if length == 1 else pa.list_(kind, length)
 
 
 def _task_table(pa: Any, tasks: list[str]) -> Any:

@@ -45,11 +45,8 @@ from asyncrl.storage.media import (
 )
 
 TILE_WIDTH = 96
-"""Least width of one picture in pixels."""
 SPACE = 10
-"""Pixels between episodes."""
 HEAD = 26
-"""Height of the headings in pixels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +169,6 @@ def _tiles(rows: Sequence[StoredEpisode], what: str) -> list[Image.Image]:
 
 
 MOVIE_WIDTH = 256
-"""Least width of a movie in pixels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,7 +268,6 @@ class Comparison:
     video: NDArray[np.uint8]
     """``[M, H, W, 3]`` every frame that was imagined again."""
     scores: NDArray[np.float32]
-    """``[N, C]`` their scores."""
     logprobs: NDArray[np.float32]
     """``[N, C, A]`` of the stored samples by the policy of the version that sampled them, in nats; NaN where
     that is not there."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -173,116 +173,81 @@ class Stats(EpisodeSelection):
 
     def run(self) -> int:
         """Print the bars."""
-        summary = Summary(drops=read_outcomes(self.folder, warn).drops)
-        for row in self.rows():
-            summary.add(row)
-        if not summary.episodes.total:
+        found = summarise(self.rows(), read_outcomes(self.folder, warn).drops)
+        if not found["episodes"]:
             raise ConfigError(
                 f"{self.path} holds no episode that fits. Widen the flags, or wait for the run."
             )
-        print(json.dumps(summary.as_dict(), indent=1) if self.json else summary.as_text())
+        print(json.dumps(found, indent=1) if self.json else _as_text(found))
         return 0
 
 
-@dataclass(kw_only=True)
-class SuccessCount:
-    """Episodes and how many of them succeeded."""
+def summarise(rows: Iterable[StoredEpisode], drops: Counter[tuple[str, str, int]]) -> dict[str, Any]:
+    """Count episodes, for JSON; success is a share in [0, 1], lags and lengths count decisions.
 
-    total: int = 0
-    won: int = 0
-
-    @property
-    def share(self) -> float:
-        """Return successes over episodes, in [0, 1]."""
-        return self.won / self.total if self.total else 0.0
-
-    def add(self, won: bool) -> None:
-        """Count one episode."""
-        self.total += 1
-        self.won += won
-
-    def as_dict(self) -> dict[str, float]:
-        """Return the counts for JSON."""
-        return {"episodes": self.total, "successes": self.won, "success": round(self.share, 6)}
-
-
-@dataclass(kw_only=True)
-class Summary:
-    """Counts that `stats` prints."""
-
-    episodes: SuccessCount = field(default_factory=SuccessCount)
-    by_task: defaultdict[str, SuccessCount] = field(default_factory=lambda: defaultdict(SuccessCount))
-    by_version: defaultdict[int, SuccessCount] = field(default_factory=lambda: defaultdict(SuccessCount))
-    """By the version of the oldest decision of an episode."""
-    lags: Counter[int] = field(default_factory=Counter)
-    """Lag in updates -> decisions of the used groups."""
-    lengths: Counter[int] = field(default_factory=Counter)
-    """Decisions begun until the end -> episodes."""
-    steps: int = 0
-    groups: dict[int, str] = field(default_factory=dict)
-    """Group -> its outcome."""
-    drops: Counter[tuple[str, str, int]]
-    """See `GroupOutcomes.drops`; of the whole run, whatever was selected."""
-
-    def add(self, row: StoredEpisode) -> None:
-        """Count one episode."""
-        for count in (
-            self.episodes,
-            self.by_task[row.episode.task],
-            self.by_version[row.episode.oldest_version],
-        ):
-            count.add(row.episode.success)
+    Args:
+        drops: See `GroupOutcomes.drops`; of the whole run, whatever was selected.
+    """
+    won, by_task, by_version = (
+        list[bool](),
+        defaultdict[str, list[bool]](list),
+        defaultdict[int, list[bool]](list),
+    )
+    lags, lengths, groups, steps = Counter[int](), Counter[int](), dict[int, str](), 0
+    for row in rows:
+        for outcomes in (won, by_task[row.episode.task], by_version[row.episode.oldest_version]):
+            outcomes.append(row.episode.success)
         if row.used_at is not None:
-            self.lags.update(row.used_at - int(v) for v in row.episode.policy_versions)
-        self.lengths[-(-row.episode.steps // row.episode.rewards.shape[1])] += 1
-        self.steps += row.episode.steps
-        self.groups[row.number] = row.outcome
+            lags.update(row.used_at - int(version) for version in row.episode.policy_versions)
+        lengths[-(-row.steps // row.episode.rewards.shape[1])] += 1
+        groups[row.number] = row.outcome
+        steps += row.steps
+    return {
+        **_success_of(won),
+        "mean_steps": round(steps / max(1, len(won)), 3),
+        "groups": dict(sorted(Counter(groups.values()).items())),
+        "by_task": {task: _success_of(own) for task, own in sorted(by_task.items())},
+        "by_version": {str(version): _success_of(own) for version, own in sorted(by_version.items())},
+        "decisions_by_lag": {str(lag): n for lag, n in sorted(lags.items())},
+        "episodes_by_decisions": {str(length): n for length, n in sorted(lengths.items())},
+        "groups_given_up": [
+            {"why": why, "task": task, "episodes_arrived": arrived, "times": times}
+            for (why, task, arrived), times in sorted(drops.items())
+        ],
+    }
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the counts for JSON; success is a share in [0, 1], lags and lengths count decisions."""
-        return {
-            **self.episodes.as_dict(),
-            "mean_steps": round(self.steps / max(1, self.episodes.total), 3),
-            "groups": dict(sorted(Counter(self.groups.values()).items())),
-            "by_task": {task: count.as_dict() for task, count in sorted(self.by_task.items())},
-            "by_version": {str(v): count.as_dict() for v, count in sorted(self.by_version.items())},
-            "decisions_by_lag": {str(lag): n for lag, n in sorted(self.lags.items())},
-            "episodes_by_decisions": {str(length): n for length, n in sorted(self.lengths.items())},
-            "groups_given_up": [
-                {"why": why, "task": task, "episodes_arrived": arrived, "times": times}
-                for (why, task, arrived), times in sorted(self.drops.items())
-            ],
-        }
 
-    def as_text(self) -> str:
-        """Return the counts as bars by topic; a topic without numbers is left out."""
-        found = Counter(self.groups.values())
-        parts = [
-            f"{self.episodes.total} episodes, {self.episodes.share:.1%} successful, "
-            f"{self.steps / max(1, self.episodes.total):.1f} steps on average; {len(self.groups)} groups: "
-            + ", ".join(f"{found[outcome]} {outcome}" for outcome in sorted(found))
+def _success_of(won: Sequence[bool]) -> dict[str, float]:
+    return {"episodes": len(won), "successes": sum(won), "success": round(sum(won) / max(1, len(won)), 6)}
+
+
+def _as_text(found: dict[str, Any]) -> str:
+    """Return the counts as bars by topic; a topic without numbers is left out."""
+    groups = ", ".join(f"{count} {outcome}" for outcome, count in found["groups"].items())
+    parts = [
+        f"{found['episodes']} episodes, {found['success']:.1%} successful, {found['mean_steps']:.1f} steps "
+        f"on average; {sum(found['groups'].values())} groups: {groups}"
+    ]
+    for title, key in (("success by task", "by_task"), ("success by policy version", "by_version")):
+        rows = [
+            (name, f"{count['success']:.1%} of {count['episodes']}", bar(count["success"], 1.0))
+            for name, count in found[key].items()
         ]
-        drops = {
-            f"{why.removeprefix('dropped_')}, {arrived}, {task or 'not known'}": times
-            for (why, task, arrived), times in sorted(self.drops.items())
-        }
-        for title, counts in (
-            ("success by task", self.by_task),
-            ("success by policy version", self.by_version),
-        ):
-            rows = [
-                (str(key), f"{count.share:.1%} of {count.total}", bar(count.share, 1.0))
-                for key, count in sorted(counts.items())
-            ]
-            parts += _topic(title, rows)
-        for title, numbers in (
-            ("decisions by lag when used (updates)", dict(sorted(self.lags.items()))),
-            ("episodes by length (decisions)", dict(sorted(self.lengths.items()))),
-            ("groups given up: why, episodes that had arrived, task", drops),
-        ):
-            rows = [(str(k), str(n), bar(n, max(numbers.values()))) for k, n in numbers.items()]
-            parts += _topic(title, rows)
-        return "\n\n".join(parts)
+        parts += _topic(title, rows)
+    drops = {
+        f"{x['why'].removeprefix('dropped_')}, {x['episodes_arrived']}, {x['task'] or 'not known'}": x[
+            "times"
+        ]
+        for x in found["groups_given_up"]
+    }
+    for title, numbers in (
+        ("decisions by lag when used (updates)", found["decisions_by_lag"]),
+        ("episodes by length (decisions)", found["episodes_by_decisions"]),
+        ("groups given up: why, episodes that had arrived, task", drops),
+    ):
+        rows = [(name, str(n), bar(n, max(numbers.values()))) for name, n in numbers.items()]
+        parts += _topic(title, rows)
+    return "\n\n".join(parts)
 
 
 def _topic(title: str, rows: list[tuple[str, str, str]]) -> list[str]:

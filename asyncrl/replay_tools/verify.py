@@ -16,7 +16,6 @@ from asyncrl.replay_tools.episodes import GroupOutcomes, ReplayCommand, read_out
 from asyncrl.storage.untrusted import shortened
 
 MOST_MEMBERS: Final = 2**16
-"""Episodes of a group."""
 
 
 @dataclass(frozen=True, kw_only=True)

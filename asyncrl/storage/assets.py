@@ -1,15 +1,14 @@
-"""Find shipped files, and resolve names like 'tabletop'; send a folder to a model hub."""
+"""Find shipped files, and resolve names like 'tabletop'."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from asyncrl import registry
-from asyncrl.errors import AsyncRLError, CheckpointError, ConfigError, first_line
+from asyncrl.errors import CheckpointError, ConfigError
 
 ASSETS = Path(__file__).parents[1] / "assets"
 DEFAULT: Final = "tabletop"
@@ -128,55 +127,3 @@ def kept(run_dir: Path) -> dict[int, Path]:
     paths = (run_dir / "checkpoints").glob("update_*")
     found = [(match, path) for path in paths if (match := _CHECKPOINT.fullmatch(path.name))]
     return dict(sorted((int(match[1]), path) for match, path in found))
-
-
-def check_repo(repo: str) -> None:
-    """Check the name of a hub's repository."""
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
-
-    problem = "" if repo.count("/") == 1 else "it has no owner"
-    try:
-        validate_repo_id(repo)
-    except HFValidationError as error:
-        problem = first_line(error)
-    if problem:
-        raise ConfigError(f"--push {repo!r} names no repository ({problem}). Give OWNER/NAME.")
-
-
-def files_of(folder: Path) -> list[Path]:
-    """List all files of a folder, relative to it, sorted, without links."""
-    found = (path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink())
-    return [path.relative_to(folder) for path in found]
-
-
-def push(folder: Path, repo: str, *, private: bool, tell: Callable[[str], None], hub: Any = None) -> None:
-    """Upload a folder to a model hub, after listing its files.
-
-    Args:
-        private: Visibility of a new repository.
-        hub: Stands in for `huggingface_hub.HfApi`.
-    """
-    from huggingface_hub import HfApi
-
-    files = files_of(folder)
-    total = sum((folder / file).stat().st_size for file in files)
-    tell(f"sending   {len(files)} files, {total / 1e9:.2f} GB, to {repo}{' (private if new)' * private}:")
-    for file in files:
-        tell(f"          {file}  {(folder / file).stat().st_size / 1e6:.3f} MB")
-    try:
-        api = HfApi(library_name="asyncrl") if hub is None else hub
-        api.create_repo(repo, private=private, exist_ok=True)
-        api.upload_folder(
-            repo_id=repo,
-            folder_path=folder,
-            allow_patterns=[file.as_posix() for file in files],
-            commit_message="Policy exported by asyncrl",
-        )
-    except Exception as error:  # The library's errors differ by version.
-        raise AsyncRLError(
-            f"--push {repo}: the hub was not reached or refused ({first_line(error)}). {folder} is complete "
-            f"and stays. Log in (`hf auth login`, or HF_TOKEN) with the right to write to {repo}, look at "
-            f"the network, then send it: hf upload {repo} {folder}"
-        ) from error
-    tell(f"sent      https://huggingface.co/{repo}")

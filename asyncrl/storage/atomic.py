@@ -90,11 +90,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_json(path: Path, remedy: str = "Copy the folder again, with all of its files.") -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-        CheckpointError: The file is missing, no regular file, or no JSON object.
-    """
+    """Read a JSON object."""
     try:
         return load_json(path, dict)
     except FileNotFoundError:
@@ -234,15 +230,11 @@ def checksum_of_lines(path: Path) -> Checksum | None:
     except FileNotFoundError:
         return None
     lines, length = hashlib.sha256(), 0
-    everything, read = lines.copy(), 0  # Hashed as it is read: a line may be as long as the file.
     with file:
-        while piece := file.read(_PIECE):
-            whole, feed, torn = piece.rpartition(b"\n")
-            if feed:
-                everything.update(whole + feed)
-                lines, length = everything.copy(), read + len(whole) + 1
-            everything.update(torn)
-            read += len(piece)
+        for line in file:
+            if line.endswith(b"\n"):
+                lines.update(line)
+                length += len(line)
     return Checksum(bytes=length, sha256=lines.hexdigest())
 
 

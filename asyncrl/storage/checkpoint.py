@@ -70,13 +70,11 @@ HASHING_THREADS: Final = 4
 FOLDER: Final = "checkpoints"
 STATE: Final = "state"
 WRITE_DEADLINE: Final = 1800.0
-"""Longest time in seconds to write a checkpoint."""
 COPYING: Final = "copying weights and optimizer for a checkpoint"
 _TYPES: Final = {"int": int, "str": str}
 CHECKSUMS: Final = "sha256"
 """Key in state.json: file name -> SHA-256."""
 OWN_CHECKSUM: Final = "sha256_of_state"
-"""Key in state.json: SHA-256 of its other content."""
 LEDGER: Final = "ledger"
 """Key in state.json: `Checksum` of the replay's ledger, or null."""
 CHANGED: Final = "its content is not what was written: somebody changed it, or the disk damaged it"
@@ -128,9 +126,6 @@ class Checkpoints:
         Args:
             copy_policy: Copies the policy, and returns a function that writes it into an existing folder,
                 called on another thread of rank 0.
-
-        Raises:
-            CheckpointError: The previous checkpoint could not be written, on any rank.
         """
         self.finish()
         final = self.folder / f"update_{progress.version:06d}"
@@ -214,11 +209,7 @@ def load(
     rank: int = 0,
     verified: bool = False,
 ) -> Progress:
-    """Restore trained weights, optimizer and random states; frozen weights come from the policy's files.
-
-    Raises:
-        CheckpointError: A file is missing, truncated or changed, or the state does not fit the parameters.
-    """
+    """Restore trained weights, optimizer and random states; frozen weights come from the policy's files."""
     state = _read_state(folder)
     read_state(folder / STATE, parameters, optimizer)
     needed = {random_file(rank)} if verified else {n for n in state["files"] if n.startswith(f"{STATE}/")}
@@ -241,9 +232,6 @@ def verify(folder: Path, *, policy_only: bool = False) -> Checksum | None:
 
     Returns:
         Checksum of the replay's ledger; None if there was none.
-
-    Raises:
-        CheckpointError: A file is missing or changed.
     """
     state = _read_state(folder)
     names = set(state["files"])

@@ -50,22 +50,17 @@ class Ranks:
             action()
         except Exception as error:
             failure = error
-        failures = self._sum(int(failure is not None))
+        failures = torch.tensor([int(failure is not None)])
+        if self._link is not None:
+            torch.distributed.all_reduce(failures, group=self._link)
         if failure is not None:
             raise failure
-        if failures:
-            raise OSError(f"{failures} of {self.size} learner ranks failed: see their output")
+        if failures.any():
+            raise OSError(f"{int(failures)} of {self.size} learner ranks failed: see their output")
 
     def first(self, action: Callable[[], None]) -> None:
         """Run an action on rank 0 while the others wait; raises as `all` does."""
         self.all(action if self.rank == 0 else lambda: None)
-
-    def _sum(self, failed: int) -> int:
-        if self._link is None:
-            return failed
-        failures = torch.tensor([failed])
-        torch.distributed.all_reduce(failures, group=self._link)
-        return int(failures)
 
 
 class WriterThread:

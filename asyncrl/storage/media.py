@@ -74,9 +74,7 @@ def fitted(text: str, width: int, size: int) -> str:
 
 
 GREEN: Final = (60, 190, 90)
-"""Colour of successes."""
 RED: Final = (200, 70, 60)
-"""Colour of failures."""
 _PALETTE_FRAMES: Final = 16
 """Frames of a movie that its palette is computed from."""
 

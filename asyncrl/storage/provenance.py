@@ -7,14 +7,12 @@ It is for people and tools: a run goes on if it cannot be read or written.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
 import os
 import platform
 import socket
 import subprocess
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -38,66 +36,45 @@ _JOBS: Final = {"SLURM_JOB_ID": "slurm", "PBS_JOBID": "pbs", "LSB_JOBID": "lsf"}
 _CHECKOUT: Final = Path(__file__).parents[2]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Launch:
-    """One start of a run. Times are in UTC, in ISO 8601."""
+def this_start(
+    *, attempt: int, command: str, from_update: int, ranks: int, gpus: bool = False
+) -> dict[str, Any]:
+    """Describe the start of a run by this process; `Provenance` adds its end.
 
-    attempt: int
-    """Number of the start, from 1."""
-    command: str
-    host: str
-    pid: int
-    began: str
-    ended: str = ""
-    """Empty while it runs, and after it was killed."""
-    how: str = ""
-    """'finished', 'stopped', or 'failed: ' and the error."""
-    from_update: int = 0
-    to_update: int = 0
-    """Last update that was logged."""
-    commit: str = ""
-    """Of the checkout that ran; empty for an installed package."""
-    dirty: bool = False
-    """Whether tracked files differed from the commit."""
-    python: str = ""
-    system: str = ""
-    versions: Mapping[str, str] = field(default_factory=dict)
-    devices: tuple[str, ...] = ()
-    ranks: int = 1
-    job: str = ""
-    """'slurm 1234' within a cluster's job."""
-
-
-def this_start(*, attempt: int, command: str, from_update: int, ranks: int, gpus: bool = False) -> Launch:
-    """Describe the start of a run by this process."""
+    Times are in UTC, in ISO 8601. `commit` is that of the checkout, empty for an installed package.
+    """
     commit, dirty = git_state(_CHECKOUT)
-    return Launch(
-        attempt=attempt,
-        command=command,
-        host=socket.gethostname(),
-        pid=os.getpid(),
-        began=_now(),
-        from_update=from_update,
-        to_update=from_update,
-        commit=commit,
-        dirty=dirty,
-        python=platform.python_version(),
-        system=platform.platform(),
-        versions={"asyncrl": __version__} | {name: v for name in PACKAGES if (v := _version(name))},
-        devices=devices(gpus=gpus),
-        ranks=ranks,
-        job=next((f"{kind} {os.environ[name]}" for name, kind in _JOBS.items() if name in os.environ), ""),
-    )
+    return {
+        "attempt": attempt,
+        "command": command,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "began": _now(),
+        "ended": "",
+        "how": "",
+        "from_update": from_update,
+        "to_update": from_update,
+        "commit": commit,
+        "dirty": dirty,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "versions": {"asyncrl": __version__} | {name: v for name in PACKAGES if (v := _version(name))},
+        "devices": devices(gpus=gpus),
+        "ranks": ranks,
+        "job": next((f"{kind} {os.environ[name]}" for name, kind in _JOBS.items() if name in os.environ), ""),
+    }
 
 
 class Provenance:
     """Keeps the entry of the current start; a context manager that receives rows by `note`."""
 
-    def __init__(self, run_dir: Path, start: Launch, *, updates: int, tell: Callable[[str], None]) -> None:
-        """Add the start to the run's file."""
-        self._run_dir, self._start, self._updates, self._tell = run_dir, start, updates, tell
-        self._step = start.from_update
-        self._put(start)
+    def __init__(
+        self, run_dir: Path, start: dict[str, Any], *, updates: int, tell: Callable[[str], None]
+    ) -> None:
+        """Add the start (see `this_start`) to the run's file."""
+        self._path, self._start, self._updates, self._tell = run_dir / NAME, start, updates, tell
+        self._step = start["from_update"]
+        self._put()
 
     def note(self, step: int, values: object) -> None:
         """Receive a row."""
@@ -114,23 +91,22 @@ class Provenance:
         how = "finished" if self._step >= self._updates else "stopped"
         if error is not None and not isinstance(error, KeyboardInterrupt):
             how = f"failed: {type(error).__name__}: {first_line(error)}"
-        self._put(dataclasses.replace(self._start, ended=_now(), how=how, to_update=self._step))
+        self._start |= {"ended": _now(), "how": how, "to_update": self._step}
+        self._put()
 
-    def _put(self, start: Launch) -> None:
-        path = self._run_dir / NAME
+    def _put(self) -> None:
+        path, start = self._path, self._start
         try:
             try:
-                rows, left_out = read(self._run_dir)
+                rows, left_out = read(path.parent)
             except ValueError as error:
                 path.replace(path.with_name(DAMAGED))
                 self._tell(
                     f"{path} is damaged ({error}): it is {DAMAGED} now, and begins anew with this start"
                 )
                 rows, left_out = [], 0
-            key = (start.attempt, start.began)
-            rows = [row for row in rows if (row["attempt"], row["began"]) != key] + [
-                dataclasses.asdict(start)
-            ]
+            rows = [r for r in rows if (r["attempt"], r["began"]) != (start["attempt"], start["began"])]
+            rows.append(start)
             if (more := len(rows) - MOST_STARTS) > 0:
                 rows, left_out = [rows[0], *rows[1 + more :]], left_out + more
             write_json(path, {"format": FORMAT, "left_out": left_out, "starts": rows})
@@ -141,7 +117,7 @@ class Provenance:
 
 
 def read(run_dir: Path) -> tuple[list[dict[str, Any]], int]:
-    """Read the starts of a run, the first one first: the fields of `Launch`.
+    """Read the starts of a run, the first one first.
 
     Returns:
         The starts, and how many were left out after the first. Nothing without a file.
@@ -183,8 +159,7 @@ def _git(checkout: Path, *arguments: str) -> str:
 
 def devices(*, gpus: bool) -> tuple[str, ...]:
     """Name the visible GPUs, if asked for, and the CPU."""
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return (*(_gpus() if gpus else ()), f"{_cpu()}, {count} cores")
+    return (*(_gpus() if gpus else ()), f"{_cpu()}, {len(os.sched_getaffinity(0))} cores")
 
 
 def _gpus() -> list[str]:

@@ -40,8 +40,6 @@ from asyncrl.storage.untrusted import (
 TIME = "{time}"
 REPLAY = "replay"
 SUB_FOLDERS = ("logs", "checkpoints", REPLAY, "videos")
-
-
 FOLDERS: Final = ("logs", "checkpoints", "replay", "videos", "tensorboard", "processes", "true", "worlds")
 FILES: Final = ("config.json", "metrics.jsonl", "replay/replay.json", "replay/ledger.log", "replay/lock")
 LOGS: Final = ("logs/*.log", "processes/*")
@@ -52,7 +50,6 @@ class ClaimedRun:
     """A run folder owned by this process."""
 
     path: Path
-    """Absolute."""
     identity: RunIdentity
     lock: RunLock
 
@@ -91,11 +88,7 @@ def check_free(config: TrainConfig) -> None:
 
 
 def check_folder(run_dir: Path) -> None:
-    """Check the kinds of files and folders that a run needs, if they exist; their readers check the content.
-
-    Raises:
-        ConfigError: Something else is there, or a file is too large.
-    """
+    """Check the kinds of files and folders that a run needs, if they exist; readers check the content."""
     expected = [(run_dir / name, "a folder") for name in FOLDERS]
     logs = [path for pattern in LOGS for path in sorted(run_dir.glob(pattern))]
     expected += [(path, "a file") for path in (*(run_dir / name for name in FILES), *logs)]
@@ -118,12 +111,9 @@ def _make(template: str) -> Path:
         folder = _fresh(template)
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise _unwritable(folder, error) from None
-        try:
             folder.mkdir(exist_ok=TIME not in template)
         except OSError as error:
-            if isinstance(error, FileExistsError) and TIME in template:
+            if isinstance(error, FileExistsError) and TIME in template and folder.is_dir():
                 continue  # Another run has taken the name.
             raise _unwritable(folder, error) from None
         return folder
@@ -229,7 +219,6 @@ class RunSummary:
     updates: int
     """Updates at which it ends; 0 if unknown."""
     true_success: float | None
-    """Newest measurement during the run."""
     problem: str = ""
     """Why something could not be read."""
 
@@ -281,7 +270,12 @@ def summarise(folder: Path) -> RunSummary:
     except (OSError, ConfigError) as error:
         problem = str(error)
     try:
-        state = _state_of(folder, finished=bool(updates) and last.get("step", 0) >= updates)
+        finished = bool(updates) and last.get("step", 0) >= updates
+        state = State.FINISHED if finished else State.STOPPED
+        if run_owner.owner(folder) is not None:
+            state = State.RUNNING
+        elif run_owner.left_by(folder) is not None:
+            state = State.DEAD
     except ConfigError as error:  # Its lock cannot be opened, so it may be alive.
         state, problem = State.RUNNING, str(error)
     return RunSummary(
@@ -293,14 +287,6 @@ def summarise(folder: Path) -> RunSummary:
         true_success=_number(measured.get(m.EVAL_SUCCESS.name)),
         problem=problem,
     )
-
-
-def _state_of(folder: Path, *, finished: bool) -> State:
-    if run_owner.owner(folder) is not None:
-        return State.RUNNING
-    if run_owner.left_by(folder) is not None:
-        return State.DEAD
-    return State.FINISHED if finished else State.STOPPED
 
 
 def newest_rows(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -346,7 +332,6 @@ def _number(value: object) -> float | None:
 BEST: Final = "best"
 """The version that succeeded most often, of two equal ones the later."""
 HELD: Final = "evaluating"
-"""The version that is being measured."""
 BEFORE: Final = "best.before"
 """The former `BEST` while another one replaces it."""
 LEFT_BY_EVALUATOR: Final = (HELD, BEFORE)

@@ -55,7 +55,6 @@ class Owner:
     """As `process_status.started`."""
     host: str
     since: float
-    """Seconds since 1970."""
 
     def __str__(self) -> str:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
@@ -130,22 +129,6 @@ def join(run_dir: Path) -> RunLock:
     return RunLock(handle, owns=False)
 
 
-@contextmanager
-def owned(run_dir: Path, what: str) -> Iterator[None]:
-    """Own a run folder while a command changes it; a folder of no run needs no lock."""
-    if not (run_dir / "config.json").exists():
-        yield
-        return
-    try:
-        lock = acquire(run_dir)
-    except FolderInUse as error:
-        raise FolderInUse(f"{what} would change a folder that is in use: {error}") from None
-    try:
-        yield
-    finally:
-        lock.release()
-
-
 def owner(run_dir: Path) -> Owner | None:
     """Read the owner of a run folder; None without one."""
     found = _read(run_dir)
@@ -165,7 +148,7 @@ def left_by(run_dir: Path) -> Owner | None:
 
 @contextmanager
 def kept_unowned(run_dir: Path, what: str) -> Iterator[None]:
-    """Keep runs out of a folder without an owner; the entry of its last owner stays."""
+    """Keep runs out of a folder while a command changes it; the entry of its last owner stays."""
     found = owner(run_dir)
     handle = _open(run_dir)
     try:
@@ -237,7 +220,6 @@ class RunIdentity:
     secret: str = field(default="", repr=False)
     """64 hexadecimal digits; empty if no other process can connect."""
     attempt: int = 0
-    """Number of this start of the run, from 1."""
 
     def knows(self, secret: str) -> bool:
         """Compare a secret with this run's, in constant time."""
@@ -250,7 +232,6 @@ class RunIdentity:
 
 
 NO_RUN: Final = RunIdentity()
-"""For parts that are used without a run."""
 
 
 def next_attempt(run_dir: Path) -> RunIdentity:

@@ -36,13 +36,11 @@ from asyncrl.storage.weight_files import (
 )
 
 READERS: Final = 4
-"""Tensors that `stream` reads at the same time."""
 SHARD_BYTES: Final = 5_000_000_000
 """Largest weight file that is written, unless a single tensor is larger."""
 _SHARD: Final = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 _log = logging.getLogger(__name__)
 _Home = tuple[SafetensorsFile | PthFile, str]
-"""File of a tensor, and its name there."""
 
 
 class TensorFiles:
@@ -52,11 +50,9 @@ class TensorFiles:
         """Read the headers."""
         paths = [source] if isinstance(source, Path) else list(source)
         self.label = str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
-        """Name of these files in errors."""
         self.changes: dict[str, Callable[[Tensor], Tensor]] = {}
         """Functions applied to tensors after reading, on the reading thread. They keep dtype and shape."""
         self.extra: dict[str, Tensor] = {}
-        """Further tensors, returned as they are."""
         opened = [file for path in paths for file in open_files(path)]
         self._set_names(((stored, (file, stored)) for file in opened for stored in file.headers), rename)
 
@@ -179,9 +175,6 @@ def check_fit(module: nn.Module, files: TensorFiles, *, unused: bool = True) -> 
 
     Args:
         unused: Whether further tensors are allowed, with a warning.
-
-    Raises:
-        CheckpointError: A tensor is missing or of another shape.
     """
     wanted, shapes = module.state_dict(), files.shapes
     for name, tensor in wanted.items():

@@ -102,11 +102,7 @@ def read_lines(file: BinaryIO, longest: int = LINE_BYTES) -> Iterator[tuple[int,
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder of a run, with its parents, unless it exists.
-
-    Raises:
-        OSError: Something else is there; a link too, because a run writes inside its own folder only.
-    """
+    """Make a folder of a run, with its parents, unless it exists."""
     kind = kind_of(path)
     if kind == "a link":
         problem = "is a link, so that what is written would lie elsewhere"
@@ -129,7 +125,6 @@ def remove(path: Path) -> None:
 # --- JSON ---
 
 LARGEST: Final = 2**63
-"""Bound of the absolute value of whole numbers."""
 Kind = TypeVar("Kind")
 
 
@@ -241,10 +236,6 @@ def header_names(path: Path) -> set[str]:
 
 # --- HDF5 ---
 
-EXPANSION: Final = 64
-"""Decoded bytes per stored byte. Rendered table-top pictures reach 20, photographs 3."""
-SMALL: Final = 64 * 2**20
-"""Decoded bytes that any dataset may have: black pictures shrink to a thousandth."""
 MOST: Final = 4 * 2**30
 """Decoded bytes of a compressed dataset: 21,000 pictures of 256 x 256."""
 ATTRIBUTE_BYTES: Final = 2**16
@@ -259,32 +250,25 @@ def open_hdf5(path: Path) -> h5py.File:
 
 
 def dataset_in(file: h5py.File, name: str) -> h5py.Dataset:
-    """Find a dataset whose decoded size is in proportion to the bytes in the file.
+    """Find a dataset that is no larger than the file, or than `MOST` if it is compressed.
 
     libhdf5 allocates the size that a dataset declares: terabytes in a file of a few thousand bytes.
 
     Raises:
         KeyError: It does not exist.
         TypeError: It is no dataset of this file, or has values of variable length.
-        ValueError: It declares more than the file can hold.
+        ValueError: It declares more.
     """
     dataset = described_in(file, name)
-    stored, nbytes = dataset.id.get_storage_size(), math.prod(dataset.shape) * dataset.dtype.itemsize
-    own = file.driver == "fileobj"  # Of this process, in memory.
-    file_bytes = file.id.get_filesize() if own else Path(file.filename).stat().st_size
-    if stored > file_bytes:
-        raise ValueError(f"{name} claims {stored} bytes, the file has {file_bytes}")
+    declared, most = math.prod(dataset.shape) * dataset.dtype.itemsize, MOST
     if dataset.chunks is None:
-        if nbytes != stored:
-            raise ValueError(f"{name} declares {nbytes} bytes, but {stored} are stored")
-        return dataset
-    declared = max(nbytes, math.prod(dataset.chunks) * dataset.dtype.itemsize)
-    allowed = min(MOST, max(SMALL, EXPANSION * stored))
-    if declared > allowed:
-        raise ValueError(
-            f"{name} declares {declared} bytes, but the {stored} that are stored may unpack to {allowed} at "
-            "most"
-        )
+        in_memory = file.driver == "fileobj"
+        whole = file.id.get_filesize() if in_memory else Path(file.filename).stat().st_size
+        most = min(whole, dataset.id.get_storage_size())
+    else:
+        declared = max(declared, math.prod(dataset.chunks) * dataset.dtype.itemsize)
+    if declared > most:
+        raise ValueError(f"{name} declares {declared} bytes, but the file has at most {most} of it")
     return dataset
 
 
@@ -307,10 +291,7 @@ def group_in(file: h5py.Group, name: str) -> h5py.Group:
     """Find a group of this file."""
     import h5py
 
-    try:
-        group = _object_in(file, name)
-    except KeyError:
-        group = None
+    group = _object_in(file, name)
     if not isinstance(group, h5py.Group):
         raise KeyError(f"there is no group {name}")
     return group

@@ -69,7 +69,6 @@ class Spec:
 @dataclass(frozen=True)
 class _Header:
     kind: str
-    """Type, as safetensors names it."""
     shape: tuple[int, ...]
     begin: int = 0
     """Offset of the numbers in the file; safetensors only."""
@@ -88,19 +87,14 @@ class SafetensorsFile:
         try:
             with safe_open(path, framework="numpy"):  # Checks the header and the length of the file.
                 pass
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"{path} is truncated or not a safetensors file ({error}). Download or copy it again."
-            ) from error
-        try:
             entries, begin = read_header(path)
             self.headers = {
                 name: _Header(entry["dtype"], tuple(entry["shape"]), begin + entry["data_offsets"][0])
                 for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"][0])
             }
-        except (OSError, struct.error, ValueError, KeyError, TypeError, IndexError) as error:
+        except (SafetensorError, OSError, struct.error, ValueError, KeyError, TypeError, IndexError) as error:
             raise CheckpointError(
-                f"{path} has a header that says nothing of its tensors ({error})."
+                f"{path} is truncated or not a safetensors file ({error}). Download or copy it again."
             ) from error
 
     def read(self, stored: str, into: Tensor) -> None:
@@ -198,9 +192,6 @@ def load_pth(path: Path) -> dict[str, Tensor]:
 
     Returns:
         CPU tensors of any shape and dtype, mapped if possible.
-
-    Raises:
-        CheckpointError: It is damaged, names code that PyTorch blocks, or has no tensors.
     """
     try:
         mapped = zipfile.is_zipfile(path)  # Files of PyTorch before 1.6 cannot be mapped.
@@ -256,14 +247,6 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
     specs = {name: Spec(tensor.dtype, tuple(tensor.shape)) for name, tensor in ordered.items()}
     write_file(path, specs, iter(ordered.items()))
-
-
-def write_pth(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors of any shape and dtype as a ``.pth`` state dict, atomically."""
-    # Copies, because torch.save writes the whole storage that a tensor is a view of.
-    own = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-    with replacing(path) as part:
-        torch.save(own, part)
 
 
 def write_file(path: Path, specs: Mapping[str, Spec], tensors: Iterator[tuple[str, Tensor]]) -> None:

@@ -261,7 +261,7 @@ def test_what_is_of_no_kind_is_refused_with_the_kinds_there_are(tmp_path: Path) 
 def run_with(run: Path, group: list[Episode]) -> Path:
     store = EpisodeStore(run / "replay", group_size=2, max_bytes=10**9)
     store.ledger.append(grant=0, actor="actor-0", turn=0, min_version=0)
-    store.store_group(0, group)
+    store.enter(store.write(0, group))
     store.close()
     return run
 

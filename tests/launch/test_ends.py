@@ -42,7 +42,7 @@ def test_a_filter_that_leaves_nothing_ends_the_run_well(
     more += ["--algorithm.filter-groups"]
     assert cli.run("train", [*flags, *more]) == 0
     said = capsys.readouterr().out
-    assert re.search(r"stopped after 0 of 5 updates: every episode of the last \d groups failed", said)
+    assert re.search(r"stopped after 0 of 5 updates: within each of the last \d groups all episodes", said)
     assert f"asyncrl train --run-dir {run} --resume" in said
     assert checkpoint.latest(run) == run / "checkpoints" / "update_000000"
 

@@ -132,24 +132,22 @@ def test_the_folder_of_the_best_version_is_called_selected(tmp_path: Path) -> No
 
 def test_settings_are_the_runs_and_paths_lose_what_tells_of_their_owner(tmp_path: Path) -> None:
     checkpoint = make_run(tmp_path)
-    start = provenance.Launch(
-        attempt=1,
-        command="asyncrl train --replay.keys /home/someone/keys",
-        host="rack7",
-        pid=1,
-        began="2026-03-01T10:00:00.000+00:00",
-        ended="2026-03-01T11:00:00.000+00:00",
-        how="failed: RunError: /home/someone/x",
-        to_update=40,
-        commit="0123456789abcdef",
-        dirty=True,
-        python="3.11.7",
-        versions={"asyncrl": "0.1.0", "torch": "2.13.0"},
-        devices=("H100, 80 GB",),
-        ranks=2,
-    )
-    rows = [dataclasses.asdict(start)]
-    (tmp_path / provenance.NAME).write_text(json.dumps({"format": 1, "left_out": 0, "starts": rows}))
+    start = {
+        "attempt": 1,
+        "command": "asyncrl train --replay.keys /home/someone/keys",
+        "host": "rack7",
+        "began": "2026-03-01T10:00:00.000+00:00",
+        "ended": "2026-03-01T11:00:00.000+00:00",
+        "how": "failed: RunError: /home/someone/x",
+        "to_update": 40,
+        "commit": "0123456789abcdef",
+        "dirty": True,
+        "python": "3.11.7",
+        "versions": {"asyncrl": "0.1.0", "torch": "2.13.0"},
+        "devices": ("H100, 80 GB",),
+        "ranks": 2,
+    }
+    (tmp_path / provenance.NAME).write_text(json.dumps({"format": 1, "left_out": 0, "starts": [start]}))
     text = card_of(checkpoint)
     for row in (
         "| `--policy` | SFT |",
@@ -159,7 +157,7 @@ def test_settings_are_the_runs_and_paths_lose_what_tells_of_their_owner(tmp_path
         "| `--algorithm.top-k` | 50 |",
         "| `--optimizer.learning-rate` | 2e-05 |",
         "| `--lora.rank` | 32 |",
-        f"| `--replay.max-lag` | {SETTINGS.max_lag} |",
+        f"| `--replay.max-lag` | {SETTINGS.replay.max_lag} |",
         "Run on H100, 80 GB with asyncrl 0.1.0, torch 2.13.0; commit 0123456789ab with changes.",
     ):
         assert row in text

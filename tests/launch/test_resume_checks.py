@@ -101,7 +101,7 @@ def test_a_foreign_group_ends_neither_the_learner_nor_a_resume(
     made = [dataclasses.replace(episode, **pictures) for episode in find_group(run / "replay", number)]
     store = EpisodeStore(run / "replay", group_size=2, max_bytes=10**9)
     store.remove(number)
-    store.store_group(number, made)
+    store.enter(store.write(number, made))
     store.close()
     assert resume(run, *kind) == 0
     said = capfd.readouterr().out

@@ -14,7 +14,7 @@ from asyncrl.errors import ReplayError, RunError
 from asyncrl.learner.batches import batch_metrics, build_batch, group_outcome
 from asyncrl.learner.ranks import DistributedRanks, Groups, LearnerRanks, fetch_shard
 from asyncrl.records import Episode
-from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort, ZmqRankPort
+from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.interface import GroupLost
 from asyncrl.storage.checkpoint import latest
 from support.episodes import make_episode
@@ -47,7 +47,7 @@ def fetched(endpoint: str) -> tuple[dict[str, Any], dict[str, float]]:
     """What this rank's update sees, and on rank 0 the metrics of the batch."""
     ranks = DistributedRanks(20.0)
     learner = ZmqLearnerPort(endpoint) if ranks.rank == 0 else None
-    port = learner or ZmqRankPort(endpoint, f"learner-{ranks.rank}")
+    port = learner or ZmqLearnerPort(endpoint, rank=ranks.rank)
     batch = learner.choose(groups=GROUPS, version=0, timeout=15.0) if learner else None
     mine = ranks.share_batch(batch)
     assert mine is not None

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import socket
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import zmq
 
-from asyncrl.messaging.sockets import ConnectionGuard, bind_router, private_folder
+from asyncrl.messaging.sockets import ConnectionGuard, bind_router
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability import process_status, waits
 from support.sockets import connect_dealer
@@ -66,20 +65,3 @@ def test_of_too_many_connections_the_oldest_silent_one_goes_and_those_that_speak
     assert "ulimit -n" in caplog.text
     guards[0].close()
     context.destroy(0)
-
-
-def test_a_unix_socket_has_the_same_limit() -> None:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    guards: list[ConnectionGuard] = []
-    folder = private_folder()
-    bind_router(
-        context, f"ipc://{folder}/r", prepare=lambda x: guards.append(ConnectionGuard(x, connections=5))
-    )
-    with ExitStack() as stack:
-        for _ in range(12):
-            peer = stack.enter_context(closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)))
-            peer.connect(f"{folder}/r")
-        wait_for(lambda: guards[0].disconnected == 7)
-    guards[0].close()
-    context.destroy(0)
-    shutil.rmtree(folder)

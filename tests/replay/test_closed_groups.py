@@ -30,7 +30,7 @@ HORIZON = 4
 @pytest.fixture(scope="module", autouse=True)
 def _no_waiting_for_the_disk() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("asyncrl.replay.sealed_file.flush", lambda path: None)
+        patch.setattr("asyncrl.storage.atomic.flush", lambda path: None)
         patch.setattr(os, "fdatasync", lambda handle: None)
         yield
 
@@ -138,7 +138,6 @@ def test_a_file_whose_grant_is_hidden_by_damage_is_ready(
     replay = open_small(tmp_path, filtering=False, max_bytes=10**9)
     assert set(replay.state.limiter.ready) == ready, "its file is there and nothing says that it was used"
     assert closed == {n for n in range(replay.state.limiter.next_number) if replay.state.limiter.is_closed(n)}
-    replay.close()
 
 
 def test_late_episodes_get_a_final_receipt_before_and_after_their_group_is_forgotten(tmp_path: Path) -> None:
@@ -161,7 +160,6 @@ def test_late_episodes_get_a_final_receipt_before_and_after_their_group_is_forgo
     assert replay.status()[m.FILTERED_GROUPS] == sum(
         n % 8 == 1 for n in range(replay.state.limiter.next_number)
     )
-    replay.close()
 
 
 def test_members_of_a_group_that_was_stored_and_then_dropped_are_duplicates(tmp_path: Path) -> None:
@@ -179,7 +177,6 @@ def test_members_of_a_group_that_was_stored_and_then_dropped_are_duplicates(tmp_
         replay.close()
         replay = open_small(tmp_path, filtering=False, max_lag=0)
         replay.begin("learner", 1)
-    replay.close()
 
 
 def test_a_resume_knows_the_episodes_whose_files_it_removed(tmp_path: Path) -> None:
@@ -197,7 +194,6 @@ def test_a_resume_knows_the_episodes_whose_files_it_removed(tmp_path: Path) -> N
     assert not replay.state.limiter.open[number].members
     assert push(replay, number) == ["held", "stored"]
     assert replay.admit(lost[0]).status == "duplicate"
-    replay.close()
 
 
 @settings(max_examples=20, deadline=None)
@@ -239,7 +235,6 @@ def test_a_resume_from_before_the_horizon_goes_on_and_uses_nothing_twice(
     assert all(len(versions) <= 1 for versions in kept.values())
     # The ledger's last line is the batch of version `reached - 1`.
     assert bool(forgotten & lost) == (begin < reached - 1 - horizon)
-    replay.close()
 
 
 def test_a_run_remembers_enough_for_its_oldest_checkpoint(tmp_path: Path) -> None:
@@ -247,4 +242,3 @@ def test_a_run_remembers_enough_for_its_oldest_checkpoint(tmp_path: Path) -> Non
     replay = open_run_replay(tmp_path, overlay(TrainConfig(), table, "test"))
     # At update 39 that of update 30 may still be on its way to the disk, and those of 20 and 10 are there.
     assert replay.state.limiter.horizon >= 39 - 10
-    replay.close()

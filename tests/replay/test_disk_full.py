@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from asyncrl.errors import DiskFull
 from asyncrl.observability import metrics_system as m
-from asyncrl.replay.events import Ledger
 from asyncrl.replay.lifecycle import DiskWait
 from asyncrl.replay.replay import Replay
 from asyncrl.replay.store import EpisodeStore
@@ -23,23 +20,17 @@ from support.replay import Clock, fill, make_limiter
 class Disk:
     """A disk that has space or has none."""
 
-    def __init__(self) -> None:
-        self.full, self.free = False, 0
-        """Whether nothing can be allocated; blocks said to be free, which a quota may forbid to use."""
+    full = False
 
     def allocate(self, handle: int, offset: int, size: int) -> None:
         if self.full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def about(self, path: Path) -> SimpleNamespace:
-        return SimpleNamespace(f_bavail=self.free, f_frsize=4096)
 
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     disk = Disk()
     monkeypatch.setattr(os, "posix_fallocate", disk.allocate)
-    monkeypatch.setattr(os, "statvfs", disk.about)
     return disk
 
 
@@ -78,79 +69,28 @@ def test_a_full_disk_holds_groups_back_and_loses_none(tmp_path: Path, disk: Disk
     assert sorted(EpisodeStore(tmp_path, group_size=2, max_bytes=10**9).group_files) == [0, 1, 2]
 
 
-def test_attempts_become_rarer_and_a_group_too_old_stops_waiting(tmp_path: Path, disk: Disk) -> None:
-    clock, attempts = Clock(), list[float]()
-    replay = Replay(
-        EpisodeStore(tmp_path, group_size=2, max_bytes=10**9),
-        make_limiter(max_lag=0, per_update=1, clock=clock),
-        warn=lambda _: None,
-    )
+def test_a_group_too_old_stops_waiting(tmp_path: Path, disk: Disk) -> None:
+    store = EpisodeStore(tmp_path, group_size=2, max_bytes=10**9)
+    replay = Replay(store, make_limiter(max_lag=0, per_update=1, clock=Clock()), warn=lambda _: None)
     replay.begin("learner", 0)
     replay.grant("actor-0")
     disk.full = True
     fill(replay, 0, (0,))
-    failed = replay.lifecycle.disk.failed
-    replay.lifecycle.disk.failed = lambda *about: (attempts.append(clock.now), failed(*about))[0]  # type: ignore[method-assign]
-    for _ in range(1000):
-        clock.now += 0.1
-        replay.maintain()
-    gaps = [later - sooner for sooner, later in itertools.pairwise(attempts)]
-    assert gaps == pytest.approx([1, 2, 4, 8, 16, 30, 30][: len(gaps)], abs=0.15)
+    assert replay.lifecycle.disk.groups == {0}
     replay.set_version(1)
     assert not replay.lifecycle.disk.groups
     assert replay.status()[m.DROPPED_LAG] == 2
-    replay.close()
 
 
-def test_an_attempt_is_made_as_soon_as_space_returns_and_not_again_for_the_same_space(
-    tmp_path: Path, disk: Disk
-) -> None:
+def test_an_attempt_is_made_once_a_second(tmp_path: Path) -> None:
     clock = Clock()
-    wait = DiskWait(tmp_path, clock, lambda _: None)
-
-    def fail(number: int, error: DiskFull) -> None:
-        wait.measure()
-        wait.failed(number, error)
-
-    disk.free = 7
-    for _ in range(8):
-        fail(0, DiskFull("no space"))
-        clock.now += 0.4
+    wait = DiskWait(clock, lambda _: None)
+    for _ in range(3):
+        wait.failed(0, DiskFull("no space"))
+        clock.now += 0.5
         assert not wait.due
-    clock.now += 0.2
-    assert not wait.due
-    disk.free = 8
-    assert wait.due
-    fail(0, DiskFull("still too little"))
-    disk.free = 9
-    assert not wait.due, "not more often than twice a second"
-    clock.now += 0.6
-    assert wait.due
-    fail(0, DiskFull("a quota"))
-    clock.now += 29.0
-    assert not wait.due
-    clock.now += 1.0
-    assert wait.due
-
-
-def test_the_ledger_goes_on_with_its_spare_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ledger, write = Ledger(tmp_path / "ledger.log", print), os.write
-    assert (tmp_path / "ledger.spare").stat().st_size == 1 << 20
-
-    def half(handle: int, line: bytes) -> int:
-        """Space for five bytes more, until the spare space is given back."""
-        if (tmp_path / "ledger.spare").exists():
-            if len(line) < 20:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return write(handle, line[:5])
-        return write(handle, line)
-
-    monkeypatch.setattr(os, "write", half)
-    ledger.append(refused="dropped_lag")
-    ledger.append(refused="dropped_invalid")
-    ledger.close()
-    entries = list(Ledger(tmp_path / "ledger.log", print).read())
-    assert entries == [{"refused": "dropped_lag"}, {"refused": "dropped_invalid"}]
+        clock.now += 0.5
+        assert wait.due
 
 
 def test_a_disk_that_fills_up_while_a_group_is_written_counts_as_full(
@@ -161,8 +101,7 @@ def test_a_disk_that_fills_up_while_a_group_is_written_counts_as_full(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr("asyncrl.storage.atomic.flush", full)
     with pytest.raises(DiskFull, match="max-gigabytes"):
-        store.store_group(0, [make_episode(0, member) for member in range(2)])
+        store.enter(store.write(0, [make_episode(0, member) for member in range(2)]))
     assert not list(tmp_path.glob("group-*"))
-    store.close()

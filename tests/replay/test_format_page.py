@@ -18,7 +18,7 @@ def test_the_page_is_enough_to_read_an_episode(tmp_path: Path) -> None:
         episode(group=7, member=0, rows=(3, 4), success_at=10, versions=(5, 6)),
         episode(group=7, member=1, rows=(1, 2, 5)),
     ]
-    path = store.store_group(7, members).path
+    path = store.enter(store.write(7, members)).path
     store.close()
     done = run_program(str(path))
     assert done.returncode == 0, done.stderr
@@ -36,7 +36,7 @@ def test_the_page_is_enough_to_read_an_episode(tmp_path: Path) -> None:
 def test_the_page_finds_a_damaged_file(tmp_path: Path) -> None:
     store = EpisodeStore(tmp_path, group_size=2, max_bytes=1 << 30)
     members = [episode(group=7, member=member, rows=(3, 4)) for member in range(2)]
-    path = store.store_group(7, members).path
+    path = store.enter(store.write(7, members)).path
     store.close()
     content = path.read_bytes()
     place = content.index(np.ascontiguousarray(members[0].logprobs).tobytes())

@@ -74,7 +74,6 @@ def test_groups_of_another_size_are_given_up_and_imagined_again(tmp_path: Path, 
     assert replay.status()[m.EPISODES] == 6 + 3 * size, "counted alike after a restart"
     replay.begin("resumed", 1)
     assert sorted(replay.state.limiter.ready) == [2, 3]
-    replay.close()
 
 
 def test_a_used_group_whose_update_is_lost_is_imagined_again_in_the_new_size(tmp_path: Path) -> None:
@@ -85,7 +84,6 @@ def test_a_used_group_whose_update_is_lost_is_imagined_again_in_the_new_size(tmp
     assert [grant.number for _ in range(3) if (grant := replay.grant("actor-0"))] == [0, 1, 2]
     assert fill(replay, 0, (0,)) == ["held", "held", "stored"]
     assert replay.sample(1, 0) is not None
-    replay.close()
 
 
 def test_back_to_the_first_size_and_a_kill_before_the_learner_came(tmp_path: Path) -> None:
@@ -96,4 +94,3 @@ def test_back_to_the_first_size_and_a_kill_before_the_learner_came(tmp_path: Pat
     replay.begin("resumed", 1)
     assert sorted(replay.state.limiter.ready) == [1, 2], "they have the run's size again"
     assert replay.status()[m.EPISODES] == 6
-    replay.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -19,9 +20,9 @@ from asyncrl.config.sections import ReplaySettings
 from asyncrl.errors import ReplayError, SampleTimeout
 from asyncrl.observability import metrics_system as m
 from asyncrl.records import Episode
-from asyncrl.replay import store
+from asyncrl.replay import sampling
 from asyncrl.replay.client import FETCH_WINDOW as WINDOW
-from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort, ZmqRankPort
+from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.group_file import read_group
 from asyncrl.replay.interface import BatchDescription, GroupLost
 from asyncrl.replay.store import file_name
@@ -30,6 +31,19 @@ from support.replay_server import CONFIG, Served, acquire, kill, push_group, sta
 
 GROUPS = 2 * WINDOW + 3
 """More than a rank asks for at once."""
+
+
+Ports = tuple[ZmqLearnerPort, ZmqActorPort]
+
+
+@pytest.fixture
+def served(tmp_path: Path, endpoint: str) -> Iterator[Ports]:
+    with Served(tmp_path, endpoint):
+        learner, actor = ZmqLearnerPort(endpoint), ZmqActorPort(endpoint, "actor-0")
+        learner.status()
+        yield learner, actor
+        actor.close(1.0)
+        learner.close()
 
 
 def config_of(groups: int, **replay: Any) -> TrainConfig:
@@ -71,7 +85,7 @@ def test_what_the_ranks_hold_together_is_the_batch(
     monkeypatch.setattr("asyncrl.replay.sampling.READ_AHEAD_BYTES", read_ahead)
     with Served(tmp_path, endpoint, config_of(GROUPS)):
         learner, actor = ZmqLearnerPort(endpoint), ZmqActorPort(endpoint, "actor-0")
-        ranks = [learner, *(ZmqRankPort(endpoint, f"learner-{rank}") for rank in (1, 2))]
+        ranks = [learner, *(ZmqLearnerPort(endpoint, rank=rank) for rank in (1, 2))]
         learner.status()
         for version in range(2):
             fill(actor, GROUPS, version)
@@ -95,7 +109,7 @@ def test_a_killed_replay_gives_the_chosen_batch_to_every_rank_and_to_no_other_up
     """Killed between description and fetch, and again with a half of it fetched."""
     server = start_server(tmp_path, endpoint)
     learner, actor = ZmqLearnerPort(endpoint), ZmqActorPort(endpoint, "actor-0")
-    rank = ZmqRankPort(endpoint, "learner-1")
+    rank = ZmqLearnerPort(endpoint, rank=1)
     try:
         learner.status()
         fill(actor, 4)
@@ -126,14 +140,14 @@ def test_a_rank_that_died_before_it_fetched_costs_a_resumed_run_no_group(
     server = start_server(tmp_path, endpoint)
     actor = ZmqActorPort(endpoint, "actor-0")
     try:
-        learner, rank = ZmqLearnerPort(endpoint), ZmqRankPort(endpoint, "learner-1")
+        learner, rank = ZmqLearnerPort(endpoint), ZmqLearnerPort(endpoint, rank=1)
         learner.status()
         fill(actor, 4)
         batch = learner.choose(groups=2, version=0, timeout=15.0)
         learner.fetch(batch.part(0, 2), timeout=15.0)
         rank.close()
         learner.close()  # A learner of which a rank is gone ends with it.
-        learner, rank = ZmqLearnerPort(endpoint, version=0), ZmqRankPort(endpoint, "learner-1")
+        learner, rank = ZmqLearnerPort(endpoint, version=0), ZmqLearnerPort(endpoint, rank=1)
         learner.status()
         with pytest.raises(GroupLost, match="not of the batch that was chosen last"):
             rank.fetch(batch.part(1, 2), timeout=15.0)  # The resumed run has chosen nothing yet.
@@ -156,66 +170,56 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open, self.came = threading.Event(), threading.Semaphore(0)
-        read = store.read_group
+        read = sampling.read_group
 
         def held_up(path: Path, **about: Any) -> list[Episode]:
             self.came.release()
             assert self.open.wait(30)
             return read(path, **about)
 
-        monkeypatch.setattr(store, "read_group", held_up)
+        monkeypatch.setattr(sampling, "read_group", held_up)
 
 
-def test_ingest_goes_on_while_a_batch_is_read(
-    tmp_path: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ingest_goes_on_while_a_batch_is_read(monkeypatch: pytest.MonkeyPatch, served: Ports) -> None:
     gate = Gate(monkeypatch)
-    with Served(tmp_path, endpoint):
-        learner, actor = ZmqLearnerPort(endpoint), ZmqActorPort(endpoint, "actor-0")
-        learner.status()
-        fill(actor, 2)
-        with pytest.raises(SampleTimeout):
-            learner.choose(groups=2, version=0, timeout=0.5)
-        assert gate.came.acquire(timeout=10), "it is being read"
-        fill(actor, 2)  # Each gets its receipts: they are stored meanwhile.
-        assert learner.status()[m.GROUPS_READY] == 4, "none counts as used before it was read"
-        gate.open.set()
-        batch = learner.choose(groups=2, version=0, timeout=15.0)
-        for number, group in enumerate(learner.fetch(batch, timeout=15.0)):
-            assert_as_imagined(group, number)
-        actor.close(1.0)
-        learner.close()
+    learner, actor = served
+    fill(actor, 2)
+    with pytest.raises(SampleTimeout):
+        learner.choose(groups=2, version=0, timeout=0.5)
+    assert gate.came.acquire(timeout=10), "it is being read"
+    fill(actor, 2)  # Each gets its receipts: they are stored meanwhile.
+    assert learner.status()[m.GROUPS_READY] == 4, "none counts as used before it was read"
+    gate.open.set()
+    batch = learner.choose(groups=2, version=0, timeout=15.0)
+    for number, group in enumerate(learner.fetch(batch, timeout=15.0)):
+        assert_as_imagined(group, number)
 
 
 def test_groups_are_read_before_they_are_asked_for_and_none_too_old_is_given(
-    tmp_path: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, served: Ports
 ) -> None:
     gate = Gate(monkeypatch)
     gate.open.set()
-    with Served(tmp_path, endpoint):
-        learner, actor = ZmqLearnerPort(endpoint), ZmqActorPort(endpoint, "actor-0")
-        learner.status()
-        fill(actor, 4)
-        for _ in range(4):
-            assert gate.came.acquire(timeout=10), "all are read, and nobody has asked"
-        learner.report_version(2)  # The bound is 1: what was read is too old.
-        learner.status()
-        again = dict[int, list[Episode]]()
-        for number in (acquire(actor).number for _ in range(2)):  # Granted again: other episodes.
-            ids = [f"{number:031d}{member}" for member in range(2)]
-            again[number] = [make_episode(number, k, versions=(2,), episode_id=ids[k]) for k in range(2)]
-            for episode in again[number]:
-                actor.push(episode)
-        until(actor, 0)
-        batch = learner.choose(groups=2, version=2, timeout=15.0)
-        assert set(batch.numbers) == set(again)
-        for number, group in zip(batch.numbers, learner.fetch(batch, timeout=15.0), strict=True):
-            for episode, imagined in zip(group, again[number], strict=True):
-                assert_same(episode, imagined)
-        status = learner.status()
-        assert status[m.DROPPED_LAG] == 8, "four groups of two"
-        actor.close(1.0)
-        learner.close()
+    learner, actor = served
+    fill(actor, 4)
+    for _ in range(4):
+        assert gate.came.acquire(timeout=10), "all are read, and nobody has asked"
+    learner.report_version(2)  # The bound is 1: what was read is too old.
+    learner.status()
+    again = dict[int, list[Episode]]()
+    for number in (acquire(actor).number for _ in range(2)):  # Granted again: other episodes.
+        ids = [f"{number:031d}{member}" for member in range(2)]
+        again[number] = [make_episode(number, k, versions=(2,), episode_id=ids[k]) for k in range(2)]
+        for episode in again[number]:
+            actor.push(episode)
+    until(actor, 0)
+    batch = learner.choose(groups=2, version=2, timeout=15.0)
+    assert set(batch.numbers) == set(again)
+    for number, group in zip(batch.numbers, learner.fetch(batch, timeout=15.0), strict=True):
+        for episode, imagined in zip(group, again[number], strict=True):
+            assert_same(episode, imagined)
+    status = learner.status()
+    assert status[m.DROPPED_LAG] == 8, "four groups of two"
 
 
 def test_a_group_whose_file_is_damaged_after_it_was_chosen_is_lost_and_another_batch_is_chosen(
@@ -246,7 +250,7 @@ def test_a_group_whose_file_is_damaged_after_it_was_chosen_is_lost_and_another_b
 
 
 def test_a_rank_whose_replay_says_nothing_ends_at_its_deadline(endpoint: str) -> None:
-    rank, looks = ZmqRankPort(endpoint, "learner-1"), list[float]()
+    rank, looks = ZmqLearnerPort(endpoint, rank=1), list[float]()
     with pytest.raises(ReplayError, match=r"sent nothing of a chosen batch for 0.3 s \(--batch-timeout\)"):
         rank.fetch(
             BatchDescription(request="r", numbers=(0,)),
@@ -257,16 +261,12 @@ def test_a_rank_whose_replay_says_nothing_ends_at_its_deadline(endpoint: str) ->
     rank.close()
 
 
-def test_an_actor_gets_no_group_of_a_batch(tmp_path: Path, endpoint: str) -> None:
-    with Served(tmp_path, endpoint):
-        learner, actor = ZmqLearnerPort(endpoint), ZmqActorPort(endpoint, "actor-0")
-        learner.status()
-        fill(actor, 2)
-        batch = learner.choose(groups=2, version=0, timeout=15.0)
-        link = actor._link  # pyright: ignore[reportPrivateUsage]
-        link.send_now("fetch", request=batch.request, number=0)
-        heard = [message.kind for _ in range(10) for message in link.exchange(0.05)]
-        assert not {"batch", "lost"} & set(heard)
-        assert len(learner.fetch(batch, timeout=15.0)) == 2
-        actor.close(1.0)
-        learner.close()
+def test_an_actor_gets_no_group_of_a_batch(served: Ports) -> None:
+    learner, actor = served
+    fill(actor, 2)
+    batch = learner.choose(groups=2, version=0, timeout=15.0)
+    link = actor._link  # pyright: ignore[reportPrivateUsage]
+    link.send_now("fetch", request=batch.request, number=0)
+    heard = [message.kind for _ in range(10) for message in link.exchange(0.05)]
+    assert not {"batch", "lost"} & set(heard)
+    assert len(learner.fetch(batch, timeout=15.0)) == 2

@@ -7,7 +7,6 @@ import json
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -118,21 +117,6 @@ def test_what_is_appended_behind_any_end_is_believed(tmp_path: Path, end: bytes)
         found, warnings = read(path)
         assert found == list(range(count + 2))
         assert len(warnings) == end.count(b"\n")
-
-
-def test_opening_looks_only_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path / "ledger.log", 3)
-
-    def no(*_: Any) -> None:
-        raise AssertionError("it was read")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_bytes", no)
-        patch.setattr("asyncrl.replay.events.read_line", no)
-        ledger = Ledger(tmp_path / "ledger.log", print)
-    ledger.append(ready=3)
-    ledger.close()
-    assert read(tmp_path / "ledger.log") == ([0, 1, 2, 3], [])
 
 
 def test_a_line_that_the_disk_refused_is_not_gone_on_from(

@@ -18,7 +18,6 @@ from asyncrl.observability import metrics_system as s
 from asyncrl.observability import process_status, signals, waits
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.group_file import GroupFile, read_group_file
-from asyncrl.replay.lifecycle import DiskWait
 from asyncrl.replay.replay import Replay
 from asyncrl.replay.store import EpisodeStore
 from support import child_environment
@@ -45,24 +44,22 @@ serve_replay(replay, sys.argv[2], ready=lambda: print("ready", flush=True))
 
 def test_a_file_that_cannot_be_opened_now_is_not_damaged(tmp_path: Path) -> None:
     store = open_store(tmp_path, warnings := [])
-    store.store_group(0, group_of(0))
+    store.enter(store.write(0, group_of(0)))
     for _ in range(2):
         with no_descriptors(), pytest.raises(OutOfFiles, match=r"Too many open files.*ulimit -n"):
             store.load(0)
     assert not (tmp_path / "quarantine").exists()
     assert warnings == []
     assert len(store.load(0) or ()) == 2
-    store.close()
 
 
 def test_opening_a_store_without_descriptors_moves_no_file_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_store(tmp_path)
-    store.store_group(0, group_of(0))
+    store.enter(store.write(0, group_of(0)))
     path = store.group_files[0].path
     store.close()
-    (tmp_path / "index.log").unlink()
 
     def read_without_descriptors(path: Path) -> GroupFile:
         with no_descriptors():
@@ -76,15 +73,6 @@ def test_opening_a_store_without_descriptors_moves_no_file_away(
     again = open_store(tmp_path)
     assert set(again.group_files) == {0}
     again.close()
-
-
-def test_the_reserve_reads_and_writes_while_others_hold_everything(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    store.store_group(0, group_of(0))
-    with all_taken():
-        store.store_group(1, group_of(1))
-        assert len(store.load(0) or ()) == len(store.load(1) or ()) == 2
-    store.close()
 
 
 def test_groups_wait_for_descriptors_and_none_is_lost(tmp_path: Path) -> None:
@@ -112,7 +100,6 @@ def test_groups_wait_for_descriptors_and_none_is_lost(tmp_path: Path) -> None:
     assert "the learner gets no batch" in lines[2]
     assert [len(group) for group in replay.sample(2, 0, "request") or ()] == [2, 2]
     assert not (tmp_path / "quarantine").exists()
-    replay.close()
 
 
 def test_processes_can_be_listed_while_others_hold_everything(
@@ -192,15 +179,3 @@ def test_200_silent_connections_to_a_replay_of_few_files_cost_no_group(
         replay.send_signal(signal.SIGKILL)
         replay.wait()
         replay.stdout.close()
-
-
-def test_a_wait_names_what_it_waits_for(tmp_path: Path) -> None:
-    lines, clock = list[str](), Clock()
-    wait = DiskWait(tmp_path, clock, lines.append)
-    wait.failed(3, OutOfFiles("no file"))
-    clock.now += 2.0
-    wait.over(3)
-    assert lines == [
-        "replay: waiting for files to open, actors get no new groups: no file",
-        "replay: goes on after 2.0 s without files to open",
-    ]

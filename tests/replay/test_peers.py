@@ -202,4 +202,3 @@ def test_a_complete_group_that_waits_for_the_disk_is_not_given_back(tmp_path: Pa
     clock.now += 100.0
     replay.maintain()
     assert list(replay.state.limiter.open) == [0]
-    replay.close()

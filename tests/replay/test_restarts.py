@@ -125,7 +125,6 @@ def test_a_resumed_run_gets_the_batches_of_the_undisturbed_one(tmp_path: Path) -
     assert again == batches[3:]
     used = read_outcomes(tmp_path, print).used
     assert all(used[number] == 5 for number in again[-1])
-    replay.close()
 
 
 def test_dropped_decisions_are_counted_and_survive_a_restart(tmp_path: Path) -> None:
@@ -140,4 +139,3 @@ def test_dropped_decisions_are_counted_and_survive_a_restart(tmp_path: Path) -> 
         assert replay.status()[m.DROPPED_DECISIONS[m.DROPPED_LAG]] == 6
         replay.close()
         replay = open_replay(tmp_path, max_lag=0, per_update=1)
-    replay.close()

@@ -21,7 +21,7 @@ from support.replay import Clock, fill, make_limiter
 
 
 class Gate:
-    """`sealed_file.flush` that waits until it is opened; then it syncs, or fails with `error`."""
+    """`atomic.flush` that waits until it is opened; then it syncs, or fails with `error`."""
 
     def __init__(self) -> None:
         self._open = threading.Event()
@@ -53,7 +53,7 @@ def replay(tmp_path: Path) -> Iterator[Replay]:
 @pytest.fixture
 def gate(replay: Replay, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate = Gate()
-    monkeypatch.setattr("asyncrl.replay.sealed_file.flush", gate)
+    monkeypatch.setattr("asyncrl.storage.atomic.flush", gate)
     yield gate
     gate.open()
 
@@ -154,4 +154,3 @@ def test_closing_finishes_what_was_begun(replay: Replay, gate: Gate, tmp_path: P
     replay.close()
     store = EpisodeStore(tmp_path, group_size=2, max_bytes=10**9)
     assert list(store.group_files) == [0]
-    store.close()

@@ -124,23 +124,6 @@ def test_a_killed_replay_loses_nothing_and_uses_nothing_twice(tmp_path: Path, en
         kill(server)
 
 
-def test_an_episode_sent_twice_is_recognised(tmp_path: Path, endpoint: str) -> None:
-    with Served(tmp_path, endpoint):
-        learner, actor = ZmqLearnerPort(endpoint), ZmqActorPort(endpoint, "actor-0")
-        learner.status()
-        grant = acquire(actor)
-        push_group(actor, grant, "actor-0", 0)
-        until(actor, 0)
-        push_group(actor, grant, "actor-0", 0)
-        until(actor, 0)
-        status = learner.status()
-        assert status[s.DUPLICATES] == 2
-        assert status[s.EPISODES] == 2
-        assert status[s.GROUPS_READY] == 1
-        actor.close(1.0)
-        learner.close()
-
-
 def test_the_deadline_of_a_sample_says_what_the_replay_holds(tmp_path: Path, endpoint: str) -> None:
     with Served(tmp_path, endpoint):
         learner, actor = ZmqLearnerPort(endpoint), ZmqActorPort(endpoint, "actor-0")
@@ -170,13 +153,6 @@ def test_a_batch_that_comes_after_the_timeout_is_not_lost(tmp_path: Path, endpoi
         assert [group[0].group_id for group in batch] == ["00000000"]
         actor.close(1.0)
         learner.close()
-
-
-def test_without_a_replay_the_learner_says_so(endpoint: str) -> None:
-    learner = ZmqLearnerPort(endpoint)
-    with pytest.raises(SampleTimeout, match="does not answer"):
-        learner.sample(groups=1, version=0, timeout=0.1)
-    learner.close()
 
 
 def test_an_actor_with_a_full_window_waits(tmp_path: Path, endpoint: str) -> None:
@@ -355,9 +331,6 @@ def test_an_actor_reports_of_itself_only(scripted: tuple[ReplayServer, ScriptedS
     service, socket, _ = scripted
     socket.say(b"a", "report", readings={s.EPISODES.name: 1e9})
     service.serve_once(0)
-    to, message = socket.sent[-1]
-    assert (to, message.kind) == (b"a", "refused")
-    assert "do not report 'replay/episodes'" in message["reason"]
     assert service.replay.status()[s.EPISODES] == 0
 
 
@@ -384,7 +357,7 @@ def test_the_learner_hears_how_far_its_batch_is_and_that_there_is_nothing_to_lea
             grant = acquire(actor)
             for member in range(2):
                 actor.push(make_episode(grant.number, member, versions=(0,), success=True))
-        with pytest.raises(NothingToLearn, match="every episode of the last 4 groups succeeded"):
+        with pytest.raises(NothingToLearn, match="last 4 groups all episodes scored the same"):
             learner.sample(groups=2, version=0, timeout=15.0)
         learner.stop()
         learner.close()

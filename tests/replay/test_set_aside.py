@@ -80,7 +80,7 @@ def plant(folder: Path, episodes: list[Episode], *, granted: bool = True) -> Pat
     assert [replay.admit(episode).status for episode in pair(0)] == ["held", "stored"]
     replay.close()
     store = EpisodeStore(folder, group_size=2, max_bytes=10**9)
-    path = store.store_group(1, episodes).path
+    path = store.enter(store.write(1, episodes)).path
     store.close()
     return path
 
@@ -118,7 +118,6 @@ def test_a_foreign_group_is_set_aside_and_the_learner_goes_on_with_others(tmp_pa
         numbers.append(grant.number)
     assert numbers, "its credit returned"
     assert 1 not in numbers, "its number is not given again"
-    replay.close()
 
 
 def test_a_kill_between_the_ledger_and_the_move_loses_no_file(
@@ -141,20 +140,18 @@ def test_a_kill_between_the_ledger_and_the_move_loses_no_file(
     assert not path.exists()
     assert read_group_file(tmp_path / "set_aside" / path.name).number == 1
     assert 1 not in replay.state.limiter.ready
-    replay.close()
 
 
 def test_of_two_files_of_one_number_both_are_kept(tmp_path: Path) -> None:
     store = EpisodeStore(tmp_path, group_size=2, max_bytes=10**9)
     for temperature in (2.0, 3.0):
-        store.store_group(1, pair(1, temperature=temperature))
+        store.enter(store.write(1, pair(1, temperature=temperature)))
         store.set_aside(1)
     assert sorted(read_group_file(path).sampling.temperature for path in tmp_path.glob("set_aside/*")) == [
         2.0,
         3.0,
     ]
     assert store.total_bytes == 0
-    store.close()
 
 
 def test_the_console_of_the_learner_says_it_once(tmp_path: Path, endpoint: str) -> None:
@@ -180,7 +177,6 @@ def test_a_changed_setting_that_the_learner_does_not_need_sets_nothing_aside(tmp
     replay = open_run_replay(tmp_path, CONFIG, start=RunStart(episodes=other))
     replay.begin("before", 0)
     assert [len(batch) for _ in range(2) if (batch := replay.sample(1, 0))] == [1, 1]
-    replay.close()
 
 
 @pytest.mark.parametrize(("world", "kept"), [(None, True), (3, True), (4, False)])
@@ -194,4 +190,3 @@ def test_a_resume_in_another_world_sets_aside_what_the_older_one_imagined(
     replay.begin("before", 0)
     assert [len(batch) for _ in range(1) if (batch := replay.sample(1, 0))] == [1] * kept
     assert len(list(tmp_path.glob("set_aside/*"))) == (0 if kept else 2)
-    replay.close()

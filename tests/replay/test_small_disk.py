@@ -31,7 +31,6 @@ from asyncrl.replay.group_file import read_group
 from asyncrl.replay.server import serve_replay
 from asyncrl.replay.store import EpisodeStore
 from support.episodes import assert_same, make_episode
-from support.replay import Clock, fill, make_limiter, make_replay
 from support.small_disk import free, leave, play_on_a_small_disk
 
 PAGE = 4096
@@ -186,7 +185,7 @@ def seals(store: EpisodeStore, members: list[Episode], space: int) -> bool:
     before = open_files(store.folder)
     names = sorted(path.name for path in store.folder.iterdir())
     try:
-        group_file = store.store_group(0, members)
+        group_file = store.enter(store.write(0, members))
     except DiskFull:
         assert not store.group_files
         assert sorted(path.name for path in store.folder.iterdir()) == names
@@ -240,30 +239,6 @@ def append_until_refused(ledger: Ledger, line: str, begin: int) -> int:
 
 def test_the_ledger_uses_its_spare_space_and_loses_no_line(play: Callable[..., str]) -> None:
     play(the_ledger_fills_the_disk)
-
-
-def decisions_without_space(disk: Path) -> None:
-    """Uses and drops are noted while groups wait, and a restart knows them."""
-    folder, clock = disk / "replay", Clock()
-    replay = make_replay(folder, make_limiter(max_lag=0, per_update=2, clock=clock))
-    replay.begin("learner", 0)
-    for turn in range(2):
-        replay.grant("actor-0", turn)
-    fill(replay, 0, (0,))
-    leave(disk, 0)
-    assert fill(replay, 1, (0,)) == ["held", "held"]
-    batch = replay.sample(1, 0, "r")
-    assert batch is not None
-    replay.set_version(1)
-    replay.close()
-    again = make_replay(folder, make_limiter(max_lag=0, per_update=2, clock=clock))
-    assert again.state.limiter.used_at == {0: 0}
-    assert again.state.limiter.closed[1].status == "dropped_lag"
-    again.close()
-
-
-def test_decisions_are_noted_while_groups_wait(play: Callable[..., str]) -> None:
-    play(decisions_without_space)
 
 
 def a_new_run_without_space(disk: Path) -> None:

@@ -17,14 +17,9 @@ from asyncrl.replay_tools.lerobot import NumberStatistics, PictureStatistics
 from asyncrl.replay_tools.pictures import movie_of
 from asyncrl.replay_tools.samples import Rate
 from support.episodes import make_episode, simulated
-from support.recorded_run import IDS, IMAGE, episode_of, make_run, open_store
+from support.recorded_run import IDS, IMAGE, episode_of, open_store
 
 CAMERA = "observation.images.agentview"
-
-
-@pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
-    return make_run(tmp_path)
 
 
 def export(run: Path, out: Path, *flags: str) -> int:
@@ -252,7 +247,7 @@ def simulated_run(tmp_path: Path) -> Path:
     store = EpisodeStore(tmp_path / "replay", group_size=2, max_bytes=10**9)
     for number in range(2):
         store.ledger.append(grant=number, actor="actor-0", turn=number, min_version=0)
-        store.store_group(number, played(number))
+        store.enter(store.write(number, played(number)))
     store.close()
     return tmp_path
 
@@ -339,7 +334,7 @@ def test_lerobot_episodes_of_different_layouts_are_refused_and_leave_nothing(
     for number, cameras in ((0, 2), (1, 3)):
         store.ledger.append(grant=number, actor="actor-0", turn=number, min_version=0)
         made = (make_episode(number, member, image=IMAGE) for member in range(2))
-        store.store_group(number, [simulated(episode, cameras=cameras) for episode in made])
+        store.enter(store.write(number, [simulated(episode, cameras=cameras) for episode in made]))
     store.close()
     assert export(tmp_path, tmp_path / "lerobot", "--rate", "decision") == 2
     assert "a data set has one layout" in capsys.readouterr().err

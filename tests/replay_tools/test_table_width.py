@@ -45,17 +45,3 @@ def test_a_narrow_terminal_does_without_columns_in_the_order_that_is_said(termin
         "f7e3ac91b8a8  put the green cube on the white plate     18",
         "77c9e29b1ba4  put the red cube on the yellow plate       -",
     ]
-
-
-def test_then_text_is_broken_between_words_and_numbers_are_not(terminal) -> None:
-    terminal(45)
-    lines = table(ROWS, ("group was",)).splitlines()
-    assert all(len(line) <= 45 for line in lines)
-    assert lines[1:3] == ["f7e3ac91b8a8  put the green cube on        18", "              the white plate"]
-
-
-def test_brackets_are_no_markup(terminal) -> None:
-    terminal(30)
-    shown = table([("n", "action"), ("0", "[bold] [+0.71 -0.04 -0.39 -0.03 +0.03]")])
-    assert "[bold]" in shown
-    assert "-0.03 +0.03]" in shown.replace("\n", " ").replace("   ", "")

@@ -10,12 +10,7 @@ from asyncrl.commands.replay import main as run_inspection
 from asyncrl.records import EndReason
 from asyncrl.replay_tools.episodes import find_group
 from support.episodes import assert_same, simulated, with_chain
-from support.recorded_run import IDS, episode_of, make_run, open_store, remove_after_listing
-
-
-@pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
-    return make_run(tmp_path)
+from support.recorded_run import IDS, episode_of, open_store, remove_after_listing
 
 
 def shown_ids(capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -122,7 +117,7 @@ def test_show_prints_decisions(run_dir: Path, capsys: pytest.CaptureFixture[str]
 def test_the_tools_take_the_sample_of_any_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with closing(open_store(tmp_path)) as store:
         store.ledger.append(grant=0, actor="actor-0", turn=0, min_version=0)
-        store.store_group(0, [with_chain(episode_of(0, member)) for member in range(2)])
+        store.enter(store.write(0, [with_chain(episode_of(0, member)) for member in range(2)]))
     assert run_inspection(["verify", str(tmp_path)]) == 0
     assert run_inspection(["stats", str(tmp_path)]) == 0
     capsys.readouterr()
@@ -318,7 +313,6 @@ def test_a_pruned_replay_opens_again(run_dir: Path) -> None:
     assert run_inspection(["prune", str(run_dir), "--keep-gigabytes", "0"]) == 0
     store = open_store(run_dir)
     assert list(store.group_files) == [2]
-    store.close()
 
 
 @pytest.mark.parametrize(
@@ -361,7 +355,7 @@ def test_the_tools_take_episodes_of_a_simulator(tmp_path: Path, capsys: pytest.C
     with closing(open_store(tmp_path)) as store:
         store.ledger.append(grant=0, actor="actor-0", turn=0, min_version=0)
         group = [simulated(episode_of(0, i), steps=10 + i, end=end) for i, end in enumerate(ends)]
-        store.store_group(0, group)
+        store.enter(store.write(0, group))
     assert run_inspection(["verify", str(tmp_path)]) == 0
     capsys.readouterr()
     assert run_inspection(["stats", str(tmp_path), "--json"]) == 0

@@ -14,14 +14,9 @@ from asyncrl.replay_tools.pictures import SPACE, last_picture, spread
 from asyncrl.storage import media
 from asyncrl.storage.media import GREEN, INK, RED, captioned, fitted, font
 from support.episodes import make_episode
-from support.recorded_run import IMAGE, episode_of, make_run, open_store, remove_after_listing
+from support.recorded_run import IMAGE, episode_of, open_store, remove_after_listing
 
 TIMES = pictures.MOVIE_WIDTH // IMAGE
-
-
-@pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
-    return make_run(tmp_path)
 
 
 def pictures_of(path: Path) -> list[np.ndarray]:

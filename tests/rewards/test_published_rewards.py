@@ -18,7 +18,7 @@ from asyncrl.rewards.files import RewardConfig, open_reward
 from asyncrl.rewards.interface import deciding_step
 from asyncrl.rewards.libero_tasks import GROUPS, LONG_GROUPS, SUITES
 from asyncrl.rewards.resnet import GroupedReward, RewardNetwork, load_reward, save_reward
-from asyncrl.storage.weight_files import write_pth
+from support.pth import write_pth
 
 LONG = SUITES["libero_10"]
 SPATIAL = SUITES["libero_spatial"]

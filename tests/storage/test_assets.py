@@ -109,8 +109,3 @@ def test_half_a_shipped_policy_is_not_a_policy(assets: Path) -> None:
     (assets / "tabletop" / "policy" / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="'tabletop'"):
         policy_folder("tabletop")
-
-
-def test_nothing_is_shipped_where_there_is_no_folder_of_assets(assets: Path) -> None:
-    assets.rmdir()
-    assert shipped("world") == []

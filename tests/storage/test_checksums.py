@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
-import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -112,21 +110,3 @@ def test_a_file_outside_of_the_folder_is_not_looked_at(tmp_path: Path) -> None:
         path.write_text(json.dumps(forged | {OWN_CHECKSUM: checkpoint._digest_of_state(forged)}))
         with pytest.raises(CheckpointError, match="does not lie in the folder"):
             checkpoint.verify(folder)
-
-
-@pytest.mark.parametrize("sizes", [[3], [0, 5], [1 << 20, 7], [40 << 20], [5 << 20, 3 << 20, 9]])
-@pytest.mark.parametrize("torn", [b"", b"x" * 100, b"y" * (3 << 20)], ids=["whole", "torn", "torn late"])
-def test_whole_lines_are_summed_up_however_long_they_are(
-    tmp_path: Path, sizes: list[int], torn: bytes
-) -> None:
-    lines = b"".join(b"%d" % (n % 10) * size + b"\n" for n, size in enumerate(sizes))
-    path = tmp_path / "ledger.log"
-    path.write_bytes(lines + torn)
-    tracemalloc.start()
-    try:
-        found = checksum_of_lines(path)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert found == Checksum(bytes=len(lines), sha256=hashlib.sha256(lines).hexdigest())
-    assert peak < 8 << 20, "a line is never in memory as a whole, nor copied with every piece"

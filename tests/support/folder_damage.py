@@ -101,12 +101,12 @@ def _at(run: Path, place: str) -> Path:
 
 SHARD = "newest/state/shard-00001-model-00001-of-00001.safetensors"
 RANDOM = "newest/random-00000.safetensors"
-READ = ("config.json", "metrics.jsonl", "replay/ledger.log", "replay/index.log", "replay/replay.json", GROUP)
+READ = ("config.json", "metrics.jsonl", "replay/ledger.log", "replay/replay.json", GROUP)
 STATE = ("newest/state.json", "newest/model.safetensors", SHARD, RANDOM)
 LOCKED = ("replay/lock", "replay/ledger.spare")
 STATUS = ("processes/inline", "processes/inline.stacks")
 UNFINISHED = (
-    *("config.json.tmp", "metrics.jsonl.tmp", "replay/index.log.tmp", "replay/group-00000006.h5.tmp"),
+    *("config.json.tmp", "metrics.jsonl.tmp", "replay/group-00000006.h5.tmp"),
     "checkpoints/update_000004.tmp",
 )
 FOLDERS = ("logs", "videos", "tensorboard", "processes", "replay", "checkpoints", "replay/quarantine")
@@ -137,11 +137,11 @@ def _place(kind: str, places: tuple[str, ...], put: Callable[[Path], None]) -> N
         damage(f"{kind}: {place}")(function)
 
 
-_place("pipe", (*READ, *STATE, *LOCKED, *STATUS, *UNFINISHED[:4], "processes", "replay/quarantine"), _pipe)
+_place("pipe", (*READ, *STATE, *LOCKED, *STATUS, *UNFINISHED[:3], "processes", "replay/quarantine"), _pipe)
 _place("folder", (*READ, *STATE[:2], *LOCKED, *STATUS, *UNFINISHED), _folder)
 _place("file", (*FOLDERS, "newest/state", "checkpoints/update_000009"), lambda path: write(path, b"a file"))
 _place("8 TB", (*READ, *STATE[:2], "processes/inline"), _huge)
-_place("empty", (*READ[:5], *STATE[:1]), lambda path: write(path, b""))
+_place("empty", (*READ[:4], *STATE[:1]), lambda path: write(path, b""))
 _place("noise", (*READ, *STATE), lambda path: write(path, np.random.default_rng(0).bytes(20_000)))
 
 for _linked in (
@@ -316,20 +316,6 @@ def _(run: Path, _: Path) -> None:
 @damage("ledger.log: bytes that are not UTF-8, with the right checksum")
 def _(run: Path, _: Path) -> None:
     _append_to_ledger(run, b'{"actor":"caf\xe9","session":"s"}')
-
-
-@damage("index.log: wrong types with the right checksum")
-def _(run: Path, _: Path) -> None:
-    lines = []
-    for body in (
-        b'{"name":1,"file":2}',
-        b'{"name":"group-00000001.h5","file":[1e400]}',
-        DEEP_OBJECT,
-        b'{"name":"group-00000001.h5","file":[1,2,3],"attributes":7}',
-        b"caf\xe9",
-    ):
-        lines.append(b"%08x %b\n" % (zlib.crc32(body), body))
-    write(run / "replay/index.log", b"".join(lines))
 
 
 # --- HDF5 ---------------------------------------------------------------------

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from asyncrl.config.sections import ReplaySettings
-from asyncrl.replay.groups import ReadyGroup
 from asyncrl.replay.limiter import Limiter
+from support.replay import ready
 
 GROUP = 8
 EASY, HARD = (2, 6), (10, 16)
@@ -122,8 +122,8 @@ def simulate(setting: Setting, updates: int, rounds_of_update: int = 2) -> Outco
                 _, number, at = heapq.heappop(actor.episodes)
                 began[number].append(at)
                 if len(began[number]) == GROUP:
-                    ready = ReadyGroup(oldest_version=min(began[number]), newest_version=max(began[number]))
-                    limiter.make_ready(number, ready)
+                    complete = ready(min(began[number]), max(began[number]), GROUP)
+                    limiter.make_ready(number, complete)
         open_too_old = [n for n in limiter.open if began[n] and version - min(began[n]) > setting.max_lag]
         for number in {*limiter.stale(), *open_too_old}:
             limiter.drop(number, "dropped_lag", stored=number in limiter.ready)

@@ -9,13 +9,13 @@ from typing import Any, Final
 
 import torch
 
-from asyncrl.storage.weight_files import write_pth
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae
 from asyncrl.worlds.wan.world import WanWorld
 from support.evac import SMALL as SMALL_EVAC
 from support.evac import checkpoint, pose_file, tiny_networks
 from support.opensora import export_opensora, nano_world
+from support.pth import write_pth
 from support.published_exports import export_world
 
 SIZE: Final = 256

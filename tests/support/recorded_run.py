@@ -54,7 +54,7 @@ def make_run(run: Path) -> Path:
     store = open_store(run)
     for number in range(4):
         store.ledger.append(grant=number, actor="actor-0", turn=number, min_version=0)
-        store.store_group(number, [episode_of(number, member) for member in range(2)])
+        store.enter(store.write(number, [episode_of(number, member) for member in range(2)]))
     store.ledger.append(used=[0], request="", version=2)
     store.ledger.append(filtered=1, newest_version=2, successes=0)
     store.ledger.append(

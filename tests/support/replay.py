@@ -6,6 +6,7 @@ from pathlib import Path
 
 from asyncrl.config.sections import ReplaySettings
 from asyncrl.records import Sampling
+from asyncrl.replay.group_file import GroupFile
 from asyncrl.replay.interface import GroupGrant
 from asyncrl.replay.limiter import Limiter
 from asyncrl.replay.replay import Replay
@@ -30,6 +31,22 @@ def fill(replay: Replay, number: int, versions: tuple[int, ...], *, actor: str =
         replay.admit(make_episode(number, member, group_size=size, versions=versions, actor=actor)).status
         for member in range(size)
     ]
+
+
+def ready(oldest: int, newest: int, size: int = 2) -> GroupFile:
+    """A complete group, for a limiter alone."""
+    return GroupFile(
+        path=Path(),
+        number=0,
+        oldest_version=oldest,
+        newest_version=newest,
+        size=0,
+        decisions=size,
+        sampling=Sampling(1.0, 0),
+        world_version=0,
+        episode_ids=(),
+        attributes={"group_size": size, "successes": 0},
+    )
 
 
 def make_limiter(

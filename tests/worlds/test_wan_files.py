@@ -27,11 +27,11 @@ from asyncrl.rewards.libero_tasks import SUITES, suite_of
 from asyncrl.rewards.resnet import ResNetReward, RewardNetwork, load_reward, save_reward
 from asyncrl.storage import weight_files
 from asyncrl.storage.tensor_files import TensorFiles, fill
-from asyncrl.storage.weight_files import write_pth
 from asyncrl.worlds.wan.files import open_world, recognise_transformer
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae
 from asyncrl.worlds.wan.world import WanWorld, load_world, save_world
+from support.pth import write_pth
 from support.published_exports import export_reward, export_world
 
 SMALL = replace(TransformerConfig.full(), heads=1, layers=2, ffn_dim=64, freq_dim=32)

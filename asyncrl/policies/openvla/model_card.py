@@ -93,8 +93,6 @@ class CardFacts:
     """Reason why other stacks cannot build the policy."""
     model_class: str = ""
     """Class of transformers in its auto_map."""
-    repo: str = ""
-    """OWNER/NAME that it is sent to."""
     hub: Mapping[str, str] = field(default_factory=dict)
     """Hub identifiers given by the user: base_model, license."""
 
@@ -247,8 +245,7 @@ def _loading(facts: CardFacts) -> Iterator[str]:
         yield "`peft` puts the adapters on the published model that training began with:"
         yield '```python\nmodel = PeftModel.from_pretrained(model, "FOLDER")\n```'
         return
-    fetch = f"hf download {facts.repo} --local-dir FOLDER\n" if facts.repo else ""
-    yield f"```bash\n{fetch}asyncrl evaluate FOLDER\nasyncrl train --policy FOLDER\n```"
+    yield "```bash\nasyncrl evaluate FOLDER\nasyncrl train --policy FOLDER\n```"
     if facts.unpublished:
         yield f"Other stacks cannot build {facts.unpublished}."
     elif facts.missing:
@@ -257,10 +254,10 @@ def _loading(facts: CardFacts) -> Iterator[str]:
             "published folder that training began with: copy them, or convert again with `--original FOLDER`."
         )
     else:
-        name, where = facts.model_class, facts.repo or "FOLDER"
+        name = facts.model_class
         key = f" (`unnorm_key` is `{facts.policy.norm_key}`)" if facts.policy.norm_key else ""
         yield f"With other stacks, which run the code that came with the original{key}:"
         yield (
             f"```python\nfrom transformers import {name}\n\n"
-            f'model = {name}.from_pretrained("{where}", trust_remote_code=True)\n```'
+            f'model = {name}.from_pretrained("FOLDER", trust_remote_code=True)\n```'
         )
