@@ -11,7 +11,6 @@ import socket
 import stat
 import tempfile
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -165,7 +164,6 @@ def bind_router(
     context: zmq.Context[zmq.Socket[bytes]],
     endpoint: str,
     security: ServerKeys | None = None,
-    prepare: Callable[[zmq.Socket[bytes]], object] = lambda socket: None,
 ) -> zmq.Socket[bytes]:
     """Bind a server's socket. Sending to a vanished peer raises; a returning peer keeps its name.
 
@@ -179,7 +177,6 @@ def bind_router(
     router.setsockopt(zmq.RCVHWM, BULK_HWM)
     router.setsockopt(zmq.SNDHWM, CONTROL_HWM)
     router.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-    prepare(router)
     try:
         bind(router, endpoint, security)
     except BaseException:

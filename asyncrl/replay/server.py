@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, fields
 from typing import Final
 
@@ -72,19 +72,15 @@ def serve_replay(
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        with admitting(context, security), ExitStack() as guards:
-            guard = list[ConnectionGuard]()
-
-            def watch(socket: zmq.Socket[bytes]) -> None:
-                guard.append(guards.enter_context(closing(ConnectionGuard(socket))))
-
-            socket = bind_router(context, endpoint, security, watch)
+        with (
+            admitting(context, security),
+            closing(ConnectionGuard(socket := bind_router(context, endpoint, security))) as guard,
+        ):
             if ready is not None:
                 ready()
             replay.lifecycle.write_in_background()
             replay.batches.read_in_background()
-            keyed = security is not None
-            server = ReplayServer(replay, socket, settings, identity, *guard, keyed=keyed)
+            server = ReplayServer(replay, socket, settings, identity, guard, keyed=security is not None)
             server.run(stop_event or threading.Event())
     finally:
         context.destroy(linger=LINGER_MS)

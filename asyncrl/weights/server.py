@@ -147,7 +147,8 @@ class WeightServer:
         try:
             self.endpoint = f"ipc://{path}"
             self._opened.enter_context(admitting(self._context, settings.security))
-            self._socket = bind_router(self._context, self.endpoint, settings.security, prepare=self._watch)
+            self._socket = bind_router(self._context, self.endpoint, settings.security)
+            self._guard = self._opened.enter_context(closing(ConnectionGuard(self._socket)))
             self.pull_endpoint = self.endpoint  # For receivers elsewhere.
             if settings.listen:
                 bind(self._socket, settings.listen, settings.security)
@@ -164,9 +165,6 @@ class WeightServer:
             "bytes": self._on_bytes,
             **dict.fromkeys(("ready", "took", "broken", "refuse", "leave"), self._on_answer),
         }
-
-    def _watch(self, socket: zmq.Socket[bytes]) -> None:
-        self._guard = self._opened.enter_context(closing(ConnectionGuard(socket)))
 
     # --- the learner's thread ---
 

@@ -37,22 +37,20 @@ def test_of_too_many_connections_the_oldest_silent_one_goes_and_those_that_speak
     process_status.publish_as(tmp_path, "learner-0")  # Its counts begin at 0.
     caplog.set_level(logging.WARNING)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    guards: list[ConnectionGuard] = []
-    server = bind_router(
-        context, "tcp://127.0.0.1:0", prepare=lambda x: guards.append(ConnectionGuard(x, connections=20))
-    )
+    server = bind_router(context, "tcp://127.0.0.1:0")
+    guard = ConnectionGuard(server, connections=20)
     endpoint = server.getsockopt(zmq.LAST_ENDPOINT).decode().rstrip("\0")
     honest = connect_dealer(context, endpoint, b"honest")
     honest.send(b"0")
     name, _ = server.recv_multipart(copy=False)
-    guards[0].note(name)
+    guard.note(name)
     host, _, port = endpoint.removeprefix("tcp://").partition(":")
     with ExitStack() as stack:
         silent = [
             stack.enter_context(socket.create_connection((host, int(port)), timeout=PATIENCE))
             for _ in range(60)
         ]
-        wait_for(lambda: guards[0].disconnected == 41)
+        wait_for(lambda: guard.disconnected == 41)
         for peer in silent[:41]:
             while peer.recv(100):  # libzmq's greeting, then the end.
                 pass
@@ -63,5 +61,5 @@ def test_of_too_many_connections_the_oldest_silent_one_goes_and_those_that_speak
         assert server.recv_multipart() == [b"late", b"2"]
     assert waits.wait_metrics()[m.DISCONNECTED] >= 41
     assert "ulimit -n" in caplog.text
-    guards[0].close()
+    guard.close()
     context.destroy(0)
