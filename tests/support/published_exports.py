@@ -19,7 +19,7 @@ from asyncrl.rewards.files import PUBLISHED
 from asyncrl.rewards.libero_tasks import SUITES
 from asyncrl.rewards.resnet import ResNetReward
 from asyncrl.storage.tensor_files import SHARD_BYTES
-from asyncrl.storage.weight_files import Spec, write_pth, write_tensors
+from asyncrl.storage.weight_files import Spec, write_tensors
 from asyncrl.worlds.wan.files import (
     HEAD_DIM,
     IMAGE_SIZE,
