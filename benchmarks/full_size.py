@@ -34,7 +34,7 @@ from asyncrl.rewards.libero_tasks import SUITES
 from asyncrl.rewards.resnet import RewardConfig, RewardNetwork
 from asyncrl.storage.atomic import write_json
 from asyncrl.storage.untrusted import INDEX
-from asyncrl.storage.weight_files import Spec, write_file, write_pth, write_tensors
+from asyncrl.storage.weight_files import Spec, write_file, write_tensors
 from asyncrl.worlds.wan.files import HEAD_DIM, IMAGE_SIZE, WAN_TRANSFORMER, WAN_VAE, vae_name
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig, transformer_name
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae
@@ -176,10 +176,10 @@ def write_world(folder: Path, scale: Scale) -> None:
     write_tensors(folder / WAN_TRANSFORMER, {n: world_value(n, s, torch.bfloat16) for n, s in names.items()})
     known = published_names("wan_vae", vae_name)
     names = {known[n]: t.shape for n, t in vae.state_dict().items()}
-    write_pth(folder / WAN_VAE, {n: world_value(n, s, torch.float32) for n, s in names.items()})
+    torch.save({n: world_value(n, s, torch.float32) for n, s in names.items()}, folder / WAN_VAE)
     scores = {n: world_value(n, t.shape, t.dtype) for n, t in reward.state_dict().items()}
     scores[list(scores)[-1]] -= 5.0  # No frame is a success, so that every imagined episode has full length.
-    write_pth(folder / PUBLISHED[False], scores)
+    torch.save(scores, folder / PUBLISHED[False])
     write_dataset(folder / "dataset", SUITES["libero_spatial"])
 
 

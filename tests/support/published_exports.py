@@ -31,6 +31,7 @@ from asyncrl.worlds.wan.transformer import transformer_name
 from asyncrl.worlds.wan.vae import VaeConfig
 from asyncrl.worlds.wan.world import WanWorld
 from support import ROOT
+from support.pth import write_pth
 
 
 def section_of(config: OpenVLAOFTConfig) -> dict[str, object]:
