@@ -307,7 +307,7 @@ def _pip(words: list[str]) -> str:
 
 
 def _hub(words: list[str]) -> str:
-    assert words[0] == "download"
+    assert words[0] in ("download", "upload")
     assert re.fullmatch(r"[\w.-]+/[\w.-]+", words[1]), f"{words[1]} is no OWNER/NAME"
-    assert "--local-dir" in words
+    assert words[0] == "upload" or "--local-dir" in words
     return "hf"
