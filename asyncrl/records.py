@@ -47,9 +47,9 @@ class ActionSpec:
     """Size of a policy's decision, the same for its world."""
 
     chunk: int = CHUNK
-    """``C``: steps per decision."""
+    """``C``."""
     dim: int = ACTION_DIM
-    """``A``: numbers per step."""
+    """``A``."""
 
 
 @dataclass(frozen=True, kw_only=True)

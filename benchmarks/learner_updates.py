@@ -207,7 +207,7 @@ def passes_alone(update: Update, batch: Batch) -> None:
     estimates = update.recipe.estimate(batch, None, update.ranks)
     rows = torch.nonzero((estimates.advantages != 0).flatten(1).any(dim=1)).flatten()
     rows = rows[longest_first(update.forward.prompt_lengths(batch.tasks)[rows])]
-    update.stepper.clear_gradient()
+    update.optimizer.zero_grad()
     parts = update.forward.split(len(rows))
     with summed_gradient(update.policy) as pass_is_last:
         for number, part in enumerate(parts, start=1):
@@ -224,7 +224,7 @@ def parts(update: Update, groups: Sequence[Sequence[Episode]], settings: Setting
         (update_module, "kl_after_step", "KL to the policy before"),
         (update.forward, "evaluate", "forward passes"),
         (torch.Tensor, "backward", "backward passes"),
-        (update.stepper, "clear_gradient", "clearing the gradient"),
+        (update.optimizer, "zero_grad", "clearing the gradient"),
         (update.stepper, "step", "clipping and stepping"),
     )
     found: dict[str, list[float]] = {}

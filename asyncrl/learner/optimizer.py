@@ -88,10 +88,6 @@ class ClippedOptimizer:
         self.policy_learns = version >= self.critic_warmup
         self._steps = []
 
-    def clear_gradient(self) -> None:
-        """Begin a minibatch."""
-        self.optimizer.zero_grad(set_to_none=True)
-
     def step(self) -> None:
         """Clip the gradient and step; skip one that is not finite."""
         if not self.policy_learns:  # A gradient that passed the policy on the way to the critic.

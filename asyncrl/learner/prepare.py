@@ -66,11 +66,6 @@ class PreparedBatch:
         device = self.first_logprob.device
         return self.first_logprob[moved(rows, device)], moved(self.evaluated[rows], device)[:, None, None]
 
-    def end_epoch(self) -> None:
-        """Make the log-probs of the first epoch those of the policy before the update."""
-        if self.old_logprob is None:
-            self.old_logprob = self.first_logprob
-
     def value_mask(self, batch: Batch) -> Tensor:
         """Mark values of valid decisions or steps: ``[D, K]`` bool; ``[D, 1]`` without a critic."""
         steps_DC = batch.mask.any(dim=2)

@@ -127,14 +127,15 @@ class Update:
                     prompt_lengths=lengths,
                 )
                 self.decisions += minibatch.decisions
-                self.stepper.clear_gradient()
+                self.optimizer.zero_grad()
                 metrics_of_passes = self._add_gradient(
                     batch, prepared, minibatch, read_kl=read_kl and number == steps
                 )
                 for metrics_of_pass in metrics_of_passes:
                     metrics.fold(metrics_of_pass)
                 self.stepper.step()
-            prepared.end_epoch()
+            if prepared.old_logprob is None:
+                prepared.old_logprob = prepared.first_logprob
         metrics.fold(advantage_metrics(batch, prepared, self.device))
         if not read_kl:
             metrics.fold(kl_after_step(batch, prepared, self.forward))

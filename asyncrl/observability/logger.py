@@ -205,7 +205,7 @@ def write_curves(folder: Path, points: Mapping[int, Readings], command: str = ""
 # --- the logger ---
 
 
-class MetricsLogger:
+class MetricsLogger(contextlib.AbstractContextManager["MetricsLogger"]):
     """Writes the numbers of a run. Opened by the learner only.
 
     A row is in its file when `write` returns, unless the disk needs longer than ROW_SECONDS.
@@ -293,10 +293,6 @@ class MetricsLogger:
         until = time.monotonic() + CLOSE_SECONDS
         self._rows.close(CLOSE_SECONDS)
         self._curves.close(max(0.1, until - time.monotonic()))
-
-    def __enter__(self) -> MetricsLogger:
-        """Close at the end of a `with` block."""
-        return self
 
     def __exit__(self, *error: object) -> None:
         """Close."""

@@ -15,7 +15,7 @@ import socketserver
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Final
@@ -115,7 +115,7 @@ def name_of(metric: str) -> str:
     return "asyncrl_" + re.sub(r"[^a-zA-Z0-9_]", "_", metric)
 
 
-class Monitor:
+class Monitor(AbstractContextManager["Monitor"]):
     """Answers for one run, and collects its numbers for prometheus_client."""
 
     def __init__(
@@ -151,10 +151,6 @@ class Monitor:
             self._server.shutdown()
             self._thread.join()
         self._server.server_close()
-
-    def __enter__(self) -> Monitor:
-        """Close at the end of a `with` block."""
-        return self
 
     def __exit__(self, *error: object) -> None:
         """Close."""

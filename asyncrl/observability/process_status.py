@@ -178,16 +178,6 @@ def _publish() -> None:
         _own_file.write(_now.what, _now.began, _now.extended)
 
 
-@contextmanager
-def timed(index: int) -> Iterator[None]:
-    """Add the seconds of the block to the total `index` of this process."""
-    began = time.monotonic()
-    try:
-        yield
-    finally:
-        count(index, time.monotonic() - began)
-
-
 def count(index: int, amount: float) -> None:
     """Add to the total `index` of this process."""
     if _own_file is None:

@@ -60,7 +60,7 @@ def check_installed(names: Sequence[str]) -> None:
         )
 
 
-class Trackers:
+class Trackers(contextlib.AbstractContextManager["Trackers"]):
     """The trackers of one run, as a context manager that receives rows by `note`."""
 
     def __init__(
@@ -99,10 +99,6 @@ class Trackers:
         with waits.waiting(waits.TRACKERS, self._seconds):
             for tracker in trackers:
                 tracker.close(max(0.1, until - time.monotonic()))
-
-    def __enter__(self) -> Trackers:
-        """Close at the end of a `with` block."""
-        return self
 
     def __exit__(self, *error: object) -> None:
         """Close."""

@@ -6,6 +6,7 @@ memory, which outlives the process that added.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -163,11 +164,12 @@ def waiting(wait: Wait, allowed: float = 0.0, about: str = "") -> Iterator[None]
         allowed: Its deadline in seconds; GRACE later it counts as a hang. 0: none.
         about: Suffix of its name, as ``": version 3"``.
     """
-    with (
-        process_status.activity(wait.name + about, allowed + GRACE if allowed else 0.0),
-        process_status.timed(wait.total),
-    ):
-        yield
+    began = time.monotonic()
+    with process_status.activity(wait.name + about, allowed + GRACE if allowed else 0.0):
+        try:
+            yield
+        finally:
+            process_status.count(wait.total, time.monotonic() - began)
 
 
 def count(event: Count, amount: float = 1.0) -> None:

@@ -34,7 +34,7 @@ def steps(scales: list[float], *, fused: bool, sharded: bool = False) -> tuple[d
     found: list[Any] = []
     for scale in scales:
         stepper.set_version(0)
-        stepper.clear_gradient()
+        stepper.optimizer.zero_grad()
         for parameter in policy.trainable_parameters().values():
             parameter.grad = torch.full_like(parameter, scale)
         stepper.step()
@@ -86,7 +86,7 @@ def test_within_one_update_the_largest_good_norm_is_told_and_the_fault_counts_on
     for scales in ([GOOD, math.nan, 3 * GOOD, math.nan], [math.nan, GOOD], []):
         stepper.set_version(0)
         for scale in scales:
-            stepper.clear_gradient()
+            stepper.optimizer.zero_grad()
             for parameter in parameters:
                 parameter.grad = torch.full_like(parameter, scale)
             stepper.step()
