@@ -223,7 +223,7 @@ def test_a_file_that_runs_code_is_refused_and_runs_nothing(tmp_path: Path) -> No
             return (Path.touch, (tmp_path / "ran",))
 
     torch.save({"net.0.0.weight": Harmful()}, tmp_path / "reward.pth")
-    with pytest.raises(CheckpointError, match="more than tensors and numbers"):
+    with pytest.raises(CheckpointError, match="was not read"):
         open_reward(tmp_path)
     assert not (tmp_path / "ran").exists()
 
