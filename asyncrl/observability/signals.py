@@ -151,38 +151,3 @@ def raise_limit() -> int:
 def exhausted(error: BaseException) -> bool:
     """Return True if an error means that this process, or the system, has no free file descriptor."""
     return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
-
-
-class Reserve:
-    """Spare file descriptors that are closed for a moment to make room. Any thread may use it."""
-
-    def __init__(self, number: int = 8) -> None:
-        """Open `number` descriptors, or as many as possible."""
-        self._number, self._lock = number, threading.Lock()
-        self._held: list[int] = []
-        self._fill()
-
-    @contextmanager
-    def lent(self) -> Iterator[None]:
-        """Free the descriptors for others within the block."""
-        with self._lock:
-            self._release()
-            try:
-                yield
-            finally:
-                self._fill()
-
-    def close(self) -> None:
-        """Free them for good."""
-        with self._lock:
-            self._number = 0
-            self._release()
-
-    def _release(self) -> None:
-        while self._held:
-            os.close(self._held.pop())
-
-    def _fill(self) -> None:
-        with contextlib.suppress(OSError):
-            while len(self._held) < self._number:
-                self._held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))

@@ -21,7 +21,7 @@ from asyncrl.replay.group_file import GroupFile, read_group_file
 from asyncrl.replay.replay import Replay
 from asyncrl.replay.store import EpisodeStore
 from support import child_environment
-from support.descriptors import all_taken, no_descriptors
+from support.descriptors import no_descriptors
 from support.replay import Clock, fill, make_limiter
 from support.replay_server import acquire, push_group, until
 from support.replay_store import group_of, open_store
@@ -100,17 +100,6 @@ def test_groups_wait_for_descriptors_and_none_is_lost(tmp_path: Path) -> None:
     assert "the learner gets no batch" in lines[2]
     assert [len(group) for group in replay.sample(2, 0, "request") or ()] == [2, 2]
     assert not (tmp_path / "quarantine").exists()
-
-
-def test_processes_can_be_listed_while_others_hold_everything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(process_status, "_own_file", None)
-    process_status.publish_as(tmp_path, "learner-0")
-    with all_taken():
-        assert [each.role for each in process_status.read(tmp_path) if each.alive] == ["learner-0"]
-    with no_descriptors():
-        assert [each.role for each in process_status.read(tmp_path) if each.alive] == ["learner-0"]
 
 
 def test_the_soft_limit_is_raised_to_the_hard_one() -> None:
