@@ -14,16 +14,16 @@ from asyncrl.launch.console import successes
 from asyncrl.observability import process_status
 from asyncrl.observability.logger import cut_rows_after
 from asyncrl.storage.run_folder import check_folder
-from support.folder_damage import DAMAGES, READ, contents, copy_run, make_neighbour, write
+from support.folder_damage import DAMAGES, GROUP, contents, copy_run, make_neighbour, write
 from support.tiny_models import write_models
 
 GOES_ON = (
-    f"pipe: {READ[-1]}",
+    f"pipe: {GROUP}",
     "pipe: metrics.jsonl.tmp",
     "folder: replay/group-00000006.h5.tmp",
     "folder: checkpoints/update_000004.tmp",
     "folder: config.json.tmp",
-    f"8 TB: {READ[-1]}",
+    f"8 TB: {GROUP}",
     "link out: config.json.tmp",
     "link to a folder outside: checkpoints/update_000004.tmp",
     "metrics.jsonl: not UTF-8",
