@@ -59,14 +59,11 @@ def test_wilson_intervals_are_the_published_ones(
     assert (rate.low, rate.high) == pytest.approx((low, high), abs=5e-5)
 
 
-def test_no_episodes_say_nothing() -> None:
+def test_a_rate_prints_with_its_interval_and_no_episodes_say_nothing() -> None:
+    assert str(SuccessRate.of(8, 10)) == " 80.0%  [49.0%, 94.3%]  8/10"
     rate = SuccessRate.of(0, 0)
     assert math.isnan(rate.rate)
     assert (rate.low, rate.high) == (0.0, 1.0)
-
-
-def test_a_rate_prints_with_its_interval() -> None:
-    assert str(SuccessRate.of(8, 10)) == " 80.0%  [49.0%, 94.3%]  8/10"
 
 
 def test_evaluations_own_their_seeds() -> None:

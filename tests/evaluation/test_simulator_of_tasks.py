@@ -12,9 +12,6 @@ from asyncrl.simulators.tabletop.scene import TASKS
 def test_tasks_of_a_suite_lead_to_it(suite: str) -> None:
     assert simulator_of_tasks(SUITES[suite]) == suite
     assert simulator_of_tasks([SUITES[suite][3].capitalize() + "."]) == suite, "however they are written"
-
-
-def test_tasks_of_the_table_lead_to_it() -> None:
     assert simulator_of_tasks(TASKS[2:4]) == "tabletop"
 
 
@@ -30,9 +27,6 @@ def test_a_simulator_that_lacks_a_task_is_refused_with_the_one_that_has_them() -
         refuse_foreign_tasks(TASKS, SUITES["libero_goal"], "libero_goal", "Name one.")
     assert "no task of --simulator libero_goal" in str(error.value)
     assert str(error.value).endswith("Use --simulator tabletop.")
-
-
-def test_where_no_simulator_has_the_tasks_the_remedy_is_said() -> None:
     with pytest.raises(ConfigError, match=r"'fold the towel', which is no task .* Name one\.$"):
         refuse_foreign_tasks(["fold the towel"], TASKS, "tabletop", "Name one.")
 

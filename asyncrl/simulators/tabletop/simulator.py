@@ -43,7 +43,7 @@ _PATIENCE = 18
 """Steps after which reaching or carrying ends in any case."""
 
 
-class _Phase(Enum):
+class _TablePhase(Enum):
     REACH = auto()
     GRASP = auto()
     CARRY = auto()
@@ -60,7 +60,7 @@ class TableExpert:
 
     def __init__(self, table: Table, settings: Demonstrator, rng: np.random.Generator) -> None:
         self._table, self._flaws = table, Flaws(settings, rng)
-        self._enter(_Phase.REACH)
+        self._enter(_TablePhase.REACH)
 
     def act(self) -> NDArray[np.float32]:
         """Choose the next action ``[7]`` float32 in [-1, 1]; the gripper is exactly -1 or 1."""
@@ -70,44 +70,44 @@ class TableExpert:
         action[:3] = GAIN * (self._target() - self._table.tool_position) / TRANSLATION
         action[3:6] = GAIN * self._turn() / ROTATION
         action[:6] += self._flaws.noise()
-        action[6] = CLOSE if self._phase in (_Phase.GRASP, _Phase.CARRY) else OPEN
+        action[6] = CLOSE if self._phase in (_TablePhase.GRASP, _TablePhase.CARRY) else OPEN
         return np.clip(action, -1.0, 1.0).astype(np.float32)
 
-    def _enter(self, phase: _Phase) -> None:
+    def _enter(self, phase: _TablePhase) -> None:
         self._phase, self._steps = phase, 0
 
     def _change_phase(self) -> None:
         table = self._table
-        if self._phase is _Phase.REACH:
+        if self._phase is _TablePhase.REACH:
             error = table.tool_position - self._grasp_point()
             if (np.hypot(*error[:2]) < 0.012 and abs(error[2]) < 0.012) or self._steps >= _PATIENCE:
-                self._enter(_Phase.GRASP)
-        elif self._phase is _Phase.GRASP and self._steps >= _CLOSING_STEPS:
-            self._enter(_Phase.CARRY)
-        elif self._phase is _Phase.CARRY:
+                self._enter(_TablePhase.GRASP)
+        elif self._phase is _TablePhase.GRASP and self._steps >= _CLOSING_STEPS:
+            self._enter(_TablePhase.CARRY)
+        elif self._phase is _TablePhase.CARRY:
             if self._flaws.retry and not self._holds():
-                self._enter(_Phase.REACH)
+                self._enter(_TablePhase.REACH)
             else:
                 above = self._cargo() - self._put_point()
                 if (np.hypot(*above[:2]) < 0.018 and above[2] < 0.008) or self._steps >= _PATIENCE:
-                    self._enter(_Phase.RELEASE)
+                    self._enter(_TablePhase.RELEASE)
                     self._held_at = table.tool_position
-        elif self._phase is _Phase.RELEASE and self._steps >= _RELEASE_STEPS:
-            self._enter(_Phase.WITHDRAW)
+        elif self._phase is _TablePhase.RELEASE and self._steps >= _RELEASE_STEPS:
+            self._enter(_TablePhase.WITHDRAW)
 
     def _target(self) -> NDArray[np.float64]:
         """Compute the tool's target ``[3]``. Far from the goal it keeps its height; near it, it sinks."""
         table = self._table
-        if self._phase is _Phase.REACH:
+        if self._phase is _TablePhase.REACH:
             return _funnel(table.tool_position, self._grasp_point(), HOVER, slope=2.5)
-        if self._phase is _Phase.GRASP:
+        if self._phase is _TablePhase.GRASP:
             return self._grasp_point()
-        if self._phase is _Phase.CARRY:
+        if self._phase is _TablePhase.CARRY:
             cargo = self._cargo()
             way = _funnel(cargo, self._put_point(), LIFT, slope=2.0) - cargo
             way[:2] *= _share_sideways(cargo, self._put_point())
             return table.tool_position + way
-        if self._phase is _Phase.WITHDRAW:
+        if self._phase is _TablePhase.WITHDRAW:
             return np.array([*self._held_at[:2], 0.13])
         return self._held_at
 
@@ -115,7 +115,7 @@ class TableExpert:
         """Compute the rotation ``[3]`` that sets the hand upright and, before the grasp, along the cube."""
         table = self._table
         yaw = table.cube_yaw(table.cube)
-        if self._phase is not _Phase.REACH:
+        if self._phase is not _TablePhase.REACH:
             axes = table.tool_rotation
             yaw = float(np.arctan2(axes[1, 0], axes[0, 0]))
         wanted = rotation_matrix(np.array([0.0, 0.0, yaw])) @ _DOWN
