@@ -121,18 +121,14 @@ def test_statistics_can_be_taken_anew(folders, tmp_path) -> None:
     assert config.norm_stats[config.norm_key].q01 == pytest.approx(low.tolist())
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--lora.rank", "4"], "--lora.rank is about fine-tuning, but --refine names no policy"),
-        (["--precision", "bf16"], "--precision is about fine-tuning"),
-    ],
-)
-def test_flags_of_fine_tuning_need_a_policy(folders, tmp_path, capsys, flags, said) -> None:
+@pytest.mark.parametrize("kind", ["policy", "world"])
+def test_flags_of_fine_tuning_need_weights(folders, tmp_path, capsys, kind) -> None:
+    flags = ["--data", str(folders / "data"), "--out", str(tmp_path / "out"), "--lora.rank", "4"]
     with pytest.raises(SystemExit) as end:
-        cli.run("fit", ["policy", "--data", str(folders / "data"), "--out", str(tmp_path / "out"), *flags])
+        cli.run("fit", [kind, *flags])
     assert end.value.code == 2
-    assert said in " ".join(capsys.readouterr().err.split())
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"--lora.rank is about fine-tuning, but --refine names no {kind}" in said
 
 
 def test_a_batch_that_cannot_be_shared_out_is_refused() -> None:

@@ -339,8 +339,6 @@ def assert_refused(capsys, arguments: list[str], said: str) -> None:
         (["--batch", "4", "--micro-batch", "3"], "--batch is 4 for 1 ranks and --micro-batch 3"),
         (["--version", "2"], "--version is 2, but --refine .* has the published layout"),
         (["--lora.targets", "language"], "a world has no language model"),
-        (["--size", "small"], "--size small is about fresh weights"),
-        (["--camera", "x.json"], "--camera x.json is about fresh weights"),
     ],
 )
 def test_what_cannot_work_is_refused(
@@ -353,11 +351,6 @@ def test_a_folder_that_holds_something_is_refused(folders: Path, tmp_path: Path,
     (tmp_path / "note.txt").write_text("mine")
     assert_refused(capsys, flags(folders, tmp_path), "--out .* is there already")
     assert (tmp_path / "note.txt").read_text() == "mine"
-
-
-def test_flags_of_fine_tuning_need_a_world(folders: Path, tmp_path: Path, capsys) -> None:
-    arguments = ["world", "--data", str(folders / "data"), "--out", str(tmp_path / "out"), "--lora.rank", "4"]
-    assert_refused(capsys, arguments, "--lora.rank is about fine-tuning, but --refine names no world")
 
 
 def test_other_kinds_say_what_they_can(folders: Path, tmp_path: Path, capsys) -> None:

@@ -127,6 +127,8 @@ def test_pictures_that_are_not_square_are_refused() -> None:
         (FitPolicy, {"size": "small"}),
         (FitWorld, {"size": "small"}),
         (FitWorld, {"vae_size": "small"}),
+        (FitWorld, {"kind": "evac"}),
+        (FitWorld, {"camera": "x"}),
     ],
 )
 def test_what_is_about_fresh_weights_is_refused_with_others(kind: type, changes: dict[str, str]) -> None:

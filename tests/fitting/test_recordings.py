@@ -116,6 +116,7 @@ def test_pictures_that_another_program_packed_are_read_too(tmp_path: Path) -> No
         ("actions", "20 frames, but 19 actions"),
         ("tasks", "1 tasks, but 3 offsets"),
         ("chunk", "is not a recording"),
+        ("nan", "its actions are not all finite"),
     ],
 )
 def test_a_damaged_recording_is_named(tmp_path: Path, damage: str, said: str) -> None:
@@ -124,6 +125,8 @@ def test_a_damaged_recording_is_named(tmp_path: Path, damage: str, said: str) ->
     with h5py.File(path, "a") as file:
         if damage == "offsets":
             file["offsets"][1] = 30
+        elif damage == "nan":
+            file["actions"][3, 1] = np.nan
         elif damage == "chunk":
             file["frames"].id.write_direct_chunk((0, 0, 0, 0), b"no zlib stream")
         else:

@@ -67,17 +67,6 @@ def test_one_file_of_any_name_is_a_recording_too_which_is_read_as_it_is(
         load_recordings([tmp_path / "monday.h5"], DataSetSettings(image_size=64))
 
 
-def test_actions_that_are_no_numbers_are_refused(
-    tmp_path: Path, write_recording: Callable[..., None]
-) -> None:
-    path = tmp_path / "monday.h5"
-    write_recording(path, [own_episode(0)])
-    with h5py.File(path, "a") as file:
-        file["actions"][3, 1] = np.nan
-    with pytest.raises(ConfigError, match="its actions are not all finite"):
-        load_recordings([path])
-
-
 def test_the_page_names_every_array_that_a_recording_must_have(
     tmp_path: Path, write_recording: Callable[..., None]
 ) -> None:

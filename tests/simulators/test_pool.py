@@ -59,6 +59,7 @@ def test_an_answer_holds_what_was_asked_for() -> None:
         pool.reset(1, random_start(pool.spec, 6))
         first = take(pool, 1)[1]
         assert (first.task, first.steps, first.frames.shape) == ("put a on b", 0, (1, 2, 2, 2, 3))
+        assert first.poses.shape == (1, 0), "it shows none"
         pool.step(1, actions(8))
         last = take(pool, 1)[1]
         assert (last.steps, last.success.tolist()) == (6, [False] * 5 + [True]), "it ends with success"
@@ -177,21 +178,17 @@ def test_requests_that_do_not_fit_are_refused() -> None:
         pool.ready(1)
 
 
+@pytest.mark.multiprocess
 def test_a_pool_that_cannot_work_is_refused() -> None:
     with pytest.raises(ConfigError, match="tabletop"):
         SimulatorPool(source(name="table"), workers=0)
     with pytest.raises(ConfigError, match="at least 1 place"):
         SimulatorPool(source(0), workers=1)
-    with pytest.raises(ConfigError, match="unexpected keyword"):
-        SimulatorPool(source(1, "colour=red"), workers=0)
+    for workers in (0, 2):
+        with pytest.raises(ConfigError, match="unexpected keyword"):
+            SimulatorPool(source(1, "colour=red"), workers)
     with pytest.raises(ConfigError, match="made a SimStart, which is no simulator"):
         SimulatorPool(source(name="support.simulated:no_simulator"), workers=0)
-
-
-@pytest.mark.multiprocess
-def test_a_worker_that_cannot_be_built_says_so_at_once() -> None:
-    with pytest.raises(ConfigError, match="unexpected keyword"):
-        SimulatorPool(source(1, "colour=red"), workers=2)
 
 
 @pytest.mark.multiprocess
@@ -250,12 +247,6 @@ def test_poses_belong_to_their_frames_in_every_kind_of_pool() -> None:
             assert len(episode.poses) == len(episode.actions)
             episode.drop_frames()
             assert episode.poses.shape == (1, 8)
-
-
-def test_a_simulator_without_poses_gives_answers_without() -> None:
-    with SimulatorPool(source(), 0) as pool:
-        pool.reset(0, random_start(pool.spec, 3))
-        assert take(pool, 1)[0].poses.shape == (1, 0)
 
 
 def test_a_simulator_whose_spec_promises_poses_must_show_them(monkeypatch: pytest.MonkeyPatch) -> None:

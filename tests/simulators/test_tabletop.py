@@ -236,14 +236,11 @@ def test_a_missing_opengl_library_is_an_error_that_says_what_to_install(monkeypa
         require_backend()
 
 
-def test_an_impossible_picture_size_is_refused():
-    with pytest.raises(ConfigError, match="image_size is 8"):
-        Tabletop(image_size=8, render=False)
-
-
-def test_its_starts_are_seeds():
+def test_an_impossible_picture_size_and_stored_starts_are_refused():
     with pytest.raises(ConfigError, match="is a stored start"):
         Tabletop(render=False).reset([0], [SimStart(name="tabletop/0/003", task="", task_id=0, trial=3)])
+    with pytest.raises(ConfigError, match="image_size is 8"):
+        Tabletop(image_size=8, render=False)
 
 
 def test_a_library_that_loads_but_is_not_egl_is_not_usable(monkeypatch):

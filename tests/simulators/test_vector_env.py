@@ -168,24 +168,16 @@ def test_environments_in_processes_are_the_same(mode: str, my_lab: Path) -> None
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_was_seen_last_is_the_end_of_the_episode_not_the_next_ones_beginning(mode: str) -> None:
+def test_an_ended_place_shows_its_end_and_plays_nothing_until_it_is_reset(mode: str) -> None:
     made = simulator(mode)
     made.reset([0, 1], [start(7), start(9)])
     ended = steps(made, [0, 1], action(stop=1), action())
     assert ended.terminated.tolist() == [True, False]
     assert shown(ended.seen) == [(7, 1), (9, 1)]
-    steps(made, [1], action())
-    assert shown(made.look([0, 1])) == [(7, 1), (9, 2)]
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_an_ended_place_plays_nothing_until_it_is_reset(mode: str) -> None:
-    made = simulator(mode)
-    made.reset([0, 1], [start(7), start(9)])
-    steps(made, [0, 1], action(stop=1), action())
     with pytest.raises(ValueError, match=r"places \[0\] have no episode"):
         steps(made, [0, 1], action(), action())
     steps(made, [1], action())
+    assert shown(made.look([0, 1])) == [(7, 1), (9, 2)]
     assert shown(made.reset([0], [start(3)])) == [(3, 0)]
     assert shown(steps(made, [0, 1], action(), action()).seen) == [(3, 1), (9, 3)]
 
@@ -266,13 +258,8 @@ def test_actions_are_clipped_and_ragged_ones_refused() -> None:
     for wrong in (np.zeros((1, 2), np.float32), np.full((1, 3), np.nan, np.float32)):
         with pytest.raises(ValueError, match=r"actions must be finite \[1, 3\]"):
             made.step([0], wrong, draw=True)
-
-
-def test_pictures_that_nobody_wants_are_not_returned() -> None:
-    made = simulator(places=1)
-    made.reset([0], [start(1)])
     assert made.step([0], np.zeros((1, 3), np.float32), draw=False).seen is None
-    assert shown(made.look([0])) == [(1, 1)]
+    assert shown(made.look([0])) == [(1, 2)]
 
 
 def test_a_registered_environment_says_its_own_name_and_length() -> None:
