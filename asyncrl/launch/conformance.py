@@ -1,7 +1,6 @@
-"""Tries a part on small inputs and refuses what breaks its protocol, in one sentence; worlds elsewhere.
+"""Checks of parts other than worlds on small inputs, for `asyncrl check`; the first fault is a ConfigError.
 
-`asyncrl check` runs everything here on a class of the user's. A run tries such a class once, before its first
-episode: `try_policy` where the policy is loaded, `try_environment` in every actor.
+A run tries a class of the user's once: `try_policy` where it is loaded, `try_environment` in every actor.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from torch import Tensor
 from asyncrl.episode_layout import SAMPLE_DTYPES, sample_specs
 from asyncrl.errors import ConfigError
 from asyncrl.launch.world_conformance import SEEDS, Reporter, Trial
-from asyncrl.learner.batches import Batch, build_batch
+from asyncrl.learner.batches import Batch
 from asyncrl.learner.interface import OldPolicy, describe_tensor
 from asyncrl.learner.losses import log_ratio, valid_units
 from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.learner.recipe import Recipe
 from asyncrl.policies.interface import ActResult, HasCritic, Policy, SamplingParams
-from asyncrl.records import POSE_DIM, ActionSpec, Episode, StartState
+from asyncrl.records import POSE_DIM, ActionSpec, StartState
 from asyncrl.rewards.interface import RewardModel
 from asyncrl.simulators.interface import (
     Seen,
@@ -43,11 +42,7 @@ LOGPROB_TOLERANCE: Final = 0.05
 
 
 def check_simulator(simulator: Simulator) -> Iterator[str]:
-    """Check all that `evaluate` and `collect` need of a simulator; yields a line for everything that holds.
-
-    Raises:
-        ConfigError: Something does not.
-    """
+    """Check all that `evaluate` and `collect` need of a simulator; yields a line for everything that holds."""
     require, spec = Reporter("simulator", simulator).require, simulator.spec
     require(isinstance(spec, SimulatorSpec), "spec", type(spec).__name__, "a SimulatorSpec")
     require(spec.max_steps >= 1, "spec.max_steps", spec.max_steps, "at least 1")
@@ -124,11 +119,7 @@ def _check_seen(simulator: Simulator, method: str, seen: Seen) -> None:
 
 
 def check_recipe(recipe: Recipe) -> Iterator[str]:
-    """Check the parts of a recipe on a stale batch of two groups of four episodes.
-
-    Raises:
-        ConfigError: Something has another type, shape or dtype than in `learner.interface`.
-    """
+    """Check the parts of a recipe on a stale batch of two groups of four episodes."""
     batch, level = _stale_batch(), recipe.algorithm.level
     rng = torch.Generator().manual_seed(1)
     old_logprob = batch.logprob_behaviour + 0.1 * torch.randn(batch.mask.shape, generator=rng)
@@ -155,40 +146,30 @@ def check_recipe(recipe: Recipe) -> Iterator[str]:
 
 
 def _stale_batch() -> Batch:
-    rng = np.random.default_rng(0)
-
-    def episode(group: int, member: int) -> Episode:
-        solved = (group + member) % 3 == 0
-        rewards = np.zeros((3, 8), np.float32)
-        rewards[-1, 4] = float(solved)
-        frames = rng.integers(0, 256, (3, 4, 4, 3), np.uint8)
-        return Episode(
-            episode_id=f"{group:016x}{member:016x}",
-            group_id=f"{group:08d}",
-            member=member,
-            group_size=4,
-            actor="actor-0",
-            task="lift the red block",
-            start_state=f"start-{group}",
-            world_version=0,
-            seed=member,
-            temperature=1.0,
-            top_k=0,
-            end_reason="success" if solved else "truncated",
-            frames=frames,
-            sample={"tokens": rng.integers(0, 256, (3, 8, 7)).astype(np.int32)},
-            logprobs=rng.uniform(-6, -0.5, (3, 8, 7)).astype(np.float32),
-            values=np.full(3, np.nan, np.float32),
-            actions=rng.uniform(-1, 1, (3, 8, 7)).astype(np.float32),
-            rewards=rewards,
-            success_scores=rewards,
-            policy_versions=np.array([0, 1, 1]),
-            noise_seeds=np.arange(3),
-            final_frame=frames[-1],
-            video=frames[:0],
-        )
-
-    return build_batch([[episode(group, member) for member in range(4)] for group in range(2)], version=2)
+    """Two groups of four episodes of three decisions, of which three episodes succeed."""
+    rng, solved = np.random.default_rng(0), torch.arange(8) % 3 == 0
+    frames, rewards = np.zeros((24, 4, 4, 3), np.uint8), torch.zeros(24, 8)
+    mask = torch.ones(24, 8, 7, dtype=torch.bool)
+    rewards[2::3, 4] = solved.float()
+    mask[2::3, 5:] = ~solved[:, None, None]
+    return Batch(
+        frames=frames,
+        tasks=("lift the red block",) * 24,
+        sample={"tokens": torch.zeros(24, 8, 7, dtype=torch.int64)},
+        logprob_behaviour=torch.from_numpy(rng.uniform(-6, -0.5, (24, 8, 7)).astype(np.float32)),
+        mask=mask,
+        rewards=rewards,
+        lag=torch.tensor([2, 1, 1]).repeat(8),
+        episode=torch.arange(8).repeat_interleave(3),
+        decision_index=torch.arange(3).repeat(8),
+        returns=solved.float(),
+        lengths=torch.where(solved, 21, 24),
+        terminated=solved,
+        final_frames=frames[:8],
+        group_size=4,
+        temperature=1.0,
+        top_k=0,
+    )
 
 
 def try_policy(policy: Policy, starts: Sequence[StartState]) -> None:
@@ -200,11 +181,7 @@ def try_policy(policy: Policy, starts: Sequence[StartState]) -> None:
 
 
 def check_policy(policy: Policy, image_size: int) -> Iterator[str]:
-    """Check all that a run needs of a policy; yields a line for everything that holds.
-
-    Raises:
-        ConfigError: Something does not.
-    """
+    """Check all that a run needs of a policy; yields a line for everything that holds."""
     require, expected = Reporter("policy", policy).require, f"at most {LOGPROB_TOLERANCE}"
     frames = np.random.default_rng(0).integers(0, 256, (2, image_size, image_size, 3), np.uint8)
     tasks = ["pick up the red block", "open the drawer"]
@@ -311,11 +288,7 @@ def try_environment(world: World[Any], reward: RewardModel, starts: Sequence[Sta
 
 
 def check_reward(reward: RewardModel, tasks: Sequence[str], image_size: int) -> Iterator[str]:
-    """Check all that a run needs of a reward model; yields a line for everything that holds.
-
-    Raises:
-        ConfigError: Something does not.
-    """
+    """Check all that a run needs of a reward model; yields a line for everything that holds."""
     require, size, modules = (
         Reporter("reward", reward).require,
         reward.image_size or image_size,

@@ -29,8 +29,6 @@ SEEDS: Final = (11, 22)
 LEVELS: Final = 1
 """Grey levels by which frames may differ if the batch has other rows. Of float32 weights, the
 largest difference; of shorter ones, whose rounding shows in single pixels, the mean one."""
-CHANGE: Final = 1.0
-"""Change of an action's numbers whose effect is looked for: half of their range."""
 ROUNDED_FRAMES: Final = 0.5
 """Frames by which the first action may seem to act later than the last where weights are shorter than
 float32: any change then rounds differently in every frame, which can hide the effect of a small action."""
@@ -42,14 +40,10 @@ class Reporter:
     def __init__(self, kind: str, part: object) -> None:
         self.name = f"{FLAGS[kind]} names {type(part).__module__}:{type(part).__qualname__}"
 
-    def refused(self, method: str, came: str, expected: str) -> ConfigError:
-        """Return the error to raise."""
-        return ConfigError(f"{self.name}, whose {method} is {came}, expected {expected}.")
-
     def require(self, fits: bool, method: str, came: object, expected: str) -> None:
         """Raise unless it fits."""
         if not fits:
-            raise self.refused(method, f"{came!s:.200}", expected)
+            raise ConfigError(f"{self.name}, whose {method} is {came!s:.200}, expected {expected}.")
 
     def tensor(self, method: str, found: Any, dtype: str, shape: Sequence[int | str]) -> Tensor:
         """Return a tensor of this dtype and shape such as ``[2, L]`` (letters: any size); else raise."""
@@ -59,8 +53,7 @@ class Reporter:
             and len(found.shape) == len(shape)
             and all(isinstance(a, str) or a == b for a, b in zip(shape, found.shape, strict=True))
         )
-        if not fits:
-            raise self.refused(method, describe_tensor(found), f"{dtype}[{', '.join(map(str, shape))}]")
+        self.require(fits, method, describe_tensor(found), f"{dtype}[{', '.join(map(str, shape))}]")
         return found
 
 
@@ -146,10 +139,10 @@ class Trial:
 
 
 def check_world(world: World[Any], starts: Sequence[StartState]) -> Iterator[str]:
-    """Make all checks; yields a line for everything that holds.
+    """Make all checks of a world; yields a line for everything that holds.
 
     Raises:
-        ConfigError: The first thing that does not hold, in a sentence.
+        ConfigError: The first fault, in a sentence.
     """
     trial = Trial(world, starts)
     frames, _ = trial.first
@@ -160,7 +153,7 @@ def check_world(world: World[Any], starts: Sequence[StartState]) -> Iterator[str
     yield f"modules: {named or 'none'}"
 
 
-def _same_seed_same_bits(trial: Trial) -> str:
+def _seeds(trial: Trial) -> str:
     again, _ = trial.imagine(trial.opened)
     trial.same(trial.first[0], again, "imagine", "another film from the same state")
     trial.second  # noqa: B018  # The state after a decision is none the worse for another one from it.
@@ -191,26 +184,22 @@ def _siblings(trial: Trial) -> str:
 
 
 def _actions(trial: Trial) -> str:
-    """Change one action per row, and look in which frames of the decision it shows."""
+    """Change one action per row, by half of its range, and measure the change of each frame."""
     steps = trial.world.action_spec.chunk
     changed = trial.actions(1).repeat(steps + 1, 1, 1)
     every = torch.arange(steps, device=changed.device)
-    changed[every, every] -= CHANGE * changed[every, every].sign()
+    changed[every, every] -= changed[every, every].sign()
     frames, _ = trial.imagine(trial.start(trial.two[:1] * (steps + 1)), changed, SEEDS[:1] * (steps + 1))
-    gap = (
-        (frames[:-1].int() - frames[-1:].int()).abs().float().flatten(2).mean(dim=2).cpu()
-    )  # [action, frame]
+    differences = (frames[:-1].int() - frames[-1:].int()).abs().float()
+    gap = differences.flatten(2).mean(dim=2).cpu()  # [action, frame]
     for step in (0, steps - 1):
         moved = bool(gap[step].max() > 0)
         trial.report.require(moved, "imagine", f"blind to action {step}", "frames that follow from it")
     centre = (gap * torch.arange(steps)).sum(dim=1) / gap.sum(dim=1).clamp(min=1e-9)
     early, late = float(centre[0]), float(centre[-1])
-    trial.report.require(
-        steps == 1 or early < late + ROUNDED_FRAMES * trial.rounds,
-        "imagine",
-        f"changed by the first action at frame {early:.1f} and by the last at frame {late:.1f}, in the mean",
-        "action i to make frame i",
-    )
+    came = f"changed by the first action at frame {early:.1f} and by the last at frame {late:.1f}, in the mean"
+    ordered = steps == 1 or early < late + ROUNDED_FRAMES * trial.rounds
+    trial.report.require(ordered, "imagine", came, "action i to make frame i")
     return f"what the first action changes lies at frame {early:.1f} in the mean, the last at {late:.1f}"
 
 
@@ -234,23 +223,16 @@ def _ages(trial: Trial) -> str:
     return "episodes of different age share a batch"
 
 
-def _moved(trial: Trial) -> str:
-    frames, _ = trial.imagine(trial.first[1].to("cpu").to(trial.world.device))
-    trial.same(frames, trial.second[0], "to", "another episode after a state was in host memory and back")
-    return "a state may go to host memory and back"
-
-
 def _parked(trial: Trial) -> str:
-    world, expected = trial.world, trial.second[0]
-    holds = [world] if isinstance(world, HoldsAddresses) else []
-    parked = OffloadedTensors(
-        trial.weights, lambda: [], {world.device}, on_offload=lambda: [one.weights_moved() for one in holds]
-    )
+    world = trial.world
+    moved = world.weights_moved if isinstance(world, HoldsAddresses) else lambda: None
+    parked = OffloadedTensors(trial.weights, lambda: [], {world.device}, on_offload=moved)
     parked.offload()
     nbytes = parked.bytes
     parked.restore()
     frames, _ = trial.imagine(trial.first[1])
-    trial.same(frames, expected, "modules", "drawing something else after its weights were parked and back")
+    said = "drawing something else after its weights were parked and back"
+    trial.same(frames, trial.second[0], "modules", said)
     return f"{nbytes / 2**20:.1f} MiB of weights may be parked and come back"
 
 
@@ -266,9 +248,8 @@ def _room(trial: Trial) -> str:
     except AsyncRLError:
         return "a decision more than was announced is refused"
     except (IndexError, RuntimeError, ValueError, AssertionError) as error:
-        raise trial.report.refused(
-            "imagine", _named(error), "a ConfigError for a decision without room"
-        ) from error
+        trial.report.require(False, "imagine", _named(error), "a ConfigError for a decision without room")
+        raise
     said = "in a decision more than was announced, without an error"
     trial.alike(frames, decide_twice(2), "imagine", said)
     return "any number of decisions may follow"
@@ -298,9 +279,8 @@ def _shapes(trial: Trial) -> str:
     many = (*SEEDS, 33)
     _refused(trial, lambda: world.imagine(trial.opened, trial.actions(2), many), "imagine", ("2", "3"))
     first = trial.two[0]
-    small = type(first)(
-        **{**vars(first), "frame": first.frame[1:], "context_frames": first.context_frames[:0]}
-    )
+    changed = {"frame": first.frame[1:], "context_frames": first.context_frames[:0]}
+    small = type(first)(**{**vars(first), **changed})
     wanted = (str(list(small.frame.shape)), str(world.image_size))
     _refused(trial, lambda: world.start([small], decisions=DECISIONS), "start", wanted)
     return "what has another shape is refused, and both shapes are named"
@@ -308,16 +288,15 @@ def _shapes(trial: Trial) -> str:
 
 def _refused(trial: Trial, action: Callable[[], object], method: str, names: tuple[str, ...]) -> None:
     """Check that `action` raises an error that has all of `names` in it."""
-    expected, came, fits = f"an error that names {' and '.join(names)}", "content with a wrong shape", False
+    came, fits = "content with a wrong shape", False
     try:
         with torch.inference_mode():
             action()
-    except (AsyncRLError, ValueError) as error:
-        said = str(error).replace("(", "[").replace(")", "]")
-        fits, came = all(name in said for name in names), _named(error)
-    except (IndexError, RuntimeError, TypeError, AssertionError) as error:
+    except (AsyncRLError, IndexError, RuntimeError, TypeError, ValueError, AssertionError) as error:
+        text = str(error).replace("(", "[").replace(")", "]")
+        fits = isinstance(error, AsyncRLError | ValueError) and all(name in text for name in names)
         came = _named(error)
-    trial.report.require(fits, method, came, expected)
+    trial.report.require(fits, method, came, f"an error that names {' and '.join(names)}")
 
 
 def _named(error: Exception) -> str:
@@ -326,17 +305,16 @@ def _named(error: Exception) -> str:
 
 CHECKS: Final[Mapping[str, Callable[[Trial], str]]] = MappingProxyType(
     {
-        "seeds": _same_seed_same_bits,
+        "seeds": _seeds,
         "neighbours": _neighbours,
         "siblings": _siblings,
         "actions": _actions,
         "put back": _put_back,
         "ages": _ages,
-        "moved": _moved,
         "parked": _parked,
         "room": _room,
         "not finite": _not_finite,
         "shapes": _shapes,
     }
 )
-"""Each checks one property: raises `ConfigError` if the world does not have it, else returns a line."""
+"""Each checks one property of a world: raises `ConfigError` or returns a line."""
