@@ -42,7 +42,7 @@ LOGPROB_TOLERANCE: Final = 0.05
 
 
 def check_simulator(simulator: Simulator) -> Iterator[str]:
-    """Check all that `evaluate` and `collect` need of a simulator; yields a line for everything that holds."""
+    """Check what `evaluate` and `collect` need of a simulator; yields a line for everything that holds."""
     require, spec = Reporter("simulator", simulator).require, simulator.spec
     require(isinstance(spec, SimulatorSpec), "spec", type(spec).__name__, "a SimulatorSpec")
     require(spec.max_steps >= 1, "spec.max_steps", spec.max_steps, "at least 1")
@@ -221,7 +221,7 @@ def _decide(
         sample_specs((name, array.dtype, ("N", *array.shape[1:])) for name, array in arrays.items())
     except ValueError as error:
         expected = f"names of arrays of {', '.join(SAMPLE_DTYPES)}"
-        raise report.refused("sample_arrays", f"not usable ({error})", expected) from error
+        report.require(False, "sample_arrays", f"not usable ({error})", expected)
     acted = policy.act(policy.preprocess(frames, tasks), SAMPLING, seeds)
     report.require(isinstance(acted, ActResult), "act", type(acted).__name__, "an ActResult")
     shape = (rows, spec.chunk, spec.dim)

@@ -197,7 +197,9 @@ def _actions(trial: Trial) -> str:
         trial.report.require(moved, "imagine", f"blind to action {step}", "frames that follow from it")
     centre = (gap * torch.arange(steps)).sum(dim=1) / gap.sum(dim=1).clamp(min=1e-9)
     early, late = float(centre[0]), float(centre[-1])
-    came = f"changed by the first action at frame {early:.1f} and by the last at frame {late:.1f}, in the mean"
+    came = (
+        f"changed by the first action at frame {early:.1f} and by the last at frame {late:.1f}, in the mean"
+    )
     ordered = steps == 1 or early < late + ROUNDED_FRAMES * trial.rounds
     trial.report.require(ordered, "imagine", came, "action i to make frame i")
     return f"what the first action changes lies at frame {early:.1f} in the mean, the last at {late:.1f}"

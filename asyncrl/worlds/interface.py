@@ -40,10 +40,6 @@ class WorldState(Protocol):
         """Write row k of `other` over row ``indices[k]`` of this state, in place, and return this state."""
         ...
 
-    def to(self: State, device: torch.device | str) -> State:
-        """Return this state on `device`."""
-        ...
-
 
 class World(Protocol[State]):
     """Imagines what the robot's actions lead to, one decision (C actions, C frames) at a time."""

@@ -178,15 +178,6 @@ class Lossy(Canvas):
         return replace(picked, pixels=(picked.pixels * 1024).round() / 1024)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Halved(Canvas):
-    """Is in half precision on the host."""
-
-    def to(self, device: torch.device | str) -> Self:
-        moved = super().to(device)
-        return replace(moved, pixels=moved.pixels.to(torch.bfloat16).float())
-
-
 class OneAge(SoundWorld):
     """Thinks that all slots are as old as the oldest."""
 
@@ -294,7 +285,6 @@ BROKEN: Mapping[str, tuple[Callable[[], SoundWorld], str, str]] = {
     "rounds what is saved": (with_state(Lossy), "put back", "another episode once it is put back"),
     "does not write all of a row": (with_state(Unwritten), "ages", "beside an older episode"),
     "has one age for all": (OneAge, "ages", "beside an older episode"),
-    "rounds on the way": (with_state(Halved), "moved", "after a state was in host memory and back"),
     "forgets weights that move": (Stale, "parked", "after its weights were parked and back"),
     "repeats itself without room": (Endless, "room", "more than was announced, without an error"),
     "runs over its memory": (Overrun, "room", "IndexError (index 9 is out of bounds"),
