@@ -19,7 +19,7 @@ from asyncrl.doctor.gpus import devices_of, hosts_of
 from asyncrl.doctor.host import GIB, placement_of
 from asyncrl.errors import AsyncRLError, CheckpointError, ConfigError
 from asyncrl.launch.build import load_models
-from asyncrl.launch.environment import EnvironmentFiles, with_world_defaults
+from asyncrl.launch.environment import WorldFiles, with_world_defaults
 from asyncrl.launch.named_models import named_world
 from asyncrl.launch.simulated import SimulatorFiles
 from asyncrl.launch.world_conformance import CHECKS, check_world
@@ -74,7 +74,7 @@ def check_models(examination: Examination) -> Finding:
     except AsyncRLError as error:
         return broken("models", one_line(error))
     examination.config = config
-    examination.starts = environment.starts if isinstance(environment, EnvironmentFiles) else ()
+    examination.starts = environment.starts
     examination.sizes = sizes = measure(config, policy, environment, slot_of(config))
     return ok(
         "models",
@@ -96,7 +96,7 @@ def slot_of(config: TrainConfig) -> SlotBytes:
 
 
 def measure(
-    config: TrainConfig, policy: Any, environment: EnvironmentFiles | SimulatorFiles, slot: SlotBytes
+    config: TrainConfig, policy: Any, environment: WorldFiles | SimulatorFiles, slot: SlotBytes
 ) -> Sizes:
     """Add up the bytes of the models of a run.
 

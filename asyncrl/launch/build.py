@@ -27,13 +27,7 @@ from asyncrl.devices.offload import NO_OFFLOAD, HoldsAddresses, IdleOffload, Off
 from asyncrl.evaluation.evaluate import simulator_of_tasks
 from asyncrl.launch.conformance import try_policy
 from asyncrl.launch.endpoints import client_keys
-from asyncrl.launch.environment import (
-    EnvironmentFiles,
-    check_compilable,
-    check_environment,
-    tasks_of,
-    tensors_of,
-)
+from asyncrl.launch.environment import WorldFiles, check_compilable, check_environment, tensors_of
 from asyncrl.launch.job import Hosts, Job, RunInfo, open_store
 from asyncrl.launch.named_models import (
     as_module,
@@ -94,9 +88,7 @@ class LearnerStart:
     """Shapes of the run's decisions; None if unknown."""
 
 
-def load_models(
-    config: TrainConfig, device: torch.device
-) -> tuple[Policy, EnvironmentFiles | SimulatorFiles]:
+def load_models(config: TrainConfig, device: torch.device) -> tuple[Policy, WorldFiles | SimulatorFiles]:
     """Load the policy of a run to `device`, and check that all its models are there and fit each other.
 
     Raises:
@@ -109,7 +101,7 @@ def load_models(
     environment = check_environment(config)
     policy = build_learning_policy(config, device)
     environment.check_policy(policy)
-    if names_code(config.policy) and isinstance(environment, EnvironmentFiles):
+    if names_code(config.policy) and environment.starts:
         try_policy(policy, environment.starts)
     if config.evaluate_every:
         from asyncrl.launch import evaluator  # It needs simulators, which are not imported without cause.
@@ -119,7 +111,7 @@ def load_models(
 
 
 def start_run(
-    config: TrainConfig, policy: Policy, files: EnvironmentFiles | SimulatorFiles, again: Path | None = None
+    config: TrainConfig, policy: Policy, files: WorldFiles | SimulatorFiles, again: Path | None = None
 ) -> LearnerStart:
     """Make or find the run's folder; `again` is that of an earlier start of the same job."""
     if again is not None and checkpoint.latest(again) is not None:
@@ -137,8 +129,8 @@ def start_run(
         assert folder is not None  # The run folder was found by its checkpoints.
         version, ledger = int(folder.name.rpartition("_")[2]), checkpoint.verify(folder)
     simulator = config.evaluation.simulator or simulator_named(config.world)
-    if not simulator and isinstance(files, EnvironmentFiles):
-        simulator = simulator_of_tasks(set(tasks_of(files)))
+    if not simulator:
+        simulator = simulator_of_tasks(set(files.tasks))
     episodes = files.episode_format(policy, config.actor.max_decisions)
     return LearnerStart(
         policy=policy,

@@ -1,7 +1,6 @@
 """An actor's side of a run: world, reward model and start states, or a simulator; and the actor itself.
 
-Actors load them. The learner only checks them: names and shapes come from the headers of the files, so that
-13 GB of world are not read by a process that never imagines.
+The learner only checks them, by the headers of the files: it never reads 13 GB of world.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -52,21 +51,16 @@ from asyncrl.worlds.interface import BringsDefaults, CompilesWorld, NeedsPose, W
 from asyncrl.worlds.start_states import StartStateStream, check_keyframes, check_pose, load_start_states
 
 
-@dataclass(frozen=True, kw_only=True)
-class Environment:
+class Environment(NamedTuple):
     """World model, reward model and start states, loaded."""
 
     world: World[Any]
     reward: RewardModel
     starts: list[StartState]
 
-    def check_policy(self, policy: Policy) -> None:
-        """Let the policy read every instruction, so that one it cannot read fails at the start."""
-        check_tasks(policy, self.starts)
-
 
 @dataclass(frozen=True, kw_only=True)
-class EnvironmentFiles:
+class WorldFiles:
     """World model, reward model and start states, checked and not loaded."""
 
     starts: list[StartState]
@@ -97,10 +91,15 @@ class EnvironmentFiles:
         check_tasks(policy, self.starts)
 
     @property
+    def tasks(self) -> tuple[str, ...]:
+        """All instructions of the start states, sorted."""
+        return tasks_of(self.starts)
+
+    @property
     def summary(self) -> str:
         """A line for the doctor's report."""
         size = self.image_size
-        return f"{len(self.starts)} start states with {len(tasks_of(self))} tasks, {size} x {size} pixels"
+        return f"{len(self.starts)} start states with {len(self.tasks)} tasks, {size} x {size} pixels"
 
     def episode_format(self, policy: Policy, max_decisions: int) -> EpisodeFormat:
         """Return the shapes and names that all episodes of the run share."""
@@ -117,22 +116,17 @@ class EnvironmentFiles:
         )
 
 
-def tasks_of(environment: Environment | EnvironmentFiles) -> list[str]:
-    """Return all instructions of the start states, sorted."""
-    return sorted({state.task for state in environment.starts})
+def tasks_of(starts: Iterable[StartState]) -> tuple[str, ...]:
+    """Return all instructions of start states, sorted."""
+    return tuple(sorted({state.task for state in starts}))
 
 
-def check_environment(config: TrainConfig) -> EnvironmentFiles | SimulatorFiles:
+def check_environment(config: TrainConfig) -> WorldFiles | SimulatorFiles:
     """Check what --world names: a simulator, or a world model."""
     return check_simulator(config) if simulator_named(config.world) else check_world_model(config)
 
 
-def build_environment(config: TrainConfig, device: torch.device) -> Environment | SimulatorFiles:
-    """Load a world model; a simulator's workers are started by `build_backend`."""
-    return check_simulator(config) if simulator_named(config.world) else build_world_model(config, device)
-
-
-def check_world_model(config: TrainConfig) -> EnvironmentFiles:
+def check_world_model(config: TrainConfig) -> WorldFiles:
     """Check that world, reward model and start states exist and fit each other; loads no weights."""
     refuse_simulator_settings(config)
     world, reward = _named(config)
@@ -142,13 +136,13 @@ def check_world_model(config: TrainConfig) -> EnvironmentFiles:
     if isinstance(world.kind, NeedsPose) and world.kind.needs_pose:
         for state in starts:
             check_pose(state)
-    judge = reward.kind.check(reward.folder, sorted({state.task for state in starts}), **reward.settings)
+    judge = reward.kind.check(reward.folder, list(tasks_of(starts)), **reward.settings)
     if judge.image_size not in (0, summary.image_size):
         raise CheckpointError(
             f"The world in {world.folder} draws {summary.image_size}-pixel frames, but its reward model "
             f"looks at {judge.image_size}. Fit it again: asyncrl fit reward --world {world.folder}."
         )
-    return EnvironmentFiles(
+    return WorldFiles(
         starts=starts,
         image_size=summary.image_size,
         nbytes=summary.nbytes + judge.nbytes,
@@ -158,17 +152,12 @@ def check_world_model(config: TrainConfig) -> EnvironmentFiles:
 
 
 def build_world_model(config: TrainConfig, device: torch.device) -> Environment:
-    """Load world, reward and start states, after checking that they fit each other.
-
-    Raises:
-        CheckpointError: A file is missing, cannot be read, or does not fit the others.
-        ConfigError: A class or a setting cannot work.
-    """
+    """Load world, reward and start states, after checking that they fit each other."""
     files = check_world_model(config)
     world, reward = _named(config)
     environment = Environment(
         world=world.kind.load(world.folder, device, config.imagination, **world.settings),
-        reward=reward.kind.load(reward.folder, device, tasks_of(files), **reward.settings),
+        reward=reward.kind.load(reward.folder, device, list(files.tasks), **reward.settings),
         starts=files.starts,
     )
     if names_code(config.world) or names_code(config.reward):
@@ -177,12 +166,7 @@ def build_world_model(config: TrainConfig, device: torch.device) -> Environment:
 
 
 def with_world_defaults(config: TrainConfig) -> tuple[TrainConfig, WorldDefaults]:
-    """Put the world's defaults in place of what the user left open; returns them too.
-
-    Raises:
-        CheckpointError: There is no world under that name.
-        ConfigError: There is no such class.
-    """
+    """Put the world's defaults in place of what the user left open; returns them too."""
     said, imagination = WorldDefaults(source="defaults"), config.imagination
     if simulator_named(config.world):
         said = simulator_defaults(config)
@@ -192,8 +176,7 @@ def with_world_defaults(config: TrainConfig) -> tuple[TrainConfig, WorldDefaults
             said = world.kind.defaults(world.folder, imagination, **world.settings)
             if imagination.context == "auto":
                 imagination = replace(imagination, context=said.context)
-    decisions = config.actor.max_decisions or said.max_decisions
-    actor = replace(config.actor, max_decisions=decisions)
+    actor = replace(config.actor, max_decisions=config.actor.max_decisions or said.max_decisions)
     return replace(config, imagination=imagination, actor=actor), said
 
 
@@ -220,13 +203,22 @@ def _starts(config: TrainConfig, size: int) -> list[StartState]:
 # ---- the actor -----------------------------------------------------------------------------------
 
 
-def build_backend(
-    config: TrainConfig, policy: Policy, environment: Environment | SimulatorFiles
-) -> Imagination[Any] | SimulatorBackend:
-    """Join the policy with its world or simulator; close it when the actor is done."""
-    if isinstance(environment, SimulatorFiles):
-        return environment.play(config, policy)
-    return build_imagination(config, policy, environment)
+def open_backend(
+    config: TrainConfig, policy: Policy, device: torch.device
+) -> tuple[Imagination[Any] | SimulatorBackend, StartStateStream | TrainingStarts]:
+    """Join the policy with its world on `device`, or start its simulators; close it when the actor is done.
+
+    Returns:
+        The backend, and where its episodes begin.
+    """
+    if simulator_named(config.world):
+        files = check_simulator(config)
+        files.check_policy(policy)
+        return files.play(config, policy), TrainingStarts(files.spec, config.seed, config.simulator.starts)
+    environment = build_world_model(config, device)
+    check_tasks(policy, environment.starts)
+    starts = StartStateStream(environment.starts, config.seed, config.keyframe_share)
+    return build_imagination(config, policy, environment), starts
 
 
 def build_imagination(config: TrainConfig, policy: Policy, environment: Environment) -> Imagination[Any]:
@@ -234,7 +226,7 @@ def build_imagination(config: TrainConfig, policy: Policy, environment: Environm
     if config.imagination.compile:
         _compile(config, policy, environment)
     if config.imagination.fixed_shape and isinstance(policy, FixesPrompts):
-        policy.fix_prompts(tasks_of(environment))
+        policy.fix_prompts(tasks_of(environment.starts))
     return Imagination(
         policy,
         environment.world,
@@ -263,7 +255,7 @@ def _compile(config: TrainConfig, policy: Policy, environment: Environment) -> N
     assert isinstance(world, CompilesWorld)
     rows = rows_of_a_pass(config)
     process_status.describe("compiling the policy")
-    policy.compile_acting(rows, tasks_of(environment))
+    policy.compile_acting(rows, tasks_of(environment.starts))
     process_status.describe("compiling the world")
     world.compile(rows)
 
@@ -307,15 +299,11 @@ def build_actor(
     config: TrainConfig,
     name: str,
     backend: Imagination[Any] | SimulatorBackend,
-    environment: Environment | SimulatorFiles,
+    starts: StartStateStream | TrainingStarts,
     port: ActorPort,
     receiver: Receiver,
 ) -> Actor:
     """Join the parts of the actor `name`: in a process of its own, joined from another host, or inline."""
-    if isinstance(environment, SimulatorFiles):
-        starts = TrainingStarts(environment.spec, config.seed, config.simulator.starts)
-    else:
-        starts = StartStateStream(environment.starts, config.seed, config.keyframe_share)
     return Actor(
         name,
         backend,

@@ -43,13 +43,7 @@ from asyncrl.evaluation.evaluate import (
 )
 from asyncrl.evaluation.run_checkpoints import EvaluatedVersion, RunCheckpoints, is_due
 from asyncrl.launch.children import Supervisor
-from asyncrl.launch.environment import (
-    Environment,
-    EnvironmentFiles,
-    build_environment,
-    check_environment,
-    tasks_of,
-)
+from asyncrl.launch.environment import WorldFiles, build_world_model, check_environment
 from asyncrl.launch.named_models import load_policy_version
 from asyncrl.launch.own_device import make_current
 from asyncrl.launch.placement import pick_device
@@ -98,11 +92,11 @@ class EvaluationPlan:
 
 
 def plan(
-    config: TrainConfig, files: EnvironmentFiles | SimulatorFiles, policy: Policy | None = None
+    config: TrainConfig, files: WorldFiles | SimulatorFiles, policy: Policy | None = None
 ) -> EvaluationPlan:
     """Choose the simulator and the episodes; check that the policy, if there is one, can play them."""
     settings, own = config.evaluation, simulator_named(config.world)
-    tasks = [] if isinstance(files, SimulatorFiles) else tasks_of(files)
+    tasks = files.tasks
     name = settings.simulator or own or simulator_of_tasks(tasks)
     if not name:
         example = f", as {tasks[0]!r}" if tasks else ""
@@ -192,8 +186,7 @@ class VersionPlayer:
         if simulator_named(config.world):
             judged = [unjudged(episode) for episode in episodes]
         else:
-            environment = build_environment(config, self._device)
-            assert isinstance(environment, Environment)
+            environment = build_world_model(config, self._device)
             judged = judge(
                 episodes,
                 environment.world,

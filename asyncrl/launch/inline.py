@@ -12,12 +12,7 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch import console
 from asyncrl.launch.build import build_learner, learner_group, load_models, start_run
-from asyncrl.launch.environment import (
-    build_actor,
-    build_backend,
-    build_environment,
-    with_world_defaults,
-)
+from asyncrl.launch.environment import build_actor, open_backend, with_world_defaults
 from asyncrl.launch.job import Job, read_job
 from asyncrl.launch.named_models import build_policy
 from asyncrl.launch.own_device import take_device, use_compiler_cache
@@ -43,8 +38,7 @@ def run_inline(asked: TrainConfig, stop: StopFlag) -> int:
     use_compiler_cache(asked, device)
     config, said = with_world_defaults(asked)
     policy, files = load_models(config, device)
-    environment = build_environment(config, device)
-    backend = build_backend(config, build_policy(config, device), environment)
+    backend, starts = open_backend(config, build_policy(config, device), device)
     start = start_run(config, policy, files)
     process_status.publish_as(start.run_dir, "inline")
     publisher, receiver = build_in_process(device)
@@ -52,7 +46,7 @@ def run_inline(asked: TrainConfig, stop: StopFlag) -> int:
     actor: Actor
     # Before the actor introduces itself: groups an earlier one left open are the resume's to give up.
     port = InProcessLearnerPort(replay, version=start.version, imagine=lambda: actor.step(0.0))
-    actor = build_actor(config, "inline", backend, environment, InProcessActorPort(replay), receiver)
+    actor = build_actor(config, "inline", backend, starts, InProcessActorPort(replay), receiver)
     with (
         logged_to(start.run_dir / "logs" / "inline.log"),
         console.opened_log(config, start) as log,

@@ -131,7 +131,7 @@ def _join(settings: JoinOptions, name: str, keys: ClientKeys | None) -> _Joined:
     """Load everything, up to the first weights."""
     import torch
 
-    from asyncrl.launch.environment import build_actor, build_backend, build_environment
+    from asyncrl.launch.environment import build_actor, open_backend
     from asyncrl.launch.named_models import build_policy
     from asyncrl.launch.own_device import take_device, use_compiler_cache
     from asyncrl.launch.placement import threads_of_actor
@@ -146,19 +146,17 @@ def _join(settings: JoinOptions, name: str, keys: ClientKeys | None) -> _Joined:
     torch.set_num_threads(settings.threads or threads_of_actor(1, len(os.sched_getaffinity(0))))
     use_compiler_cache(config, device)
     policy = build_policy(config, device)
-    environment = build_environment(config, device)
-    environment.check_policy(policy)
-    timeout, tensors = config.weights.timeout, policy.acting_tensors()
-    receiver = build_receiver(PULL, told.weights, name, tensors, "cpu", timeout, keys, told.identity)
     with ExitStack() as closing:
+        backend, starts = open_backend(config, policy, device)
+        closing.callback(backend.close)
+        timeout, tensors = config.weights.timeout, policy.acting_tensors()
+        receiver = build_receiver(PULL, told.weights, name, tensors, "cpu", timeout, keys, told.identity)
         closing.callback(receiver.close)
         version = receiver.wait_for_first(config.startup_timeout)
         print(f"{name}: joined {settings.endpoint} at version {version}, {device}", flush=True)
         window = WINDOW + config.actor.slots
         port = ZmqActorPort(settings.endpoint, name, window=window, security=keys, identity=told.identity)
-        backend = build_backend(config, policy, environment)
-        closing.callback(backend.close)
-        actor = build_actor(config, name, backend, environment, port, receiver)
+        actor = build_actor(config, name, backend, starts, port, receiver)
         closing.pop_all()  # It worked: who leaves closes them.
     return _Joined(actor, port, receiver)
 

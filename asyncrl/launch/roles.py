@@ -36,7 +36,7 @@ SHUTDOWN_TIMEOUT_EPISODES: Final = 5.0
 
 def actor_main(config_json: str, info_json: str, name: str) -> None:
     """Imagine until the learner ends the run."""
-    from asyncrl.launch.environment import build_actor, build_backend, build_environment
+    from asyncrl.launch.environment import build_actor, open_backend
     from asyncrl.launch.named_models import build_policy
     from asyncrl.launch.placement import parse_placement
     from asyncrl.replay.client import WINDOW, ZmqActorPort
@@ -48,8 +48,7 @@ def actor_main(config_json: str, info_json: str, name: str) -> None:
     placement = parse_placement(config.placement, job.size, joined=True)
     device, world_device = _use_devices(config, placement, job)
     policy = build_policy(config, device)
-    environment = build_environment(config, world_device)
-    backend = build_backend(config, policy, environment)
+    backend, starts = open_backend(config, policy, world_device)
     receiver = _receiver(config, info, job, placement, name, policy.acting_tensors(), device)
     try:
         port = ZmqActorPort(
@@ -59,7 +58,7 @@ def actor_main(config_json: str, info_json: str, name: str) -> None:
             security=endpoints.client_keys(info.keys, name),
             identity=info.identity,
         )
-        build_actor(config, name, backend, environment, port, receiver).run()
+        build_actor(config, name, backend, starts, port, receiver).run()
         with waits.waiting(waits.FAREWELL, SHUTDOWN_TIMEOUT_EPISODES):
             port.close(SHUTDOWN_TIMEOUT_EPISODES)
     finally:

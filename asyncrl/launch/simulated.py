@@ -22,6 +22,7 @@ from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.evaluation.evaluate import check_fits
 from asyncrl.launch.named_models import policy_chunk
 from asyncrl.policies.interface import Policy, SamplingParams, SaysInputs
+from asyncrl.records import StartState
 from asyncrl.replay.interface import ENDLESS, EpisodeFormat, SimulatorFormat
 from asyncrl.simulators.build import SimulatorSource
 from asyncrl.simulators.interface import SimStart, SimulatorSpec, random_start, stored_start
@@ -43,6 +44,9 @@ class SimulatorFiles:
     spec: SimulatorSpec
     nbytes: int = 0
     """Nothing of it is loaded to a device of the policy's."""
+    starts: tuple[StartState, ...] = ()
+    tasks: tuple[str, ...] = ()
+    """Instructions of `starts`: a simulator has its own."""
 
     @property
     def image_size(self) -> int:

@@ -12,7 +12,7 @@ from asyncrl.actors.imagination import Imagination
 from asyncrl.actors.slots import PendingEpisode, Slots, Stage
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import ActorSettings, ImaginationSettings
-from asyncrl.launch.environment import Environment, build_environment, build_imagination
+from asyncrl.launch.environment import Environment, build_imagination, build_world_model
 from asyncrl.launch.named_models import build_policy
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.replay.interface import GroupGrant
@@ -25,7 +25,7 @@ Episode = list[dict[str, np.ndarray]]
 
 @pytest.fixture(scope="module")
 def environment() -> Environment:
-    return build_environment(TrainConfig(), CPU)
+    return build_world_model(TrainConfig(), CPU)
 
 
 def models(environment: Environment, *, fixed_shape: bool) -> Imagination[Any]:

@@ -17,7 +17,7 @@ from asyncrl.doctor.checks import Sizes
 from asyncrl.doctor.gpus import rank_needs
 from asyncrl.doctor.host import placement_of
 from asyncrl.doctor.models import measure
-from asyncrl.launch.environment import EnvironmentFiles
+from asyncrl.launch.environment import WorldFiles
 from asyncrl.launch.named_models import add_adapters
 from asyncrl.launch.placement import parse_placement
 from asyncrl.policies.openvla.autoregressive import new_policy
@@ -47,9 +47,7 @@ def sizes_of(config: TrainConfig) -> Sizes:
             add_adapters(config, policy)
         nbytes, slot = next(count for kind, count in WORLDS.items() if kind in config.world.lower())(config)
     policy = policy.to(torch.bfloat16)
-    files = EnvironmentFiles(
-        starts=[], image_size=SIDE, nbytes=nbytes + REWARD, action_spec=policy.action_spec
-    )
+    files = WorldFiles(starts=[], image_size=SIDE, nbytes=nbytes + REWARD, action_spec=policy.action_spec)
     return measure(config, policy, files, slot)
 
 

@@ -18,7 +18,7 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import EvaluationSettings
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation import run_checkpoints
-from asyncrl.launch.environment import EnvironmentFiles
+from asyncrl.launch.environment import WorldFiles
 from asyncrl.launch.evaluator import EvaluatorProcess, VersionPlayer, plan
 from asyncrl.launch.named_models import settings_of_run
 from asyncrl.observability import metrics_training as m
@@ -116,8 +116,8 @@ def test_training_goes_on_without_an_evaluator_that_dies_again_and_again(models,
     assert left_over(tmp_path) == []
 
 
-def files_with(*tasks: str) -> EnvironmentFiles:
-    return EnvironmentFiles(
+def files_with(*tasks: str) -> WorldFiles:
+    return WorldFiles(
         starts=[replace(start_state(number, 64), task=task) for number, task in enumerate(tasks)],
         image_size=64,
         nbytes=0,

@@ -21,7 +21,7 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import ImaginationSettings
 from asyncrl.errors import AsyncRLError, CheckpointError
 from asyncrl.launch.console import world_line
-from asyncrl.launch.environment import build_environment, check_environment, with_world_defaults
+from asyncrl.launch.environment import build_world_model, check_environment, with_world_defaults
 from asyncrl.rewards.files import RewardConfig, open_reward
 from asyncrl.rewards.libero_tasks import SUITES, suite_of
 from asyncrl.rewards.resnet import ResNetReward, RewardNetwork, load_reward, save_reward
@@ -230,7 +230,7 @@ def test_published_files_have_the_published_names_and_types(published: Path) -> 
 
 
 def test_a_published_world_imagines(published: Path) -> None:
-    environment = build_environment(TrainConfig(world=str(published)), torch.device("cpu"))
+    environment = build_world_model(TrainConfig(world=str(published)), torch.device("cpu"))
     first = environment.starts[:1]  # A row takes ten seconds on a CPU: the autoencoder has its full size.
     frames, state = environment.world.imagine(environment.world.start(first), torch.zeros(1, 8, 7), [1])
     assert frames.shape == (1, 8, 256, 256, 3)
@@ -439,7 +439,7 @@ def test_one_path_gives_world_reward_and_start_states(published: Path) -> None:
 def test_the_suite_of_a_reward_model_follows_from_the_start_states(copy: Path, tmp_path: Path) -> None:
     (copy / "resnet_rm.pth").unlink()
     export_reward(copy, small_reward(SPATIAL))
-    dreams = build_environment(TrainConfig(world=str(copy)), torch.device("cpu"))
+    dreams = build_world_model(TrainConfig(world=str(copy)), torch.device("cpu"))
     assert dreams.reward.config.tasks == SPATIAL
     assert dreams.reward.task_ids([SPATIAL[3]]).tolist() == [3]
     others = tmp_path / "others"
