@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from asyncrl.config.run import TrainConfig
@@ -109,37 +108,6 @@ def check_placement(examination: Examination) -> Finding:
     if config.placement in WORDS and gpus > 1:
         seen += f" (torchrun --nproc-per-node {gpus} uses all {gpus} GPUs)"
     return ok("placement", seen)
-
-
-def check_compiler_cache(examination: Examination) -> Finding | None:
-    """Name the folder of compiled code and its size; None if nothing is compiled."""
-    from asyncrl.launch.own_device import INDUCTOR, chosen_folder, compiler_cache_folder, compiles
-
-    config = examination.config
-    if not compiles(config):
-        return None
-    own = chosen_folder()
-    try:
-        folder = Path(own) if own else compiler_cache_folder(pick_device(config.device))
-    except ConfigError:  # Reported by the check of the placement.
-        return None
-    held = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    found = f"{held / GIB:.2f} GiB" if held else "empty, so the first start compiles all"
-    chosen = f" ({INDUCTOR})" if own else ""
-    return ok("compile cache", f"{folder}{chosen}: {found}. It may be deleted between runs")
-
-
-def check_products(examination: Examination) -> Finding | None:
-    """Check that the GPUs of this host's ranks multiply matrices correctly; None without GPUs."""
-    from asyncrl.devices.tensors import check_matrix_products
-
-    placed = _placed_here(examination)
-    used = placed[1].values() if placed else ()
-    gpus = [device for device in dict.fromkeys(used) if device.type == "cuda"]
-    if not gpus:
-        return None
-    error = max(check_matrix_products(device) for device in gpus)
-    return ok("products", f"of matrices on {', '.join(map(str, gpus))}: at most {error:.1%} off, by rounding")
 
 
 def _placed_here(examination: Examination) -> tuple[Placement, dict[int, torch.device]] | None:

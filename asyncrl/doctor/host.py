@@ -1,15 +1,13 @@
-"""Check memory, limits, disk, sockets and keys of this host. No torch."""
+"""Check memory, limits, disk and network of this host. No torch."""
 
 from __future__ import annotations
 
-import fcntl
 import os
 import resource
 import shutil
 import statistics
 import tempfile
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -17,9 +15,8 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.doctor.checks import Examination, Finding, broken, ok, one_line, warning
 from asyncrl.errors import AssetError, ConfigError
 from asyncrl.launch import endpoints
+from asyncrl.launch.job import Job
 from asyncrl.launch.placement import Placement, parse_placement, ranks_named
-from asyncrl.messaging.keys import ALLOWED
-from asyncrl.messaging.sockets import ipc_endpoint, private_folder, why_taken
 from asyncrl.storage import run_folder
 from asyncrl.storage.run_folder import check_folder
 
@@ -43,8 +40,6 @@ NETWORK: Final = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "afs"}
 )
 """File systems on which a rename and a sync may not survive a crash; also all of fuse.*."""
-SOCKET_DEADLINE: Final = 2000
-"""Milliseconds for one message between two sockets of this process."""
 
 
 def check_opengl(_: Examination) -> Finding:
@@ -57,20 +52,15 @@ def check_opengl(_: Examination) -> Finding:
         return warning("OpenGL", one_line(error), "Training works without it; evaluate and collect do not.")
 
 
-def check_cores(_: Examination) -> Finding:
-    """Count the cores of this process."""
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _cgroup("cpu.max").split()
-    limit = f", limited to {int(quota[0]) / int(quota[1]):g}" if quota and quota[0] != "max" else ""
-    return ok("CPU cores", f"{count}{limit}")
-
-
 def check_memory(_: Examination) -> Finding:
-    """Check the total memory of this process."""
+    """Check cores and total memory of this process, within its container's limits."""
+    quota, limit = _cgroup("cpu.max").split(), _cgroup("memory.max")
+    cores = f"{len(os.sched_getaffinity(0))} cores"
+    if quota and quota[0] != "max":
+        cores += f", limited to {int(quota[0]) / int(quota[1]):g}"
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = _cgroup("memory.max")
     total = min(total, int(limit)) if limit.isdecimal() else total
-    seen = f"{total / GIB:.1f} GiB"
+    seen = f"{total / GIB:.1f} GiB, {cores}"
     if total < LOW_MEMORY:
         return warning("memory", f"{seen}.", f"A learner and an actor want {LOW_MEMORY // GIB} GiB.")
     return ok("memory", seen)
@@ -203,11 +193,7 @@ def check_disk_speed(examination: Examination) -> Finding:
 
 
 def seconds_per_update(config: TrainConfig, sizes: Sizes, speed: float, sync: float) -> float:
-    """Estimate the seconds to store the groups of one update.
-
-    Args:
-        speed: Bytes per second.
-    """
+    """Estimate the seconds to store the groups of one update at `speed` bytes per second."""
     decisions, spec = config.actor.max_decisions, sizes.action_spec
     pictures = decisions + 1.0
     if config.replay.keep_video_every:
@@ -227,13 +213,10 @@ def _seconds_to_write(path: Path, content: bytes) -> float:
     return time.perf_counter() - begin
 
 
-def check_file_system(examination: Examination) -> Finding | None:
-    """Warn of a network file system; None if the mounts are unknown."""
-    mounts = Path("/proc/mounts")
-    if not mounts.is_file():
-        return None
+def check_file_system(examination: Examination) -> Finding:
+    """Warn of a network file system."""
     folder = _disk_folder(examination.config)
-    kind = kind_of(folder.resolve(), mounts.read_text())
+    kind = kind_of(folder.resolve(), Path("/proc/mounts").read_text())
     if kind in NETWORK or kind.startswith("fuse"):
         return warning(
             "file system",
@@ -258,103 +241,22 @@ def kind_of(path: Path, mounts: str) -> str:
     return kind
 
 
-def check_locks(examination: Examination) -> Finding:
-    """Check that flock excludes a second holder: it protects the replay from two writers."""
-    advice = "Choose a local disk with --run-dir."
-    with _scratch(examination.config) as folder:
-        lock = Path(folder) / "lock"
-        with lock.open("w") as first, lock.open("r+") as second:
-            try:
-                fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                return broken("file locks", f"do not work here ({error.strerror}).", advice)
-            with suppress(BlockingIOError):
-                fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return broken("file locks", "do not keep a second writer out here.", advice)
-    return ok("file locks", "work")
-
-
-def check_sockets(_: Examination) -> Finding | None:
-    """Check that messages pass through loopback and unix sockets."""
-    try:
-        import zmq
-    except (ImportError, OSError):  # Reported by the check of pyzmq.
-        return None
-    with tempfile.TemporaryDirectory() as folder:
-        kinds = {"loopback": "tcp://127.0.0.1:*", "ipc": f"ipc://{folder}/doctor"}
-        for kind, endpoint in kinds.items():
-            try:
-                exchange(endpoint)
-            except (zmq.ZMQError, OSError) as error:
-                return broken("sockets", f"{kind} sockets do not work ({one_line(error)}).", "Allow them.")
-    return ok("sockets", " and ".join(kinds))
-
-
-def exchange(endpoint: str) -> None:
-    """Send one message through a new pair of sockets."""
-    import zmq
-
-    with zmq.Context() as context, context.socket(zmq.PAIR) as receiver, context.socket(zmq.PAIR) as sender:
-        for end in (receiver, sender):
-            end.setsockopt(zmq.LINGER, 0)
-            end.setsockopt(zmq.RCVTIMEO, SOCKET_DEADLINE)
-            end.setsockopt(zmq.SNDTIMEO, SOCKET_DEADLINE)
-        receiver.bind(endpoint)
-        sender.connect(receiver.getsockopt_string(zmq.LAST_ENDPOINT))
-        sender.send(b"hello")
-        receiver.recv()
-
-
-def check_temporary_folder(_: Examination) -> Finding:
-    """Check that the private folder of a run's sockets can be made, with a short enough path."""
-    try:
-        folder = private_folder()
-        try:
-            length = len(os.fsencode(ipc_endpoint(folder).removeprefix("ipc://")))
-        finally:
-            folder.rmdir()
-    except ConfigError as error:
-        return broken("TMPDIR", one_line(error))
-    except OSError as error:
-        advice = "Set TMPDIR to a folder that you can write to."
-        return broken("TMPDIR", f"no folder can be made there ({one_line(error)}).", advice)
-    return ok("TMPDIR", f"{folder.parent}, socket paths of {length} bytes")
-
-
-def check_listen(examination: Examination) -> Finding | None:
-    """Check that the replay can listen at --replay.listen; None without it."""
-    config, name = examination.config, "replay.listen"
-    if not config.replay.listen:
-        return None
-    try:
-        endpoints.check_listen(config)
-    except ConfigError as error:
-        return broken(name, one_line(error))
-    listen = config.replay.listen
-    if why := why_taken(listen):
-        advice = (
-            f"End what has it (ss -ltnp 'sport = :{listen.rpartition(':')[2]}'), choose another port, or the "
-        )
-        advice += "address of one of its interfaces (ip -brief address)."
-        return broken(name, f"{listen}: {why}.", advice)
-    return ok(name, f"{listen} is an address of this host, and the port is free")
-
-
 def placement_of(config: TrainConfig) -> Placement:
     """Return the placement of a run that `asyncrl train` starts with these settings."""
     joined = bool(config.replay.listen)
     return parse_placement(config.placement, ranks_named(config.placement), joined=joined)
 
 
-def check_keys(examination: Examination) -> Finding | None:
-    """Check that --replay.keys has the keys of this run's processes; None without it."""
+def check_network(examination: Examination) -> Finding | None:
+    """Check that the replay can listen, and admits this run's processes; None without --replay.listen."""
     config = examination.config
-    if not config.replay.keys:
+    if not config.replay.listen:
         return None
     try:
         endpoints.check(config, placement_of(config))
+        endpoints.check_free(config, Job())
     except ConfigError as error:
-        return broken("keys", one_line(error))
-    folder = Path(config.replay.keys).expanduser()
-    names = sorted(path.stem for path in (folder / ALLOWED).glob("*.public"))
-    return ok("keys", f"{folder}: {len(names)} clients are admitted: {', '.join(names)}")
+        return broken("network", one_line(error))
+    keys = endpoints.server_keys(config.replay.keys)
+    admitted = f"; {len(keys.allowed)} clients are admitted" if keys else ""
+    return ok("network", f"{config.replay.listen} is an address of this host, and the port is free{admitted}")

@@ -17,7 +17,7 @@ from asyncrl.config.sections import LearnerSettings
 from asyncrl.doctor.checks import Examination, Finding, Sizes, broken, ok, one_line
 from asyncrl.doctor.gpus import devices_of, hosts_of
 from asyncrl.doctor.host import GIB, placement_of
-from asyncrl.errors import AsyncRLError, CheckpointError, ConfigError
+from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.launch.build import load_models
 from asyncrl.launch.environment import WorldFiles, with_world_defaults
 from asyncrl.launch.named_models import named_world
@@ -26,36 +26,15 @@ from asyncrl.launch.world_conformance import CHECKS, check_world
 from asyncrl.policies.acceleration import frozen_float8_bytes
 from asyncrl.policies.interface import CountsActivations
 from asyncrl.records import SlotBytes
-from asyncrl.storage import assets, checkpoint, run_folder
+from asyncrl.storage import checkpoint, run_folder
 from asyncrl.storage.assets import simulator_named
 from asyncrl.worlds.interface import CountsSlots
 
 MIB: Final = 2**20
-SHIPPED: Final = "tabletop"
 MOST_ON_CPU: Final = GIB
 """Bytes of models up to which decisions take seconds without a GPU."""
 ROOM: Final = 1.3
 """Free bytes per byte of weights, so that decisions of a few slots fit too."""
-
-
-def check_shipped_files(examination: Examination) -> Finding | None:
-    """Check that the shipped models are complete; None if the settings name others only."""
-    config = examination.config
-    if SHIPPED not in (config.policy, config.world, config.start_states):
-        return None
-    try:
-        found = (
-            assets.policy_folder(SHIPPED),
-            assets.world_folder(SHIPPED),
-            assets.start_states_path(SHIPPED, SHIPPED),
-        )
-    except CheckpointError:
-        seen = f"asyncrl/assets/{SHIPPED} is incomplete (policy, world, start_states.h5)."
-        advice = "Install asyncrl again, or rebuild them with torchrun_scripts/rebuild_assets.sh"
-        return broken("shipped files", seen, advice)
-    files = [path for root in found for path in (root, *root.rglob("*")) if path.is_file()]
-    size = sum(path.stat().st_size for path in files)
-    return ok("shipped files", f"{SHIPPED} policy, world and start states, {size / MIB:.1f} MiB")
 
 
 def check_models(examination: Examination) -> Finding:
@@ -98,11 +77,7 @@ def slot_of(config: TrainConfig) -> SlotBytes:
 def measure(
     config: TrainConfig, policy: Any, environment: WorldFiles | SimulatorFiles, slot: SlotBytes
 ) -> Sizes:
-    """Add up the bytes of the models of a run.
-
-    Args:
-        policy: As `policies.build_learning_policy` returns it, with no layer rounded; may be on device meta.
-    """
+    """Add up the bytes of the models of a run; no layer of the policy is rounded, and it may be on meta."""
     parameters = list(policy.parameters())
     wide = config.learner.precision == "fp32"
     frozen = [p for p in parameters if not p.requires_grad]

@@ -1,4 +1,4 @@
-"""`asyncrl doctor` about this host's disk, ports, temporary folder and keys: everything failing for real."""
+"""`asyncrl doctor` about this host's disk and network: everything failing for real."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import socket
 from pathlib import Path
 
 import pytest
-import zmq
 
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import ActorSettings, ReplaySettings
@@ -118,96 +117,24 @@ def test_a_network_file_system_is_a_warning(tmp_path: Path, monkeypatch, kind: s
     assert finding.seen.startswith(f"{kind} in {tmp_path}")
 
 
-def test_a_lock_that_keeps_nobody_out_is_broken(tmp_path: Path, monkeypatch) -> None:
-    assert host.check_locks(examination(tmp_path)).verdict is Verdict.OK
-    monkeypatch.setattr("fcntl.flock", lambda *_: None)
-    assert host.check_locks(examination(tmp_path)).verdict is Verdict.BROKEN
-
-
-# --- sockets and ports ---
-
-
-def test_a_socket_that_cannot_be_opened_is_an_error(tmp_path: Path) -> None:
-    host.exchange(f"ipc://{tmp_path}/works")
-    with pytest.raises(zmq.ZMQError):
-        host.exchange(f"ipc://{tmp_path}/no-such-folder/x")
-
-
-def test_a_taken_port_is_broken(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        taken = examination(tmp_path, listen=f"tcp://127.0.0.1:{port}")
-        finding = certain(host.check_listen(taken))
-        assert finding.verdict is Verdict.BROKEN
-        assert f"127.0.0.1:{port}: it cannot be opened (Address already in use)" in finding.seen
-        assert f"ss -ltnp 'sport = :{port}'" in finding.advice
-    assert certain(host.check_listen(taken)).verdict is Verdict.OK
-
-
-def test_an_address_of_another_host_is_broken(tmp_path: Path) -> None:
-    create_keys(tmp_path / "keys", ["learner", "actor-0"])
-    finding = certain(
-        host.check_listen(examination(tmp_path, listen="tcp://192.0.2.7:5555", keys=str(tmp_path / "keys")))
-    )
-    assert finding.verdict is Verdict.BROKEN
-    assert "192.0.2.7:5555: it cannot be opened (Cannot assign requested address)" in finding.seen
-
-
-def test_an_address_without_keys_is_refused_as_training_would(tmp_path: Path) -> None:
-    finding = certain(host.check_listen(examination(tmp_path, listen="tcp://192.0.2.7:5555")))
-    assert finding.verdict is Verdict.BROKEN
-    assert "--replay.keys" in finding.seen
-    assert host.check_listen(examination(tmp_path)) is None
-
-
-def test_a_temporary_folder_with_a_long_path_is_broken(tmp_path: Path, monkeypatch) -> None:
-    assert host.check_temporary_folder(examination(tmp_path)).verdict is Verdict.OK
-    deep = tmp_path / ("d" * 100)
-    deep.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(deep))
-    finding = host.check_temporary_folder(examination(tmp_path))
-    assert finding.verdict is Verdict.BROKEN
-    assert "Set TMPDIR to a shorter folder" in finding.seen
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
-    assert host.check_temporary_folder(examination(tmp_path)).verdict is Verdict.BROKEN
-
-
-# --- keys ---
-
-
-@pytest.fixture
-def keys(tmp_path: Path) -> Path:
+def test_a_taken_port_an_address_without_keys_and_a_client_that_is_not_admitted_are_broken(
+    tmp_path: Path,
+) -> None:
+    assert host.check_network(examination(tmp_path)) is None
     create_keys(tmp_path / "keys", ["learner", "actor-0", "someone"])
-    return tmp_path / "keys"
-
-
-def about_keys(keys: Path) -> Finding:
-    return certain(host.check_keys(examination(keys.parent, listen="tcp://127.0.0.1:5555", keys=str(keys))))
-
-
-def test_the_admitted_clients_are_named(keys: Path) -> None:
-    finding = about_keys(keys)
-    assert finding.verdict is Verdict.OK
-    assert finding.seen == f"{keys}: 3 clients are admitted: actor-0, learner, someone"
-    assert host.check_keys(examination(keys.parent)) is None
-
-
-def test_a_secret_with_mode_0644_is_broken(keys: Path) -> None:
-    (keys / "actor-0.secret").chmod(0o644)
-    finding = about_keys(keys)
-    assert finding.verdict is Verdict.BROKEN
-    assert f"chmod 600 {keys / 'actor-0.secret'}" in finding.seen
-
-
-def test_keys_that_are_missing_or_of_another_pair_are_broken(keys: Path) -> None:
-    (keys / "clients" / "actor-0.public").unlink()
-    assert "public key of actor-0 is not in its folder" in about_keys(keys).seen
-    for path in (keys / "clients").iterdir():
-        path.unlink()
-    assert "nobody would be admitted" in about_keys(keys).seen
-    (keys / "server.public").write_bytes(zmq.curve_keypair()[0])
-    assert "does not belong to server.secret" in about_keys(keys).seen
-    (keys / "server.secret").unlink()
-    finding = about_keys(keys)
-    assert finding.verdict is Verdict.BROKEN
-    assert "server.secret cannot be read" in finding.seen
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        listen = f"tcp://127.0.0.1:{other.getsockname()[1]}"
+        admitting = examination(tmp_path, listen=listen, keys=str(tmp_path / "keys"))
+        taken = certain(host.check_network(admitting))
+    fine = certain(host.check_network(admitting))
+    assert (fine.verdict, fine.seen.endswith("free; 3 clients are admitted")) == (Verdict.OK, True)
+    without = certain(host.check_network(examination(tmp_path, listen="tcp://192.0.2.7:5555")))
+    (tmp_path / "keys" / "clients" / "actor-0.public").unlink()
+    shut_out = certain(host.check_network(admitting))
+    for finding, words in (
+        (taken, "it cannot be opened (Address already in use)"),
+        (without, "--replay.keys"),
+        (shut_out, "public key of actor-0 is not in its folder"),
+    ):
+        assert finding.verdict is Verdict.BROKEN
+        assert words in finding.seen

@@ -43,7 +43,7 @@ def test_a_world_that_keeps_everything_is_fine() -> None:
     finding = models.check_world_model(examination("support.broken_worlds:SoundWorld"))
     assert finding is not None
     assert finding.verdict is Verdict.OK
-    assert "11 checks in " in finding.seen
+    assert "10 checks in " in finding.seen
     assert finding.seen.endswith("on cpu")
 
 
