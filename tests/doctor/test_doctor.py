@@ -16,7 +16,6 @@ import torch
 
 from asyncrl import cli
 from asyncrl.commands import doctor as command
-from asyncrl.config.loading import parse
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import WeightSettings
 from asyncrl.doctor import checks, gpus, host, models
@@ -169,17 +168,6 @@ def test_models_that_do_not_fit_are_named(tmp_path) -> None:
     assert wrong.sizes is None
     (tmp_path / "world" / "reward.json").unlink()
     assert models.check_models(fitting).verdict is Verdict.BROKEN
-
-
-def test_the_size_of_a_checkpoint_is_the_one_that_a_run_writes(tmp_path, capsys) -> None:
-    flags = [*write_models(tmp_path), "--inline", "--updates", "1", "--run-dir", str(tmp_path / "run")]
-    examination = Examination(config=parse(flags))
-    assert models.check_models(examination).verdict is Verdict.OK
-    assert examination.sizes is not None
-    assert cli.run("train", flags) == 0
-    (folder,) = (tmp_path / "run" / "checkpoints").iterdir()
-    written = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    assert examination.sizes.checkpoint == pytest.approx(written, rel=0.05)
 
 
 SIZES = sizes(GIB, float32_masters=4 * GIB, version=2 * GIB, environment=8 * GIB, frame=1)

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.run import TrainConfig
-from asyncrl.doctor import links
-from asyncrl.doctor.checks import Examination, Verdict
+from asyncrl.doctor.checks import Verdict
 from asyncrl.doctor.links import Result, judge, measure
 from support.link_members import PIDS, die, fail, hang
 
@@ -73,9 +71,3 @@ def test_the_slowest_pair_is_named() -> None:
     finding = judge("GPU links", results, 1 << 26, "nccl")
     assert finding.verdict is Verdict.OK
     assert finding.seen == ("nccl, 64 MiB each way: lowest 20 GB/s (a - c); all: a - b 300/200, a - c 20/250")
-
-
-def test_without_gpus_two_processes_of_this_host_are_looked_at() -> None:
-    finding = links.check_links(Examination(config=TrainConfig(device="cpu")))
-    assert (finding.name, finding.verdict) == ("CPU link", Verdict.OK)
-    assert finding.seen.startswith("gloo, 8 MiB each way: lowest ")

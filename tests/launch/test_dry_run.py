@@ -125,5 +125,5 @@ def test_of_several_ranks_the_first_one_checks(
 
 def test_no_check_of_a_dry_run_writes_listens_or_starts_something() -> None:
     acting = {check.name for check in CHECKS if check.acts}
-    assert {"run folder", "file locks", "sockets", "replay.listen", "disk speed", "links"} <= acting
-    assert not acting & {"models", "placement", "device memory", "free disk", "keys"}
+    assert {"run folder", "network", "disk speed", "links"} <= acting
+    assert not acting & {"models", "placement", "device memory", "free disk"}

@@ -68,16 +68,15 @@ def test_a_flipped_bit_ends_a_resume_with_the_file_and_the_remedy(
     assert rows(run)[-1]["step"] == 3
 
 
-@pytest.mark.parametrize("kind", [INLINE, PROCESSES], ids=["inline", "processes"])
 def test_a_deleted_ledger_is_noticed_and_no_group_is_used_twice(
-    run: Path, kind: list[str], capfd: pytest.CaptureFixture[str]
+    run: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     ledger = run / "replay" / "ledger.log"
     before = used(ledger)
     ready = {int(path.stem[6:]) for path in (run / "replay").glob("group-*.h5")} - set(before)
     assert ready, "groups that waited"
     ledger.unlink()
-    assert resume(run, *kind) == 0
+    assert resume(run, *INLINE) == 0
     assert not set(used(ledger)) & (set(before) | ready)
     said = capfd.readouterr()
     assert said.out.count("ledger.log is not what it was when the checkpoint was written") == 1, said
@@ -113,11 +112,8 @@ def test_a_foreign_group_ends_neither_the_learner_nor_a_resume(
     assert "is set aside" not in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("kind", [INLINE, PROCESSES], ids=["inline", "processes"])
-def test_a_resume_with_another_group_size_goes_on(
-    run: Path, kind: list[str], capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert resume(run, *kind, "--algorithm.group-size", "3") == 0
+def test_a_resume_with_another_group_size_goes_on(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert resume(run, *INLINE, "--algorithm.group-size", "3") == 0
     said = capfd.readouterr().out
     assert (
         said.count("stored groups were made in another world, or with another --algorithm.group-size") == 1

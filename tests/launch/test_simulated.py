@@ -217,16 +217,15 @@ def test_a_policy_is_shown_what_it_says_it_reads_and_else_all_there_is() -> None
 # ---- whole runs ----------------------------------------------------------------------------------
 
 
-PPO = ("--algorithm.kind", "ppo", "--critic.warmup-updates", "0")
+PPO = ["--algorithm.kind", "ppo", "--critic.warmup-updates", "0"]
 
 
 @needs_opengl
-@pytest.mark.parametrize("more", [(), PPO], ids=["grpo", "ppo"])
 def test_a_run_in_a_simulator_trains_and_repeats_itself(
-    more: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     weights = []
-    for run in (tmp_path / "one", tmp_path / "other"):
+    for run, more in ((tmp_path / "ppo", PPO), (tmp_path / "one", []), (tmp_path / "other", [])):
         assert (
             cli.run("train", [*SMALL, *more, "--inline", "--replay.max-lag", "1", "--run-dir", str(run)]) == 0
         )
@@ -234,7 +233,7 @@ def test_a_run_in_a_simulator_trains_and_repeats_itself(
         assert newest == run / "checkpoints" / "update_000002"
         checkpoint.verify(newest)
         weights.append((newest / "model.safetensors").read_bytes())
-    assert weights[0] == weights[1]
+    assert weights[1] == weights[2] != weights[0]
     said = capsys.readouterr().out
     assert "decisions 6 (48 steps of tabletop), workers 0" in said
     assert f"asyncrl evaluate {run}, at starts that were not trained on" in said
@@ -258,7 +257,7 @@ def test_a_run_in_a_simulator_trains_and_repeats_itself(
 @pytest.mark.timeout(150)
 def test_a_run_goes_on_when_a_worker_of_its_actor_is_killed(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    command = [*TRAIN, *SMALL, "--simulator.workers", "2", "--updates", "5", "--run-dir", str(run)]
+    command = [*TRAIN, *SMALL, "--simulator.workers", "2", "--updates", "3", "--run-dir", str(run)]
     process = subprocess.Popen(
         command, env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -273,7 +272,7 @@ def test_a_run_goes_on_when_a_worker_of_its_actor_is_killed(tmp_path: Path) -> N
     finally:
         process.kill()
     assert process.returncode == 0, out
-    assert [row["step"] for row in rows(run)] == [1, 2, 3, 4, 5]
+    assert [row["step"] for row in rows(run)] == [1, 2, 3]
     assert all(row["replay/lag_max"] <= 2 for row in rows(run))
     assert "Its episodes are played again (1 of 5 times)" in (run / "logs" / "actor-0.log").read_text()
     assert inspect_replay(["verify", str(run)]) == 0

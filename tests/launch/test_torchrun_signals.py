@@ -9,6 +9,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+import numpy as np
 import pytest
 from torch.distributed.elastic.multiprocessing.api import PContext
 
@@ -21,9 +22,11 @@ from asyncrl.launch.torchrun_signals import (
     rendezvous_handler,
     starts_asyncrl,
 )
+from asyncrl.observability import metrics_system as m
 from asyncrl.observability import process_status
+from asyncrl.replay_tools.episodes import read_rows, replay_folder
 from support.tiny_models import write_models
-from support.whole_runs import ROOT, TORCHRUN, environment, left_over, reach
+from support.whole_runs import ROOT, TORCHRUN, environment, left_over, reach, rows
 
 SCRIPT = str(ROOT / "torchrun_scripts" / "train.sh")
 
@@ -45,22 +48,20 @@ def started(command: list[str], run: Path, settings: dict[str, str]) -> subproce
     )
 
 
-@pytest.mark.multiprocess
-@pytest.mark.timeout(150)
-@pytest.mark.parametrize(
-    ("form", "number"),
-    [
-        ("torchrun", signal.SIGINT),
-        pytest.param("bash", signal.SIGTERM, marks=pytest.mark.slow),
-    ],
-)
-def test_a_run_that_a_signal_ends_says_its_own_last_lines(models, tmp_path, form, number) -> None:
-    run, settings = tmp_path / "run", environment(tmp_path)
-    settings["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{settings['PATH']}"  # Of bash's torchrun.
-    command = [*TORCHRUN, SCRIPT] if form == "torchrun" else ["bash", SCRIPT]
-    process = started([*command, *models], run, settings)
+def forbid_simulator(tmp_path: Path) -> dict[str, str]:
+    """An environment in which a process that loads the physics of any simulator fails and leaves a note."""
+    trap = tmp_path / "trap" / "mujoco" / "__init__.py"
+    trap.parent.mkdir(parents=True)
+    note = tmp_path / "loaded"
+    trap.write_text(f"open({str(note)!r}, 'w').close()\nraise RuntimeError('simulator loaded')\n")
+    settings = environment(tmp_path)
+    return settings | {"PYTHONPATH": f"{trap.parents[1]}:{settings['PYTHONPATH']}"}
+
+
+def ended(process: subprocess.Popen[str], run: Path, updates: int, number: int) -> str:
+    """Signal a run after some updates, as a terminal does; returns what it said."""
     try:
-        reach(run, 1, process, 60)
+        reach(run, updates, process, 60)
         os.killpg(process.pid, number)
         said, _ = process.communicate(timeout=60)
     finally:
@@ -69,6 +70,38 @@ def test_a_run_that_a_signal_ends_says_its_own_last_lines(models, tmp_path, form
     assert said.count("\nstopping: what was learned is saved first\n") == 1
     assert said.rstrip().splitlines()[-1].startswith("continue:               asyncrl train --run-dir")
     assert process.returncode == 128 + number
+    return said
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(150)
+def test_a_run_under_torchrun_keeps_the_lag_bound_never_simulates_and_says_its_last_lines(
+    models, tmp_path
+) -> None:
+    run = tmp_path / "run"
+    lag = ["--replay.max-lag", "1"]
+    process = started([*TORCHRUN, SCRIPT, *models, *lag], run, forbid_simulator(tmp_path))
+    said = ended(process, run, 4, signal.SIGINT)
+    assert "1 learner + 1 actor" in said
+    assert not (tmp_path / "loaded").exists(), "neither the learner nor an actor nor the replay may simulate"
+    assert all(0 <= row[m.LAG_MAX.name] <= 1 for row in rows(run))
+    versions = set()
+    for row in read_rows(replay_folder(run)):
+        assert np.all(np.diff(row.episode.policy_versions) >= 0)
+        assert row.lag is None or row.lag <= 1
+        versions |= set(row.episode.policy_versions.tolist())
+    assert max(versions) >= 2, "new weights never reached the actor"
+    assert left_over(tmp_path) == []
+    assert list((tmp_path / "tmp").glob("asyncrl-*")) == []
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.timeout(150)
+def test_a_script_of_bash_that_sigterm_ends_says_its_own_last_lines(models, tmp_path) -> None:
+    run, settings = tmp_path / "run", environment(tmp_path)
+    settings["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{settings['PATH']}"  # Of bash's torchrun.
+    ended(started(["bash", SCRIPT, *models], run, settings), run, 1, signal.SIGTERM)
     assert left_over(tmp_path) == []
 
 
@@ -148,6 +181,7 @@ def test_ranks_have_time_at_the_first_signal_alone(seconds, said, waits) -> None
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.timeout(150)
 def test_a_second_signal_ends_ranks_that_do_not_answer(models, tmp_path) -> None:
