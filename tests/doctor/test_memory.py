@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,14 +43,20 @@ TOLERANCE = 0.1
 
 def sizes_of(config: TrainConfig) -> Sizes:
     """Sizes of a run with the published models, without their weights."""
+    policy = policy_of(config.lora)
     with torch.device("meta"):
-        policy = new_policy(OpenVLAOFTConfig.full())
-        if config.lora.rank:
-            add_adapters(config, policy)
         nbytes, slot = next(count for kind, count in WORLDS.items() if kind in config.world.lower())(config)
-    policy = policy.to(torch.bfloat16)
     files = WorldFiles(starts=[], image_size=SIDE, nbytes=nbytes + REWARD, action_spec=policy.action_spec)
     return measure(config, policy, files, slot)
+
+
+@cache
+def policy_of(lora: LoraSettings) -> Any:
+    with torch.device("meta"):
+        policy = new_policy(OpenVLAOFTConfig.full())
+        if lora.rank:
+            add_adapters(TrainConfig(lora=lora), policy)
+    return policy.to(torch.bfloat16)
 
 
 def wan(config: TrainConfig) -> tuple[int, SlotBytes]:
