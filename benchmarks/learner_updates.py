@@ -40,7 +40,7 @@ from asyncrl.config.sections import ActorSettings
 from asyncrl.launch.build import build_update, compile_learning
 from asyncrl.launch.fine_tune import fine_tuning_ranks
 from asyncrl.launch.job import read_job
-from asyncrl.launch.placement import pick_device
+from asyncrl.launch.own_device import pick_device
 from asyncrl.learner import update as update_module
 from asyncrl.learner.batches import Batch, build_batch
 from asyncrl.learner.early_compile import ObservationShapes

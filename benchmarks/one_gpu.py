@@ -43,7 +43,7 @@ from full_size import run_flags
 from measuring import commit, heading, table
 
 from asyncrl.errors import ConfigError
-from asyncrl.launch.own_device import PRIORITY
+from asyncrl.launch.roles import PRIORITY
 
 CONTROL: Final = "nvidia-cuda-mps-control"
 ENDS_WITHIN: Final = 30.0

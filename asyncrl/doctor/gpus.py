@@ -11,6 +11,7 @@ from asyncrl.doctor.checks import Examination, Finding, broken, ok, one_line, wa
 from asyncrl.doctor.host import GIB, free_memory, placement_of
 from asyncrl.errors import ConfigError
 from asyncrl.launch.job import Hosts
+from asyncrl.launch.own_device import pick_device
 from asyncrl.launch.placement import (
     RELAYED,
     WORDS,
@@ -18,7 +19,6 @@ from asyncrl.launch.placement import (
     check_learner_devices,
     check_pairs,
     checked_placement,
-    pick_device,
     ranks_named,
     sizes_of_hosts,
     transport_of,

@@ -24,7 +24,7 @@ from typing import Any, Final
 from asyncrl.doctor.checks import Examination, Finding, broken, ok, warning
 from asyncrl.errors import ConfigError, WeightSyncError
 from asyncrl.launch.children import redirect_output
-from asyncrl.launch.placement import pick_device
+from asyncrl.launch.own_device import pick_device
 from asyncrl.observability.signals import die_with_parent
 
 DEADLINE: Final = 60.0

@@ -294,7 +294,7 @@ def learn_as_follower(
     torch.set_num_threads(config.learner.threads)
     torch.manual_seed(config.seed)
     device = take_device(config.device, job.local_rank)
-    use_compiler_cache(config, device)
+    use_compiler_cache(config.imagination, config.learner, device)
     resumed = Path(info.checkpoint) if info.checkpoint else None
     start = LearnerStart(
         policy=build_learning_policy(config, device),

@@ -45,8 +45,7 @@ from asyncrl.evaluation.run_checkpoints import EvaluatedVersion, RunCheckpoints,
 from asyncrl.launch.children import Supervisor
 from asyncrl.launch.environment import WorldFiles, build_world_model, check_environment
 from asyncrl.launch.named_models import load_policy_version
-from asyncrl.launch.own_device import make_current
-from asyncrl.launch.placement import pick_device
+from asyncrl.launch.own_device import make_current, pick_device
 from asyncrl.launch.simulated import SimulatorFiles
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability import process_status, signals, waits

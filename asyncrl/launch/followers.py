@@ -27,7 +27,8 @@ from asyncrl.errors import ConfigError, RunError
 from asyncrl.launch import balance, endpoints
 from asyncrl.launch.children import ChildProcesses, Supervisor
 from asyncrl.launch.job import Hosts, Job, RunInfo, failure_was_read, receive, report_failure, watch_store
-from asyncrl.launch.placement import RELAYED, Placement, checked_placement, pick_device
+from asyncrl.launch.own_device import pick_device
+from asyncrl.launch.placement import RELAYED, Placement, checked_placement
 from asyncrl.messaging.sockets import private_folder
 from asyncrl.observability import process_status, waits
 from asyncrl.observability.background_file import logged_to

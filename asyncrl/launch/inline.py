@@ -35,7 +35,7 @@ def run_inline(asked: TrainConfig, stop: StopFlag) -> int:
     torch.set_num_threads(asked.learner.threads)
     torch.manual_seed(asked.seed)
     device = take_device(asked.device)
-    use_compiler_cache(asked, device)
+    use_compiler_cache(asked.imagination, asked.learner, device)
     config, said = with_world_defaults(asked)
     policy, files = load_models(config, device)
     backend, starts = open_backend(config, build_policy(config, device), device)

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import asyncrl
-from asyncrl.config.run import TrainConfig
-from asyncrl.launch.job import Job
-from asyncrl.launch.placement import Placement, pick_device
+from asyncrl.config.sections import ImaginationSettings, LearnerSettings
+from asyncrl.errors import ConfigError
 from asyncrl.storage.assets import user_cache_folder
 
 if TYPE_CHECKING:
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
 
 INDUCTOR: Final = "TORCHINDUCTOR_CACHE_DIR"
 TRITON: Final = "TRITON_CACHE_DIR"
-PRIORITY: Final = "CUDA_MPS_CLIENT_PRIORITY"
-"""Environment variable of a client of MPS, read when it first uses a GPU. 0: normal, 1: below that."""
 _log = logging.getLogger(__name__)
 
 
@@ -40,28 +37,17 @@ def compiler_cache_folder(device: torch.device) -> Path:
     return user_cache_folder() / "compiled" / folder
 
 
-def compiles(config: TrainConfig) -> bool:
-    """Return True if any process of a run compiles something."""
-    return config.learner.compile or config.imagination.compile
-
-
-def chosen_folder() -> str:
-    """Return the folder that the user set in `INDUCTOR`; empty if none.
-
-    Imports of torch's compiler write torch's own folder into the variable, which does not count.
-    """
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
-    found = os.environ.get(INDUCTOR, "")
-    return "" if found and Path(found).absolute() == Path(default_cache_dir()) else found
-
-
-def use_compiler_cache(config: TrainConfig, device: torch.device) -> None:
+def use_compiler_cache(settings: ImaginationSettings, learner: LearnerSettings, device: torch.device) -> None:
     """Keep compiled code of this process and its children in the folder, unless the user chose another.
 
     Where the folder cannot be made, torch's own is used, with a line in the log.
     """
-    if not compiles(config) or chosen_folder():  # Triton's is within it, unless it was set too.
+    if not (settings.compile or learner.compile):
+        return
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    # Imports of torch's compiler write torch's own folder into the variable, which does not count.
+    if os.environ.get(INDUCTOR, "") not in ("", default_cache_dir()):  # Triton's is within it.
         return
     folder = compiler_cache_folder(device)
     try:
@@ -78,6 +64,20 @@ def use_compiler_cache(config: TrainConfig, device: torch.device) -> None:
         return
     os.environ[INDUCTOR] = str(folder)
     os.environ.setdefault(TRITON, str(folder / "triton"))
+
+
+def pick_device(name: str, local_rank: int = 0) -> torch.device:
+    """Choose the device of a process by --device; raises ConfigError if there is none."""
+    import torch
+
+    if name not in ("cpu", "cuda", "auto"):
+        raise ConfigError(f"--device is {name!r}. Use cpu, cuda or auto.")
+    count = torch.cuda.device_count() if name != "cpu" else 0
+    if name == "cuda" and not count:
+        raise ConfigError(
+            "--device is cuda, but PyTorch sees no CUDA device. Use --device cpu, or run `asyncrl doctor`."
+        )
+    return torch.device("cuda", local_rank % count) if count else torch.device("cpu")
 
 
 def take_device(name: str, local_rank: int = 0) -> torch.device:
@@ -102,14 +102,3 @@ def make_current(device: torch.device) -> None:
         check_matrix_products(device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-
-
-def give_way(config: TrainConfig, placement: Placement, job: Job, devices: set[torch.device]) -> None:
-    """Let a learner's kernels go before those of this actor, where both share a GPU by MPS.
-
-    Without a server of MPS the variable means nothing. No GPU has been used by this process yet.
-    """
-    here = job.here
-    learners = {pick_device(config.device, rank - here.start) for rank in placement.learners if rank in here}
-    if any(device.type == "cuda" for device in learners & devices):
-        os.environ.setdefault(PRIORITY, "1")

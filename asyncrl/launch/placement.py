@@ -11,16 +11,12 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 from itertools import accumulate, zip_longest
-from typing import TYPE_CHECKING
 
 from asyncrl.config.bounds import shown
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
-from asyncrl.launch.job import Hosts, Job
-
-if TYPE_CHECKING:
-    import torch
-
+from asyncrl.launch.job import Hosts
+from asyncrl.launch.own_device import pick_device
 
 RELAYED = "shared_memory"
 """The carrier from a relay to the actors of its host."""
@@ -119,26 +115,6 @@ def _rank(digits: str) -> int:
             f"0. {EXAMPLE}"
         )
     return int(digits)
-
-
-def pick_device(name: str, local_rank: int = 0) -> torch.device:
-    """Choose the device of a process by --device; raises ConfigError if there is none."""
-    import torch
-
-    if name not in ("cpu", "cuda", "auto"):
-        raise ConfigError(f"--device is {name!r}. Use cpu, cuda or auto.")
-    count = torch.cuda.device_count() if name != "cpu" else 0
-    if name == "cuda" and not count:
-        raise ConfigError(
-            "--device is cuda, but PyTorch sees no CUDA device. Use --device cpu, or run `asyncrl doctor`."
-        )
-    return torch.device("cuda", local_rank % count) if count else torch.device("cpu")
-
-
-def actor_devices(name: str, placement: Placement, job: Job) -> tuple[torch.device, torch.device]:
-    """Choose the devices of an actor: of its policy, and of its world and reward models."""
-    other = placement.world_of(job.rank) - job.here.start
-    return pick_device(name, job.local_rank), pick_device(name, other)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,8 @@ from asyncrl.config.loading import overlay
 from asyncrl.config.run import TrainConfig
 from asyncrl.launch import endpoints
 from asyncrl.launch.job import Job, RunInfo, read_job
+from asyncrl.launch.own_device import make_current, pick_device, use_compiler_cache
+from asyncrl.launch.placement import RELAYED, Placement, parse_placement, threads_of_actor, transport_of
 from asyncrl.observability import process_status, signals, waits
 from asyncrl.replay.interface import NEW_RUN, RunStart
 from asyncrl.replay.replay import Replay, open_replay
@@ -27,9 +29,10 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from asyncrl.launch.placement import Placement
     from asyncrl.weights.interface import Receiver
 
+PRIORITY: Final = "CUDA_MPS_CLIENT_PRIORITY"
+"""Environment variable of a client of MPS, read when it first uses a GPU. 0: normal, 1: below that."""
 SHUTDOWN_TIMEOUT_EPISODES: Final = 5.0
 """Seconds an actor has to hand over its last episodes."""
 
@@ -38,7 +41,6 @@ def actor_main(config_json: str, info_json: str, name: str) -> None:
     """Imagine until the learner ends the run."""
     from asyncrl.launch.environment import build_actor, open_backend
     from asyncrl.launch.named_models import build_policy
-    from asyncrl.launch.placement import parse_placement
     from asyncrl.replay.client import WINDOW, ZmqActorPort
 
     config, info, job = *_read(config_json, info_json), read_job()
@@ -71,9 +73,6 @@ def _use_devices(config: TrainConfig, placement: Placement, job: Job) -> tuple[t
     """Use an actor's share of the cores, its device and compiler cache; returns the world's device too."""
     import torch
 
-    from asyncrl.launch.own_device import give_way, make_current, use_compiler_cache
-    from asyncrl.launch.placement import actor_devices, threads_of_actor
-
     # One learner mostly waits for the actors; each further one has cores of its own.
     cores = len(os.sched_getaffinity(0)) - (len(placement.learners) - 1) * config.learner.threads
     torch.set_num_threads(threads_of_actor(len(placement.actors), cores))
@@ -82,8 +81,25 @@ def _use_devices(config: TrainConfig, placement: Placement, job: Job) -> tuple[t
     if world_device != device:
         make_current(world_device)
     make_current(device)  # The last one stays "the" device.
-    use_compiler_cache(config, device)
+    use_compiler_cache(config.imagination, config.learner, device)
     return device, world_device
+
+
+def actor_devices(name: str, placement: Placement, job: Job) -> tuple[torch.device, torch.device]:
+    """Choose the devices of an actor: of its policy, and of its world and reward models."""
+    other = placement.world_of(job.rank) - job.here.start
+    return pick_device(name, job.local_rank), pick_device(name, other)
+
+
+def give_way(config: TrainConfig, placement: Placement, job: Job, devices: set[torch.device]) -> None:
+    """Let a learner's kernels go before those of this actor, where both share a GPU by MPS.
+
+    Without a server of MPS the variable means nothing. No GPU has been used by this process yet.
+    """
+    here = job.here
+    learners = {pick_device(config.device, rank - here.start) for rank in placement.learners if rank in here}
+    if any(device.type == "cuda" for device in learners & devices):
+        os.environ.setdefault(PRIORITY, "1")
 
 
 def _receiver(
@@ -96,7 +112,6 @@ def _receiver(
     device: torch.device,
 ) -> Receiver:
     """Receive the learner's weights: by the carrier of the host, or fetched by one alone on another host."""
-    from asyncrl.launch.placement import RELAYED, transport_of
     from asyncrl.weights.interface import PULL
     from asyncrl.weights.receiver import build_receiver
 

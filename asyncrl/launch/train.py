@@ -146,7 +146,7 @@ def _prepare(asked: TrainConfig, job: Job, hosts: Hosts) -> _Run:
     torch.set_num_threads(asked.learner.threads)
     torch.manual_seed(asked.seed)
     device = take_device(asked.device, job.local_rank)
-    use_compiler_cache(asked, device)
+    use_compiler_cache(asked.imagination, asked.learner, device)
     check_learner_devices(asked, placement, hosts)
     transport = transport_of(asked, placement, hosts.ranks(0))
     config, said = with_world_defaults(asked)

@@ -13,7 +13,7 @@ from torch import nn
 
 from asyncrl.config.loading import load_file
 from asyncrl.config.run import TrainConfig
-from asyncrl.config.sections import LoraSettings
+from asyncrl.config.sections import LearnerSettings, LoraSettings
 from asyncrl.devices.float8 import saved_bytes
 from asyncrl.doctor.checks import Sizes
 from asyncrl.doctor.gpus import rank_needs
@@ -43,7 +43,7 @@ TOLERANCE = 0.1
 
 def sizes_of(config: TrainConfig) -> Sizes:
     """Sizes of a run with the published models, without their weights."""
-    policy = policy_of(config.lora)
+    policy = policy_of(config.lora, config.learner.precision)
     with torch.device("meta"):
         nbytes, slot = next(count for kind, count in WORLDS.items() if kind in config.world.lower())(config)
     files = WorldFiles(starts=[], image_size=SIDE, nbytes=nbytes + REWARD, action_spec=policy.action_spec)
@@ -51,11 +51,11 @@ def sizes_of(config: TrainConfig) -> Sizes:
 
 
 @cache
-def policy_of(lora: LoraSettings) -> Any:
+def policy_of(lora: LoraSettings, precision: Any) -> Any:
     with torch.device("meta"):
         policy = new_policy(OpenVLAOFTConfig.full())
         if lora.rank:
-            add_adapters(TrainConfig(lora=lora), policy)
+            add_adapters(TrainConfig(lora=lora, learner=LearnerSettings(precision=precision)), policy)
     return policy.to(torch.bfloat16)
 
 

@@ -10,14 +10,13 @@ import pytest
 import torch
 
 import asyncrl
-from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import ImaginationSettings, LearnerSettings
-from asyncrl.doctor import gpus
-from asyncrl.doctor.checks import Examination
 from asyncrl.launch.own_device import INDUCTOR, TRITON, compiler_cache_folder, use_compiler_cache
 
 CPU = torch.device("cpu")
-COMPILED = TrainConfig(learner=LearnerSettings(compile=True))
+EAGER = (ImaginationSettings(), LearnerSettings())
+LEARNER = (ImaginationSettings(), LearnerSettings(compile=True))
+ACTOR = (ImaginationSettings(compile=True), LearnerSettings())
 
 
 @pytest.fixture(autouse=True)
@@ -36,11 +35,9 @@ def test_the_folder_names_versions_and_device(tmp_path: Path, monkeypatch: pytes
     assert gpu.name == f"{versions}-NVIDIA_H100_80GB_HBM3_x"
 
 
-@pytest.mark.parametrize(
-    "config", [COMPILED, TrainConfig(imagination=ImaginationSettings(compile=True))], ids=["learner", "actor"]
-)
-def test_what_is_compiled_is_kept_there_by_the_user_alone(config: TrainConfig) -> None:
-    use_compiler_cache(config, CPU)
+@pytest.mark.parametrize("settings", [LEARNER, ACTOR], ids=["learner", "actor"])
+def test_what_is_compiled_is_kept_there_by_the_user_alone(settings: Any) -> None:
+    use_compiler_cache(*settings, CPU)
     folder = compiler_cache_folder(CPU)
     assert (os.environ[INDUCTOR], os.environ[TRITON]) == (str(folder), str(folder / "triton"))
     assert folder.stat().st_mode & 0o077 == 0
@@ -49,20 +46,20 @@ def test_what_is_compiled_is_kept_there_by_the_user_alone(config: TrainConfig) -
 def test_torch_looks_there() -> None:
     from torch._inductor.runtime.cache_dir_utils import cache_dir, triton_cache_dir
 
-    use_compiler_cache(COMPILED, CPU)
+    use_compiler_cache(*LEARNER, CPU)
     assert cache_dir() == str(compiler_cache_folder(CPU))
     assert triton_cache_dir(0) == str(compiler_cache_folder(CPU) / "triton")
 
 
 def test_without_anything_to_compile_nothing_is_made(tmp_path: Path) -> None:
-    use_compiler_cache(TrainConfig(), CPU)
+    use_compiler_cache(*EAGER, CPU)
     assert INDUCTOR not in os.environ
     assert not (tmp_path / "cache").exists()
 
 
 def test_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(INDUCTOR, "/mine")
-    use_compiler_cache(COMPILED, CPU)
+    use_compiler_cache(*LEARNER, CPU)
     assert os.environ[INDUCTOR] == "/mine"
 
 
@@ -70,7 +67,7 @@ def test_what_imports_of_torch_write_there_is_nobodys_choice() -> None:
     from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 
     assert cache_dir() == os.environ[INDUCTOR] == default_cache_dir()
-    use_compiler_cache(COMPILED, CPU)
+    use_compiler_cache(*LEARNER, CPU)
     assert cache_dir() == str(compiler_cache_folder(CPU))
 
 
@@ -79,20 +76,6 @@ def test_where_it_cannot_be_made_torch_keeps_its_own(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    use_compiler_cache(COMPILED, CPU)
+    use_compiler_cache(*LEARNER, CPU)
     assert INDUCTOR not in os.environ
     assert INDUCTOR in caplog.text
-
-
-def test_the_doctor_names_it_and_what_it_holds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    config = TrainConfig(learner=LearnerSettings(compile=True), device="cpu")
-    finding = gpus.check_compiler_cache(Examination(config=config))
-    assert finding is not None
-    assert finding.seen.startswith(f"{compiler_cache_folder(CPU)}: empty")
-    monkeypatch.setenv(INDUCTOR, str(tmp_path / "own"))
-    (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "kernel").write_bytes(bytes(2**30 // 50))
-    finding = gpus.check_compiler_cache(Examination(config=config))
-    assert finding is not None
-    assert finding.seen.startswith(f"{tmp_path / 'own'} ({INDUCTOR}): 0.02 GiB")
-    assert gpus.check_compiler_cache(Examination(config=TrainConfig())) is None

@@ -10,8 +10,9 @@ import torch
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch.job import Job
-from asyncrl.launch.own_device import PRIORITY, give_way
-from asyncrl.launch.placement import actor_devices, parse_placement, pick_device, transport_of
+from asyncrl.launch.own_device import pick_device
+from asyncrl.launch.placement import parse_placement, transport_of
+from asyncrl.launch.roles import PRIORITY, actor_devices, give_way
 
 
 @pytest.fixture
