@@ -81,7 +81,7 @@ def test_tables_fit_a_terminal_and_are_whole_in_a_pipe(
 ) -> None:
     long = "a_name_that_is_much_longer_than_a_terminal_is_wide_with_all_that_stands_behind_it"
     write_run(folder / long)
-    calls = (["list"], ["disk"], ["compare", "runs/first", f"runs/{long}"])
+    calls = (["list"], ["compare", "runs/first", f"runs/{long}"])
     for arguments in calls:
         assert long in said(arguments, capsys)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
@@ -126,19 +126,6 @@ def test_what_cannot_be_compared_is_refused(
 ) -> None:
     assert cli.run("runs", ["compare", *names]) == 2
     assert why in capsys.readouterr().err
-
-
-def test_disk_adds_up_the_parts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "first" / "replay").mkdir()
-    (folder / "first" / "replay" / "group-00000000.h5").write_bytes(bytes(2_000_000))
-    (folder / "first" / "videos").symlink_to(folder / "third")
-    rows = {row["run"]: row for row in json.loads(said(["disk", "--json"], capsys))}
-    assert list(rows) == ["first", "second", "third"]
-    assert (rows["first"]["replay"], rows["first"]["videos"]) == (2_000_000, 0)
-    assert all(row["all"] == sum(row[one] for one in (*runs_command.PARTS, "other")) for row in rows.values())
-    lines = [line.split() for line in said(["disk"], capsys).splitlines()]
-    assert lines[0] == ["run", "replay", "checkpoints", "videos", "logs", "other", "all"]
-    assert lines[-1][:2] == ["all", "2.0"]
 
 
 def kept(run: Path) -> list[str]:
@@ -191,7 +178,6 @@ def test_files_that_the_best_checkpoint_shares_count_once_and_free_nothing(
     listed = json.loads(said(["gc", "runs/first", "--json"], capsys))
     sizes = {Path(row["path"]).name: row["bytes"] for row in listed}
     assert sizes == {"update_000001": 1026, "update_000002": 0, "update_000003": 1026}
-    assert json.loads(said(["disk", "runs/first", "--json"], capsys))[0]["checkpoints"] == 4 * 1026
     said(["gc", "runs/first", "--yes"], capsys)
     assert kept(folder / "first") == ["best", "update_000004"]
     assert (checkpoints / "best" / "model").read_bytes() == bytes(1000)

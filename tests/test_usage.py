@@ -25,7 +25,6 @@ USAGES = {
     "completion": "SHELL",
     "runs list": "[FOLDER]",
     "runs compare": "RUN...",
-    "runs disk": "[FOLDER]",
     "runs gc": "[FOLDER]",
     "replay list": "RUN",
     "replay show": "RUN ID",
@@ -41,7 +40,7 @@ USAGES = {
 SUBCOMMANDS = {
     "replay": ["list", "show", "video", "sheet", "stats", "verify", "imagine", "export", "prune", "compact"],
     "recordings": ["list", "stats", "import", "export"],
-    "runs": ["list", "compare", "disk", "gc"],
+    "runs": ["list", "compare", "gc"],
     "fit": ["policy", "world", "reward", "starts", "decoder"],
     "simulators": ["list", "lite"],
 }

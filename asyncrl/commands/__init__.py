@@ -5,8 +5,8 @@ A line "`asyncrl NAME ARGUMENTS`: purpose" of the module's docstring is the comm
 
 from __future__ import annotations
 
-_SMALL = ("keys", "configs", "metrics", "completion")
-_NAMES = ("train", "actor", "evaluate", "audit", "pace", "collect", "recordings", "fit", "simulators")
+_SMALL = ("actor", "simulators", "keys", "configs", "metrics", "completion")
+_NAMES = ("train", "evaluate", "audit", "pace", "collect", "recordings", "fit")
 _NAMES += ("convert", "replay", "check", "doctor", "runs", "status")
 COMMANDS: dict[str, str] = {name: f"asyncrl.commands.{name}:main" for name in _NAMES}
 COMMANDS |= {name: f"asyncrl.commands.small:{name}" for name in _SMALL}

@@ -49,35 +49,33 @@ ARGUMENTS: Final = CheckConfig
 def main(arguments: list[str]) -> int:
     """Print a line for each check that holds; the first that does not ends it with code 2."""
     config = tyro.cli(ARGUMENTS, args=arguments, prog="asyncrl check")
-    checks = {"policy": _check_policy, "world": _check_world, "reward": _check_reward}
-    checks["simulator"] = _check_simulator
-    for line in checks.get(config.kind, _check_recipe)(config):
+    checks = {"policy": _policy, "world": _world, "reward": _reward, "simulator": _simulator}
+    for line in checks.get(config.kind, _recipe)(config):
         print(f"ok  {line}", flush=True)
     print(f"{config.name} keeps the protocol of its kind, {config.kind}")
     return 0
 
 
-def _check_policy(config: CheckConfig) -> Iterator[str]:
+def _policy(config: CheckConfig) -> Iterator[str]:
     from asyncrl.launch.conformance import check_policy
     from asyncrl.launch.named_models import named_policy
     from asyncrl.launch.own_device import take_device
 
-    named = named_policy(config.name, config.settings)
-    policy: Any = named.kind.load(named.folder, take_device(config.device), **named.settings)
+    policy: Any = named_policy(config.name, config.settings).load(take_device(config.device))
     yield "load"
     yield from check_policy(policy, config.image_size or policy.image_size)
 
 
-def _check_world(config: CheckConfig) -> Iterator[str]:
+def _world(config: CheckConfig) -> Iterator[str]:
     from asyncrl.config.sections import ImaginationSettings
     from asyncrl.launch.named_models import named_world
     from asyncrl.launch.own_device import take_device
     from asyncrl.launch.world_conformance import check_world
 
     named, settings = named_world(config.name, config.settings), ImaginationSettings()
-    summary = named.kind.check(named.folder, settings, **named.settings)
+    summary = named.check(settings)
     yield f"check: {summary.nbytes} bytes, {summary.image_size} pixels"
-    world: Any = named.kind.load(named.folder, take_device(config.device), settings, **named.settings)
+    world: Any = named.load(take_device(config.device), settings)
     if (world.image_size, world.action_spec) != (summary.image_size, summary.action_spec):
         raise ConfigError(
             f"--world names {config.name}, whose check says {summary.image_size} pixels and "
@@ -98,9 +96,8 @@ def _starts(config: CheckConfig, size: int) -> list[StartState]:
 
     own = config.start_states != DEFAULT or (Path(folder_part(config.name)) / "dataset").is_dir()
     if own or is_shipped_world(config.name):
-        return load_start_states(
-            start_states_path(config.start_states, folder_part(config.name)), image_size=size
-        )
+        path = start_states_path(config.start_states, folder_part(config.name))
+        return load_start_states(path, image_size=size)
     rng = np.random.default_rng(0)
     return [
         StartState(
@@ -115,20 +112,20 @@ def _starts(config: CheckConfig, size: int) -> list[StartState]:
     ]
 
 
-def _check_reward(config: CheckConfig) -> Iterator[str]:
+def _reward(config: CheckConfig) -> Iterator[str]:
     from asyncrl.launch.conformance import check_reward
     from asyncrl.launch.named_models import named_reward
     from asyncrl.launch.own_device import take_device
 
     named, tasks = named_reward(config.name, Path(), config.settings), [config.task]
-    summary = named.kind.check(named.folder, tasks, **named.settings)
+    summary = named.check(tasks)
     yield f"check: {summary.nbytes} bytes, {summary.image_size or 'any number of'} pixels"
-    reward: Any = named.kind.load(named.folder, take_device(config.device), tasks, **named.settings)
+    reward: Any = named.load(take_device(config.device), tasks)
     yield "load"
     yield from check_reward(reward, tasks, config.image_size or 64)
 
 
-def _check_simulator(config: CheckConfig) -> Iterator[str]:
+def _simulator(config: CheckConfig) -> Iterator[str]:
     from asyncrl.launch.conformance import check_simulator
     from asyncrl.simulators.build import SimulatorSource
 
@@ -141,7 +138,7 @@ def _check_simulator(config: CheckConfig) -> Iterator[str]:
         simulator.close()
 
 
-def _check_recipe(config: CheckConfig) -> Iterator[str]:
+def _recipe(config: CheckConfig) -> Iterator[str]:
     from asyncrl.config.algorithm import AlgorithmSettings, CorrectionSettings, CriticSettings
     from asyncrl.launch.conformance import check_recipe
     from asyncrl.learner.recipe import build_recipe

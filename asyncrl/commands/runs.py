@@ -1,4 +1,4 @@
-"""`asyncrl runs list|compare|disk|gc`: look over the runs of a folder, and clean up after them.
+"""`asyncrl runs list|compare|gc`: look over the runs of a folder, and clean up after them.
 
 Only recognised files are deleted, none of a running run, and no run can begin in a folder during that.
 """
@@ -194,8 +194,6 @@ def _delete_one(one: Leftover) -> None:
         warn(f"{one.path}: {error.strerror}")
 
 
-PARTS: Final = ("replay", "checkpoints", "videos", "logs")
-"""Folders of a run that `disk` lists separately."""
 COMPARED: Final = (
     *(m.SUCCESS_ONCE, m.EVAL_SUCCESS, m.RETURN, m.APPROX_KL, m.CLIP_FRACTION, m.GRAD_NORM, m.ENTROPY_LOSS),
     *(s.LAG_MEAN, s.GROUPS_PER_MINUTE, s.LEARNER_WAITING, s.ACTORS_WAITING),
@@ -285,47 +283,20 @@ class Compare(Bounded):
         }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Disk(_Look):
-    """List the disk space of each run of a folder, in MB (1e6 bytes)."""
-
-    def run(self) -> int:
-        """Print a row per run, and their sum."""
-        found = {path.name: parts_of(path) for path in self.runs()}
-        if self.json:
-            print(json.dumps([{"run": name, **parts} for name, parts in found.items()], indent=2))
-            return 0
-        columns = (*PARTS, "other", "all")
-        rows = [(name, *(_mb(parts[one]) for one in columns)) for name, parts in found.items()]
-        sums = [sum(parts[one] for parts in found.values()) for one in columns]
-        rows = [("run", *columns), *rows, ("all", *map(_mb, sums))]
-        print(table(rows) if found else f"There are no runs in {self.folder}.")
-        return 0
-
-
 _named = tyro.conf.subcommand
 ARGUMENTS: Any = tyro.conf.FlagCreatePairsOff[
     Annotated[List, _named(name="list")]
     | Annotated[Compare, _named(name="compare")]
-    | Annotated[Disk, _named(name="disk")]
     | Annotated[Gc, _named(name="gc")]
 ]
 
 
 def main(arguments: list[str]) -> int:
     """Run one of them; without a name, and with a folder alone, `list`."""
-    if not arguments or arguments[0] not in ("list", "compare", "disk", "gc", "-h", "--help"):
+    if not arguments or arguments[0] not in ("list", "compare", "gc", "-h", "--help"):
         arguments = ["list", *arguments]
     wanted: Any = tyro.cli(ARGUMENTS, args=arguments, prog="asyncrl runs")
     return wanted.run()
-
-
-def parts_of(run: Path) -> dict[str, int]:
-    """Sum the bytes of a run's folders, of the rest, and of all."""
-    parts = {name: folder_bytes(run / name) for name in PARTS if not (run / name).is_symlink()}
-    parts = dict.fromkeys(PARTS, 0) | parts
-    everything = folder_bytes(run)
-    return parts | {"other": max(0, everything - sum(parts.values())), "all": everything}
 
 
 def differing(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:

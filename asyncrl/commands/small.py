@@ -1,5 +1,7 @@
 """Commands of a few lines.
 
+`asyncrl actor --join ENDPOINT`: join a running run as one more actor, from any host.
+`asyncrl simulators list|lite NAME`: list the simulators; make light scenes of a LIBERO suite.
 `asyncrl keys DIR`: make keys for a replay that other hosts can reach.
 `asyncrl configs`: list the shipped configuration files.
 `asyncrl metrics [--waits]`: print the reference page of all metrics, or of all waits.
@@ -12,16 +14,21 @@ import contextlib
 import dataclasses
 import io
 import re
+import sys
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Union
+from typing import Annotated, Any, ClassVar, Final, Literal, Union
 
 import tyro
 
 import asyncrl
+from asyncrl import registry
 from asyncrl.commands import COMMANDS
-from asyncrl.errors import ConfigError
+from asyncrl.config.bounds import AtLeast, Bounded
+from asyncrl.errors import AsyncRLError, ConfigError, first_line
+from asyncrl.launch import join
+from asyncrl.launch.join import JoinOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,12 +65,96 @@ class CompletionConfig:
     """bash, zsh or fish."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ListSimulators:
+    """List the simulators that `--simulator` knows by name, and what each of them plays."""
+
+    def run(self) -> int:
+        """Print a line each; those that cannot be used here stand below, by the reason."""
+        from asyncrl.observability.console import hanging
+        from asyncrl.simulators.build import SimulatorSource
+
+        unusable: dict[str, list[str]] = {}
+        for name in {**registry.BUILT_IN["simulator"], **registry.registered("simulator")}:
+            try:
+                spec = SimulatorSource(name=name).spec()
+            except AsyncRLError as error:
+                unusable.setdefault(first_line(error), []).append(name)
+                continue
+            starts = f"{spec.trials} stored starts each" if spec.trials else "random starts"
+            print(f"{name:<24} {len(spec.tasks):>2} tasks, {starts}, {spec.max_steps} steps")
+        for reason, names in unusable.items():
+            print(hanging("not usable here: ", reason))
+            print(hanging("    ", " ".join(names)))
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LightScenes(Bounded):
+    """Make light scenes of a LIBERO suite, drawn several times faster; used with scene=light.
+
+    Shapes that are only looked at are simplified and textures made smaller. They go to the user's cache
+    (XDG_CACHE_HOME). The physics stays the same to the bit; pictures look slightly different, so evaluate
+    published policies in the stock scene.
+    """
+
+    SECTION: ClassVar[str] = ""
+
+    suite: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SUITE")]
+    """libero_spatial, libero_object, libero_goal, libero_10 or libero_90."""
+    faces: Annotated[int, AtLeast(50, "a shape needs faces.", "Use 3600.", highest=1_000_000)] = 3600
+    """Faces that a shape keeps at most; one of loose parts keeps three times as many."""
+    texture: Annotated[int, AtLeast(16, "a texture needs pixels.", "Use 512.", highest=16_384)] = 512
+    """Pixels that a texture's longer side keeps at most."""
+
+    def run(self) -> int:
+        """Make them and print the numbers of faces."""
+        import difflib
+
+        from asyncrl.simulators.libero.light import make_light
+        from asyncrl.simulators.libero.tasks import SUITES
+
+        if self.suite not in SUITES:
+            near = difflib.get_close_matches(self.suite, SUITES, n=1)
+            hint = f"Perhaps you meant {near[0]!r}. " if near else ""
+            raise ConfigError(
+                f"there are no light scenes of {self.suite!r}. {hint}There are: {', '.join(SUITES)}."
+            )
+        report = make_light(
+            self.suite, faces=self.faces, texture=self.texture, say=lambda text: print(text, file=sys.stderr)
+        )
+        print(
+            f"{report.folder}: {report.shapes} shapes of {report.faces_before} faces now have "
+            f"{report.faces_after}, {report.textures} textures are smaller"
+        )
+        if report.kept:
+            print(f"{len(report.kept)} shapes could not be simplified and stay: {', '.join(report.kept)}")
+        print(f"Use them: --simulator {self.suite} --simulator-settings scene=light")
+        return 0
+
+
+SIMULATORS: Any = (
+    Annotated[ListSimulators, tyro.conf.subcommand(name="list")]
+    | Annotated[LightScenes, tyro.conf.subcommand(name="lite")]
+)
 ARGUMENTS: Final[dict[str, Any]] = {
+    "actor": JoinOptions,
+    "simulators": SIMULATORS,
     "keys": KeysConfig,
     "configs": ConfigsConfig,
     "metrics": MetricsConfig,
     "completion": CompletionConfig,
 }
+
+
+def actor(arguments: list[str]) -> int:
+    """Join, imagine, leave."""
+    return join.run(tyro.cli(JoinOptions, args=arguments, prog="asyncrl actor"))
+
+
+def simulators(arguments: list[str]) -> int:
+    """List them, or make light scenes."""
+    return tyro.cli(SIMULATORS, args=arguments, prog="asyncrl simulators").run()
 
 
 def keys(arguments: list[str]) -> int:

@@ -136,7 +136,7 @@ def check_world_model(examination: Examination) -> Finding | None:
     began = time.monotonic()
     try:
         named = named_world(config.world, config.world_settings)
-        world: Any = named.kind.load(named.folder, device, config.imagination, **named.settings)
+        world: Any = named.load(device, config.imagination)
         for _ in check_world(world, examination.starts):
             pass
     except AsyncRLError as error:

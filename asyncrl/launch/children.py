@@ -95,11 +95,7 @@ class ChildState(Enum):
 
 
 class Supervisor:
-    """Runs one child process and respawns it when it dies.
-
-    The kernel ends a child together with the *thread* that spawned it, so create and poll a supervisor on one
-    thread that outlives it.
-    """
+    """Runs one child process and respawns it when it dies; used by one thread, with which the child ends."""
 
     def __init__(
         self,
@@ -187,16 +183,13 @@ class Supervisor:
         return child
 
     def _death_report(self, exit_code: int) -> str:
-        log = b""
-        if self._log_path.exists():
-            log = self._log_path.read_bytes()[self._log_start :]
+        log = self._log_path.read_bytes()[self._log_start :] if self._log_path.exists() else b""
         cause = first_traceback(log.decode(errors="replace"))
         times = "1 time" if self._deaths == 1 else f"{self._deaths} times in a row"
         ending = f"with exit code {exit_code}"
         if exit_code < 0:
-            known = {member.value: member.name for member in signal.Signals}
-            memory = ", which is what the operating system sends when memory runs out" * (exit_code == -9)
-            ending = f"by {known.get(-exit_code, f'signal {-exit_code}')}{memory}"
+            ending = f"by {signal.Signals(-exit_code).name}"
+            ending += ", which is what the operating system sends when memory runs out" * (exit_code == -9)
         return (
             f"{self.name} died {times} (allowed respawns: {self._max_respawns}), last {ending}."
             + (f" Its first error:\n\n{cause}\n" if cause else " It left no traceback.")
@@ -220,12 +213,7 @@ class ChildProcesses:
         news: Callable[[], list[str]] = list,
         report_failure: Callable[[str], None] | None = None,
     ) -> None:
-        """Begin without children.
-
-        Args:
-            news: Called at every `poll`: lines for `tell`.
-            report_failure: Receives, once, why a child died too often; None: `poll` raises that.
-        """
+        """Begin without children; `poll` prints `news`, and reports once, or raises, why a child is lost."""
         self._stop, self._tell, self._news = stop, tell, news
         self._report_failure = report_failure
         self.failure: RunError | None = None
@@ -233,7 +221,7 @@ class ChildProcesses:
         self._supervisors: list[Supervisor] = []
         self._states: dict[str, ChildState] = {}
         self._respawns_told: dict[str, int] = {}
-        self._pending: list[Callable[[], Supervisor]] = []
+        self._pending: Callable[[], Supervisor] | None = None
         self._spawn_error: Exception | None = None
         self._ending = self._reported = False
         # Held while children are spawned and polled, never while waiting for one.
@@ -245,7 +233,7 @@ class ChildProcesses:
     def spawn(self, make: Callable[[], Supervisor]) -> None:
         """Spawn a child, which is respawned when it dies; raises what `make` raises."""
         with self._changed:
-            self._pending.append(make)
+            self._pending = make
             while self._pending:  # Ended by the thread, which spawns in milliseconds or fails.
                 self._changed.wait(POLL_INTERVAL)
             error, self._spawn_error = self._spawn_error, None
@@ -279,8 +267,7 @@ class ChildProcesses:
     def run_until_done(self, over: Callable[[], bool]) -> None:
         """Poll until all children have finished, a stop is asked for, or the run is `over` without them.
 
-        A rank without children, whose device another one uses, stays until the run is over. A child that came
-        too late to hear of the run's end would go on for ever, or die again and again.
+        A child that came too late to hear of the run's end would go on for ever, or die again and again.
         """
         while not (over() or self.poll()):
             states = list(self._states.values())
@@ -302,18 +289,18 @@ class ChildProcesses:
     def _run(self) -> None:
         while not self._over.wait(POLL_INTERVAL):
             with self._changed:
-                self._spawn_pending()
+                if self._pending:
+                    self._spawn(self._pending)
                 if not self._ending and self.failure is None:
                     self._poll_states()
 
-    def _spawn_pending(self) -> None:
-        for make in self._pending:
-            try:
-                self._supervisors.append(make())
-                self._states[self._supervisors[-1].name] = ChildState.RUNNING
-            except Exception as error:  # The thread's boundary: raised by `spawn`.
-                self._spawn_error = error
-        self._pending.clear()
+    def _spawn(self, make: Callable[[], Supervisor]) -> None:
+        try:
+            self._supervisors.append(make())
+            self._states[self._supervisors[-1].name] = ChildState.RUNNING
+        except Exception as error:  # The thread's boundary: raised by `spawn`.
+            self._spawn_error = error
+        self._pending = None
         self._changed.notify_all()
 
     def _poll_states(self) -> None:

@@ -130,13 +130,13 @@ def check_world_model(config: TrainConfig) -> WorldFiles:
     """Check that world, reward model and start states exist and fit each other; loads no weights."""
     refuse_simulator_settings(config)
     world, reward = _named(config)
-    summary = world.kind.check(world.folder, config.imagination, **world.settings)
+    summary = world.check(config.imagination)
     starts = _starts(config, summary.image_size)
     check_keyframes(starts, share=config.keyframe_share, max_decisions=config.actor.max_decisions)
     if isinstance(world.kind, NeedsPose) and world.kind.needs_pose:
         for state in starts:
             check_pose(state)
-    judge = reward.kind.check(reward.folder, list(tasks_of(starts)), **reward.settings)
+    judge = reward.check(list(tasks_of(starts)))
     if judge.image_size not in (0, summary.image_size):
         raise CheckpointError(
             f"The world in {world.folder} draws {summary.image_size}-pixel frames, but its reward model "
@@ -156,8 +156,8 @@ def build_world_model(config: TrainConfig, device: torch.device) -> Environment:
     files = check_world_model(config)
     world, reward = _named(config)
     environment = Environment(
-        world=world.kind.load(world.folder, device, config.imagination, **world.settings),
-        reward=reward.kind.load(reward.folder, device, list(files.tasks), **reward.settings),
+        world=world.load(device, config.imagination),
+        reward=reward.load(device, list(files.tasks)),
         starts=files.starts,
     )
     if names_code(config.world) or names_code(config.reward):

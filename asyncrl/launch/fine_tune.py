@@ -130,7 +130,7 @@ def fine_tune_policy(
 
 def _load(config: FitPolicy, recordings: Recordings, device: torch.device) -> OpenVLAOFTPolicy:
     named = named_policy(config.refine, config.policy_settings)
-    policy = named.kind.load(named.folder, device, **named.settings)
+    policy = named.load(device)
     if not isinstance(policy, OpenVLAOFTPolicy):
         raise ConfigError(
             f"--refine {config.refine} is a {type(policy).__name__}; imitation is written for OpenVLA-OFT's "

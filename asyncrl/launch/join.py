@@ -11,13 +11,13 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Final, Literal, NamedTuple
 
+from asyncrl.config.bounds import THREADS, AtLeast, Bounded
 from asyncrl.config.loading import overlay
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import AttemptEnded, ConfigError
@@ -41,33 +41,34 @@ _RESERVED: Final = re.compile(r"actor-\d+|learner|replay|inline")
 
 
 @dataclass(frozen=True, kw_only=True)
-class JoinOptions:
-    """Settings of an actor that joins; all others are the run's."""
+class JoinOptions(Bounded):
+    """Join a running run: imagine for it until it ends or this process is asked to stop (Ctrl-C, SIGTERM)."""
 
-    endpoint: str
-    """Endpoint of the replay."""
-    keys: str
-    """Folder of key files; empty: none."""
-    key: str
-    """Name of the key; empty: see `pick_key`."""
-    name: str
-    """Name of the actor; empty: made up."""
-    device: str
-    threads: int
-    """CPU threads; 0: by the number of cores."""
-    paths: Mapping[str, str]
-    """Settings of the run (policy, world, start_states) with another path on this host."""
+    join: str
+    """Where the run's replay listens: its --replay.listen, or the address that its console shows."""
+    keys: str = ""
+    """Folder with server.public and this actor's key NAME.secret, for a run with --replay.keys."""
+    key: str = ""
+    """Which key of --keys. Empty: that of --name, or the only one besides the server's and the learner's."""
+    name: str = ""
+    """What the run calls this actor; unique in it. Empty: made of the host's name."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the models run. auto: cuda where there is a GPU. CUDA_VISIBLE_DEVICES chooses it."""
+    threads: Annotated[int, AtLeast(0, "it counts threads.", "Use 0.", highest=THREADS)] = 0
+    """CPU threads. 0: two where there are two cores, else one."""
+    policy: str = ""
+    """The run's policy, where its path differs on this host. It must hold the same files. A policy, world or
+    reward that is a class (package.module:Class@FOLDER) must be named here again: a peer never names code."""
+    world: str = ""
+    """The run's world model, where its path differs on this host. It must hold the same files."""
+    reward: str = ""
+    """The run's reward model, where its path differs on this host. It must be the same."""
+    start_states: str = ""
+    """The run's start states, where their path differs on this host. They must be the same files."""
 
 
 def run(settings: JoinOptions) -> int:
-    """Join, imagine, leave.
-
-    Raises:
-        ConfigError: A setting that cannot work.
-        ReplayError: The replay does not answer, or refuses this actor.
-        WeightSyncError: The weights do not fit, or the learner is gone.
-        CheckpointError: The run's files are not on this host.
-    """
+    """Join, imagine, leave."""
     raise_limit()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     name, keys = _pick_name(settings.name), pick_key(settings)
@@ -141,7 +142,7 @@ def _join(settings: JoinOptions, name: str, keys: ClientKeys | None) -> _Joined:
     from asyncrl.weights.receiver import build_receiver
 
     device = take_device(settings.device)
-    told = ask_settings(settings.endpoint, name, keys, ANSWER_DEADLINE)
+    told = ask_settings(settings.join, name, keys, ANSWER_DEADLINE)
     config = _settings_here(settings, told)
     torch.set_num_threads(settings.threads or threads_of_actor(1, len(os.sched_getaffinity(0))))
     use_compiler_cache(config.imagination, config.learner, device)
@@ -153,9 +154,9 @@ def _join(settings: JoinOptions, name: str, keys: ClientKeys | None) -> _Joined:
         receiver = build_receiver(PULL, told.weights, name, tensors, "cpu", timeout, keys, told.identity)
         closing.callback(receiver.close)
         version = receiver.wait_for_first(config.startup_timeout)
-        print(f"{name}: joined {settings.endpoint} at version {version}, {device}", flush=True)
+        print(f"{name}: joined {settings.join} at version {version}, {device}", flush=True)
         window = WINDOW + config.actor.slots
-        port = ZmqActorPort(settings.endpoint, name, window=window, security=keys, identity=told.identity)
+        port = ZmqActorPort(settings.join, name, window=window, security=keys, identity=told.identity)
         actor = build_actor(config, name, backend, starts, port, receiver)
         closing.pop_all()  # It worked: who leaves closes them.
     return _Joined(actor, port, receiver)
@@ -166,7 +167,8 @@ def _settings_here(settings: JoinOptions, told: JoinSettings) -> TrainConfig:
     from asyncrl.launch.named_models import refuse_foreign_code
 
     config: TrainConfig = overlay(TrainConfig(), json.loads(told.config), "the run's settings")
-    config, own = (replace(each, **dict(settings.paths)) for each in (config, TrainConfig()))
+    here = {name: path for name in (*MODELS, "start_states") if (path := getattr(settings, name))}
+    config, own = (replace(each, **here) for each in (config, TrainConfig()))
     refuse_foreign_code(config, own, "the run that is joined", MODELS)
     return config
 

@@ -24,7 +24,7 @@ from asyncrl.policies.acceleration import FLAG, enable_gradient_checkpointing, u
 from asyncrl.policies.interface import HasCritic, LoraTargets, Policy
 from asyncrl.policies.lora import add_lora
 from asyncrl.policies.openvla.files import PublishedOptions, open_folder
-from asyncrl.records import StartState
+from asyncrl.records import ModelSummary, StartState
 from asyncrl.rewards.libero_tasks import reward_kind
 from asyncrl.storage import assets, checkpoint
 from asyncrl.storage.atomic import read_json
@@ -41,6 +41,14 @@ class NamedModel:
     folder: Path
     settings: Mapping[str, Any]
     """Keywords of its `check` and `load`."""
+
+    def check(self, *arguments: Any) -> ModelSummary:
+        """Check that `load` can read the folder, of a world or reward model; loads no weights."""
+        return self.kind.check(self.folder, *arguments, **self.settings)
+
+    def load(self, device: torch.device, *arguments: Any) -> Any:
+        """Load the model to a device."""
+        return self.kind.load(self.folder, device, *arguments, **self.settings)
 
 
 def named_policy(text: str, settings: Iterable[str] = ()) -> NamedModel:
@@ -148,7 +156,7 @@ def load_policy_version(config: TrainConfig, folder: Path | None, device: torch.
     text = config.policy if folder is None else f"{name}@{folder}" if name else str(folder)
     # They are of a published folder, which has fewer settings of its own than a checkpoint, or of a class.
     named = named_policy(text, config.policy_settings if folder is None or name else ())
-    return named.kind.load(named.folder, device, **named.settings)
+    return named.load(device)
 
 
 def build_policy(config: TrainConfig, device: torch.device) -> Policy:

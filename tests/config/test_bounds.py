@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from asyncrl.commands.actor import ActorConfig
 from asyncrl.commands.audit import AuditConfig
 from asyncrl.commands.check import CheckConfig
 from asyncrl.commands.collect import CollectConfig
@@ -22,6 +21,7 @@ from asyncrl.config.loading import load_file, parse
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.fitting.settings import FitDecoder, FitPolicy, FitReward, FitStarts, FitWorld
+from asyncrl.launch.join import JoinOptions
 from asyncrl.replay_tools.cleanup import Prune
 from asyncrl.replay_tools.pictures import Video
 from asyncrl.replay_tools.tables import List, Stats
@@ -38,7 +38,7 @@ SETTINGS: tuple[Any, ...] = (
         EvaluateConfig,
         CollectConfig,
         CheckConfig,
-        ActorConfig,
+        JoinOptions,
         ConvertConfig,
         FitPolicy,
         FitWorld,
