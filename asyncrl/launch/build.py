@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import HashStore, PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import HashStore, PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from asyncrl.config.loading import load_file, to_json
 from asyncrl.config.run import TrainConfig
@@ -88,12 +88,17 @@ class LearnerStart:
     """Shapes of the run's decisions; None if unknown."""
 
 
-def load_models(config: TrainConfig, device: torch.device) -> tuple[Policy, WorldFiles | SimulatorFiles]:
-    """Load the policy of a run to `device`, and check that all its models are there and fit each other.
+def use_device(config: TrainConfig, local_rank: int = 0) -> torch.device:
+    """Seed this learner process, and use its threads, device and compiler cache; returns the device."""
+    torch.set_num_threads(config.learner.threads)
+    torch.manual_seed(config.seed)
+    device = take_device(config.device, local_rank)
+    use_compiler_cache(config.imagination, config.learner, device)
+    return device
 
-    Raises:
-        ConfigError: Something is missing or does not fit.
-    """
+
+def load_models(config: TrainConfig, device: torch.device) -> tuple[Policy, WorldFiles | SimulatorFiles]:
+    """Load the policy of a run to `device`, and check that all its models are there and fit each other."""
     build_recipe(config.algorithm, config.correction, config.critic)
     if config.imagination.compile and not simulator_named(config.world):
         world = named_world(config.world, config.world_settings)
@@ -175,11 +180,6 @@ MEETING_DEADLINE: Final = 600.0
 """Seconds that the learner ranks have to meet."""
 
 
-def learners_store(job: Job) -> Store:
-    """Open the store in which several learner ranks meet."""
-    return PrefixStore("learners", open_store(job, MEETING_DEADLINE))
-
-
 @contextmanager
 def learner_group(
     config: TrainConfig,
@@ -192,9 +192,6 @@ def learner_group(
     """Meet the other learner ranks for the time of the block; all call it at about the same time.
 
     The default process group holds learners only. One rank that computes in float32 needs none.
-
-    Raises:
-        RunError: A rank did not come.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -206,7 +203,7 @@ def learner_group(
         device,
         f"{who} to meet the other learners",
         f"{who} to make its part of an update or a checkpoint",
-        store=learners_store(job) if ranks > 1 else HashStore(),
+        store=PrefixStore("learners", open_store(job, MEETING_DEADLINE)) if ranks > 1 else HashStore(),
         rank=job.rank if ranks > 1 else 0,
         size=ranks,
     )
@@ -232,9 +229,6 @@ def build_learner(
 
     Args:
         copies: See `placement.copies_of`.
-
-    Raises:
-        CheckpointError: The checkpoint does not fit the policy.
     """
     policy, types = start.policy, acting_types(start.policy)
     if not isinstance(ranks, DistributedRanks):
@@ -284,17 +278,10 @@ def _checkpoints(config: TrainConfig, run_dir: Path, ranks: LearnerRanks) -> che
 def learn_as_follower(
     info: RunInfo, job: Job, placement: Placement, hosts: Hosts, poll: Callable[[], bool]
 ) -> None:
-    """Learn on a rank other than 0 until rank 0 ends the run; `poll` looks after children.
-
-    Raises:
-        AsyncRLError: The run failed, or another rank is gone.
-    """
+    """Learn on a rank other than 0 until rank 0 ends the run; `poll` looks after children."""
     run_dir = Path(info.run_dir)
     config = load_file(run_dir / "config.json")
-    torch.set_num_threads(config.learner.threads)
-    torch.manual_seed(config.seed)
-    device = take_device(config.device, job.local_rank)
-    use_compiler_cache(config.imagination, config.learner, device)
+    device = use_device(config, job.local_rank)
     resumed = Path(info.checkpoint) if info.checkpoint else None
     start = LearnerStart(
         policy=build_learning_policy(config, device),

@@ -5,17 +5,14 @@ So the lag is exactly --replay.max-lag once that many batches are ahead, and a r
 
 from __future__ import annotations
 
-import torch
-
 from asyncrl.actors.actor import Actor
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch import console
-from asyncrl.launch.build import build_learner, learner_group, load_models, start_run
+from asyncrl.launch.build import build_learner, learner_group, load_models, start_run, use_device
 from asyncrl.launch.environment import build_actor, open_backend, with_world_defaults
 from asyncrl.launch.job import Job, read_job
 from asyncrl.launch.named_models import build_policy
-from asyncrl.launch.own_device import take_device, use_compiler_cache
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.observability import process_status
 from asyncrl.observability.background_file import logged_to
@@ -32,10 +29,7 @@ def run_inline(asked: TrainConfig, stop: StopFlag) -> int:
         raise ConfigError(f"--inline is one process, but torchrun started {ranks}. Leave --inline out.")
     run_folder.check_free(asked)
     console.check_sinks(asked)
-    torch.set_num_threads(asked.learner.threads)
-    torch.manual_seed(asked.seed)
-    device = take_device(asked.device)
-    use_compiler_cache(asked.imagination, asked.learner, device)
+    device = use_device(asked)
     config, said = with_world_defaults(asked)
     policy, files = load_models(config, device)
     backend, starts = open_backend(config, build_policy(config, device), device)

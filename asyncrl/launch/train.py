@@ -42,7 +42,6 @@ from asyncrl.launch.job import (
     run_of_earlier_start,
     share,
 )
-from asyncrl.launch.own_device import take_device, use_compiler_cache
 from asyncrl.launch.placement import (
     Placement,
     check_learner_devices,
@@ -74,12 +73,7 @@ SHUTDOWN_TIMEOUT_CHILDREN: Final = 4.0
 
 
 def run(config: TrainConfig) -> int:
-    """Do this rank's part of a run.
-
-    Raises:
-        ConfigError: Something that cannot work; nothing was started.
-        AsyncRLError: The run failed.
-    """
+    """Do this rank's part of a run; raises ConfigError for input that cannot work, before anything starts."""
     job = read_job()
     if job.name:
         die_with_parent(os.getppid())  # torchrun's, which may be killed without ending its ranks.
@@ -131,10 +125,8 @@ class _Run(NamedTuple):
 
 def _prepare(asked: TrainConfig, job: Job, hosts: Hosts) -> _Run:
     """Check everything, load the policy, and make or find the run's folder."""
-    import torch
-
     from asyncrl.launch import console
-    from asyncrl.launch.build import load_models, start_run
+    from asyncrl.launch.build import load_models, start_run, use_device
     from asyncrl.launch.environment import with_world_defaults
 
     placement = checked_placement(balance.with_placement(asked, hosts.placement), hosts.size)
@@ -143,10 +135,7 @@ def _prepare(asked: TrainConfig, job: Job, hosts: Hosts) -> _Run:
         run_folder.check_free(asked)
     endpoints.check_free(asked, job)
     console.check_sinks(asked)
-    torch.set_num_threads(asked.learner.threads)
-    torch.manual_seed(asked.seed)
-    device = take_device(asked.device, job.local_rank)
-    use_compiler_cache(asked.imagination, asked.learner, device)
+    device = use_device(asked, job.local_rank)
     check_learner_devices(asked, placement, hosts)
     transport = transport_of(asked, placement, hosts.ranks(0))
     config, said = with_world_defaults(asked)

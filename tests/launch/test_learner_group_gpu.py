@@ -42,7 +42,7 @@ def test_a_rank_that_fails_does_not_wait_for_the_others(tmp_path: Path) -> None:
 def _learn(rank: int, store: str, failed: Queue[float]) -> None:
     """Rank 0 fails while its device waits for rank 1."""
     job = Job(rank=rank, size=2, local_rank=rank, local_size=2)
-    build.learners_store = lambda job: dist.FileStore(store, 2)  # type: ignore[assignment]
+    build.open_store = lambda job, deadline: dist.FileStore(store, 2)  # type: ignore[assignment]
     device = torch.device("cuda", rank)
     try:
         with learner_group(TrainConfig(), job, 2, device):
