@@ -11,7 +11,7 @@ from asyncrl.doctor.checks import Examination, Finding, broken, ok, one_line, wa
 from asyncrl.doctor.host import GIB, free_memory, placement_of
 from asyncrl.errors import ConfigError
 from asyncrl.launch.job import Hosts
-from asyncrl.launch.own_device import pick_device
+from asyncrl.launch.own_device import count_gpus, pick_device
 from asyncrl.launch.placement import (
     RELAYED,
     WORDS,
@@ -75,7 +75,7 @@ def check_placement(examination: Examination) -> Finding:
         hosts = hosts_of(examination)
         placement = checked_placement(config, hosts.size)
         check_pairs(placement, hosts)
-        check_learner_devices(config, placement, hosts, examination.host)
+        check_learner_devices(placement, hosts, {examination.host: count_gpus(config.device)})
         by_rank = devices_of(config, placement, hosts.ranks(examination.host))
         first = next(iter(by_rank.values()))
         if config.learner.frozen_precision == "float8":

@@ -18,6 +18,7 @@ from typing import Any, Final
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.launch.job import Hosts, Job, run_of_earlier_start
+from asyncrl.launch.own_device import count_gpus
 from asyncrl.launch.placement import Placement, check_learner_devices, checked_placement, span
 from asyncrl.observability import metrics_system as s
 from asyncrl.storage import run_folder
@@ -260,7 +261,7 @@ def placement_of_start(config: TrainConfig, job: Job, hosts: Hosts) -> str:
     if chosen != "auto":
         try:
             placement = checked_placement(with_placement(config, chosen), hosts.size)
-            check_learner_devices(config, placement, hosts)
+            check_learner_devices(placement, hosts, {0: count_gpus(config.device)})
         except ConfigError:  # It was measured where there were more devices.
             return "auto"
     return chosen

@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.launch import balance, endpoints
 from asyncrl.launch.children import ChildProcesses, Supervisor
-from asyncrl.launch.job import Hosts, Job, RunInfo, failure_was_read, receive, report_failure, watch_store
+from asyncrl.launch.job import RUN, Hosts, Job, RunInfo, failure_was_read, open_store, receive, report_failure
 from asyncrl.launch.own_device import pick_device
 from asyncrl.launch.placement import RELAYED, Placement, checked_placement
 from asyncrl.messaging.sockets import private_folder
@@ -174,11 +174,14 @@ class FirstHost:
 
     def _ask(self, job: Job) -> None:
         """Ask the store, which ends with torchrun on the first host; a cut network is noticed late."""
-        answers = watch_store(job)
-        while answers():
-            self._answers += 1
-            if self._closing.wait(LOOK_FROM_AFAR):
-                return
+        import torch.distributed as dist
+
+        with suppress(dist.DistError):
+            store = open_store(job)
+            while store.check([RUN]):
+                self._answers += 1
+                if self._closing.wait(LOOK_FROM_AFAR):
+                    return
         self._gone = True
 
 

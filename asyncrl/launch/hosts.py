@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING, Any, Final
 import asyncrl
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import AsyncRLError, ConfigError, RunError
-from asyncrl.launch.job import Hosts, Job, check_torchrun, open_store, store_errors
+from asyncrl.launch.job import Hosts, Job, open_store, store_errors
+from asyncrl.launch.own_device import count_gpus
 from asyncrl.observability import waits
 from asyncrl.observability.logger import flat
 
@@ -111,41 +112,7 @@ def check_agree(hosts: Sequence[HostFacts]) -> None:
             )
 
 
-def check_devices(hosts: Sequence[HostFacts], learners: Sequence[int]) -> None:
-    """Check that learner ranks have GPUs of their own, or none of them has one."""
-    for host in hosts:
-        count = sum(host.first_rank <= rank < host.first_rank + host.ranks for rank in learners)
-        if count and bool(host.gpus) != bool(hosts[0].gpus):
-            raise ConfigError(
-                f"--device: {host.name} has {host.gpus} GPUs and {hosts[0].name} {hosts[0].gpus}, but "
-                "learner ranks compute all on GPUs or all on CPUs. Use --device cpu, or other hosts."
-            )
-        if host.gpus and count > host.gpus:
-            raise ConfigError(
-                f"--placement names {count} learner ranks on {host.name}, which has {host.gpus} GPU(s), and "
-                "NCCL takes one rank per GPU. Name fewer there, or use --device cpu."
-            )
-
-
-def check_broadcasts(hosts: Sequence[HostFacts], numbers: Sequence[int], transport: str) -> None:
-    """Check that hosts can broadcast weights to each other; a transport of the user's may need no GPU."""
-    if ":" not in transport and (without := [hosts[n].name for n in numbers if not hosts[n].gpus]):
-        raise ConfigError(
-            f"--weights.between-hosts is nccl, which carries weights between GPUs, but {without[0]} has "
-            "none (or --device is cpu). Use --weights.between-hosts tcp, which is encrypted."
-        )
-
-
 # ---- networks ------------------------------------------------------------------------------------
-
-
-def why_unreachable(address: str, port: int) -> str:
-    """Return why a port of another host cannot be reached; empty if it can."""
-    try:
-        socket.create_connection((address, port), timeout=REACH_DEADLINE).close()
-    except OSError as error:
-        return error.strerror or str(error) or type(error).__name__
-    return ""
 
 
 def interface_of(address: str) -> str:
@@ -189,13 +156,12 @@ def meet(
 
     Returns:
         The job with the name of this start, and its hosts.
-
-    Raises:
-        ConfigError: The hosts cannot work together, which every rank raises, or torchrun is missing.
-        RunError: A rank did not come, or the store is lost.
-        Stopped: A stop was requested.
     """
-    check_torchrun(job)
+    if job.size > 1 and not job.store[0]:
+        raise ConfigError(
+            f"WORLD_SIZE is {job.size}, but torchrun did not start this process, and ranks meet in its "
+            "store. Start them with torchrun, or unset WORLD_SIZE for a single process."
+        )
     if job.local_size == job.size:
         hosts = Hosts(size=job.size)
         return job, hosts if job.rank else checks(hosts, [])
@@ -335,17 +301,15 @@ class _Meeting:
             settings=digests(self.config, sys.argv[1:]),
             address=address,
             store_address=store_address,
-            gpus=torch.cuda.device_count() if self.config.device != "cpu" else 0,
+            gpus=count_gpus(self.config.device),
         )
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address).is_loopback
 
 
 def _placed(facts: list[HostFacts]) -> Hosts:
     first = facts[0].address
-    if _is_loopback(first):  # It reached itself so; the others reach it where they reach the store.
+    if ipaddress.ip_address(
+        first
+    ).is_loopback:  # It reached itself so; the others reach it where they reach the store.
         first = facts[1].store_address
     return Hosts(
         names=tuple(host.name for host in facts),
@@ -379,11 +343,13 @@ def _try_ports(hosts: Hosts, name: str) -> str:
     for flag, field_name, what in _ENDPOINTS:
         if endpoint := getattr(hosts, field_name):
             address, port = address_of(endpoint)
-            if why := why_unreachable(address, port):
+            try:
+                socket.create_connection((address, port), timeout=REACH_DEADLINE).close()
+            except OSError as error:
                 return (
                     f"{name} cannot reach {address}:{port}, where {what} of {hosts.names[0]} listens "
-                    f"({flag}): {why}. Set {flag} to an address of a network that all hosts share, and open "
-                    "the ports between the hosts."
+                    f"({flag}): {error.strerror or error}. Set {flag} to an address of a network that all "
+                    "hosts share, and open the ports between the hosts."
                 )
     return ""
 

@@ -32,7 +32,7 @@ HOSTS: Final = "hosts"
 STORE_DEADLINE: Final = 30.0
 POLL_INTERVAL: Final = 0.1
 MOST_RANKS: Final = 4096
-_RUN, _RUN_DIR = "run_facts", "run_dir"
+RUN, _RUN_DIR = "run_facts", "run_dir"
 _FAILED: Final = "failed-rank-"
 
 
@@ -71,11 +71,7 @@ class Job:
 
 
 def read_job(environ: Mapping[str, str] = os.environ) -> Job:
-    """Read torchrun's variables.
-
-    Raises:
-        ConfigError: One of them is no number.
-    """
+    """Read torchrun's variables."""
 
     def number(name: str, absent: int = 0, least: int = 0, most: int = MOST_RANKS) -> int:
         text = environ.get(name) or str(absent)
@@ -207,25 +203,8 @@ def store_errors(job: Job, doing: str) -> Iterator[None]:
         ) from None
 
 
-def check_torchrun(job: Job) -> None:
-    """Check that torchrun started the ranks, if there are several.
-
-    Raises:
-        ConfigError: Something else did.
-    """
-    if job.size > 1 and not job.store[0]:
-        raise ConfigError(
-            f"WORLD_SIZE is {job.size}, but torchrun did not start this process, and ranks meet in its "
-            "store. Start them with torchrun, or unset WORLD_SIZE for a single process."
-        )
-
-
 def open_store(job: Job, deadline: float = STORE_DEADLINE, *, every_start: bool = False) -> Store:
-    """Open torchrun's store, in the part of this start of the ranks or of every start.
-
-    Raises:
-        RunError: It cannot be reached.
-    """
+    """Open torchrun's store, in the part of this start of the ranks or of every start."""
     from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     host, port = job.store
@@ -235,38 +214,19 @@ def open_store(job: Job, deadline: float = STORE_DEADLINE, *, every_start: bool 
     return PrefixStore(f"asyncrl/{job.name}/{'job' if every_start else job.start or job.restarts}", store)
 
 
-def watch_store(job: Job) -> Callable[[], bool]:
-    """Return a test for whether the store, and so torchrun on the first host, still answers."""
-    import torch.distributed as dist
-
-    store = open_store(job)
-
-    def answers() -> bool:
-        try:
-            return store.check([_RUN])
-        except dist.DistError:
-            return False
-
-    return answers
-
-
 def share(info: RunInfo, job: Job, deadline: float) -> None:
     """Publish the run to the other ranks; rank 0 only."""
     if job.size > 1:
         with store_errors(job, "publish the run"):
-            open_store(job, deadline).set(_RUN, json.dumps(asdict(info)))
+            open_store(job, deadline).set(RUN, json.dumps(asdict(info)))
 
 
 def receive(job: Job, deadline: float, stop_requested: Callable[[], bool]) -> RunInfo | None:
-    """Wait for the run that rank 0 publishes; None if a stop was requested first.
-
-    Raises:
-        RunError: Rank 0 published nothing within `deadline` seconds.
-    """
+    """Wait `deadline` seconds for the run that rank 0 publishes; None if a stop was requested first."""
     until = time.monotonic() + deadline
     with store_errors(job, "learn where the run is"), waits.waiting(waits.MEETING, deadline):
         store = open_store(job, deadline)
-        while not store.check([_RUN]):
+        while not store.check([RUN]):
             if stop_requested():
                 return None
             if time.monotonic() > until:
@@ -275,7 +235,7 @@ def receive(job: Job, deadline: float, stop_requested: Callable[[], bool]) -> Ru
                     "say where the run is, in vain. See the output of rank 0."
                 )
             time.sleep(POLL_INTERVAL)
-        return RunInfo(**json.loads(store.get(_RUN)))
+        return RunInfo(**json.loads(store.get(RUN)))
 
 
 def remember_run(job: Job, run_dir: Path) -> None:

@@ -72,12 +72,19 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
 
     if name not in ("cpu", "cuda", "auto"):
         raise ConfigError(f"--device is {name!r}. Use cpu, cuda or auto.")
-    count = torch.cuda.device_count() if name != "cpu" else 0
+    count = count_gpus(name)
     if name == "cuda" and not count:
         raise ConfigError(
             "--device is cuda, but PyTorch sees no CUDA device. Use --device cpu, or run `asyncrl doctor`."
         )
     return torch.device("cuda", local_rank % count) if count else torch.device("cpu")
+
+
+def count_gpus(name: str) -> int:
+    """Return the number of GPUs that PyTorch sees; 0 for --device cpu."""
+    import torch
+
+    return torch.cuda.device_count() if name != "cpu" else 0
 
 
 def take_device(name: str, local_rank: int = 0) -> torch.device:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate, zip_longest
 
@@ -243,17 +244,35 @@ def check_pairs(placement: Placement, hosts: Hosts) -> None:
             )
 
 
-def check_learner_devices(config: TrainConfig, placement: Placement, hosts: Hosts, number: int = 0) -> None:
-    """Check that each learner rank of host `number` has a GPU of its own; the meeting checks other hosts."""
-    import torch
+def check_learner_devices(placement: Placement, hosts: Hosts, gpus: Mapping[int, int]) -> None:
+    """Check that learner ranks have GPUs of their own, or none of them has one.
 
-    ranks = hosts.ranks(number)
-    here = [rank for rank in placement.learners if rank in ranks]
-    devices = {pick_device(config.device, rank - ranks.start) for rank in here}
-    if len(devices) < len(here) and devices != {torch.device("cpu")}:
+    Args:
+        gpus: Number of GPUs of some hosts, by the host's number.
+    """
+    first = next(iter(gpus))
+    for number, count in gpus.items():
+        name, learners = hosts.names[number], sum(rank in hosts.ranks(number) for rank in placement.learners)
+        if learners and bool(count) != bool(gpus[first]):
+            raise ConfigError(
+                f"--device: {name} has {count} GPUs and {hosts.names[first]} {gpus[first]}, but "
+                "learner ranks compute all on GPUs or all on CPUs. Use --device cpu, or other hosts."
+            )
+        if count and learners > count:
+            raise ConfigError(
+                f"--placement names {learners} learner ranks on {name}, which has {count} GPU(s), and "
+                "NCCL takes one rank per GPU. Name fewer there, or use --device cpu."
+            )
+
+
+def check_broadcasts(hosts: Hosts, gpus: Mapping[int, int], transport: str) -> None:
+    """Check that hosts can broadcast weights to each other; a transport of the user's may need no GPU."""
+    without = [number for number in hosts.broadcasts if not gpus[number]]
+    if ":" not in transport and without:
         raise ConfigError(
-            f"--placement names {len(here)} learner ranks, but this host has {len(devices)} "
-            "GPU(s), and NCCL takes one rank per GPU. Name fewer learner ranks, or use --device cpu."
+            "--weights.between-hosts is nccl, which carries weights between GPUs, but "
+            f"{hosts.names[without[0]]} has none (or --device is cpu). Use --weights.between-hosts tcp, "
+            "which is encrypted."
         )
 
 

@@ -30,7 +30,7 @@ from asyncrl.launch.children import (
     log_errors,
 )
 from asyncrl.launch.followers import follow, spawn_actor, spawn_role
-from asyncrl.launch.hosts import HostFacts, Stopped, bind_gloo, check_broadcasts, check_devices, meet
+from asyncrl.launch.hosts import HostFacts, Stopped, bind_gloo, meet
 from asyncrl.launch.job import (
     HOSTS,
     Hosts,
@@ -42,8 +42,10 @@ from asyncrl.launch.job import (
     run_of_earlier_start,
     share,
 )
+from asyncrl.launch.own_device import count_gpus
 from asyncrl.launch.placement import (
     Placement,
+    check_broadcasts,
     check_learner_devices,
     check_pairs,
     check_sizes,
@@ -100,13 +102,13 @@ def _check_hosts(config: TrainConfig, job: Job, hosts: Hosts, facts: list[HostFa
     check_sizes(config.placement, hosts)
     placement = checked_placement(config, hosts.size)
     check_pairs(placement, hosts)
-    if hosts.several:
-        check_devices(facts, placement.learners)
-        copies_of(config, placement, hosts)
-        others = {hosts.of(rank) for rank in placement.actors} - {0}
-        if others and config.weights.between_hosts == "nccl":
-            hosts = replace(hosts, broadcasts=(0, *sorted(others)))
-            check_broadcasts(facts, hosts.broadcasts, config.weights.transport)
+    gpus = {number: host.gpus for number, host in enumerate(facts)} or {0: count_gpus(config.device)}
+    check_learner_devices(placement, hosts, gpus)
+    copies_of(config, placement, hosts)
+    others = {hosts.of(rank) for rank in placement.actors} - {0}
+    if others and config.weights.between_hosts == "nccl":
+        hosts = replace(hosts, broadcasts=(0, *sorted(others)))
+        check_broadcasts(hosts, gpus, config.weights.transport)
     return endpoints.with_addresses(config, job, hosts)
 
 
@@ -136,7 +138,6 @@ def _prepare(asked: TrainConfig, job: Job, hosts: Hosts) -> _Run:
     endpoints.check_free(asked, job)
     console.check_sinks(asked)
     device = use_device(asked, job.local_rank)
-    check_learner_devices(asked, placement, hosts)
     transport = transport_of(asked, placement, hosts.ranks(0))
     config, said = with_world_defaults(asked)
     policy, files = load_models(config, device)

@@ -271,7 +271,7 @@ def test_of_several_hosts_only_what_this_one_lacks_is_said(monkeypatch: pytest.M
     assert f"cuda:0: {(needs[0] + needs[2]) / GIB:.2f} of" in memory.seen
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     learners = gpus.check_placement(Examination(config=config, host=0))
-    assert "names 2 learner ranks, but this host has 1 GPU(s)" in learners.seen
+    assert "names 2 learner ranks on host 0, which has 1 GPU(s)" in learners.seen
     for setting, number, words in (
         (config, 3, "--host is 3, but --placement learner=0-1@0"),
         (TrainConfig(placement="learner=0,actor=0"), 1, "names 1 host(s), counted from 0"),

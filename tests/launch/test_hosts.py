@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
 from collections.abc import Iterator
@@ -23,13 +24,20 @@ from asyncrl.launch.hosts import (
     HostFacts,
     Stopped,
     check_agree,
-    check_broadcasts,
-    check_devices,
     digests,
     meet,
 )
 from asyncrl.launch.job import Hosts, Job, open_store, read_job
-from asyncrl.launch.placement import check_pairs, check_sizes, copies_of, parse_placement, ranks_named
+from asyncrl.launch.placement import (
+    Placement,
+    check_broadcasts,
+    check_learner_devices,
+    check_pairs,
+    check_sizes,
+    copies_of,
+    parse_placement,
+    ranks_named,
+)
 from asyncrl.storage import run_owner
 
 TWO = Hosts(names=("a", "b"), first_ranks=(0, 2), size=5, addresses=("10.0.0.1", "10.0.0.2"))
@@ -127,17 +135,17 @@ def test_hosts_that_disagree_are_refused_with_the_host_and_what_to_do(
 
 
 @pytest.mark.parametrize(
-    ("here", "there", "message"),
+    ("there", "message"),
     [
-        ({"gpus": 2}, {"gpus": 1}, r"names 2 learner ranks on b, which has 1 GPU\(s\), and NCCL"),
-        ({"gpus": 2}, {"gpus": 0}, "^--device: b has 0 GPUs and a 2"),
+        (1, r"names 2 learner ranks on b, which has 1 GPU\(s\), and NCCL"),
+        (0, "^--device: b has 0 GPUs and a 2"),
     ],
 )
-def test_learners_need_gpus(here: dict[str, object], there: dict[str, object], message: str) -> None:
-    both = [facts("a", 0, **here), facts("b", 2, **there)]
-    check_devices(both, [0, 1])
+def test_learners_need_gpus(there: int, message: str) -> None:
+    gpus = {0: 2, 1: there}
+    check_learner_devices(Placement(learners=(0, 1), actors=(2,)), TWO, gpus)
     with pytest.raises(ConfigError, match=message):
-        check_devices(both, [0, 1, 2, 3])
+        check_learner_devices(Placement(learners=(0, 1, 2, 3), actors=(4,)), TWO, gpus)
 
 
 def test_settings_are_compared_by_flag_and_those_of_a_resumed_run_by_its_arguments() -> None:
@@ -232,7 +240,6 @@ class Meeting:
         return read_job(environ)
 
     def checks(self, hosts: Hosts, said: list[HostFacts]) -> Hosts:
-        check_devices(said, [0, 2])
         return endpoints.with_addresses(self.config, self.ranks[0], hosts)
 
     def meet(self, **of_the_second_host: object) -> list[tuple[Job, Hosts] | Exception]:
@@ -309,7 +316,14 @@ def test_every_rank_gets_the_sentence_that_says_why_the_hosts_cannot_work_togeth
 def test_a_port_that_another_host_cannot_reach_is_named_with_the_flag(
     meeting: Meeting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hosts, "why_unreachable", lambda address, port: "No route to host")
+    connect = socket.create_connection
+
+    def no_route(address: tuple[str, int], timeout: float) -> socket.socket:
+        if address[1] == meeting.store.port:
+            return connect(address, timeout)
+        raise OSError(errno.EHOSTUNREACH, "No route to host")
+
+    monkeypatch.setattr("socket.create_connection", no_route)
     for error in meeting.meet():
         assert isinstance(error, ConfigError)
         assert "cannot reach 127.0.0.1:" in str(error)
@@ -318,12 +332,12 @@ def test_a_port_that_another_host_cannot_reach_is_named_with_the_flag(
 
 
 def test_hosts_that_broadcast_weights_need_what_the_backend_needs() -> None:
-    without = [facts("a", 0, gpus=1), facts("b", 2)]
-    check_broadcasts([facts("a", 0, gpus=1), facts("b", 2, gpus=1)], (0, 1), "auto")
-    check_broadcasts(without, (0,), "auto")
-    check_broadcasts(without, (0, 1), "own:Mine")
+    both, one = replace(TWO, broadcasts=(0, 1)), {0: 1, 1: 0}
+    check_broadcasts(both, {0: 1, 1: 1}, "auto")
+    check_broadcasts(replace(TWO, broadcasts=(0,)), one, "auto")
+    check_broadcasts(both, one, "own:Mine")
     with pytest.raises(ConfigError, match=r"--weights\.between-hosts is nccl, .* but b has none"):
-        check_broadcasts(without, (0, 1), "auto")
+        check_broadcasts(both, one, "auto")
 
 
 @pytest.mark.timeout(120)
