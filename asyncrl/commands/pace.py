@@ -137,11 +137,7 @@ class Round:
 
 
 class Rounds:
-    """The stages of a command line and their outputs.
-
-    Raises:
-        ConfigError: The world cannot be refitted, or no simulator is known that has its tasks.
-    """
+    """The stages of a command line and their outputs."""
 
     def __init__(self, pace: PaceConfig, train_flags: Sequence[str], train: TrainConfig) -> None:
         from asyncrl.evaluation.evaluate import simulator_of_tasks
@@ -171,11 +167,7 @@ class Rounds:
             )
 
     def check_settings(self) -> None:
-        """Write the settings into the folder, or compare them with those it was begun with.
-
-        Raises:
-            ConfigError: They differ in more than the number of rounds and workers and the further recordings.
-        """
+        """Write the settings into the folder, or compare them with those it was begun with."""
         own = asdict(replace(self.pace, rounds=1, workers=1, data=(), out=Path()))
         asked = {**json.loads(json.dumps(own, default=str)), "train": self._flags}
         path = self.pace.out / SETTINGS
@@ -296,9 +288,6 @@ def run_command(arguments: Sequence[str]) -> None:
     """Run an `asyncrl` command in a process group of its own that ends with this process.
 
     SIGINT, SIGTERM and SIGHUP interrupt the command, which then saves what it can.
-
-    Raises:
-        RunError: It failed or was interrupted.
     """
     print(f"\n$ asyncrl {shlex.join(arguments)}", flush=True)
     command, parent = [sys.executable, "-m", "asyncrl", *arguments], os.getpid()

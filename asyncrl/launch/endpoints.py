@@ -46,11 +46,7 @@ if TYPE_CHECKING:
 
 
 def check(config: TrainConfig, placement: Placement, *, several_hosts: bool = False) -> None:
-    """Check before anything starts that the replay may listen there, and admits this run's processes.
-
-    Raises:
-        ConfigError: The address is not safe, or a key is missing or not admitted.
-    """
+    """Check before anything starts that the replay may listen there, and admits this run's processes."""
     server = check_listen(config, several_hosts=several_hosts)
     if server is None:
         return
@@ -83,11 +79,7 @@ def check_listen(config: TrainConfig, *, several_hosts: bool = False) -> ServerK
 
 
 def with_addresses(config: TrainConfig, job: Job, hosts: Hosts) -> Hosts:
-    """Add where a run listens: by its settings; for several hosts, which need an address, completed.
-
-    Raises:
-        ConfigError: Of several hosts: others cannot reach it, it is not the first one's, or it is taken.
-    """
+    """Add where a run listens: by its settings; for several hosts, which need an address, completed."""
     given = (("--replay.listen", config.replay.listen), ("--weights.listen", config.weights.listen))
     if not hosts.several:
         return replace(hosts, replay=config.replay.listen, weights=config.weights.listen)

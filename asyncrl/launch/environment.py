@@ -74,12 +74,7 @@ class WorldFiles:
     """None: known only when it is loaded."""
 
     def check_policy(self, policy: Policy) -> None:
-        """Refuse a policy that does not fit the world, or cannot read an instruction.
-
-        Raises:
-            ConfigError: They differ in steps per decision or numbers per step; the policy needs an input that
-                a world does not have.
-        """
+        """Refuse a policy that does not fit the world, or cannot read an instruction."""
         if isinstance(policy, ChecksTraining):
             policy.check_trainable()
         own, world = policy.action_spec, self.action_spec

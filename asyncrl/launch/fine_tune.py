@@ -1,16 +1,7 @@
-"""Fine-tune a large network on recordings: what is alike for policies and worlds.
+"""Fine-tune a policy or a world's network on recordings: adapters or all weights, on all ranks of torchrun.
 
-    torchrun --nproc-per-node 4 -m asyncrl fit policy --refine PUBLISHED --lora.rank 32 --precision bf16 ...
-    torchrun --nproc-per-node 4 -m asyncrl fit world --refine PUBLISHED --precision bf16 ...
-
-every rank   reads the recordings and the network; computes its part of every batch     waits for: the others
-rank 0       shows the progress; gathers the network and writes it                      waits for: the others
-
-Fine-tune a policy on recordings: adapters or all weights, on all ranks of torchrun (see `fine_tune`).
-
-Fine-tune a world's network on recordings: adapters or all weights, spread over the ranks of torchrun.
-
-The autoencoder stays as it is; every rank encodes a part of the episodes with it. See `fine_tune`.
+Every rank reads the recordings and computes its part of every batch; rank 0 gathers and writes the network.
+A world's autoencoder stays as it is.
 """
 
 from __future__ import annotations
@@ -32,7 +23,6 @@ from asyncrl.fitting.loop import FitRanks, Schedule, parts_of
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.fitting.settings import FitPolicy, FitWorld
 from asyncrl.fitting.world import (
-    FittedWorld,
     WorldOptions,
     check_same_size,
     fit_class,
@@ -60,13 +50,9 @@ AGAIN: Final = "start it again"
 
 @contextmanager
 def fine_tuning_ranks(what: str, precision: Precision, device: torch.device) -> Iterator[LearnerRanks]:
-    """Meet the other ranks of torchrun for the time of the block.
-
-    Args:
-        precision: Passes in bfloat16 need a group also where a rank is alone (`fsdp`).
-    """
+    """Meet the other ranks of torchrun for the time of the block."""
     size = read_job().size
-    if size == 1 and precision == "fp32":
+    if size == 1 and precision == "fp32":  # FSDP's passes in bfloat16 need a group also of one rank.
         yield LearnerRanks()
         return
     if device.type == "cuda":
@@ -76,18 +62,15 @@ def fine_tuning_ranks(what: str, precision: Precision, device: torch.device) -> 
         yield DistributedRanks(COLLECTIVE_DEADLINE, remedy=AGAIN)
 
 
-def count_trained(network: nn.Module) -> int:
-    """Count the numbers that are trained; asked before they are spread."""
+def _count_trained(network: nn.Module) -> int:
+    """Count the numbers that are trained, before they are spread."""
     return sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
 
 
-def report(config: FitPolicy | FitWorld, loss: str, trained: int) -> str:
+def _report(config: FitPolicy | FitWorld, loss: str, trained: int) -> str:
     """Return a line with the result."""
     how = f"adapters of rank {config.lora.rank}" if config.lora.rank else "all weights"
     return f"{config.MODEL} in {config.out}: {loss}; {how}, {trained / 1e6:.1f} million numbers"
-
-
-POLICY_RANKS: Final = "the other ranks that fine-tune a policy"
 
 
 def fine_tune_policy(
@@ -96,16 +79,12 @@ def fine_tune_policy(
     """Fine-tune and write the policy, with adapters merged, and the adapters alone into ``out/adapter``.
 
     Returns:
-        What was done, in a line; empty on other ranks than 0.
-
-    Raises:
-        ConfigError: The policy cannot imitate the recordings, or the batch cannot be shared out.
-        RunError: The loss stopped being finite, or another rank is gone.
+        A line with the result; empty on other ranks than 0.
     """
     torch.manual_seed(config.seed)
     policy = _load(config, recordings, device)
-    with fine_tuning_ranks(POLICY_RANKS, config.precision, device) as ranks:
-        trained = count_trained(policy)
+    with fine_tuning_ranks("the other ranks that fine-tune a policy", config.precision, device) as ranks:
+        trained = _count_trained(policy)
         anything: Any = policy
         if not isinstance(ranks, DistributedRanks):
             make_float32_masters(anything, config.precision)
@@ -125,7 +104,7 @@ def fine_tune_policy(
         config.out.mkdir(parents=True, exist_ok=True)
         write(config.out)
         write_statistics(config.out, policy, recordings)
-    return report(config, f"{loss:.3f} nats per action token", trained)
+    return _report(config, f"{loss:.3f} nats per action token", trained)
 
 
 def _load(config: FitPolicy, recordings: Recordings, device: torch.device) -> OpenVLAOFTPolicy:
@@ -137,7 +116,10 @@ def _load(config: FitPolicy, recordings: Recordings, device: torch.device) -> Op
             "action tokens. Give an OpenVLA-OFT policy."
         )
     if config.statistics != "auto":
-        policy.config = dataclasses.replace(policy.config, **_statistics(config, recordings))
+        key, statistics = "", dict[str, Any]()
+        if config.statistics != "none":
+            key, statistics = recordings.simulator, {recordings.simulator: action_statistics(recordings)}
+        policy.config = dataclasses.replace(policy.config, norm_key=key, norm_stats=statistics)
     check_imitable(policy, recordings)
     policy.drop_critic()
     if config.lora.rank:
@@ -149,16 +131,6 @@ def _load(config: FitPolicy, recordings: Recordings, device: torch.device) -> Op
     return policy
 
 
-def _statistics(config: FitPolicy, recordings: Recordings) -> dict[str, Any]:
-    if config.statistics == "none":
-        return {"norm_key": "", "norm_stats": {}}
-    key = recordings.simulator
-    return {"norm_key": key, "norm_stats": {key: action_statistics(recordings)}}
-
-
-WORLD_RANKS: Final = "the other ranks that fine-tune a world"
-
-
 def can_fine_tune(folder: Path) -> bool:
     """Return True if the world in a folder is of a kind that can be fine-tuned; reads no weights."""
     return fit_class(world_kind(folder)).fine_tunes
@@ -168,12 +140,7 @@ def fine_tune_world(config: FitWorld, recordings: Recordings) -> str:
     """Fine-tune and write the world as it was read: adapters merged, and alone in ``out/adapter``.
 
     Returns:
-        What was done, in a line; empty on other ranks than 0.
-
-    Raises:
-        ConfigError: The world cannot be fine-tuned, cannot imagine the recordings or cannot be written to
-            --out, or the batch cannot be shared out.
-        RunError: The loss stopped being finite, or another rank is gone.
+        A line with the result; empty on other ranks than 0.
     """
     check_fine_tuning(config)
     source = world_folder(config.refine)
@@ -181,9 +148,15 @@ def fine_tune_world(config: FitWorld, recordings: Recordings) -> str:
     torch.manual_seed(config.seed)
     device = take_device(config.device, read_job().local_rank)
     world: Any = load_fitted(source, device, torch.bfloat16 if config.precision == "bf16" else torch.float32)
-    _prepare(world, config, recordings, options)
-    with fine_tuning_ranks(WORLD_RANKS, config.precision, device) as ranks:
-        trained = count_trained(world.network())
+    check_same_size(world, recordings, "refine")
+    world.check_fine_tuning(recordings, options)
+    world.network().requires_grad_(not config.lora.rank)
+    if config.lora.rank:
+        adapt(world.network(), world.adapted_layers(), config.lora.rank, config.lora.alpha)
+    if config.gradient_checkpointing:
+        recompute(world.blocks())
+    with fine_tuning_ranks("the other ranks that fine-tune a world", config.precision, device) as ranks:
+        trained = _count_trained(world.network())
         if not isinstance(ranks, DistributedRanks):
             make_float32_masters(world.network(), config.precision)
         else:
@@ -192,15 +165,11 @@ def fine_tune_world(config: FitWorld, recordings: Recordings) -> str:
         schedule = Schedule.of(config, FitRanks(rank=ranks.rank, size=ranks.size, sum=ranks.sum))
         loss = world.fine_tune(recordings, schedule, options)
         _write(world, config, source, ranks)
-    return "" if ranks.rank else report(config, f"velocity error {loss:.4f}", trained)
+    return "" if ranks.rank else _report(config, f"velocity error {loss:.4f}", trained)
 
 
 def check_fine_tuning(config: FitWorld) -> None:
-    """Check what can be known before recordings and weights are read.
-
-    Raises:
-        ConfigError: See `fine_tune_world`.
-    """
+    """Check what can be known before recordings and weights are read."""
     source = world_folder(config.refine)
     parts_of(config.batch, read_job().size, config.micro_batch)
     if not can_fine_tune(source):
@@ -221,15 +190,6 @@ def check_fine_tuning(config: FitWorld) -> None:
         )
 
 
-def _prepare(world: Any, config: FitWorld, recordings: Recordings, options: WorldOptions) -> None:
-    fitted: FittedWorld = world
-    check_same_size(fitted, recordings, "refine")
-    world.check_fine_tuning(recordings, options)
-    world.network().requires_grad_(not config.lora.rank)
-    if config.lora.rank:
-        adapt(world.network(), world.adapted_layers(), config.lora.rank, config.lora.alpha)
-    if config.gradient_checkpointing:
-        recompute(world.blocks())
 
 
 def _write(world: Any, config: FitWorld, source: Path, ranks: LearnerRanks) -> None:

@@ -52,12 +52,7 @@ class NamedModel:
 
 
 def named_policy(text: str, settings: Iterable[str] = ()) -> NamedModel:
-    """Resolve --policy.
-
-    Raises:
-        ConfigError: There is no such class.
-        CheckpointError: There is no such folder.
-    """
+    """Resolve --policy."""
     if registry.names_code(text):
         return _of_user("policy", text, settings)
     folder, keywords = _policy_folder(text), registry.keywords("--policy-settings", settings)
@@ -115,11 +110,7 @@ def folder_part(text: str) -> str:
 def refuse_foreign_code(
     config: TrainConfig, own: TrainConfig, source: str, kinds: Iterable[str] = registry.PARTS_OF_A_RUN
 ) -> None:
-    """Refuse classes that a run names and the user of this process did not: a file or peer never names code.
-
-    Raises:
-        ConfigError: Names the flag to give.
-    """
+    """Refuse classes that a run names and the user did not: a file or peer never names code."""
     for flag, text in registry.own_code(config, kinds):
         if (flag, text) not in registry.own_code(own, kinds):
             raise ConfigError(
@@ -257,11 +248,7 @@ def run_of(text: str) -> Path | None:
 
 
 def settings_of_run(run_dir: Path) -> RunSettings:
-    """Read how the policy of a run is evaluated. A folder names no code: a user's simulator is left out.
-
-    Raises:
-        ConfigError: Its config.json cannot be read.
-    """
+    """Read how the policy of a run is evaluated. A folder names no code: a user's simulator is left out."""
     config = load_file(run_dir / "config.json")
     if registry.names_code(config.world):
         return RunSettings(config=config)

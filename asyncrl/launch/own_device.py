@@ -88,11 +88,7 @@ def count_gpus(name: str) -> int:
 
 
 def take_device(name: str, local_rank: int = 0) -> torch.device:
-    """Choose the device of this process, check that it multiplies right, and make it the current one.
-
-    Raises:
-        ConfigError: As `pick_device`, or the GPU gives wrong products.
-    """
+    """Choose the device of this process, check that it multiplies right, and make it the current one."""
     device = pick_device(name, local_rank)
     make_current(device)
     return device

@@ -64,11 +64,7 @@ class SimulatorFiles:
         )
 
     def check_policy(self, policy: Policy) -> None:
-        """Refuse a policy that cannot play here, or cannot read one of the tasks.
-
-        Raises:
-            ConfigError: Its actions have another width, or a camera, a state or words are missing.
-        """
+        """Refuse a policy that cannot play here, or cannot read one of the tasks."""
         try:
             check_fits(policy, self.spec)
         except ConfigError as error:
