@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from asyncrl.errors import RunError
 
 if TYPE_CHECKING:
     from asyncrl.simulators.build import SimulatorSource
-    from asyncrl.simulators.interface import SimulatorSpec
+    from asyncrl.simulators.interface import SimStart, SimulatorSpec
     from asyncrl.simulators.pool import SimulatorPool, SlotAnswer
 
 MIB: Final = 2**20
@@ -93,10 +93,6 @@ class Measured:
     """Seconds of a step of all places with pictures of all cameras."""
     memory: int
     """Peak bytes of the process; 0 if unknown."""
-    repeats: bool
-    """True if one start showed the same picture twice."""
-    blank: bool
-    """True if the picture has one colour only."""
 
 
 @dataclass(kw_only=True)
@@ -135,8 +131,7 @@ def examine_simulator(examination: SimulatorExamination) -> Iterator[Finding]:
     if finding := run_check("simulator", play, PLAY_DEADLINE):
         yield finding
     if measured := examination.measured:
-        yield judge_reset(measured)
-        yield describe_step(measured)
+        yield describe_speed(measured)
         if measured.memory:
             yield judge_memory(measured)
 
@@ -183,26 +178,14 @@ def check_play(examination: SimulatorExamination) -> Finding:
     )
 
 
-def judge_reset(measured: Measured) -> Finding:
-    """Judge the resets."""
-    seen = f"ready after {measured.start:.1f} s, a reset takes {measured.reset:.2f} s"
-    if not measured.repeats:
-        advice = "Everything about an episode must follow from its start: draw from its seed only."
-        return warning("reset", f"{seen}; one start showed two different pictures.", advice)
-    if measured.blank:
-        return warning(
-            "reset", f"{seen}; the picture has one colour only.", "See whether it is drawn at all."
-        )
-    return ok("reset", seen)
-
-
-def describe_step(measured: Measured) -> Finding:
-    """Report the time of a step."""
+def describe_speed(measured: Measured) -> Finding:
+    """Report the times of a start, a reset and a step."""
     places = measured.spec.places
     together = f" of {places} places together" if places > 1 else ""
     return ok(
-        "step",
-        f"{1e3 * measured.drawn:.1f} ms{together} with pictures, {1e3 * measured.undrawn:.1f} without; "
+        "speed",
+        f"ready after {measured.start:.1f} s, a reset takes {measured.reset:.2f} s; a step{together} "
+        f"{1e3 * measured.drawn:.1f} ms with pictures, {1e3 * measured.undrawn:.1f} without: "
         f"{places / measured.drawn:.0f} and {places / measured.undrawn:.0f} steps/s of a process",
     )
 
@@ -235,9 +218,9 @@ def measure(source: SimulatorSource) -> Measured:
             stored_start(spec, 0, slot % spec.trials) if spec.trials else random_start(spec, slot)
             for slot in range(pool.slots)
         ]
-        first = _begin(pool, starts[:1])
+        _begin(pool, starts[:1])
         begun = time.monotonic()
-        again = _begin(pool, starts[:1])
+        _begin(pool, starts[:1])
         reset = time.monotonic() - begun
         undrawn, drawn = [], []
         for number in range(ROUNDS + 1):
@@ -255,16 +238,14 @@ def measure(source: SimulatorSource) -> Measured:
         undrawn=statistics.median(undrawn) / steps,
         drawn=statistics.median(drawn) / steps,
         memory=memory,
-        repeats=np.array_equal(first[0].frames, again[0].frames),
-        blank=bool((first[0].frames == first[0].frames[..., :1, :1, :]).all()),
     )
 
 
-def _begin(pool: SimulatorPool, starts: list) -> list[SlotAnswer]:
+def _begin(pool: SimulatorPool, starts: Sequence[SimStart]) -> None:
     """Reset the first slots."""
     for slot, start in enumerate(starts):
         pool.reset(slot, start)
-    return _answers(pool, len(starts))
+    _answers(pool, len(starts))
 
 
 def _time_steps(pool: SimulatorPool, every_frame: bool) -> float:
@@ -292,7 +273,7 @@ def _answers(pool: SimulatorPool, count: int) -> list[SlotAnswer]:
             raise RunError(lost)
         if time.monotonic() > deadline:
             raise RunError(f"{count - len(found)} of {count} places did not answer within {ANSWER:.0f} s.")
-    return sorted(found, key=lambda answer: answer.slot)
+    return found
 
 
 def _memory_of_workers() -> int:
