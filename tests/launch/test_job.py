@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +16,6 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.launch.hosts import meet
 from asyncrl.launch.job import Job, RunInfo, read_job, receive, remember_run, run_of_earlier_start, share
-from support import ROOT
 
 INFO = RunInfo(run_dir="/runs/ä", replay_endpoint="ipc:///tmp/r", weights_endpoint="tcp://127.0.0.1:5")
 
@@ -87,27 +82,3 @@ def test_a_rank_that_is_told_to_stop_waits_for_rank_0_no_longer(job: Job) -> Non
 def test_a_store_that_is_gone_is_an_error_that_names_it() -> None:
     with pytest.raises(RunError, match="Rank 1 could not meet the other ranks: it lost torchrun's store at"):
         receive(Job(rank=1, size=2, store=("127.0.0.1", 1)), 0.2, lambda: False)
-
-
-PROBE = """
-import json, sys
-from asyncrl.launch.job import RunInfo, read_job, receive, share
-job = read_job()
-if job.rank == 0:
-    share(RunInfo(run_dir="/runs/a", replay_endpoint="r", weights_endpoint="w"), job, 30.0)
-else:
-    with open(f"{sys.argv[1]}/{job.rank}.json", "w") as out:
-        json.dump([job.size, job.local_rank, receive(job, 30.0, lambda: False).run_dir], out)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-@pytest.mark.timeout(90)
-def test_under_torchrun_every_rank_learns_where_the_run_is(tmp_path: Path) -> None:
-    script = tmp_path / "probe.py"
-    script.write_text(PROBE)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    subprocess.run([*torchrun, str(script), str(tmp_path)], env=environ, check=True, timeout=60)
-    assert json.loads((tmp_path / "1.json").read_text()) == [2, 1, "/runs/a"]

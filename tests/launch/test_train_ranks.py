@@ -126,20 +126,6 @@ def rank_of(pid: str) -> str:
     return next((text[5:] for text in variables if text.startswith("RANK=")), "")
 
 
-@pytest.mark.timeout(60)
-def test_fewer_groups_than_learners_are_refused_before_anything_starts(
-    flags: list[str], tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    few = ["--placement", "learner=0-1,actor=1", "--algorithm.groups-per-update", "1", "--run-dir", str(run)]
-    began = time.monotonic()
-    refused = train(tmp_path, *flags, *few)
-    assert refused.returncode != 0
-    assert "--algorithm.groups-per-update is 1" in refused.stderr
-    assert time.monotonic() - began < 25
-    assert not run.exists()
-
-
 @pytest.mark.timeout(120)
 def test_nothing_outlives_a_killed_torchrun(flags: list[str], tmp_path: Path) -> None:
     run = tmp_path / "run"

@@ -1,4 +1,4 @@
-"""Whole runs in every kind of world, also of a user's own: actors offload, are lost, come back and join."""
+"""Whole runs in every kind of world: actors offload, are lost, come back and join."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,67 +14,39 @@ from asyncrl.messaging.keys import create_keys
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability import process_status
 from asyncrl.replay_tools.episodes import read_rows, replay_folder
-from support.own_world import PAINTER, commands_of_page, write_painter
 from support.tiny_models import WORLDS, write_models
 from support.whole_runs import ACTOR, PATIENCE, TRAIN, Program, free_port, left_over, reach, rows
 
-LONG = ("own", *(kind for kind in WORLDS if kind != "wan"))
-KINDS = ["wan", *(pytest.param(kind, marks=pytest.mark.long) for kind in LONG)]
+KINDS = ["wan", *(pytest.param(kind, marks=pytest.mark.long) for kind in WORLDS if kind != "wan")]
 UPDATES = 10
 MAX_LAG = 1
 OWN = "actor-1"
 FAR = "far"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Models:
-    """What a run is started with, and where."""
-
-    flags: list[str]
-    """Of the run."""
-    joins_with: list[str]
-    """Of an actor that joins it: code is named by whoever runs it."""
-    folder: Path
-    """In which the programs start."""
-
-
-def of_kind(kind: str, folder: Path) -> Models:
-    return Models(flags=write_models(folder, kind), joins_with=[], folder=folder)
-
-
-def of_own(folder: Path) -> Models:
-    """Those of the page's third command, in a small run."""
-    write_painter(folder)
-    _, _, (_, _, *flags) = commands_of_page()
-    flags = [flag for flag in flags if flag != "--inline"]
-    sizes = ["--actor.slots", "4", "--algorithm.group-size", "2", "--algorithm.groups-per-update", "1"]
-    short = ["--actor.max-decisions", "1", "--device", "cpu"]
-    return Models(flags=[*flags, *sizes, *short], joins_with=["--world", PAINTER], folder=folder)
-
-
 class KindRun:
     """A run of 10 updates, which an actor can join."""
 
-    def __init__(self, tmp_path: Path, models: Models) -> None:
-        self.tmp_path, self.models, self.run = tmp_path, models, tmp_path / "run"
+    def __init__(self, tmp_path: Path, flags: list[str]) -> None:
+        self.tmp_path, self.run = tmp_path, tmp_path / "run"
         self.endpoint, self.keys = f"tcp://127.0.0.1:{free_port()}", tmp_path / "keys"
         create_keys(self.keys, ["learner", OWN, FAR])
         train = ["--placement", "learner=0,actor=1", "--actor.pipeline-stages", "2", "--actor.offload"]
         train += ["--replay.listen", self.endpoint, "--replay.keys", str(self.keys)]
         train += ["--replay.max-lag", str(MAX_LAG), "--updates", str(UPDATES), "--run-dir", str(self.run)]
         self.programs: list[Program] = []
-        self.train = self._start("train", [*TRAIN, *models.flags, *train])
+        self.train = self._start("train", [*TRAIN, *flags, *train])
 
     def join(self) -> Program:
         """Start the other actor, and wait until it has joined."""
         command = [*ACTOR, "--join", self.endpoint, "--keys", str(self.keys), "--name", FAR]
-        far = self._start(FAR, [*command, "--device", "cpu", "--threads", "1", *self.models.joins_with])
+        far = self._start(FAR, [*command, "--device", "cpu", "--threads", "1"])
         far.until("joined")  # or it ended, and has said why
         self.train.until(f"{FAR} joined (1 joined actor now)")
         return far
 
     def _start(self, name: str, command: Sequence[str]) -> Program:
-        self.programs.append(Program(self.tmp_path, name, [*command], cwd=self.models.folder))
+        self.programs.append(Program(self.tmp_path, name, [*command]))
         return self.programs[-1]
 
     def own_actor(self, *, not_pid: int = 0) -> int:
@@ -118,9 +89,7 @@ def lose_one_and_take_another(run: KindRun) -> Program:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_survives_the_loss_of_an_actor_and_takes_another_one(kind: str, tmp_path: Path) -> None:
-    folder = tmp_path / "models"
-    folder.mkdir()
-    run = KindRun(tmp_path, of_own(folder) if kind == "own" else of_kind(kind, folder))
+    run = KindRun(tmp_path, write_models(tmp_path / "models", kind))
     try:
         far = lose_one_and_take_another(run)
         assert "Traceback" not in run.train.ends()
