@@ -169,12 +169,15 @@ def check_play(examination: SimulatorExamination) -> Finding:
     spec = measured.spec
     starts = f"{spec.trials} stored starts each" if spec.trials else "seeds as starts"
     tasks = "any task" if not spec.tasks else "1 task" if len(spec.tasks) == 1 else f"{len(spec.tasks)} tasks"
-    size = spec.image_size
+    size, expert = spec.image_size, "no expert"
+    if examination.source.may_have_expert():
+        made = not isinstance(registry.resolve("simulator", examination.source.name), type)
+        expert = "with an expert" + " if what the function makes has one" * made
     return ok(
         "simulator",
         f"{spec.name}: {tasks}, {starts}, {spec.max_steps} steps, pictures of "
         f"{size} x {size} ({', '.join(spec.cameras)}), {spec.state_dim} numbers of state, actions of "
-        f"{spec.action_dim}, reward {spec.reward}; {_expert(examination.source)}",
+        f"{spec.action_dim}, reward {spec.reward}; {expert}",
     )
 
 
@@ -285,10 +288,3 @@ def _memory_of_workers() -> int:
             rows = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
             peak += int(rows.get("VmHWM", "0").split()[0]) * 1024
     return peak
-
-
-def _expert(source: SimulatorSource) -> str:
-    if not source.may_have_expert():
-        return "no expert"
-    made = not isinstance(registry.resolve("simulator", source.name), type)
-    return "with an expert if what the function makes has one" if made else "with an expert"

@@ -84,7 +84,7 @@ def with_addresses(config: TrainConfig, job: Job, hosts: Hosts) -> Hosts:
     if not hosts.several:
         return replace(hosts, replay=config.replay.listen, weights=config.weights.listen)
     for flag, endpoint in given:
-        if endpoint and _is_private(endpoint):
+        if endpoint.startswith(("ipc://", "tcp://127.", "tcp://localhost")):
             raise ConfigError(
                 f"{flag} is {endpoint}, which only {hosts.names[0]} itself can reach, but torchrun started "
                 f"ranks on {hosts.names[1]} too. Leave it out, or name an address that all hosts reach: "
@@ -94,11 +94,6 @@ def with_addresses(config: TrainConfig, job: Job, hosts: Hosts) -> Hosts:
     check_free(config, job)
     replay, weights = (_on_first_host(flag, endpoint, hosts) for flag, endpoint in given)
     return replace(hosts, replay=replay, weights=weights)
-
-
-def _is_private(endpoint: str) -> bool:
-    """Return True if only its own host can reach an endpoint."""
-    return not endpoint.startswith("tcp://") or endpoint.startswith(("tcp://127.", "tcp://localhost"))
 
 
 def _on_first_host(flag: str, endpoint: str, hosts: Hosts) -> str:
@@ -121,19 +116,15 @@ def check_free(config: TrainConfig, job: Job) -> None:
         ("--replay.listen", config.replay.listen),
         ("--weights.listen", config.weights.listen),
     ):
-        if endpoint and (why := _stays_taken(endpoint, job)):
+        # Ranks that torchrun started again wait for the end of the former.
+        until = time.monotonic() + (LEAVE_DEADLINE if job.restarts else 0.0)
+        while endpoint and why_taken(endpoint) and time.monotonic() < until:
+            time.sleep(0.1)
+        if endpoint and (why := why_taken(endpoint)):
             raise ConfigError(
                 f"{flag} is {endpoint}, but {why}: perhaps another run. Choose another address, or end what "
                 "has it. Nothing was started."
             )
-
-
-def _stays_taken(endpoint: str, job: Job) -> str:
-    """Return why an address is taken; ranks that torchrun started again wait for the end of the former."""
-    until = time.monotonic() + (LEAVE_DEADLINE if job.restarts else 0.0)
-    while (why := why_taken(endpoint)) and time.monotonic() < until:
-        time.sleep(0.1)
-    return why
 
 
 def keys_of_run(config: TrainConfig, run_dir: Path, placement: Placement, hosts: Hosts) -> str:

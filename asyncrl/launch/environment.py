@@ -29,6 +29,7 @@ from asyncrl.launch.named_models import (
     folder_part,
     named_reward,
     named_world,
+    policy_chunk,
 )
 from asyncrl.launch.simulated import (
     SimulatorFiles,
@@ -36,7 +37,6 @@ from asyncrl.launch.simulated import (
     check_simulator,
     refuse_simulator_settings,
     sample_format,
-    simulator_defaults,
 )
 from asyncrl.observability import process_status
 from asyncrl.policies.interface import ChecksTraining, FixedShapeActing, FixesPrompts, Policy, SamplingParams
@@ -164,7 +164,10 @@ def with_world_defaults(config: TrainConfig) -> tuple[TrainConfig, WorldDefaults
     """Put the world's defaults in place of what the user left open; returns them too."""
     said, imagination = WorldDefaults(source="defaults"), config.imagination
     if simulator_named(config.world):
-        said = simulator_defaults(config)
+        spec = check_simulator(config).spec
+        decisions = -(-spec.max_steps // policy_chunk(config))
+        source = f"{spec.max_steps} steps of {spec.name}"
+        said = WorldDefaults(source=source, max_decisions=decisions, simulated=True)
     else:
         world = named_world(config.world, config.world_settings)
         if isinstance(world.kind, BringsDefaults):

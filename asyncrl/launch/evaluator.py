@@ -301,7 +301,8 @@ class EvaluatorProcess:
             while version not in self._known:
                 if poll() or self._lost:
                     return "" if self._lost else f"version {version} was not measured"
-                doing = self._doing()
+                mine = (p for p in process_status.read(self._run_dir) if p.role == ROLE and p.alive)
+                doing = next((a for p in mine for a in p.activities if a.thread == "MainThread"), None)
                 what = doing.what if doing else ""
                 # An activity with a deadline of its own, as loading, is waited for that long.
                 if what != seen or (doing and doing.allowed and not doing.overdue):
@@ -337,10 +338,6 @@ class EvaluatorProcess:
                     m.EVAL_STEPS: row.steps,
                 }
                 self._report(row.version, values, _pictures_of(self._run_dir, row))
-
-    def _doing(self) -> process_status.ThreadActivity | None:
-        found = (p for p in process_status.read(self._run_dir) if p.role == ROLE and p.alive)
-        return next((a for p in found for a in p.activities if a.thread == "MainThread"), None)
 
 
 def _pictures_of(run_dir: Path, row: EvaluatedVersion) -> dict[str, bytes]:

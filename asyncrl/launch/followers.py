@@ -26,7 +26,7 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.launch import balance, endpoints
 from asyncrl.launch.children import ChildProcesses, Supervisor
-from asyncrl.launch.job import RUN, Hosts, Job, RunInfo, failure_was_read, open_store, receive, report_failure
+from asyncrl.launch.job import RUN, Hosts, Job, RunInfo, failure_file, open_store, receive, report_failure
 from asyncrl.launch.own_device import pick_device
 from asyncrl.launch.placement import RELAYED, Placement, checked_placement
 from asyncrl.messaging.sockets import private_folder
@@ -90,7 +90,7 @@ def follow(config: TrainConfig, job: Job, hosts: Hosts, stop: StopFlag) -> int:
         else:
             children.run_until_done(over=first_host.run_is_over)
         children.end(SHUTDOWN_TIMEOUT_ACTOR if first_host.learner_lives() else 0.0)
-    if children.failure is not None and not failure_was_read(info, job):
+    if children.failure is not None and failure_file(info, job).exists():
         raise children.failure
     return int(children.failure is not None)
 

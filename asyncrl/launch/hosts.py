@@ -77,14 +77,6 @@ def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:12]
 
 
-def _digest_of_code() -> str:
-    folder = Path(asyncrl.__file__).parent
-    files = (
-        (path.relative_to(folder).as_posix(), path.read_bytes()) for path in sorted(folder.rglob("*.py"))
-    )
-    return _digest(b"".join(name.encode() + b"\0" + content + b"\0" for name, content in files))
-
-
 def check_agree(hosts: Sequence[HostFacts]) -> None:
     """Check that all hosts have the same code and settings, and clocks that agree."""
     first = hosts[0]
@@ -292,11 +284,14 @@ class _Meeting:
                 "by which the hosts of a run find their addresses. Give torchrun an IPv4 address: "
                 "--rdzv-endpoint HOST:PORT and --local-addr."
             ) from None
+        folder = Path(asyncrl.__file__).parent
+        files = sorted(folder.rglob("*.py"))
+        digest = _digest(b"".join(f"{x.relative_to(folder)}".encode() + x.read_bytes() for x in files))
         return HostFacts(
             name=socket.gethostname(),
             first_rank=self.job.here.start,
             ranks=self.job.local_size,
-            code=f"{asyncrl.__version__} ({_digest_of_code()})",
+            code=f"{asyncrl.__version__} ({digest})",
             torch=torch.__version__.partition("+")[0],
             settings=digests(self.config, sys.argv[1:]),
             address=address,

@@ -256,7 +256,7 @@ def run_of_earlier_start(job: Job) -> Path | None:
 def report_failure(info: RunInfo, job: Job, why: str) -> None:
     """Leave the reason why this rank cannot go on; rank 0 saves and ends the run."""
     with contextlib.suppress(FileNotFoundError):  # The run has ended by itself.
-        write_text(_failure_file(info, job), why)
+        write_text(failure_file(info, job), why)
 
 
 def pop_failure(*folders: Path) -> str:
@@ -269,12 +269,7 @@ def pop_failure(*folders: Path) -> str:
     return ""
 
 
-def failure_was_read(info: RunInfo, job: Job) -> bool:
-    """True if rank 0 has read this rank's reason, and reports it itself."""
-    return not _failure_file(info, job).exists()
-
-
-def _failure_file(info: RunInfo, job: Job) -> Path:
-    """Only rank 0's host sees the folder of the sockets."""
+def failure_file(info: RunInfo, job: Job) -> Path:
+    """Return the file of `report_failure`, which rank 0 removes; only its host sees the folder of sockets."""
     folder = Path(info.sockets) if job.on_first_host else Path(info.run_dir) / HOSTS
     return folder / f"{_FAILED}{job.rank}"

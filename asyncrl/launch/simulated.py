@@ -17,10 +17,9 @@ import numpy as np
 from asyncrl import registry
 from asyncrl.actors.play import SimulatorBackend
 from asyncrl.config.run import TrainConfig
-from asyncrl.config.sections import SimulatorSettings, WorldDefaults
+from asyncrl.config.sections import SimulatorSettings
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.evaluation.evaluate import check_fits
-from asyncrl.launch.named_models import policy_chunk
 from asyncrl.policies.interface import Policy, SamplingParams, SaysInputs
 from asyncrl.records import StartState
 from asyncrl.replay.interface import ENDLESS, EpisodeFormat, SimulatorFormat
@@ -175,14 +174,6 @@ def check_simulator(config: TrainConfig) -> SimulatorFiles:
         raise _about_world(error) from error
     TrainingStarts(spec, config.seed, settings.starts)  # Refuses starts that are not there.
     return SimulatorFiles(name=config.world, source=source, spec=spec)
-
-
-def simulator_defaults(config: TrainConfig) -> WorldDefaults:
-    """Return as many decisions as the simulator's horizon has room for."""
-    spec = check_simulator(config).spec
-    decisions = -(-spec.max_steps // policy_chunk(config))
-    source = f"{spec.max_steps} steps of {spec.name}"
-    return WorldDefaults(source=source, max_decisions=decisions, simulated=True)
 
 
 def refuse_idle(config: TrainConfig) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.errors import ReplayError, RunError
 from asyncrl.launch.children import ChildProcesses, ChildState, WatchedReplay
-from asyncrl.launch.job import Job, RunInfo, failure_was_read, pop_failure, report_failure
+from asyncrl.launch.job import Job, RunInfo, failure_file, pop_failure, report_failure
 from asyncrl.observability.signals import StopFlag
 from asyncrl.replay.client import ZmqLearnerPort
 
@@ -149,7 +149,7 @@ def test_a_rank_that_reports_its_failure_stays_until_the_run_is_over(tmp_path, l
     assert said[-1] == "Rank 1: actor-1 died 6 times in a row"
     assert pop_failure(sockets, hosts) == ""
     assert bool(list(hosts.iterdir())) is False
-    assert failure_was_read(info, job)
+    assert not failure_file(info, job).exists()
     assert str(children.failure) == "actor-1 died 6 times in a row"
 
 
