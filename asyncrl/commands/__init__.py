@@ -6,7 +6,19 @@ A line "`asyncrl NAME ARGUMENTS`: purpose" of the module's docstring is the comm
 from __future__ import annotations
 
 _SMALL = ("actor", "simulators", "keys", "configs", "metrics", "completion")
-_NAMES = ("train", "evaluate", "audit", "pace", "collect", "recordings", "fit")
-_NAMES += ("convert", "replay", "check", "doctor", "runs", "status")
-COMMANDS: dict[str, str] = {name: f"asyncrl.commands.{name}:main" for name in _NAMES}
-COMMANDS |= {name: f"asyncrl.commands.small:{name}" for name in _SMALL}
+_NAMES = ("train", "actor", "evaluate", "audit", "pace", "collect", "recordings", "fit", "simulators")
+_NAMES += (
+    "convert",
+    "replay",
+    "check",
+    "doctor",
+    "runs",
+    "status",
+    "keys",
+    "configs",
+    "metrics",
+    "completion",
+)
+COMMANDS: dict[str, str] = {
+    name: f"asyncrl.commands.{f'small:{name}' if name in _SMALL else f'{name}:main'}" for name in _NAMES
+}

@@ -222,7 +222,7 @@ def _ages(trial: Trial) -> str:
 
 
 def _parked(trial: Trial) -> str:
-    world = trial.world
+    world, expected = trial.world, trial.second[0]
     moved = world.weights_moved if isinstance(world, HoldsAddresses) else lambda: None
     parked = OffloadedTensors(trial.weights, lambda: [], {world.device}, on_offload=moved)
     parked.offload()
@@ -230,7 +230,7 @@ def _parked(trial: Trial) -> str:
     parked.restore()
     frames, _ = trial.imagine(trial.first[1])
     said = "drawing something else after its weights were parked and back"
-    trial.same(frames, trial.second[0], "modules", said)
+    trial.same(frames, expected, "modules", said)
     return f"{nbytes / 2**20:.1f} MiB of weights may be parked and come back"
 
 
