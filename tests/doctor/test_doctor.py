@@ -104,6 +104,9 @@ def test_the_report_names_everything_and_its_code_follows_from_it(capsys, tmp_pa
     broken = [name for name, line in zip(names, lines, strict=False) if " BROKEN " in line]
     verdict = f"Training cannot run: {', '.join(broken)}." if broken else "Training can run: asyncrl train"
     assert (lines[-1], code) == (verdict, int(bool(broken)))
+    assert re.search(
+        r"gloo, 8 MiB each way: lowest [\d.e+]+ GB/s \(cpu process 0 - cpu process 1\)", " ".join(lines)
+    )
     assert broken == []
     assert list(tmp_path.iterdir()) == []  # Nothing is left behind, and no run was begun.
 
