@@ -24,6 +24,7 @@ from asyncrl.storage.untrusted import read_rows
 
 if TYPE_CHECKING:
     from asyncrl.launch.build import LearnerStart
+    from asyncrl.learner.learner import Learner
 
 WORTH_TELLING: Final = 30.0
 """Seconds of a batch or an update from which on its duration is printed."""
@@ -124,8 +125,17 @@ def notes(config: TrainConfig) -> list[str]:
     return lines + ([monitor.line_about(config.monitor.listen)] if config.monitor.listen else [])
 
 
-def after_failure(config: TrainConfig, run_dir: Path, version: int) -> str:
-    """Describe which version of a failed run is saved, and how it goes on."""
+@contextmanager
+def failure_noted(config: TrainConfig, run_dir: Path, learner: Learner) -> Iterator[None]:
+    """Add a note about what is saved, printed behind it, to an error that the block raises."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(_after_failure(config, run_dir, learner.version))
+        raise
+
+
+def _after_failure(config: TrainConfig, run_dir: Path, version: int) -> str:
     newest = checkpoint.latest(run_dir)
     if newest is None:
         return f"Nothing is saved: the run has no checkpoint. Its logs are in {run_dir / 'logs'}"
@@ -137,16 +147,6 @@ def after_failure(config: TrainConfig, run_dir: Path, version: int) -> str:
         f"{what}: {short_path(newest)}\nlogs:                   {short_path(run_dir / 'logs')}\n"
         f"{_how_to_continue(config, run_dir)}"
     )
-
-
-@contextmanager
-def failure_noted(note: Callable[[], str]) -> Iterator[None]:
-    """Add a note to an error that the block raises: it is printed behind it."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(note())
-        raise
 
 
 def final_summary(config: TrainConfig, run_dir: Path, reason: str = "", simulator: str = "") -> str:

@@ -64,9 +64,7 @@ def run_inline(asked: TrainConfig, stop: StopFlag) -> int:
                     ranks,
                     stop_requested=lambda: stop.set,
                 )
-                with console.failure_noted(
-                    lambda: console.after_failure(config, start.run_dir, learner.version)
-                ):
+                with console.failure_noted(config, start.run_dir, learner):
                     learner.run()
         finally:
             actor.backend.close()

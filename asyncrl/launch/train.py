@@ -280,7 +280,7 @@ def _train(
             stop_requested=children.poll,
             copies=copies_of(config, run.placement, run.hosts),
         )
-        with console.failure_noted(lambda: console.after_failure(config, start.run_dir, learner.version)):
+        with console.failure_noted(config, start.run_dir, learner):
             try:
                 learner.run()
             finally:
