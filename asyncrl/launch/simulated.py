@@ -6,7 +6,7 @@ Episodes of a run begin at starts that no evaluation plays, in an order that fol
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from operator import attrgetter
@@ -17,7 +17,6 @@ import numpy as np
 from asyncrl import registry
 from asyncrl.actors.play import SimulatorBackend
 from asyncrl.config.run import TrainConfig
-from asyncrl.config.sections import SimulatorSettings
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.evaluation.evaluate import check_fits
 from asyncrl.policies.interface import Policy, SamplingParams, SaysInputs
@@ -177,45 +176,36 @@ def check_simulator(config: TrainConfig) -> SimulatorFiles:
 
 
 def refuse_idle(config: TrainConfig) -> None:
-    """Refuse settings of world models, which would do nothing in a simulator."""
-    says_itself = "a simulator says itself what succeeds"
+    """Refuse settings of world models where --world is a simulator, in which they would do nothing."""
     own_starts = "its starts are its own (--simulator.starts)"
     no_scores = "there is no reward model whose scores are read"
     reasons = {
-        f"imagination.{field.name}": "there is no world model that imagines"
-        for field in fields(config.imagination)
-    } | {
-        "reward": says_itself,
-        "reward_settings": says_itself,
-        "start_states": own_starts,
-        "keyframes": own_starts,
-        "keyframe_share": own_starts,
-        "actor.success_threshold": no_scores,
-        "actor.success_frames": no_scores,
-        "guard.kind": "its successes are true",
+        f"imagination.{x.name}": "there is no world model that imagines" for x in fields(config.imagination)
     }
-    default = TrainConfig()
-    changed = [name for name in reasons if attrgetter(name)(config) != attrgetter(name)(default)]
+    reasons |= dict.fromkeys(("reward", "reward_settings"), "a simulator says itself what succeeds")
+    reasons |= dict.fromkeys(("start_states", "keyframes", "keyframe_share"), own_starts)
+    reasons |= dict.fromkeys(("actor.success_threshold", "actor.success_frames"), no_scores)
+    reasons["guard.kind"] = "its successes are true"
     if "world=" in config.placement or config.placement == "hybrid":
         reasons["placement"] = "it gives a device to a world model"
-        changed.append("placement")
-    if changed:
-        flag = changed[0].replace("_", "-")
-        raise ConfigError(
-            f"--{flag} is set, but --world {config.world} is a simulator: {reasons[changed[0]]}. Leave it "
-            f"out, or choose a world model; a folder called so is written ./{config.world}."
-        )
+    instead = f"choose a world model; a folder called so is written ./{config.world}"
+    _refuse(config, reasons, "a simulator", instead)
 
 
 def refuse_simulator_settings(config: TrainConfig) -> None:
     """Refuse settings of simulators where --world is a world model."""
-    default = SimulatorSettings()
-    for field in fields(default):
-        if getattr(config.simulator, field.name) != getattr(default, field.name):
+    reasons = {f"simulator.{field.name}": "nothing is simulated in it" for field in fields(config.simulator)}
+    instead = f"name a simulator: {', '.join(SIMULATOR_ALIASES)}, libero_spatial ..."
+    _refuse(config, reasons, "a world model", instead)
+
+
+def _refuse(config: TrainConfig, reasons: Mapping[str, str], kind: str, instead: str) -> None:
+    default = TrainConfig()
+    for name, reason in reasons.items():
+        if attrgetter(name)(config) != attrgetter(name)(default):
             raise ConfigError(
-                f"--simulator.{field.name.replace('_', '-')} is set, but --world {config.world} is a world "
-                "model, in which nothing is simulated. Leave it out, or name a simulator: "
-                f"{', '.join(SIMULATOR_ALIASES)}, libero_spatial ..."
+                f"--{name.replace('_', '-')} is set, but --world {config.world} is {kind}: {reason}. Leave it "
+                f"out, or {instead}."
             )
 
 
