@@ -204,8 +204,8 @@ def _refuse(config: TrainConfig, reasons: Mapping[str, str], kind: str, instead:
     for name, reason in reasons.items():
         if attrgetter(name)(config) != attrgetter(name)(default):
             raise ConfigError(
-                f"--{name.replace('_', '-')} is set, but --world {config.world} is {kind}: {reason}. Leave it "
-                f"out, or {instead}."
+                f"--{name.replace('_', '-')} is set, but --world {config.world} is {kind}: {reason}. "
+                f"Leave it out, or {instead}."
             )
 
 
