@@ -12,10 +12,7 @@ from asyncrl import __version__
 from asyncrl.config.help import DRY_RUN, TRAIN, ShortHelp
 from asyncrl.config.loading import load_file, parse, split_files, to_toml
 from asyncrl.config.run import TrainConfig
-from asyncrl.doctor.checks import Examination, Verdict, examine, render
-from asyncrl.doctor.host import existing_parent
 from asyncrl.errors import ConfigError
-from asyncrl.launch import endpoints
 from asyncrl.launch.job import read_job
 from asyncrl.launch.placement import checked_placement, ranks_named, sizes_of_hosts
 from asyncrl.replay.store import read_meta
@@ -29,6 +26,7 @@ def dry_run(config: TrainConfig) -> int:
     First the refusals of `asyncrl train`, then the doctor's checks that start no process and write no file.
     Standard output gets the settings and nothing else, so that it can be a file. Other ranks do nothing.
     """
+    from asyncrl.doctor.checks import Examination, Verdict, examine, render
     from asyncrl.launch import console  # Loads torch, which --help must not.
 
     if read_job().rank:
@@ -53,6 +51,9 @@ def dry_run(config: TrainConfig) -> int:
 
 def _refuse(config: TrainConfig) -> None:
     """Refuse what a run refuses before it loads models."""
+    from asyncrl.doctor.host import existing_parent
+    from asyncrl.launch import endpoints
+
     if not config.inline:
         ranks = read_job().size if "RANK" in os.environ else ranks_named(config.placement)
         placement = checked_placement(config, ranks)
@@ -85,8 +86,10 @@ def main(arguments: list[str]) -> int:
     if os.environ.get("RANK", "0") == "0":
         # The first sign of life: importing torch and loading models takes seconds.
         print(f"asyncrl {__version__}: loads world {config.world} and policy {config.policy}", flush=True)
-    from asyncrl.launch.train import run
-
+    if config.inline:
+        from asyncrl.launch.inline import run
+    else:
+        from asyncrl.launch.train import run
     return run(config)
 
 

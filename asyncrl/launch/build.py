@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
@@ -25,8 +25,6 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import EvaluationSettings
 from asyncrl.devices.offload import NO_OFFLOAD, HoldsAddresses, IdleOffload, OffloadedTensors
 from asyncrl.evaluation.evaluate import simulator_of_tasks
-from asyncrl.launch.conformance import try_policy
-from asyncrl.launch.endpoints import client_keys
 from asyncrl.launch.environment import WorldFiles, check_compilable, check_environment, tensors_of
 from asyncrl.launch.job import Hosts, Job, RunInfo, open_store
 from asyncrl.launch.named_models import (
@@ -38,7 +36,6 @@ from asyncrl.launch.named_models import (
 )
 from asyncrl.launch.own_device import take_device, use_compiler_cache
 from asyncrl.launch.placement import Placement, copies_of, only_learns
-from asyncrl.launch.simulated import SimulatorFiles
 from asyncrl.learner.early_compile import (
     EarlyCompile,
     ObservationShapes,
@@ -58,7 +55,6 @@ from asyncrl.observability.metrics_system import GROUPS_READY
 from asyncrl.policies.acceleration import compile_blocks
 from asyncrl.policies.interface import FixesPrompts, Policy, SamplingParams
 from asyncrl.registry import names_code
-from asyncrl.replay.client import ZmqLearnerPort
 from asyncrl.replay.interface import NEW_RUN, LearnerPort, RunStart
 from asyncrl.replay.store import LEDGER, read_meta
 from asyncrl.storage import checkpoint, run_folder, run_owner
@@ -66,6 +62,9 @@ from asyncrl.storage.assets import simulator_named
 from asyncrl.storage.run_folder import check_folder
 from asyncrl.storage.run_owner import RunIdentity, RunLock
 from asyncrl.weights.interface import NullPublisher, Publisher
+
+if TYPE_CHECKING:
+    from asyncrl.launch.simulated import SimulatorFiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +106,8 @@ def load_models(config: TrainConfig, device: torch.device) -> tuple[Policy, Worl
     policy = build_learning_policy(config, device)
     environment.check_policy(policy)
     if names_code(config.policy) and environment.starts:
+        from asyncrl.launch.conformance import try_policy
+
         try_policy(policy, environment.starts)
     if config.evaluate_every:
         from asyncrl.launch import evaluator  # It needs simulators, which are not imported without cause.
@@ -279,6 +280,9 @@ def learn_as_follower(
     info: RunInfo, job: Job, placement: Placement, hosts: Hosts, poll: Callable[[], bool]
 ) -> None:
     """Learn on a rank other than 0 until rank 0 ends the run; `poll` looks after children."""
+    from asyncrl.launch.endpoints import client_keys
+    from asyncrl.replay.client import ZmqLearnerPort
+
     run_dir = Path(info.run_dir)
     config = load_file(run_dir / "config.json")
     device = use_device(config, job.local_rank)

@@ -13,9 +13,8 @@ from asyncrl import __version__, registry
 from asyncrl.config.algorithm import idle_settings
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import WorldDefaults
-from asyncrl.evaluation import run_checkpoints
 from asyncrl.observability import metrics_training as m
-from asyncrl.observability import monitor, trackers
+from asyncrl.observability import trackers
 from asyncrl.observability.logger import MetricsLogger, flat, start_command
 from asyncrl.storage import assets, checkpoint, provenance
 from asyncrl.storage.assets import simulator_named
@@ -122,7 +121,11 @@ def notes(config: TrainConfig) -> list[str]:
             f"the learning rate falls until update {chosen.decay_updates} of {config.updates} and stays at "
             f"0 from there; --optimizer.decay-updates {config.updates} lets it fall longer"
         )
-    return lines + ([monitor.line_about(config.monitor.listen)] if config.monitor.listen else [])
+    if config.monitor.listen:
+        from asyncrl.observability import monitor
+
+        lines.append(monitor.line_about(config.monitor.listen))
+    return lines
 
 
 @contextmanager
@@ -186,7 +189,9 @@ def _change(rates: Sequence[float]) -> str:
 
 def _measured(run_dir: Path) -> list[str]:
     """Return lines about the true success measured during the run."""
-    rows = run_checkpoints.read_evaluations(run_dir)
+    from asyncrl.evaluation.run_checkpoints import read_evaluations
+
+    rows = read_evaluations(run_dir)
     if not rows:
         return []
     first, last, best = rows[0], rows[-1], max(rows, key=lambda row: (row.success, row.version))
@@ -245,7 +250,10 @@ def short_path(path: Path) -> str:
 def check_sinks(config: TrainConfig) -> None:
     """Check before anything starts that the trackers are installed and the monitor can listen."""
     trackers.check_installed(config.log_with)
-    monitor.check_free(config.monitor.listen)
+    if config.monitor.listen:
+        from asyncrl.observability import monitor
+
+        monitor.check_free(config.monitor.listen)
 
 
 @contextmanager
@@ -274,6 +282,8 @@ def opened_log(config: TrainConfig, start: LearnerStart, ranks: int = 1) -> Iter
         kept = provenance.Provenance(start.run_dir, begun, updates=config.updates, tell=log.banner)
         log.readers += [sent.note, stack.enter_context(kept).note]
         if config.monitor.listen:
+            from asyncrl.observability import monitor
+
             address = monitor.parse_address(config.monitor.listen)
             there = monitor.Monitor(address, start.run_dir, updates=config.updates, resume_step=start.version)
             log.readers.append(stack.enter_context(there).note)

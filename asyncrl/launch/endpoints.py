@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
-from asyncrl.launch.hosts import address_of
 from asyncrl.launch.job import Hosts, Job
 from asyncrl.launch.placement import Placement
 from asyncrl.messaging.keys import (
@@ -108,6 +107,12 @@ def _on_first_host(flag: str, endpoint: str, hosts: Hosts) -> str:
             f"{hosts.names[0]} cannot listen at {address} ({error.strerror}), where {hosts.names[1]} reaches "
             f"it. Set {flag} to an address that it has and all hosts reach: tcp://ADDRESS:PORT."
         ) from None
+
+
+def address_of(endpoint: str) -> tuple[str, int]:
+    """Split 'tcp://ADDRESS:PORT'; a missing part is '' or 0."""
+    address, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    return address, int(port or 0)
 
 
 def check_free(config: TrainConfig, job: Job) -> None:

@@ -8,20 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from asyncrl.actors.actor import Actor
 from asyncrl.actors.imagination import EndRule, Imagination
-from asyncrl.actors.play import SimulatorBackend
 from asyncrl.actors.slots import split_slots
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import WorldDefaults
 from asyncrl.devices.offload import NO_OFFLOAD, HoldsAddresses, IdleOffload, OffloadedTensors
 from asyncrl.errors import AssetError, CheckpointError, ConfigError
-from asyncrl.launch.conformance import try_environment
 from asyncrl.launch.named_models import (
     NamedModel,
     as_module,
@@ -49,6 +47,9 @@ from asyncrl.storage.assets import simulator_named
 from asyncrl.weights.interface import Receiver
 from asyncrl.worlds.interface import BringsDefaults, CompilesWorld, NeedsPose, World
 from asyncrl.worlds.start_states import StartStateStream, check_keyframes, check_pose, load_start_states
+
+if TYPE_CHECKING:
+    from asyncrl.actors.play import SimulatorBackend
 
 
 class Environment(NamedTuple):
@@ -156,6 +157,8 @@ def build_world_model(config: TrainConfig, device: torch.device) -> Environment:
         starts=files.starts,
     )
     if names_code(config.world) or names_code(config.reward):
+        from asyncrl.launch.conformance import try_environment
+
         try_environment(environment.world, environment.reward, files.starts)
     return environment
 

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Final
 import asyncrl
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import AsyncRLError, ConfigError, RunError
+from asyncrl.launch.endpoints import address_of
 from asyncrl.launch.job import Hosts, Job, open_store, store_errors
 from asyncrl.launch.own_device import count_gpus
 from asyncrl.observability import waits
@@ -347,9 +348,3 @@ def _try_ports(hosts: Hosts, name: str) -> str:
                     "hosts share, and open the ports between the hosts."
                 )
     return ""
-
-
-def address_of(endpoint: str) -> tuple[str, int]:
-    """Split 'tcp://ADDRESS:PORT'; a missing part is '' or 0."""
-    address, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    return address, int(port or 0)

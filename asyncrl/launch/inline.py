@@ -16,17 +16,25 @@ from asyncrl.launch.named_models import build_policy
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.observability import process_status
 from asyncrl.observability.background_file import logged_to
-from asyncrl.observability.signals import StopFlag
+from asyncrl.observability.console import steady_console
+from asyncrl.observability.signals import StopFlag, raise_limit
 from asyncrl.replay.in_process import InProcessActorPort, InProcessLearnerPort
 from asyncrl.storage import run_folder
 from asyncrl.storage.run_folder import REPLAY
 from asyncrl.weights.transports.in_process import build_in_process
 
 
-def run_inline(asked: TrainConfig, stop: StopFlag) -> int:
+def run(asked: TrainConfig) -> int:
     """Train without a child process or a socket."""
     if (ranks := read_job().size) > 1:
         raise ConfigError(f"--inline is one process, but torchrun started {ranks}. Leave --inline out.")
+    raise_limit()
+    with steady_console(), StopFlag().listening() as stop:
+        _run(asked, stop)
+    return 0
+
+
+def _run(asked: TrainConfig, stop: StopFlag) -> None:
     run_folder.check_free(asked)
     console.check_sinks(asked)
     device = use_device(asked)
@@ -71,4 +79,3 @@ def run_inline(asked: TrainConfig, stop: StopFlag) -> int:
             port.close()
             start.lock.release()
         log.banner(console.final_summary(config, start.run_dir, learner.end_reason, start.simulator))
-    return 0

@@ -10,12 +10,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from operator import attrgetter
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from asyncrl import registry
-from asyncrl.actors.play import SimulatorBackend
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.evaluation.evaluate import check_fits
@@ -24,9 +23,10 @@ from asyncrl.records import StartState
 from asyncrl.replay.interface import ENDLESS, EpisodeFormat, SimulatorFormat
 from asyncrl.simulators.build import SimulatorSource
 from asyncrl.simulators.interface import SimStart, SimulatorSpec, random_start, stored_start
-from asyncrl.simulators.pool import SimulatorPool
-from asyncrl.simulators.rollout import HELD_OUT
 from asyncrl.storage.assets import SIMULATOR_ALIASES, simulator_named
+
+if TYPE_CHECKING:
+    from asyncrl.actors.play import SimulatorBackend
 
 EVALUATED_TRIALS: Final = 50
 """Stored starts of each task, from the first on, that evaluations play."""
@@ -93,6 +93,9 @@ class SimulatorFiles:
 
     def play(self, config: TrainConfig, policy: Policy) -> SimulatorBackend:
         """Start the workers and join them with the policy."""
+        from asyncrl.actors.play import SimulatorBackend
+        from asyncrl.simulators.pool import SimulatorPool
+
         process = multiprocessing.current_process()
         if process.daemon:  # It may have no children, for they would be left behind; its workers end with it.
             process.daemon = False
@@ -234,6 +237,8 @@ class TrainingStarts:
 
     def __getitem__(self, n: int) -> SimStart:
         """Return where the episodes of grant `n` begin."""
+        from asyncrl.simulators.rollout import HELD_OUT
+
         tasks = len(self.spec.tasks) if self.spec.trials else 1
         turn, place = divmod(n, tasks)
         task = _shuffled(tasks, self.seed, turn)[place]

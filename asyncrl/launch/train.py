@@ -81,10 +81,6 @@ def run(config: TrainConfig) -> int:
         die_with_parent(os.getppid())  # torchrun's, which may be killed without ending its ranks.
     signals.raise_limit()
     with steady_console(), StopFlag().listening() as stop:
-        if config.inline:
-            from asyncrl.launch.inline import run_inline
-
-            return run_inline(config, stop)
         try:
             job, hosts = meet(
                 config, job, partial(_check_hosts, config, job), stop_requested=lambda: stop.set
