@@ -37,7 +37,7 @@ def models(tmp_path_factory) -> tuple[Path, list[str]]:
     return folder, write_models(folder)
 
 
-EVALUATED = ("--evaluate-every", "2", "--evaluation.episodes", "2", "--evaluation.movies", "1")
+EVALUATED = ("--evaluate-every", "2", "--evaluation.episodes", "2")
 
 
 @pytest.mark.multiprocess
@@ -180,7 +180,7 @@ def test_settings_of_a_published_policy_are_not_said_of_checkpoints(models, tmp_
         evaluate_every=2,
         policy=str(folder / "policy"),
         policy_settings=("norm_key=libero",),
-        evaluation=EvaluationSettings(episodes=1, workers=0, movies=0),
+        evaluation=EvaluationSettings(episodes=1, workers=0),
     )
     player = VersionPlayer(config, plan(config, files_with(*TASKS[:2])), tmp_path, torch.device("cpu"))
     try:
