@@ -207,26 +207,22 @@ def read(run_dir: Path) -> Balance | None:
         types = {f.name: _TYPES[str(f.type)] for f in dataclasses.fields(Balance)}
         check_types(content, types)
         found = Balance(**{name: content[name] for name in types})
+        if (
+            min(getattr(found, name) for name in _POSITIVE) < 1
+            or min(found.learner_seconds, found.actor_seconds) < 0
+        ):
+            raise ValueError("numbers that no run measures")
     except (CheckpointError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{path} does not say how a run was balanced ({error}). Remove it, or name the placement."
         ) from None
-    numbers = [getattr(found, name) for name in _POSITIVE]
-    if min(numbers) < 1 or min(found.learner_seconds, found.actor_seconds, found.max_lag) < 0:
-        raise ConfigError(f"{path} has numbers that no run measures. Remove it, or name the placement.")
     return found
 
 
-def differs(found: Balance, config: TrainConfig, ranks: int) -> str:
-    """Return in what the measured run differs; empty: its times hold."""
-    pairs = {
-        "--policy": (found.policy, config.policy),
-        "--world": (found.world, config.world),
-        "ranks": (found.ranks, ranks),
-        "adapters (--lora.rank)": (found.adapters, config.lora.rank > 0),
-        "--algorithm.group-size": (found.group_size, config.algorithm.group_size),
-    }
-    return ", ".join(f"{name} {was} and not {now}" for name, (was, now) in pairs.items() if was != now)
+def _matches(found: Balance, config: TrainConfig, ranks: int) -> bool:
+    """Return True if the times of the measured run hold for these settings."""
+    now = (config.policy, config.world, ranks, config.lora.rank > 0, config.algorithm.group_size)
+    return now == (found.policy, found.world, found.ranks, found.adapters, found.group_size)
 
 
 def chosen_placement(config: TrainConfig, ranks: int, resumed: Path | None) -> str:
@@ -238,7 +234,7 @@ def chosen_placement(config: TrainConfig, ranks: int, resumed: Path | None) -> s
     if config.placement != "auto":
         return config.placement
     found = read(resumed) if resumed is not None else None
-    if found is None or differs(found, config, ranks):
+    if found is None or not _matches(found, config, ranks):
         return "auto"
     # Another number of groups changes both sides alike, and how many ranks can learn.
     groups = config.algorithm.groups_per_update
