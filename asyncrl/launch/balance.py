@@ -1,7 +1,7 @@
 """Measured seconds of both sides of a run, and the placement that keeps both busy at the next start.
 
     balance.json    written at the end of a run: seconds of learners and actors for one update, and waits
-    --placement auto   chooses by it where the run is resumed, or where --balance-from names the run
+    --placement auto   chooses by it where the run is resumed
 
 The work of a side for an update is shared by its ranks, so other numbers of ranks need other times.
 """
@@ -241,13 +241,6 @@ def chosen_placement(config: TrainConfig, ranks: int, resumed: Path | None) -> s
     return advise(dataclasses.replace(found, groups_per_update=groups)).placement
 
 
-def with_placement(config: TrainConfig, text: str) -> TrainConfig:
-    """Return the settings with a placement in place of `auto`."""
-    if text == config.placement:
-        return config
-    return dataclasses.replace(config, placement=text)
-
-
 def placement_of_start(config: TrainConfig, job: Job, hosts: Hosts) -> str:
     """Return the placement of this start: by a measured balance if these hosts can do that."""
     if config.placement != "auto":
@@ -256,7 +249,7 @@ def placement_of_start(config: TrainConfig, job: Job, hosts: Hosts) -> str:
     chosen = chosen_placement(config, hosts.size, resumed)
     if chosen != "auto":
         try:
-            placement = checked_placement(with_placement(config, chosen), hosts.size)
+            placement = checked_placement(dataclasses.replace(config, placement=chosen), hosts.size)
             check_learner_devices(placement, hosts, {0: count_gpus(config.device)})
         except ConfigError:  # It was measured where there were more devices.
             return "auto"

@@ -24,7 +24,7 @@ from typing import Final
 from asyncrl.config.loading import load_file, to_json
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError, RunError
-from asyncrl.launch import balance, endpoints
+from asyncrl.launch import endpoints
 from asyncrl.launch.children import ChildProcesses, Supervisor
 from asyncrl.launch.job import RUN, Hosts, Job, RunInfo, failure_file, open_store, receive, report_failure
 from asyncrl.launch.own_device import pick_device
@@ -63,7 +63,7 @@ def follow(config: TrainConfig, job: Job, hosts: Hosts, stop: StopFlag) -> int:
     run_dir = Path(info.run_dir)
     _wait_for_folder(run_dir, info.mark, rank)
     config = load_file(run_dir / "config.json")
-    config = balance.with_placement(config, info.placement or config.placement)
+    config = replace(config, placement=info.placement or config.placement)
     placement = checked_placement(config, hosts.size)
     lock = run_owner.join(run_dir)
     status = job.status_folder(run_dir)

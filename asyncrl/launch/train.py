@@ -94,7 +94,7 @@ def run(config: TrainConfig) -> int:
 def _check_hosts(config: TrainConfig, job: Job, hosts: Hosts, facts: list[HostFacts]) -> Hosts:
     """Check on rank 0, before anything is loaded, the placement on these hosts; add their endpoints."""
     hosts = replace(hosts, placement=balance.placement_of_start(config, job, hosts))
-    config = balance.with_placement(config, hosts.placement)
+    config = replace(config, placement=hosts.placement)
     check_sizes(config.placement, hosts)
     placement = checked_placement(config, hosts.size)
     check_pairs(placement, hosts)
@@ -127,7 +127,7 @@ def _prepare(asked: TrainConfig, job: Job, hosts: Hosts) -> _Run:
     from asyncrl.launch.build import load_models, start_run, use_device
     from asyncrl.launch.environment import with_world_defaults
 
-    placement = checked_placement(balance.with_placement(asked, hosts.placement), hosts.size)
+    placement = checked_placement(replace(asked, placement=hosts.placement), hosts.size)
     endpoints.check(asked, placement, several_hosts=hosts.several)
     if (again := run_of_earlier_start(job)) is None:
         run_folder.check_free(asked)
