@@ -247,7 +247,7 @@ def _load_models(config: AuditConfig, policy: str, device: torch.device) -> Mode
     The reward model must know the tasks of the start states; without any, those of the simulator.
     """
     from asyncrl.evaluation.audit import Models
-    from asyncrl.launch.environment import Environment, build_environment, with_world_defaults
+    from asyncrl.launch.environment import build_world_model, with_world_defaults
     from asyncrl.launch.named_models import named_policy, named_reward, named_world
     from asyncrl.policies.interface import SamplingParams
     from asyncrl.simulators.build import SimulatorSource
@@ -260,8 +260,7 @@ def _load_models(config: AuditConfig, policy: str, device: torch.device) -> Mode
         world = named.kind.load(named.folder, device, settings.imagination, **named.settings)
         reward = judge.kind.load(judge.folder, device, list(tasks), **judge.settings)
     else:
-        environment = build_environment(settings, device)
-        assert isinstance(environment, Environment)
+        environment = build_world_model(settings, device)
         world, reward = environment.world, environment.reward
     acting = named_policy(policy, config.policy_settings)
     return Models(

@@ -190,8 +190,6 @@ def check_fine_tuning(config: FitWorld) -> None:
         )
 
 
-
-
 def _write(world: Any, config: FitWorld, source: Path, ranks: LearnerRanks) -> None:
     """Gather the weights with all ranks, in the types that they have in files, and write them on rank 0."""
     types = world.types(source)

@@ -12,7 +12,6 @@ import pytest
 
 from asyncrl import cli
 from asyncrl.commands.train import read_settings
-from asyncrl.config.algorithm import AlgorithmSettings
 from asyncrl.config.loading import to_json
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import OptimizerSettings
