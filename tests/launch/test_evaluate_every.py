@@ -37,7 +37,7 @@ def models(tmp_path_factory) -> tuple[Path, list[str]]:
     return folder, write_models(folder)
 
 
-EVALUATED = ("--evaluate-every", "2", "--evaluation.episodes", "2")
+EVALUATED = ("--evaluate-every", "2", "--evaluation.episodes", "1")
 
 
 @pytest.mark.multiprocess
@@ -50,7 +50,7 @@ def test_a_run_measures_its_first_and_its_last_version(models, tmp_path) -> None
     measured = run_checkpoints.read_evaluations(run)
     assert measured[0].version == 0
     assert measured[-1].version == 3, "the end of the run waits for its last version"
-    assert all(row.episodes == 2 and row.simulator == "tabletop" for row in measured)
+    assert all(row.episodes == 1 and row.simulator == "tabletop" for row in measured)
     assert "true [95 %] @update" in said
     assert "true success, tabletop:" in said
     for row in measured:
