@@ -29,7 +29,7 @@ STORED_SCHEMA_VERSIONS: Final = (*SCHEMA_VERSIONS, DROPPED_FIELDS_VERSION)
 """Versions in files."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ArraySpec:
     """Type and shape of an array. Letters are dimensions, numbers are fixed sizes."""
 
@@ -43,34 +43,30 @@ class ArraySpec:
         return str(self.shape[0]) if self.shape[0] in ("N", "M") else "E"
 
 
-def _spec(dtype: str, shape: tuple[str | int, ...], unit: str) -> ArraySpec:
-    return ArraySpec(dtype=dtype, shape=shape, unit=unit)
-
-
 EPISODE_ARRAYS: Final[dict[str, ArraySpec]] = {
-    "frames": _spec("uint8", ("N", "H", "W", 3), "8-bit sRGB"),
-    "logprobs": _spec("float32", ("N", "C", "A"), "nat"),
-    "values": _spec("float32", ("N",), "return"),
-    "actions": _spec("float32", ("N", "C", "A"), "world's action unit per step"),
-    "rewards": _spec("float32", ("N", "C"), "1 at the first success"),
-    "success_scores": _spec("float32", ("N", "C"), "probability"),
-    "policy_versions": _spec("int64", ("N",), "version"),
-    "noise_seeds": _spec("int64", ("N",), "seed"),
-    "final_frame": _spec("uint8", ("H", "W", 3), "8-bit sRGB"),
-    "video": _spec("uint8", ("M", "H", "W", 3), "8-bit sRGB"),
+    "frames": ArraySpec("uint8", ("N", "H", "W", 3), "8-bit sRGB"),
+    "logprobs": ArraySpec("float32", ("N", "C", "A"), "nat"),
+    "values": ArraySpec("float32", ("N",), "return"),
+    "actions": ArraySpec("float32", ("N", "C", "A"), "world's action unit per step"),
+    "rewards": ArraySpec("float32", ("N", "C"), "1 at the first success"),
+    "success_scores": ArraySpec("float32", ("N", "C"), "probability"),
+    "policy_versions": ArraySpec("int64", ("N",), "version"),
+    "noise_seeds": ArraySpec("int64", ("N",), "seed"),
+    "final_frame": ArraySpec("uint8", ("H", "W", 3), "8-bit sRGB"),
+    "video": ArraySpec("uint8", ("M", "H", "W", 3), "8-bit sRGB"),
 }
 """Arrays of every episode, in wire and file order; those of its sample follow the first."""
 
 OPTIONAL_ARRAYS: Final[dict[str, ArraySpec]] = {
-    "more_frames": _spec("uint8", ("N", "V", "H", "W", 3), "8-bit sRGB"),
-    "states": _spec("float32", ("N", "Q"), "simulator's unit per number"),
-    "final_more_frames": _spec("uint8", ("V", "H", "W", 3), "8-bit sRGB"),
-    "final_state": _spec("float32", ("Q",), "simulator's unit per number"),
+    "more_frames": ArraySpec("uint8", ("N", "V", "H", "W", 3), "8-bit sRGB"),
+    "states": ArraySpec("float32", ("N", "Q"), "simulator's unit per number"),
+    "final_more_frames": ArraySpec("uint8", ("V", "H", "W", 3), "8-bit sRGB"),
+    "final_state": ArraySpec("float32", ("Q",), "simulator's unit per number"),
 }
 """Further arrays of `COUNTED_SCHEMA_VERSION`, after all others."""
 
 TOKENS: Final[Mapping[str, ArraySpec]] = MappingProxyType(
-    {"tokens": _spec("int32", ("N", "C", "A"), "action bin")}
+    {"tokens": ArraySpec("int32", ("N", "C", "A"), "action bin")}
 )
 """Sample of a policy of action tokens. An array `tokens` always has this type and shape."""
 SAMPLE_DTYPES: Final = ("uint8", "int32", "int64", "float32")
@@ -106,12 +102,7 @@ RESERVED: Final = frozenset(
 
 
 def schema_version(sample: Iterable[str], *, counted: bool = False) -> int:
-    """Return the schema version of an episode.
-
-    Args:
-        sample: Names of the sample's arrays.
-        counted: Whether it has `steps_taken`.
-    """
+    """Return the schema version of an episode; `counted`: it has `steps_taken`."""
     return COUNTED_SCHEMA_VERSION if counted else SCHEMA_VERSIONS[set(sample) != set(TOKENS)]
 
 
@@ -165,15 +156,7 @@ def sample_specs(found: Iterable[tuple[Any, Any, Any]]) -> dict[str, ArraySpec]:
 def array_specs(
     sample: Mapping[str, ArraySpec], optional: Iterable[str] = (), *, counted: bool = False
 ) -> dict[str, ArraySpec]:
-    """Return the arrays of an episode, in wire and file order.
-
-    Args:
-        optional: Names of its `OPTIONAL_ARRAYS`.
-        counted: Whether it may have any.
-
-    Raises:
-        ValueError: The optional arrays do not belong together, or one has the name of a sample's.
-    """
+    """Return the arrays of an episode, in wire and file order; raises ValueError if some do not fit."""
     others = {name: EPISODE_ARRAYS[name] for name in _OTHERS}
     named = list(optional)
     if named or counted:
