@@ -28,7 +28,7 @@ from torch import Tensor
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.files import SECTION, STATISTICS
 from asyncrl.policies.openvla.names import published_config, published_shapes, unused_shapes
-from asyncrl.policies.openvla.tokenizer import PromptTokenizer, build_word_tokenizer, words_for
+from asyncrl.policies.openvla.preprocess import PromptTokenizer, build_word_tokenizer, words_for
 from asyncrl.rewards.files import PUBLISHED
 from asyncrl.rewards.libero_tasks import SUITES
 from asyncrl.rewards.resnet import RewardConfig, RewardNetwork

@@ -53,7 +53,7 @@ from asyncrl.observability.metrics_system import MFU
 from asyncrl.policies.acceleration import enable_gradient_checkpointing, use_float8_where_frozen
 from asyncrl.policies.lora import add_lora
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
-from asyncrl.policies.openvla.tokenizer import WORDS
+from asyncrl.policies.openvla.preprocess import WORDS
 from asyncrl.records import CHUNK, Episode
 
 Suite = Literal["spatial", "object", "goal", "10"]

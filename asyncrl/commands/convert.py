@@ -15,12 +15,20 @@ from asyncrl.config.help import CONVERT, answer_help
 from asyncrl.errors import ConfigError
 from asyncrl.launch.named_models import run_of
 from asyncrl.storage.assets import policy_folder, simulator_named
+from asyncrl.storage.atomic import read_json, write_text
 
 if TYPE_CHECKING:
+    from asyncrl.policies.openvla.config import OpenVLAOFTConfig
     from asyncrl.policies.openvla.export import ConversionReport
 
 ADAPTER = "adapter_config.json"
 GB = 1e9
+ADAPTER_LOADING: Final = """\
+`peft` puts the low-rank adapters of this folder on the published model that training began with:
+
+```python
+model = PeftModel.from_pretrained(model, "FOLDER")
+```"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +104,7 @@ def main(arguments: list[str]) -> int:
 def _convert(config: ConvertConfig) -> None:
     import torch
 
-    from asyncrl.policies.openvla.export import convert, listed, model_class
+    from asyncrl.policies.openvla.export import convert, loading
     from asyncrl.policies.openvla.files import PublishedOptions
     from asyncrl.storage import checkpoint
 
@@ -114,8 +122,7 @@ def _convert(config: ConvertConfig) -> None:
         dtype=None if config.dtype == "source" else getattr(torch, config.dtype),
         shard_bytes=int(config.shard_gigabytes * GB),
     )
-    facts = {"missing": listed(done.missing), "unpublished": done.unpublished}
-    _write_card(config, folder, policy=done.config, model_class=model_class(config.out), **facts)
+    _write_card(config, folder, done.config, loading=loading(config.out, done))
     print(report(config, done, time.monotonic() - began))
 
 
@@ -124,29 +131,29 @@ def _convert_adapter(config: ConvertConfig, source: Path) -> None:
     from asyncrl.policies.openvla.export import open_any
 
     # A checkpoint of a run has its adapters in a folder of its own.
-    beside = source.resolve().parent
-    policy = open_any(policy_folder(config.original or str(beside)))
+    checkpoint = source.resolve().parent
+    policy = open_any(policy_folder(config.original or str(checkpoint)))
     layers = export_adapter(source, config.out, policy.rows)
-    _write_card(config, beside, policy=policy.config, adapter=True)
+    _write_card(config, checkpoint, policy.config, loading=ADAPTER_LOADING, library="peft")
     print(f"wrote     {config.out}: adapters of {layers} layers under published names")
 
 
-def _write_card(config: ConvertConfig, folder: Path, **facts: Any) -> None:
-    from asyncrl.policies.openvla.model_card import CardFacts, trained_policy, write_card
+def _write_card(config: ConvertConfig, folder: Path, policy: OpenVLAOFTConfig, **loading: str) -> None:
+    from asyncrl.policies.openvla.model_card import card
 
-    card = CardFacts(
+    run = run_of(str(folder)) if (folder / "state.json").is_file() else None
+    world = str(read_json(run / "config.json").get("world", "")) if run else ""
+    merged = f", with the adapter `{Path(config.adapter).name}` merged" if config.adapter else ""
+    text = card(
+        policy,
+        folder if run else None,
         title=config.out.resolve().name,
-        source=Path(config.source).resolve().name,
-        trained=trained_policy(folder, run_of(str(folder)), _simulator),
-        merged=Path(config.adapter).name,
+        source=f"`{Path(config.source).resolve().name}`{merged}",
+        imagined=not registry.names_code(world) and not simulator_named(world),
         hub={"base_model": config.base_model, "license": config.license},
-        **facts,
+        **loading,
     )
-    write_card(config.out, card)
-
-
-def _simulator(world: str) -> str | None:
-    return None if registry.names_code(world) else simulator_named(world)
+    write_text(config.out / "README.md", text)
 
 
 def report(config: ConvertConfig, done: ConversionReport, seconds: float) -> str:

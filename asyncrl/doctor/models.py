@@ -24,7 +24,7 @@ from asyncrl.launch.named_models import named_world
 from asyncrl.launch.simulated import SimulatorFiles
 from asyncrl.launch.world_conformance import CHECKS, check_world
 from asyncrl.policies.acceleration import frozen_float8_bytes
-from asyncrl.policies.interface import CountsActivations
+from asyncrl.policies.interface import Policy
 from asyncrl.records import SlotBytes
 from asyncrl.storage import checkpoint, run_folder
 from asyncrl.storage.assets import simulator_named
@@ -85,10 +85,9 @@ def measure(
     itemsize = 4 if wide else 2
     blocks = [sum(p.numel() for p in block.parameters()) * itemsize for block in policy.blocks()]
     acting = learning = 0
-    counts: object = policy
-    if isinstance(counts, CountsActivations):
-        acting = counts.activation_bytes(1, "acting", policy.dtype.itemsize)
-        learning = _learning_bytes(config.learner, counts, itemsize)
+    if hasattr(policy, "activation_bytes"):
+        acting = policy.activation_bytes(1, "acting", policy.dtype.itemsize)
+        learning = _learning_bytes(config.learner, policy, itemsize)
     return Sizes(
         policy=_bytes(chain(parameters, policy.buffers())),
         parameters=sum(p.numel() for p in policy.parameters()),
@@ -107,7 +106,7 @@ def measure(
     )
 
 
-def _learning_bytes(learner: LearnerSettings, policy: CountsActivations, itemsize: int) -> int:
+def _learning_bytes(learner: LearnerSettings, policy: Policy, itemsize: int) -> int:
     """Return the activations of a decision in a pass with gradient."""
     kept = policy.activation_bytes(1, "kept", itemsize)
     if not learner.gradient_checkpointing:

@@ -26,7 +26,7 @@ from asyncrl.policies.openvla.autoregressive import new_policy
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig, require_trainable
 from asyncrl.policies.openvla.files import STATISTICS
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
-from asyncrl.policies.openvla.tokenizer import PromptTokenizer, build_word_tokenizer, words_for
+from asyncrl.policies.openvla.preprocess import PromptTokenizer, build_word_tokenizer, words_for
 from asyncrl.records import ACTION_DIM, CHUNK
 from asyncrl.storage.atomic import write_json
 

@@ -53,7 +53,7 @@ from asyncrl.learner.update import Update
 from asyncrl.learner.weight_export import acting_types, acting_weights, copy_policy
 from asyncrl.observability.metrics_system import GROUPS_READY
 from asyncrl.policies.acceleration import compile_blocks
-from asyncrl.policies.interface import FixesPrompts, Policy, SamplingParams
+from asyncrl.policies.interface import Policy, SamplingParams
 from asyncrl.registry import names_code
 from asyncrl.replay.interface import NEW_RUN, LearnerPort, RunStart
 from asyncrl.replay.store import LEDGER, read_meta
@@ -344,11 +344,10 @@ def compile_learning(update: Update, shown: ObservationShapes | None) -> None:
     For one size where all instructions are known and the policy can pad them alike; for any size there are
     several graphs, which take minutes instead of half of one.
     """
-    policy: object = update.policy
-    if shown is None or not isinstance(policy, FixesPrompts):
+    if shown is None or not hasattr(update.policy, "fix_prompts"):
         compile_blocks(update.policy)
         return
-    policy.fix_prompts(shown.tasks)
+    update.policy.fix_prompts(shown.tasks)
     fix_sizes(update)
     compile_blocks(update.policy, dynamic=False)
 

@@ -37,7 +37,7 @@ from asyncrl.launch.simulated import (
     sample_format,
 )
 from asyncrl.observability import process_status
-from asyncrl.policies.interface import ChecksTraining, FixedShapeActing, FixesPrompts, Policy, SamplingParams
+from asyncrl.policies.interface import Policy, SamplingParams
 from asyncrl.records import ActionSpec, StartState
 from asyncrl.registry import names_code
 from asyncrl.replay.interface import ActorPort, EpisodeFormat
@@ -76,7 +76,7 @@ class WorldFiles:
 
     def check_policy(self, policy: Policy) -> None:
         """Refuse a policy that does not fit the world, or cannot read an instruction."""
-        if isinstance(policy, ChecksTraining):
+        if hasattr(policy, "check_trainable"):
             policy.check_trainable()
         own, world = policy.action_spec, self.action_spec
         if own != world:
@@ -226,7 +226,7 @@ def build_imagination(config: TrainConfig, policy: Policy, environment: Environm
     """Join the models of an actor; compiled, and at a fixed shape, with these settings."""
     if config.imagination.compile:
         _compile(config, policy, environment)
-    if config.imagination.fixed_shape and isinstance(policy, FixesPrompts):
+    if config.imagination.fixed_shape and hasattr(policy, "fix_prompts"):
         policy.fix_prompts(tasks_of(environment.starts))
     return Imagination(
         policy,
@@ -252,7 +252,6 @@ def rows_of_a_pass(config: TrainConfig) -> int:
 def _compile(config: TrainConfig, policy: Policy, environment: Environment) -> None:
     world = environment.world
     check_compilable(type(policy), type(world))
-    assert isinstance(policy, FixedShapeActing)
     assert isinstance(world, CompilesWorld)
     rows = rows_of_a_pass(config)
     process_status.describe("compiling the policy")

@@ -21,7 +21,7 @@ from asyncrl.errors import AsyncRLError, CheckpointError, ConfigError
 from asyncrl.evaluation.evaluate import simulator_of_tasks
 from asyncrl.learner.forward import Reference
 from asyncrl.policies.acceleration import FLAG, enable_gradient_checkpointing, use_float8_where_frozen
-from asyncrl.policies.interface import HasCritic, LoraTargets, Policy
+from asyncrl.policies.interface import Policy
 from asyncrl.policies.lora import add_lora
 from asyncrl.policies.openvla.files import PublishedOptions, open_folder
 from asyncrl.records import ModelSummary, StartState
@@ -156,7 +156,7 @@ def build_policy(config: TrainConfig, device: torch.device) -> Policy:
     With --lora.rank it gets fresh adapters; the learner's come with the first version of the weights.
     """
     policy = load_policy_version(config, None, device)
-    if isinstance(policy, HasCritic):
+    if hasattr(policy, "add_critic"):
         policy.drop_critic()
     if config.lora.rank:
         add_adapters(config, policy)
@@ -166,7 +166,7 @@ def build_policy(config: TrainConfig, device: torch.device) -> Policy:
 
 def add_adapters(config: TrainConfig, policy: Policy) -> None:
     """Give the policy adapters, in bfloat16 where both it and the learner's passes are."""
-    if not isinstance(policy, LoraTargets):
+    if not hasattr(policy, "lora_layers"):
         raise ConfigError(
             f"--lora.rank is {config.lora.rank}, but {type(policy).__name__} has no lora_layers, so it is "
             "not known where adapters go. Use --lora.rank 0, or add the method."
@@ -187,7 +187,7 @@ def build_learning_policy(config: TrainConfig, device: torch.device) -> Policy:
         check_device(device, FLAG)
     policy = load_policy_version(config, None, device)
     wanted = config.critic.level if config.algorithm.kind == "ppo" else "none"
-    if isinstance(policy, HasCritic):
+    if hasattr(policy, "add_critic"):
         if wanted == "none":
             policy.drop_critic()
         elif policy.critic != wanted:

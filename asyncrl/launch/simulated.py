@@ -18,7 +18,7 @@ from asyncrl import registry
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.evaluation.evaluate import check_fits
-from asyncrl.policies.interface import Policy, SamplingParams, SaysInputs
+from asyncrl.policies.interface import Policy, SamplingParams
 from asyncrl.records import StartState
 from asyncrl.replay.interface import ENDLESS, EpisodeFormat, SimulatorFormat
 from asyncrl.simulators.build import SimulatorSource
@@ -137,7 +137,7 @@ def sample_format(policy: Policy) -> dict[str, tuple[str, tuple[Any, ...]]]:
 
 def inputs_of(policy: Policy, spec: SimulatorSpec) -> tuple[int, bool]:
     """Return how many cameras a policy is shown, and whether the state; by default all there is."""
-    if isinstance(policy, SaysInputs):
+    if hasattr(policy, "pictures"):
         return min(policy.pictures, len(spec.cameras)), policy.proprio_numbers > 0
     return len(spec.cameras), spec.state_dim > 0
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import pairwise
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -24,9 +24,7 @@ from asyncrl.learner.batches import Batch
 from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.observability import process_status
 from asyncrl.policies.interface import (
-    CountsPromptTokens,
     EvaluateResult,
-    HasCritic,
     Policy,
     PolicyInputs,
     SamplingParams,
@@ -122,7 +120,7 @@ class PolicyForward:
         tasks, padded = _task_of_episode(batch), self._padded(rows_M)
         final = (batch.final_frames, batch.final_more_frames, batch.final_states)
         inputs = self._inputs(*final, [tasks[row] for row in padded.tolist()], padded.numpy())
-        return cast("HasCritic", self.policy).values(inputs)[: len(rows_M), 0].float()
+        return self.policy.values(inputs)[: len(rows_M), 0].float()
 
     def _micro_batches(self, rows: int) -> Iterator[slice | None]:
         for part in self.split(rows):
@@ -145,10 +143,9 @@ class PolicyForward:
 
     def prompt_lengths(self, tasks: Sequence[str]) -> Tensor:
         """Count the tokens of each instruction's prompt: int64, on the CPU; 0 if unknown."""
-        policy: object = self.policy
-        if not isinstance(policy, CountsPromptTokens):
+        if not hasattr(self.policy, "prompt_tokens"):
             return torch.zeros(len(tasks), dtype=torch.int64)
-        lengths = {task: policy.prompt_tokens(task) for task in set(tasks)}
+        lengths = {task: self.policy.prompt_tokens(task) for task in set(tasks)}
         return torch.tensor([lengths[task] for task in tasks], dtype=torch.int64)
 
     def _padded(self, rows_M: Tensor, *, small: bool = False) -> Tensor:

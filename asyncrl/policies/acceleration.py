@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from asyncrl.devices.float8 import ALIGNMENT, FrozenFloat8Linear, copied_bytes, fits
 from asyncrl.devices.streams import CudaGraphed
 from asyncrl.errors import ConfigError
+from asyncrl.policies.action_tokens import SampledTokens
 from asyncrl.policies.interface import PolicyInputs, SamplingParams
-from asyncrl.policies.sampling import SampledTokens
 
 FLAG: Final = "--learner.frozen-precision"
 GRAPHS: Final = 64

@@ -1,4 +1,4 @@
-"""Actions to tokens and back: the environment's units, values in [-1, 1], bins 0..255.
+"""Action tokens: the one distribution that acting and learning share, and the actions that tokens mean.
 
 One convention everywhere (records, wire, replay, losses): a token is the *bin* ``j``, 0..255, counted from
 the first of the 256 action rows of the vocabulary: id = first_action_id + j (31744 + j for Llama 2).
@@ -7,21 +7,23 @@ OpenVLA counts bins from the end of the vocabulary, so the order is reversed: j 
 
 Dimension letters:
     A  action dimensions      Q  numbers of proprioception
+    B  rows      K  tokens of one decision (56)      N  action bins (256)      D  width of the policy
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.devices.tensors import constant_to_device
+from asyncrl.devices.tensors import constant_to_device, to_device
+from asyncrl.policies.interface import SamplingParams
 
 BINS: Final = 256
 """Action tokens in the vocabulary."""
@@ -151,3 +153,81 @@ def opening_of(actions: NDArray[np.floating], gripper: Gripper) -> NDArray[np.fl
         return actions
     command = actions[..., -1:] if gripper == "maniskill" else -actions[..., -1:]
     return np.concatenate([actions[..., :-1], (command + 1) / 2], axis=-1)
+
+
+# ---- sampling ----
+
+
+class SampledTokens(NamedTuple):
+    """Sampled tokens of a policy, on the device."""
+
+    tokens: Tensor
+    """``[B, K]`` int64 bins."""
+    logprobs: Tensor
+    """``[B, K, N]`` float32, of the distribution that was sampled."""
+    hidden: Tensor
+    """``[B, 1 or more, D]`` final hidden states; the first is at the last prompt token."""
+
+
+def action_distribution(
+    logits_BKN: Tensor, sampling: SamplingParams, taken_BK: Tensor | None = None
+) -> Tensor:
+    """Compute the log-probs that are sampled from: after temperature and top-k, in float32.
+
+    Args:
+        logits_BKN: ``[B, K, N]`` of the action bins, any float dtype.
+        taken_BK: ``[B, K]`` integer tokens that stay possible below the `top_k` most likely: other weights or
+            another kernel may rank them lower, and a ratio needs a finite number.
+
+    Returns:
+        ``[B, K, N]`` float32, at most 0; -inf where top-k forbids a bin.
+    """
+    logits_BKN = logits_BKN.float()
+    if sampling.temperature == 0:
+        return logits_BKN.log_softmax(dim=-1)
+    logits_BKN = logits_BKN / sampling.temperature
+    if 0 < sampling.top_k < logits_BKN.shape[-1]:
+        allowed_BKN = torch.zeros_like(logits_BKN, dtype=torch.bool)
+        allowed_BKN.scatter_(-1, logits_BKN.topk(sampling.top_k, dim=-1).indices, True)
+        if taken_BK is not None:
+            allowed_BKN.scatter_(-1, taken_BK.long().unsqueeze(-1), True)
+        logits_BKN = logits_BKN.masked_fill(~allowed_BKN, float("-inf"))
+    return logits_BKN.log_softmax(dim=-1)
+
+
+def uniforms_for(
+    sampling: SamplingParams, seeds: Sequence[int], count: int, device: torch.device
+) -> Tensor | None:
+    """Draw ``[B, count]`` float64 in [0, 1), row b from ``seeds[b]`` alone; None at temperature 0."""
+    if sampling.temperature == 0:
+        return None
+    streams = [torch.Generator().manual_seed(seed) for seed in seeds]
+    rows = [torch.rand(count, generator=stream, dtype=torch.float64) for stream in streams]
+    return to_device(torch.stack(rows).numpy(), device)
+
+
+def take_tokens(logprobs_BKN: Tensor, uniforms_BK: Tensor | None) -> Tensor:
+    """Pick the first bins ``[B, K]`` int64 whose cumulated probability exceeds the uniform.
+
+    Args:
+        logprobs_BKN: ``[B, K, N]`` float32; a bin at -inf is never picked.
+        uniforms_BK: ``[B, K]`` float64 in [0, 1), same device; None: the most likely bins.
+    """
+    if uniforms_BK is None:
+        return logprobs_BKN.argmax(dim=-1)
+    cumulated_BKN = logprobs_BKN.double().exp().cumsum(dim=-1)
+    total_BK1 = cumulated_BKN[..., -1:]
+    picked_BK = (cumulated_BKN <= uniforms_BK.unsqueeze(-1) * total_BK1).sum(dim=-1)
+    last_possible_BK = (cumulated_BKN < total_BK1).sum(dim=-1)
+    return torch.minimum(picked_BK, last_possible_BK)  # rounding must not reach behind the last possible bin
+
+
+def logprob_of(logprobs_BKN: Tensor, tokens_BK: Tensor) -> Tensor:
+    """Look up the log-probs ``[B, K]`` float32 of the integer tokens ``[B, K]`` in ``[B, K, N]`` float32."""
+    return logprobs_BKN.gather(-1, tokens_BK.long().unsqueeze(-1)).squeeze(-1)
+
+
+def entropy_of(logprobs_BKN: Tensor) -> Tensor:
+    """Compute the entropy ``[B, K]`` float32 in nats; impossible bins count nothing and pass no gradient."""
+    finite_BKN = logprobs_BKN.masked_fill(logprobs_BKN == float("-inf"), 0.0)
+    return -(logprobs_BKN.exp() * finite_BKN).sum(dim=-1)

@@ -36,14 +36,6 @@ PREFIX: Final = "base_model.model."
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PICKLED: Final = "adapter_model.bin"
 _ADAPTER_NAME = re.compile(r"(?P<layer>.+)\.lora_(?P<which>[AB])(?:\.default)?\.weight")
-_LLAMA: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-LINEARS: Final = {
-    "llm.layers.": _LLAMA,
-    "projector.": ("fc1", "fc2", "fc3"),
-    "vision.dino.encoder.": ("q_proj", "k_proj", "v_proj", "o_proj", "fc1", "fc2"),
-    "vision.siglip.encoder.": ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"),
-}
-"""Last parts of the names of OpenVLA's linear layers that get adapters, by part of the policy."""
 _UNSUPPORTED: Final = (
     *("use_rslora", "use_dora", "fan_in_fan_out", "modules_to_save", "lora_bias"),
     *("target_parameters", "trainable_token_indices", "layer_replication"),
@@ -56,29 +48,15 @@ def add_lora(
 ) -> None:
     """Put adapters into the policy, in place. Only they and the value head are trainable afterwards.
 
-    B is zero, so the policy acts as before; A is random (torch's generator) and there is no dropout. The
-    output layer (`lm_head`) gets no adapter: only its 256 action rows are ever multiplied. Nor do the two
-    patch embeddings, which are convolutions.
+    B is zero, so the policy acts as before; A is random (torch's generator) and there is no dropout.
 
     Args:
-        rank: ``r``.
         alpha: The adapters' output is scaled by ``alpha / rank``; 0 = rank.
         dtype: Of the adapters, independent of the weights' below.
-
-    Raises:
-        ConfigError: A setting is invalid, the policy already has adapters, or it lacks a layer.
     """
-    if rank < 1 or not alpha >= 0:
-        raise ConfigError(
-            f"Adapters of rank {rank} with alpha {alpha} cannot be made: the rank counts directions and "
-            "alpha is a scale. Use --lora.rank 32 and --lora.alpha 0 (the rank)."
-        )
-    if targets not in ("language", "all"):
-        raise ConfigError(f"--lora.targets is {targets!r}, but adapters go into: language, all. Use all.")
     if has_lora(policy):
         raise ConfigError(
-            "The policy already has adapters, and a second set would train on top of them. Load the policy "
-            "again, or go on with the adapters that it has."
+            "The policy already has adapters, and a second set would train on top of them. Load it again."
         )
     adapt(policy, set(policy.lora_layers(targets)), rank, alpha, dtype=dtype)
     for name, parameter in policy.named_parameters():
@@ -111,29 +89,6 @@ def adapt(
             parameter.data = parameter.data.to(dtype)
 
 
-def target_layers(policy: nn.Module, targets: Targets) -> list[str]:
-    """Return the names in `named_modules` of OpenVLA's linear layers that get adapters."""
-    linears = {
-        name: stable_name(f"{name}.") for name, m in policy.named_modules() if isinstance(m, nn.Linear)
-    }
-    targeted: list[str] = []
-    for part in ["llm.layers."] if targets == "language" else LINEARS:
-        for kind in LINEARS[part]:
-            layers = [
-                name
-                for name, stable in linears.items()
-                if stable.startswith(part) and stable.endswith(f".{kind}.")
-            ]
-            if not layers:
-                raise ConfigError(
-                    f"--lora.targets is {targets}, but the policy has no linear layer {part}*.{kind}: its "
-                    "adapters would be fewer than asked for. Use --lora.rank 0, or a version of transformers "
-                    "that asyncrl supports."
-                )
-            targeted += layers
-    return targeted
-
-
 def is_adapter(name: str) -> bool:
     """Return True if a parameter of this name is an adapter's."""
     return ".lora_A." in name or ".lora_B." in name
@@ -153,10 +108,9 @@ def _adapted(policy: nn.Module) -> Iterator[tuple[str, Any]]:
 
 @contextmanager
 def adapters_disabled(policy: nn.Module) -> Iterator[None]:
-    """Disable the adapters within the block, so that the policy computes as before training.
+    """Disable the adapters within the block, of sharded policies too.
 
-    Only a flag of each layer changes, so it works on sharded policies too. Run no backward pass of an
-    earlier forward pass inside: recomputed activations would lack the adapters.
+    Run no backward pass of an earlier forward pass inside: recomputed activations would lack the adapters.
     """
     layers = [layer for _, layer in _adapted(policy)]
     before = [layer._disable_adapters for layer in layers]
@@ -186,15 +140,18 @@ def merged_tensors(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _merged_weight(layer: Any) -> Tensor:
-    """Compute ``W + alpha / r * B A``: ``[O, I]``, in float32, rounded to the dtype of W."""
     from torch.distributed.tensor import DTensor  # takes a second to import
 
     weight = layer.base_layer.weight.detach()
     into, out = layer.lora_A[ADAPTER].weight.detach(), layer.lora_B[ADAPTER].weight.detach()
     if not isinstance(weight, DTensor):
         into, out = (t.full_tensor() if isinstance(t, DTensor) else t for t in (into, out))
-    merged = weight.float() + layer.scaling[ADAPTER] * (out.float() @ into.float())
-    return merged.to(weight.dtype)
+    return _merge(weight, into, out, layer.scaling[ADAPTER])
+
+
+def _merge(weight: Tensor, into: Tensor, out: Tensor, scale: float) -> Tensor:
+    """Compute ``W + alpha / r * B A``: ``[O, I]``, in float32, rounded once to the dtype of W."""
+    return (weight.float() + scale * (out.float() @ into.float())).to(weight.dtype)
 
 
 # --- files --------------------------------------------------------------------
@@ -264,82 +221,65 @@ def merge_adapter(files: TensorFiles, rows: Sequence[TensorMapping], folder: Pat
 
 
 def _merged(weight: Tensor, *, pair: _Pair) -> Tensor:
-    delta = pair.out.flatten(1).float() @ pair.into.flatten(1).float()
-    return (weight.float() + pair.scale * delta.view_as(weight)).to(weight.dtype)
+    into, out = pair.into.flatten(1), pair.out.flatten(1)
+    return _merge(weight.flatten(1), into, out, pair.scale).view_as(weight)
 
 
 def read_pairs(folder: Path) -> dict[str, _Pair]:
     """Read the adapters by layer, in the dtype of the file; raises CheckpointError for an incomplete one."""
+    from peft.utils.other import get_pattern_key
+
     fields = _adapter_fields(folder)
-    ranks, alphas = (
-        _pattern(folder, name, fields.get(name) or {}) for name in ("rank_pattern", "alpha_pattern")
-    )
     if (folder / _PICKLED).is_file() and not (folder / TENSORS).is_file():
         tensors = read_pt(folder / _PICKLED)
     else:
         files = TensorFiles(folder / TENSORS)
         tensors = {name: files.read(name) for name in files.names()}
-    halves: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in tensors.items():
-        match = _ADAPTER_NAME.fullmatch(name.removeprefix(PREFIX))
-        if match is None:
-            raise CheckpointError(
-                f"{folder} has tensor {name}, which is neither lora_A nor lora_B of a layer. Merge the "
-                "adapter with peft and convert the merged checkpoint."
-            )
-        halves.setdefault(match["layer"], {})[match["which"]] = tensor
-    lonely = [layer for layer, half in halves.items() if len(half) < 2]
-    if lonely or not halves:
+    matches = {name: _ADAPTER_NAME.fullmatch(name.removeprefix(PREFIX)) for name in tensors}
+    if not matches or None in matches.values():
+        other = next((name for name, match in matches.items() if match is None), "none")
         raise CheckpointError(
-            f"{folder} has {'only one of lora_A and lora_B for ' + lonely[0] if lonely else 'no adapters'}. "
-            "Copy it again."
+            f"{folder} should hold tensors lora_A and lora_B of layers; it has {other}, which is neither "
+            "lora_A nor lora_B. Merge the adapter with peft and convert the merged checkpoint."
         )
+    halves = {(match["layer"], match["which"]): tensors[name] for name, match in matches.items() if match}
     pairs: dict[str, _Pair] = {}
-    for layer, half in halves.items():
-        into, out, rank = half["A"], half["B"], pattern_value(ranks, layer, fields["r"])
-        if not into.shape[0] == out.shape[1] == rank:
+    for layer in dict.fromkeys(layer for layer, _ in halves):
+        rank, alpha = (
+            pattern.get(get_pattern_key(pattern, layer), fields[name])
+            for name, pattern in (("r", fields["rank_pattern"]), ("lora_alpha", fields["alpha_pattern"]))
+        )
+        into, out = halves.get((layer, "A")), halves.get((layer, "B"))
+        if into is None or out is None or not into.shape[0] == out.shape[1] == rank:
             raise CheckpointError(
-                f"{folder}: the adapter of {layer} has shapes {list(into.shape)} and {list(out.shape)}, "
-                f"which do not fit with rank {rank:g}. Copy it again."
+                f"{folder}: {layer} does not have both lora_A and lora_B with rank {rank:g}. Copy it again."
             )
-        pairs[layer] = _Pair(into, out, pattern_value(alphas, layer, fields["lora_alpha"]) / rank)
+        pairs[layer] = _Pair(into, out, alpha / rank)
     return pairs
-
-
-def _pattern(folder: Path, name: str, pattern: Any) -> dict[str, float]:
-    try:
-        return {key: float(value) for key, value in pattern.items() if re.compile(key)}
-    except (AttributeError, TypeError, ValueError, re.error) as error:
-        raise CheckpointError(
-            f"{folder / CONFIG} has a {name} that cannot be read ({error}). Copy it again."
-        ) from error
 
 
 def _adapter_fields(folder: Path) -> dict[str, Any]:
     """Read an `adapter_config.json` whose tensors mean ``W + alpha / r * B A``."""
     file = folder / CONFIG
     fields = read_json(file)
-    if fields.get("peft_type") != "LORA":
-        raise CheckpointError(
-            f"{file} is of kind {fields.get('peft_type')!r}, but asyncrl's adapters are LORA. Merge it into "
-            "the policy with peft and load the merged policy."
-        )
     used = [name for name in _UNSUPPORTED if fields.get(name)]
     used += ["bias"] if fields.get("bias", "none") != "none" else []
-    if used:
+    if fields.get("peft_type") != "LORA" or used:
         raise CheckpointError(
-            f"{file} sets {', '.join(used)}, which changes what the adapters mean and is not supported. "
-            "Merge them into the policy with peft and load the merged policy."
+            f"{file} is of kind {fields.get('peft_type')!r} ({', '.join(used) or 'plain'}); only plain LORA "
+            "adapters can be merged here. Merge them into the policy with peft and load that."
         )
-    rank, alpha = fields.get("r"), fields.get("lora_alpha")
-    if not (isinstance(rank, int) and isinstance(alpha, int | float) and rank > 0 and alpha > 0):
-        raise CheckpointError(f"{file} has rank (r) {rank} and lora_alpha {alpha}. Copy it again.")
+    try:
+        for name in ("rank_pattern", "alpha_pattern"):
+            pattern = fields.get(name) or {}
+            fields[name] = {key: float(value) for key, value in pattern.items() if re.compile(key)}
+        if min(fields["r"], fields["lora_alpha"]) <= 0:
+            raise ValueError("rank and alpha must be positive")
+    except (KeyError, AttributeError, TypeError, ValueError, re.error) as error:
+        raise CheckpointError(
+            f"{file} has ranks (r) or a lora_alpha that cannot be read ({error}). Copy it again."
+        ) from error
     return fields
-
-
-def pattern_value(pattern: Mapping[str, float], layer: str, default: float) -> float:
-    """Look a layer up in peft's `rank_pattern` or `alpha_pattern`: the first key that fits it counts."""
-    return next((value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", layer)), default)
 
 
 def export_adapter(source: Path, folder: Path, rows: Sequence[TensorMapping]) -> int:

@@ -17,8 +17,8 @@ from asyncrl.actors.imagination import retry_rows_singly
 from asyncrl.episode_layout import episode_arrays
 from asyncrl.errors import ReplayError
 from asyncrl.observability import metrics_system as m
+from asyncrl.policies.action_tokens import action_distribution, logprob_of
 from asyncrl.policies.interface import SamplingParams
-from asyncrl.policies.sampling import action_distribution, logprob_of
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.interface import GroupFailure
 from asyncrl.replay.state import COUNTERS, Quarantine

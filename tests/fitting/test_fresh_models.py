@@ -32,7 +32,7 @@ from asyncrl.policies.openvla.autoregressive import load_policy
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.export import convert
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
-from asyncrl.policies.openvla.tokenizer import WORDS, PromptTokenizer, build_word_tokenizer, words_for
+from asyncrl.policies.openvla.preprocess import WORDS, PromptTokenizer, build_word_tokenizer, words_for
 from asyncrl.records import DUMMY_ACTION
 from asyncrl.rewards.libero_tasks import SUITES
 from asyncrl.simulators.tabletop.scene import TASKS

@@ -16,7 +16,7 @@ from asyncrl.fitting.settings import DataSetSettings
 from asyncrl.fitting.starts import picture_starts
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
-from asyncrl.policies.openvla.tokenizer import PromptTokenizer, build_word_tokenizer
+from asyncrl.policies.openvla.preprocess import PromptTokenizer, build_word_tokenizer
 from asyncrl.rewards.files import RewardConfig
 from asyncrl.rewards.resnet import ResNetReward, RewardNetwork, save_reward
 from asyncrl.storage.assets import world_folder

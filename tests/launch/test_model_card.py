@@ -19,9 +19,8 @@ from asyncrl.evaluation import run_checkpoints
 from asyncrl.evaluation.evaluate import SuccessRate
 from asyncrl.evaluation.run_checkpoints import EvaluatedVersion
 from asyncrl.policies.lora import save_adapter
-from asyncrl.policies.openvla.model_card import CardFacts, TrainedPolicy, card, trained_policy
+from asyncrl.policies.openvla.model_card import card
 from asyncrl.storage import provenance
-from asyncrl.storage.assets import simulator_named
 from asyncrl.storage.checkpoint import _write_state
 from support.adapters import adapted, small
 from support.published import CONFIG, run_cli, some_policy
@@ -33,6 +32,7 @@ SETTINGS = TrainConfig(
     optimizer=OptimizerSettings(learning_rate=2e-5),
     lora=LoraSettings(rank=32),
 )
+TRUE = "True success, in a simulator"
 IMAGINED = {38: 0.25, 39: 0.5, 40: 0.75, 41: 1.0}
 
 
@@ -70,15 +70,8 @@ def make_run(
     return checkpoint
 
 
-def facts_of(checkpoint: Path) -> TrainedPolicy:
-    found = trained_policy(checkpoint, checkpoint.parents[1], simulator_named)
-    assert found is not None
-    return found
-
-
-def card_of(checkpoint: Path, **facts: object) -> str:
-    told = {"title": "x", "source": "run", "policy": CONFIG} | facts
-    return card(CardFacts(trained=facts_of(checkpoint), **told))  # type: ignore[arg-type]
+def card_of(checkpoint: Path, imagined: bool = True, hub: dict[str, str] | None = None) -> str:
+    return card(CONFIG, checkpoint, title="x", source="run", loading="", imagined=imagined, hub=hub or {})
 
 
 def section(text: str, title: str) -> str:
@@ -86,48 +79,36 @@ def section(text: str, title: str) -> str:
 
 
 def test_a_measured_version_has_its_rate_interval_simulator_and_temperature(tmp_path: Path) -> None:
-    text = card_of(make_run(tmp_path, measured(0, 16), measured(40, 32)))
-    told = section(text, "True success, in a simulator")
-    assert "This version: **50.0%**, 95 % interval 38.1% to 61.9% (Wilson): 32 of 64 episodes" in told
-    assert "in `tabletop`, actions sampled at temperature 1.6, 30.5 steps to success" in told
-    assert "**Selected**: the best of 2 measured versions" in told
-    assert "- version 0: **25.0%**, 95 % interval 16.0% to 36.8%" in told
+    told = section(card_of(make_run(tmp_path, measured(0, 16), measured(40, 32))), TRUE)
+    assert "| **40, this one** | 50.0% | 38.1% to 61.9% | 64 | `tabletop` | 1.6 |" in told
+    assert "| 0 | 25.0% | 16.0% to 36.8% |" in told
+    assert "**Selected**: the best of 2 measured versions, by these very episodes" in told
 
 
 def test_imagined_success_stands_apart_and_stops_at_the_version(tmp_path: Path) -> None:
     told = section(card_of(make_run(tmp_path)), "Success in imagination")
     assert "50.0% of the episodes of the last 3 updates" in told
-    assert "This is not true success" in told
+    assert "this is not true success" in told
 
 
 def test_what_was_not_measured_is_said_and_no_rate_is_there(tmp_path: Path) -> None:
-    text = card_of(make_run(tmp_path))
-    told = section(text, "True success, in a simulator")
-    assert told.strip() == "Not measured."
-    assert "Not measured: true success of this version" in text
+    told = section(card_of(make_run(tmp_path)), TRUE)
+    assert "This version was not measured." in told
+    assert not re.search(r"\d%", told)
 
 
 def test_another_versions_rate_is_not_this_ones(tmp_path: Path) -> None:
     rows = [measured(0, 10), measured(20, 20), measured(30, 25), measured(60, 40), measured(80, 50)]
-    text = card_of(make_run(tmp_path, *rows))
-    told = section(text, "True success, in a simulator")
+    told = section(card_of(make_run(tmp_path, *rows)), TRUE)
     assert "This version was not measured" in told
-    assert re.findall(r"version (\d+): \*\*", told) == ["0", "20", "30", "60", "80"]
-    assert "Not measured: true success of this version" in text
+    assert re.findall(r"^\| (\S+) \| \d", told, re.MULTILINE) == ["0", "20", "30", "60", "80"]
 
 
-def test_a_version_that_is_not_the_best_says_which_is(tmp_path: Path) -> None:
-    text = card_of(make_run(tmp_path, measured(20, 40), measured(40, 32)))
-    assert "- version 20: **62.5%**" in text
+def test_only_the_best_of_several_versions_is_called_selected(tmp_path: Path) -> None:
+    text = card_of(make_run(tmp_path / "worse", measured(20, 40), measured(40, 32)))
+    assert "| 20 | 62.5% |" in text
     assert "Selected" not in text
-
-
-def test_the_folder_of_the_best_version_is_called_selected(tmp_path: Path) -> None:
-    checkpoint = make_run(tmp_path, measured(20, 10), measured(40, 32), name="best")
-    assert facts_of(checkpoint).from_best
-    assert "**Selected**: the best of 2 measured versions, by these very episodes" in card_of(checkpoint)
-    alone = make_run(tmp_path / "alone", measured(40, 32), name="best")
-    assert "Selected" not in card_of(alone)
+    assert "Selected" not in card_of(make_run(tmp_path / "alone", measured(40, 32), name="best"))
 
 
 def test_settings_are_the_runs_and_paths_lose_what_tells_of_their_owner(tmp_path: Path) -> None:
@@ -166,36 +147,25 @@ def test_settings_are_the_runs_and_paths_lose_what_tells_of_their_owner(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("damaged", "said"),
+    ("damaged", "content", "said"),
     [
-        ("provenance.json", "provenance.json of the run cannot be read"),
-        ("config.json", "config.json of the run"),
+        ("config.json", "{", "config.json"),
+        ("provenance.json", "{", "provenance.json"),
+        ("checkpoints/update_000040/state.json", '{"progress": {"version": "many"}}', "which version it is"),
     ],
 )
-def test_a_damaged_file_of_the_run_is_said_and_the_rest_is_there(
-    tmp_path: Path, damaged: str, said: str
-) -> None:
+def test_a_damaged_file_of_the_run_is_named(tmp_path: Path, damaged: str, content: str, said: str) -> None:
     checkpoint = make_run(tmp_path, measured(40, 32))
-    (tmp_path / damaged).write_text("{")
-    text = card_of(checkpoint)
-    assert said in text
-    assert "**50.0%**" in text
-    assert ("| `--seed` |" in text) == (damaged != "config.json")
+    (tmp_path / damaged).write_text(content)
+    with pytest.raises(CheckpointError, match=said):
+        card_of(checkpoint)
 
 
 def test_training_in_a_simulator_is_not_called_imagination(tmp_path: Path) -> None:
-    own = dataclasses.replace(SETTINGS, world="tabletop_true")
-    text = card_of(make_run(tmp_path, settings=own))
+    text = card_of(make_run(tmp_path), imagined=False)
     assert "50.0% of the episodes" in section(text, "Success in training")
     assert "imagination" not in text
     assert "world-model" not in text
-
-
-def test_a_checkpoint_that_does_not_say_its_version_has_no_card(tmp_path: Path) -> None:
-    checkpoint = make_run(tmp_path)
-    (checkpoint / "state.json").write_text('{"progress": {"version": "many"}}')
-    with pytest.raises(CheckpointError, match="which version it is"):
-        facts_of(checkpoint)
 
 
 def test_the_header_is_what_a_hub_reads_and_names_only_what_the_user_named(tmp_path: Path) -> None:
@@ -219,7 +189,7 @@ def test_an_export_of_a_run_has_a_card_and_the_run_has_none(tmp_path: Path) -> N
     text = (out / "README.md").read_text()
     assert "license: mit" in text
     assert "from `update_000040`" in text
-    assert "This version: **50.0%**" in text
+    assert "| **40, this one** | 50.0% |" in text
     assert "Other stacks cannot build vision towers of 24 and 32 channels" in text
     assert not list((tmp_path / "run").rglob("README.md"))
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from asyncrl.errors import CheckpointError
-from asyncrl.policies.lora import pattern_value, save_adapter
+from asyncrl.policies.lora import save_adapter
 from asyncrl.policies.openvla.autoregressive import load_policy
 from asyncrl.policies.openvla.export import convert
 from support.adapters import adapted, logits_of, small
@@ -130,13 +130,13 @@ def test_half_precision_weights_are_merged_in_float32_and_rounded_once(tmp_path:
         ({"use_rslora": True}, "use_rslora"),
         ({"peft_type": "IA3"}, "IA3"),
         ({"bias": "all"}, "bias"),
-        ({"r": None}, "rank .* None"),
-        ({"lora_alpha": 0}, "lora_alpha 0"),
+        ({"r": None}, "ranks"),
+        ({"lora_alpha": 0}, "must be positive"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"fan_in_fan_out": True}, "fan_in_fan_out"),
         ({"r": 5}, "with rank 5"),
         ({"rank_pattern": {"qkv": 3}}, "with rank 3"),
-        ({"alpha_pattern": {"(": 3}}, "alpha_pattern that cannot be read"),
+        ({"alpha_pattern": {"(": 3}}, "cannot be read"),
     ],
 )
 def test_adapters_of_another_kind_are_refused(tmp_path: Path, changed: dict[str, object], said: str) -> None:
@@ -152,7 +152,7 @@ def test_adapters_of_another_kind_are_refused(tmp_path: Path, changed: dict[str,
 @pytest.mark.parametrize(
     ("name", "shape", "said"),
     [
-        (f"{LLAMA}layers.9.mlp.up_proj.lora_A.weight", (4, 128), "only one of lora_A and lora_B"),
+        (f"{LLAMA}layers.9.mlp.up_proj.lora_A.weight", (4, 128), r"layers\.9\..* does not have both"),
         ("projector.fc1.lora_magnitude_vector", (4,), "neither lora_A nor lora_B"),
         ("projector.fc2.lora_A.weight", (4, 5), r"projector\.fc2 has shapes \[4, 5\]"),
     ],
@@ -217,20 +217,6 @@ def test_peft_puts_our_exported_adapters_on_the_published_model(
     )
     for name, tensor in all_tensors(tmp_path / "own").items():
         torch.testing.assert_close(tensor, expected[name], atol=2e-5, rtol=1e-5, msg=name)
-
-
-def test_patterns_mean_what_they_mean_in_peft() -> None:
-    pattern = {r"attn\.qkv": 1.0, "fc1": 2.0, r"layers\.1\.mlp\.up": 3.0}
-    layers = [
-        "blocks.0.attn.qkv",
-        "attn.qkv",
-        "a.xfc1",
-        "a.fc1",
-        "fc1.b",
-        "layers.11.mlp.up",
-        "x.layers.1.mlp.up",
-    ]
-    assert [pattern_value(pattern, layer, 9.0) for layer in layers] == [1, 1, 9, 2, 9, 9, 3]
 
 
 @pytest.mark.parametrize("through_link", [False, True], ids=["plain", "link"])

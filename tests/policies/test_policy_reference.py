@@ -11,12 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.policies.action_tokens import Bounds, NormStats
+from asyncrl.policies.action_tokens import Bounds, NormStats, uniforms_for
 from asyncrl.policies.interface import PolicyInputs, SamplingParams
 from asyncrl.policies.openvla.autoregressive import OpenVLAPolicy, load_policy, new_policy
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig, TowerConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
-from asyncrl.policies.sampling import row_uniforms
 from support.slow_policy import SlowPolicy
 
 SHORT, LONG = "lift the cube", "put the red cube on the white plate"
@@ -162,7 +161,8 @@ def test_token_k_is_drawn_with_uniform_k(variant: str) -> None:
     with torch.no_grad():
         hidden = policy.readout(inputs, tokens)
         cumulated = policy.lm_head(hidden).double().softmax(-1).cumsum(-1)
-    uniforms = row_uniforms([5, 6], policy.config.slots)
+    uniforms = uniforms_for(AS_IS, [5, 6], policy.config.slots, policy.device)
+    assert uniforms is not None
     for row in range(2):
         for k, bin in enumerate(tokens[row].tolist()):
             below = 0.0 if bin == 0 else cumulated[row, k, bin - 1].item()

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from asyncrl.policies.action_tokens import take_tokens, uniforms_for
 from asyncrl.policies.interface import SamplingParams
-from asyncrl.policies.sampling import take_tokens, uniforms_for
 
 
 def choose_tokens(logprobs_BKN: Tensor, sampling: SamplingParams, seeds: Sequence[int]) -> Tensor:

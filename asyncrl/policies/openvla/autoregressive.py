@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from asyncrl.policies.action_tokens import SampledTokens, action_distribution, take_tokens
 from asyncrl.policies.interface import PolicyInputs, SamplingParams
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.files import PublishedOptions, open_folder
 from asyncrl.policies.openvla.networks import run_trunk
 from asyncrl.policies.openvla.policy import Dtype, OpenVLAOFTPolicy
-from asyncrl.policies.openvla.tokenizer import PromptTokenizer
-from asyncrl.policies.sampling import SampledTokens, action_distribution, take_tokens
+from asyncrl.policies.openvla.preprocess import PromptTokenizer
 
 
 class OpenVLAPolicy(OpenVLAOFTPolicy):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -15,13 +15,6 @@ from asyncrl.records import CHUNK
 from asyncrl.storage.untrusted import check_sizes
 
 Passes = Literal["acting", "checkpointed", "kept"]
-_CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
-    "value_head": ("none", "chunk", "action"),
-    "decoding": ("parallel", "autoregressive"),
-    "image_pipeline": ("rlinf", "oft"),
-    "gripper": ("none", "libero", "maniskill"),
-    "dtype": ("float32", "bfloat16"),
-}
 PROMPT: Final = 35
 """Tokens of a prompt of LIBERO."""
 _REGISTERS: Final = 5
@@ -221,18 +214,15 @@ class OpenVLAOFTConfig:
 
 def require_trainable(config: OpenVLAOFTConfig) -> None:
     """Raise ConfigError if a world model, which draws one picture for each of 8 steps, cannot train it."""
-    has = ""
-    if config.chunk != CHUNK:
-        has = f"makes {config.chunk} steps per decision (chunk), but world models draw {CHUNK}"
-    elif config.images > 1:
-        has = f"looks at {config.images} pictures per decision, but a world model draws one"
-    elif config.proprio_dim:
-        has = f"needs proprioception of {config.proprio_dim} numbers, but a world model draws pictures only"
-    if has:
+    needs = {
+        f"makes {config.chunk} steps per decision (chunk)": config.chunk != CHUNK,
+        f"looks at {config.images} pictures per decision": config.images > 1,
+        f"needs proprioception of {config.proprio_dim} numbers": config.proprio_dim,
+    }
+    if has := [need for need, wrong in needs.items() if wrong]:
         raise ConfigError(
-            f"--policy cannot be trained in a world model: it {has}. It can be evaluated and trained in "
-            "simulators (--world libero_spatial); for a world model choose a policy that was fine-tuned with "
-            f"one picture, without proprioception and with chunk {CHUNK}."
+            f"--policy cannot be trained in a world model, which draws one picture and {CHUNK} steps: it "
+            f"{' and '.join(has)}. It can be evaluated and trained in simulators (--world libero_spatial)."
         )
 
 
@@ -255,9 +245,9 @@ def _problems(config: OpenVLAOFTConfig) -> Iterator[str]:
             "chunk, action_dim and images must be at least 1 and proprio_dim at least 0, but they are "
             f"{config.chunk}, {config.action_dim}, {config.images} and {config.proprio_dim}"
         )
-    for name, choices in _CHOICES.items():
-        if getattr(config, name) not in choices:
-            yield f"{name} is {getattr(config, name)!r} ({', '.join(choices)})"
+    for name, hint in get_type_hints(OpenVLAOFTConfig).items():
+        if get_origin(hint) is Literal and getattr(config, name) not in get_args(hint):
+            yield f"{name} is {getattr(config, name)!r} ({', '.join(get_args(hint))})"
     if config.causal and config.stop_token:
         yield "decoding is autoregressive, which has no slots to put a stop token behind (stop_token)"
     if not config.norm_key:
@@ -268,9 +258,8 @@ def _problems(config: OpenVLAOFTConfig) -> Iterator[str]:
         yield f"the statistics of {config.norm_key!r} do not have {config.action_dim} numbers"
     elif config.proprio_dim:
         bounds = config.proprio_bounds
-        numbers = "none" if bounds is None else f"{len(bounds.q01)}"
-        if numbers != str(config.proprio_dim):
+        if bounds is None or len(bounds.q01) != config.proprio_dim:
             yield (
-                f"proprio_dim is {config.proprio_dim}, but the statistics of {config.norm_key!r} have "
-                f"{numbers} numbers of proprioception"
+                f"proprio_dim is {config.proprio_dim}, but the statistics of {config.norm_key!r} have none, "
+                "or other numbers of proprioception"
             )

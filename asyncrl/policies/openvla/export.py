@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -36,7 +36,7 @@ from asyncrl.policies.openvla.files import (
     read_statistics,
     write_policy,
 )
-from asyncrl.policies.openvla.tokenizer import BEGIN, END, UNKNOWN, PromptTokenizer
+from asyncrl.policies.openvla.preprocess import BEGIN, END, UNKNOWN, PromptTokenizer
 from asyncrl.storage.atomic import read_json, replacing, write_json
 from asyncrl.storage.tensor_files import SHARD_BYTES, TensorFiles
 from asyncrl.storage.untrusted import INDEX
@@ -145,7 +145,7 @@ def _check_paths(source: Path, folder: Path, adapter: Path | None) -> None:
         )
 
 
-# --- asyncrl 0.1's own layout, kept for one release -----------------------------
+# ---- asyncrl 0.1's own layout, kept for one release ----------------------------------------------
 #
 # config.json, model*.safetensors   by the policy's own names
 # unused.safetensors, published/    from the published folder that it was converted from
@@ -153,19 +153,12 @@ def _check_paths(source: Path, folder: Path, adapter: Path | None) -> None:
 
 def open_any(folder: Path, options: PublishedOptions | None = None) -> PolicyFolder:
     """Open a policy folder of the published or of asyncrl 0.1's layout."""
-    return _open_old(folder) if _is_old(folder) else open_folder(folder, options)
-
-
-def _is_old(folder: Path) -> bool:
-    return read_json(folder / "config.json").get("format") == OLD_FORMAT
-
-
-def _open_old(folder: Path) -> PolicyFolder:
     fields = read_json(folder / "config.json")
-    if fields.get("format_version") != 1:
-        raise CheckpointError(f"{folder} was written by another version of asyncrl. Update asyncrl.")
-    own = {key: value for key, value in fields.items() if key not in ("format", "format_version")}
-    config = OpenVLAOFTConfig.from_json(own)
+    if not _is_old(folder):
+        return open_folder(folder, options)
+    config = OpenVLAOFTConfig.from_json(
+        {key: value for key, value in fields.items() if key not in ("format", "format_version")}
+    )
     files, rows = TensorFiles(folder), names.tensor_map(config)
     published = names.published_shapes(config, class_position=True)
     empty = ((name, torch.empty(shape, device="meta")) for name, shape in published.items())
@@ -181,6 +174,10 @@ def _open_old(folder: Path) -> PolicyFolder:
         natives=lambda: files.stream(used, what="convert"),
         specs={name: files.spec(name) for name in used},
     )
+
+
+def _is_old(folder: Path) -> bool:
+    return read_json(folder / "config.json").get("format") == OLD_FORMAT
 
 
 def _read_old_original(folder: Path) -> Original:
@@ -237,26 +234,27 @@ def missing_files(folder: Path) -> dict[str, list[str]]:
     """List the files that other stacks need and a policy folder lacks, by the classes that read them."""
     names_of_files = ("config.json", "preprocessor_config.json", "processor_config.json", TOKENIZER_CONFIG)
     maps = {name: _auto_map(folder / name) for name in names_of_files if (folder / name).is_file()}
-    classes = maps["config.json"]
-    mapped = "AutoConfig" in classes and bool(model_class(folder))
+    mapped = "AutoConfig" in maps["config.json"] and bool(model_class(folder))
+    model, processor = ["configuration_prismatic.py", "modeling_prismatic.py"], list[str]()
     if mapped:
-        model = [c for name, own in classes.items() if not name.startswith(_PROCESSORS) for c in own]
-        model_files = _code_files(model)
-    else:
-        model_files = ["configuration_prismatic.py", "modeling_prismatic.py"]
-    processor_files = []
+        model = _code_files(maps["config.json"], processors=False)
     if not maps.keys() & {"preprocessor_config.json", "processor_config.json"}:
-        processor_files = ["preprocessor_config.json", "processing_prismatic.py"]
-    processor_files += _code_files(
-        [c for own in maps.values() for name, of in own.items() if name.startswith(_PROCESSORS) for c in of]
-    )
+        processor = ["preprocessor_config.json", "processing_prismatic.py"]
+    for classes in maps.values():
+        processor += _code_files(classes, processors=True)
     missing = {
         reader: [name for name in dict.fromkeys(files) if not (folder / name).is_file()]
-        for reader, files in (("AutoConfig and AutoModel", model_files), ("AutoProcessor", processor_files))
+        for reader, files in (("AutoConfig and AutoModel", model), ("AutoProcessor", processor))
     }
     if not mapped:
         missing["AutoConfig and AutoModel"].insert(0, "config.json with auto_map")
     return {reader: files for reader, files in missing.items() if files}
+
+
+def _code_files(classes: Mapping[str, list[str]], *, processors: bool) -> list[str]:
+    """Return the local .py of processors or of the other Auto classes."""
+    lists = (own for name, own in classes.items() if name.startswith(_PROCESSORS) is processors)
+    return [f"{one.rpartition('.')[0]}.py" for own in lists for one in own if "--" not in one]
 
 
 def listed(missing: Mapping[str, list[str]]) -> str:
@@ -279,5 +277,25 @@ def _auto_map(file: Path) -> dict[str, list[str]]:
     return {name: [one for one in of if isinstance(one, str)] for name, of in lists.items()}
 
 
-def _code_files(classes: Iterable[str]) -> list[str]:
-    return [f"{name.rpartition('.')[0]}.py" for name in classes if "--" not in name]
+def loading(folder: Path, report: ConversionReport, repo: str) -> str:
+    """Describe how asyncrl and other stacks load an export.
+
+    Args:
+        repo: OWNER/NAME that it is sent to; empty: none.
+    """
+    fetch = f"hf download {repo} --local-dir FOLDER\n" if repo else ""
+    own = f"```bash\n{fetch}asyncrl evaluate FOLDER\nasyncrl train --policy FOLDER\n```\n\n"
+    if report.unpublished:
+        return f"{own}Other stacks cannot build {report.unpublished}."
+    if report.missing:
+        return (
+            f"{own}Other stacks do not open this folder, because it lacks {listed(report.missing)}. They are "
+            "in the published folder that training began with: copy them, or convert again with `--original "
+            "FOLDER`."
+        )
+    name = model_class(folder)
+    return (
+        f"{own}With other stacks, which run the code that came with the original (`unnorm_key` is "
+        f"`{report.config.norm_key}`):\n\n```python\nfrom transformers import {name}\n\n"
+        f'model = {name}.from_pretrained("{repo or "FOLDER"}", trust_remote_code=True)\n```'
+    )

@@ -13,6 +13,7 @@ import dataclasses
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -25,7 +26,7 @@ from asyncrl.policies.action_tokens import NormStats
 from asyncrl.policies.openvla import names
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.names import CRITIC, LM_HEAD, PROPRIO, TensorMapping
-from asyncrl.policies.openvla.tokenizer import PromptTokenizer
+from asyncrl.policies.openvla.preprocess import PromptTokenizer
 from asyncrl.storage.atomic import read_json, replacing, write_json
 from asyncrl.storage.tensor_files import SHARD_BYTES, TensorFiles, write_folder
 from asyncrl.storage.weight_files import Spec
@@ -305,9 +306,12 @@ def write_policy(
     folder.mkdir(parents=True, exist_ok=True)
     rows = names.tensor_map(config)
     used = names.published_specs(rows, specs, fold=whole)
-    unused = _unused_specs(config, original, specs["lm_head.weight"].dtype) if whole else {}
-    stream = chain(names.to_published(rows, natives, fold=whole), _unused_tensors(unused, original))
-    write_folder(folder, used | unused, stream, shard_bytes=shard_bytes)
+    unused = _unused_tensors(config, original, specs["lm_head.weight"].dtype) if whole else {}
+    stream = chain(
+        names.to_published(rows, natives, fold=whole), ((name, read()) for name, (_, read) in unused.items())
+    )
+    all_specs = used | {name: spec for name, (spec, _) in unused.items()}
+    write_folder(folder, all_specs, stream, shard_bytes=shard_bytes)
     known = original.statistics if original else {}
     statistics = {key: _entry(stats, known.get(key)) for key, stats in config.norm_stats.items()}
     fields = dict(original.fields) if original and original.fields else names.published_config(config)
@@ -345,23 +349,19 @@ def kept_names(config: OpenVLAOFTConfig, original: Original | None) -> list[str]
     return [name for name in names.unused_shapes(config) if name in original.files.names()]
 
 
-def _unused_specs(config: OpenVLAOFTConfig, original: Original | None, dtype: torch.dtype) -> dict[str, Spec]:
-    shapes = names.unused_shapes(config)
-    specs = {name: Spec(dtype, shape) for name, shape in shapes.items()}
-    for name in kept_names(config, original):
-        assert original is not None
-        assert original.files is not None
-        specs[name] = original.files.spec(name)
-        if specs[name].shape != shapes[name]:
-            raise CheckpointError(
-                f"{original.files.label}: tensor {name} has shape {list(specs[name].shape)}, expected "
-                f"{list(shapes[name])}. It is of a policy of another size: name the right --original."
-            )
-    return specs
-
-
-def _unused_tensors(specs: Mapping[str, Spec], original: Original | None) -> Iterator[tuple[str, Tensor]]:
+def _unused_tensors(
+    config: OpenVLAOFTConfig, original: Original | None, dtype: torch.dtype
+) -> dict[str, tuple[Spec, Callable[[], Tensor]]]:
+    """Return spec and reader of the tensors that never affect the output: the original's, else zeros."""
     kept = original.files if original else None
-    for name, spec in specs.items():
-        known = kept is not None and name in kept.names()
-        yield name, kept.read(name) if kept and known else torch.zeros(spec.shape, dtype=spec.dtype)
+    tensors: dict[str, tuple[Spec, Callable[[], Tensor]]] = {}
+    for name, shape in names.unused_shapes(config).items():
+        tensors[name] = Spec(dtype, shape), partial(torch.zeros, shape, dtype=dtype)
+        if kept is not None and name in kept.names():
+            tensors[name] = kept.spec(name), partial(kept.read, name)
+            if (found := kept.spec(name).shape) != shape:
+                raise CheckpointError(
+                    f"{kept.label}: tensor {name} has shape {list(found)}, expected {list(shape)}: it "
+                    "is of a policy of another size. Name the right --original."
+                )
+    return tensors

@@ -27,14 +27,22 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from asyncrl.episode_layout import TOKENS, ArraySpec
 from asyncrl.errors import ConfigError
 from asyncrl.policies import acceleration, action_tokens
+from asyncrl.policies.action_tokens import (
+    SampledTokens,
+    action_distribution,
+    entropy_of,
+    logprob_of,
+    take_tokens,
+    uniforms_for,
+)
 from asyncrl.policies.interface import (
     ActResult,
     EvaluateResult,
+    Policy,
     PolicyInputs,
-    PolicyModule,
     SamplingParams,
 )
-from asyncrl.policies.lora import is_adapter, merged_tensors, target_layers
+from asyncrl.policies.lora import is_adapter, merged_tensors
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig, Passes, require_trainable
 from asyncrl.policies.openvla.files import PolicyFolder, PublishedOptions, open_folder, write_policy
 from asyncrl.policies.openvla.networks import (
@@ -47,15 +55,11 @@ from asyncrl.policies.openvla.networks import (
     run_trunk,
     stable_name,
 )
-from asyncrl.policies.openvla.preprocess import build_inputs, place_pictures, require_complete
-from asyncrl.policies.openvla.tokenizer import PromptTokenizer, build_word_tokenizer
-from asyncrl.policies.sampling import (
-    SampledTokens,
-    action_distribution,
-    entropy_of,
-    logprob_of,
-    take_tokens,
-    uniforms_for,
+from asyncrl.policies.openvla.preprocess import (
+    PromptTokenizer,
+    build_inputs,
+    build_word_tokenizer,
+    place_pictures,
 )
 from asyncrl.records import ActionSpec
 from asyncrl.storage.tensor_files import SHARD_BYTES
@@ -63,11 +67,11 @@ from asyncrl.storage.weight_files import Spec
 
 Dtype = torch.dtype | Literal["config"]
 LEVELS: Final = {"none": "none", "chunk": "decision", "action": "action"}
-"""A critic's level in config.json -> in `interface.HasCritic`."""
+"""A critic's level in config.json -> in `interface.Policy`."""
 
 
-class OpenVLAOFTPolicy(PolicyModule):
-    """OpenVLA-OFT; implements `interface.Policy` and all optional capabilities."""
+class OpenVLAOFTPolicy(Policy):
+    """OpenVLA-OFT, with all optional capabilities."""
 
     forget_graphs: Callable[[], None] | None = None
     """Set when acting was captured as a CUDA graph."""
@@ -169,7 +173,7 @@ class OpenVLAOFTPolicy(PolicyModule):
         yield from ((stable_name(name), p) for name, p in self.named_parameters() if not is_adapter(name))
 
     def saved_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parameters by stable name, adapters merged, any shape, in `config.dtype`."""
+        """Yield the parameters by stable name, adapters merged, in `config.dtype`."""
         yield from ((name, tensor.to(self.config.torch_dtype)) for name, tensor in merged_tensors(self))
 
     @property
@@ -223,8 +227,13 @@ class OpenVLAOFTPolicy(PolicyModule):
         yield from self.llm.layers
 
     def lora_layers(self, targets: str) -> list[str]:
-        """Return the names of the linear layers that get adapters."""
-        return target_layers(self, "language" if targets == "language" else "all")
+        """Return the linear layers of the towers, projector and Llama, or those of Llama's layers alone.
+
+        The output layer gets no adapter: only its 256 action rows are ever multiplied.
+        """
+        parts = ("llm.layers.",) if targets == "language" else ("llm.layers.", "projector.", "vision.")
+        linears = (name for name, module in self.named_modules() if isinstance(module, nn.Linear))
+        return [name for name in linears if name.startswith(parts)]
 
     def activation_bytes(self, rows: int, passes: Passes, itemsize: int) -> int:
         """Estimate the memory of passes over `rows` decisions."""
@@ -279,7 +288,6 @@ class OpenVLAOFTPolicy(PolicyModule):
         Returns:
             Embeddings ``[B, L + P, D]`` in the weights' dtype, mask ``[B, L + P]`` int64 (None: no padding).
         """
-        require_complete(self.config, inputs)
         text_BLD = self.llm.embed_tokens(inputs.input_ids)
         features = self.vision(inputs.pixels.flatten(0, -4))
         patches_BPD = self.projector(features.reshape(len(text_BLD), -1, features.shape[-1]))
