@@ -182,7 +182,7 @@ def _fit_world(config: FitWorld, recordings: Recordings) -> None:
 def _fine_tunes_world(config: FitWorld) -> bool:
     """True if a large world may be meant: it is then written as it was read."""
     from asyncrl.launch.fine_tune import can_fine_tune
-    from asyncrl.worlds.kinds import is_published
+    from asyncrl.worlds.files import is_published
 
     if not config.refine:
         return False

@@ -28,7 +28,6 @@ from asyncrl.policies.interface import Policy
 from asyncrl.records import SlotBytes
 from asyncrl.storage import checkpoint, run_folder
 from asyncrl.storage.assets import simulator_named
-from asyncrl.worlds.interface import CountsSlots
 
 MIB: Final = 2**20
 MOST_ON_CPU: Final = GIB
@@ -68,7 +67,7 @@ def slot_of(config: TrainConfig) -> SlotBytes:
     if simulator_named(config.world):
         return SlotBytes()
     world = named_world(config.world, config.world_settings)
-    if not isinstance(world.kind, CountsSlots):
+    if not hasattr(world.kind, "slot_bytes"):
         return SlotBytes()
     decisions = config.actor.max_decisions
     return world.kind.slot_bytes(world.folder, config.imagination, decisions=decisions, **world.settings)

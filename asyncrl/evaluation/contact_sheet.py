@@ -35,7 +35,7 @@ from asyncrl.storage.media import (
     require_mp4,
     write_movie,
 )
-from asyncrl.worlds.interface import NeedsPose, State, World
+from asyncrl.worlds.interface import State, World
 
 PAIRS: Final = 16
 """Most episodes on a contact sheet."""
@@ -106,7 +106,7 @@ def check_imagines(world: World[Any], spec: SimulatorSpec, what: str = "--video"
             f"{what}: {spec.name} shows {wanted[0]} pixels and takes {wanted[1]} numbers, but --world draws "
             f"{drawn[0]} pixels and takes {drawn[1]}. Set --image-size {drawn[0]}, or another --world."
         )
-    if isinstance(world, NeedsPose) and world.needs_pose and not spec.poses:
+    if getattr(world, "needs_pose", False) and not spec.poses:
         raise ConfigError(
             f"{what}: --world needs to know where the robot's hand is, but {spec.name} does not say it. "
             "Choose another --world or --simulator."

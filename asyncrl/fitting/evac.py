@@ -37,15 +37,12 @@ from asyncrl.fitting.recordings import Recordings
 from asyncrl.fitting.world import Size, WorldOptions, check_picture_size, check_recordings
 from asyncrl.records import ACTION_DIM, CHUNK, POSE_DIM
 from asyncrl.worlds.evac.conditions import (
-    AutoencoderConfig,
     EvacConfig,
     EvacNetworks,
     Geometry,
     ImageEncoderConfig,
     ResamplerConfig,
     action_tokens,
-    decode_frames,
-    encode_frames,
 )
 from asyncrl.worlds.evac.ddim import chunk_loss, draw
 from asyncrl.worlds.evac.files import check_kinds
@@ -53,6 +50,7 @@ from asyncrl.worlds.evac.poses import ARMS, MOTION_DIM, Camera, Motions, MotionS
 from asyncrl.worlds.evac.state import memory_index
 from asyncrl.worlds.evac.unet import UNetConfig
 from asyncrl.worlds.evac.world import EvacWorld, load_world, save_world
+from asyncrl.worlds.layers import FrameVaeConfig
 
 SAMPLING_STEPS: Final = 10
 """Network calls per decision that a fresh world is saved with; --imagination.steps takes others."""
@@ -81,8 +79,8 @@ CAMERAS: Final = {
 """First camera of simulators, by the beginning of their names."""
 _CHANNELS: Final = {"tiny": 32, "small": 64}
 _AUTOENCODERS: Final = {
-    "tiny": AutoencoderConfig(channels=16, multipliers=(1, 2, 4, 4), res_blocks=1, groups=8, scale=1.0),
-    "small": AutoencoderConfig(channels=32, multipliers=(1, 2, 3, 3), res_blocks=1, groups=8, scale=1.0),
+    "tiny": FrameVaeConfig.tiny(),
+    "small": FrameVaeConfig.small(),
 }
 
 
@@ -145,17 +143,15 @@ class EvacFit(FrameByFrameFit):
     def autoencoder(self) -> FrameAutoencoder:
         """The world's autoencoder."""
         size = self.world.config.autoencoder
-        return FrameAutoencoder(self.world.networks.autoencoder, size.latent, size.scale)
+        return FrameAutoencoder(self.world.networks.autoencoder, size.channels, size.scale)
 
     def encode_frames(self, frames_N3HW: Tensor) -> Tensor:
         """Encode frames in [-1, 1] to scaled latents ``[N, Z, h, w]``."""
-        world = self.world
-        return encode_frames(world.networks.autoencoder, frames_N3HW, world.config.autoencoder.scale)
+        return self.world.networks.autoencoder.encode(frames_N3HW)
 
     def decode_frames(self, latents_NZhw: Tensor) -> Tensor:
         """Draw frames ``[N, 3, H, W]`` in [-1, 1]."""
-        world = self.world
-        return decode_frames(world.networks.autoencoder, latents_NZhw, world.config.autoencoder.scale)
+        return self.world.networks.autoencoder.decode(latents_NZhw)
 
     def fit_network(self, recordings: Recordings, schedule: Schedule, options: WorldOptions) -> float:
         """Train the model of poses, then the network."""
@@ -277,7 +273,7 @@ def fit_unet(
             fps=fps,
             domain=domain,
             draws=draw(generator, new.shape, history),
-        ).loss
+        )
 
     return minimise("world", trained, loss_at, schedule, average=AVERAGE)
 

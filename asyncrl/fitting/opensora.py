@@ -1,4 +1,4 @@
-"""Fit an OpenSora world as published: rectified flow, a loss on the new frames only (`worlds.opensora.flow`).
+"""Fit an OpenSora world as published: rectified flow, a loss on the new frames only.
 
 Letters: W windows, B windows of a batch, F frames of all episodes, Z latent channels, h w latent grid,
 A numbers of an action, P = 4 condition frames, C = 8 new frames.
@@ -22,10 +22,10 @@ from asyncrl.fitting.fit_policy import action_percentiles
 from asyncrl.fitting.loop import Schedule, minimise, prepared
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.fitting.world import Size, WorldOptions, check_picture_size, check_recordings
-from asyncrl.worlds.opensora.autoencoder import FrameVae, VaeConfig
-from asyncrl.worlds.opensora.flow import ActionRange, normalise, window_loss
+from asyncrl.worlds.layers import FrameVae, FrameVaeConfig
+from asyncrl.worlds.opensora.files import ActionRange
 from asyncrl.worlds.opensora.stdit3 import CONDITION, STDiT3, STDiT3Config
-from asyncrl.worlds.opensora.world import OpenSoraWorld, load_world, save_world
+from asyncrl.worlds.opensora.world import OpenSoraWorld, load_world, normalise, save_world, window_loss
 
 AVERAGE: Final = 0.99
 """Decay of the moving average of the weights, as published."""
@@ -46,7 +46,7 @@ class OpenSoraFit(FrameByFrameFit):
         cls.refuse_options(options)
         transformer: STDiT3Config = getattr(STDiT3Config, size)()
         transformer = replace(transformer, action_dim=recordings.actions.shape[1])
-        vae: VaeConfig = getattr(VaeConfig, vae_size)()
+        vae: FrameVaeConfig = getattr(FrameVaeConfig, vae_size)()
         side = check_picture_size(recordings, transformer.patch * vae.spatial)
         check_recordings(recordings)
         world = OpenSoraWorld(STDiT3(transformer), FrameVae(vae), measured_range(recordings), image_size=side)
@@ -141,6 +141,6 @@ def fit_transformer(transformer: STDiT3, windows: FrameWindows, schedule: Schedu
 
     def loss_at(step: int) -> Tensor:
         chosen = torch.randint(len(windows), (schedule.batch,), generator=generator).to(device)
-        return window_loss(velocity, *windows.take(chosen), generator=generator).loss
+        return window_loss(velocity, *windows.take(chosen), generator=generator)
 
     return minimise("world", transformer, loss_at, schedule, average=AVERAGE)

@@ -407,6 +407,6 @@ def window_losses(
         chosen, *drawn = (schedule.part(tensor, part) for tensor in own)
         latents_B, actions_B = (t.to(device) for t in windows.take(chosen.to(windows.rows.device)))
         noise = WindowNoise(*drawn)
-        return window_loss(velocity, latents_B, actions_B, noise, context_sigma=context_sigma).loss
+        return window_loss(velocity, latents_B, actions_B, noise, context_sigma=context_sigma)
 
     return loss_at

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Self
 from asyncrl.config.bounds import shown
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.records import CHUNK
-from asyncrl.worlds.kinds import world_kind
+from asyncrl.worlds.files import world_kind
 
 if TYPE_CHECKING:
     import torch

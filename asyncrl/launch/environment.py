@@ -45,7 +45,7 @@ from asyncrl.rewards.interface import RewardModel
 from asyncrl.storage import assets
 from asyncrl.storage.assets import simulator_named
 from asyncrl.weights.interface import Receiver
-from asyncrl.worlds.interface import BringsDefaults, CompilesWorld, NeedsPose, World
+from asyncrl.worlds.interface import World
 from asyncrl.worlds.start_states import StartStateStream, check_keyframes, check_pose, load_start_states
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def check_world_model(config: TrainConfig) -> WorldFiles:
     summary = world.check(config.imagination)
     starts = _starts(config, summary.image_size)
     check_keyframes(starts, share=config.keyframe_share, max_decisions=config.actor.max_decisions)
-    if isinstance(world.kind, NeedsPose) and world.kind.needs_pose:
+    if getattr(world.kind, "needs_pose", False):
         for state in starts:
             check_pose(state)
     judge = reward.check(list(tasks_of(starts)))
@@ -173,7 +173,7 @@ def with_world_defaults(config: TrainConfig) -> tuple[TrainConfig, WorldDefaults
         said = WorldDefaults(source=source, max_decisions=decisions, simulated=True)
     else:
         world = named_world(config.world, config.world_settings)
-        if isinstance(world.kind, BringsDefaults):
+        if hasattr(world.kind, "defaults"):
             said = world.kind.defaults(world.folder, imagination, **world.settings)
             if imagination.context == "auto":
                 imagination = replace(imagination, context=said.context)
@@ -252,7 +252,6 @@ def rows_of_a_pass(config: TrainConfig) -> int:
 def _compile(config: TrainConfig, policy: Policy, environment: Environment) -> None:
     world = environment.world
     check_compilable(type(policy), type(world))
-    assert isinstance(world, CompilesWorld)
     rows = rows_of_a_pass(config)
     process_status.describe("compiling the policy")
     policy.compile_acting(rows, tasks_of(environment.starts))

@@ -43,7 +43,7 @@ from asyncrl.policies.acceleration import enable_gradient_checkpointing, recompu
 from asyncrl.policies.lora import adapt, adapter_tensors, add_lora, merged_tensors, save_adapter
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.storage.assets import world_folder
-from asyncrl.worlds.kinds import is_published, world_kind, world_title
+from asyncrl.worlds.files import is_published, world_kind, world_title
 
 AGAIN: Final = "start it again"
 

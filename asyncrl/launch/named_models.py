@@ -28,7 +28,7 @@ from asyncrl.records import ModelSummary, StartState
 from asyncrl.rewards.libero_tasks import reward_kind
 from asyncrl.storage import assets, checkpoint
 from asyncrl.storage.atomic import read_json
-from asyncrl.worlds.kinds import world_class, world_title
+from asyncrl.worlds.files import world_class, world_title
 from asyncrl.worlds.start_states import load_start_states
 
 

@@ -1,29 +1,33 @@
-"""Folders of worlds: the parts that all kinds share.
+"""Folders of worlds: which kind they hold, and the parts that all kinds share.
 
-A folder has the published layout of its kind. One that asyncrl wrote has ``world.json`` too, with the facts
-that shapes of tensors do not tell; without it the facts of the published worlds apply.
+A folder has the published layout of its kind, recognised by the names of tensors. One that asyncrl wrote has
+``world.json`` too, with the kind and the facts that shapes of tensors do not tell; without it the facts of
+the published worlds apply.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from pkgutil import resolve_name
+from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 from torch import nn
 
+from asyncrl import registry
 from asyncrl.config.sections import ImaginationSettings, WorldDefaults
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.records import ACTION_DIM, ActionSpec, ModelSummary, SlotBytes
-from asyncrl.storage.atomic import read_json, replacing, write_json
+from asyncrl.storage.atomic import names_in, read_json, replacing, write_json
 from asyncrl.storage.tensor_files import TensorFiles, copy_others
-from asyncrl.storage.untrusted import check_sizes, check_types
-from asyncrl.worlds.kinds import ABOUT
+from asyncrl.storage.untrusted import INDEX, check_sizes, check_types, header_names
 
+ABOUT: Final = "world.json"
+"""In folders that asyncrl wrote, not in published ones."""
 FORMAT: Final = "asyncrl-world-2"
 _OLD_FORMAT: Final = "asyncrl-world-1"
 """Had all sizes in world.json, and layouts of its own; `convert_world` reads it."""
@@ -34,6 +38,104 @@ MAX_DECISIONS: Final = 32
 """256 steps, the length of episodes in RLinf's files for its worlds."""
 TEMPERATURE: Final = 1.6
 """At which RLinf's GRPO samples the policy in its worlds."""
+WAN_PREFIX: Final = "pipe.dit."
+"""May stand in front of all names of a Wan transformer."""
+# Tensors that every published transformer of the kind has, and no other world or policy.
+WAN_MARKS: Final = ("patch_embedding.weight", "blocks.0.self_attn.q.weight")
+OPENSORA_MARKS: Final = (
+    "x_embedder.proj.weight",
+    "spatial_blocks.0.attn.qkv.weight",
+    "temporal_blocks.0.attn.qkv.weight",
+)
+
+
+class Kind(NamedTuple):
+    """A kind of world models."""
+
+    title: str
+    """Name for people."""
+    world: str
+    """Its class, as `registry.resolve` takes it."""
+    recogniser: str
+    """'module:function': returns the reason why a folder holds no published world of this kind, or ""."""
+
+
+def lacks_wan(folder: Path) -> str:
+    """Return the tensor that a folder lacks to hold a Wan transformer, or ""; torn files count as whole."""
+    return _absent({name.removeprefix(WAN_PREFIX) for name in names_in(folder)}, WAN_MARKS)
+
+
+def lacks_opensora(folder: Path) -> str:
+    """Return the tensor that a folder lacks to hold an STDiT3, or ""; torn files count as whole."""
+    return _absent(names_in(folder), OPENSORA_MARKS)
+
+
+def _absent(names: Set[str], marks: Sequence[str]) -> str:
+    absent = next((name for name in marks if name not in names), "")
+    return f"no tensor {absent} in its *.safetensors" if absent else ""
+
+
+# A further kind needs an entry here and nothing else.
+KINDS: Final = {
+    "wan": Kind("Wan", "wan", "asyncrl.worlds.files:lacks_wan"),
+    "opensora": Kind("OpenSora", "opensora", "asyncrl.worlds.files:lacks_opensora"),
+    "evac": Kind("EVAC", "evac", "asyncrl.worlds.evac.files:lacks"),
+}
+"""By the name in world.json. Cheap recognisers come first: the first that fits is taken."""
+
+
+def is_published(folder: Path) -> bool:
+    """Return True if a world's folder is as published: without world.json."""
+    return not (folder / ABOUT).is_file()
+
+
+def world_kind(folder: Path) -> str:
+    """Return the name of the kind of world in a folder, one of `KINDS`.
+
+    Raises:
+        CheckpointError: There is no world of a known kind; names the missing tensor of each kind.
+    """
+    name, reasons = _recognised(folder)
+    if name:
+        return name
+    looked = ", ".join(f"{title}'s ({reason})" for title, reason in reasons.items())
+    held = sorted(path.name for path in folder.iterdir())
+    seen = f"{', '.join(held[:8]) or 'nothing'}{' ...' if len(held) > 8 else ''}"
+    raise CheckpointError(
+        f"--world {folder} holds {seen}: no world model that is known here. It has no world.json, which "
+        f"`asyncrl fit world` writes, and is none of the published ones: {looked}. Download it again. One of "
+        "a class of your own is named package.module:Class@FOLDER."
+    )
+
+
+def world_class(folder: Path) -> type[Any]:
+    """Return the class that reads the world in a folder; raises as `world_kind` does."""
+    return registry.resolve("world", KINDS[world_kind(folder)].world)
+
+
+def world_title(folder: Path) -> str:
+    """Return the name for people of a folder's kind of world; "" without a world."""
+    name, _ = _recognised(folder)
+    return KINDS[name].title if name else ""
+
+
+def _recognised(folder: Path) -> tuple[str, dict[str, str]]:
+    """Return the name of a folder's kind; else "", and the reason against each kind by title."""
+    described, reasons = folder / ABOUT, dict[str, str]()
+    if described.is_file():
+        name = read_json(described, "Save the world again.").get("kind")
+        if not isinstance(name, str) or name not in KINDS:
+            known = ", ".join(KINDS)
+            raise CheckpointError(f"{described} describes a world of kind {name!r}; there are: {known}.")
+        return name, {}
+    for name, kind in KINDS.items():
+        reasons[kind.title] = resolve_name(kind.recogniser)(folder)
+        if not reasons[kind.title]:
+            return name, {}
+    return "", reasons
+
+
+# ---- description ----
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +203,9 @@ class WorldFolder:
 
 
 class FolderWorld:
-    """The class methods of a world that asyncrl reads from folders; see `World` and its capabilities."""
+    """The class methods of a world that asyncrl reads from folders; see `World`."""
+
+    needs_pose = False
 
     @classmethod
     def files(cls, folder: Path, settings: ImaginationSettings, own: Mapping[str, Any]) -> WorldFolder:
@@ -121,14 +225,14 @@ class FolderWorld:
 
     @classmethod
     def defaults(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> WorldDefaults:
-        """See `BringsDefaults`."""
+        """See `World.defaults`."""
         return cls.files(folder, settings, own).defaults(settings)
 
     @classmethod
     def slot_bytes(
         cls, folder: Path, settings: ImaginationSettings, *, decisions: int = 0, **own: Any
     ) -> SlotBytes:
-        """See `CountsSlots`."""
+        """See `World.slot_bytes`."""
         return cls.files(folder, settings, own).slot_bytes(settings, decisions)
 
 
@@ -172,6 +276,24 @@ def read_about(folder: Path, kind: str, *, published: bool) -> dict[str, Any]:
 def write_about(folder: Path, kind: str, **facts: Any) -> None:
     """Write world.json: `version`, `image_size`, `schedule_steps`, and other facts of the kind."""
     write_json(folder / ABOUT, {"format": FORMAT, "kind": kind, **facts})
+
+
+def transformer_files(folder: Path, own: Sequence[str], named: Sequence[str] = ()) -> TensorFiles | None:
+    """Open the files of a transformer: those of the index, a named one, else all with tensors of its own.
+
+    Args:
+        own: Beginnings of names of its tensors.
+        named: Names of files that hold nothing else.
+    """
+    if (folder / INDEX).is_file():
+        return TensorFiles(folder)
+    files = [folder / name for name in named if (folder / name).is_file()][:1]
+    files = files or [
+        path
+        for path in sorted(folder.glob("*.safetensors"))
+        if any(name.startswith(tuple(own)) for name in header_names(path))
+    ]
+    return TensorFiles(files) if files else None
 
 
 def shape_of(

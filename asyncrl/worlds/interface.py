@@ -1,4 +1,4 @@
-"""The interface of worlds, and their optional capabilities.
+"""The interface of worlds.
 
 Dimension letters: B slots, C steps per decision, A numbers per step, H/W image size in pixels.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
@@ -116,44 +116,24 @@ class World(Protocol[State]):
         """
         ...
 
+    if TYPE_CHECKING:
+        # Optional: defaults hold without them, or a flag that needs one is refused.
 
-@runtime_checkable
-class BringsDefaults(Protocol):
-    """A world with defaults for the settings of episodes."""
+        needs_pose: bool
+        """True if start states need a pose, `StartState.ee_pose`."""
 
-    @classmethod
-    def defaults(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> WorldDefaults:
-        """Return the defaults of a folder; reads no weights.
+        @classmethod
+        def defaults(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> WorldDefaults:
+            """Return the defaults of a folder for the settings of episodes; reads no weights."""
+            ...
 
-        Raises:
-            CheckpointError: There is no world in the folder.
-        """
-        ...
+        @classmethod
+        def slot_bytes(
+            cls, folder: Path, settings: ImaginationSettings, *, decisions: int, **own: Any
+        ) -> SlotBytes:
+            """Estimate the memory of slots in episodes of at most `decisions` decisions; reads no weights."""
+            ...
 
-
-@runtime_checkable
-class NeedsPose(Protocol):
-    """A world whose start states may need a pose, `StartState.ee_pose`; others need none."""
-
-    needs_pose: bool
-
-
-@runtime_checkable
-class CountsSlots(Protocol):
-    """A world that estimates the memory of a slot, for `asyncrl doctor`."""
-
-    @classmethod
-    def slot_bytes(
-        cls, folder: Path, settings: ImaginationSettings, *, decisions: int, **own: Any
-    ) -> SlotBytes:
-        """Estimate the memory of slots in episodes of at most `decisions` decisions; reads no weights."""
-        ...
-
-
-@runtime_checkable
-class CompilesWorld(Protocol):
-    """A world whose networks can be compiled: needed by --imagination.compile."""
-
-    def compile(self, rows: int) -> Any:
-        """Compile for decisions of `rows` slots; fewer are padded and cost as much."""
-        ...
+        def compile(self, rows: int) -> Any:
+            """For --imagination.compile: compile for decisions of `rows` slots; fewer are padded."""
+            ...

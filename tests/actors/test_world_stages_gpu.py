@@ -20,7 +20,7 @@ from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.records import StartState
 from asyncrl.rewards.files import RewardConfig
 from asyncrl.rewards.resnet import ResNetReward, RewardNetwork
-from asyncrl.worlds.kinds import KINDS, world_class
+from asyncrl.worlds.files import KINDS, world_class
 from support.tiny_actor import GROUP, TASKS, actor_with, start
 from support.tiny_models import WORLDS
 

@@ -27,7 +27,7 @@ from asyncrl.launch.world_conformance import check_world
 from asyncrl.records import CHUNK
 from asyncrl.storage.assets import start_states_path, world_folder
 from asyncrl.worlds.evac.world import EvacWorld
-from asyncrl.worlds.kinds import world_class
+from asyncrl.worlds.files import world_class
 from asyncrl.worlds.opensora.world import save_world
 from asyncrl.worlds.start_states import load_start_states
 from support.opensora import NANO, nano_world

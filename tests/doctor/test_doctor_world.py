@@ -114,7 +114,7 @@ def test_every_kind_says_what_its_slots_take(kind: str, tmp_path: Path) -> None:
 def test_room_is_counted_for_as_many_decisions_as_the_run_has(tmp_path: Path) -> None:
     world = saved("evac", tmp_path / "evac")
     config = tiny_config()
-    frame = config.autoencoder.latent * config.latent_size**2 * 4 + 8 * 4
+    frame = config.autoencoder.channels * config.latent_size**2 * 4 + 8 * 4
     assert slot(world, 6).kept - slot(world, 3).kept == 2 * 3 * 8 * frame
 
 

@@ -27,7 +27,7 @@ from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.records import SlotBytes
 from asyncrl.worlds.evac.conditions import EvacNetworks
 from asyncrl.worlds.evac.files import estimate_slot
-from asyncrl.worlds.opensora.autoencoder import FrameVae, VaeConfig
+from asyncrl.worlds.layers import FrameVae, FrameVaeConfig
 from asyncrl.worlds.opensora.files import slot_bytes
 from asyncrl.worlds.opensora.stdit3 import STDiT3, STDiT3Config
 from asyncrl.worlds.wan.files import slot_bytes as wan_slot_bytes
@@ -68,7 +68,7 @@ def wan(config: TrainConfig) -> tuple[int, SlotBytes]:
 
 
 def opensora(_: TrainConfig) -> tuple[int, SlotBytes]:
-    size, frames = replace(STDiT3Config.xl2(), unused_branches=False), VaeConfig.published()
+    size, frames = replace(STDiT3Config.xl2(), unused_branches=False), FrameVaeConfig.published()
     slot = slot_bytes(size, frames, SIDE, torch.bfloat16)
     return weight_bytes(STDiT3(size), FrameVae(frames)), slot
 
@@ -227,7 +227,7 @@ def test_decisions_of_the_published_worlds_take_what_is_estimated(
 ) -> None:
     """Of 16 slots with room for 32 decisions: GiB as docs/measurements/world_speed.md has them."""
     if kind == "opensora":
-        slot = slot_bytes(STDiT3Config.xl2(), VaeConfig.published(), 256, torch.bfloat16)
+        slot = slot_bytes(STDiT3Config.xl2(), FrameVaeConfig.published(), 256, torch.bfloat16)
     else:
         slot = estimate_slot(PUBLISHED, 32, torch.bfloat16)
     for graphs, measured in ((False, eager), (True, compiled)):

@@ -37,10 +37,9 @@ from asyncrl.fitting.recordings import Recordings
 from asyncrl.fitting.starts import first_states
 from asyncrl.fitting.world import FittedWorld, WorldOptions, fit_class
 from asyncrl.worlds.evac.conditions import condition_channels
-from asyncrl.worlds.evac.ddim import ChunkLoss
 from asyncrl.worlds.evac.poses import Camera, PoseModel, roll_pitch_yaw, rotation
 from asyncrl.worlds.evac.world import EvacWorld
-from asyncrl.worlds.opensora.autoencoder import FrameVae, VaeConfig
+from asyncrl.worlds.layers import FrameVae, FrameVaeConfig
 from support.recorded import recorded_spec, recordings_of, write_recorded
 
 LENGTHS = (12, 9, 5, 20)
@@ -231,11 +230,11 @@ def test_training_of_evac_is_told_what_imagination_tells(
     told = EvacWorld(networks, config).conditions(state, actions[new][None])
     given: dict[str, Any] = {}
 
-    def seen_by_the_loss(unet: object, *tensors: Tensor, **named: Any) -> ChunkLoss:
+    def seen_by_the_loss(unet: object, *tensors: Tensor, **named: Any) -> torch.Tensor:
         names = ("history", "new", "maps", "rays", "image", "actions")
         given.update(zip(names, tensors, strict=True), **named)
         with torch.enable_grad():
-            return ChunkLoss(networks.unet.out[2].bias.sum(), torch.zeros(1))
+            return networks.unet.out[2].bias.sum()
 
     monkeypatch.setattr(evac, "chunk_loss", seen_by_the_loss)
     cut = evac.windows(recordings, latents, poses, evac_world.encode_maps(poses), config)
@@ -390,7 +389,7 @@ def test_a_file_that_is_no_camera_is_refused(text: str, tmp_path: Path) -> None:
 
 
 def test_an_autoencoder_with_another_scale_is_taken_over_exactly() -> None:
-    own, given = (FrameAutoencoder(FrameVae(VaeConfig.tiny()), 4, 1.0) for _ in range(2))
+    own, given = (FrameAutoencoder(FrameVae(FrameVaeConfig.tiny()), 4, 1.0) for _ in range(2))
     given.scale = 0.25
     video = torch.rand(2, 3, 3, 32, 32, generator=torch.Generator().manual_seed(1)) * 2 - 1
     with torch.no_grad():

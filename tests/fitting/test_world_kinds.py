@@ -32,7 +32,7 @@ from asyncrl.simulators.interface import Demonstrator, random_start
 from asyncrl.simulators.pool import SimulatorPool
 from asyncrl.simulators.rendering import find_backend
 from asyncrl.storage.tensor_files import TensorFiles
-from asyncrl.worlds.kinds import world_kind
+from asyncrl.worlds.files import world_kind
 from support.recorded import recorded_spec, write_recorded
 
 PACKAGE = Path(cli.__file__).parent

@@ -236,10 +236,6 @@ def test_an_old_folder_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     save_file({n: t for n, t in tensors.items() if n != "lm_head.weight"}, source / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"lacks 1 tensors: lm_head\.weight"):
         convert(source, tmp_path / "out")
-    fields = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(fields | {"format_version": 2}))
-    with pytest.raises(CheckpointError, match="another version"):
-        convert(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

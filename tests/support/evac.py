@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from asyncrl.records import StartState
 from asyncrl.worlds.evac.conditions import (
-    AutoencoderConfig,
     EvacConfig,
     EvacNetworks,
     ImageEncoderConfig,
@@ -19,8 +18,10 @@ from asyncrl.worlds.evac.conditions import (
 )
 from asyncrl.worlds.evac.published import PREFIXES, published_tensors
 from asyncrl.worlds.evac.unet import UNetConfig
+from asyncrl.worlds.layers import FrameVaeConfig
 
 POSE = (-0.1, 0.02, 0.88, 0.1, 0.0, 0.0, 1.0, 0.5)
+SCALE = 0.18215
 DATA = Path(__file__).parents[1] / "data"
 _INNER: dict[str, int] = {"width": 32, "depth": 1, "heads": 1, "head_dim": 64}
 SMALL = EvacConfig(
@@ -34,7 +35,7 @@ SMALL = EvacConfig(
         context_dim=32,
         initial_inner=64,
     ),
-    autoencoder=AutoencoderConfig(channels=32, multipliers=(1, 1, 1, 2), res_blocks=1),
+    autoencoder=FrameVaeConfig(widths=(32, 32, 32, 64), layers_per_block=1, scale=SCALE),
     image_encoder=ImageEncoderConfig(width=80, layers=2, heads=1, mlp=96, patch=14, size=28),
     image_resampler=ResamplerConfig(inputs=80, queries=128, **_INNER),
     action_resampler=ResamplerConfig(inputs=14, queries=16, **_INNER),
@@ -57,7 +58,7 @@ _OF_TOKENS: dict[str, int] = {"width": 1024, "depth": 4, "heads": 12, "head_dim"
 PUBLISHED = EvacConfig(
     image_size=256,
     unet=UNetConfig.published(),
-    autoencoder=AutoencoderConfig(channels=128, multipliers=(1, 2, 4, 4), res_blocks=2),
+    autoencoder=FrameVaeConfig(widths=(128, 256, 512, 512), layers_per_block=2, scale=SCALE),
     image_encoder=ImageEncoderConfig.published(),
     image_resampler=ResamplerConfig(inputs=1280, queries=128, **_OF_TOKENS),
     action_resampler=ResamplerConfig(inputs=14, queries=16, **_OF_TOKENS),
@@ -70,7 +71,7 @@ def tiny_config(image_size: int = 32) -> EvacConfig:
     return EvacConfig(
         image_size=image_size,
         unet=TINY_UNET,
-        autoencoder=AutoencoderConfig(channels=8, multipliers=(1, 1, 2, 2), res_blocks=1, groups=4),
+        autoencoder=FrameVaeConfig(widths=(8, 8, 16, 16), layers_per_block=1, groups=4, scale=SCALE),
         image_encoder=TINY_IMAGE_ENCODER,
         image_resampler=ResamplerConfig(inputs=16, queries=4, **inner),
         action_resampler=ResamplerConfig(inputs=14, queries=3, **inner),

@@ -13,15 +13,15 @@ from torch import Tensor
 
 from asyncrl.storage.tensor_files import write_folder
 from asyncrl.storage.weight_files import Spec
-from asyncrl.worlds.opensora.autoencoder import FrameVae, VaeConfig
-from asyncrl.worlds.opensora.flow import ActionRange
+from asyncrl.worlds.layers import FrameVae, FrameVaeConfig
+from asyncrl.worlds.opensora.files import ActionRange
 from asyncrl.worlds.opensora.stdit3 import STDiT3, STDiT3Config
 from asyncrl.worlds.opensora.world import OpenSoraWorld
 
 NANO = STDiT3Config(
     depth=2, width=24, heads=2, freq_dim=16, unused_branches=True, text_channels=8, text_tokens=3
 )
-NANO_VAE = VaeConfig(widths=(4, 4, 8, 8), layers_per_block=1, norm_groups=2)
+NANO_VAE = FrameVaeConfig(widths=(4, 4, 8, 8), layers_per_block=1, groups=2)
 RANGE = ActionRange(low=(-0.5, -0.6, -0.7, -0.2, -0.3, -0.4, 0.0), high=(0.6, 0.7, 0.8, 0.1, 0.2, 0.3, 1.0))
 
 

@@ -15,7 +15,7 @@ from asyncrl import registry
 from asyncrl.config.sections import ImaginationSettings
 from asyncrl.errors import AsyncRLError, CheckpointError, ConfigError
 from asyncrl.launch.named_models import named_policy, named_world
-from asyncrl.worlds import kinds
+from asyncrl.worlds import files as kinds
 from asyncrl.worlds.evac import files as evac
 from asyncrl.worlds.evac.world import EvacWorld
 from asyncrl.worlds.evac.world import save_world as save_evac

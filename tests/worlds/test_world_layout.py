@@ -36,7 +36,7 @@ def write_old(name: str, folder: Path) -> Path:
         "image_size": files.image_size,
         "schedule_steps": files.schedule_steps,
         "transformer": asdict(files.transformer_size),
-        "vae": asdict(files.vae_size),
+        "vae": {{"groups": "norm_groups"}.get(key, key): n for key, n in asdict(files.vae_size).items()},
     }
     (folder / "world.json").write_text(json.dumps(content))
     return folder

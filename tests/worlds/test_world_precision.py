@@ -22,7 +22,7 @@ from asyncrl.worlds.evac.conditions import EvacConfig
 from asyncrl.worlds.evac.world import EvacWorld
 from asyncrl.worlds.evac.world import load_world as load_evac
 from asyncrl.worlds.evac.world import save_world as save_evac
-from asyncrl.worlds.kinds import world_class
+from asyncrl.worlds.files import world_class
 from asyncrl.worlds.opensora.world import load_world as load_opensora
 from asyncrl.worlds.opensora.world import save_world as save_opensora
 from asyncrl.worlds.start_states import load_start_states

@@ -292,7 +292,8 @@ class OpenVLAOFTPolicy(Policy):
         features = self.vision(inputs.pixels.flatten(0, -4))
         patches_BPD = self.projector(features.reshape(len(text_BLD), -1, features.shape[-1]))
         parts = [text_BLD[:, :1], patches_BPD.to(text_BLD.dtype), text_BLD[:, 1:]]
-        if self.proprio_projector is not None and inputs.proprio is not None:
+        if self.proprio_projector is not None:
+            assert inputs.proprio is not None
             parts.insert(2, self.proprio_projector(inputs.proprio).to(text_BLD.dtype))
         embeddings = torch.cat(parts, dim=1)
         if not inputs.padded:

@@ -1,7 +1,7 @@
 """The networks of an EVAC world besides its U-Net, its sizes, and the conditions that they make.
 
-Frames are encoded by Stable Diffusion's autoencoder, the first picture by OpenCLIP's vision transformer (the
-last layer, without the norm behind it; DynamiCrafter, arXiv 2310.12190). Two resamplers turn that picture,
+The first picture is encoded by OpenCLIP's vision transformer (the last layer, without the norm behind it;
+DynamiCrafter, arXiv 2310.12190). Two resamplers turn that picture,
 and the motion of each frame, into tokens (Flamingo, arXiv 2204.14198).
 
 Dimension letters: B slots, C steps, P frames remembered, F = P + C frames of the window, N frames, M rows, S
@@ -20,67 +20,15 @@ from torch.nn import functional
 
 from asyncrl.worlds.evac.poses import MOTION_DIM, Camera, MapDrawer, Motions, MotionStatistics, PoseModel
 from asyncrl.worlds.evac.unet import EvacUNet, UNetConfig
+from asyncrl.worlds.layers import FrameVae, FrameVaeConfig
+
+FRAMES_AT_ONCE: Final = 32
+"""Frames that the autoencoder takes at a time: its memory grows with them."""
 
 # fmt: off
 _MEAN: Final = (0.48145466, 0.4578275, 0.40821073)
 _STD: Final = (0.26862954, 0.26130258, 0.27577711)
 # fmt: on
-
-
-# ---- autoencoder ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class AutoencoderConfig:
-    """Size of an autoencoder."""
-
-    channels: int
-    multipliers: tuple[int, ...]
-    """Channels of each level, in those of the first; each level but the last halves height and width."""
-    res_blocks: int
-    """Residual blocks of a level of the encoder; the decoder has one more."""
-    latent: int = 4
-    groups: int = 32
-    scale: float = 0.18215
-    """Factor of latents, which makes their variance about 1."""
-
-    @property
-    def reduction(self) -> int:
-        """Pixels per latent pixel in height and width."""
-        return 2 ** (len(self.multipliers) - 1)
-
-
-def build_autoencoder(size: AutoencoderConfig) -> Any:
-    """Make diffusers' `AutoencoderKL` of a size."""
-    from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
-
-    levels = len(size.multipliers)
-    per_level: dict[str, Any] = {
-        "down_block_types": ("DownEncoderBlock2D",) * levels,
-        "up_block_types": ("UpDecoderBlock2D",) * levels,
-        "block_out_channels": tuple(size.channels * multiplier for multiplier in size.multipliers),
-    }
-    return AutoencoderKL(
-        **per_level,
-        layers_per_block=size.res_blocks,
-        latent_channels=size.latent,
-        norm_num_groups=size.groups,
-        scaling_factor=size.scale,
-    )
-
-
-def encode_frames(autoencoder: nn.Module, pictures_N3HW: Tensor, scale: float) -> Tensor:
-    """Encode frames ``[N, 3, H, W]`` in [-1, 1] to the mean of the posterior: ``[N, Z, h, w]`` float32."""
-    network: Any = autoencoder
-    moments = network.quant_conv(network.encoder(pictures_N3HW.to(network.quant_conv.weight.dtype)))
-    return moments.chunk(2, dim=1)[0].float() * scale
-
-
-def decode_frames(autoencoder: nn.Module, latents_NZhw: Tensor, scale: float) -> Tensor:
-    """Decode latents ``[N, Z, h, w]`` of any float dtype: ``[N, 3, H, W]`` in the dtype of the weights."""
-    network: Any = autoencoder
-    latents = (latents_NZhw / scale).to(network.post_quant_conv.weight.dtype)
-    return network.decoder(network.post_quant_conv(latents))
 
 
 # ---- tokens --------------------------------------------------------------------------------------
@@ -236,7 +184,7 @@ class EvacConfig:
     image_size: int
     """Height and width of the frames in pixels."""
     unet: UNetConfig
-    autoencoder: AutoencoderConfig
+    autoencoder: FrameVaeConfig
     image_encoder: ImageEncoderConfig
     image_resampler: ResamplerConfig
     action_resampler: ResamplerConfig
@@ -255,7 +203,7 @@ class EvacConfig:
 
     def __post_init__(self) -> None:
         """Check that the parts fit together; the ValueError names sizes that differ."""
-        latent, unet, encoder = self.autoencoder.latent, self.unet, self.image_encoder
+        latent, unet, encoder = self.autoencoder.channels, self.unet, self.image_encoder
         pairs = {
             "channels of the network": (unet.in_channels, 3 * latent + 7),
             "channels that it predicts": (unet.out_channels, latent),
@@ -271,14 +219,13 @@ class EvacConfig:
             "channels of the network": (unet.channels, unet.groups),
             "channels of the network, in heads,": (unet.channels, unet.head_dim),
             "initial_inner": (unet.initial_inner, unet.head_dim),
-            "channels of the autoencoder": (self.autoencoder.channels, self.autoencoder.groups),
             "width of the image encoder": (encoder.width, encoder.heads),
             "size of the image encoder": (encoder.size, encoder.patch),
         }
         for what, (size, unit) in whole.items():
             if unit < 1 or size < unit or size % unit:
                 raise ValueError(f"{what} is {size}, expected a multiple of {unit}")
-        smallest = self.autoencoder.reduction * 2 ** (len(unet.multipliers) - 1)
+        smallest = self.autoencoder.spatial * 2 ** (len(unet.multipliers) - 1)
         if self.image_size < smallest or self.image_size % smallest:
             raise ValueError(f"image_size is {self.image_size}, expected a multiple of {smallest}")
         if self.history < 2 or not 1 <= self.schedule_steps <= 1000 or not 0 <= self.domain < unet.domains:
@@ -289,7 +236,7 @@ class EvacConfig:
     @property
     def latent_size(self) -> int:
         """Height and width of the latents."""
-        return self.image_size // self.autoencoder.reduction
+        return self.image_size // self.autoencoder.spatial
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,7 +244,7 @@ class EvacNetworks:
     """The networks of a world, whose weights its files hold."""
 
     unet: EvacUNet
-    autoencoder: nn.Module
+    autoencoder: FrameVae
     image_encoder: ImageEncoder
     image_resampler: Resampler
     action_resampler: Resampler
@@ -308,7 +255,7 @@ class EvacNetworks:
         """Make the networks of a size, with random weights."""
         return cls(
             unet=EvacUNet(config.unet),
-            autoencoder=build_autoencoder(config.autoencoder),
+            autoencoder=FrameVae(config.autoencoder, at_once=FRAMES_AT_ONCE, channels_last=False),
             image_encoder=ImageEncoder(config.image_encoder),
             image_resampler=Resampler(config.image_resampler),
             action_resampler=Resampler(config.action_resampler),

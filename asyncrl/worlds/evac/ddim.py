@@ -191,15 +191,6 @@ def normal_noise(
 # ones. The condition image is taken from the noised frames. Samples without tokens are needed for guidance.
 
 
-class ChunkLoss(NamedTuple):
-    """Error of the predicted velocity."""
-
-    loss: Tensor
-    """``[]`` float32, mean of `per_sample`, with gradient."""
-    per_sample: Tensor
-    """``[B]`` float32, mean squared error over the new frames, detached."""
-
-
 class Draws(NamedTuple):
     """Random numbers of a batch, on the CPU."""
 
@@ -268,8 +259,8 @@ def chunk_loss(
     domain: Tensor,
     draws: Draws,
     history_noise: bool = True,
-) -> ChunkLoss:
-    """Compute the loss of the velocity of the new frames, with gradients to the network and the tokens.
+) -> Tensor:
+    """Compute the mean squared error ``[]`` of the new frames' velocity.
 
     Latents are float32 and clean, the last remembered frame last; maps are latents too. The image tokens are
     those of the window's first frame, `fps` and `domain` ``[B]``.
@@ -286,4 +277,4 @@ def chunk_loss(
     image, actions = image_BIK * told[:, None, None], actions_BFTK * told[:, None, None, None]
     predicted = unet(window, times_BF, image, actions, fps, domain)[:, :, remembered:].transpose(1, 2)
     error_B = (predicted.float() - velocity(new_BCZhw, levels_BC, noise)).square().flatten(1).mean(1)
-    return ChunkLoss(loss=error_B.mean(), per_sample=error_B.detach())
+    return error_B.mean()

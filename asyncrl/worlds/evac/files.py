@@ -24,7 +24,7 @@ from asyncrl.storage.tensor_files import TensorFiles
 from asyncrl.storage.untrusted import check_sizes, shortened
 from asyncrl.storage.weight_files import write_tensors
 from asyncrl.worlds.evac.conditions import (
-    AutoencoderConfig,
+    FRAMES_AT_ONCE,
     EvacConfig,
     EvacNetworks,
     ImageEncoderConfig,
@@ -39,14 +39,12 @@ from asyncrl.worlds.evac.published import (
     published_tensors,
 )
 from asyncrl.worlds.evac.unet import UNetConfig
-from asyncrl.worlds.files import AS_SAVED, WorldFolder, read_about, write_about
-from asyncrl.worlds.kinds import ABOUT
+from asyncrl.worlds.files import ABOUT, AS_SAVED, WorldFolder, read_about, write_about
+from asyncrl.worlds.layers import FrameVaeConfig
 
 KIND: Final = "evac"
 CONTEXT: Final = 4
 """Frames of a start state's context, if it has one."""
-FRAMES_AT_ONCE: Final = 32
-"""Frames that the autoencoder takes at a time: its memory grows with them."""
 # Chosen so that the published sizes take as much memory as measured (docs/measurements/world_speed.md): 236
 # MiB a slot, 4 GiB.
 _WORKING: Final = 6  # copies of the skip connections that the network takes
@@ -65,7 +63,7 @@ _IGNORED: Final = re.compile(
 _IMAGE_SIZE, _TOKENS_PER_FRAME = 256, 16  # as published
 _FACTS: Final[dict[str, tuple[type[Any], tuple[str, ...]]]] = {
     "unet": (UNetConfig, ("head_dim", "groups")),
-    "autoencoder": (AutoencoderConfig, ("groups", "scale")),
+    "autoencoder": (FrameVaeConfig, ("groups", "scale")),
     "image_encoder": (ImageEncoderConfig, ("heads",)),
     "image_resampler": (ResamplerConfig, ("head_dim",)),
     "action_resampler": (ResamplerConfig, ("head_dim",)),
@@ -144,7 +142,7 @@ class EvacFiles(WorldFolder):
         for part, module in networks.by_name().items():
             ready: dict[str, Tensor] = {}
             for name, group in grouped(
-                part, module.state_dict(), len(self.config.autoencoder.multipliers)
+                part, module.state_dict(), len(self.config.autoencoder.widths)
             ).items():
                 tensor = self.parts[part][name].read()
                 for (own, like), piece in zip(group, tensor.chunk(len(group)), strict=True):
@@ -165,7 +163,7 @@ def estimate_slot(
 ) -> SlotBytes:
     """Estimate the device memory of slots, excluding the weights, from sizes alone."""
     size, frames = config.latent_size, 1 + CONTEXT + CHUNK * decisions
-    remembered = frames * (config.autoencoder.latent * size**2 + POSE_DIM) * 4
+    remembered = frames * (config.autoencoder.channels * size**2 + POSE_DIM) * 4
     kept = 2 * (remembered + 3 * config.image_size**2)  # the state before a decision and the one after it
     # Of the network: what the way down leaves for the way up. Of the decoder: its largest tensors, of as
     # many frames as it takes at once.
@@ -173,7 +171,7 @@ def estimate_slot(
         (config.unet.res_blocks + 1) * m * config.unet.channels * (size >> i) ** 2
         for i, m in enumerate(config.unet.multipliers)
     )
-    largest = config.autoencoder.channels * config.image_size**2
+    largest = config.autoencoder.widths[0] * config.image_size**2
     scratch = dtype.itemsize * _WORKING * (config.history + CHUNK) * levels * (2 if guided else 1)
     return SlotBytes(kept=kept, scratch=scratch, shared=dtype.itemsize * _DRAWING * FRAMES_AT_ONCE * largest)
 
@@ -316,7 +314,7 @@ def _open_files(folder: Path) -> tuple[Files, list[CheckpointError]]:
 
 
 def lacks(folder: Path) -> str:
-    """Return the reason why a folder holds no EVAC checkpoint, or ""; see `worlds.kinds`."""
+    """Return the reason why a folder holds no EVAC checkpoint, or ""; see `worlds.files`."""
     files, errors = _open_files(folder)
     if any(MARK in entries for entries in files.values()):
         return ""

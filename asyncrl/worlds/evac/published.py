@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from asyncrl.worlds.evac.conditions import (
-    AutoencoderConfig,
     EvacConfig,
     EvacNetworks,
     ImageEncoderConfig,
@@ -24,6 +23,7 @@ from asyncrl.worlds.evac.conditions import (
 from asyncrl.worlds.evac.poses import Camera, MotionStatistics
 from asyncrl.worlds.evac.unet import UNetConfig
 from asyncrl.worlds.files import renamed
+from asyncrl.worlds.layers import FrameVaeConfig
 
 PREFIXES: Final = {
     "unet": "model.diffusion_model.",
@@ -34,6 +34,8 @@ PREFIXES: Final = {
 }
 """By network; the model of poses is published in a file of its own."""
 _HEAD_DIM, _IMAGE_HEAD_DIM = 64, 80
+_SCALE: Final = 0.18215
+"""Factor of the autoencoder's latents, which makes their variance about 1."""
 
 # Patterns in the names of diffusers and transformers, and the published text; applied in order.
 _AUTOENCODER_NAMES: Final = (
@@ -100,8 +102,7 @@ def published_state(part: str, state: Mapping[str, Tensor], levels: int) -> dict
 
 def published_tensors(networks: EvacNetworks) -> dict[str, dict[str, Tensor]]:
     """Return the tensors of each network, on any device, by their published names without prefixes."""
-    autoencoder: Any = networks.autoencoder
-    levels = len(autoencoder.config.block_out_channels)
+    levels = len(networks.autoencoder.size.widths)
     return {part: published_state(part, m.state_dict(), levels) for part, m in networks.by_name().items()}
 
 
@@ -170,15 +171,13 @@ def _unet_size(shapes: _Shapes, facts: Mapping[str, Any]) -> UNetConfig:
     )
 
 
-def _autoencoder_size(shapes: _Shapes, facts: Mapping[str, Any]) -> AutoencoderConfig:
-    channels = shapes["encoder.conv_in.weight"][0]
+def _autoencoder_size(shapes: _Shapes, facts: Mapping[str, Any]) -> FrameVaeConfig:
     levels = range(shapes.count(r"encoder\.down\.(\d+)\."))
-    return AutoencoderConfig(
-        channels=channels,
-        multipliers=tuple(shapes[f"encoder.down.{i}.block.0.conv1.weight"][0] // channels for i in levels),
-        res_blocks=shapes.count(r"encoder\.down\.0\.block\.(\d+)\."),
-        latent=shapes["post_quant_conv.weight"][0],
-        **facts,
+    return FrameVaeConfig(
+        widths=tuple(shapes[f"encoder.down.{i}.block.0.conv1.weight"][0] for i in levels),
+        layers_per_block=shapes.count(r"encoder\.down\.0\.block\.(\d+)\."),
+        channels=shapes["post_quant_conv.weight"][0],
+        **{"scale": _SCALE, **facts},
     )
 
 

@@ -32,11 +32,9 @@ from asyncrl.worlds.evac.conditions import (
     Geometry,
     action_tokens,
     condition_channels,
-    decode_frames,
-    encode_frames,
 )
 from asyncrl.worlds.evac.ddim import guided, normal_noise, normal_words, sampling_steps, seed_words
-from asyncrl.worlds.evac.files import CONTEXT, FRAMES_AT_ONCE, EvacFiles, open_evac, write_evac
+from asyncrl.worlds.evac.files import CONTEXT, EvacFiles, open_evac, write_evac
 from asyncrl.worlds.evac.state import EvacOptions, EvacState
 from asyncrl.worlds.files import FolderWorld
 from asyncrl.worlds.slots import finite_rows, imagine_full, open_each_once
@@ -83,8 +81,6 @@ class EvacWorld(FolderWorld):
         self._rows = 0
         self._velocity: Callable[..., Tensor] = networks.unet
         self._noise: Callable[..., Tensor] = normal_noise
-        self._encode_frames: Callable[..., Tensor] = encode_frames
-        self._decode_frames: Callable[..., Tensor] = decode_frames
         self.to(device)
 
     @property
@@ -134,9 +130,7 @@ class EvacWorld(FolderWorld):
         unet.compile(fullgraph=True, dynamic=False)
         if self.device.type == "cuda":
             self._velocity = CudaGraphed(unet)
-        # Of the encoder only what decisions use: the numbers of frames that slots start with differ.
-        self._encode_frames = torch.compile(encode_frames, fullgraph=True, dynamic=False)
-        self._decode_frames = torch.compile(decode_frames, fullgraph=True, dynamic=False)
+        self.networks.autoencoder.compile_pieces(encoder=True)
         self._noise = partial(normal_noise, words=torch.compile(normal_words, fullgraph=True, dynamic=False))
         return self
 
@@ -155,10 +149,12 @@ class EvacWorld(FolderWorld):
     def _open(self, states: Sequence[StartState], decisions: int) -> EvacState:
         check_beginnings(states, image_size=self.image_size, context=CONTEXT, needs_pose=self.needs_pose)
         batch, room = len(states), 1 + CONTEXT + CHUNK * decisions
-        latent, size = self.config.autoencoder.latent, self.config.latent_size
+        latent, size = self.config.autoencoder.channels, self.config.latent_size
         counts = np.array([1 + len(state.context_frames) for state in states], np.int64)
         frames = np.concatenate([f for s in states for f in (s.frame[None], s.context_frames)])
-        latents = self._encode(to_signed(to_device(frames, self.device)).permute(0, 3, 1, 2), encode_frames)
+        # Not compiled: the numbers of frames that slots start with differ.
+        pictures = to_signed(to_device(frames, self.device)).permute(0, 3, 1, 2)
+        latents = self.networks.autoencoder.encode(pictures)
         history = torch.zeros(batch, room, latent, size, size, device=self.device)
         rows, places = np.repeat(np.arange(batch), counts), np.concatenate([np.arange(n) for n in counts])
         index = (to_device(rows, self.device), to_device(places, self.device))
@@ -188,7 +184,9 @@ class EvacWorld(FolderWorld):
         conditions = self.conditions(state, actions_BC7)
         new_BZChw = self.denoise(conditions, noise_seeds)
         latents_BCZhw = new_BZChw.transpose(1, 2)
-        pictures = self._decode(latents_BCZhw.flatten(0, 1)).unflatten(0, latents_BCZhw.shape[:2])
+        pictures = self.networks.autoencoder.decode(latents_BCZhw.flatten(0, 1)).unflatten(
+            0, latents_BCZhw.shape[:2]
+        )
         frames = to_uint8(pictures).permute(0, 1, 3, 4, 2).contiguous()
         parts = (new_BZChw, conditions.poses, pictures)
         finite = torch.stack([finite_rows(part) for part in parts]).all(dim=0)
@@ -205,7 +203,7 @@ class EvacWorld(FolderWorld):
             torch.cat([poses_BP8, poses_BC8], dim=1), torch.cat([before_BP8, before_BC8], dim=1)
         )
         pictures_B3HW = to_signed(state.first).permute(0, 3, 1, 2)
-        maps = self._encode(drawer(poses_BC8).flatten(0, 1), self._encode_frames)
+        maps = networks.autoencoder.encode(drawer(poses_BC8).flatten(0, 1), compiled=True)
         maps_BCZhw = maps.unflatten(0, poses_BC8.shape[:2])
         return Conditions(
             history=history_BPZhw.transpose(1, 2),
@@ -248,16 +246,6 @@ class EvacWorld(FolderWorld):
             conditional, unconditional = velocity.chunk(2)
             return guided(conditional, unconditional, options.guidance, options.guidance_rescale)
         return velocity
-
-    def _encode(self, pictures_N3HW: Tensor, encode: Callable[..., Tensor]) -> Tensor:
-        scale = self.config.autoencoder.scale
-        parts = pictures_N3HW.split(FRAMES_AT_ONCE)
-        return torch.cat([encode(self.networks.autoencoder, part, scale) for part in parts])
-
-    def _decode(self, latents_NZhw: Tensor) -> Tensor:
-        scale = self.config.autoencoder.scale
-        parts = latents_NZhw.split(FRAMES_AT_ONCE)
-        return torch.cat([self._decode_frames(self.networks.autoencoder, part, scale) for part in parts])
 
 
 def _opened(

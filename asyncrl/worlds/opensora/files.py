@@ -8,25 +8,36 @@ index), the autoencoder in ``vae/`` and ``dataset_statistics.json``. Sizes are r
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from asyncrl.config.sections import ImaginationSettings
 from asyncrl.devices.float8 import saved_bytes
+from asyncrl.devices.tensors import constant_to_device
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.records import ACTION_DIM, CHUNK, SlotBytes
-from asyncrl.storage.atomic import indexed_names, read_json, write_json
+from asyncrl.storage.atomic import read_json, write_json
 from asyncrl.storage.tensor_files import TensorFiles, check_fit, fill
-from asyncrl.storage.untrusted import check_sizes, header_names
-from asyncrl.worlds.files import AS_SAVED, WeightTypes, WorldFolder, read_about, shape_of
-from asyncrl.worlds.kinds import OPENSORA_MARKS, lacks_opensora
-from asyncrl.worlds.opensora.autoencoder import FRAMES_AT_ONCE, FrameVae, VaeConfig
-from asyncrl.worlds.opensora.flow import STEPS, ActionRange, read_action_range
+from asyncrl.storage.untrusted import check_sizes, header_names, shortened
+from asyncrl.worlds.files import (
+    AS_SAVED,
+    OPENSORA_MARKS,
+    WeightTypes,
+    WorldFolder,
+    lacks_opensora,
+    read_about,
+    shape_of,
+    transformer_files,
+)
+from asyncrl.worlds.layers import FrameVae, FrameVaeConfig
 from asyncrl.worlds.opensora.stdit3 import CONDITION, STDiT3, STDiT3Config
 
 _log = logging.getLogger(__name__)
@@ -36,6 +47,10 @@ TRANSFORMER: Final = "transformer.safetensors"
 VAE: Final = "vae"
 VAE_FILE: Final = "diffusion_pytorch_model.safetensors"
 IMAGE_SIZE: Final = 256
+STEPS: Final = 10
+"""Network calls per decision, as published."""
+STATISTICS: Final = "dataset_statistics.json"
+_PUBLISHED: Final = "Copy the one that was published beside the weights."
 _OWN: Final = (
     "spatial_blocks.",
     "temporal_blocks.",
@@ -52,12 +67,38 @@ _BLOCK: Final = 8
 that a step of the published size takes the measured 117 MiB a slot."""
 _INNER: Final = 4
 """Tensors of the MLP's width alive in a block."""
+FRAMES_AT_ONCE: Final = 16
+"""Frames that the autoencoder takes at a time."""
 _DRAWING: Final = 4
 """Largest tensors of the decoder alive at the same time."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorldFiles(WorldFolder):
+class ActionRange:
+    """The numbers of an action that become -1 and 1: 1st and 99th percentile; nothing is clipped."""
+
+    low: tuple[float, ...]
+    """``A`` numbers in the policy's units: ``q01``."""
+    high: tuple[float, ...]
+    """``A`` numbers, each above that of `low`: ``q99``."""
+
+    @classmethod
+    def symmetric(cls) -> ActionRange:
+        """Return -1 to 1: actions stay as they are."""
+        return cls(low=(-1.0,) * ACTION_DIM, high=(1.0,) * ACTION_DIM)
+
+    def tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return `low` and `high` ``[A]`` float32 on `device`."""
+        low, high = (constant_to_device(np.array(ends, np.float32), device) for ends in (self.low, self.high))
+        return low, high
+
+    def write(self, folder: Path) -> None:
+        """Write ``dataset_statistics.json`` into an existing folder."""
+        write_json(folder / STATISTICS, {"action": {"q01": list(self.low), "q99": list(self.high)}})
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenSoraFiles(WorldFolder):
     """An OpenSora world on disk without its weights."""
 
     # Rounded, positions would turn by other angles than those of the fit.
@@ -67,7 +108,7 @@ class WorldFiles(WorldFolder):
     transformer_size: STDiT3Config
     """As in the files, with or without the branches that nothing reads."""
     vae: TensorFiles
-    vae_size: VaeConfig
+    vae_size: FrameVaeConfig
     action_range: ActionRange
 
     @property
@@ -83,7 +124,7 @@ class WorldFiles(WorldFolder):
         """Build the modules without memory for their weights (on the meta device)."""
         with torch.device("meta"):
             size = replace(self.transformer_size, unused_branches=unused_branches)
-            return STDiT3(size), FrameVae(self.vae_size)
+            return STDiT3(size), FrameVae(self.vae_size, at_once=FRAMES_AT_ONCE)
 
     def check(self, settings: ImaginationSettings = AS_SAVED) -> int:
         """See `WorldFolder.check`."""
@@ -129,7 +170,7 @@ def check_settings(settings: ImaginationSettings) -> None:
         )
 
 
-def slot_bytes(size: STDiT3Config, vae: VaeConfig, image_size: int, dtype: torch.dtype) -> SlotBytes:
+def slot_bytes(size: STDiT3Config, vae: FrameVaeConfig, image_size: int, dtype: torch.dtype) -> SlotBytes:
     """Estimate the bytes of slots, excluding the weights, from sizes alone.
 
     The state, and keys and values of the condition frames, are exact; the rest is estimated.
@@ -146,10 +187,15 @@ def slot_bytes(size: STDiT3Config, vae: VaeConfig, image_size: int, dtype: torch
     return SlotBytes(kept=2 * state, scratch=prefix + block + pixels, shared=drawing)
 
 
-def open_world(folder: Path) -> WorldFiles:
+def open_world(folder: Path) -> OpenSoraFiles:
     """Read sizes and facts of a world, without its weights."""
     about = read_about(folder, KIND, published=not lacks_opensora(folder))
-    transformer = transformer_files(folder)
+    transformer = transformer_files(folder, _OWN)
+    if transformer is None:
+        raise CheckpointError(
+            f"{folder} holds no transformer of an OpenSora world: no safetensors file in it has tensors "
+            f"{', '.join(OPENSORA_MARKS)}. Download the folder again (RLinf-OpenSora-LIBERO-*)."
+        )
     size = recognise_transformer(transformer, about)
     vae, vae_size = recognise_vae(folder, about)
     if size.channels != vae_size.channels:
@@ -163,7 +209,7 @@ def open_world(folder: Path) -> WorldFiles:
             f"{folder}: image_size {image_size} is no multiple of {size.patch * vae_size.spatial}, a token's "
             "side. Save the world again."
         )
-    return WorldFiles(
+    return OpenSoraFiles(
         folder=folder,
         transformer=transformer,
         transformer_size=size,
@@ -175,23 +221,6 @@ def open_world(folder: Path) -> WorldFiles:
         version=about.get("version", 0),
         published=not about,
     )
-
-
-def transformer_files(folder: Path) -> TensorFiles:
-    """Open the files of the transformer: those of the index, else all that hold tensors of an STDiT3."""
-    if indexed_names(folder):
-        return TensorFiles(folder)
-    files = sorted(
-        path
-        for path in folder.glob("*.safetensors")
-        if any(name.startswith(_OWN) for name in header_names(path))
-    )
-    if not files:
-        raise CheckpointError(
-            f"{folder} holds no transformer of an OpenSora world: no safetensors file in it has tensors "
-            f"{', '.join(OPENSORA_MARKS)}. Download the folder again (RLinf-OpenSora-LIBERO-*)."
-        )
-    return TensorFiles(files)
 
 
 def recognise_transformer(files: TensorFiles, about: Mapping[str, Any]) -> STDiT3Config:
@@ -239,7 +268,7 @@ def recognise_transformer(files: TensorFiles, about: Mapping[str, Any]) -> STDiT
     return size
 
 
-def recognise_vae(folder: Path, about: Mapping[str, Any]) -> tuple[TensorFiles, VaeConfig]:
+def recognise_vae(folder: Path, about: Mapping[str, Any]) -> tuple[TensorFiles, FrameVaeConfig]:
     """Open the autoencoder of a folder, by diffusers' names of today, and return its size."""
     inside = folder / VAE
     if not inside.is_dir():
@@ -251,11 +280,11 @@ def recognise_vae(folder: Path, about: Mapping[str, Any]) -> tuple[TensorFiles, 
     content = read_json(inside / "config.json", "Download it again.")
     try:
         check_sizes(content)
-        size = VaeConfig(
+        size = FrameVaeConfig(
             widths=tuple(content["block_out_channels"]),
             layers_per_block=content["layers_per_block"],
             channels=content["latent_channels"],
-            norm_groups=content.get("norm_num_groups", 32),
+            groups=content.get("norm_num_groups", 32),
         )
         scale = content.get("scaling_factor", size.scale)
         if about:
@@ -292,7 +321,54 @@ def _today(name: str) -> str:
     return f"{match[1]}.{_OLD_ATTENTION[match[2]]}.{match[3]}" if match else name
 
 
-def write_vae_config(folder: Path, size: VaeConfig) -> None:
+def read_action_range(folder: Path, numbers: int = ACTION_DIM) -> ActionRange:
+    """Read ``dataset_statistics.json``: ``action`` at its top, or in its only data set."""
+    path = folder / STATISTICS
+    action = _action_entry(path, read_json(path, _PUBLISHED))
+    ends = {key: _percentile(path, action, key, numbers) for key in ("q01", "q99")}
+    for number, (low, high) in enumerate(zip(ends["q01"], ends["q99"], strict=True)):
+        if not low < high:
+            raise CheckpointError(
+                f"{path}: number {number} of an action goes from {low} (q01) to {high} (q99), which is no "
+                f"range that it could be scaled to. {_PUBLISHED}"
+            )
+    return ActionRange(low=ends["q01"], high=ends["q99"])
+
+
+def _action_entry(path: Path, content: Mapping[str, Any]) -> Mapping[str, Any]:
+    if isinstance(content.get("action"), dict):
+        return content["action"]
+    data_sets = {
+        name: entry["action"]
+        for name, entry in content.items()
+        if isinstance(entry, dict) and isinstance(entry.get("action"), dict)
+    }
+    if len(data_sets) == 1:
+        return next(iter(data_sets.values()))
+    if not data_sets:
+        raise CheckpointError(
+            f"{path} has no action with q01 and q99, neither at its top nor in a data set. {_PUBLISHED}"
+        )
+    raise CheckpointError(
+        f"{path} holds {len(data_sets)} data sets ({', '.join(sorted(data_sets))}), and nothing says which "
+        "of them the world was trained on. Leave in the file the one that it was."
+    )
+
+
+def _percentile(path: Path, action: Mapping[str, Any], key: str, numbers: int) -> tuple[float, ...]:
+    found = action.get(key)
+    if (
+        not isinstance(found, list)
+        or len(found) != numbers
+        or not all(type(x) in (int, float) and math.isfinite(x) for x in found)
+    ):
+        raise CheckpointError(
+            f"{path}: {key} of action is {shortened(found)}, expected {numbers} numbers. {_PUBLISHED}"
+        )
+    return tuple(float(x) for x in found)
+
+
+def write_vae_config(folder: Path, size: FrameVaeConfig) -> None:
     """Write ``vae/config.json`` with the fields that diffusers and `recognise_vae` read."""
     content = {"_class_name": "AutoencoderKL", **size.options(), "scaling_factor": size.scale}
     write_json(folder / VAE / "config.json", content)
@@ -302,6 +378,7 @@ def convert_old(content: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Move the autoencoder of a copied folder of format 1 to ``vae/``; return the facts for world.json."""
     (folder / VAE).mkdir()
     (folder / "vae.safetensors").rename(folder / VAE / VAE_FILE)
-    vae = content["vae"]
-    write_vae_config(folder, VaeConfig(**{**vae, "widths": tuple(vae["widths"])}))
+    vae = {name: content["vae"][name] for name in ("layers_per_block", "channels", "scale")}
+    widths, groups = tuple(content["vae"]["widths"]), content["vae"]["norm_groups"]
+    write_vae_config(folder, FrameVaeConfig(widths=widths, groups=groups, **vae))
     return {}

@@ -3,6 +3,11 @@
 The transformer sees a window of twelve frame latents: the last four as they were drawn, and the eight that a
 decision makes. Keys and values of the four are computed once per decision and are no part of the state.
 
+Rectified flow: data and noise mix as ``x(t) = (1 - t / 1000) clean + (t / 1000) noise`` (arXiv 2209.03003).
+The network predicts ``clean - noise``, the opposite sign of Wan's. The published shift of the times is the
+identity at 256 pixels. diffusers' flow schedulers have float32 tables, so that a step of 0.1 becomes
+0.10000002 and frames differ.
+
 Dimension letters: B slots, Z latent channels, C new frames (8), h/w latent size, H/W pixels, U frames that
 differ, A numbers of an action.
 """
@@ -11,9 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -27,21 +33,25 @@ from asyncrl.devices.tensors import to_device, to_signed, to_uint8
 from asyncrl.records import CHUNK, ActionSpec, StartState
 from asyncrl.storage.weight_files import write_tensors
 from asyncrl.worlds.files import AS_SAVED, FolderWorld, refuse_own_settings, write_about
-from asyncrl.worlds.opensora.autoencoder import FrameVae
+from asyncrl.worlds.layers import FrameVae
 from asyncrl.worlds.opensora.files import (
     KIND,
+    STEPS,
     TRANSFORMER,
     VAE,
     VAE_FILE,
-    WorldFiles,
+    ActionRange,
+    OpenSoraFiles,
     check_settings,
     open_world,
     write_vae_config,
 )
-from asyncrl.worlds.opensora.flow import STEPS, ActionRange, normalise, sample, sampling_times
-from asyncrl.worlds.opensora.stdit3 import CONDITION, STDiT3
+from asyncrl.worlds.opensora.stdit3 import CONDITION, CONDITION_TIME, STDiT3
 from asyncrl.worlds.slots import TensorState, draw_noise, finite_rows, imagine_full, open_each_once
 from asyncrl.worlds.start_states import check_beginnings
+
+NOISE_TIME: Final = 1000.0
+"""Time of pure noise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +94,7 @@ class OpenSoraWorld(FolderWorld):
         return self._image_size
 
     @classmethod
-    def files(cls, folder: Path, settings: ImaginationSettings, own: Mapping[str, Any]) -> WorldFiles:
+    def files(cls, folder: Path, settings: ImaginationSettings, own: Mapping[str, Any]) -> OpenSoraFiles:
         """See `FolderWorld.files`."""
         refuse_own_settings(own, "an OpenSora world")
         check_settings(settings)
@@ -116,10 +126,10 @@ class OpenSoraWorld(FolderWorld):
         return self
 
     def compile(self, rows: int) -> OpenSoraWorld:
-        """Compile for decisions of `rows` slots; see `CompilesWorld`. The first takes a minute longer."""
+        """Compile for decisions of `rows` slots; see `World.compile`. The first takes a minute longer."""
         self._rows = rows
         self.transformer.compile_blocks()
-        self.vae.compile_decoder()
+        self.vae.compile_pieces()
         if self.device.type == "cuda":
             # All steps in one graph: the keys and values of the condition frames stay inside.
             self._sampler = CudaGraphed(self._sample)
@@ -186,6 +196,71 @@ class OpenSoraWorld(FolderWorld):
         return sample(velocity, noise_BZChw, steps=self.schedule_steps)
 
 
+@lru_cache(maxsize=32)
+def sampling_times(steps: int) -> tuple[float, ...]:
+    """Return the times of `steps` network calls, from pure noise downwards, and the final 0.
+
+    Example:
+        >>> sampling_times(4)
+        (1000.0, 750.0, 500.0, 250.0, 0.0)
+    """
+    if steps < 1:
+        raise ValueError(f"a schedule needs at least one step, got {steps}")
+    return tuple(NOISE_TIME * (steps - k) / steps for k in range(steps + 1))
+
+
+def mix(clean: Tensor, noise: Tensor, times_B: Tensor) -> Tensor:
+    """Mix ``[B, ...]`` data and noise at times ``[B]``, 0 (data) to 1000 (noise)."""
+    share = (times_B / NOISE_TIME).reshape(-1, *[1] * (clean.ndim - 1))
+    return (1 - share) * clean + share * noise
+
+
+def sample(velocity: Callable[[Tensor, Tensor], Tensor], noise: Tensor, *, steps: int) -> Tensor:
+    """Follow the velocity from noise ``[B, ...]`` to data with Euler steps of equal length; float32."""
+    x = noise
+    for time, following in pairwise(sampling_times(steps)):
+        times_B = torch.full(x.shape[:1], time, device=x.device)
+        x = x + velocity(x, times_B).float() * ((time - following) / NOISE_TIME)
+    return x
+
+
+def training_times(count: int, generator: torch.Generator) -> Tensor:
+    """Draw ``[count]`` float32 times in 0..1000 whose logit is standard normal, on the CPU."""
+    return NOISE_TIME * torch.randn(count, generator=generator).sigmoid()
+
+
+def window_loss(
+    transformer: Callable[[Tensor, Tensor, Tensor], Tensor],
+    latents_BZFhw: Tensor,
+    actions_BCA: Tensor,
+    generator: torch.Generator,
+    *,
+    condition_noise: bool = True,
+) -> Tensor:
+    """Compute the mean squared error ``[]`` of ``clean - noise`` of the new frames from clean windows."""
+    clean = latents_BZFhw.float()
+    device = clean.device
+    times_B = training_times(clean.shape[0], generator).to(device)
+    noise = torch.randn(clean.shape, generator=generator).to(device)
+    given, new = clean[:, :, :CONDITION], clean[:, :, CONDITION:]
+    if condition_noise:
+        given = mix(given, noise[:, :, :CONDITION], torch.full_like(times_B, CONDITION_TIME))
+    window = torch.cat([given, mix(new, noise[:, :, CONDITION:], times_B)], dim=2)
+    velocity = transformer(window, times_B, actions_BCA).float()
+    error_B = (velocity - (new - noise[:, :, CONDITION:])).square().flatten(1).mean(1)
+    return error_B.mean()
+
+
+def normalise(actions_BCA: Tensor, low_A: Tensor, high_A: Tensor) -> Tensor:
+    """Return ``2 (a - low) / (high - low) - 1`` of actions in the policy's units; float32.
+
+    Example:
+        >>> normalise(torch.tensor([0.5, 4.0]), torch.tensor([0.0, 0.0]), torch.tensor([1.0, 2.0])).tolist()
+        [0.0, 3.0]
+    """
+    return 2 * (actions_BCA - low_A) / (high_A - low_A) - 1
+
+
 def load_world(
     folder: Path,
     *,
@@ -199,7 +274,7 @@ def load_world(
     rounded = settings.precision == "float8"
     if rounded:
         float8.check_device(torch.device(device))
-    files: WorldFiles = open_world(folder)
+    files: OpenSoraFiles = open_world(folder)
     transformer, vae = files.load(device, dtype, settings, unused_branches=unused_branches)
     for blocks in (transformer.spatial_blocks, transformer.temporal_blocks) if rounded else ():
         float8.use_float8(blocks)

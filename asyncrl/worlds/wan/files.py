@@ -23,9 +23,18 @@ from asyncrl.errors import CheckpointError
 from asyncrl.records import ACTION_DIM, CHUNK, SlotBytes
 from asyncrl.storage.atomic import read_json, replacing, write_json
 from asyncrl.storage.tensor_files import TensorFiles, check_fit, copy_others, fill, rewrite_file
-from asyncrl.storage.untrusted import INDEX, header_names
-from asyncrl.worlds.files import AS_SAVED, WeightTypes, WorldFolder, read_about, renamed, shape_of
-from asyncrl.worlds.kinds import ABOUT, WAN_MARKS, WAN_PREFIX
+from asyncrl.worlds.files import (
+    ABOUT,
+    AS_SAVED,
+    WAN_MARKS,
+    WAN_PREFIX,
+    WeightTypes,
+    WorldFolder,
+    read_about,
+    renamed,
+    shape_of,
+    transformer_files,
+)
 from asyncrl.worlds.wan.tiny_decoder import TinyDecoder, load_decoder
 from asyncrl.worlds.wan.transformer import (
     FRAMES_PER_LATENT,
@@ -51,7 +60,6 @@ TENSORS_AT_ONCE: Final = 10
 """So many of the decoder's largest tensors were alive at the peak: from 50.0 GiB of an actor of 16 slots
 (docs/measurements/run_speed.md), less its weights and states."""
 _OWN: Final = ("patch_embedding.", "blocks.", "time_embedding.", "time_projection.", "action_mlp", "head.")
-_SHARD: Final = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
 
 _VAE_NAMES: Final = (
     (r"^conv1\.", "quant_conv."),
@@ -83,37 +91,14 @@ def vae_name(name: str) -> str:
     return renamed(name, _VAE_NAMES)
 
 
-def transformer_files(folder: Path) -> list[Path]:
-    """Return the files of the transformer: of the index, one file, all shards, or any with its tensors."""
-    index = folder / INDEX
-    if index.is_file():
-        weight_map = read_json(index, "Download it again.").get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(x, str) for x in weight_map.values()):
-            raise CheckpointError(
-                f"{index} is not an index of weights: it has no weight_map. Download it again."
-            )
-        named = sorted(set(weight_map.values()))
-        # A name like ../x or /x would lead out of the folder.
-        files = [folder / name for name in named if Path(name).name == name]
-        if len(files) == len(named) > 0 and all(file.is_file() for file in files):
-            return files
-    for name in (WAN_TRANSFORMER, TRANSFORMER):
-        if (folder / name).is_file():
-            return [folder / name]
-    shards = {file: match for file in folder.iterdir() if (match := _SHARD.fullmatch(file.name))}
-    if not shards:
-        named = {path: header_names(path) for path in sorted(folder.glob("*.safetensors"))}
-        own = tuple(f"{prefix}{name}" for prefix in ("", WAN_PREFIX) for name in _OWN)
-        return [path for path, names in named.items() if any(name.startswith(own) for name in names)]
-    counts = {int(match[2]) for match in shards.values()}
-    missing = {f"model-{i + 1:05d}-of-{n:05d}.safetensors" for n in counts for i in range(n)}
-    if absent := sorted(missing - {file.name for file in shards}):
-        raise CheckpointError(f"{folder} lacks {absent[0]} of its shards. Download it again.")
-    return sorted(shards)
+def open_transformer(folder: Path) -> TensorFiles | None:
+    """Open the files of a folder's transformer, by any of its names; None without one."""
+    own = [f"{prefix}{name}" for prefix in ("", WAN_PREFIX) for name in _OWN]
+    return transformer_files(folder, own, (WAN_TRANSFORMER, TRANSFORMER))
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorldFiles(WorldFolder):
+class WanFiles(WorldFolder):
     """A Wan world on disk without its weights; tensors have diffusers' names."""
 
     # Actions enter through these: rounded, they would not cancel what is far from zero, as in pixels.
@@ -211,22 +196,22 @@ def slot_bytes(vae: WanVae, image_size: int, context: Literal["frames", "latents
     return SlotBytes(kept=kept, scratch=TENSORS_AT_ONCE * largest)
 
 
-def open_world(folder: Path) -> WorldFiles:
+def open_world(folder: Path) -> WanFiles:
     """Read sizes and facts of a world, without its weights."""
-    files = transformer_files(folder)
-    about = read_about(folder, KIND, published=bool(files))
-    if not files:
+    transformer = open_transformer(folder)
+    about = read_about(folder, KIND, published=transformer is not None)
+    if transformer is None:
         raise CheckpointError(f"{folder / TRANSFORMER} is missing. Save the world again.")
     vae_file = next((path for name in (WAN_VAE, VAE) if (path := folder / name).is_file()), None)
     if vae_file is None:
         wanted = VAE if about else WAN_VAE
         raise CheckpointError(
-            f"{folder} holds a transformer ({files[0].name}) and no autoencoder: {folder / wanted} does not "
-            f"exist. Download it beside {files[0].name}."
+            f"{folder} holds a transformer ({transformer.paths[0].name}) and no autoencoder: "
+            f"{folder / wanted} does not exist. Download it into the same folder."
         )
-    transformer, vae = TensorFiles(files), TensorFiles(vae_file)
+    vae = TensorFiles(vae_file)
     try:
-        return WorldFiles(
+        return WanFiles(
             folder=folder,
             transformer=transformer.renamed(transformer_name),
             transformer_size=recognise_transformer(transformer, about),
@@ -331,7 +316,7 @@ def _count(pattern: str, names: Iterable[str]) -> int:
 
 def rewrite_world(source: Path, folder: Path, tensors: Mapping[str, Tensor], version: int) -> None:
     """Write a world's folder again with other weights of its transformer, by diffusers' names."""
-    files = transformer_files(source)
+    files = open_world(source).transformer.paths
     folder.parent.mkdir(parents=True, exist_ok=True)
     with replacing(folder) as part:
         part.mkdir()

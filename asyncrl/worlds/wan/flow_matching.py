@@ -61,15 +61,6 @@ CONTEXT_SIGMA: Final = 5 * 0.05 / 1.2
 """Noise level (0.208, id 950) put on the memory latent in training: it makes imagined memories tolerable."""
 
 
-class WindowLoss(NamedTuple):
-    """Error of the predicted velocity."""
-
-    loss: Tensor
-    """``[]`` float32, mean of `per_sample`, with gradient."""
-    per_sample: Tensor
-    """``[B]`` float32, weighted mean squared error over the two new latents, detached."""
-
-
 class WindowNoise(NamedTuple):
     """Random numbers of a batch of windows, on the CPU."""
 
@@ -99,8 +90,8 @@ def window_loss(
     *,
     context_noise: bool = True,
     context_sigma: float = CONTEXT_SIGMA,
-) -> WindowLoss:
-    """Compute the weighted error of ``noise - clean`` of the two new latents, given the first two.
+) -> Tensor:
+    """Compute the weighted mean squared error ``[]`` of ``noise - clean`` of the two new latents.
 
     The anchor is clean. The memory is noised a little, at time 0, so that the imperfect memories of a long
     imagined episode do not make it drift (WoVR, arXiv 2602.13977).
@@ -123,4 +114,4 @@ def window_loss(
     velocity = transformer(window, times_B4, actions_BTA)[:, :, 2:].float()
     error_B = (velocity - (new_noise - clean[:, :, 2:])).square().flatten(1).mean(1)
     weighted_B = error_B * training_weights()[noise.ids].to(device)
-    return WindowLoss(loss=weighted_B.mean(), per_sample=weighted_B.detach())
+    return weighted_B.mean()

@@ -32,7 +32,7 @@ from asyncrl.storage.weight_files import write_tensors
 from asyncrl.worlds.files import AS_SAVED, FolderWorld, refuse_own_settings, write_about
 from asyncrl.worlds.slots import TensorState, draw_noise, finite_rows, imagine_full, open_each_once
 from asyncrl.worlds.start_states import check_beginnings
-from asyncrl.worlds.wan.files import KIND, TRANSFORMER, VAE, WorldFiles, open_world
+from asyncrl.worlds.wan.files import KIND, TRANSFORMER, VAE, WanFiles, open_world
 from asyncrl.worlds.wan.flow_matching import sampling_sigmas
 from asyncrl.worlds.wan.tiny_decoder import Decoder, FullDecoder
 from asyncrl.worlds.wan.transformer import ActionWanTransformer
@@ -95,7 +95,7 @@ class WanWorld(FolderWorld):
         return self._image_size
 
     @classmethod
-    def files(cls, folder: Path, settings: ImaginationSettings, own: Mapping[str, Any]) -> WorldFiles:
+    def files(cls, folder: Path, settings: ImaginationSettings, own: Mapping[str, Any]) -> WanFiles:
         """See `FolderWorld.files`."""
         refuse_own_settings(own, "a Wan world")
         return open_world(folder)
@@ -125,7 +125,7 @@ class WanWorld(FolderWorld):
         return self
 
     def compile(self, rows: int) -> WanWorld:
-        """Compile for decisions of `rows` slots; see `CompilesWorld`. The first takes a minute longer."""
+        """Compile for decisions of `rows` slots; see `World.compile`. The first takes a minute longer."""
         self._rows = rows
         for block in self.transformer.blocks:
             block.compile(fullgraph=True, dynamic=False)

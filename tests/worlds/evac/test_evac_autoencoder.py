@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from asyncrl.worlds.evac.conditions import AutoencoderConfig, build_autoencoder, decode_frames, encode_frames
 from asyncrl.worlds.evac.published import published_state
-from support.evac import PUBLISHED, published_shapes, randomised
+from asyncrl.worlds.layers import FrameVae, FrameVaeConfig
+from support.evac import PUBLISHED, SCALE, published_shapes, randomised
 
-TINY = AutoencoderConfig(channels=8, multipliers=(1, 2, 2), res_blocks=2, groups=4)
+TINY = FrameVaeConfig(widths=(8, 16, 16), layers_per_block=2, groups=4, scale=SCALE)
 
 
 class Slow:
     """The equations by published names."""
 
-    def __init__(self, weights: dict[str, Tensor], size: AutoencoderConfig) -> None:
+    def __init__(self, weights: dict[str, Tensor], size: FrameVaeConfig) -> None:
         self.w, self.size = weights, size
 
     def conv(self, x: Tensor, name: str, *, stride: int = 1, padding: int = 1) -> Tensor:
@@ -53,22 +53,22 @@ class Slow:
 
     def encode(self, pictures: Tensor) -> Tensor:
         x = self.conv(pictures, "encoder.conv_in")
-        levels = len(self.size.multipliers)
+        levels = len(self.size.widths)
         for level in range(levels):
-            for number in range(self.size.res_blocks):
+            for number in range(self.size.layers_per_block):
                 x = self.res(x, f"encoder.down.{level}.block.{number}")
             if level + 1 < levels:
                 x = functional.pad(x, (0, 1, 0, 1))  # to the right and below only
                 x = self.conv(x, f"encoder.down.{level}.downsample.conv", stride=2, padding=0)
         x = self.swish(self.norm(self.middle(x, "encoder"), "encoder.norm_out"))
-        return self.conv(self.conv(x, "encoder.conv_out"), "quant_conv")[:, : self.size.latent] * 0.18215
+        return self.conv(self.conv(x, "encoder.conv_out"), "quant_conv")[:, : self.size.channels] * 0.18215
 
     def decode(self, latents: Tensor) -> Tensor:
         x = self.middle(
             self.conv(self.conv(latents / 0.18215, "post_quant_conv"), "decoder.conv_in"), "decoder"
         )
-        for level in reversed(range(len(self.size.multipliers))):
-            for number in range(self.size.res_blocks + 1):
+        for level in reversed(range(len(self.size.widths))):
+            for number in range(self.size.layers_per_block + 1):
                 x = self.res(x, f"decoder.up.{level}.block.{number}")
             if level:
                 x = x.repeat_interleave(2, dim=2).repeat_interleave(2, dim=3)
@@ -77,12 +77,12 @@ class Slow:
 
 
 def tiny() -> Any:
-    return randomised(build_autoencoder(TINY), 1)
+    return randomised(FrameVae(TINY), 1)
 
 
 def test_published_names_and_shapes_are_the_published_ones() -> None:
     with torch.device("meta"):
-        network = build_autoencoder(PUBLISHED.autoencoder)
+        network = FrameVae(PUBLISHED.autoencoder)
     published = published_shapes("evac_autoencoder")
     assert len(published) == 248
     found = {
@@ -98,9 +98,9 @@ def test_encoding_and_decoding_follow_the_equations() -> None:
     generator = torch.Generator().manual_seed(0)
     pictures = (torch.rand(2, 3, 16, 16, generator=generator) * 2 - 1).requires_grad_()
     latents = torch.randn(2, 4, 4, 4, generator=generator).requires_grad_()
-    coded, expected = encode_frames(network, pictures, 0.18215), slow.encode(pictures)
+    coded, expected = network.encode(pictures), slow.encode(pictures)
     torch.testing.assert_close(coded, expected, atol=1e-5, rtol=1e-5)
-    drawn, wanted = decode_frames(network, latents, 0.18215), slow.decode(latents)
+    drawn, wanted = network.decode(latents), slow.decode(latents)
     torch.testing.assert_close(drawn, wanted, atol=1e-5, rtol=1e-5)
     for mine, theirs, leaf in ((coded, expected, pictures), (drawn, wanted, latents)):
         direction = torch.randn(mine.shape, generator=generator)
@@ -111,6 +111,6 @@ def test_encoding_and_decoding_follow_the_equations() -> None:
 def test_frames_do_not_see_each_other() -> None:
     network = tiny()
     pictures = torch.rand(3, 3, 16, 16, generator=torch.Generator().manual_seed(2)) * 2 - 1
-    together = encode_frames(network, pictures, 1.0)
-    alone = torch.cat([encode_frames(network, picture[None], 1.0) for picture in pictures])
+    together = network.encode(pictures)
+    alone = torch.cat([network.encode(picture[None]) for picture in pictures])
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)

@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from asyncrl.config.sections import ImaginationSettings
 from asyncrl.errors import ConfigError
 from asyncrl.records import StartState
-from asyncrl.worlds.evac.conditions import decode_frames, encode_frames
 from asyncrl.worlds.evac.ddim import normal_noise, sampling_times, seed_words, signal_scales, signal_shares
 from asyncrl.worlds.evac.files import estimate_slot
 from asyncrl.worlds.evac.state import EvacOptions
@@ -50,7 +49,7 @@ class Slow:
         self.first = torch.tensor(pictures[0]).permute(2, 0, 1) / 127.5 - 1
 
     def encode(self, picture: Tensor) -> Tensor:
-        return encode_frames(self.net.autoencoder, picture[None], 0.18215)[0]
+        return self.net.autoencoder.encode(picture[None])[0]
 
     def tokens(self, poses: list[Tensor], frame: int) -> Tensor:
         before = poses[max(frame - 1, 0)]
@@ -91,9 +90,7 @@ class Slow:
             x = self.step(x, v, t, s, normal_noise(words, number + 1, (4, 8, 4, 4))[0], options.eta)
         self.latents += list(x.unbind(1))
         self.poses = poses
-        pictures = torch.stack(
-            [decode_frames(self.net.autoencoder, z[None], 0.18215)[0] for z in x.unbind(1)]
-        )
+        pictures = torch.stack([self.net.autoencoder.decode(z[None])[0] for z in x.unbind(1)])
         pixels = ((pictures.clamp(-1, 1) + 1) * 127.5).round()
         return pixels.permute(0, 2, 3, 1)
 
@@ -192,10 +189,13 @@ def test_the_network_compiles_in_one_piece(world: EvacWorld) -> None:
     words, draws = torch.from_numpy(seed_words([1, 2])), torch.arange(4)
     for draw in range(4):
         assert torch.equal(noise(words, draws[draw], (2, 5)), normal_noise(words, draw, (2, 5)))
-    for coder, shape in ((encode_frames, (2, 3, 32, 32)), (decode_frames, (2, 4, 4, 4))):
-        network, values = world.networks.autoencoder, torch.randn(shape)
-        whole = torch.compile(coder, backend="eager", fullgraph=True, dynamic=False)
-        torch.testing.assert_close(whole(network, values, 0.2), coder(network, values, 0.2))
+    network = world.networks.autoencoder
+    for coder, shape in ((network._encode, (2, 3, 32, 32)), (network._decode, (2, 4, 4, 4))):
+        whole, values = (
+            torch.compile(coder, backend="eager", fullgraph=True, dynamic=False),
+            torch.randn(shape),
+        )
+        torch.testing.assert_close(whole(values), coder(values))
 
 
 class Waits(TorchDispatchMode):

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from asyncrl.errors import CheckpointError
-from asyncrl.worlds.opensora.flow import ActionRange, normalise, read_action_range
+from asyncrl.worlds.opensora.files import ActionRange, read_action_range
+from asyncrl.worlds.opensora.world import normalise
 
 LOW = [-0.7, -0.6, -0.9, -0.1, -0.2, -0.3, 0.0]
 HIGH = [0.9, 0.8, 0.7, 0.2, 0.1, 0.4, 1.0]

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from asyncrl.worlds.layers import FrameVae, FrameVaeConfig
 from asyncrl.worlds.opensora import autoencoder
-from asyncrl.worlds.opensora.autoencoder import FrameVae, VaeConfig
 from support.opensora import NANO_VAE, by_diffusers, nano_vae
 
 
@@ -58,7 +58,7 @@ def test_another_scale_scales_latents_and_leaves_frames() -> None:
 
 def test_the_published_size_has_the_published_tensors() -> None:
     with torch.device("meta"):
-        vae = FrameVae(VaeConfig.published())
+        vae = FrameVae(FrameVaeConfig.published())
     shapes = {name: tuple(tensor.shape) for name, tensor in vae.state_dict().items()}
     assert (len(shapes), sum(p.numel() for p in vae.parameters())) == (248, 83_653_863)
     assert shapes["encoder.conv_out.weight"] == (8, 512, 3, 3)

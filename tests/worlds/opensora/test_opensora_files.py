@@ -18,8 +18,8 @@ from asyncrl.config.sections import ImaginationSettings
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.storage.tensor_files import TensorFiles
 from asyncrl.storage.untrusted import header_names
-from asyncrl.worlds.kinds import lacks_opensora as lacks
-from asyncrl.worlds.opensora.autoencoder import FrameVae, VaeConfig
+from asyncrl.worlds.files import lacks_opensora as lacks
+from asyncrl.worlds.layers import FrameVae, FrameVaeConfig
 from asyncrl.worlds.opensora.files import open_world
 from asyncrl.worlds.opensora.stdit3 import UNUSED, STDiT3, STDiT3Config
 from asyncrl.worlds.opensora.world import OpenSoraWorld, load_world, save_world
@@ -186,14 +186,16 @@ def test_files_of_the_true_size_are_recognised_and_checked_without_reading_them(
     sparse_safetensors(tmp_path / MODEL, published_shapes())
     (tmp_path / "vae").mkdir()
     with torch.device("meta"):
-        vae = {name: tensor.shape for name, tensor in FrameVae(VaeConfig.published()).state_dict().items()}
+        vae = {
+            name: tensor.shape for name, tensor in FrameVae(FrameVaeConfig.published()).state_dict().items()
+        }
     sparse_safetensors(tmp_path / VAE, vae)
     described = {"block_out_channels": [128, 256, 512, 512], "layers_per_block": 2, "latent_channels": 4}
     (tmp_path / "vae" / "config.json").write_text(json.dumps(described))
     RANGE.write(tmp_path)
     with caplog.at_level(logging.INFO):
         files = open_world(tmp_path)
-    assert (files.transformer_size, files.vae_size) == (STDiT3Config.xl2(), VaeConfig.published())
+    assert (files.transformer_size, files.vae_size) == (STDiT3Config.xl2(), FrameVaeConfig.published())
     assert (files.image_size, files.schedule_steps, files.types().dtype) == (256, 10, torch.bfloat16)
     assert files.check() == 2 * (907_789_892 + 83_653_863)
     assert "is an STDiT3-XL/2 with actions, as published" in caplog.text

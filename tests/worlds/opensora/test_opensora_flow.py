@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.worlds.opensora.flow import STEPS, mix, sample, sampling_times
+from asyncrl.worlds.opensora.files import STEPS
+from asyncrl.worlds.opensora.world import mix, sample, sampling_times
 
 
 def test_the_sampler_visits_the_published_times() -> None:
