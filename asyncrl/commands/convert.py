@@ -23,12 +23,6 @@ if TYPE_CHECKING:
 
 ADAPTER = "adapter_config.json"
 GB = 1e9
-ADAPTER_LOADING: Final = """\
-`peft` puts the low-rank adapters of this folder on the published model that training began with:
-
-```python
-model = PeftModel.from_pretrained(model, "FOLDER")
-```"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +122,7 @@ def _convert(config: ConvertConfig) -> None:
 
 def _convert_adapter(config: ConvertConfig, source: Path) -> None:
     from asyncrl.policies.lora import export_adapter
-    from asyncrl.policies.openvla.export import open_any
+    from asyncrl.policies.openvla.export import ADAPTER_LOADING, open_any
 
     # A checkpoint of a run has its adapters in a folder of its own.
     checkpoint = source.resolve().parent

@@ -47,9 +47,8 @@ from asyncrl.worlds.evac.conditions import (
 from asyncrl.worlds.evac.ddim import chunk_loss, draw
 from asyncrl.worlds.evac.files import check_kinds
 from asyncrl.worlds.evac.poses import ARMS, MOTION_DIM, Camera, Motions, MotionStatistics, PoseModel
-from asyncrl.worlds.evac.state import memory_index
 from asyncrl.worlds.evac.unet import UNetConfig
-from asyncrl.worlds.evac.world import EvacWorld, load_world, save_world
+from asyncrl.worlds.evac.world import EvacWorld, load_world, memory_index, save_world
 from asyncrl.worlds.layers import FrameVaeConfig
 
 SAMPLING_STEPS: Final = 10

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from itertools import islice
 from types import MethodType
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from asyncrl.devices.float8 import ALIGNMENT, FrozenFloat8Linear, copied_bytes, 
 from asyncrl.devices.streams import CudaGraphed
 from asyncrl.errors import ConfigError
 from asyncrl.policies.action_tokens import SampledTokens
-from asyncrl.policies.interface import PolicyInputs, SamplingParams
+from asyncrl.policies.interface import Policy, PolicyInputs, SamplingParams
 
 FLAG: Final = "--learner.frozen-precision"
 GRAPHS: Final = 64
@@ -32,15 +32,7 @@ runs such code uncompiled without an error."""
 Choose = Callable[[PolicyInputs, SamplingParams, Tensor | None], SampledTokens]
 
 
-class HasBlocks(Protocol):
-    """A policy with `interface.Policy.blocks`."""
-
-    def blocks(self) -> Iterable[nn.Module]:
-        """Yield the units of compilation and recomputation."""
-        ...
-
-
-def compile_blocks(policy: HasBlocks, *, dynamic: bool | None = None) -> None:
+def compile_blocks(policy: Policy, *, dynamic: bool | None = None) -> None:
     """Compile vision blocks and Llama layers in place, at their first calls.
 
     Args:
@@ -134,7 +126,7 @@ def _tensors(inputs: PolicyInputs) -> dict[str, Tensor]:
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
-def enable_gradient_checkpointing(policy: HasBlocks, *, every: int = 1) -> None:
+def enable_gradient_checkpointing(policy: Policy, *, every: int = 1) -> None:
     """Make Llama layers and vision blocks keep only their input, in eval mode as well.
 
     Gradients stay the same. Only `forward` of each block's instance is replaced: no module is wrapped and no
@@ -157,7 +149,7 @@ def _recomputed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return checkpoint(forward, block, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
-def use_float8_where_frozen(policy: HasBlocks) -> None:
+def use_float8_where_frozen(policy: Policy) -> None:
     """Replace the frozen linear layers below adapters, in place; one that does not fit stays.
 
     Args:
@@ -171,16 +163,12 @@ def use_float8_where_frozen(policy: HasBlocks) -> None:
         layer.base_layer = FrozenFloat8Linear(layer.base_layer)
 
 
-def frozen_float8_bytes(policy: HasBlocks) -> int:
-    """Count the bytes that `use_float8_where_frozen` adds to a policy; it may be on device meta.
-
-    Raises:
-        ConfigError: No layer fits.
-    """
+def frozen_float8_bytes(policy: Policy) -> int:
+    """Count the bytes that `use_float8_where_frozen` adds to a policy; it may be on device meta."""
     return sum(copied_bytes(layer.base_layer) for layer in _required(policy))
 
 
-def _required(policy: HasBlocks) -> list[Any]:
+def _required(policy: Policy) -> list[Any]:
     layers = list(_adapted(policy))
     if not layers:
         raise ConfigError(
@@ -191,7 +179,7 @@ def _required(policy: HasBlocks) -> list[Any]:
     return layers
 
 
-def _adapted(policy: HasBlocks) -> Iterator[Any]:
+def _adapted(policy: Policy) -> Iterator[Any]:
     """Yield the layers of blocks that have adapters, over a frozen layer that fits. Needs no peft."""
     for block in policy.blocks():
         for module in block.modules():

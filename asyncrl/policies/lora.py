@@ -291,9 +291,6 @@ def export_adapter(source: Path, folder: Path, rows: Sequence[TensorMapping]) ->
 
     Returns:
         Layers with an adapter.
-
-    Raises:
-        CheckpointError: The adapters are not of a policy of asyncrl.
     """
     pairs, fields = read_pairs(source), read_json(source / CONFIG)
     known = {ours.removesuffix(".weight") for ours, _, _ in rows}

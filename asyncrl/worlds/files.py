@@ -36,6 +36,7 @@ AS_SAVED: Final = ImaginationSettings()
 EXACT: Final = torch.float32
 MAX_DECISIONS: Final = 32
 """256 steps, the length of episodes in RLinf's files for its worlds."""
+_SHARD: Final = re.compile(r"(.+)-\d{5}-of-(\d{5})\.safetensors")
 TEMPERATURE: Final = 1.6
 """At which RLinf's GRPO samples the policy in its worlds."""
 WAN_PREFIX: Final = "pipe.dit."
@@ -293,6 +294,10 @@ def transformer_files(folder: Path, own: Sequence[str], named: Sequence[str] = (
         for path in sorted(folder.glob("*.safetensors"))
         if any(name.startswith(tuple(own)) for name in header_names(path))
     ]
+    shards = [match for path in files if (match := _SHARD.fullmatch(path.name))]
+    whole = {f"{m[1]}-{i + 1:05d}-of-{m[2]}.safetensors" for m in shards for i in range(int(m[2]))}
+    if absent := sorted(whole - {path.name for path in files}):
+        raise CheckpointError(f"{folder} lacks {absent[0]} of its shards. Download it again.")
     return TensorFiles(files) if files else None
 
 

@@ -26,7 +26,7 @@ from asyncrl.config.sections import (
 from asyncrl.errors import ConfigError
 from asyncrl.launch.simulated import refuse_idle
 from asyncrl.storage.assets import simulator_named
-from asyncrl.worlds.evac.state import EvacOptions
+from asyncrl.worlds.evac.world import EvacOptions
 from support import ROOT
 
 CONFIGS = ROOT / "configs"

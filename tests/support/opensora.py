@@ -80,7 +80,7 @@ def export_opensora(folder: Path, world: OpenSoraWorld, *, shard_bytes: int | No
         "block_out_channels": list(vae.widths),
         "layers_per_block": vae.layers_per_block,
         "latent_channels": vae.channels,
-        "norm_num_groups": vae.norm_groups,
+        "norm_num_groups": vae.groups,
         "scaling_factor": vae.scale,
     }
     (inside / "config.json").write_text(json.dumps(described))

@@ -526,7 +526,7 @@ def larger_reward(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("breaks", "words"),
     [
-        (broken_index, "is not an index of weights"),
+        (broken_index, "has no weight_map of tensors"),
         (code_in_the_autoencoder, r"Wan2\.2_VAE\.pth was not read: it holds no tensors by name"),
         (other_latents, "has 16 latent channels; Wan 2.2 has 48"),
         (cut_transformer, r"model-00001\.safetensors is truncated"),

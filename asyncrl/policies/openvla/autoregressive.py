@@ -31,15 +31,7 @@ class OpenVLAPolicy(OpenVLAOFTPolicy):
     def embed(
         self, inputs: PolicyInputs, tokens_BK: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None, int]:
-        """Embed the prompt, followed by the tokens but the last, which speaks for nothing.
-
-        Args:
-            tokens_BK: ``[B, K]`` bins of any integer dtype; None: the prompt alone.
-
-        Returns:
-            Embeddings ``[B, S, D]`` in the weights' dtype, S = P + L (+ K - 1), mask ``[B, S]`` int64 (None:
-            no padding), index of the last prompt token.
-        """
+        """Embed the prompt and all tokens but the last, which speaks for nothing; None: the prompt alone."""
         embeddings, mask = self.embed_prompt(inputs)
         last_prompt = embeddings.shape[1] - 1
         if tokens_BK is None:
@@ -52,11 +44,8 @@ class OpenVLAPolicy(OpenVLAOFTPolicy):
     def choose(
         self, inputs: PolicyInputs, sampling: SamplingParams, uniforms_BK: Tensor | None
     ) -> SampledTokens:
-        """Choose one token after the other; token k takes uniform k.
-
-        Shapes and dtypes are those of `OpenVLAOFTPolicy.choose`. The cache of keys and values grows by one
-        position per token: no shape depends on numbers, so the whole call can be one CUDA graph.
-        """
+        """Choose one token after the other; token k takes uniform k."""
+        # The cache grows by one position per token: no shape depends on numbers, so this can be a CUDA graph.
         embeddings, mask, _ = self.embed(inputs)
         cache = DynamicCache(config=self.llm.config)
         hidden = self._read(embeddings, mask, cache)
@@ -91,11 +80,7 @@ def load_policy(
     dtype: Dtype = "config",
     options: PublishedOptions | None = None,
 ) -> OpenVLAOFTPolicy:
-    """Read a policy folder with the class that its decoding asks for; in evaluation mode, all trainable.
-
-    Raises:
-        CheckpointError: A file is missing, truncated, or does not fit the configuration.
-    """
+    """Read a policy folder with the class that its decoding asks for; in evaluation mode, all trainable."""
     opened = open_folder(Path(folder), options)
     kind = OpenVLAPolicy if opened.config.causal else OpenVLAOFTPolicy
     return kind.from_folder(opened, device, dtype)

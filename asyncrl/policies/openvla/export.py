@@ -277,6 +277,14 @@ def _auto_map(file: Path) -> dict[str, list[str]]:
     return {name: [one for one in of if isinstance(one, str)] for name, of in lists.items()}
 
 
+ADAPTER_LOADING: Final = """\
+`peft` puts the low-rank adapters of this folder on the published model that training began with:
+
+```python
+model = PeftModel.from_pretrained(model, "FOLDER")
+```"""
+
+
 def loading(folder: Path, report: ConversionReport, repo: str) -> str:
     """Describe how asyncrl and other stacks load an export.
 

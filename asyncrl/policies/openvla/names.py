@@ -150,14 +150,7 @@ def to_native(
 def to_published(
     rows: Sequence[TensorMapping], natives: Iterable[tuple[str, Tensor]], *, fold: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """Turn the policy's tensors into published ones, each as soon as its parts are there.
-
-    Args:
-        natives: All of the policy's, any dtype and order: parts wait in memory until the last one comes.
-
-    Yields:
-        Published name, and a tensor of the same dtype in its published shape.
-    """
+    """Turn the policy's tensors, in any order, into published ones, each as soon as its parts are there."""
     sources: dict[str, list[str]] = {}
     for ours, theirs, _ in rows:
         sources.setdefault(theirs, []).append(ours)

@@ -174,19 +174,14 @@ def build_llm(config: OpenVLAOFTConfig) -> LlamaModel:
 def run_trunk(
     llm: LlamaModel, x_BQD: Tensor, mask_BS: Tensor | None, *, causal: bool, cache: Cache | None = None
 ) -> Tensor:
-    """Run the layers and the final norm over further positions.
+    """Run the layers and the final norm over further positions: ``[B, Q, D]`` final hidden states.
 
     The model's own `forward` reads the numbers of a mask, which waits for the device, and makes a needless
     mask once it is compiled or captured, which costs the fast attention.
 
     Args:
-        x_BQD: ``[B, Q, D]`` embeddings in the weights' dtype.
         mask_BS: ``[B, S]`` integer or bool, 0 = padding, over all positions so far; None: no padding. Padding
             is not counted: the rotary positions of a padded prompt are those of an unpadded one.
-        causal: Whether a position sees only those up to itself.
-
-    Returns:
-        ``[B, Q, D]`` final hidden states in the weights' dtype.
     """
     new = x_BQD.shape[1]
     before = cache.get_seq_length() if cache is not None else 0

@@ -77,11 +77,7 @@ class OpenVLAOFTPolicy(Policy):
     """Set when acting was captured as a CUDA graph."""
 
     def __init__(self, config: OpenVLAOFTConfig, tokenizer: PromptTokenizer | None = None) -> None:
-        """Build with random weights, in `config.dtype`.
-
-        Args:
-            tokenizer: None: the built-in word tokenizer, which only policies trained with it understand.
-        """
+        """Build with random weights, in `config.dtype`; `tokenizer` None is the built-in word tokenizer."""
         super().__init__()
         self.config = config
         self.tokenizer = tokenizer or PromptTokenizer(build_word_tokenizer(), pad_id=config.token_count)
@@ -113,12 +109,7 @@ class OpenVLAOFTPolicy(Policy):
 
     @classmethod
     def load(cls, folder: Path, device: torch.device, **settings: Any) -> Self:
-        """Read a policy folder: published, or written by asyncrl.
-
-        Raises:
-            CheckpointError: A file is missing, truncated, or does not fit.
-            ConfigError: A setting is not known.
-        """
+        """Read a policy folder: published, or written by asyncrl."""
         known = {field.name for field in dataclasses.fields(PublishedOptions)}
         if unknown := sorted(settings.keys() - known):
             raise ConfigError(
@@ -129,11 +120,7 @@ class OpenVLAOFTPolicy(Policy):
 
     @classmethod
     def from_folder(cls, opened: PolicyFolder, device: str | torch.device, dtype: Dtype = "config") -> Self:
-        """Read the weights tensor by tensor; in evaluation mode, everything trainable.
-
-        Args:
-            dtype: Of the weights; "config": `config.dtype`.
-        """
+        """Read the weights tensor by tensor; in evaluation mode, everything trainable."""
         with torch.device("meta"):
             policy = cls(opened.config, opened.tokenizer)
         wanted = policy.config.torch_dtype if dtype == "config" else dtype
@@ -161,7 +148,6 @@ class OpenVLAOFTPolicy(Policy):
         Args:
             tensors: All weights by stable name, each whole, any dtype; None: the policy's own.
             dtype: Of the numbers in the file; the policy computes in `config.dtype` all the same.
-            shard_bytes: Size above which a further weight file is begun.
         """
         kept = self.config.torch_dtype if dtype == "config" else dtype
         shapes = {name: p.shape for name, p in (self._own_shapes() if tensors is None else tensors.items())}
@@ -227,10 +213,8 @@ class OpenVLAOFTPolicy(Policy):
         yield from self.llm.layers
 
     def lora_layers(self, targets: str) -> list[str]:
-        """Return the linear layers of the towers, projector and Llama, or those of Llama's layers alone.
-
-        The output layer gets no adapter: only its 256 action rows are ever multiplied.
-        """
+        """Return the linear layers of the towers, projector and Llama, or those of Llama alone."""
+        # The output layer gets no adapter: only its 256 action rows are ever multiplied.
         parts = ("llm.layers.",) if targets == "language" else ("llm.layers.", "projector.", "vision.")
         linears = (name for name, module in self.named_modules() if isinstance(module, nn.Linear))
         return [name for name in linears if name.startswith(parts)]
@@ -283,11 +267,7 @@ class OpenVLAOFTPolicy(Policy):
         return place_pictures(self.config, frames, self.device)
 
     def embed_prompt(self, inputs: PolicyInputs) -> tuple[Tensor, Tensor | None]:
-        """Embed all positions before the action tokens.
-
-        Returns:
-            Embeddings ``[B, L + P, D]`` in the weights' dtype, mask ``[B, L + P]`` int64 (None: no padding).
-        """
+        """Embed the positions before the action tokens, with their mask (None: no padding)."""
         text_BLD = self.llm.embed_tokens(inputs.input_ids)
         features = self.vision(inputs.pixels.flatten(0, -4))
         patches_BPD = self.projector(features.reshape(len(text_BLD), -1, features.shape[-1]))
@@ -308,8 +288,7 @@ class OpenVLAOFTPolicy(Policy):
         """Embed the whole sequence; `tokens_BK` is ignored, since the slots are zeros.
 
         Returns:
-            Embeddings ``[B, S, D]`` in the weights' dtype, mask ``[B, S]`` int64 (None: no padding), index of
-            the last prompt token.
+            Embeddings ``[B, S, D]``, mask ``[B, S]`` (None: no padding), index of the last prompt token.
         """
         prompt, mask = self.embed_prompt(inputs)
         parts = [prompt, prompt.new_zeros(len(prompt), self.config.slots, self.config.llm_width)]
@@ -322,15 +301,10 @@ class OpenVLAOFTPolicy(Policy):
         return embeddings_BSD, mask, prompt.shape[1] - 1
 
     def readout(self, inputs: PolicyInputs, tokens_BK: Tensor | None = None) -> Tensor:
-        """Compute the final hidden states of the action tokens; the first is at the last prompt token.
-
-        Shapes depend on those of `inputs` alone, and on `PolicyInputs.padded`.
+        """Compute the final hidden states ``[B, K, D]`` of the action tokens.
 
         Args:
             tokens_BK: ``[B, K]`` bins of any integer dtype, for autoregressive decoding.
-
-        Returns:
-            ``[B, K, D]`` in the weights' dtype.
         """
         embeddings_BSD, mask_BS, last_prompt = self.embed(inputs, tokens_BK)
         hidden_BSD = run_trunk(self.llm, embeddings_BSD, mask_BS, causal=self.config.causal)
@@ -339,11 +313,7 @@ class OpenVLAOFTPolicy(Policy):
     def choose(
         self, inputs: PolicyInputs, sampling: SamplingParams, uniforms_BK: Tensor | None
     ) -> SampledTokens:
-        """Choose the tokens of a decision: on the device alone, with shapes as in `readout`.
-
-        Args:
-            uniforms_BK: ``[B, K]`` float64 in [0, 1), one number per token; None: the most likely tokens.
-        """
+        """Choose the tokens of a decision, on the device alone; see `take_tokens` for `uniforms_BK`."""
         hidden_BKD = self.readout(inputs)
         logprobs_BKN = action_distribution(self.lm_head(hidden_BKD), sampling)
         return SampledTokens(take_tokens(logprobs_BKN, uniforms_BK), logprobs_BKN, hidden_BKD)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -39,7 +39,7 @@ from asyncrl.worlds.evac.published import (
     published_tensors,
 )
 from asyncrl.worlds.evac.unet import UNetConfig
-from asyncrl.worlds.files import ABOUT, AS_SAVED, WorldFolder, read_about, write_about
+from asyncrl.worlds.files import ABOUT, AS_SAVED, WorldFolder, read_about
 from asyncrl.worlds.layers import FrameVaeConfig
 
 KIND: Final = "evac"
@@ -77,7 +77,7 @@ _OTHER_FACTS: Final = ("image_size", "schedule_steps", "history", "fps", "domain
 # ---- folders -------------------------------------------------------------------------------------
 
 
-class Entry(NamedTuple):
+class TensorPlace(NamedTuple):
     """Place of a tensor."""
 
     shape: torch.Size
@@ -85,9 +85,9 @@ class Entry(NamedTuple):
     """Reads it, on the CPU."""
 
 
-Parts = Mapping[str, Mapping[str, Entry]]
+Parts = Mapping[str, Mapping[str, TensorPlace]]
 """Network -> published name without prefix -> place."""
-Files = Mapping[Path, Mapping[str, Entry]]
+Files = Mapping[Path, Mapping[str, TensorPlace]]
 """File -> published name with prefix -> place."""
 
 
@@ -135,10 +135,10 @@ class EvacFiles(WorldFolder):
         modules = networks.by_name().items()
         return sum(p.numel() * _dtype(n, dtype).itemsize for n, m in modules for p in m.parameters())
 
-    def load(self, device: torch.device | str, dtype: torch.dtype | None) -> EvacNetworks:
-        """Load the networks for inference, one tensor at a time; `dtype` None takes `types`."""
+    def load(self, device: torch.device | str, dtype: torch.dtype) -> EvacNetworks:
+        """Load the networks for inference, one tensor at a time."""
         self.check()
-        networks, dtype = self.build(), dtype or self.types().dtype
+        networks = self.build()
         for part, module in networks.by_name().items():
             ready: dict[str, Tensor] = {}
             for name, group in grouped(
@@ -186,7 +186,7 @@ def open_evac(folder: Path, *, guided: bool = False) -> EvacFiles:
             f"*.pt) with tensor {MARK}."
         )
     if not parts:
-        raise CheckpointError(f"{folder / _file_name('unet')} is missing. Save the world again.")
+        raise CheckpointError(f"{folder / file_name('unet')} is missing. Save the world again.")
     try:
         facts = _checked_facts(about) if about else {}
         others = {name: about[name] for name in _OTHER_FACTS} if about else {"image_size": _IMAGE_SIZE}
@@ -220,14 +220,6 @@ def open_evac(folder: Path, *, guided: bool = False) -> EvacFiles:
     )
 
 
-def write_evac(folder: Path, networks: EvacNetworks, config: EvacConfig, version: int) -> None:
-    """Write one safetensors file per network, and world.json."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for part, tensors in published_tensors(networks).items():
-        write_tensors(folder / _file_name(part), tensors)
-    write_about(folder, KIND, version=version, **_facts_of(asdict(config)))
-
-
 def convert_old(about: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Turn the files of format 1 in `folder` into those of this version; return the facts of world.json."""
     config = about["config"]
@@ -237,15 +229,17 @@ def convert_old(about: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         state = {name: files.read(name) for name in files.names()}
         old.unlink()
         levels = len(config["autoencoder"]["multipliers"])
-        write_tensors(folder / _file_name(part), published_state(part, state, levels))
-    return _facts_of(config)
+        write_tensors(folder / file_name(part), published_state(part, state, levels))
+    return facts_of(config)
 
 
-def _file_name(part: str) -> str:
+def file_name(part: str) -> str:
+    """Return the name of the file that asyncrl writes for a network."""
     return f"{PREFIXES[part]}safetensors" if part in PREFIXES else _POSE_MODEL
 
 
-def _facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
+def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the facts of world.json: those of a config that shapes do not tell."""
     parts = {name: {key: config[name][key] for key in keys} for name, (_, keys) in _FACTS.items()}
     return parts | {name: config[name] for name in _OTHER_FACTS}
 
@@ -261,8 +255,8 @@ def _find_parts(folder: Path) -> tuple[str, Parts]:
         raise CheckpointError(
             f"{folder} holds several EVAC checkpoints ({main[0].name}, {main[1].name}). Keep one."
         )
-    label, parts = str(main[0]), {part: dict[str, Entry]() for part in PREFIXES}
-    own = {_file_name(part) for part in PREFIXES}
+    label, parts = str(main[0]), {part: dict[str, TensorPlace]() for part in PREFIXES}
+    own = {file_name(part) for part in PREFIXES}
     files = [entries for path, entries in tensors.items() if path == main[0] or path.name in own]
     for name, entry in (item for entries in files for item in entries.items()):
         if _IGNORED.fullmatch(name):
@@ -294,9 +288,9 @@ def _find_parts(folder: Path) -> tuple[str, Parts]:
 
 def _open_files(folder: Path) -> tuple[Files, list[CheckpointError]]:
     """Open the weight files of a folder; return the errors of those that cannot be read, too."""
-    files: dict[Path, dict[str, Entry]] = {}
+    files: dict[Path, dict[str, TensorPlace]] = {}
     errors = []
-    own = {_file_name(part): prefix for part, prefix in PREFIXES.items()}
+    own = {file_name(part): prefix for part, prefix in PREFIXES.items()}
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         if path.suffix not in (".ckpt", ".pt", ".pth", ".bin", ".safetensors"):
             continue
@@ -307,7 +301,7 @@ def _open_files(folder: Path) -> tuple[Files, list[CheckpointError]]:
             continue
         prefix = own.get(path.name, "")
         files[path] = {
-            prefix + name.removeprefix(_WRAPPED): Entry(shape, partial(source.read, name))
+            prefix + name.removeprefix(_WRAPPED): TensorPlace(shape, partial(source.read, name))
             for name, shape in source.shapes.items()
         }
     return files, errors
@@ -322,7 +316,7 @@ def lacks(folder: Path) -> str:
     return "; ".join([looked, *map(str, errors)])
 
 
-def _tower(files: Files) -> dict[str, Entry]:
+def _tower(files: Files) -> dict[str, TensorPlace]:
     for entries in files.values():
         if _TOWER in entries:
             visual = {n.removeprefix("visual."): e for n, e in entries.items() if n.startswith("visual.")}
@@ -330,7 +324,7 @@ def _tower(files: Files) -> dict[str, Entry]:
     return {}
 
 
-def _pose_model(files: Files) -> dict[str, Entry]:
+def _pose_model(files: Files) -> dict[str, TensorPlace]:
     """Find the model of the hand's poses by its shapes: the names of its layers are not agreed upon."""
     inputs = ACTION_DIM + POSE_DIM
     for path, entries in files.items():

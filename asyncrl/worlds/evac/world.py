@@ -1,7 +1,7 @@
 """Imagine frames from start states and actions with the EVAC (EnerVerse-AC) world model.
 
 The network sees a window of twelve frames, one latent each: four of the episode so far, which stay clean
-(`state.memory_index`), and the eight of the decision, which begin as noise. So a slot keeps every frame of
+(`memory_index`), and the eight of the decision, which begin as noise. So a slot keeps every frame of
 its episode. The poses that the actions lead to are predicted first, drawn into maps and made into tokens.
 
 Dimension letters: B slots, C steps, P frames remembered, F = P + C, N frames there is room for, Z latent
@@ -10,11 +10,12 @@ channels, h/w latent size, I image tokens, T tokens of an action, K their width.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Self
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from asyncrl.devices.streams import CudaGraphed
 from asyncrl.devices.tensors import to_device, to_signed, to_uint8
 from asyncrl.errors import ConfigError
 from asyncrl.records import CHUNK, ActionSpec, StartState
+from asyncrl.storage.weight_files import write_tensors
 from asyncrl.worlds.evac.conditions import (
     EvacConfig,
     EvacNetworks,
@@ -34,11 +36,135 @@ from asyncrl.worlds.evac.conditions import (
     condition_channels,
 )
 from asyncrl.worlds.evac.ddim import guided, normal_noise, normal_words, sampling_steps, seed_words
-from asyncrl.worlds.evac.files import CONTEXT, EvacFiles, open_evac, write_evac
-from asyncrl.worlds.evac.state import EvacOptions, EvacState
-from asyncrl.worlds.files import FolderWorld
-from asyncrl.worlds.slots import finite_rows, imagine_full, open_each_once
+from asyncrl.worlds.evac.files import CONTEXT, KIND, EvacFiles, facts_of, file_name, open_evac
+from asyncrl.worlds.evac.published import published_tensors
+from asyncrl.worlds.files import AS_SAVED, FolderWorld, write_about
+from asyncrl.worlds.slots import TensorState, finite_rows, imagine_full, open_each_once
 from asyncrl.worlds.start_states import check_beginnings
+
+_OWN: Final = {"guidance": 100.0, "guidance_rescale": 1.0, "eta": 1.0}
+"""Settings of ``[world.settings]``, and the largest value of each; none is below 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvacOptions:
+    """Settings of the sampler."""
+
+    steps: int = 0
+    """Network calls per decision; 0: the folder's number."""
+    guidance: float = 1.0
+    """Scale of classifier-free guidance; 1 disables it, as in RLinf, others cost twice as much."""
+    guidance_rescale: float = 0.7
+    """See `ddim.guided`."""
+    eta: float = 1.0
+    """Share of fresh noise in each step; 0: only the first noise counts."""
+
+    @classmethod
+    def from_settings(cls, settings: ImaginationSettings, own: Mapping[str, Any]) -> EvacOptions:
+        """Read the settings of a run; raises ConfigError for those that EVAC cannot follow."""
+        refused = {
+            "context is frames, but an EVAC world remembers the latents that it drew. Use auto or latents.": (
+                settings.context == "frames"
+            ),
+            "decoder is tiny, but EVAC's autoencoder has no distilled decoder. Use full.": (
+                settings.decoder == "tiny"
+            ),
+            "precision is float8, but EVAC's denoiser is mostly convolutions, which have no 8-bit products. "
+            "Use stored or bf16.": settings.precision == "float8",
+            f"steps is {settings.steps}, but EVAC has 1000 noise levels. Use 1 to 1000, or 0 for the "
+            "folder's number.": settings.steps > 1000,
+        }
+        for problem in (problem for problem, wrong in refused.items() if wrong):
+            raise ConfigError(f"--imagination.{problem}")
+        for name, value in own.items():
+            if name not in _OWN:
+                raise ConfigError(
+                    f"--world-settings has {name}, which an EVAC world does not know. It takes "
+                    f"{', '.join(_OWN)}."
+                )
+            number = float(value) if type(value) in (int, float) else math.nan
+            if not 0 <= number <= _OWN[name]:
+                raise ConfigError(
+                    f"--world-settings {name} is {value!r}, expected a number from 0 to {_OWN[name]:g}."
+                )
+        return cls(steps=settings.steps, **{name: float(value) for name, value in own.items()})
+
+
+def memory_index(count_B: Tensor, remembered: int) -> Tensor:
+    """Choose the frames that the network sees of an episode so far: three spread over it, and the last one.
+
+    The first frame counts `P` times (EnerVerse-AC's sampler): of ``n = count + P - 1`` frames the network
+    sees ``n * i // (P - 1)`` for i from 0 to P - 2, and the last one.
+
+    Args:
+        count_B: ``[B]`` int64 frames so far; at least 1.
+        remembered: ``P``, at least 2.
+
+    Example:
+        >>> memory_index(torch.tensor([1, 9]), 4).tolist()
+        [[0, 0, 0, 0], [0, 1, 5, 8]]
+    """
+    copies = remembered - 1  # of the first frame, besides itself
+    spread = torch.arange(copies, device=count_B.device) * (count_B[:, None] + copies) // copies - copies
+    return torch.cat([spread.clamp(min=0), count_B[:, None] - 1], dim=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvacState(TensorState):
+    """Memory of `B` slots; `finite` covers latents, pixels and poses."""
+
+    history: Tensor
+    """``[B, N, Z, h, w]`` float32 latents of all frames so far; behind them zeros."""
+    poses: Tensor
+    """``[B, N, 8]`` float32 pose of the hand at each of them."""
+    count: Tensor
+    """``[B]`` int64 frames so far."""
+    first: Tensor
+    """``[B, H, W, 3]`` uint8: the first frame."""
+    left: Tensor
+    """``[B]`` int64 decisions that there is still room for, on the CPU, so that reading never waits."""
+
+    def write_rows(self, indices: Sequence[int], other: Self) -> Self:  # pyright: ignore
+        """See `TensorState.write_rows`; both need room for as many frames."""
+        if other.history.shape[1] != self.history.shape[1]:
+            raise ConfigError(
+                f"a state with room for {other.history.shape[1]} frames cannot go into one with room for "
+                f"{self.history.shape[1]}. Start both with the same number of decisions."
+            )
+        return super().write_rows(indices, other)
+
+    def to(self, device: torch.device | str) -> EvacState:
+        """Return this state on `device`."""
+        return replace(super().to(device), left=self.left.clone())
+
+    def remembered(self, frames: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return latents ``[B, P, Z, h, w]``, their poses ``[B, P, 8]``, and the poses one frame earlier."""
+        rows = torch.arange(len(self), device=self.count.device)[:, None]
+        index = memory_index(self.count, frames)
+        before = (index - 1).clamp(min=0)
+        return self.history[rows, index], self.poses[rows, index], self.poses[rows, before]
+
+    def check_room(self) -> None:
+        """Check that another decision fits."""
+        left = self.left.tolist()
+        if 0 in left:
+            raise ConfigError(
+                f"slot {left.index(0)} has imagined as many decisions as its memory was made for, and "
+                "another one does not fit. Start with more decisions (--actor.max-decisions)."
+            )
+
+    def extended(self, latents: Tensor, poses: Tensor, finite: Tensor) -> EvacState:
+        """Append the latents ``[B, C, Z, h, w]`` and poses ``[B, C, 8]`` of a decision."""
+        rows = torch.arange(len(self), device=self.count.device)[:, None]
+        places = self.count[:, None] + torch.arange(latents.shape[1], device=self.count.device)
+        return EvacState(
+            history=self.history.index_put((rows, places), latents),
+            poses=self.poses.index_put((rows, places), poses),
+            count=self.count + latents.shape[1],
+            first=self.first.clone(),
+            finite=self.finite & finite,
+            left=self.left - 1,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +229,7 @@ class EvacWorld(FolderWorld):
     def load(cls, folder: Path, device: torch.device, settings: ImaginationSettings, **own: Any) -> EvacWorld:
         """See `World.load`."""
         options = EvacOptions.from_settings(settings, own)
-        files = open_evac(folder)
-        return _opened(files, device, files.types(settings).dtype, options)
+        return load_world(folder, device=device, options=options, settings=settings)
 
     def modules(self) -> dict[str, nn.Module]:
         """Return the six networks by name."""
@@ -248,24 +373,23 @@ class EvacWorld(FolderWorld):
         return velocity
 
 
-def _opened(
-    files: EvacFiles, device: torch.device | str, dtype: torch.dtype | None, options: EvacOptions | None
-) -> EvacWorld:
-    networks = files.load(device, dtype)
-    return EvacWorld(networks, files.config, options=options, version=files.version, device=device)
-
-
 def load_world(
     folder: Path,
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     options: EvacOptions | None = None,
+    settings: ImaginationSettings = AS_SAVED,
 ) -> EvacWorld:
     """Load a world for inference; None of `dtype` and `options`: as saved or published."""
-    return _opened(open_evac(folder), device, dtype, options)
+    files = open_evac(folder)
+    networks = files.load(device, dtype or files.types(settings).dtype)
+    return EvacWorld(networks, files.config, options=options, version=files.version, device=device)
 
 
 def save_world(folder: Path, world: EvacWorld) -> None:
-    """Write a world's files; see `write_evac`."""
-    write_evac(folder, world.networks, world.config, world.version)
+    """Write one safetensors file per network, and world.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for part, tensors in published_tensors(world.networks).items():
+        write_tensors(folder / file_name(part), tensors)
+    write_about(folder, KIND, version=world.version, **facts_of(asdict(world.config)))

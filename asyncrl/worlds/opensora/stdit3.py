@@ -93,7 +93,7 @@ KeysValues = tuple[Tensor, Tensor]
 """Keys (turned) and values of some frames, ``[B * S, heads, F, E]`` in the dtype of the weights."""
 
 
-class Attention(nn.Module):
+class NormedAttention(nn.Module):
     """Multi-head attention whose queries and keys are normalised per head."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -144,7 +144,7 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int, hidden: int, *, text: bool) -> None:
         super().__init__()
         self.scale_shift_table = nn.Parameter(torch.randn(6, width) / width**0.5)
-        self.attn = Attention(width, heads)
+        self.attn = NormedAttention(width, heads)
         if text:
             self.cross_attn = TextAttention(width)
         self.mlp = Mlp(width, hidden, width)

@@ -222,6 +222,8 @@ def open_world(folder: Path) -> WanFiles:
             version=about.get("version", 0),
             published=not about,
         )
+    except CheckpointError:
+        raise
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{folder / ABOUT} is incomplete ({error}). Save the world again.") from error
 

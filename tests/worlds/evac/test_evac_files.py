@@ -174,7 +174,9 @@ def test_a_world_of_an_earlier_version_is_converted_and_imagines_as_before(tmp_p
     old.mkdir()
     for name, module in world.modules().items():
         write_tensors(old / f"{name}.safetensors", nn.Module.state_dict(module))
-    content = {"format": "asyncrl-world-1", "kind": "evac", "version": 7, "config": asdict(TINY)}
+    config = asdict(TINY)
+    config["autoencoder"] |= {"multipliers": (1, 1, 2, 2)}  # of widths, which format 1 did not have
+    content = {"format": "asyncrl-world-1", "kind": "evac", "version": 7, "config": config}
     (old / "world.json").write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match=r"earlier version.*asyncrl convert"):
         open_evac(old)

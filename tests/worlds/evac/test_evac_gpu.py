@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from asyncrl.worlds.evac.ddim import normal_noise, normal_words, seed_words
-from asyncrl.worlds.evac.state import EvacOptions
-from asyncrl.worlds.evac.world import EvacWorld
+from asyncrl.worlds.evac.world import EvacOptions, EvacWorld
 from support.evac import some_actions, start_state, tiny_config, tiny_networks
 
 pytestmark = [

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import ConfigError
-from asyncrl.worlds.evac.state import EvacState, memory_index
+from asyncrl.worlds.evac.world import EvacState, memory_index
 
 
 def some_state(batch: int, room: int = 17, seed: int = 0) -> EvacState:

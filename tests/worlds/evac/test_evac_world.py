@@ -17,9 +17,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.records import StartState
 from asyncrl.worlds.evac.ddim import normal_noise, sampling_times, seed_words, signal_scales, signal_shares
 from asyncrl.worlds.evac.files import estimate_slot
-from asyncrl.worlds.evac.state import EvacOptions
 from asyncrl.worlds.evac.unet import EvacUNet
-from asyncrl.worlds.evac.world import EvacWorld
+from asyncrl.worlds.evac.world import EvacOptions, EvacWorld
 from support.evac import POSE, PUBLISHED, some_actions, start_state, tiny_config, tiny_networks
 
 CONFIG = tiny_config()

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from asyncrl.worlds.layers import FrameVae, FrameVaeConfig
-from asyncrl.worlds.opensora import autoencoder
 from support.opensora import NANO_VAE, by_diffusers, nano_vae
 
 
@@ -36,11 +35,11 @@ def test_frames_are_drawn_from_latents_without_their_scale() -> None:
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 4])
-def test_the_size_of_the_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+def test_the_size_of_the_pieces_changes_nothing(at_once: int) -> None:
     vae, clip = nano_vae(), frames(5)
     latents = vae.encode(clip)
     drawn = vae.decode(latents)
-    monkeypatch.setattr(autoencoder, "FRAMES_AT_ONCE", at_once)
+    vae.at_once = at_once
     torch.testing.assert_close(vae.encode(clip), latents, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(vae.decode(latents), drawn, atol=1e-5, rtol=1e-5)
 
