@@ -8,7 +8,6 @@ import runpy
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,6 @@ from asyncrl.policies.openvla.files import PublishedOptions, open_folder, read_o
 from asyncrl.policies.openvla.names import published_shapes, tensor_map, to_native, unused_shapes
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.storage.assets import policy_folder
-from asyncrl.storage.tensor_files import TensorFiles
 from asyncrl.storage.untrusted import INDEX
 from support import ROOT, child_environment
 from support.published import (
@@ -359,25 +357,6 @@ def test_shards_and_their_index_must_agree(tmp_path: Path) -> None:
 # --- our own folder in shards -------------------------------------------------
 
 
-def test_our_own_folder_may_be_in_shards_and_in_one_piece_again(tmp_path: Path) -> None:
-    policy, folder = some_policy(), tmp_path / "p"
-    policy.save(folder, shard_bytes=200_000)
-    group_files = sorted(path.name for path in folder.glob("*.safetensors"))
-    count = len(group_files)
-    assert count > 3
-    assert group_files == [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-    assert all((folder / name).stat().st_size < 300_000 for name in group_files)
-    assert policy_folder(str(folder)) == folder
-    assert torch.equal(logits_of(load_policy(folder)), logits_of(policy))
-    fewer = group_files[-1]
-    policy.save(folder, shard_bytes=400_000)
-    assert not (folder / fewer).exists()
-    assert torch.equal(logits_of(load_policy(folder)), logits_of(policy))
-    policy.save(folder)
-    assert [p.name for p in folder.glob("model*")] == ["model.safetensors"]
-    assert torch.equal(logits_of(load_policy(folder)), logits_of(policy))
-
-
 def test_files_are_read_by_the_library_too_and_parameters_share_no_memory(tmp_path: Path) -> None:
     policy = some_policy()
     policy.save(tmp_path)
@@ -532,13 +511,6 @@ def test_two_proprioception_projectors_are_one_too_many(tmp_path: Path) -> None:
         open_folder(source)
 
 
-def test_a_policy_without_proprioception_leaves_the_projector_out(tmp_path: Path) -> None:
-    source = write_published(tmp_path / "in", published_tensors(), config=CONFIG)
-    before = logits_of(load_openvla(source, CONFIG, norm_key="desk"))
-    write_proprio(source)
-    assert torch.equal(logits_of(load_openvla(source, CONFIG, norm_key="desk")), before)
-
-
 FIELDS = {field.name for field in dataclasses.fields(OpenVLAOFTConfig)}
 whole_config = pytest.mark.skipif(
     not {"proprio_dim", "images", "decoding", "image_pipeline"} <= FIELDS,
@@ -595,34 +567,6 @@ def test_an_autoregressive_policy_comes_in_and_goes_out(tmp_path: Path) -> None:
     statistics = json.loads((tmp_path / "back" / "dataset_statistics.json").read_text())
     assert statistics == json.loads((source / "dataset_statistics.json").read_text())
     assert open_folder(tmp_path / "back").config == policy.config
-
-
-def test_tensors_can_be_added_and_changed_on_the_way(tmp_path: Path) -> None:
-    save_file({"a": torch.ones(3), "b": torch.zeros(2, 2)}, tmp_path / "x.safetensors")
-    files = TensorFiles(tmp_path / "x.safetensors", rename=str.upper)
-    files.changes["A"] = lambda tensor: tensor + 1
-    files.extra["C"] = torch.full((1,), 7.0)
-    found = dict(files.stream(["C", "A"], what="read"))
-    assert list(found) == ["C", "A"]
-    assert torch.equal(found["A"], torch.full((3,), 2.0))
-    assert torch.equal(found["C"], torch.full((1,), 7.0))
-
-
-@pytest.mark.parametrize("change", [torch.Tensor.half, torch.Tensor.t], ids=["dtype", "shape"])
-def test_a_change_that_would_belie_the_header_is_not_let_through(
-    tmp_path: Path, change: Callable[[torch.Tensor], torch.Tensor]
-) -> None:
-    save_file({"a": torch.ones(3, 2)}, tmp_path / "x.safetensors")
-    files = TensorFiles(tmp_path / "x.safetensors")
-    files.changes["a"] = change
-    with pytest.raises(AssertionError, match=r"a is .*after a change that must keep it"):
-        files.read("a")
-
-
-def test_names_that_become_equal_are_refused(tmp_path: Path) -> None:
-    save_file({"a": torch.ones(3), "A": torch.zeros(2)}, tmp_path / "x.safetensors")
-    with pytest.raises(CheckpointError, match="holds tensor A twice"):
-        TensorFiles(tmp_path / "x.safetensors", rename=str.upper)
 
 
 def test_the_source_is_not_overwritten(tmp_path: Path) -> None:

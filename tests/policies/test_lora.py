@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import json
 from pathlib import Path
 
 import pytest
@@ -41,7 +39,6 @@ from support.adapters import (
 )
 
 AS_IS = SamplingParams(temperature=1.0)
-STATS = {"desk": {"q01": [-0.5] * 7, "q99": [0.9] * 7, "mask": [True] * 7}}
 LLAMA = {f"self_attn.{x}_proj" for x in "qkvo"} | {f"mlp.{x}_proj" for x in ("gate", "up", "down")}
 DINO = {f"attention.{x}_proj" for x in "qkvo"} | {"mlp.fc1", "mlp.fc2"}
 SIGLIP = {f"self_attn.{x}" for x in ("q_proj", "k_proj", "v_proj", "out_proj")} | {"mlp.fc1", "mlp.fc2"}
@@ -196,13 +193,6 @@ def test_half_precision_weights_are_merged_in_full_precision_and_rounded_once() 
         assert (tensor != rounded).float().mean() < 1e-2
 
 
-def test_merging_leaves_the_policy_as_it_is() -> None:
-    trained = adapted()
-    before = logits_of(trained)
-    dict(merged_tensors(trained))
-    assert torch.equal(logits_of(trained), before)
-
-
 def test_disabled_adapters_give_the_policy_of_the_start() -> None:
     trained = adapted(value_head="chunk")
     with_adapters, learning = logits_of(trained), trained.trainable_parameters().keys()
@@ -229,14 +219,6 @@ def test_a_gradient_taken_around_a_disabled_pass_is_unharmed() -> None:
         loss.backward()
         gradients.append([p.grad for p in policy.trainable_parameters().values()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))  # type: ignore[arg-type]
-
-
-def test_a_copy_of_the_policy_has_adapters_of_its_own() -> None:
-    trained = adapted()
-    twin = copy.deepcopy(trained)
-    assert torch.equal(logits_of(twin), logits_of(trained))
-    move_adapters(trained, seed=5)
-    assert not torch.equal(logits_of(twin), logits_of(trained))
 
 
 # --- files of merged policies -------------------------------------------------
@@ -266,20 +248,6 @@ def test_peft_itself_loads_the_folder(tmp_path: Path) -> None:
         assert sum(".lora_" in name for name, _ in fresh.named_parameters()) == len(
             trained.trainable_tensors()
         )
-
-
-def test_the_names_are_the_published_ones(tmp_path: Path) -> None:
-    save_adapter(adapted(), tmp_path)
-    tensors = load_file(tmp_path / "adapter_model.safetensors")
-    name = "base_model.model.llm.layers.0.mlp.down_proj.lora_"
-    assert tensors[f"{name}A.weight"].shape == (RANK, 384)
-    assert tensors[f"{name}B.weight"].shape == (128, RANK)
-    config = json.loads((tmp_path / "adapter_config.json").read_text())
-    assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", RANK, ALPHA)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "adapter_config.json",
-        "adapter_model.safetensors",
-    ]
 
 
 def test_a_checkpoint_of_adapters_holds_the_merged_policy_and_the_adapters_alone(tmp_path: Path) -> None:

@@ -84,21 +84,6 @@ def test_gradients_stay_the_same_and_fewer_bytes_are_kept(lora: bool) -> None:
     assert kept_bytes(policy) < plain_bytes / 4
 
 
-def test_every_block_is_recomputed_once() -> None:
-    policy = small()
-    assert len(list(policy.blocks())) == 2 + 3 + 2
-    calls: list[int] = []
-    for number, block in enumerate(policy.blocks()):
-        norm = next(module for module in block.modules() if type(module).__name__.endswith("Norm"))
-        norm.register_forward_hook(lambda *_, i=number: calls.append(i))
-    enable_gradient_checkpointing(policy)
-    enable_gradient_checkpointing(policy)  # twice is once
-    loss = loss_of(policy)
-    assert calls == [*range(7)]
-    loss.backward()
-    assert sorted(calls) == sorted([*range(7)] * 2)
-
-
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("every", [2, 3])
 def test_one_of_several_blocks_is_recomputed_and_gradients_stay_the_same(every: int, lora: bool) -> None:
@@ -116,13 +101,6 @@ def test_one_of_several_blocks_is_recomputed_and_gradients_stay_the_same(every: 
     some = kept_bytes(policy)
     enable_gradient_checkpointing(policy)
     assert kept_bytes(policy) < some < plain_bytes
-
-
-def test_acting_is_unchanged() -> None:
-    policy = small()
-    before = logits_of(policy)
-    enable_gradient_checkpointing(policy)
-    assert torch.equal(logits_of(policy), before)
 
 
 def test_a_copy_runs_its_own_blocks() -> None:

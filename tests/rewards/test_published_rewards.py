@@ -199,14 +199,6 @@ def test_one_wrong_key_is_refused_by_its_name(
         load_reward(tmp_path, tasks=SPATIAL)
 
 
-def test_a_network_without_a_stage_is_none_of_the_published_ones(tmp_path: Path) -> None:
-    tensors = random_tensors(2)
-    renamed(tensors, "net.4.0.conv1.weight")
-    write_pth(tmp_path / "resnet_rm.pth", tensors)
-    with pytest.raises(CheckpointError, match=r"it lacks net\.4\.0\.conv1\.weight"):
-        open_reward(tmp_path)
-
-
 def test_of_two_reward_models_under_other_names_none_is_chosen(tmp_path: Path) -> None:
     for name in ("a.pth", "b.pth"):
         write_pth(tmp_path / name, random_tensors(3))

@@ -190,11 +190,3 @@ def test_what_a_kind_cannot_do_is_refused_with_the_flag_and_the_alternative(
         with pytest.raises(AsyncRLError, match=words) as raised:
             call()
         assert isinstance(raised.value, ConfigError | CheckpointError)
-
-
-@pytest.mark.parametrize("kind", TITLES)
-def test_what_every_kind_can_do_is_accepted(tmp_path: Path, kind: str) -> None:
-    folder, world = save_ours(kind, tmp_path / "world"), registry.resolve("world", kind)
-    for settings in (ImaginationSettings(), ImaginationSettings(context="latents", steps=3)):
-        assert world.check(folder, settings).nbytes > 0
-        assert world.defaults(folder, settings).context == "latents"

@@ -106,11 +106,3 @@ def test_encoding_and_decoding_follow_the_equations() -> None:
         direction = torch.randn(mine.shape, generator=generator)
         gradients = [torch.autograd.grad((y * direction).sum(), leaf)[0] for y in (mine, theirs)]
         torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-3)
-
-
-def test_frames_do_not_see_each_other() -> None:
-    network = tiny()
-    pictures = torch.rand(3, 3, 16, 16, generator=torch.Generator().manual_seed(2)) * 2 - 1
-    together = network.encode(pictures)
-    alone = torch.cat([network.encode(picture[None]) for picture in pictures])
-    torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)

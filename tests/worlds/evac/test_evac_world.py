@@ -19,7 +19,7 @@ from asyncrl.worlds.evac.ddim import normal_noise, sampling_times, seed_words, s
 from asyncrl.worlds.evac.files import estimate_slot
 from asyncrl.worlds.evac.unet import EvacUNet
 from asyncrl.worlds.evac.world import EvacOptions, EvacWorld
-from support.evac import POSE, PUBLISHED, some_actions, start_state, tiny_config, tiny_networks
+from support.evac import PUBLISHED, some_actions, start_state, tiny_config, tiny_networks
 
 CONFIG = tiny_config()
 
@@ -133,14 +133,6 @@ def test_decisions_are_what_the_parts_give_by_hand(world: EvacWorld, options: di
     assert frames.float().std() > 1  # something was drawn
 
 
-def test_fifty_steps_stay_finite(world: EvacWorld) -> None:
-    asked = with_options(world, steps=50)
-    frames, state = asked.imagine(asked.start([start_state(0)], decisions=1), some_actions(1), [4])
-    assert state.finite.all()
-    assert frames.dtype == torch.uint8
-    assert frames.shape == (1, 8, 32, 32, 3)
-
-
 # ---- rows ---------------------------------------------------------------------------------------------
 
 
@@ -153,15 +145,6 @@ def test_an_action_reaches_the_hand_from_its_own_frame_on(world: EvacWorld) -> N
     moved = (after - before).abs().amax(dim=1)
     assert moved[:5].max() == 0
     assert moved[5:].min() > 0
-
-
-def test_actions_and_seeds_and_starts_all_matter(world: EvacWorld) -> None:
-    starts = [start_state(1), start_state(1), start_state(1, pose=(-0.3, *POSE[1:])), start_state(2)]
-    actions = some_actions(1).repeat(4, 1, 1)
-    actions[1] *= -3
-    frames, _ = world.imagine(world.start(starts, decisions=1), actions, [1, 1, 1, 1])
-    for row in (1, 2, 3):
-        assert not torch.equal(frames[0], frames[row])
 
 
 def test_fewer_rows_than_compiled_for_are_filled_up(world: EvacWorld) -> None:
@@ -242,24 +225,6 @@ def test_a_decision_beyond_the_announced_number_is_an_error(world: EvacWorld) ->
         world.imagine(state, some_actions(1), [1])
     with pytest.raises(ConfigError, match="0 decisions"):
         world.start([start_state(1)], decisions=0)
-
-
-@pytest.mark.parametrize(
-    ("settings", "own", "flag"),
-    [
-        ({"context": "frames"}, {}, "--imagination.context is frames"),
-        ({"decoder": "tiny"}, {}, "--imagination.decoder is tiny"),
-        ({"steps": 1001}, {}, "--imagination.steps is 1001"),
-        ({}, {"speed": 1}, "speed"),
-        ({}, {"guidance": -1}, "guidance is -1"),
-        ({}, {"eta": 1.5}, "eta is 1.5"),
-        ({}, {"guidance": "much"}, "guidance is 'much'"),
-        ({}, {"eta": math.nan}, "eta is nan"),
-    ],
-)
-def test_settings_it_cannot_follow_are_refused_with_their_flag(settings: dict, own: dict, flag: str) -> None:
-    with pytest.raises(ConfigError, match=flag):
-        EvacOptions.from_settings(ImaginationSettings(**settings), own)
 
 
 def test_its_own_settings_are_read() -> None:

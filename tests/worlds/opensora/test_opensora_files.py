@@ -15,9 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from asyncrl.config.sections import ImaginationSettings
-from asyncrl.errors import CheckpointError, ConfigError
-from asyncrl.storage.tensor_files import TensorFiles
-from asyncrl.storage.untrusted import header_names
+from asyncrl.errors import CheckpointError
 from asyncrl.worlds.files import lacks_opensora as lacks
 from asyncrl.worlds.layers import FrameVae, FrameVaeConfig
 from asyncrl.worlds.opensora.files import open_world
@@ -149,16 +147,6 @@ def test_other_models_under_the_published_name_are_not_taken_for_one(tmp_path: P
     assert lacks(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"world\.json is missing"):
         open_world(tmp_path)
-
-
-def test_names_are_read_from_a_file_that_is_cut_behind_its_header(published: Path) -> None:
-    for file in published.glob("*.safetensors"):
-        names = header_names(file)
-        assert names == load_file(file).keys()
-        file.write_bytes(file.read_bytes()[:-10])
-        assert header_names(file) == names
-    (published / INDEX).unlink()
-    assert not lacks(published)
 
 
 def published_shapes() -> dict[str, torch.Size]:
@@ -446,38 +434,3 @@ def test_a_missing_file_of_ours_is_named(tmp_path: Path, name: str, words: str) 
 
 
 # ---- settings ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        (ImaginationSettings(context="frames"), r"--imagination\.context is frames.*Use .*latents"),
-        (ImaginationSettings(decoder="tiny"), r"--imagination\.decoder is tiny.*Use .*full"),
-    ],
-)
-def test_settings_that_it_cannot_follow_are_refused_by_flag(
-    tmp_path: Path, settings: ImaginationSettings, words: str
-) -> None:
-    save_world(tmp_path, nano_world())
-    for call in (OpenSoraWorld.check, OpenSoraWorld.defaults, OpenSoraWorld.slot_bytes):
-        with pytest.raises(ConfigError, match=words):
-            call(tmp_path, settings)
-    with pytest.raises(ConfigError, match=words):
-        OpenSoraWorld.load(tmp_path, torch.device("cpu"), settings)
-
-
-def test_it_takes_no_settings_of_its_own(tmp_path: Path) -> None:
-    save_world(tmp_path, nano_world())
-    with pytest.raises(ConfigError, match="--world-settings has guidance, but an OpenSora world takes none"):
-        OpenSoraWorld.check(tmp_path, AUTO, guidance=2)
-    latents = replace(AUTO, context="latents", steps=7)
-    assert OpenSoraWorld.load(tmp_path, torch.device("cpu"), latents).schedule_steps == 7
-
-
-def test_some_tensors_of_a_collection_can_be_chosen(tmp_path: Path) -> None:
-    save_file({"a": torch.ones(2), "b": torch.zeros(3)}, tmp_path / "x.safetensors")
-    files = TensorFiles(tmp_path / "x.safetensors")
-    chosen = files.only({"b", "elsewhere"})
-    assert chosen.names() == {"b"}
-    assert files.names() == {"a", "b"}
-    assert torch.equal(chosen.read("b"), torch.zeros(3))

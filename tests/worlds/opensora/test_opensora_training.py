@@ -78,22 +78,3 @@ def test_times_have_logits_of_a_standard_normal_distribution() -> None:
     assert logits.std().item() == pytest.approx(1, abs=0.03)
     assert 0 < times.min() < 100
     assert 900 < times.max() < 1000
-
-
-def test_training_lowers_the_loss_of_a_world_that_can_be_learnt() -> None:
-    """Frames go up by what the first number of their action says."""
-    torch.manual_seed(0)
-    model = nano_transformer().requires_grad_(True)
-    optimiser = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=3e-3)
-    generator = torch.Generator().manual_seed(2)
-    losses = []
-    for _ in range(60):
-        actions = torch.randn(8, 8, 7, generator=generator)
-        heights = torch.cat([torch.zeros(8, 4), actions[:, :, 0].cumsum(1)], dim=1)
-        latents = heights[:, None, :, None, None].expand(-1, 4, -1, 2, 2)
-        loss = window_loss(model, latents, actions, generator)
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-        losses.append(loss.item())
-    assert sum(losses[-10:]) < 0.6 * sum(losses[:10])
