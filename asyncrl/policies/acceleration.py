@@ -155,9 +155,6 @@ def use_float8_where_frozen(policy: Policy) -> None:
     Args:
         policy: With adapters, its weights loaded, on its device, not sharded and not compiled. Only trained
             weights may be loaded into it afterwards, as a resumed run does.
-
-    Raises:
-        ConfigError: No layer fits.
     """
     for layer in _required(policy):
         layer.base_layer = FrozenFloat8Linear(layer.base_layer)

@@ -127,11 +127,7 @@ def normalise(values: NDArray[np.floating], stats: Bounds) -> NDArray[np.float32
 
 
 def with_gripper(actions: Tensor, gripper: Gripper) -> Tensor:
-    """Map the last number of every action, 0 = closed to 1 = open in the data, to the robot's command.
-
-    Args:
-        actions: ``[..., A]`` of any float dtype, in the units of the data.
-    """
+    """Map the last number of every action, 0 = closed to 1 = open in the data, to the robot's command."""
     if gripper == "none":
         return actions
     opening = actions[..., -1:]
@@ -178,9 +174,6 @@ def action_distribution(
         logits_BKN: ``[B, K, N]`` of the action bins, any float dtype.
         taken_BK: ``[B, K]`` integer tokens that stay possible below the `top_k` most likely: other weights or
             another kernel may rank them lower, and a ratio needs a finite number.
-
-    Returns:
-        ``[B, K, N]`` float32, at most 0; -inf where top-k forbids a bin.
     """
     logits_BKN = logits_BKN.float()
     if sampling.temperature == 0:

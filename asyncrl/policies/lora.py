@@ -160,11 +160,7 @@ def _merge(weight: Tensor, into: Tensor, out: Tensor, scale: float) -> Tensor:
 def save_adapter(
     policy: nn.Module, folder: str | Path, *, tensors: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Write the adapters in peft's layout and their own dtype, without the value head.
-
-    Args:
-        tensors: Copies of `adapter_tensors`, gathered from shards; None: the policy's.
-    """
+    """Write the adapters in peft's layout and their own dtype, without the value head."""
     if not has_lora(policy):
         raise CheckpointError("The policy has no adapters to write. Use save, or add_lora first.")
     folder = Path(folder)
@@ -194,11 +190,7 @@ class _Pair:
 
 
 def merge_adapter(files: TensorFiles, rows: Sequence[TensorMapping], folder: Path) -> int:
-    """Make the source's weights read as ``W + alpha / r * B A``: in float32, rounded once to W's dtype.
-
-    Returns:
-        Layers with an adapter.
-    """
+    """Make the source's weights read as ``W + alpha / r * B A``: in float32, rounded once to W's dtype."""
     pairs = read_pairs(folder)
     if not all(f"{layer}.weight" in files.names() for layer in pairs):
         pairs = _published_pairs(folder, pairs, rows)
@@ -288,9 +280,6 @@ def export_adapter(source: Path, folder: Path, rows: Sequence[TensorMapping]) ->
     The published vision towers have one layer for query, key and value. Its adapter is made of ours exactly:
     A is the three A stacked, B has the three B on its diagonal; rank and alpha of these layers are three
     times the others' (`rank_pattern`, `alpha_pattern`), so the scale is the same.
-
-    Returns:
-        Layers with an adapter.
     """
     pairs, fields = read_pairs(source), read_json(source / CONFIG)
     known = {ours.removesuffix(".weight") for ours, _, _ in rows}

@@ -25,24 +25,12 @@ class RewardModel(Protocol):
 
     @classmethod
     def check(cls, folder: Path, tasks: Sequence[str], **own: Any) -> ModelSummary:
-        """Check that `load` can read a folder for these tasks; reads no weights.
-
-        Raises:
-            CheckpointError: A file is missing, cannot be read, or does not fit.
-            ConfigError: It does not know a task.
-        """
+        """Check that `load` can read a folder for these tasks; reads no weights."""
         ...
 
     @classmethod
     def load(cls, folder: Path, device: torch.device, tasks: Sequence[str], **own: Any) -> Self:
-        """Read a model for inference.
-
-        Args:
-            folder: The world's folder, or the part of --reward behind the @.
-            device: The world's.
-            tasks: Instructions of the start states.
-            own: Of ``[reward.settings]`` or --reward-settings.
-        """
+        """Read a model for inference."""
         ...
 
     @property
@@ -59,9 +47,6 @@ class RewardModel(Protocol):
 
         Returns:
             ``[B, C]`` float32 probability of success, in [0, 1].
-
-        Raises:
-            ConfigError: An unknown task, or frames of another size.
         """
         ...
 

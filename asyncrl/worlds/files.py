@@ -91,11 +91,7 @@ def is_published(folder: Path) -> bool:
 
 
 def world_kind(folder: Path) -> str:
-    """Return the name of the kind of world in a folder, one of `KINDS`.
-
-    Raises:
-        CheckpointError: There is no world of a known kind; names the missing tensor of each kind.
-    """
+    """Return the name of the kind of world in a folder, one of `KINDS`."""
     name, reasons = _recognised(folder)
     if name:
         return name

@@ -49,11 +49,7 @@ class World(Protocol[State]):
 
     @classmethod
     def check(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> ModelSummary:
-        """Check, without loading any weight, that `load` can read a folder.
-
-        Raises:
-            CheckpointError: A file is missing, cannot be read, or does not fit.
-        """
+        """Check, without loading any weight, that `load` can read a folder."""
         ...
 
     @classmethod
@@ -65,10 +61,6 @@ class World(Protocol[State]):
             device: Of the weights.
             settings: --imagination.*; unsupported ones are refused.
             own: Of ``[world.settings]`` or --world-settings.
-
-        Raises:
-            CheckpointError: A file is missing or does not fit.
-            ConfigError: A setting that this world cannot follow.
         """
         ...
 

@@ -29,10 +29,6 @@ USUAL: Final = ActionSpec()
 class TensorState:
     """Memory of `B` slots: a frozen dataclass of tensors ``[B, ...]``, or lists of them.
 
-    Raises:
-        TypeError: A field is neither a tensor nor a list of tensors.
-        ValueError: The tensors differ in their number of rows.
-
     Example:
         >>> @dataclass(frozen=True, kw_only=True)
         ... class Heights(TensorState):
@@ -154,13 +150,7 @@ def imagine_full(
     device: torch.device,
     spec: ActionSpec = USUAL,
 ) -> tuple[Tensor, State]:
-    """Check a decision, pad its batch with copies of the first row, and drop the results of the copies.
-
-    Args:
-        imagine: Draws a decision from a state, actions ``[B, C, A]`` float32 on `device` and ``B`` seeds.
-        actions: ``[B, C, A]`` float32, on any device.
-        rows: Rows of a full batch.
-    """
+    """Check a decision, pad its batch with copies of the first row, and drop the results of the copies."""
     if not isinstance(actions, Tensor):
         actions = torch.from_numpy(np.array(actions, dtype=np.float32))  # a copy, for it may be read-only
     actions_BCA = actions.to(device, torch.float32, non_blocking=True)

@@ -190,11 +190,7 @@ class OpenVLAOFTConfig:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> OpenVLAOFTConfig:
-        """Inverse of `to_json`.
-
-        Raises:
-            ConfigError: a field is missing, unknown or of the wrong kind.
-        """
+        """Inverse of `to_json`."""
         values = dict(fields)
         try:
             for sizes in (values, values["dino"], values["siglip"]):

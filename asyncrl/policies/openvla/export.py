@@ -92,9 +92,6 @@ def convert(
             files; None: the source itself.
         dtype: Of all numbers written, and of the policy's arithmetic; None: those of the source.
         shard_bytes: Size above which a further weight file is begun.
-
-    Raises:
-        CheckpointError: Something does not fit; before anything is written.
     """
     _check_paths(source, folder, adapter)
     opened = open_any(source, choices)
@@ -286,11 +283,7 @@ model = PeftModel.from_pretrained(model, "FOLDER")
 
 
 def loading(folder: Path, report: ConversionReport, repo: str) -> str:
-    """Describe how asyncrl and other stacks load an export.
-
-    Args:
-        repo: OWNER/NAME that it is sent to; empty: none.
-    """
+    """Describe how asyncrl and other stacks load an export."""
     fetch = f"hf download {repo} --local-dir FOLDER\n" if repo else ""
     own = f"```bash\n{fetch}asyncrl evaluate FOLDER\nasyncrl train --policy FOLDER\n```\n\n"
     if report.unpublished:

@@ -105,12 +105,7 @@ class PolicyFolder:
 
 
 def open_folder(folder: Path, options: PublishedOptions | None = None) -> PolicyFolder:
-    """Open a policy folder and check that it is complete.
-
-    Raises:
-        CheckpointError: It is no policy, or a file or tensor is missing, unknown or misshapen.
-        ConfigError: Its conventions do not fit together.
-    """
+    """Open a policy folder and check that it is complete."""
     options = options or PublishedOptions()
     original, files = _open(folder)
     config = _config(folder, original, files, options)
@@ -295,10 +290,6 @@ def write_policy(
     shard_bytes: int = SHARD_BYTES,
 ) -> int:
     """Write a policy folder tensor by tensor; each file appears whole or not at all.
-
-    Args:
-        natives: The policy's tensors, adapters merged, in the order and shapes of `specs`, any dtype.
-        shard_bytes: Size above which a further weight file is begun.
 
     Returns:
         Bytes of the weights that the policy uses.

@@ -70,9 +70,6 @@ def card(
         loading: How to load it.
         imagined: False if the run trained in a simulator.
         hub: Hub identifiers given by the user: base_model, license.
-
-    Raises:
-        CheckpointError: A file of the run cannot be read.
     """
     from huggingface_hub import ModelCardData
 

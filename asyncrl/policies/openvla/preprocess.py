@@ -129,12 +129,7 @@ class PromptTokenizer:
         path.write_text(self.tokenizer.to_str(pretty=False), encoding="utf-8")
 
     def ids(self, task: str) -> tuple[int, ...]:
-        """Tokenise the prompt of one task in lower case, beginning with `<s>`.
-
-        Raises:
-            CheckpointError: The tokenizer is another policy's.
-            ConfigError: The tokenizer lacks a word, or another instruction has the same prompt.
-        """
+        """Tokenise the prompt of one task in lower case, beginning with `<s>`."""
         if task in self._known:
             return self._known[task]
         prompt = PROMPT.format(task=task.lower())
@@ -225,9 +220,6 @@ def lanczos3_weights(source: int, target: int) -> NDArray[np.float64]:
     """Compute the weights of the source pixels in every target pixel, along one axis.
 
     Pixels are at half-integer coordinates; when the picture shrinks, the window grows with it (antialiasing).
-
-    Returns:
-        ``[target, source]`` float64; every row adds up to 1.
     """
     ratio = source / target
     stretch = max(ratio, 1.0)

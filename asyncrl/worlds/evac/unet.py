@@ -357,15 +357,7 @@ class EvacUNet(nn.Module):
         fps_B: Tensor,
         domain_B: Tensor,
     ) -> Tensor:
-        """Predict the velocity of every frame: ``[B, 4, F, h, w]`` in the dtype of the weights.
-
-        Args:
-            x_BCFhw: h and w are multiples of 2 for each level but the first.
-            times_BF: Noise level 0..999 of each frame; 0 for the history.
-            actions_BFTK: Tokens of the action that made each frame.
-            fps_B: Frames per second, as in training.
-            domain_B: int64 kind of robot.
-        """
+        """Predict the velocity of every frame: ``[B, 4, F, h, w]`` in the dtype of the weights."""
         dtype, frames = self.domain_embedding.weight.dtype, x_BCFhw.shape[2]
         embedding_NE = self._embed(times_BF, fps_B, domain_B).flatten(0, 1)
         context = (image_BIK.to(dtype), actions_BFTK.to(dtype).flatten(0, 1))

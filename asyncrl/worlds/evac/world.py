@@ -96,10 +96,6 @@ def memory_index(count_B: Tensor, remembered: int) -> Tensor:
     The first frame counts `P` times (EnerVerse-AC's sampler): of ``n = count + P - 1`` frames the network
     sees ``n * i // (P - 1)`` for i from 0 to P - 2, and the last one.
 
-    Args:
-        count_B: ``[B]`` int64 frames so far; at least 1.
-        remembered: ``P``, at least 2.
-
     Example:
         >>> memory_index(torch.tensor([1, 9]), 4).tolist()
         [[0, 0, 0, 0], [0, 1, 5, 8]]

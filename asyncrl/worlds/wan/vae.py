@@ -323,9 +323,6 @@ def decode_step(
 
     Args:
         clamp: Keep pixels in [-1, 1]. Off while fitting, where a clamp would stop the gradient.
-
-    Returns:
-        Frames ``[B, 3, 1 or 4 F, H, W]`` in the weights' dtype, and the cache after them.
     """
     if cache is None and latents_BZFhw.shape[2] != 1:
         raise ValueError(f"a video starts with a single latent frame, got {latents_BZFhw.shape[2]}")
