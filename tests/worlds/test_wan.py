@@ -24,8 +24,7 @@ from asyncrl.worlds.wan.files import vae_name
 from asyncrl.worlds.wan.flow_matching import (
     CONTEXT_SIGMA,
     sampling_sigmas,
-    training_sigmas,
-    training_weights,
+    training_tables,
     window_loss,
 )
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig, transformer_name
@@ -88,9 +87,11 @@ def test_training_levels_and_weights_follow_the_formula() -> None:
     bell = [math.exp(-2 * ((t - 500) / 1000) ** 2) for t in times]
     raised = [b - min(bell) for b in bell]
     expected = [r * 1000 / sum(raised) for r in raised]
-    torch.testing.assert_close(1000 * training_sigmas(), torch.tensor(times), atol=1e-3, rtol=0)
-    torch.testing.assert_close(training_weights(), torch.tensor(expected), atol=1e-5, rtol=0)
-    assert training_sigmas()[950].item() == pytest.approx(CONTEXT_SIGMA) == pytest.approx(0.208333, abs=1e-6)
+    torch.testing.assert_close(1000 * training_tables()[0], torch.tensor(times), atol=1e-3, rtol=0)
+    torch.testing.assert_close(training_tables()[1], torch.tensor(expected), atol=1e-5, rtol=0)
+    assert (
+        training_tables()[0][950].item() == pytest.approx(CONTEXT_SIGMA) == pytest.approx(0.208333, abs=1e-6)
+    )
 
 
 # ---- transformer ---------------------------------------------------------------------------------
@@ -395,7 +396,7 @@ def test_the_window_loss_is_the_weighted_error_of_the_new_latents() -> None:
         times = torch.tensor([[0, 0, 1000 * sigma, 1000 * sigma]])
         velocity = model(window[None], times, actions[i : i + 1])[0, :, 2:]
         error = (velocity - (noise[i] - latents[i, :, 2:])).pow(2).mean()
-        expected.append(error * training_weights()[n])
+        expected.append(error * training_tables()[1][n])
     assert result.item() == pytest.approx(sum(e.item() for e in expected) / 3, rel=1e-4)
 
 

@@ -324,48 +324,38 @@ def _today(name: str) -> str:
 def read_action_range(folder: Path, numbers: int = ACTION_DIM) -> ActionRange:
     """Read ``dataset_statistics.json``: ``action`` at its top, or in its only data set."""
     path = folder / STATISTICS
-    action = _action_entry(path, read_json(path, _PUBLISHED))
-    ends = {key: _percentile(path, action, key, numbers) for key in ("q01", "q99")}
-    for number, (low, high) in enumerate(zip(ends["q01"], ends["q99"], strict=True)):
+    content = read_json(path, _PUBLISHED)
+    data_sets = {"": content} if "action" in content else content
+    entries = {
+        name: entry["action"]
+        for name, entry in data_sets.items()
+        if isinstance(entry, dict) and "action" in entry
+    }
+    if len(entries) != 1:
+        raise CheckpointError(
+            f"{path} holds {len(entries)} data sets with q01 and q99 of an action "
+            f"({', '.join(sorted(entries))}), and a world was trained on one. Leave only that one in the file."
+        )
+    (action,) = entries.values()
+    ends: list[tuple[float, ...]] = []
+    for key in ("q01", "q99"):
+        found = action.get(key) if isinstance(action, dict) else None
+        if (
+            not isinstance(found, list)
+            or len(found) != numbers
+            or not all(type(x) in (int, float) and math.isfinite(x) for x in found)
+        ):
+            raise CheckpointError(
+                f"{path}: {key} of action is {shortened(found)}, expected {numbers} numbers. {_PUBLISHED}"
+            )
+        ends.append(tuple(map(float, found)))
+    for number, (low, high) in enumerate(zip(*ends, strict=True)):
         if not low < high:
             raise CheckpointError(
                 f"{path}: number {number} of an action goes from {low} (q01) to {high} (q99), which is no "
                 f"range that it could be scaled to. {_PUBLISHED}"
             )
-    return ActionRange(low=ends["q01"], high=ends["q99"])
-
-
-def _action_entry(path: Path, content: Mapping[str, Any]) -> Mapping[str, Any]:
-    if isinstance(content.get("action"), dict):
-        return content["action"]
-    data_sets = {
-        name: entry["action"]
-        for name, entry in content.items()
-        if isinstance(entry, dict) and isinstance(entry.get("action"), dict)
-    }
-    if len(data_sets) == 1:
-        return next(iter(data_sets.values()))
-    if not data_sets:
-        raise CheckpointError(
-            f"{path} has no action with q01 and q99, neither at its top nor in a data set. {_PUBLISHED}"
-        )
-    raise CheckpointError(
-        f"{path} holds {len(data_sets)} data sets ({', '.join(sorted(data_sets))}), and nothing says which "
-        "of them the world was trained on. Leave in the file the one that it was."
-    )
-
-
-def _percentile(path: Path, action: Mapping[str, Any], key: str, numbers: int) -> tuple[float, ...]:
-    found = action.get(key)
-    if (
-        not isinstance(found, list)
-        or len(found) != numbers
-        or not all(type(x) in (int, float) and math.isfinite(x) for x in found)
-    ):
-        raise CheckpointError(
-            f"{path}: {key} of action is {shortened(found)}, expected {numbers} numbers. {_PUBLISHED}"
-        )
-    return tuple(float(x) for x in found)
+    return ActionRange(low=ends[0], high=ends[1])
 
 
 def write_vae_config(folder: Path, size: FrameVaeConfig) -> None:

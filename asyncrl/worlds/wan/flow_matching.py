@@ -40,21 +40,15 @@ def sampling_sigmas(steps: int) -> tuple[float, ...]:
 
 
 @lru_cache(maxsize=1)
-def _training_tables() -> tuple[Tensor, Tensor]:
+def training_tables() -> tuple[Tensor, Tensor]:
+    """Return noise levels, from 1 (pure noise) downwards, and loss weights by id: ``[1000]`` float32 each.
+
+    The weights are a bell around time 500, lowest weight 0, mean 1.
+    """
     sigmas = _shift(torch.linspace(1, 0, TRAIN_LEVELS + 1, dtype=torch.float64)[:-1])
     bell = torch.exp(-2 * ((TRAIN_LEVELS * sigmas - TRAIN_LEVELS / 2) / TRAIN_LEVELS) ** 2)
     bell = bell - bell.min()
     return sigmas.float(), (bell * (TRAIN_LEVELS / bell.sum())).float()
-
-
-def training_sigmas() -> Tensor:
-    """Return the noise levels by id, ``[1000]`` float32, from 1 (pure noise) downwards."""
-    return _training_tables()[0]
-
-
-def training_weights() -> Tensor:
-    """Return loss weights by id, ``[1000]`` float32: a bell around time 500, lowest weight 0, mean 1."""
-    return _training_tables()[1]
 
 
 CONTEXT_SIGMA: Final = 5 * 0.05 / 1.2
@@ -65,7 +59,7 @@ class WindowNoise(NamedTuple):
     """Random numbers of a batch of windows, on the CPU."""
 
     ids: Tensor
-    """``[B]`` int64, rows of `training_sigmas`."""
+    """``[B]`` int64, rows of `training_tables`."""
     new: Tensor
     """``[B, Z, 2, h, w]`` float32."""
     memory: Tensor
@@ -102,8 +96,9 @@ def window_loss(
     if isinstance(noise, torch.Generator):
         batch, channels, _, *grid = clean.shape
         noise = WindowNoise.drawn(batch, (channels, *grid), noise)
+    sigmas, weights = training_tables()
     new_noise = noise.new.to(device)
-    sigma_B = training_sigmas()[noise.ids].to(device)
+    sigma_B = sigmas[noise.ids].to(device)
     blend = sigma_B[:, None, None, None, None]
     new = (1 - blend) * clean[:, :, 2:] + blend * new_noise
     memory = clean[:, :, 1:2]
@@ -113,5 +108,5 @@ def window_loss(
     times_B4 = 1000 * sigma_B[:, None] * torch.tensor([0.0, 0.0, 1.0, 1.0], device=device)
     velocity = transformer(window, times_B4, actions_BTA)[:, :, 2:].float()
     error_B = (velocity - (new_noise - clean[:, :, 2:])).square().flatten(1).mean(1)
-    weighted_B = error_B * training_weights()[noise.ids].to(device)
+    weighted_B = error_B * weights[noise.ids].to(device)
     return weighted_B.mean()
