@@ -334,7 +334,7 @@ def read_action_range(folder: Path, numbers: int = ACTION_DIM) -> ActionRange:
     if len(entries) != 1:
         raise CheckpointError(
             f"{path} holds {len(entries)} data sets with q01 and q99 of an action "
-            f"({', '.join(sorted(entries))}), and a world was trained on one. Leave only that one in the file."
+            f"({', '.join(sorted(entries))}), and a world has one. Leave only that one in the file."
         )
     (action,) = entries.values()
     ends: list[tuple[float, ...]] = []
