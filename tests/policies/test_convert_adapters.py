@@ -233,14 +233,3 @@ def test_an_adapter_inside_a_merged_checkpoint_is_not_merged_again(
     with pytest.raises(CheckpointError, match=r"merged already.*add it twice\. Leave --adapter out; or"):
         convert(source, tmp_path / "out", adapter=adapter)
     assert not (tmp_path / "out").exists()
-
-
-def test_the_adapter_of_a_runs_checkpoint_is_not_merged_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    trained, checkpoint = adapted(), tmp_path / "RUN/checkpoints/update_000001"
-    trained.save(checkpoint)
-    save_adapter(trained, checkpoint / "adapter")
-    said = run_cli(tmp_path / "RUN", tmp_path / "out", "--adapter", str(checkpoint / "adapter"))
-    assert said == 2
-    assert "Leave --adapter out" in capsys.readouterr().err

@@ -183,22 +183,6 @@ def test_an_openvla_action_is_found_by_taking_the_best_token_again_and_again() -
 
 
 @torch.no_grad()
-def test_in_oft_the_second_to_last_slot_is_seen_at_the_first_place_and_in_openvla_it_is_not() -> None:
-    for variant, seen in (("stop token", True), ("openvla", False)):
-        policy = small(**VARIANTS[variant])
-        inputs, tokens = inputs_of(policy, [LONG, LONG]), some_tokens(policy, 2).flatten(1)
-        embeddings, mask, last_prompt = policy.embed(inputs, tokens)
-        assert mask is None
-        changed = embeddings.clone()
-        changed[:, -2] += 1.0
-        before, after = (policy.llm(inputs_embeds=x).last_hidden_state for x in (embeddings, changed))
-        difference = (before - after).abs().amax((0, 2))
-        assert (difference[[0, last_prompt]] > 1e-4).all() == seen
-        assert torch.equal(difference[: len(difference) - 2] > 0, torch.full((len(difference) - 2,), seen))
-        assert difference[-2] > 1e-3
-
-
-@torch.no_grad()
 def test_norms_add_a_millionth_to_the_mean_square() -> None:
     policy: Any = small()
     faint = 1e-3 * torch.randn(5, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -61,28 +61,3 @@ def test_a_row_depends_on_its_seed_and_draw_alone() -> None:
     assert torch.equal(together, normal_noise(words, torch.tensor(2), (10,)))
     assert not torch.equal(together[0], together[1])
     assert not torch.equal(together, normal_noise(words, 3, (10,)))
-
-
-def test_it_is_standard_normal() -> None:
-    drawn = normal_noise(torch.from_numpy(seed_words(range(100))), 0, (4000,)).double()
-    n = drawn.numel()
-    moments = [drawn.pow(k).mean().item() for k in (1, 2, 3, 4)]
-    # Standard errors of the first four moments of n normal numbers.
-    errors = [math.sqrt(v / n) for v in (1, 2, 15, 96)]
-    for found, expected, error in zip(moments, (0, 1, 0, 3), errors, strict=True):
-        assert abs(found - expected) < 4 * error
-    bounds = torch.tensor([-2.0, -1.0, 0.0, 1.0, 2.0], dtype=torch.float64)
-    for bound in bounds:
-        share = 0.5 * (1 + math.erf(bound.item() / math.sqrt(2)))
-        assert abs((drawn < bound).double().mean().item() - share) < 4 * math.sqrt(share * (1 - share) / n)
-
-
-@pytest.mark.parametrize("gap", [1, 2, 3, 4, 5])
-def test_neighbouring_places_draws_and_seeds_are_independent(gap: int) -> None:
-    words = torch.from_numpy(seed_words(range(40)))
-    drawn = torch.stack([normal_noise(words, draw, (2000,)) for draw in range(8)]).double()  # [draws, B, n]
-    for axis, length in enumerate(drawn.shape):
-        a, b = drawn.narrow(axis, 0, length - gap), drawn.narrow(axis, gap, length - gap)
-        for f in (lambda x: x, lambda x: x.square() - 1):  # also their sizes
-            correlation = (f(a) * f(b)).mean() / f(drawn).square().mean()
-            assert abs(correlation.item()) < 4.5 / math.sqrt(a.numel())

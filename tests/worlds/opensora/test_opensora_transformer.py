@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.worlds.layers import sinusoid
-from asyncrl.worlds.opensora.stdit3 import UNUSED, STDiT3, STDiT3Config, positions, rotate
+from asyncrl.worlds.opensora.stdit3 import UNUSED, STDiT3, STDiT3Config
 from support.opensora import NANO, nano_transformer
 
 
@@ -229,35 +229,6 @@ def test_a_frame_depends_on_its_own_action_and_earlier_ones_only() -> None:
     difference = (model(latents, times, changed) - before).abs().amax(dim=(0, 1, 3, 4))
     assert (difference[:5] == 0).all()
     assert (difference[5:] > 1e-4).all()
-
-
-def test_rotary_angles_grow_with_the_frame() -> None:
-    model = nano_transformer()
-    x = torch.randn(3, 2, 5, 12)
-    expected = torch.stack(
-        [
-            torch.stack([turn(x[n, h, f], 7 + f, model.rope.freqs) for f in range(5)])
-            for n in range(3)
-            for h in (0, 1)
-        ]
-    ).view_as(x)
-    torch.testing.assert_close(rotate(x, model.angles(7, 5)), expected, atol=1e-5, rtol=1e-5)
-    rates = [10000 ** (-2 * i / 12) for i in range(6)]
-    torch.testing.assert_close(model.rope.freqs, torch.tensor(rates), atol=1e-7, rtol=1e-6)
-
-
-def test_published_frames_have_positions_two_apart_the_column_first() -> None:
-    table = positions(16, 16, 1152, torch.device("cpu"))
-    for row, column in ((0, 0), (0, 1), (1, 0), (9, 4)):
-        waves = [
-            trig(2 * place / 10000 ** (i / 288))
-            for place in (column, row)
-            for trig in (math.sin, math.cos)
-            for i in range(288)
-        ]
-        torch.testing.assert_close(table[16 * row + column], torch.tensor(waves), atol=1e-5, rtol=0)
-    other = torch.stack([slow_position(i, j, 3, 2, 24) for i in range(3) for j in range(2)])
-    torch.testing.assert_close(positions(3, 2, 24, torch.device("cpu")), other, atol=1e-5, rtol=0)
 
 
 def test_the_sinusoid_starts_with_cosines() -> None:
