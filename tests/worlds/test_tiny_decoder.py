@@ -36,7 +36,7 @@ from asyncrl.worlds.wan.tiny_decoder import (
     save_decoder,
 )
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
-from asyncrl.worlds.wan.vae import VaeConfig, WanVae
+from asyncrl.worlds.wan.vae import VaeConfig, WanVae, decode_stream
 from asyncrl.worlds.wan.world import WanWorld, load_world
 
 NANO = TinyDecoderConfig(z_dim=32, widths=(8, 6, 8, 10), blocks=(1, 2, 1, 1))

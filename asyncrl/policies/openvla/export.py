@@ -282,10 +282,9 @@ model = PeftModel.from_pretrained(model, "FOLDER")
 ```"""
 
 
-def loading(folder: Path, report: ConversionReport, repo: str) -> str:
+def loading(folder: Path, report: ConversionReport) -> str:
     """Describe how asyncrl and other stacks load an export."""
-    fetch = f"hf download {repo} --local-dir FOLDER\n" if repo else ""
-    own = f"```bash\n{fetch}asyncrl evaluate FOLDER\nasyncrl train --policy FOLDER\n```\n\n"
+    own = "```bash\nasyncrl evaluate FOLDER\nasyncrl train --policy FOLDER\n```\n\n"
     if report.unpublished:
         return f"{own}Other stacks cannot build {report.unpublished}."
     if report.missing:
@@ -298,5 +297,5 @@ def loading(folder: Path, report: ConversionReport, repo: str) -> str:
     return (
         f"{own}With other stacks, which run the code that came with the original (`unnorm_key` is "
         f"`{report.config.norm_key}`):\n\n```python\nfrom transformers import {name}\n\n"
-        f'model = {name}.from_pretrained("{repo or "FOLDER"}", trust_remote_code=True)\n```'
+        f'model = {name}.from_pretrained("FOLDER", trust_remote_code=True)\n```'
     )
