@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from asyncrl.errors import ConfigError
-from asyncrl.fitting.data_sets import load_recordings
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.fitting.settings import FitDecoder, FitKeyframes, FitPolicy, FitReward, FitStarts, FitWorld
+from asyncrl.fitting.sources import load_recordings
 from asyncrl.fitting.world import (
     WorldOptions,
     check_recordings,

@@ -113,7 +113,7 @@ class Import(Bounded):
 
     def run(self) -> int:
         """Import, and say how many."""
-        from asyncrl.fitting.data_sets import import_data_sets, open_data_sets
+        from asyncrl.fitting.sources import import_data_sets, open_data_sets
 
         if not self.files:
             raise ConfigError("No file was given. Give folders or files of one kind.")
@@ -177,7 +177,7 @@ class ExportTrajectories(Bounded):
 
     def run(self) -> int:
         """Export, and say how many."""
-        from asyncrl.fitting.data_sets import load_recordings
+        from asyncrl.fitting.sources import load_recordings
         from asyncrl.fitting.starts import write_trajectories
 
         if self.out.exists() and not self.out.is_dir():

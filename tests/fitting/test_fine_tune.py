@@ -11,9 +11,9 @@ import torch
 
 from asyncrl import cli
 from asyncrl.errors import ConfigError
-from asyncrl.fitting.data_sets import load_recordings
 from asyncrl.fitting.fit_policy import fit_policy
 from asyncrl.fitting.loop import Schedule, parts_of
+from asyncrl.fitting.sources import load_recordings
 from asyncrl.policies.lora import add_lora, merged_tensors
 from asyncrl.policies.openvla.autoregressive import load_policy
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig

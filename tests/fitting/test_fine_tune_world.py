@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from asyncrl import cli
 from asyncrl.errors import ConfigError
 from asyncrl.fitting.autoencoder import Latents
-from asyncrl.fitting.data_sets import load_recordings
 from asyncrl.fitting.loop import ONE_RANK, FitRanks, Schedule
+from asyncrl.fitting.sources import load_recordings
 from asyncrl.fitting.wan import WanFit, Windows, encode_recordings, window_losses
 from asyncrl.fitting.world import WorldOptions
 from asyncrl.learner.fsdp import make_float32_masters, spread

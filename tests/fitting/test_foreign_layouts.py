@@ -13,8 +13,8 @@ import torch
 
 from asyncrl.commands.recordings import main as recordings_command
 from asyncrl.errors import ConfigError
-from asyncrl.fitting.data_sets import import_data_sets, load_recordings
 from asyncrl.fitting.robomimic import LIBERO_CAMERAS, LIBERO_NUMBERS, instruction_of, open_libero
+from asyncrl.fitting.sources import import_data_sets, load_recordings
 from asyncrl.fitting.starts import keyframes, write_trajectories
 from asyncrl.records import DUMMY_ACTION
 from asyncrl.rewards.libero_tasks import SUITES

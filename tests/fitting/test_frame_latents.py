@@ -18,7 +18,6 @@ from torch import Tensor
 from asyncrl.errors import ConfigError
 from asyncrl.fitting import evac, opensora
 from asyncrl.fitting.autoencoder import CLIP_FRAMES, FrameAutoencoder
-from asyncrl.fitting.data_sets import load_recordings
 from asyncrl.fitting.evac import (
     CAMERAS,
     LEAST_SPREAD,
@@ -34,6 +33,7 @@ from asyncrl.fitting.frame_file import BatchSource
 from asyncrl.fitting.loop import Schedule
 from asyncrl.fitting.opensora import OpenSoraFit, measured_range
 from asyncrl.fitting.recordings import Recordings
+from asyncrl.fitting.sources import load_recordings
 from asyncrl.fitting.starts import first_states
 from asyncrl.fitting.world import FittedWorld, WorldOptions, fit_class
 from asyncrl.worlds.evac.conditions import condition_channels

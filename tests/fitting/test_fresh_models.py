@@ -14,7 +14,6 @@ from asyncrl import cli
 from asyncrl.commands.fit import main as fit
 from asyncrl.errors import ConfigError
 from asyncrl.fitting import autoencoder
-from asyncrl.fitting.data_sets import load_recordings
 from asyncrl.fitting.fit_policy import (
     action_statistics,
     check_imitable,
@@ -25,6 +24,7 @@ from asyncrl.fitting.fit_reward import fit_reward, fresh_reward
 from asyncrl.fitting.loop import Schedule
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.fitting.settings import FitPolicy, FitWorld
+from asyncrl.fitting.sources import load_recordings
 from asyncrl.fitting.wan import WanFit
 from asyncrl.fitting.world import Size, WorldOptions, fit_class
 from asyncrl.policies.action_tokens import BINS, NormStats, decode, opening_of, unnormalise, with_gripper

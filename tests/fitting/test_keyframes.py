@@ -11,8 +11,8 @@ import pytest
 
 from asyncrl import cli
 from asyncrl.errors import AssetError, ConfigError
-from asyncrl.fitting.data_sets import load_recordings
 from asyncrl.fitting.recordings import Recordings
+from asyncrl.fitting.sources import load_recordings
 from asyncrl.fitting.starts import keyframe_states
 from asyncrl.records import StartState
 from asyncrl.worlds.start_states import (

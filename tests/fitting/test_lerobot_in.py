@@ -14,10 +14,10 @@ import pytest
 
 from asyncrl.commands.recordings import main as recordings_command
 from asyncrl.errors import ConfigError
-from asyncrl.fitting.data_sets import load_recordings
 from asyncrl.fitting.lerobot import LeRobotFolder
 from asyncrl.fitting.recordings import read_part
 from asyncrl.fitting.settings import DataSetSettings
+from asyncrl.fitting.sources import load_recordings
 from support.datasets import TOP, TOWEL, WRIST, Sampled, sampled, smooth_pictures, write_lerobot_folder
 from support.recorded import grown_peak
 
@@ -241,7 +241,7 @@ def test_a_damaged_folder_is_named_and_an_import_of_it_writes_nothing(
 
 
 READ = """
-from asyncrl.fitting.data_sets import load_recordings
+from asyncrl.fitting.sources import load_recordings
 from asyncrl.fitting.settings import DataSetSettings
 
 def read(folder):

@@ -15,12 +15,12 @@ import torch
 from asyncrl.commands.fit import write_starts
 from asyncrl.errors import AssetError, ConfigError
 from asyncrl.fitting.autoencoder import average_pictures, reconstruction_loss
-from asyncrl.fitting.data_sets import load_recordings
 from asyncrl.fitting.fit_policy import fit_policy
 from asyncrl.fitting.frame_file import BatchSource, FrameFile, cache_folder, shown_to
 from asyncrl.fitting.loop import Schedule
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.fitting.settings import FitStarts
+from asyncrl.fitting.sources import load_recordings
 from asyncrl.fitting.wan import encode_recordings, redraw, windows
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig, TowerConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
@@ -334,7 +334,7 @@ def test_a_row_is_weighed_against_the_background_of_its_own_scene() -> None:
 # ---- memory --------------------------------------------------------------------------------------
 
 FIT = """
-from asyncrl.fitting.data_sets import load_recordings
+from asyncrl.fitting.sources import load_recordings
 from asyncrl.fitting.fit_policy import fit_policy
 from asyncrl.fitting.loop import Schedule
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig, TowerConfig

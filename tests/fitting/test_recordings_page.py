@@ -13,8 +13,8 @@ import pytest
 
 from asyncrl import cli
 from asyncrl.errors import ConfigError
-from asyncrl.fitting.data_sets import load_recordings
 from asyncrl.fitting.settings import DataSetSettings
+from asyncrl.fitting.sources import load_recordings
 from support import ROOT
 
 PAGE = ROOT / "docs" / "recordings.md"

@@ -16,9 +16,9 @@ import pytest
 from asyncrl.commands.recordings import main as recordings_command
 from asyncrl.commands.replay import main as replay_command
 from asyncrl.errors import AssetError, ConfigError
-from asyncrl.fitting.data_sets import load_recordings
 from asyncrl.fitting.recordings import FORMAT
 from asyncrl.fitting.settings import DataSetSettings
+from asyncrl.fitting.sources import load_recordings
 from asyncrl.records import Episode
 from asyncrl.replay.store import EpisodeStore
 from support.datasets import TOP, WRIST, Sampled, sampled, smooth_pictures, write_robomimic_file

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.fitting.data_sets import load_recordings
+from asyncrl.fitting.sources import load_recordings
 from asyncrl.simulators.interface import random_start
 from support import ROOT
 

@@ -21,9 +21,9 @@ from asyncrl.config.sections import ImaginationSettings
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.fitting import autoencoder
 from asyncrl.fitting import world as world_table
-from asyncrl.fitting.data_sets import load_recordings
 from asyncrl.fitting.loop import Schedule
 from asyncrl.fitting.recordings import Recordings
+from asyncrl.fitting.sources import load_recordings
 from asyncrl.fitting.starts import first_states
 from asyncrl.fitting.world import KINDS, WorldOptions, fit_class, load_fitted
 from asyncrl.rewards.files import open_reward
