@@ -11,30 +11,30 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 CEILINGS = {
-    "": (1070, 8),
-    "actors": (1370, 6),
-    "commands": (3620, 18),
-    "config": (1530, 7),
-    "devices": (660, 6),
-    "doctor": (1710, 7),
-    "evaluation": (1230, 6),
-    "fitting": (4820, 19),
-    "launch": (6130, 23),
-    "learner": (4570, 18),
-    "messaging": (1160, 6),
-    "observability": (3160, 14),
-    "policies": (3820, 17),
-    "replay": (5220, 19),
-    "replay_tools": (2050, 9),
-    "rewards": (680, 5),
-    "simulators": (4870, 23),
-    "storage": (3148, 12),
-    "weights": (2680, 14),
-    "worlds": (6450, 30),
+    "": (1080, 8),
+    "actors": (1340, 5),
+    "commands": (3340, 15),
+    "config": (1430, 7),
+    "devices": (620, 5),
+    "doctor": (1520, 7),
+    "evaluation": (1050, 6),
+    "fitting": (4490, 18),
+    "launch": (5780, 23),
+    "learner": (4070, 17),
+    "messaging": (1090, 6),
+    "observability": (2880, 13),
+    "policies": (3400, 15),
+    "replay": (4610, 19),
+    "replay_tools": (1920, 9),
+    "rewards": (670, 5),
+    "simulators": (4660, 22),
+    "storage": (2960, 12),
+    "weights": (2580, 12),
+    "worlds": (6170, 26),
 }
 """Package (empty: the top level) -> most lines and modules."""
-MOST_TEST_LINES = 56_715
-MOST_BENCHMARK_LINES = 3_685
+MOST_TEST_LINES = 53_000
+MOST_BENCHMARK_LINES = 3_671
 LONGEST_FILE, LONGEST_FUNCTION = 440, 60
 HOT_PATH = ("actors", "learner", "replay/limiter.py", "records.py")
 NOT_THERE = ("second draw", "mined", "refit", "guard.world", "--pace")
