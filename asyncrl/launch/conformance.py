@@ -122,15 +122,15 @@ def check_recipe(recipe: Recipe) -> Iterator[str]:
     """Check the parts of a recipe on a stale batch of two groups of four episodes."""
     batch, level = _stale_batch(), recipe.algorithm.level
     rng = torch.Generator().manual_seed(1)
-    old_logprob = batch.logprob_behaviour + 0.1 * torch.randn(batch.mask.shape, generator=rng)
+    old_logprob = batch.behaviour_logprob + 0.1 * torch.randn(batch.mask.shape, generator=rng)
     critic = torch.randn(len(batch.tasks), 1, generator=rng) if recipe.trains_critic else None
     old = OldPolicy(old_logprob, critic, torch.zeros(len(batch.returns)))
     advantages = recipe.estimate(batch, old, LearnerRanks()).advantages
     yield f"estimate: advantages {describe_tensor(advantages)}, mean {advantages.mean():.3g}"
     logprob = (old_logprob + 0.01).where(batch.mask, 0.0).requires_grad_()
-    behaviour = batch.logprob_behaviour.where(batch.mask, 0.0)
+    behaviour = batch.behaviour_logprob.where(batch.mask, 0.0)
     proximal = recipe.proximal(logprob, old_logprob.where(batch.mask, 0.0), behaviour, batch.lag)
-    weights = recipe.weights(log_ratio(proximal, behaviour), batch.mask, batch.episode)
+    weights = recipe.importance_weights(log_ratio(proximal, behaviour), batch.mask, batch.episode)
     found = "none" if weights is None else f"from {weights.min():.3g} to {weights.max():.3g}"
     yield f"weights: {found}, at --algorithm.level {level}"
     loss = recipe.unit_loss(logprob, proximal, batch.mask, advantages).loss
@@ -156,7 +156,7 @@ def _stale_batch() -> Batch:
         frames=frames,
         tasks=("lift the red block",) * 24,
         sample={"tokens": torch.zeros(24, 8, 7, dtype=torch.int64)},
-        logprob_behaviour=torch.from_numpy(rng.uniform(-6, -0.5, (24, 8, 7)).astype(np.float32)),
+        behaviour_logprob=torch.from_numpy(rng.uniform(-6, -0.5, (24, 8, 7)).astype(np.float32)),
         mask=mask,
         rewards=rewards,
         lag=torch.tensor([2, 1, 1]).repeat(8),

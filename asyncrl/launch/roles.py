@@ -160,7 +160,7 @@ def open_run_replay(
         config.algorithm,
         start=start,
         # The oldest checkpoint that is kept, while the next one is being written.
-        horizon=config.checkpoint_every * (config.keep_checkpoints + 1),
+        resume_window=config.checkpoint_every * (config.keep_checkpoints + 1),
         warn=warn,
     )
 

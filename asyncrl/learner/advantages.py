@@ -76,7 +76,7 @@ class GeneralizedAdvantage:
         common = (rewards, values, old.final_values, valid, terminated)
         if isinstance(correction, CorrectsAdvantages):
             level = "action" if width > 1 else "decision"
-            ratios_DUV = summed(log_ratio(old.logprob, batch.logprob_behaviour), batch.mask, level)
+            ratios_DUV = summed(log_ratio(old.logprob, batch.behaviour_logprob), batch.mask, level)
             ratios = _by_episode(ratios_DUV.flatten(1), batch)
             estimates = correction.estimates(*common, ratios, gamma=critic.gamma, lam=critic.lam)
         else:

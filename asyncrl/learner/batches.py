@@ -34,7 +34,7 @@ class Batch:
     """``D`` instructions."""
     sample: dict[str, Tensor]
     """Name -> ``[D, ...]``, integers as int64."""
-    logprob_behaviour: Tensor
+    behaviour_logprob: Tensor
     """``[D, C, A]`` float32, nats."""
     mask: Tensor
     """``[D, C, A]`` bool, True until the episode's end, that step included."""
@@ -93,7 +93,7 @@ def build_batch(groups: Sequence[Sequence[Episode]], *, version: int) -> Batch:
             name: torch.from_numpy(array if array.dtype.kind == "f" else array.astype(np.int64))
             for name, array in sample.items()
         },
-        logprob_behaviour=joined([e.logprobs for e in episodes]),
+        behaviour_logprob=joined([e.logprobs for e in episodes]),
         mask=torch.from_numpy(token_mask(valid, episodes[0].logprobs.shape[2])),
         rewards=torch.from_numpy(np.concatenate([e.rewards for e in episodes]) * valid),
         lag=version - joined([e.policy_versions for e in episodes]),

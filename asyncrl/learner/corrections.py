@@ -191,17 +191,17 @@ def staleness_metrics(
     weights: Tensor | None,
     episode: Tensor,
     lag: Tensor,
-    learned: Tensor,
+    with_advantage: Tensor,
 ) -> MetricAccumulator:
     """Compare the policy before the update with the one that sampled; once per decision and update.
 
     Args:
         old_logprob, proximal, behaviour: ``[D, C, A]`` float32; 0 where the mask is False.
         weights: Broadcasts to the units ``[D, U, V]``; None: the correction has none.
-        learned: ``[D]`` bool, decisions with an advantage: in some recipes the others are not evaluated.
+        with_advantage: ``[D]`` bool; in some recipes decisions without an advantage are not evaluated.
     """
     metrics, own = MetricAccumulator(), correction_level(settings, level)
-    valid = mask & learned[:, None, None]
+    valid = mask & with_advantage[:, None, None]
     units = valid_units(valid, "decision" if own == "episode" else own)
 
     def at_level(ratios: Tensor) -> Tensor:

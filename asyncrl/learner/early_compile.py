@@ -88,7 +88,7 @@ def dummy_batch(
         frames=frames,
         tasks=tuple(tasks),
         sample={name: zeros(array.shape, array.dtype) for name, array in policy.sample_arrays.items()},
-        logprob_behaviour=torch.zeros(decisions, spec.chunk, spec.dim),
+        behaviour_logprob=torch.zeros(decisions, spec.chunk, spec.dim),
         mask=torch.ones(decisions, spec.chunk, spec.dim, dtype=torch.bool),
         rewards=torch.zeros(decisions, spec.chunk),
         lag=torch.zeros_like(rows_D),

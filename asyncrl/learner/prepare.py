@@ -44,8 +44,8 @@ class PreparedBatch:
     estimates: AdvantagesAndTargets
     old_logprob: Tensor | None = None
     """``[D, C, A]`` before the update, where there is an advantage; None: known after the first epoch."""
-    weights: Tensor | None = None
-    """Importance weights; None: there are none, or they are computed per micro-batch."""
+    importance_weights: Tensor | None = None
+    """None: there are none, or they are computed per micro-batch."""
     values: Tensor | None = None
     """``[D, K]`` float32, on the CPU; None without a critic."""
     first_logprob: Tensor
@@ -97,13 +97,13 @@ def prepare_batch(
         estimates = recipe.estimate(batch, None, forward.ranks)
         rows_R = _rows_with_advantage(batch, estimates, recipe)
         old_logprob, _ = forward.evaluate_rows(batch, rows_R)
-    weights, metrics = _weights(batch, old_logprob, recipe, estimates, rows_R)
+    importance_weights, metrics = _importance_weights(batch, old_logprob, recipe, estimates, rows_R)
     evaluated = torch.zeros(len(batch.tasks), dtype=torch.bool)
     evaluated[rows_R] = True
     prepared = PreparedBatch(
         estimates=estimates,
         old_logprob=old_logprob,
-        weights=None if recipe.weights_move else weights,
+        importance_weights=None if recipe.importance_weights_move else importance_weights,
         values=values,
         first_logprob=old_logprob.clone(),
         evaluated=evaluated,
@@ -134,16 +134,16 @@ def _rows_with_advantage(batch: Batch, estimates: AdvantagesAndTargets, recipe: 
     return torch.nonzero(read_D).flatten()
 
 
-def _weights(
+def _importance_weights(
     batch: Batch, old_logprob: Tensor, recipe: Recipe, estimates: AdvantagesAndTargets, rows_R: Tensor
 ) -> tuple[Tensor | None, MetricAccumulator]:
     """Return importance weights ``[D, ...]`` (1 for rows not evaluated) and the staleness metrics."""
     device, any_rows = old_logprob.device, bool(len(rows_R))
     rows_R = rows_R if any_rows else PADDING_ROW
-    behaviour, episode, mask, lag, learned_R = (
+    behaviour, episode, mask, lag, with_advantage_R = (
         moved(x[rows_R], device)
         for x in (
-            batch.logprob_behaviour,
+            batch.behaviour_logprob,
             batch.episode,
             batch.mask & any_rows,
             batch.lag,
@@ -153,10 +153,10 @@ def _weights(
     here_R = moved(rows_R, device)
     old_logprob, behaviour = (torch.where(mask, x, 0.0) for x in (old_logprob[here_R], behaviour))
     proximal = recipe.proximal(old_logprob, old_logprob, behaviour, lag)
-    weights = recipe.weights(torch.where(mask, log_ratio(proximal, behaviour), 0.0), mask, episode)
+    weights = recipe.importance_weights(torch.where(mask, log_ratio(proximal, behaviour), 0.0), mask, episode)
     settings, level = recipe.correction_settings, recipe.algorithm.level
     policies = (old_logprob, proximal, behaviour)
-    metrics = staleness_metrics(settings, level, *policies, mask, weights, episode, lag, learned_R)
+    metrics = staleness_metrics(settings, level, *policies, mask, weights, episode, lag, with_advantage_R)
     if weights is None:
         return None, metrics
     all_weights = weights.new_ones(len(batch.tasks), *weights.shape[1:])
@@ -189,8 +189,8 @@ class MicroBatch:
     """``[M, K]``."""
     old_logprob: Tensor | None = None
     """``[M, C, A]`` before the update, where there is an advantage; None: those of this pass."""
-    weights: Tensor | None = None
-    """Importance weights, which broadcast to ``[M, U, V]``; None: computed in the pass."""
+    importance_weights: Tensor | None = None
+    """They broadcast to ``[M, U, V]``; None: computed in the pass."""
     values: Tensor | None = None
     """``[M, K]`` before the update."""
     targets: Tensor | None = None
@@ -277,7 +277,7 @@ def build_minibatch(
         rows=rows,
         counted=counted,
         mask=batch.mask[rows] & counted[:, None, None],
-        behaviour=batch.logprob_behaviour[rows],
+        behaviour=batch.behaviour_logprob[rows],
         lag=batch.lag[rows],
         episode=batch.episode[rows],
         advantages=prepared.estimates.advantages[rows],
@@ -285,7 +285,7 @@ def build_minibatch(
         token_weights=padded(token_weights),
         value_weights=padded(value_weights),
         old_logprob=optional(prepared.old_logprob),
-        weights=optional(prepared.weights),
+        importance_weights=optional(prepared.importance_weights),
         values=optional(prepared.values),
         targets=optional(prepared.estimates.targets),
     )

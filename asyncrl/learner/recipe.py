@@ -75,14 +75,14 @@ class Recipe:
         return self.trains_critic or reads or isinstance(self.correction, CorrectsAdvantages)
 
     @property
-    def weights_move(self) -> bool:
+    def importance_weights_move(self) -> bool:
         """Return True if the importance weights may follow the current policy."""
         fixed = {"old_policy", "whole_episodes"} & set(self.correction.needs)
         return isinstance(self.correction, ChoosesProximal) and not fixed
 
     def check_batch(self, batch: Batch) -> None:
         """Raise ConfigError if the behaviour policy's log-probs are needed but not finite."""
-        if "behaviour" in self.needs and not bool(batch.logprob_behaviour.isfinite().all()):
+        if "behaviour" in self.needs and not bool(batch.behaviour_logprob.isfinite().all()):
             raise ConfigError(
                 f"--correction.kind is {self.correction_settings.kind}, but the episodes hold no log-probs "
                 "of the policy that sampled them (NaN). Imagine them again with this version, or use "
@@ -123,7 +123,7 @@ class Recipe:
         wanted = f"float32{list(logprob.shape)}, detached"
         raise _refusal("correction", self.correction, "proximal", describe_tensor(result), wanted)
 
-    def weights(self, log_ratios: Tensor, mask: Tensor, episode: Tensor) -> Tensor | None:
+    def importance_weights(self, log_ratios: Tensor, mask: Tensor, episode: Tensor) -> Tensor | None:
         """Compute importance weights with ``D`` rows, or None."""
         result = self.correction.weights(log_ratios, mask, episode, self.algorithm.level)
         units = valid_units(mask, self.algorithm.level).shape

@@ -191,8 +191,8 @@ def update_loss(
     # A token that top-k would not draw any more has a number all the same: `action_distribution` keeps it.
     old_logprob, mask = current.logprob.detach(), micro.mask
     if micro.old_logprob is not None:  # It may be unknown of decisions without an advantage.
-        learned = has_advantage(micro.advantages)[:, None, None]
-        old_logprob = torch.where(learned, micro.old_logprob, old_logprob)
+        with_advantage = has_advantage(micro.advantages)[:, None, None]
+        old_logprob = torch.where(with_advantage, micro.old_logprob, old_logprob)
     logprob, old_logprob = (torch.where(mask, x, 0.0) for x in (current.logprob, old_logprob))
     terms: list[LossAndMetrics] = []
     if policy:
@@ -215,33 +215,38 @@ def _policy_loss(
     metrics, level, mask = MetricAccumulator(), recipe.algorithm.level, micro.mask
     behaviour = torch.where(mask, micro.behaviour, 0.0)
     proximal = recipe.proximal(logprob, old_logprob, behaviour, micro.lag)
-    weights = micro.weights
-    if weights is None:
+    importance_weights = micro.importance_weights
+    if importance_weights is None:
         ratios = torch.where(mask, log_ratio(proximal, behaviour), 0.0)
-        weights = recipe.weights(ratios, mask, micro.episode)
-    settings, learned_M = recipe.correction_settings, has_advantage(micro.advantages)
+        importance_weights = recipe.importance_weights(ratios, mask, micro.episode)
+    settings, with_advantage_M = recipe.correction_settings, has_advantage(micro.advantages)
     if micro.old_logprob is None:
         policies = (old_logprob, proximal, behaviour)
         metrics.fold(
-            staleness_metrics(settings, level, *policies, mask, weights, micro.episode, micro.lag, learned_M)
+            staleness_metrics(
+                *(settings, level, *policies, mask, importance_weights, micro.episode, micro.lag),
+                with_advantage=with_advantage_M,
+            )
         )
     terms = recipe.unit_loss(logprob, proximal, mask, micro.advantages)
     units = valid_units(mask, level)
-    unit_weights = micro.unit_weights if weights is None else micro.unit_weights * weights
+    unit_weights = micro.unit_weights
+    if importance_weights is not None:
+        unit_weights = unit_weights * importance_weights
     beyond = torch.zeros_like(units)
     if trust_region:
         beyond = beyond_trust_region(logprob, behaviour, mask, micro.advantages, level, trust_region)
     loss = torch.where(units & ~beyond, unit_weights * terms.loss, 0.0).sum()
     metrics.total(m.POLICY_LOSS, loss)
-    learned = units & learned_M[:, None, None]
-    metrics.mean(m.CLIP_FRACTION, terms.clipped.float(), learned)
-    metrics.mean(m.DUAL_CLIPPED, terms.dual_clipped.float(), learned)
-    metrics.mean(m.CLIPPED_RATIO, terms.clipped_ratio, learned)
-    metrics.mean(m.OUTSIDE_TRUST_REGION, beyond.float(), learned)
-    metrics.mean(m.RATIO, log_ratio(logprob, proximal).exp(), mask & learned_M[:, None, None])
+    with_advantage = units & with_advantage_M[:, None, None]
+    metrics.mean(m.CLIP_FRACTION, terms.clipped.float(), with_advantage)
+    metrics.mean(m.DUAL_CLIPPED, terms.dual_clipped.float(), with_advantage)
+    metrics.mean(m.CLIPPED_RATIO, terms.clipped_ratio, with_advantage)
+    metrics.mean(m.OUTSIDE_TRUST_REGION, beyond.float(), with_advantage)
+    metrics.mean(m.RATIO, log_ratio(logprob, proximal).exp(), mask & with_advantage_M[:, None, None])
     without_gradient = (beyond | terms.clipped | terms.dual_clipped).float()
     for lags, metric in zip(LAG_RANGES, m.CLIPPED_AT_LAG, strict=True):
-        metrics.mean(metric, without_gradient, learned & lags.holds(micro.lag)[:, None, None])
+        metrics.mean(metric, without_gradient, with_advantage & lags.holds(micro.lag)[:, None, None])
     return loss, metrics
 
 
@@ -250,8 +255,8 @@ def _regularisers(
 ) -> LossAndMetrics:
     """Return entropy bonus and KL penalty."""
     metrics, settings, mask = MetricAccumulator(), recipe.algorithm, micro.mask
-    learned = mask & has_advantage(micro.advantages)[:, None, None]
-    metrics.mean(m.ENTROPY_LOSS, current.entropy, learned)
+    with_advantage = mask & has_advantage(micro.advantages)[:, None, None]
+    metrics.mean(m.ENTROPY_LOSS, current.entropy, with_advantage)
     loss = torch.zeros((), device=logprob.device)
     if settings.entropy_coef:
         entropy = torch.where(mask, micro.token_weights * current.entropy, 0.0).sum()
@@ -264,7 +269,7 @@ def _regularisers(
         if "behaviour" in recipe.needs:
             ratios = torch.where(mask, log_ratio(logprob, micro.behaviour), 0.0)
             weights = truncated_weights(ratios, cap=recipe.correction_settings.max_weight)
-        metrics.mean(m.KL_REFERENCE, weights * penalty, reachable & learned)
+        metrics.mean(m.KL_REFERENCE, weights * penalty, reachable & with_advantage)
         loss = loss + settings.kl_coef * (micro.token_weights * weights * penalty).sum()
     return loss, metrics
 

@@ -1,4 +1,12 @@
-"""Table of the groups: granted and open, then complete and ready, then closed; counts of their episodes."""
+"""Table of the groups of a run, and counts of their episodes.
+
+    grant ──► open ──make_ready──► ready ──use──► closed, used
+      ▲         │                    ├──filter──► closed: all returns are equal
+      │         └────────drop────────┴──────────► closed, dropped: too old, incomplete, not usable
+      └─────────────────────────────────────────── `to_grant_again`: its number decides start state and seeds
+
+A resume reopens what a lost update used: closed, used ──remove, make_ready──► ready.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +46,8 @@ class GroupTable:
     closed, even if nothing else of it is remembered.
     """
 
-    def __init__(self, *, horizon: int) -> None:
-        self.horizon = horizon
+    def __init__(self, *, resume_window: int) -> None:
+        self.resume_window = resume_window
         self.version = 0
         """The learner's newest policy version."""
         self.used = 0
@@ -144,8 +152,8 @@ class GroupTable:
         self.forget()
 
     def forget(self) -> None:
-        """Forget the groups that were closed more than `horizon` versions ago; around a resume some later."""
-        before = self.version - self.horizon
+        """Forget the groups closed more than `resume_window` versions ago; around a resume some later."""
+        before = self.version - self.resume_window
         for number in list(itertools.takewhile(lambda n: self.closed[n].version < before, self.closed)):
             del self.closed[number]
             self.used_at.pop(number, None)

@@ -33,11 +33,11 @@ class Limiter(GroupTable):
         filter_groups: bool = False,
         sampling: Sampling | None = None,
         episode_format: EpisodeFormat = ANY_FORMAT,
-        horizon: int = 20,
+        resume_window: int = 20,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start without groups; a resume may go back `horizon` versions without loss, at least `max_lag`."""
-        super().__init__(horizon=max(horizon, settings.max_lag))
+        """Start without groups; a resume can reopen those closed in the last `resume_window` versions."""
+        super().__init__(resume_window=max(resume_window, settings.max_lag))
         self.settings, self.max_lag, self.clock = settings, settings.max_lag, clock
         self.group_size, self.groups_per_update = group_size, groups_per_update
         self.filter_groups, self.sampling = filter_groups, sampling

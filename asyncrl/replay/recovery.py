@@ -26,7 +26,7 @@ def plan_resume(
     size, if these were changed for the resume. Groups that a lost update used, and this version may use,
     wait again.
 
-    That is exact down to `horizon` versions before the limiter's. Groups closed before stay closed: the
+    That is exact down to `resume_window` versions before the limiter's. Groups closed before stay closed: the
     learner goes on with new groups, nothing is used twice, and nothing above the lag bound is used; but
     batches, start states, and the shares of successful and filtered groups are not those of the undisturbed
     run. Nor is it exact for a group that a lost update dropped as too old: newer versions imagine it again.

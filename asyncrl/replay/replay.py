@@ -48,7 +48,7 @@ def open_replay(
     algorithm: AlgorithmSettings,
     *,
     start: RunStart = NEW_RUN,
-    horizon: int = 20,
+    resume_window: int = 20,
     warn: Callable[[str], None] = print,
 ) -> Replay:
     """Open the replay of a run and recover its folder."""
@@ -67,7 +67,7 @@ def open_replay(
         filter_groups=algorithm.filter_groups,
         sampling=Sampling(algorithm.temperature, algorithm.top_k),
         episode_format=start.episodes,
-        horizon=horizon,
+        resume_window=resume_window,
     )
     max_filtered = MAX_FILTERED_BATCHES * algorithm.groups_per_update
     return Replay(store, limiter, warn, max_filtered=max_filtered, lost_ledger=lost_ledger)

@@ -52,8 +52,8 @@ def test_a_batch_holds_every_decision_with_its_own_numbers() -> None:
     assert batch.returns.tolist() == [1.0, 0.0, 0.0, 0.0]
     first = episode(group=0, member=0, rows=(3, 4), success_at=10, versions=(5, 6))
     np.testing.assert_array_equal(batch.sample["tokens"][:2].numpy(), first.sample["tokens"])
-    np.testing.assert_array_equal(batch.logprob_behaviour[:2].numpy(), first.logprobs)
-    assert (batch.sample["tokens"].dtype, batch.logprob_behaviour.dtype) == (torch.int64, torch.float32)
+    np.testing.assert_array_equal(batch.behaviour_logprob[:2].numpy(), first.logprobs)
+    assert (batch.sample["tokens"].dtype, batch.behaviour_logprob.dtype) == (torch.int64, torch.float32)
 
 
 def test_metrics_of_a_batch_by_hand() -> None:

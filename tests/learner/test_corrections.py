@@ -145,7 +145,7 @@ def test_a_correction_without_what_it_needs_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"vtrace.*no critic.*--algorithm.kind ppo"):
         recipe_of(kind="vtrace")
     known = build_batch(groups_of([[3, -1]]), version=0)
-    unknown = dataclasses.replace(known, logprob_behaviour=torch.full_like(known.logprob_behaviour, math.nan))
+    unknown = dataclasses.replace(known, behaviour_logprob=torch.full_like(known.behaviour_logprob, math.nan))
     for kind in ("naive", "tis", "mis", "decoupled", "vtrace"):
         recipe_of("ppo", kind=kind).check_batch(known)
         with pytest.raises(ConfigError, match=r"no log-probs of the policy that"):

@@ -204,7 +204,7 @@ def test_placeholders_have_the_types_and_shapes_of_true_decisions() -> None:
     for name in (
         "sample",
         "frames",
-        "logprob_behaviour",
+        "behaviour_logprob",
         "mask",
         "rewards",
         "lag",

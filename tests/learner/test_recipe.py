@@ -31,7 +31,7 @@ def slow_loss(batch: Batch, table: Table, before: Table, *, by_lag: bool, tolera
     """PPO's clipped loss, token by token, with the weights of `own_parts.Softened` or `ByLag`."""
     config = recipe()
     now, old = table.logprobs(batch)[0], before.logprobs(batch)[0].detach()
-    behaviour = batch.logprob_behaviour.double()
+    behaviour = batch.behaviour_logprob.double()
     share = 1 / (1 + batch.lag.double())[:, None, None] if by_lag else 1.0
     proximal = behaviour + share * (old - behaviour)
     advantages = group_advantages(config, batch)
@@ -101,7 +101,7 @@ def test_an_advantage_and_an_objective_of_the_users_train_as_by_hand() -> None:
 
 
 def test_a_batch_without_what_the_users_correction_needs_is_refused() -> None:
-    blind = dataclasses.replace(a_batch(), logprob_behaviour=torch.full((12, 8, 7), math.nan))
+    blind = dataclasses.replace(a_batch(), behaviour_logprob=torch.full((12, 8, 7), math.nan))
     with pytest.raises(ConfigError, match=r"own_parts:Softened.*no log-probs of the policy that"):
         build_update(recipe(correction__kind=OWN + "Softened"), TablePolicy(rows=8))(blind)
 
@@ -185,5 +185,5 @@ def test_what_the_built_in_kinds_stand_for_needs_what_it_needs() -> None:
     assert several.needs_old_policy_pass
     naive = build_recipe(AlgorithmSettings(minibatches=2), CorrectionSettings(kind="naive"), CriticSettings())
     assert not naive.needs_old_policy_pass
-    assert naive.weights_move
-    assert not several.weights_move
+    assert naive.importance_weights_move
+    assert not several.importance_weights_move

@@ -185,10 +185,10 @@ def test_the_order_of_the_groups_does_not_change_the_gradient(
 @given(nonsense=st.sampled_from([0.0, -3.0, -60.0]), level=st.sampled_from(["token", "action", "decision"]))
 def test_what_comes_after_the_success_changes_nothing(nonsense: float, level: str) -> None:
     config, batch = recipe(algorithm__level=level, algorithm__kind="ppo"), stale_batch()
-    masked = torch.where(batch.mask, batch.logprob_behaviour, nonsense)
+    masked = torch.where(batch.mask, batch.behaviour_logprob, nonsense)
     changed = dataclasses.replace(
         batch,
-        logprob_behaviour=masked,
+        behaviour_logprob=masked,
         sample={"tokens": torch.where(batch.mask, batch.sample["tokens"], 17)},
     )
     for a, b in zip(
@@ -216,7 +216,7 @@ def test_an_update_makes_what_won_likelier_and_what_lost_less_likely() -> None:
     groups = [[episode(member=0, rows=(0,), success_at=7), episode(member=1, rows=(1,))]]
     batch, policy = build_batch(groups, version=0), TablePolicy()
     before = Table.of(policy).logprobs(batch)[0]
-    batch = dataclasses.replace(batch, logprob_behaviour=before.detach().float())
+    batch = dataclasses.replace(batch, behaviour_logprob=before.detach().float())
     build_update(recipe(algorithm__group_size=2), policy)(batch)
     after = Table.of(policy).logprobs(batch)[0]
     assert after[0].sum() > before[0].sum()
@@ -267,7 +267,7 @@ def test_vtrace_without_a_critic_is_refused() -> None:
 
 
 def test_a_batch_without_behaviour_logprobs_is_refused_unless_they_are_not_needed() -> None:
-    blind = dataclasses.replace(stale_batch(), logprob_behaviour=torch.full((18, 8, 7), math.nan))
+    blind = dataclasses.replace(stale_batch(), behaviour_logprob=torch.full((18, 8, 7), math.nan))
     with pytest.raises(ConfigError, match="no log-probs of the policy that"):
         build_update(recipe(), TablePolicy(rows=8))(blind)
     uncorrected = recipe(correction__kind="none")
@@ -291,7 +291,7 @@ def test_staleness_metrics_are_means_over_valid_tokens(micro_batch: int) -> None
     policy = TablePolicy(rows=8)
     logprob, entropy = Table.of(policy).logprobs(batch)
     chosen = evaluated(batch)
-    delta = (logprob.detach() - batch.logprob_behaviour)[chosen]
+    delta = (logprob.detach() - batch.behaviour_logprob)[chosen]
     raw, weight = delta.exp(), delta.exp().clamp(max=2.0)
     values = build_update(config, policy)(batch)
     expected = {
@@ -343,7 +343,7 @@ def test_advantage_metrics_are_over_valid_tokens() -> None:
 def test_tokens_are_evaluated_at_the_temperature_they_were_sampled_with() -> None:
     batch = build_batch(groups_of(OUTCOMES, temperature=1.6), version=0)
     logprob = Table.of(TablePolicy(rows=8)).logprobs(batch)[0].detach().float()
-    fresh = dataclasses.replace(batch, logprob_behaviour=logprob)
+    fresh = dataclasses.replace(batch, behaviour_logprob=logprob)
     # The settings' temperature does not matter here.
     values = build_update(recipe(algorithm__temperature=0.7), TablePolicy(rows=8))(fresh)
     assert values[m.MISMATCH_KL] == pytest.approx(0.0, abs=1e-6)

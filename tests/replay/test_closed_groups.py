@@ -49,7 +49,7 @@ def open_small(
         group_size=2,
         groups_per_update=2,
         filter_groups=filtering,
-        horizon=horizon,
+        resume_window=horizon,
         clock=Clock(),
     )
     return Replay(EpisodeStore(folder, group_size=2, max_bytes=max_bytes), limiter)
@@ -241,4 +241,4 @@ def test_a_run_remembers_enough_for_its_oldest_checkpoint(tmp_path: Path) -> Non
     table = {"checkpoint_every": 10, "keep_checkpoints": 2, "replay": {"max_lag": 3}}
     replay = open_run_replay(tmp_path, overlay(TrainConfig(), table, "test"))
     # At update 39 that of update 30 may still be on its way to the disk, and those of 20 and 10 are there.
-    assert replay.state.limiter.horizon >= 39 - 10
+    assert replay.state.limiter.resume_window >= 39 - 10

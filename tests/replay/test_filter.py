@@ -45,7 +45,7 @@ def open_filter(
         group_size=2,
         groups_per_update=per_update,
         filter_groups=filtering,
-        horizon=horizon,
+        resume_window=horizon,
         clock=Clock(),
     )
     store = EpisodeStore(folder, group_size=2, max_bytes=max_bytes)

@@ -108,7 +108,7 @@ def critic_targets(
                 steps = range(8) if width == 1 else [k]
                 rewards.append(sum(float(batch.rewards[d, c]) for c in steps))
                 values.append(table_values[row][k])
-                log_ratio = sum(float(start[d][t]) - float(batch.logprob_behaviour[d][t]) for t in tokens)
+                log_ratio = sum(float(start[d][t]) - float(batch.behaviour_logprob[d][t]) for t in tokens)
                 ratios.append(math.exp(min(20.0, max(-20.0, log_ratio))))
         final_row = int(batch.final_frames[e, 0, 0, 0])
         over = batch.terminated[e] or critic.truncation == "failure"
@@ -237,7 +237,7 @@ def slow_loss(
     chosen, correction = config.algorithm, config.correction
     now, entropy = table.logprobs(batch)
     start = before.logprobs(batch)[0].detach()
-    behaviour, proximal = batch.logprob_behaviour.double(), start
+    behaviour, proximal = batch.behaviour_logprob.double(), start
     if correction.kind == "naive":
         proximal = behaviour
     if chosen.kind == "ppo":
@@ -318,7 +318,7 @@ def stale_batch(outcomes: list[list[int]] = OUTCOMES, spread: float = 0.3, **cha
     logprob, _ = Table.of(TablePolicy(rows=8)).logprobs(batch)
     noise = spread * torch.randn(logprob.shape, generator=torch.Generator().manual_seed(5))
     near = (logprob.detach().float() - noise).clamp(max=0.0)
-    return dataclasses.replace(batch, logprob_behaviour=near)
+    return dataclasses.replace(batch, behaviour_logprob=near)
 
 
 def name_of(changes: dict[str, Any]) -> str:
