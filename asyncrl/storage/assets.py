@@ -64,10 +64,7 @@ def is_shipped_world(name: str) -> bool:
 
 
 def simulator_named(text: str) -> str:
-    """Return the simulator that a value of --world names; empty for a world model.
-
-    A folder with a simulator's name is written ./NAME.
-    """
+    """Return the simulator that a value of --world names, empty for a world model; ./NAME is a folder."""
     if text in SIMULATOR_ALIASES:
         return SIMULATOR_ALIASES[text]
     if is_shipped_world(text):
@@ -79,7 +76,6 @@ def simulator_named(text: str) -> str:
 
 
 def _makes_simulators(name: str) -> bool:
-    """Return False for a class that is, or tries to be, a world model."""
     try:
         found = registry.resolve("simulator", name)
     except ConfigError:
@@ -88,11 +84,7 @@ def _makes_simulators(name: str) -> bool:
 
 
 def start_states_path(name: str, world: str) -> Path:
-    """Find start states: a shipped name, a file or a folder; by default those of the world.
-
-    Args:
-        world: Value of --world. A published folder has start states in its sub-folder ``dataset``.
-    """
+    """Find start states: a shipped name, a file or a folder; by default those in the world's ``dataset``."""
     beside = Path(world) / "dataset"
     if name == DEFAULT and _named(world, "world"):
         name = world if _named(world, START_STATES) else name

@@ -37,10 +37,7 @@ _PIECE: Final = 1 << 20
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary name for a file or folder; it becomes `path` at the end of the block.
-
-    After an error it is deleted, and the old content of `path` stays.
-    """
+    """Yield a temporary name for a file or folder, which replaces `path` after a block without error."""
     part = unfinished(path)
     remove(part)
     try:
@@ -131,11 +128,7 @@ def append_record(path: Path, record: Any) -> None:
 
 
 def read_records(path: Path, kind: type[Record]) -> list[Record]:
-    """Read all valid records, oldest first.
-
-    Args:
-        kind: A dataclass whose fields are int, float, str or bool.
-    """
+    """Read all valid records, oldest first; `kind` is a dataclass of int, float, str and bool."""
     if not path.is_file():
         return []
     known = {field.name: _TYPES[str(field.type)] for field in fields(kind)}  # type: ignore[arg-type]
@@ -180,12 +173,7 @@ def read_small(path: Path) -> str:
 
 
 def check_private(path: Path, remedy: str) -> None:
-    """Check that only this user can read a file, or enter a folder.
-
-    Raises:
-        ConfigError: Others can; ends with `remedy`.
-        OSError: It does not exist.
-    """
+    """Check that only this user can read a file or enter a folder; else raise ConfigError with `remedy`."""
     about = path.stat()
     if about.st_uid != os.getuid() or stat.S_IMODE(about.st_mode) & 0o077:
         raise ConfigError(
@@ -199,14 +187,10 @@ def check_private(path: Path, remedy: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Checksum:
-    """Length and SHA-256 of a file, or of its beginning.
-
-    SHA-256 and not CRC-32: a thread hashes 1.8 GB/s, more than a disk takes, and equality is beyond doubt.
-    """
+    """Length and SHA-256 (1.8 GB/s per thread, faster than a disk) of a file, or of its beginning."""
 
     bytes: int
-    sha256: str
-    """64 hexadecimal digits."""
+    sha256: str  # 64 hexadecimal digits
 
     @classmethod
     def from_json(cls, value: Any) -> Checksum | None:

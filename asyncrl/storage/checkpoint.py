@@ -64,19 +64,16 @@ from asyncrl.storage.untrusted import check_types, load_json, make_folder, remov
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-FORMAT: Final = 2
-"""Version of state.json. Raise it when a field changes meaning."""
+FORMAT: Final = 2  # of state.json; raise it when a field changes meaning
 HASHING_THREADS: Final = 4
 FOLDER: Final = "checkpoints"
 STATE: Final = "state"
 WRITE_DEADLINE: Final = 1800.0
 COPYING: Final = "copying weights and optimizer for a checkpoint"
 _TYPES: Final = {"int": int, "str": str}
-CHECKSUMS: Final = "sha256"
-"""Key in state.json: file name -> SHA-256."""
+CHECKSUMS: Final = "sha256"  # key in state.json: file name -> SHA-256
 OWN_CHECKSUM: Final = "sha256_of_state"
-LEDGER: Final = "ledger"
-"""Key in state.json: `Checksum` of the replay's ledger, or null."""
+LEDGER: Final = "ledger"  # key in state.json: `Checksum` of the replay's ledger, or null
 CHANGED: Final = "its content is not what was written: somebody changed it, or the disk damaged it"
 
 
@@ -84,8 +81,7 @@ CHANGED: Final = "its content is not what was written: somebody changed it, or t
 class Progress:
     """Counters of a run."""
 
-    version: int
-    """Policy version = number of updates made."""
+    version: int  # of the policy: number of updates made
     groups_used: int
     """Groups taken from the replay: position in the stream of start states."""
     bad_updates: int = 0
@@ -101,12 +97,7 @@ class Checkpoints:
     def __init__(
         self, run_dir: Path, *, keep: int, link: ProcessGroup | None = None, ledger: Path | None = None
     ) -> None:
-        """Write into `run_dir`/checkpoints and keep the `keep` newest (at least 1).
-
-        Args:
-            link: Gloo process group of the ranks' writers; None for one rank.
-            ledger: Ledger of the replay, whose checksum goes into every checkpoint.
-        """
+        """Keep the `keep` newest checkpoints; `link` is the writers' Gloo group, None for one rank."""
         self._run_dir, self.folder, self.keep, self._ledger = run_dir, run_dir / FOLDER, keep, ledger
         self._ranks, self._writer = Ranks(link), WriterThread()
         self._copied = 0.0
@@ -119,13 +110,9 @@ class Checkpoints:
         optimizer: Optimizer,
         parameters: Parameters,
     ) -> Path:
-        """Copy the state and start writing a checkpoint; called by all ranks.
+        """Copy the state and start writing a checkpoint, after the previous one; called by all ranks.
 
-        Waits for the previous checkpoint first.
-
-        Args:
-            copy_policy: Copies the policy, and returns a function that writes it into an existing folder,
-                called on another thread of rank 0.
+        `copy_policy` copies the policy and returns a function that writes it, on another thread of rank 0.
         """
         self.finish()
         final = self.folder / f"update_{progress.version:06d}"
@@ -225,10 +212,7 @@ def load(
 
 
 def verify(folder: Path, *, policy_only: bool = False) -> Checksum | None:
-    """Check that every file of a checkpoint exists and is unchanged; reads all files once.
-
-    Args:
-        policy_only: Read only the policy's files, not the learner's state.
+    """Check that every file of a checkpoint is unchanged; reads all files, or the policy's, once.
 
     Returns:
         Checksum of the replay's ledger; None if there was none.

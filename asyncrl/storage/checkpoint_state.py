@@ -39,7 +39,6 @@ class Ranks:
     """The writer threads of all ranks, which take each step together."""
 
     def __init__(self, link: ProcessGroup | None) -> None:
-        """Join the writers' own process group; None: there is one rank."""
         self.rank, self.size = (0, 1) if link is None else (link.rank(), link.size())
         self._link = link
 
@@ -67,8 +66,7 @@ class WriterThread:
     """Runs one action at a time in the background of its owner's thread."""
 
     def __init__(self) -> None:
-        self.waited = 0.0
-        """Seconds spent in `finish`."""
+        self.waited = 0.0  # seconds in `finish`
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._name = Path()
@@ -112,8 +110,7 @@ Parameters = Mapping[str, nn.Parameter]
 _UNREADABLE: Final = (
     *(CheckpointError, SafetensorError, OSError, ValueError, KeyError, TypeError, IndexError, AttributeError),
     *(RuntimeError, AssertionError, OverflowError, MemoryError),
-)
-"""Errors of PyTorch's reader on inconsistent headers."""
+)  # raised by PyTorch on inconsistent headers
 
 
 def copy_state(parameters: Parameters, optimizer: Optimizer, rank: int) -> dict[str, Tensor]:

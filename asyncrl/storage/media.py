@@ -1,7 +1,4 @@
-"""Draw frames and text with Pillow; write movies as GIF (Pillow) or H.264 (PyAV, the extra `video`).
-
-Dimension letters: H and W image size in pixels.
-"""
+"""Draw frames and text with Pillow; write movies as GIF (Pillow) or H.264 (PyAV, the extra `video`)."""
 
 from __future__ import annotations
 
@@ -41,11 +38,7 @@ def font(size: int) -> Font:
 
 
 def enlarged(frame: NDArray[np.uint8], width: int) -> Image.Image:
-    """Enlarge a frame to at least `width` pixels by repeating pixels.
-
-    Args:
-        frame: ``[H, W, 3]`` uint8.
-    """
+    """Enlarge a frame ``[H, W, 3]`` uint8 to at least `width` pixels by repeating pixels."""
     times = max(1, -(-width // frame.shape[1]))
     return Image.fromarray(frame.repeat(times, 0).repeat(times, 1))
 
@@ -98,12 +91,7 @@ def movie_suffix() -> str:
 
 
 def write_movie(path: Path, frames: Iterable[NDArray[np.uint8]], *, rate: int) -> None:
-    """Write a movie, .gif or .mp4 by its suffix.
-
-    Args:
-        frames: ``[H, W, 3]`` uint8 each, at least one, all of one size.
-        rate: Frames per second.
-    """
+    """Write frames, ``[H, W, 3]`` uint8, as .gif or .mp4 by the suffix, with `rate` per second."""
     if path.suffix == ".gif":
         write_gif(path, frames, rate=rate)
     elif path.suffix == ".mp4":
@@ -115,12 +103,7 @@ def write_movie(path: Path, frames: Iterable[NDArray[np.uint8]], *, rate: int) -
 
 
 def write_gif(path: Path, frames: Iterable[NDArray[np.uint8]], *, rate: int) -> None:
-    """Write an endless animation with one palette of 256 colours, so that still parts keep their colour.
-
-    Args:
-        frames: ``[H, W, 3]`` uint8 each, at least one, all of one size.
-        rate: Frames per second.
-    """
+    """Write an endless animation of ``[H, W, 3]`` uint8 frames, with one palette for steady colours."""
     pictures = list(frames)
     palette = _palette(pictures)
     drawn = [Image.fromarray(frame).quantize(palette=palette, dither=Image.Dither.NONE) for frame in pictures]
@@ -139,12 +122,6 @@ class Mp4Writer:
     """Writes a movie in H.264 frame by frame, as a context manager."""
 
     def __init__(self, path: Path, *, rate: Fraction, options: dict[str, str] | None = None) -> None:
-        """Open the file.
-
-        Args:
-            rate: Frames per second.
-            options: Options of the encoder.
-        """
         require_mp4(path)
         import av  # pyright: ignore[reportMissingImports]
 
@@ -163,11 +140,9 @@ class Mp4Writer:
         self._container.mux(self._stream.encode(av.VideoFrame.from_ndarray(even, format="rgb24")))
 
     def __enter__(self) -> Mp4Writer:
-        """Close the file at the end of a `with` block."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Write the last frames, unless an error occurred."""
         with self._container:
             if self._stream is not None and kind is None:
                 self._container.mux(self._stream.encode())

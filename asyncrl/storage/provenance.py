@@ -39,10 +39,7 @@ _CHECKOUT: Final = Path(__file__).parents[2]
 def this_start(
     *, attempt: int, command: str, from_update: int, ranks: int, gpus: bool = False
 ) -> dict[str, Any]:
-    """Describe the start of a run by this process; `Provenance` adds its end.
-
-    Times are in UTC, in ISO 8601. `commit` is that of the checkout, empty for an installed package.
-    """
+    """Describe the start of a run by this process; times are UTC in ISO 8601."""
     commit, dirty = git_state(_CHECKOUT)
     return {
         "attempt": attempt,
@@ -71,7 +68,6 @@ class Provenance:
     def __init__(
         self, run_dir: Path, start: dict[str, Any], *, updates: int, tell: Callable[[str], None]
     ) -> None:
-        """Add the start (see `this_start`) to the run's file."""
         self._path, self._start, self._updates, self._tell = run_dir / NAME, start, updates, tell
         self._step = start["from_update"]
         self._put()
@@ -81,13 +77,11 @@ class Provenance:
         self._step = step
 
     def __enter__(self) -> Provenance:
-        """Record the end at the end of a `with` block."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Record the end."""
         how = "finished" if self._step >= self._updates else "stopped"
         if error is not None and not isinstance(error, KeyboardInterrupt):
             how = f"failed: {type(error).__name__}: {first_line(error)}"
@@ -117,11 +111,7 @@ class Provenance:
 
 
 def read(run_dir: Path) -> tuple[list[dict[str, Any]], int]:
-    """Read the starts of a run, the first one first.
-
-    Returns:
-        The starts, and how many were left out after the first. Nothing without a file.
-    """
+    """Read the starts of a run, oldest first, and how many were left out; nothing without a file."""
     try:
         table = load_json(run_dir / NAME, dict)
     except FileNotFoundError:

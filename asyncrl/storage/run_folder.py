@@ -57,9 +57,6 @@ class ClaimedRun:
 def claim(config: TrainConfig, again: Path | None = None) -> ClaimedRun:
     """Own the run's folder, which is made unless it is resumed, and write its config.json.
 
-    Args:
-        again: Folder of a run that is started again with its own settings.
-
     Raises:
         FolderInUse: A process of the run lives. Nothing was changed.
         ConfigError: The folder exists without `--resume`, nothing can be resumed, or it cannot be written.
@@ -212,15 +209,12 @@ class RunSummary:
 
     path: Path
     state: State
-    started: float
-    """Time of the last start: seconds since 1970."""
+    started: float  # of the last start: seconds since 1970
     last_row: dict[str, Any]
     """Last row of an update in metrics.jsonl; empty before the first one."""
-    updates: int
-    """Updates at which it ends; 0 if unknown."""
+    updates: int  # at which it ends; 0 if unknown
     true_success: float | None
     problem: str = ""
-    """Why something could not be read."""
 
     @property
     def version(self) -> int:
@@ -290,11 +284,7 @@ def summarise(folder: Path) -> RunSummary:
 
 
 def newest_rows(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read the newest row of an update in a metrics.jsonl, and the newest row of a true measurement.
-
-    Returns:
-        Both rows; empty if the end of the file has none.
-    """
+    """Read the newest row of an update and of a true measurement in a metrics.jsonl; empty if absent."""
     try:
         with reading(path, LINES_BYTES) as file:
             size = os.fstat(file.fileno()).st_size
@@ -315,7 +305,6 @@ def newest_rows(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _row(line: bytes) -> dict[str, Any]:
-    """Parse a row; empty for a damaged one."""
     try:
         row = parse_json(line, dict)
     except ValueError:

@@ -51,8 +51,7 @@ class Owner:
     """Rank 0 of a run, as written into the lock."""
 
     pid: int
-    started: int
-    """As `process_status.started`."""
+    started: int  # as `process_status.started`
     host: str
     since: float
 
@@ -80,7 +79,6 @@ class RunLock:
             self._handle = -1
 
     def __del__(self) -> None:
-        """Release."""
         self.release()
 
 
@@ -160,7 +158,6 @@ def kept_unowned(run_dir: Path, what: str) -> Iterator[None]:
 
 
 def _take(handle: int, kind: int, run_dir: Path) -> bool:
-    """Try to lock."""
     try:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -186,7 +183,6 @@ def _open(run_dir: Path, flags: int = os.O_RDWR | os.O_CREAT) -> int:
 
 
 def _read(run_dir: Path) -> Owner | None:
-    """Read the entry of the owner; None without a valid one."""
     try:
         handle = _open(run_dir, os.O_RDWR)
     except ConfigError:
@@ -217,8 +213,7 @@ def in_use(run_dir: Path, found: Owner | None) -> FolderInUse:
 class RunIdentity:
     """One start of one run. A peer that knows the secret belongs to the run."""
 
-    secret: str = field(default="", repr=False)
-    """64 hexadecimal digits; empty if no other process can connect."""
+    secret: str = field(default="", repr=False)  # 64 hex digits; empty: no process can connect
     attempt: int = 0
 
     def knows(self, secret: str) -> bool:

@@ -47,7 +47,6 @@ class TensorFiles:
     """The tensors of one or several files, or of a folder's weight files, by name."""
 
     def __init__(self, source: Path | Sequence[Path], *, rename: Callable[[str], str] = str) -> None:
-        """Read the headers."""
         paths = [source] if isinstance(source, Path) else list(source)
         self.label = str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
         self.changes: dict[str, Callable[[Tensor], Tensor]] = {}
@@ -109,11 +108,7 @@ class TensorFiles:
         )
 
     def check(self, expected: Mapping[str, tuple[int, ...]], *, optional: Set[str] = frozenset()) -> None:
-        """Compare names, shapes and types with those of a policy; reads headers only.
-
-        Args:
-            optional: Names in `expected` that may be absent.
-        """
+        """Compare names (`optional` ones may be absent), shapes and types with a policy's; reads headers."""
         compare_names(self.label, self.names(), expected.keys() - optional, allowed=expected.keys())
         for name in self.names():
             spec = self.spec(name)
@@ -127,11 +122,7 @@ class TensorFiles:
                 raise self._wrong_type(name)
 
     def read(self, name: str, buffer: Tensor | None = None) -> Tensor:
-        """Read one tensor to the CPU, and apply its change. Thread-safe.
-
-        Args:
-            buffer: ``[bytes]`` uint8 on the CPU, at least as large, whose memory the tensor takes.
-        """
+        """Read one tensor to the CPU, into `buffer` (``[bytes]`` uint8) if given. Thread-safe."""
         if name in self.extra:
             return self.extra[name]
         (file, stored), spec = self._homes[name], self.spec(name)
@@ -149,11 +140,7 @@ class TensorFiles:
         return tensor
 
     def stream(self, names: Iterable[str], *, what: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and CPU tensor in order; the next `READERS` are read ahead on threads.
-
-        Args:
-            what: Title of the progress bar, shown after two seconds.
-        """
+        """Yield name and CPU tensor in order; threads read `READERS` ahead. `what` titles the progress."""
         wanted = list(names)
         total, remaining = sum(self.spec(name).nbytes for name in wanted), iter(wanted)
         bar = tqdm(total=total, desc=what, unit="B", unit_scale=True, delay=2, mininterval=1.0, leave=False)
@@ -171,11 +158,7 @@ class TensorFiles:
 
 
 def check_fit(module: nn.Module, files: TensorFiles, *, unused: bool = True) -> None:
-    """Check that `files` hold all tensors of `module`, in its shapes; reads headers only.
-
-    Args:
-        unused: Whether further tensors are allowed, with a warning.
-    """
+    """Check in the headers that `files` hold the tensors of `module`; `unused` allows others."""
     wanted, shapes = module.state_dict(), files.shapes
     for name, tensor in wanted.items():
         if name not in shapes:
@@ -204,12 +187,7 @@ def fill(
     device: torch.device | str,
     exact: Set[str] = frozenset(),
 ) -> None:
-    """Load the weights of `module` (which may be on the meta device), one tensor at a time.
-
-    Args:
-        dtype: Type of floating-point weights afterwards.
-        exact: Names of weights that become float32 instead.
-    """
+    """Load the weights of `module` (also on meta) one by one: floats as `dtype`, `exact` ones float32."""
     check_fit(module, files)
     wanted, ready = list(module.state_dict()), dict[str, Tensor]()
     # One buffer, since memory that is freed after each tensor would be fragmented by those that stay.
@@ -233,7 +211,7 @@ def write_folder(
 
     Args:
         tensors: Name and tensor in the order of `specs`, of these shapes, any dtype and device.
-        shard_bytes: Size above which a further file is begun. A single file is `model.safetensors`.
+        shard_bytes: Size above which a further file is begun.
     """
     shards, room = [dict[str, Spec]()], shard_bytes
     for name, spec in specs.items():
@@ -264,11 +242,7 @@ def write_folder(
 def rewrite_file(
     source: Path, target: Path, tensors: Mapping[str, Tensor], rename: Callable[[str], str]
 ) -> None:
-    """Copy a safetensors file with other numbers, one tensor at a time.
-
-    Args:
-        tensors: New numbers by renamed name, of the shapes in the file, any dtype. Others are copied.
-    """
+    """Copy a safetensors file by tensor, with the numbers of `tensors` (any dtype) for renamed names."""
     files = TensorFiles(source)
     specs = {name: files.spec(name) for name in files.names()}
 

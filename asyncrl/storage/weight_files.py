@@ -70,8 +70,7 @@ class Spec:
 class _Header:
     kind: str
     shape: tuple[int, ...]
-    begin: int = 0
-    """Offset of the numbers in the file; safetensors only."""
+    begin: int = 0  # offset of the numbers in the file; safetensors only
 
 
 # --- files ---
@@ -81,7 +80,6 @@ class SafetensorsFile:
     """A safetensors file, opened for each tensor that is read."""
 
     def __init__(self, path: Path) -> None:
-        """Check and read the header."""
         self.path = path
         _check_exists(path)
         try:
@@ -186,13 +184,7 @@ class _NumpyPassedOver:
 
 
 def load_pth(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of a file of `torch.save`, in and next to its state dict; runs no code.
-
-    Objects of other kinds are passed over.
-
-    Returns:
-        CPU tensors of any shape and dtype, mapped if possible.
-    """
+    """Read the CPU tensors, mapped if possible, of a `torch.save` file and its state dict; runs no code."""
     try:
         mapped = zipfile.is_zipfile(path)  # Files of PyTorch before 1.6 cannot be mapped.
         with _GLOBALS_LOCK:
