@@ -113,12 +113,7 @@ def write_arrays(episode: Episode) -> tuple[list[list[Any]], list[Buffer]]:
 
 
 def read_episode(scalars: Any, arrays: Any, frames: Sequence[Buffer], *, schema: int, views: bool) -> Episode:
-    """Decode an episode from its header's entries and its frames.
-
-    Args:
-        schema: Version in the header.
-        views: Whether images are read-only views of the frames; other arrays are writable copies.
-    """
+    """Decode an episode; `views`: images are read-only views of the frames, other arrays writable copies."""
     if not isinstance(scalars, dict) or not isinstance(arrays, list):
         raise WireError("the message lacks its episode or the list of its arrays.")
     types = scalar_types(schema)

@@ -45,8 +45,7 @@ class ServerKeys:
 
     public: bytes
     secret: bytes = field(repr=False)
-    allowed: frozenset[bytes]
-    """Public keys of the clients when loaded."""
+    allowed: frozenset[bytes]  # public keys of clients when loaded
     folder: Path
 
     def admits(self, key: bytes) -> bool:
@@ -119,7 +118,6 @@ def load_client_keys(folder: Path, name: str) -> ClientKeys:
 
 
 def _create_pair(secret_path: Path, public_path: Path) -> Path | None:
-    """Complete one pair, and return the path of a new secret."""
     if secret_path.exists():
         secret, made = _read_secret(secret_path.parent, secret_path.stem), None
     elif public_path.exists():  # The secret was moved to its client's host.
@@ -228,7 +226,6 @@ class Handshakes:
     """Watches a connecting socket for refusals, after which ZeroMQ would retry for ever in silence."""
 
     def __init__(self, socket: zmq.Socket[bytes], endpoint: str, who: str = "replay") -> None:
-        """Start before the socket connects; `who` names the other end."""
         self._who = who
         self._endpoint, self._broken_off = endpoint, 0
         self._without_keys = socket.getsockopt(zmq.MECHANISM) == zmq.NULL

@@ -22,8 +22,7 @@ from asyncrl.messaging.episode_codec import MAX_FRAME_BYTES
 from asyncrl.messaging.keys import ClientKeys, Security, ServerKeys, secure
 from asyncrl.observability import waits
 
-MAX_IPC_PATH: Final = 107
-"""Most bytes of a unix socket's path."""
+MAX_IPC_PATH: Final = 107  # bytes
 PREFIX: Final = "asyncrl-"
 IDENTITY: Final = "identity"
 """File with the run's secret in a private folder, for actors of this host that join."""
@@ -40,10 +39,7 @@ _log = logging.getLogger(__name__)
 
 
 def private_folder() -> Path:
-    """Make a folder with mode 0700 for a run's sockets, which the caller removes.
-
-    It is in the system's temporary folder, because the run folder's path may be too long for a unix socket.
-    """
+    """Make a folder of mode 0700 for sockets, in the temporary folder: a run's path may be too long."""
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
     if len(os.fsencode(folder)) > MAX_IPC_PATH - 20:
         folder.rmdir()
@@ -165,10 +161,9 @@ def bind_router(
     endpoint: str,
     security: ServerKeys | None = None,
 ) -> zmq.Socket[bytes]:
-    """Bind a server's socket. Sending to a vanished peer raises; a returning peer keeps its name.
+    """Bind a server's socket; with keys, `context` must be `keys.admitting`, or every client is refused.
 
-    Args:
-        context: With keys it must be `keys.admitting`, or every client is refused.
+    Sending to a vanished peer raises; a returning peer keeps its name.
     """
     router = _limited(context, zmq.ROUTER)
     secure(router, security)
@@ -221,16 +216,10 @@ class ConnectionGuard:
     """
 
     def __init__(self, listening: zmq.Socket[bytes], *, connections: int | None = None) -> None:
-        """Watch on a thread, until `close`.
-
-        Args:
-            connections: Limit; by default given by `SHARE_OF_FILES`.
-        """
         limit = int(resource.getrlimit(resource.RLIMIT_NOFILE)[0] * SHARE_OF_FILES)
         self._most = max(1, limit) if connections is None else connections
         self.disconnected = 0
         self._spoke = set[int]()
-        """Descriptors that sent messages. Shared; each use is atomic."""
         self._listening, self._closing = listening, threading.Event()
         self._monitor = listening.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._thread = threading.Thread(target=self._run, name="connections", daemon=True)

@@ -27,8 +27,7 @@ from typing import Any, Final
 from asyncrl.errors import WireError
 from asyncrl.messaging.wire import MAX_HEADER_BYTES, Buffer, check_fields, read_header, write_header
 
-CHUNK: Final = 2**20
-"""Most bytes of a buffer in one message."""
+CHUNK: Final = 2**20  # most bytes of a buffer in one message
 MAX_PAYLOAD: Final = 16 * 2**20
 """Most bytes of a second frame: a chunk, or the manifest of some hundred thousand tensors."""
 

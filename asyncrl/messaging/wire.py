@@ -116,11 +116,7 @@ def encode(
     /,
     **fields: Any,
 ) -> list[Buffer]:
-    """Encode a message as frames; raises WireError if it breaks the format.
-
-    Args:
-        fields: The fields of the kind; `package` is by default this version.
-    """
+    """Encode a message as frames, by default with this version as `package`; else raise WireError."""
     if "package" in KINDS.get(kind, {}):
         fields.setdefault("package", __version__)
     check_fields(kind, fields, KINDS)
@@ -138,11 +134,7 @@ def encode(
 
 
 def decode(frames: Sequence[Buffer], *, views: bool = False) -> Message:
-    """Decode a message; raises nothing but WireError.
-
-    Args:
-        views: Whether images are read-only views of their frames; other arrays are writable copies.
-    """
+    """Decode a message or raise WireError; `views`: images are read-only views, other arrays are copies."""
     _check_sizes(frames)
     header = _parse(frames[0])
     with_episode = isinstance(header.get("kind"), str) and header["kind"] in WITH_EPISODE
