@@ -71,7 +71,6 @@ def _call(command: str, arguments: list[str]) -> int:
 
 
 def _answered(name: str, action: Callable[[], int | None]) -> int:
-    """Return the exit code of an action; an error that a user can cause is printed as a sentence."""
     try:
         try:
             return action() or 0

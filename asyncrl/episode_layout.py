@@ -17,16 +17,11 @@ from numpy.typing import NDArray
 
 from asyncrl.records import END_REASONS, UNKNOWN_LENGTH, Episode
 
-SCHEMA_VERSION: Final = 1
-"""Version of messages, and of episodes whose sample is action tokens."""
-COUNTED_SCHEMA_VERSION: Final = 3
-"""Version of episodes with `steps_taken`."""
-SCHEMA_VERSIONS: Final = (SCHEMA_VERSION, 2, COUNTED_SCHEMA_VERSION)
-"""Versions on the wire; 2: the sample has other arrays than action tokens alone."""
-DROPPED_FIELDS_VERSION: Final = 4
-"""Version of files with the array `world_versions` and the scalar `weight`, which are ignored."""
-STORED_SCHEMA_VERSIONS: Final = (*SCHEMA_VERSIONS, DROPPED_FIELDS_VERSION)
-"""Versions in files."""
+SCHEMA_VERSION: Final = 1  # of messages, and of episodes whose sample is action tokens
+COUNTED_SCHEMA_VERSION: Final = 3  # of episodes with `steps_taken`
+SCHEMA_VERSIONS: Final = (SCHEMA_VERSION, 2, COUNTED_SCHEMA_VERSION)  # on the wire; 2: not of tokens alone
+DROPPED_FIELDS_VERSION: Final = 4  # of files with `world_versions` and `weight`, which are ignored
+STORED_SCHEMA_VERSIONS: Final = (*SCHEMA_VERSIONS, DROPPED_FIELDS_VERSION)  # in files
 
 
 @dataclass(frozen=True)
@@ -72,8 +67,7 @@ TOKENS: Final[Mapping[str, ArraySpec]] = MappingProxyType(
 SAMPLE_DTYPES: Final = ("uint8", "int32", "int64", "float32")
 MAX_SAMPLE_ARRAYS: Final = 16
 MAX_NUMBER: Final = 1e6
-"""Limit of an action, log-prob (nats), value, reward or float of a sample. No model comes near it, and sums
-and squares of such numbers stay finite in float32."""
+"""Limit of actions, log-probs (nats), values, rewards and sampled floats: their squares stay finite."""
 MAX_SAMPLE_DIMENSIONS: Final = 8
 
 EPISODE_SCALARS: Final[dict[str, type]] = {
@@ -122,16 +116,10 @@ def scalar_types(version: int) -> dict[str, type]:
 
 
 def sample_specs(found: Iterable[tuple[Any, Any, Any]]) -> dict[str, ArraySpec]:
-    """Check names, types and ranks of a sample's arrays from any source.
-
-    Args:
-        found: Name, dtype and shape of each array, in order.
+    """Check names, types and ranks of a sample's arrays, given as name, dtype and shape.
 
     Returns:
         Name -> type and shape, the first dimension ``N``.
-
-    Raises:
-        ValueError: A name, type or rank is invalid, or there are too many arrays.
     """
     specs: dict[str, ArraySpec] = {}
     for name, dtype, shape in found:
@@ -180,11 +168,7 @@ def _check_optional(sample: Iterable[str], named: list[str], counted: bool) -> N
 
 
 def parse_specs(found: Sequence[tuple[str, Any, Any]], version: int) -> dict[str, ArraySpec]:
-    """Check name, dtype and shape of an episode's arrays from any source, in wire and file order.
-
-    Raises:
-        ValueError: They are not the arrays of this schema version, or contradict each other.
-    """
+    """Check name, dtype and shape of an episode's arrays, in wire and file order; else raise ValueError."""
     names = [name for name, _, _ in found]
     optional = [name for name in names if name in optional_arrays(version)]
     sample = sample_specs(entry for entry in found if entry[0] not in {*EPISODE_ARRAYS, *optional})

@@ -44,12 +44,10 @@ def dummy_action(numbers: int) -> Float32:
 
 @dataclass(frozen=True, kw_only=True)
 class ActionSpec:
-    """Size of a policy's decision, the same for its world."""
+    """Size of a policy's decision, ``C`` x ``A``, the same for its world."""
 
     chunk: int = CHUNK
-    """``C``."""
     dim: int = ACTION_DIM
-    """``A``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +56,8 @@ class ModelSummary:
 
     image_size: int
     """Height and width of its frames in pixels; 0: any."""
-    nbytes: int
-    """Bytes of the loaded weights."""
+    nbytes: int  # of the loaded weights
     action_spec: ActionSpec = ActionSpec()
-    """Action of a world."""
     version: int | None = None
     """`Episode.world_version` of a world; None if known only when loaded."""
 
@@ -70,19 +66,12 @@ class ModelSummary:
 class SlotBytes:
     """Estimated device memory of a world's slots, excluding weights; 0 if unknown."""
 
-    kept: int = 0
-    """Per slot with an episode."""
-    scratch: int = 0
-    """Per slot while latents are sampled."""
-    shared: int = 0
-    """For all slots while frames are decoded."""
+    kept: int = 0  # per slot with an episode
+    scratch: int = 0  # per slot while latents are sampled
+    shared: int = 0  # for all slots while frames are decoded
 
     def drawing(self, rows: int, *, graphs: bool) -> int:
-        """Return the peak memory of a decision of `rows` slots: of sampling or, later, of decoding.
-
-        Args:
-            graphs: Whether sampling uses CUDA graphs (--imagination.compile), which keep their memory.
-        """
+        """Return the peak memory of a decision of `rows` slots; CUDA graphs keep the memory of sampling."""
         return rows * self.scratch + self.shared if graphs else max(rows * self.scratch, self.shared)
 
 
@@ -125,12 +114,10 @@ class Episode:
     episode_id: str
     """Globally unique: 32 hexadecimal digits."""
     group_id: str
-    """Shared by the episodes of a group."""
     member: int
     """Place within the group, ``0 <= member < group_size``."""
     group_size: int
     actor: str
-    """Name of its process."""
     task: str
     start_state: str
     """`StartState.name`, or `SimStart.name`."""
@@ -145,18 +132,15 @@ class Episode:
     frames: Uint8
     """``[N, H, W, 3]`` observation of each decision."""
     sample: Mapping[str, NDArray[Any]]
-    """Name -> ``[N, ...]``: input by which the policy computes the log-probs of its decisions again. A policy
-    of action tokens: ``{"tokens": [N, C, A] int32}``, bins 0..255."""
+    """Name -> ``[N, ...]`` to recompute the log-probs; of tokens ``{"tokens": [N, C, A] int32}``, 0..255."""
     logprobs: Float32
-    """``[N, C, A]`` behaviour log-prob (or log-density) of each number of the action, in nats; of action
-    tokens after temperature and top-k."""
+    """``[N, C, A]`` behaviour log-prob (or log-density) in nats; of tokens after temperature and top-k."""
     values: Float32
     """``[N]`` critic's estimate; NaN without a value head."""
     actions: Float32
     """``[N, C, A]`` input of the world."""
     rewards: Float32
-    """``[N, C]`` reward per step, 0 after the last one. Without `steps_taken`, a success has a positive one
-    at the last step."""
+    """``[N, C]`` per step, 0 after the last; without `steps_taken`, positive at a success's last step."""
     success_scores: Float32
     """``[N, C]`` probability of success per step by the reward model; of a simulator 0 or 1."""
     policy_versions: Int64
@@ -168,8 +152,7 @@ class Episode:
     video: Uint8
     """``[M, H, W, 3]`` all frames; M = N * C, or `steps_taken` if known, or 0 if they are not kept."""
     steps_taken: int = UNKNOWN_LENGTH
-    """Steps that a simulator carried out, the last of them in the last decision. `UNKNOWN_LENGTH` for a world
-    model, which draws whole decisions."""
+    """Steps that a simulator carried out; `UNKNOWN_LENGTH` for a world model, which draws whole decisions."""
     more_frames: Uint8 | None = None
     """``[N, V, H, W, 3]`` frames of the other cameras; None with one camera."""
     states: Float32 | None = None

@@ -114,11 +114,9 @@ FLAGS: Final = MappingProxyType(
         "transport": "--weights.transport",
     }
 )
-"""Kind of part -> flag that names it."""
 EVALUATION: Final = "--evaluation.simulator"
 MODELS: Final = ("policy", "world", "reward")
-PARTS_OF_A_RUN: Final = tuple(kind for kind in FLAGS if kind != "simulator")
-"""Kinds with a setting of `asyncrl train`."""
+PARTS_OF_A_RUN: Final = tuple(kind for kind in FLAGS if kind != "simulator")  # `asyncrl train`
 _CLASS: Final = re.compile(r"(?P<name>[A-Za-z_][\w.]*:[A-Za-z_]\w*)(?:@(?P<folder>.*))?", re.S)
 
 
@@ -129,7 +127,7 @@ def split(text: str) -> tuple[str, str]:
 
 
 def resolve(kind: str, name: str) -> Any:
-    """Return the class `name`: a short name or 'package.module:Class'; of simulators also a function.
+    """Return the class of a short name or 'package.module:Class'; of simulators also a function.
 
     Raises:
         ConfigError: It does not exist, cannot be imported, or lacks a required member.

@@ -1,7 +1,4 @@
-"""Seeds of an episode, derived from its own numbers and not from its slot, actor or batch.
-
-Runs are reproduced by these formulas, so they never change.
-"""
+"""Seeds of an episode, derived from its own numbers only. Runs are reproduced by them: keep the formulas."""
 
 import numpy as np
 
