@@ -26,10 +26,8 @@ from asyncrl.storage.atomic import read_json, write_json
 from asyncrl.storage.untrusted import check_types, read_rows
 
 FILE: Final = "balance.json"
-SKIPPED: Final = 2
-"""First updates of a start that do not count: they compile and fill the pipeline."""
-LEAST: Final = 3
-"""Updates that have to count."""
+SKIPPED: Final = 2  # first updates of a start, which compile and fill the pipeline
+LEAST: Final = 3  # updates that have to count
 NOTICEABLE: Final = 1.05
 """Speed-up from which another placement is worth a line."""
 _POSITIVE: Final = ("ranks", "learners", "actors", "groups_per_update", "group_size", "slots", "updates")
@@ -51,18 +49,14 @@ class Balance:
     """Time of the learners for one update, without waiting."""
     actor_seconds: float
     """Time of the actors for one update's groups, without waiting."""
-    seconds: float
-    """From one update to the next."""
-    learner_waits: float
-    """Share of the time."""
+    seconds: float  # from one update to the next
+    learner_waits: float  # share of the time
     actors_wait: float
     groups_per_update: int
     group_size: int
-    slots: int
-    """Per actor."""
+    slots: int  # per actor
     max_lag: int
-    updates: int
-    """Number of updates measured."""
+    updates: int  # number of updates measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +65,7 @@ class Advice:
 
     learners: int
     actors: int
-    slots: int
-    """Per actor."""
+    slots: int  # per actor
     groups_per_update: int
     seconds: float
     """From one update of as many groups as measured to the next."""
@@ -220,17 +213,12 @@ def read(run_dir: Path) -> Balance | None:
 
 
 def _matches(found: Balance, config: TrainConfig, ranks: int) -> bool:
-    """Return True if the times of the measured run hold for these settings."""
     now = (config.policy, config.world, ranks, config.lora.rank > 0, config.algorithm.group_size)
     return now == (found.policy, found.world, found.ranks, found.adapters, found.group_size)
 
 
 def chosen_placement(config: TrainConfig, ranks: int, resumed: Path | None) -> str:
-    """Return --placement, or for `auto` the placement by a measured balance.
-
-    Args:
-        resumed: Folder of the run that goes on; None: a new run.
-    """
+    """Return --placement, or for `auto` the placement by a measured balance of the `resumed` run."""
     if config.placement != "auto":
         return config.placement
     found = read(resumed) if resumed is not None else None

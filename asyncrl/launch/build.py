@@ -74,17 +74,12 @@ class LearnerStart:
     policy: Policy
     run_dir: Path
     identity: RunIdentity
-    """Identity of this start of the run."""
     lock: RunLock
-    version: int
-    """0, or that of the checkpoint."""
-    checkpoint: Path | None
-    """Checkpoint of a resumed run."""
+    version: int  # 0, or that of the checkpoint
+    checkpoint: Path | None  # of a resumed run
     replay: RunStart = NEW_RUN
-    simulator: str = ""
-    """Simulator with the tasks of the run; empty: none is known."""
-    shown: ObservationShapes | None = None
-    """Shapes of the run's decisions; None if unknown."""
+    simulator: str = ""  # with the tasks of the run; empty: unknown
+    shown: ObservationShapes | None = None  # shapes of the run's decisions; None if unknown
 
 
 def use_device(config: TrainConfig, local_rank: int = 0) -> torch.device:
@@ -177,8 +172,7 @@ def learner_offload(config: TrainConfig, update: Update) -> IdleOffload:
     )
 
 
-MEETING_DEADLINE: Final = 600.0
-"""Seconds that the learner ranks have to meet."""
+MEETING_DEADLINE: Final = 600.0  # seconds for the learner ranks to meet
 
 
 @contextmanager
@@ -224,13 +218,7 @@ def build_learner(
     stop_requested: Callable[[], bool],
     copies: int = 1,
 ) -> Learner:
-    """Shard the policy over the ranks and build this rank's learner; a resume goes on from its checkpoint.
-
-    A collective of the learner ranks.
-
-    Args:
-        copies: See `placement.copies_of`.
-    """
+    """Shard the policy over the ranks and build or resume this rank's learner; a collective."""
     policy, types = start.policy, acting_types(start.policy)
     if not isinstance(ranks, DistributedRanks):
         make_float32_masters(as_module(policy), "fp32")
@@ -359,7 +347,6 @@ def _early_compile(
     stop_requested: Callable[[], bool],
     port: LearnerPort,
 ) -> EarlyCompile | None:
-    """Build the compilation before the first batch; None if it has nothing to do, or cannot."""
     wanted = config.learner.compile
     in_the_way = config.inline or config.learner.offload  # See the setting.
     known = update.forward.small_size > 0 and has_known_sizes(update.policy)

@@ -38,8 +38,7 @@ from asyncrl.storage.untrusted import open_regular
 if TYPE_CHECKING:
     from asyncrl.weights.interface import Publisher
 
-REPLAY: Final = "replay"
-"""Name of the child that keeps the episodes."""
+REPLAY: Final = "replay"  # the child that keeps the episodes
 POLL_INTERVAL: Final = 0.05
 ANSWER_DEADLINE: Final = 60.0
 """Seconds a replay that died has to come back and answer."""
@@ -217,7 +216,6 @@ class ChildProcesses:
         self._stop, self._tell, self._news = stop, tell, news
         self._report_failure = report_failure
         self.failure: RunError | None = None
-        """Why a child died too often."""
         self._supervisors: list[Supervisor] = []
         self._states: dict[str, ChildState] = {}
         self._respawns_told: dict[str, int] = {}

@@ -77,7 +77,6 @@ def check_simulator(simulator: Simulator) -> Iterator[str]:
 def _play(
     simulator: Simulator, number: int, actions: NDArray[np.float32]
 ) -> tuple[list[Seen], list[Stepped]]:
-    """Play one start in all places at once, by the same actions ``[S, A]``."""
     spec = simulator.spec
     places = list(range(spec.places))
     start = stored_start(spec, 0, number % spec.trials) if spec.trials else random_start(spec, number)
@@ -94,7 +93,6 @@ def _play(
 
 
 def _check_seen(simulator: Simulator, method: str, seen: Seen) -> None:
-    """Check pictures and states, and the poses of the hands."""
     require, spec = Reporter("simulator", simulator).require, simulator.spec
     arrays = [
         ("images", seen.images, np.uint8, (len(spec.cameras), spec.image_size, spec.image_size, 3)),
@@ -146,7 +144,6 @@ def check_recipe(recipe: Recipe) -> Iterator[str]:
 
 
 def _stale_batch() -> Batch:
-    """Two groups of four episodes of three decisions, of which three episodes succeed."""
     rng, solved = np.random.default_rng(0), torch.arange(8) % 3 == 0
     frames, rewards = np.zeros((24, 4, 4, 3), np.uint8), torch.zeros(24, 8)
     mask = torch.ones(24, 8, 7, dtype=torch.bool)
@@ -241,7 +238,6 @@ def _decide(
 
 
 def _evaluate(policy: Policy, frames: NDArray[np.uint8], tasks: Sequence[str], acted: ActResult) -> Tensor:
-    """Return log-probs ``[B, C, A]`` float32 of the same decision, with gradient."""
     report = Reporter("policy", policy)
     sample = {name: values.clone() for name, values in acted.sample.items()}
     result = policy.evaluate(policy.preprocess(frames, tasks), sample, SAMPLING)

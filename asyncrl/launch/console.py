@@ -153,12 +153,7 @@ def _after_failure(config: TrainConfig, run_dir: Path, version: int) -> str:
 
 
 def final_summary(config: TrainConfig, run_dir: Path, reason: str = "", simulator: str = "") -> str:
-    """Return the result, the newest checkpoint and the next commands.
-
-    Args:
-        reason: Why the run ended early.
-        simulator: Simulator with the tasks of the run; empty if none is known.
-    """
+    """Return the result, the reason of an early end, the newest checkpoint and the next commands."""
     rates = successes(run_dir / "metrics.jsonl")
     newest = checkpoint.latest(run_dir)
     run = shlex.quote(short_path(run_dir))
@@ -179,7 +174,6 @@ def final_summary(config: TrainConfig, run_dir: Path, reason: str = "", simulato
 
 
 def _change(rates: Sequence[float]) -> str:
-    """Compare the first updates with the last ones, without overlap."""
     count = min(ENDS, len(rates) // 2)
     if not count:
         return f"{rates[0]:.1%} (one update)"
@@ -188,7 +182,6 @@ def _change(rates: Sequence[float]) -> str:
 
 
 def _measured(run_dir: Path) -> list[str]:
-    """Return lines about the true success measured during the run."""
     from asyncrl.evaluation.run_checkpoints import read_evaluations
 
     rows = read_evaluations(run_dir)
@@ -211,7 +204,6 @@ def _how_to_continue(config: TrainConfig, run_dir: Path) -> str:
 
 
 def _how_to_evaluate(config: TrainConfig, run: str, simulator: str) -> str:
-    """Return the command that measures true success, or why there is none."""
     policy, _ = registry.split(config.policy)
     command = f"asyncrl evaluate {policy}@{run}" if policy else f"asyncrl evaluate {run}"
     if simulator_named(config.world):

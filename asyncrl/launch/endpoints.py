@@ -96,7 +96,6 @@ def with_addresses(config: TrainConfig, job: Job, hosts: Hosts) -> Hosts:
 
 
 def _on_first_host(flag: str, endpoint: str, hosts: Hosts) -> str:
-    """Complete an endpoint: by the host's address, or a free port."""
     address, port = address_of(endpoint)
     address = address or hosts.addresses[0]
     try:

@@ -65,14 +65,10 @@ class WorldFiles:
     """World model, reward model and start states, checked and not loaded."""
 
     starts: list[StartState]
-    image_size: int
-    """Height and width of the frames in pixels."""
-    nbytes: int
-    """Bytes of world and reward model once they are loaded."""
+    image_size: int  # height and width of frames
+    nbytes: int  # of world and reward model once loaded
     action_spec: ActionSpec
-    """The world's."""
-    world_version: int | None = None
-    """None: known only when it is loaded."""
+    world_version: int | None = None  # None: known only when loaded
 
     def check_policy(self, policy: Policy) -> None:
         """Refuse a policy that does not fit the world, or cannot read an instruction."""

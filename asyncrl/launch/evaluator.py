@@ -63,16 +63,13 @@ from asyncrl.storage.media import movie_suffix
 from asyncrl.storage.untrusted import make_folder, read_bytes, read_rows
 
 ROLE: Final = "evaluator"
-ROWS: Final = 8
-"""Rows of a pass of the policy."""
+ROWS: Final = 8  # of a pass of the policy
 LOOK_EVERY: Final = 0.5
 """Seconds between two looks, for a checkpoint and for a result."""
-RESPAWNS: Final = 2
-"""How often in a row it comes back when it dies."""
+RESPAWNS: Final = 2  # in a row
 NICENESS: Final = 19
 """Niceness of the evaluator and its simulators on a CPU: training goes first."""
-_SHOWN: Final = (SHEET, ".gif")
-"""Kinds of files that TensorBoard shows."""
+_SHOWN: Final = (SHEET, ".gif")  # by TensorBoard
 MOVIES: Final = 6
 """Episodes per version drawn into RUN/videos: true and imagined frames of the same actions."""
 _NAME_ONE: Final = (
@@ -128,7 +125,6 @@ class VersionPlayer:
     def __init__(
         self, config: TrainConfig, plan: EvaluationPlan, run_dir: Path, device: torch.device
     ) -> None:
-        """Begin without a simulator: the first version builds it."""
         self._config, self._plan, self._run_dir, self._device = config, plan, run_dir, device
         self._pool: SimulatorPool | None = None
 
@@ -159,7 +155,6 @@ class VersionPlayer:
     def _play(
         self, policy: Policy, plays: Sequence[Play], version: int, before: int, *, keep_frames: bool
     ) -> list[SimulatedEpisode]:
-        """Play some of the episodes, in the order of `plays`, and publish the progress."""
         assert self._pool is not None
         algorithm, played = self._config.algorithm, list[SimulatedEpisode]()
 
@@ -252,7 +247,6 @@ class EvaluatorProcess:
         report: Callable[[int, dict[Metric, float], dict[str, bytes]], None],
         local_rank: int,
     ) -> None:
-        """Start the evaluator, unless --evaluate-every is 0."""
         self._config, self._run_dir, self._report = config, run_dir, report
         self._log_path = run_dir / "logs" / f"{ROLE}.log"
         self._child: Supervisor | None = None

@@ -63,12 +63,10 @@ def fine_tuning_ranks(what: str, precision: Precision, device: torch.device) -> 
 
 
 def _count_trained(network: nn.Module) -> int:
-    """Count the numbers that are trained, before they are spread."""
     return sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
 
 
 def _report(config: FitPolicy | FitWorld, loss: str, trained: int) -> str:
-    """Return a line with the result."""
     how = f"adapters of rank {config.lora.rank}" if config.lora.rank else "all weights"
     return f"{config.MODEL} in {config.out}: {loss}; {how}, {trained / 1e6:.1f} million numbers"
 
@@ -76,11 +74,7 @@ def _report(config: FitPolicy | FitWorld, loss: str, trained: int) -> str:
 def fine_tune_policy(
     config: FitPolicy, recordings: Recordings, device: torch.device, drawn: Frames | None = None
 ) -> str:
-    """Fine-tune and write the policy, with adapters merged, and the adapters alone into ``out/adapter``.
-
-    Returns:
-        A line with the result; empty on other ranks than 0.
-    """
+    """Fine-tune and write the policy, merged, and adapters to ``out/adapter``; rank 0 returns a line."""
     torch.manual_seed(config.seed)
     policy = _load(config, recordings, device)
     with fine_tuning_ranks("the other ranks that fine-tune a policy", config.precision, device) as ranks:
@@ -137,11 +131,7 @@ def can_fine_tune(folder: Path) -> bool:
 
 
 def fine_tune_world(config: FitWorld, recordings: Recordings) -> str:
-    """Fine-tune and write the world as it was read: adapters merged, and alone in ``out/adapter``.
-
-    Returns:
-        A line with the result; empty on other ranks than 0.
-    """
+    """Fine-tune and write the world, merged, and adapters to ``out/adapter``; rank 0 returns a line."""
     check_fine_tuning(config)
     source = world_folder(config.refine)
     options = WorldOptions(context_sigma=config.context_sigma, camera=config.camera)
@@ -191,7 +181,6 @@ def check_fine_tuning(config: FitWorld) -> None:
 
 
 def _write(world: Any, config: FitWorld, source: Path, ranks: LearnerRanks) -> None:
-    """Gather the weights with all ranks, in the types that they have in files, and write them on rank 0."""
     types = world.types(source)
     merged = ((name, tensor.to(types[name])) for name, tensor in merged_tensors(world.network()))
     tensors = gather_to_host(ranks, merged)

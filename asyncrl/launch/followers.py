@@ -40,12 +40,10 @@ from asyncrl.storage.untrusted import load_json
 
 SHUTDOWN_TIMEOUT_ACTOR: Final = 8.0
 """Seconds an actor rank gives its actor to end in order, with the run or when it was asked to stop."""
-LOOK_FROM_AFAR: Final = 1.0
-"""Seconds between two looks, of a rank on another host, whether the run is over."""
+LOOK_FROM_AFAR: Final = 1.0  # seconds between two looks, on another host, whether the run is over
 FIRST_HOST_LOST: Final = 60.0
 """Seconds without an answer of torchrun's store after which the first host counts as gone."""
-ANSWER_DEADLINE: Final = 2.0
-"""Seconds that torchrun's store has for its last answer."""
+ANSWER_DEADLINE: Final = 2.0  # seconds for the last answer of torchrun's store
 FOLDER_DEADLINE: Final = 60.0
 """Seconds that a network file system has to show the run's folder."""
 NOTE: Final = "weights"
@@ -133,7 +131,6 @@ class FirstHost:
     """Watches rank 0: on its host through the operating system, elsewhere through torchrun's store."""
 
     def __init__(self, info: RunInfo, job: Job) -> None:
-        """Begin to watch, on a thread where it is another host."""
         self._info, self._near = info, job.on_first_host
         self._answers, self._gone = 0, False
         self._heard, self._silent, self._looked_at = 0, 0.0, time.monotonic()
@@ -214,7 +211,6 @@ class HostRelay:
     """Receives weights once for this host and hands them on to its actors. Made and closed by one thread."""
 
     def __init__(self, config: TrainConfig, info: RunInfo, hosts: Hosts, job: Job) -> None:
-        """Begin to receive, and write the note for the other ranks of the host."""
         from asyncrl.weights.interface import PULL
         from asyncrl.weights.publisher import build_publisher
         from asyncrl.weights.receiver import Relay, build_receiver
@@ -236,8 +232,7 @@ class HostRelay:
         )
         settings = ServerSettings(identity=identity)
         publisher = build_publisher(RELAYED, self._folder / NOTE, deadline=deadline, settings=settings)
-        self.endpoint = publisher.endpoint
-        """Endpoint for the host's actors."""
+        self.endpoint = publisher.endpoint  # for the host's actors
         self._relay = Relay(receiver, publisher)
         content = json.dumps({"mark": info.mark, "endpoint": self.endpoint})
         write_text(job.status_folder(Path(info.run_dir)) / NOTE, content)

@@ -53,8 +53,7 @@ class HostFacts:
     name: str
     first_rank: int
     ranks: int
-    code: str
-    """Version and digest of asyncrl's files."""
+    code: str  # version and digest of asyncrl's files
     torch: str
     settings: dict[str, str] = field(default_factory=dict)
     """Flag -> digest of its value; with --resume one digest of all arguments."""
@@ -62,8 +61,7 @@ class HostFacts:
     """IPv4 address of this host towards torchrun's store."""
     store_address: str = ""
     """IPv4 address of the store's host as this host reaches it."""
-    gpus: int = 0
-    """GPUs that PyTorch sees; 0 with --device cpu."""
+    gpus: int = 0  # seen by PyTorch; 0 with --device cpu
     clock_ahead: float = 0.0
     """Lower bound of the seconds that its clock is ahead of the first host's; negative: behind."""
 
@@ -178,7 +176,6 @@ class _Meeting:
     now: Callable[[], float]
 
     def lead(self, checks: Callable[[Hosts, list[HostFacts]], Hosts]) -> tuple[str, Hosts]:
-        """Do rank 0's part."""
         own, start = self._own_facts(), secrets.token_hex(8)
         before = self.now()
         self.store.set(_START, start)
@@ -269,7 +266,6 @@ class _Meeting:
         time.sleep(POLL_INTERVAL)
 
     def _own_facts(self) -> HostFacts:
-        """Return this host's facts."""
         import torch
 
         host, port = self.job.store
@@ -322,7 +318,6 @@ _ENDPOINTS: Final = (
 
 
 def _open_ports(hosts: Hosts, open_ports: ExitStack) -> None:
-    """Open the ports of replay and weights, so that the others can try them."""
     for flag, field_name, _ in _ENDPOINTS:
         if endpoint := getattr(hosts, field_name):
             try:

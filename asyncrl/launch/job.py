@@ -41,18 +41,13 @@ class Job:
     """This process's place in its torchrun job; the defaults are those of a process started alone."""
 
     rank: int = 0
-    size: int = 1
-    """Ranks of all hosts."""
-    local_rank: int = 0
-    """Number on this host, which is also its device's."""
+    size: int = 1  # ranks of all hosts
+    local_rank: int = 0  # on this host, also its device's number
     local_size: int = 1
-    store: tuple[str, int] = ("", 0)
-    """Address of torchrun's store; empty without torchrun."""
+    store: tuple[str, int] = ("", 0)  # address of torchrun's store; empty without torchrun
     name: str = ""
-    restarts: int = 0
-    """How often this host's torchrun started the ranks again."""
-    start: str = ""
-    """Name of this start, which `meet` makes up on several hosts."""
+    restarts: int = 0  # by this host's torchrun
+    start: str = ""  # name of this start, which `meet` makes up on several hosts
 
     @property
     def here(self) -> range:
@@ -103,8 +98,7 @@ class Hosts:
 
     names: tuple[str, ...] = ("this host",)
     first_ranks: tuple[int, ...] = (0,)
-    size: int = 1
-    """Number of ranks of the job."""
+    size: int = 1  # ranks of the job
     addresses: tuple[str, ...] = ("",)
     """IPv4 address at which the other hosts reach each; empty with one host."""
     replay: str = ""
@@ -113,8 +107,7 @@ class Hosts:
     """Address where the weights are fetched; empty: next to the replay's."""
     broadcasts: tuple[int, ...] = ()
     """Numbers of the hosts between which weights are broadcast; empty: none."""
-    placement: str = ""
-    """The placement that --placement auto became."""
+    placement: str = ""  # that --placement auto became
 
     @classmethod
     def of_sizes(cls, sizes: Sequence[int]) -> Hosts:
@@ -165,16 +158,13 @@ class RunInfo:
     """Endpoint of the learner's weights for processes of its host; empty: fetch them at `pull_endpoint`."""
     sockets: str = ""
     """Private folder of the sockets; rank 0 removes it as its last act."""
-    checkpoint: str = ""
-    """Folder from which the learners go on; empty: a new run."""
+    checkpoint: str = ""  # of a resumed run, else empty
     pull_endpoint: str = ""
     """Endpoint of the weights for other hosts and actors that join."""
     hosts_transport: str = ""
     """Carrier of the broadcasts between hosts; empty: other hosts fetch weights."""
-    keys: str = ""
-    """Folder of the replay's keys; empty: none."""
-    placement: str = ""
-    """The placement that --placement auto became."""
+    keys: str = ""  # folder of the replay's keys; empty: none
+    placement: str = ""  # that --placement auto became
     attempt: int = 0
     """Number of this start. The run's secret is read from its folder: torchrun's store is open to others."""
     mark: str = ""

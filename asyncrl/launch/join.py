@@ -88,8 +88,6 @@ def run(settings: JoinOptions) -> int:
 
 
 class _Joined(NamedTuple):
-    """An actor of a run, ready to imagine."""
-
     actor: Actor
     port: ZmqActorPort
     receiver: WeightReceiver
@@ -129,7 +127,6 @@ def pick_key(settings: JoinOptions) -> ClientKeys | None:
 
 
 def _join(settings: JoinOptions, name: str, keys: ClientKeys | None) -> _Joined:
-    """Load everything, up to the first weights."""
     import torch
 
     from asyncrl.launch.environment import build_actor, open_backend
@@ -163,7 +160,6 @@ def _join(settings: JoinOptions, name: str, keys: ClientKeys | None) -> _Joined:
 
 
 def _settings_here(settings: JoinOptions, told: JoinSettings) -> TrainConfig:
-    """Replace paths in the settings of the run by this host's."""
     from asyncrl.launch.named_models import refuse_foreign_code
 
     config: TrainConfig = overlay(TrainConfig(), json.loads(told.config), "the run's settings")
@@ -174,7 +170,6 @@ def _settings_here(settings: JoinOptions, told: JoinSettings) -> TrainConfig:
 
 
 def _pick_name(name: str) -> str:
-    """Check a name, or make one up."""
     if not name:
         host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname()).strip("-")[:40] or "host"
         return f"{host}-{os.getpid()}-{os.urandom(2).hex()}"

@@ -39,8 +39,7 @@ class NamedModel:
     kind: type[Any]
     """Its class, with everything that its protocol requires."""
     folder: Path
-    settings: Mapping[str, Any]
-    """Keywords of its `check` and `load`."""
+    settings: Mapping[str, Any]  # keywords of its `check` and `load`
 
     def check(self, *arguments: Any) -> ModelSummary:
         """Check that `load` can read the folder, of a world or reward model; loads no weights."""

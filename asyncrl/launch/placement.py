@@ -24,8 +24,7 @@ RELAYED = "shared_memory"
 ROLES = ("learner", "actor", "policy", "world")
 WORDS = ("auto", "collocated", "disaggregated", "hybrid")
 """Placements that fit any number of ranks; see `_by_word`."""
-MOST_RANKS = 4096
-"""Ranks of one run: eight hosts have 64."""
+MOST_RANKS = 4096  # of one run: eight hosts have 64
 EXAMPLE = "Write for example 'learner=0,actor=1-3' or 'learner=0-1,actor=2-3', or leave --placement out."
 _ITEM = re.compile(r"(?:(?P<role>[a-z]+)=)?(?P<first>\d+)(?:-(?P<last>\d+))?(?:@(?P<host>\d+))?")
 
@@ -200,7 +199,6 @@ def checked_placement(config: TrainConfig, world_size: int) -> Placement:
 
 
 def _by_word(word: str, ranks: int) -> Placement:
-    """Place roles by a word; one rank alone has all roles."""
     everyone, half = tuple(range(ranks)), ranks // 2
     if word == "auto":
         return Placement(learners=(0,), actors=everyone[1:] or (0,))
@@ -241,11 +239,7 @@ def check_pairs(placement: Placement, hosts: Hosts) -> None:
 
 
 def check_learner_devices(placement: Placement, hosts: Hosts, gpus: Mapping[int, int]) -> None:
-    """Check that learner ranks have GPUs of their own, or none of them has one.
-
-    Args:
-        gpus: Number of GPUs of some hosts, by the host's number.
-    """
+    """Check that all learner ranks have own GPUs, or none; `gpus`: host number -> number of GPUs."""
     first = next(iter(gpus))
     for number, count in gpus.items():
         name, learners = hosts.names[number], sum(rank in hosts.ranks(number) for rank in placement.learners)
@@ -286,11 +280,7 @@ def transport_of(config: TrainConfig, placement: Placement, here: range) -> str:
 
 
 def transport_between(config: TrainConfig, hosts: Hosts, transport: str) -> str:
-    """Return the carrier by which other hosts take part in the weight group; empty: they fetch.
-
-    Args:
-        transport: Carrier on rank 0's host.
-    """
+    """Return the carrier between hosts for `transport` on rank 0's; empty: other hosts fetch."""
     reaches = transport != "shared_memory" and config.weights.between_hosts == "nccl"
     return transport if reaches and hosts.broadcasts else ""
 

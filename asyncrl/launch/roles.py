@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 
 PRIORITY: Final = "CUDA_MPS_CLIENT_PRIORITY"
 """Environment variable of a client of MPS, read when it first uses a GPU. 0: normal, 1: below that."""
-SHUTDOWN_TIMEOUT_EPISODES: Final = 5.0
-"""Seconds an actor has to hand over its last episodes."""
+SHUTDOWN_TIMEOUT_EPISODES: Final = 5.0  # seconds to hand over the last episodes
 
 
 def actor_main(config_json: str, info_json: str, name: str) -> None:
@@ -70,7 +69,6 @@ def actor_main(config_json: str, info_json: str, name: str) -> None:
 
 
 def _use_devices(config: TrainConfig, placement: Placement, job: Job) -> tuple[torch.device, torch.device]:
-    """Use an actor's share of the cores, its device and compiler cache; returns the world's device too."""
     import torch
 
     # One learner mostly waits for the actors; each further one has cores of its own.

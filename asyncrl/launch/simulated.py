@@ -28,23 +28,19 @@ from asyncrl.storage.assets import SIMULATOR_ALIASES, simulator_named
 if TYPE_CHECKING:
     from asyncrl.actors.play import SimulatorBackend
 
-EVALUATED_TRIALS: Final = 50
-"""Stored starts of each task, from the first on, that evaluations play."""
+EVALUATED_TRIALS: Final = 50  # first stored starts of each task, for evaluations
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatorFiles:
     """The simulator of a run: described, not built. `play` starts its workers."""
 
-    name: str
-    """The text of --world."""
+    name: str  # text of --world
     source: SimulatorSource
     spec: SimulatorSpec
-    nbytes: int = 0
-    """Nothing of it is loaded to a device of the policy's."""
+    nbytes: int = 0  # nothing is loaded to a device
     starts: tuple[StartState, ...] = ()
-    tasks: tuple[str, ...] = ()
-    """Instructions of `starts`: a simulator has its own."""
+    tasks: tuple[str, ...] = ()  # instructions of `starts`
 
     @property
     def image_size(self) -> int:
@@ -219,7 +215,6 @@ class TrainingStarts:
     """
 
     def __init__(self, spec: SimulatorSpec, seed: int, kind: str) -> None:
-        """Choose the starts; `kind` is --simulator.starts."""
         self.spec, self.seed, self.kind = spec, seed, kind
         if kind == "random":
             return
@@ -236,7 +231,6 @@ class TrainingStarts:
             )
 
     def __getitem__(self, n: int) -> SimStart:
-        """Return where the episodes of grant `n` begin."""
         from asyncrl.simulators.rollout import HELD_OUT
 
         tasks = len(self.spec.tasks) if self.spec.trials else 1

@@ -20,12 +20,10 @@ WAIT: Final = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 """Environment variable of torchrun, from torch 2.12: seconds that ranks have after a signal."""
 WAIT_SECONDS: Final = 3600
 """By default: more than the ranks' own deadlines. A second signal ends them."""
-IMPATIENT_SECONDS: Final = 1
-"""After a second signal."""
+IMPATIENT_SECONDS: Final = 1  # after a second signal
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 PACKAGE = Path(__file__).resolve().parents[1]
-SIGNAL_EXCEPTION: Final = "SignalException"
-"""Name of torchrun's exception for a signal."""
+SIGNAL_EXCEPTION: Final = "SignalException"  # torchrun's
 
 
 def rendezvous_handler() -> Callable[..., NoReturn]:
@@ -58,13 +56,7 @@ def _wait_for_ranks() -> None:
 
 
 def patient(close: Callable[[Any, Signals | None, int], None], seconds: int | None) -> Callable[..., None]:
-    """Wrap torchrun's `close(ranks, signal, seconds until they are killed)`.
-
-    At a second signal torchrun would begin its wait for the first one again.
-
-    Args:
-        seconds: Wait after a signal; None: torchrun's.
-    """
+    """Wrap torchrun's `close(ranks, signal, seconds)` so that a second signal keeps the first one's wait."""
     waited = False
 
     def wait(ranks: Any, death_sig: Signals | None = None, timeout: int = 30) -> None:

@@ -111,8 +111,7 @@ def _check_hosts(config: TrainConfig, job: Job, hosts: Hosts, facts: list[HostFa
 class _Run(NamedTuple):
     """Settings and models of rank 0, checked and loaded before anything is started."""
 
-    config: TrainConfig
-    """With the world's defaults put in."""
+    config: TrainConfig  # with the world's defaults
     said: WorldDefaults
     placement: Placement
     hosts: Hosts
@@ -122,7 +121,6 @@ class _Run(NamedTuple):
 
 
 def _prepare(asked: TrainConfig, job: Job, hosts: Hosts) -> _Run:
-    """Check everything, load the policy, and make or find the run's folder."""
     from asyncrl.launch import console
     from asyncrl.launch.build import load_models, start_run, use_device
     from asyncrl.launch.environment import with_world_defaults
@@ -146,7 +144,6 @@ def _prepare(asked: TrainConfig, job: Job, hosts: Hosts) -> _Run:
 
 
 def _lead(asked: TrainConfig, job: Job, hosts: Hosts, stop: StopFlag) -> int:
-    """Do rank 0's part: start the children, learn, end them."""
     from asyncrl.launch import console
     from asyncrl.launch.evaluator import EvaluatorProcess
 
@@ -208,7 +205,6 @@ def _open_weights(run: _Run, socket: Path, keys: str) -> tuple[BroadcastPublishe
 
 
 def _introduce(asked: TrainConfig, run: _Run, job: Job, hint: str, log: MetricsLogger) -> None:
-    """Print what begins."""
     from asyncrl.launch import console
 
     config, start = run.config, run.start
@@ -237,7 +233,6 @@ def _news(
 
 
 def _start(run: _Run, job: Job, info: RunInfo, children: ChildProcesses) -> WatchedReplay:
-    """Start this rank's children and tell the other ranks; returns the learner's port."""
     config, start = run.config, run.start
     children.spawn(partial(spawn_role, REPLAY, "replay_main", config, info, start.replay))
     if 0 in run.placement.actors:
@@ -260,7 +255,6 @@ def _train(
     children: ChildProcesses,
     log: MetricsLogger,
 ) -> Learner:
-    """Meet the other learner ranks and learn; end replay, actors and publisher in any case."""
     from asyncrl.launch import console
     from asyncrl.launch.build import build_learner, learner_group
 

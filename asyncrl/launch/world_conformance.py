@@ -23,8 +23,7 @@ from asyncrl.records import ActionSpec, StartState
 from asyncrl.registry import FLAGS
 from asyncrl.worlds.interface import World
 
-DECISIONS: Final = 3
-"""Most decisions of a slot in a check."""
+DECISIONS: Final = 3  # most per slot in a check
 SEEDS: Final = (11, 22)
 LEVELS: Final = 1
 """Grey levels by which frames may differ if the batch has other rows. Of float32 weights, the
@@ -202,7 +201,6 @@ def _actions(trial: Trial) -> str:
 
 
 def _put_back(trial: Trial) -> str:
-    """Save a slot in mid-episode, begin another episode there, and put the saved one back."""
     expected, state = trial.second[0], trial.first[1]
     saved, replaced = state.select([0]), state.select([0, 1])
     trial.report.require(len(saved) == 1, "select", len(saved), "a state of 1 row")
@@ -235,8 +233,6 @@ def _parked(trial: Trial) -> str:
 
 
 def _room(trial: Trial) -> str:
-    """Imagine a decision more than was announced."""
-
     def decide_twice(decisions: int) -> Tensor:
         _, after = trial.imagine(trial.start(trial.two[:1], decisions=decisions), trial.actions(1), SEEDS[:1])
         return trial.imagine(after, trial.actions(1), SEEDS[:1])[0]
@@ -285,7 +281,6 @@ def _shapes(trial: Trial) -> str:
 
 
 def _refused(trial: Trial, action: Callable[[], object], method: str, names: tuple[str, ...]) -> None:
-    """Check that `action` raises an error that has all of `names` in it."""
     came, fits = "content with a wrong shape", False
     try:
         with torch.inference_mode():
