@@ -24,13 +24,10 @@ from asyncrl.observability.waits import Count
 from asyncrl.storage.untrusted import open_regular
 
 FIRST_PAUSE: Final = 0.5
-LONGEST_PAUSE: Final = 10.0
-"""Seconds between two attempts to write; doubled from the first to the longest."""
-STALLED_SECONDS: Final = 10.0
-"""A longer write is reported."""
+LONGEST_PAUSE: Final = 10.0  # seconds between two attempts, doubled up to this
+STALLED_SECONDS: Final = 10.0  # a longer write is reported
 LARGEST_WRITE: Final = 1 << 20
 CONSOLE: Final = "asyncrl.console"
-"""Logger of console lines."""
 _LOG_LIMIT: Final = 4 << 20
 _LOG_CLOSE_SECONDS: Final = 2.0
 _log = logging.getLogger(__name__)
@@ -55,12 +52,10 @@ class BackgroundFile:
         self._file: int | None = None
         self._whole: int | None = None
         """Bytes of whole records in the file before the last write."""
-        self._changed = threading.Condition()
-        """Guards the fields below."""
+        self._changed = threading.Condition()  # guards the fields below
         self._queue = deque[bytes]()
         self._bytes, self._lost_now = 0, 0
-        self._began: float | None = None
-        """Start of the current write."""
+        self._began: float | None = None  # start of the current write
         self._late = False
         """Writing fails, and `tell` was called."""
         self._behind = False
@@ -125,7 +120,6 @@ class BackgroundFile:
             os.close(self._file)
 
     def _next(self) -> list[bytes]:
-        """Wait for records; none when the file is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closing)  # Idle: it has no deadline.
             records, size = list[bytes](), 0
@@ -157,7 +151,6 @@ class BackgroundFile:
             raise
 
     def _cut(self, file: int) -> None:
-        """Remove the part of a record that a failed write left."""
         if self._whole is not None and self._whole < os.fstat(file).st_size:
             os.ftruncate(file, self._whole)
 
@@ -201,7 +194,6 @@ class _FileHandler(logging.Handler):
 
 class _OnConsole(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
-        """Pass records that are not on the console already."""
         return record.name not in (CONSOLE, __name__)
 
 

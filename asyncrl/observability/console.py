@@ -33,8 +33,7 @@ STALLED_SECONDS: Final = 5.0
 _AT_ONCE: Final = select.PIPE_BUF
 """Bytes that a writable pipe takes without blocking."""
 _GONE: Final = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO)
-_CLEARED: Final = "\r\033[K"
-"""Moves to the line's beginning and clears it."""
+_CLEARED: Final = "\r\033[K"  # moves to the line's beginning and clears it
 
 _kept_in: Path | None = None
 _status = ""
@@ -72,7 +71,6 @@ class ConsoleStream(io.TextIOBase):
     """Writes lines to a file descriptor, and never fails or blocks for long."""
 
     def __init__(self, stream: TextIO) -> None:
-        """Replace `stream`, whose descriptor is used."""
         self.isatty = stream.isatty
         self._stream, self._descriptor = stream, stream.fileno()
         self._line = ""
@@ -255,13 +253,10 @@ def render(step: int, values: Readings, eta: float, columns: Sequence[Column] = 
 
 # --- status line ---
 
-STATUS_SECONDS: Final = 0.5
-"""Pause between two drawings."""
-_BAR: Final = 12
-"""Width of the bar."""
+STATUS_SECONDS: Final = 0.5  # pause between two drawings
+_BAR: Final = 12  # width
 _COUNTED: Final = re.compile(r"(\d+) of (\d+)")
-_SILENT: Final = ("replay", "tracker-")
-"""Prefixes of roles that are not shown."""
+_SILENT: Final = ("replay", "tracker-")  # roles that are not shown
 
 
 def show_status(text: str) -> None:

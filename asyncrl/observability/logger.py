@@ -27,27 +27,22 @@ from asyncrl.storage.atomic import replacing
 from asyncrl.storage.untrusted import make_folder, read_rows
 
 _console = logging.getLogger(CONSOLE)
-HEADER_EVERY: Final = 20
-"""Console rows between two headers."""
-_WINDOW: Final = 20
-"""Updates whose pace gives the remaining time."""
-ROW_SECONDS: Final = 1.0
-"""Longest wait of the learner for its row to be written."""
+HEADER_EVERY: Final = 20  # console rows
+_WINDOW: Final = 20  # updates whose pace gives the remaining time
+ROW_SECONDS: Final = 1.0  # longest wait of the learner for its row
 CLOSE_SECONDS: Final = 5.0
 ROWS_LIMIT: Final = 64 << 20
 """Bytes of rows that wait in memory while the disk takes none: about 10,000 updates."""
 CURVES_LIMIT: Final = 16 << 20
 HPARAM_METRICS: Final = ("env/success_once", "eval/success_once", "train/actor/approx_kl", "env/return")
 """Metrics by which TensorBoard's page HPARAMS compares runs."""
-LONGEST_COMMAND: Final = 4000
-"""Characters of a start command that are kept."""
+LONGEST_COMMAND: Final = 4000  # characters of a start command that are kept
 _BOLD, _RED, _END = "\033[1m", "\033[31m", "\033[0m"
 
 
 VIDEOS: Final = "videos"
 SHEET: Final = ".png"
-LARGEST_PICTURE: Final = 8 << 20
-"""Bytes of a picture that trackers and TensorBoard get."""
+LARGEST_PICTURE: Final = 8 << 20  # bytes
 
 
 def picture_name(version: int, suffix: str) -> str:
@@ -223,7 +218,6 @@ class MetricsLogger(contextlib.AbstractContextManager["MetricsLogger"]):
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Open the run's files; rows of an interrupted run after `resume_step` are cut off."""
         self._updates = updates
         self._stream = sys.stdout if stream is None else stream
         self._colour = self._stream.isatty() and not os.environ.get("NO_COLOR")
@@ -295,7 +289,6 @@ class MetricsLogger(contextlib.AbstractContextManager["MetricsLogger"]):
         self._curves.close(max(0.1, until - time.monotonic()))
 
     def __exit__(self, *error: object) -> None:
-        """Close."""
         self.close()
 
     def _record(self, step: int, values: Readings, now: float) -> None:

@@ -26,8 +26,7 @@ from asyncrl.observability import process_status
 from asyncrl.observability.metrics import Readings
 from asyncrl.observability.waits import GRACE
 
-REQUEST_SECONDS: Final = 5.0
-"""Longest silence of a client."""
+REQUEST_SECONDS: Final = 5.0  # longest silence of a client
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 Reply = tuple[int, str, bytes]
 """Status, type and content of an answer."""
@@ -132,8 +131,7 @@ class Monitor(AbstractContextManager["Monitor"]):
         self._run_dir, self._updates, self._clock = run_dir, updates, clock
         self._began, self._since = clock(), time.time()
         self._lock = threading.Lock()  # One thread at a time makes an answer.
-        self._last: tuple[int, float, Readings] = (resume_step, self._began, {})
-        """Replaced as a whole, so that no lock is needed."""
+        self._last: tuple[int, float, Readings] = (resume_step, self._began, {})  # replaced as a whole
         self._server = _Server(address, self._answer, request_seconds)
         self.address: tuple[str, int] = self._server.server_address[:2]  # type: ignore[assignment]
         self._thread = threading.Thread(
@@ -153,7 +151,6 @@ class Monitor(AbstractContextManager["Monitor"]):
         self._server.server_close()
 
     def __exit__(self, *error: object) -> None:
-        """Close."""
         self.close()
 
     def collect(self) -> Iterator[Any]:
@@ -231,8 +228,6 @@ def _changed_at(path: Path) -> float:
 
 
 class _Server(ThreadingHTTPServer):
-    """A thread per connection."""
-
     daemon_threads = True
     block_on_close = False
     request_queue_size = 64
@@ -246,7 +241,6 @@ class _Server(ThreadingHTTPServer):
         socketserver.TCPServer.server_bind(self)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log a broken connection."""
         _log.info("a monitoring request of %s broke off", client_address, exc_info=True)
 
 
@@ -257,7 +251,6 @@ class _Handler(BaseHTTPRequestHandler):
     sys_version = ""
 
     def do_GET(self) -> None:
-        """Answer a request."""
         server: Any = self.server
         status, kind, content = server.answer(self.path.partition("?")[0])
         self.send_response(status)

@@ -27,8 +27,7 @@ from asyncrl.storage.untrusted import make_folder, open_regular, read_bytes, rem
 FOLDER: Final = "processes"
 STACKS: Final = ".stacks"
 _MAGIC: Final = b"ARLPROC1"
-_HEAD: Final = struct.Struct("<8sQQ")
-"""Magic, process id, its start (`started`)."""
+_HEAD: Final = struct.Struct("<8sQQ")  # magic, process id, its start
 _ROW: Final = struct.Struct("<d d 24s 88s")
 """Since (0: an unused or changing row), allowed seconds (0: any), thread, activity."""
 _ROWS: Final = 16
@@ -45,10 +44,8 @@ class ThreadActivity:
 
     thread: str
     what: str
-    seconds: float
-    """Since it began."""
-    allowed: float
-    """Allowed seconds, which `progress` extends; 0: any."""
+    seconds: float  # since it began
+    allowed: float  # seconds, extended by `progress`; 0: any
 
     @property
     def overdue(self) -> bool:
@@ -63,8 +60,7 @@ class Process:
     role: str
     pid: int
     alive: bool
-    activities: tuple[ThreadActivity, ...]
-    """One for each thread that published one."""
+    activities: tuple[ThreadActivity, ...]  # one per thread
 
     @property
     def main(self) -> ThreadActivity | None:
@@ -73,8 +69,6 @@ class Process:
 
 
 class _StatusFile:
-    """Status file of this process."""
-
     def __init__(self, path: Path) -> None:
         make_folder(path.parent)
         fresh = path.with_name(f".{path.name}.{os.getpid()}")
@@ -86,8 +80,7 @@ class _StatusFile:
         finally:
             os.close(handle)
         fresh.replace(path)
-        self._rows: dict[int, int] = {}
-        """Thread's identifier -> its row."""
+        self._rows: dict[int, int] = {}  # thread's identifier -> its row
         self._lock = threading.Lock()
 
     def write(self, what: str, began: float, allowed: float) -> None:
@@ -107,25 +100,20 @@ class _StatusFile:
         self._memory[begin : begin + 8] = content[:8]
 
     def add(self, index: int, amount: float) -> None:
-        """Add to the total number `index`."""
         with self._lock:
             total = struct.unpack_from("<d", self._memory, _COUNTED_FROM + 8 * index)[0]
             struct.pack_into("<d", self._memory, _COUNTED_FROM + 8 * index, total + amount)
 
 
 class _Now(threading.local):
-    """Activity of a thread."""
-
     what, allowed, began = "", 0.0, 0.0
-    extended = 0.0
-    """Allowed seconds since it began, with `progress`."""
+    extended = 0.0  # allowed seconds since it began, with `progress`
 
 
 _own_file: _StatusFile | None = None
 _run_dir = Path()
 _stacks: TextIO | None = None
-_early = dict[int, float]()
-"""Totals from before `publish_as`."""
+_early = dict[int, float]()  # totals from before `publish_as`
 _now = _Now()
 
 
@@ -299,8 +287,7 @@ class Watchdog:
 
     def __init__(self, run_dir: Path, tell: Callable[[str], None]) -> None:
         self.run_dir, self._tell = run_dir, tell
-        self.hangs = 0
-        """Ended processes."""
+        self.hangs = 0  # ended processes
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hang watch", daemon=True)
         self._thread.start()

@@ -31,12 +31,9 @@ from asyncrl.storage.untrusted import LINE_BYTES, load_json, open_regular, parse
 END_SECONDS: Final = 60
 """Longest life of the process after the run, enforced by the kernel's alarm."""
 POLL: Final = 0.5
-LONGEST_VALUE: Final = 250
-"""Characters of a setting; MLflow's older stores take no more."""
-PROJECT: Final = "asyncrl"
-"""Group of the runs in every tracker."""
-_TAKE_LISTS: Final = ("swanlab", "wandb")
-"""Trackers that take a list of pictures."""
+LONGEST_VALUE: Final = 250  # characters of a setting in older MLflow
+PROJECT: Final = "asyncrl"  # group of the runs in trackers
+_TAKE_LISTS: Final = ("swanlab", "wandb")  # of pictures
 
 
 def main(name: str, run_dir: Path, sent: int) -> int:

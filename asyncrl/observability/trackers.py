@@ -22,15 +22,13 @@ from asyncrl.observability import waits
 from asyncrl.observability.metrics import Readings
 from asyncrl.storage.untrusted import make_folder, open_regular
 
-ALWAYS: Final = "tensorboard"
-"""Written in any case, by `logger`."""
+ALWAYS: Final = "tensorboard"  # by `logger`
 PACKAGES: Final = {
     name: name.replace("_", "-")
     for name in ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "trackio", "wandb")
 }
 """Tracker of accelerate, and its package -> name for pip."""
-CLOSE_SECONDS: Final = 20.0
-"""Time for all trackers to finish after the run."""
+CLOSE_SECONDS: Final = 20.0  # for all trackers, after the run
 _RANKS: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -101,13 +99,10 @@ class Trackers(contextlib.AbstractContextManager["Trackers"]):
                 tracker.close(max(0.1, until - time.monotonic()))
 
     def __exit__(self, *error: object) -> None:
-        """Close."""
         self.close()
 
 
 class _Tracker:
-    """Process of one tracker, and the thread that forwards its lines."""
-
     def __init__(
         self, name: str, run_dir: Path, tell: Callable[[str], None], arguments: list[str], command: str
     ) -> None:
@@ -138,13 +133,11 @@ class _Tracker:
         self._thread.start()
 
     def end_input(self) -> None:
-        """End the input of the process: there are no further rows."""
         self._closing = True
         with contextlib.suppress(OSError):  # If it has ended, its thread reports it.
             self._input.close()
 
     def close(self, seconds: float) -> None:
-        """Wait for the end of the process, then kill it."""
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:

@@ -24,18 +24,12 @@ GRACE: Final = 60.0
 class Wait:
     """One kind of wait."""
 
-    name: str
-    """Activity that the process publishes."""
-    owner: str
-    """Process and thread that waits."""
-    deadline: str
-    """A flag, or seconds."""
-    ended_by: str
-    """Usual end, in a healthy run."""
-    then: str
-    """Consequence at the deadline."""
-    total: int
-    """Index of its seconds among the totals of `process_status`."""
+    name: str  # activity that the process publishes
+    owner: str  # process and thread that waits
+    deadline: str  # a flag, or seconds
+    ended_by: str  # usual end, in a healthy run
+    then: str  # consequence at the deadline
+    total: int  # index among the totals of `process_status`
     metric: Metric
 
 
@@ -43,8 +37,7 @@ class Wait:
 class Count:
     """One kind of event that all processes of a run count."""
 
-    total: int
-    """Index among the totals of `process_status`."""
+    total: int  # index among the totals of `process_status`
     metric: Metric
 
 
