@@ -22,10 +22,8 @@ from asyncrl.observability.console import hanging
 from asyncrl.observability.signals import BlockingThread
 from asyncrl.records import ActionSpec, SlotBytes, StartState
 
-DEADLINE: Final = 60.0
-"""Seconds of a check without a deadline of its own."""
-PROGRESS_AFTER: Final = 2.0
-"""Seconds after which a running check is named on stderr."""
+DEADLINE: Final = 60.0  # seconds, by default
+PROGRESS_AFTER: Final = 2.0  # seconds until a check is named on stderr
 NEEDED: Final = {
     "torch": "2.11",
     "transformers": "5.17",
@@ -41,7 +39,6 @@ NEEDED: Final = {
     "tqdm": "4.66",
     "pillow": "11",
 }
-"""Lowest version of every dependency, as in pyproject.toml."""
 NAME_WIDTH: Final = 14
 
 
@@ -51,10 +48,8 @@ class Sizes:
 
     policy: int
     """As its file and an actor hold it."""
-    parameters: int
-    """Count, frozen ones included."""
-    trained: int
-    """Count of trained parameters."""
+    parameters: int  # frozen ones included
+    trained: int  # number of trained parameters
     float32_masters: int
     """The policy as the learner holds it: float32 if --learner.precision is."""
     unsharded: int
@@ -63,11 +58,9 @@ class Sizes:
     """8-bit copies of frozen weights on every learner rank (--learner.frozen-precision)."""
     version: int
     """The tensors that actors get after an update."""
-    environment: int
-    """World and reward model."""
+    environment: int  # world and reward model
     frame: int
     action_spec: ActionSpec
-    """The policy's."""
     block: int = 0
     """The policy's largest block, as passes gather it."""
     acting: int = 0
@@ -93,10 +86,8 @@ class Examination:
 
     config: TrainConfig
     """With the world's defaults once the models were loaded."""
-    where: str = "the defaults"
-    """Source of the settings, for the report."""
-    host: int = 0
-    """Number of this host in --placement (ROLE=RANKS@HOST)."""
+    where: str = "the defaults"  # source of the settings, for the report
+    host: int = 0  # number in --placement (ROLE=RANKS@HOST)
     sizes: Sizes | None = None
     starts: Sequence[StartState] = ()
 
@@ -157,10 +148,8 @@ class Check:
     """A check, imported when it runs: a missing package is a finding too."""
 
     name: str
-    where: str
-    """'module:function' in this package."""
-    deadline: float = DEADLINE
-    """Seconds."""
+    where: str  # 'module:function' in this package
+    deadline: float = DEADLINE  # seconds
     acts: bool = False
     """True if it writes files, opens sockets, starts processes, or computes."""
 

@@ -111,7 +111,6 @@ def check_placement(examination: Examination) -> Finding:
 
 
 def _placed_here(examination: Examination) -> tuple[Placement, dict[int, torch.device]] | None:
-    """Return the placement and the device of each rank of this host; None if it is invalid."""
     try:
         placement = placement_of(examination.config)
         here = hosts_of(examination).ranks(examination.host)

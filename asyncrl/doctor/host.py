@@ -30,8 +30,7 @@ OPEN_FILES: Final = 256
 """Files of one process; rank 0 of a run of two ranks opened 42 at most."""
 OPEN_FILES_PER_RANK: Final = 32
 """Connections and pipes of rank 0 for each further rank."""
-BULK: Final = 64 * 10**6
-"""Bytes written to measure the speed."""
+BULK: Final = 64 * 10**6  # bytes written to measure the speed
 SYNCS_PER_GROUP: Final = 4
 """The group's file, its folder, and the ledger's lines of its grant and its use."""
 SLOW: Final = 10.0
@@ -122,7 +121,6 @@ def _disk_folder(config: TrainConfig) -> Path:
 
 
 def _scratch(config: TrainConfig) -> tempfile.TemporaryDirectory[str]:
-    """Make a temporary folder on the disk of the run."""
     return tempfile.TemporaryDirectory(prefix=".asyncrl-doctor-", dir=_disk_folder(config))
 
 
@@ -164,7 +162,6 @@ def check_free_disk(examination: Examination) -> Finding:
 
 
 def _held(config: TrainConfig) -> int:
-    """Return the bytes that a resumed run has on the disk already."""
     if not config.resume:
         return 0
     try:

@@ -29,8 +29,7 @@ from asyncrl.observability.signals import die_with_parent
 
 DEADLINE: Final = 60.0
 """Seconds; a pair that might not end within them is not begun."""
-START_DEADLINE: Final = 60.0
-"""Seconds for a child to import torch and reach its device."""
+START_DEADLINE: Final = 60.0  # seconds to import torch and reach the device
 PAIR_DEADLINE: Final = 15.0
 KILL_DEADLINE: Final = 2.0
 GPU_BYTES, GPU_TIMES = 64 << 20, 8
@@ -49,13 +48,11 @@ ADVICE: Final = {
 class Result:
     """Rates of one pair, or its problem."""
 
-    pair: str
-    """Like 'cuda:0 - cuda:1'."""
+    pair: str  # like 'cuda:0 - cuda:1'
     rates: tuple[float, ...] = ()
     """GB/s of each way; empty if it failed, or for a single GPU."""
     problem: str = ""
-    tested: bool = True
-    """False if no time was left."""
+    tested: bool = True  # False if no time was left
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,13 +61,10 @@ class Plan:
 
     folder: str
     """Private folder in which the ends of a pair meet."""
-    size: int
-    """Ends of a link: 2, or 1 for a single GPU."""
+    size: int  # ends of a link: 2, or 1 for a single GPU
     bytes: int
-    times: int
-    """Broadcasts of as many bytes per send."""
-    seconds: float
-    """Deadline of a pair."""
+    times: int  # broadcasts of as many bytes per send
+    seconds: float  # deadline of a pair
 
 
 def check_links(examination: Examination) -> Finding:
@@ -226,8 +220,6 @@ def _measure_pair(children: _Children, plan: Plan, number: int, pair: Sequence[i
 
 
 class _Children:
-    """Child processes by the number of their device."""
-
     def __init__(self, devices: Sequence[str], plan: Plan, serve: Callable[..., None]) -> None:
         self._devices, self._plan, self._serve = devices, plan, serve
         self._running: dict[int, tuple[Any, Connection]] = {}
@@ -236,12 +228,10 @@ class _Children:
         """Devices whose child has reached them."""
 
     def name(self, *indices: int) -> str:
-        """Name devices for the report; processes that share the CPU are numbered."""
         several = len(set(self._devices)) < len(self._devices)
         return " - ".join(self._devices[i] + f" process {i}" * several for i in indices)
 
     def start(self, indices: Sequence[int]) -> None:
-        """Start children that are not running."""
         context = multiprocessing.get_context("spawn")
         for index in set(indices) - self._running.keys():
             ours, theirs = context.Pipe()
@@ -252,14 +242,12 @@ class _Children:
             self._running[index] = (child, ours)
 
     def send(self, index: int, message: list[int]) -> None:
-        """Send a child its next pair."""
         try:
             self._running[index][1].send_bytes(json.dumps(message).encode())
         except OSError:
             raise self._ended(index) from None
 
     def receive(self, index: int, until: float, otherwise: str) -> dict[str, Any]:
-        """Wait for a child's next message."""
         name, connection = self.name(index), self._running[index][1]
         if not connection.poll(max(0.0, until - time.monotonic())):
             raise WeightSyncError(f"{otherwise} ({name} gave no answer in time)")

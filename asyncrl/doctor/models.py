@@ -106,7 +106,6 @@ def measure(
 
 
 def _learning_bytes(learner: LearnerSettings, policy: Policy, itemsize: int) -> int:
-    """Return the activations of a decision in a pass with gradient."""
     kept = policy.activation_bytes(1, "kept", itemsize)
     if not learner.gradient_checkpointing:
         return kept
@@ -151,7 +150,6 @@ def check_world_model(examination: Examination) -> Finding | None:
 
 
 def _imagining_device(examination: Examination) -> torch.device | None:
-    """Return the device of the first rank of this host that imagines; None without one."""
     config = examination.config
     placement = placement_of(config)
     by_rank = devices_of(config, placement, hosts_of(examination).ranks(examination.host))

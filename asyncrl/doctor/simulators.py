@@ -38,10 +38,8 @@ if TYPE_CHECKING:
 
 MIB: Final = 2**20
 PLAY_DEADLINE: Final = 900.0
-ANSWER: Final = 300.0
-"""Seconds for one request."""
-STEPS: Final = 8
-"""Steps of a request, as of a decision."""
+ANSWER: Final = 300.0  # seconds for one request
+STEPS: Final = 8  # of a request, as of a decision
 ROUNDS: Final = 3
 
 
@@ -83,8 +81,7 @@ class Measured:
     """Measurements of one worker process."""
 
     spec: SimulatorSpec
-    start: float
-    """Seconds until it was ready."""
+    start: float  # seconds until it was ready
     reset: float
     """Seconds of the second reset of one place."""
     undrawn: float
@@ -245,14 +242,12 @@ def measure(source: SimulatorSource) -> Measured:
 
 
 def _begin(pool: SimulatorPool, starts: Sequence[SimStart]) -> None:
-    """Reset the first slots."""
     for slot, start in enumerate(starts):
         pool.reset(slot, start)
     _answers(pool, len(starts))
 
 
 def _time_steps(pool: SimulatorPool, every_frame: bool) -> float:
-    """Return the seconds of one request of idle actions in all slots."""
     steps = min(STEPS, pool.spec.max_steps)
     idle = np.tile(np.asarray(pool.spec.idle, np.float32), (steps, 1))
     begun = time.monotonic()
@@ -280,7 +275,6 @@ def _answers(pool: SimulatorPool, count: int) -> list[SlotAnswer]:
 
 
 def _memory_of_workers() -> int:
-    """Return the peak bytes of the pool's processes; 0 if unknown."""
     peak = 0
     for child in multiprocessing.active_children():
         status = Path(f"/proc/{child.pid}/status")
