@@ -64,7 +64,6 @@ class Compact(ReplayCommand):
         return 1 if unreadable else 0
 
     def _choose(self, folder: Path, paths: list[Path]) -> tuple[list[GroupFile], int]:
-        """Return the groups to compress, and how many files could not be read."""
         outcomes, chosen, unreadable = read_outcomes(folder, warn), list[GroupFile](), 0
         for path in watched(paths, "reading groups"):
             group_file = group_file_or_none(path)
@@ -105,7 +104,6 @@ def compact(path: Path, settings: dict[str, Any]) -> int | None:
 
 
 def _copy(old: h5py.File, new: h5py.File, settings: dict[str, Any]) -> None:
-    """Copy everything; the images compressed."""
     for name, value in old.attrs.items():
         new.attrs[name] = value
     for name in map(str, old):

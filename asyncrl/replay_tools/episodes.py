@@ -23,8 +23,7 @@ from asyncrl.replay.events import Dropped, Event, Filtered, Granted, Ready, Used
 from asyncrl.replay.group_file import GroupFile, read_group, read_group_file
 from asyncrl.replay.store import PATTERN, file_name, read_meta
 
-BAR: Final = 32
-"""Characters of the longest bar."""
+BAR: Final = 32  # characters of the longest bar
 NOTHING: Final = "-"
 """Stands for a number that does not exist, such as the lag of an episode that was never used."""
 
@@ -131,12 +130,10 @@ LIGHT: Final = ("rewards", "policy_versions")
 class StoredEpisode:
     """One stored episode and the outcome of its group. Only the arrays that were asked for are filled."""
 
-    number: int
-    """Of the group."""
+    number: int  # of the group
     path: Path
     episode: Episode
-    used_at: int | None
-    """Learner's version when the group was used; None when it was not."""
+    used_at: int | None  # learner's version; None if unused
     outcome: Outcome = "unused"
 
     @property
@@ -174,11 +171,7 @@ def replay_folder(path: Path) -> Path:
 
 
 def read_rows(folder: Path, names: Sequence[str] = LIGHT) -> Iterator[StoredEpisode]:
-    """Yield every episode of the readable files, in the order of groups and members.
-
-    Args:
-        names: Arrays to read, at least `LIGHT`.
-    """
+    """Yield the episodes of readable files by group and member, with the arrays `names`, at least `LIGHT`."""
     outcomes = read_outcomes(folder, warn)
     for path in watched(sorted(folder.glob(PATTERN)), "reading groups"):
         try:

@@ -127,7 +127,6 @@ class Export(EpisodeSelection):
 
 
 def _kept_every(folder: Path) -> int | None:
-    """Read the run's `keep_video_every` from its config.json; None if unknown."""
     try:
         found = load_json(folder.parent / "config.json", dict).get("replay")
     except (OSError, ValueError):

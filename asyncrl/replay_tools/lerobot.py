@@ -68,7 +68,6 @@ class PictureStatistics:
 
 
 def _of_levels(counts: NDArray[np.int64]) -> dict[str, float]:
-    """Compute one channel's statistics from ``[256]`` counts."""
     seen, levels, total = np.flatnonzero(counts), np.arange(_LEVELS) / 255, int(counts.sum())
     mean = float((counts * levels).sum() / total)
     spread = math.sqrt(float((counts * (levels - mean) ** 2).sum() / total))
@@ -95,13 +94,10 @@ class SampleLayout:
     """Sizes of a sample; one folder holds samples of one layout."""
 
     cameras: int
-    size: tuple[int, int]
-    """Height and width in pixels."""
+    size: tuple[int, int]  # height and width in pixels
     numbers: int
-    chunk: int
-    """Numbers of all actions of a decision; 0: a sample is a step."""
-    states: int
-    """Numbers of a state; 0: it is not known."""
+    chunk: int  # numbers of all actions of a decision; 0: a sample is a step
+    states: int  # numbers of a state; 0: it is not known
 
     @classmethod
     def of(cls, samples: Samples) -> SampleLayout:
@@ -225,8 +221,6 @@ def write_lerobot(out: Path, episodes: Iterable[tuple[StoredEpisode, Samples]], 
 
 
 class _Columns:
-    """Everything but the pictures, gathered while these go to the encoders."""
-
     def __init__(self, folder: Path, rate: Rate) -> None:
         self.index = 0  # Samples so far.
         self.movies = ExitStack()
@@ -240,7 +234,6 @@ class _Columns:
         self._stats: dict[str, NumberStatistics | PictureStatistics] = {}
 
     def add(self, row: StoredEpisode, samples: Samples) -> None:
-        """Write an episode's pictures, and keep its rows."""
         layout = SampleLayout.of(samples)
         if self._layout is None:
             self._begin(layout)
@@ -256,7 +249,6 @@ class _Columns:
         self._add_rows(row, samples, layout, dict(zip(layout.image_keys, pictures, strict=True)))
 
     def write(self) -> None:
-        """Write the tables and the JSON files."""
         import pyarrow as pa  # pyright: ignore[reportMissingImports]
 
         assert self._layout is not None

@@ -117,7 +117,6 @@ def tile(row: StoredEpisode, episode: Episode) -> Image.Image:
 
 
 def _strip(pictures: Sequence[Image.Image]) -> Image.Image:
-    """Lay pictures of one size side by side."""
     width, height = pictures[0].size
     strip = Image.new("RGB", (len(pictures) * (width + 2) - 2, height), PAPER)
     for index, picture in enumerate(pictures):
@@ -236,7 +235,6 @@ def movie_of(episode: Episode) -> list[Image.Image]:
 
 
 def _frame(episode: Episode, steps: int, picture: Image.Image) -> Image.Image:
-    """Return the picture seen after `steps` steps; the reward is the sum until then."""
     scores, rewards = episode.success_scores.reshape(-1), episode.rewards.reshape(-1)
     rewarded = float(rewards[:steps].sum())
     fulfilled = episode.success and steps >= episode.steps
@@ -254,8 +252,7 @@ CLOSE_FRAMES: Final = 2
 CLOSE_SCORES: Final = 0.01
 CLOSE_LOGPROBS: Final = 0.05
 """Nats; `evaluate` and `act` agree so far in bfloat16."""
-AMPLIFIED: Final = 32
-"""Factor by which the picture shows differences."""
+AMPLIFIED: Final = 32  # factor by which the picture shows differences
 TITLES: Final = ("member", "decisions", "ended", "the same end", "frames", "scores", "log-probs", "verdict")
 Verdict = Literal["equal", "close", "differs"]
 
@@ -271,10 +268,8 @@ class Comparison:
     logprobs: NDArray[np.float32]
     """``[N, C, A]`` of the stored samples by the policy of the version that sampled them, in nats; NaN where
     that is not there."""
-    threshold: float
-    """Score from which a frame scores."""
-    success_frames: SuccessFrames
-    """See `ActorSettings.success_frames`."""
+    threshold: float  # score from which a frame scores
+    success_frames: SuccessFrames  # of `ActorSettings`
 
     @property
     def frame_gap(self) -> int:

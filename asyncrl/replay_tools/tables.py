@@ -222,7 +222,6 @@ def _success_of(won: Sequence[bool]) -> dict[str, float]:
 
 
 def _as_text(found: dict[str, Any]) -> str:
-    """Return the counts as bars by topic; a topic without numbers is left out."""
     groups = ", ".join(f"{count} {outcome}" for outcome, count in found["groups"].items())
     parts = [
         f"{found['episodes']} episodes, {found['success']:.1%} successful, {found['mean_steps']:.1f} steps "
