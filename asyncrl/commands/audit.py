@@ -135,7 +135,6 @@ def _plain(value: Any) -> Any:
 
 
 def _parse(arguments: list[str]) -> tuple[AuditConfig, RunSettings | None]:
-    """Read the flags; what they leave open is as in the run that the policy is of, if it is of one."""
     from asyncrl.launch.named_models import run_of, settings_of_run, without_code
 
     config = tyro.cli(ARGUMENTS, args=arguments, prog="asyncrl audit")
@@ -172,7 +171,6 @@ def _parse(arguments: list[str]) -> tuple[AuditConfig, RunSettings | None]:
 
 
 def _versions(config: AuditConfig) -> dict[str, str]:
-    """Return the audited policies: name in the table -> name as for --policy."""
     from asyncrl.launch.named_models import run_of
     from asyncrl.storage import checkpoint
 
@@ -242,10 +240,7 @@ def _audit_all(
 
 
 def _load_models(config: AuditConfig, policy: str, device: torch.device) -> Models:
-    """Load models that imagine as a run with these settings does.
-
-    The reward model must know the tasks of the start states; without any, those of the simulator.
-    """
+    """The reward model must know the tasks of the start states; without any, those of the simulator."""
     from asyncrl.evaluation.audit import Models
     from asyncrl.launch.environment import build_world_model, with_world_defaults
     from asyncrl.launch.named_models import named_policy, named_reward, named_world

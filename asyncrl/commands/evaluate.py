@@ -136,7 +136,6 @@ def main(arguments: list[str]) -> int:
 
 
 def _parse(arguments: list[str]) -> tuple[EvaluateConfig, RunSettings | None]:
-    """Read the flags; what they leave open is as in the run that the policy is of, if it is of one."""
     from asyncrl.launch.named_models import run_of, settings_of_run
 
     config = tyro.cli(ARGUMENTS, args=arguments, prog="asyncrl evaluate")
@@ -307,7 +306,6 @@ def _world_of_video(config: EvaluateConfig) -> World[Any]:
 
 
 def _movie_writer(config: EvaluateConfig) -> Callable[[SimulatedEpisode], None] | None:
-    """Return the writer of --movies, which names files by start and outcome."""
     from asyncrl.storage.media import movie_suffix, write_movie
 
     if not config.movies:
@@ -324,7 +322,6 @@ def _movie_writer(config: EvaluateConfig) -> Callable[[SimulatedEpisode], None] 
 
 
 def _write_curves(folder: Path, checkpoint: str, result: Evaluation) -> None:
-    """Write the rates as one point of the curves eval/*, at the update of the checkpoint's name."""
     from asyncrl.observability import metrics_training as m
     from asyncrl.observability.logger import write_curves
 

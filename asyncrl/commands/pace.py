@@ -239,7 +239,6 @@ class Rounds:
         return f"{name}@{kept[updates]}" if name else str(kept[updates])
 
     def _record(self, number: int, policy: str, out: Path) -> list[str]:
-        """Return the command that records the policy at starts that no other round records."""
         seed = RECORDED + (number - 1) * self.pace.episodes
         return [
             *("collect", "--out", str(out), "--policy", policy, *self._simulator_flags()),
@@ -248,7 +247,6 @@ class Rounds:
         ]
 
     def _refit(self, number: int, folder: Path, out: Path) -> list[list[str]]:
-        """Return the commands that refit world and reward model to all that was recorded."""
         recorded = [str(path) for path in sorted(folder.parent.glob("round-*/recordings"))]
         data = ["--data", *recorded, *map(str, self.pace.data), "--device", self._train.device]
         world = [
@@ -268,7 +266,6 @@ class Rounds:
 
     @cached_property
     def _audit_starts(self) -> list[str]:
-        """The flags that choose the held-out starts of audits."""
         from asyncrl.simulators.build import SimulatorSource
 
         settings = self._train.evaluation.simulator_settings

@@ -55,7 +55,6 @@ class _Look(Bounded):
     """Print JSON: a list with more digits, sizes in bytes."""
 
     def runs(self) -> list[Path]:
-        """Return the folders of the runs."""
         return list(runs_in(self.folder.expanduser()))
 
 
@@ -183,7 +182,7 @@ def folder_bytes(folder: Path, *, freed: bool = False) -> int:
 
 
 def _delete_one(one: Leftover) -> None:
-    """Delete it; a half-deleted checkpoint must not look like a complete one."""
+    """A half-deleted checkpoint must not look like a complete one."""
     try:
         path = one.path
         if one.kind == OLDER:

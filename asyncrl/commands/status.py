@@ -74,7 +74,6 @@ def main(arguments: list[str]) -> int:
 
 
 def _shown(run: Path, config: StatusConfig) -> State:
-    """Print the present state and return it."""
     processes = process_status.read(run)
     if not processes and not run_folder.is_run(run):
         raise ConfigError(

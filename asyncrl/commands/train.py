@@ -50,7 +50,6 @@ def dry_run(config: TrainConfig) -> int:
 
 
 def _refuse(config: TrainConfig) -> None:
-    """Refuse what a run refuses before it loads models."""
     from asyncrl.doctor.host import existing_parent
     from asyncrl.launch import endpoints
 
