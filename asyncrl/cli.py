@@ -108,10 +108,8 @@ def _give_up_output() -> None:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-NOBODY_READS: Final = 141
-"""Exit code when the output's reader has left: 128 + SIGPIPE."""
-TRACEBACK: Final = "ASYNCRL_TRACEBACK"
-"""Environment variable that shows the traceback of a `leftover`."""
+NOBODY_READS: Final = 141  # exit code when the output's reader has left: 128 + SIGPIPE
+TRACEBACK: Final = "ASYNCRL_TRACEBACK"  # environment variable that shows the traceback of a `leftover`
 _OF_THE_INPUT: Final = (
     *(errno.ENAMETOOLONG, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EPERM),
     *(errno.EROFS, errno.ELOOP, errno.EINVAL, errno.EFBIG, errno.ENXIO, errno.ENOTEMPTY, errno.EXDEV),

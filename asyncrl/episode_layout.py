@@ -1,7 +1,4 @@
-"""Schema of an episode on the wire and on disk: arrays and scalars of `records.Episode`, types and shapes.
-
-Dimension letters are those of `records`, and M: frames of the video.
-"""
+"""Schema of an episode on the wire and on disk; dimension letters of `records`, and M: video frames."""
 
 from __future__ import annotations
 
@@ -116,11 +113,7 @@ def scalar_types(version: int) -> dict[str, type]:
 
 
 def sample_specs(found: Iterable[tuple[Any, Any, Any]]) -> dict[str, ArraySpec]:
-    """Check names, types and ranks of a sample's arrays, given as name, dtype and shape.
-
-    Returns:
-        Name -> type and shape, the first dimension ``N``.
-    """
+    """Check a sample's arrays (name, dtype, shape); name -> spec, first ``N``, or raise ValueError."""
     specs: dict[str, ArraySpec] = {}
     for name, dtype, shape in found:
         if not isinstance(name, str) or not re.fullmatch("[A-Za-z_][A-Za-z0-9_]{0,63}", name):

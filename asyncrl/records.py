@@ -15,18 +15,14 @@ from typing import Any, Final, Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-CHUNK: Final = 8
-"""Steps per decision: actions of a policy call, frames of a world model's call."""
-ACTION_DIM: Final = 7
-"""(dx, dy, dz, droll, dpitch, dyaw, gripper)."""
-POSE_DIM: Final = 8
-"""(x, y, z, quaternion x, y, z, w, gripper) of a robot's hand."""
+CHUNK: Final = 8  # steps per decision: actions of a policy call, frames of a world model's call
+ACTION_DIM: Final = 7  # (dx, dy, dz, droll, dpitch, dyaw, gripper)
+POSE_DIM: Final = 8  # (x, y, z, quaternion x, y, z, w, gripper) of a robot's hand
 
 EndReason = Literal["success", "terminated", "truncated"]
 """The task is done; the episode cannot continue, as an object fell; the time is over."""
 END_REASONS: Final[tuple[EndReason, ...]] = get_args(EndReason)
-UNKNOWN_LENGTH: Final = -1
-"""Value of `Episode.steps_taken` if the rewards determine the length."""
+UNKNOWN_LENGTH: Final = -1  # `Episode.steps_taken` if the rewards determine the length
 
 Uint8 = NDArray[np.uint8]
 Float32 = NDArray[np.float32]
@@ -54,12 +50,10 @@ class ActionSpec:
 class ModelSummary:
     """Properties of a model that are known before its weights are loaded."""
 
-    image_size: int
-    """Height and width of its frames in pixels; 0: any."""
+    image_size: int  # height and width of its frames in pixels; 0: any
     nbytes: int  # of the loaded weights
     action_spec: ActionSpec = ActionSpec()
-    version: int | None = None
-    """`Episode.world_version` of a world; None if known only when loaded."""
+    version: int | None = None  # `Episode.world_version` of a world; None if known only when loaded
 
 
 @dataclass(frozen=True, kw_only=True)

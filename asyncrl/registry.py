@@ -127,11 +127,7 @@ def split(text: str) -> tuple[str, str]:
 
 
 def resolve(kind: str, name: str) -> Any:
-    """Return the class of a short name or 'package.module:Class'; of simulators also a function.
-
-    Raises:
-        ConfigError: It does not exist, cannot be imported, or lacks a required member.
-    """
+    """Return the class 'package.module:Class' or of a short name; raise ConfigError if it is unusable."""
     check_name(kind, name)
     where = BUILT_IN[kind].get(name, name)
     return _load(kind, name, where if names_code(where) else _registered_class(kind, name))
