@@ -1,8 +1,7 @@
 """Folders of worlds: which kind they hold, and the parts that all kinds share.
 
-A folder has the published layout of its kind, recognised by the names of tensors. One that asyncrl wrote has
-``world.json`` too, with the kind and the facts that shapes of tensors do not tell; without it the facts of
-the published worlds apply.
+A kind is recognised by names of tensors. Folders that asyncrl wrote have ``world.json`` too, with the kind
+and the facts that shapes do not tell; without it the facts of the published worlds apply.
 """
 
 from __future__ import annotations
@@ -26,21 +25,16 @@ from asyncrl.storage.atomic import names_in, read_json, replacing, write_json
 from asyncrl.storage.tensor_files import TensorFiles, copy_others
 from asyncrl.storage.untrusted import INDEX, check_sizes, check_types, header_names
 
-ABOUT: Final = "world.json"
-"""In folders that asyncrl wrote, not in published ones."""
+ABOUT: Final = "world.json"  # In folders that asyncrl wrote, not in published ones.
 FORMAT: Final = "asyncrl-world-2"
 _OLD_FORMAT: Final = "asyncrl-world-1"
 """Had all sizes in world.json, and layouts of its own; `convert_world` reads it."""
-AS_SAVED: Final = ImaginationSettings()
-"""Settings that change nothing of a folder."""
+AS_SAVED: Final = ImaginationSettings()  # Settings that change nothing of a folder.
 EXACT: Final = torch.float32
-MAX_DECISIONS: Final = 32
-"""256 steps, the length of episodes in RLinf's files for its worlds."""
+MAX_DECISIONS: Final = 32  # 256 steps, the length of episodes in RLinf's files for its worlds.
 _SHARD: Final = re.compile(r"(.+)-\d{5}-of-(\d{5})\.safetensors")
-TEMPERATURE: Final = 1.6
-"""At which RLinf's GRPO samples the policy in its worlds."""
-WAN_PREFIX: Final = "pipe.dit."
-"""May stand in front of all names of a Wan transformer."""
+TEMPERATURE: Final = 1.6  # At which RLinf's GRPO samples the policy in its worlds.
+WAN_PREFIX: Final = "pipe.dit."  # May stand in front of all names of a Wan transformer.
 # Tensors that every published transformer of the kind has, and no other world or policy.
 WAN_MARKS: Final = ("patch_embedding.weight", "blocks.0.self_attn.q.weight")
 OPENSORA_MARKS: Final = (
@@ -77,12 +71,12 @@ def _absent(names: Set[str], marks: Sequence[str]) -> str:
 
 
 # A further kind needs an entry here and nothing else.
+# By the name in world.json. Cheap recognisers come first: the first that fits is taken.
 KINDS: Final = {
     "wan": Kind("Wan", "wan", "asyncrl.worlds.files:lacks_wan"),
     "opensora": Kind("OpenSora", "opensora", "asyncrl.worlds.files:lacks_opensora"),
     "evac": Kind("EVAC", "evac", "asyncrl.worlds.evac.files:lacks"),
 }
-"""By the name in world.json. Cheap recognisers come first: the first that fits is taken."""
 
 
 def is_published(folder: Path) -> bool:
@@ -276,12 +270,7 @@ def write_about(folder: Path, kind: str, **facts: Any) -> None:
 
 
 def transformer_files(folder: Path, own: Sequence[str], named: Sequence[str] = ()) -> TensorFiles | None:
-    """Open the files of a transformer: those of the index, a named one, else all with tensors of its own.
-
-    Args:
-        own: Beginnings of names of its tensors.
-        named: Names of files that hold nothing else.
-    """
+    """Open a transformer's files: the index's, one of `named`, else all with names that begin as in `own`."""
     if (folder / INDEX).is_file():
         return TensorFiles(folder)
     files = [folder / name for name in named if (folder / name).is_file()][:1]

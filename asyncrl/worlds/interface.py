@@ -28,9 +28,7 @@ class WorldState(Protocol):
         """``[B]`` bool on the state's device: all values drawn so far were finite (frames are uint8)."""
         ...
 
-    def __len__(self) -> int:
-        """Return the number of slots."""
-        ...
+    def __len__(self) -> int: ...
 
     def select(self: State, indices: Sequence[int]) -> State:
         """Return a new state with copies of the rows `indices`, in that order."""
@@ -58,7 +56,6 @@ class World(Protocol[State]):
 
         Args:
             folder: Of --world, or behind its @.
-            device: Of the weights.
             settings: --imagination.*; unsupported ones are refused.
             own: Of ``[world.settings]`` or --world-settings.
         """

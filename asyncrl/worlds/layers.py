@@ -84,12 +84,7 @@ class FrameVae(nn.Module):
     """diffusers' AutoencoderKL with its names of tensors, and nothing that a setting of it could change."""
 
     def __init__(self, size: FrameVaeConfig, *, at_once: int = 16, channels_last: bool = True) -> None:
-        """Build with random weights.
-
-        Args:
-            at_once: Frames that are encoded or decoded together: memory does not grow with the slots.
-            channels_last: Store weights and frames so, which is faster and rounds differently.
-        """
+        """Build with random weights; `at_once` frames are coded together, which bounds the memory."""
         from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
         super().__init__()
@@ -118,11 +113,7 @@ class FrameVae(nn.Module):
             self._encode_compiled = torch.compile(self._encode, fullgraph=True, dynamic=False)
 
     def encode(self, frames_N3HW: Tensor, *, compiled: bool = False) -> Tensor:
-        """Encode ``[N, 3, H, W]`` of any float dtype, in [-1, 1], to ``[N, Z, h, w]`` float32, scaled.
-
-        Args:
-            compiled: Use the compiled encoder, if there is one: for pieces of few sizes.
-        """
+        """Encode ``[N, 3, H, W]`` in [-1, 1] to scaled ``[N, Z, h, w]`` float32; compiled: for few sizes."""
         return self._in_pieces(self._encode_compiled if compiled else self._encode, frames_N3HW)
 
     def decode(self, latents_NZhw: Tensor) -> Tensor:
@@ -148,11 +139,7 @@ class FrameVae(nn.Module):
 def attend_few(
     query_NHFE: Tensor, key_NHKE: Tensor, value_NHKE: Tensor, visible_FK: Tensor | None = None
 ) -> Tensor:
-    """Compute scaled dot-product attention between the few frames of a window, at every place of a picture.
-
-    Args:
-        visible_FK: ``[F, K]`` bool; None: every frame sees all.
-    """
+    """Compute attention between a window's few frames, at every place; `visible_FK` None: all are seen."""
     # On an H200 the fused kernels take eight times as long as two products for tens of thousands of sequences
     # of a dozen frames: they compute a whole tile each.
     if query_NHFE.is_cuda:

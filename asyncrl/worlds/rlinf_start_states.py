@@ -106,7 +106,6 @@ def _image(frame: Mapping[str, Any], file: Path) -> NDArray[np.uint8]:
 
 
 def _numbers(found: Any, count: int) -> NDArray[np.float32] | None:
-    """Return ``[count]`` finite float32 numbers of a list, tuple or array; None if there are others."""
     values = found.tolist() if isinstance(found, np.ndarray) else found
     if not isinstance(values, list | tuple) or len(values) != count:
         return None
@@ -165,8 +164,7 @@ def _read_header(stream: io.BytesIO) -> int:
     return int(match[1])
 
 
-_Python: Any = vars(pickle)["_Unpickler"]
-"""The one written in Python, whose instructions can be replaced."""
+_Python: Any = vars(pickle)["_Unpickler"]  # The one written in Python, whose instructions can be replaced.
 
 
 class _Unpickler(_Python):

@@ -20,8 +20,7 @@ from asyncrl.records import ActionSpec, StartState
 from asyncrl.worlds.interface import State
 
 AT_ONCE: Final = 2
-"""Start states that are opened at a time. The number is fixed, so that no bit of a slot depends on the other
-slots, and is not 1, for which kernels add in another order than for the rows of a decision."""
+"""Start states opened at a time: fixed, so no bit depends on other slots; not 1: kernels add otherwise."""
 USUAL: Final = ActionSpec()
 
 
@@ -38,8 +37,7 @@ class TensorState:
         tensor([2., 2.])
     """
 
-    finite: Tensor
-    """``[B]`` bool: all values drawn so far were finite."""
+    finite: Tensor  # [B] bool: all values drawn so far were finite.
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -57,7 +55,6 @@ class TensorState:
                     )
 
     def __len__(self) -> int:
-        """Return the number of slots."""
         return self.finite.shape[0]
 
     def select(self, indices: Sequence[int]) -> Self:
@@ -90,7 +87,6 @@ class TensorState:
 
 
 def _rows(indices: Sequence[int]) -> Callable[[torch.device], Tensor]:
-    """Return the indices on any device; each gets one copy."""
     return cache(partial(to_device, np.array(indices, np.int64)))
 
 

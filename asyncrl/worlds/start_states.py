@@ -78,11 +78,7 @@ def _check_alike(path: Path, states: Sequence[StartState]) -> None:
 
 
 def load_start_states(path: Path, *, keyframes: bool = True, image_size: int = 0) -> list[StartState]:
-    """Read the start states of a file, or of a folder: our ``*.h5`` and ``*.hdf5``, or RLinf's ``*.npy``.
-
-    Args:
-        keyframes: Whether trajectories with ``_kir`` in their name are used (RLinf's ``enable_kir``).
-    """
+    """Read start states of a file or folder, ours or RLinf's; `keyframes`: ``_kir`` trajectories too."""
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES)
         if not files and any(path.glob("*.npy")):
@@ -235,7 +231,6 @@ class StartStateStream:
         return [*(self.ordinary if self.share < 1 or not keyframes else []), *keyframes]
 
     def __getitem__(self, n: int) -> StartState:
-        """Return element `n` without moving the stream."""
         if self.share <= 0 or not self.keyframes:
             return start_state_at(self.ordinary, self.seed, n)
         before = math.floor(n * self.share)  # Key frames among the first n.

@@ -22,8 +22,7 @@ from asyncrl.worlds.evac.poses import MOTION_DIM, Camera, MapDrawer, Motions, Mo
 from asyncrl.worlds.evac.unet import EvacUNet, UNetConfig
 from asyncrl.worlds.layers import FrameVae, FrameVaeConfig
 
-FRAMES_AT_ONCE: Final = 32
-"""Frames that the autoencoder takes at a time: its memory grows with them."""
+FRAMES_AT_ONCE: Final = 32  # Frames that the autoencoder takes at a time: its memory grows with them.
 
 # fmt: off
 _MEAN: Final = (0.48145466, 0.4578275, 0.40821073)
@@ -41,12 +40,9 @@ class ImageEncoderConfig:
     width: int
     layers: int
     heads: int
-    mlp: int
-    """Inner width of its MLPs."""
-    patch: int
-    """Pixels of a patch in height and width."""
-    size: int
-    """Height and width to which pictures are resized."""
+    mlp: int  # Inner width of its MLPs.
+    patch: int  # Pixels of a patch in height and width.
+    size: int  # Height and width to which pictures are resized.
 
     @property
     def tokens(self) -> int:
@@ -109,10 +105,8 @@ class ResamplerConfig:
     """Size of a resampler."""
 
     inputs: int
-    queries: int
-    """Tokens that come out."""
-    width: int
-    """Width of the tokens, and within."""
+    queries: int  # Tokens that come out.
+    width: int  # Width of the tokens, and within.
     depth: int
     heads: int
     head_dim: int
@@ -181,8 +175,7 @@ def _feed_forward(width: int) -> nn.Sequential:
 class EvacConfig:
     """Sizes and conventions of an EVAC world."""
 
-    image_size: int
-    """Height and width of the frames in pixels."""
+    image_size: int  # Height and width of the frames in pixels.
     unet: UNetConfig
     autoencoder: FrameVaeConfig
     image_encoder: ImageEncoderConfig
@@ -190,19 +183,13 @@ class EvacConfig:
     action_resampler: ResamplerConfig
     camera: Camera = field(default_factory=Camera)
     motions: MotionStatistics = field(default_factory=MotionStatistics)
-    pose_hidden: int = 64
-    """Inner width of the model of the hand's poses."""
-    history: int = 4
-    """Earlier frames in the network's window."""
-    fps: int = 2
-    """Frames per second, as in training."""
-    domain: int = 11
-    """Kind of robot; 11: AgiBot World."""
-    schedule_steps: int = 50
-    """Network calls per decision."""
+    pose_hidden: int = 64  # Inner width of the model of the hand's poses.
+    history: int = 4  # Earlier frames in the network's window.
+    fps: int = 2  # Frames per second, as in training.
+    domain: int = 11  # Kind of robot; 11: AgiBot World.
+    schedule_steps: int = 50  # Network calls per decision.
 
     def __post_init__(self) -> None:
-        """Check that the parts fit together; the ValueError names sizes that differ."""
         latent, unet, encoder = self.autoencoder.channels, self.unet, self.image_encoder
         pairs = {
             "channels of the network": (unet.in_channels, 3 * latent + 7),

@@ -29,8 +29,7 @@ from torch import Tensor
 from asyncrl.worlds.evac.conditions import condition_channels
 
 LEVELS: Final = 1000
-DROPOUT: Final = 0.1
-"""Share of the training samples without tokens."""
+DROPOUT: Final = 0.1  # Share of the training samples without tokens.
 _FIRST_BETA, _LAST_BETA = 0.00085, 0.012
 _LOWEST_SCALE, _SCALED_LEVELS = 0.7, 400
 _FEWEST, _MOST = 3, 20  # divisors of the history's noise levels
@@ -62,8 +61,7 @@ def signal_scales() -> tuple[float, ...]:
 class Step(NamedTuple):
     """A step of the sampler (arXiv 2010.02502, equation 12): ``x_factor x + v_factor v + fresh noise``."""
 
-    time: int
-    """Noise level, 0..999."""
+    time: int  # Noise level, 0..999.
     x_factor: float
     v_factor: float
     fresh: float
@@ -194,16 +192,11 @@ def normal_noise(
 class Draws(NamedTuple):
     """Random numbers of a batch, on the CPU."""
 
-    levels: Tensor
-    """``[B]`` int64 noise level of the new frames, 0..999."""
-    noise: Tensor
-    """``[B, C, Z, h, w]`` float32 of the new frames."""
-    history_levels: Tensor
-    """``[B, P]`` int64 noise level of each remembered frame, the oldest first."""
-    history_noise: Tensor
-    """``[B, P, Z, h, w]`` float32."""
-    told: Tensor
-    """``[B]`` float32: 0 for a sample without tokens, else 1."""
+    levels: Tensor  # [B] int64 noise level of the new frames, 0..999.
+    noise: Tensor  # [B, C, Z, h, w] float32 of the new frames.
+    history_levels: Tensor  # [B, P] int64 noise level of each remembered frame, the oldest first.
+    history_noise: Tensor  # [B, P, Z, h, w] float32.
+    told: Tensor  # [B] float32: 0 for a sample without tokens, else 1.
 
 
 def draw(generator: torch.Generator, new: torch.Size, remembered: int, *, dropout: float = DROPOUT) -> Draws:

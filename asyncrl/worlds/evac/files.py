@@ -43,14 +43,12 @@ from asyncrl.worlds.files import ABOUT, AS_SAVED, WorldFolder, read_about
 from asyncrl.worlds.layers import FrameVaeConfig
 
 KIND: Final = "evac"
-CONTEXT: Final = 4
-"""Frames of a start state's context, if it has one."""
+CONTEXT: Final = 4  # Frames of a start state's context, if it has one.
 # Chosen so that the published sizes take as much memory as measured (docs/measurements/world_speed.md): 236
 # MiB a slot, 4 GiB.
 _WORKING: Final = 6  # copies of the skip connections that the network takes
 _DRAWING: Final = 8  # largest tensors of the decoder, alive at the same time
-MARK: Final = "model.diffusion_model.input_blocks.0.0.weight"
-"""A tensor that every published checkpoint has."""
+MARK: Final = "model.diffusion_model.input_blocks.0.0.weight"  # A tensor that every published checkpoint has.
 _POSE_MODEL: Final = "pose_model.safetensors"
 _WRAPPED: Final = "_forward_module."  # in front of all names in DeepSpeed's files
 _TOWER: Final = "visual.transformer.resblocks.0.attn.in_proj_weight"  # in OpenCLIP's own file
@@ -61,6 +59,7 @@ _IGNORED: Final = re.compile(
     r"visual\.proj|token_embedding\..+|ln_final\..+|transformer\..+)"
 )
 _IMAGE_SIZE, _TOKENS_PER_FRAME = 256, 16  # as published
+# Facts in world.json, by object.
 _FACTS: Final[dict[str, tuple[type[Any], tuple[str, ...]]]] = {
     "unet": (UNetConfig, ("head_dim", "groups")),
     "autoencoder": (FrameVaeConfig, ("groups", "scale")),
@@ -70,7 +69,6 @@ _FACTS: Final[dict[str, tuple[type[Any], tuple[str, ...]]]] = {
     "camera": (Camera, tuple(fact.name for fact in fields(Camera))),
     "motions": (MotionStatistics, tuple(fact.name for fact in fields(MotionStatistics))),
 }
-"""Facts in world.json, by object."""
 _OTHER_FACTS: Final = ("image_size", "schedule_steps", "history", "fps", "domain")
 
 
@@ -81,26 +79,21 @@ class TensorPlace(NamedTuple):
     """Place of a tensor."""
 
     shape: torch.Size
-    read: Callable[[], Tensor]
-    """Reads it, on the CPU."""
+    read: Callable[[], Tensor]  # Reads it, on the CPU.
 
 
-Parts = Mapping[str, Mapping[str, TensorPlace]]
-"""Network -> published name without prefix -> place."""
-Files = Mapping[Path, Mapping[str, TensorPlace]]
-"""File -> published name with prefix -> place."""
+Parts = Mapping[str, Mapping[str, TensorPlace]]  # Network -> published name without prefix -> place.
+Files = Mapping[Path, Mapping[str, TensorPlace]]  # File -> published name with prefix -> place.
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvacFiles(WorldFolder):
     """An EVAC world on disk without its weights."""
 
-    label: str
-    """Name of the files in errors."""
+    label: str  # Name of the files in errors.
     config: EvacConfig
     parts: Parts
-    guided: bool
-    """True if a slot is drawn with and without conditions."""
+    guided: bool  # True if a slot is drawn with and without conditions.
 
     def slot_bytes(self, settings: ImaginationSettings = AS_SAVED, decisions: int = 0) -> SlotBytes:
         """See `WorldFolder.slot_bytes`; a slot remembers its whole episode."""
@@ -287,7 +280,6 @@ def _find_parts(folder: Path) -> tuple[str, Parts]:
 
 
 def _open_files(folder: Path) -> tuple[Files, list[CheckpointError]]:
-    """Open the weight files of a folder; return the errors of those that cannot be read, too."""
     files: dict[Path, dict[str, TensorPlace]] = {}
     errors = []
     own = {file_name(part): prefix for part, prefix in PREFIXES.items()}

@@ -1,10 +1,8 @@
 """Poses of the robot's hand: prediction from actions, motions between them, and their maps.
 
-A pose is (x, y, z, quaternion x, y, z, w, gripper), in metres. EVAC takes absolute poses (as trajectory maps)
-and their differences (as action tokens), so a small network follows the hand from its pose at the start. EVAC
-knows two arms: a single one is given twice. A trajectory map shows each arm's hand on a dark canvas: a disc
-coloured by the gripper, over it the hand's axes as segments. Drawing is tensor arithmetic and never waits for
-the device. A ray map has the camera's position and the viewing direction of each latent pixel.
+A pose is (x, y, z, quaternion x, y, z, w, gripper), in metres; a single arm is given twice. A trajectory map
+shows each hand as a disc coloured by the gripper, over it its axes; a ray map has the camera's position and
+the viewing direction of each latent pixel. Drawing never waits for the device.
 
 Dimension letters: B slots, F frames, C steps per decision, A arms, S height and width of the map in pixels.
 """
@@ -21,8 +19,7 @@ from torch import Tensor, nn
 from asyncrl.records import ACTION_DIM, POSE_DIM
 
 ARMS: Final = 2
-MOTION_DIM: Final = 14
-"""Per arm: motion in x, y, z, turn in roll, pitch, yaw, and gripper."""
+MOTION_DIM: Final = 14  # Per arm: motion in x, y, z, turn in roll, pitch, yaw, and gripper.
 
 # fmt: off
 _MEAN: Final = (
@@ -136,8 +133,7 @@ class Motions(nn.Module):
 
 
 CANVAS: Final = 50 / 255  # grey, in 0..1
-RADIUS: Final = 50.0
-"""Of the disc, in pixels of a map of 256; in proportion in others."""
+RADIUS: Final = 50.0  # Of the disc, in pixels of a map of 256; in proportion in others.
 LINE_WIDTH: Final = 8.0  # of the segments, in the same pixels
 AXIS: Final = 0.1  # length of the hand's axes in metres
 REACH: Final = 0.23
@@ -259,7 +255,6 @@ def _palette(text: str) -> list[list[float]]:
 
 
 def _ray_map(camera: Camera, to_world: Tensor, size: int) -> Tensor:
-    """Return ``[6, size, size]`` float32: unit direction in the world's axes, then origin in metres."""
     scale = size / camera.size
     centres = (torch.arange(size, dtype=torch.float64) + 0.5 - camera.centre * scale) / (camera.focal * scale)
     v, u = torch.meshgrid(centres, centres, indexing="ij")

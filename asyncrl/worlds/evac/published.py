@@ -25,6 +25,7 @@ from asyncrl.worlds.evac.unet import UNetConfig
 from asyncrl.worlds.files import renamed
 from asyncrl.worlds.layers import FrameVaeConfig
 
+# By network; the model of poses is published in a file of its own.
 PREFIXES: Final = {
     "unet": "model.diffusion_model.",
     "autoencoder": "first_stage_model.",
@@ -32,10 +33,8 @@ PREFIXES: Final = {
     "image_resampler": "image_proj_model.",
     "image_encoder": "embedder.model.visual.",
 }
-"""By network; the model of poses is published in a file of its own."""
 _HEAD_DIM, _IMAGE_HEAD_DIM = 64, 80
-_SCALE: Final = 0.18215
-"""Factor of the autoencoder's latents, which makes their variance about 1."""
+_SCALE: Final = 0.18215  # Factor of the autoencoder's latents, which makes their variance about 1.
 
 # Patterns in the names of diffusers and transformers, and the published text; applied in order.
 _AUTOENCODER_NAMES: Final = (
@@ -120,7 +119,6 @@ class _Shapes(dict[str, torch.Size]):
         raise KeyError(self.prefix + name)
 
     def count(self, pattern: str) -> int:
-        """Return the largest number that a pattern matches in the names, plus 1; 0 without a match."""
         return 1 + max((int(match[1]) for name in self if (match := re.match(pattern, name))), default=-1)
 
 

@@ -25,8 +25,7 @@ from torch.nn import functional
 from asyncrl.worlds.layers import attend_few
 
 _EPS: Final = 1e-6  # of the group norms in front of transformers; those of residual blocks have 1e-5
-MOST_ROWS: Final = 65_535
-"""Of one fused attention on a GPU, whose grid has no more."""
+MOST_ROWS: Final = 65_535  # Of one fused attention on a GPU, whose grid has no more.
 FEW: Final = 16  # tokens up to which products are faster than a fused attention
 
 
@@ -34,25 +33,17 @@ FEW: Final = 16  # tokens up to which products are faster than a fused attention
 class UNetConfig:
     """Size of EVAC's network."""
 
-    channels: int
-    """Of the first level; a multiple of `groups` and of `head_dim`."""
-    multipliers: tuple[int, ...]
-    """Channels of each level, in those of the first."""
-    res_blocks: int
-    """Residual blocks of a level on the way down; one more on the way up."""
-    attention_levels: tuple[int, ...]
-    """Levels, from 0, that have transformers."""
-    head_dim: int
-    """Channels of an attention head."""
-    context_dim: int
-    """``K``: width of image and action tokens."""
-    initial_inner: int
-    """Inner width of the temporal transformer behind the first convolution."""
+    channels: int  # Of the first level; a multiple of `groups` and of `head_dim`.
+    multipliers: tuple[int, ...]  # Channels of each level, in those of the first.
+    res_blocks: int  # Residual blocks of a level on the way down; one more on the way up.
+    attention_levels: tuple[int, ...]  # Levels, from 0, that have transformers.
+    head_dim: int  # Channels of an attention head.
+    context_dim: int  # K: width of image and action tokens.
+    initial_inner: int  # Inner width of the temporal transformer behind the first convolution.
     groups: int = 32
     in_channels: int = 19
     out_channels: int = 4
-    domains: int = 30
-    """Kinds of robots."""
+    domains: int = 30  # Kinds of robots.
 
     @classmethod
     def published(cls) -> UNetConfig:
@@ -178,10 +169,7 @@ class Attention(nn.Module):
             self.to_v_tp = nn.Linear(context, inner, bias=False)
 
     def forward(self, x: Tensor, context: Tensor | None = None, *, of_actions: bool = False) -> Tensor:
-        """Attend ``[M, S, width]`` tokens to context tokens, or to themselves.
-
-        The context is ``[M / R, L, K]``, each row for R neighbouring rows of `x`.
-        """
+        """Attend ``[M, S, width]`` to a context ``[M / R, L, K]``, a row per R rows, or to themselves."""
         if context is None:
             key, value = self.to_k(x), self.to_v(x)
         elif of_actions:

@@ -109,16 +109,11 @@ def memory_index(count_B: Tensor, remembered: int) -> Tensor:
 class EvacState(TensorState):
     """Memory of `B` slots; `finite` covers latents, pixels and poses."""
 
-    history: Tensor
-    """``[B, N, Z, h, w]`` float32 latents of all frames so far; behind them zeros."""
-    poses: Tensor
-    """``[B, N, 8]`` float32 pose of the hand at each of them."""
-    count: Tensor
-    """``[B]`` int64 frames so far."""
-    first: Tensor
-    """``[B, H, W, 3]`` uint8: the first frame."""
-    left: Tensor
-    """``[B]`` int64 decisions that there is still room for, on the CPU, so that reading never waits."""
+    history: Tensor  # [B, N, Z, h, w] float32 latents of all frames so far; behind them zeros.
+    poses: Tensor  # [B, N, 8] float32 pose of the hand at each of them.
+    count: Tensor  # [B] int64 frames so far.
+    first: Tensor  # [B, H, W, 3] uint8: the first frame.
+    left: Tensor  # [B] int64 decisions that there is still room for, on the CPU, so that reading never waits.
 
     def write_rows(self, indices: Sequence[int], other: Self) -> Self:  # pyright: ignore
         """See `TensorState.write_rows`; both need room for as many frames."""
@@ -193,7 +188,6 @@ class EvacWorld(FolderWorld):
         version: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Join the networks; `options` None: as published, with the folder's number of steps."""
         self.networks = networks
         self.config = config
         self.options = options or EvacOptions()

@@ -47,8 +47,7 @@ TRANSFORMER: Final = "transformer.safetensors"
 VAE: Final = "vae"
 VAE_FILE: Final = "diffusion_pytorch_model.safetensors"
 IMAGE_SIZE: Final = 256
-STEPS: Final = 10
-"""Network calls per decision, as published."""
+STEPS: Final = 10  # Network calls per decision, as published.
 STATISTICS: Final = "dataset_statistics.json"
 _PUBLISHED: Final = "Copy the one that was published beside the weights."
 _OWN: Final = (
@@ -63,24 +62,18 @@ _VAE_MARK: Final = "decoder.conv_in.weight"
 _OLD_ATTENTION: Final = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 """Names in autoencoders of an old version of diffusers."""
 _BLOCK: Final = 8
-"""Tensors of the model's width alive in a block, without the inner ones of the MLP. These two are chosen so
-that a step of the published size takes the measured 117 MiB a slot."""
-_INNER: Final = 4
-"""Tensors of the MLP's width alive in a block."""
-FRAMES_AT_ONCE: Final = 16
-"""Frames that the autoencoder takes at a time."""
-_DRAWING: Final = 4
-"""Largest tensors of the decoder alive at the same time."""
+"""Tensors of the model's width alive in a block; with `_INNER` it gives the measured 117 MiB a slot."""
+_INNER: Final = 4  # Tensors of the MLP's width alive in a block.
+FRAMES_AT_ONCE: Final = 16  # Frames that the autoencoder takes at a time.
+_DRAWING: Final = 4  # Largest tensors of the decoder alive at the same time.
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActionRange:
     """The numbers of an action that become -1 and 1: 1st and 99th percentile; nothing is clipped."""
 
-    low: tuple[float, ...]
-    """``A`` numbers in the policy's units: ``q01``."""
-    high: tuple[float, ...]
-    """``A`` numbers, each above that of `low`: ``q99``."""
+    low: tuple[float, ...]  # A numbers in the policy's units: q01.
+    high: tuple[float, ...]  # A numbers, each above that of `low`: q99.
 
     @classmethod
     def symmetric(cls) -> ActionRange:
@@ -105,8 +98,7 @@ class OpenSoraFiles(WorldFolder):
     EXACT_WEIGHTS = frozenset({"rope.freqs"})
 
     transformer: TensorFiles
-    transformer_size: STDiT3Config
-    """As in the files, with or without the branches that nothing reads."""
+    transformer_size: STDiT3Config  # As in the files, with or without the branches that nothing reads.
     vae: TensorFiles
     vae_size: FrameVaeConfig
     action_range: ActionRange
@@ -171,10 +163,7 @@ def check_settings(settings: ImaginationSettings) -> None:
 
 
 def slot_bytes(size: STDiT3Config, vae: FrameVaeConfig, image_size: int, dtype: torch.dtype) -> SlotBytes:
-    """Estimate the bytes of slots, excluding the weights, from sizes alone.
-
-    The state, and keys and values of the condition frames, are exact; the rest is estimated.
-    """
+    """Estimate the bytes of slots, excluding the weights, from sizes; the state and cached keys are exact."""
     side = image_size // vae.spatial
     state = 4 * vae.channels * CONDITION * side**2 + 1  # latents in float32, and `finite`
     frame = (side // size.patch) ** 2 * size.width * dtype.itemsize  # one tensor of the model's width

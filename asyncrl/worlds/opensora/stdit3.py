@@ -29,8 +29,7 @@ from asyncrl.worlds.layers import attend_few, sinusoid
 
 CONDITION: Final = 4
 """Frames that are given; the embedding of no action stands for the actions that made them."""
-CONDITION_TIME: Final = 15.0
-"""Time of the condition frames, of 1000: so little noise is on them in training."""
+CONDITION_TIME: Final = 15.0  # Time of the condition frames, of 1000: so little noise is on them in training.
 UNUSED: Final = ("cross_attn.", "y_embedder.", "fps_embedder.")
 """Parts of names of tensors that are in the published files and in no computation."""
 
@@ -85,10 +84,8 @@ class STDiT3Config:
         return cls(depth=28, width=1152, heads=16, unused_branches=True)
 
 
-EPS: Final = 1e-6
-"""Epsilon of all norms."""
-Rotary = tuple[Tensor, Tensor]
-"""Cosines and sines of the angles of each frame, ``[F, E / 2]`` float32."""
+EPS: Final = 1e-6  # Epsilon of all norms.
+Rotary = tuple[Tensor, Tensor]  # Cosines and sines of the angles of each frame, [F, E / 2] float32.
 KeysValues = tuple[Tensor, Tensor]
 """Keys (turned) and values of some frames, ``[B * S, heads, F, E]`` in the dtype of the weights."""
 
@@ -309,7 +306,6 @@ class STDiT3(nn.Module):
         return block(*inputs)
 
     def _tokens(self, latents_BZFhw: Tensor) -> Tensor:
-        """Cut frames into patches and add their positions: ``[B, F, S, D]``."""
         patches: Tensor = self.x_embedder.proj(latents_BZFhw.to(self.dtype))
         rows, columns = patches.shape[-2:]
         table = positions(rows, columns, self.size.width, latents_BZFhw.device).to(self.dtype)
@@ -337,7 +333,6 @@ class STDiT3(nn.Module):
         return angles.cos(), angles.sin()
 
     def _velocity(self, x_BCSD: Tensor, time_B1D: Tensor, like_BZFhw: Tensor) -> Tensor:
-        """Read the velocity from tokens and put the patches back: ``[B, Z, C, h, w]``."""
         size, final = self.size, self.final_layer
         shift, scale = (final.scale_shift_table + time_B1D.unsqueeze(2)).unsqueeze(3).unbind(2)
         out: Tensor = final.linear(modulate(x_BCSD, shift, scale))
@@ -350,10 +345,7 @@ class STDiT3(nn.Module):
 
 @cache  # never dropped: a CUDA graph reads it where it is
 def positions(rows: int, columns: int, width: int, device: torch.device) -> Tensor:
-    """Encode the positions of a frame's patches, ``[S, D]`` float32: waves of the column, then of the row.
-
-    Positions are stretched as if every frame had the published one's size.
-    """
+    """Encode positions of a frame's patches, ``[S, D]`` float32, stretched to the published frame's size."""
     with torch.inference_mode(False):
         rates = 10000.0 ** (
             -torch.arange(0, width // 2, 2, dtype=torch.float64, device=device) / (width // 2)

@@ -50,16 +50,14 @@ from asyncrl.worlds.opensora.stdit3 import CONDITION, CONDITION_TIME, STDiT3
 from asyncrl.worlds.slots import TensorState, draw_noise, finite_rows, imagine_full, open_each_once
 from asyncrl.worlds.start_states import check_beginnings
 
-NOISE_TIME: Final = 1000.0
-"""Time of pure noise."""
+NOISE_TIME: Final = 1000.0  # Time of pure noise.
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenSoraState(TensorState):
     """The last four frames of `B` slots, as latents as they were drawn."""
 
-    latents: Tensor
-    """``[B, Z, 4, h, w]`` float32, scaled; the oldest first."""
+    latents: Tensor  # [B, Z, 4, h, w] float32, scaled; the oldest first.
 
 
 class OpenSoraWorld(FolderWorld):
@@ -76,7 +74,6 @@ class OpenSoraWorld(FolderWorld):
         version: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Join the networks and move them to `device`."""
         self.transformer = transformer
         self.vae = vae
         self.action_range = action_range
@@ -187,7 +184,6 @@ class OpenSoraWorld(FolderWorld):
         return drawn.clone()  # A graph writes its next result over this one.
 
     def _sample(self, condition_BZ4hw: Tensor, noise_BZChw: Tensor, scaled_BCA: Tensor) -> Tensor:
-        """Follow the flow behind the condition frames, from noise to latents: ``[B, Z, C, h, w]`` float32."""
         prefix = self.transformer.prefix(condition_BZ4hw)
 
         def velocity(new_BZChw: Tensor, times_B: Tensor) -> Tensor:

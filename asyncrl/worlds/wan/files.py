@@ -57,10 +57,10 @@ SCHEDULE_STEPS: Final = 5
 OPENSORA: Final = "x_embedder.proj.weight"
 """A tensor of OpenSora's transformer, which is published in a file of the same name, and not of Wan's."""
 TENSORS_AT_ONCE: Final = 10
-"""So many of the decoder's largest tensors were alive at the peak: from 50.0 GiB of an actor of 16 slots
-(docs/measurements/run_speed.md), less its weights and states."""
+"""The decoder's largest tensors alive at the peak, measured: docs/measurements/run_speed.md."""
 _OWN: Final = ("patch_embedding.", "blocks.", "time_embedding.", "time_projection.", "action_mlp", "head.")
 
+# As in `transformer`: patterns in names of Wan's authors, and the text of diffusers.
 _VAE_NAMES: Final = (
     (r"^conv1\.", "quant_conv."),
     (r"^conv2\.", "post_quant_conv."),
@@ -78,7 +78,6 @@ _VAE_NAMES: Final = (
     (r"\.residual\.6\.", ".conv2."),
     (r"\.shortcut\.", ".conv_shortcut."),
 )
-"""As in `transformer`: patterns in names of Wan's authors, and the text of diffusers."""
 
 
 def vae_name(name: str) -> str:
@@ -174,10 +173,7 @@ class WanFiles(WorldFolder):
 
 @torch.no_grad()
 def slot_bytes(vae: WanVae, image_size: int, context: Literal["frames", "latents"]) -> SlotBytes:
-    """Estimate the bytes of a slot, excluding the weights, from an autoencoder on the meta device.
-
-    Caches are exact, a decision's tensors estimated.
-    """
+    """Estimate a slot's bytes, excluding weights, from a VAE on the meta device; caches are exact."""
 
     def pixels(frames: int) -> Tensor:
         return torch.empty(1, 3, frames, image_size, image_size, device="meta", dtype=vae.dtype)

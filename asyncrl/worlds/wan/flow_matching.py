@@ -15,10 +15,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-TRAIN_LEVELS: Final = 1000
-"""Number of noise levels that training draws from."""
-SHIFT: Final = 5.0
-"""Pushes the levels towards noise: ``5 s / (1 + 4 s)``."""
+TRAIN_LEVELS: Final = 1000  # Number of noise levels that training draws from.
+SHIFT: Final = 5.0  # Pushes the levels towards noise: 5 s / (1 + 4 s).
 
 
 def _shift(sigma: Tensor) -> Tensor:
@@ -41,10 +39,7 @@ def sampling_sigmas(steps: int) -> tuple[float, ...]:
 
 @lru_cache(maxsize=1)
 def training_tables() -> tuple[Tensor, Tensor]:
-    """Return noise levels, from 1 (pure noise) downwards, and loss weights by id: ``[1000]`` float32 each.
-
-    The weights are a bell around time 500, lowest weight 0, mean 1.
-    """
+    """Return noise levels, 1 (pure noise) first, and bell-shape loss weights (mean 1): ``[1000]`` float32."""
     sigmas = _shift(torch.linspace(1, 0, TRAIN_LEVELS + 1, dtype=torch.float64)[:-1])
     bell = torch.exp(-2 * ((TRAIN_LEVELS * sigmas - TRAIN_LEVELS / 2) / TRAIN_LEVELS) ** 2)
     bell = bell - bell.min()
@@ -58,12 +53,9 @@ CONTEXT_SIGMA: Final = 5 * 0.05 / 1.2
 class WindowNoise(NamedTuple):
     """Random numbers of a batch of windows, on the CPU."""
 
-    ids: Tensor
-    """``[B]`` int64, rows of `training_tables`."""
-    new: Tensor
-    """``[B, Z, 2, h, w]`` float32."""
-    memory: Tensor
-    """``[B, Z, 1, h, w]`` float32."""
+    ids: Tensor  # [B] int64, rows of `training_tables`.
+    new: Tensor  # [B, Z, 2, h, w] float32.
+    memory: Tensor  # [B, Z, 1, h, w] float32.
 
     @classmethod
     def drawn(cls, batch: int, latent: Sequence[int], generator: torch.Generator) -> WindowNoise:

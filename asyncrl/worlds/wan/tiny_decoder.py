@@ -73,8 +73,7 @@ ABOUT: Final = "decoder.json"
 PATCH: Final = 2
 """The last layer draws patches of 2x2 pixels; three doublings before it make 16 pixels per latent pixel."""
 
-Memory = list[Tensor]
-"""One ``[B, ., ., K]`` tensor per memory block, in the order of the blocks."""
+Memory = list[Tensor]  # One [B, ., ., K] tensor per memory block, in the order of the blocks.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,10 +81,8 @@ class TinyDecoderConfig:
     """Size of a tiny decoder. It has no fixed image size: it draws 16 pixels per latent pixel."""
 
     z_dim: int
-    widths: tuple[int, int, int, int]
-    """Channels at 1, 2, 4 and 8 times the latent size; even."""
-    blocks: tuple[int, int, int, int]
-    """Memory blocks at each of these levels."""
+    widths: tuple[int, int, int, int]  # Channels at 1, 2, 4 and 8 times the latent size; even.
+    blocks: tuple[int, int, int, int]  # Memory blocks at each of these levels.
 
     @classmethod
     def tiny(cls) -> TinyDecoderConfig:

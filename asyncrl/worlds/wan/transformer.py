@@ -24,8 +24,8 @@ from asyncrl.worlds.files import renamed
 from asyncrl.worlds.layers import sinusoid
 from asyncrl.worlds.wan.vae import FRAMES_PER_LATENT
 
-Rotary = tuple[Tensor, Tensor]
-"""Cosines and sines, ``[1, S, 1, E]`` float32, every number twice."""
+Rotary = tuple[Tensor, Tensor]  # Cosines and sines, [1, S, 1, E] float32, every number twice.
+# Patterns in names of Wan's authors, and the text that diffusers has in their place; applied in order.
 _TRANSFORMER_NAMES: Final = (
     (r"^pipe\.dit\.", ""),
     (r"^time_embedding\.0\.", "condition_embedder.time_embedder.linear_1."),
@@ -42,7 +42,6 @@ _TRANSFORMER_NAMES: Final = (
     (r"\.ffn\.0\.", ".ffn.net.0.proj."),
     (r"\.ffn\.2\.", ".ffn.net.2."),
 )
-"""Patterns in names of Wan's authors, and the text that diffusers has in their place; applied in order."""
 
 
 class WanBlock(WanTransformerBlock):

@@ -21,16 +21,11 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan, p
 from torch import Tensor, nn
 from torch.nn import functional
 
-SPATIAL: Final = 16
-"""Pixels per latent pixel."""
-FRAMES_PER_LATENT: Final = 4
-"""Video frames of a latent frame; the first latent frame of a video has one."""
-CACHED_FRAMES: Final = 2
-"""Frames of its input that a causal convolution needs from before."""
-Cache = list[Tensor]
-"""One ``[B, C, 2, ., .]`` tensor per causal convolution, in the order of the network."""
-FrameCache = tuple[Tensor, ...]
-"""The same inside of a compiled graph."""
+SPATIAL: Final = 16  # Pixels per latent pixel.
+FRAMES_PER_LATENT: Final = 4  # Video frames of a latent frame; the first latent frame of a video has one.
+CACHED_FRAMES: Final = 2  # Frames of its input that a causal convolution needs from before.
+Cache = list[Tensor]  # One [B, C, 2, ., .] tensor per causal convolution, in the order of the network.
+FrameCache = tuple[Tensor, ...]  # The same inside of a compiled graph.
 Layers = Callable[[Any, Tensor, Sequence[Tensor] | None], tuple[Tensor, FrameCache]]
 """`encode_layers` or `decode_layers`, or one of them compiled."""
 
@@ -57,8 +52,7 @@ class VaeConfig:
     base_dim: int
     decoder_base_dim: int
     z_dim: int
-    res_blocks: int
-    """Residual blocks per level of the encoder; the decoder has one more."""
+    res_blocks: int  # Residual blocks per level of the encoder; the decoder has one more.
     latents_mean: tuple[float, ...]
     latents_std: tuple[float, ...]
 
@@ -147,14 +141,12 @@ class _Step:
         self.stored: list[Tensor] = []
 
     def cached_frames(self, x: Tensor) -> Tensor:
-        """Return the two frames before `x`: zeros at the beginning of a video."""
         if self._cache is None:
             shape = (x.shape[0], x.shape[1], CACHED_FRAMES, x.shape[3], x.shape[4])
             return _channels_last(torch.zeros(shape, dtype=x.dtype, device=x.device))
         return next(self._cache)
 
     def store_frames(self, frames: Tensor) -> None:
-        """Store the last two of `frames` ``[B, C, T >= 2, h, w]`` for the next step."""
         self.stored.append(_channels_last(frames[:, :, -CACHED_FRAMES:].clone()))
 
 
@@ -319,11 +311,7 @@ def decode_step(
     clamp: bool = True,
     layers: Layers = decode_layers,
 ) -> tuple[Tensor, Cache]:
-    """Decode the next normalised latents of `B` videos; F is 1 when `cache` is None.
-
-    Args:
-        clamp: Keep pixels in [-1, 1]. Off while fitting, where a clamp would stop the gradient.
-    """
+    """Decode the next normalised latents; F is 1 without a cache. Fitting needs `clamp` off for gradients."""
     if cache is None and latents_BZFhw.shape[2] != 1:
         raise ValueError(f"a video starts with a single latent frame, got {latents_BZFhw.shape[2]}")
     raw = latents_BZFhw.to(vae.dtype)

@@ -38,10 +38,8 @@ from asyncrl.worlds.wan.tiny_decoder import Decoder, FullDecoder
 from asyncrl.worlds.wan.transformer import ActionWanTransformer
 from asyncrl.worlds.wan.vae import Cache, Layers, WanVae, encode_layers, encode_step
 
-CONTEXT: Final = 4
-"""Frames that the memory latent stands for."""
-WINDOW: Final = 4
-"""Latent frames the transformer sees: anchor, memory and two new ones."""
+CONTEXT: Final = 4  # Frames that the memory latent stands for.
+WINDOW: Final = 4  # Latent frames the transformer sees: anchor, memory and two new ones.
 
 
 @dataclass(frozen=True, kw_only=True)
