@@ -1,9 +1,7 @@
 """Faster acting, smaller learning: compilation, CUDA graphs, gradient checkpointing, frozen float8 layers.
 
-Float8 layers lie below a learner's adapters (--learner.frozen-precision). Actors, checkpoints and exports
-keep the stored weights, so a learner's log-probs differ from the actors' by the rounding, and adapters are
-trained on top of it. With its adapters disabled, as reference of the KL penalty, a policy runs the same
-layers: adapters without effect give a penalty of 0.
+Float8 layers (--learner.frozen-precision) are the learner's alone, so its log-probs differ from the actors'
+by the rounding. The KL reference runs the same layers: adapters without effect give a penalty of 0.
 """
 
 from __future__ import annotations
@@ -26,18 +24,12 @@ from asyncrl.policies.interface import Policy, PolicyInputs, SamplingParams
 
 FLAG: Final = "--learner.frozen-precision"
 GRAPHS: Final = 64
-"""Limit of graphs per code object. Checkpointed blocks of all three kinds share one, and each has graphs with
-and without gradient, padding, adapters, and for varying sizes. Beyond the limit, by default 8, the compiler
-runs such code uncompiled without an error."""
+"""Graphs per code object; beyond the limit (by default 8) the compiler silently runs code uncompiled."""
 Choose = Callable[[PolicyInputs, SamplingParams, Tensor | None], SampledTokens]
 
 
 def compile_blocks(policy: Policy, *, dynamic: bool | None = None) -> None:
-    """Compile vision blocks and Llama layers in place, at their first calls.
-
-    Args:
-        dynamic: False: no graph is for any size. None: those that meet a second size are.
-    """
+    """Compile vision blocks and Llama layers at their first calls; `dynamic` as in `torch.compile`."""
     from torch._dynamo import config  # takes a second to import
 
     config.recompile_limit = max(config.recompile_limit, GRAPHS)
@@ -46,11 +38,7 @@ def compile_blocks(policy: Policy, *, dynamic: bool | None = None) -> None:
 
 
 def compile(policy: Any, rows: int, tasks: Sequence[str]) -> Callable[[], None] | None:
-    """Compile acting in place; the first decision then takes about a quarter of a minute.
-
-    Returns:
-        A function to call after the weights moved, if acting is a CUDA graph.
-    """
+    """Compile acting in place; returns a function to call after weights moved, if it is a CUDA graph."""
     policy.tokenizer.fix_shape(tasks)
     compile_blocks(policy, dynamic=False)
     choose: Choose = policy.choose
@@ -127,11 +115,7 @@ def _tensors(inputs: PolicyInputs) -> dict[str, Tensor]:
 
 
 def enable_gradient_checkpointing(policy: Policy, *, every: int = 1) -> None:
-    """Make Llama layers and vision blocks keep only their input, in eval mode as well.
-
-    Gradients stay the same. Only `forward` of each block's instance is replaced: no module is wrapped and no
-    name changes, and hooks of the block (sharding) run outside. Calling it twice changes nothing more.
-    """
+    """Make Llama layers and vision blocks keep only their input, in eval mode too; names and hooks stay."""
     recompute(islice(policy.blocks(), 0, None, every))
 
 
@@ -150,11 +134,9 @@ def _recomputed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def use_float8_where_frozen(policy: Policy) -> None:
-    """Replace the frozen linear layers below adapters, in place; one that does not fit stays.
+    """Replace frozen linear layers below adapters, in place; only trained weights may be loaded afterwards.
 
-    Args:
-        policy: With adapters, its weights loaded, on its device, not sharded and not compiled. Only trained
-            weights may be loaded into it afterwards, as a resumed run does.
+    The policy must be on its device, its weights loaded, neither sharded nor compiled.
     """
     for layer in _required(policy):
         layer.base_layer = FrozenFloat8Linear(layer.base_layer)
@@ -177,7 +159,6 @@ def _required(policy: Policy) -> list[Any]:
 
 
 def _adapted(policy: Policy) -> Iterator[Any]:
-    """Yield the layers of blocks that have adapters, over a frozen layer that fits. Needs no peft."""
     for block in policy.blocks():
         for module in block.modules():
             base: Any = getattr(module, "base_layer", None)

@@ -1,13 +1,11 @@
-"""Action tokens: the one distribution that acting and learning share, and the actions that tokens mean.
+"""Action tokens: the distribution that acting and learning share, and the actions that tokens mean.
 
-One convention everywhere (records, wire, replay, losses): a token is the *bin* ``j``, 0..255, counted from
-the first of the 256 action rows of the vocabulary: id = first_action_id + j (31744 + j for Llama 2).
-OpenVLA counts bins from the end of the vocabulary, so the order is reversed: j = 255 is -1, j = 0 is +1.
-256 edges make 255 cells, and j = 0 (only ever the value +1 exactly) decodes like j = 1.
+A token is the bin ``j``, 0..255, everywhere: vocabulary id = first_action_id + j (31744 + j for Llama 2).
+OpenVLA counts bins from the end of the vocabulary: j = 255 is -1, j = 0 is +1. 256 edges make 255 cells, and
+j = 0 (only the value +1 exactly) decodes like j = 1.
 
-Dimension letters:
-    A  action dimensions      Q  numbers of proprioception
-    B  rows      K  tokens of one decision (56)      N  action bins (256)      D  width of the policy
+Dimension letters: B rows, K tokens of one decision (56), N action bins (256), A action dimensions, Q numbers
+of proprioception, D width of the policy.
 """
 
 from __future__ import annotations
@@ -25,8 +23,7 @@ from torch import Tensor
 from asyncrl.devices.tensors import constant_to_device, to_device
 from asyncrl.policies.interface import SamplingParams
 
-BINS: Final = 256
-"""Action tokens in the vocabulary."""
+BINS: Final = 256  # Action tokens in the vocabulary.
 
 _EDGES = np.linspace(-1.0, 1.0, BINS)
 _CENTERS = (_EDGES[:-1] + _EDGES[1:]) / 2
@@ -41,12 +38,9 @@ Gripper = Literal["none", "libero", "maniskill"]
 class Bounds:
     """Range of numbers in a policy's fine-tuning data (OpenVLA calls this BOUNDS_Q99)."""
 
-    q01: tuple[float, ...]
-    """First percentile of each, in the environment's units."""
-    q99: tuple[float, ...]
-    """99th percentile of each, in the environment's units."""
-    mask: tuple[bool, ...]
-    """False: the number is not scaled (the gripper)."""
+    q01: tuple[float, ...]  # First percentile of each, in the environment's units.
+    q99: tuple[float, ...]  # 99th percentile of each, in the environment's units.
+    mask: tuple[bool, ...]  # False: the number is not scaled (the gripper).
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Bounds:
@@ -60,8 +54,7 @@ class Bounds:
 class NormStats(Bounds):
     """Range of each action dimension, and of proprioception where the data has it."""
 
-    proprio: Bounds | None = None
-    """``[Q]`` of proprioception; None: the data has none."""
+    proprio: Bounds | None = None  # [Q] of proprioception; None: the data has none.
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> NormStats:
@@ -157,23 +150,19 @@ def opening_of(actions: NDArray[np.floating], gripper: Gripper) -> NDArray[np.fl
 class SampledTokens(NamedTuple):
     """Sampled tokens of a policy, on the device."""
 
-    tokens: Tensor
-    """``[B, K]`` int64 bins."""
-    logprobs: Tensor
-    """``[B, K, N]`` float32, of the distribution that was sampled."""
-    hidden: Tensor
-    """``[B, 1 or more, D]`` final hidden states; the first is at the last prompt token."""
+    tokens: Tensor  # [B, K] int64 bins.
+    logprobs: Tensor  # [B, K, N] float32, of the distribution that was sampled.
+    hidden: Tensor  # [B, 1 or more, D] final hidden states; the first is at the last prompt token.
 
 
 def action_distribution(
     logits_BKN: Tensor, sampling: SamplingParams, taken_BK: Tensor | None = None
 ) -> Tensor:
-    """Compute the log-probs that are sampled from: after temperature and top-k, in float32.
+    """Compute the log-probs ``[B, K, N]`` float32 that are sampled from, after temperature and top-k.
 
     Args:
-        logits_BKN: ``[B, K, N]`` of the action bins, any float dtype.
-        taken_BK: ``[B, K]`` integer tokens that stay possible below the `top_k` most likely: other weights or
-            another kernel may rank them lower, and a ratio needs a finite number.
+        taken_BK: Tokens that stay possible below the `top_k` most likely: other weights or another kernel may
+            rank them lower, and a ratio needs a finite number.
     """
     logits_BKN = logits_BKN.float()
     if sampling.temperature == 0:
@@ -200,12 +189,7 @@ def uniforms_for(
 
 
 def take_tokens(logprobs_BKN: Tensor, uniforms_BK: Tensor | None) -> Tensor:
-    """Pick the first bins ``[B, K]`` int64 whose cumulated probability exceeds the uniform.
-
-    Args:
-        logprobs_BKN: ``[B, K, N]`` float32; a bin at -inf is never picked.
-        uniforms_BK: ``[B, K]`` float64 in [0, 1), same device; None: the most likely bins.
-    """
+    """Pick bins ``[B, K]`` int64 where the cumulated probability exceeds the uniform; None: the likeliest."""
     if uniforms_BK is None:
         return logprobs_BKN.argmax(dim=-1)
     cumulated_BKN = logprobs_BKN.double().exp().cumsum(dim=-1)

@@ -1,10 +1,7 @@
 """Interface of every policy, its optional capabilities, and the data that goes in and out.
 
-Dimension letters:
-    B  rows (observations)           L  prompt tokens
-    H, W  image size in pixels       C  steps per decision      A  numbers per step (`ActionSpec`)
-    V  values per decision: 1, or C with one per step
-    N  pictures per row              Q  numbers of proprioception
+Dimension letters: B rows, L prompt tokens, H/W image size in pixels, C steps per decision, A numbers per
+step, V values per decision (1, or C with one per step), N pictures per row, Q numbers of proprioception.
 """
 
 from __future__ import annotations
@@ -30,8 +27,7 @@ class SamplingParams:
     """How action tokens are chosen. It travels with every episode: log-probs mean nothing without it."""
 
     temperature: float
-    """Logits are divided by this. 0 takes the most likely token (for evaluation only: the log-prob that is
-    reported is then the one at temperature 1 without top-k)."""
+    """Divides the logits; 0: the most likely token, with its log-prob at temperature 1 without top-k."""
     top_k: int = 0
     """Only the `top_k` most likely tokens can be sampled; 0 means all of them."""
 
@@ -53,15 +49,13 @@ class PolicyInputs:
     """Inputs of the OpenVLA policies, on the policy's device: rows can be picked and stacked."""
 
     pixels: Tensor
-    """``[B, H, W, 3]``, or ``[B, N, H, W, 3]`` where the policy looks at several pictures; uint8, any size:
-    resizing and normalising happen on the device."""
+    """``[B, H, W, 3]`` or ``[B, N, H, W, 3]`` uint8 of any size; resized and normalised on the device."""
     input_ids: Tensor
     """``[B, L]`` int64: the beginning-of-sequence token, padding, the prompt."""
     attention_mask: Tensor
     """``[B, L]`` int64, 1 = token, 0 = padding."""
     padded: bool = True
-    """False: the mask is all ones, so attention needs none. Kept on the host: reading the mask waits for the
-    device."""
+    """False: the mask is all ones. Kept on the host, because reading the mask waits for the device."""
     proprio: Tensor | None = None
     """``[B, Q]`` float32 in [-1, 1], the robot's own state; None where the policy does not see it."""
 
@@ -84,14 +78,11 @@ class ActResult:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateResult:
-    """The same decisions under the current weights, with gradient."""
+    """The same decisions under the current weights, with gradient; arrays as in `ActResult`."""
 
     logprob: Tensor
-    """``[B, C, A]`` float32, natural log."""
     entropy: Tensor
-    """``[B, C, A]`` float32, nats."""
     value: Tensor | None
-    """``[B, V]`` float32; None without a critic."""
 
 
 class Policy(nn.Module):
@@ -116,11 +107,7 @@ class Policy(nn.Module):
         return next(self.parameters()).dtype
 
     def saved_tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """Yield the weights of a folder by name, adapters merged; any shapes, in the dtypes of the file.
-
-        They are sharded like the policy's. Every learner rank must iterate over all: merging may be a
-        collective.
-        """
+        """Yield the saved weights, adapters merged; every rank must iterate over all (a collective)."""
         yield from ((name, tensor.detach()) for name, tensor in self.state_dict().items())
 
     def parameter_groups(self, lr: float, value_lr: float) -> list[dict[str, Any]]:
@@ -148,10 +135,9 @@ class Policy(nn.Module):
         return {name: t for name, t in tensors.items() if not name.startswith(self.critic_prefix)}
 
     def blocks(self) -> Iterable[nn.Module]:
-        """Yield the units of sharding, recomputation and compilation, in the order in which they run.
+        """Yield the units of sharding, recomputation and compilation, in running order; none: one unit.
 
-        Children of one module (a list of layers) may share a unit of sharding: they run one after the other,
-        and a pass that skips some of them does so on every rank. None: the whole policy is one unit.
+        Children of one module may share a unit: a pass that skips some of them does so on every rank.
         """
         return ()
 
@@ -164,17 +150,12 @@ class Policy(nn.Module):
 
             Args:
                 folder: The part of --policy behind the @, a folder of `save`, or a checkpoint of a run.
-                device: Of the weights.
                 settings: Of ``[policy.settings]`` or --policy-settings.
             """
             ...
 
         def save(self, folder: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
-            """Write a folder that `load` reads; creates it.
-
-            Args:
-                tensors: All of `saved_tensors`, each whole, where this object holds only shards.
-            """
+            """Write a folder for `load`; `tensors`: whole `saved_tensors` if this object holds shards."""
             ...
 
         @property
@@ -196,9 +177,7 @@ class Policy(nn.Module):
             """Turn frames and B instructions into inputs of `act` and `evaluate`, opaque to all others.
 
             Args:
-                frames: ``[B, H, W, 3]`` (one picture per row) or ``[B, N, H, W, 3]``, uint8; of N pictures it
-                    reads the first as many as it needs.
-                tasks: B instructions.
+                frames: ``[B, H, W, 3]`` or ``[B, N, H, W, 3]`` uint8; of N pictures it reads the first ones.
                 proprio: ``[B, Q]`` in the environment's units, for policies that see it.
 
             Raises:
@@ -207,10 +186,7 @@ class Policy(nn.Module):
             ...
 
         def act(self, inputs: Any, sampling: SamplingParams, seeds: Sequence[int]) -> ActResult:
-            """Decide. Row b draws from its own stream ``seeds[b]``, independent of its row and neighbours.
-
-            Logits may differ in the last digits with the number of rows: other sizes round differently.
-            """
+            """Decide; row b draws from ``seeds[b]`` alone. Last digits may vary with the number of rows."""
             ...
 
         def evaluate(
@@ -224,9 +200,7 @@ class Policy(nn.Module):
             """Compute log-probs of a sample with gradient; equal to those of `act` at equal weights.
 
             Args:
-                inputs: From `preprocess`.
                 sample: From `act`, in the dtypes of `sample_arrays`; integers may come as int64.
-                sampling: Of that `act`.
                 critic_through_policy: The value's gradient reaches the trunk, not only the value head.
             """
             ...
@@ -269,12 +243,10 @@ class Policy(nn.Module):
         def activation_bytes(
             self, rows: int, passes: Literal["acting", "checkpointed", "kept"], itemsize: int
         ) -> int:
-            """For `asyncrl doctor`: estimate the memory of passes over `rows` decisions.
+            """For `asyncrl doctor`: estimate the memory of passes over `rows` decisions, in bytes.
 
             Args:
-                passes: acting: forward. checkpointed, kept: forward and backward, with gradient
-                    checkpointing or not.
-                itemsize: Bytes of a number.
+                passes: acting: forward. checkpointed, kept: forward and backward, with checkpointing or not.
             """
             ...
 

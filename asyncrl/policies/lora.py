@@ -1,11 +1,7 @@
 """Low-rank adapters (peft) inside a policy or world: ``W x`` becomes ``W x + alpha / r * B A x``.
 
-The layers are exchanged in place: the policy keeps its class. Policy folders hold the merged weights; adapter
-folders (`adapter_config.json`, `adapter_model.safetensors`) are peft's.
-
-Dimension letters:
-    I, O  features into and out of a linear layer      r  rank
-    A     ``[r, I]``                                   B  ``[O, r]``
+Policy folders hold the merged weights; adapter folders are peft's. Dimension letters: I, O features into and
+out of a linear layer, r rank; A is ``[r, I]``, B ``[O, r]``.
 """
 
 from __future__ import annotations
@@ -30,29 +26,24 @@ from asyncrl.storage.tensor_files import TensorFiles
 from asyncrl.storage.weight_files import write_tensors
 
 Targets = Literal["language", "all"]
-ADAPTER: Final = "default"
-"""peft's key of the adapters; it appears in no file and no broadcast."""
+ADAPTER: Final = "default"  # peft's key of the adapters; it appears in no file and no broadcast.
 PREFIX: Final = "base_model.model."
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PICKLED: Final = "adapter_model.bin"
 _ADAPTER_NAME = re.compile(r"(?P<layer>.+)\.lora_(?P<which>[AB])(?:\.default)?\.weight")
+# Settings of peft that change the meaning of the tensors.
 _UNSUPPORTED: Final = (
     *("use_rslora", "use_dora", "fan_in_fan_out", "modules_to_save", "lora_bias"),
     *("target_parameters", "trainable_token_indices", "layer_replication"),
 )
-"""Settings of peft that change the meaning of the tensors."""
 
 
 def add_lora(
     policy: Any, rank: int, alpha: float, targets: Targets = "all", *, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Put adapters into the policy, in place. Only they and the value head are trainable afterwards.
+    """Put adapters into the policy, in place; only they and the value head are trainable afterwards.
 
-    B is zero, so the policy acts as before; A is random (torch's generator) and there is no dropout.
-
-    Args:
-        alpha: The adapters' output is scaled by ``alpha / rank``; 0 = rank.
-        dtype: Of the adapters, independent of the weights' below.
+    B is zero, so the policy acts as before. The output is scaled by ``alpha / rank``; alpha 0 = rank.
     """
     if has_lora(policy):
         raise ConfigError(
@@ -100,7 +91,6 @@ def has_lora(policy: nn.Module) -> bool:
 
 
 def _adapted(policy: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the layers with adapters, by their names in `named_modules`. Needs no peft."""
     for name, module in policy.named_modules():
         if hasattr(module, "lora_A") and hasattr(module, "base_layer"):
             yield name, module
@@ -108,10 +98,7 @@ def _adapted(policy: nn.Module) -> Iterator[tuple[str, Any]]:
 
 @contextmanager
 def adapters_disabled(policy: nn.Module) -> Iterator[None]:
-    """Disable the adapters within the block, of sharded policies too.
-
-    Run no backward pass of an earlier forward pass inside: recomputed activations would lack the adapters.
-    """
+    """Disable the adapters within the block; run no backward pass of an earlier forward pass inside."""
     layers = [layer for _, layer in _adapted(policy)]
     before = [layer._disable_adapters for layer in layers]
     for layer in layers:
@@ -127,11 +114,7 @@ def adapters_disabled(policy: nn.Module) -> Iterator[None]:
 
 
 def merged_tensors(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters with their adapters merged, by stable name, in their shape and dtype.
-
-    A merged weight needs the memory of one layer; the other tensors share memory with the parameters. Sharded
-    weights stay sharded, and every rank must take every tensor.
-    """
+    """Yield parameters by stable name, adapters merged; every rank of a sharded policy must take all."""
     layers = {f"{name}.base_layer.weight": layer for name, layer in _adapted(policy)}
     for name, parameter in policy.named_parameters():
         if not is_adapter(name):
@@ -182,10 +165,8 @@ def adapter_tensors(policy: nn.Module) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class _Pair:
-    into: Tensor
-    """A ``[r, I]``."""
-    out: Tensor
-    """B ``[O, r]``."""
+    into: Tensor  # A [r, I].
+    out: Tensor  # B [O, r].
     scale: float
 
 
@@ -251,7 +232,6 @@ def read_pairs(folder: Path) -> dict[str, _Pair]:
 
 
 def _adapter_fields(folder: Path) -> dict[str, Any]:
-    """Read an `adapter_config.json` whose tensors mean ``W + alpha / r * B A``."""
     file = folder / CONFIG
     fields = read_json(file)
     used = [name for name in _UNSUPPORTED if fields.get(name)]
@@ -277,9 +257,8 @@ def _adapter_fields(folder: Path) -> dict[str, Any]:
 def export_adapter(source: Path, folder: Path, rows: Sequence[TensorMapping]) -> int:
     """Write an adapter folder of `save_adapter` so that peft puts it on the published model.
 
-    The published vision towers have one layer for query, key and value. Its adapter is made of ours exactly:
-    A is the three A stacked, B has the three B on its diagonal; rank and alpha of these layers are three
-    times the others' (`rank_pattern`, `alpha_pattern`), so the scale is the same.
+    Of published layers for query, key and value together, A is the three A stacked, B has the three B on its
+    diagonal, and rank and alpha are tripled (`rank_pattern`, `alpha_pattern`), so the scale is the same.
     """
     pairs, fields = read_pairs(source), read_json(source / CONFIG)
     known = {ours.removesuffix(".weight") for ours, _, _ in rows}
@@ -307,7 +286,6 @@ def export_adapter(source: Path, folder: Path, rows: Sequence[TensorMapping]) ->
 def _published_pairs(
     source: Path, pairs: Mapping[str, _Pair], rows: Sequence[TensorMapping]
 ) -> dict[str, _Pair]:
-    """Rename adapters from the policy's layers to the published ones; those of q, k and v are joined."""
     layers: dict[str, list[str]] = {}
     for ours, theirs, _ in rows:
         if ours.endswith(".weight"):

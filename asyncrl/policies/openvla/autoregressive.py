@@ -1,11 +1,8 @@
 """OpenVLA, which writes its action like text: C x 7 tokens, one after another; and the choice of the class.
 
-The language model reads ``[<s>][patches][proprioception?][rest of the prompt]`` and attends to the past only.
-The last prompt token speaks for token 0; every chosen token is read in turn and speaks for the next one.
-
-Dimension letters:
-    B  rows      L  prompt tokens      P  patches (+ 1 with proprioception)      D  width of the Llama model
-    C  steps per decision (published: 1)      K = 7 C tokens      N = 256 action bins
+The language model reads ``[<s>][patches][proprioception?][rest of the prompt]``, attending to the past only.
+Dimension letters: B rows, L prompt tokens, P patches (+ 1 with proprioception), D width of the Llama model,
+C steps per decision (published: 1), K = 7 C tokens, N = 256 action bins.
 """
 
 from __future__ import annotations
@@ -61,7 +58,6 @@ class OpenVLAPolicy(OpenVLAOFTPolicy):
         return SampledTokens(torch.cat(tokens, dim=1), torch.cat(logprobs, dim=1), prompt_B1D)
 
     def _read(self, embeddings: Tensor, mask: Tensor | None, cache: DynamicCache) -> Tensor:
-        """Read further positions; return the final hidden state ``[B, 1, D]`` of the last one."""
         return run_trunk(self.llm, embeddings, mask, causal=True, cache=cache)[:, -1:]
 
     def _embed_bins(self, tokens: Tensor) -> Tensor:

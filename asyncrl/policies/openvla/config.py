@@ -15,28 +15,20 @@ from asyncrl.records import CHUNK
 from asyncrl.storage.untrusted import check_sizes
 
 Passes = Literal["acting", "checkpointed", "kept"]
-PROMPT: Final = 35
-"""Tokens of a prompt of LIBERO."""
-_REGISTERS: Final = 5
-"""Class and register tokens of DINOv2."""
+PROMPT: Final = 35  # Tokens of a prompt of LIBERO.
+_REGISTERS: Final = 5  # Class and register tokens of DINOv2.
 _ACTING, _KEPT, _WORKING = (8, 3), (7, 3), (14, 6)
-"""Numbers per token, as multiples of a block's width and of its MLP's: of one block at a time while acting,
-of every block kept for its backward, of one block recomputed with its gradients. Held against measurements in
-docs/measurements/run_speed.md."""
+"""Numbers per token, in widths of a block and of its MLP; measured in docs/measurements/run_speed.md."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TowerConfig:
     """Size of one vision transformer."""
 
-    width: int
-    """Features per patch."""
-    depth: int
-    """Blocks of the published tower; ``depth - 1`` are built."""
-    heads: int
-    """Attention heads; divides `width`."""
-    mlp: int
-    """Hidden features of a block's MLP; in DINOv2 a multiple of `width`."""
+    width: int  # Features per patch.
+    depth: int  # Blocks of the published tower; depth - 1 are built.
+    heads: int  # Attention heads; divides `width`.
+    mlp: int  # Hidden features of a block's MLP; in DINOv2 a multiple of `width`.
 
     def __post_init__(self) -> None:
         if self.depth < 2 or self.width % self.heads:
@@ -71,8 +63,7 @@ class OpenVLAOFTConfig:
     value_head: Literal["none", "chunk", "action"] = "none"
     """chunk: a critic gives one value per decision. action: one per step."""
     decoding: Literal["parallel", "autoregressive"] = "parallel"
-    """parallel: all tokens of a decision from one pass that attends in both directions (OpenVLA-OFT).
-    autoregressive: one token after the other, each sees those before it (OpenVLA)."""
+    """parallel: one pass that attends both ways (OpenVLA-OFT). autoregressive: token by token (OpenVLA)."""
     chunk: int = 8
     """Steps per decision. OpenVLA as published makes 1."""
     action_dim: int = 7
@@ -86,11 +77,9 @@ class OpenVLAOFTConfig:
     proprio_dim: int = 0
     """Numbers of the robot's own state, as one token behind the patches; 0: the policy does not see it."""
     gripper: Gripper = "none"
-    """libero: the gripper leaves as ``-sign(2 g - 1)``, from the data's 0 = closed to LIBERO's -1 = open.
-    maniskill: as ``2 (g > 0.5) - 1``, ManiSkill's 1 = open."""
+    """libero: ``-sign(2 g - 1)``, LIBERO's -1 = open. maniskill: ``2 (g > 0.5) - 1``, where 1 = open."""
     norm_key: str = ""
-    """Entry of `norm_stats` that actions are scaled with; empty: actions stay in [-1, 1], and proprioception
-    is taken as it comes."""
+    """Entry of `norm_stats` to scale with; empty: actions stay in [-1, 1], proprioception as it comes."""
     norm_stats: Mapping[str, NormStats] = field(default_factory=dict)
     """Ranges of actions (and proprioception) by data set."""
     rms_eps: float = 1e-6

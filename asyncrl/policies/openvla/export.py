@@ -53,26 +53,16 @@ _CARRIED_BYTES: Final = 20_000_000
 class ConversionReport:
     """Result of a conversion."""
 
-    config: OpenVLAOFTConfig
-    """Of the policy written."""
-    used: int
-    """Tensors read that the policy uses."""
-    kept: int
-    """Unused tensors of the original, written again."""
-    zeros: int
-    """Unused tensors written as zeros."""
-    left_out: tuple[str, ...]
-    """Tensors of the source that the options exclude."""
-    merged: int
-    """Layers with an adapter merged."""
-    carried: tuple[str, ...]
-    """Files copied that only other stacks read."""
-    missing: Mapping[str, list[str]]
-    """Files that other stacks lack, by the classes that read them."""
-    unpublished: str
-    """Reason why no code of other stacks builds a policy of this size; empty: it may."""
-    nbytes: int
-    """Size of the weights written."""
+    config: OpenVLAOFTConfig  # Of the policy written.
+    used: int  # Tensors read that the policy uses.
+    kept: int  # Unused tensors of the original, written again.
+    zeros: int  # Unused tensors written as zeros.
+    left_out: tuple[str, ...]  # Tensors of the source that the options exclude.
+    merged: int  # Layers with an adapter merged.
+    carried: tuple[str, ...]  # Files copied that only other stacks read.
+    missing: Mapping[str, list[str]]  # Files that other stacks lack, by the classes that read them.
+    unpublished: str  # Reason why no code of other stacks builds a policy of this size; empty: it may.
+    nbytes: int  # Size of the weights written.
 
 
 def convert(
@@ -88,10 +78,8 @@ def convert(
     """Write the policy of one folder into another, complete for other stacks.
 
     Args:
-        original: Published folder that training began with: provides the unused tensors and other stacks'
-            files; None: the source itself.
+        original: Published folder with the unused tensors and other stacks' files; None: the source itself.
         dtype: Of all numbers written, and of the policy's arithmetic; None: those of the source.
-        shard_bytes: Size above which a further weight file is begun.
     """
     _check_paths(source, folder, adapter)
     opened = open_any(source, choices)
@@ -191,7 +179,6 @@ def _read_old_original(folder: Path) -> Original:
 
 
 def _copy_foreign_files(source: Path, folder: Path) -> list[str]:
-    """Copy the small files that only other stacks read; returns their names."""
     chosen = [
         file
         for file in sorted(source.iterdir())
@@ -249,7 +236,6 @@ def missing_files(folder: Path) -> dict[str, list[str]]:
 
 
 def _code_files(classes: Mapping[str, list[str]], *, processors: bool) -> list[str]:
-    """Return the local .py of processors or of the other Auto classes."""
     lists = (own for name, own in classes.items() if name.startswith(_PROCESSORS) is processors)
     return [f"{one.rpartition('.')[0]}.py" for own in lists for one in own if "--" not in one]
 
@@ -266,7 +252,6 @@ def model_class(folder: Path) -> str:
 
 
 def _auto_map(file: Path) -> dict[str, list[str]]:
-    """Read a folder's own classes, MODULE.CLASS or OWNER/NAME--MODULE.CLASS, by Auto class."""
     auto_map = read_json(file).get("auto_map")
     if not isinstance(auto_map, Mapping):
         return {}

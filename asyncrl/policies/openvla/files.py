@@ -32,11 +32,10 @@ from asyncrl.storage.tensor_files import SHARD_BYTES, TensorFiles, write_folder
 from asyncrl.storage.weight_files import Spec
 
 MODEL_TYPE: Final = "openvla"
-SECTION: Final = "asyncrl"
-"""Entry of config.json: the fields of `OpenVLAOFTConfig`, statistics excepted."""
+SECTION: Final = "asyncrl"  # Entry of config.json: the fields of `OpenVLAOFTConfig`, statistics excepted.
 STATISTICS: Final = "dataset_statistics.json"
-OLD_FORMAT: Final = "asyncrl-openvla-oft"
-"""`format` in the config.json of asyncrl 0.1's own layout."""
+OLD_FORMAT: Final = "asyncrl-openvla-oft"  # `format` in the config.json of asyncrl 0.1's own layout.
+# Modules whose files mark another kind of policy.
 _REFUSED: Final = {
     "action_head": "a continuous action head (L1 regression or diffusion). It gives actions without "
     "probabilities, and the policy gradient needs the log-probability of every action",
@@ -44,7 +43,6 @@ _REFUSED: Final = {
     "vision_backbone": "a vision tower with FiLM (language-modulated features), which asyncrl does "
     "not compute",
 }
-"""Modules whose files mark another kind of policy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +52,7 @@ class PublishedOptions:
     norm_key: str = ""
     """Statistics to scale actions with; empty: the only ones there are."""
     convention: Literal["folder", "rlinf", "oft"] = "folder"
-    """rlinf: no stop token, bicubic resize. oft: stop token, Lanczos resize and centre crop, as supervised
-    OFT training. folder: as saved by asyncrl, else rlinf."""
+    """rlinf: no stop token, bicubic. oft: stop token, Lanczos, centre crop. folder: as saved, else rlinf."""
     gripper: Literal["folder", "none", "libero", "maniskill"] = "folder"
     """folder: as saved by asyncrl, else by the statistics: libero*, bridge*; else none."""
     decoding: Literal["folder", "parallel", "autoregressive"] = "folder"
@@ -74,14 +71,10 @@ class PublishedOptions:
 class Original:
     """The parts of a published folder that the policy does not use."""
 
-    fields: Mapping[str, Any]
-    """Its config.json; empty if unknown."""
-    statistics: Mapping[str, Any]
-    """By data set, as in the files: `action`, and perhaps `proprio` and others."""
-    files: TensorFiles | None = None
-    """File that may hold published tensors that never affect the output."""
-    carried: Path | None = None
-    """Folder with the files that only other stacks read."""
+    fields: Mapping[str, Any]  # Its config.json; empty if unknown.
+    statistics: Mapping[str, Any]  # By data set, as in the files: `action`, and perhaps `proprio` and others.
+    files: TensorFiles | None = None  # File that may hold published tensors that never affect the output.
+    carried: Path | None = None  # Folder with the files that only other stacks read.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,16 +85,11 @@ class PolicyFolder:
     config: OpenVLAOFTConfig
     tokenizer: PromptTokenizer
     rows: Sequence[TensorMapping]
-    files: TensorFiles
-    """Weights; the proprioception projector's among them if it has a file of its own."""
-    used: Sequence[str]
-    """Names in `files` that the policy uses."""
-    natives: Callable[[], Iterator[tuple[str, Tensor]]]
-    """Streams the policy's tensors by stable name."""
-    specs: Mapping[str, Spec]
-    """Dtype and shape of the tensors of `natives`, in its order."""
-    left_out: Sequence[str] = ()
-    """Tensors of the folder that the options exclude."""
+    files: TensorFiles  # Weights; the proprioception projector's among them if it has a file of its own.
+    used: Sequence[str]  # Names in `files` that the policy uses.
+    natives: Callable[[], Iterator[tuple[str, Tensor]]]  # Streams the policy's tensors by stable name.
+    specs: Mapping[str, Spec]  # Dtype and shape of the tensors of `natives`, in its order.
+    left_out: Sequence[str] = ()  # Tensors of the folder that the options exclude.
 
 
 def open_folder(folder: Path, options: PublishedOptions | None = None) -> PolicyFolder:
@@ -182,7 +170,6 @@ def read_pt(file: Path) -> dict[str, Tensor]:
 
 
 def _check(files: TensorFiles, config: OpenVLAOFTConfig, left_out: set[str]) -> list[str]:
-    """Compare the tensors with those of the policy; return the used ones in the order of the files."""
     position = files.shapes.get(names.POSITIONS, torch.Size()).numel() > config.patches * config.dino.width
     used = names.published_shapes(config, class_position=position)
     unused = names.unused_shapes(config)
@@ -228,7 +215,6 @@ def _config(
 
 
 def _critic(files: TensorFiles, config: OpenVLAOFTConfig, wanted: bool) -> dict[str, Any]:
-    """Read level and hidden features of the folder's value head; its last layer tells the level."""
     heads = [f"{CRITIC}mlp.{layer}.weight" for layer in (0, 2, 4)]
     if not wanted or not all(name in files.names() for name in heads):
         return {"value_head": "none"}
@@ -250,7 +236,6 @@ def read_statistics(folder: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _action_stats(folder: Path, statistics: Mapping[str, Any]) -> dict[str, NormStats]:
-    """Parse the action ranges by data set; raises CheckpointError for an incomplete entry."""
     try:
         return {key: NormStats.from_published(entry) for key, entry in statistics.items()}
     except (KeyError, TypeError, ValueError) as error:
@@ -289,11 +274,7 @@ def write_policy(
     whole: bool = False,
     shard_bytes: int = SHARD_BYTES,
 ) -> int:
-    """Write a policy folder tensor by tensor; each file appears whole or not at all.
-
-    Returns:
-        Bytes of the weights that the policy uses.
-    """
+    """Write a policy folder, each file whole or not at all; returns the bytes of the weights it uses."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = names.tensor_map(config)
     used = names.published_specs(rows, specs, fold=whole)
@@ -319,12 +300,10 @@ def write_policy(
 
 
 def _entry(stats: NormStats, raw: Any) -> Any:
-    """Return the raw entry of the original if it has the same ranges."""
     return raw if raw is not None and NormStats.from_published(raw) == stats else stats.to_published()
 
 
 def _typed(fields: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """Set the model's type: `torch_dtype`, which newer folders call `dtype`."""
     changed = {**fields, "torch_dtype": dtype} | ({"dtype": dtype} if "dtype" in fields else {})
     text = fields.get("text_config")
     if isinstance(text, Mapping):
@@ -343,7 +322,6 @@ def kept_names(config: OpenVLAOFTConfig, original: Original | None) -> list[str]
 def _unused_tensors(
     config: OpenVLAOFTConfig, original: Original | None, dtype: torch.dtype
 ) -> dict[str, tuple[Spec, Callable[[], Tensor]]]:
-    """Return spec and reader of the tensors that never affect the output: the original's, else zeros."""
     kept = original.files if original else None
     tensors: dict[str, tuple[Spec, Callable[[], Tensor]]] = {}
     for name, shape in names.unused_shapes(config).items():

@@ -15,13 +15,13 @@ from asyncrl.storage.untrusted import read_rows
 SUCCESS: Final = "env/success_once"
 LAST_UPDATES: Final = 10
 """Updates, at most, whose success in training is averaged: one update alone varies too much."""
+# Settings of the run in the card; of a path only the last part is shown.
 _SETTINGS: Final = (
     *("policy", "world", "reward", "start_states", "algorithm.kind", "algorithm.objective"),
     *("algorithm.groups_per_update", "algorithm.group_size", "algorithm.temperature", "algorithm.top_k"),
     *("correction.kind", "replay.max_lag", "updates", "optimizer.learning_rate", "optimizer.schedule"),
     *("lora.rank", "learner.precision", "actor.success_threshold", "seed"),
 )
-"""Settings of the run in the card; of a path only the last part is shown."""
 _TEMPLATE: Final = """\
 ---
 {header}
@@ -67,7 +67,6 @@ def card(
     Args:
         checkpoint: The source, in its run's folder; None for any other.
         source: Last part of the converted name, and an adapter that was merged.
-        loading: How to load it.
         imagined: False if the run trained in a simulator.
         hub: Hub identifiers given by the user: base_model, license.
     """
@@ -94,7 +93,6 @@ def card(
 
 
 def _run(checkpoint: Path, *, imagined: bool) -> Iterator[str]:
-    """Describe the training, and the success, of a checkpoint's version."""
     run_dir, progress = checkpoint.parents[1], read_json(checkpoint / "state.json").get("progress")
     version = progress.get("version") if isinstance(progress, dict) else None
     if type(version) is not int:

@@ -1,8 +1,4 @@
-"""Names, shapes and config.json of the published OpenVLA layout, mapped to the policy's parameters.
-
-The policy has no parameters for the last block, final norm and pooling head of the vision towers, which never
-affect the output: `unused_shapes`.
-"""
+"""Names, shapes and config.json of the published OpenVLA layout, mapped to the policy's parameters."""
 
 from __future__ import annotations
 
@@ -19,6 +15,7 @@ PROPRIO, CRITIC, LM_HEAD = "proprio_projector.", "value_head.", "language_model.
 _DINO, _SIGLIP = "vision_backbone.featurizer.", "vision_backbone.fused_featurizer."
 POSITIONS, UNUSED_NORM = f"{_DINO}pos_embed", f"{_DINO}norm.weight"
 _CLASS, _NATIVE_POSITIONS = f"{_DINO}cls_token", "vision.dino.embeddings.position_embeddings"
+# Replacements that turn a published name with this prefix into the policy's name, in order.
 _NATIVE: Final = {
     "language_model.model.": {"language_model.model.": "llm."},
     "language_model.lm_head.": {"language_model.": ""},
@@ -44,7 +41,6 @@ _NATIVE: Final = {
         "patch_embed.proj.": "embeddings.patch_embedding.",
     },
 }
-"""Replacements that turn a published name with this prefix into the policy's name, in order."""
 _QKV: Final = "qkv"
 TensorMapping = tuple[str, str, str]
 """The policy's name, published name, and part of the published tensor: q, k, v, or empty for the whole."""
@@ -76,7 +72,7 @@ def published_shapes(config: OpenVLAOFTConfig, *, class_position: bool = False) 
 
 
 def unused_shapes(config: OpenVLAOFTConfig) -> Shapes:
-    """Return the published tensors that never affect the output."""
+    """Return tensors that never affect the output: the towers' last block, final norm, pooling head."""
     shapes: Shapes = {}
     for tower, size in ((_DINO, config.dino), (_SIGLIP, config.siglip)):
         shapes |= _block(f"{tower}blocks.{size.depth - 1}.", size, scaled=tower == _DINO)
@@ -105,7 +101,6 @@ def _block(prefix: str, size: TowerConfig, *, scaled: bool) -> Shapes:
 
 
 def _linears(prefix: str, layers: Shapes) -> Shapes:
-    """Return weights and biases of layers with these weight shapes."""
     named = {f"{prefix}{name}": shape for name, shape in layers.items()}
     weights = {f"{name}.weight": shape for name, shape in named.items()}
     return weights | {f"{name}.bias": shape[:1] for name, shape in named.items()}

@@ -1,11 +1,8 @@
 """Networks of OpenVLA: two vision towers, projectors, the Llama trunk, action and value heads.
 
-OpenVLA reads both towers after their second-to-last block, without the final norm. So the last block, the
-final norm and SigLIP's pooling head are not built.
-
-Dimension letters:
-    B  rows      H, W  frame size in pixels      P  patches      S  positions      Q  new positions
-    D  features or width                          K  tokens of a decision           N = 256 action bins
+The towers are read after their second-to-last block, so the last block and the final norm are not built.
+Dimension letters: B rows, H/W frame size in pixels, P patches, S positions, Q new positions, D features or
+width, K tokens of a decision, N = 256 action bins.
 """
 
 from __future__ import annotations
@@ -90,10 +87,7 @@ def build_siglip(size: TowerConfig, image_size: int, patch_size: int) -> SiglipV
 
 
 def resize(frames_BHW3: Tensor, image_size: int) -> Tensor:
-    """Resize ``[B, H, W, 3]`` uint8 to whole grey levels ``[B, 3, image_size, image_size]`` float32.
-
-    Bicubic with antialiasing, rounded, as image libraries do.
-    """
+    """Resize ``[B, H, W, 3]`` uint8 to whole grey levels ``[B, 3, S, S]`` float32: bicubic, antialiased."""
     pixels = frames_BHW3.permute(0, 3, 1, 2).float()
     if pixels.shape[-2:] == (image_size, image_size):
         return pixels
@@ -176,12 +170,11 @@ def run_trunk(
 ) -> Tensor:
     """Run the layers and the final norm over further positions: ``[B, Q, D]`` final hidden states.
 
-    The model's own `forward` reads the numbers of a mask, which waits for the device, and makes a needless
-    mask once it is compiled or captured, which costs the fast attention.
+    The model's own `forward` reads the mask, which waits, and makes masks that cost the fast attention.
 
     Args:
-        mask_BS: ``[B, S]`` integer or bool, 0 = padding, over all positions so far; None: no padding. Padding
-            is not counted: the rotary positions of a padded prompt are those of an unpadded one.
+        mask_BS: ``[B, S]`` integer or bool over all positions so far; 0 = padding, not counted by rotary
+            positions. None: no padding.
     """
     new = x_BQD.shape[1]
     before = cache.get_seq_length() if cache is not None else 0
@@ -229,10 +222,9 @@ class ActionHead(nn.Linear):
 
 
 class ValueHead(nn.Module):
-    """Three linear layers with exact GELU between them; the last has no bias and starts near zero.
+    """Three linear layers with exact GELU, in float32; the last has no bias and starts near zero.
 
-    Names and shapes follow RLinf's `value_head.mlp.{0,2,4}`, so that its critics can be read. The arithmetic
-    is float32, whatever the type of the weights and of autocast.
+    Names and shapes follow RLinf's `value_head.mlp.{0,2,4}`, so that its critics can be read.
     """
 
     def __init__(self, width: int, hidden: tuple[int, int], outputs: int) -> None:

@@ -2,13 +2,11 @@
 
 The language model reads ``[<s>][patches][proprioception?][rest of the prompt][56 empty slots][</s>?]`` once
 and attends in both directions. The output at a position speaks for the slot after it: token 0 is read at the
-last prompt token, and the last slot is not read. Acting never waits for the device.
+last prompt token, and the last slot is not read.
 
-Dimension letters:
-    B  rows      H, W  frame size in pixels      L  prompt tokens      P  patches of all pictures, + 1 with
-    D  width of the language model                  proprioception
-    C = 8 steps per decision      A = 7 action dimensions      K = C * A slots      N = 256 action bins
-    S = L + P + K (+ 1 with a stop token) positions      V  values per decision: 1, or C
+Dimension letters: B rows, L prompt tokens, P patches of all pictures (+ 1 with proprioception), D width,
+C = 8 steps per decision, A = 7 action dimensions, K = C * A slots, S = L + P + K (+ 1 with a stop token)
+positions, N = 256 action bins, V values per decision (1 or C), H/W frame size in pixels.
 """
 
 from __future__ import annotations
@@ -73,11 +71,9 @@ LEVELS: Final = {"none": "none", "chunk": "decision", "action": "action"}
 class OpenVLAOFTPolicy(Policy):
     """OpenVLA-OFT, with all optional capabilities."""
 
-    forget_graphs: Callable[[], None] | None = None
-    """Set when acting was captured as a CUDA graph."""
+    forget_graphs: Callable[[], None] | None = None  # Set when acting was captured as a CUDA graph.
 
     def __init__(self, config: OpenVLAOFTConfig, tokenizer: PromptTokenizer | None = None) -> None:
-        """Build with random weights, in `config.dtype`; `tokenizer` None is the built-in word tokenizer."""
         super().__init__()
         self.config = config
         self.tokenizer = tokenizer or PromptTokenizer(build_word_tokenizer(), pad_id=config.token_count)
@@ -143,12 +139,7 @@ class OpenVLAOFTPolicy(Policy):
         dtype: Dtype = "config",
         shard_bytes: int = SHARD_BYTES,
     ) -> None:
-        """Write a policy folder, adapters merged; each file appears whole or not at all.
-
-        Args:
-            tensors: All weights by stable name, each whole, any dtype; None: the policy's own.
-            dtype: Of the numbers in the file; the policy computes in `config.dtype` all the same.
-        """
+        """Write a policy folder; `tensors`: all weights by stable name, whole; None: the policy's own."""
         kept = self.config.torch_dtype if dtype == "config" else dtype
         shapes = {name: p.shape for name, p in (self._own_shapes() if tensors is None else tensors.items())}
         specs = {name: Spec(kept, tuple(shape)) for name, shape in shapes.items()}
@@ -285,11 +276,7 @@ class OpenVLAOFTPolicy(Policy):
     def embed(
         self, inputs: PolicyInputs, tokens_BK: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None, int]:
-        """Embed the whole sequence; `tokens_BK` is ignored, since the slots are zeros.
-
-        Returns:
-            Embeddings ``[B, S, D]``, mask ``[B, S]`` (None: no padding), index of the last prompt token.
-        """
+        """Embed the sequence: ``[B, S, D]``, mask ``[B, S]`` (or None), the last prompt token's index."""
         prompt, mask = self.embed_prompt(inputs)
         parts = [prompt, prompt.new_zeros(len(prompt), self.config.slots, self.config.llm_width)]
         if self.config.stop_token:
@@ -301,11 +288,7 @@ class OpenVLAOFTPolicy(Policy):
         return embeddings_BSD, mask, prompt.shape[1] - 1
 
     def readout(self, inputs: PolicyInputs, tokens_BK: Tensor | None = None) -> Tensor:
-        """Compute the final hidden states ``[B, K, D]`` of the action tokens.
-
-        Args:
-            tokens_BK: ``[B, K]`` bins of any integer dtype, for autoregressive decoding.
-        """
+        """Compute final hidden states ``[B, K, D]`` of action tokens; only autoregression reads bins."""
         embeddings_BSD, mask_BS, last_prompt = self.embed(inputs, tokens_BK)
         hidden_BSD = run_trunk(self.llm, embeddings_BSD, mask_BS, causal=self.config.causal)
         return hidden_BSD[:, last_prompt : last_prompt + self.config.slots]

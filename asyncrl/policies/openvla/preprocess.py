@@ -1,10 +1,7 @@
 """Frames, instructions and proprioception to `PolicyInputs` on the device.
 
-The prompt is OpenVLA's. Its last token announces the action: the policy's first output is read there, so
-padding goes to the left; the beginning-of-sequence token stays in column 0, where the picture follows it.
-
-Dimension letters:
-    B  rows      H, W  frame size in pixels      N  pictures per row      Q  numbers of proprioception
+The policy's first output is read at the prompt's last token, so padding goes to the left; `<s>` stays first.
+Dimension letters: B rows, H/W frame size in pixels, N pictures per row, Q numbers of proprioception.
 """
 
 from __future__ import annotations
@@ -81,7 +78,6 @@ class PromptTokenizer:
     """A tokenizer of whole prompts, cached by task."""
 
     def __init__(self, tokenizer: Tokenizer, *, pad_id: int) -> None:
-        """Wrap a tokenizer."""
         begin, end = tokenizer.token_to_id(BEGIN), tokenizer.token_to_id(END)
         if begin is None or end is None:
             raise CheckpointError(
@@ -92,10 +88,8 @@ class PromptTokenizer:
         self.begin_id: int = begin
         self.end_id: int = end
         self.pad_id = pad_id
-        self.shortest = 0
-        """Minimum length of a batch."""
-        self.always_masked = False
-        """True if attention gets a mask even where a batch needs none."""
+        self.shortest = 0  # Minimum length of a batch.
+        self.always_masked = False  # True if attention gets a mask even where a batch needs none.
         self._known: dict[str, tuple[int, ...]] = {}
         self._first: dict[tuple[int, ...], str] = {}
 
@@ -173,12 +167,7 @@ class PromptTokenizer:
             )
 
     def batch(self, tasks: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """Tokenise prompts and bring them to equal length: `<s>`, padding, the rest.
-
-        Returns:
-            ids ``[B, L]`` int64 and mask ``[B, L]`` int64 (1 = token) on the CPU; L is the longest prompt,
-            but at least `shortest`.
-        """
+        """Tokenise to `<s>`, padding, the rest: ids and mask (1 = token), ``[B, L]`` int64 on the CPU."""
         prompts = [self.ids(task) for task in tasks]
         length = max(self.shortest, *map(len, prompts))
         ids, mask = [], []
@@ -217,10 +206,7 @@ def through_jpeg(frame: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def lanczos3_weights(source: int, target: int) -> NDArray[np.float64]:
-    """Compute the weights of the source pixels in every target pixel, along one axis.
-
-    Pixels are at half-integer coordinates; when the picture shrinks, the window grows with it (antialiasing).
-    """
+    """Compute weights of source pixels in target pixels along one axis: half-integer centres, antialiased."""
     ratio = source / target
     stretch = max(ratio, 1.0)
     centers = (np.arange(target) + 0.5) * ratio
@@ -246,7 +232,6 @@ def resize_lanczos3(frames_BHW3: Tensor, size: int) -> Tensor:
 
 @lru_cache(maxsize=32)
 def _crop_neighbours(size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return lower and upper neighbour ``[S]`` int64 of every sample, and the upper one's share ``[S]``."""
     side = np.sqrt(CROPPED_AREA)
     samples = ((1 - side) / 2 + np.linspace(0, 1, size) * side) * (size - 1)  # corners meet corners
     lower = np.floor(samples).astype(np.int64)
@@ -257,10 +242,7 @@ def _crop_neighbours(size: int, device: torch.device) -> tuple[Tensor, Tensor, T
 
 
 def crop_centre(frames_BSS3: Tensor) -> Tensor:
-    """Crop the centre of ``[B, S, S, 3]`` uint8 (side ``sqrt(0.9)``) and stretch it to the old size.
-
-    Bilinear, corners on corners; the result is ``255.5 x`` without its fraction, for x in [0, 1].
-    """
+    """Crop the centre of ``[B, S, S, 3]`` uint8 (side ``sqrt(0.9)``), stretch it: ``floor(255.5 x)``."""
     lower, upper, share_S = _crop_neighbours(frames_BSS3.shape[1], frames_BSS3.device)
     levels = frames_BSS3.float() / 255
     left, right = levels.index_select(2, lower), levels.index_select(2, upper)
@@ -319,7 +301,6 @@ def place_pictures(config: OpenVLAOFTConfig, frames: NDArray[np.uint8], device: 
 def _place_proprio(
     config: OpenVLAOFTConfig, proprio: NDArray[np.floating] | None, rows: int, device: torch.device
 ) -> Tensor:
-    """Scale proprioception to ``[B, Q]`` float32 in [-1, 1]."""
     if proprio is None or proprio.shape != (rows, config.proprio_dim):
         raise ConfigError(
             f"The policy needs {config.proprio_dim} numbers of proprioception (proprio_dim) for each of "
