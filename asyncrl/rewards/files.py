@@ -6,9 +6,8 @@ The published networks are distinguished by the names of their tensors, and thei
     net.*, blocks with conv3      any task (``resnet_rm.pth``); rounded
     net.*, blocks with shortcut   any task, EVAC's: no biases in the blocks, a normed shortcut; not rounded
 
-Rounded scores are 0 or 1, as RLinf trains with them. All published ones take frames of 256 pixels. For
-LIBERO-Long there are six networks in ``group_1`` to ``group_6``, each with the embedding of all ten tasks; of
-several ``N.pth`` in a group the largest number counts, as published.
+Rounded scores are 0 or 1, as in RLinf's training. All published ones take frames of 256 pixels. LIBERO-Long
+has six networks, ``group_1`` to ``group_6``; of several ``N.pth`` in a group the largest number counts.
 """
 
 from __future__ import annotations

@@ -43,31 +43,23 @@ class RewardModel(Protocol):
         ...
 
     def score(self, frames: Tensor, tasks: Sequence[str]) -> Tensor:
-        """Score every frame ``[B, C, H, W, 3]`` uint8 for ``B`` instructions. Never waits for the device.
-
-        Returns:
-            ``[B, C]`` float32 probability of success, in [0, 1].
-        """
+        """Score ``[B, C, H, W, 3]`` uint8: ``[B, C]`` float32 in [0, 1]. Never waits for the device."""
         ...
 
 
 def deciding_step(
     scores_NC: NDArray[np.float32], threshold: float, frames: SuccessFrames
 ) -> tuple[int, int] | None:
-    """Find where an episode succeeds: the step that gets the reward and ends what learning counts.
+    """Return decision and step that get the reward and end what learning counts; None without a success.
 
-    RLinf pays the score of the frame that ends the decision in which an episode succeeds, so a success that
-    relapses within it returns 0. Here ``frames=1`` pays it, since a success that is not paid teaches the
-    opposite; ``"last"`` neither pays nor ends it.
+    RLinf pays the score of the frame that ends the decision, so a success that relapses within it returns 0.
+    Here ``frames=1`` pays it; ``"last"`` neither pays nor ends it.
 
     Args:
         scores_NC: ``[N, C]`` float32 probabilities of success.
         threshold: From which a frame scores.
-        frames: k: at the first step that ends k scoring frames in a row, which may reach over the border of
-            two decisions. "last": at the last step of the first decision whose last frame scores.
-
-    Returns:
-        Decision and step within it; None while the episode has not succeeded.
+        frames: k: at the first step that ends k scoring frames in a row, across decisions too. "last": at the
+            last step of the first decision whose last frame scores.
 
     Example:
         >>> scores = np.array([[0, 1, 0, 0], [0, 0, 0, 1], [1, 0, 0, 0]], np.float32)

@@ -8,6 +8,7 @@ from typing import Final
 
 from asyncrl.errors import CheckpointError
 
+# The id of an instruction is its index in the suite.
 SUITES: Final[dict[str, tuple[str, ...]]] = {
     "libero_spatial": (
         "pick up the black bowl between the plate and the ramekin and place it on the plate",
@@ -58,12 +59,10 @@ SUITES: Final[dict[str, tuple[str, ...]]] = {
         "turn on the stove and put the moka pot on it",
     ),
 }
-"""The id of an instruction is its index in the suite."""
 LONG: Final = "libero_10"
 GROUPS: Final = tuple(f"group_{number}" for number in range(1, 7))
 """Folders of the networks that judge LIBERO-Long together."""
-LONG_GROUPS: Final = (5, 2, 1, 1, 1, 3, 4, 4, 6, 2)
-"""Group number of each task of LIBERO-Long, by id."""
+LONG_GROUPS: Final = (5, 2, 1, 1, 1, 3, 4, 4, 6, 2)  # Group number of each task of LIBERO-Long, by id.
 
 
 def suite_of(tasks: Collection[str]) -> str:

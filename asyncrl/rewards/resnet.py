@@ -1,9 +1,6 @@
 """ResNet reward models of any size: their network, and the judges that a run names.
 
-Tensor names equal those of the published files (``resnet_rm.pth``, ``taskemb_resnet_rm.pth``, and the file of
-RLinf's first EVAC environment, whose blocks are others).
-
-Dimension letters: B slots, C frames per slot (8), N = B * C images, H/W pixels.
+Tensor names equal the published ones. Letters: B slots, C frames per slot (8), N = B * C images, H/W pixels.
 """
 
 from __future__ import annotations
@@ -31,10 +28,7 @@ from asyncrl.storage.weight_files import write_tensors
 
 
 class ResidualBlock(nn.Module):
-    """Two 3x3 convolutions next to a shortcut, which is a 1x1 convolution where the shape changes.
-
-    A normed block has no biases, and a norm in its shortcut.
-    """
+    """Two 3x3 convolutions and a shortcut; a normed block has no biases, and a norm in its shortcut."""
 
     def __init__(self, channels_in: int, channels: int, stride: int, *, normed: bool) -> None:
         super().__init__()
