@@ -39,7 +39,7 @@ def sampling_sigmas(steps: int) -> tuple[float, ...]:
 
 @lru_cache(maxsize=1)
 def training_tables() -> tuple[Tensor, Tensor]:
-    """Return noise levels, 1 (pure noise) first, and bell-shape loss weights (mean 1): ``[1000]`` float32."""
+    """Return noise levels, 1 (pure noise) first, and loss weights (a bell, mean 1): ``[1000]`` float32."""
     sigmas = _shift(torch.linspace(1, 0, TRAIN_LEVELS + 1, dtype=torch.float64)[:-1])
     bell = torch.exp(-2 * ((TRAIN_LEVELS * sigmas - TRAIN_LEVELS / 2) / TRAIN_LEVELS) ** 2)
     bell = bell - bell.min()
