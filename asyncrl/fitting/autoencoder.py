@@ -26,27 +26,18 @@ from asyncrl.fitting.recordings import Recordings
 from asyncrl.fitting.world import FittedWorld
 from asyncrl.records import CHUNK
 
-CLIP_FRAMES: Final = 17
-"""For a causal autoencoder 1 + 16: one single-frame latent and four of 4 frames, twice a decision's."""
-LATENT_NOISE: Final = 0.1
-"""Standard deviation of the encoder's posterior, fixed: makes the decoder forgive a world model's error."""
-FOREGROUND_WEIGHT: Final = 20.0
-"""Extra weight of a pixel per unit of difference from the average picture; a cube is 40 of 4096."""
-PRIOR_WEIGHT: Final = 1e-4
-"""Weight of the Kullback-Leibler divergence to a standard normal prior, as far as the mean matters."""
+CLIP_FRAMES: Final = 17  # A causal autoencoder's 1 + 16: a latent of one frame and four of 4.
+LATENT_NOISE: Final = 0.1  # The posterior's fixed deviation: the decoder tolerates a world model's errors.
+FOREGROUND_WEIGHT: Final = 20.0  # Extra weight of a pixel per unit of difference from the average picture.
+PRIOR_WEIGHT: Final = 1e-4  # Of the KL divergence to a standard normal prior, as far as the mean matters.
 MEASURED_CLIPS: Final = 64
-MEASUREMENTS: Final = 8
-"""Clips at a time, and how often, from which the latents' mean and deviation are measured."""
-MEASURED_TOGETHER: Final = 8
-"""Of those clips, so many are encoded together, whatever the size of pictures."""
+MEASUREMENTS: Final = 8  # Clips at a time, and rounds, that measure the latents' mean and deviation.
+MEASURED_TOGETHER: Final = 8  # Of those clips, as many are encoded at once.
 AT_ONCE_ON_CPU: Final = 48 * 2**20
-AT_ONCE_ON_GPU: Final = 256 * 2**20
-"""Bytes of pictures encoded or drawn side by side; on a CPU their features take a hundred times as much."""
-REDUCTION: Final = 8
-"""Pixels per latent pixel in height and width, where each frame is encoded by itself."""
+AT_ONCE_ON_GPU: Final = 256 * 2**20  # Bytes of pictures; on a CPU their features take 100 times as much.
+REDUCTION: Final = 8  # Pixels per latent pixel in height and width, frame by frame.
 PIXELS_ON_CPU: Final = 2**17
-PIXELS_ON_GPU: Final = 2**22
-"""Pixels encoded or drawn side by side, where each frame is encoded by itself."""
+PIXELS_ON_GPU: Final = 2**22  # Pixels encoded or drawn at once, frame by frame.
 
 
 class Autoencoder(Protocol):
@@ -90,10 +81,7 @@ def average_pictures(recordings: Recordings) -> Tensor:
 
 
 def fit_autoencoder(autoencoder: Autoencoder, recordings: Recordings, schedule: Schedule) -> float:
-    """Train encoder and decoder in place; then set the latents' mean and standard deviation.
-
-    A variational autoencoder whose posterior has a fixed width; see `reconstruction_loss`.
-    """
+    """Train encoder and decoder in place with a posterior of fixed width; set the latents' statistics."""
     rng = np.random.default_rng(schedule.seed)
     device = next(autoencoder.network.parameters()).device
     generator = torch.Generator(device).manual_seed(schedule.seed)
@@ -135,12 +123,12 @@ def to_video(frames_BTHW3: Tensor) -> Tensor:
 def reconstruction_loss(drawn_B3THW: Tensor, wanted_B3THW: Tensor, background: Tensor) -> Tensor:
     """Compute absolute plus twice the squared error, heavier where a pixel differs from the average picture.
 
-    The parts that matter are small: without the weight a decoder learns the table and forgets the cubes.
+    Without the weight a decoder learns the table and forgets the cubes.
 
     Args:
-        drawn_B3THW: ``[B, 3, T, H, W]`` float32, not clamped.
-        wanted_B3THW: ``[B, 3, T, H, W]`` float32 in [-1, 1].
-        background: ``[3, H, W]`` float32, the average picture, or ``[B, 3, H, W]``, that of each row's scene.
+        drawn_B3THW: float32, not clamped.
+        wanted_B3THW: float32 in [-1, 1].
+        background: ``[3, H, W]`` float32, or ``[B, 3, H, W]``, that of each row's scene.
     """
     away = (wanted_B3THW - background.unsqueeze(-3)).abs().mean(1, keepdim=True)
     error = drawn_B3THW - wanted_B3THW
@@ -151,10 +139,8 @@ def reconstruction_loss(drawn_B3THW: Tensor, wanted_B3THW: Tensor, background: T
 class Latents(Sequence[Tensor]):
     """Encoded episodes, one after another; item e is ``[L, Z, h, w]`` of episode e."""
 
-    all: Tensor
-    """``[N, Z, h, w]`` float32."""
-    offsets: NDArray[np.int64]
-    """``[E + 1]``; episode e owns latents ``offsets[e] : offsets[e + 1]``."""
+    all: Tensor  # [N, Z, h, w] float32.
+    offsets: NDArray[np.int64]  # [E + 1]; episode e owns latents offsets[e] : offsets[e + 1].
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -164,20 +150,18 @@ class Latents(Sequence[Tensor]):
 
 
 def rows_at_once(device: torch.device, most: int, frames: int, frame_bytes: int) -> int:
-    """Count the episodes of so many frames that are encoded or drawn side by side, at most `most`."""
+    """Count the episodes, at most `most`, that are encoded or drawn at once."""
     room = AT_ONCE_ON_GPU if device.type == "cuda" else AT_ONCE_ON_CPU
     return max(1, min(most, room // max(1, frames * frame_bytes)))
 
 
 class FrameAutoencoder:
-    """`Autoencoder` of clips of independent frames, by a network of Stable Diffusion's (``AutoencoderKL``).
+    """`Autoencoder` of independent frames, by Stable Diffusion's ``AutoencoderKL``.
 
-    The published form knows one scale for all latents and no mean: here both are worked into the two
-    convolutions of one pixel at the latents, which is exact, and the scale is 1.
+    Mean and deviation are folded into the two 1 x 1 convolutions at the latents, exactly; the scale is 1.
     """
 
     def __init__(self, network: nn.Module, channels: int, scale: float) -> None:
-        """Wrap a network with ``encoder``, ``quant_conv``, ``post_quant_conv`` and ``decoder``."""
         self.network, self.channels, self.scale = network, channels, scale
         self._parts: Any = network
 
@@ -214,7 +198,7 @@ class FrameAutoencoder:
         out.weight *= std_Z[:, None, None]
 
     def take(self, source: FrameAutoencoder) -> None:
-        """Take over the weights of another one, so that both worlds' latents of a frame are the same."""
+        """Copy the weights of another one, so that both worlds have the same latents of a frame."""
         own, given = self.network.state_dict(), source.network.state_dict()
         if {name: tensor.shape for name, tensor in own.items()} != {n: t.shape for n, t in given.items()}:
             count, other = (sum(tensor.numel() for tensor in tensors.values()) for tensors in (own, given))
@@ -247,7 +231,7 @@ class FrameByFrameFit(FittedWorld):
         return fit_autoencoder(self.autoencoder, recordings, schedule)
 
     def take_autoencoder(self, source: FittedWorld) -> None:
-        """Take over another world's autoencoder."""
+        """Copy another world's autoencoder."""
         if not isinstance(source, FrameByFrameFit):
             raise ConfigError(
                 "The world of --autoencoder encodes videos, and this --kind encodes each frame by itself. "
@@ -257,7 +241,7 @@ class FrameByFrameFit(FittedWorld):
 
     @torch.no_grad()
     def encode(self, recordings: Recordings) -> Latents:
-        """Encode every frame by itself: row i of `Latents.all` is that of frame i."""
+        """Encode every frame by itself: row i of `Latents.all` is frame i."""
         device, side = self.world.device, self.image_size // REDUCTION
         shape = (len(recordings.frames), self.autoencoder.channels, side, side)
         latents = torch.empty(shape, device=device)
@@ -282,7 +266,7 @@ class FrameByFrameFit(FittedWorld):
 
 
 def pieces(count: int, side: int, device: torch.device, name: str) -> Iterator[slice]:
-    """Cut the rows of ``count`` square pictures into slices that are encoded or drawn together."""
+    """Cut the rows of ``count`` square pictures into slices that are encoded or drawn at once."""
     pixels = PIXELS_ON_GPU if device.type == "cuda" else PIXELS_ON_CPU
     size = max(1, pixels // side**2)
     for begin in tqdm(range(0, count, size), desc=name, mininterval=2.0):
@@ -292,15 +276,11 @@ def pieces(count: int, side: int, device: torch.device, name: str) -> Iterator[s
 def window_rows(
     offsets: NDArray[np.int64], given: Callable[[NDArray[np.int64]], NDArray[np.int64]]
 ) -> NDArray[np.int64]:
-    """Cut a window behind every frame after which an episode has a whole decision.
+    """Return windows ``[W, P + C]``, rows of the recordings, after every frame before a whole decision.
 
     Args:
         offsets: ``[E + 1]`` of the episodes.
-        given: Maps numbers of frames seen, ``[n]``, at least one, to the frames ``[n, P]`` that a world then
-            remembers, counted from 0 in the episode.
-
-    Returns:
-        ``[W, P + C]`` rows of the recordings.
+        given: Maps counts of frames seen ``[n]``, at least 1, to the remembered frames ``[n, P]``.
     """
     windows = []
     for begin, end in pairwise(offsets.tolist()):

@@ -29,11 +29,9 @@ from asyncrl.simulators.interface import SimStart
 from asyncrl.simulators.rollout import SimulatedEpisode
 
 _log = logging.getLogger(__name__)
-EPISODE_BYTES: Final = 4 * 2**30
-"""Pictures of one episode, as placed; one episode is in memory at a time."""
+EPISODE_BYTES: Final = 4 * 2**30  # Pictures of one episode, as placed; one episode is in memory at a time.
 FORMATS: Final = ("PNG", "JPEG", "WEBP", "BMP")
-FILE_BYTES: Final = 64 * 2**20
-"""Largest file with one picture."""
+FILE_BYTES: Final = 64 * 2**20  # Largest file with one picture.
 AS_STORED: Final = DataSetSettings()
 
 
@@ -41,8 +39,7 @@ class DataSet(ABC):
     """A data set of another program, read as a stream: one episode is in memory."""
 
     looks: Looks
-    frames: int
-    """Of all episodes, as they are read."""
+    frames: int  # Of all episodes, as they are read.
     cameras: tuple[str, ...]
     action: str
     state: tuple[str, ...]
@@ -191,12 +188,11 @@ class DataSet(ABC):
     ) -> SimulatedEpisode:
         """Shift samples, observation then action, into our order, in which action i produced frame i.
 
-        The first action is the idle one. Without an observation after the last action, the last picture
-        stands for it too, and both have the last verdict. With a stride, rewards are summed, and a step is
-        solved if one of its samples is.
+        The first action is idle. Without an observation after the last action, the last picture and verdict
+        repeat. With a stride, rewards are summed, and a step is solved if one of its samples is.
 
         Args:
-            pictures: ``[N, K, H, W, 3]`` of the N kept steps, or with one more behind the last action.
+            pictures: ``[N, K, H, W, 3]`` of the N kept steps, or one more behind the last action.
             states: ``[N, Q]``, likewise.
             actions: ``[T, A]`` of all steps, like `rewards` ``[T]`` and `success` ``[T]``.
         """
@@ -289,7 +285,7 @@ def place_picture(picture: NDArray[np.uint8], settings: DataSetSettings) -> NDAr
 
 
 def decode_picture(content: bytes, size: Sequence[int] = ()) -> NDArray[np.uint8]:
-    """Decode a file with one picture of a size, none: up to `PIXELS`; a ValueError refuses others."""
+    """Decode a file with one picture of a size (empty: up to `PIXELS`); a ValueError refuses others."""
     from PIL import Image
 
     try:

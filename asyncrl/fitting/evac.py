@@ -1,7 +1,6 @@
 """Fit an EVAC world as published (`worlds.evac.ddim`): autoencoder, model of poses, then the video U-Net.
 
-The picture for the image encoder is an episode's first frame, and the poses behind maps and motions are those
-that the model of poses follows from the first one: as in imagination.
+As in imagination, the image encoder sees an episode's first frame, and maps and motions use predicted poses.
 
 Letters: W windows, B windows of a batch, F frames of all episodes, Z latent channels, h w latent grid,
 P frames remembered, C = 8 new frames.
@@ -51,19 +50,13 @@ from asyncrl.worlds.evac.unet import UNetConfig
 from asyncrl.worlds.evac.world import EvacWorld, load_world, memory_index, save_world
 from asyncrl.worlds.layers import FrameVaeConfig
 
-SAMPLING_STEPS: Final = 10
-"""Network calls per decision that a fresh world is saved with; --imagination.steps takes others."""
-AVERAGE: Final = 0.9995
-"""Decay of the moving average of the weights."""
-LEAST_SPREAD: Final = 1e-4
-"""Least deviation of a motion in metres or radians: a hand at rest must not be scaled up."""
-LEAST_POSE_SPREAD: Final = 1e-2
-"""The same of a pose, which the model of poses must tell to a fraction of it."""
+SAMPLING_STEPS: Final = 10  # Network calls per decision of a fresh world; --imagination.steps overrides it.
+AVERAGE: Final = 0.9995  # Decay of the moving average of the weights.
+LEAST_SPREAD: Final = 1e-4  # Least deviation of a motion in m or rad: a hand at rest is not scaled up.
+LEAST_POSE_SPREAD: Final = 1e-2  # Least deviation of a pose.
 UNITS: Final = (0.01,) * 3 + (0.05,) * 4 + (0.5,)
-"""Errors of a pose that count the same: a centimetre, a tenth of a radian (half of it in the quaternion) and
-half a gripper. In units of the deviation, parts that hardly move would count most."""
-POSE_FIT: Final = Schedule(steps=8_000, batch=512, learning_rate=3e-3)
-"""Of the model of poses, which is small and learns fast."""
+"""Pose errors that count the same: 1 cm, 0.1 rad (half of it in the quaternion), half a gripper."""
+POSE_FIT: Final = Schedule(steps=8_000, batch=512, learning_rate=3e-3)  # Of the small model of poses.
 CAMERAS: Final = {
     "tabletop": Camera(
         focal=32 / math.tan(math.radians(33 / 2)),
@@ -196,14 +189,10 @@ def _check(recordings: Recordings, options: WorldOptions) -> None:
 class PoseWindows:
     """Remembered and new frames of each decision. Latents, maps and motions of a frame are kept once."""
 
-    latents: Tensor
-    """``[F, Z, h, w]`` float32."""
-    maps: Tensor
-    """``[F, Z, h, w]`` float32 latents of the trajectory maps."""
-    motions: Tensor
-    """``[F, 14]`` float32: motion since the frame before, normalised; none at a first one."""
-    rows: Tensor
-    """``[W, P + C]`` int64: the frames of each window."""
+    latents: Tensor  # [F, Z, h, w] float32.
+    maps: Tensor  # [F, Z, h, w] float32 latents of the trajectory maps.
+    motions: Tensor  # [F, 14] float32: normalised motion since the frame before; 0 at a first one.
+    rows: Tensor  # [W, P + C] int64: the frames of each window.
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -316,9 +305,8 @@ def measured_motions(recordings: Recordings) -> MotionStatistics:
 def prepare_poses(model: PoseModel, poses_F8: NDArray[np.float32]) -> None:
     """Scale a fresh model by the deviation of recorded poses ``[F, 8]``, and let it predict no motion.
 
-    A step moves the hand by a small part of that deviation, and a model that must first learn to repeat a
-    pose is centimetres wrong for long: here ``x = relu(x) - relu(-x)`` goes through both layers in twice
-    eight of their channels, and the others add nothing yet.
+    ``x = relu(x) - relu(-x)`` passes both layers in twice eight channels, and the others add nothing yet: a
+    model that must first learn to repeat a pose is centimetres wrong for long.
     """
     model.abs_action_mean.copy_(torch.from_numpy(poses_F8.mean(0)))
     model.abs_action_std.copy_(torch.from_numpy(poses_F8.std(0)).clamp(min=LEAST_POSE_SPREAD))
@@ -335,21 +323,15 @@ def prepare_poses(model: PoseModel, poses_F8: NDArray[np.float32]) -> None:
 def pose_loss(model: PoseModel, actions_BC7: Tensor, poses_BC8: Tensor, first_B8: Tensor) -> Tensor:
     """Compute the mean squared error ``[]`` of a model's poses of a decision, in `UNITS`.
 
-    The model goes on from its own poses, as in imagination: an error of each step is one of the next.
-
-    Args:
-        poses_BC8: After each action; float32, like `first_B8` before the first one.
+    The model continues from its own poses, as in imagination. `poses_BC8` follow each action, `first_B8`
+    precedes the first one; float32.
     """
     units = torch.tensor(UNITS, device=poses_BC8.device)
     return ((model.follow(actions_BC7, first_B8) - poses_BC8) / units).square().mean()
 
 
 def fit_poses(model: PoseModel, recordings: Recordings, schedule: Schedule) -> float:
-    """Train the model of poses in place, in float32, to follow recorded hands for a decision at a time.
-
-    Args:
-        schedule: Its seed counts, and its steps if fewer than those of `POSE_FIT`.
-    """
+    """Train the model of poses in float32, with the seed of `schedule`, and its steps if below `POSE_FIT`."""
     device = next(model.parameters()).device
     rows_W = to_device(window_rows(recordings.offsets, lambda seen: seen[:, None] - 1), device)
     actions, poses = (to_device(part, device) for part in (recordings.actions, recordings.poses))
@@ -367,8 +349,7 @@ def fit_poses(model: PoseModel, recordings: Recordings, schedule: Schedule) -> f
 def followed_poses(model: PoseModel, recordings: Recordings) -> Tensor:
     """Follow the hand through every episode from its first pose: ``[F, 8]`` float32 on the model's device.
 
-    The network gets such poses in imagination too. Trained on the recorded ones, it would trust them as much;
-    trained on these, it learns their worth next to the last picture, which shows the hand.
+    Trained on these, not the recorded poses, the network learns how far to trust them in imagination.
     """
     device = next(model.parameters()).device
     lengths = np.diff(recordings.offsets)

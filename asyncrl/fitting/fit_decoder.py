@@ -29,12 +29,9 @@ from asyncrl.worlds.wan.world import WanWorld
 class ImaginedVideos:
     """Latents and frames of episodes, in host memory."""
 
-    latents: Tensor
-    """``[E, Z, F, h, w]`` float32, normalised: the anchor, the first memory, two per decision."""
-    frames: Tensor
-    """``[E, T, H, W, 3]`` uint8, drawn by the full decoder as one stream."""
-    tasks: list[str]
-    """``[E]`` instructions."""
+    latents: Tensor  # [E, Z, F, h, w] float32, normalised: the anchor, the first memory, two per decision.
+    frames: Tensor  # [E, T, H, W, 3] uint8, drawn by the full decoder as one stream.
+    tasks: list[str]  # [E] instructions.
 
     def __len__(self) -> int:
         return len(self.tasks)
@@ -98,24 +95,18 @@ def imagine_episodes(
     )
 
 
-OPENING = 5
-"""Frames of a stream before the first imagined one."""
+OPENING = 5  # Frames of a stream before the first imagined one.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Likeness:
     """Agreement of a tiny decoder's new frames with the full decoder's, on held-out episodes."""
 
-    psnr: float
-    """dB, mean over frames of uint8 pictures."""
-    worst_psnr: float
-    """dB, first percentile over frames."""
-    same_verdict: float = math.nan
-    """Share of frames with the same verdict of the reward model; nan without one."""
-    same_outcome: float = math.nan
-    """Share of episodes of which both decoders' frames show a success, or neither's; nan likewise."""
-    success: float = math.nan
-    """Share of the full decoder's episodes with a success; nan likewise."""
+    psnr: float  # dB, mean over frames of uint8 pictures.
+    worst_psnr: float  # dB, first percentile over frames.
+    same_verdict: float = math.nan  # Share of frames with the same verdict; nan without a reward model.
+    same_outcome: float = math.nan  # Share of episodes that succeed in both or neither; nan likewise.
+    success: float = math.nan  # Share of the full decoder's episodes with a success; nan likewise.
 
     def as_dict(self) -> dict[str, float | None]:
         """Return rounded values for JSON, None instead of nan."""
@@ -123,11 +114,7 @@ class Likeness:
 
 
 def fit_decoder(decoder: nn.Module, imagined: ImaginedVideos, schedule: Schedule) -> float:
-    """Train `decoder` in place on whole episodes, so that its memory blocks learn what to remember.
-
-    Args:
-        decoder: On the device to train on, in float32.
-    """
+    """Train `decoder` (float32, on its device) on whole episodes: its memory must learn what to keep."""
     device = next(decoder.parameters()).device
     generator = torch.Generator().manual_seed(schedule.seed)
     some = imagined.frames[:: max(1, len(imagined) // 64)]

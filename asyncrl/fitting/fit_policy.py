@@ -30,8 +30,7 @@ from asyncrl.policies.openvla.preprocess import PromptTokenizer, build_word_toke
 from asyncrl.records import ACTION_DIM, CHUNK
 from asyncrl.storage.atomic import write_json
 
-LARGEST_PATCH: Final = 16
-"""Pixels."""
+LARGEST_PATCH: Final = 16  # Pixels.
 
 
 def patch_size(image_size: int) -> int:
@@ -152,8 +151,7 @@ def fit_policy(
     """Minimise the negative log-likelihood of the recorded actions, in nats per token.
 
     Args:
-        drawn: ``[F, H, W, 3]`` uint8, the frames as a world model's autoencoder draws them, for every second
-            step: the policy will act on imagined pictures and must read them alike.
+        drawn: ``[F, H, W, 3]`` uint8, drawn by a world model's autoencoder, for every second step.
         jitter: Standard deviation of the noise on the imitated tokens, in bins.
         average: Decay of the moving average of the weights, which replaces them at the end; 0: none.
     """
@@ -177,7 +175,6 @@ def _imitation(
     schedule: Schedule,
     jitter: float,
 ) -> Callable[[int], Tensor]:
-    """Return the loss of a step; the sources of pictures take turns."""
     device, names = policy.device, sorted(set(recordings.tasks))
     generator = torch.Generator(device).manual_seed(schedule.seed)
     tokens_FA, rows_N, tasks_F = (

@@ -24,17 +24,12 @@ from asyncrl.devices.tensors import to_device
 from asyncrl.errors import AssetError
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 
-BLOCK_BYTES: Final = 64 * 2**20
-"""Pictures moved at a time."""
-ON_DEVICE: Final = 0.4
-"""Share of a GPU's free memory that the pictures of one source may take."""
+BLOCK_BYTES: Final = 64 * 2**20  # Pictures moved at a time.
+ON_DEVICE: Final = 0.4  # Share of a GPU's free memory that the pictures of one source may take.
 
 
 def cache_folder() -> Path:
-    """Return the folder of large temporary files: TMPDIR if set, else /var/tmp, else the system's.
-
-    /tmp is memory on many hosts, which these files are to save.
-    """
+    """Return TMPDIR, else /var/tmp (/tmp is memory on many hosts), else the system's temporary folder."""
     lasting = Path("/var/tmp")  # noqa: S108 - the file in it is made without a name
     if not os.environ.get("TMPDIR") and lasting.is_dir() and os.access(lasting, os.W_OK):
         return lasting
@@ -42,14 +37,12 @@ def cache_folder() -> Path:
 
 
 class FrameFile:
-    """``[F, H, W, 3]`` uint8 in a temporary file, read like an array; safe for concurrent threads.
+    """``[F, H, W, 3]`` uint8 in an unnamed temporary file, read like an array; safe for concurrent threads.
 
-    The file has no name, so it is gone when the process ends. Reading needs no mapping: the memory of a
-    process is the rows it asked for, and a failing disk is an error of the call.
+    Reads copy rows, without a mapping: memory stays small, and a failing disk is an error of the call.
     """
 
     def __init__(self, shape: tuple[int, int, int, int]) -> None:
-        """Reserve the space of ``F, H, W, 3`` bytes."""
         self.shape = shape
         self.dtype = np.dtype(np.uint8)
         self.nbytes = math.prod(shape)
@@ -103,12 +96,11 @@ class FrameFile:
             left, at = left[count:], at + count
 
 
-Frames = NDArray[np.uint8] | FrameFile
-"""``[F, H, W, 3]`` uint8, in memory or in a file."""
+Frames = NDArray[np.uint8] | FrameFile  # [F, H, W, 3] uint8, in memory or in a file.
 
 
 def blocks(shape: Sequence[int]) -> list[slice]:
-    """Cut the rows ``[F, H, W, 3]`` into parts of about `BLOCK_BYTES`, each a multiple of 64 rows.
+    """Cut the rows ``[F, H, W, 3]`` into slices of about `BLOCK_BYTES`, each a multiple of 64 rows.
 
     Example:
         >>> blocks((130, 512, 512, 3))
@@ -122,7 +114,6 @@ class BatchSource:
     """Pictures from which batches are drawn, resident on a GPU if they fit there."""
 
     def __init__(self, frames: Frames, device: torch.device, *, resident: bool = True) -> None:
-        """Move ``[F, H, W, 3]`` uint8 to a GPU with room; otherwise every batch is read when drawn."""
         self.frames = frames
         self.device = device
         self.resident: Tensor | None = None
@@ -141,14 +132,7 @@ class BatchSource:
 
 
 def shown_to(policy: OpenVLAOFTPolicy, frames: Frames) -> Frames:
-    """Return the frames in the policy's own picture size if its resizing is too slow to repeat per batch.
-
-    Args:
-        frames: ``[F, H, W, 3]`` uint8.
-
-    Returns:
-        ``[F, S, S, 3]`` uint8, or the frames themselves.
-    """
+    """Return frames in the policy's size ``[F, S, S, 3]`` if its resizing is slow, else unchanged; uint8."""
     if policy.config.image_pipeline == "rlinf":
         return frames
     size = policy.config.image_size

@@ -33,8 +33,7 @@ DATA: Final = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 VIDEO: Final = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
 """Several episodes in a file, one row or frame per sample. Pictures that are no movies lie in the rows."""
 ROWS_AT_ONCE: Final = 4096
-PICTURES_AT_ONCE: Final = 32
-"""Rows read at once where they hold pictures."""
+PICTURES_AT_ONCE: Final = 32  # Rows read at once where they hold pictures.
 AGAIN: Final = "Download or write the data set again."
 _NUMBERS: Final = ("float32", "float64", "int64", "int32", "int16", "int8", "uint8", "bool", "float16")
 
@@ -47,17 +46,14 @@ def is_lerobot(path: Path) -> bool:
 class _Place(NamedTuple):
     number: int
     length: int
-    rows: tuple[int, int]
-    """Chunk and file."""
-    videos: Mapping[str, tuple[int, int, float]]
-    """Camera -> chunk, file and the seconds of the first frame."""
+    rows: tuple[int, int]  # Chunk and file.
+    videos: Mapping[str, tuple[int, int, float]]  # Camera -> chunk, file and the seconds of the first frame.
 
 
 class LeRobotFolder(DataSet):
     """One folder."""
 
     def __init__(self, path: Path, settings: DataSetSettings) -> None:
-        """Read what the folder declares, without rows and pictures."""
         super().__init__(path, settings)
         if missing := [name for name in ("pyarrow", "av") if find_spec(name) is None]:
             raise ConfigError(
@@ -178,7 +174,6 @@ class LeRobotFolder(DataSet):
     def _read_rows(
         self, where: str, place: _Place, rows: _Rows, pictures: NDArray[np.uint8]
     ) -> dict[str, NDArray[Any]]:
-        """Read the numbers of an episode; pictures in its rows are unpacked into `pictures`."""
         pieces: list[dict[str, NDArray[Any]]] = []
         stride, step = self.settings.stride, 0
         for numbers, packed in rows.take(place.length):
@@ -210,7 +205,6 @@ class LeRobotFolder(DataSet):
 
 
 def _read_info(path: Path) -> tuple[dict[str, dict[str, Any]], float, str]:
-    """Return features, steps per second and the robot's name, empty if there is none."""
     with _reading(path / INFO):
         info = load_json(path / INFO, dict)
         check_types(info, {"codebase_version": str, "fps": float, "features": dict})
@@ -238,7 +232,6 @@ def _read_info(path: Path) -> tuple[dict[str, dict[str, Any]], float, str]:
 
 
 def _picture_size(about: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return height and width of a camera's pictures; None if the feature has no colour pictures."""
     shape, names = about["shape"], about.get("names")
     details = about.get("info") or about.get("video_info") or {}
     depth = isinstance(details, dict) and (details.get("video.is_depth_map") or details.get("is_depth_map"))
@@ -272,7 +265,6 @@ def _read_tasks(path: Path) -> dict[int, str]:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Name the file in errors of pyarrow, PyAV and our own checks."""
     import pyarrow as pa  # pyright: ignore[reportMissingImports]
     from av.error import FFmpegError  # pyright: ignore[reportMissingImports]
 
@@ -306,7 +298,6 @@ def _column(batch: Any, name: str) -> Any:
 
 
 def _numbers_in(batch: Any, column: str) -> NDArray[Any]:
-    """Return a column of numbers, or of lists of equally many: ``[T, n]``."""
     import pyarrow as pa  # pyright: ignore[reportMissingImports]
 
     array = _column(batch, column)
@@ -328,7 +319,6 @@ def _numbers_in(batch: Any, column: str) -> NDArray[Any]:
 
 
 def _files_in(batch: Any, column: str) -> list[bytes]:
-    """Return the files of a column of pictures, as Hugging Face's data sets store them."""
     found = _column(batch, column).to_pylist()
     files = [row.get("bytes") if isinstance(row, dict) else row for row in found]
     packed = [file for file in files if isinstance(file, bytes)]

@@ -1,7 +1,7 @@
 """Train the parameters of a module on a loss: the one loop of all fits, alone or shared by several ranks.
 
-All ranks draw the same examples and noise, and each keeps its own part, so a step is that of one rank alone,
-up to rounding.
+All ranks draw the same examples and noise and keep their own rows: a step equals that of one rank, up to
+rounding.
 """
 
 from __future__ import annotations
@@ -41,19 +41,12 @@ class Schedule:
     """Steps, batch and speed of a fit, and how each batch is shared out."""
 
     steps: int
-    """Optimizer steps."""
-    batch: int
-    """Examples per step."""
-    learning_rate: float
-    """Peak learning rate."""
-    seed: int = 0
-    """Of the choice of examples and of all noise."""
-    warmup: int = WARMUP
-    """Steps until the peak of the learning rate."""
+    batch: int  # Examples per step.
+    learning_rate: float  # At the peak.
+    seed: int = 0  # Of the choice of examples and of all noise.
+    warmup: int = WARMUP  # Steps until the peak of the learning rate.
     compiled: bool = False
-    """Use `torch.compile`."""
-    micro_batch: int = 0
-    """Examples that a rank computes at once; 0: all of its own."""
+    micro_batch: int = 0  # Examples that a rank computes at once; 0: all of its own.
     ranks: FitRanks = ONE_RANK
 
     @classmethod
@@ -109,10 +102,9 @@ def prepared(function: Callable[..., Any], device: torch.device, *, compiled: bo
 
 
 class Rounded(nn.Module):
-    """Computes a network with its weights rounded to bfloat16, norms and sums of layers included.
+    """Computes a network in bfloat16, norms and sums of layers included; gradients reach the float32 weights.
 
-    Automatic mixed precision turns every norm's numbers into float32 and back, which takes a network of many
-    narrow layers most of its time. Gradients reach the float32 weights.
+    Automatic mixed precision casts at every norm: most of the time of a network of many narrow layers.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -128,8 +120,7 @@ class Rounded(nn.Module):
 def prepared_network(network: nn.Module, device: torch.device, *, compiled: bool) -> Callable[..., Any]:
     """Run a network in bfloat16 on a GPU: compiled, or as CUDA graphs, gradients included.
 
-    A small network's thousands of kernels take longer to start than to run. Shapes, types and which inputs
-    need gradients are those of the first call, and the result is overwritten by the next one.
+    Shapes, types and gradients of inputs are those of the first call; each call overwrites the last result.
     """
     if compiled or device.type != "cuda":
         return prepared(network, device, compiled=compiled)

@@ -27,10 +27,8 @@ from asyncrl.worlds.opensora.files import ActionRange
 from asyncrl.worlds.opensora.stdit3 import CONDITION, STDiT3, STDiT3Config
 from asyncrl.worlds.opensora.world import OpenSoraWorld, load_world, normalise, save_world, window_loss
 
-AVERAGE: Final = 0.99
-"""Decay of the moving average of the weights, as published."""
-LEAST_RANGE: Final = 1e-3
-"""Least width of a number of an action that (nearly) never changed: never divide by zero."""
+AVERAGE: Final = 0.99  # Decay of the moving average of the weights, as published.
+LEAST_RANGE: Final = 1e-3  # Least width of a number that (nearly) never changed: never divide by zero.
 
 
 class OpenSoraFit(FrameByFrameFit):
@@ -96,12 +94,9 @@ def measured_range(recordings: Recordings) -> ActionRange:
 class FrameWindows:
     """Condition and new frames of each decision. Latents and actions belong to frames and are kept once."""
 
-    latents: Tensor
-    """``[F, Z, h, w]`` float32."""
-    actions: Tensor
-    """``[F, A]`` float32, scaled to the world's range; row i produced frame i."""
-    rows: Tensor
-    """``[W, P + C]`` int64: the frames of each window."""
+    latents: Tensor  # [F, Z, h, w] float32.
+    actions: Tensor  # [F, A] float32, scaled to the world's range; row i produced frame i.
+    rows: Tensor  # [W, P + C] int64: the frames of each window.
 
     def __len__(self) -> int:
         return len(self.rows)

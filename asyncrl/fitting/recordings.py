@@ -34,13 +34,11 @@ if TYPE_CHECKING:
 
 FORMAT: Final = "asyncrl-recordings-2"
 FIRST_SIMULATOR: Final = "tabletop"
-RATE: Final = "steps_per_second"
-"""Key of the attribute `about`."""
+RATE: Final = "steps_per_second"  # Key of the attribute `about`.
 UNREADABLE: Final = (
     *(OSError, KeyError, TypeError, ValueError, IndexError, RuntimeError, MemoryError, AttributeError),
     zlib.error,
-)
-"""Raised by h5py and by the checks of what it returns."""
+)  # Raised by h5py and by the checks of its results.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +50,7 @@ class Looks:
     height: int
     width: int
     action_dim: int
-    rate: float = 0.0
-    """Steps per second; 0 if unknown."""
+    rate: float = 0.0  # Steps per second; 0 if unknown.
 
     def fits(self, other: Looks) -> bool:
         """Return True if all but the rate is equal, and the rate where both are known."""
@@ -72,16 +69,11 @@ class Looks:
 class EpisodeArrays:
     """Numbers of episodes, one after another. Action i produced frame i."""
 
-    actions: NDArray[np.float32]
-    """``[F, A]``; the first row of each episode is the dummy action."""
-    success: NDArray[np.bool_]
-    """``[F]``."""
-    offsets: NDArray[np.int64]
-    """``[E + 1]``; episode e owns frames ``offsets[e] : offsets[e + 1]``."""
-    tasks: list[str]
-    """``[E]`` instructions."""
-    seeds: NDArray[np.int64]
-    """``[E]``."""
+    actions: NDArray[np.float32]  # [F, A]; the first row of each episode is the dummy action.
+    success: NDArray[np.bool_]  # [F].
+    offsets: NDArray[np.int64]  # [E + 1]; episode e owns frames offsets[e] : offsets[e + 1].
+    tasks: list[str]  # [E] instructions.
+    seeds: NDArray[np.int64]  # [E].
     task_ids: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     """``[E]`` numbers of the tasks, -1 if unnumbered; empty: all are."""
     poses: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, POSE_DIM), np.float32))
@@ -103,8 +95,7 @@ class EpisodeArrays:
 class Recordings(EpisodeArrays):
     """Episodes of one simulator, with their pictures."""
 
-    frames: Frames
-    """``[F, H, W, 3]`` of the first camera."""
+    frames: Frames  # [F, H, W, 3] of the first camera.
     simulator: str = FIRST_SIMULATOR
 
     @property
@@ -221,8 +212,7 @@ class RecordingFile(EpisodeArrays):
 
     path: Path
     looks: Looks
-    frames: int
-    """``F``."""
+    frames: int  # F.
 
     def read(self, into: FrameFile, row: int) -> RecordingFile:
         """Write the pictures of the first camera from a row on."""
@@ -291,7 +281,6 @@ def _check(part: RecordingFile) -> None:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[h5py.File]:
-    """Open a recording; errors of the block name it."""
     try:
         with open_hdf5(path) as file:
             if (found := attribute_of(file, "format")) != FORMAT:
@@ -304,7 +293,7 @@ def _opened(path: Path) -> Iterator[h5py.File]:
 
 
 def _inflate(dataset: h5py.Dataset, into: FrameFile, row: int) -> None:
-    """Unpack compressed frames on all cores: HDF5 itself unpacks on one. A few parts are in memory."""
+    """Unpack compressed frames on all cores: HDF5 itself uses one."""
     chunks, most, rows = dataset.chunks, math.prod(dataset.chunks or ()) + 1, dataset.shape[0]
     assert chunks is not None
 

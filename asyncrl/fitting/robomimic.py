@@ -30,12 +30,9 @@ from asyncrl.storage.untrusted import attribute_of, dataset_in, described_in, gr
 _STATES: Final = (
     ("robot0_eef_pos", "robot0_eef_quat", "robot0_gripper_qpos"),
     ("robot_state",),
-)
-"""Usual states: robosuite's, and that of our own exports."""
-_AT_ONCE: Final = 32
-"""Pictures that are read before they are resized."""
-LIBERO_CAMERAS: Final = {"agentview": "agentview_rgb", "wrist": "eye_in_hand_rgb"}
-"""Name in our recordings -> key."""
+)  # Usual states: robosuite's, and that of our own exports.
+_AT_ONCE: Final = 32  # Pictures that are read before they are resized.
+LIBERO_CAMERAS: Final = {"agentview": "agentview_rgb", "wrist": "eye_in_hand_rgb"}  # Our name -> key.
 LIBERO_NUMBERS: Final = {
     "libero_spatial": (0, 2, 4, 6, 8, 1, 3, 5, 7, 9),
     "libero_object": (0, 3, 6, 8, 1, 4, 7, 9, 2, 5),
@@ -80,7 +77,6 @@ class RobomimicFile(DataSet):
     REFUSAL = "{path} cannot be read as a robomimic file ({reason}). Mend it, or leave it out."
 
     def __init__(self, path: Path, settings: DataSetSettings) -> None:
-        """Read what the file declares, without its pictures."""
         super().__init__(path, settings)
         with self._opened() as file:
             self.demos = _demos_in(file)[: settings.episodes or None]
@@ -121,7 +117,6 @@ class RobomimicFile(DataSet):
             )
 
     def _environment(self, file: h5py.File) -> tuple[str, float]:
-        """Return the simulator's name and the steps per second, 0 if unknown."""
         env = _json_of(group_in(file, "data"), "env_args")
         given = env.get("env_kwargs")
         kwargs: dict[str, Any] = given if isinstance(given, dict) else {}
@@ -181,7 +176,6 @@ class RobomimicFile(DataSet):
         )
 
     def _numbers(self, file: h5py.File, name: str, key: str, flag: str) -> NDArray[np.float32]:
-        """Read numbers ``[T, n]`` of a demonstration; ``[T]`` become ``[T, 1]``."""
         stored = dataset_in(file, f"data/{name}/{key}")[:]
         stored = stored[:, None] if stored.ndim == 1 else stored
         return check_numbers(f"{self.path} {name}", key.rpartition("/")[2], stored, flag)
@@ -207,7 +201,6 @@ class RobomimicFile(DataSet):
         return placed
 
     def _states(self, file: h5py.File, name: str, steps: int) -> NDArray[np.float32]:
-        """Read ``[N, Q]``, with one more row where `next_obs` has it."""
         kept = self.kept_steps(steps)
         after = "next_obs" in group_in(file, f"data/{name}")
         if not self.state:
@@ -258,7 +251,6 @@ class LiberoFile(RobomimicFile):
     )
 
     def __init__(self, path: Path, cameras: Sequence[str]) -> None:
-        """Read what the file declares, for some of `LIBERO_CAMERAS`."""
         settings = DataSetSettings(
             cameras=tuple(LIBERO_CAMERAS[camera] for camera in cameras),
             state=("ee_states", "gripper_states"),
@@ -387,7 +379,6 @@ def _described(group: h5py.Group, name: str) -> h5py.Dataset | None:
 
 
 def _picture_size(obs: h5py.Group, key: str) -> tuple[int, int] | None:
-    """Return height and width of a camera's pictures; None if the dataset holds none."""
     found = _described(obs, key)
     if found is None or found.ndim != 4 or found.dtype != np.uint8:
         return None

@@ -25,27 +25,21 @@ from asyncrl.storage.atomic import replacing
 from asyncrl.storage.untrusted import read_bytes
 from asyncrl.worlds.rlinf_start_states import CONTEXT, KEYFRAME_MARK
 
-SUFFIXES: Final = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
-"""Of files that are taken for pictures."""
+SUFFIXES: Final = (".png", ".jpg", ".jpeg", ".webp", ".bmp")  # Of pictures.
 _GRIPPER: Final = -1
 T = TypeVar("T")
 
 
 def keyframes(actions: NDArray[np.float32], success: NDArray[np.bool_]) -> list[int]:
-    """Choose the steps of an episode at which imagination may begin: at most two, at the end of a decision.
+    """Choose the steps of an episode, multiples of 8, at which imagination may begin: at most two.
 
     Imagination that begins on the way makes fewer decisions, so a world's errors add up less. How WoVR (arXiv
-    2602.13977) chose its key frames was not published; this is the rule here:
+    2602.13977) chose its key frames was not published; the rule here:
 
         contact   one decision before the one in which the gripper's command changes for the first time
         late      one decision before the one that solves the task; if none does, two before the end
 
-    Args:
-        actions: ``[F, 7]``; action i produced frame i.
-        success: ``[F]``.
-
-    Returns:
-        Multiples of 8, in order, neither within the first decision nor at the end.
+    Neither is within the first decision or at the end. Row i of `actions` ``[F, 7]`` produced frame i.
 
     Example:
         >>> grasp = np.repeat(np.array([-1.0, 1.0]), [31, 19])[:, None] * np.ones(7)
@@ -182,7 +176,6 @@ def _placed(file: Path, settings: DataSetSettings) -> NDArray[np.uint8]:
 
 
 def _pairs(path: Path, files: Mapping[str, Path]) -> Iterator[tuple[str, str]]:
-    """Yield names of pictures with an instruction, in the order of the pictures' names."""
     named: dict[str, list[str]] = {}
     try:
         text = read_bytes(path).decode("utf-8-sig")
@@ -221,13 +214,10 @@ def _instruction(text: str) -> str:
 def write_trajectories(
     recordings: Recordings, folder: Path, *, with_keyframes: bool = True
 ) -> tuple[int, int]:
-    """Write every episode's start and key frames as RLinf's world-model environments begin with them.
+    """Write starts and key frames as RLinf's world-model environments read them; return how many of each.
 
-        traj00003.npy                 the first frame of episode 3
-        traj00003_step0040_kir.npy    its first frame, then the four frames up to step 40: a key frame
-
-    Returns:
-        Numbers of ordinary starts and of key frames.
+    traj00003.npy                 the first frame of episode 3
+    traj00003_step0040_kir.npy    its first frame, then the four frames up to step 40: a key frame
     """
     if (width := recordings.actions.shape[1]) != ACTION_DIM:
         raise ConfigError(

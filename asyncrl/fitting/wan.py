@@ -35,13 +35,9 @@ from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConf
 from asyncrl.worlds.wan.vae import SPATIAL, VaeConfig, WanVae, decode_stream, encode_stream
 from asyncrl.worlds.wan.world import WanWorld, load_world, save_world
 
-MEMORY: Final = 4
-"""Frames of the memory latent."""
-DRAWN_AT_ONCE: Final = {"cuda": 64, "cpu": 4}
-"""Most episodes of one length drawn side by side. A CPU's cache holds the layers of no more: each of 32 takes
-1.4 times as long. One alone takes four times as long, by a slower kernel."""
-LEAST_RANGE: Final = 1e-3
-"""Least width, in its own unit, of a number that (nearly) never changed: never divide by zero."""
+MEMORY: Final = 4  # Frames of the memory latent.
+DRAWN_AT_ONCE: Final = {"cuda": 64, "cpu": 4}  # Most episodes drawn at once; more overflow a CPU's cache.
+LEAST_RANGE: Final = 1e-3  # Least width of a number that (nearly) never changed: never divide by zero.
 
 
 class WanFit(FittedWorld):
@@ -220,11 +216,10 @@ def latents_of_frames(frames: NDArray[np.int64]) -> NDArray[np.int64]:
 def encode_recordings(
     vae: WanVae, recordings: Recordings, *, kept: torch.device | None = None, ranks: FitRanks = ONE_RANK
 ) -> Latents:
-    """Encode every episode as one stream; the last frame is repeated where the length asks for it.
+    """Encode every episode as one stream, padded with its last frame; a collective over `ranks`.
 
     Args:
         kept: Device of the latents; None: the VAE's. With several ranks the CPU.
-        ranks: Each encodes some batches of episodes, and all get all latents; a collective.
     """
     device = next(vae.parameters()).device
     lengths = latents_of_frames(np.diff(recordings.offsets))
@@ -281,12 +276,9 @@ def redraw(vae: WanVae, latents: Latents, recordings: Recordings) -> FrameFile:
 class Windows:
     """Latents and actions of each decision. Latents are shared by neighbours and kept once."""
 
-    latents: Tensor
-    """``[N, z, h, w]`` float32 of all episodes."""
-    rows: Tensor
-    """``[W, 4]`` int64: the latents of each window."""
-    actions: Tensor
-    """``[W, 13, A]`` float32, scaled where `windows` was given a scale."""
+    latents: Tensor  # [N, z, h, w] float32 of all episodes.
+    rows: Tensor  # [W, 4] int64: the latents of each window.
+    actions: Tensor  # [W, 13, A] float32, scaled where `windows` was given a scale.
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -329,10 +321,8 @@ class ActionScale:
     while it is fitted, and the scale is then worked into the two layers that actions enter, which is exact.
     """
 
-    gain: NDArray[np.float64]
-    """``[A]``."""
-    offset: NDArray[np.float64]
-    """``[A]``."""
+    gain: NDArray[np.float64]  # [A].
+    offset: NDArray[np.float64]  # [A].
 
     def apply(self, actions: NDArray[np.float32]) -> NDArray[np.float32]:
         """Scale actions ``[..., A]``."""
@@ -373,7 +363,6 @@ def entrances(transformer: ActionWanTransformer) -> list[nn.Linear]:
 def _scaled_entrances(
     transformer: ActionWanTransformer, scale: ActionScale
 ) -> Iterator[tuple[nn.Linear, Tensor, Tensor]]:
-    """Yield the layers with gain and offset of each of their inputs, ``[D]`` float64."""
     for layer in entrances(transformer):
         times, device = layer.in_features // len(scale.gain), layer.weight.device
         gain, offset = (torch.from_numpy(np.tile(p, times)).to(device) for p in (scale.gain, scale.offset))

@@ -41,39 +41,28 @@ KINDS: Final = {
 class WorldOptions:
     """Options of some kinds only."""
 
-    context_sigma: float = CONTEXT_SIGMA
-    """Noise level of the memory latent while training, in [0, 1]."""
-    camera: str = ""
-    """JSON file with the camera's place; empty: that of the recordings' simulator, if known."""
+    context_sigma: float = CONTEXT_SIGMA  # Noise level of the memory latent while training, in [0, 1].
+    camera: str = ""  # JSON file with the camera's place; empty: that of the recordings' simulator, if known.
 
 
 class FittedWorld(ABC):
     """A world of one kind while it is fitted."""
 
     kind: ClassVar[str]
-    options: ClassVar[frozenset[str]] = frozenset()
-    """Fields of `WorldOptions` that this kind has."""
-    fine_tunes: ClassVar[bool] = False
-    """Whether it has the methods for `launch.fine_tune`: see `wan.WanFit`."""
-    distils: ClassVar[bool] = False
-    """Whether it has those for `asyncrl fit decoder`: `fresh_decoder` and `save_decoder`."""
+    options: ClassVar[frozenset[str]] = frozenset()  # Fields of `WorldOptions` that this kind has.
+    fine_tunes: ClassVar[bool] = False  # True with the methods for `launch.fine_tune`, as `wan.WanFit`.
+    distils: ClassVar[bool] = False  # True with `fresh_decoder` and `save_decoder` (`asyncrl fit decoder`).
 
     load_world: ClassVar[Callable[..., Any]]
     """Loads a `worlds.interface.World` of this kind, of ours or published: ``folder, device=, dtype=``."""
 
     def __init__(self, world: Any) -> None:
-        """Wrap a `worlds.interface.World`."""
         self.world = world
 
     @classmethod
     @abstractmethod
     def fresh(cls, size: Size, vae_size: Size, recordings: Recordings, options: WorldOptions) -> Self:
-        """Build networks with fresh weights for the recordings' pictures, on the CPU.
-
-        Args:
-            size: Of the network that draws latents, and of those that make its tokens.
-            vae_size: Of the autoencoder.
-        """
+        """Build fresh networks on the CPU: `size` of the latents' network, `vae_size` of the autoencoder."""
 
     @classmethod
     def load(cls, folder: Path, device: torch.device, dtype: torch.dtype | None = None) -> Self:
@@ -95,15 +84,11 @@ class FittedWorld(ABC):
 
     @abstractmethod
     def take_autoencoder(self, source: FittedWorld) -> None:
-        """Take over the autoencoder of another world instead of fitting one."""
+        """Copy the autoencoder of another world instead of fitting one."""
 
     @abstractmethod
     def fit_network(self, recordings: Recordings, schedule: Schedule, options: WorldOptions) -> float:
-        """Train all but the autoencoder in place by the published objective; return the mean loss at the end.
-
-        Args:
-            schedule: Its batch is of windows: a decision and the frames it sees before.
-        """
+        """Train all but the autoencoder on windows (published objective); return the mean loss at the end."""
 
     @abstractmethod
     def redraw(self, recordings: Recordings) -> FrameFile:
@@ -144,7 +129,7 @@ def fit_class(kind: str) -> type[FittedWorld]:
 
 
 def load_fitted(folder: Path, device: torch.device, dtype: torch.dtype | None = None) -> FittedWorld:
-    """Load a world of any kind; see `FittedWorld.load`."""
+    """Load a world of any kind."""
     if not folder.is_dir():
         raise CheckpointError(
             f"There is no folder {folder.absolute()} with a world. Give one that `asyncrl fit world` "
@@ -154,12 +139,7 @@ def load_fitted(folder: Path, device: torch.device, dtype: torch.dtype | None = 
 
 
 def check_recordings(recordings: Recordings, numbers: int = 0, world: str = "the world of --refine") -> None:
-    """Refuse recordings without a decision, or of another width of actions, with a ConfigError.
-
-    Args:
-        numbers: Width of an action; 0: any.
-        world: In words.
-    """
+    """Raise ConfigError for recordings without a decision or with actions not `numbers` wide (0: any)."""
     width = recordings.actions.shape[1]
     if numbers and width != numbers:
         raise ConfigError(
