@@ -18,13 +18,10 @@ class SimulatorSource:
 
     name: str
     """Short name, or 'package.module:Class' (or function) of the user."""
-    settings: tuple[str, ...] = ()
-    """Keywords, as 'key=value' texts."""
+    settings: tuple[str, ...] = ()  # Keywords, as 'key=value' texts.
     places: int = 1
-    image_size: int = 0
-    """Side of the pictures in pixels; 0: the simulator's own."""
-    horizon: int = 0
-    """Steps until an episode is truncated; 0: the simulator's own."""
+    image_size: int = 0  # Side of the pictures in pixels; 0: the simulator's own.
+    horizon: int = 0  # Steps until an episode is truncated; 0: the simulator's own.
 
     def with_(self, **changes: Any) -> SimulatorSource:
         """Return a copy with some fields changed."""

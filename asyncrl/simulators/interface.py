@@ -123,8 +123,7 @@ class Stepped(NamedTuple):
     success: NDArray[np.bool_]
     """``[n]`` True where the task is fulfilled after this step. Not latched: a later step may undo it."""
     terminated: NDArray[np.bool_]
-    """``[n]`` True where the episode cannot go on: an object has fallen. A success is no termination by
-    itself; the player decides whether it ends the episode."""
+    """``[n]`` True where the episode cannot go on: an object has fallen. A success is no termination."""
     truncated: NDArray[np.bool_]
     """``[n]`` True where `SimulatorSpec.max_steps` is reached."""
 
@@ -203,8 +202,7 @@ class Flaws:
     def __init__(self, settings: Demonstrator, rng: np.random.Generator) -> None:
         self._rng = rng
         self._noise = float(rng.uniform(*settings.noise))
-        self.grasp = np.asarray(settings.offset) + rng.normal(0.0, 1.0, 2) * settings.spread
-        """``[2]`` metres (x, y) by which the grasp misses."""
+        self.grasp = np.asarray(settings.offset) + rng.normal(0.0, 1.0, 2) * settings.spread  # [2] m (x, y).
         self.place = np.asarray(settings.place_offset) + rng.normal(0.0, 1.0, 2) * settings.place_spread
         """``[2]`` metres (x, y) by which the set-down misses."""
         self.retry = settings.retry

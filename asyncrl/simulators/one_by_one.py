@@ -12,11 +12,10 @@ from asyncrl.simulators.interface import Seen, SimStart, SimulatorSpec, Stepped
 
 
 class Outcome(NamedTuple):
-    """Result of one step; see `interface.Stepped`."""
+    """Result of one step."""
 
     success: bool
-    reward: float | None = None
-    """None: 1 with success, else 0."""
+    reward: float | None = None  # None: 1 with success, else 0.
     terminated: bool = False
 
 

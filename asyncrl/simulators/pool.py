@@ -30,10 +30,8 @@ from asyncrl.simulators.interface import Demonstrator, SimStart, Simulator, Simu
 from asyncrl.simulators.pool_worker import Frames, PlaceArrays, Request, Worker, plain_tuples, worker_main
 
 _log = logging.getLogger(__name__)
-MOST_LOST: Final = 5
-"""Workers that may be lost before the pool gives up."""
-START_TIMEOUT: Final = 300.0
-"""Seconds until a worker must be ready: drawing may have to be compiled first."""
+MOST_LOST: Final = 5  # Workers that may be lost before the pool gives up.
+START_TIMEOUT: Final = 300.0  # Seconds until a worker must be ready: drawing may have to be compiled.
 _ERRORS: Final[dict[str, type[AsyncRLError]]] = {"AssetError": AssetError, "ConfigError": ConfigError}
 
 
@@ -44,12 +42,10 @@ class SlotAnswer:
     slot: int
     lost: str = ""
     """Why the episode was lost with its worker, else empty. The slot is then free, the other fields void."""
-    task: str = ""
-    """After a reset: the instruction."""
+    task: str = ""  # After a reset: the instruction.
     frames: NDArray[np.uint8] = field(default_factory=lambda: np.zeros((0, 1, 0, 0, 3), np.uint8))
-    """``[S, K, H, W, 3]`` if all frames were asked for, else ``[1, ...]``, the last; or after the reset."""
-    states: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0), np.float32))
-    """``[rows of frames, Q]``."""
+    """``[S, K, H, W, 3]`` if all frames were asked for, else the last or the reset's ``[1, ...]``."""
+    states: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0), np.float32))  # [rows, Q].
     poses: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0), np.float32))
     """``[rows of frames, 8]``; ``[rows of frames, 0]`` without `SimulatorSpec.poses`."""
     actions: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0), np.float32))
@@ -87,10 +83,8 @@ class _WorkerProcess:
         context = mp.get_context("spawn")
         self.name = f"simulator worker {number}"
         self.spec: SimulatorSpec | None = None
-        self.arrays: PlaceArrays | None = None
-        """None, as the spec, until the worker is ready."""
-        self.heard = time.monotonic()
-        """When the newest request was sent or the newest answer came."""
+        self.arrays: PlaceArrays | None = None  # None, as the spec, until the worker is ready.
+        self.heard = time.monotonic()  # Time of the newest request or answer.
         self._steps, self._unsent = steps, list[Request]()
         self.pipe, theirs = context.Pipe()
         self.process: BaseProcess = context.Process(
@@ -100,7 +94,6 @@ class _WorkerProcess:
         theirs.close()
 
     def send(self, request: Request) -> None:
-        """Send a request, or keep it until the worker is ready."""
         self.heard = time.monotonic()
         if self.arrays is None:
             self._unsent.append(request)
@@ -111,7 +104,6 @@ class _WorkerProcess:
             return  # It died: `check` reports that.
 
     def answers(self) -> list[dict[str, Any]]:
-        """Receive what has come, without waiting."""
         found = []
         try:
             while self.pipe.poll():
@@ -161,7 +153,6 @@ class _WorkerProcess:
         )
 
     def close(self, patience: float = 5.0) -> None:
-        """Close the pipe, which ends the process; kill it if that takes longer than `patience` seconds."""
         self.pipe.close()
         self.process.join(timeout=patience)
         if self.process.is_alive():
@@ -176,7 +167,6 @@ class SimulatorPool:
     on Linux the workers die with that thread.
 
     Args:
-        source: Simulator of every worker.
         workers: Processes; 0 runs everything in this process.
         steps: Most steps of a request.
         timeout: Seconds a worker may take for one answer.
@@ -196,10 +186,8 @@ class SimulatorPool:
                 "cannot work. Use 0 workers (this process) or more, and at least 1 place and step."
             )
         self._source, self._steps, self._timeout = source, steps, timeout
-        self._asked: dict[int, Frames] = {}
-        """Slot -> frames wanted of the request under way there."""
-        self._tasks: dict[int, int] = {}
-        """Slot -> task id of the scene that is loaded there."""
+        self._asked: dict[int, Frames] = {}  # Slot -> frames wanted of the pending request.
+        self._tasks: dict[int, int] = {}  # Slot -> task id of the loaded scene.
         self._lost = 0
         self._closed = False
         self._members: list[_InProcess | _WorkerProcess] = []
@@ -212,8 +200,7 @@ class SimulatorPool:
         except BaseException:
             self.close()
             raise
-        self.places = self.spec.places
-        """Slots of each worker."""
+        self.places = self.spec.places  # Slots of each worker.
         self.slots = self.places * len(self._members)
 
     def reset(self, slot: int, start: SimStart, expert: Demonstrator | None = None) -> None:
@@ -330,7 +317,6 @@ class SimulatorPool:
             return self._replace(number, member, str(error))
 
     def _replace(self, number: int, member: _WorkerProcess, reason: str) -> list[SlotAnswer]:
-        """Start another worker in the place of a lost one; report its episodes as lost."""
         self._lost += 1
         _log.warning("%s Its episodes are played again (%d of %d times).", reason, self._lost, MOST_LOST)
         member.close(patience=0.0)

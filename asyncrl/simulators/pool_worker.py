@@ -28,8 +28,7 @@ from asyncrl.records import POSE_DIM
 from asyncrl.simulators.build import SimulatorSource
 from asyncrl.simulators.interface import Demonstrator, HasExpert, Seen, SimStart, Simulator, SimulatorSpec
 
-Frames = Literal["none", "last", "all"]
-"""Which pictures of a request are wanted."""
+Frames = Literal["none", "last", "all"]  # Pictures wanted of a request.
 Request = dict[str, Any]
 Answer = dict[str, Any]
 
@@ -38,18 +37,12 @@ Answer = dict[str, Any]
 class PlaceArrays:
     """Memory shared by a worker and the parent; row i of a place belongs to step i, or row 0 to a reset."""
 
-    actions: NDArray[np.float32]
-    """``[P, C, A]`` written by the parent, or by the worker where an expert chooses."""
-    frames: NDArray[np.uint8]
-    """``[P, C, K, H, W, 3]``."""
-    states: NDArray[np.float32]
-    """``[P, C, Q]``."""
-    poses: NDArray[np.float32]
-    """``[P, C, 8]``; ``[P, C, 0]`` without `SimulatorSpec.poses`."""
-    rewards: NDArray[np.float32]
-    """``[P, C]``."""
-    success: NDArray[np.bool_]
-    """``[P, C]``."""
+    actions: NDArray[np.float32]  # [P, C, A], written by the parent, or by the worker for an expert.
+    frames: NDArray[np.uint8]  # [P, C, K, H, W, 3].
+    states: NDArray[np.float32]  # [P, C, Q].
+    poses: NDArray[np.float32]  # [P, C, 8]; [P, C, 0] without `SimulatorSpec.poses`.
+    rewards: NDArray[np.float32]  # [P, C].
+    success: NDArray[np.bool_]  # [P, C].
 
     @classmethod
     def shapes(cls, spec: SimulatorSpec, steps: int) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
@@ -95,7 +88,6 @@ class _Turn:
 
     @property
     def wants_picture(self) -> bool:
-        """True if the next step's picture is wanted."""
         return self.frames == "all" or (self.frames == "last" and self.done == self.steps - 1)
 
 
@@ -105,8 +97,7 @@ class Worker:
     def __init__(self, simulator: Simulator, arrays: PlaceArrays) -> None:
         self._simulator, self._arrays = simulator, arrays
         self._experts: dict[int, Callable[[], NDArray[np.float32]]] = {}
-        self._playing: set[int] = set()
-        """Places with an episode that is not over."""
+        self._playing: set[int] = set()  # Places with an episode that is not over.
         self._waiting: list[_Turn] = []
 
     def take(self, requests: Sequence[Request]) -> list[Answer]:
@@ -144,7 +135,6 @@ class Worker:
         return {"place": place, "task": seen.tasks[0]}
 
     def _play(self, turns: list[_Turn]) -> list[Answer]:
-        """Step all places together until each has made its steps, or its episode ended."""
         arrays = self._arrays
         while going := [turn for turn in turns if not turn.over]:
             places, rows = [turn.place for turn in going], [turn.done for turn in going]

@@ -21,8 +21,7 @@ from asyncrl.errors import AssetError
 LIBRARIES: Final[dict[str, tuple[str, ...]]] = {
     "egl": ("libEGL.so.1", "libEGL.so"),
     "osmesa": ("libOSMesa.so.8", "libOSMesa.so.6", "libOSMesa.so"),
-}
-"""Libraries of each backend, in the order in which backends are tried."""
+}  # By backend, in the order in which backends are tried.
 
 _OFF = ("disable", "disabled", "off", "false", "0")
 _REMEDY = (
@@ -75,7 +74,6 @@ def load_mujoco() -> Any:
 
 
 def _usable(backend: str) -> bool:
-    """True if the library loads and, for EGL, has at least one device."""
     for name in LIBRARIES[backend]:
         try:
             library = ctypes.CDLL(name)
@@ -127,8 +125,7 @@ class Renderer:
         model: A ``mujoco.MjModel`` whose off-screen buffer is at least ``size * supersample`` wide. Other
             models compiled from the same text may be drawn too.
         cameras: Names of K cameras of the model.
-        most_shapes: Shapes that are drawn at most.
-        without: Of ``mujoco.mjtRndFlag``, such as ``SHADOW``: what is not drawn.
+        without: Of ``mujoco.mjtRndFlag``, such as ``SHADOW``: not drawn.
     """
 
     def __init__(
@@ -148,8 +145,7 @@ class Renderer:
         self._context.make_current()
         self._buffers = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_50)
         mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._buffers)
-        self.option = mujoco.MjvOption()
-        """Which kinds of shapes are drawn."""
+        self.option = mujoco.MjvOption()  # Kinds of shapes that are drawn.
         self._views: list[tuple[Any, Any]] = []
         for name in cameras:
             camera, scene = mujoco.MjvCamera(), mujoco.MjvScene(model, maxgeom=most_shapes)

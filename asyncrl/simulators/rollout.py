@@ -26,15 +26,11 @@ from asyncrl.simulators.interface import Demonstrator, SimStart, SimulatorSpec, 
 from asyncrl.simulators.pool import SimulatorPool, SlotAnswer
 from asyncrl.simulators.pool_worker import Frames
 
-PATIENCE: Final = 600.0
-"""Seconds without any answer after which the simulators are given up."""
-REPEAT_STRIDE: Final = 1 << 40
-"""Distance of the sampling seeds of an episode's further plays from those of its first."""
-HELD_OUT: Final = 1_000_000
-"""First seed of evaluation; from here on none is used for recordings, start states or training."""
+PATIENCE: Final = 600.0  # Seconds without any answer after which the simulators are given up.
+REPEAT_STRIDE: Final = 1 << 40  # Distance of the sampling seeds of an episode's repeated plays.
+HELD_OUT: Final = 1_000_000  # First seed of evaluation; all other uses stay below.
 SEEDS_PER_EVALUATION: Final = 100_000
-EPISODES: Final = 256
-"""Default length of an evaluation at seeds."""
+EPISODES: Final = 256  # Default length of an evaluation at seeds.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +38,7 @@ class Play:
     """One episode to be played."""
 
     start: SimStart
-    repeat: int = 0
-    """Number of earlier plays of the start: a policy samples with other seeds."""
+    repeat: int = 0  # Number of earlier plays of the start: a policy samples with other seeds.
 
     @property
     def key(self) -> tuple[str, int]:
@@ -55,16 +50,12 @@ class Play:
 class Observations:
     """Observations of B slots to be decided."""
 
-    images: NDArray[np.uint8]
-    """``[B, K, H, W, 3]``."""
-    states: NDArray[np.float32]
-    """``[B, Q]``."""
+    images: NDArray[np.uint8]  # [B, K, H, W, 3].
+    states: NDArray[np.float32]  # [B, Q].
     tasks: list[str]
-    seeds: list[int]
-    """Of the policy's sampling."""
+    seeds: list[int]  # Of the policy's sampling.
     plays: list[Play]
-    decisions: list[int]
-    """Decisions made before in each episode."""
+    decisions: list[int]  # Decisions made before in each episode.
 
 
 Act = Callable[[Observations], Sequence[NDArray[np.float32] | None] | NDArray[np.float32]]
@@ -81,22 +72,16 @@ class SimulatedEpisode:
     frames: NDArray[np.uint8]
     """``[F, H, W, 3]`` of the first camera, from the first observation on. Without frames, here and in the
     next three, ``[1, ...]``: only the first observation."""
-    more_frames: NDArray[np.uint8]
-    """``[F, K - 1, H, W, 3]`` of the other cameras."""
-    states: NDArray[np.float32]
-    """``[F, Q]``."""
+    more_frames: NDArray[np.uint8]  # [F, K - 1, H, W, 3] of the other cameras.
+    states: NDArray[np.float32]  # [F, Q].
     poses: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0), np.float32))
     """``[F, 8]`` hand poses (`interface.hand_pose`); empty without `SimulatorSpec.poses`."""
-    actions: NDArray[np.float32]
-    """``[F, A]``; row 0 is `records.dummy_action`."""
-    rewards: NDArray[np.float32]
-    """``[F]``; row 0 is 0."""
-    success: NDArray[np.bool_]
-    """``[F]`` True where the task was solved in that frame."""
+    actions: NDArray[np.float32]  # [F, A]; row 0 is `records.dummy_action`.
+    rewards: NDArray[np.float32]  # [F]; row 0 is 0.
+    success: NDArray[np.bool_]  # [F] True where the task was solved in that frame.
     terminated: bool
     truncated: bool
-    seconds: float
-    """From the reset until its end."""
+    seconds: float  # From the reset until its end.
 
     @property
     def seed(self) -> int:
@@ -124,10 +109,8 @@ class _Running:
     play: Play
     began: float = field(default_factory=time.monotonic)
     task: str = ""
-    answers: list[SlotAnswer] = field(default_factory=list)
-    """The first is the reset's, each further one a decision's."""
-    solved_for: int = -1
-    """Decisions since the task was solved; -1 if it is not."""
+    answers: list[SlotAnswer] = field(default_factory=list)  # Of the reset, then of each decision.
+    solved_for: int = -1  # Decisions since the task was solved; -1 if it is not.
 
     @property
     def sampling_seed(self) -> int:

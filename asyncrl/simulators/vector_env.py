@@ -23,7 +23,6 @@ from asyncrl.simulators.interface import Seen, SimStart, SimulatorSpec, Stepped,
 
 
 def _leaves_of(space: Any, above: str = "") -> dict[str, Any]:
-    """Return the spaces of an observation by path, like ``sensors/rgb``; a space that is no Dict by ''."""
     inner = getattr(space, "spaces", None)
     if not isinstance(inner, Mapping):
         return {above: space}
@@ -40,7 +39,6 @@ def _value_at(observation: Any, path: str) -> NDArray[Any]:
 
 
 def _find_picture(space: Any, image_key: str) -> tuple[str, int]:
-    """Return path and side in pixels of the picture; without a key it must be the only one."""
     leaves = _leaves_of(space)
     pictures = [path for path, leaf in leaves.items() if _is_picture(leaf)]
     has = f"Its observation has {_describe(leaves)}."
@@ -179,16 +177,12 @@ class VectorEnvSimulator:
             lockstep=True,
         )
         self._playing = np.zeros(places, np.bool_)
-        self._must_reset = np.ones(places, np.bool_)
-        """Places that the environment cannot step before it reset them."""
+        self._must_reset = np.ones(places, np.bool_)  # Places to be reset before the environment can step.
         self._steps = np.zeros(places, np.int64)
-        self._seeds = np.zeros(places, np.int64)
-        """Of each place's last episode."""
-        self._images = np.zeros((places, size, size, 3), np.uint8)
-        """Newest picture of each place's episode."""
+        self._seeds = np.zeros(places, np.int64)  # Of each place's last episode.
+        self._images = np.zeros((places, size, size, 3), np.uint8)  # Newest picture of each place's episode.
         self._states = np.zeros((places, width), np.float32)
-        self._shown: NDArray[np.uint8] | None = None
-        """``[P, H, W, 3]`` newest pictures of the environment itself."""
+        self._shown: NDArray[np.uint8] | None = None  # [P, H, W, 3], the environment's newest.
         self._closed = False
 
     def reset(self, places: Sequence[int], starts: Sequence[SimStart]) -> Seen:
@@ -210,7 +204,7 @@ class VectorEnvSimulator:
         return self.look(rows)._replace(tasks=tasks)
 
     def step(self, places: Sequence[int], actions: NDArray[np.float32], *, draw: bool) -> Stepped:
-        """Carry out one action in each of n places; see `Simulator.step`."""
+        """Carry out one action in each of n places."""
         rows = list(places)
         check_step(rows, actions, self.spec.action_dim, self._playing)
         if self._must_reset.any():
@@ -255,7 +249,6 @@ class VectorEnvSimulator:
             self._env.close()
 
     def _reset_env(self, mask: NDArray[np.bool_]) -> tuple[Any, Mapping[str, Any]]:
-        """Reset the places of a mask ``[P]``, each with its seed; return observation and infos of all."""
         seeds = [int(seed) if masked else None for seed, masked in zip(self._seeds, mask, strict=True)]
         observation, infos = self._env.reset(seed=seeds, options={"reset_mask": mask.copy()})
         shown = self._pictures(observation)
@@ -331,7 +324,6 @@ def _mode_of(env: Any) -> str:
 
 
 def _registration(env: Any) -> Any:
-    """Return gymnasium's registration of the environments; None without `gymnasium.make`."""
     if env.spec is not None or not hasattr(env, "get_attr"):
         return env.spec
     return next(iter(env.get_attr("spec")), None)

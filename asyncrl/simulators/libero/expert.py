@@ -16,22 +16,17 @@ from numpy.typing import NDArray
 from asyncrl.simulators.interface import Flaws, skew_part
 from asyncrl.simulators.libero.scene import Scene
 
-TRANSLATION: Final = 0.05
-"""Metres of the controller's target at action 1."""
-ROTATION: Final = 0.5
-"""Radians at action 1."""
-GAIN: Final = 2.0
-"""Compensates that the controller covers only a part of its way before the next action."""
+TRANSLATION: Final = 0.05  # Metres of the controller's target at action 1.
+ROTATION: Final = 0.5  # Radians at action 1.
+GAIN: Final = 2.0  # The controller covers only a part of its way before the next action.
 CLOSE: Final = 1.0
 OPEN: Final = -1.0
 _HAND_DOWN = np.diag([1.0, -1.0, -1.0])
-_CLEARANCE = 0.1
-"""Height above the grip at which the hand arrives."""
+_CLEARANCE = 0.1  # Height above the grip at which the hand arrives.
 _ROOM = 0.018
 _CLOSING_STEPS = 10
 _OPENING_STEPS = 6
-_PATIENCE = 60
-"""Steps after which a phase ends in any case."""
+_PATIENCE = 60  # Steps after which a phase ends in any case.
 
 
 class Phase(Enum):
@@ -51,10 +46,8 @@ class Phase(Enum):
 class Grasp:
     """Grasp of an object."""
 
-    radius: float = 0.0
-    """Distance of the rim from the object's axis; 0: across its middle."""
-    height: float = 0.0
-    """Of the grip above the object's origin."""
+    radius: float = 0.0  # Distance of the rim from the object's axis; 0: across its middle.
+    height: float = 0.0  # Of the grip above the object's origin.
     angles: tuple[float, ...] = (90.0,)
     """Directions in which the fingers close, in the world (0: x, 90: y), from axis to rim: the next one
     after a miss."""
@@ -68,13 +61,10 @@ class MovePlan:
     """Move an object to a goal."""
 
     item: str
-    goal: str
-    """An object, fixture or region."""
+    goal: str  # An object, fixture or region.
     grasp: Grasp
-    drop: float = 0.008
-    """Height of the object's origin above the goal's when the fingers open."""
-    over: float = 0.16
-    """Least height of the hand above the goal's origin on the way there."""
+    drop: float = 0.008  # Height of the object's origin above the goal's when the fingers open.
+    over: float = 0.16  # Least height of the hand above the goal's origin on the way there.
 
 
 class Expert:
@@ -132,7 +122,6 @@ class Expert:
         self._gripper = CLOSE if phase in _HOLDING else OPEN
 
     def _next(self, hand: NDArray[np.float64]) -> None:
-        """Enter the next phase; after an empty grasp, with `retry`, the first."""
         phase = self._phase
         if phase is Phase.WITHDRAW:
             return
@@ -146,7 +135,6 @@ class Expert:
     def _target(
         self, hand: NDArray[np.float64], axes: NDArray[np.float64]
     ) -> tuple[NDArray[np.float64], bool]:
-        """Return the hand's target ``[3]``, and True if the phase is at its end."""
         item, goal = self._scene.position(self._plan.item), self._scene.position(self._plan.goal)
         phase = self._phase
         if phase is Phase.REACH:

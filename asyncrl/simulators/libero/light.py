@@ -40,12 +40,9 @@ _EDGES = ((0, 1), (1, 2), (2, 0))
 class Shape:
     """A shape of triangles in its file's coordinates."""
 
-    points: NDArray[np.float64]
-    """``[V, 3]``."""
-    faces: NDArray[np.int32]
-    """``[F, 3]`` points of a face."""
-    texture: NDArray[np.float64] | None = None
-    """``[F, 3, 2]`` places in the texture, by corner."""
+    points: NDArray[np.float64]  # [V, 3].
+    faces: NDArray[np.int32]  # [F, 3] points of a face.
+    texture: NDArray[np.float64] | None = None  # [F, 3, 2] places in the texture, by corner.
 
     @classmethod
     def of(cls, model: Any, mesh: int) -> Shape:
@@ -102,7 +99,6 @@ def simplified(shape: Shape, faces: int) -> Shape:
 
 
 def _laid_on(shape: Shape, corners: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return texture places ``[F, 3, 2]`` of new faces, from the old face nearest to each."""
     tree: Any = importlib.import_module("scipy.spatial").cKDTree(shape.points[shape.faces].mean(axis=1))
     nearest = tree.query(corners.mean(axis=1))[1]
     assert shape.texture is not None
@@ -141,8 +137,7 @@ def load_simplifier() -> Callable[..., Any]:
 
 _FORMAT: Final = 1
 _OPEN: Final = 0.1
-_MORE: Final = 3
-"""Times more faces for a shape of loose parts (more than `_OPEN` open edges), which would fall apart."""
+_MORE: Final = 3  # Times more faces for a shape of loose parts, which would fall apart.
 
 
 @dataclass(kw_only=True)
@@ -154,8 +149,7 @@ class LightReport:
     textures: int = 0
     faces_before: int = 0
     faces_after: int = 0
-    kept: list[str] = field(default_factory=list)
-    """Shapes that could not be simplified and stay as they are."""
+    kept: list[str] = field(default_factory=list)  # Shapes that could not be simplified.
 
 
 def light_files(suite: str) -> dict[str, str]:

@@ -23,18 +23,14 @@ from asyncrl.simulators.interface import hand_pose
 from asyncrl.simulators.libero.tasks import environment, load_robosuite, quiet
 from asyncrl.simulators.rendering import Renderer, count_egl_devices, require_backend
 
-CAMERAS: Final = {"agentview": "agentview", "wrist": "robot0_eye_in_hand"}
-"""Names of the cameras, and what robosuite calls them."""
+CAMERAS: Final = {"agentview": "agentview", "wrist": "robot0_eye_in_hand"}  # Ours -> robosuite's.
 STATE_DIM: Final = 8
-OPEN: Final = 0.08
-"""Metres between the fingers of an open gripper."""
+OPEN: Final = 0.08  # Metres between the fingers of an open gripper.
 CONTROL_HZ: Final = 20
 _STATE: Final = ("robot0_eef_pos", "robot0_eef_quat", "robot0_gripper_qpos")
 _LAYOUT_TRIES: Final = 20
-_JOINT_NOISE: Final = 0.02
-"""Standard deviation of the arm's joints (rad) in stored starts, with which LIBERO drew them."""
-_MAX_GEOMS: Final = 1000
-"""Most shapes that the official environment draws."""
+_JOINT_NOISE: Final = 0.02  # Standard deviation of the arm's joints (rad) in stored starts.
+_MAX_GEOMS: Final = 1000  # Most shapes that the official environment draws.
 
 
 def drawing_device() -> str:
@@ -57,7 +53,6 @@ class Scene:
     """The scene of one task, with at most one episode under way.
 
     Args:
-        bddl: The task's file.
         cameras: Of `CAMERAS`.
         files: Path of a file -> the one drawn in its place.
     """
@@ -148,10 +143,7 @@ class Scene:
         return self.sim.data.get_site_xpos(name).copy()
 
     def hand(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return the grip's present position, ``[3]`` metres, and the hand's axes as columns, ``[3, 3]``.
-
-        The fingers move along the second axis, the third points out of the hand.
-        """
+        """Return the grip ``[3]`` (m) and the hand's axes as columns ``[3, 3]``: fingers y, outwards z."""
         robot, data = self._env.robots[0], self.sim.data
         axes = data.body_xmat[self.sim.model.body_name2id(robot.robot_model.eef_name)]
         return data.site_xpos[robot.eef_site_id].copy(), axes.reshape(3, 3).copy()
@@ -250,7 +242,6 @@ class _Fixture:
         self.rotation: NDArray[np.float64] = np.zeros(4)
 
     def draw(self) -> None:
-        """Draw a pose within the region of the task's file, by LIBERO's own sampler."""
         self.position, self.rotation, _ = self._sampler.sample()[self._body.name]
 
     def sample(self, fixtures: Mapping[str, Any] | None = None, **_: Any) -> dict[str, Any]:
@@ -293,7 +284,6 @@ def build_environment(bddl: Path, files: Mapping[str, str]) -> Any:
 
 
 def _with_files(kind: type, files: Mapping[str, str]) -> Callable[..., Any]:
-    """Derive a class of scenes that reads other files in the place of some."""
 
     def initialize(self: Any, xml_string: str | None = None) -> None:
         def other(match: re.Match[str]) -> str:

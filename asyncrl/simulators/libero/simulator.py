@@ -35,8 +35,7 @@ _OBJECTS: Final = (
     ("milk_1", 0, 0.025),
     ("chocolate_pudding_1", 90, 0.0),
     ("orange_juice_1", 0, 0.025),
-)
-"""Item, direction of the fingers and height of the grip, by task id."""
+)  # Item, direction of the fingers and height of the grip, by task id.
 
 
 def _bowl_to_plate(*angles: float) -> MovePlan:
@@ -68,8 +67,7 @@ PLANS: Final[dict[str, dict[int, MovePlan]]] = {
         6: MovePlan(item="cream_cheese_1", goal="akita_black_bowl_1", grasp=_CHEESE, drop=0.05),
         8: _USUAL,
     },
-}
-"""Suite -> task id -> plan of the scripted expert."""
+}  # Suite -> task id -> plan of the scripted expert.
 
 
 IMAGE_SIZE: Final = 256
@@ -208,7 +206,7 @@ class LiberoSuite:
     def expert(
         self, place: int, settings: Demonstrator, rng: np.random.Generator
     ) -> Callable[[], NDArray[np.float32]]:
-        """Return the scripted expert of the task; see `HasExpert.expert`."""
+        """Return the scripted expert of the task."""
         scene = self._begun([place])
         plans = PLANS.get(self.suite, {})
         if self._task_id not in plans:

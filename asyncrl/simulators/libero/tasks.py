@@ -28,8 +28,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.simulators.rendering import load_mujoco
 from asyncrl.storage.assets import user_cache_folder
 
-TRIALS: Final = 50
-"""Stored starts of each task, in every suite."""
+TRIALS: Final = 50  # Stored starts of each task, in every suite.
 SUITES: Final = ("libero_spatial", "libero_object", "libero_goal", "libero_10", "libero_90")
 
 
@@ -81,13 +80,11 @@ TESTED: Final = {
     "robosuite": "1.4.0",
     "bddl": "1.0.1",
     "mujoco": "3.3.7",
-}
-"""Distributions and the versions for which the numbers of the protocol hold."""
+}  # Versions for which the numbers of the protocol hold.
 _WHY_MUJOCO: Final = (
     "mujoco 3.4 to 3.8 cannot construct the scenes, and from 3.10 on objects that should rest slide away"
 )
-_FOREIGN: Final = ("libero", "hf-libero", "rlinf-libero", "libero-pro")
-"""Distributions that install the same module names with other contents."""
+_FOREIGN: Final = ("libero", "hf-libero", "rlinf-libero", "libero-pro")  # Same modules, other contents.
 
 
 def check_versions() -> None:

@@ -49,24 +49,17 @@ def matrix(quaternion: Array) -> Array:
     )
 
 
-TRANSLATION: Final = 0.1
-"""Metres of an action of 1."""
-ROTATION: Final = 0.1
-"""Radians of an action of 1."""
+TRANSLATION: Final = 0.1  # Metres of an action of 1.
+ROTATION: Final = 0.1  # Radians of an action of 1.
 OPEN: Final = -1.0
 CLOSE: Final = 1.0
-HOVER: Final = 0.08
-"""Height above the cube at which the hand travels to it."""
-LIFT: Final = 0.05
-"""Height above the lower cube at which the upper one travels."""
-BEHIND: Final = 0.08
-"""Distance behind the cube from which it is pushed."""
+HOVER: Final = 0.08  # Height above the cube at which the hand travels to it.
+LIFT: Final = 0.05  # Height above the lower cube at which the upper one travels.
+BEHIND: Final = 0.08  # Distance behind the cube from which it is pushed.
 _DOWN: Final = np.diag([1.0, -1.0, -1.0])
 _CLOSING_STEPS: Final = 3
-_MISSED: Final = 0.03
-"""Distance between cube and tool in CARRY beyond which the cube is lost."""
-_PATIENCE: Final = 20
-"""Steps after which a phase ends in any case."""
+_MISSED: Final = 0.03  # Distance between cube and tool in CARRY beyond which the cube is lost.
+_PATIENCE: Final = 20  # Steps after which a phase ends in any case.
 
 
 class SceneView:
@@ -111,7 +104,6 @@ class PickExpert:
     """Takes a cube to a goal: reach over it, sink, close, carry; to stack, come from above and let go.
 
     Args:
-        cube: Name of the cube in ManiSkill's environment.
         goal: Returns the goal of the cube's middle ``[3]``; called at every step.
     """
 
@@ -234,5 +226,4 @@ EXPERTS: Final[dict[str, Callable[[SceneView, Flaws], Callable[[], Array]]]] = {
     "pick_cube": _pick,
     "stack_cube": _stack,
     "push_cube": PushExpert,
-}
-"""By task."""
+}  # By task.

@@ -39,14 +39,11 @@ from asyncrl.simulators.maniskill.tasks import (
     reward_mode,
 )
 
-IMAGE_SIZE: Final = 128
-"""Default side of the pictures: ManiSkill's own."""
-PUBLISHED_SIZE: Final = 224
-"""The same for tasks with published policies."""
+IMAGE_SIZE: Final = 128  # Default side of the pictures: ManiSkill's own.
+PUBLISHED_SIZE: Final = 224  # The same for tasks with published policies.
 GRASPED: Final = 0.1
 HELD: Final = 0.1
-HELD_STEPS: Final = 5
-"""Steps in a row after which an object counts as held."""
+HELD_STEPS: Final = 5  # Steps in a row after which an object counts as held.
 SOLVED: Final = 1.0
 _CHOICES: Final = {
     "backend": ("cpu", "gpu"),
@@ -188,8 +185,7 @@ class ManiSkill:
         counts = [places] if self._batched else [1] * places
         self._envs = [make_environment(gym, task.environment, count, made_with) for count in counts]
         """One of P rows, or P of one."""
-        self._shown: list[Any] = [None] * len(self._envs)
-        """Newest observation of each, drawn by the environment itself where policies are published."""
+        self._shown: list[Any] = [None] * len(self._envs)  # Newest observation that each drew itself.
         self._steps = np.zeros(places, np.int64)
         self._playing = np.zeros(places, np.bool_)
         self._shaped = GraspReward(places)
@@ -345,7 +341,7 @@ class ManiSkillWithExpert(ManiSkill):
     def expert(
         self, place: int, settings: Demonstrator, rng: np.random.Generator
     ) -> Callable[[], NDArray[np.float32]]:
-        """Return the scripted expert of the task; see `HasExpert.expert`."""
+        """Return the scripted expert of the task."""
         index, row = self._where(place)
         make = EXPERTS[self.name.removeprefix("maniskill_")]
         act = make(SceneView(self._envs[index], row), Flaws(settings, rng))
@@ -369,7 +365,6 @@ def __getattr__(name: str) -> type[ManiSkill]:
 
 
 def _flags(info: dict[str, Any], key: str, rows: int) -> NDArray[np.bool_]:
-    """Return a flag of info ``[rows]``; False where info lacks it."""
     return info[key].cpu().numpy().astype(np.bool_) if key in info else np.zeros(rows, np.bool_)
 
 
@@ -380,7 +375,6 @@ def _bounds(space: Any) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
 
 
 def _signs(task: ManiSkillTask, width: int) -> NDArray[np.float64]:
-    """Return ``[A]`` signs between our convention and ManiSkill's."""
     if task.robot == "hand":
         return np.ones(width)
     rotation = 1.0 if task.published else -1.0
@@ -389,7 +383,6 @@ def _signs(task: ManiSkillTask, width: int) -> NDArray[np.float64]:
 
 
 def _idle(task: ManiSkillTask, width: int) -> NDArray[np.float64]:
-    """Return ``[A]`` ManiSkill's numbers that move nothing and open the gripper."""
     idle = np.zeros(width)
     if task.robot == "gripper":
         idle[6::7] = 1.0

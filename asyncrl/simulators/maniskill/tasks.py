@@ -17,32 +17,24 @@ from typing import Any, Final, Literal
 
 from asyncrl.errors import AssetError, ConfigError
 
-WIDOWX: Final = "arm_pd_ee_target_delta_pose_align2_gripper_pd_joint_pos"
-"""Controller of published policies of put_on_plate_25: metres and radians."""
+WIDOWX: Final = "arm_pd_ee_target_delta_pose_align2_gripper_pd_joint_pos"  # m, rad; published policies.
 
 
 @dataclass(frozen=True)
 class ManiSkillTask:
     """A task of ManiSkill."""
 
-    environment: str
-    """ManiSkill's own name."""
-    instruction: str = ""
-    """Lower case, without a full stop; empty: each episode has its own."""
+    environment: str  # ManiSkill's own name.
+    instruction: str = ""  # Lower case, without a full stop; empty: each episode has its own.
     _: KW_ONLY
-    control: str = "pd_ee_delta_pose"
-    """Name of ManiSkill's controller."""
+    control: str = "pd_ee_delta_pose"  # Name of ManiSkill's controller.
     robot: Literal["gripper", "stick", "hand"] = "gripper"
     """`gripper`: arms whose last number opens it; `stick`: an arm with a stick; `hand`: moved by joints."""
     camera: str = "base_camera"
-    wrist: str = ""
-    """Camera on the hand; empty: none."""
-    grasped: str = ""
-    """Key of info that is true while the object is held; empty: none, and no shaped reward."""
-    reconfigures: bool = False
-    """True if every reset builds another scene, which a batched simulation cannot do for one place."""
-    published: bool = False
-    """True if published policies exist: pictures, signs and reward are then as these expect them."""
+    wrist: str = ""  # Camera on the hand; empty: none.
+    grasped: str = ""  # Key of info, true while the object is held; empty: none, no shaped reward.
+    reconfigures: bool = False  # True if every reset builds another scene, which a batch cannot do.
+    published: bool = False  # True if published policies exist: they fix pictures, signs and reward.
 
 
 _WRIST: Final = "hand_camera"
@@ -106,8 +98,7 @@ TASKS: Final = {
     "put_on_plate_25_vision": _published("PutOnPlateInScene25VisionImage-v1"),
     "put_on_plate_25_semantic": _published("PutOnPlateInScene25Instruct-v1"),
     "put_on_plate_25_position": _published("PutOnPlateInScene25Position-v1"),
-}
-"""By the simulator's name without ``maniskill_``."""
+}  # By the simulator's name without maniskill_.
 
 
 def load_maniskill(name: str, task: ManiSkillTask, module: str) -> Any:

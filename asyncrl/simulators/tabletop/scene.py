@@ -24,38 +24,29 @@ PLATE_COLOURS: Final[dict[str, str]] = {
 }
 TASKS: Final[tuple[str, ...]] = tuple(
     f"put the {cube} cube on the {plate} plate" for cube in CUBE_COLOURS for plate in PLATE_COLOURS
-)
-"""Every instruction. The position in this tuple is the task id, for ever."""
+)  # The position is the task id, for ever.
 
 CUBES_IN_SCENE: Final = 2
 PLATES_IN_SCENE: Final = 2
 CUBE_HALF: Final = 0.023
 PLATE_RADIUS: Final = 0.055
 PLATE_HEIGHT: Final = 0.008
-FINGER_TRAVEL: Final = 0.040
-"""How far each finger opens. The cube leaves 1.7 cm on either side: the lateral error a grasp can bear."""
-TRANSLATION: Final = 0.06
-"""Metres per step at action 1."""
-ROTATION: Final = 0.25
-"""Radians per step at action 1."""
-HOME: Final = (0.0, 0.1743, 0.0, -2.3999, 0.0, 2.5742, 0.7854)
-"""Joint angles at reset: the tool at (0.50, 0, 0.14), pointing straight down."""
+FINGER_TRAVEL: Final = 0.040  # Opening of each finger; a cube leaves 1.7 cm on either side.
+TRANSLATION: Final = 0.06  # Metres per step at action 1.
+ROTATION: Final = 0.25  # Radians per step at action 1.
+HOME: Final = (0.0, 0.1743, 0.0, -2.3999, 0.0, 2.5742, 0.7854)  # Tool at (0.50, 0, 0.14), straight down.
 CAMERA: Final = "front"
 
-PHYSICS_STEPS: Final = 20
-"""Physics steps of 5 ms in one step."""
+PHYSICS_STEPS: Final = 20  # Physics steps of 5 ms in one step.
 TOOL_LOW: Final = (0.30, -0.30, 0.010)
-TOOL_HIGH: Final = (0.70, 0.30, 0.30)
-"""The tool cannot be sent outside this box."""
+TOOL_HIGH: Final = (0.70, 0.30, 0.30)  # The tool cannot be sent outside this box.
 
 _IK_EVERY = 5
 _CUBES_LOW, _CUBES_HIGH = (0.41, -0.17), (0.61, 0.17)
 _MAX_YAW = 0.25
-_CLEARANCE = 0.115
-"""Least distance between two objects at reset: the open fingers must fit between a plate and a cube."""
+_CLEARANCE = 0.115  # Least distance of objects at reset: fingers must fit between plate and cube.
 _NO_IMAGE = np.zeros((0, 0, 3), np.uint8)
-_PLATE_CORE = 0.045
-"""Half side of the invisible square that carries the cube: on a cylinder, a box would tremble."""
+_PLATE_CORE = 0.045  # Half side of the invisible square under the cube, which would tremble on a cylinder.
 _SHELL = ".80 .81 .84 1"
 _DARK = ".20 .21 .23 1"
 _FINGER = ".15 1 1 1"
@@ -64,8 +55,7 @@ _FINGER = ".15 1 1 1"
 def build_xml(render_size: int) -> str:
     """Write the model as MJCF: bodies ``cube0..``, ``plate0..``, joints ``j1..j7 f1 f2``, the site ``tool``.
 
-    Args:
-        render_size: Side of the off-screen buffer in pixels; the picture cannot be larger.
+    `render_size` is the side of the off-screen buffer in pixels, the largest size of a picture.
     """
     cubes = "".join(
         f'<body name="cube{i}" pos="0 0 1"><freejoint name="cube{i}"/>'
@@ -103,10 +93,7 @@ def build_xml(render_size: int) -> str:
 
 
 def _arm() -> str:
-    """Write seven links, innermost last, with the frames and joint ranges of a Franka Panda.
-
-    Wrist and hand are slimmer than the real ones, so that a grasp can be seen in a picture of 64 x 64 pixels.
-    """
+    """Wrist and hand are slimmer than a Franka Panda's, to show the grasp in a picture of 64 x 64 pixels."""
     # name, position, quaternion, joint range, [(capsule from-to, radius, colour)]
     links = [
         ("1", "0 0 .333", "1 0 0 0", "-2.89 2.89", [("0 0 -.15 0 0 0", ".06", _SHELL)]),
@@ -132,7 +119,6 @@ def _arm() -> str:
 
 
 def _hand() -> str:
-    """Write a flat palm and two fingers that slide along the tool's y axis; the tool point is between."""
     fingers = "".join(
         f'<body name="finger{name}" gravcomp="1" pos="0 0 .0584">'
         f'<joint name="f{name}" type="slide" axis="0 {side} 0" range="0 {FINGER_TRAVEL}" damping="20"/>'
@@ -191,11 +177,9 @@ class Table:
         self._mujoco = load_mujoco()
         self.model = _compile(image_size * supersample)
         self.data = self._mujoco.MjData(self.model)
-        self.task = ""
-        """The instruction, lower case, without a full stop."""
+        self.task = ""  # The instruction, lower case, without a full stop.
         self.success = False
-        self.cube = self.plate = 0
-        """Indices of the scene's cube and plate that the instruction names."""
+        self.cube = self.plate = 0  # Indices of those that the instruction names.
         self._tool = self.model.site("tool").id
         self._jacobian = np.zeros((6, self.model.nv))
         self._goal_position = np.zeros(3)

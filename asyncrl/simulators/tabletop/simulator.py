@@ -24,23 +24,18 @@ from asyncrl.simulators.tabletop.scene import (
     rotation_matrix,
 )
 
-MAX_STEPS: Final = 48
-"""An episode is truncated after 6 decisions of 8 steps."""
+MAX_STEPS: Final = 48  # An episode is truncated after 6 decisions of 8 steps.
 IMAGE_SIZE: Final = 64
-HOVER: Final = 0.07
-"""Height above the grasp at which the hand travels to the cube."""
-LIFT: Final = 0.06
-"""Height above the plate at which the cube travels."""
-GAIN: Final = 0.42
-"""Share of the remaining way per action: calm motion that a policy can copy."""
+HOVER: Final = 0.07  # Height above the grasp at which the hand travels to the cube.
+LIFT: Final = 0.06  # Height above the plate at which the cube travels.
+GAIN: Final = 0.42  # Share of the remaining way per action: calm motion that a policy can copy.
 CLOSE: Final = 1.0
 OPEN: Final = -1.0
 _DOWN = np.diag([1.0, -1.0, -1.0])
 _GRASP_HEIGHT = 0.020
 _CLOSING_STEPS = 2
 _RELEASE_STEPS = 2
-_PATIENCE = 18
-"""Steps after which reaching or carrying ends in any case."""
+_PATIENCE = 18  # Steps after which reaching or carrying ends in any case.
 
 
 class _TablePhase(Enum):
@@ -112,7 +107,6 @@ class TableExpert:
         return self._held_at
 
     def _turn(self) -> NDArray[np.float64]:
-        """Compute the rotation ``[3]`` that sets the hand upright and, before the grasp, along the cube."""
         table = self._table
         yaw = table.cube_yaw(table.cube)
         if self._phase is not _TablePhase.REACH:
@@ -204,7 +198,7 @@ class Tabletop(OneByOne[_TablePlace]):
         render: bool = True,
         supersample: int = 3,
     ) -> SimulatorSpec:
-        """Return the spec without a scene; arguments of the class."""
+        """Return the spec, without building a scene."""
         size = image_size or IMAGE_SIZE
         if not 16 <= size <= 512:
             raise ConfigError(
@@ -223,5 +217,5 @@ class Tabletop(OneByOne[_TablePlace]):
     def expert(
         self, place: int, settings: Demonstrator, rng: np.random.Generator
     ) -> Callable[[], NDArray[np.float32]]:
-        """Return the scripted expert; see `HasExpert.expert`."""
+        """Return the scripted expert."""
         return TableExpert(self.places[place].table, settings, rng).act
