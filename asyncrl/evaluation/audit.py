@@ -30,25 +30,21 @@ from asyncrl.simulators.pool import SimulatorPool
 from asyncrl.simulators.rollout import Observations, Play, SimulatedEpisode, rollout
 from asyncrl.worlds.interface import World
 
-TO_THE_END: Final = 1_000_000
-"""Decisions past a success: the simulator carries out all that was imagined."""
+TO_THE_END: Final = 1_000_000  # Decisions past a success: the simulator carries out all that was imagined.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Imagined:
     """Closed-loop episodes of a batch; each goes on until all have ended."""
 
-    frames: NDArray[np.uint8]
-    """``[B, N * C, H, W, 3]``: frame i was made by action i."""
-    actions: NDArray[np.float32]
-    """``[B, N, C, A]``."""
-    scores: NDArray[np.float32]
-    """``[B, N, C]`` probability of success of each frame."""
+    frames: NDArray[np.uint8]  # [B, N * C, H, W, 3]: frame i was made by action i.
+    actions: NDArray[np.float32]  # [B, N, C, A].
+    scores: NDArray[np.float32]  # [B, N, C] probability of success of each frame.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Models:
-    """The models that imagine, and the rule that ends an episode; see `ActorSettings`."""
+    """The models that imagine, and the rule that ends an episode."""
 
     policy: Policy
     world: World[Any]
@@ -104,16 +100,11 @@ class AuditedEpisode:
 
     start: str
     task: str
-    decisions: int
-    """Until the imagined end."""
-    imagined: bool
-    """Imagined success."""
-    true: bool
-    """True success at any of these steps."""
-    judged_true: bool
-    """Verdict of the reward model on the true frames of these steps."""
-    psnr: tuple[float, ...]
-    """dB of the imagined frames of each decision against the true ones."""
+    decisions: int  # Until the imagined end.
+    imagined: bool  # Imagined success.
+    true: bool  # True success at any of these steps.
+    judged_true: bool  # Verdict of the reward model on the true frames of these steps.
+    psnr: tuple[float, ...]  # dB of the imagined frames of each decision against the true ones.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,26 +37,18 @@ from asyncrl.storage.media import (
 )
 from asyncrl.worlds.interface import State, World
 
-PAIRS: Final = 16
-"""Most episodes on a contact sheet."""
-RATE: Final = 10
-"""Steps per second of a movie."""
+PAIRS: Final = 16  # Most episodes on a contact sheet.
+RATE: Final = 10  # Steps per second of a movie.
 _BATCH: Final = 32
-_WIDTH: Final = 128
-"""Least width of one judged picture in pixels."""
+_WIDTH: Final = 128  # Least width of one judged picture in pixels.
 _COLUMNS: Final = 3
 _SPACE: Final = 10
 _TEXT: Final = 13
-_HEAD: Final = 24
-"""Height of a line of headings in pixels."""
+_HEAD: Final = 24  # Height of a line of headings in pixels.
 
 
 def imagine_again(world: World[State], episodes: Sequence[SimulatedEpisode]) -> list[NDArray[np.uint8]]:
-    """Imagine the frames of recorded actions, from the first frames and poses of the episodes.
-
-    Returns:
-        One ``[F, H, W, 3]`` uint8 array per episode, frame 0 being the true one.
-    """
+    """Imagine recorded actions: ``[F, H, W, 3]`` uint8 per episode, frame 0 being the true one."""
     batches = [episodes[first : first + _BATCH] for first in range(0, len(episodes), _BATCH)]
     return [drawn for batch in batches for drawn in _imagine_together(world, batch)]
 
@@ -118,16 +110,11 @@ class JudgedEpisode:
     """A true episode, and the imagined one of its actions."""
 
     task: str
-    truth: NDArray[np.uint8]
-    """``[F, H, W, 3]``."""
-    solved_at: int | None
-    """Step that solved the task in truth; None if none did."""
-    imagined: NDArray[np.uint8]
-    """``[F, H, W, 3]``; ``[0, ...]`` without a world model."""
-    scores: NDArray[np.float32] | None = None
-    """``[F]`` probability of success of each imagined picture; None without a reward model."""
-    judged_at: int | None = None
-    """Step at which training calls the imagined episode a success; None if it does not."""
+    truth: NDArray[np.uint8]  # [F, H, W, 3].
+    solved_at: int | None  # Step that solved the task in truth; None if none did.
+    imagined: NDArray[np.uint8]  # [F, H, W, 3]; [0, ...] without a world model.
+    scores: NDArray[np.float32] | None = None  # [F] probability of success; None without a reward model.
+    judged_at: int | None = None  # Step of the imagined success, by the rule of training; None without one.
 
     @property
     def shown_step(self) -> int:
@@ -244,7 +231,6 @@ def _row(episode: JudgedEpisode) -> Image.Image:
 
 
 def _tile(episode: JudgedEpisode, step: int, names: tuple[str, str]) -> Image.Image:
-    """Draw one episode after `step` steps: truth left, imagination right, and in the end both verdicts."""
     true_step = min(step, len(episode.truth) - 1)
     solved = episode.solved_at is not None and step >= episode.solved_at
     halves = [_half(episode.truth[true_step], names[0], solved)]
@@ -279,7 +265,6 @@ def _joined(parts: Sequence[Image.Image], space: int) -> Image.Image:
 
 
 def _page(tiles: Sequence[Image.Image], columns: int, title: str) -> Image.Image:
-    """Lay pictures of one size in rows on a white page, below a title."""
     width, height = tiles[0].width + _SPACE, tiles[0].height + _SPACE
     size = (columns * width + _SPACE, -(-len(tiles) // columns) * height + _HEAD + _SPACE)
     page = Image.new("RGB", size, PAPER)

@@ -62,8 +62,7 @@ class Evaluation:
 
     overall: SuccessRate
     by_task: dict[str, SuccessRate]
-    mean_steps: float
-    """Steps until success, over the successful episodes; not a number when there are none."""
+    mean_steps: float  # Until success, over the successful episodes; nan without any.
 
     def as_dict(self) -> dict[str, object]:
         """Return plain values, for JSON: None where there is no number."""
@@ -160,11 +159,7 @@ def evaluate(
     on_frames: Callable[[SimulatedEpisode], None] | None = None,
     keep_frames: int = 0,
 ) -> tuple[Evaluation, list[SimulatedEpisode]]:
-    """Play every episode once and count; shows a progress bar.
-
-    Returns:
-        Success rates, and the episodes in the order of `plays`.
-    """
+    """Play every episode with a progress bar; return success rates, and episodes in the order of `plays`."""
     from tqdm import tqdm
 
     from asyncrl.simulators.rollout import rollout

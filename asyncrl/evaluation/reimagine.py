@@ -23,10 +23,8 @@ from asyncrl.worlds.interface import World
 class ImaginedAgain:
     """Frames and scores of stored actions and noise, by decision."""
 
-    frames: list[NDArray[np.uint8]] = field(default_factory=list)
-    """N times ``[C, H, W, 3]``."""
-    scores: list[NDArray[np.float32]] = field(default_factory=list)
-    """N times ``[C]`` probability of success per step."""
+    frames: list[NDArray[np.uint8]] = field(default_factory=list)  # N times [C, H, W, 3].
+    scores: list[NDArray[np.float32]] = field(default_factory=list)  # N times [C] probability of success.
 
 
 @torch.inference_mode()
@@ -78,14 +76,7 @@ def _filled(members: list[int], rows: int) -> list[int]:
 
 @torch.no_grad()
 def logprobs_again(policy: Policy, episode: Episode, decisions: Sequence[int]) -> NDArray[np.float32]:
-    """Compute the log-probs that a policy gives the stored samples of some decisions.
-
-    Args:
-        decisions: Which of its decisions, at least one.
-
-    Returns:
-        ``[len(decisions), C, A]`` in nats.
-    """
+    """Compute a policy's log-probs ``[len(decisions), C, A]`` in nats of stored samples of some decisions."""
     chosen = list(decisions)
     inputs = policy.preprocess(episode.frames[chosen], [episode.task] * len(chosen))
     sample = {
