@@ -1,10 +1,7 @@
-"""Advantages and value targets: group-relative, GAE, V-trace. Each episode is one row.
+"""Advantages and value targets, one row per episode: group-relative, GAE, V-trace.
 
-Dimension letters used in this file:
-    B  episodes in the batch     G  episodes per group     N  groups, N = B / G
-    T  time steps of the longest episode: decisions, or steps with a critic of level action
-    D  decisions of all episodes     C  steps per decision     A  numbers per step
-    K  values of a decision: 1, or C with a critic of level action
+B episodes, G of a group, T time steps of the longest episode (decisions, or steps with a critic of level
+action), D decisions, C steps of one, A numbers of a step, K values of a decision: 1, or C.
 """
 
 from __future__ import annotations
@@ -97,19 +94,15 @@ def group_relative_advantages(
     batch_std: Tensor | None = None,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Score each episode against its siblings: ``A = (R - baseline) / (scale + eps)``.
+    """Score each episode against its siblings: ``A = (R - baseline) / (scale + eps)``, detached.
 
     Sources: mean and the group's unbiased standard deviation, GRPO, arXiv 2402.03300, section 4.1.2; no
     division, Dr. GRPO, arXiv 2503.20783; leave-one-out, ``(R - mean) G / (G - 1)``, RLOO, arXiv 2402.14740;
     deviation of all returns of the batch, TRL's ``scale_rewards="batch"``.
 
     Args:
-        returns: ``[B]`` float32, siblings adjacent.
-        group_size: ``G``, at least 2; divides ``B``.
+        returns: ``[B]`` float32, siblings adjacent, as the result: exactly 0 in a group of equal returns.
         batch_std: ``[]`` float32 over all ranks; None: of `returns`.
-
-    Returns:
-        ``[B]`` float32, detached; exactly 0 in a group of equal returns.
     """
     if returns.ndim != 1 or group_size < 2 or returns.shape[0] % group_size:
         raise ValueError(
@@ -142,21 +135,15 @@ def generalized_advantages(
     rho: Tensor | None = None,
     trace: Tensor | None = None,
 ) -> Estimates:
-    """Compute generalised advantage estimates (GAE), arXiv 1506.02438, equation 16.
+    """Compute generalised advantage estimates (GAE), arXiv 1506.02438, equation 16, and targets ``A + V``.
 
     ``delta_t = rho_t (r_t + gamma V_{t+1} - V_t)`` and ``A_t = delta_t + gamma lambda c_t A_{t+1}``, for GAE
-    with ``rho = c = 1``; the value after the last one is 0 where the task ended (termination) and
-    `final_values` where time ran out (truncation).
+    with ``rho = c = 1``; the value after the last one is 0 where the task ended (`terminated` ``[B]`` bool),
+    else `final_values` ``[B]``. All others are ``[B, T]`` float32.
 
     Args:
-        rewards, values: ``[B, T]`` float32; a value is that of the observation before its time step.
-        final_values: ``[B]`` float32.
-        mask: ``[B, T]`` bool, True from the first time step to the last; every row has one.
-        terminated: ``[B]`` bool; False: time ran out.
-        rho, trace: ``[B, T]`` float32, ``rho_t`` and ``c_t`` of V-trace; None: 1.
-
-    Returns:
-        Advantages, and targets ``A + V``, each ``[B, T]`` float32.
+        mask: bool, True from the first time step to the last; every row has one.
+        rho, trace: ``rho_t`` and ``c_t`` of V-trace; None: 1.
     """
     values = values.detach()
     rho, trace = (torch.ones_like(values) if ratio is None else ratio for ratio in (rho, trace))
@@ -185,21 +172,17 @@ def vtrace(
     trace_cap: float = 1.0,
     bootstrap: Literal["target", "mixture"] = "mixture",
 ) -> Estimates:
-    """Compute value targets and advantages from samples of another policy: V-trace.
+    """Compute value targets ``v_t`` and advantages from samples of another policy: V-trace.
 
     ``delta_t = rho_t (r_t + gamma V_{t+1} - V_t)`` with ``rho_t = min(rho_cap, pi / mu)``,
     ``v_t = V_t + delta_t + gamma lambda c_t (v_{t+1} - V_{t+1})`` with ``c_t = min(trace_cap, pi / mu)``, and
     ``A_t = rho_t (r_t + gamma q_{t+1} - V_t)``. Source: IMPALA, arXiv 1802.01561, equation 1 and section 4.2.
-
-    With lambda below 1 two conventions for ``q`` are in use: ``v_{t+1}`` (`target`; the paper, seed_rl) and
-    ``lambda v_{t+1} + (1 - lambda) V_{t+1}`` (`mixture`; rlax), of which the second equals GAE at ratio 1.
+    With lambda below 1 ``q`` is ``v_{t+1}`` (`target`; the paper, seed_rl) or
+    ``lambda v_{t+1} + (1 - lambda) V_{t+1}`` (`mixture`; rlax), which equals GAE at ratio 1.
 
     Args:
-        log_ratios: ``[B, T]`` float32, ``log pi - log mu`` of each time step: pi is learned, mu sampled.
+        log_ratios: ``[B, T]`` float32, ``log pi - log mu``: pi is learned, mu sampled.
         rho_cap: At least `trace_cap`.
-
-    Returns:
-        Advantages, which contain ``rho_t``, and targets ``v_t``, each ``[B, T]`` float32.
     """
     ratios = log_ratios.detach().clamp(-20.0, 20.0).exp()
     rho, trace = ratios.clamp(max=rho_cap), ratios.clamp(max=trace_cap)
@@ -215,7 +198,6 @@ def vtrace(
 
 
 def _following(values: Tensor, final_values: Tensor, mask: Tensor, terminated: Tensor) -> Tensor:
-    """Shift values by one: ``[B, T]`` the next time step's, at the end 0 or the final value."""
     following = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1).detach()
     last = mask & ~torch.cat([mask[:, 1:], torch.zeros_like(mask[:, :1])], dim=1)
     end = torch.where(terminated, 0.0, final_values.detach())
@@ -237,12 +219,10 @@ def moments_of_all(values: Tensor, ranks: LearnerRanks) -> tuple[Tensor, Tensor]
 
 
 def _by_episode(values_DK: Tensor, batch: Batch) -> Tensor:
-    """``[D, K]`` to ``[B, T]``: one row per episode, padded with zeros."""
     rows = values_DK.new_zeros(len(batch.returns), int(batch.decision_index.max()) + 1, values_DK.shape[1])
     rows[batch.episode, batch.decision_index] = values_DK
     return rows.flatten(1)
 
 
 def _by_decision(values_BT: Tensor, batch: Batch, width: int) -> Tensor:
-    """``[B, T]`` back to ``[D, K]``."""
     return values_BT.unflatten(1, (-1, width))[batch.episode, batch.decision_index]

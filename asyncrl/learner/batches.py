@@ -1,9 +1,7 @@
-"""Flattens groups of episodes (numpy) into one batch of decisions for the update (torch), and its statistics.
+"""Flattens groups of episodes (numpy) into one batch of decisions (torch), with its statistics.
 
-Dimension letters used in this file:
-    D  decisions of all episodes     C  steps per decision     A  numbers per step
-    B  episodes                      N  decisions of one       H, W  image size in pixels
-    V  cameras after the first      Q  numbers of state
+D decisions of all B episodes, N of one, C steps per decision, A numbers per step, H, W image size in pixels,
+V cameras after the first, Q numbers of state.
 """
 
 from __future__ import annotations
@@ -28,51 +26,30 @@ from asyncrl.records import Episode, Float32, Uint8
 class Batch:
     """Decisions of one update; those of an episode are adjacent, episodes of a group too."""
 
-    frames: Uint8
-    """``[D, H, W, 3]``."""
-    tasks: tuple[str, ...]
-    """``D`` instructions."""
-    sample: dict[str, Tensor]
-    """Name -> ``[D, ...]``, integers as int64."""
-    behaviour_logprob: Tensor
-    """``[D, C, A]`` float32, nats."""
-    mask: Tensor
-    """``[D, C, A]`` bool, True until the episode's end, that step included."""
-    rewards: Tensor
-    """``[D, C]`` float32; 0 where the step does not count."""
-    lag: Tensor
-    """``[D]`` int64, learner's version minus the version that sampled the decision."""
-    episode: Tensor
-    """``[D]`` int64, index of the decision's episode, ascending."""
-    decision_index: Tensor
-    """``[D]`` int64, number of the decision within its episode."""
-    returns: Tensor
-    """``[B]`` float32."""
-    lengths: Tensor
-    """``[B]`` int64, steps until the end."""
-    terminated: Tensor
-    """``[B]`` bool; False: time ran out (`truncated`)."""
-    final_frames: Uint8
-    """``[B, H, W, 3]`` after the last step."""
-    more_frames: Uint8 | None = None
-    """``[D, V, H, W, 3]`` of the other cameras; None with one camera."""
-    states: Float32 | None = None
-    """``[D, Q]`` the robot's state; None if the policy does not see it."""
-    final_more_frames: Uint8 | None = None
-    """``[B, V, H, W, 3]``."""
-    final_states: Float32 | None = None
-    """``[B, Q]``."""
+    frames: Uint8  # [D, H, W, 3]
+    tasks: tuple[str, ...]  # D instructions
+    sample: dict[str, Tensor]  # Name -> [D, ...], integers as int64
+    behaviour_logprob: Tensor  # [D, C, A] float32, nats
+    mask: Tensor  # [D, C, A] bool, True until the episode's end, that step included
+    rewards: Tensor  # [D, C] float32; 0 where the step does not count
+    lag: Tensor  # [D] int64, learner's version minus the version that sampled the decision
+    episode: Tensor  # [D] int64, index of the decision's episode, ascending
+    decision_index: Tensor  # [D] int64, number of the decision within its episode
+    returns: Tensor  # [B] float32
+    lengths: Tensor  # [B] int64, steps until the end
+    terminated: Tensor  # [B] bool; False: time ran out (truncated)
+    final_frames: Uint8  # [B, H, W, 3] after the last step
+    more_frames: Uint8 | None = None  # [D, V, H, W, 3] of the other cameras; None with one camera
+    states: Float32 | None = None  # [D, Q] the robot's state; None if the policy does not see it
+    final_more_frames: Uint8 | None = None  # [B, V, H, W, 3]
+    final_states: Float32 | None = None  # [B, Q]
     group_size: int
     temperature: float
     top_k: int
 
 
 def build_batch(groups: Sequence[Sequence[Episode]], *, version: int) -> Batch:
-    """Flatten groups into decisions, with masks and lags.
-
-    Raises:
-        ReplayError: A group is incomplete, or a decision is newer than the learner.
-    """
+    """Flatten groups; raises ReplayError if one is incomplete, or a decision is newer than `version`."""
     episodes = [episode for group in groups for episode in _sorted_members(group)]
     _check_versions(episodes, version)
     decisions = np.array([len(episode.frames) for episode in episodes])
@@ -114,10 +91,7 @@ def build_batch(groups: Sequence[Sequence[Episode]], *, version: int) -> Batch:
 
 
 def valid_steps(episode: Episode) -> NDArray[np.bool_]:
-    """Mark the steps until the episode's end (`Episode.steps`), ``[N, C]`` bool; later rewards are noise.
-
-    RLinf keeps the whole decision in which an episode succeeds, up to C - 1 steps more.
-    """
+    """Mark the steps until the episode's end (`Episode.steps`), ``[N, C]`` bool; later rewards are noise."""
     return (np.arange(episode.rewards.size) < episode.steps).reshape(episode.rewards.shape)
 
 
@@ -127,7 +101,6 @@ def token_mask(steps_NC: NDArray[np.bool_], dim: int) -> NDArray[np.bool_]:
 
 
 def _sorted_members(group: Sequence[Episode]) -> list[Episode]:
-    """Sort a group by member; refuse it if one is absent, double or from elsewhere."""
     members = sorted(group, key=lambda episode: episode.member)
     size = members[0].group_size if members else 0
     same_group = len({(episode.group_id, episode.group_size) for episode in members}) == 1
@@ -141,7 +114,7 @@ def _sorted_members(group: Sequence[Episode]) -> list[Episode]:
 
 
 def _check_versions(episodes: Sequence[Episode], version: int) -> None:
-    """Refuse episodes of the learner's future. The replay has refused those of other settings."""
+    """The replay has refused those of other settings."""
     newest = max(int(episode.policy_versions.max()) for episode in episodes)
     if newest > version:
         raise ReplayError(
@@ -157,8 +130,7 @@ class GroupOutcome(NamedTuple):
     lengths: list[int]
     successes: list[bool]
     terminated: list[bool]
-    policy_versions: list[int]
-    """Of each decision."""
+    policy_versions: list[int]  # Of each decision
 
 
 def group_outcome(group: Sequence[Episode]) -> GroupOutcome:

@@ -12,13 +12,8 @@ current    the policy that is being optimised
     decoupled   the learner's                     proximal / behaviour up to cap, 0 above
     vtrace      the learner's                     1: `advantages.vtrace` corrects advantages and targets
 
-With any kind, `beyond_trust_region` drops units that have moved far from the behaviour policy. Dropped units
-stay in the denominator of the loss.
-All weights are detached; log-probs are in nats.
-
-Dimension letters used in this file:
-    D  decisions     C  steps per decision     A  numbers per step     U, V  units of a decision (`losses`)
-    B  episodes      T  time steps of the longest episode
+Units beyond the trust region (any kind) stay in the denominator of the loss. Weights are detached; log-probs
+are in nats. D decisions, C steps, A numbers per step, U, V units (`losses`), B episodes, T time steps.
 """
 
 from __future__ import annotations
@@ -130,15 +125,12 @@ class VTrace:
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """Estimate KL(q || p) per sample of q: ``r - 1 - log r >= 0`` with ``log r = log p - log q``.
-
-    Source: J. Schulman, "Approximating KL divergence" (2020).
-    """
+    """Estimate KL(q || p) per sample of q: ``r - 1 - log r >= 0``, ``r = p / q`` (J. Schulman, 2020)."""
     return torch.expm1(log_ratio) - log_ratio
 
 
 def truncated_weights(log_ratios: Tensor, *, low: float = 0.0, cap: float) -> Tensor:
-    """Compute ``clip(r, low, cap)``: a bias for a bounded variance (truncated importance sampling, TIS).
+    """Compute ``clip(r, low, cap)`` (truncated importance sampling, TIS).
 
     Sources: E. Ionides, "Truncated Importance Sampling" (2008); per token on a clipped loss, F. Yao et al.,
     "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025).
@@ -147,10 +139,9 @@ def truncated_weights(log_ratios: Tensor, *, low: float = 0.0, cap: float) -> Te
 
 
 def masked_weights(log_ratios: Tensor, *, low: float = 0.0, cap: float) -> Tensor:
-    """Compute ``r`` from `low` to `cap`, 0 outside (masked importance sampling, MIS; per token IcePop).
+    """Compute ``r`` from `low` to `cap`, 0 outside (masked importance sampling, MIS).
 
-    Sources: IcePop, in "Every Step Evolves: Scaling Reinforcement Learning for Trillion-Scale Thinking
-    Model", arXiv 2510.18855; with ``low = 0`` AReaL's decoupled objective, arXiv 2505.24298.
+    Sources: per token IcePop, arXiv 2510.18855; ``low = 0``: AReaL's decoupled objective, arXiv 2505.24298.
     """
     ratios = log_ratios.detach().clamp(max=MAX_LOG_RATIO).exp()
     return torch.where((ratios >= low) & (ratios <= cap), ratios, 0.0)
@@ -159,18 +150,10 @@ def masked_weights(log_ratios: Tensor, *, low: float = 0.0, cap: float) -> Tenso
 def beyond_trust_region(
     logprob: Tensor, behaviour: Tensor, mask: Tensor, advantages: Tensor, level: Level, bound: float
 ) -> Tensor:
-    """Mark the units that moved too far from the policy that sampled, in the advantage's direction.
+    """Mark the units ``[D, U, V]`` that moved too far from the behaviour policy, in advantage's direction.
 
-    ``pi - mu > bound`` where A > 0 and ``mu - pi > bound`` where A < 0, with ``pi`` and ``mu`` the
-    probability of the unit: of several tokens the geometric mean. It bounds the total variation, which a
-    ratio does not. Source: DPPO with the total-variation mask, as in prime-rl.
-
-    Args:
-        logprob, behaviour: ``[D, C, A]`` float32 of the current policy, and of that which sampled.
-        bound: Of the difference of probabilities, in [0, 1].
-
-    Returns:
-        ``[D, U, V]`` bool.
+    ``pi - mu > bound`` where A > 0, ``mu - pi > bound`` where A < 0, with ``pi`` and ``mu`` a unit's
+    probability: of several tokens the geometric mean. Source: DPPO with the total-variation mask (prime-rl).
     """
     now, then = (summed(x.detach(), mask, level, mean=True).exp() for x in (logprob, behaviour))
     return torch.sign(advantages.detach()) * (now - then) > bound
@@ -195,10 +178,7 @@ def staleness_metrics(
 ) -> MetricAccumulator:
     """Compare the policy before the update with the one that sampled; once per decision and update.
 
-    Args:
-        old_logprob, proximal, behaviour: ``[D, C, A]`` float32; 0 where the mask is False.
-        weights: Broadcasts to the units ``[D, U, V]``; None: the correction has none.
-        with_advantage: ``[D]`` bool; in some recipes decisions without an advantage are not evaluated.
+    `with_advantage` ``[D]`` bool: in some recipes decisions without an advantage are not evaluated.
     """
     metrics, own = MetricAccumulator(), correction_level(settings, level)
     valid = mask & with_advantage[:, None, None]

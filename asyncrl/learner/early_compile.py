@@ -4,8 +4,7 @@ consumes   dummy decisions           waits for: nothing; with several ranks each
 produces   compiled layers           ended by: its last pass; a batch that is ready, or a stop request, both
                                      seen between two passes
 
-Passes have fixed sizes, so there are few kinds. Gradients, random states, optimizer, metrics and counters
-stay as they were. Dummy decisions have the run's shapes and dtypes, and zeros.
+Gradients, random states, optimizer, metrics and counters stay as they were.
 """
 
 from __future__ import annotations
@@ -35,13 +34,10 @@ _log = logging.getLogger(__name__)
 class ObservationShapes(NamedTuple):
     """Shapes of the observations of a run, sent by rank 0 to the other learner ranks as JSON."""
 
-    image_size: int
-    """Height and width of all pictures in pixels."""
-    tasks: Sequence[str]
-    """All instructions, each once."""
+    image_size: int  # Height and width of all pictures in pixels
+    tasks: Sequence[str]  # All instructions, each once
     more_cameras: int = 0
-    state_dim: int = 0
-    """0 if the policy sees no state."""
+    state_dim: int = 0  # 0 if the policy sees no state
 
 
 def observation_shapes(episodes: EpisodeFormat) -> ObservationShapes | None:
@@ -129,11 +125,6 @@ class EarlyCompile:
         batch_ready: Callable[[], bool] = lambda: False,
         hang_timeout: float = 0.0,
     ) -> None:
-        """Choose the passes of an update with fixed sizes.
-
-        Args:
-            hang_timeout: Seconds that a pass may take; 0: any.
-        """
         self.update, self.shapes, self.sampling = update, shapes, sampling
         self.stop_requested, self.batch_ready, self.hang_timeout = stop_requested, batch_ready, hang_timeout
         self.passes = passes_of(update)
@@ -175,11 +166,7 @@ class EarlyCompile:
 
 
 def fix_sizes(update: Update) -> None:
-    """Fix the sizes of an update's passes, see `PolicyForward.fix_sizes`.
-
-    Passes with gradient have the decisions of a micro-batch, or of a smaller minibatch. The small pass after
-    a single step is as large as others if it would be at least half of one.
-    """
+    """Fix the sizes of an update's passes; the small one's is that of others from half of it on."""
     settings = update.recipe.algorithm
     episodes = settings.groups_per_update // update.ranks.size * settings.group_size
     per_minibatch = max(1, -(-episodes // settings.minibatches))

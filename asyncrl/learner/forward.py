@@ -1,9 +1,7 @@
 """Forward passes over rows of a batch, by the policy or its reference, in step with all ranks.
 
-Dimension letters used in this file:
-    D  decisions of the batch      B  its episodes      M  rows of a micro-batch      R  rows evaluated
-    C  steps per decision          A  numbers per step      K  values of a decision: 1, or C
-    V  cameras after the first    Q  numbers of state
+D decisions of the batch, B its episodes, M rows of a micro-batch, R rows evaluated, C steps per decision,
+A numbers per step, K values of a decision (1, or C), V cameras after the first, Q numbers of state.
 """
 
 from __future__ import annotations
@@ -33,7 +31,6 @@ from asyncrl.policies.lora import adapters_disabled, has_lora
 from asyncrl.records import Float32, Uint8
 
 PADDING_ROW: Final = torch.zeros(1, dtype=torch.int64)
-"""Row of a pass that only other ranks need: the first, masked."""
 
 
 def longest_first(lengths: Tensor) -> Tensor:
@@ -48,14 +45,10 @@ class PolicyForward:
         self, policy: Policy, ranks: LearnerRanks, device: torch.device, *, micro_batch: int
     ) -> None:
         self.policy, self.ranks, self.device, self.micro_batch = policy, ranks, device, micro_batch
-        self.small_size = 0
-        """Decisions of a small pass of fixed size; 0: sizes vary."""
+        self.small_size = 0  # Decisions of a small pass of fixed size; 0: sizes vary
 
     def fix_sizes(self, size: int, small_size: int) -> None:
-        """Pad every pass to `size` decisions, a small one to `small_size`, by repeating the last.
-
-        Results and gradients stay, and compiled code needs one or two sizes only.
-        """
+        """Pad every pass to `size` decisions, a small one to `small_size`, for compiled code."""
         self.micro_batch, self.small_size = size, small_size
 
     def evaluate(
@@ -76,14 +69,7 @@ class PolicyForward:
 
     @torch.no_grad()
     def evaluate_rows(self, batch: Batch, rows_R: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Compute log-probs of some decisions and, with a critic, their values; collective.
-
-        Args:
-            rows_R: ``[R]`` int64 on the CPU; a rank may have none.
-
-        Returns:
-            ``[D, C, A]`` float32 log-probs, and ``[D, K]`` float32 values or None; both 0 in other rows.
-        """
+        """Compute log-probs ``[D, C, A]`` and values ``[D, K]`` of some rows, 0 elsewhere; collective."""
         rows_R = rows_R[longest_first(self.prompt_lengths(batch.tasks)[rows_R])]
         logprob_DCA = torch.zeros(batch.mask.shape, device=self.device)
         value_DK: Tensor | None = None
@@ -130,8 +116,7 @@ class PolicyForward:
     def split(self, rows: int) -> list[slice | None]:
         """Split `rows` into micro-batches; None for every pass that only other ranks need; collective.
 
-        No pass has a single leftover row, for which a compiler would make other graphs: the last two passes
-        share their rows.
+        A single leftover row would need other compiled graphs: the last two passes share their rows.
         """
         own = -(-rows // self.micro_batch)
         needed = int(self.ranks.max(torch.tensor([float(own)]))[0])
@@ -182,14 +167,9 @@ def _task_of_episode(batch: Batch) -> dict[int, str]:
 
 
 class Reference:
-    """The frozen policy that the KL penalty compares with.
-
-    A second policy, which shares no weights with the one that learns, or that one without its adapters: no
-    second copy of the weights.
-    """
+    """The frozen policy of the KL penalty: a second one, or the policy without its adapters."""
 
     def __init__(self, policy: Any, *, without_adapters: bool = False) -> None:
-        """Freeze the second policy; raises ConfigError if there are no adapters to disable."""
         if without_adapters and not has_lora(policy):
             raise ConfigError(
                 "The policy has no adapters, so the policy without adapters is the one that learns and the "

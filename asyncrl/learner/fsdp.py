@@ -7,9 +7,8 @@
     adapters are               one unit, the root, gathered once per step. Frozen weights are never sharded:
                                gathering them in each pass would cost more than their room
 
-On one rank it only separates the float32 weights from the bfloat16 passes. With several copies (hybrid
-sharding) every row of ranks has all of the policy: gradients are summed within rows in each pass, between
-rows after the last pass of a step. FSDP2 averages the loss over the ranks: multiply it by their number.
+With several copies (hybrid sharding) every row of ranks has all of the policy: gradients are summed within
+rows in each pass, between rows after the last of a step. FSDP2 averages the loss: multiply it by the ranks.
 """
 
 from __future__ import annotations
@@ -34,11 +33,7 @@ from asyncrl.policies.interface import EvaluateResult
 
 
 class RoundedLinear(nn.Linear):
-    """Keeps float32 weights and computes in the dtype of its input.
-
-    FSDP can round trained weights too, but turns each gradient back into float32 one by one in each pass,
-    which for a thousand adapters takes the host longer than the device. Here the compiler sees the rounding.
-    """
+    """Keeps float32 weights, computes in its input's dtype; FSDP would convert gradients back one by one."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Map ``[..., I]`` to ``[..., O]`` in the dtype of the input."""
@@ -66,22 +61,17 @@ def round_trained_layers(network: nn.Module) -> bool:
 
 Precision = Literal["fp32", "bf16"]
 ReshardAfter = Literal["pass", "step"]
-UNITS: Final = "asyncrl_units"
-"""Attribute of a sharded network: its `Units`."""
+UNITS: Final = "asyncrl_units"  # Attribute of a sharded network: its Units
 
 
 @dataclass(frozen=True, kw_only=True)
 class Units:
     """Units that FSDP2 gathers and frees."""
 
-    modules: tuple[FSDPModule, ...]
-    """The first module of each unit; the root is last."""
-    only_adapters: bool
-    """True if the root alone is sharded: ranks exchange the sum of the gradients of several passes."""
-    stay: bool
-    """True if gathered weights stay until the last pass of a step."""
-    copies: int
-    """Rows of ranks."""
+    modules: tuple[FSDPModule, ...]  # The first module of each unit; the root is last
+    only_adapters: bool  # the root alone is sharded: ranks exchange the summed gradients of several passes
+    stay: bool  # True if gathered weights stay until the last pass of a step
+    copies: int  # Rows of ranks
 
 
 def shard(
@@ -112,9 +102,7 @@ def spread(
 
     Args:
         precision: bf16: passes in bfloat16, gradients summed in float32, weights kept in float32.
-        cast_inputs: Round the inputs of `network` and `blocks` to bfloat16 too.
-        reshard_after: When ranks free gathered weights inside `summed_gradient`; elsewhere after each pass
-            of a unit. Adapters stay in any case.
+        reshard_after: When ranks free gathered weights inside `summed_gradient`; adapters stay in any case.
     """
     make_float32_masters(network, precision)
     mesh = mesh_of_ranks(device, copies)
@@ -146,8 +134,7 @@ def spread(
 def join_small(network: nn.Module, blocks: Iterable[nn.Module]) -> list[list[nn.Module]]:
     """Join neighbours that are children of one module into units as large as the largest block.
 
-    A unit is gathered when the backward pass of its last block begins and freed once all ran, so blocks that
-    do not run one after the other, as those of two towers, must not share one.
+    Blocks that do not run one after the other, as those of two towers, must not share a unit.
     """
     blocks = list(blocks)
     parents = {child: parent for parent in network.modules() for child in parent.children()}
@@ -166,13 +153,10 @@ def join_small(network: nn.Module, blocks: Iterable[nn.Module]) -> list[list[nn.
 
 @contextmanager
 def summed_gradient(policy: object) -> Iterator[Callable[[], None]]:
-    """Sum the gradients of several passes for one optimizer step.
+    """Sum the gradients of several passes for one step; yields a function to call before the last pass.
 
     Adapters are gathered once, and their gradients summed over the ranks after the last pass. Of several
     units ranks sum gradients in each pass, because whole ones would not fit.
-
-    Yields:
-        A function to call before the last of the passes, on all ranks.
     """
     units: Units | None = getattr(policy, UNITS, None)
     if units is None:
@@ -212,7 +196,7 @@ def mesh_of_ranks(device: torch.device, copies: int = 1) -> DeviceMesh:
 
 
 def _copied(network: nn.Module, inputs: Any, output: Any) -> Any:
-    """Return no view: FSDP's own hook, which comes next, is lost by a write into a view."""
+    """FSDP's own hook, which comes next, is lost by a write into a view."""
     return output.clone() if isinstance(output, Tensor) else output
 
 
@@ -224,7 +208,6 @@ def make_float32_masters(network: nn.Module, precision: Precision) -> None:
 
 
 def _hook_passes(policy: Any) -> None:
-    """Make FSDP gather the root's parameters around `evaluate` and `values` too."""
     evaluate, values = policy.evaluate, policy.values
 
     def evaluated_fields(self: Any, *args: Any, **more: Any) -> tuple[Tensor, Tensor, Tensor | None]:

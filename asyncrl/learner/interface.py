@@ -7,11 +7,8 @@
 A name is a short one of ours or `package.module:Class` of the user's; `own` are the key=value texts of
 --correction.settings and --algorithm.settings. Log-probs are in nats; tensors without a dtype are float32.
 
-Dimension letters used in this file:
-    D  decisions                      C  steps per decision         A  numbers per step
-    U, V  units of a decision, each with one probability ratio (`losses`)
-    B  episodes                       T  time steps of the longest episode
-    K  values of a decision: 1, or C
+D decisions, C steps per decision, A numbers per step, U, V units of a decision, each with one probability
+ratio (`losses`), B episodes, T time steps of the longest episode, K values of a decision: 1, or C.
 """
 
 from __future__ import annotations
@@ -70,7 +67,7 @@ class UnitLoss(NamedTuple):
     clipped: Tensor
     """bool, True where the clip removed the gradient (cispo: where it cut the weight)."""
     dual_clipped: Tensor
-    """bool, True where the dual clip removed the gradient."""
+    """bool, True where the dual clip did."""
     clipped_ratio: Tensor
     """Current / proximal probability after clipping, detached."""
 
@@ -81,35 +78,27 @@ class Correction(Protocol):
     needs: frozenset[str]
 
     def weights(self, log_ratios: Tensor, mask: Tensor, episode: Tensor, level: Level) -> Tensor | None:
-        """Compute importance weights, which multiply the objective's loss.
+        """Compute detached importance weights, which broadcast to the units ``[D, U, V]``; None: all 1.
 
         Args:
             log_ratios: ``[D, C, A]`` log proximal - log behaviour within plus and minus 20; 0 where masked.
             mask: ``[D, C, A]`` bool, valid numbers.
-            episode: ``[D]`` int64, index of each decision's episode; of an episode all decisions are present
-                only with the need `whole_episodes`.
-            level: Unit of the objective's ratio.
-
-        Returns:
-            Detached, broadcasts to the units ``[D, U, V]`` of `level`. None: all are 1.
+            episode: ``[D]`` int64, episode of each decision; episodes are whole only with `whole_episodes`.
         """
         ...
 
 
 @runtime_checkable
 class ChoosesProximal(Protocol):
-    """A correction that chooses the policy which the clipped ratio is taken against.
+    """A correction that chooses the proximal policy, by default the learner's before the update.
 
-    By default that is the learner's before the update. It may follow the current policy, unless the
-    correction needs `old_policy` or `whole_episodes`: then the weights are computed once, at the start.
+    It may follow the current policy, unless the correction needs `old_policy` or `whole_episodes`.
     """
 
     def proximal(self, logprob: Tensor, old_logprob: Tensor, behaviour: Tensor, lag: Tensor) -> Tensor:
-        """Return the log-probs of the proximal policy, ``[D, C, A]``, detached.
+        """Return the log-probs of the proximal policy; all are ``[D, C, A]`` and detached.
 
         Args:
-            logprob, old_logprob, behaviour: ``[D, C, A]`` of the current policy, of that before the update,
-                and of that which sampled; detached.
             lag: ``[D]`` int64, learner's version minus the version that sampled the decision.
         """
         ...
@@ -131,17 +120,13 @@ class CorrectsAdvantages(Protocol):
         gamma: float,
         lam: float,
     ) -> Estimates:
-        """Compute advantages and targets; `advantages.vtrace` is one way.
+        """Compute advantages and targets from ``[B, T]``, as `advantages.vtrace`.
 
         Args:
-            rewards: ``[B, T]``.
-            values: ``[B, T]`` critic's value of the observation before each time step.
-            final_values: ``[B]`` value of the observation after the last one.
-            mask: ``[B, T]`` bool, True from the first time step to the last.
+            values: Critic's values of observations before each time step.
+            final_values: ``[B]`` value of the observation after the last time step.
             terminated: ``[B]`` bool, True: the task ended (success). False: time ran out.
-            log_ratios: ``[B, T]`` log-probs before the update - behaviour's, by time step.
-            gamma: Discount per time step, in [0, 1].
-            lam: Extra discount of the traces, in [0, 1].
+            log_ratios: Log-probs before the update minus the behaviour's.
         """
         ...
 
@@ -157,10 +142,8 @@ class Advantage(Protocol):
         """Compute advantages ``[D, 1, 1]`` or ``[D, C, 1]``, and a critic's targets ``[D, K]``; detached.
 
         Args:
-            batch: This rank's shard; its tensors are on the CPU.
-            old: None unless `needs` has `old_policy`, `whole_episodes` or `critic`, or the correction
-                `CorrectsAdvantages`.
-            ranks: For means over all of them; every rank makes the same calls.
+            batch: This rank's shard, on the CPU.
+            old: None unless a need (`critic` too) or a correction of advantages asks for it.
         """
         ...
 
@@ -171,17 +154,13 @@ class Objective(Protocol):
     def loss(self, logprob: Tensor, proximal: Tensor, mask: Tensor, advantages: Tensor) -> UnitLoss:
         """Compute the loss of each unit ``[D, U, V]``.
 
-        Args:
-            logprob: ``[D, C, A]`` of the current policy, with gradient; 0 where masked.
-            proximal: The same of the proximal policy, detached.
-            mask: ``[D, C, A]`` bool, valid numbers.
-            advantages: ``[D, 1, 1]`` or ``[D, C, 1]``.
+        Log-probs are ``[D, C, A]``, 0 where masked, the first with gradient; advantages ``[D, 1 or C, 1]``.
         """
         ...
 
 
 def describe_tensor(value: Any) -> str:
-    """Describe a value that should have been a tensor: type, shape, and whether it has a gradient."""
+    """Describe a value that should have been a tensor."""
     if not isinstance(value, Tensor):
         return type(value).__name__
     gradient = " with gradient" if value.requires_grad else ""

@@ -6,9 +6,8 @@ consumes   groups        waits for: `groups_per_update` complete, fresh groups i
                          filtered too many), --batch-timeout since the last sign of progress
 
 A version is published and saved only if its weights are finite. Whatever ends the run, the last finished
-update is saved, if all ranks can still do that together. Every learner rank runs this loop and makes the same
-calls in the same order: rank 0 chooses the batch and shards it, publishes the gathered weights, and decides
-when to end. Each rank fetches its shard itself.
+update is saved, if all ranks can still do that together. All ranks make the same calls in the same order:
+rank 0 chooses and shards the batch, publishes the gathered weights, and ends the run.
 """
 
 from __future__ import annotations
@@ -40,14 +39,10 @@ from asyncrl.storage import checkpoint
 from asyncrl.storage.checkpoint import Checkpoints, Progress
 from asyncrl.weights.interface import Publisher, WeightSource
 
-SAMPLE_SLICE: Final = 1.0
-"""Longest uninterrupted wait for a batch, in seconds: how soon a stop request is seen."""
-HEARTBEAT_EVERY: Final = 5.0
-"""Seconds between two heartbeats of rank 0 to the others while it waits for a batch."""
-SHUTDOWN_TIMEOUT_CHECKPOINT: Final = 300.0
-"""Seconds that a checkpoint has to be written after a failure."""
-WriteRow = Callable[[int, Mapping[Metric, float]], object]
-"""Receives a policy version and the metrics of its update."""
+SAMPLE_SLICE: Final = 1.0  # Longest uninterrupted wait in seconds: how soon a stop request is seen
+HEARTBEAT_EVERY: Final = 5.0  # Seconds between heartbeats of rank 0 to ranks that wait for its batch
+SHUTDOWN_TIMEOUT_CHECKPOINT: Final = 300.0  # Seconds that a checkpoint has to be written after a failure
+WriteRow = Callable[[int, Mapping[Metric, float]], object]  # Policy version, metrics of its update
 _log = logging.getLogger(__name__)
 
 
@@ -55,36 +50,20 @@ _log = logging.getLogger(__name__)
 class LoopSettings:
     """Settings of the learner loop."""
 
-    updates: int
-    """Policy version at which the run is over."""
-    checkpoint_every: int
-    """Updates between two checkpoints."""
-    batch_timeout: float
-    """Seconds to wait for a batch without a sign of progress."""
-    first_weights_deadline: float
-    """Seconds the actors have to take the first version."""
-    evaluate_every: int = 0
-    """Updates between two evaluated versions, which are checkpoints too; 0 disables."""
-    hang_timeout: float = 900.0
-    """Seconds that an update may take without a sign of progress."""
-    batches_ahead: int = 1
-    """Batches that may be imagined together, the awaited one included."""
+    updates: int  # Policy version at which the run is over
+    checkpoint_every: int  # Updates between two checkpoints
+    batch_timeout: float  # Seconds to wait for a batch without a sign of progress
+    first_weights_deadline: float  # Seconds the actors have to take the first version
+    evaluate_every: int = 0  # Updates between two evaluated versions, which are checkpoints too; 0 disables
+    hang_timeout: float = 900.0  # Seconds that an update may take without a sign of progress
+    batches_ahead: int = 1  # Batches that may be imagined together, the awaited one included
     config_hash: str = ""
 
 
 class BatchWait:
-    """One wait for a batch. It times out `timeout` seconds after the last sign of progress.
-
-    A batch progresses when an episode of it is admitted, or when the actors have made decisions for it.
-    """
+    """One wait for a batch; it times out `timeout` seconds after its last episode or decision."""
 
     def __init__(self, timeout: float, clock: Callable[[], float], *, most_decisions: int) -> None:
-        """Begin to wait.
-
-        Args:
-            most_decisions: Of the batches that may be imagined together. More decisions, without a single
-                episode, are no progress.
-        """
         self._timeout, self._clock = timeout, clock
         self._allowed = self._allowed_left = most_decisions
         self._began = self._progressed_at = clock()
@@ -92,19 +71,16 @@ class BatchWait:
 
     @property
     def remaining(self) -> float:
-        """Seconds until the timeout, unless the batch progresses; never negative."""
+        """Return the seconds until the timeout, unless the batch progresses; never negative."""
         return max(0.0, self._progressed_at + self._timeout - self._clock())
 
     @property
     def seconds(self) -> float:
-        """Seconds since it began."""
+        """Return the seconds since it began."""
         return self._clock() - self._began
 
     def update(self, status: SampleTimeout) -> bool:
-        """Return True if the batch progressed since the last call.
-
-        Only the maximum of episodes counts: a group imagined again is no progress twice.
-        """
+        """Return True if the batch progressed: a group imagined again is no progress twice."""
         # A new replay counts from 0.
         made = 0 if self._decisions < 0 else max(0, status.decisions - self._decisions)
         self._decisions = status.decisions
@@ -146,32 +122,22 @@ class Learner:
         compile_early: Callable[[int], dict[Metric, float]] = lambda version: {},
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Join the parts.
-
-        Args:
-            copy_policy: Copies the policy to host memory, with all ranks; returns a writer of its files.
-            acting_tensors: Returns the actors' weights, of which this rank may hold a shard.
-            stop_requested: Called on rank 0.
-            compile_early: Called once, with all ranks, after the first publish; adds to the first row.
-        """
         self.update, self.replay, self.publisher = update, replay, publisher
         self.write_row, self.checkpoints, self.settings = write_row, checkpoints, settings
         self.throughput, self.copy_policy, self.acting_tensors = throughput, copy_policy, acting_tensors
         self.offload, self.stop_requested = offload, stop_requested
         self.compile_early, self.clock = compile_early, clock
         self.ranks, self.algorithm = update.ranks, update.recipe.algorithm
-        self.end_reason = ""
-        """Why the run ended well before its last update; empty if it did not, or was asked to."""
+        self.end_reason = ""  # Why the run ended well before its last update; else empty
         self.version = self.groups_used = 0
-        self._failure: Exception | None = None
-        """Failure of this rank while the others go on: raised once all have saved."""
+        self._failure: Exception | None = None  # While the others go on: raised once all have saved
         self._heartbeat_at = clock()
         self._actors_joined = self._update_in_progress = False
         self._saved_version = -1
         self._row_began = self._waited = 0.0
 
     def restore(self, folder: Path) -> None:
-        """Go on from a checkpoint. Frozen weights were loaded from the same folder before."""
+        """Go on from a checkpoint, whose frozen weights were loaded before."""
         progress = checkpoint.load(
             folder,
             optimizer=self.update.optimizer,
@@ -185,10 +151,7 @@ class Learner:
         stepper.bad_updates, stepper.bad_in_a_row = progress.bad_updates, progress.bad_in_a_row
 
     def run(self) -> None:
-        """Update until `settings.updates`, a stop request, Ctrl-C or `end_reason`; save, end the run for all.
-
-        After a failure the last finished update is saved as well, but replay and actors are not stopped.
-        """
+        """Update until `settings.updates`, a stop request, Ctrl-C or `end_reason`; save, end the run."""
         try:
             self._loop()
         except KeyboardInterrupt:
@@ -230,7 +193,6 @@ class Learner:
                 raise RunError(f"{failure_reason} {self._where_to_resume(checkpoint.WRITE_DEADLINE)}")
 
     def _next_shard(self) -> Groups | None:
-        """Wait for this rank's shard of a batch; None at the end."""
         try:
             while (shard := self._next_description()) is not None:
                 began, timeout = self.clock(), self.settings.batch_timeout
@@ -246,7 +208,6 @@ class Learner:
             self.offload.restore()
 
     def _next_description(self) -> BatchDescription | None:
-        """Wait for the description of this rank's shard of the next batch; None at the end."""
         batch = None
         try:
             if self.ranks.rank == 0 and not self._failure:
@@ -258,7 +219,6 @@ class Learner:
         return self.ranks.share_batch(batch, self.offload.offload_if_idle)
 
     def _next_batch(self) -> BatchDescription | None:
-        """Rank 0: wait for the actors, then for a batch; None if the run shall stop."""
         try:
             if not self._actors_joined:
                 self.publisher.wait_for_first(self.version, self.settings.first_weights_deadline)
@@ -303,7 +263,7 @@ class Learner:
             raise wait.timeout_error(f"{groups} groups at version {self.version}", status) from status
 
     def _learn(self, groups: Groups) -> dict[Metric, float]:
-        """Make one update: the version rises by one, and nothing can interrupt it halfway."""
+        """Nothing can interrupt an update halfway."""
         began = self.clock()
         batch = build_batch(groups, version=self.version)
         with interrupts_deferred():
@@ -347,7 +307,7 @@ class Learner:
             self._failure = self._failure or error
 
     def _status(self) -> dict[Metric, float]:
-        """Return the metrics of the row that ends now. It began when the last one ended: no time is lost."""
+        """A row begins when the last one ended: no time is lost."""
         now = self.clock()
         seconds = max(now - self._row_began, 1e-9)
         waited, self._waited, self._row_began = self._waited, 0.0, now
@@ -369,7 +329,6 @@ class Learner:
         return status
 
     def _save(self) -> None:
-        """Begin a checkpoint of this version, unless it exists or an update was interrupted halfway."""
         if self._update_in_progress and self.update.stepper.stepped:
             _log.warning("no checkpoint: interrupted in the middle of an update; the one before it stays")
             return
@@ -391,7 +350,7 @@ class Learner:
         self._saved_version = self.version
 
     def _save_alone(self) -> None:
-        """Save the last finished update after a failure that other ranks do not know of."""
+        """After a failure that other ranks do not know of."""
         self._finish_checkpoint()
         if self.ranks.size == 1:
             if self._actors_joined:
@@ -403,7 +362,7 @@ class Learner:
             )
 
     def _try_to_save(self) -> None:
-        """Save before a failure is raised, which an error here must not hide."""
+        """An error here must not hide the failure that is raised next."""
         try:
             self._save()
             self.checkpoints.finish()

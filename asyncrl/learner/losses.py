@@ -1,16 +1,13 @@
 """Losses per unit: the built-in objectives, the critic's loss and the KL penalty.
 
 A unit has one probability ratio. The loss to minimise is the sum over units of `aggregation_weights` times
-loss, so micro-batches and data-parallel ranks add up to the batch. Log-probs are in nats. Advantages, weights
-and everything of an older policy are detached. Masked numbers are left out of every sum.
+loss, so micro-batches and ranks add up to the batch. All but the current log-probs (nats) are detached.
 
     token      ``[D, C, A]``   every number of an action
     action     ``[D, C, 1]``   the A numbers of a step: its log-prob is their sum
     decision   ``[D, 1, 1]``   the C * A numbers of a decision
 
-Dimension letters used in this file:
-    D  decisions     C  steps per decision     A  numbers per step     U, V  units of a decision
-    K  values of a decision: 1, or C
+D decisions, C steps per decision, A numbers per step, U, V units, K values of a decision: 1, or C.
 """
 
 from __future__ import annotations
@@ -24,8 +21,7 @@ from asyncrl.config.algorithm import AlgorithmSettings, CorrectionLevel, Level
 from asyncrl.learner.interface import UnitLoss
 
 Aggregation = Literal["token_mean", "episode_mean", "length_normalised", "constant"]
-MAX_LOG_RATIO: Final = 20.0
-"""Bound of log-ratios, so that their exponential stays finite in float32."""
+MAX_LOG_RATIO: Final = 20.0  # Bound of log-ratios, so that their exponential stays finite in float32
 _SUMMED: Final[dict[str, tuple[int, ...]]] = {"token": (), "action": (2,), "decision": (1, 2)}
 
 
@@ -68,11 +64,7 @@ def sum_per_episode(values_D: Tensor, episode: Tensor) -> Tensor:
 def reduce_to_level(
     values_DCA: Tensor, mask_DCA: Tensor, level: CorrectionLevel, episode: Tensor, *, mean: bool = False
 ) -> Tensor:
-    """Sum as `summed`, with a fourth level: ``episode`` sums a whole episode, ``[D, 1, 1]``.
-
-    Args:
-        episode: ``[D]`` int64, index of each decision's episode; all of its decisions must be present.
-    """
+    """Sum as `summed`; ``episode`` sums whole episodes, by `episode` ``[D]`` int64 indices: ``[D, 1, 1]``."""
     if level != "episode":
         return summed(values_DCA, mask_DCA, level, mean=mean)
     total = sum_per_episode(torch.where(mask_DCA, values_DCA, 0.0).flatten(1).sum(dim=1), episode)
@@ -92,8 +84,7 @@ def log_ratio(logprob_numerator: Tensor, logprob_denominator: Tensor) -> Tensor:
 class ClippedObjective:
     """PPO's clipped ratio; see `clipped_loss`."""
 
-    GEOMETRIC: ClassVar[bool] = False
-    """True if the ratio of a unit is the geometric mean of its token ratios, not their product."""
+    GEOMETRIC: ClassVar[bool] = False  # The ratio of a unit is the geometric mean of its token ratios
 
     def __init__(self, settings: AlgorithmSettings) -> None:
         self.settings = settings
@@ -140,18 +131,11 @@ def finite_ratio(log_ratio: Tensor) -> Tensor:
 def clipped_loss(
     log_ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, dual_clip: float = 0.0
 ) -> UnitLoss:
-    """Compute PPO's clipped loss: ``max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))``.
+    """Compute PPO's clipped loss: ``max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))``, arXiv 1707.06347.
 
-    With `dual_clip` it is at most ``-A c`` where A < 0.
-
-    Sources: arXiv 1707.06347, equation 7; separate widths, DAPO, arXiv 2503.14476; dual clip,
-    arXiv 1912.09729. Times an importance weight it is decoupled PPO, arXiv 2110.00641; with geometric-mean
-    ratios of whole sequences it is GSPO, arXiv 2507.18071.
-
-    Args:
-        log_ratio: ``[D, U, V]`` float32, current against proximal policy, with gradient.
-        advantages: Broadcasts to ``[D, U, V]``, float32.
-        dual_clip: ``c`` above 1; 0 disables.
+    With `dual_clip` ``c > 1`` it is at most ``-A c`` where A < 0, arXiv 1912.09729. Separate widths: DAPO,
+    arXiv 2503.14476. Times an importance weight it is decoupled PPO, arXiv 2110.00641; with geometric-mean
+    ratios of whole sequences GSPO, arXiv 2507.18071. `log_ratio` ``[D, U, V]`` is current against proximal.
     """
     advantages = advantages.detach()
     ratio = finite_ratio(log_ratio)
@@ -171,12 +155,7 @@ def cispo_loss(
 ) -> UnitLoss:
     """Compute CISPO's ``-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi``, arXiv 2506.13585, equation 4.
 
-    The clip cuts the weight, never the gradient. The paper's cap is ``1 + clip_high``.
-
-    Args:
-        logprob: ``[D, U, V]`` float32 of the current policy, with gradient.
-        log_ratio: ``[D, U, V]`` float32, current against proximal policy.
-        advantages: Broadcasts to ``[D, U, V]``, float32.
+    The clip cuts the weight, never the gradient. Inputs are ``[D, U, V]`` float32.
     """
     ratio = finite_ratio(log_ratio.detach())
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -190,16 +169,10 @@ def cispo_loss(
 def value_loss(
     values: Tensor, old_values: Tensor, targets: Tensor, *, clip: float = 0.0, huber: float = 10.0
 ) -> tuple[Tensor, Tensor]:
-    """Compute the critic's Huber loss, the larger of plain and clipped (PPO's value clip).
+    """Compute the critic's Huber loss, the larger of plain and clipped, and True where the clip decided it.
 
     ``h(e) = e^2 / 2`` for ``|e| <= huber``, else ``huber (|e| - huber / 2)``; clipped values are
-    ``V_old + clamp(V - V_old, -clip, clip)``. Source of the clip: OpenAI baselines' PPO2.
-
-    Args:
-        values, old_values, targets: ``[D, K]`` float32, the first with gradient.
-
-    Returns:
-        The loss, and True where the clip decided it.
+    ``V_old + clamp(V - V_old, -clip, clip)`` (OpenAI baselines' PPO2).
     """
     old_values, targets = old_values.detach(), targets.detach()
     plain = torch.nn.functional.huber_loss(values, targets, reduction="none", delta=huber)
@@ -213,9 +186,8 @@ def value_loss(
 def kl_penalty(logprob: Tensor, logprob_reference: Tensor) -> Tensor:
     """Estimate KL(current || reference) per unit from samples of the current policy, in nats.
 
-    ``k2 = d^2 / 2`` with ``d = log current - log reference``. Source: J. Schulman, "Approximating KL
-    divergence" (2020). As a loss only its gradient, ``d grad log pi``, is that of the divergence: k1's is
-    zero on average, and k3's is that of KL(reference || current).
+    ``k2 = d^2 / 2`` with ``d = log current - log reference`` (J. Schulman, 2020). Only its gradient,
+    ``d grad log pi``, is that of the divergence: k1's is zero on average, k3's is KL(reference || current)'s.
     """
     difference = (logprob - logprob_reference.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return difference.square() / 2
@@ -231,13 +203,8 @@ def aggregation_weights(
     length_normalised  the same: RLinf's mean over ``episodes * max_units`` of ``loss * max_units / n_e``
     constant           ``1 / (episodes max_units)``     no bias by length: Dr. GRPO, arXiv 2503.20783
 
-    with ``n_e`` the number of valid units of episode e.
-
-    Args:
-        mask: ``[D, U, V]`` bool, valid units.
-        episode: ``[D]`` int64, index of each decision's episode; all of an episode is on one rank.
-        units, episodes: Of the whole batch, over all ranks.
-        max_units: Units of the longest possible episode.
+    with ``n_e`` the number of valid units of episode e, `units` and `episodes` of the whole batch over all
+    ranks, and `max_units` those of the longest possible episode. All of an episode is on one rank.
     """
     weights = mask.float()
     if not len(episode):  # This rank has no episode of the minibatch.

@@ -6,8 +6,7 @@
            2   only adapters learn: no gradient of the frozen weights; the adapters' own is neglected
            1   only the critic learns, on a trunk that it does not reach (its warm-up)
 
-Recomputation by gradient checkpointing, passes without gradient and the optimizer step count as time only.
-The peak is that of `--learner.precision`. Prompts count with their padding.
+Recomputation, passes without gradient and the optimizer step count as time only.
 """
 
 from __future__ import annotations
@@ -29,10 +28,7 @@ from asyncrl.policies.interface import Policy, SamplingParams
 
 
 class MetricAccumulator:
-    """Sums, totals and maxima by metric, in float64 on the device of their values, until `reduce`.
-
-    Masks are bool and broadcast with the values, which may have any shape and float dtype.
-    """
+    """Sums, totals and maxima by metric, in float64 on the device of their values."""
 
     def __init__(self) -> None:
         self._sums: dict[Metric | str, tuple[Tensor, Tensor]] = {}
@@ -118,8 +114,7 @@ PEAK_FLOPS: Final[Mapping[str, Mapping[Precision, float]]] = {
     "NVIDIA H200": {"bf16": 989e12, "fp32": 67e12},
     "NVIDIA L40S": {"bf16": 362e12, "fp32": 91.6e12},
     "NVIDIA GeForce RTX 4090": {"bf16": 165e12, "fp32": 82.6e12},
-}
-"""Device name -> FLOPs per second of dense matrix products by the vendor's data sheet; fp32 without TF32."""
+}  # bf16 and fp32 (no TF32) by the vendor's data sheet
 
 
 def peak_flops(device: torch.device, precision: Precision) -> float:
@@ -176,7 +171,7 @@ class Throughput:
         return metrics
 
     def _count_flops(self, batch: Batch) -> None:
-        """Count a forward pass on all ranks or on none: on shards it is collective."""
+        """On shards a forward pass is collective: all ranks count, or none."""
         own = torch.tensor([self.own_peak, float(self.own_peak > 0)], dtype=torch.float64)
         peak, known = self.ranks.sum(own).tolist()
         self._flops = 0.0

@@ -17,8 +17,7 @@ from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.policies.interface import Policy
 
-MOST_BAD_UPDATES: Final = 3
-"""A run ends after so many updates in a row whose gradient is not finite."""
+MOST_BAD_UPDATES: Final = 3  # A run ends after so many updates in a row whose gradient is not finite
 _log = logging.getLogger(__name__)
 
 
@@ -49,12 +48,6 @@ class ClippedOptimizer:
         critic_warmup: int = 0,
         fused: bool | None = None,
     ) -> None:
-        """Build AdamW.
-
-        Args:
-            critic_warmup: First updates that train only the critic.
-            fused: Step all weights at once, and let the device skip a bad step; None: on a GPU.
-        """
         self.settings, self.updates, self.critic_warmup = settings, updates, critic_warmup
         self.device = next(iter(policy.trainable_parameters().values())).device
         self._fused = self.device.type == "cuda" if fused is None else fused
@@ -68,12 +61,9 @@ class ClippedOptimizer:
             fused=self._fused,
         )
         self._full_rates = [float(group["lr"]) for group in groups]
-        self.policy_learns = True
-        """False during the critic's warm-up."""
-        self.bad_updates = self.bad_in_a_row = 0
-        """Updates with skipped steps: in all, and the last in a row."""
-        self._steps: list[Tensor] = []
-        """Norms ``[groups]`` of each step of this update, on the device; not finite: it was skipped."""
+        self.policy_learns = True  # False during the critic's warm-up
+        self.bad_updates = self.bad_in_a_row = 0  # Updates with skipped steps: in all, and the last in a row
+        self._steps: list[Tensor] = []  # [groups], norms of each step; not finite: it was skipped
 
     @property
     def stepped(self) -> bool:
@@ -133,7 +123,7 @@ class ClippedOptimizer:
 
     @property
     def failure_reason(self) -> str:
-        """Why the run cannot go on: too many bad updates in a row; empty while it can."""
+        """Return why the run cannot go on: too many bad updates in a row; empty while it can."""
         if self.bad_in_a_row < MOST_BAD_UPDATES:
             return ""
         return (
@@ -155,10 +145,7 @@ def _is_critic(group: dict[str, Any]) -> bool:
 
 @torch.no_grad()
 def clip(gradients: Sequence[Tensor], largest: float) -> Tensor:
-    """Scale gradients in place to a norm of at most `largest`, without waiting; collective if sharded.
-
-    Does what `torch.nn.utils.clip_grad_norm_` does, on the shards. Returns the norm before, ``[]``.
-    """
+    """Scale gradients to a norm of at most `largest`; return the norm before; collective if sharded."""
     parts = local_tensors(gradients)
     norm = torch.nn.utils.get_total_norm([part for part in parts if part.numel()]).to(parts[0].device)
     if isinstance(first := gradients[0], DTensor):

@@ -1,13 +1,11 @@
 """Prepares a batch for its optimizer steps: old log-probs, advantages, importance weights; minibatches.
 
-A minibatch is one optimizer step, so its episodes are whole. A micro-batch is one pass over decisions with
-prompts of about equal length. A rank without decisions repeats a masked one, to keep in step with others.
+A minibatch is one optimizer step of whole episodes, a micro-batch one pass over prompts of about equal
+length. A rank without decisions repeats a masked one, to keep in step with others.
 
-Dimension letters used in this file:
-    D  decisions of the batch      R  those evaluated before the first step      E  episodes of a minibatch
-    M  decisions of a micro-batch, or minibatch      N  those evaluated for the first time
-    C  steps per decision      A  numbers per step
-    U, V  units of a decision (`losses`)      K  values of a decision: 1, or C
+D decisions of the batch, R those evaluated before the first step, N those evaluated for the first time,
+E episodes of a minibatch, M decisions of a micro-batch or minibatch, C steps per decision, A numbers per
+step, U, V units of a decision (`losses`), K values of a decision: 1, or C.
 """
 
 from __future__ import annotations
@@ -42,16 +40,11 @@ class PreparedBatch:
     """Facts from before the first step, and those that the first pass over a decision adds."""
 
     estimates: AdvantagesAndTargets
-    old_logprob: Tensor | None = None
-    """``[D, C, A]`` before the update, where there is an advantage; None: known after the first epoch."""
-    importance_weights: Tensor | None = None
-    """None: there are none, or they are computed per micro-batch."""
-    values: Tensor | None = None
-    """``[D, K]`` float32, on the CPU; None without a critic."""
-    first_logprob: Tensor
-    """``[D, C, A]`` float32 log-probs when a decision was first evaluated in this update."""
-    evaluated: Tensor
-    """``[D]`` bool, on the CPU."""
+    old_logprob: Tensor | None = None  # [D, C, A] where there is an advantage; None before the first epoch
+    importance_weights: Tensor | None = None  # None: there are none, or they are computed per micro-batch
+    values: Tensor | None = None  # [D, K] float32, on the CPU; None without a critic
+    first_logprob: Tensor  # [D, C, A] float32 log-probs when a decision was first evaluated in this update
+    evaluated: Tensor  # [D] bool, on the CPU
 
     def record_first_logprob(self, rows: Tensor, logprob: Tensor) -> None:
         """Store log-probs ``[M, C, A]`` of the rows ``[M]`` that are evaluated for the first time."""
@@ -76,11 +69,7 @@ class PreparedBatch:
 def prepare_batch(
     batch: Batch, recipe: Recipe, forward: PolicyForward
 ) -> tuple[PreparedBatch, MetricAccumulator]:
-    """Evaluate the decisions whose old log-probs are needed, and estimate advantages; collective.
-
-    Returns:
-        The prepared batch, and its staleness metrics if all decisions with an advantage were evaluated.
-    """
+    """Evaluate decisions whose old log-probs are needed; estimate advantages and staleness; collective."""
     if not recipe.needs_old_policy_pass:
         prepared = PreparedBatch(
             estimates=recipe.estimate(batch, None, forward.ranks),
@@ -114,7 +103,6 @@ def prepare_batch(
 def _evaluate_old_policy(
     batch: Batch, recipe: Recipe, forward: PolicyForward, rows_R: Tensor
 ) -> tuple[Tensor, OldPolicy]:
-    """Return the old log-probs on the policy's device, and all of `OldPolicy` on the CPU."""
     old_logprob, values = forward.evaluate_rows(batch, rows_R)
     final_values = torch.zeros(len(batch.returns))
     if recipe.trains_critic:
@@ -126,7 +114,7 @@ def _evaluate_old_policy(
 
 
 def _rows_with_advantage(batch: Batch, estimates: AdvantagesAndTargets, recipe: Recipe) -> Tensor:
-    """Return the decisions whose old log-probs are read, ``[R]`` int64: weights may read whole episodes."""
+    """Weights may read whole episodes."""
     valid_D = batch.mask.flatten(1).any(dim=1)
     read_D = valid_D & has_advantage(estimates.advantages)
     if "whole_episodes" in recipe.needs:
@@ -137,7 +125,6 @@ def _rows_with_advantage(batch: Batch, estimates: AdvantagesAndTargets, recipe: 
 def _importance_weights(
     batch: Batch, old_logprob: Tensor, recipe: Recipe, estimates: AdvantagesAndTargets, rows_R: Tensor
 ) -> tuple[Tensor | None, MetricAccumulator]:
-    """Return importance weights ``[D, ...]`` (1 for rows not evaluated) and the staleness metrics."""
     device, any_rows = old_logprob.device, bool(len(rows_R))
     rows_R = rows_R if any_rows else PADDING_ROW
     behaviour, episode, mask, lag, with_advantage_R = (
@@ -171,31 +158,21 @@ def _importance_weights(
 class MicroBatch:
     """Decisions with all inputs of their loss, on the policy's device. A minibatch is one too."""
 
-    rows: Tensor
-    """``[M]`` int64 on the CPU, rows of the batch."""
-    counted: Tensor
-    """``[M]`` bool on the CPU; False: padding that keeps this rank in step."""
+    rows: Tensor  # [M] int64 on the CPU, rows of the batch
+    counted: Tensor  # [M] bool on the CPU; False: padding that keeps this rank in step
     mask: Tensor
     behaviour: Tensor
     lag: Tensor
     episode: Tensor
-    advantages: Tensor
-    """``[M, 1, 1]`` or ``[M, C, 1]``."""
-    unit_weights: Tensor
-    """``[M, U, V]`` weight of each unit in the loss."""
-    token_weights: Tensor
-    """``[M, C, A]`` the same per token, for entropy and KL."""
-    value_weights: Tensor
-    """``[M, K]``."""
-    old_logprob: Tensor | None = None
-    """``[M, C, A]`` before the update, where there is an advantage; None: those of this pass."""
-    importance_weights: Tensor | None = None
-    """They broadcast to ``[M, U, V]``; None: computed in the pass."""
-    values: Tensor | None = None
-    """``[M, K]`` before the update."""
+    advantages: Tensor  # [M, 1, 1] or [M, C, 1]
+    unit_weights: Tensor  # [M, U, V] weight of each unit in the loss
+    token_weights: Tensor  # [M, C, A] the same per token, for entropy and KL
+    value_weights: Tensor  # [M, K]
+    old_logprob: Tensor | None = None  # [M, C, A] where there is an advantage; None: those of this pass
+    importance_weights: Tensor | None = None  # They broadcast to [M, U, V]; None: computed in the pass
+    values: Tensor | None = None  # [M, K] before the update
     targets: Tensor | None = None
-    reference: Tensor | None = None
-    """``[M, C, A]`` log-probs of the reference policy."""
+    reference: Tensor | None = None  # [M, C, A] log-probs of the reference policy
 
     @property
     def decisions(self) -> int:
@@ -220,13 +197,10 @@ class MicroBatch:
 def split_minibatches(
     episodes: int, minibatches: int, seed: tuple[int, ...], *, before: int = 0
 ) -> list[Tensor]:
-    """Deal episodes to minibatches whose sizes differ by at most one; a single one keeps their order.
+    """Deal episodes to minibatches whose sizes differ by at most one: ``[E]`` int64 indices of each.
 
     Each rank continues where the one before stopped (`before`), so this holds over all ranks: an empty
-    minibatch would still move the weights by the optimizer's momentum.
-
-    Returns:
-        ``[E]`` int64 indices of episodes per minibatch, a function of the seed.
+    minibatch would still move the weights by the optimizer's momentum. A single one keeps the order.
     """
     if minibatches == 1:
         return [torch.arange(episodes)]
@@ -251,12 +225,7 @@ def build_minibatch(
     max_decisions: int,
     prompt_lengths: Tensor,
 ) -> MicroBatch:
-    """Collect the decisions of some episodes that can have a gradient, and a row of padding; collective.
-
-    Args:
-        episodes: ``[E]`` int64, this rank's episodes of the minibatch.
-        prompt_lengths: ``[D]`` int64 of the batch's decisions, tokens; long ones come first.
-    """
+    """Collect the decisions of episodes ``[E]`` that can have a gradient, and a padding row; collective."""
     rows_M = torch.nonzero(torch.isin(batch.episode, episodes)).flatten()
     mask, values = batch.mask[rows_M], prepared.value_mask(batch)[rows_M]
     unit_weights, token_weights, value_weights = _loss_weights(
@@ -301,7 +270,6 @@ def _loss_weights(
     ranks: LearnerRanks,
     max_decisions: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the weights ``[M, ...]`` of units, tokens and values in the loss over all ranks; collective."""
     units = valid_units(mask, settings.level)
     sums = torch.tensor([units.sum(), mask.sum(), episodes, values.sum()], dtype=torch.float64)
     n_units, n_tokens, n_episodes, n_values = ranks.sum(sums).tolist()

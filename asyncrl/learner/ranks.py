@@ -7,8 +7,7 @@ alone; `DistributedRanks` are joined by torch.distributed's default process grou
                    announces every few seconds that it waits for a batch
     other ranks    wait for a batch, or the end of the run  ended by: rank 0, or its end (the link breaks)
 
-A batch is announced through gloo as JSON; each rank fetches its episodes from the replay itself. Every wait
-ends with a `RunError` at its deadline.
+A batch is announced through gloo as JSON. Every wait ends with a `RunError` at its deadline.
 """
 
 from __future__ import annotations
@@ -37,14 +36,10 @@ from asyncrl.records import Episode
 from asyncrl.replay.interface import BatchDescription, GroupLost, LearnerPort
 
 Groups = Sequence[Sequence[Episode]]
-COLLECTIVE_DEADLINE: Final = 300.0
-"""Seconds that every rank has to join a collective; all make the same calls at about the same time."""
-RESUME: Final = "continue with --resume"
-"""Remedy after a lost rank."""
-POLL_INTERVAL: Final = 0.02
-"""Seconds between two queries whether an announcement has arrived."""
-FREED_SECONDS: Final = 0.2
-"""Seconds in which gloo's threads free the tensors of the last exchange."""
+COLLECTIVE_DEADLINE: Final = 300.0  # Seconds for all ranks to join a collective
+RESUME: Final = "continue with --resume"  # Remedy after a lost rank
+POLL_INTERVAL: Final = 0.02  # Seconds between two queries whether an announcement has arrived
+FREED_SECONDS: Final = 0.2  # Seconds in which gloo's threads free the tensors of the last exchange
 _log = logging.getLogger(__name__)
 
 
@@ -52,17 +47,14 @@ class ShardState(IntEnum):
     """State of a rank's shard of a batch."""
 
     HELD = 0
-    LOST = 1
-    """A group of it cannot be read any more: another batch has to be chosen."""
-    FAILED = 2
-    """It could not be fetched: the run ends."""
+    LOST = 1  # A group of it cannot be read any more: another batch has to be chosen
+    FAILED = 2  # It could not be fetched: the run ends
 
 
 class LearnerRanks:
     """One rank alone, and the base of several. Used by one thread per rank."""
 
-    rank = 0
-    """0 .. size - 1; rank 0 talks to the replay, the actors and the disk."""
+    rank = 0  # 0 .. size - 1; rank 0 talks to the replay, the actors and the disk.
     size = 1
 
     def sum(self, values: Tensor) -> Tensor:
@@ -76,11 +68,7 @@ class LearnerRanks:
     def share_batch(
         self, batch: BatchDescription | None, while_waiting: Callable[[], object] = lambda: None
     ) -> BatchDescription | None:
-        """Distribute rank 0's batch and return this rank's shard; None ends the run on all ranks.
-
-        Args:
-            while_waiting: Called often on the ranks that wait for rank 0.
-        """
+        """Distribute rank 0's batch and return this rank's shard; None ends the run on all ranks."""
         return batch
 
     def gather_states(self, state: ShardState) -> list[ShardState]:
@@ -220,7 +208,6 @@ class DistributedRanks(LearnerRanks):
         return BatchDescription(request=fields["request"], numbers=tuple(fields["numbers"]))
 
     def _receive_announcement(self, while_waiting: Callable[[], object]) -> tuple[_Announcement, int]:
-        """Wait for rank 0's next announcement; returns it and the number of bytes that follow."""
         header = torch.zeros(2, dtype=torch.int64)
         work = dist.broadcast(header, 0, group=self._link, async_op=True)
         assert work is not None  # This rank is in the group.
@@ -261,12 +248,7 @@ def fetch_shard(
     timeout: float,
     while_waiting: Callable[[], object],
 ) -> Groups | Exception | None:
-    """Fetch this rank's shard and wait until the others have theirs.
-
-    Returns:
-        The shard; an exception if the run ends, here or on another rank; None if some rank's shard cannot be
-        read any more, so that another batch has to be chosen.
-    """
+    """Fetch this rank's shard; an exception ends the run; None if another batch has to be chosen."""
     state, groups, failure = ShardState.FAILED, None, None
     try:
         with waits.waiting(waits.FETCH, timeout):
@@ -302,10 +284,7 @@ def not_finite(tensors: Mapping[str, Tensor], ranks: LearnerRanks) -> list[str]:
 
 @torch.no_grad()
 def local_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return this rank's shard of each tensor, perhaps empty, or all of it if it is not sharded.
-
-    An operation on a thousand plain tensors costs a few calls; on DTensors, one or more each.
-    """
+    """Return this rank's shard of each tensor, perhaps empty; operations on DTensors are slow."""
     return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
@@ -320,12 +299,7 @@ def default_group(
     size: int = -1,
     remedy: str = RESUME,
 ) -> Iterator[None]:
-    """Join the default process group for the block; all ranks enter at about the same time.
-
-    Args:
-        meeting, work: Named in the error of a rank that is lost while joining, or later.
-        store: Where the ranks meet; None: in torchrun's environment, which also has rank and size.
-    """
+    """Join the default process group for the block, at `store` or in torchrun's environment."""
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     deadline = timedelta(seconds=COLLECTIVE_DEADLINE)
     with explain_lost_peer(meeting, remedy):
@@ -341,11 +315,7 @@ def default_group(
 
 
 def leave_group() -> None:
-    """Leave the default process group after the last exchange of its ranks.
-
-    A thread of gloo frees the tensors of an exchange a moment later, with the interpreter's lock. If the
-    interpreter has begun to end, the process is aborted (SIGABRT), and torchrun ends the other ranks.
-    """
+    """Leave the default process group; gloo must free tensors before the interpreter ends, else SIGABRT."""
     dist.destroy_process_group()
     time.sleep(FREED_SECONDS)
 

@@ -1,7 +1,6 @@
 """Builds the correction, advantage and objective that the settings name, and checks their results.
 
-Dimension letters used in this file:
-    D  decisions      C  steps per decision      A  numbers per step      U, V  units of a decision (`losses`)
+D decisions, C steps per decision, A numbers per step, U, V units of a decision (`losses`).
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ from asyncrl.learner.losses import valid_units
 from asyncrl.learner.ranks import LearnerRanks
 from asyncrl.registry import FLAGS, keywords, names_code, resolve
 
-AUTO_ADVANTAGE = {"grpo": "group_relative", "ppo": "gae"}
-"""--algorithm.kind -> --algorithm.advantage auto."""
+AUTO_ADVANTAGE = {"grpo": "group_relative", "ppo": "gae"}  # --algorithm.kind -> --algorithm.advantage auto
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +58,7 @@ class Recipe:
 
     @property
     def needs_old_policy_pass(self) -> bool:
-        """Return True if decisions must be evaluated once before the first step.
-
-        In the first pass over a whole minibatch the policy is still the one before that step. With one
-        minibatch this is the policy before the update, and its log-probs serve the later epochs.
-        """
+        """Return True if decisions must be evaluated once before the first step."""
         several = self.algorithm.minibatches > 1 and "old_policy" in self.needs
         return self.advantages_need_old_policy or "whole_episodes" in self.needs or several
 
@@ -149,11 +143,7 @@ class Recipe:
 def build_recipe(
     algorithm: AlgorithmSettings, correction: CorrectionSettings, critic: CriticSettings
 ) -> Recipe:
-    """Build the parts that the settings name.
-
-    Raises:
-        ConfigError: There is no such class, its settings do not fit, or its needs are not met.
-    """
+    """Build the parts that the settings name, or raise ConfigError."""
     advantage = algorithm.advantage if algorithm.advantage != "auto" else AUTO_ADVANTAGE[algorithm.kind]
     own = ("--algorithm.settings", algorithm.settings)
     own_correction = ("--correction.settings", correction.settings)

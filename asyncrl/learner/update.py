@@ -8,11 +8,8 @@
     step               one clipped AdamW step per minibatch, or none if the gradient is not finite
     KL to old policy   in the last step's passes, or in a small pass after the only step
 
-All learner ranks make the same calls in the same order; denominators are those of all ranks.
-
-Dimension letters used in this file:
-    M  decisions of the micro-batch     C  steps per decision      A  numbers per step
-    U, V  units of a decision (`losses`)     K  values of a decision: 1, or C
+All ranks make the same calls in the same order. M decisions of the micro-batch, C steps per decision,
+A numbers per step, U, V units of a decision (`losses`), K values of a decision: 1, or C.
 """
 
 from __future__ import annotations
@@ -49,10 +46,8 @@ from asyncrl.observability import process_status
 from asyncrl.observability.metrics import LAG_RANGES, Metric
 from asyncrl.policies.interface import EvaluateResult, Policy
 
-KL_ROWS_SHARE: Final = 32
-"""One of so many decisions is evaluated again for the KL to the old policy: a hundredth of the update."""
-KL_ROWS_MIN: Final = 4
-"""Fewest decisions of that pass."""
+KL_ROWS_SHARE: Final = 32  # Of so many decisions one is evaluated again for the KL to the old policy
+KL_ROWS_MIN: Final = 4  # Fewest decisions of that pass
 VALUE_LOSS_WEIGHT: Final = 0.5
 LossAndMetrics = tuple[Tensor, MetricAccumulator]
 
@@ -75,11 +70,6 @@ class Update:
         ranks: LearnerRanks | None = None,
         reference: Reference | None = None,
     ) -> None:
-        """Build the optimizer over the policy's (already sharded) parameters.
-
-        Args:
-            trust_region: Bound of `beyond_trust_region`; 0 disables.
-        """
         self.policy, self.seed, self.ranks = policy, seed, ranks or LearnerRanks()
         self.max_decisions, self.trust_region = max_decisions, trust_region
         self.recipe = build_recipe(algorithm, correction, critic)
@@ -94,14 +84,12 @@ class Update:
         )
         self.optimizer, self.device = self.stepper.optimizer, self.stepper.device
         self.forward = PolicyForward(policy, self.ranks, self.device, micro_batch=algorithm.micro_batch)
-        self.decisions = 0
-        """Decisions of this rank with a gradient in the last update, each once per epoch."""
+        self.decisions = 0  # Decisions of this rank with a gradient in the last update, each once per epoch
 
     def __call__(self, batch: Batch, version: int = 0) -> dict[Metric, float]:
         """Make ``epochs * minibatches`` optimizer steps on the batch; collective.
 
-        Decisions that can have no gradient (all tokens masked, or with grpo a group that scored all the same)
-        are not evaluated, but stay in the denominator: the result is that of the whole batch.
+        Decisions that can have no gradient are not evaluated, but stay in the denominator.
         """
         if isinstance(self.policy, nn.Module):
             self.policy.eval()  # Dropout would make current and behaviour log-probs differ without any lag.
@@ -144,7 +132,6 @@ class Update:
     def _add_gradient(
         self, batch: Batch, prepared: PreparedBatch, minibatch: MicroBatch, *, read_kl: bool
     ) -> list[MetricAccumulator]:
-        """Evaluate a minibatch in micro-batches; leave its gradient in ``.grad``, return their metrics."""
         recipe, learns = self.recipe, self.stepper.policy_learns
         metrics: list[MetricAccumulator] = []
         # The bound is of probabilities: a difference of densities means nothing.
@@ -183,11 +170,7 @@ def update_loss(
     policy: bool = True,
     trust_region: float = 0.0,
 ) -> LossAndMetrics:
-    """Return the loss ``[]`` with gradient, and its metrics.
-
-    Args:
-        policy: False while only the critic learns.
-    """
+    """Return the loss ``[]``, and its metrics; `policy` is False while only the critic learns."""
     # A token that top-k would not draw any more has a number all the same: `action_distribution` keeps it.
     old_logprob, mask = current.logprob.detach(), micro.mask
     if micro.old_logprob is not None:  # It may be unknown of decisions without an advantage.
@@ -211,7 +194,6 @@ def update_loss(
 def _policy_loss(
     recipe: Recipe, logprob: Tensor, old_logprob: Tensor, micro: MicroBatch, trust_region: float
 ) -> LossAndMetrics:
-    """Return the corrected loss of the objective; staleness metrics of decisions without an earlier pass."""
     metrics, level, mask = MetricAccumulator(), recipe.algorithm.level, micro.mask
     behaviour = torch.where(mask, micro.behaviour, 0.0)
     proximal = recipe.proximal(logprob, old_logprob, behaviour, micro.lag)
@@ -253,7 +235,6 @@ def _policy_loss(
 def _regularisers(
     recipe: Recipe, current: EvaluateResult, logprob: Tensor, micro: MicroBatch
 ) -> LossAndMetrics:
-    """Return entropy bonus and KL penalty."""
     metrics, settings, mask = MetricAccumulator(), recipe.algorithm, micro.mask
     with_advantage = mask & has_advantage(micro.advantages)[:, None, None]
     metrics.mean(m.ENTROPY_LOSS, current.entropy, with_advantage)
@@ -275,7 +256,6 @@ def _regularisers(
 
 
 def _value_loss(recipe: Recipe, current: EvaluateResult, micro: MicroBatch) -> LossAndMetrics:
-    """Return the critic's loss times `VALUE_LOSS_WEIGHT`."""
     assert current.value is not None
     assert micro.values is not None
     assert micro.targets is not None
@@ -310,19 +290,13 @@ def advantage_metrics(batch: Batch, prepared: PreparedBatch, device: torch.devic
 
 
 def reads_kl_in_passes(recipe: Recipe) -> bool:
-    """Return True if the last step's passes meet decisions that were evaluated before the first step.
-
-    They do if there are several steps, unless the one epoch meets every decision for the first time.
-    """
+    """Return True if the last step's passes meet decisions that were evaluated before the first step."""
     settings = recipe.algorithm
     return settings.epochs > 1 or (settings.minibatches > 1 and recipe.needs_old_policy_pass)
 
 
 def kl_to_old(old_logprob: Tensor, logprob: Tensor, mask: Tensor) -> MetricAccumulator:
-    """Estimate KL(old || current) per valid token from ``[M, C, A]`` log-probs.
-
-    The decisions were sampled by the behaviour policy, so the estimate has its lag's bias.
-    """
+    """Estimate KL(old || current) per valid token of ``[M, C, A]``, biased by the behaviour policy's lag."""
     metrics = MetricAccumulator()
     finite = mask & torch.isfinite(old_logprob) & torch.isfinite(logprob)
     ratio = log_ratio(torch.where(finite, logprob, 0.0), torch.where(finite, old_logprob, 0.0))

@@ -3,9 +3,8 @@
     other ranks   cast their rows of many tensors into one message (a bucket), send it to rank 0
     rank 0        casts its own rows into the buffers while the others' travel, then copies theirs
 
-On CUDA all of it runs in the order of the current stream, two buckets overlap, and the calling thread waits
-for nothing. Two NCCL communicators can deadlock if two processes are in both and launch their kernels in
-different orders; only learner rank 0 is in both the weight group (with actors) and the learners' group.
+On CUDA all of it runs in the order of the current stream. Two NCCL communicators can deadlock if two
+processes are in both and launch their kernels in different orders; only learner rank 0 is in both groups.
 """
 
 from __future__ import annotations
@@ -28,12 +27,9 @@ from asyncrl.weights import packing
 from asyncrl.weights.packing import build_manifest
 
 ADAPTER_FOLDER: Final = "adapter"
-BUCKET: Final = 2**28
-"""Bytes of full tensors that travel together, at most, unless one tensor alone is larger."""
-IN_FLIGHT: Final = 2
-"""Buckets that travel at the same time: while one arrives, the one before it is copied to its place."""
+BUCKET: Final = 2**28  # Bytes of full tensors that travel together, unless one alone is larger
+IN_FLIGHT: Final = 2  # Buckets that travel at the same time: one arrives, one is copied
 Views = list[list[Tensor]]
-"""By rank: destinations of each tensor's rows of that rank; rank 0's in their shape, the others' flat."""
 
 
 def acting_types(policy: Any) -> dict[str, torch.dtype]:
@@ -50,11 +46,7 @@ def acting_weights(policy: Any, types: Mapping[str, torch.dtype]) -> GatheredWei
 
 
 def copy_policy(policy: Any, ranks: LearnerRanks) -> Callable[[Path], None]:
-    """Gather the policy in host memory, adapters merged, one tensor at a time; collective.
-
-    Returns:
-        A writer of the policy's files, and of the adapters alone in `adapter/`, for rank 0, on any thread.
-    """
+    """Gather the policy in host memory, adapters merged; return rank 0's writer of its files; collective."""
     full = gather_to_host(ranks, policy.saved_tensors())
     adapters = gather_to_host(ranks, adapter_tensors(policy).items())
 
@@ -80,21 +72,15 @@ class GatheredWeights:
     def __init__(
         self, tensors_now: Callable[[], Mapping[str, Tensor]], types: Mapping[str, torch.dtype]
     ) -> None:
-        """Plan the buckets; `types` are the actors' dtypes by name."""
         self._tensors_now, tensors = tensors_now, tensors_now()
         self.manifest = build_manifest(tensors, types)
         sharded = {name: t for name, t in tensors.items() if isinstance(t, DTensor)}
         self._unsharded = [name for name in tensors if name not in sharded]
         self._buckets = [_Bucket(names, sharded, types) for names in _buckets(sharded, types)]
-        self._views: dict[int, tuple[Mapping[str, Tensor], list[Views]]] = {}
-        """By id of the targets: the targets, and their views for every bucket."""
+        self._views: dict[int, tuple[Mapping[str, Tensor], list[Views]]] = {}  # By id of the targets
 
     def write(self, targets: Mapping[str, Tensor]) -> None:
-        """Write every tensor, full and cast, into its target on rank 0; collective.
-
-        Args:
-            targets: Always the same few mappings; empty on other ranks.
-        """
+        """Write every tensor, full and cast, into its target on rank 0; collective."""
         tensors, names = self._tensors_now(), self._unsharded
         if targets:
             packing.copy([targets[name] for name in names], [tensors[name] for name in names])
@@ -118,7 +104,7 @@ class GatheredWeights:
 
 
 def _buckets(tensors: Mapping[str, DTensor], types: Mapping[str, torch.dtype]) -> Iterator[list[str]]:
-    """Yield names that travel together: of one dtype, in the same order on every rank."""
+    """One dtype per bucket, in the same order on every rank."""
     names: list[str] = []
     filled = 0
     for name in sorted(tensors, key=lambda n: (str(types[n]), n)):
@@ -150,7 +136,6 @@ class _Bucket:
         self._rows = [[_rows(shape[0], ranks, rank) for shape in shapes] for rank in range(ranks)]
         widths = [math.prod(shape[1:]) for shape in shapes]
         self._sizes = [[n * w for n, w in zip(rows, widths, strict=True)] for rows in self._rows]
-        """By rank: elements of each piece."""
 
     def views(self, targets: Mapping[str, Tensor]) -> Views:
         views = [[targets[name].narrow(0, 0, n) for name, n in zip(self._names, self._rows[0], strict=True)]]
@@ -162,7 +147,6 @@ class _Bucket:
         return views
 
     def start(self, tensors: Mapping[str, Tensor], views: Views) -> Callable[[], None]:
-        """Send or receive the bucket; returns a function that finishes it, called in the order of starts."""
         if not self._takes_part:
             return lambda: None
         local: list[Tensor] = [cast("DTensor", tensors[name]).to_local() for name in self._names]
@@ -185,7 +169,7 @@ class _Bucket:
         return torch.empty(sum(self._sizes[rank]), dtype=self._dtype, device=self._device)
 
     def _travel(self, direction: Any, messages: Mapping[int, Tensor]) -> list[Any]:
-        """Send or receive one message per peer, as bytes, without waiting; both sides omit empty ones."""
+        """Both sides omit empty messages."""
         operations = [
             dist.P2POp(
                 direction, packing.as_bytes(message), dist.get_global_rank(self._group, peer), self._group
@@ -202,7 +186,7 @@ def _rows(rows: int, ranks: int, rank: int) -> int:
 
 
 def _wait(works: Sequence[Any], kept: Sequence[Tensor]) -> None:
-    """Wait for messages, kept alive until then: on CUDA the current stream waits, on the CPU this thread."""
+    """Messages are kept alive until then: on CUDA the current stream waits, on the CPU this thread."""
     del kept
     for work in works:
         work.wait()
