@@ -29,10 +29,8 @@ class Expected:
     format: EpisodeFormat = ANY_FORMAT
     group_size: int
     sampling: Sampling | None = None
-    newest_version: int
-    """Newest policy version of any decision."""
-    actor: str | None = None
-    """Name of the sender."""
+    newest_version: int  # Newest policy version of any decision
+    actor: str | None = None  # Name of the sender
 
 
 class Refusal(NamedTuple):
@@ -43,7 +41,6 @@ class Refusal(NamedTuple):
 
 
 def _outcome(episode: Episode, expected: Expected) -> str | None:
-    """Check the end against the rewards of a world model, and against the success of a simulator."""
     if episode.steps_taken == UNKNOWN_LENGTH:
         if not episode.success and (episode.rewards > 0).any():
             return "end_reason is 'truncated', but a step has a positive reward"
@@ -66,7 +63,6 @@ def _actor(episode: Episode, expected: Expected) -> str | None:
 
 
 def _settings(episode: Episode, expected: Expected) -> str | None:
-    """Check group size, sampling, pictures and decisions against the run's."""
     if episode.group_size != expected.group_size:
         return f"group size {episode.group_size}, this run has {expected.group_size}"
     sampling = expected.sampling
@@ -102,7 +98,6 @@ def _length(episode: Episode, expected: Expected) -> str | None:
 
 
 def _played(episode: Episode, expected: Expected) -> str | None:
-    """Check the fields of simulators against the run's simulator."""
     simulator, found = expected.format.simulator, optional_of(episode)
     if expected.format.imagined and episode.steps_taken != UNKNOWN_LENGTH:
         return "it says how many steps were taken, as of a simulator, but this run has a world model"
@@ -124,7 +119,6 @@ def _played(episode: Episode, expected: Expected) -> str | None:
 
 
 def _start(episode: Episode, expected: Expected) -> str | None:
-    """Check start state and instruction against the run's."""
     known, simulator = expected.format.tasks, expected.format.simulator
     task, start = episode.task[:60], episode.start_state[:60]
     if simulator is not None:
@@ -165,9 +159,7 @@ _CHECKS: Final[tuple[tuple[RefusalCause, bool, Callable[[Episode, Expected], str
     ("settings", False, _played),
     ("settings", False, _start),
     ("version", True, _versions),
-)
-"""Cause; whether stored episodes are checked too, unless a learner can learn from them all the same, as after
-a resume with other start states or shorter episodes; the problem or None."""
+)  # Cause; also checked in stored episodes?; problem or None. A resume may change start states and lengths
 
 
 def refusal(episode: Episode, expected: Expected, *, stored: bool = False) -> Refusal | None:

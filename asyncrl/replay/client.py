@@ -29,12 +29,9 @@ from asyncrl.replay.interface import (
 )
 from asyncrl.storage.run_owner import NO_RUN, RunIdentity
 
-WINDOW: Final = 32
-"""Groups with unacknowledged episodes, besides one for each slot, from which on an actor asks for no more."""
-FETCH_WINDOW: Final = 4
-"""Groups that a rank has requested and not received: as many are on their way in the replay's memory."""
-POLL_SECONDS: Final = 1.0
-"""Seconds between two calls of `while_waiting`."""
+WINDOW: Final = 32  # Groups with unacknowledged episodes, besides one per slot, that stop requests
+FETCH_WINDOW: Final = 4  # Groups requested and not received: as many are in the replay's memory
+POLL_SECONDS: Final = 1.0  # Seconds between two calls of while_waiting
 
 
 class ZmqActorPort:
@@ -126,12 +123,11 @@ class ZmqActorPort:
             )
 
     def leave(self, deadline: float) -> None:
-        """Leave a run that goes on: deliver finished episodes within `deadline` seconds, give groups back."""
+        """Deliver finished episodes within `deadline` seconds and give groups back; the run goes on."""
         if not self._leave(lambda: self._outbox.undelivered, deadline):
             self._outbox.warn(f"left without handing over all of {self.unacknowledged} episodes")
 
     def _leave(self, pending: Callable[[], bool], deadline: float) -> bool:
-        """Exchange messages until nothing is pending, then disconnect; False if the deadline came first."""
         end = time.monotonic() + deadline
         try:
             while pending() and not self.stopped and (left := end - time.monotonic()) > 0:
@@ -162,7 +158,7 @@ class ZmqActorPort:
         self._outbox.send_due()
 
     def _ask(self, groups: int) -> None:
-        """Ask for `groups` from the next request on; again only for more, or if no answer came."""
+        """Requests are repeated only for more groups, or if no answer came."""
         server_id, now = self._link.server_id, time.monotonic()
         groups = min(groups, self._window - self._outbox.groups)
         until = self._next_grant + groups
@@ -280,7 +276,6 @@ class ZmqLearnerPort:
         return self._reply
 
     def _repeat(self, kind: str, timeout: float, answered: Callable[[], bool]) -> None:
-        """Send a message once a second until it is answered, at most `timeout` seconds."""
         deadline, asked_at = time.monotonic() + timeout, -float("inf")
         while not answered() and (left := deadline - time.monotonic()) > 0:
             now = time.monotonic()
@@ -342,7 +337,6 @@ class _PartFetch:
             self._asked_at = now
 
     def add(self, message: Message) -> None:
-        """Add an episode of the part; other messages are ignored."""
         if message.kind == "lost" and message["request"] == self._wanted.request:
             raise GroupLost(f"Group {message['number']} of the batch is lost: {message['reason']}.")
         if message.kind != "batch" or message["number"] not in self._missing:

@@ -28,17 +28,13 @@ from asyncrl.replay.interface import GroupFailure
 from asyncrl.storage.atomic import read_small
 from asyncrl.storage.run_owner import NO_RUN, RunIdentity
 
-PING_EVERY: Final = 1.0
-"""Seconds; also the interval of repeating an unanswered question."""
-RESEND_AFTER: Final = 10.0
-"""Seconds until an episode or request that was not answered at all is sent again."""
+PING_EVERY: Final = 1.0  # Seconds; also between repeated questions
+RESEND_AFTER: Final = 10.0  # Seconds until an episode or request that was not answered at all is sent again
 HELD_RESEND_AFTER: Final = 60.0
 """Seconds until an episode of an incomplete group is sent again: its final receipt may be lost."""
-RANK: Final = "rank"
-"""Role of a learner rank other than 0: it fetches its part of batches."""
+RANK: Final = "rank"  # Role of a learner rank other than 0: it fetches its part of batches
 VISITOR: Final = "visitor"
-MAX_PARTS: Final = 64
-"""Most parts of a run's settings; each has at most `MAX_TEXT` characters."""
+MAX_PARTS: Final = 64  # Most parts of a run's settings; each has at most MAX_TEXT characters
 
 
 class Connection:
@@ -57,8 +53,7 @@ class Connection:
         self.endpoint, self.role, self.name, self.version = endpoint, role, name, version
         self._identity = identity
         self.session = os.urandom(8).hex()
-        self.server_id = ""
-        """Id of the replay process that knows this port; empty if none."""
+        self.server_id = ""  # Id of the replay process that knows this port; empty if none
         self.stopped = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
@@ -123,14 +118,12 @@ class Connection:
         return True
 
     def _quiet(self) -> bool:
-        """True once a second: it is time to send a sign of life."""
         now = time.monotonic()
         quiet = now - self._spoke >= PING_EVERY
         self._spoke = now if quiet else self._spoke
         return quiet
 
     def _beat(self) -> None:
-        """Keep in touch while no messages are exchanged. Ended by `close`."""
         while not self._closing.wait(PING_EVERY / 4):
             if self._lock.acquire(timeout=PING_EVERY):
                 try:
@@ -172,11 +165,9 @@ class _Unacknowledged:
 
     group_id: str
     frames: list[Buffer]
-    server_id: str = ""
-    """Replay process that it was sent to."""
+    server_id: str = ""  # Replay process that it was sent to
     sent_at: float = -float("inf")
-    held: bool = False
-    """That process has it; the final receipt follows, but only once."""
+    held: bool = False  # That process has it; the final receipt follows, but only once
 
 
 class Outbox:
@@ -243,8 +234,7 @@ class Outbox:
 class JoinSettings:
     """Facts that an actor needs to join a run."""
 
-    config: str
-    """JSON of the run's `TrainConfig`."""
+    config: str  # JSON of the run's TrainConfig
     weights: str
     identity: RunIdentity = NO_RUN
 

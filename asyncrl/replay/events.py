@@ -23,10 +23,8 @@ from asyncrl.replay.interface import CAUSES, GroupFailure, ReceiptStatus, Refusa
 from asyncrl.replay.sealed_file import is_full
 from asyncrl.storage.untrusted import LINES_BYTES, open_regular, parse_json, read_lines, reading, remove
 
-Entry = dict[str, Any]
-"""A line of the ledger without its checksum."""
-MAX_LINE: Final = 2**20
-"""Bytes; longer lines are damaged."""
+Entry = dict[str, Any]  # A line of the ledger without its checksum
+MAX_LINE: Final = 2**20  # Bytes; longer lines are damaged
 _CHECKSUM: Final = re.compile(rb',"crc32":"([0-9a-f]{8})"}')
 _LENGTH: Final = len(b',"crc32":"01234567"}')
 SPARE_BYTES: Final = 1 << 20
@@ -57,7 +55,7 @@ def _kinds(event: type[Event]) -> dict[str, Any]:
 
 
 def _is_right(key: str, value: Any, kind: Any) -> bool:
-    """True if a value has the type of its key; no number may be negative, but for a request without one."""
+    """No number may be negative, but for a request without one."""
     if kind in (int, bool):
         return isinstance(value, kind) and value >= (-1 if key == "turn" else 0)
     if kind == Sequence[int]:
@@ -87,8 +85,7 @@ class Granted(Event):
 
     grant: int
     actor: str
-    turn: int
-    """The actor's count of requests; -1 if it does not count them."""
+    turn: int  # The actor's count of requests; -1 if it does not count them
     min_version: int
 
 
@@ -123,14 +120,12 @@ class Dropped(Event):
 
     dropped: int
     status: ReceiptStatus
-    episodes: int
-    """Episodes of the group that had come."""
+    episodes: int  # Episodes of the group that had come
     stored: bool
     decisions: int = 0
     task: str = ""
     version: int = 0
-    reason: str = ""
-    """Problem of a group that is set aside."""
+    reason: str = ""  # Problem of a group that is set aside
     failure: GroupFailure | None = None
     """Reason why it could not be imagined, if any. The ledger does not keep its `member`."""
 
@@ -239,7 +234,7 @@ class Ledger:
         self.keep_spare()
 
     def _find_end(self) -> int:
-        """Return the byte behind the last whole line, whose digits the next line's checksum covers."""
+        """The digits of the last whole line are covered by the next line's checksum."""
         end, self._last = 0, START
         with reading(self.path, LINES_BYTES) as file:
             for _, line in read_lines(file, MAX_LINE + 1):

@@ -61,8 +61,7 @@ CONSTANT: Final = tuple(ROOT)[:3]
 _PLAIN: Final = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
 _PLAIN.set_obj_track_times(False)
 _SCALAR: Final = h5py.h5s.create(h5py.h5s.SCALAR)
-MOST_TABLE_BYTES: Final = 2**26
-"""Limit of one table: 100,000 episodes with texts of 600 bytes."""
+MOST_TABLE_BYTES: Final = 2**26  # Limit of one table: 100,000 episodes with texts of 600 bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,12 +72,10 @@ class GroupFile:
     number: int
     oldest_version: int
     newest_version: int
-    size: int
-    """Bytes on disk."""
+    size: int  # Bytes on disk
     decisions: int
     sampling: Sampling
-    world_version: int
-    """The oldest of its episodes."""
+    world_version: int  # The oldest of its episodes
     episode_ids: tuple[str, ...]
     attributes: dict[str, Any]
 
@@ -128,7 +125,6 @@ def _check_siblings(episodes: Sequence[Episode]) -> None:
 
 
 def _episode_table(episodes: Sequence[Episode], version: int) -> NDArray[Any]:
-    """Return the rows of `/episodes`: scalars, then the rows of decisions and of video frames."""
     kinds = scalar_types(version)
     rows = [{name: kind(getattr(episode, name)) for name, kind in kinds.items()} for episode in episodes]
     for letter, arrays in (("N", [x.frames for x in episodes]), ("M", [x.video for x in episodes])):
@@ -139,7 +135,6 @@ def _episode_table(episodes: Sequence[Episode], version: int) -> NDArray[Any]:
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> NDArray[Any]:
-    """Return rows as a table of 64-bit numbers and of texts as wide as the longest."""
     plain = [[x.encode() if isinstance(x, str) else x for x in row.values()] for row in rows]
     types = list[tuple[str, str]]()
     for name, *column in zip(rows[0], *plain, strict=True):
@@ -153,7 +148,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> NDArray[Any]:
 def _write_dataset(
     file: h5py.File, name: str, values: NDArray[Any], letters: str, unit: str = "see docs"
 ) -> Any:
-    """Write a contiguous dataset by h5py's low-level calls, which take a third of `create_dataset`'s time."""
+    """Low-level calls of h5py take a third of `create_dataset`'s time."""
     values = np.ascontiguousarray(values, values.dtype.newbyteorder("<"))
     kind, space = h5py.h5t.py_create(values.dtype, logical=True), h5py.h5s.create_simple(values.shape)
     dataset = h5py.h5d.create(file.id, name.encode(), kind, space, dcpl=_PLAIN)
@@ -171,7 +166,7 @@ def _write_attribute(target: Any, name: str, value: str | int) -> None:
 
 
 def _letters(spec: ArraySpec, array: NDArray[Any]) -> str:
-    """Return the attribute `letters` of an array; C and A appear as their sizes."""
+    """C and A appear as their sizes."""
     axes = [size if axis in ("C", "A") else axis for axis, size in zip(spec.shape, array.shape, strict=True)]
     return ",".join(map(str, axes if spec.joined_by != "E" else ["E", *axes]))
 
@@ -225,7 +220,6 @@ def _dtype(dataset: h5py.Dataset) -> str:
 
 
 def _part(spec: ArraySpec, array: NDArray[Any], row: Any, index: int) -> NDArray[Any]:
-    """Return an episode's part of an array, a view."""
     axis = spec.joined_by
     return array[index] if axis == "E" else array[row[f"{axis}_begin"] : row[f"{axis}_end"]]
 
@@ -252,7 +246,6 @@ def _describe(path: Path, attributes: dict[str, Any], table: NDArray[Any], size:
 
 
 def _read_root(path: Path, file: h5py.File) -> dict[str, Any]:
-    """Read the values of `ROOT`; refuse another format or schema version."""
     found: dict[str, Any] = {key: attribute_of(file, key) for key in CONSTANT}
     for key, values in zip(
         CONSTANT, ((FORMAT.encode(),), (FORMAT_VERSION,), STORED_SCHEMA_VERSIONS), strict=True
@@ -268,7 +261,6 @@ def _read_root(path: Path, file: h5py.File) -> dict[str, Any]:
 
 
 def _read_table(file: h5py.File, name: str) -> NDArray[Any]:
-    """Read one of `TABLES`, which are never compressed."""
     table = dataset_in(file, name)
     nbytes = math.prod(table.shape) * table.dtype.itemsize
     if table.chunks or nbytes > MOST_TABLE_BYTES:

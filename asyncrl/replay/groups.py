@@ -23,10 +23,8 @@ from asyncrl.replay.admission import unlike
 from asyncrl.replay.group_file import GroupFile
 from asyncrl.replay.interface import GroupGrant, ReceiptStatus, RefusalCause
 
-NO_VERSION: Final = 2**63 - 1
-"""Oldest version of a group without members."""
-GRANTS_AGAIN: Final = 2
-"""Repeated grants of a number whose group its actors did not complete."""
+NO_VERSION: Final = 2**63 - 1  # Oldest version of a group without members
+GRANTS_AGAIN: Final = 2  # Repeated grants of a number whose group its actors did not complete
 DROPPED: Final = [status for status in get_args(ReceiptStatus) if status.startswith("dropped")]
 EPISODES: Final[dict[ReceiptStatus, Metric]] = {
     "stored": m.EPISODES,
@@ -40,24 +38,20 @@ REFUSED: Final[dict[RefusalCause, Metric]] = {
 
 
 class GroupTable:
-    """The groups of a run, each open, ready or closed; changed by events, the learner's version and files.
+    """The groups of a run, changed by events, the learner's version and files.
 
-    Numbers are granted in ascending order: a number below `next_number` that is neither open nor ready is
-    closed, even if nothing else of it is remembered.
+    Numbers are granted in ascending order: one below `next_number`, neither open nor ready, is closed.
     """
 
     def __init__(self, *, resume_window: int) -> None:
         self.resume_window = resume_window
-        self.version = 0
-        """The learner's newest policy version."""
-        self.used = 0
-        """Groups in all batches: the sampling cursor. A filtered group is in none."""
+        self.version = 0  # The learner's newest policy version
+        self.used = 0  # Groups in all batches: the sampling cursor. A filtered group is in none.
         self.next_number = 0
         self.open: dict[int, OpenGroup] = {}
         self.ready: dict[int, GroupFile] = {}
         self.closed: dict[int, ClosedGroup] = {}
-        self.used_at: dict[int, int] = {}
-        """Recently used group -> the learner's version at its use."""
+        self.used_at: dict[int, int] = {}  # Recently used group -> the learner's version at its use
         self.filtered: dict[int, FilteredGroup] = {}
         """Recently closed groups whose episodes all had the same return."""
         self.to_grant_again: set[int] = set()
@@ -168,11 +162,9 @@ class OpenGroup:
 
     grant: GroupGrant
     actor: str
-    request_number: int
-    """The actor's count of acquisitions; a repeated question gets the same grant."""
+    request_number: int  # The actor's count of acquisitions; a repeated question gets the same grant
     granted_at: float
-    granted_before: bool = False
-    """True if it was given up before; episodes of that grant may still come."""
+    granted_before: bool = False  # True if it was given up before; episodes of that grant may still come
     members: dict[int, Episode] = field(default_factory=dict)
     oldest_version: int = NO_VERSION
 
@@ -192,10 +184,8 @@ class OpenGroup:
 class ClosedGroup:
     """A group that will not be used (any more)."""
 
-    status: ReceiptStatus
-    """Answer to its late or repeated episodes."""
-    version: int
-    """The learner's version at its last use or at its closing."""
+    status: ReceiptStatus  # Answer to its late or repeated episodes
+    version: int  # The learner's version at its last use or at its closing
 
 
 @dataclass(frozen=True, kw_only=True)

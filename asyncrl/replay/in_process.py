@@ -110,7 +110,7 @@ class InProcessLearnerPort:
         return found
 
     def sample(self, *, groups: int, version: int, timeout: float) -> list[list[Episode]]:
-        """Choose a batch and read it. Waiting means to let the actor imagine, until nothing is in flight."""
+        """Choose a batch and read it; lets the actor imagine until nothing is in flight."""
         deadline = time.monotonic() + timeout
         self._replay.set_version(version)
         while True:

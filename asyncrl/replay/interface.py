@@ -28,16 +28,16 @@ ReceiptStatus = Literal[
 """Fate of an episode. Only `held` is not final: its group is incomplete, so the actor keeps it.
 `dropped_lag`: its policy is older than --replay.max-lag allows.
 `dropped_outdated`: its group was given up and granted again, and that grant goes on. Of stored groups:
-`dropped_unusable`, set aside because the learner cannot use it; `dropped_unrecorded`, whether it was used is
-not known, because the ledger was lost."""
+`dropped_unusable`, set aside because the learner cannot use it; `dropped_unrecorded`, its use is unknown.
+"""
 
 Cause = Literal["policy", "world", "reward", "raised", "quarantined"]
 """Why a group cannot be imagined: a model returned a number that is not finite, an exception was raised, or
 the group was not begun because its start state failed too often."""
 RefusalCause = Literal["content", "settings", "version", "grant"]
-"""Why an episode is refused: it contradicts itself or holds numbers that no model returns; it was made with
-other settings or models than the run's; an unpublished version made it; its group was not granted to its
-sender."""
+"""Why an episode is refused: it contradicts itself or holds impossible numbers; its settings or models are
+not the run's; an unpublished version made it; its group was not granted to its sender.
+"""
 CAUSES: Final = get_args(Cause)
 
 REPORTED: Final = {
@@ -48,7 +48,6 @@ REPORTED: Final = {
         *(m.ACTOR_DECISIONS, m.ACTOR_RESTARTED),
     )
 }
-"""Readings that an actor reports of itself, by name."""
 ENDLESS: Final = 2**31
 """`GroupFailure.left` where starts are drawn for ever."""
 
@@ -111,13 +110,11 @@ class GroupFailure:
     """A granted group that cannot be imagined."""
 
     number: int
-    """`GroupGrant.number`."""
     member: int
     """The first member that failed; -1 when the group was not begun."""
     cause: Cause
     start_state: str
     reason: str
-    """One line."""
     left: int
     """The actor's start states that are not quarantined, or `ENDLESS`; 0 ends the run."""
 

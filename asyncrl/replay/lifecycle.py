@@ -19,10 +19,8 @@ from asyncrl.replay.interface import GroupFailure, Receipt, ReceiptStatus
 from asyncrl.replay.state import ReplayState
 from asyncrl.replay.store import EpisodeStore
 
-NOTICES: Final = 20
-"""Most lines of the replay on the learner's console."""
-RETRY_EVERY: Final = 1.0
-"""Seconds between two attempts to write a group that waits."""
+NOTICES: Final = 20  # Most lines of the replay on the learner's console
+RETRY_EVERY: Final = 1.0  # Seconds between two attempts to write a group that waits
 
 
 class GroupLifecycle:
@@ -94,7 +92,6 @@ class GroupLifecycle:
         return list(self.state.limiter.open[number].members.values())
 
     def _stored_group(self, group_file: GroupFile, newest: str = "") -> None:
-        """Enter a durable group: receipts, filter, trim."""
         number = self.store.enter(group_file).number
         actor, members = self.state.limiter.open[number].actor, self._members(number)
         if self.disk.groups:

@@ -219,8 +219,7 @@ class Limiter(GroupTable):
     def pick(self, groups: int, *, not_awaited: Collection[int] = ()) -> list[int] | None:
         """Choose the oldest ready groups within the lag bound at `version`; None if there are too few.
 
-        Slow groups are waited for: they are mostly failures, and skipping them would let them expire and bias
-        the batch.
+        Slow groups are waited for: they are mostly failures, and skipping them would bias the batch.
         """
         numbers = list(self.usable)[:groups]
         if len(numbers) < groups:

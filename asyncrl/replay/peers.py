@@ -19,8 +19,7 @@ from asyncrl.storage.run_owner import NO_RUN, RunIdentity
 NAME_RESERVED: Final = 5.0
 """Seconds after its last sign of life for which an actor's name is not given to one that joins."""
 _LOG = logging.getLogger(__name__)
-_LOGGED: Final = 100
-"""Refused messages that are written to the log; all are counted."""
+_LOGGED: Final = 100  # Refused messages that are written to the log; all are counted
 
 
 class PeerSender:
@@ -29,8 +28,7 @@ class PeerSender:
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
         self.errors = 0
-        self.unreachable: set[bytes] = set()
-        """Peers that were gone when something was sent to them."""
+        self.unreachable: set[bytes] = set()  # Peers that were gone when something was sent to them
 
     def send(self, peer: bytes, kind: str, **fields: Any) -> bool:
         """Send a message; False if the peer accepts nothing now: it will ask again."""
@@ -74,10 +72,8 @@ class Peers:
         self.identity, self._keyed = identity, keyed
         self.server_id = os.urandom(8).hex()
         self.actors: dict[bytes, str] = {}
-        self.learner = b""
-        """The learner's routing id; empty until it is there."""
-        self.ranks: dict[str, bytes] = {}
-        """Name of each other learner rank that is there -> its routing id."""
+        self.learner = b""  # The learner's routing id; empty until it is there
+        self.ranks: dict[str, bytes] = {}  # Name of each other learner rank that is there -> its routing id
         self._visitors = set[bytes]()  # Peers that may ask for the settings.
         self._replaced: set[str] = set()  # Sessions of actors whose name a newer one took.
         self._sent_names: dict[bytes, int] = {}  # Actor -> number of quarantined start states that it knows.
@@ -162,7 +158,7 @@ class Peers:
         return True
 
     def _admit(self, peer: bytes, message: Message) -> bool:
-        """Record an actor. Of two with one name the newer stays: a respawned actor keeps the name."""
+        """Of two actors with one name the newer stays: a respawned actor keeps the name."""
         name, session = message["name"], message["session"]
         if session in self._replaced:
             why = f"another actor called {name!r} took this one's place. Give each a --name of its own."

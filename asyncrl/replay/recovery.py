@@ -18,22 +18,18 @@ from asyncrl.replay.limiter import Limiter
 def plan_resume(
     limiter: Limiter, version: int, stored: Mapping[int, GroupFile], *, in_turns: bool = False
 ) -> tuple[list[int], dict[int, ReceiptStatus]]:
-    """Plan the changes before a learner begins at `version`, as after a resume.
+    """Plan the changes before a learner begins at `version`, so that it sees what it would have seen.
 
-    The aim is that it sees what it would have seen without the interruption. Open groups belong to actors
-    that are gone, groups of a later version to updates that are lost: both are imagined again under the
-    same numbers, which decide start states and seeds; so are groups of another world, sampling or group
-    size, if these were changed for the resume. Groups that a lost update used, and this version may use,
-    wait again.
+    Open groups (their actors are gone), groups of later versions, and those of another world, sampling or
+    group size are imagined again under the same numbers, which decide start states and seeds. Groups that a
+    lost update used, and this version may use, wait again.
 
-    That is exact down to `resume_window` versions before the limiter's. Groups closed before stay closed: the
-    learner goes on with new groups, nothing is used twice, and nothing above the lag bound is used; but
-    batches, start states, and the shares of successful and filtered groups are not those of the undisturbed
-    run. Nor is it exact for a group that a lost update dropped as too old: newer versions imagine it again.
+    That is exact down to `resume_window` versions before the limiter's: groups closed before stay closed, so
+    batches, start states and shares differ, but nothing is used twice or above the lag bound. Nor is it exact
+    for a group that a lost update dropped as too old: newer versions imagine it again.
 
     Returns:
-        Groups of lost updates, which wait to be used again; and those to give up, where numbers with
-        `dropped_resume` are granted again.
+        Groups to use again; and those to give up, where numbers with `dropped_resume` are granted again.
     """
     drop: dict[int, ReceiptStatus] = dict.fromkeys(limiter.open, "dropped_resume")
     ready = list[int]()
@@ -62,7 +58,6 @@ def plan_resume(
 
 
 def _drop_reason(limiter: Limiter, group: GroupFile | None, version: int) -> ReceiptStatus | None:
-    """Return why a learner that begins at `version` may not use a group, or None if it may."""
     if group is None or group.newest_version > version or not limiter.matches_run(group):
         return "dropped_resume"
     return limiter.too_old(group, version)
@@ -87,7 +82,7 @@ def recover(lifecycle: GroupLifecycle, lost_ledger: str = "") -> None:
 
 
 def _give_up_unrecorded(lifecycle: GroupLifecycle, lost_ledger: str) -> None:
-    """Give all stored groups up: the lines about their uses are gone."""
+    """The lines about their uses are gone."""
     state = lifecycle.state
     numbers = sorted(state.limiter.ready)
     for number in numbers:

@@ -197,7 +197,7 @@ class Replay:
         self.lifecycle.drop(failure.number, "dropped_poisoned", failure=replace(failure, left=left))
 
     def _starts_left(self, failure: GroupFailure) -> int:
-        """Count the starts that are not quarantined, by the actor if nothing is known; -1: unknown name."""
+        """By the actor if nothing is known; -1: unknown name."""
         found = self.state.limiter.episode_format
         if found.simulator is not None:
             return ENDLESS if is_start_of(found.simulator.name, failure.start_state) else -1

@@ -21,11 +21,9 @@ from asyncrl.replay.events import Used
 from asyncrl.replay.group_file import GroupFile, read_group
 from asyncrl.replay.lifecycle import GroupLifecycle
 
-LEFT_OUT: Final = ("video",)
-"""Arrays that no update reads: threads skip them."""
+LEFT_OUT: Final = ("video",)  # Arrays that no update reads: threads skip them
 MAX_THREADS: Final = 4
-READ_AHEAD_BYTES: Final = 8 * 10**9
-"""Of groups in memory that the learner may get next; of others only the verdict is kept."""
+READ_AHEAD_BYTES: Final = 8 * 10**9  # Of groups that the learner may get next; of others only the verdict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +31,7 @@ class LoadedGroup:
     """Result of reading a group's file."""
 
     damaged: str = ""
-    unusable: str | None = None
-    """Why the learner cannot use it; None if it can."""
+    unusable: str | None = None  # Why the learner cannot use it; None if it can
     episodes: list[Episode] = field(default_factory=list)
     """In the order of their members; empty if only the verdict was kept."""
     messages: list[list[Buffer]] = field(default_factory=list)
@@ -176,7 +173,6 @@ class BatchChooser:
             raise
 
     def _begin(self, number: int, *, keep: bool) -> None:
-        """Start to read a group unless that was done; with `keep` its episodes are kept at any size."""
         entry = self._entries.get(number)
         if entry is not None and (entry.kept or not keep):
             return

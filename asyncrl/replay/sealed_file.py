@@ -25,8 +25,7 @@ from asyncrl.observability import signals
 from asyncrl.storage.atomic import replacing
 from asyncrl.storage.untrusted import open_regular
 
-LIBVER: Final = ("v110", "v110")
-"""HDF5 1.10 tools can read the files, whatever HDF5 version writes them."""
+LIBVER: Final = ("v110", "v110")  # HDF5 1.10 tools can read the files, whatever HDF5 version writes them
 UNREADABLE: Final = (
     OSError,
     KeyError,
@@ -75,7 +74,7 @@ def sealing(path: Path) -> Iterator[tuple[h5py.File, list[tuple[int, int]]]]:
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[h5py.File, int]]:
-    """Open a sealed file to read, and return its bytes; errors of h5py in the block mean that it is damaged.
+    """Open a sealed file and return its bytes; errors of h5py in the block mean that it is damaged.
 
     Raises:
         OutOfFiles: No file can be opened now.
@@ -132,7 +131,6 @@ def _check_footer(handle: int) -> None:
 def _checksum_outside(
     read: Callable[[int, int], bytes | memoryview], extents: Sequence[tuple[int, int]], length: int
 ) -> int:
-    """Return the CRC-32 of the first `length` bytes without the extents, read in pieces."""
     checksum, begin = 0, 0
     for offset, count in [*extents, (length, 0)]:
         if not begin <= offset <= offset + count <= length:
@@ -172,11 +170,7 @@ def write_error(what: str, error: OSError) -> ReplayError:
 
 
 def settings_of(codec: Codec) -> dict[str, Any]:
-    """Return the arguments of `create_dataset`. Without a shuffle filter: images have one byte per value.
-
-    Raises:
-        CodecMissing: It needs hdf5plugin, which is not installed.
-    """
+    """Return the arguments of `create_dataset`; raises CodecMissing without hdf5plugin."""
     if codec == "gzip":
         return {"compression": "gzip", "compression_opts": 4}
     plugin = _plugin(f"--codec {codec}")

@@ -32,22 +32,17 @@ from asyncrl.replay.sampling import BatchChooser
 from asyncrl.replay.state import Session
 from asyncrl.storage.run_owner import NO_RUN, RunIdentity
 
-POLL_MS: Final = 100
-"""Longest sleep of the loop."""
+POLL_MS: Final = 100  # Longest sleep of the loop
 HANG_TIMEOUT: Final = 300.0
 """Seconds that handling what is there may take; a disk that needs longer is not there any more."""
-SHUTDOWN_TIMEOUT: Final = 5.0
-"""Seconds the actors have to leave after the stop."""
-LONG_PASS: Final = 2.0
-"""Seconds of one pass of the loop (a slow disk, a suspended machine) that do not count as actors' silence."""
+SHUTDOWN_TIMEOUT: Final = 5.0  # Seconds the actors have to leave after the stop
+LONG_PASS: Final = 2.0  # Seconds of one pass that do not count as actors' silence
 KINDS: Final = {
     *("hello", "ping", "bye", "settings", "acquire", "episode", "failed", "report"),
     *("sample", "fetch", "version", "status", "stop"),
 }
-_MESSAGES_PER_PASS: Final = 64
-"""Messages handled before waiting requests are tried again."""
-_EPISODES_PER_PASS: Final = 8
-"""Episodes taken before anything is sent: they take milliseconds, and learner ranks wait for their groups."""
+_MESSAGES_PER_PASS: Final = 64  # Messages handled before waiting requests are tried again
+_EPISODES_PER_PASS: Final = 8  # Before anything is sent, for which learner ranks wait
 
 
 def serve_replay(
@@ -100,7 +95,6 @@ class ReplayServer:
         *,
         keyed: bool = False,
     ) -> None:
-        """Start without peers; those of an earlier process introduce themselves again. See `Peers`."""
         self._guard = guard
         self.replay, self.socket, self.sender = replay, socket, PeerSender(socket)
         self.peers = Peers(replay, self.sender, settings, identity, keyed=keyed)
@@ -180,7 +174,6 @@ class ReplayServer:
             self.peers.welcome(peer, known=False)
 
     def _answer(self) -> None:
-        """Send all that is due: receipts, grants, the batch."""
         routes = {name: peer for peer, name in self.peers.actors.items()}
         for actor, receipt in self.replay.pop_receipts():
             if actor in routes:
@@ -203,7 +196,6 @@ class ReplayServer:
         self.sender.unreachable.clear()
 
     def _grant(self) -> None:
-        """Answer parked requests in turns, one group for each actor, until none gets any more."""
         answered = True
         while answered:
             peers = self._acquires.keys()
@@ -212,7 +204,7 @@ class ReplayServer:
         self._asked.clear()
 
     def _grant_one(self, peer: bytes) -> bool:
-        """Answer an actor's oldest request with a group: a new one, or one whose answer was lost."""
+        """A new group, or one whose answer was lost."""
         requests = self._acquires[peer]
         # An actor that hangs would keep the credit; awake, it asks again.
         if peer not in self.peers.actors or self.replay.state.limiter.timed_out(self.peers.actors[peer]):
@@ -253,7 +245,6 @@ class ReplayServer:
             self._chosen.append(encode("chosen", **about))
 
     def _dispatch(self, peer: bytes, message: Message) -> None:
-        """Handle a message of a known peer; a request of another role is ignored."""
         actor, from_learner = self.peers.actors.get(peer), peer == self.peers.learner
         match message.kind:
             case "hello":
@@ -359,7 +350,6 @@ class HandOver:
                 self.forget(rank)  # It will ask again.
 
     def _begun(self, rank: bytes, outgoing: _Outgoing) -> bool:
-        """True if the first group has messages to send; all are read, and lost ones reported."""
         for number in list(outgoing.numbers)[bool(outgoing.messages) :]:
             try:
                 group = self._batches.load(number)

@@ -34,10 +34,8 @@ from asyncrl.replay.limiter import Limiter
 COUNTERS: Final[dict[Cause, Metric]] = {
     cause: REGISTRY[f"replay/poisoned_{cause}"] for cause in get_args(Cause)
 }
-IN_A_ROW: Final = 16
-"""Groups that may fail one after the other where every one begins elsewhere (`ENDLESS`)."""
-QUARANTINE_AFTER: Final = 2
-"""Groups of a start state that fail before it is no longer used."""
+IN_A_ROW: Final = 16  # Groups that may fail one after the other where every one begins elsewhere (ENDLESS)
+QUARANTINE_AFTER: Final = 2  # Groups of a start state that fail before it is no longer used
 _NAMED: Final = 10
 
 
@@ -46,11 +44,9 @@ class Session:
     """The participants, and the learner's last batch."""
 
     learner: str = ""
-    request: str = ""
-    """The learner's last answered request."""
+    request: str = ""  # The learner's last answered request
     batch: list[int] = field(default_factory=list)
-    actors: dict[str, str] = field(default_factory=dict)
-    """Name -> session."""
+    actors: dict[str, str] = field(default_factory=dict)  # Name -> session
     answered: dict[str, int] = field(default_factory=dict)
     """Actor -> its newest request of this session that was answered with a group."""
 
@@ -60,10 +56,8 @@ class ReplayState:
 
     def __init__(self, ledger: Ledger, limiter: Limiter, group_size: int) -> None:
         self._ledger, self.limiter = ledger, limiter
-        self.group_size = group_size
-        """Episodes of a group, as of the last event."""
-        self.lost_ledgers: set[str] = set()
-        """SHA-256 of missing lines that were accounted for."""
+        self.group_size = group_size  # Episodes of a group, as of the last event
+        self.lost_ledgers: set[str] = set()  # SHA-256 of missing lines that were accounted for
         self.counters, self.session = EpisodeCounters(), Session()
         self.quarantine = Quarantine()
         self.filtered = FilterStreak()
@@ -141,7 +135,6 @@ class Quarantine:
     """
 
     def __init__(self) -> None:
-        """Start without failures."""
         self.names: list[str] = []
         self.counts: Counter[Cause] = Counter()
         # Start state -> group that failed -> the learner's version then.

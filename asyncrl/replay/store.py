@@ -149,7 +149,6 @@ class EpisodeStore:
         self._warn(f"replay: moved {path.name} to {kept.parent}: {why}")
 
     def _move(self, path: Path, name: str) -> Path:
-        """Move a file to a folder in this one, under a name that is free there; return its path."""
         away = self.folder / name
         number, kept = 1, away / path.name
         while kept.is_symlink() or kept.exists():  # As from a lost ledger, which granted the number before.
@@ -191,7 +190,6 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 
 def _check_meta(path: Path, group_size: int) -> int:
-    """Check replay.json, or make it; returns the group size that it names."""
     expected = {"format": FORMAT, "format_version": FORMAT_VERSION, "schema_version": SCHEMA_VERSION}
     if not path.exists():
         with replacing(path) as part:
