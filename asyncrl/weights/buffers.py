@@ -27,10 +27,8 @@ class PackedVersion:
 
     version: int
     buffer_index: int
-    packed: torch.cuda.Event | None
-    """End of the copies into the buffers; None on the CPU."""
-    began: float
-    """Start of `pack`, in seconds of `time.monotonic`."""
+    packed: torch.cuda.Event | None  # End of the copies into the buffers; None on the CPU
+    began: float  # Start of pack, in seconds of time.monotonic
 
     @property
     def complete(self) -> bool:
@@ -52,8 +50,7 @@ class DoubleBuffer:
         self._holders = 0
         self.buffer_pair: BufferPair = ([], [])
         self._views: list[dict[str, Tensor]] = []
-        self.manifest: packing.Manifest | None = None
-        """None until the first version is packed."""
+        self.manifest: packing.Manifest | None = None  # None until the first version is packed
         self.newest = -1
 
     def pack(self, source: WeightSource, version: int) -> None:
@@ -205,10 +202,8 @@ class BufferedReceiver:
     ) -> None:
         self._name, self._endpoint, self._manifest = name, endpoint, manifest
         self._device, self._deadline = device, deadline
-        self._spare: _Set | None = None
-        """Destination of the next version, made when it comes."""
-        self._complete: _Set | None = None
-        """The newest complete version."""
+        self._spare: _Set | None = None  # Destination of the next version, made when it comes
+        self._complete: _Set | None = None  # The newest complete version
         # Everything below is shared between the two threads and guarded by this condition.
         self._changed = threading.Condition()
         self._version, self._held = -1, -1

@@ -18,18 +18,13 @@ from torch import Tensor
 
 from asyncrl.errors import WeightSyncError
 
-ALIGNMENT = 16
-"""Bytes. Every tensor starts at a multiple, so that copies stay vectorised and int64 sums fit."""
+ALIGNMENT = 16  # Bytes. Every tensor starts at a multiple, so that copies stay vectorised and int64 sums fit.
 
-LARGE = 2**22
-"""Bytes from which on a tensor is copied by a kernel of its own."""
-FOLD = 4096
-"""Words per row of the table as which a buffer is summed."""
-CACHED_ROWS = 32
-"""Rows (1 MiB) that are still in a CPU's cache when they are read again."""
+LARGE = 2**22  # Bytes from which on a tensor is copied by a kernel of its own
+FOLD = 4096  # Words per row of the table as which a buffer is summed
+CACHED_ROWS = 32  # Rows (1 MiB) that are still in a CPU's cache when they are read again
 
-Buffers = list[Tensor]
-"""One ``[E]`` buffer per dtype, in the order of `Manifest.dtypes`."""
+Buffers = list[Tensor]  # One [E] buffer per dtype, in the order of Manifest.dtypes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +32,9 @@ class Entry:
     """Place of one tensor."""
 
     name: str
-    dtype: str
-    """Name without the prefix, for example 'bfloat16'."""
+    dtype: str  # Name without the prefix, for example 'bfloat16'
     shape: tuple[int, ...]
-    offset: int
-    """First element in the buffer of its dtype."""
+    offset: int  # First element in the buffer of its dtype
 
     @property
     def elements(self) -> int:

@@ -51,12 +51,9 @@ from asyncrl.weights.server import GOODBYE, ServerSettings, Subscriber, WeightSe
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-IDLE_SECONDS = 0.1
-"""Longest wait for messages and versions."""
-PACKING_POLL_SECONDS = 0.0005
-"""Seconds between two polls of the device's packing."""
-READY_SECONDS = 2.0
-"""Longest wait for the members' answer to `group`."""
+IDLE_SECONDS = 0.1  # Longest wait for messages and versions
+PACKING_POLL_SECONDS = 0.0005  # Seconds between two polls of the device's packing
+READY_SECONDS = 2.0  # Longest wait for the members' answer to group
 STAGES: Final = ("packing", "summing", "announcing", "broadcasting", "receipts")
 _log = logging.getLogger(__name__)
 
@@ -67,8 +64,7 @@ class Broadcast:
 
     version: int = -1
     members: int = 0
-    hosts: int = 0
-    """Members on other hosts."""
+    hosts: int = 0  # Members on other hosts
     stages: Mapping[str, float] = field(default_factory=dict)
     """Seconds of each of `STAGES`, one after another; `packing` begins with `publish`."""
 

@@ -39,23 +39,16 @@ from asyncrl.weights.interface import (
 )
 from asyncrl.weights.server import WakeableSocket
 
-IN_FLIGHT: Final = 8
-"""Pieces requested at the same time, at most."""
-ASK_AGAIN: Final = 10.0
-"""Seconds without an answer until a question is repeated."""
-MAX_DAMAGED: Final = 3
-"""Damaged messages or versions in a row after which a receiver gives up."""
-CLOSE_SECONDS: Final = 2 * ABORT_SECONDS
-"""Longest wait of `close`."""
-MAX_REASON: Final = 2000
-"""Letters of a reason that is sent."""
-RELAY_POLL: Final = 0.5
-"""Seconds between two checks of a relay for the run's end."""
+IN_FLIGHT: Final = 8  # Pieces requested at the same time, at most
+ASK_AGAIN: Final = 10.0  # Seconds without an answer until a question is repeated
+MAX_DAMAGED: Final = 3  # Damaged messages or versions in a row after which a receiver gives up
+CLOSE_SECONDS: Final = 2 * ABORT_SECONDS  # Longest wait of close
+MAX_REASON: Final = 2000  # Letters of a reason that is sent
+RELAY_POLL: Final = 0.5  # Seconds between two checks of a relay for the run's end
 _SLICE: Final = 0.1
 _log = logging.getLogger(__name__)
 
-Piece = tuple[int, int, int]
-"""Buffer, first byte and number of bytes."""
+Piece = tuple[int, int, int]  # Buffer, first byte and number of bytes
 
 
 class _Closing(Exception): ...

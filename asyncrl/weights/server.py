@@ -28,16 +28,11 @@ from asyncrl.observability import process_status, waits
 from asyncrl.storage.run_owner import NO_RUN, RunIdentity
 from asyncrl.weights.buffers import DoubleBuffer, HostVersions
 
-PARKED: Final = 1.0
-"""Seconds until a question for a newer version is answered with `unchanged`."""
-GOODBYE: Final = 2.0
-"""Seconds for receivers to read that the channel is closed."""
-LAST_CALL: Final = 0.2
-"""The same without any receiver, for those that are just connecting."""
-STOPPED_SECONDS: Final = 2.0
-"""A member halted for so long is left behind; a profiler halts one for less."""
-MOST_LETTERS: Final = 100
-"""Longest name of an actor."""
+PARKED: Final = 1.0  # Seconds until a question for a newer version is answered with unchanged
+GOODBYE: Final = 2.0  # Seconds for receivers to read that the channel is closed
+LAST_CALL: Final = 0.2  # The same without any receiver, for those that are just connecting
+STOPPED_SECONDS: Final = 2.0  # A member halted for so long is left behind; a profiler halts one for less
+MOST_LETTERS: Final = 100  # Longest name of an actor
 TWIN: Final = (
     "Two actors are called {}, and the newer one took this one's place. Give each actor a name of its own."
 )
@@ -85,28 +80,19 @@ class Subscriber:
 
     peer: bytes
     name: str
-    member: int
-    """1 if it takes part in the weight group; 0 if it pulls."""
+    member: int  # 1 if it takes part in the weight group; 0 if it pulls
     pid: int
-    started: int
-    """`process_status.started` of a member on this host; 0 elsewhere, where silence decides."""
+    started: int  # process_status.started of a member on this host; 0 elsewhere, where silence decides
     heard: float
     held: int = -1
-    reading: int = -1
-    """Version that a puller was offered and does not have yet; -1: none."""
+    reading: int = -1  # Version that a puller was offered and does not have yet; -1: none
     offered_at: float = 0.0
-    parked_at: float | None = None
-    """Time of the question that waits for an answer."""
-    seconds: float = 0.0
-    """From a puller's last offer to its next question."""
-    ready: int = 0
-    """Epoch that a member accepted last."""
-    took: tuple[int, int] = (0, -1)
-    """Epoch and version of a member's last receipt."""
-    broken: tuple[int, str] = (0, "")
-    """Epoch that failed on a member, and why."""
-    behind: bool = False
-    """Left out of the group until it is heard again."""
+    parked_at: float | None = None  # Time of the question that waits for an answer
+    seconds: float = 0.0  # From a puller's last offer to its next question
+    ready: int = 0  # Epoch that a member accepted last
+    took: tuple[int, int] = (0, -1)  # Epoch and version of a member's last receipt
+    broken: tuple[int, str] = (0, "")  # Epoch that failed on a member, and why
+    behind: bool = False  # Left out of the group until it is heard again
     stopped_since: float | None = None
     gone: bool = False
 
@@ -115,15 +101,11 @@ class Subscriber:
 class ServerSettings:
     """Endpoint and identity of the socket."""
 
-    listen: str = ""
-    """Second endpoint, for receivers elsewhere; port 0: any. Empty: none."""
-    security: ServerKeys | None = None
-    """Keys and allow-list; None for endpoints that only this user reaches."""
-    silence: float = 30.0
-    """Seconds without a message after which a receiver elsewhere counts as gone."""
+    listen: str = ""  # Second endpoint, for receivers elsewhere; port 0: any. Empty: none.
+    security: ServerKeys | None = None  # Keys and allow-list; None if only this user reaches the endpoints
+    silence: float = 30.0  # Seconds of silence after which a receiver elsewhere counts as gone
     identity: RunIdentity = NO_RUN
-    store_address: str = ""
-    """IPv4 address of this host for a TCPStore of links to other hosts; empty: files of the folder."""
+    store_address: str = ""  # IPv4 address for a TCPStore of remote links; empty: files
 
 
 class WeightServer:
@@ -134,8 +116,7 @@ class WeightServer:
         # Guards `subscribers` and `refused`; notified after every turn in which something happened.
         self.changed = threading.Condition()
         self.subscribers: dict[bytes, Subscriber] = {}
-        self.refused: dict[str, str] = {}
-        """Name of a receiver whose policy differs -> why."""
+        self.refused: dict[str, str] = {}  # Name of a receiver whose policy differs -> why
         self.sent_bytes = 0
         self.closing = False
         self._events: deque[str] = deque(maxlen=1000)

@@ -17,8 +17,7 @@ from asyncrl.errors import ConfigError, WeightSyncError
 from asyncrl.weights.interface import BufferPair, Link
 from asyncrl.weights.packing import Buffers, as_bytes
 
-PIECE: Final = 64 << 20
-"""Bytes that are broadcast at a time: a deadline counts from the last piece."""
+PIECE: Final = 64 << 20  # Bytes that are broadcast at a time: a deadline counts from the last piece
 
 
 class NcclTransport:

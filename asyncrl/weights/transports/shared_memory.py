@@ -25,8 +25,7 @@ from asyncrl.errors import WeightSyncError
 from asyncrl.weights.interface import BufferPair, Link
 from asyncrl.weights.packing import Buffers, Manifest, as_bytes
 
-_PLACE: Final = re.compile(r"(/proc/\d+/fd/\d+) (\d+)")
-"""Path and bytes of a buffer's file."""
+_PLACE: Final = re.compile(r"(/proc/\d+/fd/\d+) (\d+)")  # Path and bytes of a buffer's file
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -35,8 +34,7 @@ class SharedMemoryTransport:
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
-        self._places: dict[int, str] = {}
-        """Buffer's address -> its file."""
+        self._places: dict[int, str] = {}  # Buffer's address -> its file
         self._mapped: tuple[list[str], list[NDArray[np.uint8]]] = [], []
         """Mapped files of a member, kept over the epochs: mapping costs most of a copy."""
 
