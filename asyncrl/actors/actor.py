@@ -36,14 +36,10 @@ from asyncrl.observability.process_status import set_activity
 from asyncrl.replay.interface import ActorPort, GroupFailure, GroupGrant, RunStopped
 from asyncrl.weights.interface import ChannelClosed, Receiver
 
-FIRST_REPORT = 0.2
-"""Seconds until the first report, which short runs would not have otherwise."""
-REPORT_EVERY: Final = 2.0
-"""Seconds between two reports."""
-CREDIT_WAIT: Final = 0.2
-"""Seconds an idle actor waits for credit before it reads messages and weights again."""
-RUNNING_PER_PREFETCH: Final = 4
-"""Running episodes per prefetched one, to hide the round trip of a request."""
+FIRST_REPORT = 0.2  # Seconds until the first report, which short runs would not have otherwise
+REPORT_EVERY: Final = 2.0  # Seconds between two reports
+CREDIT_WAIT: Final = 0.2  # Seconds an idle actor waits for credit before it reads messages and weights again
+RUNNING_PER_PREFETCH: Final = 4  # Running episodes per prefetched one, to hide the round trip of a request
 _log = logging.getLogger(__name__)
 
 
@@ -113,11 +109,6 @@ class Actor:
         hang_timeout: float = 900.0,
         offload: IdleOffload = NO_OFFLOAD,
     ) -> None:
-        """Join the parts.
-
-        Args:
-            startup_timeout: Seconds until the first weights must have arrived; the learner may be loading.
-        """
         assert settings.max_decisions  # 0 was replaced by the world's own limit.
         self.name, self.backend, self.starts = name, backend, starts
         self.port, self.receiver, self.settings = port, receiver, settings
@@ -178,7 +169,6 @@ class Actor:
         return True
 
     def _launch(self, stage: Stage[Any]) -> bool:
-        """Refill a stage and launch its next decision; False if it has no episode."""
         begun = self.slots.fill(self.version, stage.indices, self.backend.is_cheapest)
         live = self.slots.live_among(stage.indices)
         if not live:
@@ -196,7 +186,6 @@ class Actor:
         return True
 
     def _collect(self, stage: Stage[Any]) -> None:
-        """Wait for the decision of a stage and push the episodes that it ends."""
         failed, waited = self.backend.collect(self.slots, stage, self.hang_timeout)
         self.telemetry.add(m.ACTOR_HOST, -waited)
         self._idle_stages.append(stage)
@@ -233,7 +222,6 @@ class Actor:
             self.port.push(finished)
 
     def _acquire(self, wait: float) -> None:
-        """Request grants until every slot has an episode, and those that end next have a successor."""
         while wanted := self.slots.wanted(self._slots_freeing_next()):
             grants = self.port.acquire_groups(math.ceil(wanted / self.group_size), wait)
             self._remove_dropped()  # Before a dropped number is begun again.
@@ -244,7 +232,7 @@ class Actor:
             wait = 0.0
 
     def _slots_freeing_next(self) -> int:
-        """Count the episodes at their last decision, or prefetch for some that may succeed."""
+        """A prefetch for some that may succeed is counted too."""
         running = [self.slots.episode(index) for index in self.slots.live]
         last = self.settings.max_decisions - 1
         at_last = sum(len(episode.decisions) >= last for episode in running)
@@ -262,7 +250,6 @@ class Actor:
             self.slots.remove_group(number)
 
     def _idle(self, wait: float) -> None:
-        """Wait for credit, or, holding a grant, for the policy version that it requires."""
         began = time.monotonic()
         self.offload.offload_if_idle()
         if self.slots.pending:
@@ -274,7 +261,7 @@ class Actor:
         self.telemetry.add(m.ACTORS_WAITING, time.monotonic() - began)
 
     def _fail(self, failures: Sequence[RowFailure]) -> None:
-        """Stop the groups of failed episodes: a group is useless without all of its episodes."""
+        """A group is useless without all of its episodes."""
         for failure in failures:
             episode = self.slots.episodes[failure.index]
             if episode is None:  # A sibling failed in the same step.

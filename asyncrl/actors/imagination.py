@@ -189,7 +189,7 @@ class Imagination(Generic[State]):
     def _decide(
         self, slots: Slots, stage: Stage[State], policy_version: int, indices: list[int]
     ) -> tuple[InFlightDecision, State]:
-        """Queue one decision in `indices` without side effects; returns it and the world's next state."""
+        """Has no side effects."""
         rows = self._filled_up(indices)
         episodes = [slots.episode(i) for i in rows]
         seeds = [episode.next_noise_seed() for episode in episodes]
@@ -248,7 +248,6 @@ def _first_rows(state: State, count: int) -> State:
 
 
 def _to_host(tensor: Tensor) -> Tensor:
-    """Copy to pinned host memory in stream order; the host does not wait."""
     return tensor.to(CPU, non_blocking=True)
 
 
@@ -281,11 +280,7 @@ def find_failure(checks: Sequence[Check], row: int, index: int) -> RowFailure | 
 def retry_rows_singly(
     indices: Sequence[int], attempt: Callable[[list[int]], Result]
 ) -> tuple[list[tuple[list[int], Result]], list[RowFailure]]:
-    """Attempt all slots together; if that raises, each alone, so that only the culprits fail.
-
-    Returns:
-        Results, each with its slots; and the failures of slots that raise alone.
-    """
+    """Attempt all slots together; if that raises, each alone, so that only the culprits fail."""
     together = _caught(list(indices), attempt)
     if not isinstance(together, RowFailure):
         return [(list(indices), together)], []
@@ -312,7 +307,7 @@ def _caught(indices: list[int], attempt: Callable[[list[int]], Result]) -> Resul
 
 
 def _breaks_device(error: Exception) -> bool:
-    """Return True if the device computes nothing more in this process, unlike after running out of memory."""
+    """True for errors after which the device computes nothing more, unlike after running out of memory."""
     if isinstance(error, torch.OutOfMemoryError):
         return False
     return isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)

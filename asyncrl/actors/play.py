@@ -5,9 +5,8 @@ until simulators of the stage have answered. No slot waits for the slowest reset
 no request is ever repeated: where a worker is lost its episodes begin again from their starts, with the same
 seeds and the weights of that time.
 
-Dimension letters:
-    B  slots that are decided      C  steps per decision      S  steps that were carried out
-    K  cameras, V = K - 1          Q  numbers of state        A  numbers per step
+B slots that are decided, C steps per decision, S steps that were carried out, K cameras, V = K - 1,
+Q numbers of state, A numbers per step.
 """
 
 from __future__ import annotations
@@ -35,20 +34,16 @@ from asyncrl.seeds import sampling_seed
 from asyncrl.simulators.interface import SimStart
 from asyncrl.simulators.pool import SimulatorPool, SlotAnswer
 
-SIMULATOR: Final = -1
-"""`Episode.world_version` of a simulated episode."""
-MOST_RESTARTS: Final = 2
-"""Restarts of an episode after lost workers; then its group is given up."""
+SIMULATOR: Final = -1  # Episode.world_version of a simulated episode
+MOST_RESTARTS: Final = 2  # Restarts of an episode after lost workers; then its group is given up
 _POLL: Final = 1.0
 
 
 @dataclass(kw_only=True)
 class _SlotState:
-    episode: EpisodeInProgress | None = None
-    """Episode of the last request."""
+    episode: EpisodeInProgress | None = None  # Episode of the last request
     awaits_answer: bool = False
-    decision: Row = field(default_factory=dict)
-    """The decision being carried out; empty during a reset."""
+    decision: Row = field(default_factory=dict)  # The decision being carried out; empty during a reset
     restarts: int = 0
     steps_taken: int = 0
     end: EndReason | None = None
@@ -178,7 +173,6 @@ class SimulatorBackend:
     # --- answers ---
 
     def _wait(self, slots: Slots, awaited: list[int], deadline: float) -> tuple[list[RowFailure], float]:
-        """Handle answers until one of the slots `awaited` has its own, or with `together` all have."""
         failed, began = list[RowFailure](), time.monotonic()
         while True:
             still = [index for index in awaited if self._slots[index].awaits_answer]
@@ -197,7 +191,6 @@ class SimulatorBackend:
         return [failure for failure in failures if failure is not None]
 
     def _handle(self, slots: Slots, answer: SlotAnswer) -> RowFailure | None:
-        """Apply one answer, of any stage; returns why the slot's episode cannot go on, if so."""
         index, slot = answer.slot, self._slots[answer.slot]
         slot.awaits_answer, episode = False, slots.episodes[answer.slot]
         if episode is None or episode is not slot.episode:  # Its group was given up since the request.
@@ -237,7 +230,7 @@ class SimulatorBackend:
     def _add_decision(
         self, slot: _SlotState, episode: EpisodeInProgress, answer: SlotAnswer
     ) -> RowFailure | None:
-        """Append a decision with its results: S steps, padded with zeros to C."""
+        """S steps, padded with zeros to C."""
         checks: list[Check] = [
             ("world", "simulator's rewards are", answer.rewards[None]),
             ("world", "simulator's state is", answer.states),
@@ -268,7 +261,7 @@ class SimulatorBackend:
 
     @torch.inference_mode()
     def _decide(self, slots: Slots, policy_version: int, indices: list[int]) -> list[Row]:
-        """Decide for the slots `indices` without side effects; returns one row per slot."""
+        """Has no side effects."""
         episodes = [slots.episode(index) for index in indices]
         seeds = [episode.next_noise_seed() for episode in episodes]
         observations = [_observation(episode) for episode in episodes]

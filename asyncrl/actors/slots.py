@@ -67,12 +67,9 @@ class EpisodeInProgress:
     pending: PendingEpisode
     seed: int
     task: str = ""
-    frame: NDArray[np.uint8] = field(default_factory=lambda: _NO_FRAME)
-    """``[H, W, 3]`` the present frame."""
-    more_frames: NDArray[np.uint8] | None = None
-    """``[V, H, W, 3]`` of the other cameras; None without any."""
-    state: NDArray[np.float32] | None = None
-    """``[Q]`` the robot's present state; None if unknown."""
+    frame: NDArray[np.uint8] = field(default_factory=lambda: _NO_FRAME)  # [H, W, 3] the present frame
+    more_frames: NDArray[np.uint8] | None = None  # [V, H, W, 3] of the other cameras; None without any
+    state: NDArray[np.float32] | None = None  # [Q] the robot's present state; None if unknown
     decisions: list[Row] = field(default_factory=list)
     decisions_reported: int = 0
 
@@ -91,8 +88,7 @@ class EpisodeEnd:
     """How an episode of N decisions of C steps ended."""
 
     reason: EndReason
-    rewards: NDArray[np.float32]
-    """``[N, C]``."""
+    rewards: NDArray[np.float32]  # [N, C]
     steps_taken: int = UNKNOWN_LENGTH
 
 
@@ -216,12 +212,9 @@ class InFlightDecision:
     """
 
     indices: list[int]
-    episodes: list[EpisodeInProgress]
-    """Episodes of the slots at the launch; a slot with another one by now does not get the decision."""
-    arrays: dict[str, Tensor]
-    """`Row` with an axis of rows: name -> ``[B or more, ...]``."""
-    finite: Tensor
-    """``[B or more]`` bool: `WorldState.finite` after the decision."""
+    episodes: list[EpisodeInProgress]  # Of the slots at the launch
+    arrays: dict[str, Tensor]  # Row with an axis of rows: name -> [B or more, ...]
+    finite: Tensor  # [B or more] bool: WorldState.finite after the decision
     timed_work: list[TimedWork]
     done_events: tuple[DeviceEvent, ...]
 
@@ -230,11 +223,9 @@ class InFlightDecision:
 class RowFailure:
     """Why the episode in one slot cannot go on."""
 
-    index: int
-    """The slot; -1: none."""
+    index: int  # The slot; -1: none
     cause: Cause
-    reason: str
-    """One line of printable characters."""
+    reason: str  # One line of printable characters
     error: Exception | None = None
 
 
@@ -249,8 +240,7 @@ class Stage(Generic[State]):
     """
     timed_work: list[TimedWork] = field(default_factory=list)
     """Work besides `in_flight` that has not been counted."""
-    _rows: list[int] = field(default_factory=list, init=False)
-    """The slot of each row of the state, ascending."""
+    _rows: list[int] = field(default_factory=list, init=False)  # The slot of each row of the state, ascending
     _state: State | None = field(default=None, init=False)
 
     def open(self, indices: Sequence[int], fresh: State) -> None:
