@@ -1,8 +1,7 @@
 """Linear layers with 8-bit products, for weights that are not trained.
 
-Weights are rounded once, per output channel; the input is rounded at every call, per row. Both are scaled so
-that the largest magnitude becomes the largest of ``e4m3`` (arXiv 2209.05433), and the product is scaled back.
-So slots do not influence each other. `FrozenFloat8Linear` also has a gradient for its input:
+Weights are rounded once, per output channel; the input at every call, per row, so slots are independent. The
+largest magnitude of each becomes that of ``e4m3`` (arXiv 2209.05433). `FrozenFloat8Linear` has a gradient:
 
     forward     y  = x W^T     x is rounded per row, W per output channel
     backward    dx = dy W      dy is rounded per row, W per input channel
@@ -21,12 +20,9 @@ from asyncrl.errors import ConfigError
 
 DTYPE: Final = torch.float8_e4m3fn
 LARGEST: Final = torch.finfo(DTYPE).max
-SMALLEST: Final = 1e-30
-"""Least magnitude for the scale of a row: below any gradient, and GPUs do not flush the scale to 0."""
-ALIGNMENT: Final = 16
-"""Divides the widths that GPUs can multiply."""
-CAPABILITY: Final = (8, 9)
-"""Least compute capability with 8-bit products: Ada and Hopper."""
+SMALLEST: Final = 1e-30  # Least magnitude of a row: below any gradient, and its scale is not flushed to 0
+ALIGNMENT: Final = 16  # Divides the widths that GPUs can multiply
+CAPABILITY: Final = (8, 9)  # Least compute capability with 8-bit products: Ada and Hopper
 
 
 def check_device(device: torch.device, flag: str = "--imagination.precision") -> None:
@@ -54,12 +50,7 @@ def scaled_product(rows: Tensor, weight: Tensor, of_rows: Tensor, scale: Tensor)
 
 
 def product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """Round rows ``[..., K]`` and multiply them with rounded weights: ``[..., N]`` in the dtype of `x`.
-
-    Args:
-        weight: ``[N, K]`` e4m3, contiguous: the layout that GPUs multiply.
-        scale: ``[1, N]`` float32.
-    """
+    """Round rows ``[..., K]``, multiply with e4m3 weights ``[N, K]`` (contiguous) and `scale` ``[1, N]``."""
     rows, of_rows = quantise(x.flatten(0, -2))
     return scaled_product(rows, weight, of_rows, scale).to(x.dtype).unflatten(0, x.shape[:-1])
 
@@ -67,10 +58,8 @@ def product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
 class Float8Linear(nn.Module):
     """A linear layer with rounded weights."""
 
-    weight: Tensor
-    """``[N, K]`` e4m3."""
-    scale: Tensor
-    """``[1, N]`` float32."""
+    weight: Tensor  # [N, K] e4m3
+    scale: Tensor  # [1, N] float32
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -121,16 +110,11 @@ class _Product(torch.autograd.Function):
 
 
 class FrozenFloat8Linear(nn.Linear):
-    """A frozen linear layer that multiplies rounded copies of its weight, two bytes per weight.
+    """A frozen linear layer that multiplies rounded copies of its parameter, which stays unrounded."""
 
-    The weight stays the layer's parameter, never rounded: it is published, saved and merged with adapters.
-    """
-
-    forward_weight: Tensor
-    """``[N, K]`` e4m3."""
+    forward_weight: Tensor  # [N, K] e4m3
     forward_scale: Tensor
-    backward_weight: Tensor
-    """``[K, N]`` e4m3."""
+    backward_weight: Tensor  # [K, N] e4m3
     backward_scale: Tensor
 
     def __init__(self, linear: nn.Linear) -> None:

@@ -1,8 +1,7 @@
 """Move idle tensors from a device to pinned host memory, and back.
 
-Whole storages move; every tensor, view and parameter object stays, so that optimizers, modules and shards
-need no change, but an offloaded tensor must not be used. Storages may come back at other addresses:
-`on_offload` invalidates captured CUDA graphs, which then free their memory too.
+Whole storages move; every tensor, view and parameter object stays, but must not be used while offloaded.
+Storages may come back at other addresses: `on_offload` invalidates captured CUDA graphs.
 """
 
 from __future__ import annotations
@@ -19,10 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from asyncrl.observability import waits
 
-OFFLOAD_AFTER: Final = 0.2
-"""Least seconds of a wait before tensors are moved."""
-MEMORY_TIMEOUT: Final = 60.0
-"""Seconds to wait for another process on the device to free memory."""
+OFFLOAD_AFTER: Final = 0.2  # Least seconds of a wait before tensors are moved
+MEMORY_TIMEOUT: Final = 60.0  # Seconds to wait for another process on the device to free memory
 _RETRY_INTERVAL: Final = 0.2
 
 Tensors = Callable[[], Iterable[Tensor]]
@@ -33,11 +30,9 @@ class _HostCopy:
     """A storage and its copy in host memory."""
 
     storage: torch.UntypedStorage
-    host: Tensor
-    """``[bytes]`` uint8, pinned where the storage is on a GPU."""
+    host: Tensor  # [bytes] uint8, pinned where the storage is on a GPU
     frozen: bool
-    filled: bool = False
-    """True if `host` holds an earlier content of the storage; a frozen one never changes."""
+    filled: bool = False  # True if host holds an earlier content of the storage; a frozen one never changes
 
 
 class OffloadedTensors:
@@ -57,10 +52,8 @@ class OffloadedTensors:
         self._buffers: dict[int, Tensor] = {}
         """Host memory of changing storages, for reuse; the storages may have been replaced."""
         self.offloaded = False
-        self.bytes = 0
-        """Freed bytes of the devices."""
-        self.seconds = 0.0
-        """Total time of moves."""
+        self.bytes = 0  # Freed bytes of the devices
+        self.seconds = 0.0  # Total time of moves
 
     def offload(self) -> None:
         """Move all tensors to host memory and free their device memory, also for other processes."""
@@ -98,10 +91,7 @@ class OffloadedTensors:
         self.seconds += time.monotonic() - began
 
     def host_views(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors by name, offloaded ones as views of their copies in host memory.
-
-        Writes to such a view are restored with the tensor, if it is among the changing ones.
-        """
+        """Return tensors by name, offloaded ones as views in host memory; writes to changing ones last."""
         return {name: self._host_view(tensor) for name, tensor in tensors.items()}
 
     def _host_view(self, tensor: Tensor) -> Tensor:
@@ -130,7 +120,7 @@ class OffloadedTensors:
 
     @torch.no_grad()
     def _storages(self, tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-        """Return the resizable storages on the devices; those of mapped files are not."""
+        """Storages of mapped files cannot be resized."""
         local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
         storages = [tensor.untyped_storage() for tensor in local if tensor.device in self._devices]
         return [storage for storage in storages if storage.resizable() and storage.nbytes()]
@@ -204,12 +194,11 @@ NO_OFFLOAD: Final = IdleOffload(None)
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    """View a storage as ``[bytes]`` uint8."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
 def _allocate(copy: _HostCopy) -> None:
-    """Allocate a storage again; another process on the device may have to offload first."""
+    """Another process on the device may have to offload first."""
     until = time.monotonic() + MEMORY_TIMEOUT
     while True:
         try:

@@ -17,8 +17,7 @@ from asyncrl.observability import waits
 
 POLL_INTERVAL: Final = 0.0002
 """Seconds between two queries of a device; a blocking call would have no deadline."""
-WARM_UP: Final = 2
-"""Calls before the capture: they compile, and let libraries choose their kernels."""
+WARM_UP: Final = 2  # Calls before the capture: they compile, and let libraries choose their kernels
 
 
 class DeviceEvent:
@@ -60,10 +59,9 @@ def wait_for(events: Sequence[DeviceEvent], deadline: float) -> float:
 
 
 class CudaGraphed:
-    """Replays the first call of `function` with new numbers in the inputs.
+    """Replays the first call of `function` with new numbers in the inputs, overwriting the last result.
 
-    The next call overwrites the result, in stream order. Weights may change in place, but must not move
-    (`forget`); shapes and types of the inputs stay those of the first call.
+    Weights may change in place, but must not move (`forget`); shapes and types of the inputs stay.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:

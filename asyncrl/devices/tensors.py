@@ -26,10 +26,7 @@ def to_uint8(pictures: Tensor) -> Tensor:
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Copy an array of any numeric dtype to a device, without blocking or sharing memory.
-
-    On CUDA the copy is queued through page-locked memory; from ordinary memory it would wait for all kernels.
-    """
+    """Copy an array to a device through page-locked memory, without blocking or sharing memory."""
     if device.type != "cuda":
         return torch.tensor(array, device=device)
     dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
@@ -72,8 +69,7 @@ SHARE: Final = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 """Environment variable: share of the multiprocessors that a client of MPS may use."""
 SIZES: Final = ((8192, 1152, 1152), (8192, 4304, 1152), (8192, 1024, 4096), (2048, 4096, 4096))
 """Rows, width and columns: linear layers of the vision towers and of the language model."""
-TOLERANCE: Final = 0.03
-"""Largest error, relative to the largest number of the product. Rounding makes 0.002 to 0.004."""
+TOLERANCE: Final = 0.03  # Largest error / largest number; rounding makes 0.002 to 0.004
 Multiply = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -82,11 +78,7 @@ def check_matrix_products(
     multiply: Multiply = torch.matmul,
     sizes: Sequence[tuple[int, int, int]] = SIZES,
 ) -> float:
-    """Return the largest error of bfloat16 products of the policies' sizes, or raise ConfigError.
-
-    Args:
-        multiply: Multiplies ``[M, K]`` with a ``[K, N]`` that is stored by columns, as weights are.
-    """
+    """Return the largest error of bfloat16 products of the policies' sizes, or raise ConfigError."""
     errors = [0.0]
     for rows, width, columns in sizes:
         generator = torch.Generator(device).manual_seed(0)  # Leaves the global one alone.
