@@ -198,11 +198,11 @@ class Simulation:
         self._count_idle(actor)
         while actor.free:
             if not actor.queue:
-                event = None if self.no_credit else self.limiter.next_grant(actor.name)
+                event = None if self.no_credit else self.limiter.new_grant(actor.name)
                 if event is None:
                     self.no_credit = True
                     break
-                self.limiter.grant(event)
+                self.limiter.apply_grant(event)
                 actor.queue.extend([(event.grant, event.min_version)] * self.scale.group_size)
             number, asked = actor.queue[0]
             if asked > actor.version:

@@ -30,7 +30,7 @@ from asyncrl.replay_tools.pictures import (
     imagined_film,
     stored_film,
 )
-from asyncrl.replay_tools.tables import List, Show, Stats
+from asyncrl.replay_tools.tables import ListEpisodes, Show, Stats
 from asyncrl.replay_tools.verify import Verify
 from asyncrl.storage.media import require_png
 
@@ -250,7 +250,7 @@ def _of_version(config: TrainConfig, folder: Path | None) -> TrainConfig:
 
 _named = tyro.conf.subcommand
 ARGUMENTS: Any = tyro.conf.FlagCreatePairsOff[
-    Annotated[List, _named(name="list")]
+    Annotated[ListEpisodes, _named(name="list")]
     | Annotated[Show, _named(name="show")]
     | Annotated[Video, _named(name="video")]
     | Annotated[Sheet, _named(name="sheet")]

@@ -1,9 +1,9 @@
 """Table of the groups of a run, and counts of their episodes.
 
-    grant ──► open ──make_ready──► ready ──use──► closed, used
-      ▲         │                    ├──filter──► closed: all returns are equal
-      │         └────────drop────────┴──────────► closed, dropped: too old, incomplete, not usable
-      └─────────────────────────────────────────── `to_grant_again`: its number decides start state and seeds
+    apply_grant ──► open ──make_ready──► ready ──use──► closed, used
+         ▲           │                     ├──filter──► closed: all returns are equal
+         │           └────────drop─────────┴──────────► closed, dropped: too old, incomplete, not usable
+         └─────────────────────────────────────────────── `to_grant_again`, under the same number
 
 A resume reopens what a lost update used: closed, used ──remove, make_ready──► ready.
 """

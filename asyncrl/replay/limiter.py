@@ -91,14 +91,14 @@ class Limiter(GroupTable):
         """Restart all heartbeat timers after the replay itself stalled."""
         self._listening_since = self.clock()
 
-    def granted(self, actor: str, request_number: int) -> GroupGrant | None:
+    def find_grant(self, actor: str, request_number: int) -> GroupGrant | None:
         """Return the open group that was granted for the same request >= 0 of an actor, if any."""
         for group in self.open.values():
             if request_number >= 0 and group.actor == actor and group.request_number == request_number:
                 return group.grant
         return None
 
-    def next_grant(self, actor: str, request_number: int = -1) -> Granted | None:
+    def new_grant(self, actor: str, request_number: int = -1) -> Granted | None:
         """Return the event that would grant the next group to an actor; None without credit."""
         if not self.credit:
             return None
@@ -110,7 +110,7 @@ class Limiter(GroupTable):
             min_version=max(0, min(first_use - self.max_lag, self.version)),
         )
 
-    def grant(self, event: Granted) -> None:
+    def apply_grant(self, event: Granted) -> None:
         """Open a group that was granted, also before a restart."""
         every, number = self.settings.keep_video_every, event.grant
         keep_video = every > 0 and number % every == 0

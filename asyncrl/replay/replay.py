@@ -130,11 +130,11 @@ class Replay:
         state = self.state
         state.session.actors.setdefault(actor, "")
         self.maintain()
-        if (grant := state.limiter.granted(actor, request_number)) is not None:
+        if (grant := state.limiter.find_grant(actor, request_number)) is not None:
             return grant
         if self.lifecycle.disk.groups or state.quarantine.exhausted:
             return None
-        event = state.limiter.next_grant(actor, request_number)
+        event = state.limiter.new_grant(actor, request_number)
         if event is None:
             return None
         state.commit(event)
@@ -148,7 +148,7 @@ class Replay:
         answered = self.state.session.answered.get(actor, -1)
         if not 0 <= request_number <= answered:
             return False
-        return self.state.limiter.granted(actor, request_number) is None
+        return self.state.limiter.find_grant(actor, request_number) is None
 
     def admit(self, episode: Episode, actor: str | None = None) -> Receipt:
         """Admit an episode of a sender (None: unknown). Receipts of its siblings follow by `pop_receipts`."""

@@ -87,7 +87,7 @@ class ReplayState:
             case Granted():
                 session.actors.setdefault(event.actor, "")
                 session.answered[event.actor] = event.turn
-                limiter.grant(event)
+                limiter.apply_grant(event)
             case Used():
                 if event.version > limiter.version:
                     limiter.advance(event.version)

@@ -37,7 +37,7 @@ _KEYS: dict[str, Callable[[StoredEpisode], Any]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class List(EpisodeSelection):
+class ListEpisodes(EpisodeSelection):
     """List the stored episodes."""
 
     sort: SORTS = "number"

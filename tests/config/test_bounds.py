@@ -24,7 +24,7 @@ from asyncrl.fitting.settings import FitDecoder, FitPolicy, FitReward, FitStarts
 from asyncrl.launch.join import JoinOptions
 from asyncrl.replay_tools.cleanup import Prune
 from asyncrl.replay_tools.pictures import Video
-from asyncrl.replay_tools.tables import List, Stats
+from asyncrl.replay_tools.tables import ListEpisodes, Stats
 from asyncrl.simulators.interface import Demonstrator
 
 NEEDED: dict[str, Any] = {
@@ -43,7 +43,7 @@ SETTINGS: tuple[Any, ...] = (
         FitPolicy,
         FitWorld,
     ),
-    *(FitReward, FitStarts, FitDecoder, Imagine, Prune, Stats, List, Video, Demonstrator),
+    *(FitReward, FitStarts, FitDecoder, Imagine, Prune, Stats, ListEpisodes, Video, Demonstrator),
 )
 IMPOSSIBLE = (10**40, math.inf, -math.inf, math.nan, -(10**40))
 

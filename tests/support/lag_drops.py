@@ -109,10 +109,10 @@ def simulate(setting: Setting, updates: int, rounds_of_update: int = 2) -> Outco
         now += 1
         for index, actor in enumerate(actors):
             while len(actor.episodes) + len(actor.pending) < actor.slots + GROUP:
-                event = limiter.next_grant(f"actor-{index}")
+                event = limiter.new_grant(f"actor-{index}")
                 if event is None:
                     break
-                limiter.grant(event)
+                limiter.apply_grant(event)
                 actor.forget(event.grant)
                 actor.pending += [event.grant] * GROUP
                 began[event.grant] = []

@@ -68,11 +68,11 @@ def make_limiter(
 
 def grant_group(limiter: Limiter, actor: str, request_number: int = -1) -> GroupGrant | None:
     """Grant a group as the replay does, but without a ledger."""
-    if (known := limiter.granted(actor, request_number)) is not None:
+    if (known := limiter.find_grant(actor, request_number)) is not None:
         return known
-    if (event := limiter.next_grant(actor, request_number)) is None:
+    if (event := limiter.new_grant(actor, request_number)) is None:
         return None
-    limiter.grant(event)
+    limiter.apply_grant(event)
     return limiter.open[event.grant].grant
 
 
