@@ -193,13 +193,11 @@ def train(
 
 
 def read_rows(run_dir: Path) -> list[dict[str, float]]:
-    """The readings of every update."""
     file = run_dir / "metrics.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
 
 
 def imagines(run_dir: Path) -> bool:
-    """Tell whether some stored decision saw another frame than the one before it in its episode."""
     stored = read_episodes(replay_folder(run_dir), (*LIGHT, "frames"))
     return any(np.ptp(row.episode.frames, axis=0).any() for row in stored)
 
@@ -207,7 +205,6 @@ def imagines(run_dir: Path) -> bool:
 def outcome(
     mode: str, rows: list[dict[str, float]], group_size: int, reached: Mapping[str, float], seconds: float
 ) -> Outcome:
-    """Fold the updates that count."""
     minutes_per_step = [
         1 / (row[s.GROUPS_PER_MINUTE.name] * group_size * row[m.EPISODE_LEN.name]) for row in rows
     ]
@@ -248,7 +245,6 @@ def imagined_per_hour(rows: list[dict[str, float]]) -> float:
 
 
 def verdict(found: dict[str, Outcome]) -> str:
-    """The ratios, as far as the runs for them were made."""
     lines = []
     both = found.get("asynchronous"), found.get("synchronous")
     if both[0] and both[1]:
@@ -262,7 +258,6 @@ def verdict(found: dict[str, Outcome]) -> str:
 
 
 def main() -> None:
-    """Run, print."""
     settings = tyro.cli(Settings, description=__doc__)
     device = torch.device("cuda" if settings.gpus else "cpu")
     print(heading(device), flush=True)

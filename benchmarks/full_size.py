@@ -71,7 +71,6 @@ class Settings:
 
 
 def full_size_flags(folder: Path) -> list[str]:
-    """Return recipe and flags of a run with the models in `folder`, writing them if they are missing."""
     policy, world = written(folder)
     return [str(RECIPE), "--policy", str(policy), "--world", str(world), *BATCH]
 
@@ -90,7 +89,6 @@ def run_flags(full: str, flags: str, *, compile: bool) -> list[str]:
 
 
 def written(folder: Path, scale: Scale = "full") -> tuple[Path, Path]:
-    """Return the folders of a policy and a world, writing them if they are missing."""
     policy, world = folder / "policy", folder / "world"
     if not (policy / "config.json").is_file():
         write_policy(policy, OpenVLAOFTConfig.tiny() if scale == "tiny" else OpenVLAOFTConfig.full())
@@ -100,14 +98,12 @@ def written(folder: Path, scale: Scale = "full") -> tuple[Path, Path]:
 
 
 def noise(name: str, shape: torch.Size | tuple[int, ...]) -> Tensor:
-    """Return normal float32 numbers, a function of the name and the shape alone."""
     count = math.prod(shape)
     rolled = NOISE.roll(zlib.crc32(name.encode()) % len(NOISE))
     return rolled.repeat(-(-count // len(NOISE)))[:count].view(shape)
 
 
 def write_policy(folder: Path, config: OpenVLAOFTConfig) -> None:
-    """Write a published OpenVLA-OFT folder with random bfloat16 weights."""
     folder.mkdir(parents=True, exist_ok=True)
     words = words_for(task for suite in SUITES.values() for task in suite)
     known = build_word_tokenizer(words).get_vocab_size()
@@ -135,7 +131,6 @@ def write_policy(folder: Path, config: OpenVLAOFTConfig) -> None:
 
 
 def policy_values(specs: Mapping[str, Spec]) -> Iterator[tuple[str, Tensor]]:
-    """Yield weights of the usual size per layer."""
     for name, spec in specs.items():
         numbers = noise(name, spec.shape)
         if len(spec.shape) > 1:
@@ -146,7 +141,6 @@ def policy_values(specs: Mapping[str, Spec]) -> Iterator[tuple[str, Tensor]]:
 
 
 def split_evenly(specs: Mapping[str, Spec], total: int) -> list[dict[str, Spec]]:
-    """Divide tensors into `SHARDS` files of about the same size."""
     shards: list[dict[str, Spec]] = [{} for _ in range(SHARDS)]
     offset = 0
     for name, spec in specs.items():
@@ -156,7 +150,6 @@ def split_evenly(specs: Mapping[str, Spec], total: int) -> list[dict[str, Spec]]
 
 
 def write_world(folder: Path, scale: Scale) -> None:
-    """Write transformer, autoencoder, reward model and ``dataset/`` as RLinf publishes them."""
     transformer_size, vae_size, reward_size = (
         TransformerConfig.full(),
         VaeConfig.full(),
@@ -184,13 +177,11 @@ def write_world(folder: Path, scale: Scale) -> None:
 
 
 def published_names(listed: str, rename: Callable[[str], str]) -> dict[str, str]:
-    """Return our name -> published name of all tensors of a list in tests/data."""
     rows = (ROOT / "tests" / "data" / f"{listed}.txt").read_text().splitlines()
     return {rename(name): name for name in (row.partition(" ")[0] for row in rows)}
 
 
 def world_value(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Return values that keep activations finite."""
     if dtype == torch.int64 or name.endswith(("bias", "running_mean")):
         return torch.zeros(shape, dtype=dtype)
     if name.endswith(("gamma", "running_var")) or (len(shape) == 1 and name.endswith("weight")):
@@ -199,7 +190,6 @@ def world_value(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 
 def write_dataset(folder: Path, tasks: tuple[str, ...]) -> None:
-    """Write start states: ``traj*.npy`` with one frame each, ``traj*_kir.npy`` with five."""
     folder.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(0)
 
@@ -220,7 +210,6 @@ def write_dataset(folder: Path, tasks: tuple[str, ...]) -> None:
 
 
 def main() -> None:
-    """Write both."""
     settings = tyro.cli(Settings, description=__doc__)
     print(*written(settings.folder, settings.scale))
 

@@ -49,7 +49,6 @@ class Settings(policy_speed.Settings):
 
 
 def build(settings: Settings) -> OpenVLAOFTPolicy:
-    """The policy as a learner with adapters has it, not compiled."""
     policy = policy_speed.build(settings, torch.device(settings.device))
     add_lora(policy, settings.lora, float(settings.lora), dtype=policy.config.torch_dtype)
     enable_gradient_checkpointing(policy, every=settings.every)
@@ -57,7 +56,6 @@ def build(settings: Settings) -> OpenVLAOFTPolicy:
 
 
 def keep(policy: OpenVLAOFTPolicy, every: int) -> None:
-    """Let one in `every` blocks compute its activations again; 0: none."""
     for block in policy.blocks():
         block.__dict__.pop("forward", None)
     if every:
@@ -65,13 +63,11 @@ def keep(policy: OpenVLAOFTPolicy, every: int) -> None:
 
 
 def fix(policy: OpenVLAOFTPolicy) -> None:
-    """Compile anew, for one size only."""
     torch.compiler.reset()
     compile_blocks(policy, dynamic=False)
 
 
 def kept(policy: OpenVLAOFTPolicy, settings: Settings) -> list[list[object]]:
-    """Time forward and backward where fewer and fewer layers compute again, compiled."""
     lines, usual = list[list[object]](), 0.0
     for rows in settings.kept_rows:
         given = inputs(policy, settings, rows, padded=False)
@@ -92,7 +88,6 @@ def kept(policy: OpenVLAOFTPolicy, settings: Settings) -> list[list[object]]:
 
 
 def timed(policy: OpenVLAOFTPolicy, given: PolicyInputs) -> float:
-    """Seconds of forward and backward, once it is compiled; the peak of memory counts from there."""
     both = passes(policy, given)[BOTH][1]
     both()
     if policy.device.type == "cuda":
@@ -101,12 +96,10 @@ def timed(policy: OpenVLAOFTPolicy, given: PolicyInputs) -> float:
 
 
 def peak_gib(device: torch.device) -> float:
-    """Most memory that was in use."""
     return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
 
 
 def passes(policy: OpenVLAOFTPolicy, given: PolicyInputs) -> dict[str, tuple[int, Callable[[], object]]]:
-    """By name: model passes that count, and what to time."""
     shape = (len(given.input_ids), policy.config.slots)
     tokens = policy.as_chunk(torch.randint(0, 256, shape, device=policy.device))
 
@@ -122,7 +115,6 @@ def passes(policy: OpenVLAOFTPolicy, given: PolicyInputs) -> dict[str, tuple[int
 
 
 def read(policy: OpenVLAOFTPolicy, how: str, settings: Settings, flops: float, rate: Rate) -> list[Reading]:
-    """Time all passes at all sizes, and the last size also with prompts of two lengths."""
     found = []
     cases = [(rows, False) for rows in settings.rows] + [(settings.rows[-1], True)]
     for rows, padded in cases:
@@ -142,7 +134,6 @@ def read(policy: OpenVLAOFTPolicy, how: str, settings: Settings, flops: float, r
 
 
 def report(readings: list[Reading]) -> str:
-    """The readings as a table."""
     lines = [
         [r.how, r.rows, f"{1000 * r.seconds:.1f}", f"{r.burst:.1%}", f"{r.sustained:.1%}", f"{r.first:.0f}"]
         for r in readings
@@ -151,7 +142,6 @@ def report(readings: list[Reading]) -> str:
 
 
 def main() -> None:
-    """Measure, print."""
     settings = tyro.cli(Settings, description=__doc__)
     device = torch.device(settings.device)
     print(heading(device), flush=True)
@@ -178,7 +168,6 @@ def main() -> None:
 
 
 def _finish(settings: Settings, content: dict[str, object]) -> None:
-    """Print the memory, and write the numbers where they are wanted."""
     device = torch.device(settings.device)
     if device.type == "cuda":
         print(f"\npeak memory {torch.cuda.max_memory_allocated(device) / 2**30:.1f} GiB")

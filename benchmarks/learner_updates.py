@@ -103,13 +103,10 @@ class Stopwatch:
         self.seconds: dict[str, float] = {}
 
     def now(self) -> float:
-        """Return seconds, once the device has nothing left to do."""
         wait(self.device)
         return time.perf_counter()
 
     def around(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the same call, timed as `name`."""
-
         @wraps(call)
         def timed(*arguments: Any, **more: Any) -> Any:
             began = self.now()
@@ -122,13 +119,11 @@ class Stopwatch:
 
 
 def instruction(policy: OpenVLAOFTPolicy, tokens: int) -> str:
-    """An instruction of known words whose prompt has so many tokens, or as few as there can be."""
     words = max(1, tokens - policy.prompt_tokens(WORDS[0]) + 1)
     return " ".join(WORDS[(tokens + k) % len(WORDS)] for k in range(words))
 
 
 def make_groups(policy: OpenVLAOFTPolicy, settings: Settings, rank: int) -> list[list[Episode]]:
-    """Noise for frames and tokens; in a group that teaches something every other episode succeeded."""
     rng = np.random.default_rng(rank)
     size, chunk = (64 if settings.tiny else 256), (settings.decisions, CHUNK, policy.config.action_dim)
     lengths = PROMPTS[settings.suite]
@@ -157,7 +152,6 @@ def make_groups(policy: OpenVLAOFTPolicy, settings: Settings, rank: int) -> list
 
 
 def build(settings: Settings) -> OpenVLAOFTPolicy:
-    """The policy as a learner rank has it."""
     device = torch.device(settings.device)
     torch.manual_seed(0)  # The same weights on all ranks.
     policy = policy_speed.build(settings, device)
@@ -174,7 +168,6 @@ def build(settings: Settings) -> OpenVLAOFTPolicy:
 
 @contextmanager
 def put(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Let an attribute be something else for a while."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -185,25 +178,21 @@ def put(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def in_each_pass(update: Update) -> Iterator[None]:
-    """Free gathered weights after each pass."""
     with put(update.policy, UNITS, replace(getattr(update.policy, UNITS), stay=False)):
         yield
 
 
 @contextmanager
 def as_it_is(update: Update) -> Iterator[None]:
-    """Change nothing."""
     yield
 
 
 def whole(update: Update, groups: Sequence[Sequence[Episode]]) -> None:
-    """What the learner does between a batch and the next version."""
     update(build_batch(groups, version=1), version=1)
     assert not not_finite(update.policy.trainable_parameters(), update.ranks)
 
 
 def passes_alone(update: Update, batch: Batch) -> None:
-    """Forward and backward passes of the decisions that teach something, and nothing else."""
     estimates = update.recipe.estimate(batch, None, update.ranks)
     rows = torch.nonzero((estimates.advantages != 0).flatten(1).any(dim=1)).flatten()
     rows = rows[longest_first(update.forward.prompt_lengths(batch.tasks)[rows])]
@@ -218,7 +207,6 @@ def passes_alone(update: Update, batch: Batch) -> None:
 
 
 def parts(update: Update, groups: Sequence[Sequence[Episode]], settings: Settings) -> list[list[object]]:
-    """Time the parts of updates: a line for each, of the median update."""
     watch = Stopwatch(update.device)
     places: tuple[tuple[Any, str, str], ...] = (
         (update_module, "kl_after_step", "KL to the policy before"),
@@ -247,7 +235,6 @@ def parts(update: Update, groups: Sequence[Sequence[Episode]], settings: Setting
 def timed(
     update: Update, groups: Sequence[Sequence[Episode]], settings: Settings, ways: dict[str, Any]
 ) -> dict[str, float]:
-    """Median seconds of each way of updating, and of the passes alone; all in turn."""
     batch = build_batch(groups, version=1)
     actions: dict[str, Callable[[], object]] = {"passes alone": lambda: passes_alone(update, batch)}
     for name, changed in ways.items():
@@ -273,7 +260,6 @@ def timed(
 def utilisation(
     update: Update, groups: Sequence[Sequence[Episode]], settings: Settings
 ) -> Callable[[float], str]:
-    """Return what tells the MFU of an update that took so many seconds; '-' where it is not known."""
     batch = build_batch(groups, version=1)
     teaching = sum(any(e.rewards.any() for e in group) for group in groups) * MEMBERS * settings.decisions
     throughput = Throughput(
@@ -294,7 +280,6 @@ def utilisation(
 def updates(
     settings: Settings, policy: OpenVLAOFTPolicy, ranks: LearnerRanks
 ) -> tuple[list[list[object]], list[list[object]], str]:
-    """Time updates of one step; returns lines of ways, of an update's parts, its kernels."""
     groups = make_groups(policy, settings, ranks.rank)
     tasks = tuple(sorted({group[0].task for group in groups}))
     shown = ObservationShapes(image_size=64 if settings.tiny else 256, tasks=tasks)
@@ -328,7 +313,6 @@ def updates(
 
 
 def main() -> None:
-    """Measure on all ranks, print on the first one."""
     settings = tyro.cli(Settings, description=__doc__)
     device = pick_device(settings.device, read_job().local_rank)
     settings = replace(settings, device=str(device))
@@ -340,7 +324,6 @@ def main() -> None:
 
 
 def measure(settings: Settings, device: torch.device, ranks: LearnerRanks) -> None:
-    """Measure, print."""
     print(heading(device), flush=True)
     policy = build(settings)
     decisions = settings.groups * MEMBERS * settings.decisions

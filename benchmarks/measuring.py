@@ -20,7 +20,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 
 def seconds(action: Callable[[], object], device: torch.device, *, rounds: int = 5, warm: int = 2) -> float:
-    """Mean duration of `action`, after `warm` calls that do not count."""
     for _ in range(warm):
         action()
     wait(device)
@@ -32,7 +31,6 @@ def seconds(action: Callable[[], object], device: torch.device, *, rounds: int =
 
 
 def wait(device: torch.device) -> None:
-    """Wait for everything that the device was told to do."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -52,7 +50,6 @@ class Rate:
 
 
 def matmul_rate(device: torch.device) -> Rate:
-    """Measure what 100 % means in the tables."""
     side = 8192 if device.type == "cuda" else 512
     a, b = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
     once = seconds(lambda: a @ b, device, rounds=10)
@@ -61,14 +58,12 @@ def matmul_rate(device: torch.device) -> Rate:
 
 
 def counted(action: Callable[[], object]) -> float:
-    """FLOPs of matrix products, convolutions and attention in one call, two per multiply-add."""
     with FlopCounterMode(display=False) as counter:
         action()
     return float(counter.get_total_flops())
 
 
 def randomised(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """Give a module from the meta device random weights: speed does not depend on values, if finite."""
     module = nn.Module.to(module, dtype).to_empty(device=device)
     for name, parameter in module.named_parameters():
         if "gamma" in name or ("norm" in name and parameter.ndim == 1 and name.endswith("weight")):
@@ -81,7 +76,6 @@ def randomised(module: nn.Module, device: torch.device, dtype: torch.dtype) -> n
 
 
 def commit() -> str:
-    """The commit of the code that runs, with a + when files are changed."""
     git = ["git", "-C", str(Path(__file__).parent)]
     name = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout
     changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout
@@ -89,13 +83,11 @@ def commit() -> str:
 
 
 def heading(device: torch.device) -> str:
-    """Command, commit, torch and device, in the first two lines of a report."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     return f"python {shlex.join(sys.argv)}\ncommit {commit()}, torch {torch.__version__}, {name}\n"
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Columns of equal width; the first to the left, numbers to the right."""
     text = [list(titles), *[[str(cell) for cell in row] for row in rows]]
     widths = [max(len(row[i]) for row in text) for i in range(len(titles))]
     lines = [
@@ -132,13 +124,11 @@ class Kernel:
 
 
 def class_of(name: str) -> str:
-    """Return what a kernel does, by its name."""
     lowered = name.lower()
     return next((label for label, pattern in CLASSES.items() if re.search(pattern, lowered)), OTHER)
 
 
 def kernels(run: Callable[[], object], device: torch.device, rounds: int) -> list[Kernel]:
-    """Run some calls under the profiler, after one that does not count; returns what the device did."""
     run()
     wait(device)
     kinds = [torch.profiler.ProfilerActivity.CUDA]
@@ -155,7 +145,6 @@ def kernels(run: Callable[[], object], device: torch.device, rounds: int) -> lis
 
 
 def busy(found: Iterable[Kernel]) -> float:
-    """Return the microseconds in which at least one kernel ran."""
     total, until = 0.0, float("-inf")
     for kernel in sorted(found, key=lambda k: k.start):
         total += max(0.0, kernel.end - max(kernel.start, until))
@@ -174,7 +163,6 @@ def shares(found: Sequence[Kernel]) -> dict[str, float]:
 
 
 def _sums(named: Iterable[tuple[str, Kernel]]) -> dict[str, float]:
-    """Return name -> microseconds, largest first."""
     taken = defaultdict[str, float](float)
     for name, kernel in named:
         taken[name] += kernel.end - kernel.start
@@ -182,7 +170,6 @@ def _sums(named: Iterable[tuple[str, Kernel]]) -> dict[str, float]:
 
 
 def kernel_report(title: str, run: Callable[[], object], device: torch.device, *, rounds: int = 2) -> str:
-    """Profile some calls; returns a table of milliseconds of one, and the longest of the other kernels."""
     if device.type != "cuda":
         return f"{title}: kernels are counted on a GPU only."
     found = kernels(run, device, rounds)

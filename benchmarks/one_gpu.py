@@ -88,7 +88,6 @@ class Variant:
 
 
 def variants_of(settings: Settings) -> list[Variant]:
-    """List the variants, the baseline first."""
     found = [
         Variant(name="synchronous", mode="synchronous"),
         Variant(name="time slices"),
@@ -125,7 +124,6 @@ def mps_daemon(folder: Path, gpu: str) -> Iterator[dict[str, str]]:
 
 
 def starter(variant: Variant, folder: Path) -> list[str]:
-    """Write a script that gives a rank its variables; returns the command that starts a rank with it."""
     lines = ["#!/usr/bin/env bash", 'if [ "$RANK" != 0 ]; then :']
     lines += [f"export {name}={shlex.quote(value)}" for name, value in variant.actor.items()]
     lines += ["fi", f'exec {shlex.quote(sys.executable)} "$@"']
@@ -135,7 +133,6 @@ def starter(variant: Variant, folder: Path) -> list[str]:
 
 
 def run(settings: Settings, variant: Variant, out: Path, flags: str) -> Outcome:
-    """Make one run."""
     of_runs = asynchrony.Settings(
         gpus=settings.gpu,
         flags=flags,
@@ -153,7 +150,6 @@ def run(settings: Settings, variant: Variant, out: Path, flags: str) -> Outcome:
 
 
 def report(found: Mapping[str, list[Outcome]]) -> str:
-    """The table; ratios are medians of those to the synchronous run of the same round."""
     titles = ["", "steps/h", "of synchronous", "s/update", "learner waits", "actor waits", "rounds"]
     lines = []
     for name, outcomes in found.items():
@@ -174,7 +170,6 @@ _READ: Final = ("steps_per_hour", "update_seconds", "learner_waiting", "actors_w
 
 
 def main() -> None:
-    """Run, print."""
     settings = tyro.cli(Settings, description=__doc__)
     variants = variants_of(settings)
     if not torch.cuda.is_available():

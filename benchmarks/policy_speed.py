@@ -64,7 +64,6 @@ class Reading:
 
 
 def build(settings: Settings, device: torch.device) -> OpenVLAOFTPolicy:
-    """The policy with random weights."""
     config = OpenVLAOFTConfig.tiny() if settings.tiny else OpenVLAOFTConfig.full()
     with torch.device("meta"):
         policy = new_policy(config)
@@ -74,7 +73,6 @@ def build(settings: Settings, device: torch.device) -> OpenVLAOFTPolicy:
 
 
 def inputs(policy: OpenVLAOFTPolicy, settings: Settings, rows: int, *, padded: bool) -> PolicyInputs:
-    """Random pictures and prompts; `padded`: of two lengths, so that attention needs a mask."""
     device, side = policy.device, 64 if settings.tiny else 256
     mask = torch.ones(rows, settings.prompt, dtype=torch.int64, device=device)
     if padded:
@@ -90,7 +88,6 @@ def inputs(policy: OpenVLAOFTPolicy, settings: Settings, rows: int, *, padded: b
 def read(
     how: str, choose: Callable[..., Any], given: PolicyInputs, slots: int, flops: float, rate: Rate
 ) -> Reading:
-    """Time one way to decide."""
     rows, device = len(given.input_ids), given.input_ids.device
     uniforms = torch.rand(rows, slots, dtype=torch.float64, device=device)
     decide = partial(choose, given, SAMPLING, uniforms)
@@ -106,13 +103,11 @@ def read(
 
 
 def captured(policy: OpenVLAOFTPolicy) -> Callable[..., Any]:
-    """A CUDA graph of its own for one shape, as `compile` makes."""
     return GraphedChoice(policy.choose) if policy.device.type == "cuda" else policy.choose
 
 
 @torch.no_grad()
 def agreement(policy: OpenVLAOFTPolicy, choose: Callable[..., Any], given: PolicyInputs) -> dict[str, float]:
-    """Differences of log-probs between acting and evaluating, per token and summed over a decision."""
     rows = len(given.input_ids)
     uniforms = torch.rand(rows, policy.config.slots, dtype=torch.float64, device=policy.device)
     chosen = choose(given, SAMPLING, uniforms)
@@ -133,7 +128,6 @@ def agreement(policy: OpenVLAOFTPolicy, choose: Callable[..., Any], given: Polic
 
 @torch.inference_mode()
 def main() -> None:
-    """Measure, print."""
     settings = tyro.cli(Settings, description=__doc__)
     device = torch.device(settings.device)
     print(heading(device), flush=True)

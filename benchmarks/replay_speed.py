@@ -48,7 +48,6 @@ SIZES = {"64 x 64": (6, 64, False), "224 x 224": (32, 224, False), "224 x 224 wi
 
 
 def write_raw(path: Path, parts: list[memoryview]) -> None:
-    """Write bytes into a new file without a format, and make it as durable as a group of the replay."""
     temporary = path.with_suffix(".tmp")
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     parts, offset = [part for part in parts if len(part)], 0
@@ -66,7 +65,6 @@ def write_raw(path: Path, parts: list[memoryview]) -> None:
 
 
 def make_group(number: int, *, size: int, decisions: int, image: int, video: bool = False) -> list[Episode]:
-    """Make the `size` episodes of a group, imagined by version `number`; see `make_episode`."""
     return [
         make_episode(number, member, size=size, decisions=decisions, image=image, version=number, video=video)
         for member in range(size)
@@ -127,7 +125,6 @@ def make_episode(
 
 
 def files(group: list[Episode], groups: int, folder: Path) -> dict[str, list[float]]:
-    """Return the seconds of each way to write and read one group, once per group."""
     seconds = defaultdict[str, list[float]](list)
 
     def timed(name: str, work: Callable[[], object]) -> None:
@@ -148,7 +145,6 @@ def files(group: list[Episode], groups: int, folder: Path) -> dict[str, list[flo
 
 
 def serve(folder: Path, endpoint: str) -> None:
-    """Be the process of the replay."""
     settings = {
         "algorithm": {"group_size": GROUP_SIZE, "groups_per_update": ACTORS},
         "replay": {"max_lag": 100_000, "max_gigabytes": 1000.0},
@@ -157,7 +153,6 @@ def serve(folder: Path, endpoint: str) -> None:
 
 
 def service(group: list[Episode], groups: int, folder: Path) -> dict[str, float]:
-    """Return the seconds until `groups` of as many actors are durable, and until the learner has them."""
     sockets = private_folder()
     endpoint = ipc_endpoint(sockets)
     process = multiprocessing.get_context("spawn").Process(target=serve, args=(folder, endpoint))
@@ -188,7 +183,6 @@ def service(group: list[Episode], groups: int, folder: Path) -> dict[str, float]
 
 
 def main() -> None:
-    """Measure every size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--groups", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)

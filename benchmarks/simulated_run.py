@@ -115,7 +115,6 @@ class OneUseLimiter(Limiter):
 
     @property
     def uses_reserved(self) -> int:
-        """Groups used, open and ready."""
         return self.used + len(self.open) + len(self.ready)
 
 
@@ -123,7 +122,6 @@ class Simulation:
     """One run."""
 
     def __init__(self, scale: Scale, seed: int = 0) -> None:
-        """Begin at version 0, with every slot free."""
         self.scale, self.now, self.random = scale, 0.0, random.Random(seed)
         self.limiter = OneUseLimiter(
             ReplaySettings(max_lag=scale.max_lag),
@@ -149,7 +147,6 @@ class Simulation:
         self.updates: list[_Update] = []
 
     def run(self, updates: int, *, skip: int) -> Outcome:
-        """Simulate until `updates` updates have begun; the first `skip` do not count."""
         self._fill_all()
         marks: dict[int, tuple[float, ...]] = {}
         while len(self.updates) < updates:
@@ -189,12 +186,10 @@ class Simulation:
         heapq.heappush(self.events, (self.now + seconds, next(self.order), happen))
 
     def _fill_all(self) -> None:
-        """Give all that are waiting what there is credit for, in the order in which they came."""
         for _ in range(len(self.waiting)):
             self._fill(self.waiting.popleft())
 
     def _fill(self, actor: _Actor) -> None:
-        """Begin episodes in the free slots of an actor, as far as there is credit and its weights are new."""
         self._count_idle(actor)
         while actor.free:
             if not actor.queue:
@@ -213,7 +208,6 @@ class Simulation:
             self.waiting.append(actor)
 
     def _begin(self, actor: _Actor, number: int) -> None:
-        """Begin an episode with the next round."""
         scale, version = self.scale, actor.version
         if actor.free == scale.slots:
             actor.phase = self.now
@@ -234,7 +228,6 @@ class Simulation:
         self._fill(actor)
 
     def _serve(self, seconds: float, then: Callable[[], None]) -> None:
-        """Let the replay's only thread do something, after what it has to do before."""
         self.replay_free = max(self.replay_free, self.now) + seconds
         self.replay_busy += seconds
         self._after(self.replay_free - self.now, then)
@@ -269,7 +262,6 @@ class Simulation:
         self.dropped += 1
 
     def _learn(self) -> None:
-        """Begin an update when the learner is free and there is a batch."""
         needed = self.scale.groups_per_update
         if self.learning or len(self.limiter.ready) < needed or self.awaited in self.limiter.open:
             return
@@ -315,7 +307,6 @@ STEPS = 8 * 64
 
 
 def measured_scale(actors: int, learner: float, imagining: float, *, max_lag: int) -> Scale:
-    """Return a whole run of the page, from the steps per hour of its learner and of its actors alone."""
     return Scale(
         actors=actors,
         slots=16,
@@ -330,7 +321,6 @@ def measured_scale(actors: int, learner: float, imagining: float, *, max_lag: in
 
 
 def main() -> None:
-    """Print measured and simulated runs."""
     rows: list[list[object]] = []
     for gpus, actors, asynchronous, synchronous, learner, imagining, waits, credit in MEASURED:
         for how, lag, measured in (("asynchronous", 2, asynchronous), ("synchronous", 0, synchronous)):

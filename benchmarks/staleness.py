@@ -63,7 +63,6 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Names its files."""
         return f"{self.algorithm}-{self.correction}-lag{self.lag}-rate{self.rate:g}-seed{self.seed}"
 
 
@@ -123,7 +122,6 @@ class Results:
 
 
 def cells(grid: RunGrid) -> list[Cell]:
-    """The grid, longest runs first."""
     found = [
         Cell(algorithm, correction, lag, seed, rate)
         for algorithm in grid.algorithms
@@ -137,7 +135,6 @@ def cells(grid: RunGrid) -> list[Cell]:
 
 
 def run_grid(grid: RunGrid) -> None:
-    """Run what is missing; a result appears whole or not at all, so the grid can be cut and continued."""
     grid.out.mkdir(parents=True, exist_ok=True)
     missing = [cell for cell in cells(grid) if not result_file(grid.out, cell).exists()]
     until = time.monotonic() + grid.seconds
@@ -150,12 +147,10 @@ def run_grid(grid: RunGrid) -> None:
 
 
 def result_file(out: Path, cell: Cell) -> Path:
-    """Where the result of a run is."""
     return out / f"{cell.name}.json"
 
 
 def run_cell(grid: RunGrid, cell: Cell, until: float) -> str:
-    """Train and evaluate in this process; returns one line."""
     began = time.monotonic()
     if began > until:
         return "not started: out of time"
@@ -180,7 +175,6 @@ def run_cell(grid: RunGrid, cell: Cell, until: float) -> str:
 
 
 def flags_of(grid: RunGrid, cell: Cell) -> list[str]:
-    """The command line of a run, without its folder."""
     chosen = {
         "seed": cell.seed,
         "device": grid.device,
@@ -195,7 +189,6 @@ def flags_of(grid: RunGrid, cell: Cell) -> list[str]:
 
 
 def save(grid: RunGrid, cell: Cell, folder: Path, overall: dict[str, Any], began: float) -> str:
-    """Write the result of a run: true success, and readings of its second half."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     late = rows[len(rows) // 2 :]
 
@@ -222,14 +215,12 @@ def save(grid: RunGrid, cell: Cell, folder: Path, overall: dict[str, Any], began
 
 
 def lines_of(out: Path) -> list[str]:
-    """One JSON row per run, from a folder of results or from a file that holds them all."""
     if out.is_file():
         return out.read_text().splitlines()
     return [path.read_text() for path in sorted(out.glob("*.json"))]
 
 
 def gather(out: Path) -> dict[tuple[str, float, str, int], Results]:
-    """All results by algorithm, rate, correction and lag; lag 0 of `none` stands for all that weigh."""
     found: dict[tuple[str, float, str, int], Results] = defaultdict(Results)
     rows = [json.loads(line) for line in lines_of(out)]
     for row in rows:
@@ -246,7 +237,6 @@ def gather(out: Path) -> dict[tuple[str, float, str, int], Results]:
 
 
 def table(out: Path) -> str:
-    """True success with its interval, and effective sample size: two Markdown tables."""
     found = gather(out)
     lags = sorted({lag for *_, lag in found})
     head = "| algorithm | learning rate | correction | " + " | ".join(f"lag {lag}" for lag in lags) + " |"
@@ -269,7 +259,6 @@ def table(out: Path) -> str:
 
 
 def success_text(cell: Results) -> str:
-    """Mean and half-width of the 95 % interval (Student's t over training seeds), in percent."""
     critical = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57}
     n, mean = len(cell.success), sum(cell.success) / len(cell.success)
     if n < 2:
@@ -279,12 +268,10 @@ def success_text(cell: Results) -> str:
 
 
 def ess_text(cell: Results) -> str:
-    """Mean effective sample size."""
     return f"{sum(cell.ess) / len(cell.ess):.2f}"
 
 
 def plot(out: Path, image: Path, before: float) -> None:
-    """True success over lag: one line per correction, one panel per algorithm, bars from the seeds."""
     import_module("matplotlib").use("Agg")  # Of the extra `benchmarks`, and of this function alone.
     pyplot = import_module("matplotlib.pyplot")
 
@@ -314,26 +301,22 @@ def plot(out: Path, image: Path, before: float) -> None:
 
 
 def main() -> None:
-    """Run, print or draw."""
     chosen = tyro.extras.subcommand_cli_from_dict({"run": run_me, "table": table_me, "plot": plot_me})
     if chosen is not None:
         print(chosen)
 
 
 def run_me(grid: tyro.conf.OmitArgPrefixes[RunGrid]) -> None:
-    """Train and evaluate what is missing."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout
     print(f"{' '.join(sys.argv)}   commit {commit.strip() or 'unknown'}")
     run_grid(grid)
 
 
 def table_me(config: tyro.conf.OmitArgPrefixes[Table]) -> str:
-    """Print a Markdown table."""
     return table(config.out)
 
 
 def plot_me(config: tyro.conf.OmitArgPrefixes[Plot]) -> None:
-    """Draw a picture."""
     plot(config.out, config.image, config.before)
 
 

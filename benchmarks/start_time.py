@@ -99,7 +99,6 @@ class Start:
 
 
 def command_of(settings: Settings, run_dir: Path) -> list[str]:
-    """The run, which goes on until it is killed."""
     ranks = len(settings.gpus.split(",")) if settings.gpus else 1
     models = full_size_flags(Path(settings.full)) if settings.full else []
     fast = ["--imagination.compile"] if settings.gpus else []
@@ -118,7 +117,6 @@ def command_of(settings: Settings, run_dir: Path) -> list[str]:
 def started(
     command: list[str], cache: Path, settings: Settings, log: Path
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a command with a cache folder of its own, and end it."""
     environment = {name: value for name, value in os.environ.items() if name not in (INDUCTOR, TRITON)}
     environment |= {
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
@@ -138,7 +136,6 @@ def started(
 
 
 def end_in_order(process: subprocess.Popen[bytes], run_dir: Path, limit: float) -> float:
-    """Ask rank 0 to save and end, not torchrun, which may kill it meanwhile; returns how long it took."""
     (learner,) = (found for found in process_status.read(run_dir) if found.role == "learner-0")
     began = time.monotonic()
     os.kill(learner.pid, signal.SIGINT)
@@ -147,13 +144,11 @@ def end_in_order(process: subprocess.Popen[bytes], run_dir: Path, limit: float) 
 
 
 def rows_of(run_dir: Path) -> list[dict[str, float]]:
-    """The readings of every update."""
     file = run_dir / "metrics.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
 
 
 def reached(run_dir: Path) -> set[str]:
-    """Which milestones a run has come to."""
     found: set[str] = set()
     processes = process_status.read(run_dir)
     actors = [process for process in processes if process.role.startswith("actor-")]
@@ -180,7 +175,6 @@ def phases_of(text: str) -> dict[str, float]:
 
 
 def measure(settings: Settings, out: Path, cache: str, *, folder: Path) -> Start:
-    """Start a run and watch it until its second update."""
     run_dir = out / cache
     command = command_of(settings, run_dir)
     print(f"{cache} cache: {shlex.join(command)}", flush=True)
@@ -204,7 +198,6 @@ def measure(settings: Settings, out: Path, cache: str, *, folder: Path) -> Start
 
 
 def report(starts: list[Start]) -> str:
-    """The table, and the ratio of the filled to the empty cache."""
     titles = ["cache", *MILESTONES, "of it compiling early", "ending"]
     lines = [
         [start.cache]
@@ -222,7 +215,6 @@ def report(starts: list[Start]) -> str:
 
 
 def phase_lines(starts: list[Start]) -> Iterator[list[object]]:
-    """Yield the second table's lines."""
     for start in starts:
         for process, phases in start.phases.items():
             seconds = [f"{phases[name]:.1f}" if name in phases else "-" for name in PHASES]
@@ -230,7 +222,6 @@ def phase_lines(starts: list[Start]) -> Iterator[list[object]]:
 
 
 def main() -> None:
-    """Run, print."""
     settings = tyro.cli(Settings, description=__doc__)
     print(heading(torch.device("cuda" if settings.gpus else "cpu")), flush=True)
     out = Path(settings.out or tempfile.mkdtemp(prefix="start-time-"))

@@ -70,12 +70,10 @@ class Masters:
         self.manifest = self._gathered.manifest
 
     def write(self, targets: Mapping[str, Tensor]) -> None:
-        """See `WeightSource.write`."""
         self._gathered.write(targets)
 
 
 def shard_rows(rows: int, ranks: int, rank: int) -> int:
-    """Rows that a rank holds."""
     each = -(-rows // ranks)
     return max(0, min(each, rows - rank * each))
 
@@ -93,7 +91,6 @@ class Paces:
 
     @property
     def mean(self) -> float:
-        """Seconds of a step."""
         return self.seconds / self.steps
 
 
@@ -106,14 +103,12 @@ class Work:
         self._matrix = torch.randn(size, size, device=device, dtype=dtype)
 
     def step(self) -> None:
-        """Make one step."""
         for _ in range(self._times):
             _ = self._matrix @ self._matrix
         if self._matrix.is_cuda:
             torch.cuda.current_stream(self._matrix.device).synchronize()
 
     def run(self, seconds: float, between: Callable[[float], None] = lambda now: None) -> Paces:
-        """Make steps for so long; `between` is called before each with the seconds since the first."""
         began, last, longest, steps = time.monotonic(), time.monotonic(), 0.0, 0
         while last - began < seconds:
             between(last - began)
@@ -124,7 +119,6 @@ class Work:
 
 
 def raw_broadcast(device: torch.device, rank: int, size: int, port: int, count: int, times: int) -> float:
-    """Median seconds of a plain broadcast from rank 0 of `count` bytes, in a group of its own."""
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         init_method=f"tcp://127.0.0.1:{port}",
@@ -145,7 +139,6 @@ def raw_broadcast(device: torch.device, rank: int, size: int, port: int, count: 
 
 
 def raw_copy(device: torch.device, count: int, times: int) -> float:
-    """Median seconds of copying `count` bytes within a device: what is possible where nothing is remote."""
     source = torch.zeros(count, dtype=torch.uint8, device=device)
     target, found = torch.empty_like(source), []
     for _ in range(times + 2):
@@ -168,11 +161,9 @@ class ActorSide:
         self.work = Work(self.device)
 
     def raw(self, rank: int, size: int, port: int, count: int, times: int) -> float:
-        """Take part in the plain broadcast."""
         return raw_broadcast(self.device, rank, size, port, count, times)
 
     def join(self, transport: str, endpoint: str, shapes: Shapes, dtype: torch.dtype) -> int:
-        """Join a channel; returns this process."""
         self.tensors = {n: torch.zeros(s, dtype=dtype, device=self.device) for n, s in shapes.items()}
         self.receiver = build_receiver(
             transport, endpoint, self.name, self.tensors, self.device, self.deadline
@@ -180,7 +171,6 @@ class ActorSide:
         return os.getpid()
 
     def swap(self) -> tuple[int, float]:
-        """Swap the newest version in; returns it and the milliseconds until the device is done."""
         began = time.monotonic()
         version = self.receiver.swap_into(self.tensors)
         if self.device.type == "cuda":
@@ -188,7 +178,6 @@ class ActorSide:
         return version, 1e3 * (time.monotonic() - began)
 
     def work_for(self, seconds: float) -> Paces:
-        """Make steps, and swap between them."""
         swaps, longest, held = 0, 0.0, self.receiver.swap_into(self.tensors)
 
         def swap(now: float) -> None:
@@ -207,7 +196,6 @@ class ActorSide:
         )
 
     def leave(self) -> None:
-        """Leave the channel and give its memory back."""
         self.receiver.close()
         del self.receiver, self.tensors
         if self.device.type == "cuda":
@@ -215,7 +203,6 @@ class ActorSide:
 
 
 def act(pipe: Connection, name: str, device: str, deadline: float) -> None:
-    """Obey orders (method, arguments) until None."""
     side = ActorSide(name, device, deadline)
     while (order := pipe.recv()) is not None:
         method, arguments = order
@@ -223,7 +210,6 @@ def act(pipe: Connection, name: str, device: str, deadline: float) -> None:
 
 
 def learn(pipe: Connection, device: str, rank: int, ranks: int, port: int) -> None:
-    """Hold a learner rank's part of the weights and gather it with rank 0 whenever that publishes."""
     torch.set_num_threads(1)
     on = torch.device(device)
     join_learners(on, rank, ranks, port)
@@ -241,7 +227,6 @@ def learn(pipe: Connection, device: str, rank: int, ranks: int, port: int) -> No
 
 
 def join_learners(device: torch.device, rank: int, ranks: int, port: int) -> None:
-    """Form the learners' group, torch's default one."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(

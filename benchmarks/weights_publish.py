@@ -97,14 +97,12 @@ class Figures:
 
 
 def transport_of(learner: str, actors: Sequence[str]) -> str:
-    """The transport that a run with these devices gets."""
     if learner == "cpu":
         return "shared_memory"
     return "cuda_ipc" if learner in actors else "nccl"
 
 
 def free_port() -> int:
-    """A port of the loopback device that nobody has."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
@@ -131,28 +129,23 @@ class ChildProcesses:
         self._start_learner = lambda r: start(learn, settings.devices[r], r, ranks, self.port)
 
     def join_learners(self) -> None:
-        """Form the learners' group; afterwards this process is in torch's default group."""
         ranks = self.settings.learner_ranks
         if ranks > 1:
             self.learners = [self._start_learner(rank) for rank in range(1, ranks)]
             join_learners(torch.device(self.settings.devices[0]), 0, ranks, self.port)
 
     def order(self, method: str, *arguments: Any) -> list[Any]:
-        """Let all actors do something; returns their answers."""
         self.begin(method, *arguments)
         return self.answers()
 
     def begin(self, method: str, *arguments: Any) -> None:
-        """Let all actors begin something."""
         for pipe in self.actors:
             pipe.send((method, arguments))
 
     def answers(self) -> list[Any]:
-        """What the actors return."""
         return [pipe.recv() for pipe in self.actors]
 
     def end(self) -> None:
-        """End all."""
         for pipe in self.actors + self.learners:
             pipe.send(None)
         if self.learners:
@@ -163,7 +156,6 @@ class ChildProcesses:
 
 
 def raw_seconds(processes: ChildProcesses, count: int) -> float:
-    """Median seconds in which `count` bytes reach every GPU but the learner's (or, if none is, a copy)."""
     devices, times = processes.settings.devices, processes.settings.rounds
     actors = devices[processes.settings.learner_ranks :]
     remote = [n for n, device in enumerate(actors) if device == "cpu" or device != devices[0]]
@@ -200,7 +192,6 @@ class Channel:
         self.await_all()
 
     def publish(self) -> float:
-        """Publish the next version, with all learner ranks; returns the thread's seconds."""
         self.version += 1
         for pipe in self.processes.learners:
             pipe.send("publish")
@@ -209,12 +200,10 @@ class Channel:
         return time.monotonic() - began
 
     def await_all(self) -> None:
-        """Wait until every actor has told that it holds the newest version."""
         deadline = 4 * self.processes.settings.deadline
         self.publisher.wait_for_first(self.version, deadline, actors=len(self.processes.actors))
 
     def close(self) -> None:
-        """End the channel and give its memory back."""
         self.publisher.close()
         self.processes.order("leave")
         shutil.rmtree(self.folder)
@@ -224,7 +213,6 @@ class Channel:
 
 
 def quiet_rounds(channel: Channel) -> tuple[list[float], dict[str, float], float]:
-    """Publish again and again on idle GPUs: seconds of each, median of every stage, median swap in ms."""
     totals, stages, swaps = list[float](), {stage: list[float]() for stage in STAGES}, list[float]()
     for _ in range(channel.processes.settings.rounds):
         if channel.device.type == "cuda":
@@ -243,7 +231,6 @@ def quiet_rounds(channel: Channel) -> tuple[list[float], dict[str, float], float
 
 
 def busy(channel: Channel, work: Work, every: float) -> tuple[Paces, list[Paces], list[float]]:
-    """Let all work, with one version per `every` seconds (0: none): paces, and seconds of each `publish`."""
     calls, seconds = list[float](), channel.processes.settings.seconds
 
     def publish(now: float) -> None:
@@ -256,12 +243,10 @@ def busy(channel: Channel, work: Work, every: float) -> tuple[Paces, list[Paces]
 
 
 def per_version(calm: Paces, with_versions: Paces, versions: int) -> float:
-    """Seconds that one version takes from a loop."""
     return (with_versions.seconds - with_versions.steps * calm.mean) / max(1, versions)
 
 
 def measure(processes: ChildProcesses, kind: Kind, shapes: Shapes, dtype: torch.dtype, raw: float) -> Figures:
-    """All figures of one kind of weights."""
     settings, channel = processes.settings, Channel(processes, shapes, dtype)
     totals, stages, swap = quiet_rounds(channel)
     work = Work(channel.device)
@@ -298,7 +283,6 @@ def measure(processes: ChildProcesses, kind: Kind, shapes: Shapes, dtype: torch.
 
 
 def report(found: Sequence[Figures], settings: Settings) -> None:
-    """Print the table."""
     print("\n| ms, unless it says otherwise |" + "".join(f" {f.kind} |" for f in found))
     print("|---" * (1 + len(found)) + "|")
     for name in asdict(found[0]):
@@ -316,7 +300,6 @@ def report(found: Sequence[Figures], settings: Settings) -> None:
 
 
 def main() -> None:
-    """Measure both kinds of weights; print the table."""
     settings = tyro.cli(Settings, description=__doc__)
     if len(settings.devices) <= settings.learner_ranks:
         raise SystemExit(f"--devices names {len(settings.devices)}, of which {settings.learner_ranks} learn.")

@@ -74,7 +74,6 @@ class Stage:
 
 
 def build(settings: Settings, device: torch.device) -> WanWorld:
-    """A world with random weights, exact and eager."""
     size, vae_size = TransformerConfig.full(), VaeConfig.full()
     if settings.tiny:
         size, vae_size = TransformerConfig.tiny(), VaeConfig.tiny()
@@ -90,7 +89,6 @@ def build(settings: Settings, device: torch.device) -> WanWorld:
 
 
 def tiny_decoder(settings: Settings, device: torch.device, vae: WanVae) -> TinyDecoder:
-    """The distilled decoder with random weights."""
     with torch.device("meta"):
         decoder = TinyDecoder(TinyDecoderConfig.tiny() if settings.tiny else TinyDecoderConfig.full())
     made: Any = randomised(decoder, device, vae.dtype)
@@ -98,7 +96,6 @@ def tiny_decoder(settings: Settings, device: torch.device, vae: WanVae) -> TinyD
 
 
 def begin(world: WanWorld, rows: int) -> tuple[WanState, torch.Tensor, list[int]]:
-    """Open `rows` slots at once; returns their state, actions and noise seeds."""
     rng = np.random.default_rng(0)
     side = world.image_size
     one = StartState(
@@ -113,7 +110,6 @@ def begin(world: WanWorld, rows: int) -> tuple[WanState, torch.Tensor, list[int]
 
 
 def stages(world: WanWorld, rows: int) -> dict[str, Callable[[int], object]]:
-    """The three parts of an exact decision, as functions of the number of slots."""
     state, actions, seeds = begin(world, rows)
     new = torch.randn_like(state.anchor.expand(-1, -1, 2, -1, -1))
     window = torch.cat([state.memory, new], dim=2)
@@ -135,7 +131,6 @@ def stages(world: WanWorld, rows: int) -> dict[str, Callable[[int], object]]:
 def measure_stages(
     world: WanWorld, how: str, settings: Settings, rate: Rate, flops: dict[str, float]
 ) -> list[Stage]:
-    """Time the parts of an exact decision; `flops` of one slot are counted while nothing is compiled."""
     found = []
     for rows in settings.rows:
         for name, run in stages(world, rows).items():
@@ -151,7 +146,6 @@ def measure_stages(
 
 @torch.inference_mode()
 def frames_per_second(world: WanWorld, settings: Settings) -> float:
-    """Whole decisions of the largest number of slots."""
     rows = settings.rows[-1]
     state, actions, seeds = begin(world, rows)
     taken = seconds(lambda: world.imagine(state, actions, seeds), world.device, rounds=settings.rounds)
@@ -160,13 +154,11 @@ def frames_per_second(world: WanWorld, settings: Settings) -> float:
 
 @torch.inference_mode()
 def kernels_of(world: WanWorld, settings: Settings, how: str) -> str:
-    """Say in which kernels a decision of the largest number of slots spends its time."""
     state, actions, seeds = begin(world, settings.rows[-1])
     return kernel_report(how, lambda: world.imagine(state, actions, seeds), world.device)
 
 
 def compiled_paces(world: WanWorld, settings: Settings, how: str) -> Iterator[tuple[str, float]]:
-    """What whole decisions of a compiled world gain from each shortcut."""
     yield f"exact, {how}", frames_per_second(world, settings)
     world.memory = "latents"
     yield "+ memory in latents, decoder goes on", frames_per_second(world, settings)
@@ -179,7 +171,6 @@ def compiled_paces(world: WanWorld, settings: Settings, how: str) -> Iterator[tu
 
 
 def main() -> None:
-    """Measure, print."""
     settings = tyro.cli(Settings, description=__doc__)
     device = torch.device(settings.device)
     print(heading(device), flush=True)
