@@ -184,7 +184,7 @@ def test_settings_of_a_published_policy_are_not_said_of_checkpoints(models, tmp_
     )
     player = VersionPlayer(config, plan(config, files_with(*TASKS[:2])), tmp_path, torch.device("cpu"))
     try:
-        assert player(2, folder / "policy").result.overall.episodes == 1
+        assert player(2, folder / "policy")[0].overall.episodes == 1
         with pytest.raises(ConfigError, match="no action statistics for"):
             player(0, None)
     finally:

@@ -69,8 +69,8 @@ class EvacOptions:
             "decoder is tiny, but EVAC's autoencoder has no distilled decoder. Use full.": (
                 settings.decoder == "tiny"
             ),
-            "precision is float8, but EVAC's denoiser is mostly convolutions, which have no 8-bit products. "
-            "Use stored or bf16.": settings.precision == "float8",
+            "precision is float8, but of an EVAC world's denoiser most are convolutions, which have no 8-bit "
+            "products. Use stored or bf16.": settings.precision == "float8",
             f"steps is {settings.steps}, but EVAC has 1000 noise levels. Use 1 to 1000, or 0 for the "
             "folder's number.": settings.steps > 1000,
         }
