@@ -66,7 +66,7 @@ def contents(run: Path) -> list[tuple[object, ...]]:
     """What the stored episodes are, without their random ids."""
     return [
         (
-            *(row.number, row.used_at, row.filtered, row.episode.member, row.episode.seed),
+            *(row.number, row.used_at, row.outcome, row.episode.member, row.episode.seed),
             *(row.episode.policy_versions.tobytes(), row.episode.rewards.tobytes()),
             row.episode.logprobs.tobytes(),
         )
