@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -316,7 +317,7 @@ def report(likeness: Likeness, episodes: int, threshold: float) -> str:
         f"against the full decoder on {episodes} held-out episodes:",
         f"  PSNR {likeness.psnr:.2f} dB, worst hundredth of the frames below {likeness.worst_psnr:.2f} dB",
     ]
-    if likeness.same_verdict == likeness.same_verdict:
+    if not math.isnan(likeness.same_verdict):
         lines.append(
             f"  same verdict (threshold {threshold}) on {likeness.same_verdict:.2%} of the frames and "
             f"{likeness.same_outcome:.1%} of the episodes, of which {likeness.success:.1%} succeed"

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from asyncrl.launch.build import LearnerStart
     from asyncrl.learner.learner import Learner
 
-WORTH_TELLING: Final = 30.0
-"""Seconds of a batch or an update from which on its duration is printed."""
 ENDS: Final = 5
 """Updates at each end of the run whose success is averaged; fewer where the ends would overlap."""
 WIDTH: Final = 80

@@ -108,7 +108,7 @@ SECTIONS: Final = {
 """Prefix of names -> subject of its metrics. A metric belongs to the first prefix that fits."""
 _DEFINED_IN: Final = ("metrics_training", "metrics_system", "waits")
 _FOLDED: Final = (
-    "*Folded by*: how the values of several ranks or minibatches become one. A *unit* has one "
+    "*Folded by*: how the values of several actors, ranks or minibatches become one. A *unit* has one "
     "probability ratio: a token, an action or a decision (--algorithm.level)."
 )
 

@@ -41,7 +41,6 @@ FORMAT_VERSION: Final = 3
 GROUP: Final = "group"
 TABLE: Final = "episodes"
 CHECKSUMS: Final = "checksums"
-TABLES: Final = (GROUP, TABLE, CHECKSUMS)
 ROOT: Final[dict[str, type]] = {
     "format": str,
     "format_version": int,

@@ -226,7 +226,7 @@ class Replay:
         return (
             f"within each of the last {filtered.groups} groups all episodes scored the same "
             f"({filtered.succeeded} groups succeeded, {filtered.failed} failed){found}: there is nothing to "
-            "learn at this filter (--algorithm.filter-groups, --algorithm.max-filtered-batches)"
+            "learn. Leave --algorithm.filter-groups out, or use harder or easier --start-states"
         )
 
     @property

@@ -17,8 +17,6 @@ from asyncrl.errors import ConfigError
 
 PAPER: Final = (255, 255, 255)
 INK: Final = (30, 34, 40)
-FAINT: Final = (222, 226, 230)
-BLUE: Final = (66, 114, 184)
 
 Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
