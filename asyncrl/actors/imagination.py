@@ -8,11 +8,10 @@ was read before, and weights copied into the policy between two launches are tho
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Generic, TypeVar, cast
+from typing import Final, TypeVar, cast
 
 import numpy as np
 import torch
@@ -20,9 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.actors.slots import (
+    Backend,
     EpisodeEnd,
     EpisodeInProgress,
-    EpisodeStart,
     InFlightDecision,
     RowFailure,
     Slots,
@@ -34,7 +33,6 @@ from asyncrl.devices.streams import DeviceEvent, wait_for
 from asyncrl.episode_layout import SAMPLE_DTYPES
 from asyncrl.errors import first_line
 from asyncrl.observability import metrics_system as m
-from asyncrl.observability.metrics import Metric
 from asyncrl.policies.interface import ActResult, Policy, SamplingParams
 from asyncrl.records import StartState
 from asyncrl.replay.interface import Cause
@@ -60,8 +58,8 @@ class EndRule:
     success_frames: SuccessFrames = 1
 
 
-class Imagination(Generic[State]):
-    """A `Backend` of policy, world and reward model; stages hold the world's state of their episodes."""
+class Imagination(Backend[State]):
+    """Policy, world and reward model; stages hold the world's state of their episodes."""
 
     def __init__(
         self,
@@ -81,31 +79,15 @@ class Imagination(Generic[State]):
             rows: Rows of every pass of every model, filled up with copies of the first slot, as the last
                 digits of a row depend on the number of rows. 0 disables.
         """
-        self.policy, self.world, self.reward = policy, world, reward
-        self.sampling, self.rule, self.rows = sampling, rule, rows
+        super().__init__(policy, sampling, {policy_device, world_device})
+        self.world, self.reward, self.rule, self.rows = world, reward, rule, rows
         self.policy_device, self.world_device = policy_device, world_device
-        self.devices = {policy_device, world_device}
-        self.decisions = 0
-        self._seconds: dict[Metric, float] = defaultdict(float)
+        self.world_version = world.version
 
     @property
     def models(self) -> list[World[State] | RewardModel]:
         """Return the models besides the policy."""
         return [self.world, self.reward]
-
-    @property
-    def world_version(self) -> int:
-        """Return the version of the world model."""
-        return self.world.version
-
-    @property
-    def counts(self) -> Mapping[Metric, int]:
-        """Return the decisions made since the actor began."""
-        return {m.ACTOR_DECISIONS: self.decisions}
-
-    def is_cheapest(self, index: int, start: EpisodeStart) -> bool:
-        """Return True: all slots cost the same."""
-        return True
 
     @torch.inference_mode()
     def begin(self, slots: Slots, stage: Stage[State], indices: list[int]) -> list[RowFailure]:
@@ -169,14 +151,6 @@ class Imagination(Generic[State]):
         if solved is not None:
             rewards[solved] = 1.0
         return EpisodeEnd(reason="truncated" if solved is None else "success", rewards=rewards)
-
-    def close(self) -> None:
-        """Do nothing: there are no other processes."""
-
-    def pop_device_seconds(self) -> dict[Metric, float]:
-        """Return the busy seconds of policy, world and reward model since the last call."""
-        seconds, self._seconds = self._seconds, defaultdict(float)
-        return seconds
 
     def _open(self, slots: Slots, indices: list[int]) -> State:
         starts = [_start_state(slots.episode(i)) for i in self._filled_up(indices)]

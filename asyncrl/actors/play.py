@@ -12,7 +12,6 @@ Q numbers of state, A numbers per step.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +22,16 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl.actors.imagination import CPU, Check, decision_tensors, find_failure, retry_rows_singly
-from asyncrl.actors.slots import EpisodeEnd, EpisodeInProgress, EpisodeStart, Row, RowFailure, Slots, Stage
+from asyncrl.actors.slots import (
+    Backend,
+    EpisodeEnd,
+    EpisodeInProgress,
+    EpisodeStart,
+    Row,
+    RowFailure,
+    Slots,
+    Stage,
+)
 from asyncrl.devices.streams import DeviceEvent
 from asyncrl.errors import RunError
 from asyncrl.observability import metrics_system as m
@@ -54,8 +62,8 @@ class _SlotState:
         )
 
 
-class SimulatorBackend:
-    """A `Backend` of a policy and a pool of simulators. Used by one thread."""
+class SimulatorBackend(Backend[Any]):
+    """A policy and a pool of simulators. Used by one thread."""
 
     def __init__(
         self,
@@ -76,19 +84,17 @@ class SimulatorBackend:
             pool: Has at least as many slots as the actor.
             together: Every decision waits for the answers of all slots, at most `patience` seconds.
         """
-        self.policy, self.pool, self.sampling = policy, pool, sampling
+        super().__init__(policy, sampling, {policy_device})
+        self.pool, self.policy_device, self.world_version = pool, policy_device, SIMULATOR
         self.max_decisions, self.cameras, self.shows_state = max_decisions, cameras, shows_state
         self.together, self.patience = together, patience
-        self.policy_device, self.devices = policy_device, {policy_device}
-        self.world_version = SIMULATOR
-        self.decisions = self.restarted = 0
+        self.restarted = 0
         self._slots = [_SlotState() for _ in range(pool.slots)]
-        self._seconds: dict[Metric, float] = defaultdict(float)
 
     @property
     def counts(self) -> Mapping[Metric, int]:
         """Return the decisions carried out and the episodes restarted since the actor began."""
-        return {m.ACTOR_DECISIONS: self.decisions, m.ACTOR_RESTARTED: self.restarted}
+        return {**super().counts, m.ACTOR_RESTARTED: self.restarted}
 
     def is_cheapest(self, index: int, start: EpisodeStart) -> bool:
         """Return True if the scene of the start's task is loaded in the slot."""
@@ -155,11 +161,6 @@ class SimulatorBackend:
     def close(self) -> None:
         """End the workers."""
         self.pool.close()
-
-    def pop_device_seconds(self) -> dict[Metric, float]:
-        """Return the seconds of the policy, and those waited for simulators, since the last call."""
-        seconds, self._seconds = self._seconds, defaultdict(float)
-        return seconds
 
     def _reset(self, index: int, episode: EpisodeInProgress, restarts: int = 0) -> None:
         self._slots[index] = _SlotState(episode=episode, awaits_answer=True, restarts=restarts)

@@ -7,7 +7,8 @@ slots with the world's state of their episodes and the decision in flight.
 from __future__ import annotations
 
 import os
-from collections import deque
+from abc import ABC, abstractmethod
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -21,6 +22,7 @@ from torch import Tensor
 from asyncrl.devices.streams import DeviceEvent
 from asyncrl.episode_layout import EPISODE_ARRAYS, OPTIONAL_ARRAYS
 from asyncrl.observability.metrics import Metric
+from asyncrl.observability.metrics_system import ACTOR_DECISIONS
 from asyncrl.policies.interface import Policy, SamplingParams
 from asyncrl.records import UNKNOWN_LENGTH, EndReason, Episode
 from asyncrl.replay.interface import Cause, GroupGrant
@@ -303,68 +305,58 @@ class StartStream(Protocol):
         ...
 
 
-class Backend(Protocol):
+class Backend(ABC, Generic[State]):
     """Decides for the slots of a stage and imagines or simulates the results.
 
     The actor calls `begin` for new episodes of an idle stage, `launch`, `collect`, then `episode_end`. The
     first three return the slots that failed.
     """
 
-    sampling: SamplingParams
+    world_version: int  # `Episode.world_version`
 
-    @property
-    def policy(self) -> Policy:
-        """Return the policy that decides."""
-        ...
-
-    @property
-    def world_version(self) -> int:
-        """Return `Episode.world_version`."""
-        ...
-
-    @property
-    def devices(self) -> Collection[torch.device]:
-        """Return the devices of the models."""
-        ...
+    def __init__(self, policy: Policy, sampling: SamplingParams, devices: Collection[torch.device]) -> None:
+        self.policy, self.sampling, self.devices = policy, sampling, devices
+        self.decisions = 0  # Since the actor began
+        self._seconds: dict[Metric, float] = defaultdict(float)
 
     @property
     def counts(self) -> Mapping[Metric, int]:
-        """Return counters since the actor began: `ACTOR_DECISIONS` and others."""
-        ...
+        """Return counters since the actor began."""
+        return {ACTOR_DECISIONS: self.decisions}
+
+    def pop_device_seconds(self) -> dict[Metric, float]:
+        """Return the busy seconds of policy, world and others since the last call."""
+        seconds, self._seconds = self._seconds, defaultdict(float)
+        return seconds
 
     def is_cheapest(self, index: int, start: EpisodeStart) -> bool:
         """Return True if no slot is a cheaper place for `start` than slot `index`."""
-        ...
+        return True
 
-    def begin(self, slots: Slots, stage: Stage[Any], indices: list[int]) -> list[RowFailure]:
+    @abstractmethod
+    def begin(self, slots: Slots, stage: Stage[State], indices: list[int]) -> list[RowFailure]:
         """Begin the episodes just put into slots of an idle stage."""
-        ...
 
+    @abstractmethod
     def launch(
-        self, slots: Slots, stage: Stage[Any], indices: list[int], policy_version: int
+        self, slots: Slots, stage: Stage[State], indices: list[int], policy_version: int
     ) -> list[RowFailure]:
         """Begin one decision in `indices`, the stage's slots with an episode."""
-        ...
 
-    def collect(self, slots: Slots, stage: Stage[Any], deadline: float) -> tuple[list[RowFailure], float]:
+    @abstractmethod
+    def collect(self, slots: Slots, stage: Stage[State], deadline: float) -> tuple[list[RowFailure], float]:
         """Wait for decisions of the stage and append them to their episodes; RunError at the deadline.
 
         Returns also the seconds waited outside `pop_device_seconds`.
         """
-        ...
 
-    def release(self, slots: Slots, stage: Stage[Any]) -> None:
-        """Free the state of a stage without episodes."""
-        ...
+    @abstractmethod
+    def release(self, slots: Slots, stage: Stage[State]) -> None:
+        """Free what the stage holds for episodes that are gone."""
 
+    @abstractmethod
     def episode_end(self, episode: EpisodeInProgress) -> EpisodeEnd | None:
         """Return how an episode ended with its last decision; None while it goes on."""
-        ...
 
     def close(self) -> None:
         """End the processes it has started. May be called again."""
-        ...
-
-    def pop_device_seconds(self) -> dict[Metric, float]:
-        """Return the busy seconds of policy, world and others since the last call."""
-        ...

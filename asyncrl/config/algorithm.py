@@ -53,8 +53,8 @@ class AlgorithmSettings(Bounded, section="algorithm."):
     """key=value texts for your own advantage and objective; a value is TOML, or else a text."""
     level: Level = "token"
     """Unit of a ratio: a token, an action (tokens of a step), a decision (all tokens)."""
-    aggregation: Literal["token_mean", "episode_mean", "length_normalised", "constant"] = "token_mean"
-    """Weights of ratios in the loss: equal for all; equal for every episode (RLinf's length-normalised); or
+    aggregation: Literal["token_mean", "length_normalised", "constant"] = "token_mean"
+    """Weights of ratios in the loss: equal for all; equal for every episode; or
     divided by the number of ratios of the longest episodes (Dr. GRPO)."""
     clip_low: Annotated[
         float, Within(0, 1, "a ratio is kept above 1 - clip_low, which must lie in 0..1.", "Use 0.2.")

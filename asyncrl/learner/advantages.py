@@ -81,7 +81,7 @@ class GeneralizedAdvantage:
         advantages_DK, targets_DK = (_by_decision(x, batch, width) for x in Estimates(*estimates))
         if critic.normalize_advantages:
             mean, std = moments_of_all(advantages_DK[mask_DK], ranks)
-            advantages_DK = whitened(advantages_DK, mask_DK, mean=mean, std=std)
+            advantages_DK = torch.where(mask_DK, (advantages_DK - mean) / (std + 1e-5), 0.0)
         return AdvantagesAndTargets(advantages_DK[:, :, None], torch.where(mask_DK, targets_DK, 0.0))
 
 
@@ -133,26 +133,25 @@ def generalized_advantages(
     gamma: float,
     lam: float,
     rho: Tensor | None = None,
-    trace: Tensor | None = None,
 ) -> Estimates:
     """Compute generalised advantage estimates (GAE), arXiv 1506.02438, equation 16, and targets ``A + V``.
 
-    ``delta_t = rho_t (r_t + gamma V_{t+1} - V_t)`` and ``A_t = delta_t + gamma lambda c_t A_{t+1}``, for GAE
-    with ``rho = c = 1``; the value after the last one is 0 where the task ended (`terminated` ``[B]`` bool),
+    ``delta_t = rho_t (r_t + gamma V_{t+1} - V_t)`` and ``A_t = delta_t + gamma lambda rho_t A_{t+1}``, for
+    GAE with ``rho = 1``; the value after the last one is 0 where the task ended (`terminated` ``[B]`` bool),
     else `final_values` ``[B]``. All others are ``[B, T]`` float32.
 
     Args:
         mask: bool, True from the first time step to the last; every row has one.
-        rho, trace: ``rho_t`` and ``c_t`` of V-trace; None: 1.
+        rho: Ratios of V-trace; None: 1.
     """
     values = values.detach()
-    rho, trace = (torch.ones_like(values) if ratio is None else ratio for ratio in (rho, trace))
+    rho = torch.ones_like(values) if rho is None else rho
     following = _following(values, final_values, mask, terminated)
     deltas = torch.where(mask, rho * (rewards + gamma * following - values), 0.0)
     errors = torch.zeros_like(values)
     later = torch.zeros_like(final_values)
     for t in reversed(range(values.shape[1])):
-        later = deltas[:, t] + gamma * lam * trace[:, t] * later
+        later = deltas[:, t] + gamma * lam * rho[:, t] * later
         later = torch.where(mask[:, t], later, 0.0)
         errors[:, t] = later
     return Estimates(errors, torch.where(mask, values + errors, 0.0))
@@ -167,33 +166,26 @@ def vtrace(
     log_ratios: Tensor,
     *,
     gamma: float,
-    lam: float = 1.0,
-    rho_cap: float = 1.0,
-    trace_cap: float = 1.0,
-    bootstrap: Literal["target", "mixture"] = "mixture",
+    lam: float,
 ) -> Estimates:
     """Compute value targets ``v_t`` and advantages from samples of another policy: V-trace.
 
-    ``delta_t = rho_t (r_t + gamma V_{t+1} - V_t)`` with ``rho_t = min(rho_cap, pi / mu)``,
-    ``v_t = V_t + delta_t + gamma lambda c_t (v_{t+1} - V_{t+1})`` with ``c_t = min(trace_cap, pi / mu)``, and
-    ``A_t = rho_t (r_t + gamma q_{t+1} - V_t)``. Source: IMPALA, arXiv 1802.01561, equation 1 and section 4.2.
-    With lambda below 1 ``q`` is ``v_{t+1}`` (`target`; the paper, seed_rl) or
-    ``lambda v_{t+1} + (1 - lambda) V_{t+1}`` (`mixture`; rlax), which equals GAE at ratio 1.
+    ``delta_t = rho_t (r_t + gamma V_{t+1} - V_t)`` with ``rho_t = min(1, pi / mu)``,
+    ``v_t = V_t + delta_t + gamma lambda rho_t (v_{t+1} - V_{t+1})``, and
+    ``A_t = rho_t (r_t + gamma q_{t+1} - V_t)`` with ``q = lambda v + (1 - lambda) V``, which equals GAE at
+    ratio 1. Source: IMPALA, arXiv 1802.01561, equation 1 and section 4.2, where ``q = v``; `q` as in rlax.
 
     Args:
         log_ratios: ``[B, T]`` float32, ``log pi - log mu``: pi is learned, mu sampled.
-        rho_cap: At least `trace_cap`.
     """
-    ratios = log_ratios.detach().clamp(-20.0, 20.0).exp()
-    rho, trace = ratios.clamp(max=rho_cap), ratios.clamp(max=trace_cap)
+    rho = log_ratios.detach().clamp(-20.0, 20.0).exp().clamp(max=1.0)
     targets = generalized_advantages(
-        rewards, values, final_values, mask, terminated, gamma=gamma, lam=lam, rho=rho, trace=trace
+        rewards, values, final_values, mask, terminated, gamma=gamma, lam=lam, rho=rho
     ).targets
     after = _following(values, final_values, mask, terminated)
     targets_after = _following(targets, final_values, mask, terminated)
-    if bootstrap == "mixture":
-        targets_after = lam * targets_after + (1 - lam) * after
-    advantages = rho * (rewards + gamma * targets_after - values.detach())
+    later = lam * targets_after + (1 - lam) * after
+    advantages = rho * (rewards + gamma * later - values.detach())
     return Estimates(torch.where(mask, advantages, 0.0), targets)
 
 
@@ -202,11 +194,6 @@ def _following(values: Tensor, final_values: Tensor, mask: Tensor, terminated: T
     last = mask & ~torch.cat([mask[:, 1:], torch.zeros_like(mask[:, :1])], dim=1)
     end = torch.where(terminated, 0.0, final_values.detach())
     return torch.where(last, end[:, None], following)
-
-
-def whitened(advantages: Tensor, mask: Tensor, *, mean: Tensor, std: Tensor, eps: float = 1e-5) -> Tensor:
-    """Shift and scale by the mean and standard deviation of the whole batch; 0 where masked."""
-    return torch.where(mask, (advantages - mean) / (std + eps), 0.0)
 
 
 def moments_of_all(values: Tensor, ranks: LearnerRanks) -> tuple[Tensor, Tensor]:

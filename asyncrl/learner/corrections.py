@@ -23,7 +23,6 @@ from torch import Tensor
 
 from asyncrl.config.algorithm import CorrectionLevel, CorrectionSettings, Level
 from asyncrl.learner.advantages import vtrace
-from asyncrl.learner.interface import Estimates
 from asyncrl.learner.losses import (
     MAX_LOG_RATIO,
     log_ratio,
@@ -104,24 +103,7 @@ class VTrace:
     def weights(self, log_ratios: Tensor, mask: Tensor, episode: Tensor, level: Level) -> None:
         """Return None: the advantages contain the weights."""
 
-    def estimates(
-        self,
-        rewards: Tensor,
-        values: Tensor,
-        final_values: Tensor,
-        mask: Tensor,
-        terminated: Tensor,
-        log_ratios: Tensor,
-        *,
-        gamma: float,
-        lam: float,
-    ) -> Estimates:
-        """Compute `vtrace`."""
-        return vtrace(
-            *(rewards, values, final_values, mask, terminated, log_ratios),
-            gamma=gamma,
-            lam=lam,
-        )
+    estimates = staticmethod(vtrace)
 
 
 def k3(log_ratio: Tensor) -> Tensor:

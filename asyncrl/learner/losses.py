@@ -20,7 +20,7 @@ from torch import Tensor
 from asyncrl.config.algorithm import AlgorithmSettings, CorrectionLevel, Level
 from asyncrl.learner.interface import UnitLoss
 
-Aggregation = Literal["token_mean", "episode_mean", "length_normalised", "constant"]
+Aggregation = Literal["token_mean", "length_normalised", "constant"]
 MAX_LOG_RATIO: Final = 20.0  # Bound of log-ratios, so that their exponential stays finite in float32
 _SUMMED: Final[dict[str, tuple[int, ...]]] = {"token": (), "action": (2,), "decision": (1, 2)}
 
@@ -199,8 +199,8 @@ def aggregation_weights(
     """Return each unit's weight in the loss, ``[D, U, V]`` float32, 0 where the mask is False.
 
     token_mean         ``1 / units``                    every unit counts the same
-    episode_mean       ``1 / (episodes n_e)``           every episode counts the same
-    length_normalised  the same: RLinf's mean over ``episodes * max_units`` of ``loss * max_units / n_e``
+    length_normalised  ``1 / (episodes n_e)``           every episode counts the same: RLinf's mean over
+                                                        ``episodes max_units`` of ``loss max_units / n_e``
     constant           ``1 / (episodes max_units)``     no bias by length: Dr. GRPO, arXiv 2503.20783
 
     with ``n_e`` the number of valid units of episode e, `units` and `episodes` of the whole batch over all

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -143,7 +144,8 @@ def finish(
 ) -> Episode | None:
     rule = EndRule(max_decisions=max_decisions, threshold=0.9, success_frames=success_frames)
     nothing: Any = None
-    ending = Imagination(nothing, nothing, nothing, nothing, rule=rule).episode_end(episode)
+    world: Any = SimpleNamespace(version=0)
+    ending = Imagination(nothing, world, nothing, nothing, rule=rule).episode_end(episode)
     if ending is None:
         return None
     return finished_episode(

@@ -17,7 +17,6 @@ from asyncrl.learner.advantages import (
     group_relative_advantages,
     moments_of_all,
     vtrace,
-    whitened,
 )
 from asyncrl.learner.ranks import LearnerRanks
 
@@ -181,7 +180,7 @@ def test_gae_by_hand_tells_an_end_from_a_cut() -> None:
 
 
 def vtrace_by_definition(
-    e: dict[str, Tensor], gamma: float, lam: float, rho_cap: float, trace_cap: float, bootstrap: str
+    e: dict[str, Tensor], gamma: float, lam: float
 ) -> list[tuple[list[float], list[float]]]:
     """``v_s = V_s + sum over t >= s of gamma^(t-s) (product of c_s .. c_{t-1}) delta_t`` (equation 1)."""
     out = []
@@ -191,8 +190,8 @@ def vtrace_by_definition(
         ratios = e["log_ratios"][b].exp().tolist()[:n]
         end = 0.0 if e["terminated"][b] else float(e["final_values"][b])
         after = [*values[1:], end]
-        rho = [min(rho_cap, r) for r in ratios]
-        c = [lam * min(trace_cap, r) for r in ratios]
+        rho = [min(1.0, r) for r in ratios]
+        c = [lam * r for r in rho]
         v = []
         for s in range(n):
             total, product = values[s], 1.0
@@ -200,30 +199,18 @@ def vtrace_by_definition(
                 total += gamma ** (t - s) * product * rho[t] * (rewards[t] + gamma * after[t] - values[t])
                 product *= c[t]
             v.append(total)
-        later = [*v[1:], end]
-        if bootstrap == "mixture":
-            later = [lam * x + (1 - lam) * y for x, y in zip(later, after, strict=True)]
+        later = [lam * x + (1 - lam) * y for x, y in zip([*v[1:], end], after, strict=True)]
         pg = [rho[t] * (rewards[t] + gamma * later[t] - values[t]) for t in range(n)]
         out.append((pg, v))
     return out
 
 
-@pytest.mark.parametrize("bootstrap", ["target", "mixture"])
-@pytest.mark.parametrize(("lam", "rho_cap", "trace_cap"), [(1.0, 1.0, 1.0), (0.9, 2.0, 1.0), (0.5, 9e9, 9e9)])
+@pytest.mark.parametrize("lam", [1.0, 0.9, 0.5])
 @pytest.mark.parametrize("seed", range(2))
-def test_vtrace_matches_equation_one(
-    seed: int, lam: float, rho_cap: float, trace_cap: float, bootstrap: str
-) -> None:
+def test_vtrace_matches_equation_one(seed: int, lam: float) -> None:
     e = episodes(seed)
-    estimates = vtrace(
-        **e,
-        gamma=0.97,
-        lam=lam,
-        rho_cap=rho_cap,
-        trace_cap=trace_cap,
-        bootstrap=bootstrap,  # pyright: ignore
-    )
-    for b, (pg, v) in enumerate(vtrace_by_definition(e, 0.97, lam, rho_cap, trace_cap, bootstrap)):
+    estimates = vtrace(**e, gamma=0.97, lam=lam)
+    for b, (pg, v) in enumerate(vtrace_by_definition(e, 0.97, lam)):
         torch.testing.assert_close(estimates.advantages[b, : len(pg)], torch.tensor(pg, dtype=torch.float64))
         torch.testing.assert_close(estimates.targets[b, : len(v)], torch.tensor(v, dtype=torch.float64))
 
@@ -238,6 +225,7 @@ def test_vtrace_by_hand() -> None:
         torch.tensor([False]),
         torch.tensor([[2.0, 0.5]]).log(),
         gamma=1.0,
+        lam=1.0,
     )
     # delta_1 = 1/2 (1 + 3 - 2) = 1, v_1 = 3; delta_0 = 1 (0 + 2 - 1) = 1, v_0 = 1 + 1 + 1 (3 - 2) = 3.
     torch.testing.assert_close(estimates.targets, torch.tensor([[3.0, 3.0]]))
@@ -274,12 +262,6 @@ def test_estimates_have_no_gradient() -> None:
     e = episodes(0)
     e["values"].requires_grad_()
     e["final_values"].requires_grad_()
-    estimates = vtrace(**e, gamma=0.9)
+    estimates = vtrace(**e, gamma=0.9, lam=1.0)
     assert not estimates.advantages.requires_grad
     assert not estimates.targets.requires_grad
-
-
-def test_whitened_advantages_are_centred_scaled_and_zero_where_masked() -> None:
-    values, mask = torch.tensor([1.0, 5.0, 99.0]), torch.tensor([True, True, False])
-    out = whitened(values, mask, mean=torch.tensor(3.0), std=torch.tensor(2.0))
-    torch.testing.assert_close(out, torch.tensor([-1.0, 1.0, 0.0]), atol=1e-4, rtol=0)

@@ -133,7 +133,6 @@ EPISODE = torch.tensor([0, 0, 1])
     ("aggregation", "expected"),
     [
         ("token_mean", [1 / 5, 1 / 5, 1 / 5, 0, 1 / 5, 1 / 5]),
-        ("episode_mean", [1 / 6, 1 / 6, 1 / 6, 0, 1 / 4, 1 / 4]),
         ("length_normalised", [1 / 6, 1 / 6, 1 / 6, 0, 1 / 4, 1 / 4]),
         ("constant", [1 / 8, 1 / 8, 1 / 8, 0, 1 / 8, 1 / 8]),
     ],
@@ -153,7 +152,7 @@ def test_length_normalised_is_rlinfs_formula() -> None:
     torch.testing.assert_close((weights * losses).sum(), rlinf)
 
 
-@given(cut=st.integers(0, 6), aggregation=st.sampled_from(["token_mean", "episode_mean", "constant"]))
+@given(cut=st.integers(0, 6), aggregation=st.sampled_from(["token_mean", "length_normalised", "constant"]))
 def test_parts_with_the_whole_batchs_denominators_add_up(cut: int, aggregation: str) -> None:
     g = torch.Generator().manual_seed(cut)
     mask = torch.rand(6, 8, 7, generator=g) < 0.6
@@ -170,7 +169,7 @@ def test_parts_with_the_whole_batchs_denominators_add_up(cut: int, aggregation: 
     torch.testing.assert_close(part(slice(cut)) + part(slice(cut, None)), part(slice(None)))
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "episode_mean", "constant"])
+@pytest.mark.parametrize("aggregation", ["token_mean", "length_normalised", "constant"])
 def test_a_rank_without_an_episode_counts_nothing(aggregation: str) -> None:
     nothing = torch.zeros(0, 8, 7, dtype=torch.bool)
     weights = aggregation_weights(

@@ -31,7 +31,7 @@ OUTCOMES = [[10, -1, -1], [2, 15, -1], [-1, 7, -1], [-1, -1, 4]]
 RECIPES: dict[str, dict[str, Any]] = {
     "grpo": {},
     "steps": {"algorithm__minibatches": 2, "algorithm__epochs": 2, "optimizer__learning_rate": 1e-9},
-    "episodes": {"correction__level": "episode", "algorithm__aggregation": "episode_mean"},
+    "episodes": {"correction__level": "episode", "algorithm__aggregation": "length_normalised"},
     "ppo": {"algorithm__kind": "ppo", "critic__level": "action", "algorithm__entropy_coef": 0.1},
     "vtrace": {"algorithm__kind": "ppo", "correction__kind": "vtrace"},
 }

@@ -63,7 +63,7 @@ GRPO = [
     {"algorithm__objective": "cispo", "algorithm__level": "action"},
     {"algorithm__objective": "gspo", "algorithm__level": "decision", "correction__kind": "naive"},
     {"algorithm__objective": "gspo", "algorithm__level": "decision", "correction__geometric": True},
-    {"algorithm__aggregation": "episode_mean"},
+    {"algorithm__aggregation": "length_normalised"},
     {"algorithm__aggregation": "length_normalised", "algorithm__level": "action"},
     {"algorithm__aggregation": "constant", "algorithm__level": "decision"},
     {"algorithm__baseline": "leave_one_out", "algorithm__advantage_scale": "none"},
@@ -81,7 +81,7 @@ PPO = [
     {"correction__kind": "mis", "correction__level": "episode", "correction__geometric": True},
     {"correction__kind": "vtrace", "critic__level": "action", "critic__gamma": 0.9, "critic__lam": 0.8},
     {"correction__kind": "vtrace", "critic__normalize_advantages": False},
-    {"algorithm__entropy_coef": 0.3, "algorithm__aggregation": "episode_mean"},
+    {"algorithm__entropy_coef": 0.3, "algorithm__aggregation": "length_normalised"},
 ]
 RECIPES = GRPO + [{"algorithm__kind": "ppo", **changes} for changes in PPO]
 

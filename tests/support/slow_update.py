@@ -218,7 +218,6 @@ def counted(
         own = sizes[home[d]]
         count = {
             "token_mean": 1 / len(found),
-            "episode_mean": 1 / (len(episodes) * own),
             "length_normalised": 1 / (len(episodes) * own),
             "constant": 1 / (len(episodes) * each),
         }[config.algorithm.aggregation]
