@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,19 +17,44 @@ from asyncrl.messaging.keys import create_keys
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability import process_status
 from asyncrl.replay_tools.episodes import read_rows, replay_folder
-from support.own_package import (
-    CORRECTION,
-    ENVIRONMENT,
-    FLOW,
-    REWARD,
-    SIMULATOR,
-    SMALL,
-    TOKENS,
-    WORLD,
-    files_of_page,
-    write_package,
-)
+from support.pages import files_of, importable, text_of, write_files
 from support.whole_runs import Program, exit_code, free_port, left_over, reach, rows
+
+WORLD = "my_robot.world:ShiftWorld@models/world"
+REWARD = "my_robot.reward:MiddleReward"
+FLOW = "my_robot.flow:FlowPolicy@models/flow"
+TOKENS = "my_robot.policy:TokenPolicy@models/tokens"
+SIMULATOR = "my_robot.simulator:DotSimulator"
+CORRECTION = "my_robot.correction:Softened"
+ENVIRONMENT = ["--world", WORLD, "--reward", REWARD, "--reward-settings", "full=255"]
+SMALL = [
+    *("--start-states", "starts.h5", "--actor.success-threshold", "0.6", "--actor.slots", "16"),
+    *("--algorithm.group-size", "4", "--algorithm.groups-per-update", "4", "--device", "cpu"),
+    *("--correction.kind", CORRECTION, "--correction.settings", "width=0.5"),
+]
+
+
+def write_package(folder: Path) -> Path:
+    """Write the package, and initial models with start states as the page makes them."""
+    write_files("extending.md", folder)
+    (folder / "my_robot" / "__init__.py").touch()
+    program = text_of("extending.md").split('python -c "\n')[1].split('"\n')[0]
+    starts = """
+import numpy as np
+from asyncrl.records import StartState
+from asyncrl.worlds.start_states import save_start_states
+from my_robot.simulator import TASK, DotSimulator
+from asyncrl.simulators.interface import random_start
+simulator, none = DotSimulator(), np.zeros((0, 32, 32, 3), np.uint8)
+save_start_states(Path("starts.h5"), [
+    StartState(name=f"seed-{seed}", task=TASK, frame=seen.images[0, 0], context_frames=none,
+               context_actions=np.zeros((0, 7), np.float32))
+    for seed in range(64)
+    for seen in [simulator.reset([0], [random_start(simulator.spec, seed)])]
+])
+"""
+    subprocess.run([sys.executable, "-c", program + starts], cwd=folder, check=True, timeout=120)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -39,15 +65,11 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def outside(package: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The folder of the package, from which its classes can be imported."""
-    monkeypatch.chdir(package)
-    monkeypatch.syspath_prepend(package)
-    yield package
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("my_robot", "wrong")]:
-        del sys.modules[name]
+    yield from importable(package, monkeypatch)
 
 
 def test_the_page_has_an_example_of_every_part_and_none_is_longer_than_80_lines() -> None:
-    files = files_of_page()
+    files = files_of("extending.md")
     assert sorted(files) == [
         f"my_robot/{name}.py" for name in ("correction", "flow", "policy", "reward", "simulator", "world")
     ]

@@ -3,16 +3,180 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 import pytest
 
 from asyncrl import cli
-from support.folder_damage import contents
-from support.odd_invocations import CALLS, TINY, filled_in, make_files, policy_of_many_layers
+from support.pth import write_bomb
+from support.run_folders import contents
 from support.tiny_models import flags_of, write_models
+
+HUGE: Final = "1" + "0" * 40
+DIGITS: Final = "9" * 5000
+"""More than Python reads."""
+LONG: Final = "x" * 300
+DEEP: Final = 100_000
+TINY: Final = "train {flags} --inline --updates 1 --run-dir {n}/fresh"
+"""A run that would work: tiny models, one update."""
+COUNTS: Final = (
+    *("updates", "learner.threads", "lora.rank", "algorithm.group-size", "algorithm.groups-per-update"),
+    *("actor.slots", "actor.max-decisions", "actor.max-respawns", "imagination.steps", "algorithm.top-k"),
+    *("replay.max-lag", "checkpoint-every", "algorithm.micro-batch", "algorithm.epochs"),
+    *("algorithm.minibatches", "replay.keep-video-every"),
+)
+NUMBERS: Final = (
+    *("batch-timeout", "hang-timeout", "startup-timeout", "weights.timeout", "replay.group-timeout"),
+    *("replay.max-gigabytes", "optimizer.learning-rate", "algorithm.temperature", "critic.gamma"),
+    *("algorithm.dual-clip", "correction.max-weight", "optimizer.eps", "optimizer.max-grad-norm"),
+    *("algorithm.clip-high", "actor.success-threshold", "lora.alpha"),
+)
+PLACEMENTS: Final = (
+    *("learner=0-99999999999", "learner=0,actor=1-99999999999", f"learner={DIGITS}", "learner=0-4096"),
+    *("actor=0", "learner=", "learner=-1", "learner=0,learner=0", "learner=0,actor=5-1", "x" * 5000, ",,,"),
+    *("②=1", "learner=0,policy=1", "learner=0-3000,actor=3001"),
+)
+FOLDERS: Final = (
+    *(LONG, "{w}/" + "y/" * 2500, "{w}/file", "{w}/file/below", "{w}/pipe", "{w}/circle", "{w}/\udcff"),
+    "/proc/1/x",
+)
+FILES: Final = (
+    *("bytes.toml", "deep.toml", "deep_table.toml", "bytes.json", "deep.json", "array.json", "huge.json"),
+    *("infinity.json", "numbers.json", "empty.json", "zero.toml", "folder.toml", "pipe.toml", "circle.toml"),
+    *("none.toml", "big.toml", "numbers.toml", "surrogate.json"),
+)
+OF_REPLAY: Final = (
+    *(
+        f"prune {{m}}/run --dry-run --keep-gigabytes {value}"
+        for value in ("nan", "inf", "-inf", "1e308", "-1")
+    ),
+    *(f"prune {{m}}/run --dry-run --older-than-version {value}" for value in (HUGE, "nan")),
+    *(f"list {{m}}/run --limit {value}" for value in ("-1", HUGE)),
+    *(f"list {place}" for place in (LONG, "{w}/pipe", "{w}/file", f"{{m}}/run --version {HUGE}")),
+    *("stats {m}/run --min-lag nan", f"show {{m}}/run {LONG}", "show {m}/run 0 0"),
+    *("video {m}/run 0 --rate 0", f"sheet {{m}}/run --successes {HUGE}", f"export {{m}}/run --out {LONG}"),
+    *(
+        "verify {w}/circle",
+        "verify \udcff",
+        f"imagine {{m}}/run {HUGE}",
+        f"imagine {{m}}/run 1 --rows {HUGE}",
+    ),
+    "compact {m}/run --codec nothing",
+)
+CALLS: Final = (
+    *(f"{TINY} --seed {value}" for value in (HUGE, "-1", "1e400", "nan", "inf", DIGITS, "%20", "0x10", "١٢")),
+    *(f"{TINY} --{flag} {'9' * 20}" for flag in COUNTS),
+    *(f"{TINY} --{flag} inf" for flag in NUMBERS),
+    *(
+        f"{TINY} --{flag} {value}"
+        for flag in ("batch-timeout", "algorithm.dual-clip")
+        for value in ("nan", "1e308")
+    ),
+    *(f"train --placement {text}" for text in PLACEMENTS),
+    *(f"{TINY} --run-dir {folder}" for folder in FOLDERS),
+    *(f"train --run-dir {folder} --resume" for folder in (LONG, "{w}", "/dev/null")),
+    *(f"train {{w}}/{file}" for file in FILES),
+    *(
+        f"{TINY} --{part} {place}"
+        for part in ("policy", "world", "start-states", "reward")
+        for place in (LONG, "{w}/pipe", "{w}/file", "{w}/folder")
+    ),
+    *(f"{TINY} --world {{w}}/{name}" for name in ("index_infinity", "index_deep")),
+    *(f"{TINY} --policy {{w}}/{name}" for name in ("policy_infinity", "policy_layers")),
+    *(f"{TINY} --start-states {{w}}/{name}" for name in ("bomb.npy", "bomb.h5")),
+    *(f"collect --out {place}" for place in ("{w}/file", "{w}/file/below", "{w}/pipe", LONG)),
+    *(f"replay {text}" for text in OF_REPLAY),
+    *("keys {w}/file", f"keys {LONG}", "keys {n}/new --clients ../x", f"status {LONG}", "status {w}/pipe"),
+    *("status {w}/folder", "status {m}/run --stacks", "nothing", "\udcff"),
+)
+
+
+def make_files(folder: Path) -> None:
+    """Make the odd files."""
+    folder.mkdir()
+    for name in (
+        "folder",
+        "folder.toml",
+        "parts",
+        "index_infinity",
+        "index_deep",
+        "policy_infinity",
+        "policy_layers",
+    ):
+        (folder / name).mkdir()
+    for name in ("pipe", "pipe.toml"):
+        os.mkfifo(folder / name)
+    for name in ("circle", "circle.toml"):
+        (folder / name).symlink_to(name)
+    deep_list, deep_object = b"[" * DEEP + b"]" * DEEP, b'{"a":' * DEEP + b"1" + b"}" * DEEP
+    files = {
+        "file": b"a file",
+        "bytes.toml": b'world = "caf\xe9"\n',
+        "deep.toml": b"x = " + deep_list,
+        "deep_table.toml": b"x = " + b"{a=" * 5000 + b"1" + b"}" * 5000,
+        "zero.toml": b'policy = "a\\u0000b"\n',
+        "big.toml": b"# " + b"x" * 2**21,
+        "numbers.toml": b"seed = " + HUGE.encode() + b"\nbatch_timeout = inf\n",
+        "bytes.json": b'{"world": "caf\xe9"}',
+        "deep.json": deep_object,
+        "array.json": b"[1]",
+        "huge.json": b'{"seed": ' + HUGE.encode() + b"}",
+        "infinity.json": b'{"batch_timeout": Infinity}',
+        "numbers.json": b'{"updates": ' + DIGITS.encode() + b"}",
+        "surrogate.json": b'{"policy": "\\ud800"}',
+        "empty.json": b"",
+        "parts/part-00000.h5": b"not HDF5",
+        "index_infinity/model.safetensors.index.json": b'{"weight_map": {"a": Infinity}}',
+        "index_deep/model.safetensors.index.json": deep_object,
+        "policy_infinity/config.json": b'{"format": Infinity}',
+        "policy_infinity/model.safetensors": b"",
+    }
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    write_bomb(folder / "bomb.npy")
+    _hdf5_bomb(folder / "bomb.h5")
+
+
+def policy_of_many_layers(policy: Path, folder: Path) -> None:
+    """Copy a policy's folder, and let its config.json claim a billion layers."""
+    shutil.copytree(policy, folder, dirs_exist_ok=True)
+    fields = json.loads((folder / "config.json").read_text())
+    fields["asyncrl"]["llm_layers"] = 10**9
+    (folder / "config.json").write_text(json.dumps(fields))
+
+
+def _hdf5_bomb(path: Path) -> None:
+    """Write start states whose pictures are 5 GB of black, compressed."""
+    import h5py
+
+    rows = 50_000
+    with h5py.File(path, "w") as file:
+        file.attrs["format"] = "asyncrl-start-states-1"
+        made = file.create_dataset(
+            "frame", (8 * rows, 64, 64, 3), "u1", chunks=(rows, 64, 64, 3), compression="gzip"
+        )
+        packer = zlib.compressobj(9)
+        packed = b"".join(packer.compress(bytes(rows * 12_288 // 100)) for _ in range(100)) + packer.flush()
+        for number in range(8):
+            made.id.write_direct_chunk((number * rows, 0, 0, 0), packed)
+
+
+def filled_in(call: str, work: Path, models: Path, new: Path, flags: list[str]) -> Iterator[str]:
+    """Return the words of a call with the folders and the flags of a run with tiny models in them."""
+    for word in call.split():
+        part = word.replace("%20", " ")
+        if part == "{flags}":
+            yield from flags
+        else:
+            yield part.replace("{w}", str(work)).replace("{m}", str(models)).replace("{n}", str(new))
+
 
 WORKS = (f"{TINY} --seed ١٢",)
 

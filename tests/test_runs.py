@@ -15,9 +15,8 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import OptimizerSettings, ReplaySettings
 from asyncrl.storage import run_owner
 from asyncrl.storage.checkpoint import keep_copy
-from support.folder_damage import contents
 from support.recorded_run import make_run
-from support.run_folders import kill_owner, write_run
+from support.run_folders import contents, kill_owner, write_run
 
 
 @pytest.fixture

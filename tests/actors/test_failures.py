@@ -17,7 +17,7 @@ from asyncrl.actors.imagination import retry_rows_singly
 from asyncrl.episode_layout import episode_arrays
 from asyncrl.errors import ReplayError
 from asyncrl.observability import metrics_system as m
-from asyncrl.policies.action_tokens import action_distribution, logprob_of
+from asyncrl.policies.action_tokens import action_distribution, logprob_of, take_tokens, uniforms_for
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.interface import GroupFailure
@@ -34,7 +34,6 @@ from support.failing_models import (
     named,
 )
 from support.replay_server import ScriptedSocket, acquire, kill, start_server, until
-from support.sampling import choose_tokens
 from support.tiny_models import start_state, write_models
 
 CAUSE_OF = {
@@ -121,7 +120,9 @@ def test_tokens_are_chosen_of_logits_without_a_number_and_other_rows_do_not_noti
         sick = logits.clone()
         sick[1, 7, 100] = NAN
         distributions = [action_distribution(x, sampling) for x in (logits, sick)]
-        plain, found = (choose_tokens(x, sampling, [1, 2, 3]) for x in distributions)
+        plain, found = (
+            take_tokens(x, uniforms_for(sampling, [1, 2, 3], x.shape[1], x.device)) for x in distributions
+        )
         assert torch.equal(found[[0, 2]], plain[[0, 2]])
         assert 0 <= int(found.min()) <= int(found.max()) <= 255
         logprobs = logprob_of(distributions[1], found)

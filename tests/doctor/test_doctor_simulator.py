@@ -20,7 +20,7 @@ from asyncrl.simulators.build import SimulatorSource
 from asyncrl.simulators.interface import SimulatorSpec
 from asyncrl.simulators.rendering import find_backend
 from support.maniskill import require_maniskill
-from support.own_environment import DOT, write_my_lab
+from support.pages import DOT, write_files
 
 ODD = """
 import os, signal, time
@@ -61,7 +61,7 @@ class Odd:
 
 @pytest.fixture
 def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.syspath_prepend(write_my_lab(tmp_path))
+    monkeypatch.syspath_prepend(write_files("own_environment.md", tmp_path))
     (tmp_path / "odd_lab.py").write_text(ODD)
     yield
     for name in [name for name in sys.modules if name.partition(".")[0] in ("my_lab", "odd_lab")]:

@@ -10,7 +10,7 @@ from asyncrl import cli
 from asyncrl.config.loading import load_file, parse
 from asyncrl.config.run import TrainConfig
 from asyncrl.doctor.checks import CHECKS
-from support.folder_damage import contents
+from support.run_folders import contents
 from support.tiny_models import write_models
 
 

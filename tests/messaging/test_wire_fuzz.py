@@ -1,30 +1,289 @@
 """Damaged messages and files end in the one error, or arrive as they were."""
 
+from __future__ import annotations
+
+import json
 import random
+import struct
 import tracemalloc
+import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import h5py
 import pytest
 
-from asyncrl.errors import ReplayError
-from asyncrl.messaging.wire import KINDS, decode
-from asyncrl.replay.events import read_entries
-from asyncrl.replay.group_file import read_group, read_group_file
+from asyncrl.episode_layout import problem_with
+from asyncrl.errors import ReplayError, WireError
+from asyncrl.messaging.wire import KINDS, WITH_EPISODE, Message, decode, encode
+from asyncrl.replay.events import Ledger, read_entries, write_line
+from asyncrl.replay.group_file import read_group, read_group_file, write_group
 from asyncrl.replay.store import read_meta
-from support.mutations import (
-    FORGED,
-    checksum_of_group,
-    content,
-    damaged_file,
-    judge,
-    mutated,
-    valid_files,
-    valid_messages,
-)
+from support.episodes import SAMPLES, make_episode, pack, unpack, with_chain
+
+Frames = list[bytes]
+EXTREMES: list[Any] = [
+    *(0, -1, 1, 2**31, 2**32, 2**53 + 1, 2**63 - 1, 2**63, -(2**63), -(2**63) - 1, 2**64, 2**256, 10**4000),
+    *(0.0, -0.0, 1e308, 5e-324, 0.1, True, False, None, "", "0", "a" * 4096, "a" * 4097, "\0", "é" * 100),
+    *("../x", "\ud800", "NaN", [], {}, [[]], [1] * 100, {"a": 1.0}, ["uint8"], "|O", ">u1", [2**40] * 4),
+]
+"""Values put in place of header entries."""
+FORGED = {"forge", "bomb", "misplace"}
+"""Kinds of damage after which the checksum of the header is right again."""
+SLACK = 16 * 2**20
+"""Bytes that decoding may take beyond twice the message: a parsed header of 64 KiB, and what Python keeps."""
+
+
+def valid_messages() -> list[Frames]:
+    """At least one message of each kind; several with episodes of different and of equal shapes."""
+    found = []
+    for kind, about in KINDS.items():
+        fields = {name: SAMPLES[expected] for name, expected in about.items()}
+        episodes = [make_episode(i, i % 2, video=i == 3, image=4 + 4 * (i == 4)) for i in range(5)]
+        episodes += [with_chain(episode) for episode in episodes[2:]]
+        for episode in episodes if kind in WITH_EPISODE else [None]:
+            found.append([bytes(frame) for frame in encode(kind, episode, **fields)])
+    return found
+
+
+def content(message: Message) -> bytes:
+    """One byte string per content: the message as this side would send it."""
+    return b"|".join(bytes(frame) for frame in encode(message.kind, message.episode, **message.fields))
+
+
+def flip_bits(rng: random.Random, whole: bytes) -> bytes:
+    changed = bytearray(whole)
+    for _ in range(rng.choice((1, 1, 2, 8, 64))):
+        if changed:
+            changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+    return bytes(changed)
+
+
+def truncate(rng: random.Random, whole: bytes) -> bytes:
+    return whole[: rng.randrange(len(whole) + 1)]
+
+
+def repeat_range(rng: random.Random, whole: bytes) -> bytes:
+    a, b = sorted(rng.randrange(len(whole) + 1) for _ in range(2))
+    return whole[:b] + whole[a:b] + whole[b:]
+
+
+def zero_range(rng: random.Random, whole: bytes) -> bytes:
+    a = rng.randrange(len(whole) + 1)
+    b = min(len(whole), a + rng.choice((1, 4, 8, 64, 512)))
+    return whole[:a] + bytes(b - a) + whole[b:]
+
+
+def put_extreme(rng: random.Random, whole: bytes) -> bytes:
+    number = rng.choice((0, 1, 2**7, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1))
+    raw = struct.pack("<Q", number)[: rng.choice((1, 2, 4, 8))]
+    place = rng.randrange(max(1, len(whole) - len(raw)))
+    return whole[:place] + raw + whole[place + len(raw) :]
+
+
+BYTES: list[Callable[[random.Random, bytes], bytes]] = [
+    flip_bits,
+    truncate,
+    repeat_range,
+    zero_range,
+    put_extreme,
+]
+
+
+def splice_bytes(rng: random.Random, one: bytes, other: bytes) -> bytes:
+    """The beginning of one, the end of the other."""
+    return one[: rng.randrange(len(one) + 1)] + other[rng.randrange(len(other) + 1) :]
+
+
+def damage_frame(rng: random.Random, frames: Frames, pool: list[Frames]) -> Frames:
+    place = 0 if rng.random() < 0.5 else rng.randrange(len(frames))
+    return [*frames[:place], rng.choice(BYTES)(rng, frames[place]), *frames[place + 1 :]]
+
+
+def drop_frame(rng: random.Random, frames: Frames, pool: list[Frames]) -> Frames:
+    place = rng.randrange(len(frames))
+    return frames[:place] + frames[place + 1 :]
+
+
+def repeat_frame(rng: random.Random, frames: Frames, pool: list[Frames]) -> Frames:
+    place, to = rng.randrange(len(frames)), rng.randrange(len(frames) + 1)
+    return [*frames[:to], frames[place], *frames[to:]]
+
+
+def swap_frames(rng: random.Random, frames: Frames, pool: list[Frames]) -> Frames:
+    changed, a, b = list(frames), rng.randrange(len(frames)), rng.randrange(len(frames))
+    changed[a], changed[b] = changed[b], changed[a]
+    return changed
+
+
+def splice_frames(rng: random.Random, frames: Frames, pool: list[Frames]) -> Frames:
+    other = rng.choice(pool)
+    if rng.random() < 0.5:
+        cut = rng.randrange(len(frames) + 1)
+        return frames[:cut] + other[cut:]
+    place, source = rng.randrange(len(frames)), rng.choice(other)
+    mixed = source if rng.random() < 0.5 else splice_bytes(rng, frames[place], source)
+    return [*frames[:place], mixed, *frames[place + 1 :]]
+
+
+def bomb(rng: random.Random, frames: Frames, pool: list[Frames]) -> Frames:
+    """Much from little: many frames, a large header, deep nesting, long lists, long numbers."""
+    depth, n = rng.choice((10, 900, 990, 1000, 3000, 30_000)), rng.choice((10, 1000, 20_000))
+    header = json.dumps({"schema": 1, "kind": rng.choice(list(KINDS))})[:-1].encode()
+    deep = b"[" * depth + b"]" * depth
+    return rng.choice(
+        [
+            frames + [b""] * n,
+            frames + [frames[-1]] * min(n, 100),
+            [frames[0] + b" " * rng.choice((1, 2**16, 2**20)), *frames[1:]],
+            pack(deep),
+            pack(b'{"a":' * depth + b"1" + b"}" * depth),
+            pack(header + b',"turn":' + deep + b"}"),
+            pack(header + b',"arrays":' + deep + b',"episode":' + deep + b"}", frames[1:]),
+            pack(header + b',"turn":' + b"9" * n + b"}"),
+            pack(header + b',"version":1e' + b"9" * min(n, 1000) + b"}"),
+            pack(header + b',"x":[' + b"{}," * n + b"1]}"),
+            pack(header + b"," + b",".join(b'"k%d":1' % i for i in range(min(n, 5000))) + b"}"),
+        ]
+    )
+
+
+def forge(rng: random.Random, frames: Frames, pool: list[Frames]) -> Frames:
+    """Put an extreme value, of any type, anywhere into the header, and make its checksum right again."""
+    header, payload = unpack(frames)
+    places: list[tuple[Any, Any]] = []
+
+    def walk(node: Any) -> None:
+        keys = list(node) if isinstance(node, dict) else range(len(node))
+        for key in keys:
+            places.append((node, key))
+            if isinstance(node[key], dict | list):
+                walk(node[key])
+
+    walk(header)
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        node, key = rng.choice(places)
+        if isinstance(node, dict) and rng.random() < 0.2:
+            node.pop(key, None)
+        elif isinstance(node, dict) and rng.random() < 0.1:
+            node[rng.choice(("x", "", "schema ", "é" * 50))] = rng.choice(EXTREMES)
+        else:
+            node[key] = rng.choice(EXTREMES)
+    return pack(header, payload)
+
+
+def misplace(rng: random.Random, frames: Frames, pool: list[Frames]) -> Frames:
+    """Take another array's entry, place or name for one, and make the checksum of the header right again."""
+    header, payload = unpack(rng.choice([frames for frames in pool if len(frames) > 1]))
+    arrays, (one, other) = header["arrays"], rng.choices(range(len(payload)), k=2)
+    change = rng.randrange(4)
+    if change == 0:
+        arrays[one][1:] = arrays[other][1:]
+    elif change == 1:
+        arrays[one], arrays[other] = arrays[other], arrays[one]
+        payload[one], payload[other] = payload[other], payload[one]
+    elif change == 2:
+        arrays[one][0] = rng.choice([arrays[other][0], *EXTREMES])
+    else:
+        arrays[one][4:] = [rng.choice(EXTREMES)]
+    return pack(header, payload)
+
+
+MESSAGES = [
+    misplace,
+    misplace,
+    damage_frame,
+    damage_frame,
+    drop_frame,
+    repeat_frame,
+    swap_frames,
+    splice_frames,
+    bomb,
+    forge,
+    forge,
+]
+
+
+def _said(frames: Frames) -> str:
+    """What the header says."""
+    return json.dumps(unpack(frames)[0], sort_keys=True)
+
+
+def judge(frames: Frames, genuine: set[bytes], *, forged: bool) -> str:
+    """Decode and say 'refused' or 'accepted'. Call with tracemalloc running.
+
+    Args:
+        frames: What arrives.
+        genuine: Contents that may be accepted.
+        forged: The sender made the checksum right: what its header says may be accepted, and only that.
+
+    Raises:
+        AssertionError: Altered content was accepted, or too much was allocated.
+        Exception: Whatever else than the one error `decode` raises.
+    """
+    tracemalloc.reset_peak()
+    before = tracemalloc.get_traced_memory()[0]
+    try:
+        message = decode(frames)
+    except WireError:
+        message = None
+    taken = tracemalloc.get_traced_memory()[1] - before
+    allowed = 2 * sum(map(len, frames)) + SLACK
+    assert taken <= allowed, f"decoding took {taken} bytes, allowed are {allowed}"
+    if message is None:
+        return "refused"
+    if forged:
+        meant = encode(message.kind, message.episode, **message.fields)
+        assert _said(frames) == _said([bytes(frame) for frame in meant]), "not what the header says"
+    else:
+        assert content(message) in genuine, "altered content was accepted"
+    if message.episode is not None:
+        problem_with(message.episode)
+    return "accepted"
+
+
+def mutated(rng: random.Random, pool: list[Frames]) -> tuple[str, Frames]:
+    """One damaged message and the name of the damage."""
+    change = rng.choice(MESSAGES)
+    return change.__name__, change(rng, rng.choice(pool), pool)
+
+
+def valid_files(folder: Path) -> dict[str, list[bytes]]:
+    """The bytes of sound files by kind: group, ledger, meta."""
+    groups = []
+    for number, image in enumerate((4, 8, 16)):
+        path = folder / f"group-{number}.h5"
+        group = [make_episode(number, i, image=image, video=image == 8) for i in (0, 1)]
+        write_group(path, number, [with_chain(episode) for episode in group] if number == 2 else group)
+        groups.append(path.read_bytes())
+    ledger = Ledger(folder / "ledger.log", print)
+    ledger.append(learner="s", version=0)
+    for n in range(20):
+        ledger.append(grant=n, actor="actor-0", turn=n, min_version=0)
+        ledger.append(used=[n, n + 1], request=f"r-{n}", version=n)
+    ledger.append(refused="it is ü")
+    ledger.close()
+    meta = {"format": "asyncrl-replay", "format_version": 3, "schema_version": 1, "group_size": 8}
+    lines = (folder / "ledger.log").read_bytes()
+    return {"group": groups, "ledger": [lines], "meta": [write_line(meta) + b"\n"]}
+
+
+def damaged_file(rng: random.Random, kind: str, files: dict[str, list[bytes]]) -> tuple[str, bytes]:
+    """One damaged file and the name of the damage. Half of it falls on where HDF5 keeps its structure."""
+    whole = rng.choice(files[kind])
+    if rng.random() < 0.1:
+        other = rng.choice(files[rng.choice(list(files))])
+        return "splice", splice_bytes(rng, whole, other)
+    change, cut = rng.choice(BYTES), 4096 if rng.random() < 0.5 else len(whole)
+    return change.__name__, change(rng, whole[:cut]) + whole[cut:]
+
+
+def checksum_of_group(episodes: Any) -> int:
+    """A number for the content of a group."""
+    parts = (content(Message(kind="episode", episode=episode)) for episode in episodes)
+    return zlib.crc32(b"".join(parts))
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,7 +32,6 @@ from asyncrl.policies.openvla.config import OpenVLAOFTConfig, require_trainable
 from asyncrl.policies.openvla.networks import DINO_MEAN, DINO_STD, resize
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.policies.openvla.preprocess import PromptTokenizer, build_word_tokenizer
-from support.sampling import choose_tokens
 from support.tiny_models import count_parameters
 
 SHORT, LONG = "lift the cube", "put the red cube on the white plate"
@@ -128,6 +128,13 @@ def test_the_gripper_leaves_in_the_convention_of_the_simulator(gripper: str, com
 
 
 # --- sampling -----------------------------------------------------------------
+
+
+def choose_tokens(logprobs_BKN: Tensor, sampling: SamplingParams, seeds: Sequence[int]) -> Tensor:
+    """Sample (or, at temperature 0, take the most likely) tokens: ``[B, K]`` int64."""
+    return take_tokens(
+        logprobs_BKN, uniforms_for(sampling, seeds, logprobs_BKN.shape[1], logprobs_BKN.device)
+    )
 
 
 def test_sampled_frequencies_match_the_softmax() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import resource
 import signal
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,10 +23,8 @@ from asyncrl.replay.group_file import GroupFile, read_group_file
 from asyncrl.replay.replay import Replay
 from asyncrl.replay.store import EpisodeStore
 from support import child_environment
-from support.descriptors import no_descriptors
-from support.replay import Clock, fill, make_limiter
+from support.replay import Clock, fill, group_of, make_limiter, open_store
 from support.replay_server import acquire, push_group, until
-from support.replay_store import group_of, open_store
 from support.whole_runs import free_port
 
 PATIENCE = 30.0
@@ -40,6 +40,17 @@ process_status.publish_as(Path(sys.argv[1]), "replay")
 replay = open_run_replay(Path(sys.argv[1]) / "replay", CONFIG)
 serve_replay(replay, sys.argv[2], ready=lambda: print("ready", flush=True))
 """
+
+
+@contextlib.contextmanager
+def no_descriptors() -> Iterator[None]:
+    """Let this process open no file at all, not even with what a reserve gives back."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_a_file_that_cannot_be_opened_now_is_not_damaged(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from asyncrl.replay.group_file import read_group, read_group_file
 from support import child_environment
 from support.episodes import assert_same, make_episode, simulated, with_chain
 from support.group_damage import append_footer
-from support.replay_store import group_of, open_store
+from support.replay import group_of, open_store
 
 
 def test_a_group_comes_back_exactly(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_a_torn_last_line_of_the_ledger_is_forgotten(tmp_path: Path) -> None:
 WRITER = """
 import sys
 from pathlib import Path
-from support.replay_store import group_of, open_store
+from support.replay import group_of, open_store
 store = open_store(Path(sys.argv[1]))
 for number in range(max(store.group_files, default=-1) + 1, 100_000):
     store.enter(store.write(number, group_of(number, image=48)))

@@ -13,7 +13,7 @@ from asyncrl.simulators.build import SimulatorSource
 from asyncrl.simulators.interface import SimStart, Simulator, SimulatorSpec, random_start, stored_start
 from asyncrl.simulators.pool import SimulatorPool
 from asyncrl.simulators.rollout import Act, Observations, Play, rollout
-from support.own_environment import DOT, write_my_lab
+from support.pages import DOT, write_files
 from support.simulated import COUNTING
 
 STEPS = 6
@@ -54,7 +54,7 @@ PARAMS = [pytest.param(one, id=str(one), marks=SLOW if one.slow else ()) for one
 def tested(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     """A simulator that can be built here; another is skipped by what it lacks."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(write_my_lab(tmp_path_factory.mktemp("lab")))
+        patch.syspath_prepend(write_files("own_environment.md", tmp_path_factory.mktemp("lab")))
         try:
             request.param.source.build().close()
         except ConfigError as error:

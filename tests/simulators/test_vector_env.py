@@ -16,7 +16,7 @@ from asyncrl.simulators.interface import SimStart, random_start, stored_start
 from asyncrl.simulators.pool import SimulatorPool
 from asyncrl.simulators.rollout import Observations, Play, rollout
 from asyncrl.simulators.vector_env import VectorEnvSimulator
-from support.own_environment import DOT, PAGE, write_my_lab
+from support.pages import DOT, files_of, write_files
 
 gym = pytest.importorskip("gymnasium", reason="gymnasium comes with the extras libero and maniskill")
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorWrapper  # noqa: E402
@@ -28,7 +28,7 @@ BOX = gym.spaces.Box(-1, 1, (3,), np.float32)
 
 @pytest.fixture
 def my_lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.syspath_prepend(write_my_lab(tmp_path))
+    monkeypatch.syspath_prepend(write_files("own_environment.md", tmp_path))
     yield tmp_path
     for name in [name for name in sys.modules if name.partition(".")[0] == "my_lab"]:
         del sys.modules[name]
@@ -134,7 +134,7 @@ def play_all(made: Any, seeds: list[int]) -> dict[int, list[tuple[Any, ...]]]:
 
 
 def test_the_example_is_short() -> None:
-    text = PAGE.read_text(encoding="utf-8").split("# my_lab/dot.py\n")[1].split("```")[0]
+    text = files_of("own_environment.md")["my_lab/dot.py"]
     assert len([line for line in text.splitlines() if line]) <= 45
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from asyncrl.records import StartState
 from asyncrl.worlds.evac.conditions import (
     EvacConfig,
     EvacNetworks,
@@ -19,9 +17,10 @@ from asyncrl.worlds.evac.conditions import (
 from asyncrl.worlds.evac.published import PREFIXES, published_tensors
 from asyncrl.worlds.evac.unet import UNetConfig
 from asyncrl.worlds.layers import FrameVaeConfig
+from support import tiny_models
 
-POSE = (-0.1, 0.02, 0.88, 0.1, 0.0, 0.0, 1.0, 0.5)
 SCALE = 0.18215
+start_state = partial(tiny_models.start_state, size=32)
 DATA = Path(__file__).parents[1] / "data"
 _INNER: dict[str, int] = {"width": 32, "depth": 1, "heads": 1, "head_dim": 64}
 SMALL = EvacConfig(
@@ -113,20 +112,6 @@ def tiny_networks(config: EvacConfig, seed: int = 0) -> EvacNetworks:
     networks.pose_model.abs_action_mean.copy_(mean)
     networks.pose_model.abs_action_std.copy_(torch.full((8,), 0.05))
     return networks
-
-
-def start_state(
-    seed: int, *, context: int = 0, size: int = 32, pose: Sequence[float] | None = POSE
-) -> StartState:
-    rng = np.random.default_rng(seed)
-    return StartState(
-        name=f"start-{seed}",
-        task="put the red cube in the bowl",
-        frame=rng.integers(0, 256, (size, size, 3), dtype=np.uint8),
-        context_frames=rng.integers(0, 256, (context, size, size, 3), dtype=np.uint8),
-        context_actions=rng.normal(size=(context, 7)).astype(np.float32),
-        ee_pose=None if pose is None else np.array(pose, np.float32),
-    )
 
 
 def some_actions(batch: int, seed: int = 0) -> Tensor:

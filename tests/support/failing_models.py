@@ -6,7 +6,7 @@ The number of a start state is the first pixel of its frame, and the world keeps
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +30,7 @@ from asyncrl.replay.replay import Replay
 from asyncrl.replay.state import COUNTERS
 from asyncrl.weights.transports.in_process import build_in_process
 from asyncrl.worlds.start_states import StartStateStream, start_state_at
+from support.tiny_models import start_state
 
 GROUP = 2
 IMAGE = 4
@@ -39,13 +40,7 @@ NAN = float("nan")
 def start(number: int) -> StartState:
     frame = np.zeros((IMAGE, IMAGE, 3), np.uint8)
     frame[0, 0, 0] = number
-    return StartState(
-        name=f"start-{number}",
-        task="any",
-        frame=frame,
-        context_frames=np.zeros((0, IMAGE, IMAGE, 3), np.uint8),
-        context_actions=np.zeros((0, 7), np.float32),
-    )
+    return replace(start_state(number, IMAGE, task="any", pose=None), frame=frame)
 
 
 @dataclass

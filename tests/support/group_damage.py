@@ -13,10 +13,10 @@ import numpy as np
 
 from asyncrl.replay.sealed_file import make_footer
 
-Change = Callable[[Any], None]
+Change = Callable[[Any], object]
 """Changes an open HDF5 file."""
-CHANGES: dict[str, Change] = {}
 TERABYTES = 8 * 2**40
+PICTURE = (64, 64, 3)
 
 
 def append_footer(path: Path) -> None:
@@ -39,121 +39,89 @@ def craft_group(path: Path, change: Change) -> None:
     made.replace(path)
 
 
-def _crafted(name: str) -> Callable[[Change], Change]:
-    def enter(change: Change) -> Change:
-        CHANGES[name] = change
-        return change
-
-    return enter
-
-
 def _replaced(file: Any, name: str, **how: Any) -> h5py.Dataset:
     dtype = file[name].dtype
     del file[name]
     return file.create_dataset(name, dtype=how.pop("dtype", dtype), **how)
 
 
-@_crafted("8 TB of pictures")
-def _(file: Any) -> None:
-    _replaced(
-        file, "frames", shape=(TERABYTES // 12_288, 64, 64, 3), chunks=(8, 64, 64, 3), compression="gzip"
-    )
+def _declared(name: str, **how: Any) -> Change:
+    return lambda file: _replaced(file, name, **how)
 
 
-@_crafted("8 TB of pictures that are not compressed")
-def _(file: Any) -> None:
-    _replaced(file, "frames", shape=(TERABYTES // 12_288, 64, 64, 3))
+def _rows(name: str, nbytes: int, **how: Any) -> Change:
+    def change(file: Any) -> None:
+        _replaced(file, name, shape=(nbytes // file[name].dtype.itemsize,), chunks=(64,), **how)
+
+    return change
 
 
-@_crafted("a table of 209 GiB")
-def _(file: Any) -> None:
-    rows = 209 * 2**30 // file["episodes"].dtype.itemsize
-    _replaced(file, "episodes", shape=(rows,), chunks=(64,), compression="gzip")
+def _linked(link: Callable[[Any], Any]) -> Change:
+    def change(file: Any) -> None:
+        shown = link(file)
+        del file["frames"]
+        file["frames"] = shown
+
+    return change
 
 
-@_crafted("checksums of 209 GiB")
-def _(file: Any) -> None:
-    _replaced(file, "checksums", shape=(209 * 2**30 // file["checksums"].dtype.itemsize,), chunks=(64,))
+def _to_a_pipe(file: Any) -> h5py.ExternalLink:
+    pipe = Path(file.filename).with_name("pipe.h5")
+    if not pipe.exists():
+        os.mkfifo(pipe)
+    return h5py.ExternalLink(str(pipe), "frames")
 
 
-@_crafted("a group table of 8 TB in one row")
-def _(file: Any) -> None:
-    _replaced(file, "group", shape=(2**23,), dtype="S1000000", chunks=(1,))
+def _edited(table: str, **values: int) -> Change:
+    def change(file: Any) -> None:
+        rows = file[table][...]
+        for column, value in values.items():
+            rows[column] = value
+        file[table][...] = rows
+
+    return change
 
 
-@_crafted("6 GB of pictures, compressed")
-def _(file: Any) -> None:
+def _bomb(file: Any) -> None:
     """Every chunk is the same 96 MB of black pictures, packed once."""
     rows, count = 8192, 60
-    made = _replaced(
-        file, "video", shape=(rows * count, 64, 64, 3), chunks=(rows, 64, 64, 3), compression="gzip"
-    )
+    shape, chunks = (rows * count, *PICTURE), (rows, *PICTURE)
+    made = _replaced(file, "video", shape=shape, chunks=chunks, compression="gzip")
     packed = zlib.compress(bytes(rows * 12_288), 9)
     for number in range(count):
         made.id.write_direct_chunk((number * rows, 0, 0, 0), packed)
 
 
-@_crafted("pictures in another file")
-def _(file: Any) -> None:
-    shape = file["frames"].shape
-    _replaced(file, "frames", shape=shape, external=[("/etc/passwd", 0, h5py.h5f.UNLIMITED)])
-
-
-@_crafted("a link to a named pipe")
-def _(file: Any) -> None:
-    pipe = Path(file.filename).with_name("pipe.h5")
-    if not pipe.exists():
-        os.mkfifo(pipe)
-    del file["frames"]
-    file["frames"] = h5py.ExternalLink(str(pipe), "frames")
-
-
-@_crafted("a link in a circle")
-def _(file: Any) -> None:
-    del file["frames"]
-    file["frames"] = h5py.SoftLink("/frames")
-
-
-@_crafted("texts of no fixed length")
-def _(file: Any) -> None:
-    _replaced(file, "group", shape=(1,), dtype=h5py.string_dtype())[0] = "x"
-
-
-@_crafted("a virtual dataset")
-def _(file: Any) -> None:
-    layout = h5py.VirtualLayout(shape=(10**9, 64, 64, 3), dtype="u1")
-    layout[:] = h5py.VirtualSource("elsewhere.h5", "frames", shape=(10**9, 64, 64, 3))
+def _virtual(file: Any) -> None:
+    layout = h5py.VirtualLayout(shape=(10**9, *PICTURE), dtype="u1")
+    layout[:] = h5py.VirtualSource("elsewhere.h5", "frames", shape=(10**9, *PICTURE))
     del file["frames"]
     file.create_virtual_dataset("frames", layout)
 
 
-@_crafted("an attribute of a megabyte")
-def _(file: Any) -> None:
+def _large_attribute(file: Any) -> None:
     del file.attrs["format"]
     file.attrs.create("format", np.zeros(2**20, "u1"))
 
 
-@_crafted("no episodes")
-def _(file: Any) -> None:
-    _replaced(file, "episodes", shape=(0,))
-
-
-@_crafted("decisions that end at 10^15")
-def _(file: Any) -> None:
-    table = file["episodes"][...]
-    table["N_end"] = 10**15
-    file["episodes"][...] = table
-
-
-@_crafted("decisions before the first")
-def _(file: Any) -> None:
-    table = file["episodes"][...]
-    table["N_begin"], table["M_end"] = -(2**62), -(2**62)
-    file["episodes"][...] = table
-
-
-@_crafted("a negative group number")
-def _(file: Any) -> None:
-    row = file["group"][...]
-    row["group_number"] = -5
-    file["group"][...] = row
+_MANY = (TERABYTES // 12_288, *PICTURE)
+CHANGES: dict[str, Change] = {
+    "8 TB of pictures": _declared("frames", shape=_MANY, chunks=(8, *PICTURE), compression="gzip"),
+    "8 TB of pictures that are not compressed": _declared("frames", shape=_MANY),
+    "a table of 209 GiB": _rows("episodes", 209 * 2**30, compression="gzip"),
+    "checksums of 209 GiB": _rows("checksums", 209 * 2**30),
+    "a group table of 8 TB in one row": _declared("group", shape=(2**23,), dtype="S1000000", chunks=(1,)),
+    "6 GB of pictures, compressed": _bomb,
+    "pictures in another file": lambda file: _replaced(
+        file, "frames", shape=file["frames"].shape, external=[("/etc/passwd", 0, h5py.h5f.UNLIMITED)]
+    ),
+    "a link to a named pipe": _linked(_to_a_pipe),
+    "a link in a circle": _linked(lambda _: h5py.SoftLink("/frames")),
+    "texts of no fixed length": _declared("group", shape=(1,), dtype=h5py.string_dtype(), data=["x"]),
+    "a virtual dataset": _virtual,
+    "an attribute of a megabyte": _large_attribute,
+    "no episodes": _declared("episodes", shape=(0,)),
+    "decisions that end at 10^15": _edited("episodes", N_end=10**15),
+    "decisions before the first": _edited("episodes", N_begin=-(2**62), M_end=-(2**62)),
+    "a negative group number": _edited("group", group_number=-5),
+}

@@ -23,6 +23,7 @@ from asyncrl.observability.metrics import Metric
 from asyncrl.records import Episode
 from asyncrl.replay.interface import BatchDescription
 from asyncrl.storage.checkpoint import Checkpoints
+from support.replay import Clock
 from support.table_policy import TablePolicy, groups_of
 
 
@@ -102,16 +103,6 @@ class MemoryReplay:
 
     def close(self) -> None:
         raise AssertionError("whoever opened the port closes it")
-
-
-class Clock:
-    """Time that passes only when somebody says so."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class MemoryPublisher:

@@ -79,3 +79,16 @@ def grant_group(limiter: Limiter, actor: str, request_number: int = -1) -> Group
 def make_replay(folder: Path, limiter: Limiter) -> Replay:
     store = EpisodeStore(folder, group_size=limiter.group_size, max_bytes=10**9)
     return Replay(store, limiter)
+
+
+def group_of(number: int, image: int = 4) -> list:
+    """Members with different lengths; one keeps its video."""
+    return [
+        make_episode(number, 0, versions=(number,), image=image),
+        make_episode(number, 1, versions=(number, number + 1), image=image, video=True, success=True),
+    ]
+
+
+def open_store(folder: Path, warnings: list[str] | None = None, max_bytes: int = 10**9) -> EpisodeStore:
+    lines = [] if warnings is None else warnings
+    return EpisodeStore(folder, group_size=2, max_bytes=max_bytes, warn=lines.append)

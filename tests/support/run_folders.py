@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -67,3 +68,14 @@ def kill_owner(folder: Path) -> None:
     """Have a process take the run's lock and be killed."""
     done = subprocess.run([sys.executable, "-c", KILLED, str(folder)], timeout=60)
     assert done.returncode == -9
+
+
+def contents(folder: Path) -> dict[str, tuple[int, int, str]]:
+    """Everything in a folder: name -> mode, time of writing, and checksum of a file or target of a link."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        seen = path.lstat()
+        what = str(path.readlink()) if path.is_symlink() else ""
+        what = f"{zlib.crc32(path.read_bytes()):08x}" if not what and path.is_file() else what
+        found[str(path.relative_to(folder))] = (seen.st_mode, seen.st_mtime_ns, what)
+    return found

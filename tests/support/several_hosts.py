@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,10 +12,8 @@ from pathlib import Path
 from types import TracebackType
 
 from support.chaos_run import ENTRY
-from support.two_hosts import no_namespaces
 from support.whole_runs import Program
 
-__all__ = ["PORT", "SeveralHosts", "address", "no_namespaces"]
 PORT = 29511
 """At which the hosts' torchruns meet, on the first one."""
 PATIENCE = 30.0
@@ -49,6 +48,15 @@ while read -r cut number; do ip link set "port$number" "$cut" && echo done || ec
 def address(number: int) -> str:
     """Of host `number`, counted from 1, towards the others."""
     return f"10.77.1.{number}"
+
+
+def no_namespaces() -> str:
+    """Why several hosts cannot be played here; empty when they can."""
+    if missing := [name for name in ("unshare", "nsenter", "ip") if not shutil.which(name)]:
+        return f"there is no {missing[0]}"
+    script = "unshare -n true && ip link add near type veth peer name far"
+    done = subprocess.run(["unshare", "-Urn", "bash", "-c", script], capture_output=True, text=True)
+    return f"network namespaces: {done.stderr.strip()}" if done.returncode else ""
 
 
 class SeveralHosts:

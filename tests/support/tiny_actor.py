@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
-
 from asyncrl.actors.actor import Actor
 from asyncrl.actors.imagination import EndRule, Imagination
 from asyncrl.config.algorithm import AlgorithmSettings
@@ -17,22 +15,14 @@ from asyncrl.replay.in_process import InProcessActorPort, InProcessLearnerPort
 from asyncrl.replay.replay import Replay
 from asyncrl.weights.transports.in_process import build_in_process
 from asyncrl.worlds.start_states import StartStateStream
-from support.tiny_models import POSE
+from support.tiny_models import start_state
 
 TASKS = ("put the red cube on the white plate", "put the blue cube on the yellow plate")
 GROUP = 2
 
 
 def start(number: int) -> StartState:
-    rng = np.random.default_rng(number)
-    return StartState(
-        name=f"start-{number}",
-        task=TASKS[number % 2],
-        frame=rng.integers(0, 256, (64, 64, 3), dtype=np.uint8),
-        context_frames=np.zeros((0, 64, 64, 3), np.uint8),
-        context_actions=np.zeros((0, 7), np.float32),
-        ee_pose=np.array(POSE, np.float32),
-    )
+    return start_state(number, task=TASKS[number % 2])
 
 
 def actor_with(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -92,14 +92,21 @@ def flags_of(folder: Path) -> list[str]:
     return [text for name, value in flags.items() for text in (f"--{name}", str(value))]
 
 
-def start_state(number: int, size: int) -> StartState:
-    """A start state of noise, with the pose of the hand that some worlds need."""
-    frame = np.random.default_rng(number).integers(0, 256, (size, size, 3), dtype=np.uint8)
+def start_state(
+    number: int,
+    size: int = SIZE,
+    *,
+    context: int = 0,
+    task: str = "",
+    pose: Sequence[float] | None = POSE,
+) -> StartState:
+    """A start state of noise; with `context` frames it lies on the way of an episode."""
+    rng = np.random.default_rng(number)
     return StartState(
-        name=f"noise-{number}",
-        task=TASKS[number % len(TASKS)],
-        frame=frame,
-        context_frames=np.empty((0, size, size, 3), np.uint8),
-        context_actions=np.empty((0, 7), np.float32),
-        ee_pose=np.array(POSE, np.float32),
+        name=f"start-{number}",
+        task=task or TASKS[number % len(TASKS)],
+        frame=rng.integers(0, 256, (size, size, 3), dtype=np.uint8),
+        context_frames=rng.integers(0, 256, (context, size, size, 3), dtype=np.uint8),
+        context_actions=rng.normal(size=(context, 7)).astype(np.float32),
+        ee_pose=None if pose is None else np.array(pose, np.float32),
     )

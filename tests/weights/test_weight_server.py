@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import subprocess
 import time
 from collections.abc import Iterator
@@ -22,7 +24,6 @@ from asyncrl.weights.interface import PULL
 from asyncrl.weights.publisher import BroadcastPublisher, build_publisher
 from asyncrl.weights.receiver import build_receiver
 from asyncrl.weights.server import ServerSettings
-from support.descriptors import all_taken
 from support.sockets import connect_dealer
 from support.weights import PATIENCE, channel_folder, policy, raw, swap_until
 
@@ -47,6 +48,24 @@ GARBAGE: list[list[Buffer]] = [
     encode("send", epoch=1, version=1, buffer_index=0, checksum=0),
     [bytes(encode("leave")[0])[:-1]],
 ]
+
+
+@contextlib.contextmanager
+def all_taken() -> Iterator[None]:
+    """Let files of others take all descriptors that are free; a reserve still has its own."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(path.name) for path in Path("/proc/self/fd").iterdir())
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 10, before[1]))
+    taken = []
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        yield
+    finally:
+        for file in taken:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 @pytest.fixture

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from asyncrl import cli
 from asyncrl.config.sections import ImaginationSettings
 from asyncrl.launch.named_models import named_world
-from asyncrl.records import ACTION_DIM, CHUNK, StartState
-from support.own_world import PAINTER, commands_of_page, files_of_page, write_painter
+from asyncrl.records import ACTION_DIM, CHUNK
+from support.pages import PAINTER, commands_of_own_world, files_of, importable, write_painter
+from support.tiny_models import start_state
 from support.whole_runs import rows
 
 
@@ -26,37 +25,20 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def lab(package: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The folder from which the page's class can be imported."""
-    monkeypatch.chdir(package)
-    monkeypatch.syspath_prepend(package)
-    yield package
-    for name in [name for name in sys.modules if name.partition(".")[0] == "my_lab"]:
-        del sys.modules[name]
-
-
-def starts(count: int) -> list[StartState]:
-    rng = np.random.default_rng(0)
-    return [
-        StartState(
-            name=f"start-{number}",
-            task="",
-            frame=rng.integers(0, 256, (64, 64, 3), np.uint8),
-            context_frames=np.zeros((0, 64, 64, 3), np.uint8),
-            context_actions=np.zeros((0, 7), np.float32),
-        )
-        for number in range(count)
-    ]
+    yield from importable(package, monkeypatch)
 
 
 def test_the_class_of_the_page_has_at_most_60_lines() -> None:
-    assert files_of_page().keys() == {"my_lab/painter.py", "my_lab/make.py"}
-    text = files_of_page()["my_lab/painter.py"]
+    files = files_of("own_world.md")
+    assert files.keys() == {"my_lab/painter.py", "my_lab/make.py"}
+    text = files["my_lab/painter.py"]
     assert len([line for line in text.splitlines() if line.strip()]) <= 60
 
 
 def test_the_commands_of_the_page_check_the_world_and_train_in_it(
     lab: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (_, *_), (_, check, *named), (_, train, *flags) = commands_of_page()
+    (_, *_), (_, check, *named), (_, train, *flags) = commands_of_own_world()
     assert (check, train) == ("check", "train")
     assert PAINTER in named
     assert PAINTER in flags
@@ -73,7 +55,7 @@ def test_the_commands_of_the_page_check_the_world_and_train_in_it(
 def test_action_i_makes_frame_i_and_nan_stays_in_its_row(lab: Path) -> None:
     named = named_world(PAINTER)
     world = named.kind.load(named.folder, torch.device("cpu"), ImaginationSettings())
-    state = world.start(starts(2), decisions=2)
+    state = world.start([start_state(number, 64) for number in range(2)], decisions=2)
     actions = torch.randn(2, CHUNK, ACTION_DIM, generator=torch.Generator().manual_seed(0))
     frames, _ = world.imagine(state, actions, [1, 2])
     other = actions.clone()

@@ -22,7 +22,7 @@ from asyncrl.worlds import rlinf_start_states
 from asyncrl.worlds.rlinf_start_states import load_trajectory, read_object_array
 from asyncrl.worlds.start_states import load_start_states
 from asyncrl.worlds.wan.world import _opening_actions, _opening_frames
-from support.odd_invocations import write_bomb
+from support.pth import write_bomb
 
 SIZE = 16
 

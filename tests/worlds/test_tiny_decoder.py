@@ -23,7 +23,6 @@ from asyncrl.fitting.loop import Schedule
 from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig, TowerConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
-from asyncrl.records import StartState
 from asyncrl.rewards.files import RewardConfig
 from asyncrl.rewards.resnet import ResNetReward, RewardNetwork, load_reward
 from asyncrl.storage.assets import start_states_path, world_folder
@@ -38,6 +37,7 @@ from asyncrl.worlds.wan.tiny_decoder import (
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae, decode_stream
 from asyncrl.worlds.wan.world import WanWorld, load_world
+from support.tiny_models import start_state
 
 NANO = TinyDecoderConfig(z_dim=32, widths=(8, 6, 8, 10), blocks=(1, 2, 1, 1))
 TASK = "put the red cube on the white plate"
@@ -242,17 +242,11 @@ def nano_world() -> WanWorld:
     return world
 
 
-def start_state(seed: int) -> StartState:
-    frame = np.random.default_rng(seed).integers(0, 256, (64, 64, 3), dtype=np.uint8)
-    none = (np.empty((0, 64, 64, 3), np.uint8), np.empty((0, 7), np.float32))
-    return StartState(name=str(seed), task=TASK, frame=frame, context_frames=none[0], context_actions=none[1])
-
-
 def imagine(world: WanWorld, count: int, batch: int) -> ImaginedVideos:
     torch.manual_seed(3)
     tower = TowerConfig(width=48, depth=2, heads=2, mlp=48)
     policy = OpenVLAOFTPolicy(OpenVLAOFTConfig.tiny(dino=tower, siglip=tower, llm_layers=1)).eval()
-    starts = [start_state(seed) for seed in range(count)]
+    starts = [start_state(seed, task=TASK) for seed in range(count)]
     return imagine_episodes(world, policy, SAMPLING, starts, decisions=2, batch=batch, seed=5, name="imagine")
 
 

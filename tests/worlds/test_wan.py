@@ -18,7 +18,6 @@ from torch import Tensor
 
 from asyncrl.config.sections import ImaginationSettings
 from asyncrl.errors import AssetError, CheckpointError
-from asyncrl.records import StartState
 from asyncrl.worlds.start_states import StartStateStream, load_start_states, save_start_states, start_state_at
 from asyncrl.worlds.wan.files import vae_name
 from asyncrl.worlds.wan.flow_matching import (
@@ -31,6 +30,7 @@ from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConf
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae, decode_step, decode_stream, encode_step, encode_stream
 from asyncrl.worlds.wan.world import WanWorld, load_world, save_world
 from support.published_exports import TRANSFORMER_NAMES, VAE_NAMES
+from support.tiny_models import start_state
 
 NANO = TransformerConfig(heads=2, head_dim=24, layers=2, ffn_dim=40, channels=32, patch=2, freq_dim=32)
 
@@ -50,17 +50,6 @@ def nano_transformer(size: TransformerConfig = NANO) -> ActionWanTransformer:
 @pytest.fixture(scope="module")
 def world() -> WanWorld:
     return WanWorld(nano_transformer(), nano_vae(), image_size=64, schedule_steps=2, version=3)
-
-
-def start_state(seed: int, *, context: int = 0, size: int = 64) -> StartState:
-    rng = np.random.default_rng(seed)
-    return StartState(
-        name=f"start-{seed}",
-        task="put the red cube in the bowl",
-        frame=rng.integers(0, 256, (size, size, 3), dtype=np.uint8),
-        context_frames=rng.integers(0, 256, (context, size, size, 3), dtype=np.uint8),
-        context_actions=rng.normal(size=(context, 7)).astype(np.float32),
-    )
 
 
 def some_actions(batch: int, seed: int = 0) -> Tensor:

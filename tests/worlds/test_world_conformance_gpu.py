@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from asyncrl.launch.named_models import named_world
 from asyncrl.launch.world_conformance import CHECKS, check_world
 from asyncrl.storage.assets import start_states_path
 from asyncrl.worlds.start_states import load_start_states
-from support.own_world import PAINTER, write_painter
+from support.pages import PAINTER, importable, write_painter
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 ROWS = 9
@@ -24,12 +23,8 @@ ROWS = 9
 @pytest.fixture
 def painter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The class of docs/own_world.md, importable from a folder of its own."""
-    write_painter(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield PAINTER
-    for name in [name for name in sys.modules if name.partition(".")[0] == "my_lab"]:
-        del sys.modules[name]
+    for _ in importable(write_painter(tmp_path), monkeypatch):
+        yield PAINTER
 
 
 def check_on_gpu(name: str, *, compiled: bool) -> list[str]:

@@ -13,7 +13,8 @@ import pytest
 from asyncrl.errors import AssetError
 from asyncrl.worlds.rlinf_start_states import load_trajectory
 from asyncrl.worlds.start_states import load_start_states, save_start_states
-from support.evac import POSE, start_state
+from support.evac import start_state
+from support.tiny_models import POSE
 
 OTHER = [float(i) for i in range(8)]
 

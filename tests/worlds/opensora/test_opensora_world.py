@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.records import StartState
 from asyncrl.worlds.opensora.world import OpenSoraWorld
+from support import tiny_models
 from support.opensora import RANGE, by_diffusers, nano_world
 
 
@@ -20,15 +20,7 @@ def world() -> OpenSoraWorld:
     return nano_world()
 
 
-def start_state(seed: int, *, context: int = 0, size: int = 32) -> StartState:
-    rng = np.random.default_rng(seed)
-    return StartState(
-        name=f"start-{seed}",
-        task="put the red cube in the bowl",
-        frame=rng.integers(0, 256, (size, size, 3), dtype=np.uint8),
-        context_frames=rng.integers(0, 256, (context, size, size, 3), dtype=np.uint8),
-        context_actions=rng.normal(size=(context, 7)).astype(np.float32),
-    )
+start_state = partial(tiny_models.start_state, size=32)
 
 
 def some_actions(batch: int, seed: int = 0) -> Tensor:
