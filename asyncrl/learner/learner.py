@@ -211,56 +211,46 @@ class Learner:
         batch = None
         try:
             if self.ranks.rank == 0 and not self._failure:
-                batch = self._next_batch()
+                batch = self._choose_batch()
+        except KeyboardInterrupt:
+            _log.info("interrupted at version %d", self.version)
+        except NothingToLearn as end:
+            self.end_reason = str(end)
         except Exception as error:  # Raised by `run`.
             if not self._actors_joined:
                 raise  # Nothing happened yet that would have to be saved.
             self._failure = error
         return self.ranks.share_batch(batch, self.offload.offload_if_idle)
 
-    def _next_batch(self) -> BatchDescription | None:
-        try:
-            if not self._actors_joined:
-                self.publisher.wait_for_first(self.version, self.settings.first_weights_deadline)
-                self._actors_joined, self._row_began = True, self.clock()
-            with waits.waiting(waits.BATCH, self.settings.batch_timeout):
-                return self._wait_for_batch()
-        except KeyboardInterrupt:
-            _log.info("interrupted at version %d", self.version)
-        except NothingToLearn as end:
-            self.end_reason = str(end)
+    def _choose_batch(self) -> BatchDescription | None:
+        """Wait for a batch; None: a stop was requested."""
+        if not self._actors_joined:
+            self.publisher.wait_for_first(self.version, self.settings.first_weights_deadline)
+            self._actors_joined, self._row_began = True, self.clock()
+        groups, size = self.algorithm.groups_per_update, self.algorithm.group_size
+        most_decisions = groups * size * self.update.max_decisions * self.settings.batches_ahead
+        with waits.waiting(waits.BATCH, self.settings.batch_timeout):
+            wait = BatchWait(self.settings.batch_timeout, self.clock, most_decisions=most_decisions)
+            while not self.stop_requested():
+                if self.clock() - self._heartbeat_at >= HEARTBEAT_EVERY:
+                    self._heartbeat_at = self.clock()
+                    self.ranks.send_heartbeat()
+                self.offload.offload_if_idle()
+                timeout = min(SAMPLE_SLICE, self.offload.next_check_in, wait.remaining)
+                try:
+                    batch = self.replay.choose(groups=groups, version=self.version, timeout=timeout)
+                except SampleTimeout as status:
+                    if wait.update(status):
+                        process_status.progress()
+                    ready, episodes = f"{status.groups} of {groups}", f"{status.episodes} of {groups * size}"
+                    process_status.describe(f"{waits.BATCH.name}: {ready} groups, {episodes} episodes")
+                    if not wait.remaining:
+                        awaited = f"{groups} groups at version {self.version}"
+                        raise wait.timeout_error(awaited, status) from status
+                else:
+                    self._waited += wait.seconds
+                    return batch
         return None
-
-    def _wait_for_batch(self) -> BatchDescription | None:
-        groups = self.algorithm.groups_per_update
-        decisions = groups * self.algorithm.group_size * self.update.max_decisions
-        most_decisions = decisions * self.settings.batches_ahead
-        wait = BatchWait(self.settings.batch_timeout, self.clock, most_decisions=most_decisions)
-        while not self.stop_requested():
-            if self.clock() - self._heartbeat_at >= HEARTBEAT_EVERY:
-                self._heartbeat_at = self.clock()
-                self.ranks.send_heartbeat()
-            self.offload.offload_if_idle()
-            timeout = min(SAMPLE_SLICE, self.offload.next_check_in, wait.remaining)
-            try:
-                batch = self.replay.choose(groups=groups, version=self.version, timeout=timeout)
-            except SampleTimeout as status:
-                self._keep_waiting(wait, status)
-                continue
-            self._waited += wait.seconds
-            return batch
-        return None
-
-    def _keep_waiting(self, wait: BatchWait, status: SampleTimeout) -> None:
-        if wait.update(status):
-            process_status.progress()
-        groups = self.algorithm.groups_per_update
-        process_status.describe(
-            f"{waits.BATCH.name}: {status.groups} of {groups} groups, {status.episodes} of "
-            f"{groups * self.algorithm.group_size} episodes"
-        )
-        if not wait.remaining:
-            raise wait.timeout_error(f"{groups} groups at version {self.version}", status) from status
 
     def _learn(self, groups: Groups) -> dict[Metric, float]:
         """Nothing can interrupt an update halfway."""
