@@ -102,11 +102,6 @@ def version_of(episode: Episode) -> int:
     return schema_version(episode.sample, counted=episode.steps_taken != UNKNOWN_LENGTH)
 
 
-def optional_arrays(version: int) -> tuple[str, ...]:
-    """Return the names of the optional arrays of a schema version."""
-    return tuple(OPTIONAL_ARRAYS) if version == COUNTED_SCHEMA_VERSION else ()
-
-
 def scalar_types(version: int) -> dict[str, type]:
     """Return the scalars of a schema version with their types, in wire and file order."""
     return EPISODE_SCALARS | ({"steps_taken": int} if version == COUNTED_SCHEMA_VERSION else {})
@@ -163,9 +158,9 @@ def _check_optional(sample: Iterable[str], named: list[str], counted: bool) -> N
 def parse_specs(found: Sequence[tuple[str, Any, Any]], version: int) -> dict[str, ArraySpec]:
     """Check name, dtype and shape of an episode's arrays, in wire and file order; else raise ValueError."""
     names = [name for name, _, _ in found]
-    optional = [name for name in names if name in optional_arrays(version)]
-    sample = sample_specs(entry for entry in found if entry[0] not in {*EPISODE_ARRAYS, *optional})
     counted = version == COUNTED_SCHEMA_VERSION
+    optional = [name for name in names if counted and name in OPTIONAL_ARRAYS]
+    sample = sample_specs(entry for entry in found if entry[0] not in {*EPISODE_ARRAYS, *optional})
     specs = array_specs(sample, optional, counted=counted)
     if list(specs) != names or version not in (
         schema_version(sample, counted=counted),

@@ -23,9 +23,6 @@ from asyncrl.learner.interface import (
 from asyncrl.learner.losses import log_ratio, summed
 from asyncrl.learner.ranks import LearnerRanks
 
-Baseline = Literal["mean", "leave_one_out"]
-Scale = Literal["group_std", "batch_std", "none"]
-
 
 class GroupRelative:
     """Compares each episode with its siblings, without a critic; see `group_relative_advantages`."""
@@ -78,7 +75,9 @@ class GeneralizedAdvantage:
             estimates = correction.estimates(*common, ratios, gamma=critic.gamma, lam=critic.lam)
         else:
             estimates = generalized_advantages(*common, gamma=critic.gamma, lam=critic.lam)
-        advantages_DK, targets_DK = (_by_decision(x, batch, width) for x in Estimates(*estimates))
+        advantages_DK, targets_DK = (
+            x.unflatten(1, (-1, width))[batch.episode, batch.decision_index] for x in Estimates(*estimates)
+        )
         if critic.normalize_advantages:
             mean, std = moments_of_all(advantages_DK[mask_DK], ranks)
             advantages_DK = torch.where(mask_DK, (advantages_DK - mean) / (std + 1e-5), 0.0)
@@ -89,8 +88,8 @@ def group_relative_advantages(
     returns: Tensor,
     group_size: int,
     *,
-    baseline: Baseline = "mean",
-    scale: Scale = "group_std",
+    baseline: Literal["mean", "leave_one_out"] = "mean",
+    scale: Literal["group_std", "batch_std", "none"] = "group_std",
     batch_std: Tensor | None = None,
     eps: float = 1e-6,
 ) -> Tensor:
@@ -209,7 +208,3 @@ def _by_episode(values_DK: Tensor, batch: Batch) -> Tensor:
     rows = values_DK.new_zeros(len(batch.returns), int(batch.decision_index.max()) + 1, values_DK.shape[1])
     rows[batch.episode, batch.decision_index] = values_DK
     return rows.flatten(1)
-
-
-def _by_decision(values_BT: Tensor, batch: Batch, width: int) -> Tensor:
-    return values_BT.unflatten(1, (-1, width))[batch.episode, batch.decision_index]

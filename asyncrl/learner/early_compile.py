@@ -172,7 +172,8 @@ def fix_sizes(update: Update) -> None:
     per_minibatch = max(1, -(-episodes // settings.minibatches))
     size = min(settings.micro_batch, per_minibatch * update.max_decisions)
     small = rows_for_kl(episodes * update.max_decisions, size)
-    update.forward.fix_sizes(size, size if 2 * small >= size else KL_ROWS_MIN)
+    update.forward.micro_batch = size
+    update.forward.small_size = size if 2 * small >= size else KL_ROWS_MIN
 
 
 def passes_of(update: Update) -> list[Pass]:

@@ -45,11 +45,7 @@ class PolicyForward:
         self, policy: Policy, ranks: LearnerRanks, device: torch.device, *, micro_batch: int
     ) -> None:
         self.policy, self.ranks, self.device, self.micro_batch = policy, ranks, device, micro_batch
-        self.small_size = 0  # Decisions of a small pass of fixed size; 0: sizes vary
-
-    def fix_sizes(self, size: int, small_size: int) -> None:
-        """Pad every pass to `size` decisions, a small one to `small_size`, for compiled code."""
-        self.micro_batch, self.small_size = size, small_size
+        self.small_size = 0  # 0: sizes vary. Else passes are padded to `micro_batch`, small ones to this size
 
     def evaluate(
         self, batch: Batch, rows_M: Tensor, *, critic_through_policy: bool = False, small: bool = False

@@ -98,7 +98,7 @@ def updated(
     update = build_update(config, policy)
     if fixed:
         policy.fix_prompts(TASKS)
-        update.forward.fix_sizes(micro_batch, FEW)
+        update.forward.micro_batch, update.forward.small_size = micro_batch, FEW
     values = update(mixed_batch(), version=2)
     return {n: p.grad for n, p in policy.trainable_parameters().items() if p.grad is not None}, values, seen
 

@@ -53,7 +53,7 @@ def updated(
     batch = build_batch(groups, version=0)
     update = build_update(config, policy, ranks=ranks)
     if fixed:
-        update.forward.fix_sizes(5, 5)
+        update.forward.micro_batch = update.forward.small_size = 5
     values = update(batch)
     gradients = {n: p.grad for n, p in policy.trainable_parameters().items() if p.grad is not None}
     return ranks.gather_full(gradients), values
