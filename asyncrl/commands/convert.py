@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import tyro
 
@@ -106,6 +106,7 @@ def _convert(config: ConvertConfig) -> None:
     folder = policy_folder(config.source)
     if (folder / "state.json").is_file():  # A checkpoint of a run: a damaged one would be passed on.
         checkpoint.verify(folder, policy_only=True)
+    training = _training(folder)
     chosen = {f.name: getattr(config, f.name) for f in fields(PublishedOptions) if f.name != "norm_key"}
     done = convert(
         folder,
@@ -116,7 +117,7 @@ def _convert(config: ConvertConfig) -> None:
         dtype=None if config.dtype == "source" else getattr(torch, config.dtype),
         shard_bytes=int(config.shard_gigabytes * GB),
     )
-    _write_card(config, folder, done.config, loading=loading(config.out, done))
+    _write_card(config, training, done.config, loading=loading(config.out, done))
     print(report(config, done, time.monotonic() - began))
 
 
@@ -127,24 +128,36 @@ def _convert_adapter(config: ConvertConfig, source: Path) -> None:
     # A checkpoint of a run has its adapters in a folder of its own.
     checkpoint = source.resolve().parent
     policy = open_any(policy_folder(config.original or str(checkpoint)))
+    training = _training(checkpoint)
     layers = export_adapter(source, config.out, policy.rows)
-    _write_card(config, checkpoint, policy.config, loading=ADAPTER_LOADING, library="peft")
+    _write_card(config, training, policy.config, loading=ADAPTER_LOADING, library="peft")
     print(f"wrote     {config.out}: adapters of {layers} layers under published names")
 
 
-def _write_card(config: ConvertConfig, folder: Path, policy: OpenVLAOFTConfig, **loading: str) -> None:
-    from asyncrl.policies.openvla.model_card import card
+def _training(folder: Path) -> dict[str, Any]:
+    """Describe for the card the run that a folder is a checkpoint of: before a weight is written."""
+    from asyncrl.policies.openvla.model_card import about_run
 
     run = run_of(str(folder)) if (folder / "state.json").is_file() else None
-    world = str(read_json(run / "config.json").get("world", "")) if run else ""
+    if run is None:
+        return {}
+    world = str(read_json(run / "config.json").get("world", ""))
+    imagined = not registry.names_code(world) and not simulator_named(world)
+    return {"run": about_run(folder, imagined=imagined), "imagined": imagined}
+
+
+def _write_card(
+    config: ConvertConfig, training: dict[str, Any], policy: OpenVLAOFTConfig, **loading: Any
+) -> None:
+    from asyncrl.policies.openvla.model_card import card
+
     merged = f", with the adapter `{Path(config.adapter).name}` merged" if config.adapter else ""
     text = card(
         policy,
-        folder if run else None,
         title=config.out.resolve().name,
         source=f"`{Path(config.source).resolve().name}`{merged}",
-        imagined=not registry.names_code(world) and not simulator_named(world),
         hub={"base_model": config.base_model, "license": config.license},
+        **training,
         **loading,
     )
     write_text(config.out / "README.md", text)

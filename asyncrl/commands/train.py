@@ -10,7 +10,7 @@ from typing import Final
 
 from asyncrl import __version__
 from asyncrl.config.help import DRY_RUN, TRAIN, ShortHelp
-from asyncrl.config.loading import load_file, parse, split_files, to_toml
+from asyncrl.config.loading import gone_settings, load_file, parse, split_files, to_toml
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch.job import read_job
@@ -111,6 +111,8 @@ def _with_settings_of_run(config: TrainConfig, arguments: list[str]) -> TrainCon
     settings = path / "config.json"
     files, _ = split_files(arguments)
     if settings.is_file() and not files:
+        if gone := gone_settings(settings):
+            print(f"{settings}: left out, as they no longer exist: {gone}", file=sys.stderr)
         named_here = config
         config = parse([str(settings), *arguments])
         from asyncrl.launch.named_models import refuse_foreign_code

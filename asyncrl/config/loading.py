@@ -26,6 +26,8 @@ MOST_BYTES: Final = 2**20
 """Largest file of settings."""
 PARTS: Final = ("policy", "world", "reward")
 """Settings that may be a table: ``[world] name = "my.worlds:Mine@DIR"`` and ``[world.settings]``."""
+_OFF: Final = (False, 0, -1, "", "none", "auto", [], None)
+"""Values of a setting that no longer exists whose loss changes nothing."""
 _Values = Literal["none", "one", "many"]
 """Number of words after a flag that are its values."""
 
@@ -156,19 +158,39 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{path} is not valid {path.suffix[1:] or 'TOML'}: {why}. Correct it, or give another file."
         ) from None
-    return existing_settings(table, TrainConfig()) if of_run else table
+    return existing_settings(table)[0] if of_run else table
 
 
-def existing_settings(table: dict[str, Any], config: Any) -> dict[str, Any]:
-    """Return the settings of a run's config.json without those that no longer exist."""
+def existing_settings(
+    table: dict[str, Any], config: Any = None, section: str = ""
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split the settings of a run's config.json into those that exist, and flag -> value of the others."""
+    known, gone = dict[str, Any](), dict[str, Any]()
+    config = TrainConfig() if config is None else config
     names = {field.name for field in dataclasses.fields(config)}
-    return {
-        name: existing_settings(value, part)
-        if dataclasses.is_dataclass(part := getattr(config, name)) and isinstance(value, dict)
-        else value
-        for name, value in table.items()
-        if name in names
-    }
+    for name, value in table.items():
+        part, flag = getattr(config, name, None), f"{section}{name}".replace("_", "-")
+        if name not in names:
+            gone |= (
+                {f"{flag}.{key}": one for key, one in value.items()}
+                if isinstance(value, dict)
+                else {flag: value}
+            )
+        elif dataclasses.is_dataclass(part) and isinstance(value, dict):
+            known[name], others = existing_settings(value, part, f"{flag}.")
+            gone |= others
+        else:
+            known[name] = value
+    return known, gone
+
+
+def gone_settings(path: Path) -> str:
+    """Name the settings of a run's config.json that no longer exist, unless they were off; empty if none."""
+    try:
+        gone = existing_settings(parse_json(read_bytes(path, MOST_BYTES), dict))[1]
+    except (OSError, ValueError):  # Reported where the file is loaded.
+        return ""
+    return ", ".join(f"--{flag} {value}" for flag, value in gone.items() if value not in _OFF)
 
 
 def overlay(config: Any, table: Any, where: str) -> Any:

@@ -6,19 +6,22 @@ produces   run/evaluations.jsonl (one line per version), run/checkpoints/best
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Final
 
 from asyncrl.evaluation.evaluate import Evaluation
 from asyncrl.storage import checkpoint
-from asyncrl.storage.atomic import append_record, keep_records, read_records
+from asyncrl.storage.atomic import write_text
 from asyncrl.storage.checkpoint import clean_up, keep_as_best, keep_copy
 from asyncrl.storage.run_folder import HELD
-from asyncrl.storage.untrusted import remove
+from asyncrl.storage.untrusted import check_types, read_rows, remove
 
 _log = logging.getLogger(__name__)
 EVALUATIONS: Final = "evaluations.jsonl"
@@ -67,19 +70,38 @@ def is_due(version: int, every: int, last: int) -> bool:
     return every > 0 and (version % every == 0 or version == last)
 
 
+_TYPES: Final = {"int": int, "float": float, "str": str, "bool": bool}
+_KNOWN: Final = {field.name: _TYPES[str(field.type)] for field in fields(EvaluatedVersion)}
+
+
 def append_evaluation(run_dir: Path, row: EvaluatedVersion) -> None:
-    """Add a line; raises OSError when it cannot be written."""
-    append_record(run_dir / EVALUATIONS, row)
+    """Add a line, after a torn one on a line of its own; raises OSError when it cannot be written."""
+    with (run_dir / EVALUATIONS).open("ab+") as file:
+        torn = b""
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            torn = b"" if file.read(1) == b"\n" else b"\n"
+        file.write(torn + _line(row).encode())
 
 
 def read_evaluations(run_dir: Path) -> list[EvaluatedVersion]:
     """Read the lines, oldest first, without torn ones."""
-    return read_records(run_dir / EVALUATIONS, EvaluatedVersion)
+    path, found = run_dir / EVALUATIONS, list[EvaluatedVersion]()
+    for _, row in read_rows(path) if path.is_file() else ():
+        with suppress(ValueError, TypeError):
+            check_types(row or {}, _KNOWN)
+            found.append(EvaluatedVersion(**row or {}))
+    return found
 
 
 def cut_evaluations(run_dir: Path, version: int) -> None:
     """Remove the lines of versions after one: a resumed run measures them again."""
-    keep_records(run_dir / EVALUATIONS, EvaluatedVersion, lambda row: row.version <= version)
+    if (path := run_dir / EVALUATIONS).exists():
+        write_text(path, "".join(_line(row) for row in read_evaluations(run_dir) if row.version <= version))
+
+
+def _line(row: EvaluatedVersion) -> str:
+    return json.dumps(asdict(row), allow_nan=False) + "\n"
 
 
 Measure = Callable[[int, Path | None], tuple[Evaluation, str, str]]

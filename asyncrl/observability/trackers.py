@@ -1,6 +1,7 @@
 """Send a run's rows to trackers (Weights & Biases, MLflow, ...), each in a process of its own.
 
-tracker's process    (`tracker_process`) reads RUN/metrics.jsonl; prints a line about each problem
+tracker's process    reads RUN/metrics.jsonl and hands its rows to accelerate's tracker; prints a line about
+                     each problem; its input ends with the run
 tracker's thread     forwards these lines to the console; ended by the process's end
 """
 
@@ -8,19 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import logging
+import math
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from asyncrl.errors import ConfigError
-from asyncrl.observability import waits
+from asyncrl.errors import ConfigError, first_line
+from asyncrl.observability import process_status, waits
 from asyncrl.observability.metrics import Readings
-from asyncrl.storage.untrusted import make_folder, open_regular
+from asyncrl.observability.metrics_training import EVAL_SUCCESS, EVAL_VERSION
+from asyncrl.storage.untrusted import LINE_BYTES, load_json, make_folder, open_regular, parse_row, read_bytes
 
 ALWAYS: Final = "tensorboard"  # by `logger`
 PACKAGES: Final = {
@@ -29,6 +34,13 @@ PACKAGES: Final = {
 }
 """Tracker of accelerate, and its package -> name for pip."""
 CLOSE_SECONDS: Final = 20.0  # for all trackers, after the run
+END_SECONDS: Final = 60
+"""Longest life of a tracker's process after the run, enforced by the kernel's alarm."""
+POLL: Final = 0.5
+LONGEST_VALUE: Final = 250  # characters of a setting in older MLflow
+PROJECT: Final = "asyncrl"  # group of the runs in trackers
+_REFUSED: Final = "refused "
+_TAKE_LISTS: Final = ("swanlab", "wandb")  # of pictures
 _RANKS: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -58,6 +70,9 @@ def check_installed(names: Sequence[str]) -> None:
         )
 
 
+# --- in the learner ---
+
+
 class Trackers(contextlib.AbstractContextManager["Trackers"]):
     """The trackers of one run, as a context manager that receives rows by `note`."""
 
@@ -79,7 +94,7 @@ class Trackers(contextlib.AbstractContextManager["Trackers"]):
         sent = rows.stat().st_size if rows.exists() else 0  # By earlier starts of the run.
         for name in [name for name in names if name != ALWAYS]:
             try:
-                self._all.append(_Tracker(name, run_dir, tell, [str(sent)], command))
+                self._all.append(_Tracker(name, run_dir, tell, [str(sent), command]))
             except OSError as error:
                 tell(f"{name} could not be started ({error}). The run goes on without it")
 
@@ -103,9 +118,7 @@ class Trackers(contextlib.AbstractContextManager["Trackers"]):
 
 
 class _Tracker:
-    def __init__(
-        self, name: str, run_dir: Path, tell: Callable[[str], None], arguments: list[str], command: str
-    ) -> None:
+    def __init__(self, name: str, run_dir: Path, tell: Callable[[str], None], arguments: list[str]) -> None:
         self.gone = False
         """Whether the process ended, or refused to begin."""
         self._closing = self._killed = False
@@ -114,7 +127,7 @@ class _Tracker:
         log = open_regular(self._log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
             self._process = subprocess.Popen(  # noqa: S603
-                [sys.executable, "-m", "asyncrl.observability.tracker_process", name, run_dir, *arguments],
+                [sys.executable, "-m", __name__, name, run_dir, *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -123,19 +136,13 @@ class _Tracker:
             )
         finally:
             os.close(log)
-        assert self._process.stdin is not None
-        self._input = self._process.stdin
-        with contextlib.suppress(OSError):  # If it has ended, its thread reports it.
-            # Shorter than a pipe's buffer (`logger.LONGEST_COMMAND`), so that this does not block.
-            self._input.write(command.replace("\n", " ").encode() + b"\n")
-            self._input.flush()
         self._thread = threading.Thread(target=self._listen, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
     def end_input(self) -> None:
         self._closing = True
-        with contextlib.suppress(OSError):  # If it has ended, its thread reports it.
-            self._input.close()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
 
     def close(self, seconds: float) -> None:
         try:
@@ -156,8 +163,8 @@ class _Tracker:
         with self._process.stdout as lines:
             for line in lines:  # Ended by the process's end.
                 text = line.decode(errors="replace").strip()
-                if text.startswith("refused "):
-                    reason = text.removeprefix("refused ")
+                if text.startswith(_REFUSED):
+                    reason = text.removeprefix(_REFUSED)
                     break
                 self._tell(text)
         self.gone = True
@@ -181,3 +188,156 @@ def environment_of_tracker(environ: Mapping[str, str]) -> dict[str, str]:
         "ACCELERATE_USE_CPU": "true",
         "OMP_NUM_THREADS": "1",
     }
+
+
+# --- in the tracker's process ---
+
+
+def main(name: str, run_dir: Path, sent: int, command: str) -> int:
+    """Send the rows after the first `sent` bytes until the run is over; 1 if the tracker cannot begin."""
+    from asyncrl.observability.logger import WithoutZeros
+
+    console = os.dup(1)  # Output of a library goes where its errors go.
+    os.set_inheritable(console, False)
+    os.dup2(2, 1)
+    os.nice(5)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    process_status.publish_as(run_dir, f"tracker-{name}")
+    over = threading.Event()
+    threading.Thread(target=_wait_for_end, args=(over,), name="end of the run", daemon=True).start()
+    try:
+        with process_status.activity(f"beginning with {name}"):
+            tracker = _begin(name, run_dir, command)
+    except BaseException as error:
+        logging.exception("%s cannot begin", name)
+        _say(console, f"{_REFUSED}{_reason(error)}")
+        return 1
+    shown, newest, lost = WithoutZeros(), 0, 0
+    for row in rows_of(run_dir / "metrics.jsonl", sent, over):
+        step = row["step"]
+        newest = max(newest, step)
+        try:
+            with process_status.activity(f"sending update {step} to {name}"):
+                tracker.log(shown(numbers_of(row)), step=newest)  # Trackers take no step back.
+                if EVAL_SUCCESS.name in row:
+                    send_sheet(tracker, run_dir, step, newest)
+        except Exception as error:  # This process's boundary to a library: the learner's console reports it.
+            logging.exception("%s did not take update %d", name, step)
+            waits.count(waits.LOST_TRACKED)
+            if not lost:
+                _say(console, f"{name} does not take update {step} ({_reason(error)}). The run goes on")
+            lost += 1
+        else:
+            if lost:
+                _say(console, f"{name} takes updates again; {lost} are missing there")
+            lost = 0
+    with process_status.activity(f"finishing {name}"):
+        tracker.finish()
+    return 0
+
+
+def _begin(name: str, run_dir: Path, command: str) -> Any:
+    """Begin a run of accelerate's tracker, with the run's name, settings and start command."""
+    from accelerate import PartialState
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    from asyncrl.observability.logger import flat
+
+    PartialState(cpu=True)  # accelerate's logging asks it for the rank.
+    run = run_dir.name
+    # Most classes take the project first, some the run itself.
+    of_project: dict[str, dict[str, Any]] = {
+        "comet_ml": {},
+        "mlflow": {"run_name": run, "description": command},
+        "swanlab": {"experiment_name": run, "logdir": str(run_dir / "swanlab")},
+        "trackio": {"name": run},
+        "wandb": {"name": run, "dir": str(run_dir), "notes": command},
+    }
+    of_run: dict[str, dict[str, Any]] = {
+        "aim": {"logging_dir": str(run_dir.parent), "experiment": PROJECT},
+        "clearml": {},
+        "dvclive": {"dir": str(run_dir / "dvclive")},
+    }
+    first, options = (PROJECT, of_project[name]) if name in of_project else (run, of_run[name])
+    tracker = LOGGER_TYPE_TO_CLASS[name](first, **options)
+    tracker.start()
+    settings = flat(load_json(run_dir / "config.json", dict)) | {"command": command}
+    plain = {
+        k: v if isinstance(v, bool | int | float) else str(v)[:LONGEST_VALUE] for k, v in settings.items()
+    }
+    tracker.store_init_configuration(plain)
+    return tracker
+
+
+def send_sheet(tracker: Any, run_dir: Path, version: int, step: int) -> None:
+    """Send the sheet of a measured version, if one was drawn and the tracker takes pictures or files."""
+    from asyncrl.observability.logger import LARGEST_PICTURE, SHEET, VIDEOS, picture_name
+
+    path = run_dir / picture_name(version, SHEET)
+    if not path.exists():  # It could not be drawn.
+        return
+    if hasattr(tracker, "log_images"):
+        from io import BytesIO
+
+        import numpy as np
+        from PIL import Image
+
+        with Image.open(BytesIO(read_bytes(path, LARGEST_PICTURE)), formats=("PNG",)) as sheet:
+            pixels = np.asarray(sheet.convert("RGB"))
+        shown = [pixels] if tracker.name in _TAKE_LISTS else pixels
+        tracker.log_images({"eval/sheet": shown}, step=step)
+    elif hasattr(tracker, "log_artifact"):
+        tracker.log_artifact(str(path), VIDEOS)
+
+
+def numbers_of(row: dict[str, Any]) -> dict[str, float]:
+    """Return the metrics of a row that are finite numbers; those of a measurement name its version."""
+    numbers = {
+        name: float(value)
+        for name, value in row.items()
+        if name not in ("step", "time") and type(value) in (int, float) and math.isfinite(value)
+    }
+    return numbers | ({EVAL_VERSION.name: float(row["step"])} if EVAL_SUCCESS.name in numbers else {})
+
+
+def rows_of(path: Path, at: int, over: threading.Event) -> Iterator[dict[str, Any]]:
+    """Yield rows with a ``step`` of a growing metrics.jsonl, from byte `at` on, until `over`."""
+    while not path.exists() and not over.wait(POLL):
+        pass
+    with contextlib.suppress(FileNotFoundError), os.fdopen(open_regular(path), "rb") as file:
+        while True:
+            last = over.is_set()
+            file.seek(at)
+            line = file.readline(LINE_BYTES)
+            if line.endswith(b"\n"):
+                at += len(line)
+                row = parse_row(line)
+                if row is not None and type(row.get("step")) is int:
+                    yield row
+            elif last:
+                return
+            else:
+                over.wait(POLL)  # Idle until a whole row or the end comes.
+
+
+def _wait_for_end(over: threading.Event) -> None:
+    """Read the input to its end, the run's; from then on the kernel's alarm runs."""
+    # Not through Python's buffer: an interpreter that ends while a thread holds its lock aborts.
+    while os.read(sys.stdin.fileno(), 1):
+        pass
+    signal.alarm(END_SECONDS)
+    over.set()
+
+
+def _say(console: int, line: str) -> None:
+    """Write a line, shorter than a pipe takes at once."""
+    with contextlib.suppress(BrokenPipeError):  # The learner is gone; the remaining rows are sent.
+        os.write(console, line.encode("utf-8", "replace")[:500].replace(b"\n", b" ") + b"\n")
+
+
+def _reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {first_line(error)}"[:300]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]))

@@ -10,26 +10,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from asyncrl.errors import CheckpointError, ConfigError
-from asyncrl.storage.untrusted import (
-    INDEX,
-    check_types,
-    header_names,
-    kind_of,
-    load_json,
-    open_regular,
-    read_rows,
-    remove,
-)
+from asyncrl.storage.untrusted import kind_of, load_json, open_regular, remove
 
 SMALL_BYTES: Final = 4096
 _PIECE: Final = 1 << 20
@@ -96,61 +86,6 @@ def read_json(path: Path, remedy: str = "Copy the folder again, with all of its 
         raise CheckpointError(f"{path} cannot be read: {error.strerror}. {remedy}".rstrip()) from None
     except ValueError as error:
         raise CheckpointError(f"{path} is not JSON ({error}). {remedy}".rstrip()) from error
-
-
-def indexed_names(folder: Path) -> set[str]:
-    """Read the tensor names in the index of a folder's shards; empty without an index."""
-    if not (folder / INDEX).is_file():
-        return set()
-    weight_map = read_json(folder / INDEX, "Download it again.").get("weight_map")
-    return set(weight_map) if isinstance(weight_map, dict) else set()
-
-
-def names_in(folder: Path) -> set[str]:
-    """Read the tensor names in the index and in all safetensors files of a folder."""
-    return indexed_names(folder).union(*map(header_names, folder.glob("*.safetensors")))
-
-
-# --- lines of records ---
-
-Record = TypeVar("Record")
-_TYPES: Final = {"int": int, "float": float, "str": str, "bool": bool}
-
-
-def append_record(path: Path, record: Any) -> None:
-    """Append a dataclass as a line of JSON; after a torn line a new one is begun."""
-    line = json.dumps(asdict(record), allow_nan=False) + "\n"
-    with path.open("ab+") as file:
-        if file.tell():
-            file.seek(-1, os.SEEK_END)
-            line = line if file.read(1) == b"\n" else "\n" + line
-        file.write(line.encode())
-
-
-def read_records(path: Path, kind: type[Record]) -> list[Record]:
-    """Read all valid records, oldest first; `kind` is a dataclass of int, float, str and bool."""
-    if not path.is_file():
-        return []
-    known = {field.name: _TYPES[str(field.type)] for field in fields(kind)}  # type: ignore[arg-type]
-    return [kind(**row) for _, row in read_rows(path) if row is not None and _is_record(row, known)]
-
-
-def keep_records(path: Path, kind: type[Record], wanted: Callable[[Record], bool]) -> None:
-    """Remove the records that are not `wanted`, and invalid lines."""
-    if not path.exists():
-        return
-    kept = filter(wanted, read_records(path, kind))
-    write_text(path, "".join(json.dumps(asdict(record)) + "\n" for record in kept))  # type: ignore[call-overload]
-
-
-def _is_record(row: dict[str, Any], known: dict[str, type]) -> bool:
-    try:
-        check_types(row, known)
-    except ValueError:
-        return False
-    return row.keys() == known.keys() and all(
-        math.isfinite(value) for value in row.values() if isinstance(value, float)
-    )
 
 
 # --- private files ---

@@ -41,7 +41,6 @@ from asyncrl.storage.atomic import (
     Checksum,
     checksum_of_lines,
     digest_of,
-    flush,
     publish,
     read_json,
     unfinished,
@@ -329,13 +328,7 @@ def _link(source: Path, copy: Path) -> None:
 
 def keep_as_best(held: Path) -> None:
     """Rename a held version to `BEST`; at any moment this or the former one exists."""
-    best, before = held.with_name(BEST), held.with_name(BEFORE)
-    if best.exists():
-        remove(before)
-        best.rename(before)
-    held.rename(best)
-    flush(best.parent)
-    remove(before)
+    publish(held, held.with_name(BEST))
 
 
 def clean_up(run_dir: Path) -> None:

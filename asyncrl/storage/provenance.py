@@ -1,6 +1,6 @@
 """Record how each start of a run came about: command, commit, versions, host, devices, times, end.
 
-    RUN/provenance.json   {"format": 1, "left_out": 0, "starts": [{"attempt": 1, "command": ...}, ...]}
+    RUN/provenance.json   {"format": 1, "starts": [{"attempt": 1, "command": ...}, ...]}
 
 It is for people and tools: a run goes on if it cannot be read or written.
 """
@@ -24,10 +24,7 @@ from asyncrl.storage.atomic import write_json
 from asyncrl.storage.untrusted import check_types, load_json
 
 NAME: Final = "provenance.json"
-DAMAGED: Final = NAME + ".damaged"
 FORMAT: Final = 1
-MOST_STARTS: Final = 256
-"""The first start and the newest ones are kept; `left_out` counts the others."""
 PACKAGES: Final = (
     *("torch", "transformers", "diffusers", "peft", "accelerate", "safetensors", "numpy", "h5py", "pyzmq"),
     *("tensorboardX", "mujoco"),
@@ -89,41 +86,29 @@ class Provenance:
         self._put()
 
     def _put(self) -> None:
-        path, start = self._path, self._start
+        key = (self._start["attempt"], self._start["began"])
         try:
-            try:
-                rows, left_out = read(path.parent)
-            except ValueError as error:
-                path.replace(path.with_name(DAMAGED))
-                self._tell(
-                    f"{path} is damaged ({error}): it is {DAMAGED} now, and begins anew with this start"
-                )
-                rows, left_out = [], 0
-            rows = [r for r in rows if (r["attempt"], r["began"]) != (start["attempt"], start["began"])]
-            rows.append(start)
-            if (more := len(rows) - MOST_STARTS) > 0:
-                rows, left_out = [rows[0], *rows[1 + more :]], left_out + more
-            write_json(path, {"format": FORMAT, "left_out": left_out, "starts": rows})
-        except OSError as error:
-            self._tell(
-                f"{path} cannot be written ({error.strerror}): this start is not in it. The run goes on"
-            )
+            rows = [row for row in read(self._path.parent) if (row["attempt"], row["began"]) != key]
+            write_json(self._path, {"format": FORMAT, "starts": [*rows, self._start]})
+        except (OSError, ValueError) as error:  # A damaged file is left as it is.
+            reason = error.strerror if isinstance(error, OSError) else error
+            self._tell(f"{self._path}: this start cannot be added ({reason}). The run goes on without")
 
 
-def read(run_dir: Path) -> tuple[list[dict[str, Any]], int]:
-    """Read the starts of a run, oldest first, and how many were left out; nothing without a file."""
+def read(run_dir: Path) -> list[dict[str, Any]]:
+    """Read the starts of a run, oldest first; none without a file."""
     try:
         table = load_json(run_dir / NAME, dict)
     except FileNotFoundError:
-        return [], 0
-    check_types(table, {"format": int, "left_out": int, "starts": list})
+        return []
+    check_types(table, {"format": int, "starts": list})
     if table["format"] != FORMAT:
         raise ValueError(f"its format is {table['format']}, and this asyncrl reads {FORMAT}")
     for row in table["starts"]:
         if not isinstance(row, dict):
             raise ValueError(f"a start is a {type(row).__name__}, expected a dict")
         check_types(row, {"attempt": int, "began": str})
-    return table["starts"], table["left_out"]
+    return table["starts"]
 
 
 def git_state(checkout: Path) -> tuple[str, bool]:

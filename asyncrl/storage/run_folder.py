@@ -33,7 +33,7 @@ from asyncrl.storage.untrusted import (
     kind_of,
     load_json,
     make_folder,
-    parse_json,
+    parse_row,
     reading,
 )
 
@@ -248,7 +248,7 @@ def settings_of(folder: Path) -> dict[str, Any]:
     """Read the settings of a run as a nested table, without those that no longer exist."""
     path = folder / SETTINGS
     try:
-        return existing_settings(load_json(path, dict, MOST_BYTES), TrainConfig())
+        return existing_settings(load_json(path, dict, MOST_BYTES))[0]
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read ({error}), so it is not known what the run is.") from None
 
@@ -289,27 +289,17 @@ def newest_rows(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         with reading(path, LINES_BYTES) as file:
             size = os.fstat(file.fileno()).st_size
             file.seek(max(0, size - TAIL_BYTES))
-            lines = file.read(TAIL_BYTES).split(b"\n")
+            lines = file.read(TAIL_BYTES).splitlines(keepends=True)
     except FileNotFoundError:
         return {}, {}
-    update: dict[str, Any] = {}
-    measured: dict[str, Any] = {}
-    for line in reversed(lines[size > TAIL_BYTES : -1]):  # The first and the last may be cut.
-        if _MEASURED in line:
-            measured = measured or _row(line)
-        else:
-            update = update or _row(line)
-        if update and measured:
+    newest = dict[bool, dict[str, Any]]()
+    for line in reversed(lines[size > TAIL_BYTES :]):  # The first may be cut.
+        measured = _MEASURED in line
+        if measured not in newest and (row := parse_row(line)) and type(row.get("step")) is int:
+            newest[measured] = row
+        if len(newest) == 2:
             break
-    return update, measured
-
-
-def _row(line: bytes) -> dict[str, Any]:
-    try:
-        row = parse_json(line, dict)
-    except ValueError:
-        return {}
-    return row if type(row.get("step")) is int else {}
+    return newest.get(False, {}), newest.get(True, {})
 
 
 def _number(value: object) -> float | None:
@@ -321,8 +311,8 @@ def _number(value: object) -> float | None:
 BEST: Final = "best"
 """The version that succeeded most often, of two equal ones the later."""
 HELD: Final = "evaluating"
-BEFORE: Final = "best.before"
-"""The former `BEST` while another one replaces it."""
+BEFORE: Final = "best.replaced.tmp"
+"""The former `BEST` while `atomic.publish` replaces it."""
 LEFT_BY_EVALUATOR: Final = (HELD, BEFORE)
 """Names in the checkpoints' folder that a killed evaluator may leave."""
 

@@ -22,8 +22,8 @@ from tqdm import tqdm
 
 from asyncrl.errors import CheckpointError
 from asyncrl.storage.atomic import write_json
-from asyncrl.storage.untrusted import INDEX
 from asyncrl.storage.weight_files import (
+    INDEX,
     TYPES,
     WEIGHTS,
     PthFile,

@@ -1,4 +1,4 @@
-"""Read files of unknown origin: regular files, JSON, safetensors headers and HDF5 of bounded size. No torch.
+"""Read files of unknown origin: regular files, JSON and HDF5 of bounded size. No torch.
 
 Reads follow links; writes, locks and new folders do not, because a link could lead them outside the run's
 folder. Every refusal is an `OSError` with a readable `strerror`, or a `ValueError`.
@@ -12,7 +12,6 @@ import math
 import os
 import shutil
 import stat
-import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -167,15 +166,19 @@ def load_json(path: Path, kind: type[Kind], limit: int = TEXT_BYTES) -> Kind:
     return parse_json(read_bytes(path, limit), kind)
 
 
+def parse_row(line: bytes) -> dict[str, Any] | None:
+    """Parse a line that is a JSON object; None for a torn or other line."""
+    try:
+        return parse_json(line, dict) if line.endswith(b"\n") else None
+    except ValueError:
+        return None
+
+
 def read_rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
     """Yield every line of a file of JSON objects, and its object; None for a torn, long or other line."""
     with reading(path, LINES_BYTES) as file:
         for _, line in read_lines(file):
-            try:
-                row = parse_json(line, dict) if line is not None and line.endswith(b"\n") else None
-            except ValueError:
-                row = None
-            yield line or b"", row
+            yield line or b"", parse_row(line or b"")
 
 
 def check_types(found: Mapping[str, Any], expected: Mapping[str, type | tuple[type, ...]]) -> None:
@@ -203,35 +206,6 @@ def shortened(value: object) -> str:
     """Format a value on one line of at most 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-# --- headers of safetensors files ---
-
-INDEX: Final = "model.safetensors.index.json"
-_HEADER_BYTES: Final = 100_000_000
-
-
-def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """Read the header of a safetensors file: tensor name -> entry, and the offset of the numbers.
-
-    Raises:
-        OSError, struct.error, ValueError: It cannot be read.
-    """
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        if length > _HEADER_BYTES:
-            raise ValueError(f"its header has {length} bytes")
-        entries = parse_json(file.read(length), dict)
-    entries.pop("__metadata__", None)
-    return entries, 8 + length
-
-
-def header_names(path: Path) -> set[str]:
-    """Read the tensor names of a safetensors file, even of a truncated one; empty for other files."""
-    try:
-        return set(read_header(path)[0]) if path.is_file() else set()
-    except (OSError, struct.error, ValueError):
-        return set()
 
 
 # --- HDF5 ---

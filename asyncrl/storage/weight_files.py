@@ -26,9 +26,10 @@ from torch.utils._pytree import tree_leaves
 
 from asyncrl.errors import CheckpointError, first_line
 from asyncrl.storage.atomic import read_json, replacing
-from asyncrl.storage.untrusted import INDEX, read_header
+from asyncrl.storage.untrusted import parse_json
 
 WEIGHTS: Final = "model.safetensors"
+INDEX: Final = "model.safetensors.index.json"
 TYPES: Final = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -44,6 +45,7 @@ TYPES: Final = {
 """Name of a type in safetensors -> dtype."""
 _NAMES: Final = {dtype: name for name, dtype in TYPES.items()}
 _WRAPPERS: Final = ("module", "model_state", "model_state_dict", "state_dict")  # DeepSpeed's is the first.
+_HEADER_BYTES: Final = 100_000_000
 _OPEN_BYTES: Final = 2**29
 """Bytes read of a mapped ``.pth`` file before it is opened again: they count as memory of this process."""
 _SHOWN: Final = 5
@@ -157,6 +159,37 @@ def open_files(path: Path) -> Iterator[SafetensorsFile | PthFile]:
             here = {tensor for tensor, file_name in weight_map.items() if file_name == name}
             compare_names(file.path, file.headers.keys(), here, allowed=here)
             yield file
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """Read the header of a safetensors file: tensor name -> entry, and the offset of the numbers.
+
+    Raises:
+        OSError, struct.error, ValueError: It cannot be read.
+    """
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        if length > _HEADER_BYTES:
+            raise ValueError(f"its header has {length} bytes")
+        entries = parse_json(file.read(length), dict)
+    entries.pop("__metadata__", None)
+    return entries, 8 + length
+
+
+def header_names(path: Path) -> set[str]:
+    """Read the tensor names of a safetensors file, even of a truncated one; empty for other files."""
+    try:
+        return set(read_header(path)[0]) if path.is_file() else set()
+    except (OSError, struct.error, ValueError):
+        return set()
+
+
+def names_in(folder: Path) -> set[str]:
+    """Read the tensor names in the index and in all safetensors files of a folder."""
+    index = folder / INDEX
+    weight_map = read_json(index, "Download it again.").get("weight_map") if index.is_file() else None
+    indexed = set(weight_map) if isinstance(weight_map, dict) else set[str]()
+    return indexed.union(*map(header_names, folder.glob("*.safetensors")))
 
 
 # --- torch.save without code ---

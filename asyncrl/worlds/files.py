@@ -21,9 +21,10 @@ from asyncrl import registry
 from asyncrl.config.sections import ImaginationSettings, WorldDefaults
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.records import ACTION_DIM, ActionSpec, ModelSummary, SlotBytes
-from asyncrl.storage.atomic import names_in, read_json, replacing, write_json
+from asyncrl.storage.atomic import read_json, replacing, write_json
 from asyncrl.storage.tensor_files import TensorFiles, copy_others
-from asyncrl.storage.untrusted import INDEX, check_sizes, check_types, header_names
+from asyncrl.storage.untrusted import check_sizes, check_types
+from asyncrl.storage.weight_files import INDEX, header_names, names_in
 
 ABOUT: Final = "world.json"  # In folders that asyncrl wrote, not in published ones.
 FORMAT: Final = "asyncrl-world-2"

@@ -12,7 +12,7 @@ import pytest
 from asyncrl import registry
 from asyncrl.config.algorithm import AlgorithmSettings, CorrectionSettings, CriticSettings, idle_settings
 from asyncrl.config.help import value_of
-from asyncrl.config.loading import load_file, overlay, parse, to_json
+from asyncrl.config.loading import gone_settings, load_file, overlay, parse, to_json
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import (
     ActorSettings,
@@ -336,6 +336,7 @@ def test_a_setting_that_is_gone_is_left_out_of_the_settings_of_an_older_run(tmp_
     run = tmp_path / "config.json"
     run.write_text(json.dumps({"updates": 7, "pace": {"every": 0}, "replay": {"max_world_lag": 1}}))
     assert load_file(run) == TrainConfig(updates=7)
+    assert gone_settings(run) == "--replay.max-world-lag 1", "those that were off are not named"
     with pytest.raises(ConfigError, match="sets 'pace', which does not exist"):
         load_file(toml(tmp_path, "[pace]\nevery = 0\n"))
 

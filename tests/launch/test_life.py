@@ -151,7 +151,7 @@ def test_an_actor_that_is_killed_comes_back_ctrl_c_leaves_a_checkpoint_and_resum
     assert list((living.folder / "tmp").glob("asyncrl-*")) == []
     with pytest.raises(ConnectionRefusedError):
         living.get("/healthz")
-    (start,) = provenance.read(run)[0]
+    (start,) = provenance.read(run)
     assert (start["how"], start["to_update"]) == ("stopped", reached)
     assert start["command"].startswith("asyncrl train ")
 

@@ -18,7 +18,7 @@ from asyncrl.evaluation import run_checkpoints
 from asyncrl.evaluation.evaluate import SuccessRate
 from asyncrl.evaluation.run_checkpoints import EvaluatedVersion
 from asyncrl.policies.lora import save_adapter
-from asyncrl.policies.openvla.model_card import card
+from asyncrl.policies.openvla.model_card import NO_RUN, about_run, card
 from asyncrl.storage import provenance
 from asyncrl.storage.checkpoint import _write_state
 from support.adapters import adapted, small
@@ -70,7 +70,8 @@ def make_run(
 
 
 def card_of(checkpoint: Path, imagined: bool = True, hub: dict[str, str] | None = None) -> str:
-    return card(CONFIG, checkpoint, title="x", source="run", loading="", imagined=imagined, hub=hub or {})
+    run = about_run(checkpoint, imagined=imagined) if checkpoint else NO_RUN
+    return card(CONFIG, run, title="x", source="run", loading="", imagined=imagined, hub=hub or {})
 
 
 def section(text: str, title: str) -> str:

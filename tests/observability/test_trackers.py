@@ -19,8 +19,15 @@ from asyncrl.observability import metrics_system as s
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability import process_status, waits
 from asyncrl.observability.logger import SHEET, MetricsLogger, WithoutZeros, flat, picture_name
-from asyncrl.observability.tracker_process import numbers_of, rows_of, send_sheet
-from asyncrl.observability.trackers import Trackers, check_installed, check_names, environment_of_tracker
+from asyncrl.observability.trackers import (
+    Trackers,
+    check_installed,
+    check_names,
+    environment_of_tracker,
+    numbers_of,
+    rows_of,
+    send_sheet,
+)
 
 TRACKIO = '''
 """Stands in for trackio: writes what it is told to a file, and does what WRONG says."""
@@ -226,15 +233,13 @@ def test_a_process_whose_tracker_refuses_ends_with_1_while_its_run_goes_on(tmp_p
     run_dir.mkdir()
     (packages / "accelerate.py").write_text("raise ImportError('no API key')")
     process = subprocess.Popen(
-        [sys.executable, "-m", "asyncrl.observability.tracker_process", "trackio", run_dir, "0"],
+        [sys.executable, "-m", "asyncrl.observability.trackers", "trackio", run_dir, "0", ""],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=environment_of_tracker({**os.environ, "PYTHONPATH": str(packages)}),
     )
     with process:
-        process.stdin.write(b"asyncrl train\n")
-        process.stdin.flush()
         answers, errors = process.stdout.read(), process.stderr.read()
         assert process.wait() == 1, errors.decode()
     assert answers == b"refused ImportError: no API key\n"

@@ -11,14 +11,7 @@ import pytest
 import torch
 
 from asyncrl import __version__
-from asyncrl.storage.provenance import (
-    MOST_STARTS,
-    Provenance,
-    devices,
-    git_state,
-    read,
-    this_start,
-)
+from asyncrl.storage.provenance import Provenance, devices, git_state, read, this_start
 
 BEGAN = "2025-01-01T00:00:00+00:00"
 START = {
@@ -28,7 +21,7 @@ START = {
 
 
 def starts_in(run_dir):
-    return [SimpleNamespace(**row) for row in read(run_dir)[0]]
+    return [SimpleNamespace(**row) for row in read(run_dir)]
 
 
 def kept(run_dir, start=START, updates=10, told=None):
@@ -42,8 +35,8 @@ def test_a_start_says_command_host_versions_devices_and_times(tmp_path, monkeypa
         (running,) = starts_in(tmp_path)
         assert (running.ended, running.how, running.to_update) == ("", "", 5)
         it.note(7, {})
-    (start,), left_out = starts_in(tmp_path), read(tmp_path)[1]
-    assert (start.attempt, start.command, start.ranks, left_out) == (2, "asyncrl train --seed 3", 4, 0)
+    (start,) = starts_in(tmp_path)
+    assert (start.attempt, start.command, start.ranks) == (2, "asyncrl train --seed 3", 4)
     assert (start.host, start.pid, start.python) == (
         socket.gethostname(),
         os.getpid(),
@@ -93,38 +86,25 @@ def test_a_resume_adds_a_start_and_one_that_was_killed_has_no_end(tmp_path):
     assert [(start.attempt, start.how) for start in starts] == [(1, ""), (2, "stopped")]
 
 
-def test_many_starts_keep_the_first_and_the_newest(tmp_path):
-    for attempt in range(1, MOST_STARTS + 4):
-        kept(tmp_path, START | {"attempt": attempt})
-    starts, left_out = starts_in(tmp_path), read(tmp_path)[1]
-    assert [start.attempt for start in starts] == [1, *range(5, MOST_STARTS + 4)]
-    assert left_out == 3
-
-
-def test_a_run_without_the_file_has_no_starts(tmp_path):
-    assert read(tmp_path) == ([], 0)
-
-
 @pytest.mark.parametrize(
     ("content", "why"),
     [
         ("[]", "it holds a list"),
         ("{", "Expecting"),
-        ('{"format": 1, "left_out": 0}', "starts is missing"),
+        ('{"format": 1}', "starts is missing"),
         ('{"format": 2, "left_out": 0, "starts": []}', "its format is 2"),
         ('{"format": 1, "left_out": 0, "starts": [3]}', "a start is a int"),
         ('{"format": 1, "left_out": 0, "starts": [{"attempt": true}]}', "attempt is True"),
     ],
 )
-def test_a_damaged_file_is_said_kept_and_begun_anew(tmp_path, content, why):
+def test_a_damaged_file_is_said_and_left_as_it_is(tmp_path, content, why):
     (tmp_path / "provenance.json").write_text(content)
     with pytest.raises(ValueError, match=why):
         read(tmp_path)
     told = []
     kept(tmp_path, told=told)
     assert why in told[0]
-    assert (tmp_path / "provenance.json.damaged").read_text() == content
-    assert [start.attempt for start in starts_in(tmp_path)] == [1]
+    assert (tmp_path / "provenance.json").read_text() == content
 
 
 def test_a_file_that_cannot_be_read_is_said_and_does_not_end_the_run(tmp_path):
@@ -134,7 +114,7 @@ def test_a_file_that_cannot_be_read_is_said_and_does_not_end_the_run(tmp_path):
         pass
     assert len(told) == 2
     assert "a named pipe" in told[0]
-    assert told[0].endswith("The run goes on")
+    assert told[0].endswith("The run goes on without")
 
 
 def git(folder, *arguments):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from asyncrl.storage.atomic import names_in
+from asyncrl.storage.weight_files import names_in
 from asyncrl.worlds.opensora.world import OpenSoraWorld
 
 MARK = "fourth.weight"

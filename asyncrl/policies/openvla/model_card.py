@@ -48,12 +48,12 @@ Not measured: other tasks than those it was trained on, and any robot.
 
 {loading}
 """
-_NO_RUN: Final = "The source is no checkpoint of a run, so nothing is known here of its training."
+NO_RUN: Final = "The source is no checkpoint of a run, so nothing is known here of its training."
 
 
 def card(
     policy: OpenVLAOFTConfig,
-    checkpoint: Path | None = None,
+    run: str = NO_RUN,
     *,
     title: str,
     source: str,
@@ -65,7 +65,7 @@ def card(
     """Return the README.md of an export: a header in YAML for a hub, then Markdown.
 
     Args:
-        checkpoint: The source, in its run's folder; None for any other.
+        run: Result of `about_run`, if the source is a checkpoint of a run.
         source: Last part of the converted name, and an adapter that was merged.
         imagined: False if the run trained in a simulator.
         hub: Hub identifiers given by the user: base_model, license.
@@ -73,7 +73,7 @@ def card(
     from huggingface_hub import ModelCardData
 
     tags = ["vision-language-action", "openvla" if policy.causal else "openvla-oft", "asyncrl"]
-    if checkpoint:
+    if run != NO_RUN:
         tags += ["reinforcement-learning", *["world-model"] * imagined]
     given: dict[str, Any] = {name: value for name, value in hub.items() if value}
     header = ModelCardData(
@@ -87,12 +87,17 @@ def card(
         source=source,
         licence=licence,
         policy=policy,
-        run="\n".join(_run(checkpoint, imagined=imagined)) if checkpoint else _NO_RUN,
+        run=run,
         loading=loading,
     )
 
 
-def _run(checkpoint: Path, *, imagined: bool) -> Iterator[str]:
+def about_run(checkpoint: Path, *, imagined: bool) -> str:
+    """Describe training and success of a checkpoint in its run's folder; a damaged file raises."""
+    return "\n".join(_about_run(checkpoint, imagined=imagined))
+
+
+def _about_run(checkpoint: Path, *, imagined: bool) -> Iterator[str]:
     run_dir, progress = checkpoint.parents[1], read_json(checkpoint / "state.json").get("progress")
     version = progress.get("version") if isinstance(progress, dict) else None
     if type(version) is not int:
