@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -75,13 +74,8 @@ _KNOWN: Final = {field.name: _TYPES[str(field.type)] for field in fields(Evaluat
 
 
 def append_evaluation(run_dir: Path, row: EvaluatedVersion) -> None:
-    """Add a line, after a torn one on a line of its own; raises OSError when it cannot be written."""
-    with (run_dir / EVALUATIONS).open("ab+") as file:
-        torn = b""
-        if file.tell():
-            file.seek(-1, os.SEEK_END)
-            torn = b"" if file.read(1) == b"\n" else b"\n"
-        file.write(torn + _line(row).encode())
+    """Add a line; raises OSError when it cannot be written."""
+    _write(run_dir, [*read_evaluations(run_dir), row])
 
 
 def read_evaluations(run_dir: Path) -> list[EvaluatedVersion]:
@@ -96,12 +90,13 @@ def read_evaluations(run_dir: Path) -> list[EvaluatedVersion]:
 
 def cut_evaluations(run_dir: Path, version: int) -> None:
     """Remove the lines of versions after one: a resumed run measures them again."""
-    if (path := run_dir / EVALUATIONS).exists():
-        write_text(path, "".join(_line(row) for row in read_evaluations(run_dir) if row.version <= version))
+    if (run_dir / EVALUATIONS).exists():
+        _write(run_dir, [row for row in read_evaluations(run_dir) if row.version <= version])
 
 
-def _line(row: EvaluatedVersion) -> str:
-    return json.dumps(asdict(row), allow_nan=False) + "\n"
+def _write(run_dir: Path, rows: list[EvaluatedVersion]) -> None:
+    lines = [json.dumps(asdict(row), allow_nan=False) + "\n" for row in rows]
+    write_text(run_dir / EVALUATIONS, "".join(lines))
 
 
 Measure = Callable[[int, Path | None], tuple[Evaluation, str, str]]
