@@ -15,7 +15,7 @@ from torch import Tensor
 
 from asyncrl.errors import AttemptEnded, WeightSyncError
 from asyncrl.weights import packing
-from asyncrl.weights.interface import BufferPair, ChannelClosed, Named, WeightSource, stale_version
+from asyncrl.weights.interface import BufferPair, ChannelClosed, Named, Receiver, WeightSource, stale_version
 
 MOST_COPIES: Final = 4
 """Host copies kept at most. Beyond it the oldest goes, and its readers begin again with the newest."""
@@ -189,8 +189,8 @@ class _Set:
     """End of the last swap from it; None on the CPU, and before the first."""
 
 
-class BufferedReceiver:
-    """The actor's side of a `Receiver`: a subclass fills the spare buffers on its own thread."""
+class BufferedReceiver(Receiver):
+    """The actor's side: a subclass fills the spare buffers on its own thread."""
 
     def __init__(
         self,

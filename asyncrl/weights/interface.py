@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -85,6 +86,7 @@ class Publisher(Protocol):
         Raises:
             WeightSyncError: `version` is old, the tensors changed their shape, or the channel broke down.
         """
+        as_weight_source(weights).write({})
 
     def wait_for_first(self, version: int, deadline: float, actors: int = 1) -> None:
         """Wait until `actors` actors hold `version` or a newer one.
@@ -95,33 +97,20 @@ class Publisher(Protocol):
 
     def status(self) -> dict[Metric, float]:
         """Return the newest metrics `weights/*`."""
-        ...
+        return {}
 
     def close(self) -> None:
         """Announce that no version will follow, and stop. May be called twice."""
 
 
-class NullPublisher:
-    """A `Publisher` without actors."""
-
-    def publish(self, weights: WeightSource | Mapping[str, Tensor], version: int) -> None:
-        """Send this rank's shards to rank 0, which publishes them."""
-        as_weight_source(weights).write({})
-
-    def wait_for_first(self, version: int, deadline: float, actors: int = 1) -> None:
-        """Do nothing."""
-
-    def status(self) -> dict[Metric, float]:
-        """Return nothing."""
-        return {}
-
-    def close(self) -> None:
-        """Do nothing."""
+class NullPublisher(Publisher):
+    """The end of a rank that only sends its shards to rank 0."""
 
 
-class Receiver(Protocol):
+class Receiver(ABC):
     """An actor's end. Used by one thread of the actor."""
 
+    @abstractmethod
     def wait_for_first(self, deadline: float) -> int:
         """Wait for the first complete version and return its number.
 
@@ -129,8 +118,8 @@ class Receiver(Protocol):
             ChannelClosed: None will follow.
             WeightSyncError: None arrived within `deadline` seconds, or the policies differ.
         """
-        ...
 
+    @abstractmethod
     def swap_into(self, tensors: Named) -> int:
         """Copy the newest complete version into the tensors, if it is newer, in the current stream's order.
 
@@ -142,23 +131,22 @@ class Receiver(Protocol):
         Raises:
             WeightSyncError: The policies differ, or the learner was silent beyond the deadline.
         """
-        ...
 
-    def wait_newer(self, version: int, wait: float) -> None:
+    def wait_newer(self, version: int, wait: float) -> None:  # noqa: B027  Nothing comes within a process.
         """Wait until a version newer than `version` can be swapped in, at most `wait` seconds."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Leave and stop. May be called twice."""
 
 
-class Link(Protocol):
+class Link:
     """Connection of one epoch between the learner (rank 0) and its members; every call may block.
 
     Its optional `moved` counts the pieces carried so far: a slow network is no dead peer.
     """
 
     def send(self, buffer_index: int) -> None:
-        """Send a buffer set, 0 or 1, to all members; does nothing where members copy it."""
+        """Send a buffer set, 0 or 1, to all members; nothing where they copy it out of the learner's."""
 
     def receive(self, buffer_index: int, into: Buffers) -> None:
         """Receive a buffer set, 0 or 1, into ``[E]`` buffers of the learner's sizes."""

@@ -39,6 +39,7 @@ from asyncrl.weights.interface import (
     ABORT_SECONDS,
     POLL_SECONDS,
     Link,
+    Publisher,
     Transport,
     TransportSession,
     WeightSource,
@@ -74,8 +75,8 @@ class Broadcast:
         return sum(self.stages.get(stage, 0.0) for stage in STAGES[2:])
 
 
-class BroadcastPublisher:
-    """A `Publisher` over a socket and a transport; built by `build_publisher`."""
+class BroadcastPublisher(Publisher):
+    """Over a socket and a transport; built by `build_publisher`."""
 
     def __init__(self, transport: Transport, path: Path, deadline: float, settings: ServerSettings) -> None:
         self._transport, self._path, self._deadline = transport, path, deadline

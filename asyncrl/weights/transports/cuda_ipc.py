@@ -81,16 +81,13 @@ class CudaIpcTransport:
         return self._far.connect_member(far, 1 + remote.index(rank), 1 + len(remote))
 
 
-class _Links:
+class _Links(Link):
     def __init__(self, links: list[Link]) -> None:
         self._links = links
 
     def send(self, buffer_index: int) -> None:
         for link in self._links:
             link.send(buffer_index)
-
-    def receive(self, buffer_index: int, into: Buffers) -> None:
-        raise AssertionError("rank 0 sends")
 
     def abort(self) -> None:
         for link in self._links:
@@ -124,12 +121,9 @@ class SameGpu:
         return _CudaIpcLink(self._stream, (mapped[0], mapped[1]))
 
 
-class _CudaIpcLink:
+class _CudaIpcLink(Link):
     def __init__(self, stream: torch.cuda.Stream, mapped: tuple[list[Tensor], list[Tensor]]) -> None:
         self._stream, self._mapped = stream, mapped
-
-    def send(self, buffer_index: int) -> None:
-        """Do nothing: members copy out of the learner's buffers."""
 
     def receive(self, buffer_index: int, into: Buffers) -> None:
         with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):

@@ -12,10 +12,17 @@ from asyncrl.errors import WeightSyncError
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.weights import packing
-from asyncrl.weights.interface import Named, WeightSource, as_weight_source, stale_version
+from asyncrl.weights.interface import (
+    Named,
+    Publisher,
+    Receiver,
+    WeightSource,
+    as_weight_source,
+    stale_version,
+)
 
 
-class InProcessPublisher:
+class InProcessPublisher(Publisher):
     """The learner's end, with the newest version."""
 
     def __init__(self, device: torch.device) -> None:
@@ -53,11 +60,8 @@ class InProcessPublisher:
             m.WEIGHTS_MEMBERS: 1,
         }
 
-    def close(self) -> None:
-        """Do nothing."""
 
-
-class InProcessReceiver:
+class InProcessReceiver(Receiver):
     """The actor's end."""
 
     def __init__(self, publisher: InProcessPublisher) -> None:
@@ -79,12 +83,6 @@ class InProcessReceiver:
             packing.fill(tensors, newest.views)
             self._held = newest.version
         return self._held
-
-    def wait_newer(self, version: int, wait: float) -> None:
-        """Return at once: nothing can come while this thread waits."""
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 def build_in_process(device: torch.device | str = "cpu") -> tuple[InProcessPublisher, InProcessReceiver]:

@@ -59,7 +59,7 @@ class NcclTransport:
         return group
 
 
-class _NcclLink:
+class _NcclLink(Link):
     def __init__(self, group: Any, stream: torch.cuda.Stream, buffers: BufferPair) -> None:
         self._group, self._stream, self._buffers = group, stream, buffers
         self._aborted = threading.Event()

@@ -88,19 +88,13 @@ class SharedMemoryTransport:
         return buffer
 
 
-class _SharedMemoryLink:
+class _SharedMemoryLink(Link):
     def __init__(self, mapped: list[NDArray[np.uint8]], count: int) -> None:
         self._sets = mapped[:count], mapped[count:]
-
-    def send(self, buffer_index: int) -> None:
-        """Do nothing: members copy out of the learner's buffers."""
 
     def receive(self, buffer_index: int, into: Buffers) -> None:
         for target, source in zip(into, self._sets[buffer_index], strict=True):
             np.copyto(as_bytes(target).numpy(), source)
-
-    def abort(self) -> None:
-        """Do nothing: nothing blocks, and mapped memory can be read without the learner."""
 
 
 def _map(place: str) -> NDArray[np.uint8]:
