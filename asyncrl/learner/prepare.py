@@ -155,8 +155,8 @@ def _importance_weights(
 
 
 @dataclass(frozen=True, kw_only=True)
-class MicroBatch:
-    """Decisions with all inputs of their loss, on the policy's device. A minibatch is one too."""
+class LossInputs:
+    """Inputs of the loss of a minibatch's or micro-batch's decisions, on the policy's device."""
 
     rows: Tensor  # [M] int64 on the CPU, rows of the batch
     counted: Tensor  # [M] bool on the CPU; False: padding that keeps this rank in step
@@ -179,12 +179,12 @@ class MicroBatch:
         """Count the decisions without padding."""
         return int(self.counted.sum())
 
-    def part(self, rows: slice | None) -> MicroBatch:
+    def part(self, rows: slice | None) -> LossInputs:
         """Return a micro-batch of the rows; None: of the padding row."""
         rows = slice(-1, None) if rows is None else rows
         return replace(self, **{name: x[rows] for name, x in self._tensors().items()})
 
-    def to(self, device: torch.device) -> MicroBatch:
+    def to(self, device: torch.device) -> LossInputs:
         """Move all but rows and counted to a device."""
         on_cpu = ("rows", "counted")
         tensors = {name: x for name, x in self._tensors().items() if name not in on_cpu}
@@ -224,7 +224,7 @@ def build_minibatch(
     *,
     max_decisions: int,
     prompt_lengths: Tensor,
-) -> MicroBatch:
+) -> LossInputs:
     """Collect the decisions of episodes ``[E]`` that can have a gradient, and a padding row; collective."""
     rows_M = torch.nonzero(torch.isin(batch.episode, episodes)).flatten()
     mask, values = batch.mask[rows_M], prepared.value_mask(batch)[rows_M]
@@ -242,7 +242,7 @@ def build_minibatch(
     def optional(values: Tensor | None) -> Tensor | None:
         return None if values is None else values[moved(rows, values.device)]
 
-    minibatch = MicroBatch(
+    minibatch = LossInputs(
         rows=rows,
         counted=counted,
         mask=batch.mask[rows] & counted[:, None, None],

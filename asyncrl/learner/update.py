@@ -32,7 +32,7 @@ from asyncrl.learner.losses import has_advantage, kl_penalty, log_ratio, valid_u
 from asyncrl.learner.metrics import MetricAccumulator, effective_sample_size, variance
 from asyncrl.learner.optimizer import ClippedOptimizer
 from asyncrl.learner.prepare import (
-    MicroBatch,
+    LossInputs,
     PreparedBatch,
     build_minibatch,
     episodes_before,
@@ -130,7 +130,7 @@ class Update:
         return finish_metrics(metrics.reduce(self.ranks, steps)) | self.stepper.end_update()
 
     def _add_gradient(
-        self, batch: Batch, prepared: PreparedBatch, minibatch: MicroBatch, *, read_kl: bool
+        self, batch: Batch, prepared: PreparedBatch, minibatch: LossInputs, *, read_kl: bool
     ) -> list[MetricAccumulator]:
         recipe, learns = self.recipe, self.stepper.policy_learns
         metrics: list[MetricAccumulator] = []
@@ -165,7 +165,7 @@ class Update:
 def update_loss(
     recipe: Recipe,
     current: EvaluateResult,
-    micro: MicroBatch,
+    micro: LossInputs,
     *,
     policy: bool = True,
     trust_region: float = 0.0,
@@ -192,7 +192,7 @@ def update_loss(
 
 
 def _policy_loss(
-    recipe: Recipe, logprob: Tensor, old_logprob: Tensor, micro: MicroBatch, trust_region: float
+    recipe: Recipe, logprob: Tensor, old_logprob: Tensor, micro: LossInputs, trust_region: float
 ) -> LossAndMetrics:
     metrics, level, mask = MetricAccumulator(), recipe.algorithm.level, micro.mask
     behaviour = torch.where(mask, micro.behaviour, 0.0)
@@ -233,7 +233,7 @@ def _policy_loss(
 
 
 def _regularisers(
-    recipe: Recipe, current: EvaluateResult, logprob: Tensor, micro: MicroBatch
+    recipe: Recipe, current: EvaluateResult, logprob: Tensor, micro: LossInputs
 ) -> LossAndMetrics:
     metrics, settings, mask = MetricAccumulator(), recipe.algorithm, micro.mask
     with_advantage = mask & has_advantage(micro.advantages)[:, None, None]
@@ -255,7 +255,7 @@ def _regularisers(
     return loss, metrics
 
 
-def _value_loss(recipe: Recipe, current: EvaluateResult, micro: MicroBatch) -> LossAndMetrics:
+def _value_loss(recipe: Recipe, current: EvaluateResult, micro: LossInputs) -> LossAndMetrics:
     assert current.value is not None
     assert micro.values is not None
     assert micro.targets is not None
