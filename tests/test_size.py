@@ -24,7 +24,7 @@ CEILINGS = {
     "messaging": (1060, 6),
     "observability": (2765, 12),
     "policies": (3210, 15),
-    "replay": (4530, 19),
+    "replay": (4435, 19),
     "replay_tools": (1890, 9),
     "rewards": (650, 5),
     "simulators": (4520, 22),

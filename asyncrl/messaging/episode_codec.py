@@ -24,7 +24,13 @@ from asyncrl.errors import WireError
 from asyncrl.records import Episode
 
 MAX_TEXT: Final = 4096
+MAX_LONG_TEXT: Final = 2**19
 MAX_READINGS: Final = 256
+MAX_NUMBERS: Final = 2**16
+
+
+class LongText(str):
+    """Type of a field for a text of up to `MAX_LONG_TEXT` characters, instead of `MAX_TEXT`."""
 
 
 def shown(value: Any) -> str:
@@ -40,25 +46,29 @@ def check_keys(where: str, found: dict[str, Any], expected: dict[str, Any]) -> N
 
 def check_value(where: str, value: Any, expected: type) -> None:
     """Check a value's type, and that it can be stored."""
-    if type(value) is not expected:
-        raise WireError(f"{where} is a {type(value).__name__}, expected {expected.__name__}.")
+    most = MAX_LONG_TEXT if expected is LongText else MAX_TEXT
+    if type(value) is not (wanted := str if expected is LongText else expected):
+        raise WireError(f"{where} is a {type(value).__name__}, expected {wanted.__name__}.")
     if isinstance(value, str):
-        _check_text(where, value)
+        _check_text(where, value, most)
     elif isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise WireError(f"{where} does not fit into 64 bits.")
     elif isinstance(value, float) and not math.isfinite(value):
         raise WireError(f"{where} is {value}, expected a finite number.")
-    elif isinstance(value, dict):
-        if len(value) > MAX_READINGS:
-            raise WireError(f"{where} has {len(value)} entries, allowed are {MAX_READINGS}.")
-        for name, number in value.items():
+    elif isinstance(value, (dict, list)):
+        allowed = MAX_READINGS if isinstance(value, dict) else MAX_NUMBERS
+        if len(value) > allowed:
+            raise WireError(f"{where} has {len(value)} entries, allowed are {allowed}.")
+        for number in value if isinstance(value, list) else ():
+            check_value(where, number, int)
+        for name, number in value.items() if isinstance(value, dict) else ():
             _check_text(where, name)
             check_value(where, number, float)
 
 
-def _check_text(where: str, text: str) -> None:
-    if len(text) > MAX_TEXT:
-        raise WireError(f"{where} has {len(text)} characters, allowed are {MAX_TEXT}.")
+def _check_text(where: str, text: str, most: int = MAX_TEXT) -> None:
+    if len(text) > most:
+        raise WireError(f"{where} has {len(text)} characters, allowed are {most}.")
     if "\0" in text or any("\ud800" <= letter <= "\udfff" for letter in text):
         raise WireError(f"{where} holds a character that is not text (NUL or a lone surrogate).")
 

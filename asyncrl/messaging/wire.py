@@ -29,6 +29,7 @@ from asyncrl.episode_layout import (
 from asyncrl.errors import WireError
 from asyncrl.messaging.episode_codec import (
     Buffer,
+    LongText,
     check_keys,
     check_sizes,
     check_value,
@@ -41,7 +42,7 @@ from asyncrl.records import Episode
 
 MAGIC: Final = b"ARL1"
 _PREFIX: Final = struct.Struct("<4sI")
-MAX_HEADER_BYTES: Final = 64 * 1024
+MAX_HEADER_BYTES: Final = 2**20
 MAX_FRAMES: Final = 1 + len(EPISODE_ARRAYS) + MAX_SAMPLE_ARRAYS + len(OPTIONAL_ARRAYS)
 
 KINDS: Final[dict[str, dict[str, type]]] = {
@@ -57,8 +58,8 @@ KINDS: Final[dict[str, dict[str, type]]] = {
     "welcome": {"boot": str, "known": bool, "package": str},
     "ping": {},
     "bye": {},
-    "settings": {"name": str, "part": int},
-    "settings_part": {"part": int, "parts": int, "text": str, "weights": str, "secret": str, "attempt": int},
+    "settings": {"name": str},
+    "settings_reply": {"config": LongText, "weights": str, "secret": str, "attempt": int},
     "acquire": {"turn": int, "groups": int},
     "grant": {"turn": int, "number": int, "min_version": int, "keep_video": bool},
     "given_up": {"turn": int},
@@ -76,7 +77,7 @@ KINDS: Final[dict[str, dict[str, type]]] = {
     "receipt": {"episode_id": str, "status": str, "reason": str},
     "report": {"readings": dict},
     "sample": {"request": str, "groups": int, "version": int},
-    "chosen": {"request": str, "place": int, "places": int, "number": int},
+    "chosen": {"request": str, "numbers": list},
     "fetch": {"request": str, "number": int},
     "batch": {"number": int, "size": int},
     "lost": {"request": str, "number": int, "reason": str},
@@ -92,9 +93,9 @@ KINDS: Final[dict[str, dict[str, type]]] = {
 }
 """Kind of message -> fields. `package` is the sender's version of asyncrl; `secret` and `attempt` are those
 of `RunIdentity`, and `ended` has the attempt that replaced the peer's. `given_up` repeats an answer whose
-group is no longer open. A batch is one `chosen` per group; a `fetch` is answered by `size` messages `batch`,
-one per episode, or by `lost`. A `failed` is answered, like an episode, by a receipt. A `dict` maps names of
-metrics to finite numbers."""
+group is no longer open. A `fetch` is answered by `size` messages `batch`, one per episode, or by `lost`. A
+`failed` is answered, like an episode, by a receipt. A `dict` maps names of metrics to finite numbers; a
+`list` has the numbers of groups."""
 WITH_EPISODE: Final = frozenset({"episode", "batch"})
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Final
 
 from asyncrl.errors import ReplayError, SampleTimeout
@@ -178,8 +178,8 @@ class _BatchRequest:
     request: str
     asked_at: float = -float("inf")
     asked_server_id: str = ""
-    chosen: dict[int, int] = field(default_factory=dict)
-    complete: bool = False
+    numbers: tuple[int, ...] = ()
+    """The answer; empty until it comes."""
 
 
 class ZmqLearnerPort:
@@ -203,11 +203,6 @@ class ZmqLearnerPort:
         self._fetch: _PartFetch | None = None
         self._reply: Message | None = None
 
-    def sample(self, *, groups: int, version: int, timeout: float) -> list[list[Episode]]:
-        """Choose a batch and fetch all of it; see `LearnerPort`."""
-        batch = self.choose(groups=groups, version=version, timeout=timeout)
-        return self.fetch(batch, timeout=timeout)
-
     def choose(self, *, groups: int, version: int, timeout: float) -> BatchDescription:
         """See `LearnerPort`. After a timeout the same request goes on waiting."""
         self._link.version = max(self._link.version, version)
@@ -217,12 +212,12 @@ class ZmqLearnerPort:
             request = f"{self._link.session}-{self._requests}"
             wanted = self._request = _BatchRequest(groups=groups, version=version, request=request)
         deadline = time.monotonic() + timeout
-        while not wanted.complete and (left := deadline - time.monotonic()) > 0:
+        while not wanted.numbers and (left := deadline - time.monotonic()) > 0:
             self._ask(wanted)
             self._exchange(left if self._link.server_id else min(left, 0.05))
-        if not wanted.complete:
+        if not wanted.numbers:
             reply = self._ask_status(1.0)
-            if not wanted.complete:
+            if not wanted.numbers:
                 contents = "does not answer" if reply is None else f"holds {reply['contents']}"
                 raise SampleTimeout(
                     f"No batch of {groups} groups at version {version} within {timeout:g} s: "
@@ -230,8 +225,7 @@ class ZmqLearnerPort:
                     **({} if reply is None else {x.name: reply[x.name] for x in fields(Filling)}),
                 )
         self._request = None
-        numbers = tuple(wanted.chosen[place] for place in sorted(wanted.chosen))
-        return BatchDescription(request=wanted.request, numbers=numbers)
+        return BatchDescription(request=wanted.request, numbers=wanted.numbers)
 
     def fetch(
         self, wanted: BatchDescription, *, timeout: float, while_waiting: Callable[[], object] = lambda: None
@@ -295,9 +289,7 @@ class ZmqLearnerPort:
                     continue
                 if message.kind == "nothing_to_learn":
                     raise NothingToLearn(message["reason"])
-                wanted.asked_at = time.monotonic()
-                wanted.chosen[message["place"]] = message["number"]
-                wanted.complete = len(wanted.chosen) == message["places"]
+                wanted.numbers = tuple(message["numbers"])
             elif self._fetch is not None:
                 self._fetch.add(message)
 

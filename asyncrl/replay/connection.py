@@ -18,7 +18,7 @@ import zmq
 
 from asyncrl import __version__
 from asyncrl.errors import AttemptEnded, ReplayError
-from asyncrl.messaging.episode_codec import MAX_TEXT, Buffer
+from asyncrl.messaging.episode_codec import Buffer
 from asyncrl.messaging.keys import ClientKeys, Handshakes
 from asyncrl.messaging.sockets import IDENTITY, LINGER_MS, open_dealer
 from asyncrl.messaging.wire import Message, decode, encode
@@ -34,7 +34,6 @@ HELD_RESEND_AFTER: Final = 60.0
 """Seconds until an episode of an incomplete group is sent again: its final receipt may be lost."""
 RANK: Final = "rank"  # Role of a learner rank other than 0: it fetches its part of batches
 VISITOR: Final = "visitor"
-MAX_PARTS: Final = 64  # Most parts of a run's settings; each has at most MAX_TEXT characters
 
 
 class Connection:
@@ -238,46 +237,33 @@ class JoinSettings:
     weights: str
     identity: RunIdentity = NO_RUN
 
-    def part(self, number: int) -> dict[str, Any] | None:
-        """Return the fields of one `settings_part`; None if there is no such part."""
-        parts = -(-len(self.config) // MAX_TEXT)
-        if not 0 <= number < parts <= MAX_PARTS:
-            return None
-        text = self.config[number * MAX_TEXT : (number + 1) * MAX_TEXT]
-        whose = {"secret": self.identity.secret, "attempt": self.identity.attempt}
-        return {"part": number, "parts": parts, "text": text, "weights": self.weights, **whose}
 
-
-def ask_settings(endpoint: str, name: str, security: ClientKeys | None, deadline: float) -> JoinSettings:
-    """Ask a replay for the settings of its run, part by part, at most `deadline` seconds.
+def ask_settings(endpoint: str, name: str, security: ClientKeys | None, timeout: float) -> JoinSettings:
+    """Ask a replay for the settings of its run.
 
     Raises:
         ReplayError: No answer came, or the replay refuses: wrong keys, another version, a name that is taken.
         WireError: It speaks another schema version, or garbage.
     """
     link = Connection(endpoint, VISITOR, name, 0, security, RunIdentity(secret=_secret_next_to(endpoint)))
-    texts: list[str] = []
-    until, asked_at = time.monotonic() + deadline, -float("inf")
+    until, asked_at = time.monotonic() + timeout, -float("inf")
     try:
         while (now := time.monotonic()) < until:
             if link.server_id and now - asked_at >= PING_EVERY:
                 asked_at = now
-                link.send_now("settings", name=name, part=len(texts))
+                link.send_now("settings", name=name)
             for message in link.exchange(0.1):
-                if message.kind != "settings_part" or message["part"] != len(texts):
-                    continue
-                texts.append(message["text"])
-                asked_at = -float("inf")
-                if len(texts) >= message["parts"]:
+                if message.kind == "settings_reply":
                     identity = RunIdentity(secret=message["secret"], attempt=message["attempt"])
-                    config, weights = "".join(texts), message["weights"]
-                    return JoinSettings(config=config, weights=weights, identity=identity)
+                    return JoinSettings(
+                        config=message["config"], weights=message["weights"], identity=identity
+                    )
             if link.stopped:
                 raise ReplayError(f"the run at {endpoint} is over.")
     finally:
         link.close()
     raise ReplayError(
-        f"no replay answered at {endpoint} within {deadline:g} s. Is the run under way, is this its "
+        f"no replay answered at {endpoint} within {timeout:g} s. Is the run under way, is this its "
         "--replay.listen, and do firewalls let it through?"
     )
 

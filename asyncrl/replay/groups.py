@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, get_args
 
 from asyncrl.observability import metrics_system as m
@@ -51,9 +51,6 @@ class GroupTable:
         self.open: dict[int, OpenGroup] = {}
         self.ready: dict[int, GroupFile] = {}
         self.closed: dict[int, ClosedGroup] = {}
-        self.used_at: dict[int, int] = {}  # Recently used group -> the learner's version at its use
-        self.filtered: dict[int, FilteredGroup] = {}
-        """Recently closed groups whose episodes all had the same return."""
         self.to_grant_again: set[int] = set()
         """Closed groups whose numbers are granted again, before any new number."""
         # Number to grant again -> times that its actor did not complete it.
@@ -64,7 +61,7 @@ class GroupTable:
     @property
     def filtered_groups(self) -> int:
         """Count of the groups whose episodes all had the same return, since the run began."""
-        return self._filtered_before + len(self.filtered)
+        return self._filtered_before + sum(group.filtered is not None for group in self.closed.values())
 
     def is_closed(self, number: int) -> bool:
         """True if a group was used up, filtered or given up."""
@@ -92,26 +89,26 @@ class GroupTable:
     def use(self, numbers: Sequence[int]) -> None:
         """Close groups that were given to the learner at `version`."""
         for number in numbers:
-            self._close(number, "duplicate", self.version)
-            self.used_at[number] = self.version
+            self._close(number, ClosedGroup(status="duplicate", version=self.version, used=True))
         self.used += len(numbers)
 
     def filter(self, number: int, newest_version: int, successes: int, size: int) -> None:
         """Close a stored group without a learning signal: its credit returns, it does not count as used."""
-        self._close(number, "duplicate", newest_version)
-        self.filtered[number] = FilteredGroup(newest_version=newest_version, successes=successes, size=size)
+        filtered = FilteredGroup(successes=successes, size=size)
+        self._close(number, ClosedGroup(status="duplicate", version=newest_version, filtered=filtered))
 
     def forget_uses(self) -> None:
         """Make all closings final: no resume undoes them."""
-        self._filtered_before += len(self.filtered)
-        self.used_at.clear()
-        self.filtered.clear()
+        self._filtered_before = self.filtered_groups
+        for number, group in self.closed.items():
+            self.closed[number] = replace(group, used=False, filtered=None)
 
     def drop(self, number: int, status: ReceiptStatus, *, stored: bool = False) -> None:
         """Give a group up, for good or to grant its number again (`grants_again`)."""
         again = self.grants_again(number, status)
         given_up = self._given_up.get(number, 0) + (status == "dropped_deadline")
-        self._close(number, "duplicate" if stored and status != "dropped_resume" else status, self.version)
+        late = "duplicate" if stored and status != "dropped_resume" else status
+        self._close(number, ClosedGroup(status=late, version=self.version))
         if again:
             self.to_grant_again.add(number)
             self._given_up[number] = given_up
@@ -126,14 +123,14 @@ class GroupTable:
             return self._given_up.get(number, 0) < GRANTS_AGAIN
         return status in ("dropped_resume", "dropped_lag")
 
-    def _close(self, number: int, status: ReceiptStatus, version: int) -> None:
+    def _close(self, number: int, group: ClosedGroup) -> None:
         self.remove(number)
         self._given_up.pop(number, None)
-        self.closed[number] = ClosedGroup(status=status, version=version)
+        self.closed[number] = group
 
     def remove(self, number: int) -> None:
         """Forget everything about a group, also its use."""
-        for groups in (self.open, self.ready, self.closed, self.used_at, self.filtered):
+        for groups in (self.open, self.ready, self.closed):
             groups.pop(number, None)
         self.to_grant_again.discard(number)
         if self._forgotten is not None:
@@ -149,9 +146,7 @@ class GroupTable:
         """Forget the groups closed more than `resume_window` versions ago; around a resume some later."""
         before = self.version - self.resume_window
         for number in list(itertools.takewhile(lambda n: self.closed[n].version < before, self.closed)):
-            del self.closed[number]
-            self.used_at.pop(number, None)
-            self._filtered_before += self.filtered.pop(number, None) is not None
+            self._filtered_before += self.closed.pop(number).filtered is not None
             if self._forgotten is not None:
                 self._forgotten.add(number)
 
@@ -185,14 +180,15 @@ class ClosedGroup:
     """A group that will not be used (any more)."""
 
     status: ReceiptStatus  # Answer to its late or repeated episodes
-    version: int  # The learner's version at its last use or at its closing
+    version: int  # The learner's then; of a filtered group that of its newest decision
+    used: bool = False
+    filtered: FilteredGroup | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class FilteredGroup:
     """A complete group whose episodes all had the same return."""
 
-    newest_version: int
     successes: int
     size: int
 

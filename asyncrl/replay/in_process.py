@@ -93,32 +93,18 @@ class InProcessLearnerPort:
     ) -> None:
         """Begin or resume the run."""
         self._replay, self._imagine = replay, imagine
-        self._batch: dict[int, list[Episode]] = {}  # The batch that was chosen and not fetched yet.
         replay.begin(os.urandom(8).hex(), version, in_turns=True)
 
     def choose(self, *, groups: int, version: int, timeout: float) -> BatchDescription:
-        """See `LearnerPort`, and `sample` for how it waits."""
-        batch = self.sample(groups=groups, version=version, timeout=timeout)
-        self._batch = {number_of(group[0].group_id): group for group in batch}
-        return BatchDescription(request="", numbers=tuple(self._batch))
-
-    def fetch(
-        self, wanted: BatchDescription, *, timeout: float, while_waiting: Callable[[], object] = lambda: None
-    ) -> list[list[Episode]]:
-        """See `LearnerPort`. The groups were read when they were chosen."""
-        found, self._batch = [self._batch[number] for number in wanted.numbers], {}
-        return found
-
-    def sample(self, *, groups: int, version: int, timeout: float) -> list[list[Episode]]:
-        """Choose a batch and read it; lets the actor imagine until nothing is in flight."""
+        """See `LearnerPort`. Lets the actor imagine until nothing is in flight."""
         deadline = time.monotonic() + timeout
         self._replay.set_version(version)
         while True:
             busy = self._imagine is not None and self._imagine()
             self._replay.maintain()
             in_flight = busy or self._replay.lifecycle.disk.groups
-            if not in_flight and (batch := self._replay.sample(groups, version)) is not None:
-                return batch
+            if not in_flight and (numbers := self._replay.choose(groups, version)) is not None:
+                return BatchDescription(request="", numbers=tuple(numbers))
             if not in_flight and self._replay.exhausted_reason:
                 raise ReplayError(self._replay.exhausted_reason)
             if end := self._replay.nothing_to_learn:
@@ -131,6 +117,12 @@ class InProcessLearnerPort:
                 )
             if not busy:
                 time.sleep(IDLE)
+
+    def fetch(
+        self, wanted: BatchDescription, *, timeout: float, while_waiting: Callable[[], object] = lambda: None
+    ) -> list[list[Episode]]:
+        """See `LearnerPort`. The groups were read when they were chosen."""
+        return self._replay.batches.pop(wanted.numbers)
 
     def report_version(self, version: int) -> None:
         """See `LearnerPort`."""

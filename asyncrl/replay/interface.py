@@ -130,11 +130,6 @@ class Receipt:
     cause: RefusalCause | None = None
     """Of `dropped_invalid`, for the metrics; it is not sent."""
 
-    @property
-    def final(self) -> bool:
-        """True if the actor can forget the episode."""
-        return self.status != "held"
-
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatorFormat:

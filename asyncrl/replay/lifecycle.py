@@ -7,8 +7,8 @@ the credit bounds the memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Final
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from typing import Any, Final, TypeVar
 
 from asyncrl.errors import DiskFull, OutOfFiles
 from asyncrl.records import Episode
@@ -21,6 +21,7 @@ from asyncrl.replay.store import EpisodeStore
 
 NOTICES: Final = 20  # Most lines of the replay on the learner's console
 RETRY_EVERY: Final = 1.0  # Seconds between two attempts to write a group that waits
+T = TypeVar("T")
 
 
 class GroupLifecycle:
@@ -33,7 +34,7 @@ class GroupLifecycle:
         self.receipts: list[tuple[str, Receipt]] = []
         self.notices: list[str] = []
         self._warn, self._notified = warn, 0
-        self._writer: ThreadPoolExecutor | None = None
+        self._writer: Executor = AtOnce()
         self._unwritten: dict[int, Future[GroupFile]] = {}
 
     def write_in_background(self) -> None:
@@ -45,61 +46,43 @@ class GroupLifecycle:
         """Complete groups in the thread's queue. Nothing gives them up before they are written."""
         return self._unwritten.keys()
 
-    def store_soon(self, number: int, newest: str) -> bool:
-        """Store a complete group, or queue it for the thread; True if it is stored already."""
-        if self._writer is None:
-            return self.store_group(number, newest)
+    def store_soon(self, number: int) -> None:
+        """Store a complete group, in the thread if there is one; the receipts of its episodes follow."""
         self._unwritten[number] = self._writer.submit(self.store.write, number, self._members(number))
-        return False
-
-    def store_group(self, number: int, newest: str = "") -> bool:
-        """Store a complete group; False if the disk is full. The episode `newest` gets no receipt here."""
-        self.finish()
-        try:
-            group_file = self.store.write(number, self._members(number))
-        except (DiskFull, OutOfFiles) as error:
-            self.disk.failed(number, error)
-            return False
-        self._stored_group(group_file, newest)
-        return True
+        self.finish(wait=False)
 
     def finish(self, *, wait: bool = True) -> None:
         """Enter the groups that the thread wrote; with `wait`, all of them."""
         while self._unwritten and (wait or next(iter(self._unwritten.values())).done()):
             number = next(iter(self._unwritten))
             try:
-                self._stored_group(self._unwritten.pop(number).result())
+                self._enter(self._unwritten.pop(number).result())
             except (DiskFull, OutOfFiles) as error:
                 self.disk.failed(number, error)
 
     def retry(self) -> None:
         """Store the waiting groups again once that is due."""
-        if self.disk.due:
-            for number in sorted(self.disk.groups):
-                if not self.store_group(number):
-                    break
+        while self.disk.due and not self._unwritten:
+            self.store_soon(min(self.disk.groups))
 
     def close(self) -> None:
         """Wait for the thread, then close the folder."""
         try:
             self.finish()
         finally:
-            if self._writer is not None:
-                self._writer.shutdown()
+            self._writer.shutdown()
             self.store.close()
 
     def _members(self, number: int) -> list[Episode]:
         return list(self.state.limiter.open[number].members.values())
 
-    def _stored_group(self, group_file: GroupFile, newest: str = "") -> None:
+    def _enter(self, group_file: GroupFile) -> None:
         number = self.store.enter(group_file).number
         actor, members = self.state.limiter.open[number].actor, self._members(number)
         if self.disk.groups:
             self.disk.over(number)
             self.store.ledger.keep_spare()
-        for sibling in members:
-            if sibling.episode_id != newest:
-                self.receipts.append((actor, Receipt(episode_id=sibling.episode_id, status="stored")))
+        self.receipts += [(actor, Receipt(episode_id=x.episode_id, status="stored")) for x in members]
         self.state.make_ready(number, group_file)
         self.success.add(group_file.attributes["successes"], len(members))
         if self.state.limiter.filter_groups and has_no_signal(members):
@@ -180,6 +163,19 @@ class GroupLifecycle:
         if self.store.total_bytes > self.store.max_bytes:
             again, closed = set(self.state.session.batch), self.state.limiter.is_closed
             self.store.trim([n for n in self.store.group_files if closed(n) and n not in again])
+
+
+class AtOnce(Executor):
+    """Runs everything in the thread that submits it."""
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        """Return the result as a pool of threads would."""
+        future = Future[T]()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
 
 
 class DiskWait:

@@ -134,19 +134,20 @@ class Peers:
             self.replay.leave(name)
 
     def send_settings(self, peer: bytes, message: Message) -> None:
-        """Send a part of the run's settings to a process that wants to join."""
+        """Send the run's settings to a process that wants to join."""
         if peer not in self._visitors:
             self.welcome(peer, known=False)
             return
-        name = message["name"]
-        part = self.settings.part(message["part"]) if self.settings else None
+        name, settings = message["name"], self.settings
         if name in self.actors.values() and self.replay.state.limiter.since_heartbeat(name) < NAME_RESERVED:
             why = f"the run has an actor called {name!r}. Use another --name, or try again when it ended."
             self.sender.send(peer, "refused", reason=why)
-        elif part is None:
-            self.sender.send(peer, "refused", reason="this replay has no such settings to tell.")
+        elif settings is None:
+            self.sender.send(peer, "refused", reason="this replay has no settings to tell.")
         else:
-            self.sender.send(peer, "settings_part", **part)
+            whose = {"secret": settings.identity.secret, "attempt": settings.identity.attempt}
+            about = {"config": settings.config, "weights": settings.weights}
+            self.sender.send(peer, "settings_reply", **about, **whose)
 
     def send_quarantined(self, peer: bytes) -> bool:
         """Send an actor the quarantined start states that it does not know; False if it accepts no more."""

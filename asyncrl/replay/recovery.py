@@ -33,11 +33,10 @@ def plan_resume(
     """
     drop: dict[int, ReceiptStatus] = dict.fromkeys(limiter.open, "dropped_resume")
     ready = list[int]()
-    for number, filtered in limiter.filtered.items():
-        if filtered.newest_version > version:
+    for number, closed in limiter.closed.items():
+        if closed.filtered is not None and closed.version > version:
             drop[number] = "dropped_resume"
-    for number, used_at in limiter.used_at.items():
-        if used_at >= version:
+        if closed.used and closed.version >= version:
             status = _drop_reason(limiter, stored.get(number), version)
             if status is None:
                 ready.append(number)
@@ -50,7 +49,7 @@ def plan_resume(
     kept = {number: stored[number].newest_version for number in {*ready, *limiter.ready} - drop.keys()}
     all_kept = len(kept) >= (limiter.max_lag + 1) * limiter.groups_per_update
     if in_turns and not all_kept:
-        kept |= {number: filtered.newest_version for number, filtered in limiter.filtered.items()}
+        kept |= {n: closed.version for n, closed in limiter.closed.items() if closed.filtered is not None}
         for number, newest_version in kept.items():
             if newest_version == version:
                 drop[number] = "dropped_resume"
@@ -121,9 +120,9 @@ def count_successes(lifecycle: GroupLifecycle) -> None:
     for group in limiter.ready.values():
         if group.newest_version == limiter.version:
             lifecycle.success.add(group.attributes["successes"], group.attributes["group_size"])
-    for filtered in limiter.filtered.values():
-        if filtered.newest_version == limiter.version:
-            lifecycle.success.add(filtered.successes, filtered.size)
+    for closed in limiter.closed.values():
+        if closed.filtered is not None and closed.version == limiter.version:
+            lifecycle.success.add(closed.filtered.successes, closed.filtered.size)
 
 
 def _recover_ready(lifecycle: GroupLifecycle) -> None:

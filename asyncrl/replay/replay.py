@@ -151,7 +151,7 @@ class Replay:
         return self.state.limiter.find_grant(actor, request_number) is None
 
     def admit(self, episode: Episode, actor: str | None = None) -> Receipt:
-        """Admit an episode of a sender (None: unknown). Receipts of its siblings follow by `pop_receipts`."""
+        """Admit an episode of a sender (None: unknown). `pop_receipts` has those of complete groups."""
         number, limiter = number_of(episode.group_id), self.state.limiter
         if number in self.lifecycle.unwritten:  # Its problem could give the group up.
             self.lifecycle.finish()
@@ -159,8 +159,7 @@ class Replay:
         if receipt.status == "held":
             if limiter.complete(number):
                 self.refused_actors.forget(limiter.open[number].actor)
-                if self.lifecycle.store_soon(number, newest=episode.episode_id):
-                    receipt = Receipt(episode_id=episode.episode_id, status="stored")
+                self.lifecycle.store_soon(number)
         elif receipt.status == "duplicate":
             self.state.counters.add("duplicate")
             if number in limiter.open:
@@ -250,11 +249,6 @@ class Replay:
         """Give complete groups away; a repeated request gets the same batch. See `BatchChooser.choose`."""
         self.set_version(version)
         return self.batches.choose(groups, request)
-
-    def sample(self, groups: int, version: int, request: str = "") -> list[list[Episode]] | None:
-        """Choose a batch and read it, in this thread; see `choose`."""
-        self.set_version(version)
-        return self.batches.sample(groups, request)
 
     def set_version(self, version: int) -> None:
         """Set the learner's newest version; drop the groups that it makes too old."""

@@ -6,9 +6,10 @@ memory as far as they fit, of others only the verdict. The limiter decides when 
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -19,7 +20,7 @@ from asyncrl.records import Episode
 from asyncrl.replay.admission import unusable
 from asyncrl.replay.events import Used
 from asyncrl.replay.group_file import GroupFile, read_group
-from asyncrl.replay.lifecycle import GroupLifecycle
+from asyncrl.replay.lifecycle import AtOnce, GroupLifecycle
 
 LEFT_OUT: Final = ("video",)  # Arrays that no update reads: threads skip them
 MAX_THREADS: Final = 4
@@ -54,14 +55,14 @@ class BatchChooser:
         """Read at once where a group is needed; `warn` receives a line if no file can be opened."""
         self._lifecycle, self._store, self._state = lifecycle, lifecycle.store, lifecycle.state
         self._warn, self._out_of_files = warn, False
-        self._pool: ThreadPoolExecutor | None = None
-        self._max_bytes = 0
+        self._pool: Executor = AtOnce()
+        self._max_bytes, self._without = math.inf, ()
         self._entries: dict[int, _Entry] = {}
         self.reading = False  # True if there are enough groups for the last request, and some are being read.
 
     def read_in_background(self) -> None:
         """Read in threads from now on, also ahead: see `read_ahead`."""
-        self._max_bytes = READ_AHEAD_BYTES
+        self._max_bytes, self._without = READ_AHEAD_BYTES, LEFT_OUT
         self._pool = ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0))), "read")
 
     @property
@@ -72,18 +73,6 @@ class BatchChooser:
     def begin(self) -> None:
         """Forget every read group: its check at a later version may not hold at this one."""
         self._keep_only(set())
-
-    def sample(self, groups: int, request: str) -> list[list[Episode]] | None:
-        """Choose a batch and read it, in this thread; episodes are in the order of their members."""
-        assert self._pool is None
-        while (numbers := self.choose(groups, request)) is not None:
-            batch = [self.load(number) for number in numbers]
-            self._keep_only(set())
-            sound = [group.episodes for group in batch if group is not None and not group.damaged]
-            if len(sound) == len(batch):
-                return sound
-            request = ""  # It was answered, and a file of that answer is damaged now.
-        return None
 
     def choose(self, groups: int, request: str) -> list[int] | None:
         """Give complete groups away, oldest first; from then on they count as used.
@@ -135,6 +124,12 @@ class BatchChooser:
             self._put_away(number, group.damaged)
         return group
 
+    def pop(self, numbers: Sequence[int]) -> list[list[Episode]]:
+        """Return the groups of a batch that was just chosen without threads; forget all that was read."""
+        groups = [self.load(number) for number in numbers]
+        self._keep_only(set())
+        return [group.episodes for group in groups if group is not None]
+
     def read_ahead(self) -> None:
         """Start to read groups that the learner may get next, and forget the others. Call it often.
 
@@ -157,8 +152,7 @@ class BatchChooser:
     def close(self) -> None:
         """Wait for the threads' end: each finishes its file."""
         self._keep_only(set())
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+        self._pool.shutdown(cancel_futures=True)
 
     def _read(self, number: int, *, keep: bool = False) -> LoadedGroup | None:
         """Return a group, or start to read it; None while it is being read."""
@@ -177,44 +171,14 @@ class BatchChooser:
         if entry is not None and (entry.kept or not keep):
             return
         group_file = self._store.group_files[number]
-        keep = keep or self._pool is None or self._kept_bytes + group_file.size <= self._max_bytes
+        keep = keep or self._kept_bytes + group_file.size <= self._max_bytes
         expected = replace(self._state.limiter.expected(), newest_version=self._state.limiter.version)
 
         def check(group: Sequence[Episode]) -> str | None:
             return unusable(group, f"{number:08d}", expected)
 
-        if self._pool is not None:
-            future = self._pool.submit(self._load, group_file, check, keep, LEFT_OUT)
-        else:
-            future = Future[LoadedGroup]()
-            try:
-                future.set_result(self._load(group_file, check, keep))
-            except ReplayError as error:
-                future.set_exception(error)
+        future = self._pool.submit(_load, group_file, check, keep, self._without)
         self._entries[number] = _Entry(future=future, kept=keep, nbytes=group_file.size)
-
-    def _load(
-        self,
-        group_file: GroupFile,
-        check: Callable[[Sequence[Episode]], str | None],
-        kept: bool,
-        without: Sequence[str] = (),
-    ) -> LoadedGroup:
-        try:
-            episodes = read_group(group_file.path, without=without)
-        except (CodecMissing, OutOfFiles):
-            raise
-        except ReplayError as error:
-            return LoadedGroup(damaged=str(error))
-        if without:
-            episodes = [replace(episode, video=episode.frames[:0]) for episode in episodes]
-        if (why := check(episodes)) is not None:
-            return LoadedGroup(unusable=why)
-        if not kept:
-            return LoadedGroup()
-        about = {"number": group_file.number, "size": len(episodes)}
-        messages = [encode("batch", episode, **about) for episode in episodes]
-        return LoadedGroup(episodes=episodes, messages=messages)
 
     @property
     def _kept_bytes(self) -> int:
@@ -227,3 +191,26 @@ class BatchChooser:
     def _put_away(self, number: int, why: str) -> None:
         self.forget(number)
         self._store.put_away(number, why)
+
+
+def _load(
+    group_file: GroupFile,
+    check: Callable[[Sequence[Episode]], str | None],
+    kept: bool,
+    without: Sequence[str],
+) -> LoadedGroup:
+    try:
+        episodes = read_group(group_file.path, without=without)
+    except (CodecMissing, OutOfFiles):
+        raise
+    except ReplayError as error:
+        return LoadedGroup(damaged=str(error))
+    if without:
+        episodes = [replace(episode, video=episode.frames[:0]) for episode in episodes]
+    if (why := check(episodes)) is not None:
+        return LoadedGroup(unusable=why)
+    if not kept:
+        return LoadedGroup()
+    about = {"number": group_file.number, "size": len(episodes)}
+    messages = [encode("batch", episode, **about) for episode in episodes]
+    return LoadedGroup(episodes=episodes, messages=messages)

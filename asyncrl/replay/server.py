@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, fields
 from typing import Final
 
 import zmq
@@ -21,7 +21,7 @@ from asyncrl.errors import OutOfFiles, WireError
 from asyncrl.messaging.episode_codec import Buffer
 from asyncrl.messaging.keys import ServerKeys, admitting
 from asyncrl.messaging.sockets import LINGER_MS, ConnectionGuard, bind_router
-from asyncrl.messaging.wire import WITH_EPISODE, Message, decode, encode
+from asyncrl.messaging.wire import WITH_EPISODE, Message, decode
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability.process_status import set_activity
 from asyncrl.replay.connection import JoinSettings
@@ -103,7 +103,6 @@ class ReplayServer:
         # Actors that asked since the last pass: their group may have been granted, and the answer lost.
         self._asked = set[bytes]()
         self._sample_request: Message | None = None
-        self._chosen: deque[list[Buffer]] = deque()  # Remaining messages of the answer to it.
         self._hand_over = HandOver(replay.batches, replay.state.session, self.sender)
         self._bytes = self._episodes = 0
 
@@ -122,7 +121,7 @@ class ReplayServer:
         """Longest sleep: short while threads work, whose end no message reports."""
         if self.replay.lifecycle.unwritten or self._hand_over.busy:
             return 1
-        return 5 if self._chosen or self.replay.batches.busy else POLL_MS
+        return 5 if self.replay.batches.busy else POLL_MS
 
     def serve_once(self, wait_ms: int) -> None:
         """Handle the messages that came within `wait_ms` milliseconds, then send all that is due."""
@@ -187,10 +186,6 @@ class ReplayServer:
         learner = self.peers.learner
         while notices and learner and self.sender.send(learner, "notice", text=notices[0]):
             notices.pop(0)
-        while self._chosen and self.sender.send_frames(self.peers.learner, self._chosen[0]):
-            self._chosen.popleft()
-        if self.peers.learner in self.sender.unreachable:
-            self._chosen.clear()  # It will ask again.
         self._hand_over.send_due()
         self.replay.batches.read_ahead()
         self.sender.unreachable.clear()
@@ -239,10 +234,8 @@ class ReplayServer:
                 if self.sender.send(self.peers.learner, "nothing_to_learn", **about):
                     self._sample_request = None
             return
-        self._sample_request = None
-        for place, number in enumerate(numbers):
-            about = {"request": wanted["request"], "place": place, "places": len(numbers), "number": number}
-            self._chosen.append(encode("chosen", **about))
+        if self.sender.send(self.peers.learner, "chosen", request=wanted["request"], numbers=numbers):
+            self._sample_request = None  # Else the next pass gives it the same batch.
 
     def _dispatch(self, peer: bytes, message: Message) -> None:
         actor, from_learner = self.peers.actors.get(peer), peer == self.peers.learner
@@ -250,7 +243,6 @@ class ReplayServer:
             case "hello":
                 if message["role"] == "learner" and not from_learner:
                     self._sample_request = None
-                    self._chosen.clear()
                 self._hand_over.forget(peer)  # It asks again.
                 self.peers.hello(peer, message)
             case "ping":
@@ -275,7 +267,6 @@ class ReplayServer:
                 readings = message["readings"].items()
                 self.replay.report(actor, {REPORTED[name]: x for name, x in readings if name in REPORTED})
             case "sample" if from_learner and message["groups"] >= 1:
-                self._chosen.clear()
                 self._sample_request = message
             case "fetch" if self.peers.learns(peer):
                 self._hand_over.ask(peer, message)
@@ -296,73 +287,57 @@ class ReplayServer:
         self.sender.send(peer, "receipt", episode_id=episode_id, status=status, reason=reason[:1000])
 
 
-@dataclass(kw_only=True)
-class _Outgoing:
-    """Groups that one rank requested and did not receive."""
-
-    request: str
-    numbers: deque[int] = field(default_factory=deque)
-    """In the order of the requests; the first one may be on its way."""
-    messages: deque[list[Buffer]] = field(default_factory=deque)
-    """Remaining messages of the first one; empty if none was sent."""
-
-
 class HandOver:
     """Sends each learner rank the groups of the chosen batch that it requests, a few at a time."""
 
     def __init__(self, batches: BatchChooser, session: Session, sender: PeerSender) -> None:
         self._batches, self._session, self._sender = batches, session, sender
-        self._outgoing: dict[bytes, _Outgoing] = {}  # Routing id of a rank -> its groups.
+        # Routing id of a rank -> group that it requested and does not have -> its messages sent so far.
+        self._due: dict[bytes, dict[int, int]] = {}
 
     @property
     def busy(self) -> bool:
         """True if a rank waits for a group."""
-        return bool(self._outgoing)
+        return bool(self._due)
 
     def ask(self, rank: bytes, message: Message) -> None:
         """Add a rank's request for a group; a repeated one changes nothing."""
         request, number = message["request"], message["number"]
         if request != self._session.request or number not in self._session.batch:
             self._send_lost(rank, request, number, "it is not of the batch that was chosen last")
-            return
-        outgoing = self._outgoing.get(rank)
-        if outgoing is None or outgoing.request != request:
-            outgoing = self._outgoing[rank] = _Outgoing(request=request)
-        if number not in outgoing.numbers:
-            outgoing.numbers.append(number)
+        else:
+            self._due.setdefault(rank, {}).setdefault(number, 0)
 
     def forget(self, rank: bytes) -> None:
         """Drop a rank's requests: it is gone, or starts again."""
-        self._outgoing.pop(rank, None)
+        self._due.pop(rank, None)
 
     def send_due(self) -> None:
-        """Send every rank as much as it accepts of the groups that are read; start to read the next."""
-        for rank, outgoing in list(self._outgoing.items()):
-            while outgoing.numbers and self._begun(rank, outgoing):
-                while outgoing.messages and self._sender.send_frames(rank, outgoing.messages[0]):
-                    outgoing.messages.popleft()
-                if outgoing.messages:
-                    break
-                number = outgoing.numbers.popleft()
-                if number in self._session.batch:
-                    self._batches.forget(number)
-            if not outgoing.numbers or rank in self._sender.unreachable:
+        """Send every rank as much as it accepts of the groups that are read; start to read the others."""
+        for rank, due in list(self._due.items()):
+            for number in list(due):
+                if number not in self._session.batch or self._send(rank, number, due):
+                    del due[number]
+            if not due or rank in self._sender.unreachable:
                 self.forget(rank)  # It will ask again.
 
-    def _begun(self, rank: bytes, outgoing: _Outgoing) -> bool:
-        for number in list(outgoing.numbers)[bool(outgoing.messages) :]:
-            try:
-                group = self._batches.load(number)
-            except OutOfFiles:  # Tried again in the next pass.
-                continue
-            if group is None:
-                continue
-            if why := group.damaged or group.unusable:
-                outgoing.numbers.remove(number)
-                self._send_lost(rank, outgoing.request, number, why)
-            elif number == outgoing.numbers[0] and not outgoing.messages:
-                outgoing.messages.extend(group.messages)
-        return bool(outgoing.messages)
+    def _send(self, rank: bytes, number: int, due: dict[int, int]) -> bool:
+        """Send the remaining messages of a group; True if the rank has all of them, or none will come."""
+        try:
+            group = self._batches.load(number)
+        except OutOfFiles:  # Tried again in the next pass.
+            return False
+        if group is None:
+            return False
+        if why := group.damaged or group.unusable:
+            self._send_lost(rank, self._session.request, number, why)
+            return True
+        for frames in group.messages[due[number] :]:
+            if not self._sender.send_frames(rank, frames):
+                return False
+            due[number] += 1
+        self._batches.forget(number)
+        return True
 
     def _send_lost(self, rank: bytes, request: str, number: int, why: str) -> None:
         self._sender.send(rank, "lost", request=request, number=number, reason=why[:1000])

@@ -27,6 +27,7 @@ from asyncrl.replay.interface import GroupGrant
 from asyncrl.rewards.interface import deciding_step
 from asyncrl.seeds import episode_seed, noise_seed, sampling_seed
 from asyncrl.weights.interface import ChannelClosed
+from support.replay import next_batch
 from support.tiny_actor import GROUP, TASKS, actor_with, start
 
 
@@ -320,7 +321,7 @@ def test_a_round_hands_over_a_complete_group(imagination: Imagination, tmp_path:
     actor, replay, learner = actor_with(imagination, tmp_path, slots=GROUP)
     assert actor.step(wait=0.0)
     assert (list(replay.state.limiter.ready), actor.slots.live) == ([0], [])
-    ((first, second),) = learner.sample(groups=1, version=0, timeout=0.0)
+    ((first, second),) = next_batch(learner, groups=1, version=0, timeout=0.0)
     assert (first.member, second.member) == (0, 1)
     assert first.start_state == second.start_state == actor.starts[0].name
     for episode in (first, second):
@@ -360,7 +361,7 @@ def test_two_stages_imagine_the_same_episodes_bit_for_bit(imagination: Imaginati
             imagination, tmp_path / str(stages), slots=slots, stages=stages, decisions=3, groups=4
         )
         learner = InProcessLearnerPort(replay, imagine=lambda actor=actor: actor.step(0.0))
-        found.append(learner.sample(groups=4, version=0, timeout=60.0))
+        found.append(next_batch(learner, groups=4, version=0, timeout=60.0))
         assert actor.slots.live == []
         replay.close()
     for plain, halved in zip(*found, strict=True):
@@ -376,7 +377,7 @@ def test_without_credit_a_round_imagines_nothing(imagination: Imagination, tmp_p
     assert actor.step(wait=0.0)
     assert not actor.step(wait=0.0)
     assert (replay.state.limiter.credit, list(replay.state.limiter.ready), actor.slots.live) == (0, [0], [])
-    learner.sample(groups=1, version=0, timeout=0.0)
+    next_batch(learner, groups=1, version=0, timeout=0.0)
     learner.report_version(1)  # Credit for the next group, which asks for version 1.
     assert actor.step(wait=0.0), "there is something to imagine, but not yet"
     assert (len(actor.slots.pending), actor.slots.live) == (GROUP, [])
@@ -390,9 +391,9 @@ def test_in_one_process_an_actor_that_lacks_a_version_ends_in_a_timeout_until_it
     receiver, actor.receiver = actor.receiver, Unreached()
     learner = InProcessLearnerPort(replay, imagine=lambda: actor.step(0.0))
     with pytest.raises(SampleTimeout, match="0 groups ready, 1 in flight with 0 episodes"):
-        learner.sample(groups=1, version=0, timeout=0.05)
+        next_batch(learner, groups=1, version=0, timeout=0.05)
     actor.receiver = receiver
-    assert len(learner.sample(groups=1, version=0, timeout=60.0)) == 1
+    assert len(next_batch(learner, groups=1, version=0, timeout=60.0)) == 1
     replay.close()
 
 

@@ -33,6 +33,7 @@ from support.failing_models import (
     inline_run,
     named,
 )
+from support.replay import next_batch
 from support.replay_server import ScriptedSocket, acquire, kill, start_server, until
 from support.tiny_models import start_state, write_models
 
@@ -268,7 +269,7 @@ def test_without_a_start_state_left_the_run_ends_with_their_names_and_the_first_
     run = inline_run(tmp_path, poisoned, starts=3)
     began = time.monotonic()
     with pytest.raises(ReplayError, match=r"left: all 3.*2 groups each") as caught:
-        run.learner.sample(groups=4, version=0, timeout=600.0)
+        next_batch(run.learner, groups=4, version=0, timeout=600.0)
     assert time.monotonic() - began < 60
     text = str(caught.value)
     assert all(f"start-{n}" in text for n in range(3))
@@ -278,7 +279,7 @@ def test_without_a_start_state_left_the_run_ends_with_their_names_and_the_first_
     # Resumed with other start states it goes on; with the same ones it ends at once.
     run = inline_run(tmp_path, poisoned, starts=3)
     with pytest.raises(ReplayError, match="No start state is left"):
-        run.learner.sample(groups=4, version=0, timeout=600.0)
+        next_batch(run.learner, groups=4, version=0, timeout=600.0)
     run.replay.close()
     run = inline_run(tmp_path, poisoned, starts=4)
     assert {e.start_state for e in episodes_of(run, 4).values()} == {"start-3"}
@@ -288,7 +289,7 @@ def test_without_a_start_state_left_the_run_ends_with_their_names_and_the_first_
 def test_what_the_policy_does_wrong_is_no_start_states_fault_but_ends_the_run(tmp_path: Path) -> None:
     run = inline_run(tmp_path, Poisoned(dict.fromkeys(range(2), "logprob")), starts=2)
     with pytest.raises(ReplayError, match=r"policy failed for all 2 start states.*earlier checkpoint"):
-        run.learner.sample(groups=4, version=0, timeout=600.0)
+        next_batch(run.learner, groups=4, version=0, timeout=600.0)
     assert run.replay.state.quarantine.names == []
     assert counts(run)["policy"] >= 4
     run.replay.close()
@@ -316,9 +317,9 @@ def test_groups_that_are_ready_are_used_before_the_run_ends(tmp_path: Path) -> N
         for member in range(GROUP):
             run.replay.admit(make_episode(granted.number, member, versions=(0,)))
     run.replay.state.quarantine.add(failure(9, left=0), 0)
-    assert len(run.learner.sample(groups=2, version=0, timeout=5.0)) == 2
+    assert len(next_batch(run.learner, groups=2, version=0, timeout=5.0)) == 2
     with pytest.raises(ReplayError, match="No start state is left"):
-        run.learner.sample(groups=2, version=1, timeout=5.0)
+        next_batch(run.learner, groups=2, version=1, timeout=5.0)
     run.replay.close()
 
 

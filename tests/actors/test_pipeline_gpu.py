@@ -25,6 +25,7 @@ from asyncrl.replay.in_process import InProcessActorPort, InProcessLearnerPort
 from asyncrl.weights.transports.in_process import build_in_process
 from asyncrl.worlds.start_states import StartStateStream
 from support.failing_models import GROUP, IMAGE, RowState, config, start
+from support.replay import next_batch
 
 GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 1, reason="needs a GPU")]
@@ -118,10 +119,10 @@ def test_episodes_on_gpus_are_those_on_the_cpu(gpus: int, stages: int, tmp_path:
         pytest.skip(f"needs {gpus} GPUs, found {GPUS}")
     devices = torch.device("cuda", 0), torch.device("cuda", gpus - 1)
     _, learner, replay = actor_on(tmp_path / "cpu", CPU, CPU, stages=1)
-    expected = learner.sample(groups=4, version=0, timeout=60.0)
+    expected = next_batch(learner, groups=4, version=0, timeout=60.0)
     replay.close()
     actor, learner, replay = actor_on(tmp_path / "gpu", *devices, stages=stages)
-    found = learner.sample(groups=4, version=0, timeout=60.0)
+    found = next_batch(learner, groups=4, version=0, timeout=60.0)
     for one, other in zip(chain(*expected), chain(*found), strict=True):
         assert (one.group_id, one.member) == (other.group_id, other.member)
         for name, array in episode_arrays(one).items():
@@ -134,7 +135,7 @@ def test_episodes_on_gpus_are_those_on_the_cpu(gpus: int, stages: int, tmp_path:
 def test_a_launch_does_not_wait_for_the_device(tmp_path: Path) -> None:
     gpu = torch.device("cuda", 0)
     actor, learner, replay = actor_on(tmp_path, gpu, gpu, stages=2, cycles=CYCLES)
-    learner.sample(groups=4, version=0, timeout=60.0)  # Memory and kernels are there from now on.
+    next_batch(learner, groups=4, version=0, timeout=60.0)  # Memory and kernels are there from now on.
     learner.report_version(0)
     drawing = actor.backend.pop_device_seconds()[m.ACTOR_WORLD] / (2 * 3)
     assert drawing > 0.01

@@ -33,6 +33,7 @@ from asyncrl.simulators.build import SimulatorSource
 from asyncrl.simulators.interface import SimStart, SimulatorSpec, random_start
 from asyncrl.simulators.pool import SimulatorPool, SlotAnswer
 from asyncrl.weights.transports.in_process import build_in_process
+from support.replay import next_batch
 from support.simulated import COUNTING, TASKS
 
 SPEC = SimulatorSource(name=COUNTING).build().spec
@@ -433,7 +434,7 @@ def test_the_members_of_a_group_begin_at_one_start_and_sample_each_for_itself(
 ) -> None:
     with playing(places=6, together=together) as (play, _, _):
         run = run_of(tmp_path, play, groups=5, slots=6, stages=stages)
-        batch = run.learner.sample(groups=5, version=0, timeout=60.0)
+        batch = next_batch(run.learner, groups=5, version=0, timeout=60.0)
         run.replay.close()
     starts = TrainingStarts(SPEC, 0, "random")
     assert len(batch) == 5
@@ -450,7 +451,7 @@ def test_a_policy_that_is_not_finite_ends_that_group_only_and_is_counted(tmp_pat
     sick = sampling_seed(noise_seed(episode_seed(0, 1, 2), 0))
     with playing(places=6, policy=Chooser(sick=lambda seed: seed == sick)) as (play, _, _):
         run = run_of(tmp_path, play, groups=3, slots=6)
-        batch = run.learner.sample(groups=3, version=0, timeout=60.0)
+        batch = next_batch(run.learner, groups=3, version=0, timeout=60.0)
         assert run.replay.status()[m.POISONED_POLICY] == 1
         run.replay.close()
     assert sorted(int(group[0].group_id) for group in batch) == [0, 2, 3]
@@ -460,5 +461,5 @@ def test_a_run_whose_every_episode_fails_ends_although_there_are_always_other_st
     with playing(places=6, policy=Chooser(sick=lambda seed: True)) as (play, _, _):
         run = run_of(tmp_path, play, groups=3, slots=6)
         with pytest.raises(ReplayError, match="16 groups in a row failed, each from another start"):
-            run.learner.sample(groups=3, version=0, timeout=60.0)
+            next_batch(run.learner, groups=3, version=0, timeout=60.0)
         run.replay.close()

@@ -27,6 +27,7 @@ from asyncrl.observability import metrics_system as m
 from asyncrl.records import Episode
 from asyncrl.weights.transports.in_process import build_in_process
 from support.memory_learner import Run
+from support.replay import next_batch
 from support.tiny_actor import GROUP, actor_with
 
 CPU = torch.device("cpu")
@@ -263,7 +264,7 @@ def two_versions(models: Imagination, folder: Path, *, offload: bool) -> list[Ep
     publisher.publish(original, 0)
     while not replay.state.limiter.ready:
         actor.step(0.0)
-    (first,) = learner.sample(groups=1, version=0, timeout=0.0)
+    (first,) = next_batch(learner, groups=1, version=0, timeout=0.0)
     offloaded = offloading(actor) if offload else None
     if offloaded is not None:
         idle_until_offloaded(actor, offloaded)
@@ -276,7 +277,7 @@ def two_versions(models: Imagination, folder: Path, *, offload: bool) -> list[Ep
     learner.report_version(1)
     while not replay.state.limiter.ready:
         actor.step(0.0)
-    (second,) = learner.sample(groups=1, version=1, timeout=0.0)
+    (second,) = next_batch(learner, groups=1, version=1, timeout=0.0)
     assert offloaded is None or not offloaded.offloaded
     replay.close()
     for name, tensor in models.policy.trainable_tensors().items():

@@ -20,6 +20,7 @@ from asyncrl.storage.checkpoint import latest
 from support.episodes import make_episode
 from support.memory_learner import Run
 from support.ranks import run_ranks
+from support.replay import next_batch
 from support.replay_server import acquire, kill, start_server, until
 
 GROUPS = 4
@@ -118,8 +119,8 @@ def test_when_a_rank_dies_before_it_fetches_the_others_say_so_and_a_resume_uses_
         said, _ = run_ranks(one_dies_before_it_fetches, endpoint)
         assert said.startswith("Waited in vain for the parts of 2 learner ranks, at rank 0: another rank is")
         learner = ZmqLearnerPort(endpoint)
-        first = learner.sample(groups=2, version=0, timeout=15.0)
-        second = learner.sample(groups=2, version=0, timeout=15.0)
+        first = next_batch(learner, groups=2, version=0, timeout=15.0)
+        second = next_batch(learner, groups=2, version=0, timeout=15.0)
         held = [episode.frames.tobytes() for group in first + second for episode in group]
         assert held == [e.frames.tobytes() for number in range(GROUPS) for e in imagined(number)]
         learner.close()

@@ -25,6 +25,7 @@ from asyncrl.messaging.sockets import bind_router, check_endpoint
 from asyncrl.messaging.wire import encode
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.server import serve_replay
+from support.replay import next_batch
 from support.replay_server import CONFIG, acquire, push_group, until
 from support.sockets import connect_dealer
 
@@ -180,7 +181,7 @@ def test_an_admitted_clients_episodes_arrive(tmp_path: Path, keys: Path) -> None
         for _ in range(2):
             push_group(actor, acquire(actor), "actor-0", 0)
         until(actor, 0)
-        batch = learner.sample(groups=2, version=0, timeout=10.0)
+        batch = next_batch(learner, groups=2, version=0, timeout=10.0)
         assert [len(group) for group in batch] == [2, 2]
         actor.close(1.0)
         learner.close()
@@ -261,7 +262,7 @@ def test_who_is_not_admitted_is_told_before_the_deadline(
         actor.close(0.0)
         learner = ZmqLearnerPort(endpoint, security=security(keys))
         with pytest.raises(ReplayError, match=why):
-            learner.sample(groups=1, version=0, timeout=10.0)
+            next_batch(learner, groups=1, version=0, timeout=10.0)
         learner.close()
 
 

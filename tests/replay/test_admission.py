@@ -24,6 +24,7 @@ from asyncrl.replay.in_process import InProcessActorPort, InProcessLearnerPort
 from asyncrl.replay.interface import EpisodeFormat, GroupFailure, GroupGrant, RunStart, SimulatorFormat
 from asyncrl.replay.replay import Replay
 from support.episodes import make_episode, simulated, with_chain
+from support.replay import next_batch, read_batch
 from support.replay_server import Served, acquire, push_group, until
 
 TASK, START = "put the red cube into the bowl", "tabletop-7"
@@ -140,8 +141,8 @@ def test_poison_is_refused_counted_by_cause_and_its_group_is_imagined_again(
     assert replay.status()[m.DROPPED_INVALID] == 1
     assert not replay.state.limiter.open, "the actor is not waited for until the deadline"
     assert replay.grant("actor-0") == grant
-    assert [replay.admit(make_episode(0, k, versions=(0, 1))).status for k in (0, 1)] == ["held", "stored"]
-    batch = replay.sample(1, 1)
+    assert [replay.admit(make_episode(0, k, versions=(0, 1))).status for k in (0, 1)] == ["held", "held"]
+    batch = read_batch(replay, 1, 1)
     assert batch is not None
     assert [episode.member for episode in batch[0]] == [0, 1]
 
@@ -188,7 +189,7 @@ def test_a_run_whose_actors_are_always_refused_ends_with_the_reason(replay: Repl
     replay.state.limiter._heartbeats.pop("actor-0")  # It never came.
     learner = InProcessLearnerPort(replay, imagine=lambda: imagine() and False)
     with pytest.raises(ReplayError, match=r"Nothing that the actors imagine is admitted.*pictures of 8 x 8"):
-        learner.sample(groups=1, version=0, timeout=20.0)
+        next_batch(learner, groups=1, version=0, timeout=20.0)
 
 
 def test_an_honest_actor_is_hope_enough() -> None:
@@ -221,7 +222,7 @@ def test_over_sockets_a_refused_actor_goes_on_and_the_learner_ends_when_all_are_
         again = acquire(actor)
         push_group(actor, again, "actor-0", 0)
         until(actor, 0)
-        assert [e.group_id for e in learner.sample(groups=1, version=0, timeout=10.0)[0]] == 2 * [
+        assert [e.group_id for e in next_batch(learner, groups=1, version=0, timeout=10.0)[0]] == 2 * [
             again.group_id
         ]
         for _ in range(8):
@@ -229,7 +230,7 @@ def test_over_sockets_a_refused_actor_goes_on_and_the_learner_ends_when_all_are_
             actor.push(dataclasses.replace(make_episode(number, 0, versions=(0,)), temperature=2.0))
             until(actor, 0)
         with pytest.raises(ReplayError, match=r"Nothing that the actors imagine.*temperature 2\.0"):
-            learner.sample(groups=1, version=1, timeout=10.0)
+            next_batch(learner, groups=1, version=1, timeout=10.0)
         actor.close(1.0)
         learner.close()
 
@@ -262,7 +263,7 @@ def test_a_peer_cannot_fill_or_give_up_what_was_granted_to_another(tmp_path: Pat
         assert status[m.POISONED_WORLD] == 0
         push_group(honest, grant, "honest", 0)
         until(honest, 0)
-        (group,) = learner.sample(groups=1, version=0, timeout=10.0)
+        (group,) = next_batch(learner, groups=1, version=0, timeout=10.0)
         assert {episode.actor for episode in group} == {"honest"}
         honest.close(1.0)
         thief.close(1.0)
@@ -279,20 +280,22 @@ def test_a_respawned_actor_and_one_that_is_granted_a_group_anew_fill_it(replay: 
     assert replay.admit(make_episode(0, 0, versions=(0,)), "actor-0").status == "held"
     replay.hello("actor-0", "second life")
     assert replay.grant("actor-0") == grant
-    for member, status in ((0, "held"), (1, "stored")):
+    for member in (0, 1):
         made = make_episode(0, member, versions=(0,), episode_id=f"{member:032x}")
-        assert replay.admit(made, "actor-0").status == status
+        assert replay.admit(made, "actor-0").status == "held"
+    assert 0 in replay.state.limiter.ready
     first = replay.grant("actor-0")
     assert first is not None
     replay.leave("actor-0")
     assert replay.grant("actor-1") == first
     late = make_episode(first.number, 0, versions=(0,))
     assert replay.admit(late, "actor-0").status == "dropped_outdated", "it had the group once"
-    for member, status in ((0, "held"), (1, "stored")):
+    for member in (0, 1):
         made = make_episode(
             first.number, member, versions=(0,), actor="actor-1", episode_id=f"{8 + member:032x}"
         )
-        assert replay.admit(made, "actor-1").status == status
+        assert replay.admit(made, "actor-1").status == "held"
+    assert first.number in replay.state.limiter.ready
 
 
 def test_nobody_is_believed_which_start_states_are_left(replay: Replay) -> None:

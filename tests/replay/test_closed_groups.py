@@ -22,7 +22,7 @@ from asyncrl.replay.limiter import Limiter
 from asyncrl.replay.replay import Replay
 from asyncrl.replay.store import EpisodeStore
 from support.episodes import make_episode
-from support.replay import Clock
+from support.replay import Clock, read_batch
 
 HORIZON = 4
 
@@ -81,7 +81,7 @@ def imagine(replay: Replay) -> None:
 def update(replay: Replay) -> list[int]:
     """Imagine, use a batch and go on to the next version; return the groups of the batch."""
     imagine(replay)
-    batch = replay.sample(2, replay.state.limiter.version, f"request {replay.state.limiter.version}")
+    batch = read_batch(replay, 2, replay.state.limiter.version, f"request {replay.state.limiter.version}")
     assert batch is not None, replay.contents()
     replay.set_version(replay.state.limiter.version + 1)
     return [int(group[0].group_id) for group in batch]
@@ -109,7 +109,7 @@ def test_no_book_grows_with_the_length_of_a_run(tmp_path: Path) -> None:
             found = {name: max(size, found.get(name, 0)) for name, size in held(replay).items()}
         largest.append(found)
         assert replay.state.limiter.next_number > (third + 1) * turns * 2
-    books = {f"replay.state.limiter.{name}" for name in ("closed", "used_at", "filtered", "ready")}
+    books = {f"replay.state.limiter.{name}" for name in ("closed", "ready")}
     assert books <= largest[2].keys()
     assert largest[2] == largest[1]
     # Per version two places are used, and of eight groups three never are: at most four groups are closed.
@@ -125,7 +125,7 @@ def test_a_file_whose_grant_is_hidden_by_damage_is_ready(
     replay = open_small(tmp_path, filtering=False, max_bytes=10**9)
     replay.begin("learner", 0)
     imagine(replay)
-    batch = replay.sample(2, 0, "request")
+    batch = read_batch(replay, 2, 0, "request")
     assert batch is not None
     closed = {n for n in range(replay.state.limiter.next_number) if replay.state.limiter.is_closed(n)}
     ready = set(replay.state.limiter.ready)
@@ -192,7 +192,7 @@ def test_a_resume_knows_the_episodes_whose_files_it_removed(tmp_path: Path) -> N
     assert replay.grant("actor-0") is not None
     assert replay.admit(lost[0]).status == "held", "known, but what becomes of its group is not"
     assert not replay.state.limiter.open[number].members
-    assert push(replay, number) == ["held", "stored"]
+    assert push(replay, number) == ["held", "held"]
     assert replay.admit(lost[0]).status == "duplicate"
 
 

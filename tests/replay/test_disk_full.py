@@ -40,7 +40,7 @@ def test_a_full_disk_holds_groups_back_and_loses_none(tmp_path: Path, disk: Disk
     replay = Replay(EpisodeStore(tmp_path, group_size=2, max_bytes=10**9), limiter, warn=lines.append)
     replay.begin("learner", 0)
     assert [replay.grant("actor-0", turn).number for turn in range(3)] == [0, 1, 2]  # type: ignore[union-attr]
-    assert fill(replay, 0, (0,)) == ["held", "stored"]
+    assert fill(replay, 0, (0,)) == ["held", "held"]
     disk.full = True
     assert fill(replay, 1, (0,)) == ["held", "held"]
     assert fill(replay, 2, (0,)) == ["held", "held"]

@@ -15,6 +15,7 @@ from asyncrl.observability import metrics_system as m
 from asyncrl.replay.replay import Replay
 from asyncrl.replay_tools.verify import Verify
 from support.episodes import make_episode
+from support.replay import read_batch
 
 
 def opened(folder: Path, size: int, said: list[str] | None = None) -> Replay:
@@ -41,8 +42,8 @@ def begun(folder: Path) -> None:
     replay.begin("before", 0)
     for number in range(3):
         assert replay.grant("actor-0") is not None
-        assert fill(replay, number, (0,)) == ["held", "stored"]
-    assert replay.sample(1, 0) is not None
+        assert fill(replay, number, (0,)) == ["held", "held"]
+    assert read_batch(replay, 1, 0) is not None
     replay.set_version(1)
     assert replay.grant("actor-0") is not None
     replay.close()
@@ -63,8 +64,8 @@ def test_groups_of_another_size_are_given_up_and_imagined_again(tmp_path: Path, 
     for number in (1, 2, 3):
         assert (grant := replay.grant("actor-0")) is not None
         assert grant.number == number
-        assert fill(replay, number, (1,))[-1] == "stored"
-    batch = replay.sample(1, 1)
+        assert fill(replay, number, (1,))[-1] == "held"
+    batch = read_batch(replay, 1, 1)
     assert batch is not None
     assert [len(group) for group in batch] == [size]
     assert replay.status()[m.EPISODES] == 6 + 3 * size
@@ -82,8 +83,8 @@ def test_a_used_group_whose_update_is_lost_is_imagined_again_in_the_new_size(tmp
     replay.begin("resumed", 0)
     assert not replay.state.limiter.ready
     assert [grant.number for _ in range(3) if (grant := replay.grant("actor-0"))] == [0, 1, 2]
-    assert fill(replay, 0, (0,)) == ["held", "held", "stored"]
-    assert replay.sample(1, 0) is not None
+    assert fill(replay, 0, (0,)) == ["held"] * 3
+    assert read_batch(replay, 1, 0) is not None
 
 
 def test_back_to_the_first_size_and_a_kill_before_the_learner_came(tmp_path: Path) -> None:

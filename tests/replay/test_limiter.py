@@ -15,7 +15,7 @@ from asyncrl.records import Sampling
 from asyncrl.replay.interface import ReceiptStatus
 from asyncrl.replay.replay import Replay
 from support.episodes import make_episode
-from support.replay import Clock, fill, grant_group, make_limiter, make_replay, ready
+from support.replay import Clock, fill, grant_group, make_limiter, make_replay, read_batch, ready
 
 
 @pytest.mark.parametrize("max_lag", [0, 1, 3])
@@ -86,7 +86,8 @@ def test_a_member_of_an_earlier_grant_stays_when_its_actor_imagines_it_again(tmp
     again = replay.admit(make_episode(0, 0, versions=(0,), actor="a", episode_id="b" * 32))
     assert again.status == "dropped_outdated"
     assert 0 in replay.state.limiter.open, "nothing is wrong with it"
-    assert replay.admit(make_episode(0, 1, versions=(0,), actor="a", episode_id="c" * 32)).status == "stored"
+    assert replay.admit(make_episode(0, 1, versions=(0,), actor="a", episode_id="c" * 32)).status == "held"
+    assert 0 in replay.state.limiter.ready
 
 
 def test_an_episode_of_a_grant_that_was_given_up_does_not_disturb_the_next_one(tmp_path: Path) -> None:
@@ -99,9 +100,9 @@ def test_an_episode_of_a_grant_that_was_given_up_does_not_disturb_the_next_one(t
     assert again.number == 0
     late = make_episode(0, 1, versions=(0,), actor="slow", episode_id="b" * 32)
     assert replay.admit(late).status == "dropped_outdated"
-    assert fill(replay, 0, (1,), actor="other") == ["held", "stored"]
+    assert fill(replay, 0, (1,), actor="other") == ["held", "held"]
     assert replay.status()[m.DROPPED_OUTDATED] == 1
-    assert replay.sample(1, 1) is not None
+    assert read_batch(replay, 1, 1) is not None
 
 
 def test_the_same_turn_gets_the_same_grant() -> None:
@@ -124,13 +125,15 @@ def test_a_group_is_ready_only_when_all_members_are_there(tmp_path: Path) -> Non
     assert grant is not None
     members = [make_episode(0, member, group_size=3, versions=(0,)) for member in (2, 0, 1)]
     assert [replay.admit(member).status for member in members[:2]] == ["held", "held"]
-    assert replay.sample(1, 0) is None
-    assert replay.admit(members[2]).status == "stored"
-    assert {r.episode_id for _, r in replay.pop_receipts()} == {x.episode_id for x in members[:2]}
-    batch = replay.sample(1, 0)
+    assert read_batch(replay, 1, 0) is None
+    assert replay.admit(members[2]).status == "held"
+    assert {(r.episode_id, r.status) for _, r in replay.pop_receipts()} == {
+        (x.episode_id, "stored") for x in members
+    }
+    batch = read_batch(replay, 1, 0)
     assert batch is not None
     assert [[episode.member for episode in group] for group in batch] == [[0, 1, 2]]
-    assert replay.sample(1, 0) is None, "a group is used once"
+    assert read_batch(replay, 1, 0) is None, "a group is used once"
 
 
 def test_an_incomplete_group_is_dropped_at_its_deadline_and_counted(tmp_path: Path) -> None:
@@ -185,7 +188,7 @@ def test_a_resume_with_another_temperature_imagines_again_what_was_ready(tmp_pat
     replay = opened(1.0)
     replay.begin("before", 0)
     assert replay.grant("actor-0") is not None
-    assert fill(replay, 0, (0,)) == ["held", "stored"]
+    assert fill(replay, 0, (0,)) == ["held", "held"]
     other = dataclasses.replace(make_episode(1, 0, versions=(0,)), temperature=1.5)
     assert replay.grant("actor-0") is not None
     assert "temperature 1.5" in replay.admit(other).reason
@@ -224,8 +227,8 @@ def test_lag_is_checked_when_a_batch_is_taken(tmp_path: Path) -> None:
     for version, grant, versions in zip((0, 2), grants, ((0, 1), (2, 3)), strict=True):
         assert grant is not None
         replay.state.limiter.version = version  # Without looking at what became too old.
-        assert fill(replay, grant.number, versions)[-1] == "stored"
-    batch = replay.sample(1, 3)
+        assert fill(replay, grant.number, versions) == ["held", "held"]
+    batch = read_batch(replay, 1, 3)
     assert batch is not None
     assert [group[0].group_id for group in batch] == ["00000001"]
     assert replay.status()[m.DROPPED_LAG] == 2
@@ -306,10 +309,10 @@ def test_no_batch_ever_holds_a_decision_beyond_the_lag_bound(
                 if receipt.status == "held":
                     held.append((number, member))
                 held = [one for one in held if one[0] in replay.state.limiter.open]
-                if receipt.status == "stored":
+                if number in replay.state.limiter.ready:
                     acknowledged.add(episode.group_id)
             case "sample":
-                batch = replay.sample(per_update, learner)
+                batch = read_batch(replay, per_update, learner)
                 if batch is not None:
                     for group in batch:
                         assert [episode.member for episode in group] == [0, 1]
@@ -342,8 +345,8 @@ def test_a_resume_keeps_what_the_checkpoint_may_use_and_counts_on(tmp_path: Path
     for versions in ((0,), (0,), (1,)):
         grant = replay.grant("actor-0")
         assert grant is not None
-        assert fill(replay, grant.number, versions)[-1] == "stored"
-    assert replay.sample(1, 0) is not None
+        assert fill(replay, grant.number, versions) == ["held", "held"]
+    assert read_batch(replay, 1, 0) is not None
     replay.set_version(3)  # Drops group 1 (version 0) under the bound 2.
     assert replay.grant("actor-0") is not None  # Group 1 again: never arrives.
     assert replay.grant("actor-0") is not None  # Group 3:
@@ -359,9 +362,9 @@ def test_a_resume_keeps_what_the_checkpoint_may_use_and_counts_on(tmp_path: Path
     assert not (tmp_path / "group-00000003.h5").exists()
     assert replay.status()[m.DROPPED_RESUME] == 2
     assert replay.admit(make_episode(3, 0, versions=(2,), episode_id="f" * 32)).status == "held"
-    assert replay.sample(1, 2) is None, "group 1 comes first"
+    assert read_batch(replay, 1, 2) is None, "group 1 comes first"
     fill(replay, 1, (2,))
-    batch = replay.sample(1, 2)
+    batch = read_batch(replay, 1, 2)
     assert batch is not None
     assert batch[0][0].group_id == "00000001"
 
@@ -383,11 +386,11 @@ def test_a_repeated_request_gets_the_same_batch_even_after_a_restart(tmp_path: P
         grant = replay.grant("actor-0")
         assert grant is not None
         fill(replay, grant.number, (0,))
-    ids = [[[e.episode_id for e in g] for g in replay.sample(2, 0, "r1") or []]]
-    ids.append([[e.episode_id for e in g] for g in replay.sample(2, 0, "r1") or []])
+    ids = [[[e.episode_id for e in g] for g in read_batch(replay, 2, 0, "r1") or []]]
+    ids.append([[e.episode_id for e in g] for g in read_batch(replay, 2, 0, "r1") or []])
     replay.close()
     replay = make_replay(tmp_path, make_limiter())
-    ids.append([[e.episode_id for e in g] for g in replay.sample(2, 0, "r1") or []])
+    ids.append([[e.episode_id for e in g] for g in read_batch(replay, 2, 0, "r1") or []])
     assert len(ids[0]) == 2
     assert ids[0] == ids[1] == ids[2]
-    assert replay.sample(2, 0, "r2") is None, "one group is left"
+    assert read_batch(replay, 2, 0, "r2") is None, "one group is left"

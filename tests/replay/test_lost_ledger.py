@@ -16,7 +16,7 @@ from asyncrl.replay.interface import RunStart
 from asyncrl.replay.replay import Replay
 from asyncrl.replay_tools.verify import Verify
 from asyncrl.storage.atomic import Checksum, begins_with, checksum_of_lines
-from support.replay import fill
+from support.replay import fill, read_batch
 
 CONFIG = TrainConfig(
     algorithm=AlgorithmSettings(group_size=2, groups_per_update=1),
@@ -38,7 +38,7 @@ def begun(folder: Path) -> Checksum:
             fill(replay, grant.number, (version,))
             if grant.number >= 2:
                 break
-        assert replay.sample(1, version) is not None
+        assert read_batch(replay, 1, version) is not None
     ledger = checksum_of_lines(folder / "ledger.log")
     replay.close()
     assert ledger is not None
@@ -76,14 +76,14 @@ def test_nothing_that_was_stored_before_is_used_again(tmp_path: Path, damage: Ca
     assert not replay.state.limiter.ready
     assert replay.status()[m.DROPPED_UNRECORDED] > 0
     replay.begin("resumed", 2)
-    assert replay.sample(1, 2) is None
+    assert read_batch(replay, 1, 2) is None
     line = next(line for line in said if "ledger.log is not what it was when the checkpoint" in line)
     assert "stored groups that may have been used are given up" in line
 
     grant = replay.grant("actor-0")
     assert grant is not None
     assert f"group-{grant.number:08d}.h5" not in stored
-    assert fill(replay, grant.number, (2,)) == ["held", "stored"]
+    assert fill(replay, grant.number, (2,)) == ["held", "held"]
     given_up = replay.status()[m.DROPPED_UNRECORDED]
     replay.close()
 
@@ -92,7 +92,7 @@ def test_nothing_that_was_stored_before_is_used_again(tmp_path: Path, damage: Ca
     assert sorted(replay.state.limiter.ready) == [grant.number]
     assert replay.status()[m.DROPPED_UNRECORDED] == given_up
     assert not [line for line in said if "checkpoint" in line]
-    batch = replay.sample(1, 2)
+    batch = read_batch(replay, 1, 2)
     assert batch is not None
     assert int(batch[0][0].group_id) == grant.number
     replay.close()
@@ -115,7 +115,7 @@ def test_an_untouched_ledger_that_grew_loses_nothing(tmp_path: Path) -> None:
     replay = opened(tmp_path, ledger)
     assert sorted(replay.state.limiter.ready) == [2]
     replay.begin("resumed", 2)
-    assert replay.sample(1, 2) is not None
+    assert read_batch(replay, 1, 2) is not None
     assert replay.status()[m.DROPPED_UNRECORDED] == 0
 
 

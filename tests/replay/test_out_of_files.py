@@ -23,7 +23,7 @@ from asyncrl.replay.group_file import GroupFile, read_group_file
 from asyncrl.replay.replay import Replay
 from asyncrl.replay.store import EpisodeStore
 from support import child_environment
-from support.replay import Clock, fill, group_of, make_limiter, open_store
+from support.replay import Clock, fill, group_of, make_limiter, next_batch, open_store, read_batch
 from support.replay_server import acquire, push_group, until
 from support.whole_runs import free_port
 
@@ -105,11 +105,11 @@ def test_groups_wait_for_descriptors_and_none_is_lost(tmp_path: Path) -> None:
     assert replay.status()[s.DISK_WAITING] == pytest.approx(100.0)
     assert lines[1] == "replay: goes on after 100.0 s without files to open"
     with no_descriptors():
-        assert replay.sample(2, 0, "request") is None
-        assert replay.sample(2, 0, "request") is None
+        assert read_batch(replay, 2, 0, "request") is None
+        assert read_batch(replay, 2, 0, "request") is None
     assert len(lines) == 3, "said once"
     assert "the learner gets no batch" in lines[2]
-    assert [len(group) for group in replay.sample(2, 0, "request") or ()] == [2, 2]
+    assert [len(group) for group in read_batch(replay, 2, 0, "request") or ()] == [2, 2]
     assert not (tmp_path / "quarantine").exists()
 
 
@@ -157,7 +157,7 @@ def test_200_silent_connections_to_a_replay_of_few_files_cost_no_group(
             for _ in range(2):
                 push_group(actor, acquire(actor), "actor-0", version)
             until(actor, 0)
-            assert len(learner.sample(groups=2, version=version, timeout=PATIENCE)) == 2
+            assert len(next_batch(learner, groups=2, version=version, timeout=PATIENCE)) == 2
             learner.report_version(version + 1)
             if version >= 10:
                 break

@@ -20,6 +20,7 @@ from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.connection import JoinSettings, ask_settings
 from asyncrl.replay.server import serve_replay
 from asyncrl.storage.run_owner import NO_RUN, RunIdentity
+from support.replay import next_batch
 from support.replay_server import acquire, push_group, until
 
 CONFIG = TrainConfig(algorithm=AlgorithmSettings(group_size=2, groups_per_update=2))
@@ -65,13 +66,13 @@ def test_another_runs_learner_takes_nothing_over(
 
         other = ZmqLearnerPort(endpoint, version=0, identity=who)
         with pytest.raises(ReplayError, match="belongs to another run than this replay"):
-            other.sample(groups=2, version=0, timeout=10.0)
+            next_batch(other, groups=2, version=0, timeout=10.0)
         with contextlib.suppress(ReplayError):  # It is refused again.
             other.stop()
         other.close()
         assert any("learner 'learner' belongs to another run" in line for line in caplog.messages)
         assert sorted(path.name for path in (tmp_path / "replay").rglob("*.h5")) == files
-        assert len(learner.sample(groups=2, version=0, timeout=10.0)) == 2, "our own learner goes on"
+        assert len(next_batch(learner, groups=2, version=0, timeout=10.0)) == 2, "our own learner goes on"
         assert not actor.stopped
         actor.close(1.0)
         learner.close()

@@ -17,7 +17,7 @@ from asyncrl.replay.replay import Replay
 from asyncrl.replay.store import EpisodeStore
 from asyncrl.replay_tools.episodes import read_outcomes
 from support.episodes import make_episode
-from support.replay import Clock
+from support.replay import Clock, read_batch
 
 
 def open_replay(
@@ -34,7 +34,7 @@ def open_replay(
 def books(replay: Replay) -> list[object]:
     """What a restart must bring back."""
     limiter = replay.state.limiter
-    return [limiter.ready, limiter.used_at, replay.state.counters.episodes, limiter.used]
+    return [limiter.ready, limiter.closed, replay.state.counters.episodes, limiter.used]
 
 
 def imagine_all(replay: Replay) -> None:
@@ -57,7 +57,7 @@ def imagine_all(replay: Replay) -> None:
 
 
 def batch_of(replay: Replay, version: int, groups: int) -> list[int]:
-    batch = replay.sample(groups, version, f"request-{version}")
+    batch = read_batch(replay, groups, version, f"request-{version}")
     assert batch is not None, replay.contents()
     for group in batch:
         assert all(version - episode.oldest_version <= replay.state.limiter.max_lag for episode in group)

@@ -19,7 +19,7 @@ from asyncrl.replay.in_process import InProcessActorPort, InProcessLearnerPort
 from asyncrl.replay.interface import GroupGrant, NothingToLearn, RunStopped
 from asyncrl.replay.server import ReplayServer, serve_replay
 from support.episodes import assert_same, make_episode
-from support.replay import Clock
+from support.replay import Clock, next_batch
 from support.replay_server import (
     CONFIG,
     NOBODY,
@@ -61,7 +61,7 @@ def test_two_actors_and_a_learner_use_every_group_once(tmp_path: Path, endpoint:
         for actor in actors:
             actor.start()
         for v in range(updates):
-            for group in learner.sample(groups=2, version=v, timeout=20.0):
+            for group in next_batch(learner, groups=2, version=v, timeout=20.0):
                 assert [episode.member for episode in group] == [0, 1]
                 assert all(0 <= v - episode.oldest_version <= 1 for episode in group)
                 for episode in group:
@@ -92,7 +92,7 @@ def test_a_killed_replay_loses_nothing_and_uses_nothing_twice(tmp_path: Path, en
     learner, actor = ZmqLearnerPort(endpoint), ZmqActorPort(endpoint, "actor-0")
     try:
         with pytest.raises(SampleTimeout):  # Introduces the learner.
-            learner.sample(groups=1, version=0, timeout=0.5)
+            next_batch(learner, groups=1, version=0, timeout=0.5)
         stored, half = acquire(actor), acquire(actor)
         push_group(actor, stored, "actor-0", 0)
         until(actor, 0)
@@ -107,15 +107,15 @@ def test_a_killed_replay_loses_nothing_and_uses_nothing_twice(tmp_path: Path, en
         learner.status()  # The restarted replay grants nothing before it heard from the learner.
         third = acquire(actor)
         assert third.number == 2, "the restarted replay knows what was granted"
-        batch = learner.sample(groups=1, version=0, timeout=15.0)
+        batch = next_batch(learner, groups=1, version=0, timeout=15.0)
         kill(server)
         server = start_server(tmp_path, endpoint)
-        batch += learner.sample(groups=1, version=0, timeout=15.0)
+        batch += next_batch(learner, groups=1, version=0, timeout=15.0)
         assert [group[0].group_id for group in batch] == ["00000000", "00000001"]
         assert_same(batch[1][0], first)
         assert_same(batch[1][1], second)
         with pytest.raises(SampleTimeout, match=r"0 groups ready, 1 in flight"):
-            learner.sample(groups=1, version=0, timeout=0.2)
+            next_batch(learner, groups=1, version=0, timeout=0.2)
     finally:
         learner.stop()
         learner.close()
@@ -136,7 +136,7 @@ def test_the_deadline_of_a_sample_says_what_the_replay_holds(tmp_path: Path, end
             "actors seen: actor-0; version 0, credit for 2 more groups"
         )
         with pytest.raises(SampleTimeout, match=expected):
-            learner.sample(groups=2, version=0, timeout=0.3)
+            next_batch(learner, groups=2, version=0, timeout=0.3)
         with pytest.raises(ReplayError, match="1 episodes of actor 'actor-0' were not acknowledged"):
             actor.close(0.3)
         learner.close()
@@ -146,10 +146,10 @@ def test_a_batch_that_comes_after_the_timeout_is_not_lost(tmp_path: Path, endpoi
     with Served(tmp_path, endpoint):
         learner, actor = ZmqLearnerPort(endpoint), ZmqActorPort(endpoint, "actor-0")
         with pytest.raises(SampleTimeout):
-            learner.sample(groups=1, version=0, timeout=0.3)
+            next_batch(learner, groups=1, version=0, timeout=0.3)
         push_group(actor, acquire(actor), "actor-0", 0)
         until(actor, 0)  # Given away now, while the learner does not wait.
-        batch = learner.sample(groups=1, version=0, timeout=10.0)
+        batch = next_batch(learner, groups=1, version=0, timeout=10.0)
         assert [group[0].group_id for group in batch] == ["00000000"]
         actor.close(1.0)
         learner.close()
@@ -343,14 +343,14 @@ def test_the_learner_hears_how_far_its_batch_is_and_that_there_is_nothing_to_lea
     with Served(tmp_path, endpoint, filtering):
         learner, actor = ZmqLearnerPort(endpoint), ZmqActorPort(endpoint, "actor-0")
         with pytest.raises(SampleTimeout) as caught:  # Introduces the learner.
-            learner.sample(groups=2, version=0, timeout=0.3)
+            next_batch(learner, groups=2, version=0, timeout=0.3)
         assert caught.value.episodes == 0
         first = acquire(actor)
         actor.push(make_episode(first.number, 0, versions=(0,), success=True))
         actor.report({s.ACTOR_DECISIONS: 7.0})
         until(actor, 1)
         with pytest.raises(SampleTimeout) as caught:
-            learner.sample(groups=2, version=0, timeout=0.5)
+            next_batch(learner, groups=2, version=0, timeout=0.5)
         assert (caught.value.groups, caught.value.episodes, caught.value.decisions) == (0, 1, 7)
         actor.push(make_episode(first.number, 1, versions=(0,), success=True))
         for _ in range(3):
@@ -358,7 +358,7 @@ def test_the_learner_hears_how_far_its_batch_is_and_that_there_is_nothing_to_lea
             for member in range(2):
                 actor.push(make_episode(grant.number, member, versions=(0,), success=True))
         with pytest.raises(NothingToLearn, match="last 4 groups all episodes scored the same"):
-            learner.sample(groups=2, version=0, timeout=15.0)
+            next_batch(learner, groups=2, version=0, timeout=15.0)
         learner.stop()
         learner.close()
         actor.close(5.0)
@@ -392,7 +392,7 @@ def test_the_inline_ports_go_through_the_same_steps(tmp_path: Path) -> None:
     learner = InProcessLearnerPort(replay, imagine=imagine)
     numbers = []
     for version in range(3):
-        batch = learner.sample(groups=2, version=version, timeout=10.0)
+        batch = next_batch(learner, groups=2, version=version, timeout=10.0)
         numbers += [int(group[0].group_id) for group in batch]
         learner.report_version(version + 1)
     assert numbers == [0, 1, 2, 3, 4, 5]
@@ -401,7 +401,7 @@ def test_the_inline_ports_go_through_the_same_steps(tmp_path: Path) -> None:
     assert status[s.EPISODES] == 12
     assert status[s.ACTORS_WAITING] == 0.25
     with pytest.raises(SampleTimeout, match="holds 0 groups ready"):
-        InProcessLearnerPort(replay, version=3).sample(groups=2, version=3, timeout=0.0)
+        next_batch(InProcessLearnerPort(replay, version=3), groups=2, version=3, timeout=0.0)
     learner.stop()
     with pytest.raises(RunStopped):
         actor.acquire_groups(1, 0.0)
@@ -449,6 +449,6 @@ def test_more_groups_are_in_flight_than_the_window_of_an_outbox_holds(tmp_path: 
         for grant in grants:
             actor.push(make_episode(grant.number, 1, versions=(0,)))
         actor.close(30.0)
-        assert len(learner.sample(groups=50, version=0, timeout=30.0)) == 50
+        assert len(next_batch(learner, groups=50, version=0, timeout=30.0)) == 50
         learner.stop()
         learner.close()

@@ -24,6 +24,7 @@ from asyncrl.replay.replay import Replay
 from asyncrl.replay.store import EpisodeStore
 from asyncrl.replay_tools.episodes import read_outcomes
 from support.episodes import make_episode, with_chain
+from support.replay import next_batch, read_batch
 from support.replay_server import Served
 
 CONFIG = TrainConfig(
@@ -77,7 +78,7 @@ def plant(folder: Path, episodes: list[Episode], *, granted: bool = True) -> Pat
     replay.begin("before", 0)
     for _ in range(1 + granted):
         assert replay.grant("actor-0") is not None
-    assert [replay.admit(episode).status for episode in pair(0)] == ["held", "stored"]
+    assert [replay.admit(episode).status for episode in pair(0)] == ["held", "held"]
     replay.close()
     store = EpisodeStore(folder, group_size=2, max_bytes=10**9)
     path = store.enter(store.write(1, episodes)).path
@@ -98,10 +99,10 @@ def test_a_foreign_group_is_set_aside_and_the_learner_goes_on_with_others(tmp_pa
     for session in ("before", "resumed"):
         replay = reopened(tmp_path, said)
         replay.begin(session, 0)
-        first = replay.sample(1, 0, "request")
+        first = read_batch(replay, 1, 0, "request")
         assert first is not None
         assert {episode.group_id for episode in first[0]} == {"00000000"}
-        assert replay.sample(1, 0) is None, "the foreign one is not offered"
+        assert read_batch(replay, 1, 0) is None, "the foreign one is not offered"
         assert not path.exists()
         assert (tmp_path / "set_aside" / path.name).read_bytes() == content, "it is kept"
         assert replay.status()[m.DROPPED_UNUSABLE] == len(made())
@@ -133,7 +134,7 @@ def test_a_kill_between_the_ledger_and_the_move_loses_no_file(
     with monkeypatch.context() as patched:
         patched.setattr(EpisodeStore, "set_aside", killed)
         with pytest.raises(KeyboardInterrupt):
-            replay.sample(2, 0)
+            read_batch(replay, 2, 0)
     replay.close()
     assert path.exists()
     replay = reopened(tmp_path)
@@ -160,8 +161,8 @@ def test_the_console_of_the_learner_says_it_once(tmp_path: Path, endpoint: str) 
     with Served(tmp_path, endpoint, CONFIG, START):
         learner = ZmqLearnerPort(endpoint, tell=said.append)
         with pytest.raises(SampleTimeout):
-            learner.sample(groups=2, version=0, timeout=2.0)
-        assert len(learner.sample(groups=1, version=0, timeout=10.0)) == 1
+            next_batch(learner, groups=2, version=0, timeout=2.0)
+        assert len(next_batch(learner, groups=1, version=0, timeout=10.0)) == 1
         status = learner.status()
         learner.close()
     assert status[m.DROPPED_UNUSABLE] == 2
@@ -176,7 +177,7 @@ def test_a_changed_setting_that_the_learner_does_not_need_sets_nothing_aside(tmp
     other = EpisodeFormat(image_size=4, tasks={"elsewhere": ["lift"]}, max_decisions=1)
     replay = open_run_replay(tmp_path, CONFIG, start=RunStart(episodes=other))
     replay.begin("before", 0)
-    assert [len(batch) for _ in range(2) if (batch := replay.sample(1, 0))] == [1, 1]
+    assert [len(batch) for _ in range(2) if (batch := read_batch(replay, 1, 0))] == [1, 1]
 
 
 @pytest.mark.parametrize(("world", "kept"), [(None, True), (3, True), (4, False)])
@@ -188,5 +189,5 @@ def test_a_resume_in_another_world_sets_aside_what_the_older_one_imagined(
         tmp_path, CONFIG, start=RunStart(episodes=EpisodeFormat(world_version=world)), warn=lambda line: None
     )
     replay.begin("before", 0)
-    assert [len(batch) for _ in range(1) if (batch := replay.sample(1, 0))] == [1] * kept
+    assert [len(batch) for _ in range(1) if (batch := read_batch(replay, 1, 0))] == [1] * kept
     assert len(list(tmp_path.glob("set_aside/*"))) == (0 if kept else 2)

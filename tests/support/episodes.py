@@ -11,9 +11,13 @@ from typing import Any
 import numpy as np
 
 from asyncrl.episode_layout import episode_arrays, scalar_types, version_of
+from asyncrl.messaging.episode_codec import LongText
 from asyncrl.records import EndReason, Episode
 
-SAMPLES: dict[type, Any] = {str: "é x", int: -7, float: 0.1, bool: True, dict: {"wire/bytes": 1.5}}
+SAMPLES: dict[type, Any] = {
+    **{str: "é x", LongText: 9_000 * "x", int: -7, float: 0.1, bool: True},
+    **{dict: {"wire/bytes": 1.5}, list: [3, 70_000_000]},
+}
 
 
 def unpack(frames: list[Any]) -> tuple[dict[str, Any], list[bytes]]:

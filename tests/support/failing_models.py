@@ -30,6 +30,7 @@ from asyncrl.replay.replay import Replay
 from asyncrl.replay.state import COUNTERS
 from asyncrl.weights.transports.in_process import build_in_process
 from asyncrl.worlds.start_states import StartStateStream, start_state_at
+from support.replay import next_batch
 from support.tiny_models import start_state
 
 GROUP = 2
@@ -219,5 +220,5 @@ def counts(run: InlineRun) -> dict[str, float]:
 
 
 def episodes_of(run: InlineRun, groups: int) -> dict[tuple[str, int], Episode]:
-    batch = run.learner.sample(groups=groups, version=0, timeout=30.0)
+    batch = next_batch(run.learner, groups=groups, version=0, timeout=30.0)
     return {(e.group_id, e.member): e for group in batch for e in group}

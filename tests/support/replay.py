@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from asyncrl.config.sections import ReplaySettings
-from asyncrl.records import Sampling
+from asyncrl.records import Episode, Sampling
 from asyncrl.replay.group_file import GroupFile
-from asyncrl.replay.interface import GroupGrant
+from asyncrl.replay.interface import GroupGrant, LearnerPort
 from asyncrl.replay.limiter import Limiter
 from asyncrl.replay.replay import Replay
 from asyncrl.replay.store import EpisodeStore
@@ -92,3 +92,15 @@ def group_of(number: int, image: int = 4) -> list:
 def open_store(folder: Path, warnings: list[str] | None = None, max_bytes: int = 10**9) -> EpisodeStore:
     lines = [] if warnings is None else warnings
     return EpisodeStore(folder, group_size=2, max_bytes=max_bytes, warn=lines.append)
+
+
+def read_batch(replay: Replay, groups: int, version: int, request: str = "") -> list[list[Episode]] | None:
+    """Choose a batch and read it; None if there are too few groups."""
+    numbers = replay.choose(groups, version, request)
+    return None if numbers is None else replay.batches.pop(numbers)
+
+
+def next_batch(learner: LearnerPort, *, groups: int, version: int, timeout: float) -> list[list[Episode]]:
+    """Wait for a batch and fetch all of it."""
+    batch = learner.choose(groups=groups, version=version, timeout=timeout)
+    return learner.fetch(batch, timeout=timeout, while_waiting=lambda: None)
