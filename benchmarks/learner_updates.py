@@ -38,7 +38,6 @@ from measuring import commit, heading, kernel_report, table, wait
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import ActorSettings
 from asyncrl.launch.build import build_update, compile_learning
-from asyncrl.launch.fine_tune import fine_tuning_ranks
 from asyncrl.launch.job import read_job
 from asyncrl.launch.own_device import pick_device
 from asyncrl.learner import update as update_module
@@ -47,7 +46,7 @@ from asyncrl.learner.early_compile import ObservationShapes
 from asyncrl.learner.forward import longest_first
 from asyncrl.learner.fsdp import UNITS, ReshardAfter, shard, summed_gradient
 from asyncrl.learner.metrics import Throughput
-from asyncrl.learner.ranks import LearnerRanks, not_finite
+from asyncrl.learner.ranks import LearnerRanks, joined_ranks, not_finite
 from asyncrl.learner.update import Update
 from asyncrl.observability.metrics_system import MFU
 from asyncrl.policies.acceleration import enable_gradient_checkpointing, use_float8_where_frozen
@@ -314,10 +313,12 @@ def updates(
 
 def main() -> None:
     settings = tyro.cli(Settings, description=__doc__)
-    device = pick_device(settings.device, read_job().local_rank)
+    job = read_job()
+    device = pick_device(settings.device, job.local_rank)
     settings = replace(settings, device=str(device))
     with ExitStack() as stack:
-        ranks = stack.enter_context(fine_tuning_ranks("the other ranks that are timed", "bf16", device))
+        who = "the other ranks that are timed"
+        ranks = stack.enter_context(joined_ranks(device, job.rank, job.size, "bf16", who, who))
         if ranks.rank:
             stack.enter_context(redirect_stdout(stack.enter_context(Path(os.devnull).open("w"))))
         measure(settings, device, ranks)

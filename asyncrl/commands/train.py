@@ -15,9 +15,7 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch.job import read_job
 from asyncrl.launch.placement import checked_placement, ranks_named, sizes_of_hosts
-from asyncrl.replay.store import read_meta
 from asyncrl.storage import run_folder
-from asyncrl.storage.run_folder import check_folder
 
 
 def dry_run(config: TrainConfig) -> int:
@@ -52,6 +50,7 @@ def dry_run(config: TrainConfig) -> int:
 def _refuse(config: TrainConfig) -> None:
     from asyncrl.doctor.host import existing_parent
     from asyncrl.launch import endpoints
+    from asyncrl.launch.build import check_resumed
 
     if not config.inline:
         ranks = read_job().size if "RANK" in os.environ else ranks_named(config.placement)
@@ -61,9 +60,7 @@ def _refuse(config: TrainConfig) -> None:
     run_folder.check_free(config)
     folder = run_folder.locate(config)
     if config.resume:
-        check_folder(folder)
-        if (folder / run_folder.REPLAY / "replay.json").exists():
-            read_meta(folder / run_folder.REPLAY)
+        check_resumed(config)
     if not os.access(above := existing_parent(folder), os.W_OK | os.X_OK):
         raise ConfigError(f"--run-dir {folder} cannot be made: {above} is read-only. Choose another folder.")
 
@@ -88,7 +85,7 @@ def main(arguments: list[str]) -> int:
     if config.inline:
         from asyncrl.launch.inline import run
     else:
-        from asyncrl.launch.train import run
+        from asyncrl.launch.hosts import run
     return run(config)
 
 

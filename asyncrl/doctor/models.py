@@ -19,7 +19,7 @@ from asyncrl.doctor.gpus import devices_of, hosts_of
 from asyncrl.doctor.host import GIB, placement_of
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.launch.build import load_models
-from asyncrl.launch.environment import WorldFiles, with_world_defaults
+from asyncrl.launch.environment import WorldFiles
 from asyncrl.launch.named_models import named_world
 from asyncrl.launch.simulated import SimulatorFiles
 from asyncrl.launch.world_conformance import CHECKS, check_world
@@ -39,14 +39,12 @@ ROOM: Final = 1.3
 def check_models(examination: Examination) -> Finding:
     """Load the policy on the CPU, check the others, record the sizes; with --resume verify the checkpoint."""
     try:
-        config, _ = with_world_defaults(examination.config)
         # Rounding is only counted: it takes minutes on a CPU.
-        exact = replace(config, learner=replace(config.learner, frozen_precision="stored"))
-        policy, environment = load_models(exact, torch.device("cpu"))
-        resumed = ""
-        if config.resume:
-            folder = checkpoint.latest(run_folder.locate(config))
-            assert folder is not None  # The run folder was found by its checkpoints.
+        learner = examination.config.learner
+        exact = replace(examination.config, learner=replace(learner, frozen_precision="stored"))
+        config, _, policy, environment = load_models(exact, torch.device("cpu"))
+        config, resumed = replace(config, learner=learner), ""
+        if config.resume and (folder := checkpoint.latest(run_folder.locate(config))):
             checkpoint.verify(folder)
             resumed = f"; goes on from {folder.name}"
     except AsyncRLError as error:

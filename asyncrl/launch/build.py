@@ -8,31 +8,32 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import HashStore, PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from asyncrl.config.loading import load_file, to_json
 from asyncrl.config.run import TrainConfig
-from asyncrl.config.sections import EvaluationSettings
-from asyncrl.devices.offload import NO_OFFLOAD, HoldsAddresses, IdleOffload, OffloadedTensors
+from asyncrl.config.sections import EvaluationSettings, WorldDefaults
+from asyncrl.devices.offload import NO_OFFLOAD, IdleOffload
+from asyncrl.errors import ConfigError
 from asyncrl.evaluation.evaluate import simulator_of_tasks
-from asyncrl.launch.environment import WorldFiles, check_compilable, check_environment, tensors_of
+from asyncrl.launch.environment import WorldFiles, check_environment, offload_idle, with_world_defaults
 from asyncrl.launch.job import Hosts, Job, RunInfo, open_store
 from asyncrl.launch.named_models import (
-    as_module,
     build_learning_policy,
     build_reference,
     named_policy,
     named_world,
+    sampling_of,
 )
 from asyncrl.launch.own_device import take_device, use_compiler_cache
 from asyncrl.launch.placement import Placement, copies_of, only_learns
@@ -44,16 +45,16 @@ from asyncrl.learner.early_compile import (
     observation_shapes,
 )
 from asyncrl.learner.forward import Reference
-from asyncrl.learner.fsdp import make_float32_masters, shard
+from asyncrl.learner.fsdp import shard
 from asyncrl.learner.learner import Learner, LoopSettings, WriteRow
 from asyncrl.learner.metrics import Throughput
-from asyncrl.learner.ranks import DistributedRanks, LearnerRanks, default_group
+from asyncrl.learner.ranks import LearnerRanks, joined_ranks
 from asyncrl.learner.recipe import build_recipe
 from asyncrl.learner.update import Update
 from asyncrl.learner.weight_export import acting_types, acting_weights, copy_policy
 from asyncrl.observability.metrics_system import GROUPS_READY
 from asyncrl.policies.acceleration import compile_blocks
-from asyncrl.policies.interface import Policy, SamplingParams
+from asyncrl.policies.interface import Policy
 from asyncrl.registry import names_code
 from asyncrl.replay.interface import NEW_RUN, LearnerPort, RunStart
 from asyncrl.replay.store import LEDGER, read_meta
@@ -67,6 +68,15 @@ if TYPE_CHECKING:
     from asyncrl.launch.simulated import SimulatorFiles
 
 
+class Models(NamedTuple):
+    """The policy of a run, loaded, and its other models, checked."""
+
+    config: TrainConfig  # with the world's defaults
+    defaults: WorldDefaults
+    policy: Policy
+    files: WorldFiles | SimulatorFiles
+
+
 @dataclass(frozen=True, kw_only=True)
 class LearnerStart:
     """Policy and folder that the learner begins with."""
@@ -75,11 +85,15 @@ class LearnerStart:
     run_dir: Path
     identity: RunIdentity
     lock: RunLock
-    version: int  # 0, or that of the checkpoint
     checkpoint: Path | None  # of a resumed run
     replay: RunStart = NEW_RUN
     simulator: str = ""  # with the tasks of the run; empty: unknown
     shown: ObservationShapes | None = None  # shapes of the run's decisions; None if unknown
+
+    @property
+    def version(self) -> int:
+        """Version of the policy: 0, or that of the checkpoint."""
+        return int(self.checkpoint.name.rpartition("_")[2]) if self.checkpoint else 0
 
 
 def use_device(config: TrainConfig, local_rank: int = 0) -> torch.device:
@@ -87,63 +101,72 @@ def use_device(config: TrainConfig, local_rank: int = 0) -> torch.device:
     torch.set_num_threads(config.learner.threads)
     torch.manual_seed(config.seed)
     device = take_device(config.device, local_rank)
-    use_compiler_cache(config.imagination, config.learner, device)
+    if config.imagination.compile or config.learner.compile:
+        use_compiler_cache(device)
     return device
 
 
-def load_models(config: TrainConfig, device: torch.device) -> tuple[Policy, WorldFiles | SimulatorFiles]:
+def load_models(asked: TrainConfig, device: torch.device) -> Models:
     """Load the policy of a run to `device`, and check that all its models are there and fit each other."""
+    config, defaults = with_world_defaults(asked)
     build_recipe(config.algorithm, config.correction, config.critic)
     if config.imagination.compile and not simulator_named(config.world):
-        world = named_world(config.world, config.world_settings)
-        check_compilable(named_policy(config.policy, config.policy_settings).kind, world.kind)
-    environment = check_environment(config)
+        _check_compilable(config)
+    files = check_environment(config)
     policy = build_learning_policy(config, device)
-    environment.check_policy(policy)
-    if names_code(config.policy) and environment.starts:
+    files.check_policy(policy)
+    if names_code(config.policy) and files.starts:
         from asyncrl.launch.conformance import try_policy
 
-        try_policy(policy, environment.starts)
+        try_policy(policy, files.starts)
     if config.evaluate_every:
         from asyncrl.launch import evaluator  # It needs simulators, which are not imported without cause.
 
-        evaluator.plan(config, environment, policy)
-    return policy, environment
+        evaluator.plan(config, files, policy)
+    return Models(config, defaults, policy, files)
 
 
-def start_run(
-    config: TrainConfig, policy: Policy, files: WorldFiles | SimulatorFiles, again: Path | None = None
-) -> LearnerStart:
+def _check_compilable(config: TrainConfig) -> None:
+    policy = named_policy(config.policy, config.policy_settings).kind
+    world = named_world(config.world, config.world_settings).kind
+    for kind, method in ((policy, "compile_acting"), (world, "compile")):
+        if not hasattr(kind, method):
+            raise ConfigError(
+                f"--imagination.compile is set, but {kind.__name__} has no {method}. Leave the flag out, or "
+                "add the method."
+            )
+
+
+def start_run(models: Models, again: Path | None = None) -> LearnerStart:
     """Make or find the run's folder; `again` is that of an earlier start of the same job."""
+    config, _, policy, files = models
     if again is not None and checkpoint.latest(again) is not None:
         config, again = replace(config, run_dir=str(again), resume=True), None
     elif again is not None:
         config = replace(config, resume=False)
     if config.resume:
-        check_folder(found := run_folder.locate(config))
-        if (found / run_folder.REPLAY / "replay.json").exists():
-            read_meta(found / run_folder.REPLAY)
+        check_resumed(config)
     run = run_folder.claim(config, again)
-    folder, version, ledger = None, 0, None
-    if config.resume:
-        folder = checkpoint.latest(run.path)
-        assert folder is not None  # The run folder was found by its checkpoints.
-        version, ledger = int(folder.name.rpartition("_")[2]), checkpoint.verify(folder)
-    simulator = config.evaluation.simulator or simulator_named(config.world)
-    if not simulator:
-        simulator = simulator_of_tasks(set(files.tasks))
+    folder = checkpoint.latest(run.path) if config.resume else None
     episodes = files.episode_format(policy, config.actor.max_decisions)
+    simulator = config.evaluation.simulator or simulator_named(config.world)
     return LearnerStart(
         policy=policy,
         run_dir=run.path,
         identity=run.identity,
         lock=run.lock,
-        version=version,
         checkpoint=folder,
-        replay=RunStart(episodes=episodes, ledger=ledger),
-        simulator=simulator,
+        replay=RunStart(episodes=episodes, ledger=checkpoint.verify(folder) if folder else None),
+        simulator=simulator or simulator_of_tasks(set(files.tasks)),
         shown=observation_shapes(episodes),
     )
+
+
+def check_resumed(config: TrainConfig) -> None:
+    """Check that the folder of a resumed run and its replay can be read."""
+    check_folder(folder := run_folder.locate(config))
+    if (folder / run_folder.REPLAY / "replay.json").exists():
+        read_meta(folder / run_folder.REPLAY)
 
 
 def learner_offload(config: TrainConfig, update: Update) -> IdleOffload:
@@ -151,8 +174,6 @@ def learner_offload(config: TrainConfig, update: Update) -> IdleOffload:
     if not config.learner.offload:
         return NO_OFFLOAD
     reference = getattr(update.reference, "policy", None)
-    models = [model for model in (update.policy, reference) if isinstance(model, nn.Module)]
-    movable = [model for model in models if isinstance(model, HoldsAddresses)]
 
     def trained() -> Iterator[Tensor]:
         for parameter in update.policy.trainable_parameters().values():
@@ -162,20 +183,13 @@ def learner_offload(config: TrainConfig, update: Update) -> IdleOffload:
             state = update.optimizer.state.get(parameter, {})
             yield from (value for value in state.values() if isinstance(value, Tensor))
 
-    return IdleOffload(
-        OffloadedTensors(
-            partial(tensors_of, models),
-            trained,
-            {update.device},
-            on_offload=lambda: [model.weights_moved() for model in movable],
-        )
-    )
+    models = [model for model in (update.policy, reference) if isinstance(model, nn.Module)]
+    return offload_idle(models, trained, {update.device})
 
 
 MEETING_DEADLINE: Final = 600.0  # seconds for the learner ranks to meet
 
 
-@contextmanager
 def learner_group(
     config: TrainConfig,
     job: Job,
@@ -183,28 +197,21 @@ def learner_group(
     device: torch.device,
     *,
     while_waiting: Callable[[], object] = lambda: None,
-) -> Iterator[LearnerRanks]:
-    """Meet the other learner ranks for the time of the block; all call it at about the same time.
-
-    The default process group holds learners only. One rank that computes in float32 needs none.
-    """
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if ranks == 1 and config.learner.precision == "fp32":
-        yield LearnerRanks()
-        return
-    who = f"learner rank {job.rank if ranks > 1 else 0} of {ranks}"
-    joined = default_group(
+) -> AbstractContextManager[LearnerRanks]:
+    """Meet the other learner ranks for the time of a block; all call it at about the same time."""
+    rank = job.rank if ranks > 1 else 0
+    who = f"learner rank {rank} of {ranks}"
+    return joined_ranks(
         device,
+        rank,
+        ranks,
+        config.learner.precision,
         f"{who} to meet the other learners",
         f"{who} to make its part of an update or a checkpoint",
-        store=PrefixStore("learners", open_store(job, MEETING_DEADLINE)) if ranks > 1 else HashStore(),
-        rank=job.rank if ranks > 1 else 0,
-        size=ranks,
+        store=PrefixStore("learners", open_store(job, MEETING_DEADLINE)) if ranks > 1 else None,
+        patience=config.batch_timeout + first_weights_deadline(config),
+        while_waiting=while_waiting,
     )
-    with joined:
-        patience = config.batch_timeout + first_weights_deadline(config)
-        yield DistributedRanks(patience, while_waiting=while_waiting)
 
 
 def build_learner(
@@ -220,11 +227,8 @@ def build_learner(
 ) -> Learner:
     """Shard the policy over the ranks and build or resume this rank's learner; a collective."""
     policy, types = start.policy, acting_types(start.policy)
-    if not isinstance(ranks, DistributedRanks):
-        make_float32_masters(as_module(policy), "fp32")
-    else:
-        reshard_after = config.learner.reshard_after
-        shard(policy, policy.device, config.learner.precision, copies=copies, reshard_after=reshard_after)
+    reshard_after = config.learner.reshard_after
+    shard(policy, policy.device, config.learner.precision, copies=copies, reshard_after=reshard_after)
     reference = build_reference(config, policy, policy.device)
     acting = acting_weights(policy, types)
     update = build_update(config, policy, ranks=ranks, reference=reference)
@@ -274,14 +278,12 @@ def learn_as_follower(
     run_dir = Path(info.run_dir)
     config = load_file(run_dir / "config.json")
     device = use_device(config, job.local_rank)
-    resumed = Path(info.checkpoint) if info.checkpoint else None
     start = LearnerStart(
         policy=build_learning_policy(config, device),
         run_dir=run_dir,
         identity=info.identity,
         lock=run_owner.join(run_dir),
-        version=int(resumed.name.rpartition("_")[2]) if resumed else 0,
-        checkpoint=resumed,
+        checkpoint=Path(info.checkpoint) if info.checkpoint else None,
         shown=ObservationShapes(*json.loads(info.shown)) if info.shown else None,
     )
     keys = client_keys(info.keys, "learner")
@@ -364,7 +366,7 @@ def _early_compile(
     return EarlyCompile(
         update,
         shown,
-        SamplingParams(temperature=config.algorithm.temperature, top_k=config.algorithm.top_k),
+        sampling_of(config),
         stop_requested,
         batch_ready=batch_ready,
         hang_timeout=config.hang_timeout,

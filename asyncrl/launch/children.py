@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import importlib
+import logging
 import multiprocessing
 import os
 import re
@@ -31,7 +32,7 @@ from asyncrl.errors import AsyncRLError, ReplayError, RunError
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability import waits
 from asyncrl.observability.metrics import Metric
-from asyncrl.observability.signals import StopFlag, die_with_parent, expect_exit
+from asyncrl.observability.signals import StopFlag, die_with_parent, expect_exit, raise_limit
 from asyncrl.replay.client import ZmqLearnerPort
 from asyncrl.storage.untrusted import open_regular
 
@@ -68,6 +69,8 @@ def run_child(name: str, target: str, args: tuple[object, ...], log_path: str) -
         signal.signal(of_the_terminal, signal.SIG_IGN)
     # The lock of its own is a semaphore of the system, which stays behind when this process is killed.
     tqdm.set_lock(threading.RLock())
+    raise_limit()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     print(f"--- {name} starts, process {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S')}", flush=True)
     module, _, function = target.partition(":")
     getattr(importlib.import_module(module), function)(*args)

@@ -22,7 +22,7 @@ from asyncrl.storage.run_folder import BEST
 from asyncrl.storage.untrusted import read_rows
 
 if TYPE_CHECKING:
-    from asyncrl.launch.build import LearnerStart
+    from asyncrl.launch.build import LearnerStart, Models
     from asyncrl.learner.learner import Learner
 
 ENDS: Final = 5
@@ -124,6 +124,23 @@ def notes(config: TrainConfig) -> list[str]:
 
         lines.append(monitor.line_about(config.monitor.listen))
     return lines
+
+
+def introduce(
+    log: MetricsLogger,
+    asked: TrainConfig,
+    models: Models,
+    start: LearnerStart,
+    processes: str,
+    begun: Sequence[str] = (),
+    hints: Sequence[str] = (),
+) -> None:
+    """Print the first lines of a run: banner, where it goes on, and notes about its settings."""
+    config, world = models.config, world_line(asked, models.defaults)
+    log.banner(banner(config, start.run_dir, processes, str(start.policy.device), world))
+    lines = [*begun, *resumed(config, start.version), *hints, *notes(config)]
+    if lines:
+        log.banner("\n".join(lines))
 
 
 @contextmanager

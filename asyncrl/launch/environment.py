@@ -5,9 +5,8 @@ The learner only checks them, by the headers of the files: it never reads 13 GB 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,12 +21,12 @@ from asyncrl.devices.offload import NO_OFFLOAD, HoldsAddresses, IdleOffload, Off
 from asyncrl.errors import AssetError, CheckpointError, ConfigError
 from asyncrl.launch.named_models import (
     NamedModel,
-    as_module,
     check_tasks,
     folder_part,
     named_reward,
     named_world,
     policy_chunk,
+    sampling_of,
 )
 from asyncrl.launch.simulated import (
     SimulatorFiles,
@@ -37,7 +36,7 @@ from asyncrl.launch.simulated import (
     sample_format,
 )
 from asyncrl.observability import process_status
-from asyncrl.policies.interface import Policy, SamplingParams
+from asyncrl.policies.interface import Policy
 from asyncrl.records import ActionSpec, StartState
 from asyncrl.registry import names_code
 from asyncrl.replay.interface import ActorPort, EpisodeFormat
@@ -218,25 +217,29 @@ def open_backend(
     return build_imagination(config, policy, environment), starts
 
 
-def build_imagination(config: TrainConfig, policy: Policy, environment: Environment) -> Imagination[Any]:
+def build_imagination(config: TrainConfig, policy: Any, environment: Environment) -> Imagination[Any]:
     """Join the models of an actor; compiled, and at a fixed shape, with these settings."""
+    rows, world = rows_of_a_pass(config), environment.world
     if config.imagination.compile:
-        _compile(config, policy, environment)
+        process_status.describe("compiling the policy")
+        policy.compile_acting(rows, tasks_of(environment.starts))
+        process_status.describe("compiling the world")
+        world.compile(rows)
     if config.imagination.fixed_shape and hasattr(policy, "fix_prompts"):
         policy.fix_prompts(tasks_of(environment.starts))
     return Imagination(
         policy,
-        environment.world,
+        world,
         environment.reward,
-        SamplingParams(temperature=config.algorithm.temperature, top_k=config.algorithm.top_k),
+        sampling_of(config),
         rule=EndRule(
             max_decisions=config.actor.max_decisions,
             threshold=config.actor.success_threshold,
             success_frames=config.success_frames,
         ),
         policy_device=policy.device,
-        world_device=environment.world.device,
-        rows=rows_of_a_pass(config) if config.imagination.fixed_shape else 0,
+        world_device=world.device,
+        rows=rows if config.imagination.fixed_shape else 0,
     )
 
 
@@ -245,49 +248,32 @@ def rows_of_a_pass(config: TrainConfig) -> int:
     return max(map(len, split_slots(config.actor.slots, config.actor.pipeline_stages)))
 
 
-def _compile(config: TrainConfig, policy: Policy, environment: Environment) -> None:
-    world = environment.world
-    check_compilable(type(policy), type(world))
-    rows = rows_of_a_pass(config)
-    process_status.describe("compiling the policy")
-    policy.compile_acting(rows, tasks_of(environment.starts))
-    process_status.describe("compiling the world")
-    world.compile(rows)
-
-
-def check_compilable(policy: type, world: type) -> None:
-    """Refuse --imagination.compile where a class lacks the method."""
-    for kind, method in ((policy, "compile_acting"), (world, "compile")):
-        if not hasattr(kind, method):
-            raise ConfigError(
-                f"--imagination.compile is set, but {kind.__name__} has no {method}. Leave the flag out, or "
-                "add the method."
-            )
-
-
 def actor_offload(config: TrainConfig, backend: Imagination[Any] | SimulatorBackend) -> IdleOffload:
     """Offload an idle actor's models. What the receivers hold stays; new weights reach the copy."""
     if not config.actor.offload:
         return NO_OFFLOAD
-    policy = backend.policy
-    others = backend.models if isinstance(backend, Imagination) else []
-    models = [as_module(policy), *(module for other in others for module in other.modules().values())]
-    movable = [model for model in (policy, *others) if isinstance(model, HoldsAddresses)]
+    policy, others = backend.policy, backend.models if isinstance(backend, Imagination) else []
+    return offload_idle([policy, *others], lambda: policy.acting_tensors().values(), backend.devices)
+
+
+def offload_idle(
+    models: Sequence[Any], changing: Callable[[], Iterable[Tensor]], devices: Collection[torch.device]
+) -> IdleOffload:
+    """Offload the tensors of networks, worlds and reward models, of which only `changing` are written to."""
+    networks = [
+        network
+        for model in models
+        for network in ([model] if isinstance(model, nn.Module) else model.modules().values())
+    ]
+    movable = [model for model in models if isinstance(model, HoldsAddresses)]
     return IdleOffload(
         OffloadedTensors(
-            partial(tensors_of, models),
-            lambda: policy.acting_tensors().values(),
-            backend.devices,
+            lambda: (x for network in networks for x in (*network.parameters(), *network.buffers())),
+            changing,
+            devices,
             on_offload=lambda: [model.weights_moved() for model in movable],
         )
     )
-
-
-def tensors_of(models: Iterable[nn.Module]) -> Iterator[Tensor]:
-    """Return all parameters and buffers."""
-    for model in models:
-        yield from model.parameters()
-        yield from model.buffers()
 
 
 def build_actor(

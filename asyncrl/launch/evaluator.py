@@ -9,7 +9,6 @@ Only the end of the run waits for it. If it dies too often, training goes on wit
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import multiprocessing
 import os
@@ -23,7 +22,6 @@ from typing import Final
 import torch
 
 from asyncrl import registry
-from asyncrl.config.loading import overlay, to_json
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.evaluation import run_checkpoints
@@ -44,14 +42,14 @@ from asyncrl.evaluation.evaluate import (
 from asyncrl.evaluation.run_checkpoints import EvaluatedVersion, RunCheckpoints, is_due
 from asyncrl.launch.children import Supervisor
 from asyncrl.launch.environment import WorldFiles, build_world_model, check_environment
-from asyncrl.launch.named_models import load_policy_version
-from asyncrl.launch.own_device import make_current, pick_device
+from asyncrl.launch.named_models import load_policy_version, sampling_of
+from asyncrl.launch.own_device import take_device
 from asyncrl.launch.simulated import SimulatorFiles
 from asyncrl.observability import metrics_training as m
-from asyncrl.observability import process_status, signals, waits
+from asyncrl.observability import process_status, waits
 from asyncrl.observability.logger import LARGEST_PICTURE, SHEET, VIDEOS, picture_name
 from asyncrl.observability.metrics import Metric
-from asyncrl.policies.interface import Policy, SamplingParams
+from asyncrl.policies.interface import Policy
 from asyncrl.simulators.build import SimulatorSource
 from asyncrl.simulators.interface import SimulatorSpec
 from asyncrl.simulators.pool import SimulatorPool
@@ -156,13 +154,13 @@ class VersionPlayer:
         self, policy: Policy, plays: Sequence[Play], version: int, before: int, *, keep_frames: bool
     ) -> list[SimulatedEpisode]:
         assert self._pool is not None
-        algorithm, played = self._config.algorithm, list[SimulatedEpisode]()
+        played = list[SimulatedEpisode]()
 
         def doing() -> str:
             done = before + len(played)
             return f"true success of version {version}: {done} of {len(self._plan.plays)} episodes"
 
-        act = acting(policy, SamplingParams(temperature=algorithm.temperature, top_k=algorithm.top_k), ROWS)
+        act = acting(policy, sampling_of(self._config), ROWS)
         with process_status.activity(doing(), self._config.hang_timeout):
             for episode in rollout(self._pool, act, plays, keep_frames=keep_frames):
                 played.append(episode)
@@ -202,18 +200,13 @@ def _free_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def evaluator_main(config_json: str, run_dir_text: str, local_rank: str) -> None:
+def evaluator_main(config: TrainConfig, run_dir: Path, local_rank: int) -> None:
     """Measure the run's versions as they come, until rank 0 ends this process."""
-    signals.raise_limit()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    config = overlay(TrainConfig(), json.loads(config_json), "the run's settings")
-    run_dir = Path(run_dir_text)
     lock = run_owner.join(run_dir)
     multiprocessing.current_process().daemon = False  # So that it may have workers, which end with it.
     process_status.publish_as(run_dir, ROLE)
     process_status.set_activity("loading models", config.startup_timeout)
-    device = pick_device(config.device, int(local_rank))
-    make_current(device)
+    device = take_device(config.device, local_rank)
     if device.type == "cpu":
         os.nice(NICENESS)
         torch.set_num_threads(1)
@@ -262,7 +255,7 @@ class EvaluatorProcess:
             self._child = Supervisor(
                 ROLE,
                 "asyncrl.launch.evaluator:evaluator_main",
-                (to_json(config), str(run_dir), str(local_rank)),
+                (config, run_dir, local_rank),
                 self._log_path,
                 RESPAWNS,
             )

@@ -7,14 +7,12 @@ A world's autoencoder stays as it is.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from asyncrl.errors import ConfigError
 from asyncrl.fitting.fit_policy import action_statistics, check_imitable, fit_policy, write_statistics
@@ -22,22 +20,12 @@ from asyncrl.fitting.frame_file import Frames
 from asyncrl.fitting.loop import FitRanks, Schedule, parts_of
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.fitting.settings import FitPolicy, FitWorld
-from asyncrl.fitting.world import (
-    WorldOptions,
-    check_same_size,
-    fit_class,
-    load_fitted,
-)
+from asyncrl.fitting.world import WorldOptions, check_same_size, fit_class, load_fitted
 from asyncrl.launch.job import read_job
 from asyncrl.launch.named_models import named_policy
 from asyncrl.launch.own_device import take_device
-from asyncrl.learner.fsdp import Precision, make_float32_masters, shard, spread
-from asyncrl.learner.ranks import (
-    COLLECTIVE_DEADLINE,
-    DistributedRanks,
-    LearnerRanks,
-    default_group,
-)
+from asyncrl.learner.fsdp import shard, spread
+from asyncrl.learner.ranks import LearnerRanks, joined_ranks
 from asyncrl.learner.weight_export import ADAPTER_FOLDER, copy_policy, gather_to_host
 from asyncrl.policies.acceleration import enable_gradient_checkpointing, recompute
 from asyncrl.policies.lora import adapt, adapter_tensors, add_lora, merged_tensors, save_adapter
@@ -45,21 +33,11 @@ from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.storage.assets import world_folder
 from asyncrl.worlds.files import is_published, world_kind, world_title
 
-AGAIN: Final = "start it again"
 
-
-@contextmanager
-def fine_tuning_ranks(what: str, precision: Precision, device: torch.device) -> Iterator[LearnerRanks]:
-    """Meet the other ranks of torchrun for the time of the block."""
-    size = read_job().size
-    if size == 1 and precision == "fp32":  # FSDP's passes in bfloat16 need a group also of one rank.
-        yield LearnerRanks()
-        return
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    alone: dict[str, Any] = {"store": HashStore(), "rank": 0, "size": 1} if size == 1 else {}
-    with default_group(device, what, what, remedy=AGAIN, **alone):
-        yield DistributedRanks(COLLECTIVE_DEADLINE, remedy=AGAIN)
+def _ranks(config: FitPolicy | FitWorld, device: torch.device) -> AbstractContextManager[LearnerRanks]:
+    """Meet the other ranks of torchrun for the time of a block."""
+    job, who = read_job(), f"the other ranks that fine-tune a {config.MODEL}"
+    return joined_ranks(device, job.rank, job.size, config.precision, who, who, remedy="start it again")
 
 
 def _count_trained(network: nn.Module) -> int:
@@ -77,13 +55,9 @@ def fine_tune_policy(
     """Fine-tune and write the policy, merged, and adapters to ``out/adapter``; rank 0 returns a line."""
     torch.manual_seed(config.seed)
     policy = _load(config, recordings, device)
-    with fine_tuning_ranks("the other ranks that fine-tune a policy", config.precision, device) as ranks:
+    with _ranks(config, device) as ranks:
         trained = _count_trained(policy)
-        anything: Any = policy
-        if not isinstance(ranks, DistributedRanks):
-            make_float32_masters(anything, config.precision)
-        else:
-            shard(anything, device, config.precision)
+        shard(policy, device, config.precision)
         loss = fit_policy(
             policy,
             recordings,
@@ -102,8 +76,7 @@ def fine_tune_policy(
 
 
 def _load(config: FitPolicy, recordings: Recordings, device: torch.device) -> OpenVLAOFTPolicy:
-    named = named_policy(config.refine, config.policy_settings)
-    policy = named.load(device)
+    policy = named_policy(config.refine, config.policy_settings).load(device)
     if not isinstance(policy, OpenVLAOFTPolicy):
         raise ConfigError(
             f"--refine {config.refine} is a {type(policy).__name__}; imitation is written for OpenVLA-OFT's "
@@ -145,13 +118,10 @@ def fine_tune_world(config: FitWorld, recordings: Recordings) -> str:
         adapt(world.network(), world.adapted_layers(), config.lora.rank, config.lora.alpha)
     if config.gradient_checkpointing:
         recompute(world.blocks())
-    with fine_tuning_ranks("the other ranks that fine-tune a world", config.precision, device) as ranks:
+    with _ranks(config, device) as ranks:
         trained = _count_trained(world.network())
-        if not isinstance(ranks, DistributedRanks):
-            make_float32_masters(world.network(), config.precision)
-        else:
-            # Positions and times would be rounded if blocks had their inputs cast.
-            spread(world.network(), world.blocks(), device, config.precision, cast_inputs=False)
+        # Positions and times would be rounded if blocks had their inputs cast.
+        spread(world.network(), world.blocks(), device, config.precision, cast_inputs=False)
         schedule = Schedule.of(config, FitRanks(rank=ranks.rank, size=ranks.size, sum=ranks.sum))
         loss = world.fine_tune(recordings, schedule, options)
         _write(world, config, source, ranks)

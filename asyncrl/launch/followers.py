@@ -16,12 +16,12 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Final
 
-from asyncrl.config.loading import load_file, to_json
+from asyncrl.config.loading import load_file
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.launch import endpoints
@@ -56,8 +56,6 @@ def follow(config: TrainConfig, job: Job, hosts: Hosts, stop: StopFlag) -> int:
     """Do the part of a rank other than 0 until rank 0 ends the run."""
     rank = job.rank
     info = receive(job, config.startup_timeout, lambda: stop.set)
-    if info is None:
-        return 0
     run_dir = Path(info.run_dir)
     _wait_for_folder(run_dir, info.mark, rank)
     config = load_file(run_dir / "config.json")
@@ -95,15 +93,14 @@ def follow(config: TrainConfig, job: Job, hosts: Hosts, stop: StopFlag) -> int:
 
 def spawn_actor(config: TrainConfig, info: RunInfo, rank: int) -> Supervisor:
     """Start the actor of a rank."""
-    name = f"actor-{rank}"
-    return spawn_role(name, "actor_main", config, info, name)
+    return spawn_role(f"actor-{rank}", "roles:actor_main", config, info, f"actor-{rank}")
 
 
-def spawn_role(name: str, function: str, config: TrainConfig, info: RunInfo, *more: object) -> Supervisor:
-    """Start a child process of `roles`, called `name`, with its log in the run's folder."""
-    args = (to_json(config), json.dumps(asdict(info)), *more)
+def spawn_role(name: str, function: str, config: TrainConfig, info: RunInfo, argument: object) -> Supervisor:
+    """Start the child process `name` in `function(config, info, argument)`; the run's folder has its log."""
     log = Path(info.run_dir) / "logs" / f"{name}.log"
-    return Supervisor(name, f"asyncrl.launch.roles:{function}", args, log, config.actor.max_respawns)
+    target = f"asyncrl.launch.{function}"
+    return Supervisor(name, target, (config, info, argument), log, config.actor.max_respawns)
 
 
 def _wait_for_folder(run_dir: Path, mark: str, rank: int) -> None:

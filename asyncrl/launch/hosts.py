@@ -1,4 +1,4 @@
-"""The hosts of a job: their facts, what must agree, and the meeting in which rank 0 gives one verdict.
+"""A rank's part of a run, after it met the other hosts: they compare facts, and rank 0 gives one verdict.
 
     every rank   publishes its facts under the name of the start     waits for: rank 0's plan
     rank 0       compares them, opens ports, publishes the plan      waits for: the facts of all ranks
@@ -19,31 +19,45 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import asyncrl
 from asyncrl.config.run import TrainConfig
-from asyncrl.errors import AsyncRLError, ConfigError, RunError
+from asyncrl.errors import ConfigError, RunError
+from asyncrl.launch import balance, endpoints
 from asyncrl.launch.endpoints import address_of
-from asyncrl.launch.job import Hosts, Job, open_store, store_errors
+from asyncrl.launch.followers import follow
+from asyncrl.launch.job import Hosts, Job, Patience, Stopped, open_store, read_job, store_errors
 from asyncrl.launch.own_device import count_gpus
+from asyncrl.launch.placement import (
+    check_broadcasts,
+    check_learner_devices,
+    check_pairs,
+    check_sizes,
+    checked_placement,
+    copies_of,
+)
 from asyncrl.observability import waits
+from asyncrl.observability.console import steady_console
 from asyncrl.observability.logger import flat
+from asyncrl.observability.signals import StopFlag, die_with_parent, raise_limit
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-POLL_INTERVAL: Final = 0.05
 CLOCK_TOLERANCE: Final = 10.0
 """Seconds between the clocks of two hosts: locks of network file systems are judged by time."""
 REACH_DEADLINE: Final = 5.0
 _START: Final = "start"
 """Key of the name of the newest start: torchrun's store keeps what earlier starts published."""
 _SIOCGIFADDR: Final = 0x8915
+Checks = Callable[[Hosts, "list[HostFacts]"], Hosts]
+"""Raises ConfigError for what these hosts cannot do, adds the endpoints; called on rank 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +117,10 @@ def check_agree(hosts: Sequence[HostFacts]) -> None:
             )
 
 
-# ---- networks ------------------------------------------------------------------------------------
+def bind_gloo(address: str) -> None:
+    """Let gloo listen at this host's address, if not empty: by itself it takes that of the host's name."""
+    if address and (interface := interface_of(address)):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def interface_of(address: str) -> str:
@@ -119,31 +136,61 @@ def interface_of(address: str) -> str:
     return ""
 
 
-def bind_gloo(address: str) -> None:
-    """Let gloo listen at this host's address, if not empty: by itself it takes that of the host's name."""
-    if address and (interface := interface_of(address)):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+# ---- this rank's part ----------------------------------------------------------------------------
+
+
+def run(config: TrainConfig) -> int:
+    """Do this rank's part of a run; raises ConfigError for input that cannot work, before anything starts."""
+    job = read_job()
+    if job.name:
+        die_with_parent(os.getppid())  # torchrun's, which may be killed without ending its ranks.
+    raise_limit()
+    with steady_console(), StopFlag().listening() as stop:
+        try:
+            job, hosts = meet(
+                config, job, partial(_check_hosts, config, job), stop_requested=lambda: stop.set
+            )
+            bind_gloo(hosts.addresses[hosts.of(job.rank)])
+            if job.rank:
+                return follow(config, job, hosts, stop)
+        except Stopped:
+            return 0
+        from asyncrl.launch.train import (
+            lead,
+        )  # It loads what the ranks that only look after an actor need not.
+
+        return lead(config, job, hosts, stop)
+
+
+def _check_hosts(config: TrainConfig, job: Job, hosts: Hosts, facts: list[HostFacts]) -> Hosts:
+    """Check on rank 0, before anything is loaded, the placement on these hosts; add their endpoints."""
+    hosts = replace(hosts, placement=balance.placement_of_start(config, job, hosts))
+    config = replace(config, placement=hosts.placement)
+    check_sizes(config.placement, hosts)
+    placement = checked_placement(config, hosts.size)
+    check_pairs(placement, hosts)
+    gpus = {number: host.gpus for number, host in enumerate(facts)} or {0: count_gpus(config.device)}
+    check_learner_devices(placement, hosts, gpus)
+    copies_of(config, placement, hosts)
+    others = {hosts.of(rank) for rank in placement.actors} - {0}
+    if others and config.weights.between_hosts == "nccl":
+        hosts = replace(hosts, broadcasts=(0, *sorted(others)))
+        check_broadcasts(hosts, gpus, config.weights.transport)
+    return endpoints.with_addresses(config, job, hosts)
 
 
 # ---- the meeting ---------------------------------------------------------------------------------
 
 
-class Stopped(AsyncRLError):
-    """The meeting ended because this process was asked to stop."""
-
-
 def meet(
     config: TrainConfig,
     job: Job,
-    checks: Callable[[Hosts, list[HostFacts]], Hosts],
+    checks: Checks,
     *,
     stop_requested: Callable[[], bool] = lambda: False,
     now: Callable[[], float] = time.time,
 ) -> tuple[Job, Hosts]:
-    """Meet the other hosts; every rank calls it. With one host it returns at once.
-
-    Args:
-        checks: Called on rank 0: raises ConfigError for what these hosts cannot do, adds the endpoints.
+    """Meet the other hosts; every rank calls it, and with one host it returns at once.
 
     Returns:
         The job with the name of this start, and its hosts.
@@ -160,33 +207,32 @@ def meet(
 
     seconds = config.startup_timeout
     store = PrefixStore("meeting", open_store(job, seconds, every_start=True))
-    meeting = _Meeting(config, job, store, time.monotonic() + seconds, stop_requested, now)
     with store_errors(job, "meet the other hosts"), waits.waiting(waits.HOSTS, seconds):
+        own = asdict(_own_facts(config, job)) if job.rank == job.here.start else None
+        meeting = _Meeting(job, own, store, Patience(seconds, stop_requested), now)
         start, hosts = meeting.follow() if job.rank else meeting.lead(checks)
     return replace(job, start=start), hosts
 
 
 @dataclass(frozen=True)
 class _Meeting:
-    config: TrainConfig
     job: Job
+    own: dict[str, Any] | None  # facts of this host, on its first rank
     store: Store
-    until: float
-    stop_requested: Callable[[], bool]
+    patience: Patience
     now: Callable[[], float]
 
-    def lead(self, checks: Callable[[Hosts, list[HostFacts]], Hosts]) -> tuple[str, Hosts]:
-        own, start = self._own_facts(), secrets.token_hex(8)
-        before = self.now()
+    def lead(self, checks: Checks) -> tuple[str, Hosts]:
+        start, before = secrets.token_hex(8), self.now()
         self.store.set(_START, start)
-        numbers, others = self._gather(start, before)
+        numbers, facts = self._gather(start, before)
         why, hosts = "", Hosts()
         with ExitStack() as open_ports:
             try:
-                facts = [own, *others]
                 check_agree(facts)
                 hosts = checks(_placed(facts), facts)
-                _open_ports(hosts, open_ports)
+                for flag, endpoint, _ in _endpoints(hosts):
+                    open_ports.enter_context(_opened(flag, endpoint, hosts.names[0]))
             except ConfigError as error:
                 why = str(error)
             plan = {"numbers": numbers, "why": why, "hosts": asdict(hosts)}
@@ -200,8 +246,9 @@ class _Meeting:
         return start, hosts
 
     def _gather(self, start: str, before: float) -> tuple[dict[int, str], list[HostFacts]]:
-        """Wait for all ranks; returns the number that each made up, and the facts of the other hosts."""
-        numbers, facts, missing = dict[int, str](), dict[int, HostFacts](), list(range(1, self.job.size))
+        """Wait for all ranks; returns the number that each made up, and the facts of the hosts."""
+        numbers, missing = dict[int, str](), list(range(1, self.job.size))
+        facts = {0: HostFacts(**self.own or {})}
         while missing:
             self._pause(f"Rank {missing[0]}")
             looked = self.now()
@@ -225,11 +272,10 @@ class _Meeting:
     def follow(self) -> tuple[str, Hosts]:
         """Do any other rank's part, again from the beginning when another rank 0 leads."""
         me, number = self.job.rank, secrets.token_hex(8)
-        own = asdict(self._own_facts()) if me == self.job.here.start else None
         while True:
             start = self._take(_START, "Rank 0")
-            row = {"number": number, "now": self.now(), "facts": own}
-            self.store.set(f"{start}/facts/{me}", json.dumps(row))
+            own = {"number": number, "now": self.now(), "facts": self.own}
+            self.store.set(f"{start}/facts/{me}", json.dumps(own))
             plan: Any = json.loads(self._take(f"{start}/plan", "Rank 0", start) or "{}")
             if plan.get("numbers", {}).get(str(me)) == number:
                 break
@@ -237,8 +283,9 @@ class _Meeting:
                 self._pause("Rank 0")
         if why := plan["why"]:
             raise ConfigError(why)
-        hosts = Hosts.from_json(plan["hosts"])
-        if own:
+        row: dict[str, Any] = {k: tuple(x) if isinstance(x, list) else x for k, x in plan["hosts"].items()}
+        hosts = Hosts(**row)
+        if self.own:
             self.store.set(f"{start}/tried/{me}", _try_ports(hosts, hosts.names[hosts.of(me)]))
         if why := self._take(f"{start}/verdict", "Rank 0"):
             raise ConfigError(why)
@@ -256,52 +303,45 @@ class _Meeting:
         return self.store.get(key).decode()
 
     def _pause(self, who: str) -> None:
-        if self.stop_requested():
-            raise Stopped("A stop was asked for.")
-        if time.monotonic() > self.until:
-            raise RunError(
-                f"{who} did not come to the meeting of the hosts (--startup-timeout). See the output of "
-                "torchrun there."
-            )
-        time.sleep(POLL_INTERVAL)
+        why = f"{who} did not come to the meeting of the hosts (--startup-timeout). See the output of "
+        self.patience.pause(f"{why}torchrun there.")
 
-    def _own_facts(self) -> HostFacts:
-        import torch
 
-        host, port = self.job.store
-        try:
-            place = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)[0][4]
-            with socket.socket() as link:
-                link.settimeout(REACH_DEADLINE)
-                link.connect(place)
-                address, store_address = link.getsockname()[0], link.getpeername()[0]
-        except OSError as error:
-            raise RunError(
-                f"The job's store at {host}:{port} cannot be reached over IPv4 ({error.strerror or error}), "
-                "by which the hosts of a run find their addresses. Give torchrun an IPv4 address: "
-                "--rdzv-endpoint HOST:PORT and --local-addr."
-            ) from None
-        folder = Path(asyncrl.__file__).parent
-        files = sorted(folder.rglob("*.py"))
-        digest = _digest(b"".join(f"{x.relative_to(folder)}".encode() + x.read_bytes() for x in files))
-        return HostFacts(
-            name=socket.gethostname(),
-            first_rank=self.job.here.start,
-            ranks=self.job.local_size,
-            code=f"{asyncrl.__version__} ({digest})",
-            torch=torch.__version__.partition("+")[0],
-            settings=digests(self.config, sys.argv[1:]),
-            address=address,
-            store_address=store_address,
-            gpus=count_gpus(self.config.device),
-        )
+def _own_facts(config: TrainConfig, job: Job) -> HostFacts:
+    import torch
+
+    host, port = job.store
+    try:
+        place = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)[0][4]
+        with socket.socket() as link:
+            link.settimeout(REACH_DEADLINE)
+            link.connect(place)
+            address, store_address = link.getsockname()[0], link.getpeername()[0]
+    except OSError as error:
+        raise RunError(
+            f"The job's store at {host}:{port} cannot be reached over IPv4 ({error.strerror or error}), "
+            "by which the hosts of a run find their addresses. Give torchrun an IPv4 address: "
+            "--rdzv-endpoint HOST:PORT and --local-addr."
+        ) from None
+    folder = Path(asyncrl.__file__).parent
+    files = sorted(folder.rglob("*.py"))
+    digest = _digest(b"".join(f"{x.relative_to(folder)}".encode() + x.read_bytes() for x in files))
+    return HostFacts(
+        name=socket.gethostname(),
+        first_rank=job.here.start,
+        ranks=job.local_size,
+        code=f"{asyncrl.__version__} ({digest})",
+        torch=torch.__version__.partition("+")[0],
+        settings=digests(config, sys.argv[1:]),
+        address=address,
+        store_address=store_address,
+        gpus=count_gpus(config.device),
+    )
 
 
 def _placed(facts: list[HostFacts]) -> Hosts:
     first = facts[0].address
-    if ipaddress.ip_address(
-        first
-    ).is_loopback:  # It reached itself so; the others reach it where they reach the store.
+    if ipaddress.ip_address(first).is_loopback:  # It reached itself so; the others as they reach the store.
         first = facts[1].store_address
     return Hosts(
         names=tuple(host.name for host in facts),
@@ -311,35 +351,34 @@ def _placed(facts: list[HostFacts]) -> Hosts:
     )
 
 
-_ENDPOINTS: Final = (
-    ("--replay.listen", "replay", "the replay"),
-    ("--weights.listen", "weights", "the learner's weights"),
-)
+def _endpoints(hosts: Hosts) -> Iterator[tuple[str, str, str]]:
+    """Iterate over the flag of each address of the run that is set, the address, and who listens there."""
+    if hosts.replay:
+        yield "--replay.listen", hosts.replay, "the replay"
+    if hosts.weights:
+        yield "--weights.listen", hosts.weights, "the learner's weights"
 
 
-def _open_ports(hosts: Hosts, open_ports: ExitStack) -> None:
-    for flag, field_name, _ in _ENDPOINTS:
-        if endpoint := getattr(hosts, field_name):
-            try:
-                open_ports.enter_context(socket.create_server(address_of(endpoint), backlog=1024))
-            except OSError as error:
-                raise ConfigError(
-                    f"{flag} is {endpoint} on {hosts.names[0]}, but it cannot be opened ({error.strerror}). "
-                    "Choose another address, or end what has it."
-                ) from None
+def _opened(flag: str, endpoint: str, name: str) -> socket.socket:
+    try:
+        return socket.create_server(address_of(endpoint), backlog=1024)
+    except OSError as error:
+        raise ConfigError(
+            f"{flag} is {endpoint} on {name}, but it cannot be opened ({error.strerror}). "
+            "Choose another address, or end what has it."
+        ) from None
 
 
 def _try_ports(hosts: Hosts, name: str) -> str:
     """Return which port of the first host the host `name` cannot reach; empty: none."""
-    for flag, field_name, what in _ENDPOINTS:
-        if endpoint := getattr(hosts, field_name):
-            address, port = address_of(endpoint)
-            try:
-                socket.create_connection((address, port), timeout=REACH_DEADLINE).close()
-            except OSError as error:
-                return (
-                    f"{name} cannot reach {address}:{port}, where {what} of {hosts.names[0]} listens "
-                    f"({flag}): {error.strerror or error}. Set {flag} to an address of a network that all "
-                    "hosts share, and open the ports between the hosts."
-                )
+    for flag, endpoint, who in _endpoints(hosts):
+        address, port = address_of(endpoint)
+        try:
+            socket.create_connection((address, port), timeout=REACH_DEADLINE).close()
+        except OSError as error:
+            return (
+                f"{name} cannot reach {address}:{port}, where {who} of {hosts.names[0]} listens "
+                f"({flag}): {error.strerror or error}. Set {flag} to an address of a network that all "
+                "hosts share, and open the ports between the hosts."
+            )
     return ""

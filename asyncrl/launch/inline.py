@@ -10,7 +10,7 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch import console
 from asyncrl.launch.build import build_learner, learner_group, load_models, start_run, use_device
-from asyncrl.launch.environment import build_actor, open_backend, with_world_defaults
+from asyncrl.launch.environment import build_actor, open_backend
 from asyncrl.launch.job import Job, read_job
 from asyncrl.launch.named_models import build_policy
 from asyncrl.launch.roles import open_run_replay
@@ -20,7 +20,6 @@ from asyncrl.observability.console import steady_console
 from asyncrl.observability.signals import StopFlag, raise_limit
 from asyncrl.replay.in_process import InProcessActorPort, InProcessLearnerPort
 from asyncrl.storage import run_folder
-from asyncrl.storage.run_folder import REPLAY
 from asyncrl.weights.transports.in_process import build_in_process
 
 
@@ -30,52 +29,38 @@ def run(asked: TrainConfig) -> int:
         raise ConfigError(f"--inline is one process, but torchrun started {ranks}. Leave --inline out.")
     raise_limit()
     with steady_console(), StopFlag().listening() as stop:
-        _run(asked, stop)
+        run_folder.check_free(asked)
+        console.check_sinks(asked)
+        device = use_device(asked)
+        models = load_models(asked, device)
+        config = models.config
+        backend, starts = open_backend(config, build_policy(config, device), device)
+        start = start_run(models)
+        process_status.publish_as(start.run_dir, "inline")
+        publisher, receiver = build_in_process(device)
+        replay = open_run_replay(start.run_dir / run_folder.REPLAY, config, start=start.replay)
+        actor: Actor
+        # Before the actor introduces itself: groups an earlier one left open are the resume's to give up.
+        port = InProcessLearnerPort(replay, version=start.version, imagine=lambda: actor.step(0.0))
+        actor = build_actor(config, "inline", backend, starts, InProcessActorPort(replay), receiver)
+        with logged_to(start.run_dir / "logs" / "inline.log"), console.opened_log(config, start) as log:
+            console.introduce(log, asked, models, start, "1 process (inline)")
+            try:
+                with learner_group(config, Job(), 1, device) as ranks:
+                    learner = build_learner(
+                        config,
+                        start,
+                        port,
+                        publisher,
+                        log.write,
+                        ranks,
+                        stop_requested=lambda: stop.set,
+                    )
+                    with console.failure_noted(config, start.run_dir, learner):
+                        learner.run()
+            finally:
+                backend.close()
+                port.close()
+                start.lock.release()
+            log.banner(console.final_summary(config, start.run_dir, learner.end_reason, start.simulator))
     return 0
-
-
-def _run(asked: TrainConfig, stop: StopFlag) -> None:
-    run_folder.check_free(asked)
-    console.check_sinks(asked)
-    device = use_device(asked)
-    config, said = with_world_defaults(asked)
-    policy, files = load_models(config, device)
-    backend, starts = open_backend(config, build_policy(config, device), device)
-    start = start_run(config, policy, files)
-    process_status.publish_as(start.run_dir, "inline")
-    publisher, receiver = build_in_process(device)
-    replay = open_run_replay(start.run_dir / REPLAY, config, start=start.replay)
-    actor: Actor
-    # Before the actor introduces itself: groups an earlier one left open are the resume's to give up.
-    port = InProcessLearnerPort(replay, version=start.version, imagine=lambda: actor.step(0.0))
-    actor = build_actor(config, "inline", backend, starts, InProcessActorPort(replay), receiver)
-    with (
-        logged_to(start.run_dir / "logs" / "inline.log"),
-        console.opened_log(config, start) as log,
-    ):
-        for line in (
-            console.banner(
-                config, start.run_dir, "1 process (inline)", str(device), console.world_line(asked, said)
-            ),
-            *console.resumed(config, start.version),
-            *console.notes(config),
-        ):
-            log.banner(line)
-        try:
-            with learner_group(config, Job(), 1, device) as ranks:
-                learner = build_learner(
-                    config,
-                    start,
-                    port,
-                    publisher,
-                    log.write,
-                    ranks,
-                    stop_requested=lambda: stop.set,
-                )
-                with console.failure_noted(config, start.run_dir, learner):
-                    learner.run()
-        finally:
-            actor.backend.close()
-            port.close()
-            start.lock.release()
-        log.banner(console.final_summary(config, start.run_dir, learner.end_reason, start.simulator))

@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from asyncrl.errors import ConfigError, RunError, first_line
+from asyncrl.errors import AsyncRLError, ConfigError, RunError, first_line
 from asyncrl.observability import waits
 from asyncrl.storage import run_owner
 from asyncrl.storage.atomic import write_text
@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 HOSTS: Final = "hosts"
 """Folder of a run with a folder for each host but the first, named by the lowest rank there."""
 STORE_DEADLINE: Final = 30.0
-POLL_INTERVAL: Final = 0.1
-MOST_RANKS: Final = 4096
+POLL_INTERVAL: Final = 0.05
 RUN, _RUN_DIR = "run_facts", "run_dir"
 _FAILED: Final = "failed-rank-"
 
@@ -68,27 +67,24 @@ class Job:
 def read_job(environ: Mapping[str, str] = os.environ) -> Job:
     """Read torchrun's variables."""
 
-    def number(name: str, absent: int = 0, least: int = 0, most: int = MOST_RANKS) -> int:
+    def number(name: str, absent: int = 0) -> int:
         text = environ.get(name) or str(absent)
-        if not (text.isdecimal() and len(text) < 20 and least <= int(text) <= most):
+        if not (text.isdecimal() and len(text) < 10):
             raise ConfigError(
-                f"The environment variable {name} is {shortened(text)}, expected a whole number of {least} "
-                f"to {most}. torchrun sets it; unset it for a single process."
+                f"The environment variable {name} is {shortened(text)}, expected a whole number. torchrun "
+                "sets it; unset it for a single process."
             )
         return int(text)
 
-    size = number("WORLD_SIZE", 1, 1)
-    by_torchrun = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    size, by_torchrun = number("WORLD_SIZE", 1), environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return Job(
-        rank=number("RANK", most=size - 1),
+        rank=number("RANK"),
         size=size,
         local_rank=number("LOCAL_RANK"),
-        local_size=number("LOCAL_WORLD_SIZE", size, 1),
-        store=(environ.get("MASTER_ADDR", ""), number("MASTER_PORT", 0, 1, 65_535))
-        if by_torchrun
-        else ("", 0),
+        local_size=number("LOCAL_WORLD_SIZE", size),
+        store=(environ.get("MASTER_ADDR", ""), number("MASTER_PORT")) if by_torchrun else ("", 0),
         name=environ.get("TORCHELASTIC_RUN_ID", ""),
-        restarts=number("TORCHELASTIC_RESTART_COUNT", most=10**9),
+        restarts=number("TORCHELASTIC_RESTART_COUNT"),
     )
 
 
@@ -140,12 +136,6 @@ class Hosts:
         """Return the ranks of host `number`."""
         edges = (*self.first_ranks, self.size)
         return range(edges[number], edges[number + 1])
-
-    @classmethod
-    def from_json(cls, row: dict[str, Any]) -> Hosts:
-        """Read the JSON form of `asdict`."""
-        fields: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in row.items()}
-        return cls(**fields)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,6 +194,25 @@ def open_store(job: Job, deadline: float = STORE_DEADLINE, *, every_start: bool 
     return PrefixStore(f"asyncrl/{job.name}/{'job' if every_start else job.start or job.restarts}", store)
 
 
+class Stopped(AsyncRLError):
+    """A wait for another rank ended because this process was asked to stop."""
+
+
+class Patience:
+    """A wait of `seconds` for other ranks, which a request to stop ends."""
+
+    def __init__(self, seconds: float, stop_requested: Callable[[], bool]) -> None:
+        self._until, self._stop_requested = time.monotonic() + seconds, stop_requested
+
+    def pause(self, why: str) -> None:
+        """Sleep a moment; raises Stopped after a request, or RunError(`why`) when the time is over."""
+        if self._stop_requested():
+            raise Stopped("A stop was asked for.")
+        if time.monotonic() > self._until:
+            raise RunError(why)
+        time.sleep(POLL_INTERVAL)
+
+
 def share(info: RunInfo, job: Job, deadline: float) -> None:
     """Publish the run to the other ranks; rank 0 only."""
     if job.size > 1:
@@ -211,20 +220,16 @@ def share(info: RunInfo, job: Job, deadline: float) -> None:
             open_store(job, deadline).set(RUN, json.dumps(asdict(info)))
 
 
-def receive(job: Job, deadline: float, stop_requested: Callable[[], bool]) -> RunInfo | None:
-    """Wait `deadline` seconds for the run that rank 0 publishes; None if a stop was requested first."""
-    until = time.monotonic() + deadline
+def receive(job: Job, deadline: float, stop_requested: Callable[[], bool]) -> RunInfo:
+    """Wait `deadline` seconds for the run that rank 0 publishes; raises Stopped if asked to stop first."""
+    patience = Patience(deadline, stop_requested)
     with store_errors(job, "learn where the run is"), waits.waiting(waits.MEETING, deadline):
         store = open_store(job, deadline)
         while not store.check([RUN]):
-            if stop_requested():
-                return None
-            if time.monotonic() > until:
-                raise RunError(
-                    f"Rank {job.rank} waited {deadline:g} s at {':'.join(map(str, job.store))} for rank 0 to "
-                    "say where the run is, in vain. See the output of rank 0."
-                )
-            time.sleep(POLL_INTERVAL)
+            patience.pause(
+                f"Rank {job.rank} waited {deadline:g} s at {':'.join(map(str, job.store))} for rank 0 to "
+                "say where the run is, in vain. See the output of rank 0."
+            )
         return RunInfo(**json.loads(store.get(RUN)))
 
 

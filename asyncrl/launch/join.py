@@ -142,7 +142,8 @@ def _join(settings: JoinOptions, name: str, keys: ClientKeys | None) -> _Joined:
     told = ask_settings(settings.join, name, keys, ANSWER_DEADLINE)
     config = _settings_here(settings, told)
     torch.set_num_threads(settings.threads or threads_of_actor(1, len(os.sched_getaffinity(0))))
-    use_compiler_cache(config.imagination, config.learner, device)
+    if config.imagination.compile or config.learner.compile:
+        use_compiler_cache(device)
     policy = build_policy(config, device)
     with ExitStack() as closing:
         backend, starts = open_backend(config, policy, device)

@@ -21,7 +21,7 @@ from asyncrl.errors import AsyncRLError, CheckpointError, ConfigError
 from asyncrl.evaluation.evaluate import simulator_of_tasks
 from asyncrl.learner.forward import Reference
 from asyncrl.policies.acceleration import FLAG, enable_gradient_checkpointing, use_float8_where_frozen
-from asyncrl.policies.interface import Policy
+from asyncrl.policies.interface import Policy, SamplingParams
 from asyncrl.policies.lora import add_lora
 from asyncrl.policies.openvla.files import PublishedOptions, open_folder
 from asyncrl.records import ModelSummary, StartState
@@ -213,6 +213,11 @@ def build_reference(config: TrainConfig, policy: Policy, device: torch.device) -
     if config.lora.rank:
         return Reference(policy, without_adapters=True)
     return Reference(build_policy(config, device))
+
+
+def sampling_of(config: TrainConfig) -> SamplingParams:
+    """Return how the actors of a run sample."""
+    return SamplingParams(temperature=config.algorithm.temperature, top_k=config.algorithm.top_k)
 
 
 def check_tasks(policy: Policy, starts: Sequence[StartState]) -> None:

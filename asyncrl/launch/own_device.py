@@ -1,4 +1,4 @@
-"""The device of a process, and the folder of what torch compiles for it.
+"""The device of a process, and the folder of the code that torch compiles for it.
 
     <cache folder>/compiled/<asyncrl version>-<torch version>-<device name>
 
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import asyncrl
-from asyncrl.config.sections import ImaginationSettings, LearnerSettings
 from asyncrl.errors import ConfigError
 from asyncrl.storage.assets import user_cache_folder
 
@@ -28,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 def compiler_cache_folder(device: torch.device) -> Path:
-    """Return the folder of what is compiled for a device; it may not exist."""
+    """Return the folder of compiled code for a device; it may not exist."""
     import torch
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
@@ -37,13 +36,8 @@ def compiler_cache_folder(device: torch.device) -> Path:
     return user_cache_folder() / "compiled" / folder
 
 
-def use_compiler_cache(settings: ImaginationSettings, learner: LearnerSettings, device: torch.device) -> None:
-    """Keep compiled code of this process and its children in the folder, unless the user chose another.
-
-    Where the folder cannot be made, torch's own is used, with a line in the log.
-    """
-    if not (settings.compile or learner.compile):
-        return
+def use_compiler_cache(device: torch.device) -> None:
+    """Keep compiled code of this process and its children in the folder, unless the user chose another."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     # Imports of torch's compiler write torch's own folder into the variable, which does not count.
@@ -52,18 +46,18 @@ def use_compiler_cache(settings: ImaginationSettings, learner: LearnerSettings, 
     folder = compiler_cache_folder(device)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        usable = os.access(folder, os.W_OK)
-    except OSError:
-        usable = False
-    if not usable:
-        _log.warning(
-            "%s cannot be written, so what is compiled is kept in torch's own folder; set %s to choose one",
-            folder,
-            INDUCTOR,
-        )
+    except OSError as error:  # Torch's own folder stays.
+        _log.warning("%s cannot be made (%s); set %s to choose another", folder, error.strerror, INDUCTOR)
         return
     os.environ[INDUCTOR] = str(folder)
     os.environ.setdefault(TRITON, str(folder / "triton"))
+
+
+def count_gpus(name: str) -> int:
+    """Return the number of GPUs that PyTorch sees; 0 for --device cpu."""
+    import torch
+
+    return torch.cuda.device_count() if name != "cpu" else 0
 
 
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
@@ -80,28 +74,16 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
     return torch.device("cuda", local_rank % count) if count else torch.device("cpu")
 
 
-def count_gpus(name: str) -> int:
-    """Return the number of GPUs that PyTorch sees; 0 for --device cpu."""
-    import torch
-
-    return torch.cuda.device_count() if name != "cpu" else 0
-
-
 def take_device(name: str, local_rank: int = 0) -> torch.device:
     """Choose the device of this process, check that it multiplies right, and make it the current one."""
-    device = pick_device(name, local_rank)
-    make_current(device)
-    return device
-
-
-def make_current(device: torch.device) -> None:
-    """Check that a device multiplies right, and make it the current one."""
     import torch
 
     from asyncrl.devices.tensors import check_matrix_products
 
+    device = pick_device(name, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         check_matrix_products(device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
+    return device

@@ -6,20 +6,18 @@ replay     the episode files and their socket; no torch
 
 from __future__ import annotations
 
-import json
-import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from asyncrl.config.loading import overlay
+from asyncrl.config.loading import to_json
 from asyncrl.config.run import TrainConfig
 from asyncrl.launch import endpoints
 from asyncrl.launch.job import Job, RunInfo, read_job
-from asyncrl.launch.own_device import make_current, pick_device, use_compiler_cache
+from asyncrl.launch.own_device import pick_device, take_device, use_compiler_cache
 from asyncrl.launch.placement import RELAYED, Placement, parse_placement, threads_of_actor, transport_of
-from asyncrl.observability import process_status, signals, waits
+from asyncrl.observability import process_status, waits
 from asyncrl.replay.interface import NEW_RUN, RunStart
 from asyncrl.replay.replay import Replay, open_replay
 from asyncrl.storage import run_owner
@@ -36,18 +34,18 @@ PRIORITY: Final = "CUDA_MPS_CLIENT_PRIORITY"
 SHUTDOWN_TIMEOUT_EPISODES: Final = 5.0  # seconds to hand over the last episodes
 
 
-def actor_main(config_json: str, info_json: str, name: str) -> None:
+def actor_main(config: TrainConfig, info: RunInfo, name: str) -> None:
     """Imagine until the learner ends the run."""
     from asyncrl.launch.environment import build_actor, open_backend
     from asyncrl.launch.named_models import build_policy
     from asyncrl.replay.client import WINDOW, ZmqActorPort
 
-    config, info, job = *_read(config_json, info_json), read_job()
+    job = read_job()
     lock = run_owner.join(Path(info.run_dir))
     process_status.publish_as(job.status_folder(Path(info.run_dir)), name)
     process_status.set_activity("loading models", config.startup_timeout)
     placement = parse_placement(config.placement, job.size, joined=True)
-    device, world_device = _use_devices(config, placement, job)
+    device, world_device = use_devices(config, placement, job)
     policy = build_policy(config, device)
     backend, starts = open_backend(config, policy, world_device)
     receiver = _receiver(config, info, job, placement, name, policy.acting_tensors(), device)
@@ -68,34 +66,29 @@ def actor_main(config_json: str, info_json: str, name: str) -> None:
         lock.release()
 
 
-def _use_devices(config: TrainConfig, placement: Placement, job: Job) -> tuple[torch.device, torch.device]:
+def use_devices(config: TrainConfig, placement: Placement, job: Job) -> tuple[torch.device, torch.device]:
+    """Use the threads and devices of an actor: of its policy, and of its world and reward models."""
     import torch
 
     # One learner mostly waits for the actors; each further one has cores of its own.
     cores = len(os.sched_getaffinity(0)) - (len(placement.learners) - 1) * config.learner.threads
     torch.set_num_threads(threads_of_actor(len(placement.actors), cores))
-    device, world_device = actor_devices(config.device, placement, job)
-    give_way(config, placement, job, {device, world_device})
-    if world_device != device:
-        make_current(world_device)
-    make_current(device)  # The last one stays "the" device.
-    use_compiler_cache(config.imagination, config.learner, device)
+    locals_of_actor = (placement.world_of(job.rank) - job.here.start, job.local_rank)
+    give_way(config.device, placement, job.here, locals_of_actor)
+    # The policy's, the last one, stays "the" device.
+    world_device, device = (take_device(config.device, local) for local in locals_of_actor)
+    if config.imagination.compile or config.learner.compile:
+        use_compiler_cache(device)
     return device, world_device
 
 
-def actor_devices(name: str, placement: Placement, job: Job) -> tuple[torch.device, torch.device]:
-    """Choose the devices of an actor: of its policy, and of its world and reward models."""
-    other = placement.world_of(job.rank) - job.here.start
-    return pick_device(name, job.local_rank), pick_device(name, other)
-
-
-def give_way(config: TrainConfig, placement: Placement, job: Job, devices: set[torch.device]) -> None:
-    """Let a learner's kernels go before those of this actor, where both share a GPU by MPS.
+def give_way(name: str, placement: Placement, here: range, local_ranks: Iterable[int]) -> None:
+    """Let a learner's kernels go before those of an actor, where its ranks' devices are shared by MPS.
 
     Without a server of MPS the variable means nothing. No GPU has been used by this process yet.
     """
-    here = job.here
-    learners = {pick_device(config.device, rank - here.start) for rank in placement.learners if rank in here}
+    learners = {pick_device(name, rank - here.start) for rank in placement.learners if rank in here}
+    devices = {pick_device(name, local) for local in local_ranks}
     if any(device.type == "cuda" for device in learners & devices):
         os.environ.setdefault(PRIORITY, "1")
 
@@ -124,12 +117,11 @@ def _receiver(
     return build_receiver(transport, endpoint, name, tensors, device, timeout, keys, info.identity)
 
 
-def replay_main(config_json: str, info_json: str, start: RunStart) -> None:
+def replay_main(config: TrainConfig, info: RunInfo, start: RunStart) -> None:
     """Keep the run's episodes until the learner ends the run."""
     from asyncrl.replay.connection import JoinSettings
     from asyncrl.replay.server import serve_replay
 
-    config, info = _read(config_json, info_json)
     run_dir = Path(info.run_dir)
     lock, identity = run_owner.join(run_dir), info.identity
     process_status.publish_as(run_dir, "replay")
@@ -138,7 +130,7 @@ def replay_main(config_json: str, info_json: str, start: RunStart) -> None:
         open_run_replay(run_dir / REPLAY, config, start=start),
         info.replay_endpoint,
         security=endpoints.server_keys(info.keys),
-        settings=JoinSettings(config=config_json, weights=info.pull_endpoint, identity=identity),
+        settings=JoinSettings(config=to_json(config), weights=info.pull_endpoint, identity=identity),
         identity=identity,
     )
     lock.release()
@@ -161,10 +153,3 @@ def open_run_replay(
         resume_window=config.checkpoint_every * (config.keep_checkpoints + 1),
         warn=warn,
     )
-
-
-def _read(config_json: str, info_json: str) -> tuple[TrainConfig, RunInfo]:
-    signals.raise_limit()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    config = overlay(TrainConfig(), json.loads(config_json), "the run's settings")
-    return config, RunInfo(**json.loads(info_json))

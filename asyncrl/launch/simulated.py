@@ -18,7 +18,8 @@ from asyncrl import registry
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.evaluation.evaluate import check_fits
-from asyncrl.policies.interface import Policy, SamplingParams
+from asyncrl.launch.named_models import sampling_of
+from asyncrl.policies.interface import Policy
 from asyncrl.records import StartState
 from asyncrl.replay.interface import ENDLESS, EpisodeFormat, SimulatorFormat
 from asyncrl.simulators.build import SimulatorSource
@@ -63,11 +64,6 @@ class SimulatorFiles:
             check_fits(policy, self.spec)
         except ConfigError as error:
             raise _about_world(error) from error
-        cameras, shows_state = inputs_of(policy, self.spec)
-        pictures = np.zeros((1, cameras, self.image_size, self.image_size, 3), np.uint8)
-        states = [np.zeros((1, self.spec.state_dim), np.float32)] if shows_state else []
-        for task in self.spec.tasks:
-            policy.preprocess(pictures if cameras > 1 else pictures[:, 0], [task], *states)
 
     def episode_format(self, policy: Policy, max_decisions: int) -> EpisodeFormat:
         """Return the shapes and names that all episodes of the run share."""
@@ -112,7 +108,7 @@ class SimulatorFiles:
         return SimulatorBackend(
             policy,
             pool,
-            SamplingParams(temperature=config.algorithm.temperature, top_k=config.algorithm.top_k),
+            sampling_of(config),
             max_decisions=config.actor.max_decisions,
             cameras=cameras,
             shows_state=shows_state,

@@ -20,6 +20,7 @@ from types import MethodType
 from typing import Any, Final, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -84,7 +85,8 @@ def shard(
 ) -> Any:
     """Shard a policy over the ranks of the default process group, in place, and return it; see `spread`."""
     spread(policy, policy.blocks(), device, precision, copies=copies, reshard_after=reshard_after)
-    _hook_passes(policy)
+    if dist.is_initialized():
+        _hook_passes(policy)
     return policy
 
 
@@ -98,13 +100,15 @@ def spread(
     copies: int = 1,
     reshard_after: ReshardAfter = "pass",
 ) -> None:
-    """Shard a network over the ranks of the default process group, in place.
+    """Shard a network over the ranks of the default process group, in place; without one it stays whole.
 
     Args:
         precision: bf16: passes in bfloat16, gradients summed in float32, weights kept in float32.
         reshard_after: When ranks free gathered weights inside `summed_gradient`; adapters stay in any case.
     """
     make_float32_masters(network, precision)
+    if not dist.is_initialized():
+        return
     mesh = mesh_of_ranks(device, copies)
     frozen = {parameter for parameter in network.parameters() if not parameter.requires_grad}
     compute_dtype = torch.bfloat16 if precision == "bf16" else torch.float32

@@ -26,11 +26,12 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import HashStore, Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.tensor import DTensor
 
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.learner.batches import GroupOutcome
+from asyncrl.learner.fsdp import Precision
 from asyncrl.observability import process_status, waits
 from asyncrl.records import Episode
 from asyncrl.replay.interface import BatchDescription, GroupLost, LearnerPort
@@ -289,24 +290,35 @@ def local_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 @contextmanager
-def default_group(
+def joined_ranks(
     device: torch.device,
+    rank: int,
+    size: int,
+    precision: Precision,
     meeting: str,
     work: str,
     *,
     store: Store | None = None,
-    rank: int = -1,
-    size: int = -1,
+    patience: float = COLLECTIVE_DEADLINE,
+    while_waiting: Callable[[], object] = lambda: None,
     remedy: str = RESUME,
-) -> Iterator[None]:
-    """Join the default process group for the block, at `store` or in torchrun's environment."""
+) -> Iterator[LearnerRanks]:
+    """Meet the other ranks for the block, in the default process group: at `store`, else as torchrun has it.
+
+    One rank that computes in float32 needs no group; FSDP's passes in bfloat16 do.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if size == 1 and precision == "fp32":
+        yield LearnerRanks()
+        return
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    deadline = timedelta(seconds=COLLECTIVE_DEADLINE)
+    deadline, at = timedelta(seconds=COLLECTIVE_DEADLINE), HashStore() if size == 1 else store
     with explain_lost_peer(meeting, remedy):
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=deadline)
+        dist.init_process_group(backend, store=at, rank=rank, world_size=size, timeout=deadline)
     try:
         with explain_lost_peer(work, remedy):
-            yield
+            yield DistributedRanks(patience, while_waiting=while_waiting, remedy=remedy)
     except BaseException:
         if device.type == "cuda":  # Destroying the group would wait for kernels that wait for other ranks.
             dist.distributed_c10d._abort_process_group()  # pyright: ignore[reportPrivateUsage]

@@ -10,13 +10,9 @@ import pytest
 import torch
 
 import asyncrl
-from asyncrl.config.sections import ImaginationSettings, LearnerSettings
 from asyncrl.launch.own_device import INDUCTOR, TRITON, compiler_cache_folder, use_compiler_cache
 
 CPU = torch.device("cpu")
-EAGER = (ImaginationSettings(), LearnerSettings())
-LEARNER = (ImaginationSettings(), LearnerSettings(compile=True))
-ACTOR = (ImaginationSettings(compile=True), LearnerSettings())
 
 
 @pytest.fixture(autouse=True)
@@ -35,40 +31,26 @@ def test_the_folder_names_versions_and_device(tmp_path: Path, monkeypatch: pytes
     assert gpu.name == f"{versions}-NVIDIA_H100_80GB_HBM3_x"
 
 
-@pytest.mark.parametrize("settings", [LEARNER, ACTOR], ids=["learner", "actor"])
-def test_what_is_compiled_is_kept_there_by_the_user_alone(settings: Any) -> None:
-    use_compiler_cache(*settings, CPU)
+def test_what_is_compiled_is_kept_there_by_the_user_alone() -> None:
+    use_compiler_cache(CPU)
     folder = compiler_cache_folder(CPU)
     assert (os.environ[INDUCTOR], os.environ[TRITON]) == (str(folder), str(folder / "triton"))
     assert folder.stat().st_mode & 0o077 == 0
 
 
-def test_torch_looks_there() -> None:
-    from torch._inductor.runtime.cache_dir_utils import cache_dir, triton_cache_dir
-
-    use_compiler_cache(*LEARNER, CPU)
-    assert cache_dir() == str(compiler_cache_folder(CPU))
-    assert triton_cache_dir(0) == str(compiler_cache_folder(CPU) / "triton")
-
-
-def test_without_anything_to_compile_nothing_is_made(tmp_path: Path) -> None:
-    use_compiler_cache(*EAGER, CPU)
-    assert INDUCTOR not in os.environ
-    assert not (tmp_path / "cache").exists()
-
-
 def test_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(INDUCTOR, "/mine")
-    use_compiler_cache(*LEARNER, CPU)
+    use_compiler_cache(CPU)
     assert os.environ[INDUCTOR] == "/mine"
 
 
-def test_what_imports_of_torch_write_there_is_nobodys_choice() -> None:
-    from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
+def test_torch_looks_there_whatever_its_imports_wrote_into_the_variable() -> None:
+    from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir, triton_cache_dir
 
     assert cache_dir() == os.environ[INDUCTOR] == default_cache_dir()
-    use_compiler_cache(*LEARNER, CPU)
+    use_compiler_cache(CPU)
     assert cache_dir() == str(compiler_cache_folder(CPU))
+    assert triton_cache_dir(0) == str(compiler_cache_folder(CPU) / "triton")
 
 
 def test_where_it_cannot_be_made_torch_keeps_its_own(
@@ -76,6 +58,6 @@ def test_where_it_cannot_be_made_torch_keeps_its_own(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    use_compiler_cache(*LEARNER, CPU)
+    use_compiler_cache(CPU)
     assert INDUCTOR not in os.environ
     assert INDUCTOR in caplog.text

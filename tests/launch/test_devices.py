@@ -12,7 +12,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.job import Job
 from asyncrl.launch.own_device import pick_device
 from asyncrl.launch.placement import parse_placement, transport_of
-from asyncrl.launch.roles import PRIORITY, actor_devices, give_way
+from asyncrl.launch.roles import PRIORITY, give_way, use_devices
 
 
 @pytest.fixture
@@ -56,29 +56,28 @@ def test_what_cannot_be_had_is_refused(gpus):
     ],
 )
 def test_the_transport_follows_from_who_shares_a_gpu(gpus, count, ranks, placement, transport):
-    from asyncrl.config.run import TrainConfig
-
     gpus(count)
     assert transport_of(TrainConfig(), parse_placement(placement, ranks), range(ranks)) == transport
 
 
-def near(rank, ranks):
-    return Job(rank=rank, size=ranks, local_rank=rank, local_size=ranks)
-
-
-def test_the_world_of_a_policy_rank_is_on_the_device_of_its_world_rank(gpus):
-    gpus(4)
-    pair = parse_placement("learner=0,world=1,policy=2,actor=3", 4)
-    assert [device.index for device in actor_devices("cuda", pair, near(2, 4))] == [2, 1]
-    assert [device.index for device in actor_devices("cuda", pair, near(3, 4))] == [3, 3]
-    assert actor_devices("cpu", pair, near(2, 4)) == (torch.device("cpu"), torch.device("cpu"))
-
-
-def test_devices_are_numbered_per_host(gpus):
-    gpus(2)
-    on_the_second = parse_placement("learner=0,actor=1,policy=2,world=3", 4)
-    second = Job(rank=2, size=4, local_rank=0, local_size=2)
-    assert [device.index for device in actor_devices("cuda", on_the_second, second)] == [0, 1]
+@pytest.mark.parametrize(
+    ("count", "job", "indices"),
+    [
+        (4, Job(rank=2, size=4, local_rank=2, local_size=4), [2, 1]),
+        (4, Job(rank=3, size=4, local_rank=3, local_size=4), [3, 3]),
+        (2, Job(rank=2, size=4, local_rank=0, local_size=2), [0, 1]),  # Numbered on its host.
+        (0, Job(rank=2, size=4, local_rank=2, local_size=4), [None, None]),
+    ],
+)
+def test_the_world_of_a_policy_rank_is_on_the_device_of_its_world_rank(
+    gpus, monkeypatch, count, job, indices
+):
+    gpus(count)
+    monkeypatch.setattr("asyncrl.launch.roles.take_device", pick_device)
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    world = 1 if job.local_size == 4 else 3
+    pair = parse_placement(f"learner=0,policy=2,world={world},actor={4 - world}", 4)
+    assert [device.index for device in use_devices(TrainConfig(), pair, job)] == indices
 
 
 @pytest.mark.parametrize(
@@ -97,14 +96,13 @@ def test_an_actor_gives_way_where_it_shares_a_gpu_with_a_learner(
 ):
     gpus(count)
     monkeypatch.delenv(PRIORITY, raising=False)
-    config, placed = TrainConfig(), parse_placement(placement, ranks)
-    job = near(rank, ranks)
-    give_way(config, placed, job, set(actor_devices("auto", placed, job)))
+    placed = parse_placement(placement, ranks)
+    give_way("auto", placed, range(ranks), (rank, placed.world_of(rank)))
     assert os.environ.get(PRIORITY) == ("1" if lower else None)
 
 
 def test_a_priority_that_the_user_chose_stays(gpus, monkeypatch):
     gpus(1)
     monkeypatch.setenv(PRIORITY, "0")
-    give_way(TrainConfig(), parse_placement("auto", 1), Job(), {torch.device("cuda", 0)})
+    give_way("auto", parse_placement("auto", 1), range(1), (0,))
     assert os.environ[PRIORITY] == "0"

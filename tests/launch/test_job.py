@@ -15,7 +15,16 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.launch.hosts import meet
-from asyncrl.launch.job import Job, RunInfo, read_job, receive, remember_run, run_of_earlier_start, share
+from asyncrl.launch.job import (
+    Job,
+    RunInfo,
+    Stopped,
+    read_job,
+    receive,
+    remember_run,
+    run_of_earlier_start,
+    share,
+)
 
 INFO = RunInfo(run_dir="/runs/ä", replay_endpoint="ipc:///tmp/r", weights_endpoint="tcp://127.0.0.1:5")
 
@@ -75,7 +84,8 @@ def test_a_rank_that_is_told_to_stop_waits_for_rank_0_no_longer(job: Job) -> Non
         asked.append(time.monotonic())
         return len(asked) > 2
 
-    assert receive(rank(job, 1), 60.0, stop_requested) is None
+    with pytest.raises(Stopped):
+        receive(rank(job, 1), 60.0, stop_requested)
     assert asked[-1] - asked[0] < 5
 
 
