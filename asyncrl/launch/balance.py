@@ -23,15 +23,13 @@ from asyncrl.launch.placement import Placement, check_learner_devices, checked_p
 from asyncrl.observability import metrics_system as s
 from asyncrl.storage import run_folder
 from asyncrl.storage.atomic import read_json, write_json
-from asyncrl.storage.untrusted import check_types, read_rows
+from asyncrl.storage.untrusted import read_rows
 
 FILE: Final = "balance.json"
 SKIPPED: Final = 2  # first updates of a start, which compile and fill the pipeline
 LEAST: Final = 3  # updates that have to count
 NOTICEABLE: Final = 1.05
 """Speed-up from which another placement is worth a line."""
-_POSITIVE: Final = ("ranks", "learners", "actors", "groups_per_update", "group_size", "slots", "updates")
-_TYPES: Final[Mapping[str, type]] = {"str": str, "bool": bool, "int": int, "float": float}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +40,6 @@ class Balance:
     world: str
     adapters: bool
     """True if only adapters are trained. All weights are sharded: fewer learners may lack the memory."""
-    ranks: int
     learners: int
     actors: int
     learner_seconds: float
@@ -50,13 +47,15 @@ class Balance:
     actor_seconds: float
     """Time of the actors for one update's groups, without waiting."""
     seconds: float  # from one update to the next
-    learner_waits: float  # share of the time
-    actors_wait: float
     groups_per_update: int
     group_size: int
     slots: int  # per actor
     max_lag: int
-    updates: int  # number of updates measured
+
+    @property
+    def ranks(self) -> int:
+        """Number of all ranks."""
+        return self.learners + self.actors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,19 +96,15 @@ def measure(config: TrainConfig, placement: Placement, rows: Iterable[Mapping[st
         policy=config.policy,
         world=config.world,
         adapters=config.lora.rank > 0,
-        ranks=len(placement.learners) + len(placement.actors),
         learners=len(placement.learners),
         actors=len(placement.actors),
         learner_seconds=seconds * (1 - learner_waits),
         actor_seconds=seconds * (1 - actors_wait),
         seconds=seconds,
-        learner_waits=learner_waits,
-        actors_wait=actors_wait,
         groups_per_update=config.algorithm.groups_per_update,
         group_size=config.algorithm.group_size,
         slots=config.actor.slots,
         max_lag=config.replay.max_lag,
-        updates=len(counted),
     )
 
 
@@ -146,14 +141,15 @@ def line(found: Balance) -> str:
     """Describe in one line what was measured and what would keep both sides busy."""
     advice = advise(found)
     learners, actors = (
-        f"{number} {what}{'s' * (number > 1)}"
-        for number, what in ((found.learners, "learner"), (found.actors, "actor"))
+        f"{number} {who}{'s' * (number > 1)} {seconds:.3g} s"
+        for number, who, seconds in (
+            (found.learners, "learner", found.learner_seconds),
+            (found.actors, "actor", found.actor_seconds),
+        )
     )
-    sides = (
-        f"balance: an update takes {learners} {found.learner_seconds:.3g} s and {actors} "
-        f"{found.actor_seconds:.3g} s; they wait {found.learner_waits:.0%} and {found.actors_wait:.0%} of "
-        "the time"
-    )
+    waits = (1 - seconds / found.seconds for seconds in (found.learner_seconds, found.actor_seconds))
+    shares = " and ".join(f"{max(0.0, share):.0%}" for share in waits)
+    sides = f"balance: an update takes {learners} and {actors}; they wait {shares} of the time"
     fitting = []
     if advice.slots != found.slots:
         fitting.append(f"--actor.slots {advice.slots}")
@@ -170,8 +166,7 @@ def line(found: Balance) -> str:
 
 def write(run_dir: Path, found: Balance) -> None:
     """Write the file of a run, with the advice."""
-    advice = advise(found)
-    advised = dataclasses.asdict(advice) | {"placement": advice.placement}
+    advised = {**dataclasses.asdict(advise(found)), "placement": advise(found).placement}
     write_json(run_dir / FILE, {"measured": dataclasses.asdict(found), "advice": advised})
 
 
@@ -197,24 +192,11 @@ def read(run_dir: Path) -> Balance | None:
         return None
     try:
         content = read_json(path)["measured"]
-        types = {f.name: _TYPES[str(f.type)] for f in dataclasses.fields(Balance)}
-        check_types(content, types)
-        found = Balance(**{name: content[name] for name in types})
-        if (
-            min(getattr(found, name) for name in _POSITIVE) < 1
-            or min(found.learner_seconds, found.actor_seconds) < 0
-        ):
-            raise ValueError("numbers that no run measures")
-    except (CheckpointError, KeyError, TypeError, ValueError) as error:
+        return Balance(**{field.name: content[field.name] for field in dataclasses.fields(Balance)})
+    except (CheckpointError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{path} does not say how a run was balanced ({error}). Remove it, or name the placement."
         ) from None
-    return found
-
-
-def _matches(found: Balance, config: TrainConfig, ranks: int) -> bool:
-    now = (config.policy, config.world, ranks, config.lora.rank > 0, config.algorithm.group_size)
-    return now == (found.policy, found.world, found.ranks, found.adapters, found.group_size)
 
 
 def chosen_placement(config: TrainConfig, ranks: int, resumed: Path | None) -> str:
@@ -222,7 +204,8 @@ def chosen_placement(config: TrainConfig, ranks: int, resumed: Path | None) -> s
     if config.placement != "auto":
         return config.placement
     found = read(resumed) if resumed is not None else None
-    if found is None or not _matches(found, config, ranks):
+    now = (config.policy, config.world, ranks, config.lora.rank > 0, config.algorithm.group_size)
+    if found is None or now != (found.policy, found.world, found.ranks, found.adapters, found.group_size):
         return "auto"
     # Another number of groups changes both sides alike, and how many ranks can learn.
     groups = config.algorithm.groups_per_update

@@ -28,13 +28,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.evaluation.evaluate import simulator_of_tasks
 from asyncrl.launch.environment import WorldFiles, check_environment, offload_idle, with_world_defaults
 from asyncrl.launch.job import Hosts, Job, RunInfo, open_store
-from asyncrl.launch.named_models import (
-    build_learning_policy,
-    build_reference,
-    named_policy,
-    named_world,
-    sampling_of,
-)
+from asyncrl.launch.named_models import build_policy, named_policy, named_world, sampling_of
 from asyncrl.launch.own_device import take_device, use_compiler_cache
 from asyncrl.launch.placement import Placement, copies_of, only_learns
 from asyncrl.learner.early_compile import (
@@ -113,7 +107,7 @@ def load_models(asked: TrainConfig, device: torch.device) -> Models:
     if config.imagination.compile and not simulator_named(config.world):
         _check_compilable(config)
     files = check_environment(config)
-    policy = build_learning_policy(config, device)
+    policy = build_policy(config, device, learns=True)
     files.check_policy(policy)
     if names_code(config.policy) and files.starts:
         from asyncrl.launch.conformance import try_policy
@@ -229,7 +223,11 @@ def build_learner(
     policy, types = start.policy, acting_types(start.policy)
     reshard_after = config.learner.reshard_after
     shard(policy, policy.device, config.learner.precision, copies=copies, reshard_after=reshard_after)
-    reference = build_reference(config, policy, policy.device)
+    reference = None
+    if config.algorithm.kl_coef:
+        adapted = config.lora.rank > 0
+        frozen = policy if adapted else build_policy(config, policy.device)
+        reference = Reference(frozen, without_adapters=adapted)
     acting = acting_weights(policy, types)
     update = build_update(config, policy, ranks=ranks, reference=reference)
     if config.learner.compile:
@@ -279,7 +277,7 @@ def learn_as_follower(
     config = load_file(run_dir / "config.json")
     device = use_device(config, job.local_rank)
     start = LearnerStart(
-        policy=build_learning_policy(config, device),
+        policy=build_policy(config, device, learns=True),
         run_dir=run_dir,
         identity=info.identity,
         lock=run_owner.join(run_dir),

@@ -15,12 +15,14 @@ import importlib
 import logging
 import multiprocessing
 import os
+import queue
 import re
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from enum import Enum
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -222,24 +224,18 @@ class ChildProcesses:
         self._supervisors: list[Supervisor] = []
         self._states: dict[str, ChildState] = {}
         self._respawns_told: dict[str, int] = {}
-        self._pending: Callable[[], Supervisor] | None = None
-        self._spawn_error: Exception | None = None
+        self._requests = queue.SimpleQueue[tuple[Callable[[], Supervisor], Future[None]]]()
         self._ending = self._reported = False
-        # Held while children are spawned and polled, never while waiting for one.
-        self._changed = threading.Condition()
+        self._polling = threading.Lock()  # Never held while waiting for a child.
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="children", daemon=True)
         self._thread.start()
 
     def spawn(self, make: Callable[[], Supervisor]) -> None:
         """Spawn a child, which is respawned when it dies; raises what `make` raises."""
-        with self._changed:
-            self._pending = make
-            while self._pending:  # Ended by the thread, which spawns in milliseconds or fails.
-                self._changed.wait(POLL_INTERVAL)
-            error, self._spawn_error = self._spawn_error, None
-        if error is not None:
-            raise error
+        done = Future[None]()
+        self._requests.put((make, done))
+        done.result()  # The thread, with which the child would end, spawns in milliseconds or fails.
 
     def poll(self) -> bool:
         """Report respawns and news; returns True if the run shall stop. The learner's `stop_requested`."""
@@ -278,7 +274,7 @@ class ChildProcesses:
 
     def end(self, deadline: float) -> None:
         """Let the children end by themselves for `deadline` seconds in all, then end the others."""
-        with self._changed:
+        with self._polling:
             self._ending = True
         until = time.monotonic() + deadline
         for child in reversed(self._supervisors):
@@ -288,29 +284,25 @@ class ChildProcesses:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._over.wait(POLL_INTERVAL):
-            with self._changed:
-                if self._pending:
-                    self._spawn(self._pending)
-                if not self._ending and self.failure is None:
-                    self._poll_states()
+        while not self._over.is_set():
+            with contextlib.suppress(queue.Empty):
+                self._spawn(*self._requests.get(timeout=POLL_INTERVAL))
+            with self._polling:
+                try:
+                    for child in [] if self._ending or self.failure else self._supervisors:
+                        self._states[child.name] = child.poll()
+                except RunError as error:  # Raised or reported by the next `poll` of the rank.
+                    self.failure = error
 
-    def _spawn(self, make: Callable[[], Supervisor]) -> None:
+    def _spawn(self, make: Callable[[], Supervisor], done: Future[None]) -> None:
         try:
-            self._supervisors.append(make())
-            self._states[self._supervisors[-1].name] = ChildState.RUNNING
+            child = make()
         except Exception as error:  # The thread's boundary: raised by `spawn`.
-            self._spawn_error = error
-        self._pending = None
-        self._changed.notify_all()
-
-    def _poll_states(self) -> None:
-        for child in self._supervisors:
-            try:
-                self._states[child.name] = child.poll()
-            except RunError as error:  # Raised or reported by the next `poll` of the rank.
-                self.failure = error
-                return
+            done.set_exception(error)
+            return
+        self._states[child.name] = ChildState.RUNNING
+        self._supervisors.append(child)
+        done.set_result(None)
 
 
 class WatchedReplay(ZmqLearnerPort):

@@ -43,7 +43,8 @@ LOGPROB_TOLERANCE: Final = 0.05
 
 def check_simulator(simulator: Simulator) -> Iterator[str]:
     """Check what `evaluate` and `collect` need of a simulator; yields a line for everything that holds."""
-    require, spec = Reporter("simulator", simulator).require, simulator.spec
+    report, spec = Reporter("simulator", simulator), simulator.spec
+    require = report.require
     require(isinstance(spec, SimulatorSpec), "spec", type(spec).__name__, "a SimulatorSpec")
     require(spec.max_steps >= 1, "spec.max_steps", spec.max_steps, "at least 1")
     require(spec.places >= 1, "spec.places", spec.places, "at least 1")
@@ -55,12 +56,11 @@ def check_simulator(simulator: Simulator) -> Iterator[str]:
 
     (first, stepped), (other, _), (again, _) = (_play(simulator, number, actions) for number in (1, 2, 1))
     for method, seen in zip(["reset", *["step"] * len(stepped)], first, strict=True):
-        _check_seen(simulator, method, seen)
+        _check_seen(report, spec, f"{method}()", seen)
     for one in stepped:
-        for name, kind in (("rewards", "f"), ("success", "b"), ("terminated", "b"), ("truncated", "b")):
-            array = getattr(one, name)
-            fits = isinstance(array, np.ndarray) and (array.shape, array.dtype.kind) == ((spec.places,), kind)
-            require(fits, f"step().{name}", repr(array)[:80], f"[{spec.places}] of kind {kind!r}")
+        for name in ("rewards", "success", "terminated", "truncated"):
+            dtype = "float32" if name == "rewards" else "bool"
+            report.array(f"step().{name}", getattr(one, name), dtype, (spec.places,), np.ndarray)
     tasks = first[0].tasks
     known = len(tasks) == spec.places and all(not spec.tasks or task in spec.tasks for task in tasks)
     require(known, "reset().tasks", tasks, "one instruction per place, each of spec.tasks")
@@ -92,28 +92,19 @@ def _play(
     return seen, done
 
 
-def _check_seen(simulator: Simulator, method: str, seen: Seen) -> None:
-    require, spec = Reporter("simulator", simulator).require, simulator.spec
-    arrays = [
-        ("images", seen.images, np.uint8, (len(spec.cameras), spec.image_size, spec.image_size, 3)),
-        ("states", seen.states, np.float32, (spec.state_dim,)),
-    ]
-    if spec.poses:
-        arrays.append(("poses", seen.poses, np.float32, (POSE_DIM,)))
-    for name, array, dtype, shape in arrays:
-        known = isinstance(array, np.ndarray)
-        fits = known and (array.dtype, array.shape) == (dtype, (spec.places, *shape))
-        came = f"{array.dtype}{list(array.shape)}" if known else type(array).__name__
-        require(fits, f"{method}().{name}", came, f"{np.dtype(dtype)}{[spec.places, *shape]}")
-    poses = seen.poses
+def _check_seen(report: Reporter, spec: SimulatorSpec, method: str, seen: Seen) -> None:
+    pictures = (spec.places, len(spec.cameras), spec.image_size, spec.image_size, 3)
+    report.array(f"{method}.images", seen.images, "uint8", pictures, np.ndarray)
+    report.array(f"{method}.states", seen.states, "float32", (spec.places, spec.state_dim), np.ndarray)
+    name = f"{method}.poses"
     if not spec.poses:
-        require(poses is None, f"{method}().poses", "there", "None, as spec.poses is False")
-    elif poses is not None:
-        unit = np.isfinite(poses).all() and (np.abs(np.linalg.norm(poses[:, 3:7], axis=1) - 1) < 1e-3).all()
-        said = "finite, with quaternions of length 1"
-        require(bool(unit), f"{method}().poses", poses.tolist(), said)
-        gripper = bool((np.abs(poses[:, 7]) <= 1).all())
-        require(gripper, f"{method}().poses", poses[:, 7].tolist(), "a gripper from -1 (open) to 1")
+        report.require(seen.poses is None, name, "there", "None, as spec.poses is False")
+        return
+    poses = report.array(name, seen.poses, "float32", (spec.places, POSE_DIM), np.ndarray)
+    unit = np.isfinite(poses).all() and (np.abs(np.linalg.norm(poses[:, 3:7], axis=1) - 1) < 1e-3).all()
+    report.require(bool(unit), name, poses.tolist(), "finite, with quaternions of length 1")
+    gripper = bool((np.abs(poses[:, 7]) <= 1).all())
+    report.require(gripper, name, poses[:, 7].tolist(), "a gripper from -1 (open) to 1")
 
 
 def check_recipe(recipe: Recipe) -> Iterator[str]:
@@ -222,16 +213,16 @@ def _decide(
     acted = policy.act(policy.preprocess(frames, tasks), SAMPLING, seeds)
     report.require(isinstance(acted, ActResult), "act", type(acted).__name__, "an ActResult")
     shape = (rows, spec.chunk, spec.dim)
-    report.tensor("act().actions", acted.actions, "float32", shape)
-    report.tensor("act().logprob", acted.logprob, "float32", shape)
+    report.array("act().actions", acted.actions, "float32", shape)
+    report.array("act().logprob", acted.logprob, "float32", shape)
     if acted.value is not None:
-        report.tensor("act().value", acted.value, "float32", (rows, "V"))
+        report.array("act().value", acted.value, "float32", (rows, "V"))
     wanted, found = sorted(arrays), sorted(acted.sample)
     report.require(wanted == found, "act().sample", found, f"the arrays of sample_arrays, {wanted}")
     letters: dict[object, int] = {"C": spec.chunk, "A": spec.dim}
     for name, array in arrays.items():
         sizes = [letters.get(size, size) for size in array.shape[1:]]
-        report.tensor(f"act().sample[{name!r}]", acted.sample[name], array.dtype, (rows, *sizes))
+        report.array(f"act().sample[{name!r}]", acted.sample[name], array.dtype, (rows, *sizes))
     finite = bool(acted.actions.isfinite().all() and acted.logprob.isfinite().all())
     report.require(finite, "act", "not finite everywhere", "finite actions and log-probs")
     return acted
@@ -241,8 +232,8 @@ def _evaluate(policy: Policy, frames: NDArray[np.uint8], tasks: Sequence[str], a
     report = Reporter("policy", policy)
     sample = {name: values.clone() for name, values in acted.sample.items()}
     result = policy.evaluate(policy.preprocess(frames, tasks), sample, SAMPLING)
-    logprob = report.tensor("evaluate().logprob", result.logprob, "float32", acted.logprob.shape)
-    report.tensor("evaluate().entropy", result.entropy, "float32", acted.logprob.shape)
+    logprob = report.array("evaluate().logprob", result.logprob, "float32", acted.logprob.shape)
+    report.array("evaluate().entropy", result.entropy, "float32", acted.logprob.shape)
     report.require(logprob.requires_grad, "evaluate().logprob", "without gradient", "one with gradient")
     return logprob
 
@@ -268,7 +259,7 @@ def _check_critic(policy: Any, frames: NDArray[np.uint8], tasks: Sequence[str]) 
     report, inputs = Reporter("policy", policy), policy.preprocess(frames, tasks)
     for level, width in (("action", policy.action_spec.chunk), ("decision", 1)):
         policy.add_critic(level)
-        values = report.tensor("values", policy.values(inputs), "float32", (len(frames), width))
+        values = report.array("values", policy.values(inputs), "float32", (len(frames), width))
         report.require(values.requires_grad, "values", "without gradient", "values with gradient")
         report.require(policy.critic == level, "critic", policy.critic, level)
     policy.drop_critic()
@@ -304,7 +295,7 @@ def check_reward(reward: RewardModel, tasks: Sequence[str], image_size: int) -> 
 def _score(reward: RewardModel, frames: Tensor, tasks: Sequence[str]) -> Tensor:
     report = Reporter("reward", reward)
     with torch.inference_mode():
-        scores = report.tensor("score", reward.score(frames, tasks), "float32", tuple(frames.shape[:2]))
+        scores = report.array("score", reward.score(frames, tasks), "float32", tuple(frames.shape[:2]))
     inside = bool(((scores >= 0) & (scores <= 1)).all())
     report.require(inside, "score", (scores.min().item(), scores.max().item()), "probabilities in [0, 1]")
     return scores

@@ -9,7 +9,6 @@ Weights come there once: the lowest rank with an actor relays them, unless that 
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 import socket
 import threading
@@ -23,10 +22,20 @@ from typing import Final
 
 from asyncrl.config.loading import load_file
 from asyncrl.config.run import TrainConfig
-from asyncrl.errors import ConfigError, RunError
+from asyncrl.errors import ConfigError
 from asyncrl.launch import endpoints
 from asyncrl.launch.children import ChildProcesses, Supervisor
-from asyncrl.launch.job import RUN, Hosts, Job, RunInfo, failure_file, open_store, receive, report_failure
+from asyncrl.launch.job import (
+    RUN,
+    Hosts,
+    Job,
+    Patience,
+    RunInfo,
+    failure_file,
+    open_store,
+    receive,
+    report_failure,
+)
 from asyncrl.launch.own_device import pick_device
 from asyncrl.launch.placement import RELAYED, Placement, checked_placement
 from asyncrl.messaging.sockets import private_folder
@@ -49,7 +58,6 @@ FOLDER_DEADLINE: Final = 60.0
 NOTE: Final = "weights"
 """File in the host's folder of the run with the relay's endpoint and the mark of the start."""
 POLL_INTERVAL: Final = 0.5
-_log = logging.getLogger(__name__)
 
 
 def follow(config: TrainConfig, job: Job, hosts: Hosts, stop: StopFlag) -> int:
@@ -241,21 +249,16 @@ class HostRelay:
 
 
 def wait_for_relay(info: RunInfo, job: Job, deadline: float, stop_requested: Callable[[], bool]) -> str:
-    """Wait at most `deadline` seconds for this host's relay; returns its endpoint, '' if stopped."""
-    note, until = job.status_folder(Path(info.run_dir)) / NOTE, time.monotonic() + deadline
+    """Wait at most `deadline` seconds for this host's relay, and return its endpoint."""
+    note, patience = job.status_folder(Path(info.run_dir)) / NOTE, Patience(deadline, stop_requested)
     with waits.waiting(waits.HOST_WEIGHTS, deadline):
-        while not stop_requested():
-            try:
+        while True:
+            with suppress(OSError, ValueError, KeyError):  # There is no note of this start yet.
                 row: dict[str, object] = load_json(note, dict)
-                if row.get("mark") == info.mark:
+                if row["mark"] == info.mark:
                     return str(row["endpoint"])
-            except (OSError, ValueError, KeyError) as error:
-                _log.debug("there is no note of this start yet: %s", error)
-            if time.monotonic() > until:
-                raise RunError(
-                    f"Rank {job.rank} waited {deadline:g} s (--startup-timeout) for the first "
-                    f"actor's rank of its host to say in {note} where the weights are, in vain. See the "
-                    "output of torchrun on this host."
-                )
-            time.sleep(POLL_INTERVAL)
-    return ""
+            patience.pause(
+                f"Rank {job.rank} waited {deadline:g} s (--startup-timeout) for the first actor's rank of "
+                f"its host to say in {note} where the weights are, in vain. See the output of torchrun "
+                "on this host."
+            )

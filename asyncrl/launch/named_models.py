@@ -19,7 +19,6 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.devices.float8 import check_device
 from asyncrl.errors import AsyncRLError, CheckpointError, ConfigError
 from asyncrl.evaluation.evaluate import simulator_of_tasks
-from asyncrl.learner.forward import Reference
 from asyncrl.policies.acceleration import FLAG, enable_gradient_checkpointing, use_float8_where_frozen
 from asyncrl.policies.interface import Policy, SamplingParams
 from asyncrl.policies.lora import add_lora
@@ -131,15 +130,6 @@ def policy_chunk(config: TrainConfig) -> int:
     return open_folder(named.folder, PublishedOptions(**options)).config.chunk
 
 
-def as_module(policy: Policy) -> nn.Module:
-    """Return the policy as the module that it must be."""
-    if not isinstance(policy, nn.Module):
-        raise ConfigError(
-            f"--policy is a {type(policy).__name__}, which is no torch.nn.Module. Derive it from one."
-        )
-    return policy
-
-
 def load_policy_version(config: TrainConfig, folder: Path | None, device: torch.device) -> Policy:
     """Load a run's policy at a checkpoint; without `folder`, the one that the run began with."""
     name, _ = registry.split(config.policy)
@@ -149,43 +139,18 @@ def load_policy_version(config: TrainConfig, folder: Path | None, device: torch.
     return named.load(device)
 
 
-def build_policy(config: TrainConfig, device: torch.device) -> Policy:
-    """Load the policy that the run begins with, without a critic, as an actor needs it.
+def build_policy(config: TrainConfig, device: torch.device, *, learns: bool = False) -> Policy:
+    """Load the policy that the run begins with: for an actor, or as the learner trains it.
 
-    With --lora.rank it gets fresh adapters; the learner's come with the first version of the weights.
-    """
-    policy = load_policy_version(config, None, device)
-    if hasattr(policy, "add_critic"):
-        policy.drop_critic()
-    if config.lora.rank:
-        add_adapters(config, policy)
-    as_module(policy).eval()
-    return policy
-
-
-def add_adapters(config: TrainConfig, policy: Policy) -> None:
-    """Give the policy adapters, in bfloat16 where both it and the learner's passes are."""
-    if not hasattr(policy, "lora_layers"):
-        raise ConfigError(
-            f"--lora.rank is {config.lora.rank}, but {type(policy).__name__} has no lora_layers, so it is "
-            "not known where adapters go. Use --lora.rank 0, or add the method."
-        )
-    half = config.learner.precision == "bf16" and policy.dtype == torch.bfloat16
-    dtype = torch.bfloat16 if half else torch.float32
-    add_lora(policy, config.lora.rank, config.lora.alpha, config.lora.targets, dtype=dtype)
-
-
-def build_learning_policy(config: TrainConfig, device: torch.device) -> Policy:
-    """Load the policy that the run begins with, as the learner trains it: with a critic for ppo.
-
+    With --lora.rank it gets fresh adapters; an actor's are replaced by the first version of the weights.
     A critic of the right level in the policy's folder is kept. A resumed run loads trained weights only
     afterwards, so copies of frozen ones that are rounded here stay right.
     """
-    rounded = config.learner.frozen_precision == "float8"
+    rounded = learns and config.learner.frozen_precision == "float8"
     if rounded:
         check_device(device, FLAG)
     policy = load_policy_version(config, None, device)
-    wanted = config.critic.level if config.algorithm.kind == "ppo" else "none"
+    wanted = config.critic.level if learns and config.algorithm.kind == "ppo" else "none"
     if hasattr(policy, "add_critic"):
         if wanted == "none":
             policy.drop_critic()
@@ -200,19 +165,25 @@ def build_learning_policy(config: TrainConfig, device: torch.device) -> Policy:
         add_adapters(config, policy)
     if rounded:
         use_float8_where_frozen(policy)
-    if config.learner.gradient_checkpointing:
+    if learns and config.learner.gradient_checkpointing:
         enable_gradient_checkpointing(policy, every=config.learner.gradient_checkpointing_every)
-    as_module(policy).eval()
-    return policy
+    if not isinstance(policy, nn.Module):
+        raise ConfigError(
+            f"--policy is a {type(policy).__name__}, which is no torch.nn.Module. Derive it from one."
+        )
+    return policy.eval()
 
 
-def build_reference(config: TrainConfig, policy: Policy, device: torch.device) -> Reference | None:
-    """Build the reference policy of the KL penalty; None if its coefficient is 0."""
-    if not config.algorithm.kl_coef:
-        return None
-    if config.lora.rank:
-        return Reference(policy, without_adapters=True)
-    return Reference(build_policy(config, device))
+def add_adapters(config: TrainConfig, policy: Policy) -> None:
+    """Give the policy adapters, in bfloat16 where both it and the learner's passes are."""
+    if not hasattr(policy, "lora_layers"):
+        raise ConfigError(
+            f"--lora.rank is {config.lora.rank}, but {type(policy).__name__} has no lora_layers, so it is "
+            "not known where adapters go. Use --lora.rank 0, or add the method."
+        )
+    half = config.learner.precision == "bf16" and policy.dtype == torch.bfloat16
+    dtype = torch.bfloat16 if half else torch.float32
+    add_lora(policy, config.lora.rank, config.lora.alpha, config.lora.targets, dtype=dtype)
 
 
 def sampling_of(config: TrainConfig) -> SamplingParams:

@@ -6,7 +6,8 @@ Episodes of a run begin at starts that no evaluation plays, in an order that fol
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from operator import attrgetter
@@ -36,7 +37,6 @@ EVALUATED_TRIALS: Final = 50  # first stored starts of each task, for evaluation
 class SimulatorFiles:
     """The simulator of a run: described, not built. `play` starts its workers."""
 
-    name: str  # text of --world
     source: SimulatorSource
     spec: SimulatorSpec
     nbytes: int = 0  # nothing is loaded to a device
@@ -60,10 +60,8 @@ class SimulatorFiles:
 
     def check_policy(self, policy: Policy) -> None:
         """Refuse a policy that cannot play here, or cannot read one of the tasks."""
-        try:
+        with _about_world():
             check_fits(policy, self.spec)
-        except ConfigError as error:
-            raise _about_world(error) from error
 
     def episode_format(self, policy: Policy, max_decisions: int) -> EpisodeFormat:
         """Return the shapes and names that all episodes of the run share."""
@@ -92,11 +90,9 @@ class SimulatorFiles:
         if process.daemon:  # It may have no children, for they would be left behind; its workers end with it.
             process.daemon = False
         workers = min(config.simulator.workers, config.actor.slots)  # More would have nothing to do.
-        try:
+        with _about_world():
             source = sized_for(self.source, policy)
             pool = SimulatorPool(source, workers, steps=policy.action_spec.chunk)
-        except AsyncRLError as error:
-            raise _about_world(error) from error
         if pool.spec.lockstep and config.actor.pipeline_stages > 1:
             pool.close()
             raise ConfigError(
@@ -162,12 +158,10 @@ def check_simulator(config: TrainConfig) -> SimulatorFiles:
         image_size=settings.image_size,
         horizon=settings.horizon,
     )
-    try:
+    with _about_world():
         spec = source.spec()
-    except AsyncRLError as error:
-        raise _about_world(error) from error
     TrainingStarts(spec, config.seed, settings.starts)  # Refuses starts that are not there.
-    return SimulatorFiles(name=config.world, source=source, spec=spec)
+    return SimulatorFiles(source=source, spec=spec)
 
 
 def refuse_idle(config: TrainConfig) -> None:
@@ -249,7 +243,12 @@ def _shuffled(count: int, seed: int, turn: int) -> tuple[int, ...]:
     return tuple(np.random.default_rng([seed, turn]).permutation(count).tolist())
 
 
-def _about_world(error: AsyncRLError) -> Any:
-    """Rewrite an error about --simulator as one about --world, which named it."""
-    text = str(error).replace("--simulator-settings", "--world-settings").replace("--simulator ", "--world ")
-    return type(error)(text.replace("--horizon", "--simulator.horizon"))
+@contextmanager
+def _about_world() -> Iterator[None]:
+    """Raise errors about --simulator as errors about --world, which named it."""
+    try:
+        yield
+    except AsyncRLError as error:
+        text = str(error).replace("--simulator-settings", "--world-settings")
+        text = text.replace("--simulator ", "--world ").replace("--horizon", "--simulator.horizon")
+        raise type(error)(text) from error

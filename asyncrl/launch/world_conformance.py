@@ -44,15 +44,17 @@ class Reporter:
         if not fits:
             raise ConfigError(f"{self.name}, whose {method} is {came!s:.200}, expected {expected}.")
 
-    def tensor(self, method: str, found: Any, dtype: str, shape: Sequence[int | str]) -> Tensor:
-        """Return a tensor of this dtype and shape such as ``[2, L]`` (letters: any size); else raise."""
-        fits = (
-            isinstance(found, Tensor)
-            and found.dtype == getattr(torch, dtype)
-            and len(found.shape) == len(shape)
-            and all(isinstance(a, str) or a == b for a, b in zip(shape, found.shape, strict=True))
-        )
-        self.require(fits, method, describe_tensor(found), f"{dtype}[{', '.join(map(str, shape))}]")
+    def array(
+        self, method: str, found: Any, dtype: str, shape: Sequence[int | str], kind: type = Tensor
+    ) -> Any:
+        """Return a tensor or array of this dtype and shape, as ``[2, L]`` (letters: any size); else raise."""
+        came, fits = type(found).__name__, isinstance(found, kind)
+        if fits:
+            name, sizes = str(found.dtype).removeprefix("torch."), list(found.shape)
+            came = f"{name}{sizes}"
+            fits = name == dtype and len(sizes) == len(shape)
+            fits = fits and all(isinstance(a, str) or a == b for a, b in zip(shape, sizes, strict=True))
+        self.require(fits, method, came, f"{dtype}[{', '.join(map(str, shape))}]")
         return found
 
 
@@ -95,7 +97,7 @@ class Trial:
         require(not wrong, "image_size", size, f"that of the start states, {wrong}")
         state, rows = world.start(states, decisions=decisions), len(states)
         require(len(state) == rows, "start", f"a state of {len(state)} rows", f"{rows} rows")
-        self.report.tensor("start().finite", state.finite, "bool", (rows,))
+        self.report.array("start().finite", state.finite, "bool", (rows,))
         require(bool(state.finite.all()), "start().finite", state.finite.tolist(), "True everywhere")
         return state
 
@@ -109,9 +111,9 @@ class Trial:
         pair = isinstance(found, tuple) and len(found) == 2
         report.require(pair, "imagine", type(found).__name__, "(frames, state)")
         (frames, after), rows = found, len(seeds)
-        report.tensor("imagine()[0]", frames, "uint8", (rows, spec.chunk, size, size, 3))
+        report.array("imagine()[0]", frames, "uint8", (rows, spec.chunk, size, size, 3))
         report.require(len(after) == rows, "imagine()[1]", len(after), f"a state of {rows} rows")
-        report.tensor("imagine()[1].finite", after.finite, "bool", (rows,))
+        report.array("imagine()[1].finite", after.finite, "bool", (rows,))
         return frames, after
 
     def same(self, one: Tensor, other: Tensor, method: str, said: str) -> None:
@@ -296,18 +298,6 @@ def _named(error: Exception) -> str:
     return f"{type(error).__name__} ({error!s:.80})"
 
 
-CHECKS: Final[Mapping[str, Callable[[Trial], str]]] = MappingProxyType(
-    {
-        "seeds": _seeds,
-        "neighbours": _neighbours,
-        "siblings": _siblings,
-        "actions": _actions,
-        "put back": _put_back,
-        "ages": _ages,
-        "parked": _parked,
-        "room": _room,
-        "not finite": _not_finite,
-        "shapes": _shapes,
-    }
-)
+_ALL = (_seeds, _neighbours, _siblings, _actions, _put_back, _ages, _parked, _room, _not_finite, _shapes)
+CHECKS: Final = MappingProxyType({check.__name__[1:].replace("_", " "): check for check in _ALL})
 """Each checks one property of a world: raises `ConfigError` or returns a line."""

@@ -12,7 +12,7 @@ from asyncrl.config.sections import WeightSettings
 from asyncrl.errors import RunError
 from asyncrl.launch import endpoints
 from asyncrl.launch.followers import NOTE, HostRelay, wait_for_relay
-from asyncrl.launch.job import Hosts, Job, RunInfo
+from asyncrl.launch.job import Hosts, Job, RunInfo, Stopped
 from asyncrl.launch.placement import RELAYED
 from asyncrl.messaging.keys import create_keys
 from asyncrl.observability import metrics_system as m
@@ -102,4 +102,5 @@ def test_what_an_earlier_start_left_is_not_believed_and_the_rank_that_does_not_c
             RunError, match=r"Rank 1 waited 0 s \(--startup-timeout\) for the first actor's rank"
         ):
             wait_for_relay(info, JOB, 0.0, lambda: False)
-    assert wait_for_relay(info, JOB, PATIENCE, lambda: True) == ""
+    with pytest.raises(Stopped):
+        wait_for_relay(info, JOB, PATIENCE, lambda: True)

@@ -177,7 +177,7 @@ def test_a_simulator_of_one_place_needs_a_worker_for_each_slot(monkeypatch: pyte
 
 def files_of(**changes: Any) -> SimulatorFiles:
     source = SimulatorSource(name="tabletop")
-    return SimulatorFiles(name="tabletop_true", source=source, spec=replace(source.spec(), **changes))
+    return SimulatorFiles(source=source, spec=replace(source.spec(), **changes))
 
 
 def test_a_policy_that_cannot_play_is_refused() -> None:

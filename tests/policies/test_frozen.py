@@ -16,7 +16,7 @@ from asyncrl.config.sections import LearnerSettings, LoraSettings
 from asyncrl.devices.float8 import FrozenFloat8Linear
 from asyncrl.devices.offload import OffloadedTensors
 from asyncrl.errors import ConfigError
-from asyncrl.launch.named_models import build_learning_policy, build_policy
+from asyncrl.launch.named_models import build_policy
 from asyncrl.learner.forward import Reference
 from asyncrl.learner.fsdp import shard
 from asyncrl.policies.acceleration import (
@@ -159,10 +159,10 @@ def test_the_copies_leave_the_device_with_the_weights_and_come_back() -> None:
 
 def test_a_learner_has_rounded_layers_and_an_actor_has_none() -> None:
     config = TrainConfig(learner=ROUNDED, lora=LoraSettings(rank=4))
-    learner, actor = build_learning_policy(config, CPU), build_policy(config, CPU)
+    learner, actor = build_policy(config, CPU, learns=True), build_policy(config, CPU)
     assert layers(learner)  # type: ignore[arg-type]
     assert not layers(actor)  # type: ignore[arg-type]
-    plain = build_learning_policy(replace(config, learner=LearnerSettings(precision="bf16")), CPU)
+    plain = build_policy(replace(config, learner=LearnerSettings(precision="bf16")), CPU, learns=True)
     assert not layers(plain)  # type: ignore[arg-type]
 
 
@@ -188,7 +188,7 @@ def test_a_gpu_without_8_bit_products_is_refused_by_the_flag(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
     config = TrainConfig(learner=ROUNDED, lora=LoraSettings(rank=4))
     with pytest.raises(ConfigError, match=r"--learner\.frozen-precision is float8, but A100 .* stored"):
-        build_learning_policy(config, torch.device("cuda"))
+        build_policy(config, torch.device("cuda"), learns=True)
 
 
 class Own(nn.Module):
