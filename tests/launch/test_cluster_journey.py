@@ -20,7 +20,6 @@ from support import ROOT
 from support.chaos_run import marked_pids
 from support.several_hosts import SeveralHosts, address, no_namespaces
 from support.slurm import AWAIT_TASKS
-from support.tiny_models import write_models
 from support.whole_runs import PATIENCE, Program, left_over, rows
 
 UPDATES = 40
@@ -133,11 +132,6 @@ class Job:
 
     def called(self, program: str) -> list[str]:
         return [line for line in self.calls.read_text().splitlines() if line.startswith(program)]
-
-
-@pytest.fixture(scope="module")
-def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return write_models(tmp_path_factory.mktemp("models"))
 
 
 def watch(job: Job, batch: Program) -> None:

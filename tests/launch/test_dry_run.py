@@ -11,12 +11,6 @@ from asyncrl.config.loading import load_file, parse
 from asyncrl.config.run import TrainConfig
 from asyncrl.doctor.checks import CHECKS
 from support.run_folders import contents
-from support.tiny_models import write_models
-
-
-@pytest.fixture(scope="module")
-def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return write_models(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -19,13 +18,9 @@ from asyncrl.launch import console
 from asyncrl.observability import process_status
 from asyncrl.storage import checkpoint
 from support import ROOT
-from support.tiny_models import write_models
-from support.whole_runs import TORCHRUN, TRAIN, environment, left_over, reach, rows
+from support.whole_runs import TORCHRUN, TRAIN, Program, left_over, reach, rows
 
-
-@pytest.fixture(scope="module")
-def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return write_models(tmp_path_factory.mktemp("models"))
+FRAGILE = ["--updates", "100000", "--checkpoint-every", "100000", "--actor.max-respawns", "0"]
 
 
 def actor_of(run: Path) -> int:
@@ -54,21 +49,10 @@ def test_an_actor_that_dies_too_often_ends_the_run_with_what_was_learned(
     flags: list[str], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    ends = ["--updates", "100000", "--checkpoint-every", "100000", "--actor.max-respawns", "0"]
-    process = subprocess.Popen(
-        [*TRAIN, *flags, *ends, "--run-dir", str(run)],
-        env=environment(tmp_path),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        reach(run, 2, process, 60)
+    with Program(tmp_path, "said", [*TRAIN, *flags, *FRAGILE, "--run-dir", str(run)]) as program:
+        reach(run, 2, program.process, 60)
         os.kill(actor_of(run), signal.SIGKILL)
-        _, errors = process.communicate(timeout=40)
-    finally:
-        process.kill()
-    assert process.returncode == 1, errors
+        errors = program.ends(1)
     reached = len(rows(run))
     assert checkpoint.latest(run) == run / "checkpoints" / f"update_{reached:06d}"
     assert "died 1 time (allowed respawns: 0)" in errors
@@ -85,22 +69,12 @@ def test_rank_0_saves_when_the_actor_of_another_rank_dies_too_often(
     flags: list[str], tmp_path: Path, placement: str
 ) -> None:
     run = tmp_path / "run"
-    ends = ["--updates", "100000", "--checkpoint-every", "100000", "--actor.max-respawns", "0"]
-    ends += ["--placement", placement, "--algorithm.groups-per-update", "2", "--run-dir", str(run)]
-    process = subprocess.Popen(
-        [*TORCHRUN, "--nproc-per-node", "2", str(ROOT / "torchrun_scripts" / "train.sh"), *flags, *ends],
-        env=environment(tmp_path),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        reach(run, 2, process, 90)
+    ends = [*FRAGILE, "--placement", placement, "--algorithm.groups-per-update", "2", "--run-dir", str(run)]
+    start = [*TORCHRUN, "--nproc-per-node", "2", str(ROOT / "torchrun_scripts" / "train.sh")]
+    with Program(tmp_path, "said", [*start, *flags, *ends]) as program:
+        reach(run, 2, program.process, 90)
         os.kill(actor_of(run), signal.SIGKILL)
-        _, errors = process.communicate(timeout=50)
-    finally:
-        process.kill()
-    assert process.returncode != 0
+        errors = program.ends(1)
     reached = len(rows(run))
     assert checkpoint.latest(run) == run / "checkpoints" / f"update_{reached:06d}", errors
     assert "Rank 1: actor-1 died 1 time" in errors

@@ -15,17 +15,7 @@ from asyncrl.launch.placement import parse_placement
 from asyncrl.messaging.keys import create_keys
 from asyncrl.observability import metrics_system as s
 from asyncrl.storage.run_owner import NO_RUN
-from support.tiny_models import write_models
-from support.whole_runs import (
-    ACTOR,
-    PATIENCE,
-    TRAIN,
-    Program,
-    exit_code,
-    free_port,
-    left_over,
-    rows,
-)
+from support.whole_runs import ACTOR, PATIENCE, TRAIN, Program, exit_code, free_port, left_over, rows
 
 
 class Site:
@@ -39,14 +29,8 @@ class Site:
         for file in ("server.public", "far.secret"):  # All that another host gets.
             shutil.copy2(own / file, self.keys / file)
         self.endpoint = f"tcp://127.0.0.1:{free_port()}"
-        listen = [
-            "--replay.listen",
-            self.endpoint,
-            "--replay.keys",
-            str(own),
-            "--replay.heartbeat-timeout",
-            "8",
-        ]
+        listen = ["--replay.listen", self.endpoint, "--replay.keys", str(own)]
+        listen += ["--replay.heartbeat-timeout", "8"]
         alone = ["--placement", "learner=0", "--updates", "100000", "--run-dir", str(self.run)]
         self.programs = [Program(tmp_path, "train", [*TRAIN, *flags, *alone, *listen])]
         self.train = self.programs[0]
@@ -65,11 +49,6 @@ class Site:
             assert self.train.process.poll() is None, self.train.said()
             assert time.monotonic() < deadline, "\n".join(each.said() for each in self.programs)
             time.sleep(0.05)
-
-
-@pytest.fixture(scope="module")
-def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return write_models(tmp_path_factory.mktemp("models"))
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,7 +22,7 @@ from asyncrl.observability import process_status
 from asyncrl.replay.store import PATTERN
 from asyncrl.storage import checkpoint, provenance, run_owner
 from support.tiny_models import write_models
-from support.whole_runs import ACTOR, PATIENCE, TRAIN, Program, environment, free_port, left_over, reach, rows
+from support.whole_runs import ACTOR, PATIENCE, TRAIN, Program, free_port, left_over, reach, rows
 
 CONTENTS = ("config.json", "sockets", "identity.json", "lock")
 """Files that a resume would change first."""
@@ -44,10 +43,7 @@ class Living:
         more = ["--updates", "100000", "--seed", "7", "--actor.success-threshold", "0.5"]
         more += ["--monitor.listen", str(self.monitor), "--replay.listen", self.endpoint]
         command = [*TRAIN, *flags, *more, "--run-dir", str(self.run)]
-        with self.said.open("w") as said:
-            self.process = subprocess.Popen(
-                command, env=environment(folder), stdout=said, stderr=said, start_new_session=True
-            )
+        self.process = Program(folder, "said", command).process
 
     def get(self, path: str) -> tuple[int, str]:
         """Ask the monitor."""

@@ -22,7 +22,6 @@ from support import ROOT, TESTS
 from support.chaos_run import Report
 from support.gloo_transport import GLOO
 from support.several_hosts import SeveralHosts, address, no_namespaces
-from support.tiny_models import write_models
 from support.whole_runs import ACTOR, PATIENCE, Program, left_over, reach, rows
 
 pytestmark = [
@@ -34,11 +33,6 @@ T = TypeVar("T")
 CUT = 20.0
 """Seconds that a host is cut off."""
 TWO_LEARNERS = ("--placement", "collocated", "--algorithm.groups-per-update", "2")
-
-
-@pytest.fixture(scope="module")
-def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return write_models(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture

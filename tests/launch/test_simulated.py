@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +33,7 @@ from asyncrl.simulators.rollout import HELD_OUT
 from asyncrl.storage import checkpoint
 from asyncrl.storage.assets import simulator_named
 from support.simulated import COUNTING
-from support.whole_runs import TRAIN, environment, exit_code, left_over, reach, rows
+from support.whole_runs import TRAIN, Program, exit_code, left_over, reach, rows
 
 needs_opengl = pytest.mark.skipif(find_backend() is None, reason="no OpenGL library")
 SMALL = [
@@ -258,20 +257,14 @@ def test_a_run_in_a_simulator_trains_and_repeats_itself(
 def test_a_run_goes_on_when_a_worker_of_its_actor_is_killed(tmp_path: Path) -> None:
     run = tmp_path / "run"
     command = [*TRAIN, *SMALL, "--simulator.workers", "2", "--updates", "3", "--run-dir", str(run)]
-    process = subprocess.Popen(
-        command, env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    try:
-        reach(run, 1, process, 100.0)
+    with Program(tmp_path, "said", command) as program:
+        reach(run, 1, program.process, 100.0)
         (actor,) = [one.pid for one in process_status.read(run) if one.role == "actor-0"]
         children = Path(f"/proc/{actor}/task/{actor}/children").read_text().split()
         workers = [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
         assert len(workers) == 2
         os.kill(workers[0], signal.SIGKILL)
-        out, _ = process.communicate(timeout=100)
-    finally:
-        process.kill()
-    assert process.returncode == 0, out
+        program.ends()
     assert [row["step"] for row in rows(run)] == [1, 2, 3]
     assert all(row["replay/lag_max"] <= 2 for row in rows(run))
     assert "Its episodes are played again (1 of 5 times)" in (run / "logs" / "actor-0.log").read_text()

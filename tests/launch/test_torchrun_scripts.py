@@ -93,8 +93,3 @@ def test_a_child_process_that_imports_the_script_again_starts_nothing():
     program = f"import runpy; runpy.run_path({str(SCRIPTS / 'train.sh')!r}, run_name='__mp_main__')\n"
     program += "import sys; assert not any(name.startswith('asyncrl') for name in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=20)
-
-
-@pytest.mark.parametrize("name", ["slurm_train.sbatch", "slurm_nodes.sbatch", "slurm_node.sh"])
-def test_the_slurm_templates_are_valid_shell(name):
-    subprocess.run(["bash", "-n", str(SCRIPTS / name)], check=True, timeout=20)

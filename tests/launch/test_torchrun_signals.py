@@ -25,27 +25,9 @@ from asyncrl.launch.torchrun_signals import (
 from asyncrl.observability import metrics_system as m
 from asyncrl.observability import process_status
 from asyncrl.replay_tools.episodes import read_rows, replay_folder
-from support.tiny_models import write_models
-from support.whole_runs import ROOT, TORCHRUN, environment, left_over, reach, rows
+from support.whole_runs import ROOT, TORCHRUN, Program, environment, left_over, reach, rows
 
 SCRIPT = str(ROOT / "torchrun_scripts" / "train.sh")
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory) -> list[str]:
-    return write_models(tmp_path_factory.mktemp("models"))
-
-
-def started(command: list[str], run: Path, settings: dict[str, str]) -> subprocess.Popen[str]:
-    """Start a run that goes on until it is asked to stop."""
-    return subprocess.Popen(
-        [*command, "--updates", "100000", "--run-dir", str(run)],
-        env=settings,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
 
 
 def forbid_simulator(tmp_path: Path) -> dict[str, str]:
@@ -54,34 +36,30 @@ def forbid_simulator(tmp_path: Path) -> dict[str, str]:
     trap.parent.mkdir(parents=True)
     note = tmp_path / "loaded"
     trap.write_text(f"open({str(note)!r}, 'w').close()\nraise RuntimeError('simulator loaded')\n")
-    settings = environment(tmp_path)
-    return settings | {"PYTHONPATH": f"{trap.parents[1]}:{settings['PYTHONPATH']}"}
+    return {"PYTHONPATH": f"{trap.parents[1]}:{environment(tmp_path)['PYTHONPATH']}"}
 
 
-def ended(process: subprocess.Popen[str], run: Path, updates: int, number: int) -> str:
-    """Signal a run after some updates, as a terminal does; returns what it said."""
-    try:
-        reach(run, updates, process, 60)
-        os.killpg(process.pid, number)
-        said, _ = process.communicate(timeout=60)
-    finally:
-        process.kill()
+def ended(tmp_path: Path, command: list[str], more: dict[str, str], updates: int, number: int) -> str:
+    """Start a run and signal it after some updates, as a terminal does; returns what it said."""
+    run = tmp_path / "run"
+    endless = [*command, "--updates", "100000", "--run-dir", str(run)]
+    with Program(tmp_path, "said", endless, more=more) as program:
+        reach(run, updates, program.process, 60)
+        os.killpg(program.process.pid, number)
+        said = program.ends(128 + number)
     assert "Traceback" not in said, said
     assert said.count("\nstopping: what was learned is saved first\n") == 1
     assert said.rstrip().splitlines()[-1].startswith("continue:               asyncrl train --run-dir")
-    assert process.returncode == 128 + number
     return said
 
 
 @pytest.mark.multiprocess
 @pytest.mark.timeout(150)
 def test_a_run_under_torchrun_keeps_the_lag_bound_never_simulates_and_says_its_last_lines(
-    models, tmp_path
+    flags, tmp_path
 ) -> None:
-    run = tmp_path / "run"
-    lag = ["--replay.max-lag", "1"]
-    process = started([*TORCHRUN, SCRIPT, *models, *lag], run, forbid_simulator(tmp_path))
-    said = ended(process, run, 4, signal.SIGINT)
+    run, command = tmp_path / "run", [*TORCHRUN, SCRIPT, *flags, "--replay.max-lag", "1"]
+    said = ended(tmp_path, command, forbid_simulator(tmp_path), 4, signal.SIGINT)
     assert "1 learner + 1 actor" in said
     assert not (tmp_path / "loaded").exists(), "neither the learner nor an actor nor the replay may simulate"
     assert all(0 <= row[m.LAG_MAX.name] <= 1 for row in rows(run))
@@ -98,10 +76,9 @@ def test_a_run_under_torchrun_keeps_the_lag_bound_never_simulates_and_says_its_l
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.timeout(150)
-def test_a_script_of_bash_that_sigterm_ends_says_its_own_last_lines(models, tmp_path) -> None:
-    run, settings = tmp_path / "run", environment(tmp_path)
-    settings["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{settings['PATH']}"  # Of bash's torchrun.
-    ended(started(["bash", SCRIPT, *models], run, settings), run, 1, signal.SIGTERM)
+def test_a_script_of_bash_that_sigterm_ends_says_its_own_last_lines(flags, tmp_path) -> None:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # Of bash's torchrun.
+    ended(tmp_path, ["bash", SCRIPT, *flags], {"PATH": path}, 1, signal.SIGTERM)
     assert left_over(tmp_path) == []
 
 
@@ -184,10 +161,11 @@ def test_ranks_have_time_at_the_first_signal_alone(seconds, said, waits) -> None
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.timeout(150)
-def test_a_second_signal_ends_ranks_that_do_not_answer(models, tmp_path) -> None:
+def test_a_second_signal_ends_ranks_that_do_not_answer(flags, tmp_path) -> None:
     run = tmp_path / "run"
-    process = started([*TORCHRUN, SCRIPT, *models], run, environment(tmp_path))
-    try:
+    command = [*TORCHRUN, SCRIPT, *flags, "--updates", "100000", "--run-dir", str(run)]
+    with Program(tmp_path, "said", command) as program:
+        process = program.process
         reach(run, 1, process, 60)
         (learner,) = (found for found in process_status.read(run) if found.role == "learner-0")
         os.kill(learner.pid, signal.SIGSTOP)
@@ -195,11 +173,8 @@ def test_a_second_signal_ends_ranks_that_do_not_answer(models, tmp_path) -> None
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(2)
         process.send_signal(signal.SIGINT)
-        said, _ = process.communicate(timeout=20)
-    finally:
-        process.kill()
+        said = program.ends(130)
     assert "Traceback" not in said, said
-    assert process.returncode == 130
     assert left_over(tmp_path) == []
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,8 +14,7 @@ from asyncrl.observability import metrics_system as s
 from asyncrl.observability import metrics_training as m
 from asyncrl.storage import checkpoint
 from support import ROOT
-from support.tiny_models import write_models
-from support.whole_runs import TORCHRUN, environment, left_over, reach, rows
+from support.whole_runs import TORCHRUN, TRAIN, Program, left_over, reach, rows
 
 TWO = ["--placement", "learner=0-1,actor=1", "--algorithm.groups-per-update", "3"]
 START = [*TORCHRUN, "--nproc-per-node", "2", str(ROOT / "torchrun_scripts" / "train.sh")]
@@ -25,61 +22,36 @@ START = [*TORCHRUN, "--nproc-per-node", "2", str(ROOT / "torchrun_scripts" / "tr
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 
-@pytest.fixture(scope="module")
-def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return write_models(tmp_path_factory.mktemp("models"))
-
-
-def begin(tmp_path: Path, *flags: str) -> subprocess.Popen[str]:
-    """Start torchrun in a process group of its own."""
-    return subprocess.Popen(
-        [*START, *flags],
-        env=environment(tmp_path),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def train(tmp_path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*START, *flags], env=environment(tmp_path), capture_output=True, text=True, timeout=110
-    )
-
-
 @pytest.mark.timeout(240)
 def test_two_learners_train_stop_in_order_and_go_on_also_alone_in_bf16(
     flags: list[str], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    process = begin(tmp_path, *flags, *TWO, "--updates", "100000", "--run-dir", str(run))
-    try:
-        reach(run, 2, process, 90)
-        os.killpg(process.pid, signal.SIGINT)
-        said, errors = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert "2 learners + 1 actor" in said, errors
-    assert "RunError" not in errors + said, errors
-    assert f'Traceback (most recent call last):\n  File "{ROOT}' not in errors
+    endless = [*START, *flags, *TWO, "--updates", "100000", "--run-dir", str(run)]
+    with Program(tmp_path, "said", endless) as program:
+        reach(run, 2, program.process, 90)
+        os.killpg(program.process.pid, signal.SIGINT)
+        program.process.wait(60)
+        said = program.said()
+    assert "2 learners + 1 actor" in said
+    assert "RunError" not in said, said
+    assert f'Traceback (most recent call last):\n  File "{ROOT}' not in said
     reached = len(rows(run))
     newest = checkpoint.latest(run)
     assert newest == run / "checkpoints" / f"update_{reached:06d}"
     assert len(list((newest / "state").iterdir())) == 2
     assert left_over(tmp_path) == []
 
-    resumed = train(tmp_path, "--run-dir", str(run), "--resume", "--updates", str(reached + 1))
-    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    resumed = [*START, "--run-dir", str(run), "--resume", "--updates", str(reached + 1)]
+    Program(tmp_path, "resumed", resumed).ends()
     assert [row["step"] for row in rows(run)] == list(range(1, reached + 2))
     assert all(row[m.GRAD_NORM.name] >= 0 for row in rows(run))
     state = json.loads((checkpoint.latest(run) or run).joinpath("state.json").read_text())
     assert state["progress"]["groups_used"] == 3 * (reached + 1)
 
-    alone = [sys.executable, "-m", "asyncrl", "train", "--run-dir", str(run), "--resume"]
-    alone += ["--placement", "auto", "--updates", str(reached + 2), "--learner.precision", "bf16"]
-    done = subprocess.run(alone, env=environment(tmp_path), capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stdout + done.stderr
+    alone = [*TRAIN, "--run-dir", str(run), "--resume", "--placement", "auto"]
+    alone += ["--updates", str(reached + 2), "--learner.precision", "bf16"]
+    Program(tmp_path, "alone", alone).ends()
     assert len(rows(run)) == reached + 2
     assert left_over(tmp_path) == []
     assert list((tmp_path / "tmp").glob("asyncrl-*")) == []
@@ -88,18 +60,17 @@ def test_two_learners_train_stop_in_order_and_go_on_also_alone_in_bf16(
 @pytest.mark.timeout(120)
 def test_a_learner_that_is_killed_ends_the_run_with_an_error(flags: list[str], tmp_path: Path) -> None:
     run = tmp_path / "run"
-    process = begin(tmp_path, *flags, *TWO, "--updates", "100000", "--run-dir", str(run))
-    try:
+    endless = [*START, *flags, *TWO, "--updates", "100000", "--run-dir", str(run)]
+    with Program(tmp_path, "said", endless) as program:
+        process = program.process
         reach(run, 1, process, 90)
         victim = next(int(pid) for pid in learner_ranks(tmp_path) if rank_of(pid) == "1")
         began = time.monotonic()
         os.kill(victim, signal.SIGKILL)
-        said, errors = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode != 0
+        assert process.wait(60) != 0
+        said = program.said()
     assert time.monotonic() - began < 50
-    assert "another rank is gone" in said + errors or "SIGKILL" in errors
+    assert "another rank is gone" in said or "SIGKILL" in said
     until = time.monotonic() + 10
     while left_over(tmp_path) and time.monotonic() < until:
         time.sleep(0.1)
@@ -130,13 +101,9 @@ def rank_of(pid: str) -> str:
 def test_nothing_outlives_a_killed_torchrun(flags: list[str], tmp_path: Path) -> None:
     run = tmp_path / "run"
     placed = ["--placement", "learner=0,actor=1", "--updates", "100000", "--run-dir", str(run)]
-    process = begin(tmp_path, *flags, *placed)
-    try:
-        reach(run, 1, process, 90)
+    with Program(tmp_path, "said", [*START, *flags, *placed]) as program:
+        reach(run, 1, program.process, 90)
         assert len(left_over(tmp_path, patience=0.0)) >= 5, "torchrun, two ranks, an actor and the replay"
-    finally:
-        process.kill()
-    process.communicate(timeout=10)
     assert left_over(tmp_path, patience=10.0) == []
 
 
@@ -147,28 +114,17 @@ def test_policy_and_world_of_an_actor_are_on_two_ranks_and_wait_in_host_memory(
     """In turns with the learner, with batches so large that it waits long enough to offload."""
     run = tmp_path / "run"
     large = ["--algorithm.groups-per-update", "2", "--actor.max-decisions", "8"]
-    placed = [
-        "--placement",
-        "learner=0,policy=1,world=2",
-        "--actor.pipeline-stages",
-        "2",
-        "--replay.max-lag",
-        "0",
-    ]
+    placed = ["--placement", "learner=0,policy=1,world=2", "--actor.pipeline-stages", "2"]
+    placed += ["--replay.max-lag", "0"]
     offload = ["--actor.offload", "--learner.offload", "--updates", "4", "--run-dir", str(run)]
-    command = [sys.executable, "-m", "asyncrl", "train", *flags, *placed, *offload, *large]
-    done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=170)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 learner + 1 actor on 2 devices" in done.stdout
+    said = Program(tmp_path, "said", [*TRAIN, *flags, *placed, *offload, *large]).ends()
+    assert "1 learner + 1 actor on 2 devices" in said
     found = rows(run)
     assert [row["step"] for row in found] == [1, 2, 3, 4]
     assert {row[s.LAG_MAX.name] for row in found} == {0}
     # A later batch may come sooner than what pays for offloading.
     assert max(row[s.LEARNER_OFFLOADED.name] for row in found) > 1e6
     assert found[-1][s.ACTOR_MEMORY.name] > 1e6
-    assert sorted(path.name for path in (run / "logs").iterdir()) == [
-        "actor-1.log",
-        "learner-0.log",
-        "replay.log",
-    ]
+    logs = sorted(path.name for path in (run / "logs").iterdir())
+    assert logs == ["actor-1.log", "learner-0.log", "replay.log"]
     assert left_over(tmp_path) == []

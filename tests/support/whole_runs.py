@@ -10,7 +10,7 @@ import sys
 import time
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from asyncrl import cli
 from support import ROOT
@@ -73,7 +73,7 @@ def free_port() -> int:
 
 
 class Program:
-    """A process whose output goes to a file."""
+    """A process in a session of its own, whose output goes to a file; as a context it is killed at the end."""
 
     def __init__(
         self,
@@ -88,8 +88,15 @@ class Program:
         settings = environment(tmp_path) | (more or {})
         with self.output.open("w") as file:
             self.process = subprocess.Popen(
-                command, env=settings, stdout=file, stderr=subprocess.STDOUT, cwd=cwd
+                command, env=settings, stdout=file, stderr=subprocess.STDOUT, cwd=cwd, start_new_session=True
             )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait(PATIENCE)
 
     def said(self) -> str:
         return self.output.read_text()
