@@ -13,7 +13,7 @@ from asyncrl.config.help import DRY_RUN, TRAIN, ShortHelp
 from asyncrl.config.loading import gone_settings, load_file, parse, split_files, to_toml
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
-from asyncrl.launch.job import read_job
+from asyncrl.launch.job import Hosts, read_job
 from asyncrl.launch.placement import checked_placement, ranks_named, sizes_of_hosts
 from asyncrl.storage import run_folder
 
@@ -55,8 +55,8 @@ def _refuse(config: TrainConfig) -> None:
     if not config.inline:
         ranks = read_job().size if "RANK" in os.environ else ranks_named(config.placement)
         placement = checked_placement(config, ranks)
-        endpoints.check(config, placement, several_hosts=len(sizes_of_hosts(config.placement)) > 1)
-        endpoints.check_free(config, read_job())
+        hosts = Hosts.of_sizes(sizes_of_hosts(config.placement) or (ranks,))
+        endpoints.check(config, placement, hosts, read_job())
     run_folder.check_free(config)
     folder = run_folder.locate(config)
     if config.resume:

@@ -15,7 +15,7 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.doctor.checks import Examination, Finding, broken, ok, one_line, warning
 from asyncrl.errors import AssetError, ConfigError
 from asyncrl.launch import endpoints
-from asyncrl.launch.job import Job
+from asyncrl.launch.job import Hosts, Job
 from asyncrl.launch.placement import Placement, parse_placement, ranks_named
 from asyncrl.storage import run_folder
 from asyncrl.storage.run_folder import check_folder
@@ -250,8 +250,7 @@ def check_network(examination: Examination) -> Finding | None:
     if not config.replay.listen:
         return None
     try:
-        endpoints.check(config, placement_of(config))
-        endpoints.check_free(config, Job())
+        endpoints.check(config, placement_of(config), Hosts(), Job())
     except ConfigError as error:
         return broken("network", one_line(error))
     keys = endpoints.server_keys(config.replay.keys)

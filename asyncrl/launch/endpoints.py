@@ -44,9 +44,27 @@ if TYPE_CHECKING:
     from asyncrl.weights.server import ServerSettings
 
 
-def check(config: TrainConfig, placement: Placement, *, several_hosts: bool = False) -> None:
-    """Check before anything starts that the replay may listen there, and admits this run's processes."""
-    server = check_listen(config, several_hosts=several_hosts)
+def check(config: TrainConfig, placement: Placement, hosts: Hosts, job: Job) -> None:
+    """Check before anything starts that addresses are safe and free, and keys admit this run's processes."""
+    server = server_keys(config.replay.keys)
+    for flag, endpoint in _listens(config):
+        if hosts.several and endpoint.startswith(("ipc://", "tcp://127.", "tcp://localhost")):
+            raise ConfigError(
+                f"{flag} is {endpoint}, which only {hosts.names[0]} itself can reach, but torchrun started "
+                f"ranks on {hosts.names[1]} too. Leave it out, or name an address that all hosts reach: "
+                "tcp://ADDRESS:PORT."
+            )
+        any_port, own = flag == "--weights.listen", hosts.several and server is None
+        check_endpoint(endpoint, server, any_port=any_port, keys_follow=own)
+        # Ranks that torchrun started again wait for the end of the former.
+        until = time.monotonic() + (LEAVE_DEADLINE if job.restarts else 0.0)
+        while (why := why_taken(endpoint)) and time.monotonic() < until:
+            time.sleep(0.1)
+        if why:
+            raise ConfigError(
+                f"{flag} is {endpoint}, but {why}: perhaps another run. Choose another address, or end what "
+                "has it. Nothing was started."
+            )
     if server is None:
         return
     names = _names(placement)
@@ -66,33 +84,21 @@ def check(config: TrainConfig, placement: Placement, *, several_hosts: bool = Fa
         )
 
 
-def check_listen(config: TrainConfig, *, several_hosts: bool = False) -> ServerKeys | None:
-    """Check the addresses alone; returns the replay's keys."""
-    server = server_keys(config.replay.keys)
-    own = several_hosts and server is None
-    if config.replay.listen:
-        check_endpoint(config.replay.listen, server, keys_follow=own)
-    if config.weights.listen:
-        check_endpoint(config.weights.listen, server, any_port=True, keys_follow=own)
-    return server
-
-
-def with_addresses(config: TrainConfig, job: Job, hosts: Hosts) -> Hosts:
-    """Add where a run listens: by its settings; for several hosts, which need an address, completed."""
+def _listens(config: TrainConfig) -> list[tuple[str, str]]:
+    """Return the addresses that are set, with their flags."""
     given = (("--replay.listen", config.replay.listen), ("--weights.listen", config.weights.listen))
+    return [(flag, endpoint) for flag, endpoint in given if endpoint]
+
+
+def with_addresses(config: TrainConfig, hosts: Hosts) -> Hosts:
+    """Add where a run listens: by its settings; for several hosts, which need an address, completed."""
     if not hosts.several:
         return replace(hosts, replay=config.replay.listen, weights=config.weights.listen)
-    for flag, endpoint in given:
-        if endpoint.startswith(("ipc://", "tcp://127.", "tcp://localhost")):
-            raise ConfigError(
-                f"{flag} is {endpoint}, which only {hosts.names[0]} itself can reach, but torchrun started "
-                f"ranks on {hosts.names[1]} too. Leave it out, or name an address that all hosts reach: "
-                "tcp://ADDRESS:PORT."
-            )
-    check_listen(config, several_hosts=True)
-    check_free(config, job)
-    replay, weights = (_on_first_host(flag, endpoint, hosts) for flag, endpoint in given)
-    return replace(hosts, replay=replay, weights=weights)
+    return replace(
+        hosts,
+        replay=_on_first_host("--replay.listen", config.replay.listen, hosts),
+        weights=_on_first_host("--weights.listen", config.weights.listen, hosts),
+    )
 
 
 def _on_first_host(flag: str, endpoint: str, hosts: Hosts) -> str:
@@ -112,23 +118,6 @@ def address_of(endpoint: str) -> tuple[str, int]:
     """Split 'tcp://ADDRESS:PORT'; a missing part is '' or 0."""
     address, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     return address, int(port or 0)
-
-
-def check_free(config: TrainConfig, job: Job) -> None:
-    """Check, before a file or process of the run exists, that the addresses are free."""
-    for flag, endpoint in (
-        ("--replay.listen", config.replay.listen),
-        ("--weights.listen", config.weights.listen),
-    ):
-        # Ranks that torchrun started again wait for the end of the former.
-        until = time.monotonic() + (LEAVE_DEADLINE if job.restarts else 0.0)
-        while endpoint and why_taken(endpoint) and time.monotonic() < until:
-            time.sleep(0.1)
-        if endpoint and (why := why_taken(endpoint)):
-            raise ConfigError(
-                f"{flag} is {endpoint}, but {why}: perhaps another run. Choose another address, or end what "
-                "has it. Nothing was started."
-            )
 
 
 def keys_of_run(config: TrainConfig, run_dir: Path, placement: Placement, hosts: Hosts) -> str:

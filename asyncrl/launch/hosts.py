@@ -172,11 +172,12 @@ def _check_hosts(config: TrainConfig, job: Job, hosts: Hosts, facts: list[HostFa
     gpus = {number: host.gpus for number, host in enumerate(facts)} or {0: count_gpus(config.device)}
     check_learner_devices(placement, hosts, gpus)
     copies_of(config, placement, hosts)
+    endpoints.check(config, placement, hosts, job)
     others = {hosts.of(rank) for rank in placement.actors} - {0}
     if others and config.weights.between_hosts == "nccl":
         hosts = replace(hosts, broadcasts=(0, *sorted(others)))
         check_broadcasts(hosts, gpus, config.weights.transport)
-    return endpoints.with_addresses(config, job, hosts)
+    return endpoints.with_addresses(config, hosts)
 
 
 # ---- the meeting ---------------------------------------------------------------------------------

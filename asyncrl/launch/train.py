@@ -74,10 +74,8 @@ class _Run(NamedTuple):
 
 def _prepare(asked: TrainConfig, job: Job, hosts: Hosts) -> _Run:
     placement = checked_placement(replace(asked, placement=hosts.placement), hosts.size)
-    endpoints.check(asked, placement, several_hosts=hosts.several)
     if (again := run_of_earlier_start(job)) is None:
         run_folder.check_free(asked)
-    endpoints.check_free(asked, job)
     console.check_sinks(asked)
     device = use_device(asked, job.local_rank)
     transport = transport_of(asked, placement, hosts.ranks(0))

@@ -186,10 +186,10 @@ def test_the_identity_of_a_run_is_known_on_another_host_which_numbers_its_device
 
 def test_without_addresses_the_first_host_chooses_free_ports() -> None:
     two = replace(TWO, addresses=("127.0.0.1", "127.0.0.1"))
-    found = endpoints.with_addresses(TrainConfig(), Job(), two)
+    found = endpoints.with_addresses(TrainConfig(), two)
     assert found.replay.startswith("tcp://127.0.0.1:")
     assert found.replay != found.weights
-    assert endpoints.with_addresses(TrainConfig(), Job(), Hosts()) == Hosts()
+    assert endpoints.with_addresses(TrainConfig(), Hosts()) == Hosts()
 
 
 @pytest.mark.parametrize(
@@ -202,8 +202,9 @@ def test_without_addresses_the_first_host_chooses_free_ports() -> None:
     ],
 )
 def test_addresses_that_other_hosts_cannot_reach_are_refused(listen: str, message: str) -> None:
+    config = TrainConfig(replay=ReplaySettings(listen=listen))
     with pytest.raises(ConfigError, match=message.replace("*", r"\*")):
-        endpoints.with_addresses(TrainConfig(replay=ReplaySettings(listen=listen)), Job(), TWO)
+        endpoints.check(config, Placement(learners=(0,), actors=(1,)), TWO, Job())
 
 
 # ---- the meeting ---------------------------------------------------------------------------------
@@ -233,7 +234,7 @@ class Meeting:
         return read_job(environ)
 
     def checks(self, hosts: Hosts, said: list[HostFacts]) -> Hosts:
-        return endpoints.with_addresses(self.config, self.ranks[0], hosts)
+        return endpoints.with_addresses(self.config, hosts)
 
     def meet(self, **of_the_second_host: object) -> list[tuple[Job, Hosts] | Exception]:
         """What each rank gets."""

@@ -124,10 +124,10 @@ def test_a_placement_without_actors_needs_an_address_to_join(
 def test_weights_are_fetched_beside_the_replay_unless_said_otherwise() -> None:
     from asyncrl.config.run import TrainConfig
     from asyncrl.config.sections import ReplaySettings, WeightSettings
-    from asyncrl.launch.job import Hosts, Job
+    from asyncrl.launch.job import Hosts
 
     def served_at(config: TrainConfig) -> str:
-        hosts = endpoints.with_addresses(config, Job(), Hosts())
+        hosts = endpoints.with_addresses(config, Hosts())
         return endpoints.weight_settings(config, hosts, "", NO_RUN).listen
 
     listen = ReplaySettings(listen="tcp://127.0.0.1:5555")

@@ -18,6 +18,7 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import ReplaySettings
 from asyncrl.errors import ConfigError, ReplayError
 from asyncrl.launch import endpoints
+from asyncrl.launch.job import Hosts, Job
 from asyncrl.launch.placement import Placement
 from asyncrl.launch.roles import open_run_replay
 from asyncrl.messaging.keys import ClientKeys, create_keys, load_client_keys, load_server_keys
@@ -136,13 +137,13 @@ def test_a_run_that_would_listen_openly_is_refused_before_it_starts(
     assert "allow-list" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
     alone, two = Placement(learners=(0,), actors=(0,)), Placement(learners=(0,), actors=(0, 1))
-    secured = config(listen="tcp://10.0.0.5:5555", keys=str(keys))
-    endpoints.check(secured, alone)
+    secured = config(listen=f"tcp://127.0.0.1:{free_port()}", keys=str(keys))
+    endpoints.check(secured, alone, Hosts(), Job())
     with pytest.raises(ConfigError, match=r"actor-1\.secret"):
-        endpoints.check(secured, two)
+        endpoints.check(secured, two, Hosts(), Job())
     (keys / "clients" / "actor-0.public").unlink()
     with pytest.raises(ConfigError, match="actor-0 is not in"):
-        endpoints.check(secured, alone)
+        endpoints.check(secured, alone, Hosts(), Job())
     with pytest.raises(ConfigError, match=r"--replay\.listen"):
         config(keys=str(keys))
 

@@ -73,7 +73,7 @@ def free_port() -> int:
 
 
 class Program:
-    """A process in a session of its own, whose output goes to a file; as a context it is killed at the end."""
+    """A process in a session of its own, whose output goes to a file; a context kills it at its end."""
 
     def __init__(
         self,
