@@ -16,7 +16,7 @@ from itertools import accumulate, zip_longest
 from asyncrl.config.bounds import shown
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
-from asyncrl.launch.job import Hosts
+from asyncrl.launch.job import MOST_RANKS, Hosts
 from asyncrl.launch.own_device import pick_device
 
 RELAYED = "shared_memory"
@@ -24,7 +24,6 @@ RELAYED = "shared_memory"
 ROLES = ("learner", "actor", "policy", "world")
 WORDS = ("auto", "collocated", "disaggregated", "hybrid")
 """Placements that fit any number of ranks; see `_by_word`."""
-MOST_RANKS = 4096  # of one run: eight hosts have 64
 EXAMPLE = "Write for example 'learner=0,actor=1-3' or 'learner=0-1,actor=2-3', or leave --placement out."
 _ITEM = re.compile(r"(?:(?P<role>[a-z]+)=)?(?P<first>\d+)(?:-(?P<last>\d+))?(?:@(?P<host>\d+))?")
 

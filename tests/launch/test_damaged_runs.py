@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
-import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,219 +16,112 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.console import successes
 from asyncrl.observability import process_status
 from asyncrl.observability.logger import cut_rows_after
-from asyncrl.replay.events import START, checksum_of
 from asyncrl.storage.run_folder import check_folder
-from support.group_damage import CHANGES, TERABYTES, Change, craft_group
 from support.run_folders import contents
 from support.tiny_models import write_models
 
 Damage = Callable[[Path, Path], None]
-SHARED_FROM = 2**20
-"""Bytes from which on a copy of a run shares a file with the original."""
+"""Is given the folder of a run that ended well, and a neighbour, which nothing that is done may change."""
 NOT_UTF8 = b'{"caf\xe9": 1}\n'
-VALUES = {"Infinity": b"Infinity", "10^30": b"1" + b"0" * 30}
-GROUP = "replay/group-00000001.h5"
-
-
-def copy_run(run: Path, to: Path) -> Path:
-    """Copy a run; large files are the same on the disk."""
-
-    def copied(source: str, target: str) -> str:
-        if Path(source).stat().st_size >= SHARED_FROM:
-            os.link(source, target)
-            return target
-        return shutil.copy2(source, target)
-
-    return Path(shutil.copytree(run, to, symlinks=True, copy_function=copied))
 
 
 def make_neighbour(folder: Path) -> Path:
     """Make the folder that must stay as it is: a file, and folders named as those of a run."""
-    for name in ("folder", "folder/update_000001", "folder/processes"):
-        (folder / name).mkdir(parents=True, exist_ok=True)
-    files = ("file", "folder/file.tmp", "folder/processes/actor-0", "folder/update_000001/state.json")
-    for name in files:
+    for name in ("file", "folder/file.tmp", "folder/processes/actor-0", "folder/update_000001/state.json"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("this belongs to somebody else\n")
     return folder
 
 
-def clear(path: Path) -> Path:
-    """Make room for something else."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
+def put(place: str, make: Callable[[Path, Path], object]) -> Damage:
+    """Put something in the place of what is there; "newest/": in the newest checkpoint."""
+
+    def damage(run: Path, neighbour: Path) -> None:
+        newest = max((run / "checkpoints").glob("update_??????"))
+        path = newest / place.removeprefix("newest/") if place.startswith("newest/") else run / place
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
         path.unlink(missing_ok=True)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path
+        make(path, neighbour)
+
+    return damage
 
 
-def write(path: Path, content: bytes) -> None:
-    """Put a file in the place of what is there."""
-    clear(path).write_bytes(content)
+def pipe(place: str) -> Damage:
+    return put(place, lambda path, _: os.mkfifo(path))
 
 
-def checkpoint(run: Path) -> Path:
-    """The newest checkpoint."""
-    return max((run / "checkpoints").glob("update_??????"))
+def file(place: str, content: bytes = b"a file") -> Damage:
+    return put(place, lambda path, _: path.write_bytes(content))
 
 
-def _at(run: Path, place: str) -> Path:
-    return checkpoint(run) / place.removeprefix("newest/") if place.startswith("newest/") else run / place
+def folder(place: str) -> Damage:
+    return put(place, lambda path, _: path.mkdir())
 
 
-def _pipe(path: Path) -> None:
-    os.mkfifo(clear(path))
+def huge(place: str) -> Damage:
+    return put(place, lambda path, _: (path.touch(), os.truncate(path, 8 * 2**40)))
 
 
-def _folder(path: Path) -> None:
-    clear(path).mkdir()
-    (path / "inside").write_text("something")
+def link(place: str, target: str) -> Damage:
+    return put(place, lambda path, neighbour: path.symlink_to(neighbour / target))
 
 
-def _file(path: Path) -> None:
-    write(path, b"a file")
+def number(place: str, name: str, value: bytes) -> Damage:
+    """Put `value` in the place of a number of a JSON file."""
+
+    def damage(run: Path, _: Path) -> None:
+        (path,) = run.glob(place)
+        changed, count = re.subn(rb'("%s": ?)\d+' % name.encode(), rb"\g<1>" + value, path.read_bytes())
+        assert count == 1
+        path.unlink()
+        path.write_bytes(changed)
+
+    return damage
 
 
-def _huge(path: Path) -> None:
-    clear(path).touch()
-    os.truncate(path, TERABYTES)
+def rows(line: bytes) -> Damage:
+    """Put a line between the rows."""
 
-
-def _put(place: str, put: Callable[[Path], None]) -> Damage:
-    def function(run: Path, _: Path) -> None:
-        if place == "replay/quarantine":
-            write(run / GROUP, b"not HDF5")
-        put(_at(run, place))
-
-    return function
-
-
-def _link(place: str, target: str) -> Damage:
-    def function(run: Path, neighbour: Path) -> None:
-        _put(place, lambda path: clear(path).symlink_to(neighbour / target))(run, neighbour)
-
-    return function
-
-
-def _json(place: str, keys: tuple[str, ...], value: bytes) -> Damage:
-    """Put `value` in the place of an entry of a JSON file."""
-
-    def function(run: Path, _: Path) -> None:
-        content = json.loads(_at(run, place).read_text())
-        holder: Any = content
-        for key in keys[:-1]:
-            holder = holder[key]
-        holder[keys[-1]] = "@here@"
-        write(_at(run, place), json.dumps(content).encode().replace(b'"@here@"', value))
-
-    return function
-
-
-def _rows(line: bytes) -> Damage:
-    def function(run: Path, _: Path) -> None:
+    def damage(run: Path, _: Path) -> None:
         lines = (run / "metrics.jsonl").read_bytes().splitlines(True)
-        write(run / "metrics.jsonl", b"".join([lines[0], line, *lines[1:]]))
+        (run / "metrics.jsonl").write_bytes(b"".join([lines[0], line, *lines[1:]]))
 
-    return function
-
-
-def _ledger(body: bytes) -> Damage:
-    """Append a line with the right checksum."""
-
-    def function(run: Path, _: Path) -> None:
-        path = run / "replay/ledger.log"
-        whole = path.read_bytes()
-        last = checksum_of(whole.splitlines()[-1]) or START
-        write(path, whole + body[:-1] + b',"crc32":"%08x"}\n' % zlib.crc32(last + body))
-
-    return function
+    return damage
 
 
-def _group_size(run: Path, _: Path) -> None:
-    fields = json.loads((run / "replay/replay.json").read_text()) | {"group_size": "@here@"}
-    del fields["crc32"]
-    body = json.dumps(fields, separators=(",", ":")).encode().replace(b'"@here@"', VALUES["10^30"])
-    write(run / "replay/replay.json", body[:-1] + b',"crc32":"%08x"}\n' % zlib.crc32(body))
-
-
-def _group(change: Change) -> Damage:
-    return lambda run, _: craft_group(run / GROUP, change)
-
-
-def _process_0(run: Path, _: Path) -> None:
-    whole = (run / "processes/inline").read_bytes()
-    write(run / "processes/inline", whole[:8] + bytes(16) + b"\xff" * (len(whole) - 24))
-
-
-LEDGER, META, ROWS, SETTINGS = "replay/ledger.log", "replay/replay.json", "metrics.jsonl", "config.json"
-OUTSIDE = ("checkpoints/update_000004.tmp", "replay/quarantine", "logs")
-PUT: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
-    "pipe": (_pipe, (GROUP, "metrics.jsonl.tmp", ROWS, LEDGER)),
-    "folder": (_folder, ("checkpoints/update_000004.tmp", META)),
-    "8 TB": (_huge, (GROUP, ROWS)),
-    "file": (_file, ("logs", "checkpoints/update_000009")),
-}
-DAMAGES: dict[str, Damage] = {
-    **{f"{kind}: {place}": _put(place, put) for kind, (put, places) in PUT.items() for place in places},
-    **{f"link out: {place}": _link(place, "file") for place in ("config.json.tmp", LEDGER)},
-    **{f"link to a folder outside: {place}": _link(place, "folder") for place in OUTSIDE},
-    **{f"config.json: updates is {n}": _json(SETTINGS, ("updates",), value) for n, value in VALUES.items()},
-    **{
-        f"state.json: version is {n}": _json("newest/state.json", ("progress", "version"), value)
-        for n, value in VALUES.items()
-    },
-    **{f"metrics.jsonl: a step is {n}": _rows(b'{"step": ' + value + b"}\n") for n, value in VALUES.items()},
-    **{
-        f"{place}: not UTF-8": _put(place, lambda path: write(path, NOT_UTF8))
-        for place in (SETTINGS, "newest/state.json")
-    },
-    **{f"group: {name}": _group(change) for name, change in CHANGES.items()},
-    "metrics.jsonl: not UTF-8": _rows(b"caf\xe9\n" + NOT_UTF8),
-    "ledger.log: used numbers of 10^18": _ledger(
-        b'{"used":[1000000000000000000,-5],"request":"r","version":3}'
-    ),
-    "replay.json: group_size is 10^30": _group_size,
-    "processes/inline: process 0": _process_0,
-}
-
-
-GOES_ON = {
-    "pipes and folders": (
-        f"pipe: {GROUP}",
-        "pipe: metrics.jsonl.tmp",
-        "folder: checkpoints/update_000004.tmp",
-        "processes/inline: process 0",
-    ),
+GROUP, LEDGER, STATE = "replay/group-00000001.h5", "replay/ledger.log", "checkpoints/update_??????/state.json"
+HUGE_NUMBER = b"1" + b"0" * 30
+GOES_ON: dict[str, tuple[Damage, ...]] = {
+    "pipes and folders": (pipe(GROUP), pipe("metrics.jsonl.tmp"), folder("checkpoints/update_000004.tmp")),
     "files and links": (
-        f"8 TB: {GROUP}",
-        "link out: config.json.tmp",
-        "link to a folder outside: checkpoints/update_000004.tmp",
-        "metrics.jsonl: not UTF-8",
+        huge(GROUP),
+        link("config.json.tmp", "file"),
+        link("checkpoints/update_000004.tmp", "folder"),
+        rows(b"caf\xe9\n" + NOT_UTF8),
     ),
-    "values": (
-        "metrics.jsonl: a step is 10^30",
-        "ledger.log: used numbers of 10^18",
-        "group: a negative group number",
-    ),
+    "a group that is none": (file(GROUP, b"not HDF5"), rows(b'{"step": ' + HUGE_NUMBER + b"}\n")),
 }
 """Damages of one folder, each of which a resume would survive alone."""
-REFUSED = {
-    "pipe: metrics.jsonl": "metrics.jsonl is a named pipe",
-    "pipe: replay/ledger.log": "ledger.log is a named pipe",
-    "folder: replay/replay.json": "replay.json is a folder",
-    "file: logs": "logs is a file, where a folder",
-    "file: checkpoints/update_000009": "Delete the folder update_000009",
-    "8 TB: metrics.jsonl": "no run wrote that",
-    "link out: replay/ledger.log": "ledger.log is a link",
-    "link to a folder outside: logs": "logs is a link",
-    "link to a folder outside: replay/quarantine": "quarantine is a link",
-    "config.json: updates is Infinity": "Infinity, which is not in JSON",
-    "config.json: updates is 10^30": "which is too large",
-    "config.json: not UTF-8": "not valid json",
-    "state.json: version is Infinity": "Infinity, which is not in JSON",
-    "newest/state.json: not UTF-8": "state.json cannot be read",
-    "replay.json: group_size is 10^30": "replay.json cannot be read",
+REFUSED: dict[str, tuple[Damage, str]] = {
+    "a pipe of rows": (pipe("metrics.jsonl"), "metrics.jsonl is a named pipe"),
+    "a pipe of a ledger": (pipe(LEDGER), "ledger.log is a named pipe"),
+    "a folder": (folder("replay/replay.json"), "replay.json is a folder"),
+    "a file of logs": (file("logs"), "logs is a file, where a folder"),
+    "a file of a checkpoint": (file("checkpoints/update_000009"), "Delete the folder update_000009"),
+    "8 TB of rows": (huge("metrics.jsonl"), "no run wrote that"),
+    "a ledger elsewhere": (link(LEDGER, "file"), "ledger.log is a link"),
+    "logs elsewhere": (link("logs", "folder"), "logs is a link"),
+    "settings that are infinite": (
+        number("config.json", "updates", b"Infinity"),
+        "Infinity, which is not in JSON",
+    ),
+    "settings that are too large": (number("config.json", "updates", HUGE_NUMBER), "which is too large"),
+    "settings that are no text": (file("config.json", NOT_UTF8), "not valid json"),
+    "a version that is infinite": (number(STATE, "version", b"Infinity"), "Infinity, which is not in JSON"),
+    "a state that is no text": (file("newest/state.json", NOT_UTF8), "state.json cannot be read"),
 }
+DAMAGES = {**GOES_ON, **{name: (damage,) for name, (damage, _) in REFUSED.items()}}
 
 
 @pytest.fixture(scope="module")
@@ -244,9 +136,9 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def damaged(name: str, original: Path, tmp_path: Path) -> tuple[Path, Path]:
     """A damaged copy of the run, and its neighbour, which must not change."""
-    run, neighbour = copy_run(original, tmp_path / "run"), make_neighbour(tmp_path / "neighbour")
-    for damage in GOES_ON.get(name, (name,)):
-        DAMAGES[damage](run, neighbour)
+    run, neighbour = shutil.copytree(original, tmp_path / "run"), make_neighbour(tmp_path / "neighbour")
+    for damage in DAMAGES[name]:
+        damage(run, neighbour)
     return run, neighbour
 
 
@@ -267,8 +159,8 @@ def resumed(name: str, original: Path, tmp_path: Path) -> tuple[int, Path]:
 def test_a_resume_goes_on_in_spite_of(name: str, original: Path, tmp_path: Path) -> None:
     code, run = resumed(name, original, tmp_path)
     assert code == 0
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in found] == [1, 2, 3, 4]
     assert cli.run("replay", ["verify", str(run)]) in (0, 1)
 
 
@@ -280,11 +172,11 @@ def test_a_resume_is_refused_in_a_sentence_because_of(
     code, _ = resumed(name, original, tmp_path)
     assert code in (1, 2)
     said = " ".join(capsys.readouterr().err.replace("│", " ").split())
-    assert REFUSED[name] in said
+    assert REFUSED[name][1] in said
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("name", [*GOES_ON, *REFUSED])
+@pytest.mark.parametrize("name", DAMAGES)
 def test_every_command_that_looks_into_a_replay_ends_well(name: str, original: Path, tmp_path: Path) -> None:
     run, neighbour = damaged(name, original, tmp_path)
     before = contents(neighbour)
@@ -323,7 +215,7 @@ def test_a_pipe_among_the_states_of_processes_is_passed_over(place: str, tmp_pat
 def test_a_process_without_a_number_is_dead_and_gets_no_signal(tmp_path: Path) -> None:
     process_status.publish_as(tmp_path, "learner-0")
     whole = (tmp_path / "processes" / "learner-0").read_bytes()
-    write(tmp_path / "processes" / "actor-0", whole[:8] + bytes(16) + whole[24:])
+    (tmp_path / "processes" / "actor-0").write_bytes(whole[:8] + bytes(16) + whole[24:])
     assert [process.alive for process in process_status.read(tmp_path)] == [False, True]
 
 
