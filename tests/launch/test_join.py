@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -15,48 +13,16 @@ from asyncrl.launch.placement import parse_placement
 from asyncrl.messaging.keys import create_keys
 from asyncrl.observability import metrics_system as s
 from asyncrl.storage.run_owner import NO_RUN
-from support.whole_runs import ACTOR, PATIENCE, TRAIN, Program, exit_code, free_port, left_over, rows
-
-
-class Site:
-    """A run on loopback tcp with keys and without actors of its own."""
-
-    def __init__(self, tmp_path: Path, flags: list[str]) -> None:
-        self.tmp_path, self.run, self.keys = tmp_path, tmp_path / "run", tmp_path / "far-keys"
-        own = tmp_path / "keys"
-        create_keys(own, ["learner", "far"])
-        self.keys.mkdir(mode=0o700)
-        for file in ("server.public", "far.secret"):  # All that another host gets.
-            shutil.copy2(own / file, self.keys / file)
-        self.endpoint = f"tcp://127.0.0.1:{free_port()}"
-        listen = ["--replay.listen", self.endpoint, "--replay.keys", str(own)]
-        listen += ["--replay.heartbeat-timeout", "8"]
-        alone = ["--placement", "learner=0", "--updates", "100000", "--run-dir", str(self.run)]
-        self.programs = [Program(tmp_path, "train", [*TRAIN, *flags, *alone, *listen])]
-        self.train = self.programs[0]
-
-    def actor(self, name: str, *more: str) -> Program:
-        command = [*ACTOR, "--join", self.endpoint, "--keys", str(self.keys), "--name", name, *more]
-        self.programs.append(Program(self.tmp_path, name, [*command, "--device", "cpu", "--threads", "1"]))
-        return self.programs[-1]
-
-    def updates(self) -> int:
-        return len(rows(self.run)) if (self.run / "metrics.jsonl").exists() else 0
-
-    def progress(self, updates: int) -> None:
-        deadline, goal = time.monotonic() + PATIENCE, self.updates() + updates
-        while self.updates() < goal:
-            assert self.train.process.poll() is None, self.train.said()
-            assert time.monotonic() < deadline, "\n".join(each.said() for each in self.programs)
-            time.sleep(0.05)
+from support.join_site import Site
+from support.whole_runs import exit_code, left_over, rows
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.timeout(600)
 def test_actors_join_leave_die_and_come_back_while_the_run_goes_on(flags: list[str], tmp_path: Path) -> None:
-    site = Site(tmp_path, flags)
-    try:
+    alone = ["--placement", "learner=0", "--updates", "100000", "--replay.heartbeat-timeout", "8"]
+    with Site(tmp_path, [*flags, *alone]) as site:
         site.train.until("waits up to 600 s (--batch-timeout) for actors to join: asyncrl actor --join")
         first, second = site.actor("first"), site.actor("second")
         site.train.until("second joined")
@@ -75,9 +41,6 @@ def test_actors_join_leave_die_and_come_back_while_the_run_goes_on(flags: list[s
         site.train.process.send_signal(signal.SIGINT)
         assert "Traceback" not in site.train.ends()
         assert "third: the run is over" in third.ends()
-    finally:
-        for program in site.programs:
-            program.process.kill()
     reached = len(rows(site.run))
     assert [row["step"] for row in rows(site.run)] == list(range(1, reached + 1))
     assert all(row[s.LAG_MAX.name] <= 2 for row in rows(site.run))
