@@ -30,8 +30,9 @@ from asyncrl.storage.media import (
     RED,
     captioned,
     enlarged,
-    fitted,
     font,
+    in_columns,
+    in_row,
     require_mp4,
     write_movie,
 )
@@ -42,9 +43,7 @@ RATE: Final = 10  # Steps per second of a movie.
 _BATCH: Final = 32
 _WIDTH: Final = 128  # Least width of one judged picture in pixels.
 _COLUMNS: Final = 3
-_SPACE: Final = 10
 _TEXT: Final = 13
-_HEAD: Final = 24  # Height of a line of headings in pixels.
 
 
 def imagine_again(world: World[State], episodes: Sequence[SimulatedEpisode]) -> list[NDArray[np.uint8]]:
@@ -189,7 +188,7 @@ def write_judged_sheet(path: Path, episodes: Sequence[JudgedEpisode], title: str
 
 def judged_sheet(episodes: Sequence[JudgedEpisode], title: str) -> Image.Image:
     """Draw the sheet of `write_judged_sheet`."""
-    return _page([_row(episode) for episode in episodes], 1, title)
+    return in_columns([[_row(episode) for episode in episodes]], [title])
 
 
 def movie(
@@ -198,7 +197,8 @@ def movie(
     """Draw the frames of `write_judged_movie`, with names of the two halves."""
     for step in range(max(len(episode.truth) for episode in episodes)):
         tiles = [_tile(episode, step, names) for episode in episodes]
-        yield np.asarray(_page(tiles, min(_COLUMNS, len(tiles)), title))
+        columns = [tiles[first::_COLUMNS] for first in range(_COLUMNS)]
+        yield np.asarray(in_columns(columns, [title, *[""] * (_COLUMNS - 1)]))
 
 
 def verdicts(episode: JudgedEpisode) -> list[str]:
@@ -227,7 +227,7 @@ def _row(episode: JudgedEpisode) -> Image.Image:
     shown.append((f"truth, end, step {last}", episode.truth[last]))
     parts = [captioned(enlarged(frame, 2 * _WIDTH), [text], edge=INK) for text, frame in shown]
     lines = [episode.task, "   ".join(filter(None, verdicts(episode)))]
-    return captioned(_joined(parts, 4), lines, edge=episode.edge)
+    return captioned(in_row(parts, 4), lines, edge=episode.edge)
 
 
 def _tile(episode: JudgedEpisode, step: int, names: tuple[str, str]) -> Image.Image:
@@ -243,7 +243,7 @@ def _tile(episode: JudgedEpisode, step: int, names: tuple[str, str]) -> Image.Im
             lines[1] += f"   score {episode.scores[imagined_step]:.2f}"
     over = step >= len(episode.truth) - 1
     lines += verdicts(episode) if over else [""] * len(verdicts(episode))
-    return captioned(_joined(halves, 2), lines, edge=episode.edge if over else INK)
+    return captioned(in_row(halves, 2), lines, edge=episode.edge if over else INK)
 
 
 def _half(frame: NDArray[np.uint8], name: str, success: bool) -> Image.Image:
@@ -255,22 +255,3 @@ def _half(frame: NDArray[np.uint8], name: str, success: bool) -> Image.Image:
     if success:
         draw.rectangle((0, top, whole.width - 1, whole.height - 1), outline=GREEN, width=3)
     return whole
-
-
-def _joined(parts: Sequence[Image.Image], space: int) -> Image.Image:
-    strip = Image.new("RGB", (len(parts) * (parts[0].width + space) - space, parts[0].height), PAPER)
-    for place, part in enumerate(parts):
-        strip.paste(part, (place * (part.width + space), 0))
-    return strip
-
-
-def _page(tiles: Sequence[Image.Image], columns: int, title: str) -> Image.Image:
-    width, height = tiles[0].width + _SPACE, tiles[0].height + _SPACE
-    size = (columns * width + _SPACE, -(-len(tiles) // columns) * height + _HEAD + _SPACE)
-    page = Image.new("RGB", size, PAPER)
-    text = fitted(title, page.width - 2 * _SPACE, 15)
-    ImageDraw.Draw(page).text((_SPACE, 4), text, fill=INK, font=font(15))
-    for place, tile in enumerate(tiles):
-        row, column = divmod(place, columns)
-        page.paste(tile, (_SPACE + column * width, _HEAD + _SPACE // 2 + row * height))
-    return page

@@ -179,7 +179,7 @@ def expendable(group_file: GroupFile, outcomes: GroupOutcomes, resume: int | Non
     """True if a group is closed and a resume would not use it again."""
     if outcomes.of(group_file.number) == "unused":
         return False
-    used_at = outcomes.used.get(group_file.number)
+    used_at = outcomes.used_at(group_file.number)
     return used_at is None or resume is None or used_at < resume
 
 

@@ -80,11 +80,8 @@ class GroupOutcomes:
     """The last event of every group in the ledger."""
 
     granted: set[int] = field(default_factory=set)
-    used: dict[int, int] = field(default_factory=dict)
-    """Group -> the learner's version when it was used."""
-    filtered: dict[int, Filtered] = field(default_factory=dict)
-    """Group whose episodes all had the same return -> the event that closed it."""
-    dropped: dict[int, str] = field(default_factory=dict)
+    closed: dict[int, Used | Filtered | Dropped] = field(default_factory=dict)
+    """Group -> the event that closed it."""
     again: set[int] = field(default_factory=set)
     """Groups that wait to be used again, because a resume lost the update that had used them."""
     drops: Counter[tuple[str, str, int]] = field(default_factory=Counter)
@@ -93,36 +90,45 @@ class GroupOutcomes:
 
     def of(self, number: int) -> Outcome:
         """Return the outcome of a group; `unused`: it waits, or the ledger does not know it."""
-        if number in self.used:
-            return "used"
-        if number in self.filtered:
-            return "filtered"
-        return "dropped" if number in self.dropped else "unused"
+        match self.closed.get(number):
+            case Used():
+                return "used"
+            case Filtered():
+                return "filtered"
+            case Dropped():
+                return "dropped"
+        return "unused"
+
+    def used_at(self, number: int) -> int | None:
+        """Return the learner's version when a group was used; None if it was not."""
+        event = self.closed.get(number)
+        return event.version if isinstance(event, Used) else None
+
+    def needless(self) -> set[int]:
+        """Return the groups that were used or filtered: a run deletes their files."""
+        return {number for number in self.closed if self.of(number) != "dropped"}
 
     def apply(self, event: Event) -> None:
         """Follow one event of the ledger."""
         match event:
-            case Granted():
-                self._forget(event.grant)
-                self.granted.add(event.grant)
-            case Used():
-                for number in event.used:
+            case Granted(grant=number):
+                self.granted.add(number)
+                self._forget(number)
+            case Ready(ready=number):
+                self._forget(number)
+                self.again.add(number)
+            case Used(used=numbers):
+                for number in numbers:
                     self._forget(number)
-                    self.used[number] = event.version
-            case Filtered():
-                self._forget(event.filtered)
-                self.filtered[event.filtered] = event
-            case Ready():
-                self._forget(event.ready)
-                self.again.add(event.ready)
-            case Dropped():
-                self._forget(event.dropped)
-                self.dropped[event.dropped] = event.status
-                self.drops[event.status, event.task, event.episodes] += 1
+                    self.closed[number] = event
+            case Filtered(filtered=number) | Dropped(dropped=number):
+                self._forget(number)
+                self.closed[number] = event
+        if isinstance(event, Dropped):
+            self.drops[event.status, event.task, event.episodes] += 1
 
     def _forget(self, number: int) -> None:
-        for groups in (self.used, self.filtered, self.dropped):
-            groups.pop(number, None)
+        self.closed.pop(number, None)
         self.again.discard(number)
 
 
@@ -197,7 +203,7 @@ def read_rows(folder: Path, names: Sequence[str] = LIGHT) -> Iterator[StoredEpis
 
 
 def _row(number: int, path: Path, episode: Episode, outcomes: GroupOutcomes) -> StoredEpisode:
-    used_at, outcome = outcomes.used.get(number), outcomes.of(number)
+    used_at, outcome = outcomes.used_at(number), outcomes.of(number)
     return StoredEpisode(number=number, path=path, episode=episode, used_at=used_at, outcome=outcome)
 
 

@@ -9,7 +9,6 @@ import json
 import math
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from fractions import Fraction
 from importlib.util import find_spec
 from pathlib import Path
@@ -86,77 +85,49 @@ IMAGE: Final = "observation.images.agentview"
 STATE: Final = "observation.state"
 CHUNK: Final = "decision.actions"
 """All actions of a decision, step by step, where a sample is a decision."""
-_ACTION = ["dx", "dy", "dz", "droll", "dpitch", "dyaw", "gripper"]
+_ACTION: Final = ["dx", "dy", "dz", "droll", "dpitch", "dyaw", "gripper"]
+Arrays = dict[str, NDArray[Any]]
+"""Columns by name, ``[T, ...]``."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SampleLayout:
-    """Sizes of a sample; one folder holds samples of one layout."""
-
-    cameras: int
-    size: tuple[int, int]  # height and width in pixels
-    numbers: int
-    chunk: int  # numbers of all actions of a decision; 0: a sample is a step
-    states: int  # numbers of a state; 0: it is not known
-
-    @classmethod
-    def of(cls, samples: Samples) -> SampleLayout:
-        """Return the layout of an episode's samples."""
-        return cls(
-            cameras=1 + samples.more_images.shape[1],
-            size=(samples.images.shape[1], samples.images.shape[2]),
-            numbers=samples.actions.shape[1],
-            chunk=samples.chunks.shape[1],
-            states=samples.states.shape[1],
-        )
-
-    @property
-    def image_keys(self) -> list[str]:
-        """Names of the cameras' columns, the first one first."""
-        return [IMAGE, *(f"observation.images.{camera_name(n)}" for n in range(self.cameras - 1))]
-
-    def features(self) -> dict[str, dict[str, Any]]:
-        """Return the columns that are tables, in their order."""
-        names = _ACTION if self.numbers == len(_ACTION) else [f"action_{i}" for i in range(self.numbers)]
-        states = [f"state_{i}" for i in range(self.states)]
-        return {
-            **({STATE: _column("float32", self.states, states)} if self.states else {}),
-            "action": _column("float32", self.numbers, names),
-            **({CHUNK: _column("float32", self.chunk)} if self.chunk else {}),
-            "next.reward": _column("float32"),
-            "next.done": _column("bool"),
-            "next.success": _column("bool"),
-            "timestamp": _column("float32"),
-            **{f"{name}index": _column("int64") for name in ("frame_", "episode_", "", "task_")},
-        }
-
-    def videos(self, fps: float) -> dict[str, dict[str, Any]]:
-        """Return the columns that are movies; an odd height or width loses a row or column in them."""
-        height, width = (side // 2 * 2 for side in self.size)
-        about = {
-            "video.height": height,
-            "video.width": width,
-            "video.codec": "h264",
-            "video.pix_fmt": "yuv420p",
-            "video.is_depth_map": False,
-            "video.fps": fps,
-            "video.channels": 3,
-            "has_audio": False,
-        }
-        names = ["height", "width", "channels"]
-        video = {"dtype": "video", "shape": [height, width, 3], "names": names, "info": about}
-        return {key: dict(video) for key in self.image_keys}
+def pictures_of(samples: Samples) -> Arrays:
+    """Return what every camera saw, ``[T, H, W, 3]`` uint8, the first camera first."""
+    more = np.moveaxis(samples.more_images, 1, 0)
+    others = {f"observation.images.{camera_name(n)}": images for n, images in enumerate(more)}
+    return {IMAGE: samples.images, **others}
 
 
-def _column(dtype: str, size: int = 1, names: list[str] | None = None) -> dict[str, Any]:
-    return {"dtype": dtype, "shape": [size], "names": names}
+def feature_of(name: str, column: NDArray[Any]) -> dict[str, Any]:
+    """Describe a column that is a table, ``[T]`` or ``[T, D]``."""
+    size = column.shape[1] if column.ndim == 2 else 1
+    names = {
+        "action": _ACTION if size == len(_ACTION) else [f"action_{i}" for i in range(size)],
+        STATE: [f"state_{i}" for i in range(size)],
+    }
+    return {"dtype": column.dtype.name, "shape": [size], "names": names.get(name)}
+
+
+def video_of(pictures: NDArray[np.uint8], fps: float) -> dict[str, Any]:
+    """Describe a column that is a movie; an odd height or width loses a row or column in it."""
+    height, width = (side // 2 * 2 for side in pictures.shape[1:3])
+    about = {
+        "video.height": height,
+        "video.width": width,
+        "video.codec": "h264",
+        "video.pix_fmt": "yuv420p",
+        "video.is_depth_map": False,
+        "video.fps": fps,
+        "video.channels": 3,
+        "has_audio": False,
+    }
+    names = ["height", "width", "channels"]
+    return {"dtype": "video", "shape": [height, width, 3], "names": names, "info": about}
 
 
 def info_of(
-    layout: SampleLayout, rate: Fraction, *, episodes: int, frames: int, tasks: int
+    features: dict[str, dict[str, Any]], fps: float, *, episodes: int, frames: int, tasks: int
 ) -> dict[str, Any]:
-    """Return the content of meta/info.json; `rate` in samples per second."""
-    fps = int(rate) if rate.denominator == 1 else float(rate)
+    """Return the content of meta/info.json; `fps` in samples per second."""
     return {
         "codebase_version": "v3.0",
         "robot_type": None,
@@ -170,17 +141,17 @@ def info_of(
         "splits": {"train": f"0:{episodes}"},
         "data_path": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
         "video_path": "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4",
-        "features": layout.videos(fps) | layout.features(),
+        "features": features,
     }
 
 
 def episode_row(
-    row: StoredEpisode, layout: SampleLayout, rate: Fraction, number: int, begin: int, end: int
+    row: StoredEpisode, cameras: Iterable[str], rate: Fraction, number: int, begin: int, end: int
 ) -> dict[str, Any]:
     """Return one row of meta/episodes: LeRobot's columns, then the origin of the episode."""
     position = {"chunk_index": 0, "file_index": 0}
     seconds = {"from_timestamp": float(begin / rate), "to_timestamp": float(end / rate)}
-    places = {f"videos/{key}/{n}": v for key in layout.image_keys for n, v in (position | seconds).items()}
+    places = {f"videos/{key}/{n}": v for key in cameras for n, v in (position | seconds).items()}
     return {
         "episode_index": number,
         "tasks": [row.episode.task],
@@ -212,107 +183,100 @@ def write_lerobot(out: Path, episodes: Iterable[tuple[StoredEpisode, Samples]], 
         )
     with replacing(out) as part:
         part.mkdir()
-        columns = _Columns(part, rate)
-        with columns.movies:
+        data = _DataSet(part, rate)
+        with data.movies:
             for row, samples in episodes:
-                columns.add(row, samples)
-        columns.write()
-    return columns.index
+                data.add(row, samples)
+        data.write()
+    return data.length
 
 
-class _Columns:
+class _DataSet:
     def __init__(self, folder: Path, rate: Rate) -> None:
-        self.index = 0  # Samples so far.
+        self.length = 0  # Samples so far.
         self.movies = ExitStack()
         self._folder, self._per_step = folder, rate == "step"
-        self._layout: SampleLayout | None = None
-        self._rate = Fraction(STEPS_PER_SECOND)
+        self._rate = Fraction(STEPS_PER_SECOND)  # Samples per second.
+        self._features: dict[str, dict[str, Any]] = {}  # Those of the first episode.
         self._writers: list[Mp4Writer] = []
         self._rows: list[dict[str, Any]] = []
         self._episodes: list[dict[str, Any]] = []
         self._tasks: dict[str, int] = {}
         self._stats: dict[str, NumberStatistics | PictureStatistics] = {}
 
+    @property
+    def _fps(self) -> float:
+        return int(self._rate) if self._rate.denominator == 1 else float(self._rate)
+
     def add(self, row: StoredEpisode, samples: Samples) -> None:
-        layout = SampleLayout.of(samples)
-        if self._layout is None:
-            self._begin(layout)
-        elif layout != self._layout:
-            raise ConfigError(
-                f"episode {row.episode.episode_id[:12]} has {layout}, and others have {self._layout}, but a "
-                "data set has one layout. Choose episodes of one kind: --task, --world-version, --version."
-            )
-        pictures = [samples.images, *np.moveaxis(samples.more_images, 1, 0)]
-        for writer, frames in zip(self._writers, pictures, strict=True):
-            for frame in frames:
-                writer.add(frame)
-        self._add_rows(row, samples, layout, dict(zip(layout.image_keys, pictures, strict=True)))
-
-    def write(self) -> None:
-        import pyarrow as pa  # pyright: ignore[reportMissingImports]
-
-        assert self._layout is not None
-        meta = self._folder / "meta"
-        types = {"float32": pa.float32(), "int64": pa.int64(), "bool": pa.bool_()}
-        kinds = [
-            (name, types[about["dtype"]] if size == 1 else pa.list_(types[about["dtype"]], size))
-            for name, about in self._layout.features().items()
-            for size in about["shape"]
-        ]
-        rows = pa.Table.from_pylist(self._rows, pa.schema(kinds))
-        _write_table(self._folder / "data" / f"{FILE}.parquet", rows)
-        _write_table(meta / "episodes" / f"{FILE}.parquet", pa.Table.from_pylist(self._episodes))
-        _write_table(meta / "tasks.parquet", _task_table(pa, list(self._tasks)))
-        counts = {"episodes": len(self._episodes), "frames": self.index, "tasks": len(self._tasks)}
-        info = info_of(self._layout, self._rate, **counts)
-        (meta / "info.json").write_text(json.dumps(info, indent=4) + "\n")
-        stats = {name: gathered.as_dict() for name, gathered in self._stats.items()}
-        (meta / "stats.json").write_text(json.dumps(stats, indent=4) + "\n")
-
-    def _begin(self, layout: SampleLayout) -> None:
-        self._layout = layout
-        if not self._per_step:
-            self._rate /= layout.chunk // layout.numbers
-        for key in layout.image_keys:
-            path = self._folder / "videos" / key / f"{FILE}.mp4"
-            path.parent.mkdir(parents=True)
-            writer = Mp4Writer(path, rate=self._rate, options=ENCODING)
-            self._writers.append(self.movies.enter_context(writer))
-
-    def _add_rows(
-        self,
-        row: StoredEpisode,
-        samples: Samples,
-        layout: SampleLayout,
-        pictures: dict[str, NDArray[np.uint8]],
-    ) -> None:
-        begin, length, number = self.index, len(samples.actions), len(self._episodes)
-        task = self._tasks.setdefault(row.episode.task, len(self._tasks))
+        pictures = pictures_of(samples)
+        if not self._features:
+            self._begin(samples, pictures)
+        length, number = len(samples.actions), len(self._episodes)
         frames = np.arange(length)
         columns = {
-            **({STATE: samples.states} if layout.states else {}),
+            STATE: samples.states,
             "action": samples.actions,
-            **({CHUNK: samples.chunks} if layout.chunk else {}),
+            CHUNK: samples.chunks,
             "next.reward": samples.rewards,
             "next.done": samples.dones,
             "next.success": samples.successes,
             "timestamp": (frames / float(self._rate)).astype(np.float32),
             "frame_index": frames,
             "episode_index": np.full(length, number),
-            "index": begin + frames,
-            "task_index": np.full(length, task),
+            "index": self.length + frames,
+            "task_index": np.full(length, self._tasks.setdefault(row.episode.task, len(self._tasks))),
         }
-        self._rows += [
-            dict(zip(columns, values, strict=True))
-            for values in zip(*(_cells(column) for column in columns.values()), strict=True)
-        ]
-        self.index += length
-        about = episode_row(row, layout, self._rate, number, begin, self.index)
+        columns = {name: column for name, column in columns.items() if column.size}
+        features = {name: video_of(images, self._fps) for name, images in pictures.items()}
+        features |= {name: feature_of(name, column) for name, column in columns.items()}
+        self._features = self._features or features
+        if features != self._features:
+            found, first = ({n: x["shape"] for n, x in some.items()} for some in (features, self._features))
+            raise ConfigError(
+                f"episode {row.episode.episode_id[:12]} has {found}, and others have {first}, but a data set "
+                "has one layout. Choose episodes of one kind: --task, --world-version, --version."
+            )
+        for writer, images in zip(self._writers, pictures.values(), strict=True):
+            for frame in images:
+                writer.add(frame)
+        cells = zip(*map(_cells, columns.values()), strict=True)
+        self._rows += [dict(zip(columns, values, strict=True)) for values in cells]
+        about = episode_row(row, pictures, self._rate, number, self.length, self.length + length)
         self._episodes.append(about | self._count(columns, pictures))
+        self.length += length
 
-    def _count(
-        self, columns: dict[str, NDArray[Any]], pictures: dict[str, NDArray[np.uint8]]
-    ) -> dict[str, Any]:
+    def write(self) -> None:
+        import pyarrow as pa  # pyright: ignore[reportMissingImports]
+
+        meta = self._folder / "meta"
+        types = {"float32": pa.float32(), "int64": pa.int64(), "bool": pa.bool_()}
+        kinds = [
+            (name, types[about["dtype"]] if size == 1 else pa.list_(types[about["dtype"]], size))
+            for name, about in self._features.items()
+            if about["dtype"] in types
+            for size in about["shape"]
+        ]
+        rows = pa.Table.from_pylist(self._rows, pa.schema(kinds))
+        _write_table(self._folder / "data" / f"{FILE}.parquet", rows)
+        _write_table(meta / "episodes" / f"{FILE}.parquet", pa.Table.from_pylist(self._episodes))
+        _write_table(meta / "tasks.parquet", _task_table(pa, list(self._tasks)))
+        counts = {"episodes": len(self._episodes), "frames": self.length, "tasks": len(self._tasks)}
+        info = info_of(self._features, self._fps, **counts)
+        (meta / "info.json").write_text(json.dumps(info, indent=4) + "\n")
+        stats = {name: gathered.as_dict() for name, gathered in self._stats.items()}
+        (meta / "stats.json").write_text(json.dumps(stats, indent=4) + "\n")
+
+    def _begin(self, samples: Samples, cameras: Iterable[str]) -> None:
+        if not self._per_step:
+            self._rate /= samples.chunks.shape[1] // samples.actions.shape[1]
+        for key in cameras:
+            path = self._folder / "videos" / key / f"{FILE}.mp4"
+            path.parent.mkdir(parents=True)
+            writer = Mp4Writer(path, rate=self._rate, options=ENCODING)
+            self._writers.append(self.movies.enter_context(writer))
+
+    def _count(self, columns: Arrays, pictures: Arrays) -> dict[str, Any]:
         """Add an episode to the statistics of all; returns its own, as columns of meta/episodes."""
         own: dict[str, Any] = {}
         for name, values in (pictures | columns).items():

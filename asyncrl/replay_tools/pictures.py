@@ -13,7 +13,7 @@ from typing import Annotated, Final, Literal
 import numpy as np
 import tyro
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw
+from PIL import Image
 
 from asyncrl.config.sections import SuccessFrames
 from asyncrl.errors import ConfigError, ReplayError
@@ -38,15 +38,14 @@ from asyncrl.storage.media import (
     can_write_mp4,
     captioned,
     enlarged,
-    font,
+    in_columns,
+    in_row,
     movie_suffix,
     require_png,
     write_movie,
 )
 
 TILE_WIDTH = 96
-SPACE = 10
-HEAD = 26
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +84,7 @@ class Sheet(EpisodeSelection):
             heads.append(f"{len(columns[-1])} of {len(half)} {name}")
         if not any(columns):
             raise ConfigError(f"{self.path} holds no episode to draw. Raise --successes or --failures.")
-        lay_out(columns, heads).save(self.out)
+        in_columns(columns, heads).save(self.out)
         print(f"{self.out}: {heads[0]}, {heads[1]}")
         return 0
 
@@ -110,18 +109,9 @@ def tile(row: StoredEpisode, episode: Episode) -> Image.Image:
         last_picture(episode),
     ]
     pictures = [captioned(enlarged(frame, TILE_WIDTH), [text], edge=PAPER) for text, frame in told]
-    strip = _strip(pictures)
     outcome = f"success in step {episode.steps}" if episode.success else f"no success in {row.steps} steps"
     about = f"{outcome}   version {row.versions}   {episode.episode_id[:8]}"
-    return captioned(strip, [episode.task, about], edge=GREEN if episode.success else RED)
-
-
-def _strip(pictures: Sequence[Image.Image]) -> Image.Image:
-    width, height = pictures[0].size
-    strip = Image.new("RGB", (len(pictures) * (width + 2) - 2, height), PAPER)
-    for index, picture in enumerate(pictures):
-        strip.paste(picture, (index * (width + 2), 0))
-    return strip
+    return captioned(in_row(pictures, 2), [episode.task, about], edge=GREEN if episode.success else RED)
 
 
 def last_picture(episode: Episode) -> tuple[str, NDArray[np.uint8]]:
@@ -136,24 +126,6 @@ def last_picture(episode: Episode) -> tuple[str, NDArray[np.uint8]]:
         return f"judged {scores[episode.steps - 1]:.2f}", episode.video[episode.steps - 1]
     word = "judged" if episode.success and episode.steps == end else f"step {end}:"
     return f"{word} {scores[end - 1]:.2f}", episode.final_frame
-
-
-def lay_out(columns: Sequence[Sequence[Image.Image]], heads: Sequence[str]) -> Image.Image:
-    """Lay columns of tiles side by side under their headings; a tile fits the largest one's place."""
-    tiles = [tile for column in columns for tile in column]
-    width = max(tile.width for tile in tiles) + SPACE
-    height = max(tile.height for tile in tiles) + SPACE
-    shown = [(column, head) for column, head in zip(columns, heads, strict=True) if column]
-    rows = max(len(column) for column, _ in shown)
-    size = (len(shown) * width + SPACE, HEAD + rows * height + SPACE)
-    sheet = Image.new("RGB", size, PAPER)
-    draw = ImageDraw.Draw(sheet)
-    for index, (column, head) in enumerate(shown):
-        left = SPACE + index * width
-        draw.text((left, SPACE // 2), head, fill=INK, font=font(16))
-        for rank, picture in enumerate(column):
-            sheet.paste(picture, (left, HEAD + SPACE // 2 + rank * height))
-    return sheet
 
 
 def _tiles(rows: Sequence[StoredEpisode], what: str) -> list[Image.Image]:
@@ -317,7 +289,7 @@ def comparison_sheet(found: Sequence[Comparison]) -> Image.Image:
     half = -(-len(found) // 2)
     head = f"stored, imagined again, difference x {AMPLIFIED}"
     columns = [[_tile(one) for one in some] for some in (found[:half], found[half:])]
-    return lay_out(columns, [head, head])
+    return in_columns(columns, [head, head])
 
 
 def stored_film(episode: Episode) -> NDArray[np.uint8]:
@@ -346,7 +318,7 @@ def _tile(found: Comparison) -> Image.Image:
         f"member {found.episode.member}: {_end(found.episode)}",
         f"{found.verdict}   frames {found.frame_gap}   scores {found.score_gap:.1g}",
     ]
-    return captioned(_strip(pictures), lines, edge=RED if found.verdict == "differs" else GREEN)
+    return captioned(in_row(pictures, 2), lines, edge=RED if found.verdict == "differs" else GREEN)
 
 
 def _cells(found: Comparison) -> tuple[str, ...]:

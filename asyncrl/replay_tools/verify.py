@@ -9,7 +9,7 @@ from typing import Final
 
 from asyncrl.episode_layout import SCHEMA_VERSION, problem_with
 from asyncrl.errors import ReplayError
-from asyncrl.replay.events import GroupSized, read_entries, read_events
+from asyncrl.replay.events import Dropped, Filtered, GroupSized, Used, read_entries, read_events
 from asyncrl.replay.group_file import FORMAT_VERSION, GroupFile, read_group, read_group_file
 from asyncrl.replay.store import LEDGER, PATTERN, file_name, read_meta
 from asyncrl.replay_tools.episodes import GroupOutcomes, ReplayCommand, read_outcomes, watched
@@ -32,7 +32,7 @@ class Verify(ReplayCommand):
         for problem in problems:
             print(f"PROBLEM {problem}")
         away, aside = (len(list((folder / name).glob("*"))) for name in ("quarantine", "set_aside"))
-        deleted = len((outcomes.used.keys() | outcomes.filtered.keys()) - group_files.keys())
+        deleted = len(outcomes.needless() - group_files.keys())
         print(
             f"{len(group_files)} groups are readable, {len(problems)} problems, "
             f"{away} files in quarantine since "
@@ -95,27 +95,21 @@ def group_sizes(folder: Path) -> set[int]:
 def check_ledger(outcomes: GroupOutcomes, group_files: dict[int, GroupFile]) -> Iterator[str]:
     """Compare the ledger with the sound files."""
     for number, group_file in sorted(group_files.items()):
-        if number not in outcomes.granted and outcomes.dropped.get(number) != "dropped_unrecorded":
-            yield f"{group_file.path.name}: the ledger never granted group {number}"
-        if (
-            outcomes.dropped.get(number) == "dropped_resume" and group_file.path.exists()
-        ):  # Perhaps it just did.
-            yield f"{group_file.path.name}: the ledger says that a resume deleted it"
-        used_at = outcomes.used.get(number)
-        if used_at is not None and used_at < group_file.newest_version:
-            yield (
-                f"{group_file.path.name}: used at version {used_at}, but it holds a decision of version "
-                f"{group_file.newest_version}"
-            )
-        filtered = outcomes.filtered.get(number)
-        for name in ("newest_version", "successes") if filtered else ():
-            if (found := group_file.attributes[name]) != (said := getattr(filtered, name)):
-                yield f"{group_file.path.name}: {name} is {found}, the ledger says {said}"
+        name, event = group_file.path.name, outcomes.closed.get(number)
+        dropped = event.status if isinstance(event, Dropped) else ""
+        if number not in outcomes.granted and dropped != "dropped_unrecorded":
+            yield f"{name}: the ledger never granted group {number}"
+        if dropped == "dropped_resume" and group_file.path.exists():  # Perhaps it just did.
+            yield f"{name}: the ledger says that a resume deleted it"
+        if isinstance(event, Used) and event.version < (newest := group_file.newest_version):
+            yield f"{name}: used at version {event.version}, but it holds a decision of version {newest}"
+        for key in ("newest_version", "successes") if isinstance(event, Filtered) else ():
+            if (found := group_file.attributes[key]) != (said := getattr(event, key)):
+                yield f"{name}: {key} is {found}, the ledger says {said}"
     for number in sorted(outcomes.again - group_files.keys()):
         yield f"{file_name(number)}: the ledger says that it waits to be used again, but it cannot be read"
-    for number in sorted((outcomes.used.keys() | outcomes.filtered.keys()) - outcomes.granted):
-        if number not in group_files:
-            yield f"ledger.log: group {number} was used or filtered, but never granted"
+    for number in sorted(outcomes.needless() - outcomes.granted - group_files.keys()):
+        yield f"ledger.log: group {number} was used or filtered, but never granted"
 
 
 def _check_meta(folder: Path) -> Iterator[str]:

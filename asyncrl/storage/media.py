@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from functools import cache
 from importlib.util import find_spec
@@ -17,6 +17,7 @@ from asyncrl.errors import ConfigError
 
 PAPER: Final = (255, 255, 255)
 INK: Final = (30, 34, 40)
+SPACE: Final = 10  # Pixels between the tiles of a page
 
 Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
@@ -62,6 +63,32 @@ def fitted(text: str, width: int, size: int) -> str:
     while text and font(size).getlength(text + "...") > width:
         text = text[:-1]
     return text.rstrip() + "..."
+
+
+def in_row(pictures: Sequence[Image.Image], space: int) -> Image.Image:
+    """Paste pictures of one size next to each other, `space` pixels apart."""
+    width, height = pictures[0].width + space, pictures[0].height
+    strip = Image.new("RGB", (len(pictures) * width - space, height), PAPER)
+    for place, picture in enumerate(pictures):
+        strip.paste(picture, (place * width, 0))
+    return strip
+
+
+def in_columns(columns: Sequence[Sequence[Image.Image]], heads: Sequence[str]) -> Image.Image:
+    """Lay tiles out in columns, each under its heading; empty columns are left out."""
+    head, space = 26, SPACE
+    shown = [(column, text) for column, text in zip(columns, heads, strict=True) if column]
+    width = max(tile.width for column, _ in shown for tile in column) + space
+    height = max(tile.height for column, _ in shown for tile in column) + space
+    rows = max(len(column) for column, _ in shown)
+    page = Image.new("RGB", (len(shown) * width + space, head + rows * height + space), PAPER)
+    draw = ImageDraw.Draw(page)
+    for index, (column, text) in enumerate(shown):
+        left = space + index * width
+        draw.text((left, 5), fitted(text, page.width - left - space, 15), fill=INK, font=font(15))
+        for row, tile in enumerate(column):
+            page.paste(tile, (left, head + space // 2 + row * height))
+    return page
 
 
 GREEN: Final = (60, 190, 90)

@@ -123,8 +123,8 @@ def test_a_resumed_run_gets_the_batches_of_the_undisturbed_one(tmp_path: Path) -
         imagine_all(replay)
         again.append(batch_of(replay, version, 2))
     assert again == batches[3:]
-    used = read_outcomes(tmp_path, print).used
-    assert all(used[number] == 5 for number in again[-1])
+    outcomes = read_outcomes(tmp_path, print)
+    assert all(outcomes.used_at(number) == 5 for number in again[-1])
 
 
 def test_dropped_decisions_are_counted_and_survive_a_restart(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def test_a_foreign_group_is_set_aside_and_the_learner_goes_on_with_others(tmp_pa
         replay.close()
     assert len([line for line in said if "group 1 is set aside" in line]) == 1, said
     assert why in "".join(said)
-    assert read_outcomes(tmp_path, print).dropped[1] == "dropped_unusable"
+    assert read_outcomes(tmp_path, print).closed[1].status == "dropped_unusable"
     assert why in (tmp_path / "ledger.log").read_text()
 
     replay = reopened(tmp_path)

@@ -10,9 +10,9 @@ from PIL import Image, ImageSequence
 from asyncrl.commands.replay import main as run_inspection
 from asyncrl.replay_tools import pictures
 from asyncrl.replay_tools.episodes import read_rows
-from asyncrl.replay_tools.pictures import SPACE, last_picture, spread
+from asyncrl.replay_tools.pictures import last_picture, spread
 from asyncrl.storage import media
-from asyncrl.storage.media import GREEN, INK, RED, captioned, fitted, font
+from asyncrl.storage.media import GREEN, INK, RED, SPACE, captioned, fitted, font
 from support.episodes import make_episode
 from support.recorded_run import IMAGE, episode_of, open_store, remove_after_listing
 
