@@ -18,7 +18,6 @@ import secrets
 import socket
 import struct
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
@@ -50,8 +49,6 @@ from asyncrl.observability.signals import StopFlag, die_with_parent, raise_limit
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-CLOCK_TOLERANCE: Final = 10.0
-"""Seconds between the clocks of two hosts: locks of network file systems are judged by time."""
 REACH_DEADLINE: Final = 5.0
 _START: Final = "start"
 """Key of the name of the newest start: torchrun's store keeps what earlier starts published."""
@@ -65,8 +62,6 @@ class HostFacts:
     """Facts of one host, published by its first rank."""
 
     name: str
-    first_rank: int
-    ranks: int
     code: str  # version and digest of asyncrl's files
     torch: str
     settings: dict[str, str] = field(default_factory=dict)
@@ -76,8 +71,6 @@ class HostFacts:
     store_address: str = ""
     """IPv4 address of the store's host as this host reaches it."""
     gpus: int = 0  # seen by PyTorch; 0 with --device cpu
-    clock_ahead: float = 0.0
-    """Lower bound of the seconds that its clock is ahead of the first host's; negative: behind."""
 
 
 def digests(config: TrainConfig, arguments: Sequence[str]) -> dict[str, str]:
@@ -91,7 +84,7 @@ def _digest(content: bytes) -> str:
 
 
 def check_agree(hosts: Sequence[HostFacts]) -> None:
-    """Check that all hosts have the same code and settings, and clocks that agree."""
+    """Check that all hosts have the same code and settings."""
     first = hosts[0]
     for other in hosts[1:]:
         for what, here, there in (("asyncrl", first.code, other.code), ("torch", first.torch, other.torch)):
@@ -107,13 +100,6 @@ def check_agree(hosts: Sequence[HostFacts]) -> None:
             raise ConfigError(
                 f"{other.name} was started with {flag} than {first.name}, the first host{more}. Give "
                 "torchrun the same arguments, and the same configuration file, on every host."
-            )
-        if abs(other.clock_ahead) > CLOCK_TOLERANCE:
-            way = "ahead of" if other.clock_ahead > 0 else "behind"
-            raise ConfigError(
-                f"The clock of {other.name} is {abs(other.clock_ahead):.0f} s {way} that of {first.name}, "
-                f"and more than {CLOCK_TOLERANCE:.0f} s make locks and files of --run-dir look too old or "
-                "too new. Set it, for example with chronyc makestep."
             )
 
 
@@ -189,7 +175,6 @@ def meet(
     checks: Checks,
     *,
     stop_requested: Callable[[], bool] = lambda: False,
-    now: Callable[[], float] = time.time,
 ) -> tuple[Job, Hosts]:
     """Meet the other hosts; every rank calls it, and with one host it returns at once.
 
@@ -210,7 +195,7 @@ def meet(
     store = PrefixStore("meeting", open_store(job, seconds, every_start=True))
     with store_errors(job, "meet the other hosts"), waits.waiting(waits.HOSTS, seconds):
         own = asdict(_own_facts(config, job)) if job.rank == job.here.start else None
-        meeting = _Meeting(job, own, store, Patience(seconds, stop_requested), now)
+        meeting = _Meeting(job, own, store, Patience(seconds, stop_requested))
         start, hosts = meeting.follow() if job.rank else meeting.lead(checks)
     return replace(job, start=start), hosts
 
@@ -221,17 +206,17 @@ class _Meeting:
     own: dict[str, Any] | None  # facts of this host, on its first rank
     store: Store
     patience: Patience
-    now: Callable[[], float]
 
     def lead(self, checks: Checks) -> tuple[str, Hosts]:
-        start, before = secrets.token_hex(8), self.now()
+        start = secrets.token_hex(8)
         self.store.set(_START, start)
-        numbers, facts = self._gather(start, before)
+        numbers, by_rank = self._gather(start)
+        facts = list(by_rank.values())
         why, hosts = "", Hosts()
         with ExitStack() as open_ports:
             try:
                 check_agree(facts)
-                hosts = checks(_placed(facts), facts)
+                hosts = checks(_placed(by_rank, self.job.size), facts)
                 for flag, endpoint, _ in _endpoints(hosts):
                     open_ports.enter_context(_opened(flag, endpoint, hosts.names[0]))
             except ConfigError as error:
@@ -246,36 +231,32 @@ class _Meeting:
             raise ConfigError(why)
         return start, hosts
 
-    def _gather(self, start: str, before: float) -> tuple[dict[int, str], list[HostFacts]]:
-        """Wait for all ranks; returns the number that each made up, and the facts of the hosts."""
+    def _gather(self, start: str) -> tuple[dict[int, str], dict[int, HostFacts]]:
+        """Wait for all ranks; returns the number that each made up, and the hosts' facts by first rank."""
         numbers, missing = dict[int, str](), list(range(1, self.job.size))
         facts = {0: HostFacts(**self.own or {})}
         while missing:
             self._pause(f"Rank {missing[0]}")
-            looked = self.now()
             for rank in [rank for rank in missing if self.store.check([f"{start}/facts/{rank}"])]:
                 missing.remove(rank)
                 try:
                     row: Any = json.loads(self.store.get(f"{start}/facts/{rank}"))
-                    numbers[rank], at = str(row["number"]), float(row["now"])
-                    # They were published between two looks; the clock is off by what lies outside these.
-                    ahead = at - min(max(at, before), self.now())
+                    numbers[rank] = str(row["number"])
                     if row["facts"]:
-                        facts[rank] = replace(HostFacts(**row["facts"]), clock_ahead=ahead)
+                        facts[rank] = HostFacts(**row["facts"])
                 except (ValueError, TypeError, KeyError, RecursionError) as error:
                     raise RunError(
                         f"Rank {rank} said something of its host that cannot be read ({error!r}). Do all "
                         "hosts run the same asyncrl, and does nobody else write into torchrun's store?"
                     ) from None
-            before = looked
-        return numbers, [facts[rank] for rank in sorted(facts)]
+        return numbers, dict(sorted(facts.items()))
 
     def follow(self) -> tuple[str, Hosts]:
         """Do any other rank's part, again from the beginning when another rank 0 leads."""
         me, number = self.job.rank, secrets.token_hex(8)
         while True:
             start = self._take(_START, "Rank 0")
-            own = {"number": number, "now": self.now(), "facts": self.own}
+            own = {"number": number, "facts": self.own}
             self.store.set(f"{start}/facts/{me}", json.dumps(own))
             plan: Any = json.loads(self._take(f"{start}/plan", "Rank 0", start) or "{}")
             if plan.get("numbers", {}).get(str(me)) == number:
@@ -329,8 +310,6 @@ def _own_facts(config: TrainConfig, job: Job) -> HostFacts:
     digest = _digest(b"".join(f"{x.relative_to(folder)}".encode() + x.read_bytes() for x in files))
     return HostFacts(
         name=socket.gethostname(),
-        first_rank=job.here.start,
-        ranks=job.local_size,
         code=f"{asyncrl.__version__} ({digest})",
         torch=torch.__version__.partition("+")[0],
         settings=digests(config, sys.argv[1:]),
@@ -340,15 +319,16 @@ def _own_facts(config: TrainConfig, job: Job) -> HostFacts:
     )
 
 
-def _placed(facts: list[HostFacts]) -> Hosts:
-    first = facts[0].address
-    if ipaddress.ip_address(first).is_loopback:  # It reached itself so; the others as they reach the store.
-        first = facts[1].store_address
+def _placed(facts: dict[int, HostFacts], size: int) -> Hosts:
+    first, second, *more = facts.values()
+    address = first.address
+    if ipaddress.ip_address(address).is_loopback:  # It reached itself so; the others as they reach the store.
+        address = second.store_address
     return Hosts(
-        names=tuple(host.name for host in facts),
-        first_ranks=tuple(host.first_rank for host in facts),
-        size=facts[-1].first_rank + facts[-1].ranks,
-        addresses=(first, *(host.address for host in facts[1:])),
+        names=tuple(host.name for host in facts.values()),
+        first_ranks=tuple(facts),
+        size=size,
+        addresses=(address, *(host.address for host in (second, *more))),
     )
 
 
