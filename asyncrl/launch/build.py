@@ -5,7 +5,6 @@ Errors are raised before a process is started or a folder is made.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -20,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
-from asyncrl.config.loading import load_file, to_json
+from asyncrl.config.loading import load_file
 from asyncrl.config.run import TrainConfig
-from asyncrl.config.sections import EvaluationSettings, WorldDefaults
+from asyncrl.config.sections import WorldDefaults
 from asyncrl.devices.offload import NO_OFFLOAD, IdleOffload
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation.evaluate import simulator_of_tasks
@@ -381,17 +380,9 @@ def loop_settings(config: TrainConfig) -> LoopSettings:
         hang_timeout=config.hang_timeout,
         batches_ahead=config.replay.max_lag + 1,
         first_weights_deadline=first_weights_deadline(config),
-        config_hash=config_hash(config),
     )
 
 
 def first_weights_deadline(config: TrainConfig) -> float:
     """Seconds the first actor has to take the first version; one that must join first may come late."""
     return max(config.startup_timeout, config.batch_timeout if only_learns(config.placement) else 0.0)
-
-
-def config_hash(config: TrainConfig) -> str:
-    """Identify the settings that decide what is learned: not where the run lies, nor how long it is."""
-    same = replace(config, run_dir="", updates=1, resume=False, evaluate_every=0)
-    same = replace(same, evaluation=EvaluationSettings())
-    return hashlib.sha256(to_json(same).encode()).hexdigest()[:16]

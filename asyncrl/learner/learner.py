@@ -57,7 +57,6 @@ class LoopSettings:
     evaluate_every: int = 0  # Updates between two evaluated versions, which are checkpoints too; 0 disables
     hang_timeout: float = 900.0  # Seconds that an update may take without a sign of progress
     batches_ahead: int = 1  # Batches that may be imagined together, the awaited one included
-    config_hash: str = ""
 
 
 class BatchWait:
@@ -329,7 +328,6 @@ class Learner:
             groups_used=self.groups_used,
             bad_updates=self.update.stepper.bad_updates,
             bad_in_a_row=self.update.stepper.bad_in_a_row,
-            config_hash=self.settings.config_hash,
         )
         self.checkpoints.save(
             progress,

@@ -86,7 +86,6 @@ class Progress:
     bad_updates: int = 0
     """Updates skipped because their gradient was not finite."""
     bad_in_a_row: int = 0
-    config_hash: str = ""
     asyncrl_version: str = __version__
 
 
@@ -201,7 +200,8 @@ def load(
     needed = {random_file(rank)} if verified else {n for n in state["files"] if n.startswith(f"{STATE}/")}
     _check_content(folder, state, needed | {random_file(rank)})
     try:
-        progress = Progress(**state["progress"])
+        # Earlier versions wrote more.
+        progress = Progress(**{field.name: state["progress"][field.name] for field in fields(Progress)})
         version, internal, gauss_next = state["python_random"]
         random.setstate((version, tuple(internal), gauss_next))
         restore_generators(folder / random_file(rank))

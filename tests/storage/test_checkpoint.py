@@ -67,7 +67,7 @@ def begin(
     write_policy: Callable[[Path], None] | None = None,
 ) -> Path:
     return checkpoints.save(
-        Progress(version=version, groups_used=2 * version, bad_updates=1, config_hash="abc"),
+        Progress(version=version, groups_used=2 * version, bad_updates=1),
         copy_policy=lambda: write_policy or saver(training.policy),
         optimizer=training.optimizer,
         parameters=training.parameters,
@@ -143,7 +143,7 @@ def test_progress_and_random_states_come_back(tmp_path: Path) -> None:
     expected = (random.gauss(0, 1), random.random(), torch.rand(4).tolist())
     _, progress = load(folder)
     assert (random.gauss(0, 1), random.random(), torch.rand(4).tolist()) == expected
-    assert progress == Progress(version=1, groups_used=2, bad_updates=1, config_hash="abc")
+    assert progress == Progress(version=1, groups_used=2, bad_updates=1)
 
 
 def test_a_checkpoint_before_the_first_update_can_be_loaded(tmp_path: Path) -> None:

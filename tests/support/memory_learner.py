@@ -170,7 +170,6 @@ class Run:
                 checkpoint_every=every,
                 batch_timeout=batch_timeout,
                 first_weights_deadline=30.0,
-                config_hash="abc",
             ),
             throughput=Throughput(self.policy, ranks or LearnerRanks(), micro_batch=32),
             copy_policy=self.copy_policy,
