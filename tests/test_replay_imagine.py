@@ -18,8 +18,9 @@ from asyncrl.replay_tools.episodes import find_group, replay_folder
 from asyncrl.replay_tools.pictures import TITLES
 from asyncrl.storage.media import movie_suffix
 from asyncrl.worlds.start_states import save_start_states
-from asyncrl.worlds.wan.world import load_world, save_world
+from asyncrl.worlds.wan.world import save_world
 from support.tiny_models import GROUP_SIZE, SIZE, start_state, write_models
+from support.worlds import load_world
 
 Table = list[dict[str, str]]
 

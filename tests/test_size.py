@@ -30,7 +30,7 @@ CEILINGS = {
     "simulators": (4520, 22),
     "storage": (2752, 12),
     "weights": (2540, 12),
-    "worlds": (6030, 26),
+    "worlds": (5889, 25),
 }
 """Package (empty: the top level) -> most lines and modules."""
 MOST_TEST_LINES = 53_000

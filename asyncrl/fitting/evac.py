@@ -44,10 +44,9 @@ from asyncrl.worlds.evac.conditions import (
     action_tokens,
 )
 from asyncrl.worlds.evac.ddim import chunk_loss, draw
-from asyncrl.worlds.evac.files import check_kinds
 from asyncrl.worlds.evac.poses import ARMS, MOTION_DIM, Camera, Motions, MotionStatistics, PoseModel
 from asyncrl.worlds.evac.unet import UNetConfig
-from asyncrl.worlds.evac.world import EvacWorld, load_world, memory_index, save_world
+from asyncrl.worlds.evac.world import EvacWorld, memory_index, save_world
 from asyncrl.worlds.layers import FrameVaeConfig
 
 SAMPLING_STEPS: Final = 10  # Network calls per decision of a fresh world; --imagination.steps overrides it.
@@ -113,7 +112,6 @@ class EvacFit(FrameByFrameFit):
 
     kind: ClassVar = "evac"
     options: ClassVar = frozenset({"camera"})
-    load_world: ClassVar = staticmethod(load_world)
     world: EvacWorld
 
     @classmethod
@@ -279,7 +277,6 @@ def camera_of(simulator: str, file: str) -> Camera:
         )
     try:
         content = json.loads(Path(file).read_text())
-        check_kinds(Camera, content)
         numbers: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in content.items()}
         return Camera(**numbers)
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:

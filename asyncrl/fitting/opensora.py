@@ -25,7 +25,7 @@ from asyncrl.fitting.world import Size, WorldOptions, check_picture_size, check_
 from asyncrl.worlds.layers import FrameVae, FrameVaeConfig
 from asyncrl.worlds.opensora.files import ActionRange
 from asyncrl.worlds.opensora.stdit3 import CONDITION, STDiT3, STDiT3Config
-from asyncrl.worlds.opensora.world import OpenSoraWorld, load_world, normalise, save_world, window_loss
+from asyncrl.worlds.opensora.world import OpenSoraWorld, normalise, save_world, window_loss
 
 AVERAGE: Final = 0.99  # Decay of the moving average of the weights, as published.
 LEAST_RANGE: Final = 1e-3  # Least width of a number that (nearly) never changed: never divide by zero.
@@ -35,7 +35,6 @@ class OpenSoraFit(FrameByFrameFit):
     """`FittedWorld` of OpenSora. A world that is refined keeps its range of actions."""
 
     kind: ClassVar = "opensora"
-    load_world: ClassVar = staticmethod(load_world)
     world: OpenSoraWorld
 
     @classmethod

@@ -29,11 +29,10 @@ from asyncrl.fitting.world import FittedWorld, Size, WorldOptions, check_picture
 from asyncrl.observability import process_status
 from asyncrl.records import ACTION_DIM, CHUNK, dummy_action
 from asyncrl.worlds.wan.files import open_world, rewrite_world
-from asyncrl.worlds.wan.flow_matching import WindowNoise, window_loss
 from asyncrl.worlds.wan.tiny_decoder import TinyDecoder, TinyDecoderConfig, save_decoder
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
 from asyncrl.worlds.wan.vae import SPATIAL, VaeConfig, WanVae, decode_stream, encode_stream
-from asyncrl.worlds.wan.world import WanWorld, load_world, save_world
+from asyncrl.worlds.wan.world import WanWorld, WindowNoise, save_world, window_loss
 
 MEMORY: Final = 4  # Frames of the memory latent.
 DRAWN_AT_ONCE: Final = {"cuda": 64, "cpu": 4}  # Most episodes drawn at once; more overflow a CPU's cache.
@@ -47,7 +46,6 @@ class WanFit(FittedWorld):
     options: ClassVar = frozenset({"context_sigma"})
     fine_tunes: ClassVar = True
     distils: ClassVar = True
-    load_world: ClassVar = staticmethod(load_world)
     world: WanWorld
     _scaled = False
 

@@ -8,7 +8,6 @@ load  ->  redraw                                                      `asyncrl f
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from importlib import import_module
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Self
 from asyncrl.config.bounds import shown
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.records import CHUNK
-from asyncrl.worlds.files import world_kind
+from asyncrl.worlds.files import AS_SAVED, world_class, world_kind
 
 if TYPE_CHECKING:
     import torch
@@ -53,9 +52,6 @@ class FittedWorld(ABC):
     fine_tunes: ClassVar[bool] = False  # True with the methods for `launch.fine_tune`, as `wan.WanFit`.
     distils: ClassVar[bool] = False  # True with `fresh_decoder` and `save_decoder` (`asyncrl fit decoder`).
 
-    load_world: ClassVar[Callable[..., Any]]
-    """Loads a `worlds.interface.World` of this kind, of ours or published: ``folder, device=, dtype=``."""
-
     def __init__(self, world: Any) -> None:
         self.world = world
 
@@ -67,7 +63,8 @@ class FittedWorld(ABC):
     @classmethod
     def load(cls, folder: Path, device: torch.device, dtype: torch.dtype | None = None) -> Self:
         """Load a folder with weights of a type; None: as the kind prefers, float32 for folders of ours."""
-        return cls(cls.load_world(folder, device=device, dtype=dtype))
+        world = world_class(folder)
+        return cls(world.from_files(world.files(folder, AS_SAVED, {}), device, dtype=dtype))
 
     @property
     def image_size(self) -> int:

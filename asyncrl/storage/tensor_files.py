@@ -159,24 +159,29 @@ class TensorFiles:
 
 def check_fit(module: nn.Module, files: TensorFiles, *, unused: bool = True) -> None:
     """Check in the headers that `files` hold the tensors of `module`; `unused` allows others."""
-    wanted, shapes = module.state_dict(), files.shapes
-    for name, tensor in wanted.items():
-        if name not in shapes:
+    wanted = {name: tensor.shape for name, tensor in module.state_dict().items()}
+    check_shapes(files.label, wanted, files.shapes, unused=unused)
+
+
+def check_shapes(
+    label: str, wanted: Mapping[str, torch.Size], found: Mapping[str, torch.Size], *, unused: bool = True
+) -> None:
+    """Check names and shapes of a file's tensors; `unused` allows others."""
+    for name, shape in wanted.items():
+        if name not in found:
             raise CheckpointError(
-                f"{files.label} lacks tensor {name} of shape {list(tensor.shape)}. It belongs to another "
-                "model, or was cut: download it again."
+                f"{label} lacks tensor {name} of shape {list(shape)}. It belongs to another model, or was "
+                "cut: download it again."
             )
-        if shapes[name] != tensor.shape:
+        if found[name] != shape:
             raise CheckpointError(
-                f"{files.label}: tensor {name} has shape {list(shapes[name])}, the model needs "
-                f"{list(tensor.shape)}. The file belongs to a model of another size."
+                f"{label}: tensor {name} has shape {list(found[name])}, the model needs {list(shape)}. The "
+                "file belongs to a model of another size."
             )
-    if extra := sorted(shapes.keys() - wanted.keys()):
+    if extra := sorted(found.keys() - wanted.keys()):
         if not unused:
-            raise CheckpointError(f"{files.label} holds {listed(extra)}, which the model has no use for.")
-        _log.warning(
-            "%s holds %d tensors the model has no use for: %s", files.label, len(extra), listed(extra)
-        )
+            raise CheckpointError(f"{label} holds {listed(extra)}, which the model has no use for.")
+        _log.warning("%s holds %d tensors the model has no use for: %s", label, len(extra), listed(extra))
 
 
 def fill(

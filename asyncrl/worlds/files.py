@@ -7,24 +7,30 @@ and the facts that shapes do not tell; without it the facts of the published wor
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple, Self
 
+import numpy as np
 import torch
-from torch import nn
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from asyncrl import registry
 from asyncrl.config.sections import ImaginationSettings, WorldDefaults
+from asyncrl.devices.streams import CudaGraphed
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.records import ACTION_DIM, ActionSpec, ModelSummary, SlotBytes
 from asyncrl.storage.atomic import read_json, replacing, write_json
 from asyncrl.storage.tensor_files import TensorFiles, copy_others
 from asyncrl.storage.untrusted import check_sizes, check_types
 from asyncrl.storage.weight_files import INDEX, header_names, names_in
+from asyncrl.worlds.interface import State
+from asyncrl.worlds.slots import imagine_full
 
 ABOUT: Final = "world.json"  # In folders that asyncrl wrote, not in published ones.
 FORMAT: Final = "asyncrl-world-2"
@@ -194,15 +200,71 @@ class WorldFolder:
         raise NotImplementedError
 
 
-class FolderWorld:
-    """The class methods of a world that asyncrl reads from folders; see `World`."""
+class FolderWorld(ABC):
+    """The part that all kinds of worlds in folders share; see `World`."""
 
     needs_pose = False
+    image_size = 0
+    """Height and width of the frames in pixels."""
+    version = 0
+    device: torch.device
+    rows = 0
+    """Slots that a compiled world draws at once: fewer are padded."""
 
     @classmethod
-    def files(cls, folder: Path, settings: ImaginationSettings, own: Mapping[str, Any]) -> WorldFolder:
-        """Read sizes and facts; refuse settings that the kind cannot follow."""
-        raise NotImplementedError
+    @abstractmethod
+    def files(cls, folder: Path, settings: ImaginationSettings, own: Mapping[str, Any]) -> Any:
+        """Read sizes and facts as a `WorldFolder`; refuse settings that the kind cannot follow."""
+
+    @classmethod
+    @abstractmethod
+    def from_files(
+        cls,
+        files: Any,
+        device: torch.device,
+        settings: ImaginationSettings = AS_SAVED,
+        dtype: torch.dtype | None = None,
+    ) -> Self:
+        """Load a world for inference from its `files`; `dtype` None takes `WorldFolder.types`."""
+
+    @abstractmethod
+    def modules(self) -> dict[str, nn.Module]:
+        """Return the networks by name."""
+
+    @property
+    @abstractmethod
+    def action_spec(self) -> ActionSpec:
+        """Steps per decision and numbers per step."""
+
+    @abstractmethod
+    def _imagine(self, state: Any, actions_BCA: Tensor, noise_seeds: Sequence[int], /) -> tuple[Tensor, Any]:
+        """Draw the decisions of all rows of a state."""
+
+    @classmethod
+    def load(cls, folder: Path, device: torch.device, settings: ImaginationSettings, **own: Any) -> Self:
+        """See `World.load`."""
+        return cls.from_files(cls.files(folder, settings, own), device, settings)
+
+    def to(self, device: torch.device | str) -> Self:
+        """Move the weights to `device` and return this world."""
+        for module in self.modules().values():
+            nn.Module.to(module, device)  # diffusers' own `to` is untyped
+        self.device = torch.device(device)
+        return self
+
+    def weights_moved(self) -> None:
+        """Drop CUDA graphs, which hold the old addresses of the weights."""
+        for part in vars(self).values():
+            if isinstance(part, CudaGraphed):
+                part.forget()
+
+    @torch.no_grad()
+    def imagine(
+        self, state: State, actions: Tensor | NDArray[np.float32], noise_seeds: Sequence[int]
+    ) -> tuple[Tensor, State]:
+        """Draw 8 frames ``[B, 8, H, W, 3]`` for 8 actions in the policy's units; see `World.imagine`."""
+        full = {"rows": self.rows, "device": self.device, "spec": self.action_spec}
+        return imagine_full(self._imagine, state, actions, noise_seeds, **full)
 
     @classmethod
     def check(cls, folder: Path, settings: ImaginationSettings, **own: Any) -> ModelSummary:

@@ -22,7 +22,6 @@ from asyncrl.policies.interface import SamplingParams
 from asyncrl.replay.client import ZmqActorPort, ZmqLearnerPort
 from asyncrl.replay.interface import GroupFailure
 from asyncrl.replay.state import COUNTERS, Quarantine
-from asyncrl.worlds.wan.world import load_world
 from support.episodes import make_episode
 from support.failing_models import (
     GROUP,
@@ -36,6 +35,7 @@ from support.failing_models import (
 from support.replay import next_batch
 from support.replay_server import ScriptedSocket, acquire, kill, start_server, until
 from support.tiny_models import start_state, write_models
+from support.worlds import load_world
 
 CAUSE_OF = {
     "logprob": "policy",

@@ -68,7 +68,7 @@ def wan(config: TrainConfig) -> tuple[int, SlotBytes]:
 
 
 def opensora(_: TrainConfig) -> tuple[int, SlotBytes]:
-    size, frames = replace(STDiT3Config.xl2(), unused_branches=False), FrameVaeConfig.published()
+    size, frames = STDiT3Config.xl2(), FrameVaeConfig.published()
     slot = slot_bytes(size, frames, SIDE, torch.bfloat16)
     return weight_bytes(STDiT3(size), FrameVae(frames)), slot
 

@@ -20,9 +20,9 @@ from asyncrl.fitting.world import WorldOptions, check_picture_size, fit_class
 from asyncrl.policies.openvla.autoregressive import load_policy
 from asyncrl.records import ActionSpec, StartState
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
-from asyncrl.worlds.wan.world import load_world
 from support.recorded import recorded_spec, recordings_of, write_recorded
 from support.whole_runs import rows
+from support.worlds import load_world
 
 OPTIONS = WorldOptions()
 

@@ -30,12 +30,13 @@ from asyncrl.storage.atomic import write_json
 from asyncrl.storage.tensor_files import TensorFiles, write_folder
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig, transformer_name
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae
-from asyncrl.worlds.wan.world import load_world, save_world
+from asyncrl.worlds.wan.world import save_world
 from support.published_exports import export_world
 from support.published_worlds import small_world
 from support.ranks import run_ranks
 from support.recorded import recorded_spec, write_recorded
 from support.whole_runs import TORCHRUN, environment, left_over
+from support.worlds import load_world
 
 CPU = torch.device("cpu")
 STEPS = ("--steps", "2", "--batch", "4", "--learning-rate", "1", "--device", "cpu")

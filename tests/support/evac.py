@@ -122,6 +122,7 @@ def checkpoint(networks: EvacNetworks) -> dict[str, Tensor]:
     """All tensors of one published file, with what training frameworks put beside them."""
     tensors = published_tensors(networks)
     found = {p + name: t.clone() for part, p in PREFIXES.items() for name, t in tensors[part].items()}
+    found = {name: tensor for name, tensor in found.items() if not name.startswith("pose_model.")}
     text = {
         "positional_embedding": (77, 4),
         "ln_final.weight": (4,),

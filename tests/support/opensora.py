@@ -18,9 +18,12 @@ from asyncrl.worlds.opensora.files import ActionRange
 from asyncrl.worlds.opensora.stdit3 import STDiT3, STDiT3Config
 from asyncrl.worlds.opensora.world import OpenSoraWorld
 
-NANO = STDiT3Config(
-    depth=2, width=24, heads=2, freq_dim=16, unused_branches=True, text_channels=8, text_tokens=3
+NANO = STDiT3Config(depth=2, width=24, heads=2, freq_dim=16)
+UNUSED_NAMES = (
+    *(f"{kind}_blocks.{i}.cross_attn.kv_linear.weight" for kind in ("spatial", "temporal") for i in (0, 1)),
+    *("y_embedder.y_embedding", "y_embedder.y_proj.fc1.bias", "fps_embedder.mlp.0.weight"),
 )
+"""Some tensors of text and frame rate, which are in published files and in no computation."""
 NANO_VAE = FrameVaeConfig(widths=(4, 4, 8, 8), layers_per_block=1, groups=2)
 RANGE = ActionRange(low=(-0.5, -0.6, -0.7, -0.2, -0.3, -0.4, 0.0), high=(0.6, 0.7, 0.8, 0.1, 0.2, 0.3, 1.0))
 
@@ -64,11 +67,12 @@ def export_opensora(folder: Path, world: OpenSoraWorld, *, shard_bytes: int | No
 
     Args:
         folder: Created.
-        world: With the unused branches.
+        world: With any weights.
         shard_bytes: Largest shard; None: one file, called model-00001.safetensors, and no index.
     """
     folder.mkdir(parents=True)
     tensors = {n: t.to(torch.bfloat16) for n, t in world.transformer.state_dict().items()}
+    tensors |= {name: torch.full((2,), float("nan")).bfloat16() for name in UNUSED_NAMES}
     write_transformer(folder, tensors, shard_bytes=shard_bytes)
     size = world.transformer.size
     config = {"model_type": "STDiT3", "depth": size.depth, "hidden_size": size.width, "num_heads": size.heads}

@@ -20,9 +20,10 @@ from asyncrl.storage.assets import start_states_path, world_folder
 from asyncrl.worlds.evac.world import EvacWorld, save_world
 from asyncrl.worlds.slots import TensorState, open_each_once
 from asyncrl.worlds.start_states import check_beginnings, load_start_states, save_start_states
-from asyncrl.worlds.wan.world import WanWorld, load_world
+from asyncrl.worlds.wan.world import WanWorld
 from support.evac import some_actions, start_state, tiny_config, tiny_networks
 from support.opensora import nano_world
+from support.worlds import load_world
 
 # ---- sharing -------------------------------------------------------------------------------------
 

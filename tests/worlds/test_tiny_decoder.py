@@ -36,8 +36,9 @@ from asyncrl.worlds.wan.tiny_decoder import (
 )
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae, decode_stream
-from asyncrl.worlds.wan.world import WanWorld, load_world
+from asyncrl.worlds.wan.world import WanWorld
 from support.tiny_models import start_state
+from support.worlds import load_world
 
 NANO = TinyDecoderConfig(z_dim=32, widths=(8, 6, 8, 10), blocks=(1, 2, 1, 1))
 TASK = "put the red cube on the white plate"

@@ -30,9 +30,10 @@ from asyncrl.storage.tensor_files import TensorFiles, fill
 from asyncrl.worlds.wan.files import open_world, recognise_transformer
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae
-from asyncrl.worlds.wan.world import WanWorld, load_world, save_world
+from asyncrl.worlds.wan.world import WanWorld, save_world
 from support.pth import write_pth
 from support.published_exports import export_reward, export_world
+from support.worlds import load_world
 
 SMALL = replace(TransformerConfig.full(), heads=1, layers=2, ffn_dim=64, freq_dim=32)
 SMALL_VAE = replace(VaeConfig.full(), base_dim=4, decoder_base_dim=4)

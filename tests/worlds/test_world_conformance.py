@@ -20,10 +20,11 @@ from asyncrl.worlds.evac.world import EvacWorld
 from asyncrl.worlds.evac.world import save_world as save_evac
 from asyncrl.worlds.opensora.world import save_world as save_opensora
 from asyncrl.worlds.start_states import load_start_states
-from asyncrl.worlds.wan.world import WanWorld, load_world
+from asyncrl.worlds.wan.world import WanWorld
 from support.broken_worlds import BROKEN, SIZE, SoundWorld
 from support.evac import start_state, tiny_config, tiny_networks
 from support.opensora import nano_world
+from support.worlds import load_world
 
 
 def states(size: int) -> list[StartState]:

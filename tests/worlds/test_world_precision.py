@@ -20,22 +20,20 @@ from asyncrl.records import CHUNK
 from asyncrl.storage.assets import start_states_path, world_folder
 from asyncrl.worlds.evac.conditions import EvacConfig
 from asyncrl.worlds.evac.world import EvacWorld
-from asyncrl.worlds.evac.world import load_world as load_evac
 from asyncrl.worlds.evac.world import save_world as save_evac
 from asyncrl.worlds.files import world_class
-from asyncrl.worlds.opensora.world import load_world as load_opensora
 from asyncrl.worlds.opensora.world import save_world as save_opensora
 from asyncrl.worlds.start_states import load_start_states
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
 from asyncrl.worlds.wan.vae import VaeConfig, WanVae
 from asyncrl.worlds.wan.world import WanWorld
-from asyncrl.worlds.wan.world import load_world as load_wan
 from asyncrl.worlds.wan.world import save_world as save_wan
 from support.evac import SMALL as SMALL_EVAC
 from support.evac import tiny_config, tiny_networks
 from support.opensora import nano_world
 from support.published_worlds import EXPORTS, small_world
 from support.tiny_models import start_state
+from support.worlds import load_world
 
 SIZE: Final = 32
 
@@ -67,7 +65,7 @@ SAVE: Final[dict[str, Callable[[Path, Any], None]]] = {
     "opensora": save_opensora,
     "evac": save_evac,
 }
-LOAD: Final[dict[str, Callable[..., Any]]] = {"wan": load_wan, "opensora": load_opensora, "evac": load_evac}
+LOAD: Final[dict[str, Callable[..., Any]]] = {"wan": load_world, "opensora": load_world, "evac": load_world}
 EXACT: Final = {
     "wan": {f"transformer.action_mlp{n}.0.{part}" for n in (1, 2) for part in ("weight", "bias")},
     "opensora": {"transformer.rope.freqs"},

@@ -7,6 +7,7 @@ asyncrl writes a safetensors file per network, named by its prefix, and facts th
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -18,17 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl.config.sections import ImaginationSettings
-from asyncrl.errors import CheckpointError
+from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.records import ACTION_DIM, CHUNK, POSE_DIM, SlotBytes
-from asyncrl.storage.tensor_files import TensorFiles
-from asyncrl.storage.untrusted import check_sizes, shortened
+from asyncrl.storage.tensor_files import TensorFiles, check_shapes
+from asyncrl.storage.untrusted import check_sizes
 from asyncrl.storage.weight_files import write_tensors
 from asyncrl.worlds.evac.conditions import (
     FRAMES_AT_ONCE,
     EvacConfig,
     EvacNetworks,
-    ImageEncoderConfig,
-    ResamplerConfig,
 )
 from asyncrl.worlds.evac.poses import Camera, MotionStatistics
 from asyncrl.worlds.evac.published import (
@@ -38,9 +37,7 @@ from asyncrl.worlds.evac.published import (
     published_state,
     published_tensors,
 )
-from asyncrl.worlds.evac.unet import UNetConfig
 from asyncrl.worlds.files import ABOUT, AS_SAVED, WorldFolder, read_about
-from asyncrl.worlds.layers import FrameVaeConfig
 
 KIND: Final = "evac"
 CONTEXT: Final = 4  # Frames of a start state's context, if it has one.
@@ -49,7 +46,6 @@ CONTEXT: Final = 4  # Frames of a start state's context, if it has one.
 _WORKING: Final = 6  # copies of the skip connections that the network takes
 _DRAWING: Final = 8  # largest tensors of the decoder, alive at the same time
 MARK: Final = "model.diffusion_model.input_blocks.0.0.weight"  # A tensor that every published checkpoint has.
-_POSE_MODEL: Final = "pose_model.safetensors"
 _WRAPPED: Final = "_forward_module."  # in front of all names in DeepSpeed's files
 _TOWER: Final = "visual.transformer.resblocks.0.attn.in_proj_weight"  # in OpenCLIP's own file
 # Of the noise schedule, which is known without a file; of OpenCLIP's text tower, and statistics of pictures.
@@ -60,19 +56,64 @@ _IGNORED: Final = re.compile(
 )
 _IMAGE_SIZE, _TOKENS_PER_FRAME = 256, 16  # as published
 # Facts in world.json, by object.
-_FACTS: Final[dict[str, tuple[type[Any], tuple[str, ...]]]] = {
-    "unet": (UNetConfig, ("head_dim", "groups")),
-    "autoencoder": (FrameVaeConfig, ("groups", "scale")),
-    "image_encoder": (ImageEncoderConfig, ("heads",)),
-    "image_resampler": (ResamplerConfig, ("head_dim",)),
-    "action_resampler": (ResamplerConfig, ("head_dim",)),
-    "camera": (Camera, tuple(fact.name for fact in fields(Camera))),
-    "motions": (MotionStatistics, tuple(fact.name for fact in fields(MotionStatistics))),
+_FACTS: Final = {
+    "unet": ("head_dim", "groups"),
+    "autoencoder": ("groups", "scale"),
+    "image_encoder": ("heads",),
+    "image_resampler": ("head_dim",),
+    "action_resampler": ("head_dim",),
+    "camera": tuple(fact.name for fact in fields(Camera)),
+    "motions": tuple(fact.name for fact in fields(MotionStatistics)),
 }
 _OTHER_FACTS: Final = ("image_size", "schedule_steps", "history", "fps", "domain")
 
 
-# ---- folders -------------------------------------------------------------------------------------
+_OWN: Final = {"guidance": 100.0, "guidance_rescale": 1.0, "eta": 1.0}
+"""Settings of ``[world.settings]``, and the largest value of each; none is below 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvacOptions:
+    """Settings of the sampler."""
+
+    steps: int = 0
+    """Network calls per decision; 0: the folder's number."""
+    guidance: float = 1.0
+    """Scale of classifier-free guidance; 1 disables it, as in RLinf, others cost twice as much."""
+    guidance_rescale: float = 0.7
+    """See `ddim.guided`."""
+    eta: float = 1.0
+    """Share of fresh noise in each step; 0: only the first noise counts."""
+
+    @classmethod
+    def from_settings(cls, settings: ImaginationSettings, own: Mapping[str, Any]) -> EvacOptions:
+        """Read the settings of a run; raises ConfigError for those that EVAC cannot follow."""
+        refused = {
+            "context is frames, but an EVAC world remembers the latents that it drew. Use auto or latents.": (
+                settings.context == "frames"
+            ),
+            "decoder is tiny, but EVAC's autoencoder has no distilled decoder. Use full.": (
+                settings.decoder == "tiny"
+            ),
+            "precision is float8, but of an EVAC world's denoiser most are convolutions, which have no 8-bit "
+            "products. Use stored or bf16.": settings.precision == "float8",
+            f"steps is {settings.steps}, but EVAC has 1000 noise levels. Use 1 to 1000, or 0 for the "
+            "folder's number.": settings.steps > 1000,
+        }
+        for problem in (problem for problem, wrong in refused.items() if wrong):
+            raise ConfigError(f"--imagination.{problem}")
+        for name, value in own.items():
+            if name not in _OWN:
+                raise ConfigError(
+                    f"--world-settings has {name}, which an EVAC world does not know. It takes "
+                    f"{', '.join(_OWN)}."
+                )
+            number = float(value) if type(value) in (int, float) else math.nan
+            if not 0 <= number <= _OWN[name]:
+                raise ConfigError(
+                    f"--world-settings {name} is {value!r}, expected a number from 0 to {_OWN[name]:g}."
+                )
+        return cls(steps=settings.steps, **{name: float(value) for name, value in own.items()})
 
 
 class TensorPlace(NamedTuple):
@@ -82,8 +123,7 @@ class TensorPlace(NamedTuple):
     read: Callable[[], Tensor]  # Reads it, on the CPU.
 
 
-Parts = Mapping[str, Mapping[str, TensorPlace]]  # Network -> published name without prefix -> place.
-Files = Mapping[Path, Mapping[str, TensorPlace]]  # File -> published name with prefix -> place.
+Files = Mapping[Path, Mapping[str, TensorPlace]]  # File -> published name -> place.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,12 +132,13 @@ class EvacFiles(WorldFolder):
 
     label: str  # Name of the files in errors.
     config: EvacConfig
-    parts: Parts
-    guided: bool  # True if a slot is drawn with and without conditions.
+    tensors: Mapping[str, TensorPlace]  # By published name; all but those that nothing reads.
+    options: EvacOptions
 
     def slot_bytes(self, settings: ImaginationSettings = AS_SAVED, decisions: int = 0) -> SlotBytes:
         """See `WorldFolder.slot_bytes`; a slot remembers its whole episode."""
-        return estimate_slot(self.config, decisions, self.types(settings).dtype, guided=self.guided)
+        dtype = self.types(settings).dtype
+        return estimate_slot(self.config, decisions, dtype, guided=self.options.guidance != 1)
 
     def build(self) -> EvacNetworks:
         """Build the networks without memory for their weights (on the meta device)."""
@@ -107,37 +148,24 @@ class EvacFiles(WorldFolder):
     def check(self, settings: ImaginationSettings = AS_SAVED) -> int:
         """See `WorldFolder.check`."""
         networks, dtype = self.build(), self.types(settings).dtype
-        for part, wanted in published_tensors(networks).items():
-            present, prefix = self.parts[part], PREFIXES.get(part, "")
-            for name, tensor in wanted.items():
-                shape = list(tensor.shape)
-                if name not in present:
-                    raise CheckpointError(
-                        f"{self.label} lacks tensor {prefix}{name} of shape {shape}. Download it again."
-                    )
-                if present[name].shape != tensor.shape:
-                    raise CheckpointError(
-                        f"{self.label}: tensor {prefix}{name} has shape {list(present[name].shape)}, the "
-                        f"model needs {shape}. Download it again."
-                    )
-            if unknown := sorted(present.keys() - wanted.keys()):
-                raise CheckpointError(
-                    f"{self.label} holds tensor {prefix}{unknown[0]}, which the model has no use for. It "
-                    "belongs to another variant."
-                )
+        wanted = {
+            PREFIXES[part] + name: tensor.shape
+            for part, tensors in published_tensors(networks).items()
+            for name, tensor in tensors.items()
+        }
+        found = {name: place.shape for name, place in self.tensors.items()}
+        check_shapes(self.label, wanted, found, unused=False)
         modules = networks.by_name().items()
         return sum(p.numel() * _dtype(n, dtype).itemsize for n, m in modules for p in m.parameters())
 
-    def load(self, device: torch.device | str, dtype: torch.dtype) -> EvacNetworks:
+    def load(self, device: torch.device, dtype: torch.dtype) -> EvacNetworks:
         """Load the networks for inference, one tensor at a time."""
         self.check()
-        networks = self.build()
+        networks, levels = self.build(), len(self.config.autoencoder.widths)
         for part, module in networks.by_name().items():
             ready: dict[str, Tensor] = {}
-            for name, group in grouped(
-                part, module.state_dict(), len(self.config.autoencoder.widths)
-            ).items():
-                tensor = self.parts[part][name].read()
+            for name, group in grouped(part, module.state_dict(), levels).items():
+                tensor = self.tensors[PREFIXES[part] + name].read()
                 for (own, like), piece in zip(group, tensor.chunk(len(group)), strict=True):
                     ready[own] = piece.reshape(like.shape).to(device, _dtype(part, dtype), copy=True)
             nn.Module.load_state_dict(module, ready, assign=True)
@@ -169,25 +197,26 @@ def estimate_slot(
     return SlotBytes(kept=kept, scratch=scratch, shared=dtype.itemsize * _DRAWING * FRAMES_AT_ONCE * largest)
 
 
-def open_evac(folder: Path, *, guided: bool = False) -> EvacFiles:
+def open_evac(folder: Path, options: EvacOptions | None = None) -> EvacFiles:
     """Read sizes and facts of a world, without its weights."""
-    label, parts = _find_parts(folder)
-    about = read_about(folder, KIND, published=bool(parts)) if parts or (folder / ABOUT).is_file() else None
-    if about is None:
+    label, tensors = _find_tensors(folder)
+    if not tensors and not (folder / ABOUT).is_file():
         raise CheckpointError(
             f"{folder} holds no EVAC world: neither a world.json of kind {KIND!r} nor a checkpoint (*.ckpt, "
             f"*.pt) with tensor {MARK}."
         )
-    if not parts:
+    about = read_about(folder, KIND, published=bool(tensors))
+    if not tensors:
         raise CheckpointError(f"{folder / file_name('unet')} is missing. Save the world again.")
+    if about and (absent := [name for name in (*_FACTS, *_OTHER_FACTS) if name not in about]):
+        raise CheckpointError(f"{folder / ABOUT} is incomplete (no {absent[0]}). Save the world again.")
+    others = {name: about[name] for name in _OTHER_FACTS} if about else {"image_size": _IMAGE_SIZE}
     try:
-        facts = _checked_facts(about) if about else {}
-        others = {name: about[name] for name in _OTHER_FACTS} if about else {"image_size": _IMAGE_SIZE}
-        shapes = {part: {n: entry.shape for n, entry in own.items()} for part, own in parts.items()}
-        config = config_of(shapes, facts, others)
+        facts = {name: _as_tuples(about[name]) for name in _FACTS if about}
+        config = config_of({name: place.shape for name, place in tensors.items()}, facts, others)
     except KeyError as error:
         raise CheckpointError(f"{label} lacks tensor {error.args[0]}. Download it again.") from error
-    except (ValueError, TypeError, IndexError, ZeroDivisionError) as error:
+    except (ValueError, TypeError, AttributeError, IndexError, ZeroDivisionError) as error:
         if about:
             raise CheckpointError(
                 f"{folder / ABOUT} is incomplete or impossible ({error}). Save the world again."
@@ -208,15 +237,20 @@ def open_evac(folder: Path, *, guided: bool = False) -> EvacFiles:
         published=not about,
         label=label,
         config=config,
-        parts=parts,
-        guided=guided,
+        tensors=tensors,
+        options=options or EvacOptions(),
     )
+
+
+def _as_tuples(facts: Mapping[str, Any]) -> dict[str, Any]:
+    check_sizes(facts)
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in facts.items()}
 
 
 def convert_old(about: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Turn the files of format 1 in `folder` into those of this version; return the facts of world.json."""
     config = about["config"]
-    for part in (*PREFIXES, "pose_model"):
+    for part in PREFIXES:
         old = folder / f"{part}.safetensors"
         files = TensorFiles(old)
         state = {name: files.read(name) for name in files.names()}
@@ -228,18 +262,19 @@ def convert_old(about: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 def file_name(part: str) -> str:
     """Return the name of the file that asyncrl writes for a network."""
-    return f"{PREFIXES[part]}safetensors" if part in PREFIXES else _POSE_MODEL
+    return f"{PREFIXES[part]}safetensors"
 
 
 def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the facts of world.json: those of a config that shapes do not tell."""
-    parts = {name: {key: config[name][key] for key in keys} for name, (_, keys) in _FACTS.items()}
+    parts = {name: {key: config[name][key] for key in keys} for name, keys in _FACTS.items()}
     return parts | {name: config[name] for name in _OTHER_FACTS}
 
 
-def _find_parts(folder: Path) -> tuple[str, Parts]:
-    tensors, errors = _open_files(folder)
-    main = [path for path, entries in tensors.items() if MARK in entries]
+def _find_tensors(folder: Path) -> tuple[str, dict[str, TensorPlace]]:
+    """Return the name of a world's main file, and its tensors by published name; none without a world."""
+    files, errors = _open_files(folder)
+    main = [path for path, places in files.items() if MARK in places]
     if not main:
         if errors:  # Perhaps it is the one that cannot be read.
             raise errors[0]
@@ -248,35 +283,29 @@ def _find_parts(folder: Path) -> tuple[str, Parts]:
         raise CheckpointError(
             f"{folder} holds several EVAC checkpoints ({main[0].name}, {main[1].name}). Keep one."
         )
-    label, parts = str(main[0]), {part: dict[str, TensorPlace]() for part in PREFIXES}
-    own = {file_name(part) for part in PREFIXES}
-    files = [entries for path, entries in tensors.items() if path == main[0] or path.name in own]
-    for name, entry in (item for entries in files for item in entries.items()):
-        if _IGNORED.fullmatch(name):
+    own = {main[0].name, *map(file_name, PREFIXES)}
+    places = (item for path, places in files.items() if path.name in own for item in places.items())
+    tensors = {name: place for name, place in places if not _IGNORED.fullmatch(name)}
+    for part, find, advice in (
+        (
+            "image_encoder",
+            _tower,
+            f"without the image encoder (no tensor {PREFIXES['image_encoder']}conv1.weight), and no file "
+            f"with {_TOWER}. Put open_clip_pytorch_model.bin of OpenCLIP's ViT-H-14 beside it.",
+        ),
+        (
+            "pose_model",
+            _pose_model,
+            f"and no model of the hand's poses (no file with a linear layer of {ACTION_DIM + POSE_DIM} "
+            "inputs, abs_action_mean and abs_action_std). Put it beside the checkpoint.",
+        ),
+    ):
+        if any(name.startswith(PREFIXES[part]) for name in tensors):
             continue
-        part = next((part for part, prefix in PREFIXES.items() if name.startswith(prefix)), None)
-        if part is None:
-            raise CheckpointError(
-                f"{label} holds tensor {name}, which the model has no use for. It belongs to another variant."
-            )
-        parts[part][name.removeprefix(PREFIXES[part])] = entry
-    parts["image_encoder"] = parts["image_encoder"] or _tower(tensors)
-    parts["pose_model"] = _pose_model(tensors)
-    if errors and not (parts["image_encoder"] and parts["pose_model"]):
-        raise errors[0]
-    if not parts["image_encoder"]:
-        raise CheckpointError(
-            f"{folder} holds an EVAC checkpoint without the image encoder (no tensor "
-            f"{PREFIXES['image_encoder']}conv1.weight), and no file with {_TOWER}. Put "
-            "open_clip_pytorch_model.bin of OpenCLIP's ViT-H-14 beside it."
-        )
-    if not parts["pose_model"]:
-        raise CheckpointError(
-            f"{folder} holds an EVAC checkpoint and no model of the hand's poses (no file with a linear "
-            f"layer of {ACTION_DIM + POSE_DIM} inputs, abs_action_mean and abs_action_std). Put it beside "
-            "the checkpoint."
-        )
-    return label, parts
+        if not (found := find(files)):
+            raise errors[0] if errors else CheckpointError(f"{folder} holds an EVAC checkpoint {advice}")
+        tensors |= {PREFIXES[part] + name: place for name, place in found.items()}
+    return str(main[0]), tensors
 
 
 def _open_files(folder: Path) -> tuple[Files, list[CheckpointError]]:
@@ -338,33 +367,3 @@ def _pose_model(files: Files) -> dict[str, TensorPlace]:
         named |= {f"net.{2 * i}.bias": entries[name] for i, name in enumerate(biases)}
         return named | {short: entries[name] for short, name in statistics.items()}
     return {}
-
-
-def _checked_facts(about: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    facts = {}
-    for name, (kind, keys) in _FACTS.items():
-        part = about.get(name)
-        if not isinstance(part, Mapping):
-            raise ValueError(f"{name} is no object")
-        if different := sorted(part.keys() ^ set(keys)):
-            raise ValueError(f"{name} lacks {different[0]}, or does not know it")
-        check_sizes(part)
-        check_kinds(kind, part)
-        facts[name] = {key: tuple(v) if isinstance(v, list) else v for key, v in part.items()}
-    if missing := [name for name in _OTHER_FACTS if name not in about]:
-        raise ValueError(f"{missing[0]} is missing")
-    check_kinds(EvacConfig, {name: about[name] for name in _OTHER_FACTS})
-    return facts
-
-
-def check_kinds(kind: type[Any], values: Mapping[str, Any]) -> None:
-    """Check that numbers have the types that a dataclass declares; the ValueError names one that has not."""
-    for declared in fields(kind):
-        match = re.fullmatch(r"(tuple\[)?(int|float|bool)\b.*", str(declared.type))
-        if match is None or declared.name not in values:
-            continue
-        value, many = values[declared.name], match[1] is not None
-        wanted = {"int": (int,), "float": (int, float), "bool": (bool,)}[match[2]]
-        numbers = value if many and isinstance(value, list | tuple) else (value,)
-        if not numbers or not all(type(number) in wanted for number in numbers):
-            raise ValueError(f"{declared.name} is {shortened(value)}, expected {declared.type}")

@@ -25,13 +25,14 @@ from asyncrl.worlds.evac.unet import UNetConfig
 from asyncrl.worlds.files import renamed
 from asyncrl.worlds.layers import FrameVaeConfig
 
-# By network; the model of poses is published in a file of its own.
+# By network. The model of poses is published in a file of its own, without a prefix.
 PREFIXES: Final = {
     "unet": "model.diffusion_model.",
     "autoencoder": "first_stage_model.",
     "action_resampler": "cond_stage_model.",
     "image_resampler": "image_proj_model.",
     "image_encoder": "embedder.model.visual.",
+    "pose_model": "pose_model.",
 }
 _HEAD_DIM, _IMAGE_HEAD_DIM = 64, 80
 _SCALE: Final = 0.18215  # Factor of the autoencoder's latents, which makes their variance about 1.
@@ -108,27 +109,28 @@ def published_tensors(networks: EvacNetworks) -> dict[str, dict[str, Tensor]]:
 # ---- sizes ---------------------------------------------------------------------------------------
 
 
-class _Shapes(dict[str, torch.Size]):
-    """Shapes by name without prefix; the error of a missing one has the prefix."""
+class _Shapes:
+    """Shapes of a network's tensors by name without prefix; the KeyError of a missing one has the prefix."""
 
-    def __init__(self, part: str, shapes: Mapping[str, torch.Size]) -> None:
-        super().__init__(shapes)
-        self.prefix = PREFIXES.get(part, "")
+    def __init__(self, prefix: str, shapes: Mapping[str, torch.Size]) -> None:
+        self.prefix, self.shapes = prefix, shapes
 
-    def __missing__(self, name: str) -> torch.Size:
-        raise KeyError(self.prefix + name)
+    def __getitem__(self, name: str) -> torch.Size:
+        return self.shapes[self.prefix + name]
+
+    def __contains__(self, name: str) -> bool:
+        return self.prefix + name in self.shapes
 
     def count(self, pattern: str) -> int:
-        return 1 + max((int(match[1]) for name in self if (match := re.match(pattern, name))), default=-1)
+        matches = (re.match(re.escape(self.prefix) + pattern, name) for name in self.shapes)
+        return 1 + max((int(match[1]) for match in matches if match), default=-1)
 
 
 def config_of(
-    shapes: Mapping[str, Mapping[str, torch.Size]],
-    facts: Mapping[str, Mapping[str, Any]],
-    others: Mapping[str, Any],
+    shapes: Mapping[str, torch.Size], facts: Mapping[str, Mapping[str, Any]], others: Mapping[str, Any]
 ) -> EvacConfig:
     """Read the sizes of a world from the shapes of its tensors; facts that are missing are as published."""
-    of = {part: _Shapes(part, own) for part, own in shapes.items()}
+    of = {part: _Shapes(prefix, shapes) for part, prefix in PREFIXES.items()}
     return EvacConfig(
         unet=_unet_size(of["unet"], facts.get("unet", {})),
         autoencoder=_autoencoder_size(of["autoencoder"], facts.get("autoencoder", {})),

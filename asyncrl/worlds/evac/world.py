@@ -10,16 +10,14 @@ channels, h/w latent size, I image tokens, T tokens of an action, K their width.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from asyncrl.config.sections import ImaginationSettings
@@ -36,58 +34,11 @@ from asyncrl.worlds.evac.conditions import (
     condition_channels,
 )
 from asyncrl.worlds.evac.ddim import guided, normal_noise, normal_words, sampling_steps, seed_words
-from asyncrl.worlds.evac.files import CONTEXT, KIND, EvacFiles, facts_of, file_name, open_evac
+from asyncrl.worlds.evac.files import CONTEXT, KIND, EvacFiles, EvacOptions, facts_of, file_name, open_evac
 from asyncrl.worlds.evac.published import published_tensors
 from asyncrl.worlds.files import AS_SAVED, FolderWorld, write_about
-from asyncrl.worlds.slots import TensorState, finite_rows, imagine_full, open_each_once
+from asyncrl.worlds.slots import TensorState, finite_rows, open_each_once
 from asyncrl.worlds.start_states import check_beginnings
-
-_OWN: Final = {"guidance": 100.0, "guidance_rescale": 1.0, "eta": 1.0}
-"""Settings of ``[world.settings]``, and the largest value of each; none is below 0."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvacOptions:
-    """Settings of the sampler."""
-
-    steps: int = 0
-    """Network calls per decision; 0: the folder's number."""
-    guidance: float = 1.0
-    """Scale of classifier-free guidance; 1 disables it, as in RLinf, others cost twice as much."""
-    guidance_rescale: float = 0.7
-    """See `ddim.guided`."""
-    eta: float = 1.0
-    """Share of fresh noise in each step; 0: only the first noise counts."""
-
-    @classmethod
-    def from_settings(cls, settings: ImaginationSettings, own: Mapping[str, Any]) -> EvacOptions:
-        """Read the settings of a run; raises ConfigError for those that EVAC cannot follow."""
-        refused = {
-            "context is frames, but an EVAC world remembers the latents that it drew. Use auto or latents.": (
-                settings.context == "frames"
-            ),
-            "decoder is tiny, but EVAC's autoencoder has no distilled decoder. Use full.": (
-                settings.decoder == "tiny"
-            ),
-            "precision is float8, but of an EVAC world's denoiser most are convolutions, which have no 8-bit "
-            "products. Use stored or bf16.": settings.precision == "float8",
-            f"steps is {settings.steps}, but EVAC has 1000 noise levels. Use 1 to 1000, or 0 for the "
-            "folder's number.": settings.steps > 1000,
-        }
-        for problem in (problem for problem, wrong in refused.items() if wrong):
-            raise ConfigError(f"--imagination.{problem}")
-        for name, value in own.items():
-            if name not in _OWN:
-                raise ConfigError(
-                    f"--world-settings has {name}, which an EVAC world does not know. It takes "
-                    f"{', '.join(_OWN)}."
-                )
-            number = float(value) if type(value) in (int, float) else math.nan
-            if not 0 <= number <= _OWN[name]:
-                raise ConfigError(
-                    f"--world-settings {name} is {value!r}, expected a number from 0 to {_OWN[name]:g}."
-                )
-        return cls(steps=settings.steps, **{name: float(value) for name, value in own.items()})
 
 
 def memory_index(count_B: Tensor, remembered: int) -> Tensor:
@@ -192,17 +143,12 @@ class EvacWorld(FolderWorld):
         self.config = config
         self.options = options or EvacOptions()
         self.version = version
+        self.image_size = config.image_size
         self.steps = sampling_steps(self.options.steps or config.schedule_steps, self.options.eta)
         self._geometry = Geometry(config)
-        self._rows = 0
         self._velocity: Callable[..., Tensor] = networks.unet
         self._noise: Callable[..., Tensor] = normal_noise
         self.to(device)
-
-    @property
-    def image_size(self) -> int:
-        """Height and width of the frames in pixels."""
-        return self.config.image_size
 
     @property
     def action_spec(self) -> ActionSpec:
@@ -212,24 +158,28 @@ class EvacWorld(FolderWorld):
     @classmethod
     def files(cls, folder: Path, settings: ImaginationSettings, own: Mapping[str, Any]) -> EvacFiles:
         """See `FolderWorld.files`."""
-        options = EvacOptions.from_settings(settings, own)
-        return open_evac(folder, guided=options.guidance != 1)
+        return open_evac(folder, EvacOptions.from_settings(settings, own))
 
     @classmethod
-    def load(cls, folder: Path, device: torch.device, settings: ImaginationSettings, **own: Any) -> EvacWorld:
-        """See `World.load`."""
-        options = EvacOptions.from_settings(settings, own)
-        return load_world(folder, device=device, options=options, settings=settings)
+    def from_files(
+        cls,
+        files: EvacFiles,
+        device: torch.device,
+        settings: ImaginationSettings = AS_SAVED,
+        dtype: torch.dtype | None = None,
+    ) -> Self:
+        """See `FolderWorld.from_files`."""
+        networks = files.load(device, dtype or files.types(settings).dtype)
+        return cls(networks, files.config, options=files.options, version=files.version, device=device)
 
     def modules(self) -> dict[str, nn.Module]:
         """Return the six networks by name."""
         return self.networks.by_name()
 
-    def to(self, device: torch.device | str) -> EvacWorld:
-        """Move the weights to `device` (host memory while they are not needed) and return this world."""
-        for module in (*self.modules().values(), self._geometry):
-            nn.Module.to(module, device)  # diffusers' own `to` is untyped
-        self.device = torch.device(device)
+    def to(self, device: torch.device | str) -> Self:
+        """Move the weights to `device` and return this world."""
+        super().to(device)
+        self._geometry.to(device)
         self._constants = (
             torch.cat([torch.zeros(self.config.history), torch.ones(CHUNK)]).to(self.device),
             torch.tensor([float(self.config.fps)]).to(self.device),
@@ -240,7 +190,7 @@ class EvacWorld(FolderWorld):
 
     def compile(self, rows: int) -> EvacWorld:
         """Compile the slow parts; the first decision takes minutes longer at full size."""
-        self._rows = rows
+        self.rows = rows
         unet = self.networks.unet
         unet.compile(fullgraph=True, dynamic=False)
         if self.device.type == "cuda":
@@ -248,11 +198,6 @@ class EvacWorld(FolderWorld):
         self.networks.autoencoder.compile_pieces(encoder=True)
         self._noise = partial(normal_noise, words=torch.compile(normal_words, fullgraph=True, dynamic=False))
         return self
-
-    def weights_moved(self) -> None:
-        """Forget where the weights were; they return to other addresses."""
-        if isinstance(self._velocity, CudaGraphed):
-            self._velocity.forget()
 
     @torch.no_grad()
     def start(self, states: Sequence[StartState], *, decisions: int) -> EvacState:
@@ -285,17 +230,10 @@ class EvacWorld(FolderWorld):
             left=torch.full((batch,), decisions),
         )
 
-    @torch.no_grad()
-    def imagine(
-        self, state: EvacState, actions: Tensor | NDArray[np.float32], noise_seeds: Sequence[int]
-    ) -> tuple[Tensor, EvacState]:
-        """See `World.imagine`; a decision beyond the announced number is refused."""
-        state.check_room()
-        return imagine_full(self._imagine, state, actions, noise_seeds, rows=self._rows, device=self.device)
-
     def _imagine(
         self, state: EvacState, actions_BC7: Tensor, noise_seeds: Sequence[int]
     ) -> tuple[Tensor, EvacState]:
+        state.check_room()
         conditions = self.conditions(state, actions_BC7)
         new_BZChw = self.denoise(conditions, noise_seeds)
         latents_BCZhw = new_BZChw.transpose(1, 2)
@@ -361,20 +299,6 @@ class EvacWorld(FolderWorld):
             conditional, unconditional = velocity.chunk(2)
             return guided(conditional, unconditional, options.guidance, options.guidance_rescale)
         return velocity
-
-
-def load_world(
-    folder: Path,
-    *,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype | None = None,
-    options: EvacOptions | None = None,
-    settings: ImaginationSettings = AS_SAVED,
-) -> EvacWorld:
-    """Load a world for inference; None of `dtype` and `options`: as saved or published."""
-    files = open_evac(folder)
-    networks = files.load(device, dtype or files.types(settings).dtype)
-    return EvacWorld(networks, files.config, options=options, version=files.version, device=device)
 
 
 def save_world(folder: Path, world: EvacWorld) -> None:

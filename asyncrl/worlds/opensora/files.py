@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.sections import ImaginationSettings
-from asyncrl.devices.float8 import saved_bytes
+from asyncrl.devices.float8 import check_device, saved_bytes, use_float8
 from asyncrl.devices.tensors import constant_to_device
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.records import ACTION_DIM, CHUNK, SlotBytes
@@ -39,7 +39,7 @@ from asyncrl.worlds.files import (
     transformer_files,
 )
 from asyncrl.worlds.layers import FrameVae, FrameVaeConfig
-from asyncrl.worlds.opensora.stdit3 import CONDITION, STDiT3, STDiT3Config
+from asyncrl.worlds.opensora.stdit3 import CONDITION, UNUSED, STDiT3, STDiT3Config
 
 _log = logging.getLogger(__name__)
 
@@ -76,11 +76,6 @@ class ActionRange:
     low: tuple[float, ...]  # A numbers in the policy's units: q01.
     high: tuple[float, ...]  # A numbers, each above that of `low`: q99.
 
-    @classmethod
-    def symmetric(cls) -> ActionRange:
-        """Return -1 to 1: actions stay as they are."""
-        return cls(low=(-1.0,) * ACTION_DIM, high=(1.0,) * ACTION_DIM)
-
     def tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return `low` and `high` ``[A]`` float32 on `device`."""
         low, high = (constant_to_device(np.array(ends, np.float32), device) for ends in (self.low, self.high))
@@ -98,8 +93,8 @@ class OpenSoraFiles(WorldFolder):
     # Rounded, positions would turn by other angles than those of the fit.
     EXACT_WEIGHTS = frozenset({"rope.freqs"})
 
-    transformer: TensorFiles
-    transformer_size: STDiT3Config  # As in the files, with or without the branches that nothing reads.
+    transformer: TensorFiles  # Without the tensors that nothing reads.
+    transformer_size: STDiT3Config
     vae: TensorFiles
     vae_size: FrameVaeConfig
     action_range: ActionRange
@@ -113,39 +108,35 @@ class OpenSoraFiles(WorldFolder):
         """See `WorldFolder.slot_bytes`."""
         return slot_bytes(self.transformer_size, self.vae_size, self.image_size, self.types(settings).dtype)
 
-    def build(self, *, unused_branches: bool) -> tuple[STDiT3, FrameVae]:
+    def build(self) -> tuple[STDiT3, FrameVae]:
         """Build the modules without memory for their weights (on the meta device)."""
         with torch.device("meta"):
-            size = replace(self.transformer_size, unused_branches=unused_branches)
-            return STDiT3(size), FrameVae(self.vae_size, at_once=FRAMES_AT_ONCE)
+            return STDiT3(self.transformer_size), FrameVae(self.vae_size, at_once=FRAMES_AT_ONCE)
 
     def check(self, settings: ImaginationSettings = AS_SAVED) -> int:
         """See `WorldFolder.check`."""
-        in_files, vae = self.build(unused_branches=self.transformer_size.unused_branches)
-        check_fit(in_files, self.transformer, unused=False)
+        transformer, vae = self.build()
+        check_fit(transformer, self.transformer, unused=False)
         check_fit(vae, self.vae, unused=False)
-        used, _ = self.build(unused_branches=False)
-        types, blocks = self.types(settings), (used.spatial_blocks, used.temporal_blocks)
+        types, blocks = self.types(settings), (transformer.spatial_blocks, transformer.temporal_blocks)
         saved = sum(saved_bytes(block, types.dtype) for block in blocks)
-        return types.nbytes(used) + types.nbytes(vae) - saved * (settings.precision == "float8")
+        return types.nbytes(transformer) + types.nbytes(vae) - saved * (settings.precision == "float8")
 
     def load(
-        self,
-        device: torch.device | str,
-        dtype: torch.dtype | None,
-        settings: ImaginationSettings,
-        *,
-        unused_branches: bool = False,
+        self, device: torch.device, dtype: torch.dtype | None, settings: ImaginationSettings
     ) -> tuple[STDiT3, FrameVae]:
-        """Load the networks for inference, one tensor at a time; `dtype` None takes `types`."""
+        """Load the networks for inference, one tensor at a time; see `FolderWorld.from_files`."""
+        rounded = settings.precision == "float8"
+        if rounded:
+            check_device(device)
         self.check()
         types = self.types(settings) if dtype is None else WeightTypes(dtype=dtype)
-        unused_branches = unused_branches and self.transformer_size.unused_branches
-        transformer, vae = self.build(unused_branches=unused_branches)
-        wanted = self.transformer.only(transformer.state_dict().keys())
-        fill(transformer, wanted, dtype=types.dtype, device=device, exact=types.exact)
+        transformer, vae = self.build()
+        fill(transformer, self.transformer, dtype=types.dtype, device=device, exact=types.exact)
         fill(vae, self.vae, dtype=types.dtype, device=device)
         vae.use_channels_last()
+        for blocks in (transformer.spatial_blocks, transformer.temporal_blocks) if rounded else ():
+            use_float8(blocks)
         return transformer.eval().requires_grad_(False), vae.eval().requires_grad_(False)
 
 
@@ -201,7 +192,7 @@ def open_world(folder: Path) -> OpenSoraFiles:
         )
     return OpenSoraFiles(
         folder=folder,
-        transformer=transformer,
+        transformer=transformer.only({n for n in transformer.names() if not any(p in n for p in UNUSED)}),
         transformer_size=size,
         vae=vae,
         vae_size=vae_size,
@@ -233,8 +224,6 @@ def recognise_transformer(files: TensorFiles, about: Mapping[str, Any]) -> STDiT
     width, channels, _, patch, _ = shape("x_embedder.proj.weight", 5)
     head_dim = shape("spatial_blocks.0.attn.q_norm.weight", 1)[0]
     inner = shape("spatial_blocks.0.mlp.fc1.weight", 2)[0]
-    unused = not about or "y_embedder.y_embedding" in shapes
-    text = shape("y_embedder.y_embedding", 2) if unused else ()
     depths = (re.match(r"(?:spatial|temporal)_blocks\.(\d+)\.", name) for name in shapes)
     try:
         size = STDiT3Config(
@@ -246,8 +235,6 @@ def recognise_transformer(files: TensorFiles, about: Mapping[str, Any]) -> STDiT
             mlp_ratio=inner // width if width else 0,
             freq_dim=shape("t_embedder.mlp.0.weight", 2)[1],
             action_dim=numbers,
-            unused_branches=unused,
-            **dict(zip(("text_tokens", "text_channels"), text, strict=False)),
         )
     except ValueError as error:
         raise CheckpointError(f"{files.label} is no STDiT3: {error}. Download it again.") from error

@@ -31,7 +31,7 @@ CONDITION: Final = 4
 """Frames that are given; the embedding of no action stands for the actions that made them."""
 CONDITION_TIME: Final = 15.0  # Time of the condition frames, of 1000: so little noise is on them in training.
 UNUSED: Final = ("cross_attn.", "y_embedder.", "fps_embedder.")
-"""Parts of names of tensors that are in the published files and in no computation."""
+"""Parts of names of tensors of text and frame rate: in the published files, and in no computation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +51,7 @@ class STDiT3Config:
     """Inner width of the MLPs, in model widths."""
     freq_dim: int = 256
     """Channels of the sinusoid of the time."""
-    unused_branches: bool = False
-    """Keep the text and frame-rate branches, which no computation reads: to write published files."""
     action_dim: int = ACTION_DIM
-    text_channels: int = 4096
-    """Channels of the text embedding; only with `unused_branches`, like `text_tokens`."""
-    text_tokens: int = 300
 
     def __post_init__(self) -> None:
         sizes = (self.depth, self.width, self.heads, self.channels, self.patch, self.mlp_ratio)
@@ -80,8 +75,8 @@ class STDiT3Config:
 
     @classmethod
     def xl2(cls) -> STDiT3Config:
-        """Return the published size: 978 tensors, 1,212,991,556 parameters, of which 907,789,892 are used."""
-        return cls(depth=28, width=1152, heads=16, unused_branches=True)
+        """Return the published size: 907,789,892 parameters, and 305,201,664 of `UNUSED` in the files."""
+        return cls(depth=28, width=1152, heads=16)
 
 
 EPS: Final = 1e-6  # Epsilon of all norms.
@@ -125,25 +120,13 @@ class Mlp(nn.Module):
         return self.fc2(functional.gelu(self.fc1(x), approximate="tanh"))
 
 
-class TextAttention(nn.Module):
-    """The text's cross-attention: in the published files, in no computation."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.q_linear = nn.Linear(width, width)
-        self.kv_linear = nn.Linear(width, 2 * width)
-        self.proj = nn.Linear(width, width)
-
-
 class Block(nn.Module):
     """Common part of spatial and temporal blocks: attention and MLP between modulated norms."""
 
-    def __init__(self, width: int, heads: int, hidden: int, *, text: bool) -> None:
+    def __init__(self, width: int, heads: int, hidden: int) -> None:
         super().__init__()
         self.scale_shift_table = nn.Parameter(torch.randn(6, width) / width**0.5)
         self.attn = NormedAttention(width, heads)
-        if text:
-            self.cross_attn = TextAttention(width)
         self.mlp = Mlp(width, hidden, width)
 
     def modulation(self, shared_BF6D: Tensor) -> tuple[Tensor, ...]:
@@ -216,24 +199,22 @@ class STDiT3(nn.Module):
         self.gradient_checkpointing = False
         patch = (1, size.patch, size.patch)
         self.x_embedder = _branch(proj=nn.Conv3d(size.channels, width, patch, stride=patch))
-        self.t_embedder = _branch(mlp=_time_mlp(size))
+        time = (nn.Linear(size.freq_dim, width), nn.SiLU(), nn.Linear(width, width))
+        self.t_embedder = _branch(mlp=nn.Sequential(*time))
         self.action_embedder = _branch(
             fc=nn.Sequential(nn.Linear(size.action_dim, 4 * width), nn.SiLU(), nn.Linear(4 * width, width)),
             none_action=nn.Embedding(1, width),
         )
         self.t_block = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
         self.rope = _branch()
-        self.rope.freqs = nn.Parameter(_rotary_rates(width // size.heads), requires_grad=False)
-        shape, text = (width, size.heads, size.mlp_ratio * width), size.unused_branches
-        self.spatial_blocks = nn.ModuleList(SpatialBlock(*shape, text=text) for _ in range(size.depth))
-        self.temporal_blocks = nn.ModuleList(TemporalBlock(*shape, text=text) for _ in range(size.depth))
+        channels = width // size.heads
+        rates = 10000.0 ** (-torch.arange(0, channels, 2).float() / channels)
+        self.rope.freqs = nn.Parameter(rates, requires_grad=False)
+        shape = (width, size.heads, size.mlp_ratio * width)
+        self.spatial_blocks = nn.ModuleList(SpatialBlock(*shape) for _ in range(size.depth))
+        self.temporal_blocks = nn.ModuleList(TemporalBlock(*shape) for _ in range(size.depth))
         self.final_layer = _branch(linear=nn.Linear(width, 2 * size.channels * size.patch**2))
         self.final_layer.scale_shift_table = nn.Parameter(torch.randn(2, width) / width**0.5)
-        if text:
-            self.fps_embedder = _branch(mlp=_time_mlp(size))
-            self.y_embedder = _branch(y_proj=Mlp(size.text_channels, width, width))
-            table = torch.randn(size.text_tokens, size.text_channels) / size.text_channels**0.5
-            self.y_embedder.register_buffer("y_embedding", table)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -365,15 +346,6 @@ def positions(rows: int, columns: int, width: int, device: torch.device) -> Tens
 def _visible(frames: int, seen: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return torch.ones(frames, seen, dtype=torch.bool, device=device).tril(seen - frames)
-
-
-def _rotary_rates(channels: int) -> Tensor:
-    return 10000.0 ** (-torch.arange(0, channels, 2).float() / channels)
-
-
-def _time_mlp(size: STDiT3Config) -> nn.Sequential:
-    width = size.width
-    return nn.Sequential(nn.Linear(size.freq_dim, width), nn.SiLU(), nn.Linear(width, width))
 
 
 def _branch(**modules: nn.Module) -> Any:

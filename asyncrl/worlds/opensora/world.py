@@ -19,15 +19,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from asyncrl.config.sections import ImaginationSettings
-from asyncrl.devices import float8
 from asyncrl.devices.streams import CudaGraphed
 from asyncrl.devices.tensors import to_device, to_signed, to_uint8
 from asyncrl.records import CHUNK, ActionSpec, StartState
@@ -47,7 +45,7 @@ from asyncrl.worlds.opensora.files import (
     write_vae_config,
 )
 from asyncrl.worlds.opensora.stdit3 import CONDITION, CONDITION_TIME, STDiT3
-from asyncrl.worlds.slots import TensorState, draw_noise, finite_rows, imagine_full, open_each_once
+from asyncrl.worlds.slots import TensorState, draw_noise, finite_rows, open_each_once
 from asyncrl.worlds.start_states import check_beginnings
 
 NOISE_TIME: Final = 1000.0  # Time of pure noise.
@@ -79,16 +77,10 @@ class OpenSoraWorld(FolderWorld):
         self.action_range = action_range
         self.schedule_steps = schedule_steps
         self.version = version
-        self._image_size = image_size
-        self._rows = 0
+        self.image_size = image_size
         self._sampler: Callable[..., Tensor] = self._sample
         self.to(device)
         sampling_times(schedule_steps)  # refuses 0 steps here and not at the first decision
-
-    @property
-    def image_size(self) -> int:
-        """Height and width of the frames in pixels."""
-        return self._image_size
 
     @classmethod
     def files(cls, folder: Path, settings: ImaginationSettings, own: Mapping[str, Any]) -> OpenSoraFiles:
@@ -98,12 +90,24 @@ class OpenSoraWorld(FolderWorld):
         return open_world(folder)
 
     @classmethod
-    def load(
-        cls, folder: Path, device: torch.device, settings: ImaginationSettings, **own: Any
-    ) -> OpenSoraWorld:
-        """See `World.load`."""
-        refuse_own_settings(own, "an OpenSora world")
-        return load_world(folder, device=device, settings=settings)
+    def from_files(
+        cls,
+        files: OpenSoraFiles,
+        device: torch.device,
+        settings: ImaginationSettings = AS_SAVED,
+        dtype: torch.dtype | None = None,
+    ) -> Self:
+        """See `FolderWorld.from_files`."""
+        transformer, vae = files.load(device, dtype, settings)
+        return cls(
+            transformer,
+            vae,
+            files.action_range,
+            image_size=files.image_size,
+            schedule_steps=settings.steps or files.schedule_steps,
+            version=files.version,
+            device=device,
+        )
 
     @property
     def action_spec(self) -> ActionSpec:
@@ -114,28 +118,21 @@ class OpenSoraWorld(FolderWorld):
         """Transformer and autoencoder."""
         return {"transformer": self.transformer, "vae": self.vae}
 
-    def to(self, device: torch.device | str) -> OpenSoraWorld:
+    def to(self, device: torch.device | str) -> Self:
         """Move the weights to `device` and return this world."""
-        for module in self.modules().values():
-            module.to(device)
-        self.device = torch.device(device)
+        super().to(device)
         self._low_A, self._high_A = self.action_range.tensors(self.device)
         return self
 
     def compile(self, rows: int) -> OpenSoraWorld:
         """Compile for decisions of `rows` slots; see `World.compile`. The first takes a minute longer."""
-        self._rows = rows
+        self.rows = rows
         self.transformer.compile_blocks()
         self.vae.compile_pieces()
         if self.device.type == "cuda":
             # All steps in one graph: the keys and values of the condition frames stay inside.
             self._sampler = CudaGraphed(self._sample)
         return self
-
-    def weights_moved(self) -> None:
-        """Drop CUDA graphs, which hold the old addresses of the weights."""
-        if isinstance(self._sampler, CudaGraphed):
-            self._sampler.forget()
 
     @torch.no_grad()
     def start(self, states: Sequence[StartState], *, decisions: int = 0) -> OpenSoraState:
@@ -154,14 +151,6 @@ class OpenSoraWorld(FolderWorld):
         picked = self.vae.encode(frames_U3HW).index_select(0, rows)
         latents_BZ4hw = picked.unflatten(0, (len(states), CONDITION)).transpose(1, 2).contiguous()
         return OpenSoraState(latents=latents_BZ4hw, finite=finite_rows(latents_BZ4hw))
-
-    @torch.no_grad()
-    def imagine(
-        self, state: OpenSoraState, actions: Tensor | NDArray[np.float32], noise_seeds: Sequence[int]
-    ) -> tuple[Tensor, OpenSoraState]:
-        """Draw 8 frames ``[B, 8, H, W, 3]`` for 8 actions in the policy's units; see `World.imagine`."""
-        full = {"rows": self._rows, "device": self.device, "spec": self.action_spec}
-        return imagine_full(self._imagine, state, actions, noise_seeds, **full)
 
     def _imagine(
         self, state: OpenSoraState, actions_BCA: Tensor, noise_seeds: Sequence[int]
@@ -255,34 +244,6 @@ def normalise(actions_BCA: Tensor, low_A: Tensor, high_A: Tensor) -> Tensor:
         [0.0, 3.0]
     """
     return 2 * (actions_BCA - low_A) / (high_A - low_A) - 1
-
-
-def load_world(
-    folder: Path,
-    *,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype | None = None,
-    settings: ImaginationSettings = AS_SAVED,
-    unused_branches: bool = False,
-) -> OpenSoraWorld:
-    """Load a world for inference; see `World.load`. `dtype` None takes `WorldFolder.types`."""
-    check_settings(settings)
-    rounded = settings.precision == "float8"
-    if rounded:
-        float8.check_device(torch.device(device))
-    files: OpenSoraFiles = open_world(folder)
-    transformer, vae = files.load(device, dtype, settings, unused_branches=unused_branches)
-    for blocks in (transformer.spatial_blocks, transformer.temporal_blocks) if rounded else ():
-        float8.use_float8(blocks)
-    return OpenSoraWorld(
-        transformer,
-        vae,
-        files.action_range,
-        image_size=files.image_size,
-        schedule_steps=settings.steps or files.schedule_steps,
-        version=files.version,
-        device=device,
-    )
 
 
 def save_world(folder: Path, world: OpenSoraWorld) -> None:

@@ -7,6 +7,11 @@ memory stands for the last four frames, and every decision makes two latents (8 
     frames    as published: the last four frames become uint8 pixels and are encoded again behind the first
               one, and the decoder draws [memory, new, new] again behind the first frame
 
+Data and noise mix as ``x = (1 - sigma) * data + sigma * noise``; the network gets the time ``1000 * sigma``.
+Levels are those of rectified flow with shift 5 (arXiv 2503.20314), in float64: diffusers'
+FlowMatchEulerDiscreteScheduler has float32 tables, whose last digits give other frames. Losses have
+the bell-shaped weight that DiffSynth trains Wan with.
+
 Dimension letters: B slots, Z latent channels, h/w latent size, H/W pixels, T = 13 actions of a window.
 """
 
@@ -17,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -30,16 +35,19 @@ from asyncrl.devices.tensors import to_device, to_signed, to_uint8
 from asyncrl.records import ActionSpec, StartState, dummy_action
 from asyncrl.storage.weight_files import write_tensors
 from asyncrl.worlds.files import AS_SAVED, FolderWorld, refuse_own_settings, write_about
-from asyncrl.worlds.slots import TensorState, draw_noise, finite_rows, imagine_full, open_each_once
+from asyncrl.worlds.slots import TensorState, draw_noise, finite_rows, open_each_once
 from asyncrl.worlds.start_states import check_beginnings
 from asyncrl.worlds.wan.files import KIND, TRANSFORMER, VAE, WanFiles, open_world
-from asyncrl.worlds.wan.flow_matching import sampling_sigmas
 from asyncrl.worlds.wan.tiny_decoder import Decoder, FullDecoder
 from asyncrl.worlds.wan.transformer import ActionWanTransformer
 from asyncrl.worlds.wan.vae import Cache, Layers, WanVae, encode_layers, encode_step
 
 CONTEXT: Final = 4  # Frames that the memory latent stands for.
 WINDOW: Final = 4  # Latent frames the transformer sees: anchor, memory and two new ones.
+TRAIN_LEVELS: Final = 1000  # Number of noise levels that training draws from.
+SHIFT: Final = 5.0  # Pushes the levels towards noise: 5 s / (1 + 4 s).
+CONTEXT_SIGMA: Final = 5 * 0.05 / 1.2
+"""Noise level (0.208, id 950) put on the memory latent in training: it makes imagined memories tolerable."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,17 +88,11 @@ class WanWorld(FolderWorld):
         self.version = version
         self.memory = memory
         self.decoder: Decoder = decoder or FullDecoder(vae)
-        self._image_size = image_size
-        self._rows = 0
+        self.image_size = image_size
         self._encoder_layers: Layers = encode_layers
         self._velocity: Callable[..., Tensor] = transformer
         self.to(device)
         sampling_sigmas(schedule_steps)  # refuses 0 steps here and not at the first decision
-
-    @property
-    def image_size(self) -> int:
-        """Height and width of the frames in pixels."""
-        return self._image_size
 
     @classmethod
     def files(cls, folder: Path, settings: ImaginationSettings, own: Mapping[str, Any]) -> WanFiles:
@@ -99,10 +101,25 @@ class WanWorld(FolderWorld):
         return open_world(folder)
 
     @classmethod
-    def load(cls, folder: Path, device: torch.device, settings: ImaginationSettings, **own: Any) -> WanWorld:
-        """See `World.load`."""
-        refuse_own_settings(own, "a Wan world")
-        return load_world(folder, device=device, settings=settings)
+    def from_files(
+        cls,
+        files: WanFiles,
+        device: torch.device,
+        settings: ImaginationSettings = AS_SAVED,
+        dtype: torch.dtype | None = None,
+    ) -> Self:
+        """See `FolderWorld.from_files`."""
+        transformer, vae, decoder = files.load(device, dtype, settings)
+        return cls(
+            transformer,
+            vae,
+            image_size=files.image_size,
+            schedule_steps=settings.steps or files.schedule_steps,
+            version=files.version,
+            device=device,
+            memory=files.context(settings),
+            decoder=decoder,
+        )
 
     @property
     def action_spec(self) -> ActionSpec:
@@ -114,17 +131,9 @@ class WanWorld(FolderWorld):
         own = {"transformer": self.transformer, "vae": self.vae, "decoder": self.decoder}
         return {name: module for name, module in own.items() if isinstance(module, nn.Module)}
 
-    def to(self, device: torch.device | str) -> WanWorld:
-        """Move the weights to `device` and return this world."""
-        for module in (self.transformer, self.vae, self.decoder):
-            if isinstance(module, nn.Module):
-                nn.Module.to(module, device)  # diffusers' own `to` is untyped
-        self.device = torch.device(device)
-        return self
-
     def compile(self, rows: int) -> WanWorld:
         """Compile for decisions of `rows` slots; see `World.compile`. The first takes a minute longer."""
-        self._rows = rows
+        self.rows = rows
         for block in self.transformer.blocks:
             block.compile(fullgraph=True, dynamic=False)
         if self.device.type == "cuda":
@@ -132,11 +141,6 @@ class WanWorld(FolderWorld):
         self.decoder.compile()
         self._encoder_layers = torch.compile(encode_layers, fullgraph=True, dynamic=False)
         return self
-
-    def weights_moved(self) -> None:
-        """Drop CUDA graphs, which hold the old addresses of the weights."""
-        if isinstance(self._velocity, CudaGraphed):
-            self._velocity.forget()
 
     @torch.no_grad()
     def start(self, states: Sequence[StartState], *, decisions: int = 0) -> WanState:
@@ -165,14 +169,6 @@ class WanWorld(FolderWorld):
             cache=cache,
             encoder_cache=seen if self.memory == "frames" else [],
         )
-
-    @torch.no_grad()
-    def imagine(
-        self, state: WanState, actions: Tensor | NDArray[np.float32], noise_seeds: Sequence[int]
-    ) -> tuple[Tensor, WanState]:
-        """Draw 8 frames ``[B, 8, H, W, 3]`` for 8 actions; see `World.imagine`."""
-        full = {"rows": self._rows, "device": self.device, "spec": self.action_spec}
-        return imagine_full(self._imagine, state, actions, noise_seeds, **full)
 
     def _imagine(
         self, state: WanState, actions_B8A: Tensor, noise_seeds: Sequence[int]
@@ -237,26 +233,88 @@ def _opening_actions(state: StartState, numbers: int) -> NDArray[np.float32]:
     return np.tile(dummy_action(numbers), (CONTEXT, 1))
 
 
-def load_world(
-    folder: Path,
+# ---- noise levels and training loss ----
+
+
+def _shift(sigma: Tensor) -> Tensor:
+    return SHIFT * sigma / (1 + (SHIFT - 1) * sigma)
+
+
+@lru_cache(maxsize=32)
+def sampling_sigmas(steps: int) -> tuple[float, ...]:
+    """Compute the noise levels of an Euler sampler with `steps` network calls, and the final 0.
+
+    Example:
+        >>> [round(1000 * sigma, 2) for sigma in sampling_sigmas(3)]
+        [1000.0, 909.09, 714.29, 0.0]
+    """
+    if steps < 1:
+        raise ValueError(f"a schedule needs at least one step, got {steps}")
+    sigmas = _shift(torch.linspace(1, 0, steps + 1, dtype=torch.float64)[:-1])
+    return (*sigmas.tolist(), 0.0)
+
+
+@lru_cache(maxsize=1)
+def training_tables() -> tuple[Tensor, Tensor]:
+    """Return noise levels, 1 (pure noise) first, and loss weights (a bell, mean 1): ``[1000]`` float32."""
+    sigmas = _shift(torch.linspace(1, 0, TRAIN_LEVELS + 1, dtype=torch.float64)[:-1])
+    bell = torch.exp(-2 * ((TRAIN_LEVELS * sigmas - TRAIN_LEVELS / 2) / TRAIN_LEVELS) ** 2)
+    bell = bell - bell.min()
+    return sigmas.float(), (bell * (TRAIN_LEVELS / bell.sum())).float()
+
+
+class WindowNoise(NamedTuple):
+    """Random numbers of a batch of windows, on the CPU."""
+
+    ids: Tensor  # [B] int64, rows of `training_tables`.
+    new: Tensor  # [B, Z, 2, h, w] float32.
+    memory: Tensor  # [B, Z, 1, h, w] float32.
+
+    @classmethod
+    def drawn(cls, batch: int, latent: Sequence[int], generator: torch.Generator) -> WindowNoise:
+        """Draw for `batch` windows of latents ``[Z, h, w]``; the generator is on the CPU."""
+        channels, *grid = latent
+        return cls(
+            ids=torch.randint(0, TRAIN_LEVELS, (batch,), generator=generator),
+            new=torch.randn((batch, channels, 2, *grid), generator=generator),
+            memory=torch.randn((batch, channels, 1, *grid), generator=generator),
+        )
+
+
+def window_loss(
+    transformer: Callable[[Tensor, Tensor, Tensor], Tensor],
+    latents_BZ4hw: Tensor,
+    actions_BTA: Tensor,
+    noise: WindowNoise | torch.Generator,
     *,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype | None = None,
-    settings: ImaginationSettings = AS_SAVED,
-) -> WanWorld:
-    """Load a world for inference; see `World.load`. `dtype` None takes `WorldFolder.types`."""
-    files = open_world(folder)
-    transformer, vae, decoder = files.load(device, dtype, settings)
-    return WanWorld(
-        transformer,
-        vae,
-        image_size=files.image_size,
-        schedule_steps=settings.steps or files.schedule_steps,
-        version=files.version,
-        device=device,
-        memory=files.context(settings),
-        decoder=decoder,
-    )
+    context_noise: bool = True,
+    context_sigma: float = CONTEXT_SIGMA,
+) -> Tensor:
+    """Compute the weighted mean squared error ``[]`` of ``noise - clean`` of the two new latents.
+
+    The anchor is clean. The memory is noised a little, at time 0, so that the imperfect memories of a long
+    imagined episode do not make it drift (WoVR, arXiv 2602.13977).
+    Latents are clean and normalised: anchor, memory, two new. The first action is the dummy.
+    """
+    clean = latents_BZ4hw.float()
+    device = clean.device
+    if isinstance(noise, torch.Generator):
+        batch, channels, _, *grid = clean.shape
+        noise = WindowNoise.drawn(batch, (channels, *grid), noise)
+    sigmas, weights = training_tables()
+    new_noise = noise.new.to(device)
+    sigma_B = sigmas[noise.ids].to(device)
+    blend = sigma_B[:, None, None, None, None]
+    new = (1 - blend) * clean[:, :, 2:] + blend * new_noise
+    memory = clean[:, :, 1:2]
+    if context_noise:
+        memory = (1 - context_sigma) * memory + context_sigma * noise.memory.to(device)
+    window = torch.cat([clean[:, :, :1], memory, new], dim=2)
+    times_B4 = 1000 * sigma_B[:, None] * torch.tensor([0.0, 0.0, 1.0, 1.0], device=device)
+    velocity = transformer(window, times_B4, actions_BTA)[:, :, 2:].float()
+    error_B = (velocity - (new_noise - clean[:, :, 2:])).square().flatten(1).mean(1)
+    weighted_B = error_B * weights[noise.ids].to(device)
+    return weighted_B.mean()
 
 
 def save_world(folder: Path, world: WanWorld) -> None:

@@ -149,7 +149,7 @@ def test_an_action_reaches_the_hand_from_its_own_frame_on(world: EvacWorld) -> N
 
 def test_fewer_rows_than_compiled_for_are_filled_up(world: EvacWorld) -> None:
     filled = EvacWorld(world.networks, CONFIG)
-    filled._rows = 3
+    filled.rows = 3
     state = world.start([start_state(1), start_state(2)], decisions=1)
     frames, after = world.imagine(state, some_actions(2), [1, 2])
     got, got_after = filled.imagine(state, some_actions(2), [1, 2])

@@ -41,12 +41,6 @@ def test_percentiles_become_one_and_nothing_is_clipped_not_even_the_gripper() ->
     )
 
 
-def test_a_symmetric_range_changes_nothing() -> None:
-    actions = torch.randn(1, 8, 7)
-    ends = ActionRange.symmetric().tensors(torch.device("cpu"))
-    torch.testing.assert_close(normalise(actions, *ends), actions, atol=1e-6, rtol=0)
-
-
 @pytest.mark.parametrize("nested", [False, True])
 def test_both_published_forms_are_read(tmp_path: Path, nested: bool) -> None:
     content = {"libero_spatial_train": {**entry(), "num_trajectories": 3}} if nested else entry()

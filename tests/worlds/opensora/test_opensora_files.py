@@ -19,9 +19,10 @@ from asyncrl.errors import CheckpointError
 from asyncrl.worlds.files import lacks_opensora as lacks
 from asyncrl.worlds.layers import FrameVae, FrameVaeConfig
 from asyncrl.worlds.opensora.files import open_world
-from asyncrl.worlds.opensora.stdit3 import UNUSED, STDiT3, STDiT3Config
-from asyncrl.worlds.opensora.world import OpenSoraWorld, load_world, save_world
+from asyncrl.worlds.opensora.stdit3 import STDiT3, STDiT3Config
+from asyncrl.worlds.opensora.world import OpenSoraWorld, save_world
 from support.opensora import NANO, NANO_VAE, RANGE, export_opensora, nano_world, write_transformer
+from support.worlds import load_world
 
 AUTO = ImaginationSettings()
 MODEL = "model-00001.safetensors"
@@ -45,24 +46,16 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], dtype: t
         assert found[name].dtype == dtype
 
 
-def used(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in state.items() if not any(part in name for part in UNUSED)}
-
-
 # ---- round trips ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("unused", [False, True])
-def test_a_saved_world_comes_back_bit_for_bit(tmp_path: Path, unused: bool) -> None:
-    world = nano_world(size=replace(NANO, unused_branches=unused))
+def test_a_saved_world_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    world = nano_world()
     save_world(tmp_path, world)
-    loaded = load_world(tmp_path, unused_branches=True)
+    loaded = load_world(tmp_path)
     assert_equal(loaded.transformer.state_dict(), world.transformer.state_dict(), torch.float32)
     assert_equal(loaded.vae.state_dict(), world.vae.state_dict(), torch.float32)
-    # Text sizes are read from tensors of the unused branches: without these they mean nothing.
-    text = {name: getattr(NANO, name) for name in ("text_channels", "text_tokens")}
-    assert (replace(loaded.transformer.size, **text), loaded.vae.size) == (world.transformer.size, NANO_VAE)
-    assert loaded.transformer.size == world.transformer.size or not unused
+    assert (loaded.transformer.size, loaded.vae.size) == (NANO, NANO_VAE)
     assert (loaded.image_size, loaded.schedule_steps, loaded.version) == (32, 2, 3)
     assert loaded.action_range == RANGE
     assert not any(p.requires_grad for module in loaded.modules().values() for p in module.parameters())
@@ -75,53 +68,17 @@ def test_a_published_world_comes_back_bit_for_bit(tmp_path: Path, shard_bytes: i
     world, folder = nano_world(), tmp_path / "published"
     export_opensora(folder, world, shard_bytes=shard_bytes)
     loaded = OpenSoraWorld.load(folder, torch.device("cpu"), replace(AUTO, steps=4))
-    assert_equal(loaded.transformer.state_dict(), used(world.transformer.state_dict()), torch.bfloat16)
+    assert_equal(loaded.transformer.state_dict(), world.transformer.state_dict(), torch.bfloat16)
     assert_equal(loaded.vae.state_dict(), world.vae.state_dict(), torch.bfloat16)
-    assert loaded.transformer.size == replace(NANO, unused_branches=False)
+    assert loaded.transformer.size == NANO
+    weights = [p for module in loaded.modules().values() for p in module.parameters()]
+    assert OpenSoraWorld.check(folder, AUTO).nbytes == sum(p.nbytes for p in weights)
     assert (loaded.image_size, loaded.schedule_steps, loaded.version) == (256, 4, 0)
     assert loaded.action_range == RANGE
     assert OpenSoraWorld.load(folder, torch.device("cpu"), AUTO).schedule_steps == 10
     defaults = OpenSoraWorld.defaults(folder, AUTO)
     assert (defaults.context, defaults.steps) == ("latents", 10)
     assert (defaults.max_decisions, defaults.temperature) == (32, 1.6)
-
-
-def test_branches_that_nothing_reads_take_no_memory_and_can_be_written_back(
-    published: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    whole, actor = load_world(published, unused_branches=True), load_world(published)
-    assert "no use for" not in caplog.text
-    expected = {
-        name: tensor for file in published.glob("*.safetensors") for name, tensor in load_file(file).items()
-    }
-    assert_equal(whole.transformer.state_dict(), expected, torch.bfloat16)
-    assert actor.transformer.state_dict().keys() == used(expected).keys()
-    bytes_of_actor = sum(
-        p.numel() * p.element_size() for module in actor.modules().values() for p in module.parameters()
-    )
-    assert OpenSoraWorld.check(published, AUTO).nbytes == bytes_of_actor
-    again = tmp_path / "again"
-    export_opensora(again, whole, shard_bytes=30_000)
-    for file in published.glob("*.safetensors"):
-        assert (again / file.name).read_bytes() == file.read_bytes()
-
-
-def test_a_loaded_published_world_imagines_as_the_exported_one(tmp_path: Path) -> None:
-    """The image size of the published layout is 256; the same weights draw smaller frames too."""
-    world, folder = nano_world(), tmp_path / "published"
-    export_opensora(folder, world)
-    loaded = load_world(folder, dtype=torch.float32)
-    rounded = nano_world()
-    for module, its in zip(rounded.modules().values(), loaded.modules().values(), strict=True):
-        state = {name: tensor.bfloat16().float() for name, tensor in module.state_dict().items()}
-        vae = module is rounded.vae
-        module.load_state_dict(world.vae.state_dict() if vae else state)
-        assert_equal(its.state_dict(), used(module.state_dict()), torch.float32)
-    latents, actions = torch.randn(1, 4, 12, 32, 32), torch.randn(1, 8, 7)
-    times = torch.tensor([300.0])
-    torch.testing.assert_close(
-        loaded.transformer(latents, times, actions), rounded.transformer(latents, times, actions)
-    )
 
 
 # ---- recognising ---------------------------------------------------------------------------------
@@ -195,12 +152,12 @@ def test_files_of_the_true_size_are_recognised_and_checked_without_reading_them(
 
 def test_the_scratch_of_a_slot_counts_keys_and_values_as_they_are(tmp_path: Path) -> None:
     """Of a deep network they are nearly all of it."""
-    deep = replace(NANO, depth=16, unused_branches=False)
+    deep = replace(NANO, depth=16)
     save_world(tmp_path, nano_world(size=deep))
     with torch.device("meta"):
         prefix = STDiT3(deep).prefix(torch.empty(1, 4, 4, 4, 4))
     exact = sum(tensor.nbytes for pair in prefix for tensor in pair)
-    one = replace(NANO, depth=1, unused_branches=False)
+    one = replace(NANO, depth=1)
     shallow = tmp_path / "shallow"
     save_world(shallow, nano_world(size=one))
     difference = (
@@ -273,15 +230,9 @@ def two_autoencoders(folder: Path) -> None:
 
 
 QKV = "spatial_blocks.1.attn.qkv.bias"
-CROSS = "temporal_blocks.1.cross_attn.kv_linear.weight"
 CONV = "decoder.up_blocks.2.resnets.0.conv1.weight"
 BROKEN = {
     "missing": (change_transformer(drop(QKV)), rf"lacks tensor {QKV} of shape \[72\]"),
-    "missing, unused": (change_transformer(drop(CROSS)), rf"lacks tensor {CROSS} of shape \[48, 24\]"),
-    "missing, all text": (
-        change_transformer(drop("y_embedder.y_embedding")),
-        "lacks tensor y_embedder.y_embedding",
-    ),
     "added": (change_transformer(add("old.bias", 3)), r"holds old\.bias, which the model has no use for"),
     "misshapen": (
         change_transformer(add(QKV, 70)),
@@ -431,6 +382,3 @@ def test_a_missing_file_of_ours_is_named(tmp_path: Path, name: str, words: str) 
     (tmp_path / name).unlink()
     with pytest.raises(CheckpointError, match=words):
         OpenSoraWorld.check(tmp_path, AUTO)
-
-
-# ---- settings ------------------------------------------------------------------------------------

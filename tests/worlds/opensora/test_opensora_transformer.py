@@ -254,30 +254,12 @@ def published() -> dict[str, torch.Size]:
     return {name: torch.Size(int(size) for size in sizes.split("x")) for name, _, sizes in split}
 
 
-def test_the_published_size_has_the_published_tensors() -> None:
+def test_the_published_size_has_the_published_tensors_that_are_used() -> None:
     with torch.device("meta"):
         model = STDiT3(STDiT3Config.xl2())
-    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    assert shapes == published()
-    assert len(shapes) == 978
-    assert sum(p.numel() for p in model.parameters()) == 1_212_991_556
-
-
-def test_without_unused_branches_exactly_those_are_missing() -> None:
-    with torch.device("meta"):
-        model = STDiT3(replace(STDiT3Config.xl2(), unused_branches=False))
     used = {n: shape for n, shape in published().items() if not any(part in n for part in UNUSED)}
     assert {name: tensor.shape for name, tensor in model.state_dict().items()} == used
-    assert sum(shape.numel() for shape in used.values()) == 907_789_892
-
-
-def test_unused_branches_change_no_velocity() -> None:
-    model = nano_transformer()
-    before = model(*some_inputs())
-    for name, tensor in model.state_dict().items():
-        if any(part in name for part in UNUSED):
-            tensor.fill_(float("nan"))
-    assert torch.equal(model(*some_inputs()), before)
+    assert sum(p.numel() for p in model.parameters()) == 907_789_892
 
 
 @pytest.mark.parametrize("change", [{"heads": 5}, {"width": 26, "heads": 1}, {"depth": 0}, {"freq_dim": 3}])
