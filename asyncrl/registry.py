@@ -37,7 +37,7 @@ BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
     {
         "policy": {
             "openvla_oft": "asyncrl.policies.openvla.policy:OpenVLAOFTPolicy",
-            "openvla": "asyncrl.policies.openvla.autoregressive:OpenVLAPolicy",
+            "openvla": "asyncrl.policies.openvla.policy:OpenVLAPolicy",
         },
         "world": {
             "wan": "asyncrl.worlds.wan.world:WanWorld",

@@ -24,9 +24,8 @@ from measuring import Rate, commit, counted, heading, matmul_rate, randomised, s
 from asyncrl.policies.acceleration import GraphedChoice, compile_blocks
 from asyncrl.policies.interface import PolicyInputs, SamplingParams
 from asyncrl.policies.lora import add_lora
-from asyncrl.policies.openvla.autoregressive import new_policy
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
-from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
+from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy, new_policy
 
 SAMPLING = SamplingParams(temperature=1.6, top_k=0)
 

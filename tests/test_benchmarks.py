@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from asyncrl.policies.openvla.autoregressive import load_policy
+from asyncrl.policies.openvla.policy import load_policy
 from asyncrl.rewards.libero_tasks import SUITES
 from asyncrl.worlds.start_states import load_start_states
 from support import ROOT

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from asyncrl import cli
-from asyncrl.policies.openvla.autoregressive import load_policy
+from asyncrl.policies.openvla.policy import load_policy
 from asyncrl.replay_tools.episodes import find_group, replay_folder
 from asyncrl.replay_tools.pictures import TITLES
 from asyncrl.storage.media import movie_suffix

@@ -23,7 +23,7 @@ CEILINGS = {
     "learner": (3730, 17),
     "messaging": (1060, 6),
     "observability": (2765, 12),
-    "policies": (3210, 15),
+    "policies": (3168, 14),
     "replay": (4435, 19),
     "replay_tools": (1830, 9),
     "rewards": (650, 5),

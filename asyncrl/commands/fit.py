@@ -99,7 +99,7 @@ def _fit_policy(config: FitPolicy, recordings: Recordings) -> None:
 
     from asyncrl.fitting.fit_policy import check_imitable, fit_policy, fresh_policy, write_statistics
     from asyncrl.fitting.loop import Schedule
-    from asyncrl.policies.openvla.autoregressive import load_policy
+    from asyncrl.policies.openvla.policy import load_policy
 
     if config.refine and _fine_tunes_policy(config):
         return _fine_tune_policy(config, recordings)
@@ -276,7 +276,7 @@ def _imagine(
     """Imagine episodes to learn from and, from other start states, to measure on."""
     from asyncrl.fitting.fit_decoder import imagine_episodes
     from asyncrl.policies.interface import SamplingParams
-    from asyncrl.policies.openvla.autoregressive import load_policy
+    from asyncrl.policies.openvla.policy import load_policy
     from asyncrl.worlds.start_states import load_start_states, start_state_at
 
     policy = load_policy(policy_folder(config.policy), device=device, dtype=dtype).eval()

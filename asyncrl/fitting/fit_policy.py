@@ -22,10 +22,9 @@ from asyncrl.fitting.recordings import FIRST_SIMULATOR, Recordings
 from asyncrl.fitting.world import Size
 from asyncrl.policies.action_tokens import BINS, NormStats, encode, normalise, opening_of
 from asyncrl.policies.interface import PolicyInputs, SamplingParams
-from asyncrl.policies.openvla.autoregressive import new_policy
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig, require_trainable
 from asyncrl.policies.openvla.files import STATISTICS
-from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
+from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy, new_policy
 from asyncrl.policies.openvla.preprocess import PromptTokenizer, build_word_tokenizer, words_for
 from asyncrl.records import ACTION_DIM, CHUNK
 from asyncrl.storage.atomic import write_json

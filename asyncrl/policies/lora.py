@@ -30,7 +30,6 @@ ADAPTER: Final = "default"  # peft's key of the adapters; it appears in no file 
 PREFIX: Final = "base_model.model."
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PICKLED: Final = "adapter_model.bin"
-_ADAPTER_NAME = re.compile(r"(?P<layer>.+)\.lora_(?P<which>[AB])(?:\.default)?\.weight")
 # Settings of peft that change the meaning of the tensors.
 _UNSUPPORTED: Final = (
     *("use_rslora", "use_dora", "fan_in_fan_out", "modules_to_save", "lora_bias"),
@@ -175,21 +174,16 @@ def merge_adapter(files: TensorFiles, rows: Sequence[TensorMapping], folder: Pat
     pairs = read_pairs(folder)
     if not all(f"{layer}.weight" in files.names() for layer in pairs):
         pairs = _published_pairs(folder, pairs, rows)
-    unknown = sorted(layer for layer in pairs if f"{layer}.weight" not in files.names())
-    if unknown:
-        raise CheckpointError(
-            f"{folder} has adapters for {len(unknown)} layers that {files.label} lacks: "
-            f"{', '.join(unknown[:5])}. Give the checkpoint that the adapters were trained on."
-        )
     for layer, pair in pairs.items():
-        shape = files.spec(f"{layer}.weight").shape
-        if pair.into.shape[1:] != shape[1:] or pair.out.shape[0] != shape[0]:
+        weight = f"{layer}.weight"
+        shape = files.spec(weight).shape if weight in files.names() else ()
+        if not shape or (pair.out.shape[0], *pair.into.shape[1:]) != shape:
+            there = f"a weight {list(shape)}" if shape else "none"
             raise CheckpointError(
-                f"{folder}: the adapter of {layer} has shapes {list(pair.into.shape)} and "
-                f"{list(pair.out.shape)}, which do not fit a weight {list(shape)}. Give the checkpoint that "
-                "the adapters were trained on."
+                f"{folder} has an adapter of {layer} with shapes {list(pair.into.shape)} and "
+                f"{list(pair.out.shape)}, and {files.label} has {there} there. Give the checkpoint that the adapters were trained on."
             )
-        files.changes[f"{layer}.weight"] = partial(_merged, pair=pair)
+        files.changes[weight] = partial(_merged, pair=pair)
     return len(pairs)
 
 
@@ -199,59 +193,39 @@ def _merged(weight: Tensor, *, pair: _Pair) -> Tensor:
 
 
 def read_pairs(folder: Path) -> dict[str, _Pair]:
-    """Read the adapters by layer, in the dtype of the file; raises CheckpointError for an incomplete one."""
+    """Read the adapters by layer, in the dtype of the file; raises CheckpointError if there are others."""
     from peft.utils.other import get_pattern_key
 
-    fields = _adapter_fields(folder)
-    if (folder / _PICKLED).is_file() and not (folder / TENSORS).is_file():
-        tensors = read_pt(folder / _PICKLED)
-    else:
-        files = TensorFiles(folder / TENSORS)
-        tensors = {name: files.read(name) for name in files.names()}
-    matches = {name: _ADAPTER_NAME.fullmatch(name.removeprefix(PREFIX)) for name in tensors}
-    if not matches or None in matches.values():
-        other = next((name for name, match in matches.items() if match is None), "none")
-        raise CheckpointError(
-            f"{folder} should hold tensors lora_A and lora_B of layers; it has {other}, which is neither "
-            "lora_A nor lora_B. Merge the adapter with peft and convert the merged checkpoint."
-        )
-    halves = {(match["layer"], match["which"]): tensors[name] for name, match in matches.items() if match}
-    pairs: dict[str, _Pair] = {}
-    for layer in dict.fromkeys(layer for layer, _ in halves):
-        rank, alpha = (
-            pattern.get(get_pattern_key(pattern, layer), fields[name])
-            for name, pattern in (("r", fields["rank_pattern"]), ("lora_alpha", fields["alpha_pattern"]))
-        )
-        into, out = halves.get((layer, "A")), halves.get((layer, "B"))
-        if into is None or out is None or not into.shape[0] == out.shape[1] == rank:
-            raise CheckpointError(
-                f"{folder}: {layer} does not have both lora_A and lora_B with rank {rank:g}. Copy it again."
-            )
-        pairs[layer] = _Pair(into, out, alpha / rank)
-    return pairs
-
-
-def _adapter_fields(folder: Path) -> dict[str, Any]:
-    file = folder / CONFIG
-    fields = read_json(file)
+    fields = read_json(folder / CONFIG)
     used = [name for name in _UNSUPPORTED if fields.get(name)]
     used += ["bias"] if fields.get("bias", "none") != "none" else []
     if fields.get("peft_type") != "LORA" or used:
         raise CheckpointError(
-            f"{file} is of kind {fields.get('peft_type')!r} ({', '.join(used) or 'plain'}); only plain LORA "
-            "adapters can be merged here. Merge them into the policy with peft and load that."
+            f"{folder / CONFIG} is of kind {fields.get('peft_type')!r} ({', '.join(used) or 'plain'}); only "
+            "plain LORA adapters can be merged here. Merge them into the policy with peft and load that."
         )
+    tensors = read_pt(folder / (_PICKLED if not (folder / TENSORS).is_file() else TENSORS))
+    tensors = {stable_name(name.removeprefix(PREFIX)): tensor for name, tensor in tensors.items()}
+    pairs: dict[str, _Pair] = {}
     try:
-        for name in ("rank_pattern", "alpha_pattern"):
-            pattern = fields.get(name) or {}
-            fields[name] = {key: float(value) for key, value in pattern.items() if re.compile(key)}
-        if min(fields["r"], fields["lora_alpha"]) <= 0:
-            raise ValueError("rank and alpha must be positive")
+        for layer in dict.fromkeys(name.rpartition(".lora_")[0] for name in tensors):
+            rank, alpha = (
+                float(patterns.get(get_pattern_key(patterns, layer), fields[name]))
+                for name, key in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern"))
+                for patterns in [fields.get(key) or {}]
+            )
+            into, out = (tensors[f"{layer}.lora_{half}.weight"] for half in "AB")
+            if not into.shape[0] == out.shape[1] == rank or alpha <= 0:
+                raise ValueError(f"{layer} is not of rank {rank:g} with a positive alpha")
+            pairs[layer] = _Pair(into, out, alpha / rank)
+        if len(tensors) != 2 * len(pairs) or not pairs:
+            raise ValueError("there are none, or tensors besides lora_A and lora_B")
     except (KeyError, AttributeError, TypeError, ValueError, re.error) as error:
         raise CheckpointError(
-            f"{file} has ranks (r) or a lora_alpha that cannot be read ({error}). Copy it again."
+            f"{folder} holds no low-rank adapters that can be read ({error}). Copy it again, or merge the "
+            "adapter with peft and convert the merged checkpoint."
         ) from error
-    return fields
+    return pairs
 
 
 def export_adapter(source: Path, folder: Path, rows: Sequence[TensorMapping]) -> int:

@@ -22,8 +22,8 @@ from asyncrl.doctor.models import measure
 from asyncrl.launch.environment import WorldFiles
 from asyncrl.launch.named_models import add_adapters
 from asyncrl.launch.placement import parse_placement
-from asyncrl.policies.openvla.autoregressive import new_policy
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
+from asyncrl.policies.openvla.policy import new_policy
 from asyncrl.records import SlotBytes
 from asyncrl.worlds.evac.conditions import EvacNetworks
 from asyncrl.worlds.evac.files import estimate_slot

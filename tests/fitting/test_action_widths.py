@@ -17,7 +17,7 @@ from asyncrl.fitting.loop import Schedule
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.fitting.wan import ActionScale, measured_scale, take_raw, take_scaled, windows
 from asyncrl.fitting.world import WorldOptions, check_picture_size, fit_class
-from asyncrl.policies.openvla.autoregressive import load_policy
+from asyncrl.policies.openvla.policy import load_policy
 from asyncrl.records import ActionSpec, StartState
 from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
 from support.recorded import recorded_spec, recordings_of, write_recorded

@@ -15,11 +15,10 @@ from asyncrl.fitting.fit_policy import fit_policy
 from asyncrl.fitting.loop import Schedule, parts_of
 from asyncrl.fitting.sources import load_recordings
 from asyncrl.policies.lora import add_lora, merged_tensors
-from asyncrl.policies.openvla.autoregressive import load_policy
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.export import convert
 from asyncrl.policies.openvla.files import open_folder
-from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
+from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy, load_policy
 from asyncrl.simulators.tabletop.scene import TASKS
 from support.recorded import recorded_spec, write_recorded
 from support.whole_runs import TORCHRUN, environment

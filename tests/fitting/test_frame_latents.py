@@ -376,7 +376,6 @@ def test_a_camera_of_ones_own_is_read_from_a_file(tmp_path: Path) -> None:
         '{"focal": "wide"}',
         '{"zoom": 1}',
         '{"position": [1, 2]}',
-        '{"size": 1.5}',
         "[]",
         "{",
     ],

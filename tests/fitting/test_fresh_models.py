@@ -28,10 +28,9 @@ from asyncrl.fitting.sources import load_recordings
 from asyncrl.fitting.wan import WanFit
 from asyncrl.fitting.world import Size, WorldOptions, fit_class
 from asyncrl.policies.action_tokens import BINS, NormStats, decode, opening_of, unnormalise, with_gripper
-from asyncrl.policies.openvla.autoregressive import load_policy
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.export import convert
-from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
+from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy, load_policy
 from asyncrl.policies.openvla.preprocess import WORDS, PromptTokenizer, build_word_tokenizer, words_for
 from asyncrl.records import DUMMY_ACTION
 from asyncrl.rewards.libero_tasks import SUITES

@@ -11,9 +11,8 @@ import torch
 
 from asyncrl import cli
 from asyncrl.observability import metrics_training as m
-from asyncrl.policies.openvla.autoregressive import OpenVLAPolicy, load_policy
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
-from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
+from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy, OpenVLAPolicy, load_policy
 from support.tiny_models import write_models
 
 

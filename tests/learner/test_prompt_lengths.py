@@ -20,9 +20,8 @@ from asyncrl.learner.forward import longest_first
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.metrics import Metric
 from asyncrl.policies.interface import PolicyInputs
-from asyncrl.policies.openvla.autoregressive import new_policy
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
-from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
+from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy, new_policy
 from support.slow_update import recipe
 from support.table_policy import groups_of
 

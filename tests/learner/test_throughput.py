@@ -159,7 +159,7 @@ def read_on_one_of_two_ranks() -> tuple[float, float, float]:
 
     from asyncrl.learner.fsdp import shard
     from asyncrl.learner.ranks import DistributedRanks
-    from asyncrl.policies.openvla.autoregressive import load_policy
+    from asyncrl.policies.openvla.policy import load_policy
     from asyncrl.storage.assets import policy_folder
 
     ranks = DistributedRanks(30.0)

@@ -16,12 +16,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from asyncrl.errors import CheckpointError, ConfigError
-from asyncrl.policies.openvla.autoregressive import load_policy
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.export import convert
 from asyncrl.policies.openvla.files import PublishedOptions, open_folder, read_original, read_pt
 from asyncrl.policies.openvla.names import published_shapes, tensor_map, to_native, unused_shapes
-from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
+from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy, load_policy
 from asyncrl.storage.assets import policy_folder
 from asyncrl.storage.weight_files import INDEX
 from support import ROOT, child_environment
@@ -362,7 +361,7 @@ def test_files_are_read_by_the_library_too_and_parameters_share_no_memory(tmp_pa
     policy.save(tmp_path)
     expected = {name: p.detach() for name, p in policy.named_parameters()}
     saved = load_file(tmp_path / "model.safetensors")
-    assert_same(dict(to_native(tensor_map(CONFIG), saved.items(), CONFIG)), expected)
+    assert_same(dict(to_native(tensor_map(expected), saved.items(), CONFIG)), expected)
     export_openvla(policy, tmp_path / "out")
     restored = load_openvla(tmp_path / "out", CONFIG, norm_key="desk")
     for parameter in restored.parameters():
@@ -376,7 +375,7 @@ from pathlib import Path
 from asyncrl.policies.action_tokens import NormStats
 sys.path.insert(0, sys.argv[-1])
 from support.published_exports import load_openvla
-from asyncrl.policies.openvla.autoregressive import load_policy
+from asyncrl.policies.openvla.policy import load_policy
 from asyncrl.policies.openvla.files import PublishedOptions
 from asyncrl.policies.openvla.export import convert
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig

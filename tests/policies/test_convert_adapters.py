@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from asyncrl.errors import CheckpointError
 from asyncrl.policies.lora import save_adapter
-from asyncrl.policies.openvla.autoregressive import load_policy
 from asyncrl.policies.openvla.export import convert
+from asyncrl.policies.openvla.policy import load_policy
 from support.adapters import adapted, logits_of, small
 from support.published import (
     CONFIG,
@@ -130,13 +130,13 @@ def test_half_precision_weights_are_merged_in_float32_and_rounded_once(tmp_path:
         ({"use_rslora": True}, "use_rslora"),
         ({"peft_type": "IA3"}, "IA3"),
         ({"bias": "all"}, "bias"),
-        ({"r": None}, "ranks"),
-        ({"lora_alpha": 0}, "must be positive"),
+        ({"r": None}, "no low-rank adapters that can be read"),
+        ({"lora_alpha": 0}, "positive alpha"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"fan_in_fan_out": True}, "fan_in_fan_out"),
-        ({"r": 5}, "with rank 5"),
-        ({"rank_pattern": {"qkv": 3}}, "with rank 3"),
-        ({"alpha_pattern": {"(": 3}}, "cannot be read"),
+        ({"r": 5}, "not of rank 5"),
+        ({"rank_pattern": {"qkv": 3}}, "not of rank 3"),
+        ({"alpha_pattern": {"(": 3}}, "no low-rank adapters"),
     ],
 )
 def test_adapters_of_another_kind_are_refused(tmp_path: Path, changed: dict[str, object], said: str) -> None:
@@ -152,9 +152,13 @@ def test_adapters_of_another_kind_are_refused(tmp_path: Path, changed: dict[str,
 @pytest.mark.parametrize(
     ("name", "shape", "said"),
     [
-        (f"{LLAMA}layers.9.mlp.up_proj.lora_A.weight", (4, 128), r"layers\.9\..* does not have both"),
-        ("projector.fc1.lora_magnitude_vector", (4,), "neither lora_A nor lora_B"),
-        ("projector.fc2.lora_A.weight", (4, 5), r"projector\.fc2 has shapes \[4, 5\]"),
+        (
+            f"{LLAMA}layers.9.mlp.up_proj.lora_A.weight",
+            (4, 128),
+            r"no low-rank .*layers\.9\..*lora_B",
+        ),
+        ("projector.fc1.lora_magnitude_vector", (4,), "tensors besides lora_A and lora_B"),
+        ("projector.fc2.lora_A.weight", (4, 5), r"adapter of projector\.fc2 with shapes \[4, 5\]"),
     ],
 )
 def test_adapter_tensors_that_do_not_fit_are_named(
@@ -172,7 +176,7 @@ def test_adapter_tensors_that_do_not_fit_are_named(
 def test_adapters_of_another_policy_are_refused(tmp_path: Path) -> None:
     save_adapter(adapted(), tmp_path / "adapter")
     source = write_published(tmp_path / "in", published_tensors(), config=CONFIG)
-    with pytest.raises(CheckpointError, match=r"layers that .* lacks: llm\.layers"):
+    with pytest.raises(CheckpointError, match=r"adapter of llm\.layers.* has none there"):
         convert(source, tmp_path / "out", adapter=tmp_path / "adapter")
 
 

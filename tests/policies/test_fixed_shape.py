@@ -12,9 +12,8 @@ from torch import nn
 from asyncrl.errors import ConfigError
 from asyncrl.policies.acceleration import compile
 from asyncrl.policies.interface import SamplingParams
-from asyncrl.policies.openvla.autoregressive import new_policy
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig, TowerConfig
-from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
+from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy, new_policy
 
 TASKS = ["put the red cube on the white plate", "lift it"]
 SAMPLING = SamplingParams(temperature=1.3, top_k=20)

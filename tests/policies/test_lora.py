@@ -21,10 +21,9 @@ from asyncrl.policies.lora import (
     merged_tensors,
     save_adapter,
 )
-from asyncrl.policies.openvla.autoregressive import load_policy
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.names import published_shapes
-from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
+from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy, load_policy
 from asyncrl.weights.packing import build_manifest, require_same
 from support.adapters import (
     ALPHA,

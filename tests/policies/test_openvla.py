@@ -27,10 +27,9 @@ from asyncrl.policies.action_tokens import (
     unnormalise,
 )
 from asyncrl.policies.interface import SamplingParams
-from asyncrl.policies.openvla.autoregressive import new_policy
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig, require_trainable
 from asyncrl.policies.openvla.networks import DINO_MEAN, DINO_STD, resize
-from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
+from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy, new_policy
 from asyncrl.policies.openvla.preprocess import PromptTokenizer, build_word_tokenizer
 from support.tiny_models import count_parameters
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from asyncrl.policies.openvla.autoregressive import load_policy
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.export import convert, listed, missing_files, unpublished_size
+from asyncrl.policies.openvla.policy import load_policy
 from support.published import (
     CONFIG,
     TASK,

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from asyncrl.errors import CheckpointError, ConfigError
-from asyncrl.policies.openvla.autoregressive import load_policy
 from asyncrl.policies.openvla.networks import stable_name
+from asyncrl.policies.openvla.policy import load_policy
 from support.published import (
     CONFIG,
     DINO,

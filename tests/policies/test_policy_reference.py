@@ -15,9 +15,8 @@ from torch import Tensor
 
 from asyncrl.policies.action_tokens import Bounds, NormStats, uniforms_for
 from asyncrl.policies.interface import PolicyInputs, SamplingParams
-from asyncrl.policies.openvla.autoregressive import OpenVLAPolicy, load_policy, new_policy
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig, TowerConfig
-from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
+from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy, OpenVLAPolicy, load_policy, new_policy
 
 Weights = Mapping[str, Tensor]
 

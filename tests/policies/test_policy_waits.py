@@ -13,9 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncrl.policies.action_tokens import NormStats, uniforms_for
 from asyncrl.policies.interface import PolicyInputs, SamplingParams
-from asyncrl.policies.openvla.autoregressive import new_policy
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
-from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
+from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy, new_policy
 
 SHORT, LONG = "lift the cube", "put the red cube on the white plate"
 SAMPLINGS = [SamplingParams(temperature=t, top_k=k) for t, k in ((1.0, 0), (0.0, 0), (1.6, 5))]

@@ -10,11 +10,10 @@ import torch
 
 from asyncrl.errors import CheckpointError
 from asyncrl.policies.lora import is_adapter, merged_tensors
-from asyncrl.policies.openvla.autoregressive import load_policy
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.files import SECTION, Original, PublishedOptions, write_policy
 from asyncrl.policies.openvla.networks import stable_name
-from asyncrl.policies.openvla.policy import Dtype, OpenVLAOFTPolicy
+from asyncrl.policies.openvla.policy import Dtype, OpenVLAOFTPolicy, load_policy
 from asyncrl.rewards.files import PUBLISHED
 from asyncrl.rewards.libero_tasks import SUITES
 from asyncrl.rewards.resnet import ResNetReward

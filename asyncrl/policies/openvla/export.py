@@ -36,6 +36,7 @@ from asyncrl.policies.openvla.files import (
     read_statistics,
     write_policy,
 )
+from asyncrl.policies.openvla.networks import native_shapes
 from asyncrl.policies.openvla.preprocess import BEGIN, END, UNKNOWN, PromptTokenizer
 from asyncrl.storage.atomic import read_json, replacing, write_json
 from asyncrl.storage.tensor_files import SHARD_BYTES, TensorFiles
@@ -143,16 +144,14 @@ def open_any(folder: Path, options: PublishedOptions | None = None) -> PolicyFol
     config = OpenVLAOFTConfig.from_json(
         {key: value for key, value in fields.items() if key not in ("format", "format_version")}
     )
-    files, rows = TensorFiles(folder), names.tensor_map(config)
-    published = names.published_shapes(config, class_position=True)
-    empty = ((name, torch.empty(shape, device="meta")) for name, shape in published.items())
-    files.check({name: tuple(t.shape) for name, t in names.to_native(rows, empty, config)})
+    files, shapes = TensorFiles(folder), native_shapes(config)
+    files.check(shapes)
     used = list(files.names())
     return PolicyFolder(
         original=_read_old_original(folder),
         config=config,
         tokenizer=PromptTokenizer.from_file(folder / "tokenizer.json", pad_id=config.token_count),
-        rows=rows,
+        rows=names.tensor_map(shapes),
         files=files,
         used=used,
         natives=lambda: files.stream(used, what="convert"),

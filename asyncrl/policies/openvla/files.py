@@ -26,6 +26,7 @@ from asyncrl.policies.action_tokens import NormStats
 from asyncrl.policies.openvla import names
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.policies.openvla.names import CRITIC, LM_HEAD, PROPRIO, TensorMapping
+from asyncrl.policies.openvla.networks import native_shapes
 from asyncrl.policies.openvla.preprocess import PromptTokenizer
 from asyncrl.storage.atomic import read_json, replacing, write_json
 from asyncrl.storage.tensor_files import SHARD_BYTES, TensorFiles, write_folder
@@ -103,7 +104,7 @@ def open_folder(folder: Path, options: PublishedOptions | None = None) -> Policy
     )
     left_out = {name for name in files.names() if refused and name.startswith(refused)}
     used = _check(files, config, left_out)
-    rows = names.tensor_map(config)
+    rows = names.tensor_map(native_shapes(config))
     empty = ((name, files.spec(name).empty()) for name in used)
     return PolicyFolder(
         original=original,
@@ -276,7 +277,7 @@ def write_policy(
 ) -> int:
     """Write a policy folder, each file whole or not at all; returns the bytes of the weights it uses."""
     folder.mkdir(parents=True, exist_ok=True)
-    rows = names.tensor_map(config)
+    rows = names.tensor_map(specs)
     used = names.published_specs(rows, specs, fold=whole)
     unused = _unused_tensors(config, original, specs["lm_head.weight"].dtype) if whole else {}
     stream = chain(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -9,66 +10,66 @@ import torch
 from torch import Tensor
 
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig, TowerConfig
+from asyncrl.policies.openvla.networks import native_shapes
 from asyncrl.storage.weight_files import Spec
 
 PROPRIO, CRITIC, LM_HEAD = "proprio_projector.", "value_head.", "language_model.lm_head.weight"
 _DINO, _SIGLIP = "vision_backbone.featurizer.", "vision_backbone.fused_featurizer."
 POSITIONS, UNUSED_NORM = f"{_DINO}pos_embed", f"{_DINO}norm.weight"
 _CLASS, _NATIVE_POSITIONS = f"{_DINO}cls_token", "vision.dino.embeddings.position_embeddings"
-# Replacements that turn a published name with this prefix into the policy's name, in order.
-_NATIVE: Final = {
-    "language_model.model.": {"language_model.model.": "llm."},
-    "language_model.lm_head.": {"language_model.": ""},
-    _DINO: {
-        _DINO: "vision.dino.",
-        "blocks.": "encoder.layer.",
-        "attn.proj.": "attention.o_proj.",
-        "attn.qkv.": "attention.{}_proj.",
-        ".ls1.scale_factor": ".layer_scale1.lambda1",
-        ".ls2.scale_factor": ".layer_scale2.lambda1",
-        "cls_token": "embeddings.cls_token",
-        "reg_token": "embeddings.register_tokens",
-        "pos_embed": "embeddings.position_embeddings",
-        "patch_embed.proj.": "embeddings.patch_embeddings.projection.",
+# Replacements that turn one of the policy's names with this prefix into the published one, in order.
+_PUBLISHED: Final = {
+    "llm.": {"llm.": "language_model.model."},
+    "lm_head.": {"lm_head.": "language_model.lm_head."},
+    "vision.dino.": {
+        "vision.dino.": _DINO,
+        "encoder.layer.": "blocks.",
+        "attention.o_proj.": "attn.proj.",
+        "attention.": "attn.",
+        ".layer_scale1.lambda1": ".ls1.scale_factor",
+        ".layer_scale2.lambda1": ".ls2.scale_factor",
+        "embeddings.cls_token": "cls_token",
+        "embeddings.register_tokens": "reg_token",
+        "embeddings.position_embeddings": "pos_embed",
+        "embeddings.patch_embeddings.projection.": "patch_embed.proj.",
     },
-    _SIGLIP: {
-        _SIGLIP: "vision.siglip.",
-        "blocks.": "encoder.layers.",
-        ".norm": ".layer_norm",
-        "attn.proj.": "self_attn.out_proj.",
-        "attn.qkv.": "self_attn.{}_proj.",
-        "pos_embed": "embeddings.position_embedding.weight",
-        "patch_embed.proj.": "embeddings.patch_embedding.",
+    "vision.siglip.": {
+        "vision.siglip.": _SIGLIP,
+        "encoder.layers.": "blocks.",
+        ".layer_norm": ".norm",
+        "self_attn.out_proj.": "attn.proj.",
+        "self_attn.": "attn.",
+        "embeddings.position_embedding.weight": "pos_embed",
+        "embeddings.patch_embedding.": "patch_embed.proj.",
     },
 }
 _QKV: Final = "qkv"
+_PART: Final = re.compile(r"(?<=\.attn\.)([qkv])_proj(?=\.)")  # In the towers they are one published tensor.
 TensorMapping = tuple[str, str, str]
 """The policy's name, published name, and part of the published tensor: q, k, v, or empty for the whole."""
 Shapes = dict[str, tuple[int, ...]]
 
 
+def tensor_map(natives: Iterable[str]) -> list[TensorMapping]:
+    """Return one row per parameter of the policy; parts of a published tensor in the order of joining."""
+    return sorted(map(_row, natives), key=lambda row: _QKV.find(row[2]))
+
+
+def _row(native: str) -> TensorMapping:
+    name = native
+    for prefix, replacements in _PUBLISHED.items():
+        if native.startswith(prefix):
+            for old, new in replacements.items():
+                name = name.replace(old, new)
+    part = _PART.search(name)
+    return native, _PART.sub("qkv", name), part[1] if part else ""
+
+
 def published_shapes(config: OpenVLAOFTConfig, *, class_position: bool = False) -> Shapes:
     """Return the published tensors that the policy uses."""
-    shapes = {**_tower(_DINO, config, config.dino), **_tower(_SIGLIP, config, config.siglip)}
-    if class_position:
-        shapes[POSITIONS] = (1, 1 + config.patches, config.dino.width)
-    d, fused, mlp = config.llm_width, config.dino.width + config.siglip.width, config.llm_mlp
-    shapes |= _linears("projector.", {"fc1": (4 * fused, fused), "fc2": (d, 4 * fused), "fc3": (d, d)})
-    if config.proprio_dim:
-        shapes |= _linears(PROPRIO, {"fc1": (d, config.proprio_dim), "fc2": (d, d)})
-    llama = "language_model.model."
-    shapes[f"{llama}embed_tokens.weight"] = (config.vocab_size, d)
-    layer: Shapes = {f"self_attn.{part}_proj": (d, d) for part in "qkvo"}
-    layer |= {"mlp.gate_proj": (mlp, d), "mlp.up_proj": (mlp, d), "mlp.down_proj": (d, mlp)}
-    layer |= {"input_layernorm": (d,), "post_attention_layernorm": (d,)}
-    for i in range(config.llm_layers):
-        shapes |= {f"{llama}layers.{i}.{name}.weight": shape for name, shape in layer.items()}
-    shapes |= {f"{llama}norm.weight": (d,), LM_HEAD: (config.vocab_size, d)}
-    if config.values:
-        first, second = config.value_hidden
-        shapes |= _linears(f"{CRITIC}mlp.", {"0": (first, d), "2": (second, first)})
-        shapes[f"{CRITIC}mlp.4.weight"] = (config.values, second)
-    return shapes
+    natives = {name: Spec(torch.float32, shape) for name, shape in native_shapes(config).items()}
+    specs = published_specs(tensor_map(natives), natives, fold=not class_position)
+    return {name: spec.shape for name, spec in specs.items()}
 
 
 def unused_shapes(config: OpenVLAOFTConfig) -> Shapes:
@@ -83,16 +84,6 @@ def unused_shapes(config: OpenVLAOFTConfig) -> Shapes:
     return shapes | {f"{_SIGLIP}attn_pool.latent": (1, 1, d)} | _linears(f"{_SIGLIP}attn_pool.", pool)
 
 
-def _tower(tower: str, config: OpenVLAOFTConfig, size: TowerConfig) -> Shapes:
-    d, patch, dino = size.width, config.patch_size, tower == _DINO
-    shapes: Shapes = {_CLASS: (1, 1, d), f"{tower}reg_token": (1, 4, d)} if dino else {}
-    shapes |= {f"{tower}pos_embed": (1, config.patches, d)}
-    shapes |= _linears(tower, {"patch_embed.proj": (d, 3, patch, patch)})
-    for i in range(size.depth - 1):
-        shapes |= _block(f"{tower}blocks.{i}.", size, scaled=dino)
-    return shapes
-
-
 def _block(prefix: str, size: TowerConfig, *, scaled: bool) -> Shapes:
     d, m = size.width, size.mlp
     parts: Shapes = {"attn.qkv": (3 * d, d), "attn.proj": (d, d), "mlp.fc1": (m, d), "mlp.fc2": (d, m)}
@@ -104,21 +95,6 @@ def _linears(prefix: str, layers: Shapes) -> Shapes:
     named = {f"{prefix}{name}": shape for name, shape in layers.items()}
     weights = {f"{name}.weight": shape for name, shape in named.items()}
     return weights | {f"{name}.bias": shape[:1] for name, shape in named.items()}
-
-
-def tensor_map(config: OpenVLAOFTConfig) -> list[TensorMapping]:
-    """Return one row per parameter of the policy; parts of a published tensor in the order of joining."""
-    return [row for name in published_shapes(config) for row in _rows(name)]
-
-
-def _rows(published: str) -> list[TensorMapping]:
-    name = published
-    for prefix, replacements in _NATIVE.items():
-        if published.startswith(prefix):
-            for old, new in replacements.items():
-                name = name.replace(old, new)
-    parts = _QKV if "{}" in name else ("",)
-    return [(name.format(part), published, part) for part in parts]
 
 
 def modern_name(name: str) -> str:

@@ -7,7 +7,7 @@ width, K tokens of a decision, N = 256 action bins.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -248,3 +248,28 @@ class ValueHead(nn.Module):
                 else:
                     values = layer(values)
         return values
+
+
+def build_networks(config: OpenVLAOFTConfig) -> dict[str, Any]:
+    """Build the networks of a policy but its critic by attribute, with random weights in float32."""
+    vision = FusedVision(
+        config.dino, config.siglip, image_size=config.image_size, patch_size=config.patch_size
+    )
+    projector = Projector(config.dino.width + config.siglip.width, config.llm_width)
+    proprio = ProprioProjector(config.proprio_dim, config.llm_width) if config.proprio_dim else None
+    own = {"vision": vision, "projector": projector, "proprio_projector": proprio}
+    return own | {"llm": build_llm(config), "lm_head": ActionHead(config)}
+
+
+def native_shapes(config: OpenVLAOFTConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a policy's parameters by stable name."""
+    with torch.device("meta"):
+        networks = build_networks(config)
+        if config.values:
+            networks["value_head"] = ValueHead(config.llm_width, config.value_hidden, config.values)
+    return {
+        stable_name(f"{part}.{name}"): tuple(parameter.shape)
+        for part, network in networks.items()
+        if network is not None
+        for name, parameter in network.named_parameters()
+    }

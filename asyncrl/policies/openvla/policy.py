@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from transformers import DynamicCache, LlamaModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from asyncrl.episode_layout import TOKENS, ArraySpec
@@ -49,7 +50,7 @@ from asyncrl.policies.openvla.networks import (
     Projector,
     ProprioProjector,
     ValueHead,
-    build_llm,
+    build_networks,
     run_trunk,
     stable_name,
 )
@@ -77,15 +78,12 @@ class OpenVLAOFTPolicy(Policy):
         super().__init__()
         self.config = config
         self.tokenizer = tokenizer or PromptTokenizer(build_word_tokenizer(), pad_id=config.token_count)
-        self.vision = FusedVision(
-            config.dino, config.siglip, image_size=config.image_size, patch_size=config.patch_size
-        )
-        self.projector = Projector(config.dino.width + config.siglip.width, config.llm_width)
-        self.proprio_projector: ProprioProjector | None = None
-        if config.proprio_dim:
-            self.proprio_projector = ProprioProjector(config.proprio_dim, config.llm_width)
-        self.llm = build_llm(config)
-        self.lm_head = ActionHead(config)
+        networks = build_networks(config)
+        self.vision: FusedVision = networks["vision"]
+        self.projector: Projector = networks["projector"]
+        self.proprio_projector: ProprioProjector | None = networks["proprio_projector"]
+        self.llm: LlamaModel = networks["llm"]
+        self.lm_head: ActionHead = networks["lm_head"]
         self.value_head: ValueHead | None = None
         self.to(config.torch_dtype)
         if config.value_head != "none":
@@ -371,3 +369,67 @@ class OpenVLAOFTPolicy(Policy):
         if self.config.norm_key:
             actions = action_tokens.unnormalise(actions, self.config.norm_stats[self.config.norm_key])
         return action_tokens.with_gripper(actions, self.config.gripper)
+
+
+class OpenVLAPolicy(OpenVLAOFTPolicy):
+    """OpenVLA, which writes its action like text: C x 7 tokens, one after another (published: C = 1).
+
+    The language model reads ``[<s>][patches][proprioception?][rest of the prompt]``, attending to the past
+    only. Modules, names and interface are those of OpenVLA-OFT.
+    """
+
+    def embed(
+        self, inputs: PolicyInputs, tokens_BK: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None, int]:
+        """Embed the prompt and all tokens but the last, which speaks for nothing; None: the prompt alone."""
+        embeddings, mask = self.embed_prompt(inputs)
+        last_prompt = embeddings.shape[1] - 1
+        if tokens_BK is None:
+            return embeddings, mask, last_prompt
+        spoken = self._embed_bins(tokens_BK[:, :-1])
+        if mask is not None:
+            mask = nn.functional.pad(mask, (0, spoken.shape[1]), value=1)
+        return torch.cat([embeddings, spoken], dim=1), mask, last_prompt
+
+    def choose(
+        self, inputs: PolicyInputs, sampling: SamplingParams, uniforms_BK: Tensor | None
+    ) -> SampledTokens:
+        """Choose one token after the other; token k takes uniform k."""
+        # The cache grows by one position per token: no shape depends on numbers, so this can be a CUDA graph.
+        embeddings, mask, _ = self.embed(inputs)
+        cache = DynamicCache(config=self.llm.config)
+        hidden = self._read(embeddings, mask, cache)
+        prompt_B1D, tokens, logprobs = hidden, [], []
+        for k in range(self.config.slots):
+            if k:
+                if mask is not None:
+                    mask = nn.functional.pad(mask, (0, 1), value=1)
+                hidden = self._read(self._embed_bins(tokens[-1]), mask, cache)
+            logprobs.append(action_distribution(self.lm_head(hidden), sampling))
+            uniform_B1 = None if uniforms_BK is None else uniforms_BK[:, k : k + 1]
+            tokens.append(take_tokens(logprobs[-1], uniform_B1))
+        return SampledTokens(torch.cat(tokens, dim=1), torch.cat(logprobs, dim=1), prompt_B1D)
+
+    def _read(self, embeddings: Tensor, mask: Tensor | None, cache: DynamicCache) -> Tensor:
+        return run_trunk(self.llm, embeddings, mask, causal=True, cache=cache)[:, -1:]
+
+    def _embed_bins(self, tokens: Tensor) -> Tensor:
+        return self.llm.embed_tokens(tokens.long() + self.config.first_action_id)
+
+
+def new_policy(config: OpenVLAOFTConfig, tokenizer: PromptTokenizer | None = None) -> OpenVLAOFTPolicy:
+    """Build the class that `config.decoding` asks for, with random weights."""
+    return (OpenVLAPolicy if config.causal else OpenVLAOFTPolicy)(config, tokenizer)
+
+
+def load_policy(
+    folder: str | Path,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: Dtype = "config",
+    options: PublishedOptions | None = None,
+) -> OpenVLAOFTPolicy:
+    """Read a policy folder with the class that its decoding asks for; in evaluation mode, all trainable."""
+    opened = open_folder(Path(folder), options)
+    kind = OpenVLAPolicy if opened.config.causal else OpenVLAOFTPolicy
+    return kind.from_folder(opened, device, dtype)
