@@ -181,7 +181,8 @@ def merge_adapter(files: TensorFiles, rows: Sequence[TensorMapping], folder: Pat
             there = f"a weight {list(shape)}" if shape else "none"
             raise CheckpointError(
                 f"{folder} has an adapter of {layer} with shapes {list(pair.into.shape)} and "
-                f"{list(pair.out.shape)}, and {files.label} has {there} there. Give the checkpoint that the adapters were trained on."
+                f"{list(pair.out.shape)}, and {files.label} has {there} there. Give the "
+                "checkpoint that the adapters were trained on."
             )
         files.changes[weight] = partial(_merged, pair=pair)
     return len(pairs)
@@ -210,7 +211,7 @@ def read_pairs(folder: Path) -> dict[str, _Pair]:
     try:
         for layer in dict.fromkeys(name.rpartition(".lora_")[0] for name in tensors):
             rank, alpha = (
-                float(patterns.get(get_pattern_key(patterns, layer), fields[name]))
+                float(patterns.get(get_pattern_key(list(patterns), layer), fields[name]))
                 for name, key in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern"))
                 for patterns in [fields.get(key) or {}]
             )
