@@ -41,6 +41,7 @@ SHARD_BYTES: Final = 5_000_000_000
 _SHARD: Final = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 _log = logging.getLogger(__name__)
 _Home = tuple[SafetensorsFile | PthFile, str]
+Shapes = Mapping[str, torch.Size]
 
 
 class TensorFiles:
@@ -163,20 +164,15 @@ def check_fit(module: nn.Module, files: TensorFiles, *, unused: bool = True) -> 
     check_shapes(files.label, wanted, files.shapes, unused=unused)
 
 
-def check_shapes(
-    label: str, wanted: Mapping[str, torch.Size], found: Mapping[str, torch.Size], *, unused: bool = True
-) -> None:
+def check_shapes(label: str, wanted: Shapes, found: Shapes, *, unused: bool) -> None:
     """Check names and shapes of a file's tensors; `unused` allows others."""
     for name, shape in wanted.items():
-        if name not in found:
+        if found.get(name) != shape:
+            seen = f" lacks tensor {name} of shape"
+            if name in found:
+                seen = f": tensor {name} has shape {list(found[name])}, the model needs"
             raise CheckpointError(
-                f"{label} lacks tensor {name} of shape {list(shape)}. It belongs to another model, or was "
-                "cut: download it again."
-            )
-        if found[name] != shape:
-            raise CheckpointError(
-                f"{label}: tensor {name} has shape {list(found[name])}, the model needs {list(shape)}. The "
-                "file belongs to a model of another size."
+                f"{label}{seen} {list(shape)}. It is of a model of another size, or was cut: download it again."
             )
     if extra := sorted(found.keys() - wanted.keys()):
         if not unused:
@@ -197,8 +193,7 @@ def fill(
     wanted, ready = list(module.state_dict()), dict[str, Tensor]()
     # One buffer, since memory that is freed after each tensor would be fragmented by those that stay.
     buffer = torch.empty(max((files.spec(name).nbytes for name in wanted), default=0), dtype=torch.uint8)
-    title = Path(files.label).name
-    for name in tqdm(wanted, desc=title, unit="tensor", delay=2, mininterval=2, leave=False):
+    for name in tqdm(wanted, desc=Path(files.label).name, unit="tensor", delay=2, mininterval=2, leave=False):
         tensor = files.read(name, buffer)
         floating = torch.float32 if name in exact else dtype
         ready[name] = tensor.to(device, floating if tensor.is_floating_point() else tensor.dtype, copy=True)
