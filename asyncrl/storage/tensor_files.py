@@ -172,7 +172,7 @@ def check_shapes(label: str, wanted: Shapes, found: Shapes, *, unused: bool) -> 
             if name in found:
                 seen = f": tensor {name} has shape {list(found[name])}, the model needs"
             raise CheckpointError(
-                f"{label}{seen} {list(shape)}. It is of a model of another size, or was cut: download it again."
+                f"{label}{seen} {list(shape)}. It is of another size, or was cut: download it again."
             )
     if extra := sorted(found.keys() - wanted.keys()):
         if not unused:
