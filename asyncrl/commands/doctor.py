@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Final
 from asyncrl.config.bounds import PIXELS, AtLeast, Bounded
 from asyncrl.config.help import DOCTOR
 from asyncrl.config.run import TrainConfig
-from asyncrl.doctor.checks import Examination, doctor
+from asyncrl.doctor.checks import Examination, examine, report
 from asyncrl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from asyncrl.doctor.simulators import SimulatorExamination
+    from asyncrl.simulators.build import SimulatorSource
 
 JSON = "--json"
 SIMULATOR = "--simulator"
@@ -50,12 +50,15 @@ def main(arguments: list[str]) -> int:
     as_json = JSON in arguments
     arguments = [argument for argument in arguments if argument != JSON]
     if any(argument.partition("=")[0] == SIMULATOR for argument in arguments):
-        from asyncrl.doctor.simulators import doctor_simulator
+        from asyncrl.doctor.simulators import examine_simulator
 
-        return doctor_simulator(_read_simulator(arguments), as_json=as_json)
+        source = _read_simulator(arguments)
+        works = f"It can be played in: asyncrl evaluate CHECKPOINT --simulator {source.name}"
+        return report(examine_simulator(source), as_json, works, f"{source.name} cannot be played in")
     host, arguments = _take_host(arguments)
     examination = _read(arguments) if arguments else Examination(config=TrainConfig())
-    return doctor(replace(examination, host=host), as_json=as_json)
+    findings = examine(replace(examination, host=host))
+    return report(findings, as_json, "Training can run: asyncrl train", "Training cannot run")
 
 
 def _take_host(arguments: list[str]) -> tuple[int, list[str]]:
@@ -81,12 +84,11 @@ def _read(arguments: list[str]) -> Examination:
     return Examination(config=config, where=" ".join(arguments))
 
 
-def _read_simulator(arguments: list[str]) -> SimulatorExamination:
+def _read_simulator(arguments: list[str]) -> SimulatorSource:
     """Read the settings of a simulator; an unknown name is refused."""
     import tyro
 
     from asyncrl import registry
-    from asyncrl.doctor.simulators import SimulatorExamination
     from asyncrl.simulators.build import SimulatorSource
 
     config = tyro.cli(SimulatorConfig, args=arguments, prog=f"asyncrl doctor [{JSON}]")
@@ -99,4 +101,4 @@ def _read_simulator(arguments: list[str]) -> SimulatorExamination:
         horizon=config.horizon,
     )
     registry.keywords("--simulator-settings", source.settings)
-    return SimulatorExamination(source=source)
+    return source

@@ -7,14 +7,13 @@ import importlib.metadata
 import importlib.util
 import json
 import platform
-import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import AsyncRLError
@@ -22,23 +21,11 @@ from asyncrl.observability.console import hanging
 from asyncrl.observability.signals import BlockingThread
 from asyncrl.records import ActionSpec, SlotBytes, StartState
 
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
 DEADLINE: Final = 60.0  # seconds, by default
 PROGRESS_AFTER: Final = 2.0  # seconds until a check is named on stderr
-NEEDED: Final = {
-    "torch": "2.11",
-    "transformers": "5.17",
-    "diffusers": "0.42",
-    "peft": "0.18",
-    "safetensors": "0.6",
-    "pyzmq": "27",
-    "tyro": "1.0",
-    "tensorboardX": "2.6.4",
-    "h5py": "3.15",
-    "numpy": "2.0",
-    "mujoco": "3.3.7",
-    "tqdm": "4.66",
-    "pillow": "11",
-}
 NAME_WIDTH: Final = 14
 
 
@@ -137,12 +124,6 @@ def one_line(error: object) -> str:
     return " ".join(str(error).split())[:400]
 
 
-def numbers(version: str) -> tuple[int, ...]:
-    """Parse the leading numbers of a version; '2.13.0+cpu' is (2, 13, 0)."""
-    match = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(int(part) for part in match[0].split(".")) if match else ()
-
-
 @dataclass(frozen=True, kw_only=True)
 class Check:
     """A check, imported when it runs: a missing package is a finding too."""
@@ -181,14 +162,27 @@ def check_python() -> Finding:
     return ok("Python", text) if sys.version_info >= (3, 11) else broken("Python", f"{text}; 3.11 is needed.")
 
 
-def check_package(package: str, lowest: str) -> Finding:
-    """Compare an installed package with the lowest version that works."""
+def requirements(extra: str = "") -> list[Requirement]:
+    """Return the packages of pyproject.toml that an extra needs; empty: that every installation needs."""
+    from packaging.requirements import Requirement
+
+    try:
+        needed = [Requirement(text) for text in importlib.metadata.requires("asyncrl") or ()]
+    except importlib.metadata.PackageNotFoundError:  # It is run from its folder: what it needs is unknown.
+        return []
+    return [one for one in needed if (one.marker.evaluate({"extra": extra}) if one.marker else not extra)]
+
+
+def check_package(needed: Requirement) -> Finding:
+    """Compare an installed package with the versions that work."""
+    package, works = needed.name, needed.specifier
+    remedy = f"Install it with: pip install '{package}{works}'"
     try:
         version = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return broken(package, "not installed.", f"Install it with: pip install '{package}>={lowest}'")
-    if numbers(version) < numbers(lowest):
-        return broken(package, f"{version} is too old.", f"Update it with: pip install '{package}>={lowest}'")
+        return broken(package, "not installed.", remedy)
+    if not works.contains(version, prereleases=True):
+        return broken(package, f"{version} does not work; {works} does.", remedy)
     try:
         if package == "pyzmq":
             import zmq
@@ -219,13 +213,8 @@ def check_torchvision(_: object) -> Finding | None:
     return ok("torchvision", f"{importlib.metadata.version('torchvision')} (not used)")
 
 
-def doctor(examination: Examination, *, as_json: bool) -> int:
-    """Print the report, as lines or as a JSON list; returns 0 if training can run here, else 1."""
-    return report(examine(examination), as_json, "Training can run: asyncrl train", "Training cannot run")
-
-
 def report(found: Iterable[Finding], as_json: bool, works: str, fails: str) -> int:
-    """Print findings as they come, or all as JSON, and the verdict; returns 1 if one is broken."""
+    """Print findings as they come, or all as a JSON list, and the verdict; returns 1 if one is broken."""
     findings = []
     for finding in found:
         findings.append(finding)
@@ -246,7 +235,7 @@ def examine(examination: Examination, *, reading_only: bool = False) -> Iterator
     settings = f"{config.algorithm.kind}, {config.updates} updates, policy {config.policy}"
     yield ok("settings", f"{examination.where}: {settings}, world {config.world}")
     checks = [("Python", check_python, DEADLINE)]
-    checks += [(name, partial(check_package, name, lowest), DEADLINE) for name, lowest in NEEDED.items()]
+    checks += [(needed.name, partial(check_package, needed), DEADLINE) for needed in requirements()]
     chosen = [check for check in CHECKS if not (reading_only and check.acts)]
     checks += [(check.name, partial(_call, check.where, examination), check.deadline) for check in chosen]
     for name, action, deadline in checks:

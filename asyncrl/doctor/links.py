@@ -183,100 +183,85 @@ def measure(
     until = time.monotonic() + deadline
     # Neighbours first: pairs of one sick device do not take the time of all the others.
     pairs = sorted(combinations(range(len(devices)), 2), key=lambda pair: pair[1] - pair[0]) or [(0,)]
+    several = len(set(devices)) < len(devices)
+    names = [device + f" process {index}" * several for index, device in enumerate(devices)]
+    results = []
     with tempfile.TemporaryDirectory(prefix="asyncrl-doctor-") as folder:
         plan = Plan(folder=folder, size=len(pairs[0]), bytes=nbytes, times=times, seconds=pair_deadline)
-        children = _Children(devices, plan, serve)
+        children = {index: _Child(names[index], on, plan, serve) for index, on in enumerate(devices)}
         try:
-            children.start(range(len(devices)))
-            return [
-                Result(pair=children.name(*pair), tested=False)
-                if time.monotonic() + pair_deadline > until
-                else _measure_pair(children, plan, number, pair)
-                for number, pair in enumerate(pairs)
-            ]
+            for number, pair in enumerate(pairs):
+                name = " - ".join(names[index] for index in pair)
+                if time.monotonic() + pair_deadline > until:
+                    results.append(Result(pair=name, tested=False))
+                    continue
+                for index in set(pair) - children.keys():
+                    children[index] = _Child(names[index], devices[index], plan, serve)
+                try:
+                    rates = _measure_pair([children[index] for index in pair], plan, number)
+                    results.append(Result(pair=name, rates=rates))
+                except WeightSyncError as error:
+                    results.append(Result(pair=name, problem=str(error)))
+                    for index in pair:
+                        children.pop(index).kill()
         finally:
-            children.end()
+            for child in children.values():
+                child.kill()
+    return results
 
 
-def _measure_pair(children: _Children, plan: Plan, number: int, pair: Sequence[int]) -> Result:
-    name = children.name(*pair)
-    try:
-        children.start(pair)
-        until = time.monotonic() + START_DEADLINE
-        for index in set(pair) - children.ready:
-            children.receive(index, until, "did not start")
-            children.ready.add(index)
-        for rank, index in enumerate(pair):
-            children.send(index, [number, rank])
-        until = time.monotonic() + plan.seconds
-        answers = [children.receive(index, until, "hangs") for index in pair]
-    except WeightSyncError as error:
-        children.kill(pair)
-        return Result(pair=name, problem=str(error))
-    if len(pair) == 1:
-        return Result(pair=name)
-    slower = [max(seconds) for seconds in zip(*(answer["seconds"] for answer in answers), strict=True)]
-    return Result(pair=name, rates=tuple(plan.bytes * plan.times / seconds / 1e9 for seconds in slower))
+def _measure_pair(ends: Sequence[_Child], plan: Plan, number: int) -> tuple[float, ...]:
+    """Return the GB/s of each way; none of a single device."""
+    until = time.monotonic() + START_DEADLINE
+    for child in ends:
+        if not child.ready:
+            child.receive(until, "did not start")
+            child.ready = True
+    for rank, child in enumerate(ends):
+        child.send([number, rank])
+    until = time.monotonic() + plan.seconds
+    answers = [child.receive(until, "hangs")["seconds"] for child in ends]
+    if len(ends) == 1:
+        return ()
+    return tuple(plan.bytes * plan.times / max(seconds) / 1e9 for seconds in zip(*answers, strict=True))
 
 
-class _Children:
-    def __init__(self, devices: Sequence[str], plan: Plan, serve: Callable[..., None]) -> None:
-        self._devices, self._plan, self._serve = devices, plan, serve
-        self._running: dict[int, tuple[Any, Connection]] = {}
-        self._killed: list[Any] = []
-        self.ready: set[int] = set()
-        """Devices whose child has reached them."""
+class _Child:
+    """The process of one device."""
 
-    def name(self, *indices: int) -> str:
-        several = len(set(self._devices)) < len(self._devices)
-        return " - ".join(self._devices[i] + f" process {i}" * several for i in indices)
-
-    def start(self, indices: Sequence[int]) -> None:
+    def __init__(self, name: str, device: str, plan: Plan, serve: Callable[..., None]) -> None:
         context = multiprocessing.get_context("spawn")
-        for index in set(indices) - self._running.keys():
-            ours, theirs = context.Pipe()
-            arguments = (theirs, os.getpid(), self._devices[index], self._plan)
-            child = context.Process(target=self._serve, args=arguments, daemon=True)
-            child.start()
-            theirs.close()
-            self._running[index] = (child, ours)
+        self._name, self.ready = name, False
+        self._pipe, theirs = context.Pipe()
+        arguments = (theirs, os.getpid(), device, plan)
+        self._process = context.Process(target=serve, args=arguments, daemon=True)
+        self._process.start()
+        theirs.close()
 
-    def send(self, index: int, message: list[int]) -> None:
+    def send(self, message: list[int]) -> None:
         try:
-            self._running[index][1].send_bytes(json.dumps(message).encode())
+            self._pipe.send_bytes(json.dumps(message).encode())
         except OSError:
-            raise self._ended(index) from None
+            raise self._ended() from None
 
-    def receive(self, index: int, until: float, otherwise: str) -> dict[str, Any]:
-        name, connection = self.name(index), self._running[index][1]
-        if not connection.poll(max(0.0, until - time.monotonic())):
-            raise WeightSyncError(f"{otherwise} ({name} gave no answer in time)")
+    def receive(self, until: float, otherwise: str) -> dict[str, Any]:
+        if not self._pipe.poll(max(0.0, until - time.monotonic())):
+            raise WeightSyncError(f"{otherwise} ({self._name} gave no answer in time)")
         try:
-            answer = json.loads(connection.recv_bytes())
+            answer = json.loads(self._pipe.recv_bytes())
         except (EOFError, OSError):
-            raise self._ended(index) from None
+            raise self._ended() from None
         if "problem" in answer:
-            raise WeightSyncError(f"failed ({name}: {answer['problem']})")
+            raise WeightSyncError(f"failed ({self._name}: {answer['problem']})")
         return answer
 
-    def _ended(self, index: int) -> WeightSyncError:
-        child = self._running[index][0]
-        child.join(KILL_DEADLINE)
-        code = child.exitcode
-        return WeightSyncError(f"failed (the process of {self.name(index)} ended with code {code})")
+    def _ended(self) -> WeightSyncError:
+        self._process.join(KILL_DEADLINE)
+        code = self._process.exitcode
+        return WeightSyncError(f"failed (the process of {self._name} ended with code {code})")
 
-    def kill(self, indices: Sequence[int]) -> None:
-        """Kill children without waiting: the next pair need not wait for a driver."""
-        for index in indices:
-            child, connection = self._running.pop(index)
-            self.ready.discard(index)
-            connection.close()
-            child.kill()
-            self._killed.append(child)
-
-    def end(self) -> None:
-        """Kill all; one that hangs inside the operating system is abandoned."""
-        self.kill(list(self._running))
-        until = time.monotonic() + KILL_DEADLINE
-        for child in self._killed:
-            child.join(max(0.0, until - time.monotonic()))
+    def kill(self) -> None:
+        """Kill it; a process that hangs inside the operating system is abandoned."""
+        self._pipe.close()
+        self._process.kill()
+        self._process.join(KILL_DEADLINE)

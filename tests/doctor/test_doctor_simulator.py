@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from asyncrl import cli
 from asyncrl.doctor import simulators
 from asyncrl.doctor.checks import Verdict, render
-from asyncrl.doctor.simulators import PINNED, Measured, check_pinned
+from asyncrl.doctor.simulators import Measured
 from asyncrl.simulators.build import SimulatorSource
 from asyncrl.simulators.interface import SimulatorSpec
 from asyncrl.simulators.rendering import find_backend
@@ -100,11 +99,9 @@ def test_an_environment_of_ones_own_is_played_in_all_its_places(
         capsys, "--simulator", DOT, "--places", "3", "--simulator-settings", "mode=SAME_STEP"
     )
     assert code == 0
-    assert "1 task, seeds as starts, 24 steps, pictures of 32 x 32" in found["simulator"]["seen"]
-    assert (
-        "actions of 2, reward dense; with an expert if what the function makes has one"
-        in found["simulator"]["seen"]
-    )
+    seen = found["simulator"]["seen"]
+    assert "1 task, seeds as starts, 24 steps, pictures of 32 x 32" in seen
+    assert "actions of 2, reward dense; with an expert if what the function makes has one" in seen
     assert "of 3 places together" in found["speed"]["seen"]
 
 
@@ -157,38 +154,15 @@ def test_a_name_that_nothing_has_ends_with_code_2(capsys: pytest.CaptureFixture[
     assert "Write key=value" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("version", "verdict", "words"),
-    [
-        ("3.3.7", Verdict.OK, "3.3.7"),
-        ("3.5.0", Verdict.BROKEN, "3.5.0 does not fit. 3.4 to 3.8 cannot build the scenes"),
-        (
-            "3.10.0",
-            Verdict.BROKEN,
-            "move that should rest. Install it with: pip install 'mujoco>=3.3.7,<3.3.8'",
-        ),
-        ("3.1.6", Verdict.BROKEN, "3.1.6 does not fit."),
-    ],
-)
-def test_mujoco_must_be_the_version_that_libero_rests_in(
-    version: str, verdict: Verdict, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (mujoco,) = (pinned for pinned in PINNED["libero"] if pinned.package == "mujoco")
-    monkeypatch.setattr(importlib.metadata, "version", lambda _: version)
-    finding = check_pinned(mujoco)
-    assert finding.verdict is verdict
-    assert words in render(finding)
-
-
 def test_a_missing_package_is_not_played_with(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    missing = replace(PINNED["tabletop"][0], package="no-such-package-anywhere")
-    monkeypatch.setitem(simulators.PINNED, "tabletop", (missing,))
-    assert cli.run("doctor", ["--simulator", "tabletop"]) == 1
-    out = capsys.readouterr().out
-    assert "pip install 'no-such-package-anywhere>=3.3.7,<3.4'" in out
-    assert not re.search("^simulator ", out, re.M)
+    missing = Requirement("no-such-package-anywhere==3.0.1")
+    monkeypatch.setattr(
+        simulators, "requirements", lambda extra="": [missing] if extra == "maniskill" else []
+    )
+    code, found = report(capsys, "--simulator", "maniskill_push_cube")
+    assert (code, found["no-such-package-anywhere"]["verdict"], "simulator" in found) == (1, "BROKEN", False)
 
 
 @pytest.mark.parametrize(
