@@ -44,10 +44,7 @@ BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
             "opensora": "asyncrl.worlds.opensora.world:OpenSoraWorld",
             "evac": "asyncrl.worlds.evac.world:EvacWorld",
         },
-        "reward": {
-            "resnet": "asyncrl.rewards.resnet:ResNetReward",
-            "libero_long": "asyncrl.rewards.resnet:GroupedReward",
-        },
+        "reward": {"resnet": "asyncrl.rewards.resnet:ResNetReward"},
         "simulator": {
             "tabletop": "asyncrl.simulators.tabletop.simulator:Tabletop",
             **{f"maniskill_{task}": f"asyncrl.simulators.maniskill.simulator:{task}" for task in _MANISKILL},

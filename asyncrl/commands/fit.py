@@ -205,7 +205,7 @@ def _fit_reward(config: FitReward, recordings: Recordings) -> None:
     reward = fresh_reward(config.size, recordings, device)
     drawn = redrawn(config.world, recordings, device)
     loss = fit_reward(reward, recordings, drawn, Schedule.of(config))
-    reward.network.to(torch.bfloat16)  # halves the file; `load_reward` computes in float32 again
+    reward.network.to(torch.bfloat16)  # halves the file; `ResNetReward.load` computes in float32 again
     save_reward(config.world, reward)
     print(f"reward model in {config.world}: cross-entropy {loss:.4f}")
 

@@ -24,7 +24,7 @@ from asyncrl.policies.interface import Policy, SamplingParams
 from asyncrl.policies.lora import add_lora
 from asyncrl.policies.openvla.files import PublishedOptions, open_folder
 from asyncrl.records import ModelSummary, StartState
-from asyncrl.rewards.libero_tasks import reward_kind
+from asyncrl.rewards.resnet import ResNetReward
 from asyncrl.storage import assets, checkpoint
 from asyncrl.storage.atomic import read_json
 from asyncrl.worlds.files import world_class, world_title
@@ -73,8 +73,8 @@ def named_reward(text: str, world_folder: Path, settings: Iterable[str] = ()) ->
     if registry.names_code(text):
         return _of_user("reward", text, settings)
     folder = Path(text) if text else world_folder
-    kind = registry.resolve("reward", reward_kind(folder))
-    return NamedModel(kind=kind, folder=folder, settings=registry.keywords("--reward-settings", settings))
+    keywords = registry.keywords("--reward-settings", settings)
+    return NamedModel(kind=ResNetReward, folder=folder, settings=keywords)
 
 
 def _of_user(kind: str, text: str, settings: Iterable[str]) -> NamedModel:

@@ -20,7 +20,7 @@ from typing import Final
 import torch
 
 from asyncrl.errors import CheckpointError, ConfigError
-from asyncrl.rewards.libero_tasks import GROUPS, LONG, SUITES, group_folders, suite_of
+from asyncrl.rewards.libero_tasks import GROUPS, LONG, SUITES, suite_of
 from asyncrl.storage.atomic import read_json
 from asyncrl.storage.tensor_files import TensorFiles
 from asyncrl.storage.untrusted import check_sizes
@@ -88,18 +88,25 @@ class RewardFiles:
     rounded: bool
 
 
-def open_reward(folder: Path, tasks: Collection[str] = ()) -> RewardFiles:
-    """Read the description of a folder's reward model: of ``reward.json``, or of a published network."""
+def open_reward(folder: Path, tasks: Collection[str] = ()) -> dict[str, RewardFiles]:
+    """Read the descriptions of a folder's networks: by group those of LIBERO-Long, else one, by ''."""
     if (folder / "reward.json").is_file():
-        return _open_own(folder)
-    weights = _find_published(folder)
-    if weights is None:
+        return {"": _open_own(folder)}
+    if (place := _find_groups(folder)) is None:
+        return {"": _recognised(_find_published(folder), tasks)}
+    if (suite := suite_of(tasks)) != LONG:
         raise CheckpointError(
-            f"{folder} holds no readable reward model (looked for reward.json, {', '.join(PUBLISHED)}, "
-            "another *.pth with the tensors of one, and group_1 to group_6). Fit one with "
-            "`asyncrl fit reward`, download it beside the world, or set another --world."
+            f"{place} holds the reward models of {LONG}, and the start states are of {suite}. Use "
+            "--start-states of LIBERO-Long, or --world of their suite."
         )
-    return _recognised(weights, tasks)
+    files = {group: _recognised(TensorFiles(_newest(place / group)), tasks) for group in GROUPS}
+    for group, one in files.items():
+        if not one.config.tasks:
+            raise CheckpointError(
+                f"{one.weights.label} lacks task_embedding.weight: it is no network of {group}, whose tasks "
+                "are told by their numbers. Download it again."
+            )
+    return files
 
 
 def _open_own(folder: Path) -> RewardFiles:
@@ -116,36 +123,25 @@ def _open_own(folder: Path) -> RewardFiles:
     return RewardFiles(weights=TensorFiles(folder / WEIGHTS), config=config, rounded=rounded)
 
 
-def open_groups(folder: Path, tasks: Sequence[str]) -> dict[str, RewardFiles]:
-    """Read the descriptions of the six networks of LIBERO-Long, by group."""
-    place = group_folders(folder)
-    if place is None:
+def _find_groups(folder: Path) -> Path | None:
+    """Find the parent of ``group_1`` to ``group_6``: `folder` or one below it."""
+    below = sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+    places = [place for place in (folder, *below) if any((place / group).is_dir() for group in GROUPS)]
+    if len(places) > 1:
         raise CheckpointError(
-            f"{folder} holds no {GROUPS[0]} to {GROUPS[-1]}, the reward models of LIBERO-Long. Download them "
-            "beside the world."
+            f"{folder} holds the reward models of LIBERO-Long twice, in {places[0]} and in {places[1]}. Keep "
+            "one."
         )
-    if (suite := suite_of(tasks)) != LONG:
-        raise CheckpointError(
-            f"{place} holds the reward models of {LONG}, and the start states are of {suite}. Use "
-            "--start-states of LIBERO-Long, or --world of their suite."
-        )
-    files = {group: _recognised(TensorFiles(_newest(place / group)), tasks) for group in GROUPS}
-    for group, one in files.items():
-        if not one.config.tasks:
-            raise CheckpointError(
-                f"{one.weights.label} lacks task_embedding.weight: it is no network of {group}, whose tasks "
-                "are told by their numbers. Download it again."
-            )
-    return files
+    return places[0] if places else None
 
 
 def _newest(folder: Path) -> Path:
-    files = sorted(folder.glob("*.pth")) if folder.is_dir() else []
-    numbered = {int(path.stem): path for path in files if path.stem.isdecimal()}
+    """Return a group's network: the only ``*.pth``, or of several called by numbers the largest."""
+    files = sorted(folder.glob("*.pth"))
+    if files and all(path.stem.isdecimal() for path in files):
+        return max(files, key=lambda path: int(path.stem))
     if len(files) == 1:
         return files[0]
-    if files and len(numbered) == len(files):
-        return numbered[max(numbered)]
     seen = ", ".join(path.name for path in files) or "none"
     raise CheckpointError(
         f"{folder} should hold one reward model (*.pth), or several called by numbers, of which the largest "
@@ -153,7 +149,7 @@ def _newest(folder: Path) -> Path:
     )
 
 
-def _find_published(folder: Path) -> TensorFiles | None:
+def _find_published(folder: Path) -> TensorFiles:
     for name in PUBLISHED:
         if (folder / name).is_file():
             return TensorFiles(folder / name)
@@ -167,14 +163,16 @@ def _find_published(folder: Path) -> TensorFiles | None:
             continue
         if not _absent_layers(weights.shapes):
             models.append(weights)
-    if len(models) > 1:
-        raise CheckpointError(
-            f"{folder} holds several reward models: {models[0].label} and {models[1].label}. Keep one of "
-            "them."
-        )
-    if unreadable and not models:  # Perhaps it is the one that cannot be read.
-        raise unreadable
-    return models[0] if models else None
+    if len(models) == 1:
+        return models[0]
+    if models:
+        both = f"{models[0].label} and {models[1].label}"
+        raise CheckpointError(f"{folder} holds several reward models: {both}. Keep one of them.")
+    raise unreadable or CheckpointError(
+        f"{folder} holds no readable reward model (looked for reward.json, {', '.join(PUBLISHED)}, "
+        "another *.pth with the tensors of one, and group_1 to group_6). Fit one with "
+        "`asyncrl fit reward`, download it beside the world, or set another --world."
+    )
 
 
 def _recognised(weights: TensorFiles, tasks: Collection[str]) -> RewardFiles:
@@ -190,9 +188,6 @@ def _recognised(weights: TensorFiles, tasks: Collection[str]) -> RewardFiles:
         normed = any(".shortcut." in name for name in shapes)
         config = replace(config, normed_shortcut=normed)
         return RewardFiles(weights=weights, config=config, rounded=not normed)
-    for name in (_EMBEDDING, _FUSION):
-        if len(shapes.get(name, ())) != 2:
-            raise CheckpointError(f"{weights.label} lacks {name}, a matrix. Download it again.")
     (count, embed_dim), suite = shapes[_EMBEDDING], SUITES[suite_of(tasks)]
     if count != len(suite):
         raise CheckpointError(
@@ -213,4 +208,7 @@ def _embeds(shapes: Mapping[str, torch.Size]) -> bool:
 
 
 def _absent_layers(shapes: Mapping[str, torch.Size]) -> list[str]:
-    return [name for name in _stage_weights(shapes) if len(shapes.get(name, ())) != 4]
+    axes = dict.fromkeys(_stage_weights(shapes), 4)
+    if _embeds(shapes):
+        axes |= {_EMBEDDING: 2, _FUSION: 2}
+    return [name for name, count in axes.items() if len(shapes.get(name, ())) != count]

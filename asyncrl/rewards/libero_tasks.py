@@ -1,9 +1,8 @@
-"""Instructions of the LIBERO suites by id, and where the reward models of LIBERO-Long lie."""
+"""Instructions of the LIBERO suites by id, and the groups of tasks that LIBERO-Long's networks judge."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from pathlib import Path
 from typing import Final
 
 from asyncrl.errors import CheckpointError
@@ -81,22 +80,3 @@ def suite_of(tasks: Collection[str]) -> str:
             f"{' and '.join(suites) or 'none'}. Use --start-states of the suite of --world."
         )
     return suites[0]
-
-
-def reward_kind(folder: Path) -> str:
-    """Return the short name of a folder's reward model, one of `registry.BUILT_IN`."""
-    if (folder / "reward.json").is_file() or group_folders(folder) is None:
-        return "resnet"
-    return "libero_long"
-
-
-def group_folders(folder: Path) -> Path | None:
-    """Find the parent of ``group_1`` to ``group_6``: `folder` or one below it; None: there is none."""
-    below = sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
-    places = [place for place in (folder, *below) if any((place / group).is_dir() for group in GROUPS)]
-    if len(places) > 1:
-        raise CheckpointError(
-            f"{folder} holds the reward models of LIBERO-Long twice, in {places[0]} and in {places[1]}. Keep "
-            "one."
-        )
-    return places[0] if places else None

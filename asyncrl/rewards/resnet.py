@@ -5,7 +5,7 @@ Tensor names equal the published ones. Letters: B slots, C frames per slot (8), 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import pairwise
@@ -20,7 +20,7 @@ from torch.nn import functional
 from asyncrl.devices.tensors import to_device, to_signed
 from asyncrl.errors import ConfigError
 from asyncrl.records import ModelSummary
-from asyncrl.rewards.files import FORMAT, WEIGHTS, RewardConfig, RewardFiles, open_groups, open_reward
+from asyncrl.rewards.files import FORMAT, WEIGHTS, RewardConfig, RewardFiles, open_reward
 from asyncrl.rewards.libero_tasks import GROUPS, LONG, LONG_GROUPS, SUITES
 from asyncrl.storage.atomic import write_json
 from asyncrl.storage.tensor_files import check_fit, fill
@@ -111,16 +111,22 @@ class ResNetReward:
     @classmethod
     def check(cls, folder: Path, tasks: Sequence[str], **own: Any) -> ModelSummary:
         """Check files and tasks without loading weights."""
-        _refuse_settings(own)
-        files = open_reward(folder, tasks)
-        files.config.check_tasks(tasks)
-        return ModelSummary(image_size=files.config.image_size, nbytes=_check_files(files))
+        found = _open(folder, tasks, own).values()
+        nbytes = sum(tensor.nbytes for files in found for tensor in _network(files).state_dict().values())
+        return ModelSummary(image_size=max(files.config.image_size for files in found), nbytes=nbytes)
 
     @classmethod
-    def load(cls, folder: Path, device: torch.device, tasks: Sequence[str], **own: Any) -> ResNetReward:
-        """Read ours or a published model."""
-        _refuse_settings(own)
-        return load_reward(folder, tasks=tasks, device=device)
+    def load(
+        cls, folder: Path, device: torch.device, tasks: Sequence[str], **own: Any
+    ) -> ResNetReward | GroupedReward:
+        """Read ours or a published model; those of LIBERO-Long become a `GroupedReward`."""
+        models = {}
+        for group, files in _open(folder, tasks, own).items():
+            network = _network(files).requires_grad_(False)
+            # In float32: rewards are not worth a rounding error.
+            fill(network, files.weights, dtype=torch.float32, device=device)
+            models[group] = ResNetReward(network, files.config, rounded=files.rounded, device=device)
+        return models.get("") or GroupedReward(models)
 
     @property
     def image_size(self) -> int:
@@ -161,20 +167,6 @@ class GroupedReward:
             task: GROUPS[number - 1] for task, number in zip(SUITES[LONG], LONG_GROUPS, strict=True)
         }
 
-    @classmethod
-    def check(cls, folder: Path, tasks: Sequence[str], **own: Any) -> ModelSummary:
-        """Check files and tasks without loading weights."""
-        _refuse_settings(own)
-        files = open_groups(folder, tasks).values()
-        size = max(one.config.image_size for one in files)
-        return ModelSummary(image_size=size, nbytes=sum(_check_files(one) for one in files))
-
-    @classmethod
-    def load(cls, folder: Path, device: torch.device, tasks: Sequence[str], **own: Any) -> GroupedReward:
-        """Read the six networks."""
-        _refuse_settings(own)
-        return cls({group: _loaded(one, device) for group, one in open_groups(folder, tasks).items()})
-
     @property
     def image_size(self) -> int:
         """Height and width of the frames in pixels."""
@@ -186,8 +178,6 @@ class GroupedReward:
 
     def score(self, frames: Tensor, tasks: Sequence[str]) -> Tensor:
         """Score every frame with the network of its task; see `RewardModel.score`."""
-        if len(tasks) != len(frames):
-            raise ConfigError(f"the reward model was given {len(frames)} slots and {len(tasks)} tasks.")
         # Rows are grouped on the host, so nothing waits for the device.
         frames, rows = frames.to(self.models[GROUPS[0]].device), dict[str, list[int]]()
         for row, task in enumerate(tasks):
@@ -205,32 +195,21 @@ class GroupedReward:
         return scores
 
 
-def _refuse_settings(own: Mapping[str, Any]) -> None:
+def _open(folder: Path, tasks: Sequence[str], own: Mapping[str, Any]) -> dict[str, RewardFiles]:
     if own:
         raise ConfigError(f"--reward-settings has {', '.join(own)}, but this reward model takes none.")
+    found = open_reward(folder, tasks)
+    for files in found.values():
+        files.config.check_tasks(tasks)
+    return found
 
 
-def _check_files(files: RewardFiles) -> int:
+def _network(files: RewardFiles) -> RewardNetwork:
+    """Build the network of some files on the meta device, and check that it fits them."""
     with torch.device("meta"):
         network = RewardNetwork(files.config)
     check_fit(network, files.weights, unused=False)
-    return sum(tensor.nbytes for tensor in network.state_dict().values())
-
-
-def _loaded(files: RewardFiles, device: torch.device | str) -> ResNetReward:
-    _check_files(files)
-    with torch.device("meta"):
-        network = RewardNetwork(files.config)
-    # In float32: rewards are not worth a rounding error.
-    fill(network, files.weights, dtype=torch.float32, device=device)
-    return ResNetReward(network.requires_grad_(False), files.config, rounded=files.rounded, device=device)
-
-
-def load_reward(
-    folder: Path, *, tasks: Collection[str] = (), device: torch.device | str = "cpu"
-) -> ResNetReward:
-    """Load a reward model; see `open_reward` for the arguments."""
-    return _loaded(open_reward(folder, tasks), device)
+    return network
 
 
 def save_reward(folder: Path, model: ResNetReward) -> None:

@@ -226,7 +226,7 @@ def test_rewards_and_policies_are_fitted_on_frames_that_any_kind_redraws(
     data = ["--data", str(tmp_path / "data"), "--world", str(fitted[kind])]
     steps = ["--steps", "2", "--batch", "4", "--device", "cpu"]
     assert fit(["reward", *data, *steps]) == 0
-    assert open_reward(fitted[kind]).config.image_size == 32
+    assert open_reward(fitted[kind])[""].config.image_size == 32
     assert fit(["policy", *data, "--out", str(tmp_path / "policy"), *steps]) == 0
     assert (tmp_path / "policy" / "model.safetensors").is_file()
 

@@ -17,12 +17,13 @@ from asyncrl.learner.advantages import group_relative_advantages
 from asyncrl.rewards.files import RewardConfig, open_reward
 from asyncrl.rewards.interface import deciding_step
 from asyncrl.rewards.libero_tasks import GROUPS, LONG_GROUPS, SUITES
-from asyncrl.rewards.resnet import GroupedReward, RewardNetwork, load_reward, save_reward
+from asyncrl.rewards.resnet import GroupedReward, ResNetReward, RewardNetwork, save_reward
 from support.pth import write_pth
 
 LONG = SUITES["libero_10"]
 SPATIAL = SUITES["libero_spatial"]
 WIDTHS = (4, 6, 8, 10)
+CPU = torch.device("cpu")
 
 
 def random_tensors(seed: int, *, embeds: bool = False, normed: bool = False) -> dict[str, Tensor]:
@@ -124,7 +125,7 @@ def test_each_published_layout_is_told_by_its_tensors_and_scores_as_described(
     tensors = random_tensors(2, embeds=embeds, normed=normed)
     write_pth(tmp_path / "epoch_9.pth", tensors)  # whatever it is called
     frames, tasks = some_frames(2), [SPATIAL[7], SPATIAL[2]]
-    reward = load_reward(tmp_path, tasks=SPATIAL)
+    reward = ResNetReward.load(tmp_path, CPU, SPATIAL)
     assert (reward.config.widths, reward.config.normed_shortcut) == (WIDTHS, normed)
     assert reward.config.tasks == (SPATIAL if embeds else ())
     assert reward.rounded is not normed, "only EVAC's scores are probabilities"
@@ -196,7 +197,7 @@ def test_one_wrong_key_is_refused_by_its_name(
     change(tensors, name)
     write_pth(tmp_path / "resnet_rm.pth", tensors)
     with pytest.raises(CheckpointError, match=words.format(name=name.replace(".", r"\."))):
-        load_reward(tmp_path, tasks=SPATIAL)
+        ResNetReward.load(tmp_path, CPU, SPATIAL)
 
 
 def test_of_two_reward_models_under_other_names_none_is_chosen(tmp_path: Path) -> None:
@@ -206,7 +207,7 @@ def test_of_two_reward_models_under_other_names_none_is_chosen(tmp_path: Path) -
     with pytest.raises(CheckpointError, match=r"several reward models: .*a\.pth and .*b\.pth"):
         open_reward(tmp_path)
     (tmp_path / "b.pth").unlink()
-    assert open_reward(tmp_path).config.widths == WIDTHS
+    assert open_reward(tmp_path)[""].config.widths == WIDTHS
 
 
 def test_a_file_that_runs_code_is_refused_and_runs_nothing(tmp_path: Path) -> None:
@@ -222,9 +223,9 @@ def test_a_file_that_runs_code_is_refused_and_runs_nothing(tmp_path: Path) -> No
 
 def test_evacs_network_is_saved_and_read_again(tmp_path: Path) -> None:
     write_pth(tmp_path / "reward.pth", random_tensors(4, normed=True))
-    loaded = load_reward(tmp_path)
+    loaded = ResNetReward.load(tmp_path, CPU, ())
     save_reward(tmp_path / "ours", loaded)
-    again = load_reward(tmp_path / "ours")
+    again = ResNetReward.load(tmp_path / "ours", CPU, ())
     assert (again.config, again.rounded) == (loaded.config, False)
     frames = some_frames(1)
     assert torch.equal(again.score(frames, [""]), loaded.score(frames, [""]))
@@ -259,9 +260,10 @@ def write_groups(folder: Path) -> dict[int, dict[str, Tensor]]:
 
 def long_reward(folder: Path) -> GroupedReward:
     named = named_reward("", folder)
-    assert named.kind is GroupedReward
-    assert named.kind.check(named.folder, LONG).nbytes > 0
-    return named.kind.load(named.folder, torch.device("cpu"), LONG)
+    assert named.check(LONG).nbytes > 0
+    reward = named.load(CPU, LONG)
+    assert isinstance(reward, GroupedReward)
+    return reward
 
 
 def test_every_task_of_libero_long_is_in_the_group_of_the_published_rule() -> None:
@@ -323,18 +325,18 @@ def test_a_group_that_is_missing_or_another_network_is_refused(tmp_path: Path) -
 def test_tasks_of_another_suite_are_refused(tmp_path: Path) -> None:
     write_groups(tmp_path)
     with pytest.raises(CheckpointError, match=r"of libero_10, and the start states are of libero_spatial"):
-        GroupedReward.check(tmp_path, SPATIAL)
+        ResNetReward.check(tmp_path, SPATIAL)
     with pytest.raises(ConfigError, match=r"do not know the task 'fly'.*moka pots"):
         long_reward(tmp_path).score(some_frames(1), ["fly"])
     with pytest.raises(ConfigError, match="--reward-settings has steps"):
-        GroupedReward.check(tmp_path, LONG, steps=1)
+        ResNetReward.check(tmp_path, LONG, steps=1)
 
 
 def test_groups_in_two_places_are_refused(tmp_path: Path) -> None:
     write_groups(tmp_path / "old")
     write_groups(tmp_path / "new")
     with pytest.raises(CheckpointError, match=r"twice, in .*new and in .*old"):
-        named_reward("", tmp_path)
+        named_reward("", tmp_path).check(LONG)
 
 
 # ---- success -------------------------------------------------------------------------------------
@@ -391,8 +393,8 @@ def test_on_a_gpu_scoring_waits_for_nothing(tmp_path: Path) -> None:
     write_groups(tmp_path / "long")
     write_pth(tmp_path / "evac.pth", random_tensors(4, normed=True))
     device = torch.device("cuda")
-    long = GroupedReward.load(tmp_path / "long", device, LONG)
-    one = load_reward(tmp_path, device=device)
+    long = ResNetReward.load(tmp_path / "long", device, LONG)
+    one = ResNetReward.load(tmp_path, device, ())
     frames, tasks = some_frames(4), [LONG[i] for i in (8, 1, 1, 5)]
     there = frames.to(device)
     expected = [long.score(there, tasks).cpu(), one.score(there, tasks).cpu()]  # libraries choose kernels

@@ -24,7 +24,7 @@ from asyncrl.policies.interface import SamplingParams
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig, TowerConfig
 from asyncrl.policies.openvla.policy import OpenVLAOFTPolicy
 from asyncrl.rewards.files import RewardConfig
-from asyncrl.rewards.resnet import ResNetReward, RewardNetwork, load_reward
+from asyncrl.rewards.resnet import ResNetReward, RewardNetwork
 from asyncrl.storage.assets import start_states_path, world_folder
 from asyncrl.worlds.start_states import load_start_states
 from asyncrl.worlds.wan.tiny_decoder import (
@@ -346,7 +346,7 @@ def test_decibels_of_a_known_error() -> None:
 
 def test_the_shipped_decoder_draws_what_the_full_one_draws() -> None:
     folder = world_folder("tabletop")
-    world, reward = load_world(folder), load_reward(folder)
+    world, reward = load_world(folder), ResNetReward.load(folder, torch.device("cpu"), ())
     size = world.vae.size
     tiny = load_decoder(folder, latents_mean=size.latents_mean, latents_std=size.latents_std)
     starts = load_start_states(start_states_path("tabletop", "tabletop"))[:4]

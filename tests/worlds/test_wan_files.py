@@ -24,7 +24,7 @@ from asyncrl.launch.console import world_line
 from asyncrl.launch.environment import build_world_model, check_environment, with_world_defaults
 from asyncrl.rewards.files import RewardConfig, open_reward
 from asyncrl.rewards.libero_tasks import SUITES
-from asyncrl.rewards.resnet import ResNetReward, RewardNetwork, load_reward, save_reward
+from asyncrl.rewards.resnet import ResNetReward, RewardNetwork, save_reward
 from asyncrl.storage import weight_files
 from asyncrl.storage.tensor_files import TensorFiles, fill
 from asyncrl.worlds.wan.files import open_world, recognise_transformer
@@ -145,7 +145,7 @@ def test_reward_files_of_the_true_size_are_told_apart_by_their_tensors(
     shapes = listed(name)
     assert len(shapes) == count
     sparse_pth(tmp_path / "resnet_rm.pth", shapes, "model_state_dict")  # whatever the file is called
-    files = open_reward(tmp_path, [GOAL[7], GOAL[2]])
+    files = open_reward(tmp_path, [GOAL[7], GOAL[2]])[""]
     assert files.config == RewardConfig.full(GOAL if name.startswith("taskemb") else ())
     assert files.rounded
     assert ResNetReward.check(tmp_path, [GOAL[7], GOAL[2]]).nbytes > 44_700_000
@@ -271,7 +271,7 @@ def test_a_published_reward_model_comes_back_bit_for_bit(tmp_path: Path, tasks: 
     assert [file.name for file in tmp_path.iterdir()] == [
         "taskemb_resnet_rm.pth" if tasks else "resnet_rm.pth"
     ]
-    loaded = load_reward(tmp_path, tasks=[GOAL[4]])
+    loaded = ResNetReward.load(tmp_path, torch.device("cpu"), [GOAL[4]])
     assert (loaded.config, loaded.rounded) == (reward.config if tasks else loaded.config, True)
     assert loaded.config.widths == SMALL_REWARD.widths
     expected, found = reward.network.state_dict(), loaded.network.state_dict()
