@@ -213,7 +213,7 @@ def _audit_all(
     size, chunk = models.world.image_size, models.world.action_spec.chunk
     places = max(1, min(source.usual_places(), -(-config.rows // config.workers)))
     source = source.with_(image_size=size, horizon=models.max_decisions * chunk, places=places)
-    with SimulatorPool(source, workers=config.workers, steps=chunk) as pool:
+    with SimulatorPool(source, workers=config.workers) as pool:
         check_fits(models.policy, pool.spec)
         check_imagines(models.world, pool.spec, "the audit")
         if run is not None:

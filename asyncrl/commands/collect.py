@@ -17,7 +17,6 @@ from asyncrl.errors import ConfigError
 from asyncrl.evaluation.evaluate import acting, check_fits
 from asyncrl.fitting.recordings import episodes_per_part, must_be_new, write_part
 from asyncrl.launch.own_device import take_device
-from asyncrl.records import CHUNK
 from asyncrl.simulators.build import SimulatorSource
 from asyncrl.simulators.interface import Demonstrator, SimStart, SimulatorSpec, random_start, stored_start
 from asyncrl.simulators.pool import SimulatorPool
@@ -90,7 +89,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _record(config: CollectConfig, source: SimulatorSource) -> int:
-    policy, steps, extra = None, CHUNK, config.expert.extra_decisions
+    policy, extra = None, config.expert.extra_decisions
     act: Act | Demonstrator = config.expert
     about: dict[str, object] = {"demonstrator": asdict(config.expert)}
     if config.policy:
@@ -101,8 +100,8 @@ def _record(config: CollectConfig, source: SimulatorSource) -> int:
         policy = named.kind.load(named.folder, take_device(config.device), **named.settings)
         act = acting(policy, SamplingParams(temperature=config.temperature, top_k=0), rows=8)
         about = {"policy": config.policy, "temperature": config.temperature}
-        steps, extra = policy.action_spec.chunk, 0
-    with SimulatorPool(source, workers=config.workers, steps=steps) as pool:
+        extra = 0
+    with SimulatorPool(source, workers=config.workers) as pool:
         if policy is not None:
             check_fits(policy, pool.spec)
         starts = training_starts(

@@ -22,7 +22,6 @@ from asyncrl.evaluation.evaluate import (
     evaluate,
     refuse_foreign_tasks,
 )
-from asyncrl.records import CHUNK
 from asyncrl.simulators.interface import Demonstrator
 from asyncrl.simulators.rollout import EPISODES, evaluation_plays, evaluation_seeds
 
@@ -228,7 +227,7 @@ def _evaluate(config: EvaluateConfig, run: RunSettings | None) -> None:
             f"--simulator {config.simulator} has no expert. Name a policy, or add the method `expert`: "
             "docs/extending.md."
         )
-    with SimulatorPool(source, config.workers, steps=policy.action_spec.chunk if policy else CHUNK) as pool:
+    with SimulatorPool(source, config.workers) as pool:
         spec = pool.spec
         if policy is not None:
             check_fits(policy, spec)

@@ -133,7 +133,7 @@ class VersionPlayer:
             policy = load_policy_version(self._config, folder, self._device)
             if self._pool is None:
                 workers = self._config.evaluation.workers
-                self._pool = SimulatorPool(self._plan.source, workers, steps=policy.action_spec.chunk)
+                self._pool = SimulatorPool(self._plan.source, workers)
         shown = self._play(policy, plays[:MOVIES], version, 0, keep_frames=True)
         others = self._play(policy, plays[MOVIES:], version, len(shown), keep_frames=False)
         del policy

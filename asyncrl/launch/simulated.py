@@ -92,7 +92,7 @@ class SimulatorFiles:
         workers = min(config.simulator.workers, config.actor.slots)  # More would have nothing to do.
         with _about_world():
             source = sized_for(self.source, policy)
-            pool = SimulatorPool(source, workers, steps=policy.action_spec.chunk)
+            pool = SimulatorPool(source, workers)
         if pool.spec.lockstep and config.actor.pipeline_stages > 1:
             pool.close()
             raise ConfigError(

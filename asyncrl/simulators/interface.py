@@ -11,7 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import (
+    Annotated,
+    Literal,
+    NamedTuple,
+    Protocol,
+    get_args,
+    get_origin,
+    get_type_hints,
+    runtime_checkable,
+)
 
 import numpy as np
 from numpy.typing import NDArray
@@ -146,7 +155,7 @@ class Simulator(Protocol):
         ...
 
     def reset(self, places: Sequence[int], starts: Sequence[SimStart]) -> Seen:
-        """Begin one episode in each of n different places; a ConfigError refuses a start it does not have."""
+        """Begin one episode in each of n different places, by starts that it has (`check_start`)."""
         ...
 
     def step(self, places: Sequence[int], actions: NDArray[np.float32], *, draw: bool) -> Stepped:
@@ -246,6 +255,37 @@ def random_start(spec: SimulatorSpec, seed: int) -> SimStart:
     return SimStart(
         name=f"{spec.name}/{task_id}/seed-{seed}", task=spec.tasks[task_id], task_id=task_id, seed=seed
     )
+
+
+def check_start(spec: SimulatorSpec, start: SimStart) -> None:
+    """Raise `ConfigError` for a start that a simulator does not have."""
+    tasks, problem = spec.tasks, ""
+    if start.seed < 0:
+        problem = f"has the seed {start.seed}, but seeds begin at 0"
+    elif not spec.trials:
+        problem = f"is a stored one, but the starts of {spec.name} are seeds" if start.trial >= 0 else ""
+    elif not 0 <= start.task_id < len(tasks):
+        problem = f"is of task {start.task_id}, but {spec.name} has tasks 0 to {len(tasks) - 1}"
+    elif start.task not in ("", own := tasks[start.task_id]):
+        problem = f"has the task {start.task!r}, but that of {spec.name} is {own!r}: another simulator's"
+    elif start.trial >= spec.trials:
+        problem = f"is trial {start.trial}, but {spec.name} has trials 0 to {spec.trials - 1} (-1: random)"
+    if problem:
+        raise ConfigError(f"Start {start.name} {problem}.")
+
+
+def check_settings(settings: object) -> None:
+    """Refuse --simulator-settings of another type than the fields of their dataclass; numbers count."""
+    for name, kind in get_type_hints(type(settings)).items():
+        value, wanted = getattr(settings, name), ""
+        if get_origin(kind) is Literal and value not in get_args(kind):
+            wanted = f"one of: {', '.join(filter(None, get_args(kind)))}"
+        elif kind is bool and type(value) is not bool:
+            wanted = "true or false"
+        elif kind is int and not (type(value) is int and 0 <= value <= 100_000):
+            wanted = "a whole number from 0 on"
+        if wanted:
+            raise ConfigError(f"--simulator-settings {name}={value} cannot be. Use {wanted}.")
 
 
 def check_step(

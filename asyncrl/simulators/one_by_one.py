@@ -8,7 +8,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.simulators.interface import Seen, SimStart, SimulatorSpec, Stepped
+from asyncrl.simulators.interface import Seen, SimStart, SimulatorSpec, Stepped, check_step
 
 
 class Outcome(NamedTuple):
@@ -48,31 +48,30 @@ class OneByOne(Generic[SomePlace]):
         assert len(places) == spec.places
         self.spec = spec
         self.places = list(places)
-        self._steps = [0] * len(places)
+        self._steps = np.zeros(len(places), np.int64)
+        self._playing = np.zeros(len(places), np.bool_)
 
     def reset(self, places: Sequence[int], starts: Sequence[SimStart]) -> Seen:
         """Begin one episode in each of n places."""
-        tasks = []
-        for place, start in zip(places, starts, strict=True):
-            tasks.append(self.places[place].reset(start))
-            self._steps[place] = 0
-        return self.look(places)._replace(tasks=tuple(tasks))
+        rows = list(places)
+        tasks = [self.places[place].reset(start) for place, start in zip(rows, starts, strict=True)]
+        self._steps[rows], self._playing[rows] = 0, True
+        return self.look(rows)._replace(tasks=tuple(tasks))
 
     def step(self, places: Sequence[int], actions: NDArray[np.float32], *, draw: bool) -> Stepped:
         """Carry out one action in each of n places."""
-        low, high = self.spec.action_low, self.spec.action_high
-        outcomes = []
-        for place, action in zip(places, np.clip(actions, low, high), strict=True):
-            outcomes.append(self.places[place].step(action.astype(np.float32)))
-            self._steps[place] += 1
-        rewards = [float(o.success) if o.reward is None else o.reward for o in outcomes]
-        return Stepped(
-            seen=self.look(places) if draw else None,
-            rewards=np.array(rewards, np.float32),
-            success=np.array([outcome.success for outcome in outcomes]),
-            terminated=np.array([outcome.terminated for outcome in outcomes]),
-            truncated=np.array([self._steps[place] >= self.spec.max_steps for place in places]),
-        )
+        rows = list(places)
+        check_step(rows, actions, self.spec.action_dim, self._playing)
+        clipped = np.clip(actions, self.spec.action_low, self.spec.action_high).astype(np.float32)
+        outcomes = [self.places[place].step(action) for place, action in zip(rows, clipped, strict=True)]
+        self._steps[rows] += 1
+        rewards = [float(one.success) if one.reward is None else one.reward for one in outcomes]
+        terminated = np.array([one.terminated for one in outcomes])
+        truncated = self._steps[rows] >= self.spec.max_steps
+        self._playing[rows] = ~(terminated | truncated)
+        success = np.array([one.success for one in outcomes])
+        seen = self.look(rows) if draw else None
+        return Stepped(seen, np.array(rewards, np.float32), success, terminated, truncated)
 
     def look(self, places: Sequence[int]) -> Seen:
         """Return the observations of n places."""

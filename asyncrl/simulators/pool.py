@@ -6,15 +6,13 @@ episodes as lost. A worker waits for requests until the pipe closes or the paren
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-import mmap
 import multiprocessing as mp
 import os
 import time
 from dataclasses import asdict, dataclass, field
-from multiprocessing import reduction
+from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Final
@@ -24,34 +22,37 @@ from numpy.typing import NDArray
 
 from asyncrl.errors import AssetError, AsyncRLError, ConfigError, RunError
 from asyncrl.observability import waits
-from asyncrl.records import CHUNK
 from asyncrl.simulators.build import SimulatorSource
 from asyncrl.simulators.interface import Demonstrator, SimStart, Simulator, SimulatorSpec
-from asyncrl.simulators.pool_worker import Frames, PlaceArrays, Request, Worker, plain_tuples, worker_main
+from asyncrl.simulators.pool_worker import Frames, Message, Worker, pack, plain_tuples, unpack, worker_main
 
 _log = logging.getLogger(__name__)
 MOST_LOST: Final = 5  # Workers that may be lost before the pool gives up.
 START_TIMEOUT: Final = 300.0  # Seconds until a worker must be ready: drawing may have to be compiled.
 _ERRORS: Final[dict[str, type[AsyncRLError]]] = {"AssetError": AssetError, "ConfigError": ConfigError}
+_nothing: Final = partial(np.zeros, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlotAnswer:
-    """Result of a request in one slot, by which S steps were made. Letters as in `pool_worker`."""
+    """Result of a request in one slot, by which S steps were made.
+
+    Letters: K cameras, H W picture size in pixels (equal), Q numbers of state, A numbers per action.
+    """
 
     slot: int
     lost: str = ""
     """Why the episode was lost with its worker, else empty. The slot is then free, the other fields void."""
     task: str = ""  # After a reset: the instruction.
-    frames: NDArray[np.uint8] = field(default_factory=lambda: np.zeros((0, 1, 0, 0, 3), np.uint8))
+    frames: NDArray[np.uint8] = field(default_factory=_nothing)
     """``[S, K, H, W, 3]`` if all frames were asked for, else the last or the reset's ``[1, ...]``."""
-    states: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0), np.float32))  # [rows, Q].
-    poses: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0), np.float32))
+    states: NDArray[np.float32] = field(default_factory=_nothing)  # [rows of frames, Q].
+    poses: NDArray[np.float32] = field(default_factory=_nothing)
     """``[rows of frames, 8]``; ``[rows of frames, 0]`` without `SimulatorSpec.poses`."""
-    actions: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0), np.float32))
+    actions: NDArray[np.float32] = field(default_factory=_nothing)
     """``[S, A]`` carried out; `rewards` and `success` are ``[S]``."""
-    rewards: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
-    success: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
+    rewards: NDArray[np.float32] = field(default_factory=_nothing)
+    success: NDArray[np.bool_] = field(default_factory=_nothing)
     terminated: bool = False
     truncated: bool = False
 
@@ -64,72 +65,64 @@ class SlotAnswer:
 class _InProcess:
     """Stands in for a worker process: carries requests out when answers are asked for."""
 
-    def __init__(self, simulator: Simulator, steps: int) -> None:
+    def __init__(self, simulator: Simulator) -> None:
         self.spec = simulator.spec
-        self.arrays = PlaceArrays.over(bytearray(PlaceArrays.nbytes(self.spec, steps)), self.spec, steps)
-        self._worker, self._requests = Worker(simulator, self.arrays), list[Request]()
+        self._worker, self._requests = Worker(simulator), list[Message]()
         self.close = simulator.close
 
-    def send(self, request: Request) -> None:
+    def send(self, request: Message) -> None:
         self._requests.append(request)
 
-    def answers(self) -> list[dict[str, Any]]:
+    def answers(self) -> list[Message]:
         requests, self._requests = self._requests, []
         return self._worker.take(requests)
 
 
 class _WorkerProcess:
-    def __init__(self, source: SimulatorSource, number: int, steps: int) -> None:
+    def __init__(self, source: SimulatorSource, number: int) -> None:
         context = mp.get_context("spawn")
         self.name = f"simulator worker {number}"
-        self.spec: SimulatorSpec | None = None
-        self.arrays: PlaceArrays | None = None  # None, as the spec, until the worker is ready.
+        self.spec: SimulatorSpec | None = None  # None until the worker is ready.
         self.heard = time.monotonic()  # Time of the newest request or answer.
-        self._steps, self._unsent = steps, list[Request]()
+        self._unsent = list[Message]()
         self.pipe, theirs = context.Pipe()
         self.process: BaseProcess = context.Process(
-            target=worker_main, name=self.name, args=(theirs, source, steps, os.getpid()), daemon=True
+            target=worker_main, name=self.name, args=(theirs, source, os.getpid()), daemon=True
         )
         self.process.start()
         theirs.close()
 
-    def send(self, request: Request) -> None:
+    def send(self, request: Message) -> None:
         self.heard = time.monotonic()
-        if self.arrays is None:
+        if self.spec is None:
             self._unsent.append(request)
             return
         try:
-            self.pipe.send_bytes(json.dumps(request).encode())
+            self.pipe.send_bytes(pack([request]))
         except (BrokenPipeError, ConnectionResetError):
             return  # It died: `check` reports that.
 
-    def answers(self) -> list[dict[str, Any]]:
+    def answers(self) -> list[Message]:
         found = []
         try:
             while self.pipe.poll():
-                message = json.loads(self.pipe.recv_bytes())
+                messages = unpack(self.pipe.recv_bytes())
                 self.heard = time.monotonic()
-                if "error" in message:
-                    kind, text = message["kind"], message["error"]
+                if "error" in messages[0]:
+                    kind, text = messages[0]["kind"], messages[0]["error"]
                     if kind in _ERRORS:
                         raise _ERRORS[kind](text)
                     raise RunError(f"The {self.name} failed: {kind}: {text}")
-                if "spec" in message:
-                    self._begin(SimulatorSpec(**plain_tuples(message["spec"])))
-                else:
-                    found.append(message)
+                if "spec" not in messages[0]:
+                    found += messages
+                    continue
+                self.spec = SimulatorSpec(**plain_tuples(messages[0]["spec"]))
+                unsent, self._unsent = self._unsent, []
+                for request in unsent:
+                    self.send(request)
         except (EOFError, ConnectionResetError):
             raise self._dead() from None
         return found
-
-    def _begin(self, spec: SimulatorSpec) -> None:
-        memory = reduction.recv_handle(self.pipe)
-        size = max(1, PlaceArrays.nbytes(spec, self._steps))
-        self.spec, self.arrays = spec, PlaceArrays.over(mmap.mmap(memory, size), spec, self._steps)
-        os.close(memory)
-        unsent, self._unsent = self._unsent, []
-        for request in unsent:
-            self.send(request)
 
     def check(self, patience: float) -> None:
         """Raise `RunError` if the worker died, or was silent for longer than `patience` seconds."""
@@ -138,7 +131,7 @@ class _WorkerProcess:
             raise self._dead()
         if time.monotonic() - self.heard > patience:
             late = f"did not answer within {patience:.0f} s"
-            if self.arrays is None:
+            if self.spec is None:
                 late = f"was not ready after {patience:.0f} s (use fewer workers)"
             raise RunError(
                 f"The {self.name} (process {self.process.pid}) {late}, so it hangs or the machine is "
@@ -168,7 +161,6 @@ class SimulatorPool:
 
     Args:
         workers: Processes; 0 runs everything in this process.
-        steps: Most steps of a request.
         timeout: Seconds a worker may take for one answer.
 
     Raises:
@@ -177,25 +169,22 @@ class SimulatorPool:
         RunError: The first worker died or did not start in time.
     """
 
-    def __init__(
-        self, source: SimulatorSource, workers: int, *, steps: int = CHUNK, timeout: float = 120.0
-    ) -> None:
-        if workers < 0 or source.places < 1 or steps < 1:
+    def __init__(self, source: SimulatorSource, workers: int, *, timeout: float = 120.0) -> None:
+        if workers < 0 or source.places < 1:
             raise ConfigError(
-                f"A pool of {workers} workers with {source.places} places each and requests of {steps} steps "
-                "cannot work. Use 0 workers (this process) or more, and at least 1 place and step."
+                f"A pool of {workers} workers with {source.places} places each cannot work. Use 0 workers "
+                "(this process) or more, and at least 1 place."
             )
-        self._source, self._steps, self._timeout = source, steps, timeout
-        self._asked: dict[int, Frames] = {}  # Slot -> frames wanted of the pending request.
+        self._source, self._timeout = source, timeout
+        self._asked: set[int] = set()  # Slots with a pending request.
         self._tasks: dict[int, int] = {}  # Slot -> task id of the loaded scene.
         self._lost = 0
-        self._closed = False
         self._members: list[_InProcess | _WorkerProcess] = []
         try:
             if workers == 0:
-                self._members = [_InProcess(source.build(), steps)]
+                self._members = [_InProcess(source.build())]
             for number in range(workers):
-                self._members.append(_WorkerProcess(source, number, steps))
+                self._members.append(_WorkerProcess(source, number))
             self.spec: SimulatorSpec = self._first_spec()
         except BaseException:
             self.close()
@@ -205,10 +194,9 @@ class SimulatorPool:
 
     def reset(self, slot: int, start: SimStart, expert: Demonstrator | None = None) -> None:
         """Ask for an episode; the answer comes with `ready`."""
-        self._ask(slot, "last")
-        self._tasks[slot] = start.task_id
         demonstrator = None if expert is None else asdict(expert)
-        self._send(slot, do="reset", start=asdict(start), expert=demonstrator)
+        self._ask(slot, do="reset", start=asdict(start), expert=demonstrator)
+        self._tasks[slot] = start.task_id
 
     def step(
         self,
@@ -223,22 +211,13 @@ class SimulatorPool:
         Args:
             actions: ``[S, A]`` float32, finite; or the number of steps that the expert chooses.
         """
-        by_expert, width = isinstance(actions, int), self.spec.action_dim
+        chosen, width = None if isinstance(actions, int) else actions, self.spec.action_dim
         steps = actions if isinstance(actions, int) else len(actions)
-        if not isinstance(actions, int) and (
-            actions.shape != (steps, width) or not np.isfinite(actions).all()
-        ):
-            raise ValueError(f"actions must be finite [steps, {width}], got shape {actions.shape}")
-        if not 1 <= steps <= self._steps:
-            raise ValueError(f"{steps} steps were asked for, this pool takes 1 to {self._steps} at once")
-        self._ask(slot, frames)
-        if not by_expert:
-            arrays = self._members[slot // self.places].arrays
-            assert arrays is not None, "an episode is begun before it is stepped"
-            arrays.actions[slot % self.places, :steps] = actions
-        self._send(
-            slot, do="step", steps=steps, frames=frames, past_success=past_success, by_expert=by_expert
-        )
+        if chosen is not None and (chosen.shape != (steps, width) or not np.isfinite(chosen).all()):
+            raise ValueError(f"actions must be finite [steps, {width}], got shape {chosen.shape}")
+        if steps < 1:
+            raise ValueError(f"{steps} steps were asked for, expected at least 1")
+        self._ask(slot, do="step", steps=steps, actions=chosen, frames=frames, past_success=past_success)
 
     def leave(self, slot: int) -> None:
         """Abandon the episode of a slot: lockstep no longer waits for it."""
@@ -251,7 +230,6 @@ class SimulatorPool:
 
     def ready(self, patience: float) -> list[SlotAnswer]:
         """Return the answers that have come; wait for the first, at most `patience` seconds."""
-        self._check_open()
         deadline = time.monotonic() + patience
         while True:
             answers = [answer for number in range(len(self._members)) for answer in self._answers(number)]
@@ -265,7 +243,6 @@ class SimulatorPool:
 
     def close(self) -> None:
         """End all workers. May be called again."""
-        self._closed = True
         members, self._members = self._members, []
         for member in members:
             if isinstance(member, _WorkerProcess):
@@ -290,31 +267,32 @@ class SimulatorPool:
                     wait([first.pipe, first.process.sentinel], timeout=1.0)
         return first.spec
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RunError("The simulator pool is closed. Create a new one.")
-
-    def _ask(self, slot: int, frames: Frames) -> None:
-        self._check_open()
+    def _ask(self, slot: int, **request: Any) -> None:
         if not 0 <= slot < self.slots or slot in self._asked:
             raise ValueError(f"slot {slot} is not one of {self.slots}, or is still asked something")
-        self._asked[slot] = frames
+        self._asked.add(slot)
+        self._send(slot, **request)
 
     def _send(self, slot: int, **request: Any) -> None:
         self._members[slot // self.places].send(request | {"place": slot % self.places})
 
     def _answers(self, number: int) -> list[SlotAnswer]:
         member = self._members[number]
-        if isinstance(member, _InProcess):
-            return [self._read(number, message) for message in member.answers()]
         try:
-            found = [self._read(number, message) for message in member.answers()]
-            if not found:
-                patience = START_TIMEOUT if member.arrays is None else self._timeout
-                member.check(patience if self._asked.keys() & self._slots_of(number) else math.inf)
-            return found
+            found = member.answers()
+            if not found and isinstance(member, _WorkerProcess):
+                patience = START_TIMEOUT if member.spec is None else self._timeout
+                member.check(patience if self._asked.intersection(self._slots_of(number)) else math.inf)
         except RunError as error:
+            if not isinstance(member, _WorkerProcess):
+                raise
             return self._replace(number, member, str(error))
+        answers = []
+        for message in found:
+            slot = number * self.places + message.pop("place")
+            self._asked.discard(slot)
+            answers.append(SlotAnswer(slot=slot, **message))
+        return answers
 
     def _replace(self, number: int, member: _WorkerProcess, reason: str) -> list[SlotAnswer]:
         self._lost += 1
@@ -322,31 +300,12 @@ class SimulatorPool:
         member.close(patience=0.0)
         if self._lost >= MOST_LOST:
             raise RunError(f"{reason} It is number {self._lost} that was lost, so the pool gives up.")
-        self._members[number] = _WorkerProcess(self._source, number, self._steps)
+        self._members[number] = _WorkerProcess(self._source, number)
         slots = self._slots_of(number)
         for slot in slots:
-            self._asked.pop(slot, None)
+            self._asked.discard(slot)
             self._tasks.pop(slot, None)
         return [SlotAnswer(slot=slot, lost=reason) for slot in slots]
 
     def _slots_of(self, number: int) -> range:
         return range(number * self.places, (number + 1) * self.places)
-
-    def _read(self, number: int, message: dict[str, Any]) -> SlotAnswer:
-        arrays, place = self._members[number].arrays, message["place"]
-        assert arrays is not None
-        slot, steps = number * self.places + place, message.get("steps", 0)
-        last = max(steps, 1)
-        rows = slice(0 if self._asked.pop(slot) == "all" else last - 1, last)
-        return SlotAnswer(
-            slot=slot,
-            task=message.get("task", ""),
-            frames=arrays.frames[place, rows].copy(),
-            states=arrays.states[place, rows].copy(),
-            poses=arrays.poses[place, rows].copy(),
-            actions=arrays.actions[place, :steps].copy(),
-            rewards=arrays.rewards[place, :steps].copy(),
-            success=arrays.success[place, :steps].copy(),
-            terminated=message.get("terminated", False),
-            truncated=message.get("truncated", False),
-        )

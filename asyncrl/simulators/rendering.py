@@ -10,7 +10,7 @@ import importlib
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -62,38 +62,44 @@ def load_mujoco() -> Any:
     """Import mujoco, also without OpenGL: its import fails when ``MUJOCO_GL`` names a missing library."""
     if "mujoco" in sys.modules:
         return sys.modules["mujoco"]
-    before = os.environ.get("MUJOCO_GL")
-    os.environ["MUJOCO_GL"] = find_backend() or "disable"
-    try:
+    with environment(MUJOCO_GL=find_backend() or "disable"):
         return importlib.import_module("mujoco")
+
+
+@contextlib.contextmanager
+def environment(**values: str | None) -> Iterator[None]:
+    """Set environment variables within the context; None unsets one."""
+    before = {name: os.environ.get(name) for name in values}
+    try:
+        _set_variables(values)
+        yield
     finally:
-        if before is None:
-            del os.environ["MUJOCO_GL"]
+        _set_variables(before)
+
+
+def _set_variables(values: dict[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
         else:
-            os.environ["MUJOCO_GL"] = before
+            os.environ[name] = value
 
 
 def _usable(backend: str) -> bool:
+    return count_egl_devices() > 0 if backend == "egl" else _load(backend) is not None
+
+
+def _load(backend: str) -> ctypes.CDLL | None:
     for name in LIBRARIES[backend]:
-        try:
-            library = ctypes.CDLL(name)
-        except OSError:
-            continue
-        if backend != "egl" or _egl_devices(library) > 0:
-            return True
-    return False
+        with contextlib.suppress(OSError):
+            return ctypes.CDLL(name)
+    return None
 
 
 def count_egl_devices() -> int:
     """Count the devices of EGL; 0 without EGL."""
-    for name in LIBRARIES["egl"]:
-        with contextlib.suppress(OSError):
-            return _egl_devices(ctypes.CDLL(name))
-    return 0
-
-
-def _egl_devices(library: ctypes.CDLL) -> int:
-    if not hasattr(library, "eglGetProcAddress"):
+    library = _load("egl")
+    if library is None or not hasattr(library, "eglGetProcAddress"):
         return 0
     library.eglGetProcAddress.restype = ctypes.c_void_p
     library.eglGetProcAddress.argtypes = [ctypes.c_char_p]

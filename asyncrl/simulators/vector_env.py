@@ -39,30 +39,21 @@ def _value_at(observation: Any, path: str) -> NDArray[Any]:
 
 
 def _find_picture(space: Any, image_key: str) -> tuple[str, int]:
+    """Return the path of the only picture, or of the one that `image_key` names, and its side in pixels."""
     leaves = _leaves_of(space)
     pictures = [path for path, leaf in leaves.items() if _is_picture(leaf)]
-    has = f"Its observation has {_describe(leaves)}."
-    if image_key and image_key not in leaves:
-        raise ConfigError(f"image_key is {image_key!r}, which the environment does not show. {has}")
-    if not pictures or (image_key and image_key not in pictures):
-        what = f"image_key is {image_key!r}, which is" if image_key else "The environment shows"
+    if image_key:
+        pictures = [path for path in pictures if path == image_key]
+    if len(pictures) != 1:
+        seen = f"{len(pictures) or 'no'} square picture{'s' * (len(pictures) > 1)}"
+        seen += f" called {image_key}" if image_key else ""
         raise ConfigError(
-            f"{what} no picture: uint8 of [H, W, 3], with colours last, is needed. {has} Turn one with "
-            "gymnasium.wrappers.TransformObservation, or add one with AddRenderObservation."
+            f"The environment shows {seen}, one of uint8 [H, H, 3] with colours last is needed. Its "
+            f"observation has {_describe(leaves)}. Name it by VectorEnvSimulator(env, image_key=...); "
+            "gymnasium.wrappers.TransformObservation and ResizeObservation turn one, "
+            "AddRenderObservation adds one."
         )
-    if len(pictures) > 1 and not image_key:
-        raise ConfigError(
-            f"The environment shows several pictures: {', '.join(pictures)}. Say which one policies see: "
-            f"VectorEnvSimulator(env, image_key={pictures[0]!r})."
-        )
-    path = image_key or pictures[0]
-    height, width, _ = leaves[path].shape
-    if height != width:
-        raise ConfigError(
-            f"The picture {path!r} has {height} x {width} pixels, but pictures must be square. Cut or resize "
-            "it with gymnasium.wrappers.ResizeObservation or TransformObservation."
-        )
-    return path, height
+    return pictures[0], leaves[pictures[0]].shape[0]
 
 
 def _state_width(space: Any, state_key: str) -> int:
@@ -70,7 +61,7 @@ def _state_width(space: Any, state_key: str) -> int:
         return 0
     leaves = _leaves_of(space)
     leaf = leaves.get(state_key)
-    if leaf is None or not hasattr(leaf, "low") or _is_picture(leaf):
+    if leaf is None or not hasattr(leaf, "low") or len(leaf.shape) == 3:
         raise ConfigError(
             f"state_key is {state_key!r}, which is no box of numbers here. The environment's observation "
             f"has {_describe(leaves)}."
@@ -80,22 +71,19 @@ def _state_width(space: Any, state_key: str) -> int:
 
 def _action_bounds(space: Any) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     low, high = getattr(space, "low", None), getattr(space, "high", None)
-    if low is None or high is None or len(space.shape) != 1 or not np.issubdtype(space.dtype, np.floating):
+    real = low is not None and len(space.shape) == 1 and np.issubdtype(space.dtype, np.floating)
+    if not real or not (np.isfinite(low).all() and np.isfinite(high).all()):
         raise ConfigError(
-            f"The environment's actions are {space}, but policies choose a row of real numbers: a Box of "
-            "shape (A,) with a float dtype. Turn them with gymnasium.wrappers.TransformAction."
-        )
-    if not (np.isfinite(low).all() and np.isfinite(high).all()):
-        raise ConfigError(
-            f"The environment's actions have no finite bounds ({space}). Give them bounds with "
+            f"The environment's actions are {space}, but policies choose a row of real numbers within finite "
+            "bounds: a Box of shape (A,) with a float dtype. Turn them with "
             "gymnasium.wrappers.TransformAction."
         )
     return np.asarray(low, np.float64), np.asarray(high, np.float64)
 
 
 def _is_picture(space: Any) -> bool:
-    shape = getattr(space, "shape", None)
-    return shape is not None and len(shape) == 3 and shape[-1] == 3 and space.dtype == np.uint8
+    shape = getattr(space, "shape", None) or ()
+    return len(shape) == 3 and shape[0] == shape[1] and shape[2] == 3 and space.dtype == np.uint8
 
 
 def _describe(leaves: Mapping[str, Any]) -> str:
@@ -121,7 +109,7 @@ class VectorEnvSimulator:
         image_key: Path of the picture in the observation, like ``sensors/rgb``: uint8 ``[H, W, 3]``, square.
             Empty: the only picture.
         task: The instruction of every episode; empty: ``info[task_key]`` of each reset.
-        task_key: Empty: ``task``.
+        task_key: Empty: ``task``. Unused with `task`.
         state_key: Path of the robot's state, flattened for policies. Empty: none.
         success_key: Key of a bool in info.
         idle: ``[A]`` the action that moves nothing. None: zeros, or the bound next to zero.
@@ -142,11 +130,6 @@ class VectorEnvSimulator:
         max_steps: int = 0,
         name: str = "",
     ) -> None:
-        if task and task_key:
-            raise ConfigError(
-                f"task is {task!r} and task_key is {task_key!r}, but the instruction comes from one of them. "
-                "Leave one out."
-            )
         self._env, self._mode = env, _mode_of(env)
         space = env.single_observation_space
         self._image_key, size = _find_picture(space, image_key)
@@ -188,12 +171,6 @@ class VectorEnvSimulator:
     def reset(self, places: Sequence[int], starts: Sequence[SimStart]) -> Seen:
         """Begin one episode in each of n places."""
         rows = list(places)
-        for start in starts:
-            if start.trial >= 0 or start.seed < 0:
-                raise ConfigError(
-                    f"The start {start.name!r} is a stored one, but {self.spec.name} has none: every seed "
-                    "from 0 is a start."
-                )
         self._seeds[rows] = [start.seed for start in starts]
         mask = self._must_reset.copy()
         mask[rows] = True

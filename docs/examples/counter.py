@@ -29,14 +29,14 @@ class Counter(Tabletop):
 
     def reset(self, places, starts):
         pairs = zip(places, starts, strict=True)
-        starts = [replace(start, seed=self.fitting(place, start.seed)) for place, start in pairs]
+        starts = [self.fitting(place, start) for place, start in pairs]
         return super().reset(places, starts)._replace(tasks=(TASK,) * len(starts))
 
-    def fitting(self, place, seed):
-        table, seed = self.places[place].table, 1000 * seed
-        while (table.reset(seed), table.task)[1] != "put the red cube on the yellow plate":
-            seed += 1
-        return seed
+    def fitting(self, place, start):
+        start = replace(start, seed=1000 * start.seed)
+        while self.places[place].reset(start) != "put the red cube on the yellow plate":
+            start = replace(start, seed=start.seed + 1)
+        return start
 
 
 def record(simulator, seed):

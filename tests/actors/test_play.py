@@ -86,7 +86,7 @@ def playing(
 ) -> Iterator[tuple[SimulatorBackend, Slots, Stage[Any]]]:
     settings = (*((f'accident="{accident}"',) if accident else ()), f"lockstep={str(lockstep).lower()}")
     source = SimulatorSource(name=COUNTING, places=places, settings=settings)
-    with SimulatorPool(source, workers, steps=chunk, timeout=30.0) as pool:
+    with SimulatorPool(source, workers, timeout=30.0) as pool:
         policy: Any = more.pop("policy", None) or Chooser(chunk)
         shown: dict[str, Any] = {"cameras": 2, "shows_state": True}
         play = SimulatorBackend(policy, pool, SAMPLING, max_decisions=max_decisions, **shown, **more)

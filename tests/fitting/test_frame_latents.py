@@ -344,10 +344,11 @@ def test_a_model_of_poses_learns_where_actions_take_the_hand() -> None:
 
 def test_the_tabletops_camera_is_the_simulators() -> None:
     """Points in front of it fall on the same pixels as by MuJoCo's own position, axes and field of view."""
+    from asyncrl.simulators.interface import SimStart
     from asyncrl.simulators.tabletop.scene import CAMERA, Table
 
     table = Table(64, render=False, supersample=1)
-    table.reset(0)
+    table.reset(SimStart(name="tabletop/seed-0", task=""))
     number = table.model.camera(CAMERA).id
     axes, position = table.data.cam_xmat[number].reshape(3, 3), table.data.cam_xpos[number]
     points = np.random.default_rng(0).uniform((0.2, -0.3, 0), (0.8, 0.3, 0.3), (50, 3))

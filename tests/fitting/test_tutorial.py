@@ -30,7 +30,7 @@ def test_the_simulator_plays_only_the_tutorials_task(counter: Any) -> None:
     for seed in range(3):
         seen = simulator.reset([0], [random_start(simulator.spec, seed)])
         assert seen.tasks == ("move the red block onto the yellow tray",)
-        assert simulator.places[0].table.task == "put the red cube on the yellow plate"
+        assert simulator.places[0].task == "put the red cube on the yellow plate"
 
 
 def test_its_folder_is_read_back(counter: Any, tmp_path: Path) -> None:

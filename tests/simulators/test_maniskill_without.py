@@ -129,7 +129,7 @@ def test_the_shaped_reward_is_its_definition_in_every_place() -> None:
         for place in range(2):
             reward.begin(place, held=False)
             episodes.append([(rng.random(30) < share).tolist() for share in (0.2, chance)])
+        success, held = (np.array([episode[i] for episode in episodes]) for i in (0, 1))
         for step in range(30):
-            for place, (success, held) in enumerate(episodes):
-                paid = reward.step(place, success[step], held[step])
-                assert paid == pytest.approx(by_definition(success, held)[step])
+            paid = reward.step([0, 1], success[:, step], held[:, step])
+            assert paid == pytest.approx([by_definition(*episode)[step] for episode in episodes])

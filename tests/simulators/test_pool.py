@@ -20,7 +20,7 @@ from asyncrl.simulators import pool as pools
 from asyncrl.simulators.build import SimulatorSource
 from asyncrl.simulators.interface import Demonstrator, Seen, SimStart, random_start
 from asyncrl.simulators.pool import SimulatorPool, SlotAnswer
-from asyncrl.simulators.pool_worker import PlaceArrays, Worker
+from asyncrl.simulators.pool_worker import Worker, pack, unpack
 from asyncrl.simulators.rendering import find_backend
 from asyncrl.simulators.rollout import Observations, Play, rollout
 from support.simulated import COUNTING, CountingPlace
@@ -160,6 +160,18 @@ def test_steps_may_be_cut_anywhere() -> None:
         np.testing.assert_array_equal(states, results[0])
 
 
+def test_messages_are_read_as_they_were_written() -> None:
+    arrays = [np.arange(6, dtype=np.float32).reshape(2, 3), np.zeros((2, 0)), np.array([True]), np.uint8(7)]
+    message = {"text": "two\nlines", "none": None, "nested": {"x": [1.5, arrays[0]]}}
+    first, second = unpack(pack([message | {"a": arrays[1]}, {"b": arrays[2], "c": arrays[3]}]))
+    found = [first["nested"].pop("x")[1], first.pop("a"), second["b"], second["c"]]
+    for one, other in zip(arrays, found, strict=True):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        np.testing.assert_array_equal(one, other)
+    assert first == {"text": "two\nlines", "none": None, "nested": {}}
+    assert found[0].flags.writeable
+
+
 def test_requests_that_do_not_fit_are_refused() -> None:
     with SimulatorPool(source(1), workers=0) as pool:
         pool.reset(0, random_start(pool.spec, 1))
@@ -171,11 +183,27 @@ def test_requests_that_do_not_fit_are_refused() -> None:
         for wrong in (actions(8)[:, :6], np.full((8, 7), np.nan, np.float32), actions(8)[0]):
             with pytest.raises(ValueError, match="actions must be finite"):
                 pool.step(0, wrong)
-        for count in (0, 9):
-            with pytest.raises(ValueError, match="takes 1 to 8"):
-                pool.step(0, actions(count))
-    with pytest.raises(RunError, match="closed"):
-        pool.ready(1)
+        with pytest.raises(ValueError, match="0 steps were asked for"):
+            pool.step(0, actions(0))
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes", "words"),
+    [
+        ((), {"trial": 3}, "is a stored one, but the starts of counting are seeds"),
+        ((), {"seed": -1}, "seeds begin at 0"),
+        (("trials=3",), {"task_id": 2}, "is of task 2, but counting has tasks 0 to 1"),
+        (("trials=3",), {"task_id": 0, "task": "open"}, "has the task 'open', but that of counting is"),
+        (("trials=3",), {"task_id": 1, "trial": 3}, r"has trials 0 to 2 \(-1: random\)"),
+    ],
+)
+def test_a_start_that_a_simulator_does_not_have_is_refused(
+    settings: tuple[str, ...], changes: dict[str, int | str], words: str
+) -> None:
+    with SimulatorPool(source(1, *settings), workers=0) as pool:
+        pool.reset(0, replace(SimStart(name="counting/1", task=""), **changes))
+        with pytest.raises(ConfigError, match=f"Start counting/1 .*{words}"):
+            pool.ready(1)
 
 
 @pytest.mark.multiprocess
@@ -253,9 +281,7 @@ def test_a_simulator_whose_spec_promises_poses_must_show_them(monkeypatch: pytes
     simulator = source().build()
     monkeypatch.setattr(type(simulator), "look", lambda self, places: Seen(*_blank(len(places))))
     simulator.spec = replace(simulator.spec, poses=True)
-    worker = Worker(
-        simulator, PlaceArrays.over(bytearray(PlaceArrays.nbytes(simulator.spec, 8)), simulator.spec, 8)
-    )
+    worker = Worker(simulator)
     with pytest.raises(ConfigError, match="counting shows no poses, but its spec says poses=True"):
         worker.take(
             [{"do": "reset", "place": 0, "start": asdict(random_start(simulator.spec, 1)), "expert": None}]

@@ -20,6 +20,10 @@ def table(render=False):
     return Table(64, render=render, supersample=3)
 
 
+def start(seed):
+    return SimStart(name=f"tabletop/seed-{seed}", task="", seed=seed)
+
+
 def after(simulator, action):
     """The table after an action."""
     simulator.step(action)
@@ -37,7 +41,7 @@ def success_rate(seeds, **flaws):
 
 
 def fulfils(simulator, seed, flaws):
-    simulator.reset(seed)
+    simulator.reset(start(seed))
     expert = expert_of(simulator, seed, **flaws)
     return any(after(simulator, expert.act()).success for _ in range(MAX_STEPS))
 
@@ -66,7 +70,7 @@ def test_every_task_occurs():
     simulator = table()
     tasks = set()
     for seed in range(100):
-        simulator.reset(seed)
+        simulator.reset(start(seed))
         tasks.add(simulator.task)
     assert tasks == set(TASKS)
 
@@ -78,11 +82,11 @@ def test_the_named_cube_and_plate_are_in_the_picture_in_their_colours():
     names = [*scene.CUBE_COLOURS, *scene.PLATE_COLOURS]
     palette = {**scene.CUBE_COLOURS, **scene.PLATE_COLOURS}
     for seed in range(6):
-        simulator.reset(seed)
+        simulator.reset(start(seed))
         for name in (name for name in names if name in simulator.task.split()):
             colour = np.array([float(x) for x in palette[name].split()])
             direction = colour / np.linalg.norm(colour)
-            pixels = simulator.picture().reshape(-1, 3) / 255.0
+            pixels = simulator.look()[0].reshape(-1, 3) / 255.0
             brightness = np.linalg.norm(pixels, axis=1)
             alike = (pixels @ direction) / np.maximum(brightness, 1e-6) > 0.985
             assert (alike & (brightness > 0.35)).sum() >= 15, (seed, name)
@@ -93,14 +97,14 @@ def test_only_the_named_cube_on_the_named_plate_is_a_success():
     for seed in range(4):
         for cube in range(2):
             for plate in range(2):
-                simulator.reset(seed)
+                simulator.reset(start(seed))
                 put(simulator, cube, plate)
                 assert simulator.success == (cube == simulator.cube and plate == simulator.plate)
 
 
 def test_a_cube_that_is_still_held_is_no_success():
     simulator = table()
-    simulator.reset(0)
+    simulator.reset(start(0))
     put(simulator, simulator.cube, simulator.plate)
     assert simulator.success
     assert not after(simulator, np.array([0, 0, 0, 0, 0, 0, 1.0])).success
@@ -110,7 +114,7 @@ def test_a_cube_that_is_still_held_is_no_success():
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
 def test_a_translation_moves_the_tool_along_that_axis(axis, sign):
     simulator = table()
-    simulator.reset(0)
+    simulator.reset(start(0))
     before = simulator.tool_position
     action = np.zeros(7)
     action[axis] = sign * 0.5
@@ -124,7 +128,7 @@ def test_a_translation_moves_the_tool_along_that_axis(axis, sign):
 @pytest.mark.parametrize("axis", [0, 1, 2])
 def test_a_rotation_turns_the_tool_about_that_world_axis(axis):
     simulator = table()
-    simulator.reset(0)
+    simulator.reset(start(0))
     before = simulator.tool_rotation
     action = np.zeros(7)
     action[3 + axis] = 1.0
@@ -138,7 +142,7 @@ def test_a_rotation_turns_the_tool_about_that_world_axis(axis):
 
 def test_plus_one_closes_the_gripper_and_minus_one_opens_it():
     simulator = table()
-    simulator.reset(0)
+    simulator.reset(start(0))
     openings = []
     for command in (1.0, -1.0):
         for _ in range(4):
@@ -149,16 +153,21 @@ def test_plus_one_closes_the_gripper_and_minus_one_opens_it():
 
 
 def test_actions_beyond_one_are_clipped_and_ragged_ones_refused():
-    one, two = table(), table()
-    one.reset(0)
-    two.reset(0)
-    one.step(np.full(7, 9.0))
-    two.step(np.full(7, 1.0))
+    simulator = Tabletop(places=2, render=False)
+    simulator.reset([0, 1], [start(0), start(0)])
+    simulator.step([0, 1], np.array([[9.0] * 7, [1.0] * 7], np.float32), draw=False)
+    one, two = simulator.places
     np.testing.assert_array_equal(one.data.qpos, two.data.qpos)
-    with pytest.raises(ValueError, match="7 finite numbers"):
-        one.step(np.zeros(6))
-    with pytest.raises(ValueError, match="7 finite numbers"):
-        one.step(np.full(7, np.nan))
+    for wrong in (np.zeros((1, 6), np.float32), np.full((1, 7), np.nan, np.float32)):
+        with pytest.raises(ValueError, match=r"actions must be finite \[1, 7\]"):
+            simulator.step([0], wrong, draw=False)
+
+
+def test_lengths_are_those_of_the_model():
+    model = table().model
+    assert (model.geom("cube0").size == scene.CUBE_HALF).all()
+    assert model.geom("plate1").size[:2].tolist() == [scene.PLATE_RADIUS, scene.PLATE_HEIGHT / 2]
+    assert model.joint("f2").range[1] == scene.FINGER_TRAVEL
 
 
 def test_rotation_matrix_of_a_quarter_turn():
@@ -178,7 +187,7 @@ def test_the_expert_succeeds_and_each_flaw_makes_it_worse():
 def test_a_badly_calibrated_expert_sets_the_cube_down_beside_the_centre(offset):
     simulator, beside = table(), []
     for seed in range(6):
-        simulator.reset(seed)
+        simulator.reset(start(seed))
         expert = expert_of(simulator, seed, place_offset=offset)
         for _ in range(MAX_STEPS):
             simulator.step(expert.act())
@@ -190,7 +199,7 @@ def test_a_badly_calibrated_expert_sets_the_cube_down_beside_the_centre(offset):
 @pytest.mark.parametrize("retry", [True, False])
 def test_only_a_retrying_expert_recovers_from_a_dropped_cube(retry):
     simulator = table()
-    simulator.reset(3)
+    simulator.reset(start(3))
     expert = expert_of(simulator, retry=retry)
     while simulator.cube_position(simulator.cube)[2] < 0.05:
         simulator.step(expert.act())
@@ -201,7 +210,7 @@ def test_only_a_retrying_expert_recovers_from_a_dropped_cube(retry):
 
 def test_expert_actions_are_calm():
     simulator = table()
-    simulator.reset(2)
+    simulator.reset(start(2))
     expert = expert_of(simulator)
     actions = []
     for _ in range(30):
@@ -236,9 +245,7 @@ def test_a_missing_opengl_library_is_an_error_that_says_what_to_install(monkeypa
         require_backend()
 
 
-def test_an_impossible_picture_size_and_stored_starts_are_refused():
-    with pytest.raises(ConfigError, match="is a stored start"):
-        Tabletop(render=False).reset([0], [SimStart(name="tabletop/0/003", task="", task_id=0, trial=3)])
+def test_an_impossible_picture_size_is_refused():
     with pytest.raises(ConfigError, match="image_size is 8"):
         Tabletop(image_size=8, render=False)
 
@@ -261,8 +268,8 @@ def test_the_pose_is_that_of_the_tool_site():
         assert seen.poses.shape == (2, 8)
         assert seen.poses.dtype == np.float32
         for pose, place in zip(seen.poses, simulator.places, strict=True):
-            data = place.table.data
-            site = place.table.model.site("tool").id
+            data = place.data
+            site = place.model.site("tool").id
             np.testing.assert_allclose(pose[:3], data.site_xpos[site], atol=1e-6)
             turned = rotation(torch.from_numpy(pose[3:7]).double()).numpy()
             np.testing.assert_allclose(turned, data.site_xmat[site].reshape(3, 3), atol=1e-6)

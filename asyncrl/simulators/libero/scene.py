@@ -20,8 +20,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from asyncrl.errors import ConfigError
 from asyncrl.simulators.interface import hand_pose
-from asyncrl.simulators.libero.tasks import environment, load_robosuite, quiet
-from asyncrl.simulators.rendering import Renderer, count_egl_devices, require_backend
+from asyncrl.simulators.libero.tasks import load_robosuite, quiet
+from asyncrl.simulators.rendering import Renderer, count_egl_devices, environment, require_backend
 
 CAMERAS: Final = {"agentview": "agentview", "wrist": "robot0_eye_in_hand"}  # Ours -> robosuite's.
 STATE_DIM: Final = 8

@@ -7,19 +7,20 @@ built.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError
-from asyncrl.simulators.interface import Demonstrator, Flaws, Seen, SimStart, SimulatorSpec, Stepped
+from asyncrl.simulators.interface import Demonstrator, Flaws, SimStart, SimulatorSpec, check_settings
 from asyncrl.simulators.libero.expert import Expert, Grasp, MovePlan
 from asyncrl.simulators.libero.light import light_files
 from asyncrl.simulators.libero.scene import CAMERAS, STATE_DIM, Scene, drawing_device
 from asyncrl.simulators.libero.tasks import TRIALS, bddl_file, instruction, stored_states, task_names
+from asyncrl.simulators.one_by_one import OneByOne, Outcome
 
 _BOWL: Final = Grasp(radius=0.047, height=0.034)
 
@@ -84,7 +85,7 @@ class LiberoSettings:
     """Steps until truncation; 0: the suite's own."""
     wrist: bool = True
     """Draw the camera at the wrist too, which doubles the cost of pictures."""
-    scene: str = "stock"
+    scene: Literal["stock", "light"] = "stock"
     """`stock`: the shapes and textures of LIBERO. `light`: those that `asyncrl simulators lite` made of them,
     which are drawn faster and look slightly different; the physics is the same."""
     multisampling: bool = True
@@ -99,23 +100,80 @@ class LiberoSettings:
         drawn = "".join(f", without {name}" for name in without)
         return f"{self.scene} scene{drawn}, {self.settle} settling steps"
 
-    def __post_init__(self) -> None:
-        for name in ("settle", "horizon"):
-            value = getattr(self, name)
-            if type(value) is not int or not 0 <= value <= 100_000:
-                raise ConfigError(
-                    f"--simulator-settings {name}={value} counts steps. Use a whole number from 0 on."
-                )
-        for name in ("wrist", "multisampling", "reflections"):
-            if type(getattr(self, name)) is not bool:
-                raise ConfigError(
-                    f"--simulator-settings {name}={getattr(self, name)} is a switch. Use true or false."
-                )
-        if self.scene not in ("stock", "light"):
-            raise ConfigError(f"--simulator-settings scene={self.scene} is neither stock nor light.")
+
+class LiberoPlace:
+    """The scenes of a suite, of which one is built at a time."""
+
+    def __init__(self, spec: SimulatorSpec, settings: LiberoSettings) -> None:
+        drawing_device()  # Errors of drawing come before scenes are built.
+        self.scene: Scene | None = None
+        self.task_id = -1
+        self._spec, self._settings = spec, settings
+        self._files = light_files(spec.name) if settings.scene == "light" else {}
+
+    def reset(self, start: SimStart) -> str:
+        """Begin the episode that belongs to a start; return its instruction."""
+        suite, scene = self._spec.name, self._scene_of(start.task_id)
+        key = [zlib.crc32(suite.encode()), start.task_id]
+        if start.trial >= 0:
+            scene.begin([*key, 0, start.trial], stored_states(suite, start.task_id)[start.trial])
+        else:
+            scene.begin([*key, 1, start.seed], None)
+        for _ in range(self._settings.settle):
+            scene.step(np.array(IDLE))
+        return self._spec.tasks[start.task_id]
+
+    def step(self, action: NDArray[np.float32]) -> Outcome:
+        """Carry out ``[7]``."""
+        return Outcome(self._begun.step(action.astype(np.float64)))
+
+    def look(self) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+        """Return the pictures and the state that the last step made."""
+        return self._begun.draw(), self._begun.state()
+
+    def pose(self) -> NDArray[np.float32]:
+        """Return the `hand_pose` ``[8]`` of the same observation."""
+        return self._begun.pose()
+
+    def expert(self, flaws: Flaws) -> Expert:
+        """Return the scripted expert of the task."""
+        suite, plans = self._spec.name, PLANS.get(self._spec.name, {})
+        if self.task_id not in plans:
+            able = ", ".join(map(str, plans)) or "none"
+            raise ConfigError(
+                f"there is no scripted expert for task {self.task_id} of {suite} "
+                f"({self._spec.tasks[self.task_id]!r}). Tasks that have one: {able}. Set --tasks."
+            )
+        return Expert(self._begun, plans[self.task_id], flaws)
+
+    def close(self) -> None:
+        """Free the scene. May be called again."""
+        if self.scene is not None:
+            self.scene.close()
+        self.scene, self.task_id = None, -1
+
+    @property
+    def _begun(self) -> Scene:
+        assert self.scene is not None, "an episode is begun first"
+        return self.scene
+
+    def _scene_of(self, task_id: int) -> Scene:
+        """Return the task's scene; that of another task is freed first, for the memory."""
+        if self.scene is None or self.task_id != task_id:
+            self.close()
+            self.scene = Scene(
+                bddl_file(self._spec.name, task_id),
+                self._spec.cameras,
+                self._files,
+                size=self._spec.image_size,
+                multisampling=self._settings.multisampling,
+                reflections=self._settings.reflections,
+            )
+            self.task_id = task_id
+        return self.scene
 
 
-class LiberoSuite:
+class LiberoSuite(OneByOne[LiberoPlace]):
     """A suite of LIBERO: one place, actions of robosuite's OSC_POSE controller at 20 Hz.
 
     An action is 7 numbers, clipped to [-1, 1]: translation (5 cm at 1), rotation vector (0.5 rad at 1),
@@ -131,25 +189,20 @@ class LiberoSuite:
     most_places: ClassVar[int] = 1
 
     def __init__(self, *, places: int = 1, image_size: int = 0, **settings: Any) -> None:
-        self._settings = LiberoSettings(**settings)
-        self.spec = self.describe(places=places, image_size=image_size, **settings)
-        drawing_device()  # Errors of drawing come before scenes are built.
-        self._files = light_files(self.suite) if self._settings.scene == "light" else {}
-        self._scene: Scene | None = None
-        self._task_id = -1
-        self._steps = 0
-        self._success = False
+        spec = self.describe(places=places, image_size=image_size, **settings)
+        super().__init__(spec, [LiberoPlace(spec, LiberoSettings(**settings))])
 
     @classmethod
     def describe(cls, *, places: int = 1, image_size: int = 0, **settings: Any) -> SimulatorSpec:
         """Return the spec; builds no scene and imports no robosuite."""
         chosen = LiberoSettings(**settings)
+        check_settings(chosen)
         if places != 1:
             raise ConfigError(
                 f"--simulator {cls.suite} plays one episode per process, but {places} places were asked for "
                 "in one. Use more workers."
             )
-        if type(image_size) is not int or (image_size != 0 and not 16 <= image_size <= 1024):
+        if image_size != 0 and not 16 <= image_size <= 1024:
             raise ConfigError(
                 f"image_size is {image_size}, but {cls.suite} draws pictures of 16 to 1024 pixels. Use 256."
             )
@@ -166,101 +219,11 @@ class LiberoSuite:
             protocol=chosen.protocol,
         )
 
-    def reset(self, places: Sequence[int], starts: Sequence[SimStart]) -> Seen:
-        """Begin the start's episode in place 0."""
-        (start,) = starts
-        self._check(start)
-        scene = self._scene_of(start.task_id)
-        key = [zlib.crc32(self.suite.encode()), start.task_id]
-        if start.trial >= 0:
-            scene.begin([*key, 0, start.trial], stored_states(self.suite, start.task_id)[start.trial])
-        else:
-            scene.begin([*key, 1, start.seed], None)
-        for _ in range(self._settings.settle):
-            scene.step(np.array(IDLE))
-        self._steps, self._success = 0, False
-        return self._seen((self.spec.tasks[start.task_id],))
-
-    def step(self, places: Sequence[int], actions: NDArray[np.float32], *, draw: bool) -> Stepped:
-        """Carry out one action in place 0; after the horizon nothing moves."""
-        scene = self._begun(places)
-        if actions.shape != (1, len(IDLE)) or not np.isfinite(actions).all():
-            raise ConfigError(f"an action of {self.suite} is 7 finite numbers, got {actions.tolist()}.")
-        over = self._steps >= self.spec.max_steps
-        if not over:
-            self._success = scene.step(np.clip(actions[0].astype(np.float64), -1.0, 1.0))
-            self._steps += 1
-        return Stepped(
-            seen=self._seen() if draw else None,
-            rewards=np.array([self._success and not over], np.float32),
-            success=np.array([self._success]),
-            terminated=np.array([False]),
-            truncated=np.array([self._steps >= self.spec.max_steps]),
-        )
-
-    def look(self, places: Sequence[int]) -> Seen:
-        """Return the observation that the last `step` made."""
-        self._begun(places)
-        return self._seen()
-
     def expert(
         self, place: int, settings: Demonstrator, rng: np.random.Generator
     ) -> Callable[[], NDArray[np.float32]]:
         """Return the scripted expert of the task."""
-        scene = self._begun([place])
-        plans = PLANS.get(self.suite, {})
-        if self._task_id not in plans:
-            able = ", ".join(map(str, plans)) or "none"
-            raise ConfigError(
-                f"there is no scripted expert for task {self._task_id} of {self.suite} "
-                f"({self.spec.tasks[self._task_id]!r}). Tasks that have one: {able}. Set --tasks."
-            )
-        return Expert(scene, plans[self._task_id], Flaws(settings, rng)).act
-
-    def close(self) -> None:
-        """Free the scene. May be called again."""
-        if self._scene is not None:
-            self._scene.close()
-        self._scene, self._task_id = None, -1
-
-    def _seen(self, tasks: tuple[str, ...] = ()) -> Seen:
-        scene = self._begun([0])
-        return Seen(
-            images=scene.draw()[None], states=scene.state()[None], tasks=tasks, poses=scene.pose()[None]
-        )
-
-    def _begun(self, places: Sequence[int]) -> Scene:
-        if self._scene is None or list(places) != [0]:
-            raise ConfigError(f"{self.suite} plays in place 0 after a reset, not in {list(places)}.")
-        return self._scene
-
-    def _check(self, start: SimStart) -> None:
-        tasks, problem = self.spec.tasks, ""
-        if not 0 <= start.task_id < len(tasks):
-            problem = f"is of task {start.task_id}, but {self.suite} has tasks 0 to {len(tasks) - 1}"
-        elif start.task not in ("", own := tasks[start.task_id]):
-            problem = f"has the task {start.task!r}, but that of {self.suite} is {own!r}: another simulator's"
-        elif not -1 <= start.trial < TRIALS:
-            problem = f"is trial {start.trial}, but {self.suite} has trials 0 to {TRIALS - 1} (-1: random)"
-        elif start.seed < 0:
-            problem = f"has the seed {start.seed}. Seeds begin at 0"
-        if problem:
-            raise ConfigError(f"Start {start.name} {problem}.")
-
-    def _scene_of(self, task_id: int) -> Scene:
-        """Return the task's scene; that of another task is freed first, for the memory."""
-        if self._scene is None or self._task_id != task_id:
-            self.close()
-            self._scene = Scene(
-                bddl_file(self.suite, task_id),
-                self.spec.cameras,
-                self._files,
-                size=self.spec.image_size,
-                multisampling=self._settings.multisampling,
-                reflections=self._settings.reflections,
-            )
-            self._task_id = task_id
-        return self._scene
+        return self.places[place].expert(Flaws(settings, rng)).act
 
 
 class LiberoSpatial(LiberoSuite):

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError
-from asyncrl.simulators.rendering import load_mujoco
+from asyncrl.simulators.rendering import environment, load_mujoco
 from asyncrl.storage.assets import user_cache_folder
 
 TRIALS: Final = 50  # Stored starts of each task, in every suite.
@@ -173,22 +173,3 @@ def quiet() -> Iterator[None]:
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-@contextlib.contextmanager
-def environment(**values: str | None) -> Iterator[None]:
-    """Set environment variables within the context; None unsets one."""
-    before = {name: os.environ.get(name) for name in values}
-    try:
-        _set_variables(values)
-        yield
-    finally:
-        _set_variables(before)
-
-
-def _set_variables(values: dict[str, str | None]) -> None:
-    for name, value in values.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value

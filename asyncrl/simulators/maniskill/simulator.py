@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, cast
+from typing import Any, ClassVar, Final, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,7 @@ from asyncrl.simulators.interface import (
     SimStart,
     SimulatorSpec,
     Stepped,
+    check_settings,
     check_step,
     hand_pose,
     plain_task,
@@ -45,13 +46,6 @@ GRASPED: Final = 0.1
 HELD: Final = 0.1
 HELD_STEPS: Final = 5  # Steps in a row after which an object counts as held.
 SOLVED: Final = 1.0
-_CHOICES: Final = {
-    "backend": ("cpu", "gpu"),
-    "render": ("auto", "cpu", "gpu"),
-    "reward": ("success", "shaped", "dense"),
-    "convention": ("", "asyncrl", "maniskill"),
-    "objects": ("train", "test", "all"),
-}
 
 
 class GraspReward:
@@ -63,8 +57,9 @@ class GraspReward:
     Example:
         >>> reward = GraspReward(1)
         >>> reward.begin(0, held=False)
-        >>> [round(reward.step(0, success, held), 1) for success, held in [(False, True), (True, False)]]
-        [0.1, 1.0]
+        >>> steps = [(np.array([success]), np.array([not success])) for success in (False, True)]
+        >>> [reward.step([0], *step).round(1).tolist() for step in steps]
+        [[0.1], [1.0]]
     """
 
     def __init__(self, places: int) -> None:
@@ -78,28 +73,30 @@ class GraspReward:
         self._in_row[place], self._was_grasped[place], self._was_held[place] = int(held), held, False
         self._before[place] = 0.0
 
-    def step(self, place: int, success: bool, held: bool) -> float:
-        """Return the reward of a step after which `success` and `held` are so."""
-        self._in_row[place] = self._in_row[place] + 1 if held else 0
-        self._was_grasped[place] |= held
-        self._was_held[place] |= self._in_row[place] >= HELD_STEPS
-        worth = GRASPED * self._was_grasped[place] + HELD * self._was_held[place]
-        worth += SOLVED * (success and self._was_grasped[place])
-        paid = worth - self._before[place]
-        self._before[place] = worth
-        return float(paid)
+    def step(
+        self, places: list[int], success: NDArray[np.bool_], held: NDArray[np.bool_]
+    ) -> NDArray[np.float64]:
+        """Return the rewards ``[n]`` of a step of n places, after which `success` and `held` are so."""
+        self._in_row[places] = np.where(held, self._in_row[places] + 1, 0)
+        self._was_grasped[places] |= held
+        self._was_held[places] |= self._in_row[places] >= HELD_STEPS
+        worth = GRASPED * self._was_grasped[places] + HELD * self._was_held[places]
+        worth += SOLVED * (success & self._was_grasped[places])
+        paid = worth - self._before[places]
+        self._before[places] = worth
+        return paid
 
 
 @dataclass(frozen=True, kw_only=True)
 class ManiSkillSettings:
     """The keywords of --simulator-settings."""
 
-    backend: str = "cpu"
+    backend: Literal["cpu", "gpu"] = "cpu"
     """`cpu`: each place is a simulation of its own. `gpu`: all places are one simulation on a CUDA device;
     they step together."""
-    render: str = "auto"
+    render: Literal["auto", "cpu", "gpu"] = "auto"
     """Device that draws; `auto`: the GPU if there is one."""
-    reward: str = "success"
+    reward: Literal["success", "shaped", "dense"] = "success"
     """`success`; `shaped`: `GraspReward`; `dense`: ManiSkill's own between 0 and 1."""
     wrist: bool = False
     """Show the camera on the hand as a second picture."""
@@ -107,23 +104,18 @@ class ManiSkillSettings:
     """Build the scene for every episode, about 0.2 s each; not with `backend=gpu`. The order in which PhysX
     solves contacts depends on the scene's past: without it an episode depends, from its first contact on, on
     earlier ones."""
-    convention: str = ""
+    convention: Literal["", "asyncrl", "maniskill"] = ""
     """`asyncrl`: rotations are right-handed, gripper -1 = open. `maniskill`: numbers are handed on as they
     are: rotations of `pd_ee_delta_pose` have the other sign, gripper +1 = open. Empty: `maniskill` for tasks
     with published policies, else `asyncrl`."""
     module: str = ""
     """A module of yours that registers the environment with ManiSkill when it is imported."""
-    objects: str = "train"
+    objects: Literal["train", "test", "all"] = "train"
     """Set of objects that tasks with published policies draw from."""
 
     def check(self, name: str, task: ManiSkillTask) -> None:
         """Refuse unknown values, and what the task does not have."""
-        for option, known in _CHOICES.items():
-            if (value := getattr(self, option)) not in known:
-                raise ConfigError(
-                    f"--simulator-settings {option}={value} is unknown to {name}. Use one of: "
-                    f"{', '.join(filter(None, known))}."
-                )
+        check_settings(self)
         if self.wrist and not task.wrist:
             raise ConfigError(
                 f"--simulator-settings wrist=true: the robot of {name} has no camera on its hand."
@@ -214,8 +206,6 @@ class ManiSkill:
         """Begin one episode in each place, alone: in a batch, its draws would depend on its neighbours."""
         tasks = []
         for place, start in zip(places, starts, strict=True):
-            if start.trial >= 0:
-                raise ConfigError(f"{start.name} is a stored start, but {self.name}'s starts are seeds.")
             if start.seed >= 2**32:
                 raise ConfigError(f"{start.name}: ManiSkill's seeds end below {2**32}. Use a smaller --seed.")
             index, row = self._where(place)
@@ -237,27 +227,18 @@ class ManiSkill:
         if self._batched:
             self._playing[:] = False
         clipped = np.clip(actions.astype(np.float64), self.spec.action_low, self.spec.action_high)
-        rewards = np.zeros(len(rows), np.float32)
-        success, terminated = np.zeros(len(rows), np.bool_), np.zeros(len(rows), np.bool_)
-        members: dict[int, list[tuple[int, int]]] = {}
-        for i, place in enumerate(rows):
-            index, row = self._where(place)
-            members.setdefault(index, []).append((i, row))
-        for index, chosen in members.items():
-            given, info = self._step_environment(index, chosen, clipped)
-            count = self._envs[index].num_envs
-            solved, fell = _flags(info, "success", count), _flags(info, "fail", count)
-            held = _flags(info, self.task.grasped, count)
-            for i, row in chosen:
-                success[i], terminated[i] = solved[row], fell[row]
-                if self._reward == "shaped":
-                    rewards[i] = self._shaped.step(rows[i], bool(solved[row]), bool(held[row]))
-                else:
-                    rewards[i] = solved[row] if self._reward == "success" else given[row]
+        if self._batched:
+            stepped = [self._step_environment(0, rows, clipped)]
+        else:
+            stepped = [self._step_environment(place, [0], clipped[[i]]) for i, place in enumerate(rows)]
+        rewards, success, terminated, held = map(np.concatenate, zip(*stepped, strict=True))
+        if self._reward != "dense":
+            rewards = self._shaped.step(rows, success, held) if self._reward == "shaped" else success
         self._steps[rows] += 1
         truncated = (self._steps[rows] >= self.spec.max_steps) & ~terminated
         self._playing[rows] = ~(terminated | truncated)
-        return Stepped(self.look(rows) if draw else None, rewards, success, terminated, truncated)
+        seen = self.look(rows) if draw else None
+        return Stepped(seen, rewards.astype(np.float32), success, terminated, truncated)
 
     def look(self, places: Sequence[int]) -> Seen:
         """Draw n places as they are."""
@@ -280,19 +261,22 @@ class ManiSkill:
         return (0, place) if self._batched else (place, 0)
 
     def _step_environment(
-        self, index: int, members: list[tuple[int, int]], actions: NDArray[np.floating]
-    ) -> tuple[NDArray[np.float32], dict[str, Any]]:
-        """Step one environment; its other rows get the idle action."""
+        self, index: int, rows: list[int], actions: NDArray[np.float64]
+    ) -> tuple[NDArray[Any], ...]:
+        """Step rows of one environment, the others with the idle action; return numbers of these rows.
+
+        They are ManiSkill's reward, and whether the task is fulfilled, cannot go on, and the object is held.
+        """
         torch, env = importlib.import_module("torch"), self._envs[index]
         batch = np.tile(np.asarray(self.spec.idle), (env.num_envs, 1))
-        for i, row in members:
-            batch[row] = actions[i]
+        batch[rows] = actions
         given: Any = torch.as_tensor((batch * self._signs).astype(np.float32), device=env.device)
         if hasattr(env.single_action_space, "spaces"):  # Several robots: by name.
             widths = [space.shape[0] for space in env.single_action_space.spaces.values()]
             given = dict(zip(env.single_action_space.spaces, given.split(widths, dim=1), strict=True))
         self._shown[index], rewards, _, _, info = env.step(given)
-        return rewards.float().cpu().numpy(), info
+        flags = [_flags(info, key, env.num_envs)[rows] for key in ("success", "fail", self.task.grasped)]
+        return rewards.float().cpu().numpy()[rows], *flags
 
     def _draw(self, index: int) -> NDArray[np.uint8]:
         env = self._envs[index]
@@ -355,13 +339,7 @@ def _class_of(name: str) -> type[ManiSkill]:
     return cast("type[ManiSkill]", type(name, (base,), known))
 
 
-_CLASSES: Final = {name: _class_of(name) for name in TASKS}
-
-
-def __getattr__(name: str) -> type[ManiSkill]:
-    if name in _CLASSES:
-        return _CLASSES[name]
-    raise AttributeError(f"module {__name__} has no attribute {name!r}")
+globals().update({name: _class_of(name) for name in TASKS})
 
 
 def _flags(info: dict[str, Any], key: str, rows: int) -> NDArray[np.bool_]:

@@ -105,16 +105,10 @@ def load_maniskill(name: str, task: ManiSkillTask, module: str) -> Any:
     """Import ManiSkill and return gymnasium, where the environment is registered."""
     require_device()
     logging.getLogger("mani_skill").setLevel(logging.ERROR)  # It warns of how its own tasks are written.
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            importlib.import_module("mani_skill.envs")
-            gym = importlib.import_module("gymnasium")
-            root = importlib.import_module("mani_skill").ASSET_DIR
-    except ModuleNotFoundError as error:
-        raise AssetError(f"{name} needs the package {error.name}. Install the extra: {PIP}") from error
-    missing = []
+    _import("mani_skill.envs")
+    gym, missing = _import("gymnasium"), []
     if task.published:
+        root = _import("mani_skill").ASSET_DIR
         folders = (root / "tasks" / "bridge_v2_real2sim_dataset", root / "robots" / "widowx")
         missing = [str(folder) for folder in folders if not folder.is_dir()]
     if module and not missing:
@@ -177,18 +171,23 @@ _REMEDY: Final = (
 _RAY_TRACING: Final = "SAPIEN_DISABLE_RAY_TRACING"
 
 
-def load_sapien() -> Any:
-    """Import SAPIEN."""
+def _import(name: str) -> Any:
+    """Import a module of the extra. SAPIEN brings a Vulkan loader of its own, and warns of it."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # It brings a Vulkan loader of its own, and warns of it.
-            importlib.import_module("sapien.render")
-            return importlib.import_module("sapien")
+            warnings.simplefilter("ignore")
+            return importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise AssetError(
             f"ManiSkill's simulators need the package {error.name}, which is not installed. Install the "
             f"extra: {PIP}"
         ) from error
+
+
+def load_sapien() -> Any:
+    """Import SAPIEN."""
+    _import("sapien.render")
+    return _import("sapien")
 
 
 def require_device() -> str:

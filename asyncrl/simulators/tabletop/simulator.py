@@ -10,11 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError
-from asyncrl.simulators.interface import Demonstrator, Flaws, SimStart, SimulatorSpec, hand_pose, skew_part
-from asyncrl.simulators.one_by_one import OneByOne, Outcome
+from asyncrl.simulators.interface import Demonstrator, Flaws, SimulatorSpec, skew_part
+from asyncrl.simulators.one_by_one import OneByOne
 from asyncrl.simulators.tabletop.scene import (
     CUBE_HALF,
-    FINGER_TRAVEL,
     PLATE_HEIGHT,
     PLATE_RADIUS,
     ROTATION,
@@ -148,29 +147,7 @@ def _share_sideways(cargo: NDArray[np.float64], goal: NDArray[np.float64]) -> fl
     return float(np.clip((cargo[2] - CUBE_HALF) / (2 * CUBE_HALF), 0.1, 1.0))
 
 
-class _TablePlace:
-    def __init__(self, table: Table) -> None:
-        self.table = table
-
-    def reset(self, start: SimStart) -> str:
-        if start.trial >= 0:
-            raise ConfigError(f"{start.name} is a stored start, but tabletop's starts are seeds.")
-        self.table.reset(start.seed)
-        return self.table.task
-
-    def step(self, action: NDArray[np.float32]) -> Outcome:
-        self.table.step(action)
-        return Outcome(self.table.success)
-
-    def look(self) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-        return self.table.picture()[None], np.zeros(0, np.float32)
-
-    def pose(self) -> NDArray[np.float32]:
-        opened = self.table.finger_opening / (2 * FINGER_TRAVEL)
-        return hand_pose(self.table.tool_position, self.table.tool_quaternion, opened)
-
-
-class Tabletop(OneByOne[_TablePlace]):
+class Tabletop(OneByOne[Table]):
     """Independent `Table`s.
 
     Args:
@@ -186,7 +163,7 @@ class Tabletop(OneByOne[_TablePlace]):
         spec = self.describe(places=places, render=render, **sizes)
         side = sizes.get("image_size") or IMAGE_SIZE
         tables = [Table(side, render=render, supersample=supersample) for _ in range(places)]
-        super().__init__(spec, [_TablePlace(table) for table in tables])
+        super().__init__(spec, tables)
 
     @classmethod
     def describe(
@@ -218,4 +195,4 @@ class Tabletop(OneByOne[_TablePlace]):
         self, place: int, settings: Demonstrator, rng: np.random.Generator
     ) -> Callable[[], NDArray[np.float32]]:
         """Return the scripted expert."""
-        return TableExpert(self.places[place].table, settings, rng).act
+        return TableExpert(self.places[place], settings, rng).act

@@ -43,7 +43,7 @@ def demonstrate(simulator, start, settings=None, steps=0):
 
 
 def bowl_beside_plate(simulator):
-    scene = simulator._scene
+    scene = simulator.places[0].scene
     return (scene.position("akita_black_bowl_1") - scene.position("plate_1"))[:2]
 
 

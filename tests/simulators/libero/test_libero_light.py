@@ -146,8 +146,8 @@ def test_a_light_scene_moves_as_the_stock_one_and_looks_nearly_like_it(monkeypat
             for action in actions:
                 simulator.step([0], action, draw=False)
             seen[scene] = simulator.look([0]).images.astype(int)
-            moved[scene] = simulator._scene.sim.get_state().flatten()
-            faces[scene] = simulator._scene.sim.model._model.nmeshface
+            moved[scene] = simulator.places[0].scene.sim.get_state().flatten()
+            faces[scene] = simulator.places[0].scene.sim.model._model.nmeshface
         finally:
             simulator.close()
     np.testing.assert_array_equal(moved["stock"], moved["light"])

@@ -158,7 +158,7 @@ def test_horizon_and_wrist_are_settings():
         (("settle=-1",), "settle=-1"),
         (("horizon=1.5",), "horizon=1.5"),
         (("wrist=2",), "true or false"),
-        (("scene=heavy",), "neither stock nor light"),
+        (("scene=heavy",), "scene=heavy cannot be. Use one of: stock, light"),
         (("colour=red",), "colour"),
     ],
 )
