@@ -212,11 +212,15 @@ class SimulatorPool:
             actions: ``[S, A]`` float32, finite; or the number of steps that the expert chooses.
         """
         chosen, width = None if isinstance(actions, int) else actions, self.spec.action_dim
+        if chosen is not None:
+            finite = np.isfinite(chosen)
+            if chosen.shape[1:] != (width,) or not len(chosen) or not finite.all():
+                raise ConfigError(
+                    f"The policy chose actions of shape {list(chosen.shape)}, {finite.sum()} of them finite; "
+                    f"a decision is [steps, {width}] finite numbers. Look at its weights and at its action "
+                    "statistics."
+                )
         steps = actions if isinstance(actions, int) else len(actions)
-        if chosen is not None and (chosen.shape != (steps, width) or not np.isfinite(chosen).all()):
-            raise ValueError(f"actions must be finite [steps, {width}], got shape {chosen.shape}")
-        if steps < 1:
-            raise ValueError(f"{steps} steps were asked for, expected at least 1")
         self._ask(slot, do="step", steps=steps, actions=chosen, frames=frames, past_success=past_success)
 
     def leave(self, slot: int) -> None:

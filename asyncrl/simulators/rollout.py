@@ -226,19 +226,8 @@ def _decide(
     for slot, actions in zip(undecided, chosen, strict=True):
         if actions is None:
             yield slot
-            continue
-        if not isinstance(actions, int):
-            _check(actions, pool.spec.action_dim, undecided[slot].play.start)
-        pool.step(slot, actions, frames=frames, past_success=extra_decisions >= 0)
-
-
-def _check(actions: NDArray[np.float32], width: int, start: SimStart) -> None:
-    if actions.ndim != 2 or actions.shape[1] != width or not np.isfinite(actions).all():
-        finite = "" if np.isfinite(actions).all() else ", not all of them finite"
-        raise ConfigError(
-            f"The policy chose actions of shape {list(actions.shape)}{finite} in {start.name}; a decision is "
-            f"[steps, {width}] finite numbers. Look at its weights and at its action statistics."
-        )
+        else:
+            pool.step(slot, actions, frames=frames, past_success=extra_decisions >= 0)
 
 
 def _pop_play(waiting: list[Play], pool: SimulatorPool, slot: int) -> Play:

@@ -70,7 +70,8 @@ def _state_width(space: Any, state_key: str) -> int:
 
 
 def _action_bounds(space: Any) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    low, high = getattr(space, "low", None), getattr(space, "high", None)
+    low: Any = getattr(space, "low", None)
+    high: Any = getattr(space, "high", None)
     real = low is not None and len(space.shape) == 1 and np.issubdtype(space.dtype, np.floating)
     if not real or not (np.isfinite(low).all() and np.isfinite(high).all()):
         raise ConfigError(

@@ -139,6 +139,25 @@ def test_time_runs_out_once_and_nothing_begins_by_itself(tested: Case) -> None:
         pool.step(0, np.repeat(np.array([spec.idle], np.float32), 8, axis=0), past_success=True)
         (answer,) = pool.ready(60)
         assert (answer.steps, answer.truncated, answer.terminated) == (STEPS - 1, True, False)
+    simulator = tested.source.with_(horizon=1).build()
+    simulator.reset([0], starts_of(simulator.spec)[:1])
+    assert simulator.step([0], actions_of(simulator.spec)[:1], draw=False).truncated.tolist() == [True]
+    with pytest.raises(ValueError, match="no episode under way"):
+        simulator.step([0], actions_of(simulator.spec)[:1], draw=False)
+
+
+def test_actions_are_clipped_and_ragged_ones_refused(tested: Case) -> None:
+    simulator = tested.source.build()
+    start, high = starts_of(simulator.spec)[0], np.array([simulator.spec.action_high], np.float32)
+    seen = []
+    for scale in (1, 9):
+        simulator.reset([0], [start])
+        seen.append(simulator.step([0], scale * high, draw=True).seen)
+    for one, other in zip(*seen, strict=True):
+        np.testing.assert_array_equal(one, other)
+    for wrong in (high[:, 1:], np.full_like(high, np.nan)):
+        with pytest.raises(ValueError, match=r"actions must be finite \[1, "):
+            simulator.step([0], wrong, draw=False)
 
 
 def test_where_the_hand_is_follows_from_start_and_actions(tested: Case) -> None:

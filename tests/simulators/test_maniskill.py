@@ -257,18 +257,6 @@ def test_the_dense_reward_is_maniskills_and_rises(build: Build) -> None:
     assert rewards[-1] > rewards[len(rewards) // 2] > rewards[0]
 
 
-def test_actions_are_clipped_and_ragged_ones_refused(build: Build) -> None:
-    one = build("push_cube")
-    shown = []
-    for scale in (1.0, 5.0):
-        one.reset([0], [start(one, 0)])
-        shown.append(one.step([0], np.full((1, 7), scale, np.float32), draw=True).seen.states)
-    np.testing.assert_array_equal(*shown)
-    for wrong in (np.zeros((1, 6), np.float32), np.full((1, 7), np.nan, np.float32)):
-        with pytest.raises(ValueError, match=r"actions must be finite \[1, 7\]"):
-            one.step([0], wrong, draw=False)
-
-
 @pytest.mark.parametrize(
     ("name", "settings", "words"),
     [

@@ -180,11 +180,9 @@ def test_requests_that_do_not_fit_are_refused() -> None:
         with pytest.raises(ValueError, match="slot 1 is not one of 1"):
             pool.reset(1, random_start(pool.spec, 1))
         take(pool, 1)
-        for wrong in (actions(8)[:, :6], np.full((8, 7), np.nan, np.float32), actions(8)[0]):
-            with pytest.raises(ValueError, match="actions must be finite"):
+        for wrong in (actions(8)[:, :6], np.full((8, 7), np.nan, np.float32), actions(8)[0], actions(0)):
+            with pytest.raises(ConfigError, match=r"The policy chose actions .*\[steps, 7\] finite numbers"):
                 pool.step(0, wrong)
-        with pytest.raises(ValueError, match="0 steps were asked for"):
-            pool.step(0, actions(0))
 
 
 @pytest.mark.parametrize(

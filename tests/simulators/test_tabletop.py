@@ -9,7 +9,7 @@ from asyncrl.simulators import rendering
 from asyncrl.simulators.interface import Demonstrator, SimStart, random_start
 from asyncrl.simulators.rendering import box_average, find_backend, require_backend
 from asyncrl.simulators.tabletop import scene
-from asyncrl.simulators.tabletop.scene import TASKS, TRANSLATION, Table, rotation_matrix
+from asyncrl.simulators.tabletop.scene import TASKS, TRANSLATION, Table
 from asyncrl.simulators.tabletop.simulator import MAX_STEPS, TableExpert, Tabletop
 from asyncrl.worlds.evac.poses import rotation
 
@@ -152,27 +152,11 @@ def test_plus_one_closes_the_gripper_and_minus_one_opens_it():
     assert openings[1] > 0.075
 
 
-def test_actions_beyond_one_are_clipped_and_ragged_ones_refused():
-    simulator = Tabletop(places=2, render=False)
-    simulator.reset([0, 1], [start(0), start(0)])
-    simulator.step([0, 1], np.array([[9.0] * 7, [1.0] * 7], np.float32), draw=False)
-    one, two = simulator.places
-    np.testing.assert_array_equal(one.data.qpos, two.data.qpos)
-    for wrong in (np.zeros((1, 6), np.float32), np.full((1, 7), np.nan, np.float32)):
-        with pytest.raises(ValueError, match=r"actions must be finite \[1, 7\]"):
-            simulator.step([0], wrong, draw=False)
-
-
 def test_lengths_are_those_of_the_model():
     model = table().model
     assert (model.geom("cube0").size == scene.CUBE_HALF).all()
     assert model.geom("plate1").size[:2].tolist() == [scene.PLATE_RADIUS, scene.PLATE_HEIGHT / 2]
     assert model.joint("f2").range[1] == scene.FINGER_TRAVEL
-
-
-def test_rotation_matrix_of_a_quarter_turn():
-    quarter = rotation_matrix(np.array([0, 0, np.pi / 2]))
-    np.testing.assert_allclose(quarter, [[0, -1, 0], [1, 0, 0], [0, 0, 1]], atol=1e-12)
 
 
 def test_the_expert_succeeds_and_each_flaw_makes_it_worse():

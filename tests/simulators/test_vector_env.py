@@ -250,19 +250,6 @@ def test_every_reset_may_say_its_own_instruction() -> None:
         silent.reset([0], [start(0)])
 
 
-def test_actions_are_clipped_and_ragged_ones_refused() -> None:
-    log: list[Any] = []
-    made = simulator(places=1, log=log)
-    made.reset([0], [start(1)])
-    steps(made, [0], [-9.0, 9.0, 0.5])
-    assert log == [(1, [-1, 1, 0.5])]
-    for wrong in (np.zeros((1, 2), np.float32), np.full((1, 3), np.nan, np.float32)):
-        with pytest.raises(ValueError, match=r"actions must be finite \[1, 3\]"):
-            made.step([0], wrong, draw=True)
-    assert made.step([0], np.zeros((1, 3), np.float32), draw=False).seen is None
-    assert shown(made.look([0])) == [(1, 2)]
-
-
 def test_a_registered_environment_says_its_own_name_and_length() -> None:
     gym.register("lab/Counter-v3", entry_point=lambda: Counter(says="task"), max_episode_steps=4)
     try:

