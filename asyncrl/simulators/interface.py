@@ -9,18 +9,10 @@ action.
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import (
-    Annotated,
-    Literal,
-    NamedTuple,
-    Protocol,
-    get_args,
-    get_origin,
-    get_type_hints,
-    runtime_checkable,
-)
+from typing import Annotated, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -276,10 +268,10 @@ def check_start(spec: SimulatorSpec, start: SimStart) -> None:
 
 def check_settings(settings: object) -> None:
     """Refuse --simulator-settings of another type than the fields of their dataclass; numbers count."""
-    for name, kind in get_type_hints(type(settings)).items():
-        value, wanted = getattr(settings, name), ""
-        if get_origin(kind) is Literal and value not in get_args(kind):
-            wanted = f"one of: {', '.join(filter(None, get_args(kind)))}"
+    for name, kind in typing.get_type_hints(type(settings)).items():
+        value, choices, wanted = getattr(settings, name), typing.get_args(kind), ""
+        if choices and value not in choices:
+            wanted = f"one of: {', '.join(filter(None, choices))}"
         elif kind is bool and type(value) is not bool:
             wanted = "true or false"
         elif kind is int and not (type(value) is int and 0 <= value <= 100_000):

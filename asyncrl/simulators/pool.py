@@ -177,7 +177,7 @@ class SimulatorPool:
             )
         self._source, self._timeout = source, timeout
         self._asked: set[int] = set()  # Slots with a pending request.
-        self._tasks: dict[int, int] = {}  # Slot -> task id of the loaded scene.
+        self._starts: dict[int, SimStart] = {}  # Slot -> start of its newest episode.
         self._lost = 0
         self._members: list[_InProcess | _WorkerProcess] = []
         try:
@@ -196,7 +196,7 @@ class SimulatorPool:
         """Ask for an episode; the answer comes with `ready`."""
         demonstrator = None if expert is None else asdict(expert)
         self._ask(slot, do="reset", start=asdict(start), expert=demonstrator)
-        self._tasks[slot] = start.task_id
+        self._starts[slot] = start
 
     def step(
         self,
@@ -211,16 +211,11 @@ class SimulatorPool:
         Args:
             actions: ``[S, A]`` float32, finite; or the number of steps that the expert chooses.
         """
-        chosen, width = None if isinstance(actions, int) else actions, self.spec.action_dim
-        if chosen is not None:
-            finite = np.isfinite(chosen)
-            if chosen.shape[1:] != (width,) or not len(chosen) or not finite.all():
-                raise ConfigError(
-                    f"The policy chose actions of shape {list(chosen.shape)}, {finite.sum()} of them finite; "
-                    f"a decision is [steps, {width}] finite numbers. Look at its weights and at its action "
-                    "statistics."
-                )
-        steps = actions if isinstance(actions, int) else len(actions)
+        by_expert = isinstance(actions, int)
+        steps = actions if by_expert else len(actions)
+        if not by_expert:
+            _check(actions, self.spec.action_dim, self._starts[slot])
+        chosen = None if by_expert else actions
         self._ask(slot, do="step", steps=steps, actions=chosen, frames=frames, past_success=past_success)
 
     def leave(self, slot: int) -> None:
@@ -230,7 +225,7 @@ class SimulatorPool:
 
     def loaded_task(self, slot: int) -> int:
         """Return the task id of the scene in a slot, -1 if none: another scene may take seconds."""
-        return self._tasks.get(slot, -1)
+        return self._starts[slot].task_id if slot in self._starts else -1
 
     def ready(self, patience: float) -> list[SlotAnswer]:
         """Return the answers that have come; wait for the first, at most `patience` seconds."""
@@ -308,8 +303,17 @@ class SimulatorPool:
         slots = self._slots_of(number)
         for slot in slots:
             self._asked.discard(slot)
-            self._tasks.pop(slot, None)
+            self._starts.pop(slot, None)
         return [SlotAnswer(slot=slot, lost=reason) for slot in slots]
 
     def _slots_of(self, number: int) -> range:
         return range(number * self.places, (number + 1) * self.places)
+
+
+def _check(actions: NDArray[np.float32], width: int, start: SimStart) -> None:
+    finite = "" if np.isfinite(actions).all() else ", not all of them finite"
+    if actions.ndim != 2 or not len(actions) or actions.shape[1] != width or finite:
+        raise ConfigError(
+            f"The policy chose actions of shape {list(actions.shape)}{finite} in {start.name}; a decision is "
+            f"[steps, {width}] finite numbers. Look at its weights and at its action statistics."
+        )

@@ -70,10 +70,12 @@ def _state_width(space: Any, state_key: str) -> int:
 
 
 def _action_bounds(space: Any) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    low: Any = getattr(space, "low", None)
-    high: Any = getattr(space, "high", None)
-    real = low is not None and len(space.shape) == 1 and np.issubdtype(space.dtype, np.floating)
-    if not real or not (np.isfinite(low).all() and np.isfinite(high).all()):
+    low, high = getattr(space, "low", None), getattr(space, "high", None)
+    if (
+        (low is None or high is None or len(space.shape) != 1)
+        or not np.issubdtype(space.dtype, np.floating)
+        or not (np.isfinite(low).all() and np.isfinite(high).all())
+    ):
         raise ConfigError(
             f"The environment's actions are {space}, but policies choose a row of real numbers within finite "
             "bounds: a Box of shape (A,) with a float dtype. Turn them with "
@@ -167,7 +169,6 @@ class VectorEnvSimulator:
         self._images = np.zeros((places, size, size, 3), np.uint8)  # Newest picture of each place's episode.
         self._states = np.zeros((places, width), np.float32)
         self._shown: NDArray[np.uint8] | None = None  # [P, H, W, 3], the environment's newest.
-        self._closed = False
 
     def reset(self, places: Sequence[int], starts: Sequence[SimStart]) -> Seen:
         """Begin one episode in each of n places."""
@@ -222,9 +223,7 @@ class VectorEnvSimulator:
 
     def close(self) -> None:
         """Close the environment. May be called again."""
-        if not self._closed:
-            self._closed = True
-            self._env.close()
+        self._env.close()
 
     def _reset_env(self, mask: NDArray[np.bool_]) -> tuple[Any, Mapping[str, Any]]:
         seeds = [int(seed) if masked else None for seed, masked in zip(self._seeds, mask, strict=True)]

@@ -57,13 +57,6 @@ def test_the_full_networks_have_the_published_tensors(
     assert key_hash(shapes) == fingerprint
 
 
-def test_rounded_scores_are_zero_or_one() -> None:
-    frames = some_frames(1)
-    exact = model().score(frames, TASKS[:1])
-    rounded = model(rounded=True).score(frames, TASKS[:1])
-    assert rounded.tolist() == [[float(p > 0.5) for p in exact[0].tolist()]]
-
-
 def test_an_unknown_task_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"'fly'.*'open the drawer', 'close the drawer', 'push the plate'"):
         model().score(some_frames(1), ["fly"])
@@ -78,13 +71,6 @@ def test_a_model_without_tasks_scores_any_task() -> None:
 def test_frames_of_another_size_are_refused() -> None:
     with pytest.raises(ConfigError, match="64-pixel frames"):
         model().score(torch.zeros(1, 8, 32, 32, 3, dtype=torch.uint8), TASKS[:1])
-
-
-def test_a_score_does_not_depend_on_the_other_frames() -> None:
-    reward = model()
-    frames = some_frames(2)
-    both = reward.score(frames, TASKS[:2])
-    torch.testing.assert_close(reward.score(frames[1:], TASKS[1:2])[0], both[1], atol=1e-6, rtol=1e-5)
 
 
 def test_saved_rewards_score_the_same(tmp_path: Path) -> None:

@@ -18,10 +18,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.errors import AssetError, ConfigError
+from asyncrl.errors import AssetError
 from asyncrl.simulators.libero.scene import build_environment, numpy_generator
 from asyncrl.simulators.libero.tasks import (
-    PIP,
     TESTED,
     bddl_file,
     cache_folder,
@@ -91,7 +90,8 @@ class Shape:
 def simplified(shape: Shape, faces: int) -> Shape:
     """Return the shape with at most about `faces` faces, and its texture."""
     points, corners = shape.welded()
-    reduced, new_faces = load_simplifier()(points.astype(np.float32), corners, target_count=faces)
+    library: Any = importlib.import_module("fast_simplification")
+    reduced, new_faces = library.simplify(points.astype(np.float32), corners, target_count=faces)
     reduced, new_faces = reduced.astype(np.float64), new_faces.astype(np.int32)
     if shape.texture is None:
         return Shape(points=reduced, faces=new_faces)
@@ -123,16 +123,6 @@ def point_normals(points: NDArray[np.float64], faces: NDArray[np.int32]) -> NDAr
         np.add.at(total, faces[:, corner], weighted)
     length = np.linalg.norm(total, axis=1, keepdims=True)
     return np.where(length > 0, total / np.maximum(length, 1e-30), [0.0, 0.0, 1.0])
-
-
-def load_simplifier() -> Callable[..., Any]:
-    """Return the function that reduces the faces of a shape."""
-    try:
-        return importlib.import_module("fast_simplification").simplify
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"asyncrl simulators lite needs fast-simplification, which is not installed. Install it: {PIP}"
-        ) from error
 
 
 _FORMAT: Final = 1
@@ -176,11 +166,7 @@ def make_light(
     Args:
         faces: Most faces of a shape.
         texture: Most pixels of a texture's longer side.
-
-    Raises:
-        ConfigError: See `check_versions`; or fast-simplification is not installed.
     """
-    load_simplifier()
     load_robosuite()
     folder = cache_folder() / "light"
     folder.mkdir(parents=True, exist_ok=True)

