@@ -19,7 +19,7 @@ from asyncrl.config.help import ALL, TRAIN, ShortHelp, answer_help
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.registry import as_texts
-from asyncrl.storage.untrusted import parse_json, read_bytes, shortened
+from asyncrl.storage.untrusted import load_json, parse_json, read_bytes, shortened
 
 SUFFIXES: Final = (".toml", ".json")
 MOST_BYTES: Final = 2**20
@@ -148,7 +148,7 @@ def _read(path: Path) -> dict[str, Any]:
     of_run = path.suffix == ".json"
     try:
         raw = read_bytes(path, MOST_BYTES)
-        table = parse_json(raw, dict) if of_run else tomllib.loads(raw.decode("utf-8"))
+        table = parse_json(raw) if of_run else tomllib.loads(raw.decode("utf-8"))
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read ({error.strerror}). `asyncrl configs` lists the shipped ones."
@@ -187,7 +187,7 @@ def existing_settings(
 def gone_settings(path: Path) -> str:
     """Name the settings of a run's config.json that no longer exist, unless they were off; empty if none."""
     try:
-        gone = existing_settings(parse_json(read_bytes(path, MOST_BYTES), dict))[1]
+        gone = existing_settings(load_json(path, MOST_BYTES))[1]
     except (OSError, ValueError):  # Reported where the file is loaded.
         return ""
     return ", ".join(f"--{flag} {value}" for flag, value in gone.items() if value not in _OFF)

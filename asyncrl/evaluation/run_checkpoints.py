@@ -20,7 +20,7 @@ from asyncrl.storage import checkpoint
 from asyncrl.storage.atomic import write_text
 from asyncrl.storage.checkpoint import clean_up, keep_as_best, keep_copy
 from asyncrl.storage.run_folder import HELD
-from asyncrl.storage.untrusted import check_types, read_rows, remove
+from asyncrl.storage.untrusted import check_types, read_json_lines, remove
 
 _log = logging.getLogger(__name__)
 EVALUATIONS: Final = "evaluations.jsonl"
@@ -80,11 +80,11 @@ def append_evaluation(run_dir: Path, row: EvaluatedVersion) -> None:
 
 def read_evaluations(run_dir: Path) -> list[EvaluatedVersion]:
     """Read the lines, oldest first, without torn ones."""
-    path, found = run_dir / EVALUATIONS, list[EvaluatedVersion]()
-    for _, row in read_rows(path) if path.is_file() else ():
+    found = list[EvaluatedVersion]()
+    for row in read_json_lines(run_dir / EVALUATIONS):
         with suppress(ValueError, TypeError):
-            check_types(row or {}, _KNOWN)
-            found.append(EvaluatedVersion(**row or {}))
+            check_types(row, _KNOWN)
+            found.append(EvaluatedVersion(**row))
     return found
 
 

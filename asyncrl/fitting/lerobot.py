@@ -206,7 +206,7 @@ class LeRobotFolder(DataSet):
 
 def _read_info(path: Path) -> tuple[dict[str, dict[str, Any]], float, str]:
     with _reading(path / INFO):
-        info = load_json(path / INFO, dict)
+        info = load_json(path / INFO)
         check_types(info, {"codebase_version": str, "fps": float, "features": dict})
         version, rate = info["codebase_version"], float(info["fps"])
         if not version.startswith("v3."):

@@ -273,7 +273,7 @@ class LiberoFile(RobomimicFile):
             flip="none" if upright else "vertical",
             success="rewards" if "rewards" in demo else "dones",
         )
-        told = parse_json(str(attribute_of(data, "problem_info")).encode(), dict)["language_instruction"]
+        told = parse_json(str(attribute_of(data, "problem_info")).encode())["language_instruction"]
         stem = self.path.stem  # It has the simulator's wording where it is named as published.
         named = instruction_of(stem.removesuffix("_demo")) if stem.endswith("_demo") else ""
         self.instruction = named or "".join(told).strip(' ".').lower()
@@ -366,7 +366,7 @@ def _json_of(group: h5py.Group, name: str) -> dict[str, Any]:
         return {}
     try:
         found = attribute_of(group, name)
-        return parse_json(found if isinstance(found, bytes) else str(found).encode(), dict)
+        return parse_json(found if isinstance(found, bytes) else str(found).encode())
     except ValueError:
         return {}
 

@@ -23,7 +23,7 @@ from asyncrl.launch.placement import Placement, check_learner_devices, checked_p
 from asyncrl.observability import metrics_system as s
 from asyncrl.storage import run_folder
 from asyncrl.storage.atomic import read_json, write_json
-from asyncrl.storage.untrusted import read_rows
+from asyncrl.storage.untrusted import read_json_lines
 
 FILE: Final = "balance.json"
 SKIPPED: Final = 2  # first updates of a start, which compile and fill the pipeline
@@ -172,8 +172,7 @@ def write(run_dir: Path, found: Balance) -> None:
 
 def note_at_end(config: TrainConfig, placement: Placement, run_dir: Path, version: int) -> str:
     """Write the file of a run that ends, and return its line; empty if nothing was measured."""
-    path = run_dir / "metrics.jsonl"
-    rows = [row for _, row in read_rows(path) if row is not None] if path.exists() else []
+    rows = read_json_lines(run_dir / "metrics.jsonl")
     updates = [row for row in rows if s.UPDATE_SECONDS.name in row and isinstance(row.get("step"), int)]
     found = measure(config, placement, [row for row in updates if row["step"] > version])
     if found is None:

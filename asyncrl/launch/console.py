@@ -19,7 +19,7 @@ from asyncrl.observability.logger import MetricsLogger, flat, start_command
 from asyncrl.storage import assets, checkpoint, provenance
 from asyncrl.storage.assets import simulator_named
 from asyncrl.storage.run_folder import BEST
-from asyncrl.storage.untrusted import read_rows
+from asyncrl.storage.untrusted import read_json_lines
 
 if TYPE_CHECKING:
     from asyncrl.launch.build import LearnerStart, Models
@@ -238,10 +238,7 @@ def _how_to_evaluate(config: TrainConfig, run: str, simulator: str) -> str:
 
 def successes(path: Path) -> list[float]:
     """Read the success rate of every update from a metrics.jsonl."""
-    if not path.exists():
-        return []
-    rows = (row for _, row in read_rows(path) if row is not None)
-    rates = [row.get(m.SUCCESS_ONCE.name) for row in rows if m.EVAL_SUCCESS.name not in row]
+    rates = [row.get(m.SUCCESS_ONCE.name) for row in read_json_lines(path) if m.EVAL_SUCCESS.name not in row]
     return [float(rate) if isinstance(rate, int | float) else 0.0 for rate in rates]
 
 

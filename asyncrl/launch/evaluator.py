@@ -58,7 +58,7 @@ from asyncrl.storage import run_owner
 from asyncrl.storage.assets import simulator_named
 from asyncrl.storage.checkpoint import clean_up, forget_best_after
 from asyncrl.storage.media import movie_suffix
-from asyncrl.storage.untrusted import make_folder, read_bytes, read_rows
+from asyncrl.storage.untrusted import make_folder, read_bytes, read_json_lines
 
 ROLE: Final = "evaluator"
 ROWS: Final = 8  # of a pass of the policy
@@ -248,8 +248,7 @@ class EvaluatorProcess:
         if config.evaluate_every:
             run_checkpoints.cut_evaluations(run_dir, version)
             forget_best_after(run_dir, version)
-            metrics = run_dir / "metrics.jsonl"
-            rows = [row for _, row in read_rows(metrics) if row is not None] if metrics.is_file() else []
+            rows = read_json_lines(run_dir / "metrics.jsonl")
             measured = [row.get("step") for row in rows if m.EVAL_SUCCESS.name in row]
             self._known = {step for step in measured if type(step) is int}
             self._child = Supervisor(

@@ -254,7 +254,7 @@ def wait_for_relay(info: RunInfo, job: Job, deadline: float, stop_requested: Cal
     with waits.waiting(waits.HOST_WEIGHTS, deadline):
         while True:
             with suppress(OSError, ValueError, KeyError):  # There is no note of this start yet.
-                row: dict[str, object] = load_json(note, dict)
+                row: dict[str, object] = load_json(note)
                 if row["mark"] == info.mark:
                     return str(row["endpoint"])
             patience.pause(

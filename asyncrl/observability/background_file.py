@@ -23,8 +23,7 @@ from asyncrl.observability import process_status, waits
 from asyncrl.observability.waits import Count
 from asyncrl.storage.untrusted import open_regular
 
-FIRST_PAUSE: Final = 0.5
-LONGEST_PAUSE: Final = 10.0  # seconds between two attempts, doubled up to this
+PAUSE: Final = 0.5  # seconds between two attempts
 STALLED_SECONDS: Final = 10.0  # a longer write is reported
 LARGEST_WRITE: Final = 1 << 20
 CONSOLE: Final = "asyncrl.console"
@@ -58,8 +57,6 @@ class BackgroundFile:
         self._began: float | None = None  # start of the current write
         self._late = False
         """Writing fails, and `tell` was called."""
-        self._behind = False
-        """A `settle` timed out, and the queue was never empty since."""
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=f"writer of {what}", daemon=True)
         self._thread.start()
@@ -81,8 +78,7 @@ class BackgroundFile:
     def settle(self, seconds: float) -> bool:
         """Wait for at most `seconds`, not while writing fails; returns True if all is written."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._queue or self._late or self._behind, seconds)
-            self._behind = bool(self._queue)
+            self._changed.wait_for(lambda: not self._queue or self._late, seconds)
             return not self._queue
 
     def close(self, seconds: float) -> None:
@@ -100,7 +96,6 @@ class BackgroundFile:
     # --- the file's thread ---
 
     def _run(self) -> None:
-        pause = FIRST_PAUSE
         while records := self._next():
             try:
                 with process_status.activity(f"writing {self._what}"):
@@ -111,10 +106,8 @@ class BackgroundFile:
                 with self._changed:
                     if self._closing:
                         break
-                    self._changed.wait_for(lambda: self._closing, pause)
-                pause = min(2 * pause, LONGEST_PAUSE)
+                    self._changed.wait_for(lambda: self._closing, PAUSE)
             else:
-                pause = FIRST_PAUSE
                 self._on_success(records)
         if self._file is not None:
             os.close(self._file)
@@ -171,7 +164,6 @@ class BackgroundFile:
             for record in records:
                 self._queue.popleft()
                 self._bytes -= len(record)
-            self._behind = self._behind and bool(self._queue)
             self._changed.notify_all()
             if not self._late or self._queue:
                 return
@@ -192,11 +184,6 @@ class _FileHandler(logging.Handler):
         self._file.add((self.format(record) + "\n").encode(errors="backslashreplace"))
 
 
-class _OnConsole(logging.Filter):
-    def filter(self, record: logging.LogRecord) -> bool:
-        return record.name not in (CONSOLE, __name__)
-
-
 @contextlib.contextmanager
 def logged_to(path: Path) -> Iterator[None]:
     """Append log records from the level INFO on, and an exception's traceback, to a file within the block.
@@ -208,7 +195,7 @@ def logged_to(path: Path) -> Iterator[None]:
     )
     console = logging.StreamHandler()
     console.setLevel(logging.WARNING)
-    console.addFilter(_OnConsole())
+    console.addFilter(lambda record: record.name != __name__)
     handlers, package = (_FileHandler(file), console), logging.getLogger("asyncrl")
     before, package.propagate = (package.level, package.propagate), False
     package.setLevel(logging.INFO)

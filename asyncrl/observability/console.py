@@ -1,6 +1,6 @@
 """Console of a run: lines that never fail or block it, its rows of numbers, and a status line on a terminal.
 
-Lines that the console does not take go to a file of the run, else they are dropped and counted.
+Lines that the console does not take are counted; those of a run are in its log too (`background_file`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from asyncrl.observability import metrics_system as s
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability import process_status, waits
 from asyncrl.observability.metrics import Metric, Readings
-from asyncrl.storage.untrusted import open_regular
 
 STALLED_SECONDS: Final = 5.0
 """Longest wait of a line for a console that takes nothing; later lines do not wait until it takes one."""
@@ -35,7 +34,6 @@ _AT_ONCE: Final = select.PIPE_BUF
 _GONE: Final = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO)
 _CLEARED: Final = "\r\033[K"  # moves to the line's beginning and clears it
 
-_kept_in: Path | None = None
 _status = ""
 """Line shown below all others, on a terminal."""
 _lock = threading.RLock()
@@ -61,12 +59,6 @@ def hanging(head: str, text: str, *, least: int = 20) -> str:
     return "\n".join([*first, *(" " * indent + line for line in lines[1:])])
 
 
-def keep_in(path: Path) -> None:
-    """Choose the file of lines that the console does not take; it is made with the first of them."""
-    global _kept_in
-    _kept_in = path
-
-
 class ConsoleStream(io.TextIOBase):
     """Writes lines to a file descriptor, and never fails or blocks for long."""
 
@@ -74,7 +66,7 @@ class ConsoleStream(io.TextIOBase):
         self.isatty = stream.isatty
         self._stream, self._descriptor = stream, stream.fileno()
         self._line = ""
-        self._gone, self._stalled, self._headed = False, False, False
+        self._gone, self._stalled = False, False
         self._poll = select.poll()
         self._poll.register(self._descriptor, select.POLLOUT)
 
@@ -107,35 +99,30 @@ class ConsoleStream(io.TextIOBase):
                 self._put(text)
 
     def draw(self, text: str) -> None:
-        """Write text that may get lost: it is never kept elsewhere."""
-        with contextlib.suppress(OSError):
-            if not self._gone and not self._stalled:
-                self._written(text)
+        """Write text that may get lost: it is not counted."""
+        if not self._stalled:
+            self._written(text)
 
     def _put(self, text: str) -> None:
-        shown = f"{_CLEARED}{text}{_status}" if _status and self.isatty() else text
-        try:
-            if not self._gone and self._written(shown):
-                return
-            reason = "nobody reads it"
-        except OSError as error:
-            reason = error.strerror or str(error)
-            if error.errno in _GONE:
-                self._leave()
-        self._keep(text, reason)
+        if not self._written(f"{_CLEARED}{text}{_status}" if _status and self.isatty() else text):
+            waits.count(waits.DROPPED_LINES, text.count("\n"))
 
     def _written(self, text: str) -> bool:
         """Write to the console; False when it takes nothing, or no more."""
         content = text.encode(self.encoding, errors="backslashreplace")
         until = time.monotonic() + (0.0 if self._stalled else STALLED_SECONDS)
-        while content:
-            left = max(0.0, until - time.monotonic())
-            if not self._poll.poll(1000 * left):
-                self._stalled = True
-                return False
-            content = content[os.write(self._descriptor, content[:_AT_ONCE]) :]
+        try:
+            while content and not self._gone:
+                if not self._poll.poll(1000 * max(0.0, until - time.monotonic())):
+                    self._stalled = True
+                    return False
+                content = content[os.write(self._descriptor, content[:_AT_ONCE]) :]
+        except OSError as error:
+            if error.errno in _GONE:
+                self._leave()
+            return False
         self._stalled = False
-        return True
+        return not self._gone
 
     def _leave(self) -> None:
         """Abandon the console, also for writers that bypass this object: libraries, and Python at its end."""
@@ -144,20 +131,6 @@ class ConsoleStream(io.TextIOBase):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._descriptor)
             os.close(nowhere)
-
-    def _keep(self, text: str, reason: str) -> None:
-        if _kept_in is not None:
-            if not self._headed:
-                now = time.strftime("%Y-%m-%d %H:%M:%S")
-                text = f"--- {now}: the console takes no lines ({reason}); they follow here\n{text}"
-            with contextlib.suppress(OSError):
-                _kept_in.parent.mkdir(parents=True, exist_ok=True)
-                handle = open_regular(_kept_in, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-                with os.fdopen(handle, "wb") as file:
-                    file.write(text.encode(errors="backslashreplace"))
-                self._headed = True
-                return
-        waits.count(waits.DROPPED_LINES, text.count("\n"))
 
 
 @contextlib.contextmanager

@@ -18,13 +18,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, TextIO
 
-from asyncrl.observability import console, waits
 from asyncrl.observability import metrics_training as m
+from asyncrl.observability import waits
 from asyncrl.observability.background_file import CONSOLE, BackgroundFile
 from asyncrl.observability.console import COLUMNS, TRUTH, Column, columns_in, header, render
 from asyncrl.observability.metrics import Metric, Readings
 from asyncrl.storage.atomic import replacing
-from asyncrl.storage.untrusted import make_folder, read_rows
+from asyncrl.storage.untrusted import LINES_BYTES, make_folder, parse_row, read_lines, reading
 
 _console = logging.getLogger(CONSOLE)
 HEADER_EVERY: Final = 20  # console rows
@@ -230,7 +230,6 @@ class MetricsLogger(contextlib.AbstractContextManager["MetricsLogger"]):
         """Values of every row until they are noted again."""
         self._evaluated: dict[Metric, float] = {}
         """Result of the newest version that was measured in the true simulator."""
-        console.keep_in(run_dir / "logs" / "console.log")
         path = run_dir / "metrics.jsonl"
         if wrong := cut_rows_after(path, resume_step):
             self.banner(
@@ -323,11 +322,11 @@ def cut_rows_after(path: Path, step: int) -> int:
     if not path.exists():
         return 0
     wrong = 0
-    with replacing(path) as part, part.open("wb") as kept:
-        for line, row in read_rows(path):
-            at = row.get("step") if row is not None else None
-            if type(at) is not int:
-                wrong += not line or line.endswith(b"\n")
-            elif at <= step:
+    with reading(path, LINES_BYTES) as file, replacing(path) as part, part.open("wb") as kept:
+        for _, line in read_lines(file):
+            row = parse_row(line or b"") or {}
+            if type(row.get("step")) is not int:
+                wrong += line is None or line.endswith(b"\n")
+            elif line is not None and row["step"] <= step:
                 kept.write(line)
     return wrong

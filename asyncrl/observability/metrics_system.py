@@ -240,9 +240,9 @@ LOST_CURVES = define("""log/lost_curves, last, updates: Updates missing in Tenso
 LOST_TRACKED = define("""log/lost_tracked, last, updates: Updates that a tracker of --log-with did not take,
     of all trackers together, since the learner began. 0. Otherwise the console names the tracker and the
     reason, and logs/tracker-NAME.log has its output. metrics.jsonl is complete.""")
-DROPPED_LINES = define("""log/dropped_lines, last, lines: Lines that neither the console, whose reader left,
-    nor the run's logs/console.log took. 0. The run goes on without them; `asyncrl status` shows its
-    state.""")
+DROPPED_LINES = define("""log/dropped_lines, last, lines: Lines that the console, whose reader left,
+    or a log did not take. 0. The run goes on without them. Those of the console are in logs/learner-0.log
+    (--inline: logs/inline.log) too.""")
 WIRE_BYTES = define("""wire/bytes, last, bytes: Episode bytes received by the replay. Grows steadily; 0 with
     --inline.""")
 WIRE_ERRORS = define("""wire/errors, last, messages: Messages refused because they broke the wire format. 0.

@@ -130,7 +130,6 @@ class Monitor(AbstractContextManager["Monitor"]):
         """Listen at an address that is free (`check_free`); port 0 is a free one, then given by `address`."""
         self._run_dir, self._updates, self._clock = run_dir, updates, clock
         self._began, self._since = clock(), time.time()
-        self._lock = threading.Lock()  # One thread at a time makes an answer.
         self._last: tuple[int, float, Readings] = (resume_step, self._began, {})  # replaced as a whole
         self._server = _Server(address, self._answer, request_seconds)
         self.address: tuple[str, int] = self._server.server_address[:2]  # type: ignore[assignment]
@@ -157,59 +156,48 @@ class Monitor(AbstractContextManager["Monitor"]):
         """Yield the families of `/metrics`: progress, processes and the last row."""
         from prometheus_client.core import GaugeMetricFamily
 
-        run = self._run_dir.name
-
-        def gauge(name: str, about: str, value: float) -> Any:
-            made = GaugeMetricFamily(name_of(name), about, labels=["run"])
-            made.add_metric([run], value)
+        def gauge(name: str, about: str, *rows: tuple[float, list[str]], labels: Sequence[str] = ()) -> Any:
+            made = GaugeMetricFamily(name_of(name), about, labels=["run", *labels])
+            for value, texts in rows:
+                made.add_metric([self._run_dir.name, *texts], value)
             return made
 
         processes, (step, at, values) = self._processes(), self._last
         about = "Constant 1; name and version of the run."
-        info = GaugeMetricFamily(name_of("run_info"), about, labels=["run", "version"])
-        info.add_metric([run, __version__], 1.0)
-        yield info
-        yield gauge("run_healthy", "1 where /healthz answers 200.", float(not unhealthy(processes)))
-        yield gauge("run_updates", "Updates at which the run ends.", self._updates)
-        yield gauge("run_update", "Update last written.", step)
-        yield gauge("run_last_update_timestamp_seconds", "Its time; before the first, the run's start.", at)
-        yield gauge("run_start_timestamp_seconds", "Time at which this start of the run began.", self._began)
+        yield gauge("run_info", about, (1.0, [__version__]), labels=["version"])
+        for name, about, value in (
+            ("run_healthy", "1 where /healthz answers 200.", float(not unhealthy(processes))),
+            ("run_updates", "Updates at which the run ends.", self._updates),
+            ("run_update", "Update last written.", step),
+            ("run_last_update_timestamp_seconds", "Its time; before the first, the run's start.", at),
+            ("run_start_timestamp_seconds", "Time at which this start of the run began.", self._began),
+        ):
+            yield gauge(name, about, (value, []))
         # Names of activities are no labels: each new one would be a series of its own.
-        labels = ["run", "role", "name"]
-        up = GaugeMetricFamily(name_of("process_up"), "1 while a process of the run lives.", labels=labels)
+        labels = ["role", "name"]
+        named = [(process, [process.role.partition("-")[0], process.role]) for process in processes]
+        up = [(float(process.alive), names) for process, names in named]
+        busy = [(x.main.seconds, names) for x, names in named if x.alive and x.main is not None]
+        yield gauge("process_up", "1 while a process of the run lives.", *up, labels=labels)
         about = "Age of its main thread's activity (`asyncrl status`)."
-        busy = GaugeMetricFamily(name_of("process_activity_seconds"), about, labels=labels)
-        for process in processes:
-            names = [run, process.role.partition("-")[0], process.role]
-            up.add_metric(names, float(process.alive))
-            if process.alive and process.main is not None:
-                busy.add_metric(names, process.main.seconds)
-        yield up
-        yield busy
+        yield gauge("process_activity_seconds", about, *busy, labels=labels)
         for metric, value in values.items():
             about = f"{metric.meaning} Unit: {metric.unit}. {metric.advice}"
-            yield gauge(metric.name, about, value)
+            yield gauge(metric.name, about, (value, []))
 
     def _answer(self, path: str) -> Reply:
-        with self._lock:
-            if path == "/healthz":
-                return self._health()
-            if path == "/metrics":
-                return self._metrics()
-        return 404, "text/plain; charset=utf-8", b"There are /metrics and /healthz.\n"
-
-    def _metrics(self) -> Reply:
         from prometheus_client import CollectorRegistry, generate_latest
 
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(self)
-        return 200, CONTENT_TYPE, generate_latest(registry)
-
-    def _health(self) -> Reply:
-        reasons, (step, at, _) = unhealthy(self._processes()), self._last
-        found = {"healthy": not reasons, "update": step, "seconds_since": round(self._clock() - at, 1)}
-        text = json.dumps(found | {"reasons": reasons}) + "\n"
-        return 503 if reasons else 200, "application/json", text.encode()
+        if path == "/healthz":
+            reasons, (step, at, _) = unhealthy(self._processes()), self._last
+            found = {"healthy": not reasons, "update": step, "seconds_since": round(self._clock() - at, 1)}
+            text = json.dumps(found | {"reasons": reasons}) + "\n"
+            return 503 if reasons else 200, "application/json", text.encode()
+        if path == "/metrics":
+            registry = CollectorRegistry(auto_describe=False)
+            registry.register(self)
+            return 200, CONTENT_TYPE, generate_latest(registry)
+        return 404, "text/plain; charset=utf-8", b"There are /metrics and /healthz.\n"
 
     def _processes(self) -> list[process_status.Process]:
         """Read the processes of this start of the run, without those that died in an earlier one."""

@@ -261,7 +261,7 @@ def _begin(name: str, run_dir: Path, command: str) -> Any:
     first, options = (PROJECT, of_project[name]) if name in of_project else (run, of_run[name])
     tracker = LOGGER_TYPE_TO_CLASS[name](first, **options)
     tracker.start()
-    settings = flat(load_json(run_dir / "config.json", dict)) | {"command": command}
+    settings = flat(load_json(run_dir / "config.json")) | {"command": command}
     plain = {
         k: v if isinstance(v, bool | int | float) else str(v)[:LONGEST_VALUE] for k, v in settings.items()
     }

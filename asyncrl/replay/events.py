@@ -206,7 +206,7 @@ def read_line(line: bytes, previous: bytes = b"") -> Entry:
     # Not `crc32(body, previous)`: a bit of `previous` would make up for one of the body's first four bytes.
     if zlib.crc32(previous + body) != int(checksum, 16):
         raise ValueError("its checksum does not match")
-    return parse_json(body, dict)
+    return parse_json(body)
 
 
 def checksum_of(line: bytes) -> bytes | None:

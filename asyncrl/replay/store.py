@@ -175,7 +175,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
     path = folder / "replay.json"
     try:
         line = read_bytes(path, MAX_LINE).strip()
-        version = parse_json(line, dict).get("format_version")
+        version = parse_json(line).get("format_version")
         if type(version) is int and version != FORMAT_VERSION:
             raise ReplayError(
                 f"{folder} was made with format_version {version}, this asyncrl reads {FORMAT_VERSION}. "

@@ -128,7 +128,7 @@ class Export(EpisodeSelection):
 
 def _kept_every(folder: Path) -> int | None:
     try:
-        found = load_json(folder.parent / "config.json", dict).get("replay")
+        found = load_json(folder.parent / "config.json").get("replay")
     except (OSError, ValueError):
         return None
     every = found.get("keep_video_every") if isinstance(found, dict) else None

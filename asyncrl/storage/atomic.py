@@ -79,7 +79,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 def read_json(path: Path, remedy: str = "Copy the folder again, with all of its files.") -> dict[str, Any]:
     """Read a JSON object."""
     try:
-        return load_json(path, dict)
+        return load_json(path)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing. {remedy}") from None
     except OSError as error:

@@ -20,11 +20,11 @@ import math
 import os
 import random
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -35,6 +35,7 @@ from torch.optim import Optimizer
 
 from asyncrl import __version__
 from asyncrl.errors import CheckpointError
+from asyncrl.observability import waits
 from asyncrl.observability.process_status import activity
 from asyncrl.storage.assets import kept
 from asyncrl.storage.atomic import (
@@ -48,7 +49,6 @@ from asyncrl.storage.atomic import (
 from asyncrl.storage.checkpoint_state import (
     Parameters,
     Ranks,
-    WriterThread,
     copy_generators,
     copy_state,
     random_file,
@@ -97,8 +97,10 @@ class Checkpoints:
     ) -> None:
         """Keep the `keep` newest checkpoints; `link` is the writers' Gloo group, None for one rank."""
         self._run_dir, self.folder, self.keep, self._ledger = run_dir, run_dir / FOLDER, keep, ledger
-        self._ranks, self._writer = Ranks(link), WriterThread()
-        self._copied = 0.0
+        self._ranks = Ranks(link)
+        self._writer: threading.Thread | None = None
+        self._failure: BaseException | None = None  # of the writer
+        self._waited = self._copied = 0.0
 
     def save(
         self,
@@ -120,13 +122,32 @@ class Checkpoints:
             state = copy_state(parameters, optimizer, self._ranks.rank)
         self._copied += time.monotonic() - began
         counters = {"progress": asdict(progress), "python_random": random.getstate()}
-        action = partial(self._write, final, counters, write_policy, state, copy_generators())
-        self._writer.start(final, partial(self._explained, final, action))
+        self._writer = threading.Thread(
+            target=self._write,
+            args=(final, counters, write_policy, state, copy_generators()),
+            name=f"write {final.name}",
+            daemon=True,
+        )
+        self._writer.start()
         return final
 
     def finish(self, deadline: float = WRITE_DEADLINE) -> None:
-        """Wait for at most `deadline` seconds until everything is on the disk."""
-        self._writer.finish(deadline)
+        """Wait for at most `deadline` seconds until everything is on the disk; raises the writer's error."""
+        if self._writer is None:
+            return
+        began = time.monotonic()
+        with waits.waiting(waits.CHECKPOINT, deadline):
+            self._writer.join(deadline)
+        self._waited += time.monotonic() - began
+        if self._writer.is_alive():
+            name = self._writer.name.removeprefix("write ")
+            raise CheckpointError(
+                f"Checkpoint {name} is not written after {deadline:g} more seconds. Look at the disk and the "
+                "output of the other learner ranks; --resume goes on from the checkpoint before it."
+            )
+        self._writer, failure, self._failure = None, self._failure, None
+        if failure is not None:
+            raise failure
 
     @property
     def newest(self) -> Path | None:
@@ -135,7 +156,7 @@ class Checkpoints:
 
     def waited(self) -> float:
         """Return the seconds spent waiting for the writer since the last call."""
-        waited, self._writer.waited = self._writer.waited, 0.0
+        waited, self._waited = self._waited, 0.0
         return waited
 
     def copied(self) -> float:
@@ -151,34 +172,39 @@ class Checkpoints:
         state: dict[str, Tensor],
         generators: dict[str, Tensor],
     ) -> None:
-        # On a thread; the ranks agree after each step, so that all fail or none.
+        # On the writer's thread; the ranks agree after each step, so that all fail or none.
         part, rank = unfinished(final), self._ranks.rank
+
+        def begin() -> None:
+            for leftover in self.folder.glob("*.tmp"):
+                remove(leftover)
+            (part / STATE).mkdir(parents=True)
+
+        def write_shard() -> None:
+            write_state(state, part / STATE, rank)
+            save_file(generators, part / random_file(rank))
+
+        def complete() -> None:
+            write_policy(part)
+            _write_state(part, counters, None if self._ledger is None else checksum_of_lines(self._ledger))
+            publish(part, final)
+            for old in list(kept(self._run_dir).values())[: -self.keep]:
+                remove(old)
+
         try:
-            self._ranks.first(partial(_clear, self.folder, part))
-            self._ranks.all(partial(_write_part, part, state, generators, rank))
-            self._ranks.first(partial(self._complete_and_publish, part, final, counters, write_policy))
-        except BaseException:
+            self._ranks.first(begin)
+            self._ranks.all(write_shard)
+            self._ranks.first(complete)
+        except BaseException as error:
             if rank == 0:
                 shutil.rmtree(part, ignore_errors=True)  # Half a checkpoint would only fill the disk.
-            raise
-
-    def _complete_and_publish(
-        self, part: Path, final: Path, counters: dict[str, Any], write_policy: Callable[[Path], None]
-    ) -> None:
-        write_policy(part)
-        _write_state(part, counters, None if self._ledger is None else checksum_of_lines(self._ledger))
-        publish(part, final)
-        for old in list(kept(self._run_dir).values())[: -self.keep]:
-            remove(old)
-
-    def _explained(self, final: Path, action: Callable[[], None]) -> None:
-        try:
-            action()
-        except (OSError, SafetensorError, RuntimeError) as error:
-            raise CheckpointError(
-                f"Checkpoint {final} cannot be written ({error}). Free space on the disk "
-                "(or lower --keep-checkpoints) and continue from the checkpoint before it with --resume."
-            ) from error
+            self._failure = error
+            if isinstance(error, OSError | SafetensorError | RuntimeError):
+                self._failure = CheckpointError(
+                    f"Checkpoint {final} cannot be written ({error}). Free space on the disk "
+                    "(or lower --keep-checkpoints) and continue from the checkpoint before it with --resume."
+                )
+                self._failure.__cause__ = error
 
 
 def latest(run_dir: Path) -> Path | None:
@@ -222,17 +248,6 @@ def verify(folder: Path, *, policy_only: bool = False) -> Checksum | None:
         names = {n for n in names if not n.startswith(f"{STATE}/") and not n.startswith("random-")}
     _check_content(folder, state, names)
     return Checksum.from_json(state.get(LEDGER))
-
-
-def _clear(folder: Path, part: Path) -> None:
-    for leftover in folder.glob("*.tmp"):
-        remove(leftover)
-    (part / STATE).mkdir(parents=True)
-
-
-def _write_part(part: Path, state: dict[str, Tensor], generators: dict[str, Tensor], rank: int) -> None:
-    write_state(state, part / STATE, rank)
-    save_file(generators, part / random_file(rank))
 
 
 def _write_state(part: Path, counters: dict[str, Any], ledger: Checksum | None) -> None:
@@ -348,7 +363,7 @@ def forget_best_after(run_dir: Path, version: int) -> None:
     if not best.is_dir():
         return
     try:
-        found = load_json(best / "state.json", dict)["progress"]["version"]
+        found = load_json(best / "state.json")["progress"]["version"]
     except (OSError, ValueError, KeyError, TypeError):
         found = math.inf
     if not isinstance(found, int) or found > version:

@@ -10,8 +10,6 @@ optimizer.<name>.step                      ``[1]``: AdamW's count of steps
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -28,7 +26,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from asyncrl.errors import CheckpointError, first_line
-from asyncrl.observability import waits
 from asyncrl.storage.weight_files import SafetensorsFile
 
 if TYPE_CHECKING:
@@ -60,48 +57,6 @@ class Ranks:
     def first(self, action: Callable[[], None]) -> None:
         """Run an action on rank 0 while the others wait; raises as `all` does."""
         self.all(action if self.rank == 0 else lambda: None)
-
-
-class WriterThread:
-    """Runs one action at a time in the background of its owner's thread."""
-
-    def __init__(self) -> None:
-        self.waited = 0.0  # seconds in `finish`
-        self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
-        self._name = Path()
-
-    def start(self, name: Path, action: Callable[[], None]) -> None:
-        """Start an action; `finish` must have returned since the previous one."""
-        assert self._thread is None, "finish comes first"
-
-        def run() -> None:
-            try:
-                action()
-            except BaseException as error:  # Raised by `finish`.
-                self._failure = error
-
-        self._name = name
-        self._thread = threading.Thread(target=run, name=f"write {name.name}", daemon=True)
-        self._thread.start()
-
-    def finish(self, deadline: float) -> None:
-        """Wait for the action, if there is one, and raise its error."""
-        if self._thread is None:
-            return
-        began = time.monotonic()
-        with waits.waiting(waits.CHECKPOINT, deadline):
-            self._thread.join(deadline)
-        self.waited += time.monotonic() - began
-        if self._thread.is_alive():
-            raise CheckpointError(
-                f"Checkpoint {self._name} is not written after {deadline:g} more seconds. Look at the disk "
-                "and the output of the other learner ranks; --resume goes on from the checkpoint before it."
-            )
-        self._thread = None
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
 
 
 FILE_BYTES: Final = 2 * 2**30

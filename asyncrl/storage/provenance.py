@@ -98,7 +98,7 @@ class Provenance:
 def read(run_dir: Path) -> list[dict[str, Any]]:
     """Read the starts of a run, oldest first; none without a file."""
     try:
-        table = load_json(run_dir / NAME, dict)
+        table = load_json(run_dir / NAME)
     except FileNotFoundError:
         return []
     check_types(table, {"format": int, "starts": list})

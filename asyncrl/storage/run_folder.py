@@ -248,7 +248,7 @@ def settings_of(folder: Path) -> dict[str, Any]:
     """Read the settings of a run as a nested table, without those that no longer exist."""
     path = folder / SETTINGS
     try:
-        return existing_settings(load_json(path, dict, MOST_BYTES))[0]
+        return existing_settings(load_json(path, MOST_BYTES))[0]
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read ({error}), so it is not known what the run is.") from None
 
@@ -320,7 +320,7 @@ LEFT_BY_EVALUATOR: Final = (HELD, BEFORE)
 def is_whole(checkpoint: Path) -> bool:
     """Return True if all files of a checkpoint exist in the sizes of its state.json."""
     try:
-        files = load_json(checkpoint / "state.json", dict).get("files")
+        files = load_json(checkpoint / "state.json").get("files")
         if not isinstance(files, dict) or not files:
             return False
         check_types(files, dict.fromkeys(files, int))

@@ -19,14 +19,14 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from asyncrl.errors import ConfigError
 from asyncrl.observability import process_status, waits
 from asyncrl.storage.atomic import check_private, read_small, write_private
-from asyncrl.storage.untrusted import open_regular
+from asyncrl.storage.untrusted import check_types, open_regular, parse_json
 
 LOCK: Final = "lock"
 IDENTITY: Final = "identity.json"
@@ -188,14 +188,13 @@ def _read(run_dir: Path) -> Owner | None:
     except ConfigError:
         return None
     try:
-        row: Any = json.loads(os.pread(handle, 4096, 0))
-        found = Owner(pid=row["pid"], started=row["started"], host=row["host"], since=float(row["since"]))
-    except (ValueError, TypeError, KeyError, RecursionError):
+        row = parse_json(os.pread(handle, 4096, 0))
+        check_types(row, {"pid": int, "started": int, "host": str, "since": float})
+        return Owner(**row) if 0 <= row["since"] < 2**32 else None
+    except (ValueError, TypeError):
         return None
     finally:
         os.close(handle)
-    valid = type(found.pid) is type(found.started) is int and isinstance(found.host, str)
-    return found if valid and 0 <= found.since < 2**32 else None
 
 
 def in_use(run_dir: Path, found: Owner | None) -> FolderInUse:
@@ -232,9 +231,8 @@ NO_RUN: Final = RunIdentity()
 def next_attempt(run_dir: Path) -> RunIdentity:
     """Count a start of the run in a folder that this process owns; a copied folder is another run."""
     before = _read_identity(run_dir) or RunIdentity(secret=secrets.token_hex(_SECRET_BYTES))
-    found = RunIdentity(secret=before.secret, attempt=before.attempt + 1)
-    content = {"secret": found.secret, "attempt": found.attempt, "folder": _folder(run_dir)}
-    write_private(run_dir / IDENTITY, json.dumps(content))
+    found = replace(before, attempt=before.attempt + 1)
+    write_private(run_dir / IDENTITY, json.dumps(asdict(found) | {"folder": _folder(run_dir)}))
     return found
 
 
@@ -252,25 +250,21 @@ def _read_identity(run_dir: Path) -> RunIdentity | None:
     """Read the file; None if it is missing or was made for another folder."""
     path = run_dir / IDENTITY
     try:
-        row: Any = json.loads(read_small(path))
-        check_private(path, _DELETE)
-        secret, attempt, folder = row["secret"], row["attempt"], row["folder"]
-        if type(attempt) is not int or not 0 < attempt < 2**31 or len(bytes.fromhex(secret)) != _SECRET_BYTES:
+        row = parse_json(read_small(path).encode())
+        check_types(row, {"secret": str, "attempt": int, "folder": list})
+        if not 0 < row["attempt"] < 2**31 or len(bytes.fromhex(row["secret"])) != _SECRET_BYTES:
             raise ValueError
     except FileNotFoundError:
         return None
-    except ConfigError:
-        raise
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error}). {_DELETE}") from None
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except ValueError:
         raise ConfigError(f"{path} is damaged. {_DELETE}") from None
-    if not isinstance(folder, list) or len(folder) not in (2, 3):
-        return None
-    device, number, host = _folder(run_dir)
+    check_private(path, _DELETE)
     # Every host numbers its devices for itself.
-    same = folder[1] == number and (folder[0] == device or folder[2:] not in ([], [host]))
-    return RunIdentity(secret=secret, attempt=attempt) if same else None
+    (device, number, host), folder = _folder(run_dir), row["folder"]
+    same = folder[1:2] == [number] and (folder[0] == device or folder[2:] not in ([], [host]))
+    return RunIdentity(secret=row["secret"], attempt=row["attempt"]) if same else None
 
 
 def _folder(run_dir: Path) -> list[int | str]:

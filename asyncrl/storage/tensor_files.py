@@ -29,7 +29,6 @@ from asyncrl.storage.weight_files import (
     PthFile,
     SafetensorsFile,
     Spec,
-    compare_names,
     listed,
     open_files,
     write_file,
@@ -108,18 +107,13 @@ class TensorFiles:
             f"{floating}. Quantised checkpoints cannot be trained: take the original one."
         )
 
-    def check(self, expected: Mapping[str, tuple[int, ...]], *, optional: Set[str] = frozenset()) -> None:
+    def check(self, expected: Mapping[str, Sequence[int]], *, optional: Set[str] = frozenset()) -> None:
         """Compare names (`optional` ones may be absent), shapes and types with a policy's; reads headers."""
-        compare_names(self.label, self.names(), expected.keys() - optional, allowed=expected.keys())
-        for name in self.names():
-            spec = self.spec(name)
-            if spec.shape != tuple(expected[name]):
-                raise CheckpointError(
-                    f"{self.label}: tensor {name} has shape {list(spec.shape)}, expected "
-                    f"{list(expected[name])}. The weights belong to another size of policy: use the "
-                    "config.json they were saved with."
-                )
-            if not spec.dtype.is_floating_point:
+        names = self.names()
+        wanted = {n: torch.Size(s) for n, s in expected.items() if n in names or n not in optional}
+        check_shapes(self.label, wanted, self.shapes, unused=False)
+        for name in names:
+            if not self.spec(name).dtype.is_floating_point:
                 raise self._wrong_type(name)
 
     def read(self, name: str, buffer: Tensor | None = None) -> Tensor:

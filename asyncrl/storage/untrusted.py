@@ -13,9 +13,9 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Final, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, NoReturn
 
 if TYPE_CHECKING:
     import h5py
@@ -82,11 +82,6 @@ def read_bytes(path: Path, limit: int = TEXT_BYTES) -> bytes:
         return file.read(os.fstat(file.fileno()).st_size)  # Python allocates the length it is given.
 
 
-def read_text(path: Path, limit: int = TEXT_BYTES) -> str:
-    """Read a regular file of at most `limit` bytes as UTF-8."""
-    return read_bytes(path, limit).decode("utf-8")
-
-
 def read_lines(file: BinaryIO, longest: int = LINE_BYTES) -> Iterator[tuple[int, bytes | None]]:
     """Yield number (from 1) and content of each line, in memory for one; None for a longer line."""
     number = 0
@@ -124,14 +119,13 @@ def remove(path: Path) -> None:
 # --- JSON ---
 
 LARGEST: Final = 2**63
-Kind = TypeVar("Kind")
 
 
-def parse_json(raw: bytes, kind: type[Kind]) -> Kind:
-    """Parse a JSON value that can be written again, stored in a 64-bit integer, and printed.
+def parse_json(raw: bytes) -> dict[str, Any]:
+    """Parse a JSON object that can be written again, stored in 64-bit integers, and printed.
 
     Raises:
-        ValueError: It is not JSON or of another type, is nested too deeply, or has a number out of range.
+        ValueError: It is no JSON object, is nested too deeply, or has a number out of range.
     """
     text = raw.decode("utf-8")
     try:
@@ -140,8 +134,8 @@ def parse_json(raw: bytes, kind: type[Kind]) -> Kind:
         raise ValueError("it is nested too deeply") from None
     if "\\u" in text:  # A lone surrogate can be read, but not written.
         json.dumps(value, ensure_ascii=False).encode()
-    if not isinstance(value, kind):
-        raise ValueError(f"it holds a {type(value).__name__}, expected a {kind.__name__}")
+    if not isinstance(value, dict):
+        raise ValueError(f"it holds a {type(value).__name__}, expected a dict")
     return value
 
 
@@ -161,24 +155,25 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"it has {name}, which is not in JSON")
 
 
-def load_json(path: Path, kind: type[Kind], limit: int = TEXT_BYTES) -> Kind:
-    """Read a regular file with one JSON value of type `kind`."""
-    return parse_json(read_bytes(path, limit), kind)
+def load_json(path: Path, limit: int = TEXT_BYTES) -> dict[str, Any]:
+    """Read a regular file with one JSON object."""
+    return parse_json(read_bytes(path, limit))
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:
     """Parse a line that is a JSON object; None for a torn or other line."""
     try:
-        return parse_json(line, dict) if line.endswith(b"\n") else None
+        return parse_json(line) if line.endswith(b"\n") else None
     except ValueError:
         return None
 
 
-def read_rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    """Yield every line of a file of JSON objects, and its object; None for a torn, long or other line."""
-    with reading(path, LINES_BYTES) as file:
+def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a file of JSON lines, without torn, long and other lines; none without a file."""
+    with suppress(FileNotFoundError), reading(path, LINES_BYTES) as file:
         for _, line in read_lines(file):
-            yield line or b"", parse_row(line or b"")
+            if (row := parse_row(line or b"")) is not None:
+                yield row
 
 
 def check_types(found: Mapping[str, Any], expected: Mapping[str, type | tuple[type, ...]]) -> None:

@@ -12,7 +12,7 @@ from PIL import Image
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability import metrics_training as m
 from asyncrl.observability.console import duration, header, render
-from asyncrl.observability.logger import Curves, MetricsLogger, cut_rows_after, write_curves
+from asyncrl.observability.logger import Curves, MetricsLogger, write_curves
 from support.event_files import curves_in, events_in, pictures_in
 
 VALUES = {
@@ -147,16 +147,6 @@ def test_a_resumed_run_cuts_what_came_after_its_checkpoint(tmp_path):
     assert lines[1].endswith("   0:00:50")  # One update in ten seconds, five to go.
 
 
-def test_a_row_that_a_crash_cut_short_is_removed(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "a": 2}\n{"step": 2, "a"')
-    cut_rows_after(path, 5)
-    assert path.read_text() == '{"step": 1, "a": 2}\n'
-    path.write_text('{"step": 1}\n{"step": 2}')
-    cut_rows_after(path, 5)
-    assert path.read_text() == '{"step": 1}\n'
-
-
 def evaluated(rate: float, low: float, high: float) -> dict:
     return {m.EVAL_SUCCESS: rate, m.EVAL_LOW: low, m.EVAL_HIGH: high, m.EVAL_EPISODES: 64.0}
 
@@ -237,19 +227,18 @@ def points(tmp_path, *rows):
     ]
 
 
-def test_a_count_that_stays_at_zero_has_no_curve(tmp_path):
-    assert points(tmp_path, *[{s.RESPAWNS: 0.0, s.DUPLICATES: 0.0}] * 3) == []
-
-
-def test_a_curve_begins_with_its_first_value(tmp_path):
-    rows = [{s.RESPAWNS: value} for value in (0.0, 0.0, 2.0, 0.0)]
-    name = s.RESPAWNS.name
-    assert points(tmp_path, *rows) == [(name, 3, 2.0, 103.0), (name, 4, 0.0, 104.0)]
-
-
-@pytest.mark.parametrize("metric", [m.SUCCESS_ONCE, m.EVAL_SUCCESS])
-def test_no_success_at_all_is_a_curve_too(tmp_path, metric):
-    assert points(tmp_path, {metric: 0.0}) == [(metric.name, 1, 0.0, 101.0)]
+@pytest.mark.parametrize(
+    ("metric", "values", "shown"),
+    [
+        (s.RESPAWNS, (0.0, 0.0, 0.0), ()),
+        (s.RESPAWNS, (0.0, 0.0, 2.0, 0.0), ((3, 2.0), (4, 0.0))),
+        (m.SUCCESS_ONCE, (0.0,), ((1, 0.0),)),
+        (m.EVAL_SUCCESS, (0.0,), ((1, 0.0),)),
+    ],
+)
+def test_a_curve_begins_with_its_first_value_and_success_at_once(tmp_path, metric, values, shown):
+    expected = [(metric.name, step, value, 100.0 + step) for step, value in shown]
+    assert points(tmp_path, *({metric: value} for value in values)) == expected
 
 
 def test_the_file_begins_with_the_command_and_the_settings(tmp_path):

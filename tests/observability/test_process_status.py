@@ -62,7 +62,9 @@ def child(tmp_path: Path, request: pytest.FixtureRequest):
     process.stdout.close()
 
 
-def test_every_thread_says_what_it_does_and_since_when(child: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_every_thread_says_what_it_does_and_since_when_also_the_dead(
+    child: subprocess.Popen[str], tmp_path: Path
+) -> None:
     (process,) = process_status.read(tmp_path)
     assert (process.role, process.pid, process.alive) == ("actor-1", child.pid, True)
     said = {activity.thread: activity for activity in process.activities}
@@ -70,24 +72,12 @@ def test_every_thread_says_what_it_does_and_since_when(child: subprocess.Popen[s
     assert said["receiver"].what == "waiting for version 3"
     assert 0 <= said["MainThread"].seconds < 10
     assert not said["MainThread"].overdue
-
-
-def test_the_dead_still_say_what_they_did(child: subprocess.Popen[str], tmp_path: Path) -> None:
     child.kill()
     child.wait(10)
     (process,) = process_status.read(tmp_path)
     assert not process.alive
     assert "imagining" in [activity.what for activity in process.activities]
     assert process_status.dump_stacks(tmp_path) == []
-
-
-def test_a_process_that_runs_no_python_writes_its_stacks(
-    child: subprocess.Popen[str], tmp_path: Path
-) -> None:
-    (file,) = process_status.dump_stacks(tmp_path)
-    wait_for(lambda: "receive" in file.read_text())
-    wait_for(lambda: "stuck_in_a_library" in file.read_text())
-    assert child.poll() is None
 
 
 @pytest.mark.parametrize("child", [0.5], indirect=True)

@@ -34,10 +34,8 @@ process_status.publish_as(run, "learner-0")
 logging.basicConfig(level=logging.INFO, stream=sys.stderr)
 with console.steady_console():
     print("first line", flush=True)
-    if sys.argv[2] == "kept":
-        console.keep_in(run / "logs" / "console.log")
     sys.stdin.readline()
-    for number in range(int(sys.argv[3])):
+    for number in range(int(sys.argv[2])):
         print(f"line {number}", flush=True)
     print("error", file=sys.stderr)
 (run / "done").write_text("")
@@ -45,63 +43,48 @@ print("past it", flush=True)
 """
 
 
-def start(run: Path, mode: str, lines: int, **streams: int) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-c", WRITER, str(run), mode, str(lines)]
+def start(run: Path, lines: int, **streams: int) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", WRITER, str(run), str(lines)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, env=child_environment(), **streams)
 
 
-def test_a_reader_that_left_costs_neither_the_run_nor_its_lines(tmp_path: Path) -> None:
-    writer = start(tmp_path, "kept", 3, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+@pytest.mark.usefixtures("counted")
+def test_a_reader_that_left_ends_no_process_and_its_lines_are_counted(tmp_path: Path) -> None:
+    writer = start(tmp_path, 5, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert writer.stdout is not None
     assert writer.stdin is not None
     assert writer.stdout.readline() == b"first line\n"
     writer.stdout.close()
     writer.stdin.close()
     assert writer.wait(PATIENCE) == 0, "also what Python flushes at its end finds somebody"
-    kept = (tmp_path / "logs" / "console.log").read_text().splitlines()
-    assert "the console takes no lines (Broken pipe); they follow here" in kept[0]
-    assert kept[1:] == ["line 0", "line 1", "line 2"]
-
-
-@pytest.mark.usefixtures("counted")
-def test_lines_without_a_file_are_counted(tmp_path: Path) -> None:
-    writer = start(tmp_path, "dropped", 5, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    assert writer.stdout is not None
-    assert writer.stdin is not None
-    assert writer.stdout.readline() == b"first line\n"
-    writer.stdout.close()
-    writer.stdin.close()
-    assert writer.wait(PATIENCE) == 0
     assert waits.wait_metrics()[s.DROPPED_LINES] == 5
 
 
-def test_a_lost_terminal_costs_neither_the_run_nor_its_lines(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("counted")
+def test_a_lost_terminal_ends_no_process_and_its_lines_are_counted(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
-    writer = start(tmp_path, "kept", 3, stdout=theirs, stderr=theirs)
+    writer = start(tmp_path, 3, stdout=theirs, stderr=theirs)
     os.close(theirs)
     assert os.read(ours, 100).startswith(b"first line")
     os.close(ours)
     assert writer.stdin is not None
     writer.stdin.close()
     assert writer.wait(PATIENCE) == 0
-    kept = (tmp_path / "logs" / "console.log").read_text()
-    assert "Input/output error" in kept
-    assert "line 2\n" in kept
-    assert "error\n" in kept
+    assert waits.wait_metrics()[s.DROPPED_LINES] == 4
 
 
+@pytest.mark.usefixtures("counted")
 def test_a_console_that_stands_still_is_waited_for_once(tmp_path: Path) -> None:
-    writer = start(tmp_path, "kept", 20_000, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    writer = start(tmp_path, 20_000, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert writer.stdin is not None
     writer.stdin.close()
     wait_for((tmp_path / "done").exists)
     assert writer.stdout is not None
     said = writer.stdout.read().decode()
     assert writer.wait(PATIENCE) == 0
-    kept = (tmp_path / "logs" / "console.log").read_text().splitlines()
-    assert "nobody reads it" in kept[0]
     shown = [line for line in said.splitlines() if line.startswith("line")]
-    assert shown + kept[1:] == [f"line {number}" for number in range(20_000)]
+    assert shown == [f"line {number}" for number in range(len(shown))]
+    assert len(shown) + waits.wait_metrics()[s.DROPPED_LINES] == 20_000
     writer.stdout.close()
 
 
@@ -232,9 +215,7 @@ def test_a_run_into_head_ends_as_it_would_have_without_it(flags: list[str], tmp_
     process.stdout.close()
     assert process.wait(100) == 0
     assert len(rows(run)) == 4
-    kept = (run / "logs" / "console.log").read_text()
-    assert "Broken pipe" in kept
-    assert "asyncrl evaluate" in kept
+    assert "asyncrl evaluate" in (run / "logs" / "learner-0.log").read_text()
     assert left_over(tmp_path) == []
 
 

@@ -31,14 +31,16 @@ def make_run(run: Path, *names: str) -> Path:
     return run
 
 
-def test_a_run_stands_for_its_newest_checkpoint(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", "update_000009", "update_000100", "update_000020")
-    assert policy_folder(str(run)) == run / "checkpoints" / "update_000100"
-
-
-def test_update_one_million_is_newer_than_the_one_before_it(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", "update_999999", "update_1000000")
-    assert policy_folder(str(run)) == run / "checkpoints" / "update_1000000"
+@pytest.mark.parametrize(
+    ("names", "newest"),
+    [
+        (("update_000009", "update_000100", "update_000020"), "update_000100"),
+        (("update_999999", "update_1000000"), "update_1000000"),
+    ],
+)
+def test_a_run_stands_for_its_newest_checkpoint(tmp_path: Path, names: tuple[str, ...], newest: str) -> None:
+    run = make_run(tmp_path / "run", *names)
+    assert policy_folder(str(run)) == run / "checkpoints" / newest
 
 
 def test_a_checkpoint_that_was_never_finished_does_not_count(tmp_path: Path) -> None:

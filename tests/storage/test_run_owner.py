@@ -10,13 +10,13 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
-from asyncrl.storage import run_folder, run_owner
+from asyncrl.storage import run_owner
 from asyncrl.storage.run_owner import FolderInUse
 
 HOLD = """
@@ -105,13 +105,22 @@ def test_a_copied_folder_is_free(tmp_path: Path) -> None:
     lock.release()
 
 
+@pytest.mark.parametrize(
+    ("name", "start", "message"),
+    [
+        ("lock", run_owner.acquire, "lock of the run"),
+        ("identity.json", run_owner.next_attempt, r"identity\.json cannot be read"),
+    ],
+)
 @pytest.mark.parametrize("kind", ["pipe", "link", "folder"])
-def test_something_else_in_the_place_of_the_lock_is_an_error(tmp_path: Path, kind: str) -> None:
-    path, elsewhere = tmp_path / "lock", tmp_path / "precious"
+def test_something_else_in_the_place_of_a_file_is_an_error(
+    tmp_path: Path, kind: str, name: str, start: Callable[[Path], object], message: str
+) -> None:
+    path, elsewhere = tmp_path / name, tmp_path / "precious"
     elsewhere.write_text("mine")
     {"pipe": os.mkfifo, "link": lambda path: path.symlink_to(elsewhere), "folder": Path.mkdir}[kind](path)
-    with pytest.raises(ConfigError, match="lock of the run"):
-        run_owner.acquire(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        start(tmp_path)
     assert elsewhere.read_text() == "mine"
 
 
@@ -131,18 +140,6 @@ def test_a_file_system_without_locks_is_an_error(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(run_owner.fcntl, "flock", unsupported)
     with pytest.raises(ConfigError, match=r"cannot be taken \(No locks available\).* --run-dir elsewhere"):
         run_owner.acquire(tmp_path)
-
-
-def test_commands_that_change_a_folder_ask_for_it(tmp_path: Path) -> None:
-    run = run_folder.claim(TrainConfig(run_dir=str(tmp_path / "run")))
-    with (
-        pytest.raises(FolderInUse, match=f"pruning would .*process {os.getpid()}"),
-        run_owner.kept_unowned(run.path, "pruning"),
-    ):
-        raise AssertionError("not reached")
-    run.lock.release()
-    with run_owner.kept_unowned(run.path, "pruning"), pytest.raises(FolderInUse):
-        run_owner.acquire(run.path)
 
 
 def test_every_start_counts_and_keeps_the_secret(tmp_path: Path) -> None:
@@ -205,13 +202,3 @@ def test_a_file_that_others_can_read_is_no_secret(tmp_path: Path) -> None:
     (tmp_path / "identity.json").chmod(0o644)
     with pytest.raises(ConfigError, match="others may know"):
         run_owner.read_identity(tmp_path)
-
-
-@pytest.mark.parametrize("kind", ["pipe", "link", "folder"])
-def test_something_else_in_its_place_is_an_error(tmp_path: Path, kind: str) -> None:
-    path, elsewhere = tmp_path / "identity.json", tmp_path / "precious"
-    elsewhere.write_text("mine")
-    {"pipe": os.mkfifo, "link": lambda path: path.symlink_to(elsewhere), "folder": Path.mkdir}[kind](path)
-    with pytest.raises(ConfigError, match=r"identity\.json cannot be read"):
-        run_owner.next_attempt(tmp_path)
-    assert elsewhere.read_text() == "mine"

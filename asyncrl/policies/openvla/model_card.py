@@ -10,7 +10,7 @@ from asyncrl import __version__
 from asyncrl.errors import CheckpointError
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
 from asyncrl.storage.atomic import read_json
-from asyncrl.storage.untrusted import read_rows
+from asyncrl.storage.untrusted import read_json_lines
 
 SUCCESS: Final = "env/success_once"
 LAST_UPDATES: Final = 10
@@ -117,14 +117,18 @@ def _about_run(checkpoint: Path, *, imagined: bool) -> Iterator[str]:
         commit = str(start.get("commit", ""))[:12] + " with changes" * bool(start.get("dirty"))
         yield f"\nRun on {', '.join(start.get('devices', []))} with {versions}; commit {commit}."
     yield f"\n## Success in {'imagination' if imagined else 'training'}\n"
-    metrics = {row["step"]: row[SUCCESS] for row in _rows(run_dir / "metrics.jsonl") if SUCCESS in row}
+    metrics = {
+        row["step"]: row[SUCCESS] for row in read_json_lines(run_dir / "metrics.jsonl") if SUCCESS in row
+    }
     rates = [metrics[step] for step in sorted(metrics) if step <= version][-LAST_UPDATES:]
     if rates:
         yield f"{sum(rates) / len(rates):.1%} of the episodes of the last {len(rates)} updates, on average."
     if imagined:
         yield "As the reward model judged imagined frames: this is not true success."
     yield "\n## True success, in a simulator\n"
-    yield from _measured(version, {row["version"]: row for row in _rows(run_dir / "evaluations.jsonl")})
+    yield from _measured(
+        version, {row["version"]: row for row in read_json_lines(run_dir / "evaluations.jsonl")}
+    )
 
 
 def _measured(version: int, rows: Mapping[int, Mapping[str, Any]]) -> Iterator[str]:
@@ -144,7 +148,3 @@ def _measured(version: int, rows: Mapping[int, Mapping[str, Any]]) -> Iterator[s
             f"\n**Selected**: the best of {len(rows)} measured versions, by these very episodes, so the "
             "number tends to be too high. `asyncrl evaluate --seed N` measures at other starts."
         )
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    return [row for _, row in read_rows(path) if row] if path.exists() else []

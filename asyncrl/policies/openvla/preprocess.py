@@ -26,7 +26,7 @@ from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.policies.action_tokens import normalise
 from asyncrl.policies.interface import PolicyInputs
 from asyncrl.policies.openvla.config import OpenVLAOFTConfig
-from asyncrl.storage.untrusted import read_text
+from asyncrl.storage.untrusted import read_bytes
 
 PROMPT: Final = "In: What action should the robot take to {task}?\nOut: "
 UNKNOWN, BEGIN, END = "<unk>", "<s>", "</s>"
@@ -102,7 +102,7 @@ class PromptTokenizer:
                 "Copy tokenizer.json from the checkpoint the weights came from."
             )
         try:
-            tokenizer = Tokenizer.from_str(read_text(path))
+            tokenizer = Tokenizer.from_str(read_bytes(path).decode())
         except Exception as error:  # the library raises bare Exception
             raise CheckpointError(
                 f"{path} is not a tokenizer ({error}). Copy it again from the checkpoint."

@@ -261,7 +261,7 @@ BROKEN = {
         lambda folder: next(folder.glob("model-00002*")).unlink(),
         r"model-00002-of-0000\d\.safetensors is missing",
     ),
-    "index lacks": (change_json(INDEX, lambda c: c["weight_map"].pop(QKV)), rf"has unknown 1 tensors: {QKV}"),
+    "index lacks": (change_json(INDEX, lambda c: c["weight_map"].pop(QKV)), rf"differ in {QKV}"),
     "index leads out": (
         change_json(INDEX, lambda c: c["weight_map"].update({QKV: "../x.safetensors"})),
         "has no weight_map of tensors to files beside it",
