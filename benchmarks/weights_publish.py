@@ -115,8 +115,7 @@ class ChildProcesses:
         self.settings = settings
         ranks, context = settings.learner_ranks, multiprocessing.get_context("spawn")
         self.actors, self.learners = list[Any](), list[Any]()
-        self.processes: list[BaseProcess] = []
-        self.port = free_port()
+        self.processes, self.port = list[BaseProcess](), free_port()
 
         def start(function: Any, *arguments: Any) -> Any:
             ours, theirs = context.Pipe()
@@ -129,8 +128,7 @@ class ChildProcesses:
         self._start_learner = lambda r: start(learn, settings.devices[r], r, ranks, self.port)
 
     def join_learners(self) -> None:
-        ranks = self.settings.learner_ranks
-        if ranks > 1:
+        if (ranks := self.settings.learner_ranks) > 1:
             self.learners = [self._start_learner(rank) for rank in range(1, ranks)]
             join_learners(torch.device(self.settings.devices[0]), 0, ranks, self.port)
 
@@ -200,8 +198,10 @@ class Channel:
         return time.monotonic() - began
 
     def await_all(self) -> None:
-        deadline = 4 * self.processes.settings.deadline
-        self.publisher.wait_for_first(self.version, deadline, actors=len(self.processes.actors))
+        held, until = self.publisher.versions_held, time.monotonic() + 4 * self.processes.settings.deadline
+        while sum(version == self.version for version in held().values()) < len(self.processes.actors):
+            assert time.monotonic() < until, held()
+            time.sleep(0.001)
 
     def close(self) -> None:
         self.publisher.close()

@@ -29,7 +29,7 @@ CEILINGS = {
     "rewards": (600, 5),
     "simulators": (4250, 22),
     "storage": (2706, 12),
-    "weights": (2540, 12),
+    "weights": (2500, 12),
     "worlds": (5889, 25),
 }
 """Package (empty: the top level) -> most lines and modules."""

@@ -338,15 +338,15 @@ class WatchedPublisher:
         self._publisher, self._children = publisher, children
         self.publish, self.status, self.close = publisher.publish, publisher.status, publisher.close
 
-    def wait_for_first(self, version: int, deadline: float, actors: int = 1) -> None:
-        """Wait until `actors` actors hold `version`; raises KeyboardInterrupt if a stop is requested."""
-        until = time.monotonic() + deadline
-        with waits.waiting(waits.FIRST_ACTOR, deadline):
-            while self.status()[m.WEIGHTS_MEMBERS] < actors and time.monotonic() < until:
+    def wait_for_first(self, version: int, timeout: float) -> None:
+        """Wait until an actor holds `version`; raises KeyboardInterrupt if a stop is requested."""
+        until = time.monotonic() + timeout
+        with waits.waiting(waits.FIRST_ACTOR, timeout):
+            while not self.status()[m.WEIGHTS_MEMBERS] and time.monotonic() < until:
                 if self._children.poll():
                     raise KeyboardInterrupt
                 time.sleep(POLL_INTERVAL)
-            self._publisher.wait_for_first(version, max(1.0, until - time.monotonic()), actors)
+            self._publisher.wait_for_first(version, max(1.0, until - time.monotonic()))
 
 
 def log_errors(action: Callable[[], object], tell: Callable[[str], None]) -> None:

@@ -88,11 +88,11 @@ class Publisher(Protocol):
         """
         as_weight_source(weights).write({})
 
-    def wait_for_first(self, version: int, deadline: float, actors: int = 1) -> None:
-        """Wait until `actors` actors hold `version` or a newer one.
+    def wait_for_first(self, version: int, timeout: float) -> None:
+        """Wait until an actor holds `version` or a newer one.
 
         Raises:
-            WeightSyncError: Some do not within `deadline` seconds.
+            WeightSyncError: None does within `timeout` seconds.
         """
 
     def status(self) -> dict[Metric, float]:

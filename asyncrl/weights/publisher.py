@@ -111,19 +111,18 @@ class BroadcastPublisher(Publisher):
         self._buffers.pack(as_weight_source(weights), version)
         self.server.wake()
 
-    def wait_for_first(self, version: int, deadline: float, actors: int = 1) -> None:
-        """Wait until `actors` actors hold `version`."""
-        until = time.monotonic() + deadline
+    def wait_for_first(self, version: int, timeout: float) -> None:
+        """Wait until an actor holds `version`."""
+        until = time.monotonic() + timeout
         with self.server.changed:
             while True:
                 self._require_alive()
                 held = self.versions_held()
-                took = sorted(name for name, newest in held.items() if newest >= version)
-                if len(took) >= actors:
+                if max(held.values(), default=-1) >= version:
                     return
                 left = until - time.monotonic()
                 if self.server.refused or left <= 0:
-                    raise self._first_missing(version, deadline, actors, took, set(held))
+                    raise self._first_missing(version, timeout, held)
                 self.server.changed.wait(min(left, POLL_SECONDS))
 
     def versions_held(self) -> dict[str, int]:
@@ -170,20 +169,16 @@ class BroadcastPublisher(Publisher):
         if self._closing:
             raise WeightSyncError("The weight publisher was closed. Publish before closing it.")
 
-    def _first_missing(
-        self, version: int, deadline: float, actors: int, took: list[str], known: set[str]
-    ) -> WeightSyncError:
+    def _first_missing(self, version: int, timeout: float, registered: Iterable[str]) -> WeightSyncError:
         refused = self.server.refused
-        late = sorted(known - set(took) - set(refused))
-        parts = [f"took it: {', '.join(took) or 'nobody'}", f"did not: {', '.join(late) or 'nobody'}"]
-        parts += [f"never registered: {n}"] if (n := actors - len(known | set(refused))) > 0 else []
+        parts = [f"registered: {', '.join(sorted({*registered} - refused.keys())) or 'none'}"]
         parts += [f"{name} refused it: {why}" for name, why in sorted(refused.items())]
         elsewhere = f", or {self.pull_endpoint} if they join" if self.pull_endpoint != self.endpoint else ""
-        when = "at once" if refused else f"within {deadline:g} s"
+        when = "at once" if refused else f"within {timeout:g} s"
         return WeightSyncError(
-            f"Policy version {version} must reach {actors} actors at {self.endpoint}{elsewhere}, "
-            f"but {len(took)} have it {when} ({'; '.join(parts)}; publisher: {self._waiting_for}). "
-            "See the logs of the actors that did not, or raise --weights.timeout."
+            f"Policy version {version} must reach an actor at {self.endpoint}{elsewhere}, but none has it "
+            f"{when} ({'; '.join(parts)}; publisher: {self._waiting_for}). See the actors' logs, or raise "
+            "--weights.timeout."
         )
 
     # --- the publisher's thread ---

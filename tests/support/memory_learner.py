@@ -117,8 +117,8 @@ class MemoryPublisher:
         self.events.append(f"publish {version}")
         self.published[version] = tensors["logits"].clone()
 
-    def wait_for_first(self, version: int, deadline: float, actors: int = 1) -> None:
-        self.events.append(f"first {version} within {deadline:g} s")
+    def wait_for_first(self, version: int, timeout: float) -> None:
+        self.events.append(f"first {version} within {timeout:g} s")
         if self.broken:
             raise WeightSyncError("actor-1 did not take version 0")
 

@@ -43,6 +43,15 @@ def masters() -> dict[str, Tensor]:
     return found
 
 
+def wait_for_all(publisher: BroadcastPublisher, version: int, actors: int, timeout: float = PATIENCE) -> None:
+    """Wait until so many actors hold a version or a newer one."""
+    until = time.monotonic() + timeout
+    while sum(held >= version for held in publisher.versions_held().values()) < actors:
+        assert time.monotonic() < until, publisher.versions_held()
+        with publisher.server.changed:
+            publisher.server.changed.wait(0.02)
+
+
 class Actor:
     """The test's handle of an actor process."""
 

@@ -27,7 +27,7 @@ from asyncrl.weights.publisher import BroadcastPublisher, build_publisher
 from asyncrl.weights.receiver import WeightReceiver, build_receiver
 from asyncrl.weights.server import ServerSettings
 from support.sockets import connect_dealer
-from support.weights import PATIENCE, channel_folder, policy, raw, swap_until
+from support.weights import PATIENCE, channel_folder, policy, raw, swap_until, wait_for_all
 
 LOOPBACK = "tcp://127.0.0.1:0"
 PULLER = {"held": -1, "member": 0, "pid": 0, "started": 0, "secret": "", "attempt": 0}
@@ -70,7 +70,7 @@ def test_versions_arrive_bit_exact_and_the_learner_counts_the_actors(
     assert 4 * tensors["body"].numel() > 3 * CHUNK
     with receiving(endpoint, "far") as one, receiving(endpoint, "further") as two:
         publisher.publish(policy(10), 0)
-        publisher.wait_for_first(0, PATIENCE, actors=2)
+        wait_for_all(publisher, 0, 2)
         assert one.wait_for_first(PATIENCE) == two.wait_for_first(PATIENCE) == 0
         assert one.swap_into(tensors) == 0
         assert raw(tensors) == raw(policy(10))
@@ -79,7 +79,7 @@ def test_versions_arrive_bit_exact_and_the_learner_counts_the_actors(
             for receiver in (one, two):
                 assert swap_until(receiver, tensors, version) == version
                 assert raw(tensors) == raw(policy(version))
-        publisher.wait_for_first(5, PATIENCE, actors=2)
+        wait_for_all(publisher, 5, 2)
         status = publisher.status()
         assert status[m.WEIGHTS_MEMBERS] == status[m.WEIGHTS_JOINED] == 2
         assert status[m.WEIGHTS_PULLED_BYTES] == 2 * 6 * status[m.WEIGHTS_BYTES]

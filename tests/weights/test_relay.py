@@ -20,7 +20,7 @@ from asyncrl.weights.receiver import Relay, build_receiver
 from asyncrl.weights.server import ServerSettings
 from support.gloo_transport import GLOO
 from support.processes import FORKS
-from support.weights import PATIENCE, channel_folder, policy, raw, swap_until
+from support.weights import PATIENCE, channel_folder, policy, raw, swap_until, wait_for_all
 
 HERE = "127.0.0.1"
 DEADLINE = 3.0
@@ -112,7 +112,7 @@ def test_every_host_gets_every_bit_and_one_that_is_killed_halted_or_comes_back_h
         hosts += [Host(publisher.pull_endpoint, f"node-{number}") for number in (2, 3)]
         for one in hosts:
             check(one.has(0), 0)
-        publisher.wait_for_first(0, PATIENCE, actors=3)
+        wait_for_all(publisher, 0, 3)
         hosts[0].signal(signal.SIGSTOP)  # As one whose network is cut: its connections stay, nothing comes.
         begun = time.monotonic()
         publisher.publish(policy(1), 1)

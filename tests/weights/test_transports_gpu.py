@@ -16,7 +16,7 @@ from asyncrl.weights import packing
 from asyncrl.weights.buffers import BufferedReceiver
 from asyncrl.weights.publisher import BroadcastPublisher, build_publisher
 from support.ranks import run_ranks
-from support.weights import PATIENCE, TYPES, Actor, channel_folder, policy, raw, timed_publish
+from support.weights import PATIENCE, TYPES, Actor, channel_folder, policy, raw, timed_publish, wait_for_all
 from support.weights import masters as gathering_masters
 
 pytestmark = pytest.mark.gpu
@@ -80,7 +80,7 @@ def test_a_killed_actor_on_the_learners_gpu_does_not_stop_those_on_others(folder
     near.join(channel, "near", "cuda_ipc", "cuda:0", DEADLINE)
     far.join(channel, "far", "cuda_ipc", "cuda:1", DEADLINE)
     timed_publish(channel, 0, "cuda:0")
-    channel.wait_for_first(0, 2 * PATIENCE, actors=2)
+    wait_for_all(channel, 0, 2, 2 * PATIENCE)
     near.signal(signal.SIGKILL)
     timed_publish(channel, 1, "cuda:0")
     assert far.ask(1) == (1, raw(policy(1)))
@@ -196,7 +196,7 @@ def join_all(actors: list[Actor], publisher: BroadcastPublisher, transport: str,
     for i, (each, device) in enumerate(zip(actors, devices, strict=True)):
         each.join(publisher, f"actor-{i}", transport, device, DEADLINE)
     timed_publish(publisher, 0, "cuda:0")
-    publisher.wait_for_first(0, 2 * PATIENCE, actors=len(actors))
+    wait_for_all(publisher, 0, len(actors), 2 * PATIENCE)
 
 
 def test_versions_arrive_bit_exact_on_every_gpu(
@@ -248,6 +248,6 @@ def test_a_stopped_gpu_actor_is_left_behind_and_comes_back(
         actors[-1].signal(signal.SIGCONT)
     for each in actors:
         assert each.ask(newest) == (newest, raw(policy(newest)))
-    publisher.wait_for_first(newest, PATIENCE, actors=len(actors))
+    wait_for_all(publisher, newest, len(actors))
     for each in actors:
         assert each.ask("leave") == "left"

@@ -46,7 +46,7 @@ class InProcessPublisher(Publisher):
         source.write(self.views)
         self.version, self._seconds = version, time.monotonic() - begun
 
-    def wait_for_first(self, version: int, deadline: float, actors: int = 1) -> None:
+    def wait_for_first(self, version: int, timeout: float) -> None:
         """Check that `version` was published."""
         if self.version < version:
             raise WeightSyncError(f"Version {version} was never published: publish before waiting for it.")
