@@ -14,7 +14,7 @@ import tyro
 from asyncrl import registry
 from asyncrl.commands.evaluate import HeldOutConfig, check_json
 from asyncrl.config.bounds import AtLeast, Within
-from asyncrl.config.help import AUDIT, answer_help
+from asyncrl.config.help import ShortHelp
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import ActorSettings, ImaginationSettings, SuccessFrames
 from asyncrl.errors import ConfigError
@@ -42,7 +42,7 @@ class AuditConfig(HeldOutConfig):
     """Run folder (its newest checkpoint), checkpoint, policy folder or shipped policy; of a class of your
     own: package.module:Class@FOLDER."""
     every_checkpoint: bool = False
-    """Audit all checkpoints that the run kept, one row each."""
+    """All that the run kept, a row each."""
     versions: tuple[int, ...] = ()
     """Of them only those of these versions, as in --every-checkpoint --versions 12 24; none: all."""
     world: str = "tabletop"
@@ -50,7 +50,7 @@ class AuditConfig(HeldOutConfig):
     world_settings: tuple[str, ...] = ()
     """Keywords of the world's class: key=value ..."""
     reward: str = ""
-    """Reward model; empty: the world's own."""
+    """Reward model, by default the world's own."""
     reward_settings: tuple[str, ...] = ()
     """Keywords of the reward model's class: key=value ..."""
     start_states: str = ""
@@ -58,25 +58,35 @@ class AuditConfig(HeldOutConfig):
     simulator, if it names them. Episodes begin in the simulator."""
     imagination: ImaginationSettings = field(default_factory=ImaginationSettings)
     max_decisions: Annotated[int, AtLeast(0, "it counts decisions.", "Use 0.", highest=100_000)] = 0
-    """Decisions after which an episode has failed; 0: the world's default."""
+    """Decisions of an episode; 0: the world's own."""
     success_threshold: Annotated[float, Within(0, 1, "it is a probability.", "Use 0.7.", open_below=True)] = (
         0.7
     )
-    """Probability from which the reward model calls a frame a success."""
+    """Probability of a frame that is a success."""
     success_frames: SuccessFrames = 1
-    """So many such frames in a row are a success, or 'last': a decision's last frame must be one."""
+    """Such frames in a row for a success; last: a decision's last frame must be one."""
     episodes: Annotated[int, AtLeast(0, "it counts episodes.", "Use 128.", highest=1_000_000)] = 0
-    """Episodes, each from its own start, of simulators whose starts are seeds; 0: 128."""
+    """Episodes, where starts are seeds; 0: 128."""
     rows: Annotated[int, AtLeast(1, "a pass has a row.", "Use 16.", highest=65536)] = 16
-    """Episodes imagined together, filled up with copies: so results do not depend on --workers."""
+    """Episodes imagined together; filled up with copies: so results do not depend on --workers."""
 
 
 ARGUMENTS: Final = AuditConfig
+HELP: Final = ShortHelp(
+    command="asyncrl audit",
+    usage="[POLICY] [--flags]",
+    groups={
+        "What is audited": "every_checkpoint world reward max_decisions success_threshold success_frames "
+        "temperature",
+        "The truth": "simulator episodes trials seed",
+        "How fast, and what is written": "rows workers device json",
+    },
+    examples=["asyncrl audit runs/mine --every-checkpoint --episodes 256"],
+)
 
 
 def main(arguments: list[str]) -> int:
     """Audit and print tables."""
-    arguments = answer_help(arguments, lambda: AUDIT.text(AuditConfig()))
     config, run = _parse(arguments)
     evaluation_seeds(config.seed, config.episodes or EPISODES)
     check_json(config.json)
@@ -137,7 +147,7 @@ def _plain(value: Any) -> Any:
 def _parse(arguments: list[str]) -> tuple[AuditConfig, RunSettings | None]:
     from asyncrl.launch.named_models import run_of, settings_of_run, without_code
 
-    config = tyro.cli(ARGUMENTS, args=arguments, prog="asyncrl audit")
+    config = HELP.parse(AuditConfig, arguments)
     folder = run_of(config.checkpoint)
     if folder is None:
         return config, None
@@ -160,7 +170,7 @@ def _parse(arguments: list[str]) -> tuple[AuditConfig, RunSettings | None]:
         temperature=algorithm.temperature,
         top_k=algorithm.top_k,
     )
-    config = tyro.cli(ARGUMENTS, args=arguments, default=default, prog="asyncrl audit")
+    config = HELP.parse(AuditConfig, arguments, default)
     for flag, value in (("world", config.world), ("simulator", config.simulator)):
         if not value:
             raise ConfigError(

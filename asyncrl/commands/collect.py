@@ -7,12 +7,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Final
 
-import tyro
 from tqdm import tqdm
 
 from asyncrl.commands.evaluate import PlayConfig
 from asyncrl.config.bounds import PIXELS, SEEDS, AtLeast
-from asyncrl.config.help import COLLECT, answer_help
+from asyncrl.config.help import ShortHelp
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation.evaluate import acting, check_fits
 from asyncrl.fitting.recordings import episodes_per_part, must_be_new, write_part
@@ -38,7 +37,7 @@ class CollectConfig(PlayConfig):
     force: bool = False
     """Record stored starts although a policy that is fitted on them is not evaluated fairly any more."""
     policy: str = ""
-    """Record this policy (folder, run, shipped name, package.module:Class@FOLDER) instead of the expert."""
+    """Recorded instead of the expert: folder, run, shipped name, package.module:Class@FOLDER."""
     expert: Demonstrator = field(default_factory=Demonstrator)
     """How good the expert is."""
     horizon: Annotated[int, AtLeast(0, "it counts steps.", "Use 0.", highest=1_000_000)] = 0
@@ -63,12 +62,21 @@ class CollectConfig(PlayConfig):
 
 
 ARGUMENTS: Final = CollectConfig
+HELP: Final = ShortHelp(
+    command="asyncrl collect",
+    usage="--out FOLDER [--flags]",
+    groups={
+        "What is recorded": "out simulator simulator_settings episodes tasks seed image_size",
+        "Who plays": "policy temperature expert.noise",
+        "How fast": "workers places",
+    },
+    examples=["asyncrl collect --out data/demos --episodes 1000 --expert.noise 0.1 0.25"],
+)
 
 
 def main(arguments: list[str]) -> int:
     """Record, with a progress bar."""
-    arguments = answer_help(arguments, lambda: COLLECT.text(CollectConfig(out=Path())))
-    config = tyro.cli(ARGUMENTS, args=arguments, prog="asyncrl collect")
+    config = HELP.parse(CollectConfig, arguments, shown=CollectConfig(out=Path()))
     source = SimulatorSource(
         name=config.simulator,
         settings=config.simulator_settings,

@@ -11,7 +11,7 @@ import tyro
 
 from asyncrl import registry
 from asyncrl.config.bounds import AtLeast, Bounded, Positive
-from asyncrl.config.help import CONVERT, answer_help
+from asyncrl.config.help import ShortHelp
 from asyncrl.errors import ConfigError
 from asyncrl.launch.named_models import run_of
 from asyncrl.storage.assets import policy_folder, simulator_named
@@ -38,17 +38,18 @@ class ConvertConfig(Bounded):
     out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """Folder to write; new or empty."""
     unnorm_key: str = ""
-    """Action statistics of the published folder, for example libero_spatial; "_no_noops" is tried as well.
-    Empty: the only ones there are."""
+    """Name of the action statistics: for example libero_spatial; "_no_noops" is tried as well. Empty: the
+    only ones there are."""
     convention: Literal["folder", "rlinf", "oft"] = "folder"
     """Training of the published policy. rlinf: RLinf's checkpoints (no stop token, bicubic resize). oft: the
     official ones and SimpleVLA-RL's (stop token, Lanczos resize, centre crop). folder: as saved by asyncrl,
     else rlinf."""
     gripper: Literal["folder", "none", "libero", "maniskill"] = "folder"
-    """Sign convention of the gripper action. folder: as saved by asyncrl, else libero for statistics libero*,
+    """Sign of the gripper's action. folder: as saved by asyncrl, else libero for statistics libero*,
     maniskill for bridge*, else none."""
     decoding: Literal["folder", "parallel", "autoregressive"] = "folder"
-    """parallel: OpenVLA-OFT. autoregressive: OpenVLA. folder: as saved by asyncrl, else parallel."""
+    """Order of the tokens. parallel: OpenVLA-OFT. autoregressive: OpenVLA. folder: as saved by asyncrl, else
+    parallel."""
     images: Annotated[int, AtLeast(0, "it counts pictures.", "Use 0.", highest=64)] = 0
     """Pictures per decision. 0: as saved by asyncrl, else 1."""
     chunk: Annotated[int, AtLeast(0, "it counts steps.", "Use 0.", highest=1024)] = 0
@@ -58,7 +59,7 @@ class ConvertConfig(Bounded):
     critic: bool = True
     """Read the value head (value_head.mlp.*) if there is one."""
     adapter: str = ""
-    """peft adapter folder to merge into the weights, with the layer names of the published model or of
+    """peft adapter folder to merge; with the layer names of the published model or of
     asyncrl. Not one that lies inside SOURCE: there it is the record of what was merged."""
     original: str = ""
     """Published folder that training began with: provides the tensors that the policy does not use, and the
@@ -74,12 +75,20 @@ class ConvertConfig(Bounded):
 
 
 ARGUMENTS: Final = ConvertConfig
+HELP: Final = ShortHelp(
+    command="asyncrl convert",
+    usage="SOURCE OUT [--flags]",
+    groups={
+        "What is written": "original dtype",
+        "What a published folder lacks": "unnorm_key convention gripper decoding adapter",
+    },
+    examples=["asyncrl convert runs/mine EXPORT --original PUBLISHED"],
+)
 
 
 def main(arguments: list[str]) -> int:
     """Convert and print a report."""
-    arguments = answer_help(arguments, lambda: CONVERT.text(ConvertConfig(source="", out=Path())))
-    config = tyro.cli(ARGUMENTS, args=arguments, prog="asyncrl convert")
+    config = HELP.parse(ConvertConfig, arguments, shown=ConvertConfig(source="", out=Path()))
     _check(config)
     source = Path(config.source)
     if (source / "world.json").is_file():

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Final
 
 from asyncrl.config.bounds import PIXELS, AtLeast, Bounded
-from asyncrl.config.help import DOCTOR
+from asyncrl.config.help import MODELS, PROCESSES, ShortHelp
 from asyncrl.config.run import TrainConfig
 from asyncrl.doctor.checks import Examination, examine, report
 from asyncrl.errors import ConfigError
@@ -17,12 +17,21 @@ if TYPE_CHECKING:
 JSON = "--json"
 SIMULATOR = "--simulator"
 HOST = "--host"
-ABOUT = (
-    "Check everything that `asyncrl train` with the same settings needs on this host; nothing is started. "
-    f"Exit code 1 when it cannot run. {JSON}: print the findings as a JSON list, each with name, verdict "
-    f"(ok, warning or BROKEN), seen and advice. {HOST} N: where --placement names hosts (ROLE=RANKS@HOST), "
-    f"which of them this one is; 0 unless said. {SIMULATOR} NAME: check a simulator instead, see "
-    f"`asyncrl doctor {SIMULATOR} NAME --help`."
+HELP: Final = ShortHelp(
+    command="asyncrl doctor",
+    usage="[CONFIG.toml ...] [--flags]",
+    about="Check everything that `asyncrl train` with the same settings needs on this host; nothing is "
+    "started. Exit code 1 when it cannot run.",
+    groups={"The report": "--json --simulator --host", "Models": MODELS, "Processes": PROCESSES},
+    own={
+        JSON: "A JSON list: name, verdict, seen, advice",
+        f"{SIMULATOR} NAME": "Check a simulator instead",
+        f"{HOST} N": "Number of this host, of --placement ...@HOST",
+    },
+    examples=[
+        "asyncrl doctor configs/tabletop_ppo.toml --placement learner=0,actor=1-3",
+        "asyncrl doctor --simulator NAME --help",
+    ],
 )
 
 
@@ -80,7 +89,7 @@ def _read(arguments: list[str]) -> Examination:
     """Read the settings as `train` does. Without arguments an incomplete installation will do."""
     from asyncrl.commands.train import read_settings
 
-    config = read_settings(arguments, DOCTOR, ABOUT)
+    config = read_settings(arguments, HELP)
     return Examination(config=config, where=" ".join(arguments))
 
 

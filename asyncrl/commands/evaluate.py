@@ -12,7 +12,7 @@ import tyro
 
 from asyncrl import registry
 from asyncrl.config.bounds import PIXELS, SEEDS, THREADS, AtLeast, Bounded, Within
-from asyncrl.config.help import EVALUATE, answer_help
+from asyncrl.config.help import ShortHelp
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation.evaluate import (
     Evaluation,
@@ -46,15 +46,15 @@ class PlayConfig(Bounded):
     policy_settings: tuple[str, ...] = ()
     """Keywords of the policy's class: key=value ..."""
     simulator: str = "tabletop"
-    """A built-in simulator, or package.module:Class (or a function that makes one)."""
+    """Built-in, or package.module:Class; or a function that makes one."""
     simulator_settings: tuple[str, ...] = ()
     """Keywords of the simulator's class: key=value ..."""
     tasks: tuple[str, ...] = ()
-    """Tasks to play, as numbers or instructions, of simulators with stored starts; none: all."""
+    """Numbers or instructions; of simulators with stored starts. None: all."""
     temperature: Annotated[float, Within(0, 1000, "it must lie in 0..1000.", "Use 1.0, or 0 for greedy.")] = (
         1.0
     )
-    """Sampling temperature of the policy's action tokens; 0: always the most likely one."""
+    """Of the policy's action tokens; 0: always the most likely one."""
     workers: Annotated[int, AtLeast(1, "somebody has to play.", "Use 8.", highest=THREADS)] = min(
         8, os.cpu_count() or 1
     )
@@ -68,13 +68,13 @@ class HeldOutConfig(PlayConfig):
     """Flags of all commands that play held-out starts."""
 
     seed: Annotated[int, AtLeast(0, "random streams are numbered from 0.", "Use 0.", highest=SEEDS)] = 0
-    """Which held-out starts, of simulators whose starts are seeds; of an audit also the noise."""
+    """Which held-out starts; of simulators whose starts are seeds. Of an audit also the noise."""
     trials: Annotated[int, AtLeast(0, "it counts starts.", "Use 0 for all.", highest=1_000_000)] = 0
-    """Stored starts to play of each task, from the first on; 0: all."""
+    """Stored starts of each task; from the first on. 0: all."""
     top_k: Annotated[int, AtLeast(0, "it counts tokens.", "Use 0 for all.", highest=1_000_000)] = 0
     """Sample among so many of the most likely tokens; 0: among all."""
     json: str = ""
-    """Also write the result, with every episode, to this file."""
+    """File for the result, with every episode."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ class EvaluateConfig(HeldOutConfig):
     """Run folder (its newest checkpoint), checkpoint, policy folder, or 'tabletop' (the shipped policy); of a
     class of your own: package.module:Class@FOLDER; 'expert': the simulator's scripted expert."""
     episodes: Annotated[int, AtLeast(0, "it counts episodes.", "Use 256.", highest=1_000_000)] = 0
-    """Episodes, each from its own start, of simulators whose starts are seeds; 0: 256."""
+    """Episodes, where starts are seeds; 0: 256."""
     repeats: Annotated[int, AtLeast(1, "each start is played.", "Use 1.", highest=10_000)] = 1
     """How often each start is played; a policy that samples decides differently each time."""
     horizon: Annotated[int, AtLeast(0, "it counts steps.", "Use 0.", highest=1_000_000)] = 0
@@ -102,27 +102,36 @@ class EvaluateConfig(HeldOutConfig):
     expert: Demonstrator = field(default_factory=Demonstrator)
     """How good the expert is, where it plays."""
     places: Annotated[int, AtLeast(0, "it counts episodes.", "Use 0.", highest=65536)] = 0
-    """Episodes that each process plays at once; 0: as many as the simulator likes."""
+    """Episodes of a process at once; 0: as many as the simulator likes."""
     rows: Annotated[int, AtLeast(1, "a pass has a row.", "Use 8.", highest=65536)] = 8
     """Rows of every pass of the policy, filled up with copies: so results do not depend on --workers."""
     video: str = ""
-    """Write a contact sheet of true and imagined episodes here: .mp4 (needs the extra 'video') or .gif."""
+    """File for true beside imagined episodes: .mp4 (needs the extra 'video') or .gif."""
     world: str = "tabletop"
-    """World model that imagines the episodes of --video; see `asyncrl train --world`."""
+    """World model of --video; see `asyncrl train --world`."""
     world_settings: tuple[str, ...] = ()
     """Keywords of the world's class: key=value ..."""
     movies: str = ""
-    """Write a movie of every episode into this folder: .mp4 with the extra 'video', else .gif."""
+    """Folder for a movie of every episode: .mp4 with the extra 'video', else .gif."""
     tensorboard: str = ""
-    """Also write eval/* there; of a checkpoint of a run, at its update."""
+    """Folder for the curves eval/*; of a checkpoint of a run, at its update."""
 
 
 ARGUMENTS: Final = EvaluateConfig
+HELP: Final = ShortHelp(
+    command="asyncrl evaluate",
+    usage="[POLICY] [--flags]",
+    groups={
+        "What is played": "simulator simulator_settings episodes tasks trials seed temperature",
+        "How fast": "workers places device",
+        "What is written": "json movies video world tensorboard",
+    },
+    examples=["asyncrl evaluate runs/mine --episodes 256 --video sheet.gif"],
+)
 
 
 def main(arguments: list[str]) -> int:
     """Evaluate and print a table."""
-    arguments = answer_help(arguments, lambda: EVALUATE.text(EvaluateConfig()))
     config, run = _parse(arguments)
     evaluation_seeds(config.seed, config.episodes or EPISODES)
     registry.resolve("simulator", config.simulator)
@@ -137,7 +146,7 @@ def main(arguments: list[str]) -> int:
 def _parse(arguments: list[str]) -> tuple[EvaluateConfig, RunSettings | None]:
     from asyncrl.launch.named_models import run_of, settings_of_run
 
-    config = tyro.cli(ARGUMENTS, args=arguments, prog="asyncrl evaluate")
+    config = HELP.parse(EvaluateConfig, arguments)
     if not config.checkpoint:
         raise ConfigError(
             "Say what is evaluated: `asyncrl evaluate POLICY`; 'expert' is the simulator's scripted expert."
@@ -155,7 +164,7 @@ def _parse(arguments: list[str]) -> tuple[EvaluateConfig, RunSettings | None]:
         top_k=run.config.algorithm.top_k,
         world=run.config.world if config.video and not registry.names_code(run.config.world) else "tabletop",
     )
-    config = tyro.cli(ARGUMENTS, args=arguments, default=default, prog="asyncrl evaluate")
+    config = HELP.parse(EvaluateConfig, arguments, default)
     if not config.simulator:
         trained = f"as {run.tasks[0]!r}" if run.tasks else "which are not known here"
         raise ConfigError(

@@ -26,6 +26,7 @@ import asyncrl
 from asyncrl import registry
 from asyncrl.commands import COMMANDS
 from asyncrl.config.bounds import AtLeast, Bounded
+from asyncrl.config.help import ALL
 from asyncrl.errors import AsyncRLError, ConfigError, first_line
 from asyncrl.launch import join
 from asyncrl.launch.join import JoinOptions
@@ -290,24 +291,25 @@ def script(shell: Shell) -> str:
 
 def arguments_of(command: str) -> Any:
     """Return the type that tyro parses the command's arguments into."""
-    takes = import_module(COMMANDS[command].partition(":")[0]).ARGUMENTS
+    takes = _module(command).ARGUMENTS
     return takes[command] if isinstance(takes, dict) else takes
+
+
+def _module(command: str) -> Any:
+    return import_module(COMMANDS[command].partition(":")[0])
 
 
 def _as_class(command: str) -> Any:
     """Return a class that takes the command's arguments: its subcommands, or its settings and own flags."""
-    from asyncrl.config import help as short_help
-
     takes = arguments_of(command)
     plain = takes.__origin__ if hasattr(takes, "__metadata__") else takes
     if not isinstance(plain, type):
         return dataclasses.make_dataclass(command, [("wanted", takes)])
-    short = getattr(short_help, command.upper(), None)
-    if short is None:
+    if not (short := getattr(_module(command), "HELP", None)):
         return takes
     flags = [
         (one.partition(" ")[0][2:].replace("-", "_"), str if " " in one else bool)
-        for one in (short_help.ALL, *short.own())
+        for one in (ALL, *short.own)
     ]
     fields = [
         (flag, tyro.conf.FlagCreatePairsOff[kind], dataclasses.field(default=kind())) for flag, kind in flags

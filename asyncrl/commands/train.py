@@ -66,6 +66,7 @@ def _refuse(config: TrainConfig) -> None:
 
 
 ARGUMENTS: Final = TrainConfig
+HELP: Final = TRAIN
 
 
 def main(arguments: list[str]) -> int:
@@ -89,11 +90,9 @@ def main(arguments: list[str]) -> int:
     return run(config)
 
 
-def read_settings(
-    arguments: list[str], help_text: ShortHelp = TRAIN, description: str | None = None
-) -> TrainConfig:
+def read_settings(arguments: list[str], help_text: ShortHelp = TRAIN) -> TrainConfig:
     """Read `[CONFIG.toml ...] [--flags]`; with --resume on top of the settings of the run that goes on."""
-    config = parse(arguments, help_text, description)
+    config = parse(arguments, help_text)
     if not config.resume:
         return _with_decay(config, config)
     # Rank 0 alone decides which run goes on; by now it may have made it one that is in use.

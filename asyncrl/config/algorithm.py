@@ -30,9 +30,9 @@ class AlgorithmSettings(Bounded, section="algorithm."):
     """Advantages and objective."""
 
     kind: Literal["grpo", "ppo"] = "grpo"
-    """grpo: advantages from an episode's siblings. ppo: from a critic (--critic)."""
+    """Source of the advantages. grpo: an episode's siblings. ppo: a critic (--critic)."""
     group_size: Annotated[int, AtLeast(1, "a start state needs an episode.", "Use 8.", highest=4096)] = 8
-    """Episodes from each start state, all of which must arrive before the group is used."""
+    """Episodes from each start state; all must arrive before the group is used."""
     groups_per_update: Annotated[int, AtLeast(1, "an update needs data.", "Use 8.", highest=65_536)] = 16
     """Groups in one update."""
     baseline: Literal["mean", "leave_one_out"] = "mean"
@@ -74,7 +74,7 @@ class AlgorithmSettings(Bounded, section="algorithm."):
     minibatches: Annotated[int, AtLeast(1, "an epoch has a step.", "Use 1.")] = 1
     """Optimizer steps per epoch, each on its share of the batch."""
     micro_batch: Annotated[int, AtLeast(1, "a pass needs a decision.", "Use 32.", highest=1_000_000)] = 32
-    """Decisions per forward and backward pass. Changes memory and speed, never the result."""
+    """Decisions of a forward and backward pass. Changes memory and speed, never the result."""
     temperature: Annotated[
         float,
         Positive(
@@ -83,7 +83,7 @@ class AlgorithmSettings(Bounded, section="algorithm."):
             highest=1000,
         ),
     ] = 1.0
-    """Softmax temperature of the action tokens, in imagination and in evaluation."""
+    """Softmax temperature of the action tokens; in imagination and in evaluation."""
     top_k: Annotated[int, Within(0, 256, "there are 256 action bins.", "Use 0 for all.")] = 0
     """Sample only among the k most likely tokens; 0 = all 256."""
 
@@ -112,10 +112,10 @@ class CorrectionSettings(Bounded, section="correction."):
     """Correction of samples of older policies."""
 
     kind: str = "tis"
-    """none: samples count as fresh. naive: the clipped ratio is that to the behaviour policy. tis: truncated
-    importance weights. mis: weights outside the limits are 0 (with a lower limit: IcePop). decoupled: weights
-    above the cap are 0. vtrace: corrected advantages and value targets; needs ppo. Or your own
-    package.module:Class."""
+    """How samples of older policies count. none: as fresh. naive: the clipped ratio is that to the behaviour
+    policy. tis: truncated importance weights. mis: weights outside the limits are 0 (with a lower limit:
+    IcePop). decoupled: weights above the cap are 0. vtrace: corrected advantages and value targets; needs
+    ppo. Or your own package.module:Class."""
     settings: tuple[str, ...] = ()
     """key=value texts for your own correction; a value is TOML, or else a text."""
     level: Literal["auto", "token", "action", "decision", "episode"] = "auto"

@@ -8,14 +8,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import re
 import tomllib
 import typing
-from collections.abc import Iterator, Sequence
-from functools import cache
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
-from asyncrl.config.help import ALL, TRAIN, ShortHelp, answer_help
+from asyncrl.config.help import TRAIN, ShortHelp
 from asyncrl.config.run import TrainConfig
 from asyncrl.errors import ConfigError
 from asyncrl.registry import as_texts
@@ -28,81 +28,30 @@ PARTS: Final = ("policy", "world", "reward")
 """Settings that may be a table: ``[world] name = "my.worlds:Mine@DIR"`` and ``[world.settings]``."""
 _OFF: Final = (False, 0, -1, "", "none", "auto", [], None)
 """Values of a setting that no longer exists whose loss changes nothing."""
-_Values = Literal["none", "one", "many"]
-"""Number of words after a flag that are its values."""
+_NO_FILE: Final = re.compile(r"--|[\w.-]+=")
 
 
 # --- command line ---
 
 
 def split_files(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """Split a command line into files of settings, in their order, and other words.
+    """Split a command line into files of settings, wherever they stand, and other words.
 
-    A flag's value is no file: the word after it, or each key=value after a flag that takes several.
+    A file is a word with one of `SUFFIXES` that is neither a flag nor a key=value.
     """
-    files: list[Path] = []
-    rest: list[str] = []
-    values: _Values = "none"
-    for word in arguments:
-        is_flag = word.startswith("--")
-        is_value = values == "one" or (values == "many" and "=" in word)
-        if word.endswith(SUFFIXES) and not is_flag and not is_value:
-            files.append(Path(word))
-            continue
-        rest.append(word)
-        if is_flag:
-            values = _values_of(word)
-        elif values == "one":
-            values = "none"
-    return files, rest
+    is_file = [word.endswith(SUFFIXES) and not _NO_FILE.match(word) for word in arguments]
+    files = [Path(word) for word, found in zip(arguments, is_file, strict=True) if found]
+    return files, [word for word, found in zip(arguments, is_file, strict=True) if not found]
 
 
-def _values_of(flag: str) -> _Values:
-    """Return how many values a flag takes: one if it does not exist."""
-    name = flag.removeprefix("--").replace("-", "_")
-    if "=" in flag or name in ("help", "help_all"):
-        return "none"
-    section, dot, last = name.rpartition(".")
-    positive = f"{section}{dot}{last.removeprefix('no_')}"
-    known = _known_values()
-    return "none" if known.get(positive) == "none" else known.get(name, "one")
-
-
-@cache
-def _known_values() -> dict[str, _Values]:
-    def walk(settings: type, section: str) -> Iterator[tuple[str, _Values]]:
-        for name, hint in typing.get_type_hints(settings).items():
-            if dataclasses.is_dataclass(hint):
-                yield from walk(typing.cast(type, hint), f"{section}{name}.")
-            elif hint is bool:
-                yield section + name, "none"
-            else:
-                yield section + name, "many" if typing.get_origin(hint) is tuple else "one"
-
-    return dict(walk(TrainConfig, ""))
-
-
-def parse(
-    arguments: Sequence[str], help_text: ShortHelp = TRAIN, description: str | None = None
-) -> TrainConfig:
+def parse(arguments: Sequence[str], help_text: ShortHelp = TRAIN) -> TrainConfig:
     """Parse `[CONFIG.toml ...] [--flags]`. Help and invalid flags exit.
-
-    Args:
-        description: Head of --help-all; by default the settings' docstring.
 
     Raises:
         ConfigError: A file is invalid, or the settings cannot work together.
     """
-    import tyro
-
     files, flags = split_files(arguments)
-    default = load_files(files)
-    prog = help_text.command
-    if ALL in flags:
-        prog += f" {help_text.usage.removesuffix(' [--flags]')}"
-    flags = answer_help(flags, lambda: help_text.text(default))
-    about = description or help_text.about_all(TrainConfig)
-    return tyro.cli(TrainConfig, args=flags, default=default, prog=prog, description=about)
+    return help_text.parse(TrainConfig, flags, load_files(files))
 
 
 # --- files ---

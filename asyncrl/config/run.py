@@ -47,7 +47,7 @@ class TrainConfig(Bounded):
     seed: Annotated[int, AtLeast(0, "random streams are numbered from 0.", "Use 0.", highest=SEEDS)] = 0
     """Seed of start states, episodes and noise."""
     resume: bool = False
-    """Continue the run in --run-dir (default: the newest run) from its newest checkpoint."""
+    """Go on with --run-dir, or the newest run: from its newest checkpoint."""
     inline: bool = False
     """All roles in one process, in turns: for debugging and tests. The lag is exactly --replay.max-lag, and a
     run can be repeated exactly."""
@@ -90,8 +90,8 @@ class TrainConfig(Bounded):
     keep_checkpoints: Annotated[int, AtLeast(1, "the newest one must stay.", "Use 3.")] = 3
     """Newest checkpoints that are kept."""
     evaluate_every: Annotated[int, AtLeast(0, "it counts updates.", "Use 5, or 0 for never.")] = 0
-    """Updates between two measurements of true success in a simulator, besides the first and the last policy.
-    0: never. The best version stays in checkpoints/best."""
+    """Updates between two true measurements. The success in a simulator, besides the first and the last
+    policy's. 0: never. The best version stays in checkpoints/best."""
     log_with: tuple[str, ...] = ()
     """Trackers besides TensorBoard: wandb, trackio, mlflow, aim, comet_ml, clearml, dvclive, swanlab
     (docs/tracking.md)."""

@@ -17,7 +17,7 @@ class ActorSettings(Bounded, section="actor."):
     """How an actor makes episodes."""
 
     slots: Annotated[int, AtLeast(1, "an actor imagines at least one episode.", "Use 16.", highest=4096)] = 16
-    """Episodes imagined at the same time by one actor."""
+    """Episodes of an actor at the same time."""
     pipeline_stages: Literal[1, 2] = 1
     """2: the slots decide in two halves in turns, so that host and GPU, or policy and world on two GPUs, work
     at the same time (RLinf: pipeline_stage_num)."""
@@ -56,8 +56,8 @@ class ReplaySettings(Bounded, section="replay."):
     max_lag: Annotated[
         int, AtLeast(0, "a lag cannot be negative.", "Use 2, or 0 for actors that wait.", highest=100_000)
     ] = 2
-    """No decision older than this many policy versions is trained on; checked at admission and sampling. 0:
-    the actors wait for every update."""
+    """Oldest version that is trained on: of every decision, checked at admission and sampling. 0: the actors
+    wait for every update."""
     group_timeout: Annotated[
         float, AtLeast(1, "imagining a group takes time.", "Use 300.", highest=SECONDS)
     ] = 300.0
@@ -269,7 +269,8 @@ class LearnerSettings(Bounded, section="learner."):
     threads: Annotated[int, AtLeast(1, "a process needs a thread.", "Use 1.", highest=THREADS)] = 1
     """CPU threads of a learner process."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """bf16: forward and backward passes in bfloat16; weights, log-probs and optimizer stay float32."""
+    """Numbers of the learner's passes. bf16: bfloat16, forward and backward; weights, log-probs and optimizer
+    stay float32."""
     frozen_precision: Literal["stored", "float8"] = "stored"
     """With --lora.rank and bf16: numbers of the frozen linear layers in the learner's passes. float8: rounded
     to 8 bits, forward and for the gradient of the input (from H100 on), with 2 more bytes per weight; what is

@@ -173,7 +173,7 @@ class Demonstrator(Bounded, section="expert."):
     """How good the scripted expert is. All draws are made once per episode, from the episode's seed."""
 
     noise: tuple[float, float] = (0.0, 0.0)
-    """Standard deviation of the noise on each action is drawn between these, in units of the action range."""
+    """Least and most noise on each action: its standard deviation, in units of the action range."""
     offset: tuple[float, float] = (0.0, 0.0)
     """Constant error of the grasp position in metres (x, y): a badly calibrated demonstrator."""
     retry: bool = False

@@ -25,8 +25,7 @@ SPLITS = {
     ),
     "--no-inline a.toml": (["a.toml"], "--no-inline"),
     "--actor.no-offload a.toml": (["a.toml"], "--actor.no-offload"),
-    "--start-states a.json b.toml": (["b.toml"], "--start-states a.json"),
-    "--start_states a.json": ([], "--start_states a.json"),
+    "--start-states=a.json b.toml": (["b.toml"], "--start-states=a.json"),
     "--world-settings files=a.toml more=b.json c.toml": (
         ["c.toml"],
         "--world-settings files=a.toml more=b.json",
@@ -39,7 +38,7 @@ SPLITS = {
 
 
 @pytest.mark.parametrize("line", SPLITS)
-def test_what_a_flag_takes_is_no_file_of_settings(line: str) -> None:
+def test_words_with_a_suffix_are_files_but_flags_and_key_values(line: str) -> None:
     files, rest = split_files(line.split())
     expected_files, expected_rest = SPLITS[line]
     assert ([str(file) for file in files], " ".join(rest)) == (expected_files, expected_rest)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ import pytest
 
 from asyncrl import registry
 from asyncrl.config.algorithm import AlgorithmSettings, CorrectionSettings, CriticSettings, idle_settings
-from asyncrl.config.help import value_of
 from asyncrl.config.loading import gone_settings, load_file, overlay, parse, to_json
 from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import (
@@ -292,7 +292,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_recipes_have_rlinfs_values(name: str) -> None:
     config = load_file(CONFIGS / f"{name}.toml")
-    assert {key: value_of(config, key) for key in RECIPES[name]} == RECIPES[name]
+    assert {key: attrgetter(key)(config) for key in RECIPES[name]} == RECIPES[name]
     chosen = config.algorithm
     if name.startswith("maniskill"):  # The global batch.
         assert chosen.group_size * chosen.groups_per_update * 80 / chosen.minibatches == 640
