@@ -14,7 +14,7 @@ CEILINGS = {
     "": (1020, 8),
     "actors": (1300, 5),
     "commands": (3326, 15),
-    "config": (1438, 7),
+    "config": (1275, 7),
     "devices": (580, 5),
     "doctor": (1359, 7),
     "evaluation": (1003, 6),

@@ -33,54 +33,41 @@ SEEDS: Final = 2**63 - 1
 
 
 @dataclass(frozen=True)
-class AtLeast:
-    """A number of `lowest` to `highest`."""
-
-    lowest: float
-    why: str
-    """Why a smaller one cannot work."""
-    remedy: str
-    highest: float = MOST
-
-    def check(self, flag: str, value: float) -> None:
-        """Raise `ConfigError` for a value out of bounds, or NaN."""
-        if not value >= self.lowest:
-            _refuse(flag, value, f"it must be at least {self.lowest}: {self.why} {self.remedy}")
-        _check_most(flag, value, self.highest, self.remedy)
-
-
-@dataclass(frozen=True)
 class Within:
     """A number of an interval, whose ends belong to it unless they are open."""
 
     lowest: float
     highest: float
     why: str
+    """Why a smaller one cannot work."""
     remedy: str
     open_below: bool = False
     open_above: bool = False
 
     def check(self, flag: str, value: float) -> None:
         """Raise `ConfigError` for a value out of bounds, or NaN."""
-        above = self.lowest < value if self.open_below else self.lowest <= value
-        below = value < self.highest if self.open_above else value <= self.highest
-        if not (above and below):
+        if not (self.lowest < value if self.open_below else self.lowest <= value):
             _refuse(flag, value, f"{self.why} {self.remedy}")
+        if not (value < self.highest if self.open_above else value <= self.highest):
+            most = f"must be below {self.highest}" if self.open_above else f"can be at most {self.highest}"
+            _refuse(flag, value, f"it {most}. {self.remedy}")
 
 
-@dataclass(frozen=True)
-class Positive:
+class AtLeast(Within):
+    """A number of `lowest` to `highest`."""
+
+    def __init__(self, lowest: float, why: str, remedy: str, highest: float = MOST) -> None:
+        super().__init__(lowest, highest, f"it must be at least {lowest}: {why}", remedy)
+
+
+class Positive(Within):
     """A number above 0, up to `highest`."""
 
-    why: str
-    remedy: str
-    highest: float = MOST
+    def __init__(self, why: str, remedy: str, highest: float = MOST) -> None:
+        super().__init__(0, highest, why, remedy, open_below=True)
 
-    def check(self, flag: str, value: float) -> None:
-        """Raise `ConfigError` for a value out of bounds, or NaN."""
-        if not value > 0:
-            _refuse(flag, value, f"{self.why} {self.remedy}")
-        _check_most(flag, value, self.highest, self.remedy)
+
+_ANY: Final = Within(-MOST, MOST, "it is too small.", "Use a larger one.")
 
 
 class Bounded:
@@ -134,14 +121,9 @@ def _check_any(flag: str, value: object, *, bounded: bool) -> None:
                 "anew."
             )
     elif isinstance(value, int | float) and not bounded:
-        if not (isinstance(value, int) or math.isfinite(value)):
+        if math.isnan(value):
             raise ConfigError(f"--{flag} is {value}, which is no number. Use one.")
-        _check_most(flag, abs(value), MOST, "Use a smaller one.")
-
-
-def _check_most(flag: str, value: float, highest: float, remedy: str) -> None:
-    if value > highest:
-        _refuse(flag, value, f"it can be at most {highest}. {remedy}")
+        _ANY.check(flag, value)
 
 
 def _refuse(flag: str, value: float, why: str) -> typing.NoReturn:
@@ -149,13 +131,8 @@ def _refuse(flag: str, value: float, why: str) -> typing.NoReturn:
 
 
 @cache
-def _bounds(settings: type) -> dict[str, list[AtLeast | Within | Positive]]:
-    hints = typing.get_type_hints(settings, include_extras=True)
+def _bounds(settings: type) -> dict[str, list[Within]]:
     return {
-        field.name: [
-            bound
-            for bound in getattr(hints[field.name], "__metadata__", ())
-            if isinstance(bound, AtLeast | Within | Positive)
-        ]
-        for field in dataclasses.fields(settings)
+        name: [bound for bound in getattr(hint, "__metadata__", ()) if isinstance(bound, Within)]
+        for name, hint in typing.get_type_hints(settings, include_extras=True).items()
     }

@@ -90,7 +90,8 @@ class ShortHelp:
         positional = self.usage.removesuffix(" [--flags]") if self.usage.startswith("[CONFIG") else ""
         prog = f"{self.command} {positional}".rstrip() if ALL in arguments else self.command
         flags = ["--help"] if ALL in arguments else list(arguments)
-        return tyro.cli(kind, args=flags, default=default, prog=prog, description=about)
+        settings: Any = tyro.cli(kind, args=flags, default=default, prog=prog, description=about)
+        return settings
 
 
 def _described(settings: Any, name: str) -> tuple[str, str]:
