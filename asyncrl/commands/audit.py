@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import tyro
 
 from asyncrl import registry
-from asyncrl.commands.evaluate import HeldOutConfig, check_json
+from asyncrl.commands.evaluate import HeldOutConfig, check_json, checkpoint_version
 from asyncrl.config.bounds import AtLeast, Within
 from asyncrl.config.help import ShortHelp
 from asyncrl.config.run import TrainConfig
@@ -44,7 +44,7 @@ class AuditConfig(HeldOutConfig):
     every_checkpoint: bool = False
     """All that the run kept, a row each."""
     versions: tuple[int, ...] = ()
-    """Of them only those of these versions, as in --every-checkpoint --versions 12 24; none: all."""
+    """Only the checkpoints of these versions, as in --versions 12 24; none: as --every-checkpoint says."""
     world: str = "tabletop"
     """World model that imagines; see `asyncrl train --world`."""
     world_settings: tuple[str, ...] = ()
@@ -87,25 +87,20 @@ HELP: Final = ShortHelp(
 
 def main(arguments: list[str]) -> int:
     """Audit and print tables."""
+    from asyncrl.evaluation.audit import Audit, table
+
     config, run = _parse(arguments)
     evaluation_seeds(config.seed, config.episodes or EPISODES)
     check_json(config.json)
     versions = _versions(config)
     audited = _audit_all(config, run, versions)
-
-    from asyncrl.evaluation.audit import Audit, table
-
     head = f"world {config.world}, simulator {config.simulator}, temperature {config.temperature:g}"
     print(table(head, audited))
     audits = {name: Audit.of(episodes) for name, episodes in audited.items()}
     _write_curves(config, versions, audits)
     if config.json:
         rows = [
-            {
-                "name": name,
-                **_plain(asdict(audit)),
-                "episodes": [asdict(episode) for episode in audited[name]],
-            }
+            {"name": name, **_plain(asdict(audit)), "episodes": [asdict(one) for one in audited[name]]}
             for name, audit in audits.items()
         ]
         content = {"settings": asdict(config), "audits": rows}
@@ -123,19 +118,18 @@ def _write_curves(config: AuditConfig, versions: dict[str, str], audits: dict[st
     run_dir = run_of(config.checkpoint)
     found = {}
     for name, audit in audits.items():
-        number = newest_checkpoint(Path(folder_part(versions[name]))).name.rpartition("_")[2]
-        if run_dir is None or not number.isdecimal():
+        number = checkpoint_version(newest_checkpoint(Path(folder_part(versions[name]))))
+        if run_dir is None or number is None:
             return
-        found[int(number)] = metrics_of(audit)
+        found[number] = metrics_of(audit)
     assert run_dir is not None
     # A folder of its own: TensorBoard reads the newest file of a folder only, and a run may go on.
     folder = run_dir / "tensorboard" / "audit"
     try:
         write_curves(folder, found, start_command())
+        print(f"curves: tensorboard --logdir {folder}", file=sys.stderr)
     except OSError as error:
         print(f"TensorBoard does not get the audit: {error}", file=sys.stderr)
-        return
-    print(f"curves: tensorboard --logdir {folder}", file=sys.stderr)
 
 
 def _plain(value: Any) -> Any:
@@ -146,62 +140,60 @@ def _plain(value: Any) -> Any:
 
 def _parse(arguments: list[str]) -> tuple[AuditConfig, RunSettings | None]:
     from asyncrl.launch.named_models import run_of, settings_of_run, without_code
+    from asyncrl.storage.assets import simulator_named
 
-    config = HELP.parse(AuditConfig, arguments)
-    folder = run_of(config.checkpoint)
-    if folder is None:
-        return config, None
-    run = settings_of_run(folder)
-    own, actor, algorithm = run.config, run.config.actor, run.config.algorithm
-    names_code = registry.names_code(own.world) or registry.names_code(own.reward)
-    default = AuditConfig(
-        policy_settings=own.policy_settings if registry.names_code(config.checkpoint) else (),
-        world="" if names_code else own.world,
-        world_settings=() if names_code else without_code(own.world_settings),
-        reward="" if names_code else own.reward,
-        reward_settings=() if names_code else without_code(own.reward_settings),
-        start_states=own.start_states,
-        imagination=own.imagination,
-        max_decisions=actor.max_decisions,
-        success_threshold=actor.success_threshold,
-        success_frames=own.success_frames,
-        simulator=run.simulator,
-        simulator_settings=run.simulator_settings,
-        temperature=algorithm.temperature,
-        top_k=algorithm.top_k,
-    )
-    config = HELP.parse(AuditConfig, arguments, default)
+    config, run = HELP.parse(AuditConfig, arguments), None
+    if folder := run_of(config.checkpoint):
+        run = settings_of_run(folder)
+        own, actor, algorithm = run.config, run.config.actor, run.config.algorithm
+        models: dict[str, Any] = {"world": ""}
+        if not (registry.names_code(own.world) or registry.names_code(own.reward)):
+            models = {name: getattr(own, name) for name in ("world", "reward", "reward_settings")}
+            models["world_settings"] = without_code(own.world_settings)
+        default = AuditConfig(
+            **models,
+            policy_settings=own.policy_settings if registry.names_code(config.checkpoint) else (),
+            start_states=own.start_states,
+            imagination=own.imagination,
+            max_decisions=actor.max_decisions,
+            success_threshold=actor.success_threshold,
+            success_frames=own.success_frames,
+            simulator=run.simulator,
+            simulator_settings=run.simulator_settings,
+            temperature=algorithm.temperature,
+            top_k=algorithm.top_k,
+        )
+        config = HELP.parse(AuditConfig, arguments, default)
     for flag, value in (("world", config.world), ("simulator", config.simulator)):
         if not value:
             raise ConfigError(
-                f"{folder} does not say with which {flag} it is audited: it is a class of your own, which a "
-                f"folder cannot name, or none is known to have its tasks. Say it: --{flag} NAME."
+                f"{config.checkpoint} does not say with which {flag} it is audited: it is a class of your "
+                f"own, which a folder cannot name, or none is known to have its tasks. Say it: --{flag} NAME."
             )
+    if simulator_named(config.world):
+        raise ConfigError(
+            f"--world {config.world} is a simulator: nothing is imagined that could be wrong. Name a world "
+            "model."
+        )
     return config, run
 
 
 def _versions(config: AuditConfig) -> dict[str, str]:
+    """Return the policies to audit by their names in the table."""
     from asyncrl.launch.named_models import run_of
     from asyncrl.storage import checkpoint
 
-    if not config.every_checkpoint:
-        if config.versions:
-            raise ConfigError(
-                "--versions says which checkpoints of a run are audited: add --every-checkpoint."
-            )
+    if not (config.every_checkpoint or config.versions):
         return {config.checkpoint: config.checkpoint}
     folder = run_of(config.checkpoint)
     if folder is None:
         raise ConfigError(f"--every-checkpoint needs a run's folder, and {config.checkpoint} is none.")
     kept = checkpoint.kept(folder)
-    if not kept:
-        raise ConfigError(f"{folder} has no checkpoint yet. Leave --every-checkpoint out, or wait for one.")
-    if missing := sorted(set(config.versions) - set(kept)):
-        raise ConfigError(
-            f"--versions names {missing}, but {folder} kept {sorted(kept)}. Name some of those, or none."
-        )
     chosen = config.versions or tuple(kept)
-    return {f"update {version}": str(path) for version, path in kept.items() if version in chosen}
+    if not kept or not kept.keys() >= set(chosen):
+        asked = f"--versions names {list(chosen)}" if chosen else "--every-checkpoint needs one"
+        raise ConfigError(f"{asked}, but {folder} kept the checkpoints {list(kept)}. Name some of those.")
+    return {f"update {version}": str(kept[version]) for version in sorted(set(chosen))}
 
 
 def _audit_all(
@@ -214,15 +206,12 @@ def _audit_all(
     from asyncrl.evaluation.evaluate import check_fits
     from asyncrl.launch.named_models import named_policy
     from asyncrl.launch.own_device import take_device
-    from asyncrl.simulators.build import SimulatorSource
     from asyncrl.simulators.pool import SimulatorPool
 
     device = take_device(config.device)
     models = _load_models(config, next(iter(versions.values())), device)
-    source = SimulatorSource(name=config.simulator, settings=config.simulator_settings)
     size, chunk = models.world.image_size, models.world.action_spec.chunk
-    places = max(1, min(source.usual_places(), -(-config.rows // config.workers)))
-    source = source.with_(image_size=size, horizon=models.max_decisions * chunk, places=places)
+    source = config.source(config.rows, image_size=size, horizon=models.max_decisions * chunk)
     with SimulatorPool(source, workers=config.workers) as pool:
         check_fits(models.policy, pool.spec)
         check_imagines(models.world, pool.spec, "the audit")
@@ -240,9 +229,7 @@ def _audit_all(
         with tqdm(total=len(plays) * len(versions), desc="audit", unit="episode") as bar:
             for name, text in versions.items():
                 if found:
-                    named = named_policy(text, config.policy_settings)
-                    policy = named.kind.load(named.folder, device, **named.settings)
-                    models = replace(models, policy=policy)
+                    models = replace(models, policy=named_policy(text, config.policy_settings).load(device))
                 found[name] = audit(
                     models, pool, plays, rows=config.rows, seed=config.seed, progress=bar.update
                 )
@@ -250,47 +237,34 @@ def _audit_all(
 
 
 def _load_models(config: AuditConfig, policy: str, device: torch.device) -> Models:
-    """The reward model must know the tasks of the start states; without any, those of the simulator."""
     from asyncrl.evaluation.audit import Models
-    from asyncrl.launch.environment import build_world_model, with_world_defaults
-    from asyncrl.launch.named_models import named_policy, named_reward, named_world
+    from asyncrl.launch.environment import tasks_of, with_world_defaults
+    from asyncrl.launch.named_models import folder_part, named_policy, named_reward, named_world
     from asyncrl.policies.interface import SamplingParams
     from asyncrl.simulators.build import SimulatorSource
+    from asyncrl.storage.assets import DEFAULT, start_states_path
+    from asyncrl.worlds.start_states import load_start_states
 
-    settings, _ = with_world_defaults(_settings(config))
-    source = SimulatorSource(name=config.simulator, settings=config.simulator_settings)
-    if not config.start_states and (tasks := source.spec().tasks):
-        named = named_world(settings.world, settings.world_settings)
-        judge = named_reward(settings.reward, named.folder, settings.reward_settings)
-        world = named.kind.load(named.folder, device, settings.imagination, **named.settings)
-        reward = judge.kind.load(judge.folder, device, list(tasks), **judge.settings)
-    else:
-        environment = build_world_model(settings, device)
-        world, reward = environment.world, environment.reward
-    acting = named_policy(policy, config.policy_settings)
+    tasks = SimulatorSource(name=config.simulator, settings=config.simulator_settings).spec().tasks
+    if config.start_states or not tasks:
+        path = start_states_path(config.start_states or DEFAULT, folder_part(config.world))
+        tasks = tasks_of(load_start_states(path))
+    settings, _ = with_world_defaults(
+        TrainConfig(
+            world=config.world,
+            world_settings=config.world_settings,
+            imagination=config.imagination,
+            actor=ActorSettings(max_decisions=config.max_decisions),
+        )
+    )
+    world = named_world(config.world, config.world_settings)
+    reward = named_reward(config.reward, world.folder, config.reward_settings)
     return Models(
-        policy=acting.kind.load(acting.folder, device, **acting.settings),
-        world=world,
-        reward=reward,
+        policy=named_policy(policy, config.policy_settings).load(device),
+        world=world.load(device, settings.imagination),
+        reward=reward.load(device, list(tasks)),
         sampling=SamplingParams(temperature=config.temperature, top_k=config.top_k),
         max_decisions=settings.actor.max_decisions,
         threshold=config.success_threshold,
         success_frames=config.success_frames,
-    )
-
-
-def _settings(config: AuditConfig) -> TrainConfig:
-    from asyncrl.storage.assets import simulator_named
-
-    if simulator_named(config.world):
-        raise ConfigError(
-            f"--world {config.world} is a simulator: nothing is imagined that could be wrong. Name a world "
-            "model."
-        )
-    shared = ("world", "world_settings", "reward", "reward_settings", "imagination")
-    ends = ("max_decisions", "success_threshold", "success_frames")
-    return TrainConfig(
-        **{name: getattr(config, name) for name in shared},
-        start_states=config.start_states or "tabletop",
-        actor=ActorSettings(**{name: getattr(config, name) for name in ends}),
     )

@@ -21,6 +21,9 @@ from asyncrl.simulators.interface import Demonstrator, SimStart, SimulatorSpec, 
 from asyncrl.simulators.pool import SimulatorPool
 from asyncrl.simulators.rollout import HELD_OUT, Act, Play, SimulatedEpisode, chosen_tasks, rollout
 
+MOST_PLACES: Final = 8
+"""Episodes of a worker at once, unless set: their frames are in memory."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CollectConfig(PlayConfig):
@@ -77,14 +80,12 @@ HELP: Final = ShortHelp(
 def main(arguments: list[str]) -> int:
     """Record, with a progress bar."""
     config = HELP.parse(CollectConfig, arguments, shown=CollectConfig(out=Path()))
-    source = SimulatorSource(
-        name=config.simulator,
-        settings=config.simulator_settings,
+    source = config.source(
+        min(config.episodes, MOST_PLACES * config.workers),
+        places=config.places,
         image_size=config.image_size,
         horizon=config.horizon,
     )
-    most = min(8, source.usual_places(), -(-config.episodes // config.workers))
-    source = source.with_(places=config.places or max(1, most))
     if not config.policy and not source.may_have_expert():
         raise ConfigError(
             f"--simulator {config.simulator} has no expert to record. Record a policy in it with --policy, "
@@ -105,7 +106,7 @@ def _record(config: CollectConfig, source: SimulatorSource) -> int:
         from asyncrl.policies.interface import SamplingParams
 
         named = named_policy(config.policy, config.policy_settings)
-        policy = named.kind.load(named.folder, take_device(config.device), **named.settings)
+        policy = named.load(take_device(config.device))
         act = acting(policy, SamplingParams(temperature=config.temperature, top_k=0), rows=8)
         about = {"policy": config.policy, "temperature": config.temperature}
         extra = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -62,6 +63,20 @@ class PlayConfig(Bounded):
     device: str = "auto"
     """Where models run: cpu, cuda, or auto."""
 
+    def source(self, episodes: int, *settings: str, places: int = 0, **sizes: int) -> SimulatorSource:
+        """Return the simulator of every worker.
+
+        Args:
+            episodes: Upper bound of the episodes, divided among the workers.
+            places: Episodes of a worker at once; 0: those that the simulator usually has.
+            sizes: Fields of the source.
+        """
+        from asyncrl.simulators.build import SimulatorSource
+
+        source = SimulatorSource(name=self.simulator, settings=(*self.simulator_settings, *settings), **sizes)
+        most = min(source.usual_places(), -(-episodes // self.workers))
+        return source.with_(places=places or max(1, most))
+
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutConfig(PlayConfig):
@@ -93,8 +108,6 @@ class EvaluateConfig(HeldOutConfig):
     """How often each start is played; a policy that samples decides differently each time."""
     horizon: Annotated[int, AtLeast(0, "it counts steps.", "Use 0.", highest=1_000_000)] = 0
     """Steps until an episode is given up; 0: as in the simulator's protocol."""
-    settle: Annotated[int, AtLeast(-1, "it counts steps.", "Use -1.", highest=10_000)] = -1
-    """Idle steps after a reset until objects rest, of simulators with such; -1: as in its protocol."""
     image_size: Annotated[int, AtLeast(0, "it counts pixels.", "Use 0.", highest=PIXELS)] = 0
     """Side of the pictures; 0: as in the simulator's protocol, else what the policy is best shown."""
     other_tasks: bool = False
@@ -135,7 +148,10 @@ def main(arguments: list[str]) -> int:
     config, run = _parse(arguments)
     evaluation_seeds(config.seed, config.episodes or EPISODES)
     registry.resolve("simulator", config.simulator)
-    _check_outputs(config)
+    check_json(config.json)
+    for flag, folder in (("--movies", config.movies), ("--tensorboard", config.tensorboard)):
+        if folder and Path(folder).exists() and not Path(folder).is_dir():
+            raise ConfigError(f"{flag} {folder} is a file, where a folder is expected. Choose another name.")
     _refuse_idle(config)
     if run is not None:
         print(_settings_line(config, run))
@@ -208,13 +224,6 @@ def check_json(path: str) -> None:
         raise ConfigError(f"--json {path} is a folder, where a file is expected. Add a file's name.")
 
 
-def _check_outputs(config: EvaluateConfig) -> None:
-    check_json(config.json)
-    for flag, folder in (("--movies", config.movies), ("--tensorboard", config.tensorboard)):
-        if folder and Path(folder).exists() and not Path(folder).is_dir():
-            raise ConfigError(f"{flag} {folder} is a file, where a folder is expected. Choose another name.")
-
-
 def _evaluate(config: EvaluateConfig, run: RunSettings | None) -> None:
     from asyncrl.evaluation.contact_sheet import PAIRS, check_imagines, write_contact_sheet
     from asyncrl.launch.named_models import named_policy
@@ -226,11 +235,15 @@ def _evaluate(config: EvaluateConfig, run: RunSettings | None) -> None:
     act: Act | Demonstrator = config.expert
     if config.checkpoint != EXPERT:
         named = named_policy(config.checkpoint, config.policy_settings)
-        device = take_device(config.device)
-        policy, checkpoint = named.kind.load(named.folder, device, **named.settings), str(named.folder)
+        policy, checkpoint = named.load(take_device(config.device)), str(named.folder)
         act = acting(policy, SamplingParams(temperature=config.temperature, top_k=config.top_k), config.rows)
     world = _world_of_video(config) if config.video else None
-    source = _source(config, policy.image_size if policy else 0)
+    size, kind = config.image_size, registry.resolve("simulator", config.simulator)
+    if policy is not None and not size and getattr(kind, "any_image_size", False):
+        size = policy.image_size
+    # An upper bound of the episodes: the simulator has not been asked yet.
+    episodes = max(config.episodes or EPISODES, config.trials * max(1, len(config.tasks))) * config.repeats
+    source = config.source(episodes, places=config.places, image_size=size, horizon=config.horizon)
     if policy is None and not source.may_have_expert():
         raise ConfigError(
             f"--simulator {config.simulator} has no expert. Name a policy, or add the method `expert`: "
@@ -247,13 +260,13 @@ def _evaluate(config: EvaluateConfig, run: RunSettings | None) -> None:
         chosen = {name: getattr(config, name) for name in ("episodes", "seed", "tasks", "trials", "repeats")}
         plays = evaluation_plays(spec, **chosen)
         shown = PAIRS if world is not None else 0
-        result, episodes = evaluate(pool, act, plays, on_frames=_movie_writer(config), keep_frames=shown)
+        result, played = evaluate(pool, act, plays, on_frames=_movie_writer(config), keep_frames=shown)
     print(table(result))
     if spec.protocol:
         print(spec.protocol)
-    _write(config, checkpoint, source, spec, result, episodes)
+    _write(config, checkpoint, source, spec, result, played)
     if world is not None:
-        write_contact_sheet(Path(config.video), episodes, world=world)
+        write_contact_sheet(Path(config.video), played, world=world)
         print(f"contact sheet in {config.video}")
 
 
@@ -265,9 +278,14 @@ def _write(
     result: Evaluation,
     episodes: list[SimulatedEpisode],
 ) -> None:
+    from asyncrl.observability import metrics_training as m
+    from asyncrl.observability.logger import write_curves
+
     if config.json:
-        simulator = {name: value for name, value in asdict(source).items() if name != "places"}
-        simulator |= {"max_steps": spec.max_steps, "image_size": spec.image_size, "protocol": spec.protocol}
+        simulator = asdict(source) | {
+            name: getattr(spec, name) for name in ("max_steps", "image_size", "protocol")
+        }
+        del simulator["places"]  # They change speed, never a result.
         player: dict[str, object] = {"temperature": config.temperature, "top_k": config.top_k}
         if checkpoint == EXPERT:
             player = {"expert": asdict(config.expert)}
@@ -275,29 +293,17 @@ def _write(
         content |= result.as_dict() | {"episodes": [episode_row(episode) for episode in episodes]}
         Path(config.json).write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
     if config.tensorboard:
-        _write_curves(Path(config.tensorboard) / config.simulator.replace(":", "_"), checkpoint, result)
+        values = {
+            m.EVAL_SUCCESS: result.overall.rate,
+            m.EVAL_LOW: result.overall.low,
+            m.EVAL_HIGH: result.overall.high,
+            m.EVAL_EPISODES: float(result.overall.episodes),
+            m.EVAL_STEPS: result.mean_steps,
+        }
+        folder = Path(config.tensorboard) / config.simulator.replace(":", "_")
+        write_curves(folder, {checkpoint_version(Path(checkpoint)) or 0: values})
     if config.movies:
         print(f"{len(episodes)} movies in {config.movies}")
-
-
-def _source(config: EvaluateConfig, policy_size: int) -> SimulatorSource:
-    """Return the simulator of every worker, with pictures of the policy's size if it has none of its own."""
-    from asyncrl.simulators.build import SimulatorSource
-
-    settle = (f"settle={config.settle}",) if config.settle >= 0 else ()
-    source = SimulatorSource(
-        name=config.simulator,
-        settings=(*config.simulator_settings, *settle),
-        image_size=config.image_size,
-        horizon=config.horizon,
-    )
-    kind = registry.resolve("simulator", config.simulator)
-    if not config.image_size and getattr(kind, "any_image_size", False):
-        source = source.with_(image_size=policy_size)
-    # An upper bound of the episodes: the simulator has not been asked yet.
-    episodes = max(config.episodes or EPISODES, config.trials * max(1, len(config.tasks))) * config.repeats
-    most = -(-episodes // config.workers)
-    return source.with_(places=config.places or max(1, min(source.usual_places(), most)))
 
 
 def _world_of_video(config: EvaluateConfig) -> World[Any]:
@@ -310,7 +316,7 @@ def _world_of_video(config: EvaluateConfig) -> World[Any]:
 
     check_suffix(Path(config.video))
     named = named_world(config.world, config.world_settings)
-    return named.kind.load(named.folder, torch.device("cpu"), ImaginationSettings(), **named.settings)
+    return named.load(torch.device("cpu"), ImaginationSettings())
 
 
 def _movie_writer(config: EvaluateConfig) -> Callable[[SimulatedEpisode], None] | None:
@@ -329,20 +335,10 @@ def _movie_writer(config: EvaluateConfig) -> Callable[[SimulatedEpisode], None] 
     return write
 
 
-def _write_curves(folder: Path, checkpoint: str, result: Evaluation) -> None:
-    from asyncrl.observability import metrics_training as m
-    from asyncrl.observability.logger import write_curves
-
-    number = Path(checkpoint).name.rpartition("_")[2]
-    step = int(number) if Path(checkpoint).name.startswith("update_") and number.isdecimal() else 0
-    values = {
-        m.EVAL_SUCCESS: result.overall.rate,
-        m.EVAL_LOW: result.overall.low,
-        m.EVAL_HIGH: result.overall.high,
-        m.EVAL_EPISODES: float(result.overall.episodes),
-        m.EVAL_STEPS: result.mean_steps,
-    }
-    write_curves(folder, {step: values})
+def checkpoint_version(folder: Path) -> int | None:
+    """Return the updates of a checkpoint by its folder's name; None for any other folder."""
+    found = re.fullmatch(r"update_(\d+)", folder.name)
+    return int(found[1]) if found else None
 
 
 def table(result: Evaluation) -> str:

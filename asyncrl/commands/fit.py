@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import tyro
 
+from asyncrl.config.help import subcommands
 from asyncrl.errors import ConfigError
 from asyncrl.fitting.recordings import Recordings
 from asyncrl.fitting.settings import FitDecoder, FitKeyframes, FitPolicy, FitReward, FitStarts, FitWorld
@@ -33,14 +35,11 @@ if TYPE_CHECKING:
     from asyncrl.records import StartState
     from asyncrl.rewards.interface import RewardModel
 
-_named = tyro.conf.subcommand
-ARGUMENTS: Any = (
-    Annotated[FitPolicy, _named(name="policy")]
-    | Annotated[FitWorld, _named(name="world")]
-    | Annotated[FitReward, _named(name="reward")]
-    | Annotated[FitStarts, _named(name="starts")]
-    | Annotated[FitKeyframes, _named(name="keyframes")]
-    | Annotated[FitDecoder, _named(name="decoder")]
+ARGUMENTS: Any = subcommands(
+    {
+        **{"policy": FitPolicy, "world": FitWorld, "reward": FitReward},
+        **{"starts": FitStarts, "keyframes": FitKeyframes, "decoder": FitDecoder},
+    }
 )
 
 
@@ -74,24 +73,16 @@ def _fit_recordings(config: FitPolicy | FitWorld | FitReward | FitStarts | FitKe
         from asyncrl.launch.fine_tune import check_fine_tuning
 
         check_fine_tuning(config)  # Before the recordings are read, which may take long.
-    speaks = read_job().rank == 0
-    if speaks:
+    prints = read_job().rank == 0
+    if prints:
         print(f"reading {', '.join(map(str, config.data))}", flush=True)
     recordings = load_recordings(config.data, config.dataset)
     share = recordings.solved().mean()
-    if speaks:
+    if prints:
         print(f"{len(recordings)} episodes, {len(recordings.frames)} frames, {share:.0%} solved", flush=True)
-    match config:
-        case FitPolicy():
-            _fit_policy(config, recordings)
-        case FitWorld():
-            _fit_world(config, recordings)
-        case FitReward():
-            _fit_reward(config, recordings)
-        case FitStarts():
-            write_starts(config, recordings)
-        case FitKeyframes():
-            _write_keyframes(config, recordings)
+    fits: dict[type, Any] = {FitPolicy: _fit_policy, FitWorld: _fit_world, FitReward: _fit_reward}
+    fits |= {FitStarts: write_starts, FitKeyframes: _write_keyframes}
+    fits[type(config)](config, recordings)
 
 
 def _fit_policy(config: FitPolicy, recordings: Recordings) -> None:
@@ -99,19 +90,22 @@ def _fit_policy(config: FitPolicy, recordings: Recordings) -> None:
 
     from asyncrl.fitting.fit_policy import check_imitable, fit_policy, fresh_policy, write_statistics
     from asyncrl.fitting.loop import Schedule
+    from asyncrl.launch.fine_tune import fine_tune_policy
     from asyncrl.policies.openvla.policy import load_policy
 
+    device = take_device(config.device, read_job().local_rank)
     if config.refine and _fine_tunes_policy(config):
-        return _fine_tune_policy(config, recordings)
+        if told := fine_tune_policy(config, recordings, device, _redrawn(config, recordings, device)):
+            print(told, flush=True)
+        return
     torch.manual_seed(config.seed)
-    device = take_device(config.device)
     if config.refine:
         policy = load_policy(policy_folder(config.refine))
     else:
         policy = fresh_policy(config.size, recordings, config.statistics)
     check_imitable(policy, recordings)
     policy.to(device).requires_grad_(True)
-    drawn = redrawn(world_folder(config.world), recordings, device) if config.world else None
+    drawn = _redrawn(config, recordings, device)
     loss = fit_policy(policy, recordings, Schedule.of(config), drawn=drawn, average=config.average)
     policy.save(config.out, dtype=torch.bfloat16)
     write_statistics(config.out, policy, recordings)
@@ -129,20 +123,14 @@ def _fine_tunes_policy(config: FitPolicy) -> bool:
     return UNUSED_NORM in TensorFiles(policy_folder(config.refine)).names()
 
 
-def _fine_tune_policy(config: FitPolicy, recordings: Recordings) -> None:
-    from asyncrl.launch.fine_tune import fine_tune_policy
-
-    device = take_device(config.device, read_job().local_rank)
-    drawn = redrawn(world_folder(config.world), recordings, device) if config.world else None
-    if told := fine_tune_policy(config, recordings, device, drawn):
-        print(told, flush=True)
-
-
-def redrawn(world: Path, recordings: Recordings, device: torch.device) -> FrameFile:
-    """Return the recordings' frames after the world's autoencoder: ``[F, H, W, 3]`` uint8."""
-    loaded = load_fitted(world, device)
-    check_same_size(loaded, recordings, "world")
-    return loaded.redraw(recordings)
+def _redrawn(config: FitPolicy | FitReward, recordings: Recordings, device: torch.device) -> FrameFile | None:
+    """Return the recordings' frames after the autoencoder of --world: ``[F, H, W, 3]`` uint8."""
+    if not config.world:
+        return None
+    folder = world_folder(config.world) if isinstance(config, FitPolicy) else config.world
+    world = load_fitted(folder, device)
+    check_same_size(world, recordings, "world")
+    return world.redraw(recordings)
 
 
 def _fit_world(config: FitWorld, recordings: Recordings) -> None:
@@ -203,7 +191,8 @@ def _fit_reward(config: FitReward, recordings: Recordings) -> None:
     torch.manual_seed(config.seed)
     device = take_device(config.device)
     reward = fresh_reward(config.size, recordings, device)
-    drawn = redrawn(config.world, recordings, device)
+    drawn = _redrawn(config, recordings, device)
+    assert drawn is not None
     loss = fit_reward(reward, recordings, drawn, Schedule.of(config))
     reward.network.to(torch.bfloat16)  # halves the file; `ResNetReward.load` computes in float32 again
     save_reward(config.world, reward)
@@ -213,30 +202,29 @@ def _fit_reward(config: FitReward, recordings: Recordings) -> None:
 def write_starts(config: FitStarts, recordings: Recordings) -> None:
     """Write first frames of episodes as start states."""
     from asyncrl.fitting.starts import first_states
-    from asyncrl.worlds.start_states import save_start_states
 
-    states = first_states(recordings, config.count)
-    save_start_states(config.out, states)
-    print(f"{len(states)} start states in {config.out}")
+    _save_states(first_states(recordings, config.count), "start states", config.out)
 
 
 def _write_picture_starts(config: FitStarts) -> None:
     from asyncrl.fitting.starts import picture_starts
-    from asyncrl.worlds.start_states import save_start_states
 
     pictures, instructions = Path(config.pictures), Path(config.instructions)
     states = picture_starts(pictures, instructions, config.dataset, config.count)
-    save_start_states(config.out, states)
-    print(f"{len(states)} start states with {len({s.task for s in states})} instructions in {config.out}")
+    _save_states(states, "start states", config.out)
 
 
 def _write_keyframes(config: FitKeyframes, recordings: Recordings) -> None:
     from asyncrl.fitting.starts import keyframe_states
+
+    _save_states(keyframe_states(recordings, config.count), "key frames", config.out)
+
+
+def _save_states(states: Sequence[StartState], what: str, out: Path) -> None:
     from asyncrl.worlds.start_states import save_start_states
 
-    states = keyframe_states(recordings, config.count)
-    save_start_states(config.out, states)
-    print(f"{len(states)} key frames of {len({state.task for state in states})} tasks in {config.out}")
+    save_start_states(out, states)
+    print(f"{len(states)} {what} of {len({state.task for state in states})} tasks in {out}")
 
 
 def _fit_decoder(config: FitDecoder) -> None:

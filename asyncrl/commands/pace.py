@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import tyro
 
@@ -72,7 +72,6 @@ class PaceConfig(Bounded):
 
 
 ARGUMENTS: Final = PaceConfig
-"""Source of tab completion."""
 
 
 def main(arguments: list[str]) -> int:
@@ -91,33 +90,28 @@ def main(arguments: list[str]) -> int:
         rows = [rounds.play(number) for number in range(1, pace.rounds + 1)]
     finally:
         lock.release()
-    print(table(rows))
+    print("\n".join([TITLES, *map(str, rows)]))
     print(f"policy: {rounds.run}, next: asyncrl evaluate {shlex.quote(str(rounds.run))}")
     return 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdicts:
-    """An audit of one world."""
+    """Shares of the episodes of an audit."""
 
-    episodes: int
-    imagined: int
+    imagined: float
     """Successes in imagination."""
-    true: int
+    true: float
     """Successes of the same actions in the simulator."""
-    wrong: int
+    wrong: float
     """Episodes in which these differ."""
 
     @classmethod
     def read(cls, path: Path) -> Verdicts:
         """Read the file that `asyncrl audit --json` wrote."""
-        episodes: list[dict[str, Any]] = read_json(path)["audits"][0]["episodes"]
-        return cls(
-            episodes=len(episodes),
-            imagined=sum(one["imagined"] for one in episodes),
-            true=sum(one["true"] for one in episodes),
-            wrong=sum(one["imagined"] != one["true"] for one in episodes),
-        )
+        rates = read_json(path)["audits"][0]
+        names = {"imagined": "imagined_success", "true": "true_success", "wrong": "wrong"}
+        return cls(**{name: rates[rate]["rate"] for name, rate in names.items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +128,15 @@ class Round:
     def improved(self) -> bool:
         """True if the refitted world has fewer wrong verdicts; a tie keeps the old one."""
         return self.new.wrong < self.old.wrong
+
+    def __str__(self) -> str:
+        shares = self.old.imagined, self.old.true, self.old.wrong, self.new.wrong
+        imagined, true, old, new = (f"{share:.1%}" for share in shares)
+        kept = "new" if self.improved else "old"
+        return f"{self.number:>5} {imagined:>9} {true:>7} {old:>17} {new:>7}  {kept}"
+
+
+TITLES: Final = f"{'round':>5} {'imagined':>9} {'true':>7} {'wrong, old world':>17} {'new':>7}  next world"
 
 
 class Rounds:
@@ -155,7 +158,8 @@ class Rounds:
         self._world, first = train.world, world_folder(train.world)
         about = first / "world.json"
         self._first_version = int(read_json(about).get("version", 0)) if about.is_file() else 0
-        self._reward = train.reward or (str(first) if not pace.reward_steps else "")
+        reward = train.reward or (str(first) if not pace.reward_steps else "")
+        self._reward = ["--reward", reward] if reward else []
         self._starts = start_states_path(train.start_states, folder_part(train.world))
         states = load_start_states(self._starts, keyframes=train.keyframes)
         tasks = sorted({state.task for state in states})
@@ -169,38 +173,37 @@ class Rounds:
     def check_settings(self) -> None:
         """Write the settings into the folder, or compare them with those it was begun with."""
         own = asdict(replace(self.pace, rounds=1, workers=1, data=(), out=Path()))
-        asked = {**json.loads(json.dumps(own, default=str)), "train": self._flags}
+        asked = json.loads(json.dumps(own | {"train": self._flags}, default=str))
         path = self.pace.out / SETTINGS
         if not path.is_file():
             if self.pace.out.is_dir() and any(self.pace.out.iterdir()):
                 raise ConfigError(f"--out {self.pace.out} holds other files. Choose a new folder.")
             self.pace.out.mkdir(parents=True, exist_ok=True)
             write_text(path, json.dumps(asked, indent=1) + "\n")
-            return
         begun = read_json(path)
-        if different := [name for name, value in asked.items() if begun.get(name) != value]:
-            name = different[0]
-            raise ConfigError(
-                f"--out {self.pace.out} was begun with {name} {begun.get(name)}, not {asked[name]}. Give the "
-                "same command line to continue it, or choose a new folder."
-            )
+        for name, value in asked.items():
+            if begun.get(name) != value:
+                raise ConfigError(
+                    f"--out {self.pace.out} was begun with {name} {begun.get(name)}, not {value}. Give the "
+                    "same command line to continue it, or choose a new folder."
+                )
 
     def play(self, number: int) -> Round:
         """Do the stages of a round that are left, and train in the better world from then on."""
         folder = self.pace.out / f"round-{number:03d}"
         folder.mkdir(exist_ok=True)
         policy = self._train_to(number * self.pace.round_updates)
-        new_world = folder / "world"
         self._make(folder / "recordings", lambda out: [self._record(number, policy, out)])
-        self._make(new_world, lambda out: self._refit(number, folder, out))
-        for name, world in (("old", self._world), ("new", str(new_world))):
-            self._make(folder / f"{name}.json", lambda out, world=world: [self._audit(policy, world, out)])
-        result = Round(
-            number=number, old=Verdicts.read(folder / "old.json"), new=Verdicts.read(folder / "new.json")
-        )
-        print(table([result]), flush=True)
+        self._make(folder / "world", lambda out: self._refit(number, folder, out))
+        audits = {}
+        for name, world in (("old", self._world), ("new", str(folder / "world"))):
+            path = folder / f"{name}.json"
+            self._make(path, lambda out, world=world: [self._audit(policy, world, out)])
+            audits[name] = Verdicts.read(path)
+        result = Round(number=number, **audits)
+        print(f"{TITLES}\n{result}", flush=True)
         if result.improved:
-            self._world = str(new_world)
+            self._world = str(folder / "world")
         return result
 
     def _make(self, path: Path, commands: Callable[[Path], list[list[str]]]) -> None:
@@ -222,16 +225,9 @@ class Rounds:
             begun = checkpoint.latest(self.run) is not None
             if self.run.exists() and not begun:
                 shutil.rmtree(self.run)  # It ended before its first checkpoint.
-            reward = ["--reward", self._reward] if self._reward else []
-            run_command(
-                [
-                    "train",
-                    *self._flags,
-                    *("--run-dir", str(self.run), "--updates", str(updates)),
-                    *("--world", self._world, "--start-states", str(self._starts), *reward),
-                    *(["--resume"] if begun else []),
-                ]
-            )
+            models = ["--world", self._world, *self._reward, "--start-states", str(self._starts)]
+            place = ["--run-dir", str(self.run), "--updates", str(updates)]
+            run_command(["train", *self._flags, *place, *models, *(["--resume"] if begun else [])])
         kept = checkpoint.kept(self.run)
         if updates not in kept:
             raise RunError(f"training stopped before update {updates}. The same command line continues it.")
@@ -258,11 +254,8 @@ class Rounds:
         return [world] if self._reward else [world, ["fit", "reward", "--world", str(out), *data, *steps]]
 
     def _audit(self, policy: str, world: str, out: Path) -> list[str]:
-        reward = ["--reward", self._reward] if self._reward else []
-        return [
-            *("audit", policy, "--world", world, *reward, *self._simulator_flags()),
-            *(*self._audit_starts, "--json", str(out)),
-        ]
+        models = ["--world", world, *self._reward, *self._simulator_flags()]
+        return ["audit", policy, *models, *self._audit_starts, "--json", str(out)]
 
     @cached_property
     def _audit_starts(self) -> list[str]:
@@ -305,16 +298,3 @@ def run_command(arguments: Sequence[str]) -> None:
             f"`asyncrl {shlex.join(arguments)}` ended with exit code {code}. Its own message is above; the "
             "same command line continues with it."
         )
-
-
-def table(rounds: Sequence[Round]) -> str:
-    """Write a row a round: successes and wrong verdicts of the audits."""
-    lines = [f"{'round':>5} {'imagined':>9} {'true':>7} {'wrong, old world':>17} {'new':>7}  next world"]
-    for one in rounds:
-        shares = [count / one.old.episodes for count in (one.old.imagined, one.old.true, one.old.wrong)] + [
-            one.new.wrong / one.new.episodes
-        ]
-        imagined, true, old, new = (f"{share:.1%}" for share in shares)
-        kept = "new" if one.improved else "old"
-        lines.append(f"{one.number:>5} {imagined:>9} {true:>7} {old:>17} {new:>7}  {kept}")
-    return "\n".join(lines)

@@ -11,6 +11,7 @@ import numpy as np
 import tyro
 
 from asyncrl.config.bounds import Bounded
+from asyncrl.config.help import subcommands
 from asyncrl.errors import ConfigError
 from asyncrl.fitting.recordings import RecordingFile, must_be_new, read_part, recording_files
 from asyncrl.fitting.settings import DataSetSettings
@@ -47,17 +48,9 @@ class ListFiles(Bounded):
         """Print a row per file."""
         rows = [("file", "simulator", "cameras", "picture", "episodes", "frames", "solved")]
         for part in _own_parts(self.data):
-            rows.append(
-                (
-                    str(part.path),
-                    part.looks.simulator,
-                    ",".join(part.looks.cameras),
-                    f"{part.looks.height}x{part.looks.width}",
-                    str(len(part.tasks)),
-                    str(part.frames),
-                    str(int(part.solved().sum())),
-                )
-            )
+            looks, counts = part.looks, (len(part.tasks), part.frames, int(part.solved().sum()))
+            shown = (looks.simulator, ",".join(looks.cameras), f"{looks.height}x{looks.width}")
+            rows.append((str(part.path), *shown, *map(str, counts)))
         print(table(rows))
         return 0
 
@@ -188,12 +181,8 @@ class ExportTrajectories(Bounded):
         return 0
 
 
-_named = tyro.conf.subcommand
-ARGUMENTS: Any = (
-    Annotated[ListFiles, _named(name="list")]
-    | Annotated[TaskStats, _named(name="stats")]
-    | Annotated[Import, _named(name="import")]
-    | Annotated[ExportTrajectories, _named(name="export")]
+ARGUMENTS: Any = subcommands(
+    {"list": ListFiles, "stats": TaskStats, "import": Import, "export": ExportTrajectories}
 )
 
 

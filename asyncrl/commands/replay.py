@@ -16,6 +16,7 @@ import numpy as np
 import tyro
 
 from asyncrl.config.bounds import AtLeast
+from asyncrl.config.help import subcommands
 from asyncrl.errors import ConfigError, ReplayError
 from asyncrl.records import Episode, StartState
 from asyncrl.replay_tools.cleanup import Compact, Prune
@@ -27,7 +28,6 @@ from asyncrl.replay_tools.pictures import (
     Video,
     comparison_sheet,
     comparison_table,
-    imagined_film,
     stored_film,
 )
 from asyncrl.replay_tools.tables import ListEpisodes, Show, Stats
@@ -38,9 +38,6 @@ if TYPE_CHECKING:
     import torch
 
     from asyncrl.config.run import TrainConfig
-    from asyncrl.config.sections import ActorSettings
-    from asyncrl.launch.environment import Environment
-    from asyncrl.worlds.interface import World
 
 FRAMES_PER_SECOND = 10
 
@@ -79,6 +76,7 @@ class Imagine(ReplayCommand):
         episodes = find_group(self.folder, self.group)
         run = self._run_folder()
         config = self._settings(run)
+        from asyncrl.evaluation.reimagine import imagine_again
         from asyncrl.launch.environment import build_world_model
         from asyncrl.launch.own_device import take_device
         from asyncrl.storage.assets import simulator_named
@@ -89,15 +87,28 @@ class Imagine(ReplayCommand):
                 "is nothing to imagine again. Name a world model with --world to see what it would imagine."
             )
         device = take_device(self.device)
-        environment = build_world_model(config, device)
-        start = _start_of(episodes, environment.starts)
+        world, reward, starts = build_world_model(config, device)
+        start = _start_of(episodes, starts)
         rows, why = self._rows_of_a_pass(config, len(episodes))
         print(f"group {self.group}: {start.task}, from start state {start.name}, {len(episodes)} members")
-        print(_about(config, environment.world, episodes))
+        others = {episode.world_version for episode in episodes} - {world.version}
+        note = f", but the group's was {min(others)}: it cannot come out the same" if others else ""
+        print(f"world {config.world}, version {world.version}{note}")
         logprobs = _logprobs(run, config, episodes, device)
         print(f"rows of a pass: {why}\n")
-        actor = replace(config.actor, success_frames=config.success_frames)
-        found = _compare(environment, start, episodes, logprobs, rows, actor)
+        found = [
+            Comparison(
+                episode=episode,
+                video=np.concatenate(again.frames),
+                scores=np.stack(again.scores),
+                logprobs=of_policy,
+                threshold=config.actor.success_threshold,
+                success_frames=config.success_frames,
+            )
+            for episode, again, of_policy in zip(
+                episodes, imagine_again(world, reward, start, episodes, rows=rows), logprobs, strict=True
+            )
+        ]
         print(comparison_table(found))
         verdicts = [one.verdict for one in found]
         counts = ", ".join(f"{verdicts.count(kind)} {kind}" for kind in dict.fromkeys(verdicts))
@@ -122,11 +133,9 @@ class Imagine(ReplayCommand):
         from asyncrl.launch.named_models import refuse_foreign_code
         from asyncrl.registry import MODELS
 
-        given: dict[str, Any] = {
-            name: text for name in (*MODELS, "start_states") if (text := getattr(self, name))
-        }
+        given: Any = {name: text for name in (*MODELS, "start_states") if (text := getattr(self, name))}
         config = replace(load_file(run / "config.json"), **given)
-        refuse_foreign_code(config, replace(TrainConfig(), **given), str(run / "config.json"), MODELS)
+        refuse_foreign_code(config, TrainConfig(**given), str(run / "config.json"), MODELS)
         return config
 
     def _rows_of_a_pass(self, config: TrainConfig, members: int) -> tuple[int, str]:
@@ -145,17 +154,16 @@ class Imagine(ReplayCommand):
         from asyncrl.storage.media import movie_suffix, write_movie
 
         comparison_sheet(found).save(self.out)
-        film = self.out.with_suffix(movie_suffix())
         rows = []
         for one in found:
             truth = stored_film(one.episode)
             solved_at = len(truth) - 1 if one.episode.success else None
-            imagined = imagined_film(one)
+            imagined = np.concatenate([one.episode.frames[:1], one.video])
             rows.append(
                 JudgedEpisode(task=one.episode.task, truth=truth, solved_at=solved_at, imagined=imagined)
             )
-        frames = movie(rows, "stored episodes, imagined again", ("stored", "again"))
-        write_movie(film, frames, rate=FRAMES_PER_SECOND)
+        film, titles = self.out.with_suffix(movie_suffix()), ("stored", "again")
+        write_movie(film, movie(rows, "stored episodes, imagined again", titles), rate=FRAMES_PER_SECOND)
         print(f"{self.out}: stored final frames, those imagined again, and differences")
         print(f"{film}: stored at the left, imagined again at the right")
 
@@ -178,43 +186,12 @@ def _start_of(episodes: Sequence[Episode], starts: Sequence[StartState]) -> Star
     return start
 
 
-def _about(config: TrainConfig, world: World[Any], episodes: Sequence[Episode]) -> str:
-    """Name the world, and the group's world version if it is another."""
-    others = {episode.world_version for episode in episodes} - {world.version}
-    note = f", but the group's was {min(others)}: it cannot come out the same" if others else ""
-    return f"world {config.world}, version {world.version}{note}"
-
-
-def _compare(
-    environment: Environment,
-    start: StartState,
-    episodes: Sequence[Episode],
-    logprobs: Sequence[np.ndarray],
-    rows: int,
-    settings: ActorSettings,
-) -> list[Comparison]:
-    from asyncrl.evaluation.reimagine import imagine_again
-
-    again = imagine_again(environment.world, environment.reward, start, episodes, rows=rows)
-    return [
-        Comparison(
-            episode=episode,
-            video=np.concatenate(imagined.frames),
-            scores=np.stack(imagined.scores),
-            logprobs=of_policy,
-            threshold=settings.success_threshold,
-            success_frames=settings.success_frames,
-        )
-        for episode, imagined, of_policy in zip(episodes, again, logprobs, strict=True)
-    ]
-
-
 def _logprobs(
     run: Path, config: TrainConfig, episodes: Sequence[Episode], device: torch.device
 ) -> list[np.ndarray]:
     """Compute the log-probs of the stored samples by the policies that are left; print which are."""
     from asyncrl.evaluation.reimagine import logprobs_again
-    from asyncrl.launch.named_models import build_policy
+    from asyncrl.launch.named_models import as_module, load_policy_version
     from asyncrl.storage import checkpoint
 
     kept = checkpoint.kept(run)
@@ -222,44 +199,26 @@ def _logprobs(
     for version in sorted({int(v) for episode in episodes for v in episode.policy_versions}):
         if version and version not in kept:
             nearest = min([0, *kept], key=lambda other: abs(other - version))
-            print(
-                f"policy version {version}: not kept (the nearest is {nearest}), its log-probs are left out"
-            )
+            why = f"not kept (the nearest is {nearest}), its log-probs are left out"
+            print(f"policy version {version}: {why}")
             continue
         source = str(kept[version]) if version in kept else f"{config.policy}, with which the run began"
         print(f"policy version {version}: {source}")
-        policy = build_policy(_of_version(config, kept.get(version)), device)
+        policy = load_policy_version(config, kept.get(version), device)
+        as_module(policy).eval()
         for episode, logprobs in zip(episodes, found, strict=True):
             if (decisions := np.flatnonzero(episode.policy_versions == version)).size:
                 logprobs[decisions] = logprobs_again(policy, episode, decisions.tolist())
     return found
 
 
-def _of_version(config: TrainConfig, folder: Path | None) -> TrainConfig:
-    """Return the settings that load a checkpoint, whose adapters are merged; None: that of version 0."""
-    from asyncrl import registry
-
-    config = replace(config, lora=replace(config.lora, rank=0))
-    if folder is None:
-        return config
-    name, _ = registry.split(config.policy)
-    # A checkpoint in our own layout says all about itself; the settings are of the folder the run began with.
-    settings = config.policy_settings if name else ()
-    return replace(config, policy=f"{name}@{folder}" if name else str(folder), policy_settings=settings)
-
-
-_named = tyro.conf.subcommand
 ARGUMENTS: Any = tyro.conf.FlagCreatePairsOff[
-    Annotated[ListEpisodes, _named(name="list")]
-    | Annotated[Show, _named(name="show")]
-    | Annotated[Video, _named(name="video")]
-    | Annotated[Sheet, _named(name="sheet")]
-    | Annotated[Stats, _named(name="stats")]
-    | Annotated[Verify, _named(name="verify")]
-    | Annotated[Imagine, _named(name="imagine")]
-    | Annotated[Export, _named(name="export")]
-    | Annotated[Prune, _named(name="prune")]
-    | Annotated[Compact, _named(name="compact")]
+    subcommands(
+        {
+            **{"list": ListEpisodes, "show": Show, "video": Video, "sheet": Sheet, "stats": Stats},
+            **{"verify": Verify, "imagine": Imagine, "export": Export, "prune": Prune, "compact": Compact},
+        }
+    )
 ]
 
 

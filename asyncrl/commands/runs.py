@@ -18,6 +18,7 @@ from typing import Annotated, Any, Final
 import tyro
 
 from asyncrl.config.bounds import AtLeast, Bounded
+from asyncrl.config.help import subcommands
 from asyncrl.errors import ConfigError
 from asyncrl.observability import metrics_system as s
 from asyncrl.observability import metrics_training as m
@@ -83,35 +84,36 @@ class Gc(_Look):
     def run(self) -> int:
         """List, and with --yes delete; 1 when something could not be deleted."""
         states = {run: summarise(run).state for run in self.runs()}
-        found = {run: list(leftovers_of(run, states[run], self.keep_checkpoints)) for run in states}
-        rows = [
-            {"run": str(run), "path": str(one.path), "kind": one.kind, "bytes": one.nbytes}
-            for run, leftovers in found.items()
-            for one in leftovers
-        ]
-        print(json.dumps(rows, indent=2) if self.json else self._text(states, found), flush=True)
-        if not self.yes:
-            return 0
-        left = [path for run, listed in found.items() for path in self._delete(run, states[run], listed)]
+        found = {run: self._leftovers(run, state) for run, state in states.items()}
+        listed = [(run, one) for run, leftovers in found.items() for one in leftovers]
+        if self.json:
+            rows = [
+                {"run": str(run), "path": str(one.path), "kind": one.kind, "bytes": one.nbytes}
+                for run, one in listed
+            ]
+            print(json.dumps(rows, indent=2), flush=True)
+        else:
+            print(self._text(states, found), flush=True)
+        left = [one.path for _, one in listed if one.path.exists()] if self.yes else []
         for path in left:
             warn(f"{path} could not be deleted. Delete it as its owner.")
         return int(bool(left))
 
-    def _delete(self, run: Path, state: State, listed: list[Leftover]) -> list[Path]:
-        """Delete the listed leftovers that still are such; return the paths that remain."""
-        if not listed:
-            return []
+    def _leftovers(self, run: Path, state: State) -> list[Leftover]:
+        """Find the leftovers of a run, and with --yes delete them while nobody can own it."""
+        if not self.yes or state is State.RUNNING:
+            return list(leftovers_of(run, state, self.keep_checkpoints))
+        found = list[Leftover]()
         try:
             with run_owner.kept_unowned(run, "runs gc"):
-                now = set(leftovers_of(run, state, self.keep_checkpoints))
-                chosen = [one for one in listed if one in now]
-                for one in chosen:
-                    _delete_one(one)
-                for folder in {one.path.parent for one in chosen}:
+                found += leftovers_of(run, state, self.keep_checkpoints)
+                for one in found:
+                    _delete(one)
+                for folder in {one.path.parent for one in found}:
                     flush(folder)
         except FolderInUse as error:
             warn(str(error))
-        return [one.path for one in listed if one.path.exists()]
+        return found
 
     def _text(self, states: Mapping[Path, State], found: Mapping[Path, Sequence[Leftover]]) -> str:
         rows = [("run", "state", "what", "number", "MB")]
@@ -123,10 +125,8 @@ class Gc(_Look):
         lines = [table(rows)] if len(rows) > 1 else []
         if running := [run.name for run, state in states.items() if state is State.RUNNING]:
             lines.append(f"left alone, for it runs: {', '.join(running)}")
-        verb, hint = (
-            "deleting" if self.yes else "would free",
-            "" if self.yes or not total else "; --yes does it",
-        )
+        hint = "; --yes does it" if total and not self.yes else ""
+        verb = "deleted" if self.yes else "would free"
         return "\n".join([*lines, f"{verb} {_mb(total)} MB in {self.folder}{hint}"])
 
 
@@ -181,7 +181,7 @@ def folder_bytes(folder: Path, *, freed: bool = False) -> int:
     return sum(sizes.values())
 
 
-def _delete_one(one: Leftover) -> None:
+def _delete(one: Leftover) -> None:
     """A half-deleted checkpoint must not look like a complete one."""
     try:
         path = one.path
@@ -282,17 +282,13 @@ class Compare(Bounded):
         }
 
 
-_named = tyro.conf.subcommand
-ARGUMENTS: Any = tyro.conf.FlagCreatePairsOff[
-    Annotated[List, _named(name="list")]
-    | Annotated[Compare, _named(name="compare")]
-    | Annotated[Gc, _named(name="gc")]
-]
+COMMANDS: Final = {"list": List, "compare": Compare, "gc": Gc}
+ARGUMENTS: Any = tyro.conf.FlagCreatePairsOff[subcommands(COMMANDS)]
 
 
 def main(arguments: list[str]) -> int:
     """Run one of them; without a name, and with a folder alone, `list`."""
-    if not arguments or arguments[0] not in ("list", "compare", "gc", "-h", "--help"):
+    if not arguments or arguments[0] not in (*COMMANDS, "-h", "--help"):
         arguments = ["list", *arguments]
     wanted: Any = tyro.cli(ARGUMENTS, args=arguments, prog="asyncrl runs")
     return wanted.run()

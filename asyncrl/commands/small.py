@@ -18,7 +18,7 @@ import sys
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Final, Literal, Union
+from typing import Annotated, Any, Final, Literal
 
 import tyro
 
@@ -26,7 +26,7 @@ import asyncrl
 from asyncrl import registry
 from asyncrl.commands import COMMANDS
 from asyncrl.config.bounds import AtLeast, Bounded
-from asyncrl.config.help import ALL
+from asyncrl.config.help import ALL, subcommands
 from asyncrl.errors import AsyncRLError, ConfigError, first_line
 from asyncrl.launch import join
 from asyncrl.launch.join import JoinOptions
@@ -99,8 +99,6 @@ class LightScenes(Bounded):
     published policies in the stock scene.
     """
 
-    SECTION: ClassVar[str] = ""
-
     suite: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SUITE")]
     """libero_spatial, libero_object, libero_goal, libero_10 or libero_90."""
     faces: Annotated[int, AtLeast(50, "a shape needs faces.", "Use 3600.", highest=1_000_000)] = 3600
@@ -110,17 +108,11 @@ class LightScenes(Bounded):
 
     def run(self) -> int:
         """Make them and print the numbers of faces."""
-        import difflib
-
         from asyncrl.simulators.libero.light import make_light
         from asyncrl.simulators.libero.tasks import SUITES
 
         if self.suite not in SUITES:
-            near = difflib.get_close_matches(self.suite, SUITES, n=1)
-            hint = f"Perhaps you meant {near[0]!r}. " if near else ""
-            raise ConfigError(
-                f"there are no light scenes of {self.suite!r}. {hint}There are: {', '.join(SUITES)}."
-            )
+            raise ConfigError(f"there are no light scenes of {self.suite!r}. There are: {', '.join(SUITES)}.")
         report = make_light(
             self.suite, faces=self.faces, texture=self.texture, say=lambda text: print(text, file=sys.stderr)
         )
@@ -134,10 +126,7 @@ class LightScenes(Bounded):
         return 0
 
 
-SIMULATORS: Any = (
-    Annotated[ListSimulators, tyro.conf.subcommand(name="list")]
-    | Annotated[LightScenes, tyro.conf.subcommand(name="lite")]
-)
+SIMULATORS: Any = subcommands({"list": ListSimulators, "lite": LightScenes})
 ARGUMENTS: Final[dict[str, Any]] = {
     "actor": JoinOptions,
     "simulators": SIMULATORS,
@@ -197,16 +186,14 @@ def configs(arguments: list[str]) -> int:
 
     tyro.cli(ConfigsConfig, args=arguments, prog="asyncrl configs")
     folder, here = Path(asyncrl.__file__).parents[1] / "configs", Path.cwd()
-    files = {
-        str(file.relative_to(here) if file.is_relative_to(here) else file): file
-        for file in sorted(folder.glob("*.toml"))
-    }
+    files = sorted(folder.glob("*.toml"))
     if not files:
         print(f"There are no configuration files in {folder}: they come with the repository, not with the")
         print("installed package. `asyncrl train` without a file uses the defaults of tabletop.toml.")
         return 0
-    width = max(map(len, files))
-    for name, file in files.items():
+    names = [str(file.relative_to(here) if file.is_relative_to(here) else file) for file in files]
+    width = max(map(len, names))
+    for name, file in zip(names, files, strict=True):
         about = file.read_text(encoding="utf-8").split("\n", 1)[0].lstrip("# ")
         print(hanging(f"{name:<{width}}  ", about))
     print("\nUse one with `asyncrl train FILE`; flags after it win.")
@@ -272,8 +259,7 @@ def completion(arguments: list[str]) -> int:
 def script(shell: Shell) -> str:
     """Let tyro write the script for the whole program, and add the positional words."""
     written = io.StringIO()
-    kinds = tuple(Annotated[_as_class(name), tyro.conf.subcommand(name=name)] for name in COMMANDS)
-    program: Any = Union[kinds]  # noqa: UP007
+    program = subcommands({name: _as_class(name) for name in COMMANDS})
     with contextlib.redirect_stdout(written), contextlib.suppress(SystemExit):
         tyro.cli(
             program,

@@ -120,22 +120,16 @@ def _lines(process: Process, state: State) -> list[str]:
 
 
 def _as_dict(run: Path, state: State, summary: RunSummary | None, processes: list[Process]) -> dict[str, Any]:
+    names = ("version", "updates", "imagined_success", "true_success")
     rows = [
         {
-            "role": process.role,
-            "pid": process.pid,
-            "alive": process.alive,
+            **{name: getattr(process, name) for name in ("role", "pid", "alive")},
             "threads": [asdict(thread) | {"overdue": thread.overdue} for thread in process.activities],
         }
         for process in processes
     ]
     return {
-        "run": str(run),
-        "time": round(time.time(), 3),
-        "state": state.value,
-        "version": summary.version if summary else None,
-        "updates": summary.updates if summary else None,
-        "imagined_success": summary.imagined_success if summary else None,
-        "true_success": summary.true_success if summary else None,
+        **{"run": str(run), "time": round(time.time(), 3), "state": state.value},
+        **{name: getattr(summary, name, None) for name in names},
         "processes": rows,
     }

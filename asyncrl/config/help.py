@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 from asyncrl.config.bounds import Bounded
 
@@ -92,6 +92,14 @@ class ShortHelp:
         flags = ["--help"] if ALL in arguments else list(arguments)
         settings: Any = tyro.cli(kind, args=flags, default=default, prog=prog, description=about)
         return settings
+
+
+def subcommands(kinds: Mapping[str, type]) -> Any:
+    """Return the type that tyro reads one of several commands into, by their names."""
+    import tyro
+
+    named = [Annotated[kind, tyro.conf.subcommand(name=name)] for name, kind in kinds.items()]
+    return typing.Union[tuple(named)]  # noqa: UP007
 
 
 def _described(settings: Any, name: str) -> tuple[str, str]:

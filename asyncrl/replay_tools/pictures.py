@@ -304,11 +304,6 @@ def stored_film(episode: Episode) -> NDArray[np.uint8]:
     return observations[np.arange(episode.success_scores.size + 1) // steps]
 
 
-def imagined_film(found: Comparison) -> NDArray[np.uint8]:
-    """Return the frames imagined again, behind the one it began with: ``[M + 1, H, W, 3]`` uint8."""
-    return np.concatenate([found.episode.frames[:1], found.video])
-
-
 def _tile(found: Comparison) -> Image.Image:
     stored, again = found.episode.final_frame, found.video[-1]
     difference = np.abs(stored.astype(np.int16) - again) * AMPLIFIED
