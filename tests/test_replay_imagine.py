@@ -147,7 +147,7 @@ def test_the_picture_and_the_film_show_stored_and_imagined_frames(
         (lambda run: ["0", "--rows", "-1"], "--rows is -1"),
         (lambda run: ["0", "--out", "again.gif"], "must end in .png"),
         (
-            lambda run: ["0", "--start-states", str(other_states(run, named="noise"))],
+            lambda run: ["0", "--start-states", str(other_states(run, named="start"))],
             "does not look like",
         ),
         (lambda run: ["0", "--start-states", str(other_states(run, named="else"))], "is not among the 8"),

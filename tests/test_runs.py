@@ -201,24 +201,21 @@ def test_gc_never_touches_a_running_run(folder: Path, capsys: pytest.CaptureFixt
     lock.release()
 
 
-class BeginsARun(runs_command.Gc):
-    """Looks at the folder, and then a run begins there."""
-
-    def _text(self, states: Any, found: Any) -> str:
-        HELD.append(run_owner.acquire(self.folder))
-        return super()._text(states, found)
-
-
-HELD: list[run_owner.RunLock] = []
-
-
-def test_a_run_that_begins_after_the_listing_is_not_touched(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+def test_a_run_that_begins_meanwhile_is_not_touched(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert BeginsARun(folder=folder / "first", yes=True).run() == 1
+    summarise, held = runs_command.summarise, list[run_owner.RunLock]()
+
+    def begins(run: Path) -> Any:
+        found = summarise(run)
+        held.append(run_owner.acquire(run))
+        return found
+
+    monkeypatch.setattr(runs_command, "summarise", begins)
+    assert cli.run("runs", ["gc", str(folder / "first"), "--yes"]) == 1
     assert "runs gc would change a folder that is in use" in capsys.readouterr().err
     assert len(kept(folder / "first")) == 4
-    HELD.pop().release()
+    held.pop().release()
 
 
 def test_gc_deletes_of_a_finished_replay_what_no_resume_needs(

@@ -100,20 +100,19 @@ class Gc(_Look):
         return int(bool(left))
 
     def _leftovers(self, run: Path, state: State) -> list[Leftover]:
-        """Find the leftovers of a run, and with --yes delete them while nobody can own it."""
-        if not self.yes or state is State.RUNNING:
-            return list(leftovers_of(run, state, self.keep_checkpoints))
-        found = list[Leftover]()
-        try:
-            with run_owner.kept_unowned(run, "runs gc"):
-                found += leftovers_of(run, state, self.keep_checkpoints)
-                for one in found:
-                    _delete(one)
-                for folder in {one.path.parent for one in found}:
-                    flush(folder)
-        except FolderInUse as error:
-            warn(str(error))
-        return found
+        """Find the leftovers of a run; with --yes delete them, while nobody can own it."""
+        if self.yes and state is not State.RUNNING:
+            try:
+                with run_owner.kept_unowned(run, "runs gc"):
+                    found = list(leftovers_of(run, state, self.keep_checkpoints))
+                    for one in found:
+                        _delete(one)
+                    for folder in {one.path.parent for one in found}:
+                        flush(folder)
+                return found
+            except FolderInUse as error:
+                warn(str(error))
+        return list(leftovers_of(run, state, self.keep_checkpoints))
 
     def _text(self, states: Mapping[Path, State], found: Mapping[Path, Sequence[Leftover]]) -> str:
         rows = [("run", "state", "what", "number", "MB")]
