@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 CEILINGS = {
     "": (1020, 8),
     "actors": (1300, 5),
-    "commands": (3326, 15),
+    "commands": (3215, 15),
     "config": (1275, 7),
     "devices": (580, 5),
     "doctor": (1359, 7),
