@@ -35,10 +35,8 @@ class AlgorithmSettings(Bounded, section="algorithm."):
     """Episodes from each start state; all must arrive before the group is used."""
     groups_per_update: Annotated[int, AtLeast(1, "an update needs data.", "Use 8.", highest=65_536)] = 16
     """Groups in one update."""
-    baseline: Literal["mean", "leave_one_out"] = "mean"
-    """grpo: baseline of a return: the mean of all siblings, or of the others (RLOO)."""
     advantage_scale: Literal["group_std", "batch_std", "none"] = "group_std"
-    """grpo: divisor of the difference: the group's standard deviation (GRPO), the batch's, none (Dr. GRPO,
+    """grpo: divisor of a return's difference to the mean of its siblings: the group's standard deviation (GRPO), the batch's, none (Dr. GRPO,
     WoVR)."""
     filter_groups: bool = False
     """Replace groups of equal returns by fresh ones (DAPO's dynamic sampling). The run ends with a checkpoint
@@ -149,8 +147,6 @@ class CriticSettings(Bounded, section="critic."):
     """decision: one value per decision. action: one per step; rewards and advantages are per step as well."""
     learning_rate: Annotated[float, Within(0, 1, "a learning rate lies in 0..1.", "Use 1e-3.")] = 1e-3
     """AdamW learning rate of the value head."""
-    through_policy: bool = False
-    """Let the value loss reach the policy's trunk."""
     gamma: Annotated[float, Within(0, 1, "it must lie in 0..1.", "Use 0.95.")] = 0.99
     """Discount per decision or step (--critic.level)."""
     lam: Annotated[float, Within(0, 1, "it must lie in 0..1.", "Use 0.95.")] = 0.95
@@ -278,8 +274,7 @@ def _idle_algorithm(
     elif algorithm.objective == "cispo":
         reasons = {"dual_clip": "cispo has no clipped loss to limit"}
     if algorithm.kind == "ppo" and algorithm.advantage in ("auto", "gae"):
-        why = "--algorithm.kind ppo compares with the critic, not with siblings"
-        reasons |= {"baseline": why, "advantage_scale": why}
+        reasons["advantage_scale"] = "--algorithm.kind ppo compares with the critic, not with siblings"
     changed = _changed(algorithm)
     yield from ((f"algorithm.{name}", why) for name, why in reasons.items() if name in changed)
 

@@ -41,7 +41,6 @@ class GroupRelative:
         advantages_B = group_relative_advantages(
             batch.returns,
             batch.group_size,
-            baseline=self.settings.baseline,
             scale=self.settings.advantage_scale,
             batch_std=batch_std,
         )
@@ -88,16 +87,14 @@ def group_relative_advantages(
     returns: Tensor,
     group_size: int,
     *,
-    baseline: Literal["mean", "leave_one_out"] = "mean",
     scale: Literal["group_std", "batch_std", "none"] = "group_std",
     batch_std: Tensor | None = None,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Score each episode against its siblings: ``A = (R - baseline) / (scale + eps)``, detached.
+    """Score each episode against its siblings: ``A = (R - mean) / (scale + eps)``, detached.
 
     Sources: mean and the group's unbiased standard deviation, GRPO, arXiv 2402.03300, section 4.1.2; no
-    division, Dr. GRPO, arXiv 2503.20783; leave-one-out, ``(R - mean) G / (G - 1)``, RLOO, arXiv 2402.14740;
-    deviation of all returns of the batch, TRL's ``scale_rewards="batch"``.
+    division, Dr. GRPO, arXiv 2503.20783 (times ``G / (G - 1)`` it is RLOO, arXiv 2402.14740); deviation of all returns of the batch, TRL's ``scale_rewards="batch"``.
 
     Args:
         returns: ``[B]`` float32, siblings adjacent, as the result: exactly 0 in a group of equal returns.
@@ -110,9 +107,6 @@ def group_relative_advantages(
         )
     returns_NG = returns.detach().unflatten(0, (-1, group_size))
     advantages_NG = returns_NG - returns_NG.mean(dim=1, keepdim=True)
-    if baseline == "leave_one_out":
-        # R - (G mean - R) / (G - 1) = (R - mean) G / (G - 1)
-        advantages_NG = advantages_NG * group_size / (group_size - 1)
     if scale == "group_std":
         advantages_NG = advantages_NG / (returns_NG.std(dim=1, keepdim=True) + eps)
     elif scale == "batch_std":

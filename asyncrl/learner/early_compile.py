@@ -155,8 +155,7 @@ class EarlyCompile:
                     update.forward.values_at_end(batch, rows_D)
             return
         learns = version >= update.stepper.critic_warmup
-        through = critic and update.recipe.critic.through_policy and learns
-        current = update.forward.evaluate(batch, rows_D, critic_through_policy=through)
+        current = update.forward.evaluate(batch, rows_D)
         if update.reference is not None:
             update.forward.reference(update.reference, batch, rows_D)
         loss = current.logprob.sum() + current.entropy.sum() if learns else current.logprob.new_zeros(())

@@ -47,12 +47,10 @@ class PolicyForward:
         self.policy, self.ranks, self.device, self.micro_batch = policy, ranks, device, micro_batch
         self.small_size = 0  # 0: sizes vary. Else passes are padded to `micro_batch`, small ones to this size
 
-    def evaluate(
-        self, batch: Batch, rows_M: Tensor, *, critic_through_policy: bool = False, small: bool = False
-    ) -> EvaluateResult:
+    def evaluate(self, batch: Batch, rows_M: Tensor, *, small: bool = False) -> EvaluateResult:
         """Compute log-probs and entropies ``[M, C, A]`` in nats and values ``[M, K]``, all float32."""
         number, arguments = len(rows_M), self._arguments(batch, self._padded(rows_M, small=small))
-        result = self.policy.evaluate(*arguments, critic_through_policy=critic_through_policy)
+        result = self.policy.evaluate(*arguments)
         return EvaluateResult(
             logprob=result.logprob[:number].float(),
             entropy=result.entropy[:number].float(),

@@ -136,12 +136,11 @@ class Update:
         metrics: list[MetricAccumulator] = []
         # The bound is of probabilities: a difference of densities means nothing.
         bound = self.trust_region if "tokens" in batch.sample else 0.0
-        through = recipe.trains_critic and recipe.critic.through_policy and learns
         parts = self.forward.split(minibatch.decisions)
         with summed_gradient(self.policy) as pass_is_last:
             for number, rows in enumerate(parts, start=1):
                 micro = minibatch.part(rows)
-                current = self.forward.evaluate(batch, micro.rows, critic_through_policy=through)
+                current = self.forward.evaluate(batch, micro.rows)
                 if self.reference is not None:
                     reference = self.forward.reference(self.reference, batch, micro.rows)
                     micro = replace(micro, reference=reference)

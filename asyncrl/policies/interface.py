@@ -190,18 +190,14 @@ class Policy(nn.Module):
             ...
 
         def evaluate(
-            self,
-            inputs: Any,
-            sample: Mapping[str, Tensor],
-            sampling: SamplingParams,
-            *,
-            critic_through_policy: bool = False,
+            self, inputs: Any, sample: Mapping[str, Tensor], sampling: SamplingParams
         ) -> EvaluateResult:
             """Compute log-probs of a sample with gradient; equal to those of `act` at equal weights.
 
+            The gradient of a value reaches the value head alone.
+
             Args:
                 sample: From `act`, in the dtypes of `sample_arrays`; integers may come as int64.
-                critic_through_policy: The value's gradient reaches the trunk, not only the value head.
             """
             ...
 
@@ -220,7 +216,7 @@ class Policy(nn.Module):
             """Remove the critic: actors and grpo need none."""
             ...
 
-        def values(self, inputs: Any, *, critic_through_policy: bool = False) -> Tensor:
+        def values(self, inputs: Any) -> Tensor:
             """Compute the critic's values ``[B, V]`` float32 as in `evaluate`; ConfigError without one."""
             ...
 

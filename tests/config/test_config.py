@@ -373,7 +373,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], list[str]]] = 
     ({"clip_low": 0.1}, {"kind": "naive"}, {}, []),
     ({"dual_clip": 5.0}, {"kind": "none"}, {}, ["--algorithm.dual-clip"]),
     ({"objective": "cispo", "dual_clip": 5.0, "epochs": 2}, {}, {}, ["--algorithm.dual-clip"]),
-    ({"kind": "ppo", "baseline": "leave_one_out"}, {}, {}, ["--algorithm.baseline"]),
+    ({"kind": "ppo", "advantage_scale": "none"}, {}, {}, ["--algorithm.advantage-scale"]),
     ({}, {}, {"gamma": 0.5}, ["--critic.gamma"]),
     ({"kind": "ppo"}, {}, {"gamma": 0.5}, []),
     ({}, {"kind": "none", "max_weight": 3.0}, {}, ["--correction.max-weight"]),

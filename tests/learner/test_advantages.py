@@ -23,13 +23,12 @@ from asyncrl.learner.ranks import LearnerRanks
 # --- groups -------------------------------------------------------------------
 
 
-def by_definition(returns: list[float], group_size: int, baseline: str, spread: str) -> list[float]:
+def by_definition(returns: list[float], group_size: int, spread: str) -> list[float]:
     out = []
     for start in range(0, len(returns), group_size):
         group = returns[start : start + group_size]
-        for i, score in enumerate(group):
-            others = group[:i] + group[i + 1 :]
-            difference = score - statistics.fmean(group if baseline == "mean" else others)
+        for score in group:
+            difference = score - statistics.fmean(group)
             among = {"group_std": group, "batch_std": returns}.get(spread)
             out.append(difference if among is None else difference / (statistics.stdev(among) + 1e-6))
     return out
@@ -44,17 +43,14 @@ def test_one_success_of_four_is_one_and_a_half_deviations_above() -> None:
 def test_without_the_deviation_only_the_baseline_is_subtracted() -> None:
     returns = torch.tensor([1.0, 0.0, 0.0, 0.0])
     assert group_relative_advantages(returns, 4, scale="none").tolist() == [0.75, -0.25, -0.25, -0.25]
-    others = group_relative_advantages(returns, 4, baseline="leave_one_out", scale="none")
-    torch.testing.assert_close(others, torch.tensor([1.0, -1 / 3, -1 / 3, -1 / 3]))  # 0 - mean(1, 0, 0)
 
 
 @pytest.mark.parametrize("spread", ["group_std", "batch_std", "none"])
-@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
 @pytest.mark.parametrize("group_size", [2, 4, 8])
-def test_group_advantages_match_the_definition(group_size: int, baseline: str, spread: str) -> None:
+def test_group_advantages_match_the_definition(group_size: int, spread: str) -> None:
     returns = torch.rand(16, generator=torch.Generator().manual_seed(0))
-    expected = torch.tensor(by_definition(returns.tolist(), group_size, baseline, spread))
-    actual = group_relative_advantages(returns, group_size, baseline=baseline, scale=spread)  # pyright: ignore
+    expected = torch.tensor(by_definition(returns.tolist(), group_size, spread))
+    actual = group_relative_advantages(returns, group_size, scale=spread)  # pyright: ignore
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
 
 
@@ -70,18 +66,15 @@ def test_a_group_that_scored_all_the_same_gets_exactly_zero(
 
 
 @pytest.mark.parametrize("spread", ["group_std", "batch_std", "none"])
-@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
-def test_advantages_are_the_plain_formula_bit_for_bit(baseline: Any, spread: Any) -> None:
+def test_advantages_are_the_plain_formula_bit_for_bit(spread: Any) -> None:
     rng = torch.Generator().manual_seed(0)
     batch_std = torch.tensor(0.3) if spread == "batch_std" else None
     for group_size in (2, 3, 8):
         returns = torch.rand(4 * group_size, generator=rng)
-        settings: Any = {"baseline": baseline, "scale": spread, "batch_std": batch_std}
+        settings: Any = {"scale": spread, "batch_std": batch_std}
         found = group_relative_advantages(returns, group_size, **settings)
         mean = returns.unflatten(0, (-1, group_size)).mean(dim=1, keepdim=True)
         by_hand = returns.unflatten(0, (-1, group_size)) - mean
-        if baseline == "leave_one_out":
-            by_hand = by_hand * group_size / (group_size - 1)
         std = returns.unflatten(0, (-1, group_size)).std(dim=1, keepdim=True)
         scale = {"group_std": std + 1e-6, "batch_std": torch.tensor(0.3) + 1e-6, "none": torch.tensor(1.0)}
         assert found.equal((by_hand / scale[spread]).flatten())

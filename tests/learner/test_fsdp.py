@@ -53,7 +53,6 @@ def loss_of(policy: OpenVLAOFTPolicy, rows: slice) -> Tensor:
         policy.preprocess(frames[rows], TASKS[rows]),
         {"tokens": tokens[rows]},
         SAMPLING,
-        critic_through_policy=True,
     )
     assert result.value is not None
     gain = (advantages[rows] * result.logprob).sum() + 0.01 * result.entropy.sum()

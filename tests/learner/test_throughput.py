@@ -131,7 +131,6 @@ def test_tf32_is_no_known_peak(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"epochs": 3}, 21),
         ({"minibatches": 2}, 7),
         ({"entropy_coef": 0.1}, 11),
-        ({"baseline": "leave_one_out"}, 7),
         ({"kind": "ppo"}, 11),
     ],
 )

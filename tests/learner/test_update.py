@@ -66,7 +66,7 @@ GRPO = [
     {"algorithm__aggregation": "length_normalised"},
     {"algorithm__aggregation": "length_normalised", "algorithm__level": "action"},
     {"algorithm__aggregation": "constant", "algorithm__level": "decision"},
-    {"algorithm__baseline": "leave_one_out", "algorithm__advantage_scale": "none"},
+    {"algorithm__advantage_scale": "none"},
     {"algorithm__advantage_scale": "batch_std"},
     {"algorithm__entropy_coef": 0.3},
     {"algorithm__kl_coef": 0.7, "algorithm__aggregation": "constant"},

@@ -24,9 +24,7 @@ AS_IS = SamplingParams(temperature=1.0)
 
 def loss_of(policy: OpenVLAOFTPolicy) -> Tensor:
     inputs = some_inputs(policy)
-    result = OpenVLAOFTPolicy.evaluate(
-        policy, inputs, {"tokens": some_tokens()}, AS_IS, critic_through_policy=True
-    )
+    result = OpenVLAOFTPolicy.evaluate(policy, inputs, {"tokens": some_tokens()}, AS_IS)
     return result.logprob.square().mean() + (0.0 if result.value is None else result.value.square().mean())
 
 

@@ -80,8 +80,7 @@ def group_advantages(config: TrainConfig, batch: Batch) -> dict[tuple[int, int],
         if len(set(siblings)) < 2:
             scores.append(0.0)
             continue
-        others = siblings[: i % size] + siblings[i % size + 1 :]
-        mean = statistics.fmean(others if chosen.baseline == "leave_one_out" else siblings)
+        mean = statistics.fmean(siblings)
         among = {"group_std": siblings, "batch_std": everybody}.get(chosen.advantage_scale)
         spread = 1.0 if among is None else statistics.stdev(among) + 1e-6
         scores.append((score - mean) / spread)

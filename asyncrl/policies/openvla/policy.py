@@ -299,18 +299,15 @@ class OpenVLAOFTPolicy(Policy):
         logprobs_BKN = action_distribution(self.lm_head(hidden_BKD), sampling)
         return SampledTokens(take_tokens(logprobs_BKN, uniforms_BK), logprobs_BKN, hidden_BKD)
 
-    def value_of(self, hidden_BKD: Tensor, *, critic_through_policy: bool = False) -> Tensor | None:
+    def value_of(self, hidden_BKD: Tensor) -> Tensor | None:
         """Compute the critic's values ``[B, V]`` float32 from `readout`; None without a critic."""
-        if self.value_head is None:
-            return None
-        hidden_BD = hidden_BKD[:, 0]
-        return self.value_head(hidden_BD if critic_through_policy else hidden_BD.detach())
+        return None if self.value_head is None else self.value_head(hidden_BKD[:, 0].detach())
 
-    def values(self, inputs: PolicyInputs, *, critic_through_policy: bool = False) -> Tensor:
+    def values(self, inputs: PolicyInputs) -> Tensor:
         """Compute the critic's values ``[B, V]`` float32 alone; raises ConfigError without a critic."""
-        with torch.set_grad_enabled(critic_through_policy and torch.is_grad_enabled()):
+        with torch.no_grad():
             hidden_BKD = self.readout(inputs)
-        values = self.value_of(hidden_BKD, critic_through_policy=critic_through_policy)
+        values = self.value_of(hidden_BKD)
         if values is None:
             raise ConfigError(
                 "The policy was asked for values, but it has no value head (value_head is none in its "
@@ -342,12 +339,7 @@ class OpenVLAOFTPolicy(Policy):
         )
 
     def evaluate(
-        self,
-        inputs: PolicyInputs,
-        sample: Mapping[str, Tensor],
-        sampling: SamplingParams,
-        *,
-        critic_through_policy: bool = False,
+        self, inputs: PolicyInputs, sample: Mapping[str, Tensor], sampling: SamplingParams
     ) -> EvaluateResult:
         """Compute ``[B, C, A]`` float32 log-probs of given tokens, with gradient."""
         tokens_BK = sample["tokens"].flatten(1)
@@ -356,7 +348,7 @@ class OpenVLAOFTPolicy(Policy):
         return EvaluateResult(
             logprob=self.as_chunk(logprob_of(logprobs_BKN, tokens_BK)),
             entropy=self.as_chunk(entropy_of(logprobs_BKN)),
-            value=self.value_of(hidden_BKD, critic_through_policy=critic_through_policy),
+            value=self.value_of(hidden_BKD),
         )
 
     def forward(self, *args: Any, **settings: Any) -> EvaluateResult:
