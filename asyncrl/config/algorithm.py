@@ -36,8 +36,8 @@ class AlgorithmSettings(Bounded, section="algorithm."):
     groups_per_update: Annotated[int, AtLeast(1, "an update needs data.", "Use 8.", highest=65_536)] = 16
     """Groups in one update."""
     advantage_scale: Literal["group_std", "batch_std", "none"] = "group_std"
-    """grpo: divisor of a return's difference to the mean of its siblings: the group's standard deviation (GRPO), the batch's, none (Dr. GRPO,
-    WoVR)."""
+    """grpo: divisor of the difference between a return and the mean of its siblings: the group's standard
+    deviation (GRPO), the batch's, none (Dr. GRPO, WoVR)."""
     filter_groups: bool = False
     """Replace groups of equal returns by fresh ones (DAPO's dynamic sampling). The run ends with a checkpoint
     when 10 times --algorithm.groups-per-update were replaced since the last update."""

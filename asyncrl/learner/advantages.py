@@ -94,7 +94,8 @@ def group_relative_advantages(
     """Score each episode against its siblings: ``A = (R - mean) / (scale + eps)``, detached.
 
     Sources: mean and the group's unbiased standard deviation, GRPO, arXiv 2402.03300, section 4.1.2; no
-    division, Dr. GRPO, arXiv 2503.20783 (times ``G / (G - 1)`` it is RLOO, arXiv 2402.14740); deviation of all returns of the batch, TRL's ``scale_rewards="batch"``.
+    division, Dr. GRPO, arXiv 2503.20783 (times ``G / (G - 1)`` it is RLOO, arXiv 2402.14740); deviation of
+    all returns of the batch, TRL's ``scale_rewards="batch"``.
 
     Args:
         returns: ``[B]`` float32, siblings adjacent, as the result: exactly 0 in a group of equal returns.
