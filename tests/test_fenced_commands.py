@@ -26,24 +26,9 @@ from support import ROOT
 PAGES: Final = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
 HEADS: Final = (*sorted((ROOT / "configs").glob("*.toml")), *sorted((ROOT / "torchrun_scripts").iterdir()))
 PROGRAMS: Final = (
-    *("asyncrl", "torchrun", "python", "python3", "pip", "bash", "pytest", "sbatch", "tensorboard"),
-    *(
-        "hf",
-        "head",
-        "docker",
-        "apptainer",
-        "mkdir",
-        "scp",
-        "curl",
-        "export",
-        "ruff",
-        "pyright",
-        "cp",
-        "make",
-        "cd",
-        "echo",
-        "nvidia-cuda-mps-control",
-    ),
+    *("asyncrl", "torchrun", "python", "python3", "pip", "bash", "pytest", "sbatch", "tensorboard", "hf"),
+    *("head", "docker", "apptainer", "mkdir", "scp", "curl", "export", "ruff", "pyright", "cp", "make", "cd"),
+    *("echo", "nvidia-cuda-mps-control"),
 )
 """What a line of a fenced block begins with when it is to be typed."""
 TYPED: Final = ("", "bash")
@@ -198,8 +183,6 @@ def check(command: Command) -> str:
             return _asyncrl(
                 words[1 + next(i for i, word in enumerate(words) if word.startswith("asyncrl")) :]
             )
-        case "hf":
-            return _hub(words)
         case "make":
             assert re.search(rf"^{words[0]}:", (ROOT / "Makefile").read_text(), re.M), f"no target {words[0]}"
             return "make"
@@ -306,13 +289,6 @@ def _pip(words: list[str]) -> str:
     return "pip"
 
 
-def _hub(words: list[str]) -> str:
-    assert words[0] in ("download", "upload")
-    assert re.fullmatch(r"[\w.-]+/[\w.-]+", words[1]), f"{words[1]} is no OWNER/NAME"
-    assert words[0] == "upload" or "--local-dir" in words
-    return "hf"
-
-
 def problem(command: Command) -> str:
     """What is wrong with a command; empty: nothing."""
     said = io.StringIO()
@@ -377,32 +353,18 @@ def test_a_block_is_read_as_a_shell_would() -> None:
     ]
 
 
-def test_in_a_block_with_prompts_the_rest_is_output() -> None:
-    text = ("$ asyncrl runs", "asyncrl is what it prints", "$ asyncrl configs")
-    found = [command.words for command in commands(Fence(where="here", tag="", lines=text))]
-    assert found == [("asyncrl", "runs"), ("asyncrl", "configs")]
-
-
 WRONG = {
     "asyncrl train --updats 3": "updates",
     "asyncrl train --resume      the newest run": "the",
     "asyncrl train configs/none.toml": "cannot be read",
-    "asyncrl fitt policy": "no command",
     "asyncrl fit policy --data a": "--out",
-    "asyncrl evaluate": "nothing is evaluated",
     "asyncrl doctor --simulator tabletop --seeds 3": "seeds",
     "torchrun --nproc-per-node 2 torchrun_scripts/trian.sh": "no file",
-    "torchrun --nproc-per-node 2 torchrun_scripts/train.sh --seeed 1": "seed",
-    "torchrun -m asyncrl trian": "no command",
     "NPROC=3 bash torchrun_scripts/train.sh configs/NAME.toml   the same": "the",
-    "python benchmarks/none.py": "no file",
     "python benchmarks/staleness.py run OUT --sedes 1": "--sedes",
     'python benchmarks/asynchrony.py --flags="--updats 3"': "updates",
-    "python -m asyncrl evaluate a b": "b",
     "pip install -e '.[everything]'": "extra",
     "docker run --rm asyncrl train --updats 3": "updates",
-    "hf download NAME --local-dir models/NAME": "OWNER/NAME",
-    "make dcos": "no target",
 }
 
 
@@ -410,9 +372,3 @@ WRONG = {
 def test_a_command_that_does_not_survive_copying_is_found(line: str) -> None:
     (command,) = commands(Fence(where="here", tag="", lines=(line,)))
     assert WRONG[line] in problem(command)
-
-
-@pytest.mark.parametrize("line", ["asyncrk train", "frobnicate --all"])
-def test_in_a_block_of_commands_every_line_is_one(line: str) -> None:
-    with pytest.raises(AssertionError, match="no program that is known"):
-        list(commands(Fence(where="here", tag="bash", lines=(line,))))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from asyncrl.config.sections import (
     ActorSettings,
     GuardSettings,
     LearnerSettings,
-    LoraSettings,
     OptimizerSettings,
     ReplaySettings,
     WeightSettings,
@@ -38,25 +36,10 @@ def toml(folder: Path, text: str) -> Path:
     return path
 
 
-def test_without_arguments_the_defaults_hold() -> None:
-    assert parse([]) == TrainConfig()
-
-
 def test_flags_reach_nested_settings() -> None:
-    config = parse(
-        [
-            "--updates",
-            "3",
-            "--inline",
-            "--algorithm.group-size",
-            "4",
-            "--replay.max-lag",
-            "0",
-            "--run-dir",
-            "a",
-        ]
-    )
-    assert config == TrainConfig(
+    assert parse([]) == TrainConfig()
+    words = "--updates 3 --inline --algorithm.group-size 4 --replay.max-lag 0 --run-dir a"
+    assert parse(words.split()) == TrainConfig(
         updates=3,
         inline=True,
         run_dir="a",
@@ -126,38 +109,20 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         (AlgorithmSettings, {"group_size": 1}, "--algorithm.group-size is 1"),
         (AlgorithmSettings, {"temperature": 0.0}, "--algorithm.temperature is 0.0"),
         (AlgorithmSettings, {"temperature": float("nan")}, "--algorithm.temperature is nan"),
-        (AlgorithmSettings, {"top_k": 257}, "--algorithm.top-k is 257"),
+        (AlgorithmSettings, {"top_k": 257}, "--algorithm.top-k is 257.*at most 256"),
         (AlgorithmSettings, {"clip_low": 1.5}, "--algorithm.clip-low is 1.5"),
         (AlgorithmSettings, {"dual_clip": 0.9}, "--algorithm.dual-clip is 0.9"),
-        (AlgorithmSettings, {"minibatches": 0}, "--algorithm.minibatches is 0"),
-        (CorrectionSettings, {"max_weight": 0.5}, "--correction.max-weight is 0.5"),
-        (CorrectionSettings, {"min_weight": 1.0}, "--correction.min-weight is 1.0"),
-        (CriticSettings, {"gamma": 1.1}, "--critic.gamma is 1.1"),
-        (CriticSettings, {"huber": 0.0}, "--critic.huber is 0.0"),
-        (OptimizerSettings, {"max_grad_norm": -1.0}, "--optimizer.max-grad-norm is -1.0.*gradient ascent"),
+        (CorrectionSettings, {"min_weight": 1.0}, "--correction.min-weight is 1.0.*must be below 1"),
         (OptimizerSettings, {"max_grad_norm": 0.0}, "--optimizer.max-grad-norm is 0.0.*trains nothing"),
-        (OptimizerSettings, {"max_grad_norm": math.nan}, "--optimizer.max-grad-norm is nan"),
-        (OptimizerSettings, {"learning_rate": -1e-4}, "--optimizer.learning-rate is -0.0001"),
-        (OptimizerSettings, {"learning_rate": math.nan}, "--optimizer.learning-rate is nan"),
-        (OptimizerSettings, {"beta1": 1.0}, "--optimizer.beta1 is 1.0"),
         (OptimizerSettings, {"beta2": -0.1}, "--optimizer.beta2 is -0.1"),
-        (OptimizerSettings, {"weight_decay": -0.1}, "--optimizer.weight-decay is -0.1"),
-        (OptimizerSettings, {"eps": 0.0}, "--optimizer.eps is 0.0"),
-        (CriticSettings, {"learning_rate": math.inf}, "--critic.learning-rate is inf"),
-        (TrainConfig, {"seed": -1}, "--seed is -1"),
-        (LoraSettings, {"rank": -1}, "--lora.rank is -1"),
-        (LearnerSettings, {"threads": 0}, "--learner.threads is 0"),
-        (LearnerSettings, {"gradient_checkpointing_every": 0}, "--learner.gradient-checkpointing-every is 0"),
+        (LearnerSettings, {"threads": 0}, "--learner.threads is 0.*at least 1"),
         (
             LearnerSettings,
             {"gradient_checkpointing_every": 2},
             "every is 2.*but without --learner.gradient-ch",
         ),
-        (ReplaySettings, {"max_lag": -1}, "--replay.max-lag is -1"),
         (ActorSettings, {"success_threshold": 0.0}, "--actor.success-threshold is 0.0"),
         (ActorSettings, {"success_frames": 0}, "--actor.success-frames is 0.*Use 1, or the word last"),
-        (WeightSettings, {"timeout": 0.0}, "--weights.timeout is 0.0"),
-        (TrainConfig, {"updates": 0}, "--updates is 0"),
     ],
 )
 def test_a_setting_that_cannot_work_is_refused_by_its_flag(settings: Any, wrong: Any, flag: str) -> None:
