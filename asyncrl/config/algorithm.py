@@ -5,9 +5,8 @@ Docstrings of fields are the `--help` text. Combinations are checked by `check_r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final, Literal
 
 from asyncrl.config.bounds import AtLeast, Bounded, Positive, Within
 from asyncrl.errors import ConfigError
@@ -242,43 +241,31 @@ def idle_settings(
     algorithm: AlgorithmSettings, correction: CorrectionSettings, critic: CriticSettings
 ) -> list[str]:
     """Return a line for each setting that differs from its default without effect, with the reason."""
-    found = [*_idle_correction(correction), *_idle_algorithm(algorithm, correction)]
+    reasons: dict[str, str] = {}
+    if correction.kind in ACTING:
+        acting = {*ACTING[correction.kind], "kind", "settings", "trust_region"}
+        idle = (f"correction.{field.name}" for field in fields(correction) if field.name not in acting)
+        reasons |= dict.fromkeys(idle, f"--correction.kind is {correction.kind}")
+    fresh = correction.kind in ACTING and correction.kind != "naive"
+    if fresh and algorithm.epochs * algorithm.minibatches == 1 and not names_code(algorithm.objective):
+        reasons |= {f"algorithm.{name}": _ONE_STEP for name in ("clip_low", "clip_high", "dual_clip")}
+    elif algorithm.objective == "cispo":
+        reasons["algorithm.dual_clip"] = "cispo has no clipped loss to limit"
     if algorithm.kind == "grpo":
-        found += [(f"critic.{name}", "--algorithm.kind grpo has no critic") for name in _changed(critic)]
-    lines = [f"--{name.replace('_', '-')} has no effect: {why}" for name, why in found]
+        reasons |= {f"critic.{x.name}": "--algorithm.kind grpo has no critic" for x in fields(critic)}
+    elif algorithm.advantage in ("auto", "gae"):
+        why = "--algorithm.kind ppo compares with the critic, not with siblings"
+        reasons["algorithm.advantage_scale"] = why
+    lines = [
+        f"--{name.replace('_', '-')} has no effect: {reasons[name]}"
+        for settings in (correction, algorithm, critic)
+        for field in fields(settings)
+        if (name := settings.SECTION + field.name) in reasons
+        and getattr(settings, field.name) != field.default
+    ]
     if correction.kind == "mis" and correction.min_weight == 0:
         lines.append(
             "--correction.kind mis without a lower limit is the same as decoupled; IcePop has "
             "--correction.min-weight 0.5"
         )
     return lines
-
-
-def _idle_correction(correction: CorrectionSettings) -> Iterator[tuple[str, str]]:
-    if names_code(correction.kind):
-        return
-    acting = {*ACTING[correction.kind], "kind", "settings", "trust_region"}
-    for name in _changed(correction):
-        if name not in acting:
-            yield f"correction.{name}", f"--correction.kind is {correction.kind}"
-
-
-def _idle_algorithm(
-    algorithm: AlgorithmSettings, correction: CorrectionSettings
-) -> Iterator[tuple[str, str]]:
-    fresh = correction.kind in ACTING and correction.kind != "naive"
-    one_step = fresh and algorithm.epochs * algorithm.minibatches == 1 and not names_code(algorithm.objective)
-    reasons: dict[str, str] = {}
-    if one_step:
-        reasons = dict.fromkeys(("clip_low", "clip_high", "dual_clip"), _ONE_STEP)
-    elif algorithm.objective == "cispo":
-        reasons = {"dual_clip": "cispo has no clipped loss to limit"}
-    if algorithm.kind == "ppo" and algorithm.advantage in ("auto", "gae"):
-        reasons["advantage_scale"] = "--algorithm.kind ppo compares with the critic, not with siblings"
-    changed = _changed(algorithm)
-    yield from ((f"algorithm.{name}", why) for name, why in reasons.items() if name in changed)
-
-
-def _changed(settings: Any) -> list[str]:
-    default = type(settings)()
-    return [x.name for x in fields(settings) if getattr(settings, x.name) != getattr(default, x.name)]
