@@ -57,11 +57,6 @@ class CollectConfig(PlayConfig):
                 "--stored records the starts that `asyncrl evaluate` plays: what is fitted on them would be "
                 "evaluated on what it has seen. Leave it out for random starts, or add --force."
             )
-        if self.seed + self.episodes > HELD_OUT:  # `training_starts` knows of tasks too.
-            raise ConfigError(
-                f"--seed {self.seed} with --episodes {self.episodes} reaches the held-out seeds from "
-                f"{HELD_OUT}. Use smaller ones."
-            )
 
 
 ARGUMENTS: Final = CollectConfig

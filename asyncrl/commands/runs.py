@@ -208,24 +208,21 @@ class List(_Look):
     def run(self) -> int:
         """Print a row per run, the one started last at the end."""
         runs = [summarise(path) for path in self.runs()]
-        sizes = [folder_bytes(run.path) for run in runs]
         if self.json:
             names = ("started", "version", "updates", "imagined_success", "true_success", "problem")
-            rows_of_json = [
-                {"run": str(run.path), "state": run.state.value, "bytes": size}
+            listed = [
+                {"run": str(run.path), "state": run.state.value, "bytes": folder_bytes(run.path)}
                 | {name: getattr(run, name) for name in names}
-                for run, size in zip(runs, sizes, strict=True)
+                for run in runs
             ]
-            print(json.dumps(rows_of_json, indent=2))
+            print(json.dumps(listed, indent=2))
             return 0
         rows: list[tuple[str, ...]] = [("run", "started", "state", "updates", "imagined", "true", "MB")]
-        for run, size in zip(runs, sizes, strict=True):
-            shares = [
-                NOTHING if share is None else f"{share:.1%}"
-                for share in (run.imagined_success, run.true_success)
-            ]
-            updates = f"{run.version}/{run.updates}"
-            rows.append((run.path.name, when(run.started), run.state.value, updates, *shares, _mb(size)))
+        for run in runs:
+            rates = (run.imagined_success, run.true_success)
+            shares = [NOTHING if rate is None else f"{rate:.1%}" for rate in rates]
+            place = (run.path.name, when(run.started), run.state.value, f"{run.version}/{run.updates}")
+            rows.append((*place, *shares, _mb(folder_bytes(run.path))))
         print(table(rows, ("started",)) if runs else f"There are no runs in {self.folder}.")
         for run in runs:
             if run.problem:

@@ -74,14 +74,6 @@ def test_evaluations_own_their_seeds() -> None:
     assert evaluation_seeds(2, 2) == [1_200_000, 1_200_001]
 
 
-def test_recordings_cannot_reach_held_out_seeds(tmp_path) -> None:
-    from asyncrl.commands.collect import CollectConfig
-
-    CollectConfig(out=tmp_path, seed=HELD_OUT - 2, episodes=2)
-    with pytest.raises(ConfigError, match="held-out seeds"):
-        CollectConfig(out=tmp_path, seed=HELD_OUT - 2, episodes=3)
-
-
 @pytest.mark.parametrize(("seed", "episodes"), [(-1, 5), (0, 0), (0, 100_001)])
 def test_impossible_numbers_of_episodes_are_refused(seed: int, episodes: int) -> None:
     with pytest.raises(ConfigError, match="--episodes"):
