@@ -44,7 +44,7 @@ class AuditConfig(HeldOutConfig):
     every_checkpoint: bool = False
     """All that the run kept, a row each."""
     versions: tuple[int, ...] = ()
-    """Only the checkpoints of these versions, as in --versions 12 24; none: as --every-checkpoint says."""
+    """Only the checkpoints of these versions, as in --versions 12 24."""
     world: str = "tabletop"
     """World model that imagines; see `asyncrl train --world`."""
     world_settings: tuple[str, ...] = ()

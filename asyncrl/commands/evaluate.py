@@ -119,7 +119,7 @@ class EvaluateConfig(HeldOutConfig):
     rows: Annotated[int, AtLeast(1, "a pass has a row.", "Use 8.", highest=65536)] = 8
     """Rows of every pass of the policy, filled up with copies: so results do not depend on --workers."""
     video: str = ""
-    """File for true beside imagined episodes: .mp4 (needs the extra 'video') or .gif."""
+    """File for episodes, true and imagined: .mp4 (needs the extra 'video') or .gif."""
     world: str = "tabletop"
     """World model of --video; see `asyncrl train --world`."""
     world_settings: tuple[str, ...] = ()

@@ -191,7 +191,7 @@ def _logprobs(
 ) -> list[np.ndarray]:
     """Compute the log-probs of the stored samples by the policies that are left; print which are."""
     from asyncrl.evaluation.reimagine import logprobs_again
-    from asyncrl.launch.named_models import as_module, load_policy_version
+    from asyncrl.launch.named_models import load_policy_version
     from asyncrl.storage import checkpoint
 
     kept = checkpoint.kept(run)
@@ -205,7 +205,6 @@ def _logprobs(
         source = str(kept[version]) if version in kept else f"{config.policy}, with which the run began"
         print(f"policy version {version}: {source}")
         policy = load_policy_version(config, kept.get(version), device)
-        as_module(policy).eval()
         for episode, logprobs in zip(episodes, found, strict=True):
             if (decisions := np.flatnonzero(episode.policy_versions == version)).size:
                 logprobs[decisions] = logprobs_again(policy, episode, decisions.tolist())

@@ -100,7 +100,7 @@ class Gc(_Look):
         return int(bool(left))
 
     def _leftovers(self, run: Path, state: State) -> list[Leftover]:
-        """Find the leftovers of a run; with --yes delete them, while nobody can own it."""
+        """Find the leftovers of a run; with --yes delete them, while no process can own it."""
         if self.yes and state is not State.RUNNING:
             try:
                 with run_owner.kept_unowned(run, "runs gc"):
