@@ -83,7 +83,7 @@ def test_the_page_has_an_example_of_every_part_and_none_is_longer_than_80_lines(
         (["policy", FLOW, "--settings", "sigma=0.3"], r"sample denoising_chain float32\[2, 5, 4, 2\]"),
         (["world", WORLD], r"imagine: frames uint8\[2, 4, 32, 32, 3\]"),
         (["reward", REWARD, "--settings", "full=200"], r"score: float32\[2, 4\] in \[0, 1\]"),
-        (["simulator", SIMULATOR, "--action-dim", "2"], r"reset: everything follows from the start"),
+        (["simulator", SIMULATOR], r"reset: everything follows from the start"),
         (["correction", CORRECTION], r"weights: from 0\.\d+ to 1, at --algorithm.level token"),
         (["correction", CORRECTION, "--level", "decision"], r"weights: from"),
         (["policy", "tabletop"], r"critic: one value per decision or per step"),

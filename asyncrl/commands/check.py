@@ -35,8 +35,6 @@ class CheckConfig(Bounded):
     """An instruction that a reward model knows."""
     image_size: Annotated[int, AtLeast(0, "it counts pixels.", "Use 64.", highest=PIXELS)] = 0
     """Height and width of the pictures that it is shown; 0: its own size, else 64."""
-    action_dim: Annotated[int, AtLeast(1, "an action is a number.", "Use 7.", highest=1024)] = 7
-    """Numbers of an action of a simulator."""
     level: Literal["token", "action", "decision"] = "token"
     """What has one ratio (--algorithm.level), for a correction, an advantage or an objective."""
     device: str = "cpu"
