@@ -47,40 +47,44 @@ ARGUMENTS: Final = CheckConfig
 def main(arguments: list[str]) -> int:
     """Print a line for each check that holds; the first that does not ends it with code 2."""
     config = tyro.cli(ARGUMENTS, args=arguments, prog="asyncrl check")
-    checks = {"policy": _policy, "world": _world, "reward": _reward, "simulator": _simulator}
-    for line in checks.get(config.kind, _recipe)(config):
+    models = dict.fromkeys(("policy", "world", "reward"), _model)
+    for line in (models | {"simulator": _simulator}).get(config.kind, _recipe)(config):
         print(f"ok  {line}", flush=True)
     print(f"{config.name} keeps the protocol of its kind, {config.kind}")
     return 0
 
 
-def _policy(config: CheckConfig) -> Iterator[str]:
-    from asyncrl.launch.conformance import check_policy
-    from asyncrl.launch.named_models import named_policy
-    from asyncrl.launch.own_device import take_device
-
-    policy: Any = named_policy(config.name, config.settings).load(take_device(config.device))
-    yield "load"
-    yield from check_policy(policy, config.image_size or policy.image_size)
-
-
-def _world(config: CheckConfig) -> Iterator[str]:
+def _model(config: CheckConfig) -> Iterator[str]:
     from asyncrl.config.sections import ImaginationSettings
-    from asyncrl.launch.named_models import named_world
+    from asyncrl.launch.conformance import check_policy, check_reward
+    from asyncrl.launch.named_models import named_policy, named_reward, named_world
     from asyncrl.launch.own_device import take_device
     from asyncrl.launch.world_conformance import check_world
 
-    named, settings = named_world(config.name, config.settings), ImaginationSettings()
-    summary = named.check(settings)
-    yield f"check: {summary.nbytes} bytes, {summary.image_size} pixels"
-    world: Any = named.load(take_device(config.device), settings)
-    if (world.image_size, world.action_spec) != (summary.image_size, summary.action_spec):
-        raise ConfigError(
-            f"--world names {config.name}, whose check says {summary.image_size} pixels and "
-            f"{summary.action_spec}, but once loaded it has {world.image_size} and {world.action_spec}."
-        )
-    yield "load"
-    yield from check_world(world, _starts(config, world.image_size))
+    device, tasks, imagination = take_device(config.device), [config.task], ImaginationSettings()
+    if config.kind == "policy":
+        policy: Any = named_policy(config.name, config.settings).load(device)
+        yield "load"
+        yield from check_policy(policy, config.image_size or policy.image_size)
+    elif config.kind == "reward":
+        named = named_reward(config.name, Path(), config.settings)
+        summary = named.check(tasks)
+        yield f"check: {summary.nbytes} bytes, {summary.image_size or 'any number of'} pixels"
+        reward = named.load(device, tasks)
+        yield "load"
+        yield from check_reward(reward, tasks, config.image_size or 64)
+    else:
+        named = named_world(config.name, config.settings)
+        summary = named.check(imagination)
+        yield f"check: {summary.nbytes} bytes, {summary.image_size} pixels"
+        world = named.load(device, imagination)
+        if (world.image_size, world.action_spec) != (summary.image_size, summary.action_spec):
+            raise ConfigError(
+                f"--world names {config.name}, whose check says {summary.image_size} pixels and "
+                f"{summary.action_spec}, but once loaded it has {world.image_size} and {world.action_spec}."
+            )
+        yield "load"
+        yield from check_world(world, _starts(config, world.image_size))
 
 
 def _starts(config: CheckConfig, size: int) -> list[StartState]:
@@ -108,19 +112,6 @@ def _starts(config: CheckConfig, size: int) -> list[StartState]:
         )
         for n in range(2)
     ]
-
-
-def _reward(config: CheckConfig) -> Iterator[str]:
-    from asyncrl.launch.conformance import check_reward
-    from asyncrl.launch.named_models import named_reward
-    from asyncrl.launch.own_device import take_device
-
-    named, tasks = named_reward(config.name, Path(), config.settings), [config.task]
-    summary = named.check(tasks)
-    yield f"check: {summary.nbytes} bytes, {summary.image_size or 'any number of'} pixels"
-    reward: Any = named.load(take_device(config.device), tasks)
-    yield "load"
-    yield from check_reward(reward, tasks, config.image_size or 64)
 
 
 def _simulator(config: CheckConfig) -> Iterator[str]:

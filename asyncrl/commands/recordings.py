@@ -46,7 +46,8 @@ class ListFiles(Bounded):
 
     def run(self) -> int:
         """Print a row per file."""
-        rows = [("file", "simulator", "cameras", "picture", "episodes", "frames", "solved")]
+        titles = ("file", "simulator", "cameras", "picture", "episodes", "frames", "solved")
+        rows: list[tuple[str, ...]] = [titles]
         for part in _own_parts(self.data):
             looks, counts = part.looks, (len(part.tasks), part.frames, int(part.solved().sum()))
             shown = (looks.simulator, ",".join(looks.cameras), f"{looks.height}x{looks.width}")
