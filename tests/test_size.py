@@ -28,7 +28,7 @@ CEILINGS = {
     "replay_tools": (1830, 9),
     "rewards": (600, 5),
     "simulators": (4250, 22),
-    "storage": (2706, 12),
+    "storage": (2699, 12),
     "weights": (2500, 12),
     "worlds": (5889, 25),
 }

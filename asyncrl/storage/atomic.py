@@ -127,14 +127,6 @@ class Checksum:
     bytes: int
     sha256: str  # 64 hexadecimal digits
 
-    @classmethod
-    def from_json(cls, value: Any) -> Checksum | None:
-        """Parse what `dataclasses.asdict` returned; None if invalid."""
-        match value:
-            case {"bytes": int(length), "sha256": str(digits)} if length >= 0 and len(digits) == 64:
-                return cls(bytes=length, sha256=digits)
-        return None
-
 
 def digest_of(path: Path) -> str:
     """Compute a regular file's SHA-256 as 64 hexadecimal digits."""

@@ -247,7 +247,8 @@ def verify(folder: Path, *, policy_only: bool = False) -> Checksum | None:
     if policy_only:
         names = {n for n in names if not n.startswith(f"{STATE}/") and not n.startswith("random-")}
     _check_content(folder, state, names)
-    return Checksum.from_json(state.get(LEDGER))
+    ledger = state.get(LEDGER)
+    return Checksum(**ledger) if ledger else None
 
 
 def _write_state(part: Path, counters: dict[str, Any], ledger: Checksum | None) -> None:

@@ -77,10 +77,21 @@ def test_what_is_allowed_is_allowed_during_the_read_only(tmp_path: Path) -> None
     assert torch.serialization.get_safe_globals() == before
 
 
-def test_parameters_and_bare_state_dicts_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "a.pt"
-    torch.save({"weight": torch.nn.Parameter(torch.ones(2, 2)), "note": "x"}, path)
-    assert torch.equal(load_pth(path)["weight"], torch.ones(2, 2))
+@pytest.mark.parametrize(
+    ("content", "shapes"),
+    [
+        ({"weight": torch.nn.Parameter(torch.ones(2, 2)), "note": "x"}, {"weight": (2, 2)}),
+        (  # As a model of poses may be saved: its inputs' statistics are no part of its state dict.
+            {"model_state_dict": {"net.0.weight": torch.ones(2, 3)}, "mean": torch.arange(8.0), "epoch": 3},
+            {"net.0.weight": (2, 3), "mean": (8,)},
+        ),
+    ],
+)
+def test_tensors_beside_others_are_read_by_their_names(
+    tmp_path: Path, content: dict[str, Any], shapes: dict[str, tuple[int, ...]]
+) -> None:
+    torch.save(content, tmp_path / "a.pt")
+    assert {name: tuple(one.shape) for name, one in load_pth(tmp_path / "a.pt").items()} == shapes
 
 
 class Acts:
@@ -219,18 +230,6 @@ def test_damaged_pickles_end_in_an_error_or_in_tensors(tmp_path: Path, seed: int
             outcomes.add("refused")
     assert outcomes == {"read", "refused"}
     assert not proof.exists()
-
-
-def test_tensors_beside_the_state_dict_come_under_their_own_names(tmp_path: Path) -> None:
-    """As a model of poses may be saved: its inputs' statistics are no part of its state dict."""
-    path = tmp_path / "poses.pt"
-    mean, weight = torch.arange(8.0), torch.ones(2, 3)
-    torch.save({"model_state_dict": {"net.0.weight": weight}, "abs_action_mean": mean, "epoch": 3}, path)
-    found = load_pth(path)
-    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == {
-        "net.0.weight": (2, 3),
-        "abs_action_mean": (8,),
-    }
 
 
 class Built:
