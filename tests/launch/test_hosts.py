@@ -21,7 +21,7 @@ from asyncrl.config.sections import LearnerSettings, ReplaySettings
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.launch import endpoints, hosts
 from asyncrl.launch.hosts import HostFacts, check_agree, digests, meet
-from asyncrl.launch.job import Hosts, Job, Stopped, open_store, read_job
+from asyncrl.launch.job import Hosts, Job, Stopped, open_store
 from asyncrl.launch.placement import (
     Placement,
     check_broadcasts,
@@ -218,17 +218,8 @@ class Meeting:
         self.ranks = [self._rank(rank) for rank in range(4)]
 
     def _rank(self, rank: int) -> Job:
-        environ = {
-            "RANK": str(rank),
-            "WORLD_SIZE": "4",
-            "LOCAL_RANK": str(rank % 2),
-            "LOCAL_WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self.store.port),
-            "TORCHELASTIC_RUN_ID": "job",
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-        }
-        return read_job(environ)
+        at = ("127.0.0.1", self.store.port)
+        return Job(rank=rank, size=4, local_rank=rank % 2, local_size=2, store=at, name="job")
 
     def checks(self, hosts: Hosts, said: list[HostFacts]) -> Hosts:
         return endpoints.with_addresses(self.config, hosts)

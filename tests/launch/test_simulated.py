@@ -36,19 +36,9 @@ from support.simulated import COUNTING
 from support.whole_runs import TRAIN, Program, exit_code, left_over, reach, rows
 
 needs_opengl = pytest.mark.skipif(find_backend() is None, reason="no OpenGL library")
-SMALL = [
-    *("--world", "tabletop_true", "--policy", "tabletop", "--algorithm.group-size", "2"),
-    *(
-        "--algorithm.groups-per-update",
-        "2",
-        "--actor.slots",
-        "4",
-        "--updates",
-        "2",
-        "--checkpoint-every",
-        "1",
-    ),
-]
+SMALL = ["--world", "tabletop_true", "--policy", "tabletop", "--algorithm.group-size", "2"]
+SMALL += ["--algorithm.groups-per-update", "2", "--actor.slots", "4", "--updates", "2"]
+SMALL += ["--checkpoint-every", "1"]
 STORED = SimulatorSource(name=COUNTING, settings=("trials=60",)).build().spec
 
 
