@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from asyncrl.launch.job import Hosts, Job, RunInfo, open_store
 from asyncrl.launch.named_models import build_policy, named_policy, named_world, sampling_of
 from asyncrl.launch.own_device import take_device, use_compiler_cache
 from asyncrl.launch.placement import Placement, copies_of, only_learns
+from asyncrl.launch.simulated import SimulatorFiles
 from asyncrl.learner.early_compile import (
     EarlyCompile,
     ObservationShapes,
@@ -57,8 +58,7 @@ from asyncrl.storage.run_folder import check_folder
 from asyncrl.storage.run_owner import RunIdentity, RunLock
 from asyncrl.weights.interface import NullPublisher, Publisher
 
-if TYPE_CHECKING:
-    from asyncrl.launch.simulated import SimulatorFiles
+MEETING_DEADLINE: Final = 600.0  # seconds for the learner ranks to meet
 
 
 class Models(NamedTuple):
@@ -178,9 +178,6 @@ def learner_offload(config: TrainConfig, update: Update) -> IdleOffload:
 
     models = [model for model in (update.policy, reference) if isinstance(model, nn.Module)]
     return offload_idle(models, trained, {update.device})
-
-
-MEETING_DEADLINE: Final = 600.0  # seconds for the learner ranks to meet
 
 
 def learner_group(

@@ -47,7 +47,10 @@ if TYPE_CHECKING:
 def check(config: TrainConfig, placement: Placement, hosts: Hosts, job: Job) -> None:
     """Check before anything starts that addresses are safe and free, and keys admit this run's processes."""
     server = server_keys(config.replay.keys)
-    for flag, endpoint in _listens(config):
+    given = (("--replay.listen", config.replay.listen), ("--weights.listen", config.weights.listen))
+    for flag, endpoint in given:
+        if not endpoint:
+            continue
         if hosts.several and endpoint.startswith(("ipc://", "tcp://127.", "tcp://localhost")):
             raise ConfigError(
                 f"{flag} is {endpoint}, which only {hosts.names[0]} itself can reach, but torchrun started "
@@ -82,12 +85,6 @@ def check(config: TrainConfig, placement: Placement, hosts: Hosts, job: Job) -> 
             f"--placement names no actor, and {config.replay.keys}/clients admits nobody but the learner, "
             f"so no actor could join. Make a key: asyncrl keys {config.replay.keys} --clients learner far"
         )
-
-
-def _listens(config: TrainConfig) -> list[tuple[str, str]]:
-    """Return the addresses that are set, with their flags."""
-    given = (("--replay.listen", config.replay.listen), ("--weights.listen", config.weights.listen))
-    return [(flag, endpoint) for flag, endpoint in given if endpoint]
 
 
 def with_addresses(config: TrainConfig, hosts: Hosts) -> Hosts:
