@@ -80,7 +80,7 @@ def test_what_the_replay_needs_and_is_no_file_ends_in_the_one_error(
     assert outside.read_text() == "mine"
 
 
-@pytest.mark.parametrize("name", ["index.log", "ledger.spare", "group-00000009.h5.tmp"])
+@pytest.mark.parametrize("name", ["ledger.spare", "group-00000009.h5.tmp"])
 @pytest.mark.parametrize("kind", ["pipe", "folder", "link"])
 def test_what_the_replay_can_do_without_keeps_nobody_from_going_on(
     name: str, kind: str, run_dir: Path

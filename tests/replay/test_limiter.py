@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -201,16 +200,6 @@ def test_a_resume_with_another_temperature_imagines_again_what_was_ready(tmp_pat
     assert grant.number == 0
 
 
-def test_the_grants_of_a_restarted_actor_are_given_up(tmp_path: Path) -> None:
-    replay = make_replay(tmp_path, make_limiter())
-    replay.hello("actor-0", "first life")
-    replay.grant("actor-0")
-    replay.hello("actor-0", "first life")
-    assert len(replay.state.limiter.open) == 1
-    replay.hello("actor-0", "second life")
-    assert not replay.state.limiter.open
-
-
 def test_lag_is_checked_at_admission_and_the_siblings_go_too(tmp_path: Path) -> None:
     replay = make_replay(tmp_path, make_limiter(max_lag=1))
     replay.grant("actor-0")
@@ -235,16 +224,7 @@ def test_lag_is_checked_when_a_batch_is_taken(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        {"group_size": 3},
-        {"member": 5},
-        {"task": "something else"},
-        {"group_id": "00000099"},
-        {"start_state": "a\0b"},
-        {"logprobs": np.full((2, 8, 7), 0.5, np.float32)},
-        {"end_reason": "gave up"},
-    ],
+    "change", [{"task": "something else"}, {"group_id": "00000099"}, {"start_state": "a\0b"}]
 )
 def test_an_inconsistent_episode_is_refused_and_counted(tmp_path: Path, change: dict[str, object]) -> None:
     replay = make_replay(tmp_path, make_limiter())

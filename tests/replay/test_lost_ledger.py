@@ -45,32 +45,25 @@ def begun(folder: Path) -> Checksum:
     return ledger
 
 
-def delete(path: Path) -> None:
-    path.unlink()
-
-
-def shorten(path: Path) -> None:
-    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:4]))
-
-
 def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[content.rindex(b'"used"') + 1] ^= 1
     path.write_bytes(content)
 
 
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-DAMAGE: list[Callable[[Path], None]] = [delete, shorten, flip, empty]
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "delete": lambda path: path.unlink(),
+    "shorten": lambda path: path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:4])),
+    "flip": flip,
+    "empty": lambda path: path.write_bytes(b""),
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_nothing_that_was_stored_before_is_used_again(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+def test_nothing_that_was_stored_before_is_used_again(tmp_path: Path, damage: str) -> None:
     ledger = begun(tmp_path)
     stored = sorted(path.name for path in tmp_path.glob("group-*.h5"))
-    damage(tmp_path / "ledger.log")
+    DAMAGE[damage](tmp_path / "ledger.log")
     said: list[str] = []
     replay = opened(tmp_path, ledger, said)
     assert not replay.state.limiter.ready
@@ -96,7 +89,7 @@ def test_nothing_that_was_stored_before_is_used_again(tmp_path: Path, damage: Ca
     assert batch is not None
     assert int(batch[0][0].group_id) == grant.number
     replay.close()
-    if damage is not flip:  # `verify` names the damaged line.
+    if damage != "flip":  # `verify` names the damaged line.
         assert Verify(path=tmp_path).run() == 0
 
 

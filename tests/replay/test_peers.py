@@ -56,7 +56,7 @@ class Run:
         return self.learner.status()[m.GROUPS_IN_FLIGHT]
 
 
-def test_a_visitor_is_told_the_settings_in_parts(tmp_path: Path, endpoint: str) -> None:
+def test_a_visitor_is_told_the_settings_however_long(tmp_path: Path, endpoint: str) -> None:
     with Run(tmp_path, endpoint) as run:
         assert ask_settings(endpoint, "far", None, 10.0) == SETTINGS
         assert "far" not in str(run.learner._ask_status(10.0)), "a visitor is nobody yet"

@@ -143,18 +143,6 @@ def test_a_kill_between_the_ledger_and_the_move_loses_no_file(
     assert 1 not in replay.state.limiter.ready
 
 
-def test_of_two_files_of_one_number_both_are_kept(tmp_path: Path) -> None:
-    store = EpisodeStore(tmp_path, group_size=2, max_bytes=10**9)
-    for temperature in (2.0, 3.0):
-        store.enter(store.write(1, pair(1, temperature=temperature)))
-        store.set_aside(1)
-    assert sorted(read_group_file(path).sampling.temperature for path in tmp_path.glob("set_aside/*")) == [
-        2.0,
-        3.0,
-    ]
-    assert store.total_bytes == 0
-
-
 def test_the_console_of_the_learner_says_it_once(tmp_path: Path, endpoint: str) -> None:
     plant(tmp_path, pair(1, **PICTURES))
     said: list[str] = []

@@ -7,6 +7,7 @@ import random
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,8 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import ReplayError
-from asyncrl.records import EndReason
+from asyncrl.records import EndReason, Episode
 from asyncrl.replay import group_file as group_files
-from asyncrl.replay.events import Ledger
 from asyncrl.replay.group_file import read_group, read_group_file
 from support import child_environment
 from support.episodes import assert_same, make_episode, simulated, with_chain
@@ -62,20 +62,20 @@ def test_the_sample_of_any_policy_comes_back_exactly(tmp_path: Path) -> None:
         )  # fmt: skip
 
 
-def test_action_tokens_are_stored_under_the_first_schema_version(tmp_path: Path) -> None:
-    with closing(open_store(tmp_path)) as store:
-        path = store.enter(store.write(0, group_of(0))).path
-    file: Any
-    with h5py.File(path, "r") as file:
-        assert file.attrs["schema_version"] == 1
-        assert file["tokens"].attrs["letters"] == b"N,8,7"
-        assert file["tokens"].attrs["unit"] == b"action bin"
+def of_a_simulator(episode: Episode) -> Episode:
+    steps = episode.rewards.size
+    return dataclasses.replace(episode, steps_taken=steps, video=episode.video[:steps])
 
 
-def test_a_group_of_different_samples_is_not_stored(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("changed", "said"), [(with_chain, "samples or log-probs"), (of_a_simulator, "others do not")]
+)
+def test_a_group_of_two_kinds_is_not_stored(
+    tmp_path: Path, changed: Callable[[Episode], Episode], said: str
+) -> None:
     one, other = group_of(0)
-    with closing(open_store(tmp_path)) as store, pytest.raises(ValueError, match="samples or log-probs"):
-        store.enter(store.write(0, [one, with_chain(other)]))
+    with closing(open_store(tmp_path)) as store, pytest.raises(ValueError, match=said):
+        store.write(0, [one, changed(other)])
     assert not list(tmp_path.glob("group-*"))
 
 
@@ -98,6 +98,9 @@ def test_any_hdf5_tool_reads_a_file_without_our_types(tmp_path: Path) -> None:
     file: Any
     with h5py.File(path, "r") as file:
         assert file.attrs["format"] == b"asyncrl-replay"
+        assert file.attrs["schema_version"] == 1, "of action tokens"
+        assert file["tokens"].attrs["letters"] == b"N,8,7"
+        assert file["tokens"].attrs["unit"] == b"action bin"
         assert file["frames"].shape == (3, 4, 4, 3)
         assert file["final_frame"].shape == (2, 4, 4, 3)
         assert file["frames"].attrs["letters"] == b"N,H,W,3"
@@ -191,22 +194,6 @@ def test_another_version_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         read_group_file(path)
 
 
-def test_a_torn_last_line_of_the_ledger_is_forgotten(tmp_path: Path) -> None:
-    warnings: list[str] = []
-    ledger = Ledger(tmp_path / "ledger.log", warnings.append)
-    ledger.append(used=[1, 2], request="", version=0)
-    ledger.append(refused="dropped_lag")
-    ledger.close()
-    with (tmp_path / "ledger.log").open("ab") as file:
-        file.write(b'{"used":[3')
-    ledger = Ledger(tmp_path / "ledger.log", warnings.append)
-    ledger.append(refused="dropped_invalid")
-    ledger.close()
-    entries = Ledger(tmp_path / "ledger.log", warnings.append).read()
-    assert [list(entry) for entry in entries] == [["used", "request", "version"], ["refused"], ["refused"]]
-    assert not warnings
-
-
 WRITER = """
 import sys
 from pathlib import Path
@@ -281,13 +268,3 @@ def test_a_file_with_worlds_and_weights_of_an_earlier_version_is_read_without_th
     for member, one in enumerate(loaded):
         made = make_episode(3, member, versions=(3, 3), success=True)
         assert_same(one, dataclasses.replace(made, world_version=2))
-
-
-def test_a_group_that_mixes_simulator_and_world_model_is_not_stored(tmp_path: Path) -> None:
-    one, other = group_of(0)
-    steps = other.rewards.size
-    with closing(open_store(tmp_path)) as store, pytest.raises(ValueError, match="others do not"):
-        store.enter(
-            store.write(0, [one, dataclasses.replace(other, steps_taken=steps, video=other.video[:steps])])
-        )
-    assert not list(tmp_path.glob("group-*"))

@@ -22,20 +22,9 @@ def test_list_shows_one_aligned_row_per_episode(run_dir: Path, capsys: pytest.Ca
     assert run_inspection(["list", str(run_dir)]) == 0
     lines = capsys.readouterr().out.splitlines()
     bowl, drawer = ["put", "the", "red", "cube", "into", "the", "bowl"], ["open", "the", "drawer"]
-    assert [line.split() for line in lines] == [
-        [
-            "episode",
-            "group",
-            "member",
-            "task",
-            "success",
-            "steps",
-            "versions",
-            "lag",
-            "world",
-            "group",
-            "was",
-        ],
+    titles = "episode group member task success steps versions lag world group was"
+    assert " ".join(lines[0].split()) == titles
+    assert [line.split() for line in lines[1:]] == [
         ["012300000000", "0", "0", *bowl, "yes", "12", "0..1", "2", "3", "used"],
         ["012411111111", "0", "1", *bowl, "no", "16", "0..1", "2", "3", "used"],
         ["aaaaaaaaaaaa", "1", "0", *bowl, "no", "16", "1..2", "-", "3", "filtered"],
