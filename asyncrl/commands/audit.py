@@ -19,7 +19,7 @@ from asyncrl.config.run import TrainConfig
 from asyncrl.config.sections import ActorSettings, ImaginationSettings, SuccessFrames
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation.evaluate import refuse_foreign_tasks
-from asyncrl.simulators.rollout import evaluation_plays, evaluation_seeds
+from asyncrl.simulators.rollout import SEEDS_PER_EVALUATION, evaluation_plays
 
 if TYPE_CHECKING:
     import torch
@@ -65,7 +65,7 @@ class AuditConfig(HeldOutConfig):
     """Probability of a frame that is a success."""
     success_frames: SuccessFrames = 1
     """Such frames in a row for a success; last: a decision's last frame must be one."""
-    episodes: Annotated[int, AtLeast(0, "it counts episodes.", "Use 128.", highest=1_000_000)] = 0
+    episodes: Annotated[int, AtLeast(0, "it counts episodes.", "Use 128.", SEEDS_PER_EVALUATION)] = 0
     """Episodes, where starts are seeds; 0: 128."""
     rows: Annotated[int, AtLeast(1, "a pass has a row.", "Use 16.", highest=65536)] = 16
     """Episodes imagined together; filled up with copies: so results do not depend on --workers."""
@@ -90,7 +90,6 @@ def main(arguments: list[str]) -> int:
     from asyncrl.evaluation.audit import Audit, table
 
     config, run = _parse(arguments)
-    evaluation_seeds(config.seed, config.episodes or EPISODES)
     check_json(config.json)
     versions = _versions(config)
     audited = _audit_all(config, run, versions)

@@ -24,7 +24,7 @@ from asyncrl.evaluation.evaluate import (
     refuse_foreign_tasks,
 )
 from asyncrl.simulators.interface import Demonstrator
-from asyncrl.simulators.rollout import EPISODES, evaluation_plays, evaluation_seeds
+from asyncrl.simulators.rollout import EPISODES, SEEDS_PER_EVALUATION, evaluation_plays
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -102,7 +102,7 @@ class EvaluateConfig(HeldOutConfig):
     checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[POLICY]")] = ""
     """Run folder (its newest checkpoint), checkpoint, policy folder, or 'tabletop' (the shipped policy); of a
     class of your own: package.module:Class@FOLDER; 'expert': the simulator's scripted expert."""
-    episodes: Annotated[int, AtLeast(0, "it counts episodes.", "Use 256.", highest=1_000_000)] = 0
+    episodes: Annotated[int, AtLeast(0, "it counts episodes.", "Use 256.", SEEDS_PER_EVALUATION)] = 0
     """Episodes, where starts are seeds; 0: 256."""
     repeats: Annotated[int, AtLeast(1, "each start is played.", "Use 1.", highest=10_000)] = 1
     """How often each start is played; a policy that samples decides differently each time."""
@@ -146,7 +146,6 @@ HELP: Final = ShortHelp(
 def main(arguments: list[str]) -> int:
     """Evaluate and print a table."""
     config, run = _parse(arguments)
-    evaluation_seeds(config.seed, config.episodes or EPISODES)
     registry.resolve("simulator", config.simulator)
     check_json(config.json)
     for flag, folder in (("--movies", config.movies), ("--tensorboard", config.tensorboard)):

@@ -203,9 +203,9 @@ class Flaws:
     def __init__(self, settings: Demonstrator, rng: np.random.Generator) -> None:
         self._rng = rng
         self._noise = float(rng.uniform(*settings.noise))
-        self.grasp = np.asarray(settings.offset) + rng.normal(0.0, 1.0, 2) * settings.spread  # [2] m (x, y).
-        self.place = np.asarray(settings.place_offset) + rng.normal(0.0, 1.0, 2) * settings.place_spread
-        """``[2]`` metres (x, y) by which the set-down misses."""
+        # [3] metres (x, y, and 0 upwards) by which the grasp and the set-down miss.
+        self.grasp = np.append(settings.offset + rng.normal(0.0, 1.0, 2) * settings.spread, 0.0)
+        self.place = np.append(settings.place_offset + rng.normal(0.0, 1.0, 2) * settings.place_spread, 0.0)
         self.retry = settings.retry
 
     def noise(self) -> NDArray[np.float64]:

@@ -19,7 +19,7 @@ from asyncrl.simulators.vector_env import VectorEnvSimulator
 from support.pages import DOT, files_of, write_files
 
 gym = pytest.importorskip("gymnasium", reason="gymnasium comes with the extras libero and maniskill")
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorWrapper  # noqa: E402
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorWrapper  # noqa: E402
 
 MODES = [mode.name for mode in AutoresetMode]
 PICTURE = gym.spaces.Box(0, 255, (8, 8, 3), np.uint8)
@@ -27,9 +27,19 @@ BOX = gym.spaces.Box(-1, 1, (3,), np.float32)
 TWO = gym.spaces.Dict(a=PICTURE, b=PICTURE)
 
 
+IN_PROCESSES = """
+from my_lab import dot
+
+def make(places, image_size, mode):
+    dot.SyncVectorEnv = dot.gym.vector.AsyncVectorEnv
+    return dot.make(places, image_size, mode=mode)
+"""
+
+
 @pytest.fixture
 def my_lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.syspath_prepend(write_files("own_environment.md", tmp_path))
+    (tmp_path / "my_lab" / "many.py").write_text(IN_PROCESSES)
     yield tmp_path
     for name in [name for name in sys.modules if name.partition(".")[0] == "my_lab"]:
         del sys.modules[name]
@@ -103,35 +113,14 @@ def play_alone(seed: int) -> list[tuple[Any, ...]]:
 
     env = Dot(32)
     observation, _ = env.reset(seed=seed)
-    rows: list[tuple[Any, ...]] = [(observation["camera"].tobytes(), observation["position"].tolist())]
+    rows: list[tuple[Any, ...]] = [(observation["camera"], observation["position"], 0.0, False, False, False)]
     for number, chosen in enumerate(actions_of(seed), start=1):
         observation, reward, terminated, _, info = env.step(chosen)
         ends = (terminated, number == 24 and not terminated)
-        seen = (observation["camera"].tobytes(), observation["position"].tolist())
-        rows.append((*seen, pytest.approx(reward, abs=1e-6), info["success"], *ends))
+        rows.append((observation["camera"], observation["position"], reward, info["success"], *ends))
         if any(ends):
             break
     return rows
-
-
-def play_all(made: Any, seeds: list[int]) -> dict[int, list[tuple[Any, ...]]]:
-    """Play an episode of each seed, in whichever place is free."""
-    waiting, playing, played = list(seeds), {}, {}
-    while waiting or playing:
-        for place in [place for place in range(made.spec.places) if place not in playing and waiting]:
-            seed = playing[place] = waiting.pop(0)
-            seen = made.reset([place], [random_start(made.spec, seed)])
-            played[seed] = [(seen.images[0, 0].tobytes(), seen.states[0].tolist())]
-        places = sorted(playing)
-        chosen = np.array([actions_of(playing[p])[len(played[playing[p]]) - 1] for p in places])
-        stepped = made.step(places, chosen, draw=True)
-        for row, place in enumerate(places):
-            flags = (bool(x[row]) for x in (stepped.success, stepped.terminated, stepped.truncated))
-            seen = (stepped.seen.images[row, 0].tobytes(), stepped.seen.states[row].tolist())
-            played[playing[place]].append((*seen, float(stepped.rewards[row]), *flags))
-            if stepped.terminated[row] or stepped.truncated[row]:
-                del playing[place]
-    return played
 
 
 def test_the_example_is_short() -> None:
@@ -139,33 +128,34 @@ def test_the_example_is_short() -> None:
     assert len([line for line in text.splitlines() if line]) <= 45
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_every_mode_gives_the_episodes_of_the_environment_alone(mode: str, my_lab: Path) -> None:
-    source = SimulatorSource(name=DOT, settings=(f"mode={mode}",), places=3)
-    made, seeds = source.build(), [4, 1, 0, 3, 12, 5, 8, 7]
-    try:
-        assert (made.spec.places, made.spec.lockstep, made.spec.image_size) == (3, True, 32)
-        assert (made.spec.action_dim, made.spec.state_dim, made.spec.reward) == (2, 2, "dense")
-        played = play_all(made, seeds)
-    finally:
-        made.close()
-        made.close()
-    assert played == {seed: play_alone(seed) for seed in seeds}
-    ends = [rows[-1][-2:] for rows in played.values()]
-    assert (True, False) in ends, "an episode leaves the picture"
-    assert (False, True) in ends, "an episode is truncated"
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("mode", "name", "workers"),
+    [*((mode, name, 0) for mode in MODES for name in (DOT, "my_lab.many:make")), ("SAME_STEP", DOT, 2)],
+)
+def test_every_mode_gives_the_episodes_of_the_environment_alone(
+    mode: str, name: str, workers: int, my_lab: Path
+) -> None:
+    def act(shown: Observations) -> list[np.ndarray]:
+        made = zip(shown.plays, shown.decisions, strict=True)
+        return [actions_of(play.start.seed)[8 * done : 8 * done + 8] for play, done in made]
 
-
-@pytest.mark.parametrize("mode", MODES)
-def test_environments_in_processes_are_the_same(mode: str, my_lab: Path) -> None:
-    from my_lab.dot import Dot
-
-    env = AsyncVectorEnv([lambda: Dot(32)] * 2, autoreset_mode=AutoresetMode[mode])
-    made = VectorEnvSimulator(env, task="push the dot", state_key="position", max_steps=24)
-    try:
-        assert play_all(made, [4, 0, 1]) == {seed: play_alone(seed) for seed in (4, 0, 1)}
-    finally:
-        made.close()
+    seeds = [4, 1, 0, 3, 12, 5, 8, 7]
+    with SimulatorPool(SimulatorSource(name=name, settings=(f"mode={mode}",), places=3), workers) as pool:
+        spec = pool.spec
+        assert (spec.places, spec.lockstep, spec.image_size) == (3, True, 32)
+        assert (spec.action_dim, spec.state_dim, spec.reward) == (2, 2, "dense")
+        plays = [Play(start=random_start(spec, seed)) for seed in seeds]
+        played = {e.seed: e for e in rollout(pool, act, plays, keep_frames=True, extra_decisions=99)}
+    for seed in seeds:
+        frames, states, rewards, success, terminated, truncated = zip(*play_alone(seed), strict=True)
+        np.testing.assert_array_equal(played[seed].frames, frames)
+        np.testing.assert_array_equal(played[seed].states, states)
+        np.testing.assert_allclose(played[seed].rewards, rewards, atol=1e-6)
+        assert played[seed].success.tolist() == list(success)
+        assert (played[seed].terminated, played[seed].truncated) == (terminated[-1], truncated[-1])
+    ends = {(episode.terminated, episode.truncated) for episode in played.values()}
+    assert ends == {(True, False), (False, True)}, "some leave the picture, some are truncated"
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -261,24 +251,6 @@ def test_a_registered_environment_says_its_own_name_and_length() -> None:
             assert (spec.name, spec.max_steps) == ("lab_Counter-v3", 4)
     finally:
         del gym.registry["lab/Counter-v3"]
-
-
-@pytest.mark.multiprocess
-@pytest.mark.parametrize(("mode", "workers"), [*((mode, 0) for mode in MODES), ("SAME_STEP", 2)])
-def test_a_pool_plays_the_same_episodes(mode: str, workers: int, my_lab: Path) -> None:
-    def act(shown: Observations) -> list[np.ndarray]:
-        made = zip(shown.plays, shown.decisions, strict=True)
-        return [actions_of(play.start.seed)[8 * done : 8 * done + 8] for play, done in made]
-
-    source, seeds = SimulatorSource(name=DOT, settings=(f"mode={mode}",), places=2), [4, 1, 0, 3, 12, 5]
-    with SimulatorPool(source, workers) as pool:
-        assert pool.slots == 2 * max(workers, 1)
-        plays = [Play(start=random_start(pool.spec, seed)) for seed in seeds]
-        played = {e.seed: e for e in rollout(pool, act, plays, extra_decisions=99)}
-    for seed in seeds:
-        rows = play_alone(seed)[1:]
-        assert played[seed].rewards[1:].tolist() == [row[2] for row in rows]
-        assert (played[seed].terminated, played[seed].truncated) == rows[-1][-2:]
 
 
 class IgnoresMask(VectorWrapper):

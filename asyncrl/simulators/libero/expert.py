@@ -72,7 +72,6 @@ class Expert:
 
     def __init__(self, scene: Scene, plan: MovePlan, flaws: Flaws) -> None:
         self._scene, self._plan, self._flaws = scene, plan, flaws
-        self._miss, self._misplace = np.append(flaws.grasp, 0.0), np.append(flaws.place, 0.0)
         self._tries = 0
         self._angles = self._in_order(plan.grasp)
         self._start_height = float(scene.hand()[0][2])
@@ -138,20 +137,20 @@ class Expert:
         item, goal = self._scene.position(self._plan.item), self._scene.position(self._plan.goal)
         phase = self._phase
         if phase is Phase.REACH:
-            grip = item + self._grip_offset + self._miss
+            grip = item + self._grip_offset + self._flaws.grasp
             away = float(np.linalg.norm((grip - hand)[:2]))
             turned = float(np.linalg.norm(rotation_between(axes, self._wanted)))
             height = self._travel if away > 0.05 else grip[2] + _CLEARANCE
             return np.array([*grip[:2], height]), away < 0.012 and turned < 0.12
         if phase is Phase.SINK:
-            grip = item + self._grip_offset + self._miss
+            grip = item + self._grip_offset + self._flaws.grasp
             return grip, float(np.linalg.norm(grip - hand)) < 0.008
         if phase is Phase.GRASP:
             return self._from, self._steps >= _CLOSING_STEPS
         if phase is Phase.LIFT:
             height = max(self._from[2] + 0.1, goal[2] + self._plan.over)
             return np.array([*self._from[:2], height]), abs(height - hand[2]) < 0.03
-        put = goal + self._misplace
+        put = goal + self._flaws.place
         if phase is Phase.CARRY:
             way = put - item
             return np.array([*(hand + way)[:2], self._from[2]]), float(np.linalg.norm(way[:2])) < 0.018

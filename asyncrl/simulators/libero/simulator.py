@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Final, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -226,36 +226,12 @@ class LiberoSuite(OneByOne[LiberoPlace]):
         return self.places[place].expert(Flaws(settings, rng)).act
 
 
-class LiberoSpatial(LiberoSuite):
-    """Ten tasks: the same bowl in ten places, to be put on the plate."""
-
-    suite = "libero_spatial"
-    official_horizon = 220
+def _suite(name: str, horizon: int) -> type[LiberoSuite]:
+    return cast("type[LiberoSuite]", type(name, (LiberoSuite,), {"suite": name, "official_horizon": horizon}))
 
 
-class LiberoObject(LiberoSuite):
-    """Ten tasks: ten groceries, to be put into the basket."""
-
-    suite = "libero_object"
-    official_horizon = 280
-
-
-class LiberoGoal(LiberoSuite):
-    """Ten tasks: ten goals in one scene."""
-
-    suite = "libero_goal"
-    official_horizon = 300
-
-
-class Libero10(LiberoSuite):
-    """Ten long tasks, most of them of two parts."""
-
-    suite = "libero_10"
-    official_horizon = 520
-
-
-class Libero90(LiberoSuite):
-    """Ninety short tasks."""
-
-    suite = "libero_90"
-    official_horizon = 400
+LiberoSpatial = _suite("libero_spatial", 220)  # The same bowl in ten places, to be put on the plate.
+LiberoObject = _suite("libero_object", 280)  # Ten groceries, to be put into the basket.
+LiberoGoal = _suite("libero_goal", 300)  # Ten goals in one scene.
+Libero10 = _suite("libero_10", 520)  # Ten long tasks, most of them of two parts.
+Libero90 = _suite("libero_90", 400)  # Ninety short tasks.

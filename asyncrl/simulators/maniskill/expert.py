@@ -111,7 +111,6 @@ class PickExpert:
         self, scene: SceneView, cube: str, goal: Callable[[], Array], *, stack: bool, flaws: Flaws
     ) -> None:
         self._scene, self._cube, self._goal, self._stack, self._flaws = scene, cube, goal, stack, flaws
-        self._miss, self._misplace = np.append(flaws.grasp, 0.0), np.append(flaws.place, 0.0)
         self._begin(_Phase.REACH)
 
     def __call__(self) -> Array:
@@ -145,7 +144,7 @@ class PickExpert:
         elif self._phase is _Phase.LIFT and (abs(self._goal()[2] + LIFT - scene.tool[2]) < 0.02 or late):
             self._begin(_Phase.CARRY)
         elif self._phase is _Phase.CARRY:
-            allowed = _MISSED + float(np.linalg.norm(self._miss))
+            allowed = _MISSED + float(np.linalg.norm(self._flaws.grasp))
             missed = np.linalg.norm(scene.position(self._cube) - scene.tool) > allowed
             if missed and self._flaws.retry:
                 self._begin(_Phase.REACH)
@@ -153,10 +152,10 @@ class PickExpert:
                 self._begin(_Phase.RELEASE)
 
     def _grasp_point(self) -> Array:
-        return self._scene.position(self._cube) + self._miss
+        return self._scene.position(self._cube) + self._flaws.grasp
 
     def _left(self) -> Array:
-        return self._goal() + self._misplace - self._scene.position(self._cube)
+        return self._goal() + self._flaws.place - self._scene.position(self._cube)
 
     def _carry(self) -> Array:
         """Return the cube's next way ``[3]``: onto another one only from straight above."""
@@ -186,22 +185,21 @@ class PushExpert:
 
     def __init__(self, scene: SceneView, flaws: Flaws) -> None:
         self._scene, self._flaws, self._behind, self._steps = scene, flaws, False, 0
-        self._miss, self._misplace = np.append(flaws.grasp, 0.0), np.append(flaws.place, 0.0)
 
     def __call__(self) -> Array:
         """Choose the next action ``[7]``."""
         tool, cube = self._scene.tool, self._scene.position("obj")
-        start = cube + self._miss - [BEHIND, 0, 0]
+        start = cube + self._flaws.grasp - [BEHIND, 0, 0]
         self._steps += 1
         if not self._behind:
             self._behind = bool(np.linalg.norm(start - tool) < 0.015) or self._steps > _PATIENCE
-        missed = abs(cube[1] - tool[1]) > _MISSED + abs(self._miss[1])
+        missed = abs(cube[1] - tool[1]) > _MISSED + abs(self._flaws.grasp[1])
         if missed and self._behind and self._flaws.retry:
             self._behind, self._steps = False, 0
         target = start
         if self._behind:
-            goal = self._scene.position("goal_region") + self._misplace
-            target = np.array([goal[0], cube[1] + self._miss[1], cube[2]])
+            goal = self._scene.position("goal_region") + self._flaws.place
+            target = np.array([goal[0], cube[1] + self._flaws.grasp[1], cube[2]])
         return _noisy(self._flaws, [*_motion(target - tool, TRANSLATION), 0, 0, 0], CLOSE)
 
 

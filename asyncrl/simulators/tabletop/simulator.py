@@ -116,11 +116,11 @@ class TableExpert:
 
     def _grasp_point(self) -> NDArray[np.float64]:
         cube = self._table.cube_position(self._table.cube)
-        return np.array([*(cube[:2] + self._flaws.grasp), cube[2] - CUBE_HALF + _GRASP_HEIGHT])
+        return np.array([*(cube[:2] + self._flaws.grasp[:2]), cube[2] - CUBE_HALF + _GRASP_HEIGHT])
 
     def _put_point(self) -> NDArray[np.float64]:
         plate = self._table.plate_position(self._table.plate)
-        return np.array([*(plate[:2] + self._flaws.place), PLATE_HEIGHT + CUBE_HALF + 0.003])
+        return np.array([*(plate[:2] + self._flaws.place[:2]), PLATE_HEIGHT + CUBE_HALF + 0.003])
 
     def _cargo(self) -> NDArray[np.float64]:
         table = self._table
