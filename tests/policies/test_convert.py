@@ -351,6 +351,10 @@ def test_shards_and_their_index_must_agree(tmp_path: Path) -> None:
         (tmp_path / "p" / INDEX).write_text(json.dumps({"weight_map": weight_map}))
         with pytest.raises(CheckpointError, match=said):
             load_policy(tmp_path / "p")
+    (tmp_path / "p" / INDEX).write_text(json.dumps({"weight_map": listed}))
+    (tmp_path / "p" / file).unlink()
+    with pytest.raises(CheckpointError, match=f"{file} is missing"):
+        load_policy(tmp_path / "p")
 
 
 # --- our own folder in shards -------------------------------------------------
@@ -510,13 +514,6 @@ def test_two_proprioception_projectors_are_one_too_many(tmp_path: Path) -> None:
         open_folder(source)
 
 
-FIELDS = {field.name for field in dataclasses.fields(OpenVLAOFTConfig)}
-whole_config = pytest.mark.skipif(
-    not {"proprio_dim", "images", "decoding", "image_pipeline"} <= FIELDS,
-    reason="the policy's configuration knows one picture, no proprioception and one way to decode",
-)
-
-
 def with_proprio_statistics(folder: Path) -> Path:
     source = write_published(folder, published_tensors(), config=CONFIG)
     action = {"q01": [-0.5] * 7, "q99": [0.9] * 7, "mask": [True] * 6 + [False]}
@@ -525,7 +522,6 @@ def with_proprio_statistics(folder: Path) -> Path:
     return source
 
 
-@whole_config
 def test_proprioception_and_the_official_conventions_come_in_and_go_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -553,7 +549,6 @@ def test_proprioception_and_the_official_conventions_come_in_and_go_out(
     assert load_policy(tmp_path / "without").config.to_json()["proprio_dim"] == 0
 
 
-@whole_config
 def test_an_autoregressive_policy_comes_in_and_goes_out(tmp_path: Path) -> None:
     source = with_proprio_statistics(tmp_path / "in")
     choices = PublishedOptions(convention="oft", decoding="autoregressive")

@@ -17,7 +17,7 @@ from asyncrl.learner.advantages import group_relative_advantages
 from asyncrl.rewards.files import RewardConfig, open_reward
 from asyncrl.rewards.interface import deciding_step
 from asyncrl.rewards.libero_tasks import GROUPS, LONG_GROUPS, SUITES
-from asyncrl.rewards.resnet import GroupedReward, ResNetReward, RewardNetwork, save_reward
+from asyncrl.rewards.resnet import GroupedReward, ResNetReward, RewardNetwork
 from support.pth import write_pth
 
 LONG = SUITES["libero_10"]
@@ -219,16 +219,6 @@ def test_a_file_that_runs_code_is_refused_and_runs_nothing(tmp_path: Path) -> No
     with pytest.raises(CheckpointError, match="was not read"):
         open_reward(tmp_path)
     assert not (tmp_path / "ran").exists()
-
-
-def test_evacs_network_is_saved_and_read_again(tmp_path: Path) -> None:
-    write_pth(tmp_path / "reward.pth", random_tensors(4, normed=True))
-    loaded = ResNetReward.load(tmp_path, CPU, ())
-    save_reward(tmp_path / "ours", loaded)
-    again = ResNetReward.load(tmp_path / "ours", CPU, ())
-    assert (again.config, again.rounded) == (loaded.config, False)
-    frames = some_frames(1)
-    assert torch.equal(again.score(frames, [""]), loaded.score(frames, [""]))
 
 
 # ---- LIBERO-Long ---------------------------------------------------------------------------------

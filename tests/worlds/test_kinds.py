@@ -17,16 +17,8 @@ from asyncrl.errors import AsyncRLError, CheckpointError, ConfigError
 from asyncrl.launch.named_models import named_policy, named_world
 from asyncrl.worlds import files as kinds
 from asyncrl.worlds.evac import files as evac
-from asyncrl.worlds.evac.world import EvacWorld
-from asyncrl.worlds.evac.world import save_world as save_evac
-from asyncrl.worlds.opensora.world import save_world as save_opensora
-from asyncrl.worlds.wan.transformer import ActionWanTransformer, TransformerConfig
-from asyncrl.worlds.wan.vae import VaeConfig, WanVae
-from asyncrl.worlds.wan.world import WanWorld
-from asyncrl.worlds.wan.world import save_world as save_wan
 from support import fourth_kind
-from support.evac import tiny_config, tiny_networks
-from support.opensora import nano_world
+from support.tiny_models import WORLDS
 
 TITLES = {"wan": "Wan", "opensora": "OpenSora", "evac": "EVAC"}
 
@@ -58,17 +50,6 @@ PUBLISHED: dict[str, Callable[[Path], Path]] = {
     "opensora": write_opensora,
     "evac": write_evac,
 }
-
-
-def save_ours(kind: str, folder: Path) -> Path:
-    if kind == "wan":
-        size = TransformerConfig(heads=1, head_dim=24, layers=1, ffn_dim=8, channels=32, patch=1, freq_dim=8)
-        save_wan(folder, WanWorld(ActionWanTransformer(size), WanVae(VaeConfig.tiny()), image_size=64))
-    elif kind == "opensora":
-        save_opensora(folder, nano_world())
-    else:
-        save_evac(folder, EvacWorld(tiny_networks(tiny_config()), tiny_config()))
-    return folder
 
 
 def test_the_table_has_the_built_in_worlds() -> None:
@@ -129,7 +110,7 @@ def test_a_world_given_as_policy_is_refused_as_what_it_is(
     if source == "published":
         PUBLISHED[kind](folder)
     else:
-        save_ours(kind, folder)
+        WORLDS[kind](folder)
     if looks == "like a policy":
         (folder / "config.json").write_text("{}")
         write_tensors(folder, ("a.weight",), "model.safetensors")
@@ -182,7 +163,8 @@ def test_a_fourth_kind_is_one_entry_of_one_table(tmp_path: Path, monkeypatch: py
 def test_what_a_kind_cannot_do_is_refused_with_the_flag_and_the_alternative(
     tmp_path: Path, kind: str, settings: dict[str, Any], own: dict[str, Any], words: str
 ) -> None:
-    folder, world = save_ours(kind, tmp_path / "world"), registry.resolve("world", kind)
+    folder, world = tmp_path / "world", registry.resolve("world", kind)
+    WORLDS[kind](folder)
     for call in (
         lambda: world.check(folder, ImaginationSettings(**settings), **own),
         lambda: world.load(folder, torch.device("cpu"), ImaginationSettings(**settings), **own),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -120,21 +119,6 @@ def test_wan_draws_the_very_frames_of_slots_that_are_opened_each_for_itself(memo
         frames, shared = world.imagine(shared, actions, range(slots))
         expected, apart = world.imagine(apart, actions, range(slots))
         assert torch.equal(frames, expected), decision
-
-
-@pytest.mark.parametrize(
-    "build", [nano_world, lambda: EvacWorld(tiny_networks(TINY), TINY), lambda: wan("frames")]
-)
-def test_a_slot_is_what_it_would_be_alone(build: Callable[[], Any]) -> None:
-    world = build()
-    states = beginnings(world.image_size)
-    actions = some_actions(len(states))
-    opened = world.start(states, decisions=1)
-    frames, _ = world.imagine(opened, actions, range(7))
-    for row, state in enumerate(states):
-        alone = world.start([state], decisions=1)
-        expected, _ = world.imagine(alone, actions[row : row + 1], [row])
-        assert (frames[row].int() - expected[0].int()).abs().max() <= 1
 
 
 TINY = tiny_config()

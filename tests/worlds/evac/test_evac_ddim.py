@@ -96,20 +96,6 @@ def test_without_rescaled_signal_it_is_the_sampler_of_diffusers(monkeypatch: pyt
         torch.testing.assert_close(x, expected, atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("eta", [0.0, 1.0])
-def test_a_perfect_network_is_led_to_the_truth(eta: float) -> None:
-    """Fed the velocity of a known signal at every level, the sampler ends at that signal."""
-    truth, x = 0.8, 1.3
-    rng = np.random.default_rng(1)
-    for step in sampling_steps(50, eta):
-        share, scale = signal_shares()[step.time], signal_scales()[step.time]
-        noise = (x - math.sqrt(share) * scale * truth) / math.sqrt(1 - share)
-        v = math.sqrt(share) * noise - math.sqrt(1 - share) * scale * truth
-        x = step.x_factor * x + step.v_factor * v + step.fresh * rng.normal()
-    # Level 0 has a little noise left.
-    assert x == pytest.approx(truth, abs=5 * math.sqrt(1 - signal_shares()[0]))
-
-
 def test_guidance_follows_the_formula() -> None:
     generator = torch.Generator().manual_seed(0)
     told, untold = torch.randn(2, 3, 4, 5, generator=generator), torch.randn(2, 3, 4, 5, generator=generator)

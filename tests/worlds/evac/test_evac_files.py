@@ -262,36 +262,23 @@ KEYS = [
     "image_proj_model.norm_out.weight",
     "embedder.model.visual.transformer.resblocks.1.attn.in_proj_weight",
 ]
+SIZES = ["latents", "proj_in.weight"]  # Sizes are read from them.
+ODD = [f"{prefix}odd.weight" for prefix in list(PREFIXES.values())[:-1]] + ["model_ema.decay"]
+WRONG: list[tuple[str, Tensor | None, str]] = [
+    *((key, None, f"lacks tensor {key} of shape") for key in KEYS),
+    *((f"cond_stage_model.{key}", None, f"lacks tensor cond_stage_model.{key}") for key in SIZES),
+    *((key, torch.zeros(3, 5), rf"tensor {key} has shape \[3, 5\], the model needs") for key in KEYS),
+    *((key, torch.zeros(2), f"holds {key}, which the model has no use for") for key in ODD),
+]
 
 
-@pytest.mark.parametrize("key", KEYS)
-def test_a_missing_key_is_named(tmp_path: Path, small: EvacNetworks, key: str) -> None:
-    folder = published_folder(tmp_path, small, **{key: None})
-    with pytest.raises(CheckpointError, match=f"lacks tensor {key} of shape"):
+@pytest.mark.parametrize(("key", "tensor", "words"), WRONG)
+def test_a_tensor_that_is_missing_misshapen_or_unknown_is_named(
+    tmp_path: Path, small: EvacNetworks, key: str, tensor: Tensor | None, words: str
+) -> None:
+    folder = published_folder(tmp_path, small, **{key: tensor})
+    with pytest.raises(CheckpointError, match=words):
         EvacWorld.check(folder, SETTINGS)
-
-
-@pytest.mark.parametrize("key", KEYS)
-def test_a_key_of_another_shape_is_named(tmp_path: Path, small: EvacNetworks, key: str) -> None:
-    folder = published_folder(tmp_path, small, **{key: torch.zeros(3, 5)})
-    with pytest.raises(CheckpointError, match=rf"tensor {key} has shape \[3, 5\], the model needs"):
-        EvacWorld.check(folder, SETTINGS)
-
-
-@pytest.mark.parametrize(
-    "key", [f"{prefix}odd.weight" for prefix in list(PREFIXES.values())[:-1]] + ["model_ema.decay"]
-)
-def test_a_key_too_many_is_named(tmp_path: Path, small: EvacNetworks, key: str) -> None:
-    folder = published_folder(tmp_path, small, **{key: torch.zeros(2)})
-    with pytest.raises(CheckpointError, match=f"holds {key}, which the model has no use for"):
-        EvacWorld.check(folder, SETTINGS)
-
-
-@pytest.mark.parametrize("key", ["latents", "proj_in.weight"])
-def test_a_key_that_sizes_are_read_from_is_named_too(tmp_path: Path, small: EvacNetworks, key: str) -> None:
-    folder = published_folder(tmp_path, small, **{f"cond_stage_model.{key}": None})
-    with pytest.raises(CheckpointError, match=f"lacks tensor cond_stage_model.{key}"):
-        open_evac(folder)
 
 
 def test_a_checkpoint_for_chunks_of_16_is_refused_by_its_tensor(tmp_path: Path) -> None:

@@ -38,40 +38,9 @@ def test_the_memory_is_spread_over_the_episode_and_ends_with_the_last_frame(reme
     assert memory_index(torch.tensor(counts), remembered).tolist() == expected
 
 
-def test_memory_comes_with_the_poses_there_and_before() -> None:
-    state = some_state(3)
-    latents, poses, before = state.remembered(4)
-    for row in range(3):
-        count = int(state.count[row])
-        for place, frame in enumerate(memory_index(state.count, 4)[row].tolist()):
-            assert torch.equal(latents[row, place], state.history[row, frame])
-            assert torch.equal(poses[row, place], state.poses[row, frame])
-            assert torch.equal(before[row, place], state.poses[row, max(frame - 1, 0)])
-        assert torch.equal(poses[row, -1], state.poses[row, count - 1])
-
-
 def test_states_for_other_numbers_of_decisions_do_not_mix() -> None:
     with pytest.raises(ConfigError, match=r"room for 25 frames .* room for 17"):
         some_state(2).write_rows([0], some_state(1, room=25))
-
-
-def test_new_frames_stand_behind_those_there_are() -> None:
-    state = some_state(3)
-    before = {name: tensor.clone() for name, tensor in tensors(state).items()}
-    g = torch.Generator().manual_seed(9)
-    latents, poses = torch.randn(3, 8, 4, 2, 2, generator=g), torch.randn(3, 8, 8, generator=g)
-    after = state.extended(latents, poses, torch.tensor([True, False, True]))
-    for name, tensor in tensors(state).items():
-        assert torch.equal(tensor, before[name])
-    for row in range(3):
-        count = int(state.count[row])
-        assert torch.equal(after.history[row, :count], state.history[row, :count])
-        assert torch.equal(after.history[row, count : count + 8], latents[row])
-        assert torch.equal(after.poses[row, count : count + 8], poses[row])
-    assert after.count.tolist() == [n + 8 for n in state.count.tolist()]
-    assert torch.equal(after.left, state.left - 1)
-    assert after.finite.tolist() == [bool(a) and b for a, b in zip(state.finite, [1, 0, 1], strict=True)]
-    assert torch.equal(after.first, state.first)
 
 
 def test_a_decision_that_does_not_fit_names_the_slot() -> None:

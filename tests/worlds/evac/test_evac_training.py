@@ -12,11 +12,8 @@ from asyncrl.worlds.evac.ddim import (
     Draws,
     chunk_loss,
     draw,
-    noised,
-    sampling_steps,
     signal_scales,
     signal_shares,
-    velocity,
 )
 from asyncrl.worlds.evac.unet import EvacUNet
 from support.evac import TINY_UNET, randomised
@@ -121,16 +118,3 @@ def test_noise_levels_of_the_history_follow_the_rule() -> None:
     share = (draws.levels < 500).double().mean().item()
     assert share == pytest.approx(0.5, abs=0.03)
     assert (draws.levels.min(), draws.levels.max()) == (0, 999)
-
-
-def test_the_sampler_undoes_the_mixing() -> None:
-    """At every level, clean latents and noise come back out of what they were mixed into."""
-    g = torch.Generator().manual_seed(2)
-    clean, noise = torch.randn(1, 1, 4, 2, 2, generator=g), torch.randn(1, 1, 4, 2, 2, generator=g)
-    for step in sampling_steps(20):
-        levels = torch.tensor([[step.time]])
-        x, v = noised(clean, levels, noise), velocity(clean, levels, noise)
-        rescale = signal_scales()[step.time]
-        root, rest = math.sqrt(signal_shares()[step.time]), math.sqrt(1 - signal_shares()[step.time])
-        torch.testing.assert_close((root * x - rest * v) / rescale, clean, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(rest * x + root * v, noise, atol=1e-5, rtol=1e-5)

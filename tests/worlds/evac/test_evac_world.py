@@ -136,29 +136,6 @@ def test_decisions_are_what_the_parts_give_by_hand(world: EvacWorld, options: di
 # ---- rows ---------------------------------------------------------------------------------------------
 
 
-def test_an_action_reaches_the_hand_from_its_own_frame_on(world: EvacWorld) -> None:
-    state = world.start([start_state(1)], decisions=1)
-    actions = some_actions(1)
-    changed = actions.clone()
-    changed[0, 5] += 1
-    before, after = (world.imagine(state, a, [1])[1].poses[0, 1:9] for a in (actions, changed))
-    moved = (after - before).abs().amax(dim=1)
-    assert moved[:5].max() == 0
-    assert moved[5:].min() > 0
-
-
-def test_fewer_rows_than_compiled_for_are_filled_up(world: EvacWorld) -> None:
-    filled = EvacWorld(world.networks, CONFIG)
-    filled.rows = 3
-    state = world.start([start_state(1), start_state(2)], decisions=1)
-    frames, after = world.imagine(state, some_actions(2), [1, 2])
-    got, got_after = filled.imagine(state, some_actions(2), [1, 2])
-    assert got.shape == frames.shape
-    assert (got.int() - frames.int()).abs().max() <= 1
-    assert torch.equal(got_after.count, after.count)
-    torch.testing.assert_close(got_after.history, after.history, atol=1e-4, rtol=1e-4)
-
-
 @pytest.mark.slow
 def test_the_network_compiles_in_one_piece(world: EvacWorld) -> None:
     torch._dynamo.reset()

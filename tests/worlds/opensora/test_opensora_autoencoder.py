@@ -2,36 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
 
 from asyncrl.worlds.layers import FrameVae, FrameVaeConfig
-from support.opensora import NANO_VAE, by_diffusers, nano_vae
+from support.opensora import nano_vae
 
 
 def frames(count: int) -> Tensor:
     return torch.rand(count, 3, 16, 24, generator=torch.Generator().manual_seed(3)) * 2 - 1
-
-
-def test_latents_are_the_scaled_means_of_each_frame() -> None:
-    vae = nano_vae()
-    library, clip = by_diffusers(vae), frames(3)
-    expected = torch.cat([library.encode(clip[i : i + 1]).latent_dist.mean for i in range(3)]) * 0.13025
-    assert torch.equal(library.encode(clip).latent_dist.mode(), library.encode(clip).latent_dist.mean)
-    found = vae.encode(clip)
-    assert found.shape == (3, 4, 2, 3)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-
-
-def test_frames_are_drawn_from_latents_without_their_scale() -> None:
-    vae = nano_vae()
-    latents = 0.13025 * torch.randn(3, 4, 2, 3)
-    expected = torch.cat([by_diffusers(vae).decode(row[None] / 0.13025).sample for row in latents])
-    assert expected.shape == (3, 3, 16, 24)
-    torch.testing.assert_close(vae.decode(latents), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 4])
@@ -42,17 +22,6 @@ def test_the_size_of_the_pieces_changes_nothing(at_once: int) -> None:
     vae.at_once = at_once
     torch.testing.assert_close(vae.encode(clip), latents, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(vae.decode(latents), drawn, atol=1e-5, rtol=1e-5)
-
-
-def test_another_scale_scales_latents_and_leaves_frames() -> None:
-    vae = nano_vae()
-    other = FrameVae(replace(NANO_VAE, scale=0.5)).eval()
-    other.load_state_dict(vae.state_dict())
-    clip = frames(1)
-    torch.testing.assert_close(other.encode(clip) / 0.5, vae.encode(clip) / 0.13025, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(
-        other.decode(other.encode(clip)), vae.decode(vae.encode(clip)), atol=1e-5, rtol=1e-5
-    )
 
 
 def test_the_published_size_has_the_published_tensors() -> None:

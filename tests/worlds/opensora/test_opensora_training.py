@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.worlds.opensora.world import training_times, window_loss
+from asyncrl.worlds.opensora.world import window_loss
 from support.opensora import nano_transformer
 
 
@@ -69,12 +69,3 @@ def test_without_condition_noise_the_condition_is_seen_as_it_is() -> None:
     assert torch.equal(noised[:, :, 4:], clean[:, :, 4:])
     spread = (noised[:, :, :4] - latents[:, :, :4]).std().item()
     assert spread == pytest.approx(0.015 * math.sqrt(2), rel=0.1)
-
-
-def test_times_have_logits_of_a_standard_normal_distribution() -> None:
-    times = training_times(20_000, torch.Generator().manual_seed(1))
-    logits = (times / (1000 - times)).log()
-    assert logits.mean().item() == pytest.approx(0, abs=0.03)
-    assert logits.std().item() == pytest.approx(1, abs=0.03)
-    assert 0 < times.min() < 100
-    assert 900 < times.max() < 1000

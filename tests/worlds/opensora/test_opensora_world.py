@@ -79,11 +79,6 @@ def test_an_episode_goes_on_from_its_context_and_not_from_the_first_frame(world:
     )
 
 
-def test_a_world_without_steps_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least one step"):
-        nano_world(steps=0)
-
-
 # ---- compiled, moved -----------------------------------------------------------------------------
 
 
